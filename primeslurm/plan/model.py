@@ -1,0 +1,160 @@
+"""The Plan: the one frozen object that decides placement, ports, environment and commands.
+
+Strings in `argv` and `env` may hold placeholders that only the node knows, filled in by `node.resolve`:
+`${host}` own address, `${port:http}` own port, `${host:NAME}` address of process NAME, `${addr:NAME:http}` its
+`host:port`, `${attempt}`, `${attempt_dir}`, `${run_id}`. A host name never appears in a Plan.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from primeslurm.recipe.base import Section
+
+Role = Literal["orchestrator", "environment", "trainer", "engine", "prefill", "decode", "router"]
+NodeRole = Literal["control", "train", "inference", "prefill", "decode"]
+
+
+class Health(Section):
+    """How a process shows that it is ready: HTTP 200 on `path` of port `port`."""
+
+    port: str
+    path: str = "/health"
+    start_timeout_s: int = 1800
+    """Longest time from start to the first 200."""
+
+
+class Process(Section):
+    """One operating-system process on one node."""
+
+    name: str
+    """Unique in the Plan, for example decode-r0-1."""
+    role: Role
+    node: int
+    """Global node index."""
+    replica: int | None = None
+    argv: tuple[str, ...]
+    env: dict[str, str] = {}
+    log: str
+    """Log file relative to the attempt directory."""
+    ports: dict[str, int] = {}
+    """Port name to preferred number; the agent probes and publishes the number really used."""
+    gpus: tuple[int, ...] = ()
+    """Indices of the node's GPUs that this process sees."""
+    restart: Literal["in_place", "attempt"] = "in_place"
+    """in_place: restarted by its agent with back-off. attempt: its death ends the attempt."""
+    max_restarts: int = 5
+    health: Health | None = None
+    after: tuple[str, ...] = ()
+    """Processes whose addresses must be known and which must answer HTTP, where they have `health`, before this starts."""
+
+
+class Node(Section):
+    """One node of the allocation. `index` is also the task rank of its agent; node 0 is the head."""
+
+    index: int
+    group: int
+    role: NodeRole
+    index_in_group: int
+    processes: tuple[Process, ...] = ()
+
+
+class HetGroup(Section):
+    """One component of the batch job (`layout: single` has exactly one)."""
+
+    index: int
+    name: str
+    nodes: int
+    partition: str
+    gres: str | None
+    """For example gpu:8; None asks for none."""
+    cpus_per_task: int
+    mem: str | None = None
+    constraint: str | None = None
+
+
+class Replica(Section):
+    """One inference deployment behind one router."""
+
+    index: int
+    router: str
+    engines: tuple[str, ...]
+    nodes: tuple[int, ...]
+
+
+class JobOptions(Section):
+    """Options of the batch job as a whole."""
+
+    name: str
+    time: str
+    account: str | None = None
+    qos: str | None = None
+    reservation: str | None = None
+    comment: str | None = None
+    exclude: str | None = None
+    requeue: bool = True
+    signal_s: int = 120
+    modules: tuple[str, ...] = ()
+    prologue: tuple[str, ...] = ()
+
+
+class Totals(Section):
+    """Derived sums, always printed."""
+
+    nodes: int
+    gpus: int
+    trainer_gpus: int
+    engines: int
+    inference_nodes: int
+    routers: int
+
+
+class Finding(Section):
+    """Something a check has to say about the Plan."""
+
+    level: Literal["error", "warning", "note"]
+    field: str
+    text: str
+    fix: str = ""
+
+
+class Plan(Section):
+    """Recipe + Site, worked out. Same input, same bytes."""
+
+    schema_: Literal[1] = Field(1, alias="schema")
+    run: str
+    run_dir: str
+    task: Literal["rl", "sft"]
+    layout: Literal["het", "single"]
+    device: Literal["cuda", "cpu"]
+    python: str
+    job: JobOptions
+    groups: tuple[HetGroup, ...]
+    nodes: tuple[Node, ...]
+    replicas: tuple[Replica, ...]
+    totals: Totals
+    env: dict[str, str]
+    """Environment of every process on every node."""
+    interface: str | None = None
+    addresses: dict[str, str] = {}
+    """Node name to address, from the site file."""
+    stall_timeout_s: int
+    max_attempts: int
+    findings: tuple[Finding, ...] = ()
+
+    def to_json(self) -> str:
+        """Canonical JSON: sorted by definition order, two-space indent, trailing newline."""
+        return self.model_dump_json(indent=2, by_alias=True) + "\n"
+
+    def processes(self) -> tuple[Process, ...]:
+        """All processes, in node order."""
+        return tuple(process for node in self.nodes for process in node.processes)
+
+    def process(self, name: str) -> Process:
+        """One process by name. Raises KeyError."""
+        for process in self.processes():
+            if process.name == name:
+                return process
+        raise KeyError(name)

@@ -1,0 +1,55 @@
+"""What the orchestrator does: environments, sampling, batches, staleness."""
+
+from __future__ import annotations
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from primeslurm.recipe.base import Section
+
+
+class Environment(Section):
+    """One verifiers environment, run in its own worker processes."""
+
+    id: str
+    """Name of a bundled (`reverse-text`) or installed verifiers environment."""
+    name: str | None = None
+    """Label in metrics and logs. Default: the id."""
+    args: dict[str, object] = {}
+    """Keyword arguments of the environment's `load_environment`."""
+    ratio: PositiveFloat = 1.0
+    """Share of the groups that this environment gets."""
+    workers: PositiveInt = 1
+    """Worker processes."""
+
+    @property
+    def label(self) -> str:
+        """The name used in process names, metrics and logs."""
+        return self.name or self.id
+
+
+class Sampling(Section):
+    """Sampling parameters of training rollouts."""
+
+    temperature: PositiveFloat = 1.0
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = -1
+    max_tokens: PositiveInt | None = None
+    """New tokens per turn. Default: what seq_len leaves."""
+
+
+class Orchestrator(Section):
+    """Dispatch of rollouts and forming of batches."""
+
+    batch_size: PositiveInt = 128
+    """Rollouts per step; a multiple of group_size."""
+    group_size: PositiveInt = 8
+    """Rollouts of one prompt; advantages are relative to the group's mean."""
+    max_inflight_rollouts: PositiveInt | None = None
+    """Rollouts in flight at once. Default: twice batch_size."""
+    max_off_policy_steps: NonNegativeInt = 8
+    """A batch for step s only holds rollouts whose group opened at a version >= s-1-max_off_policy_steps."""
+    sampling: Sampling = Sampling()
+    request_timeout_s: PositiveInt = 1800
+    """Longest wait for one generation request; it is then tried again."""
+    stall_timeout_s: PositiveInt = 1800
+    """No finished rollout and no new policy for this long ends the attempt with the suspect named."""

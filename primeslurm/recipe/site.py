@@ -1,0 +1,67 @@
+"""Facts of one cluster: what never belongs in a recipe."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, PositiveInt
+
+from primeslurm.recipe.base import Section
+
+
+class NodeKind(Section):
+    """Nodes of one partition."""
+
+    partition: str
+    gpus: int = Field(0, ge=0)
+    """GPUs per node; 0 for CPU partitions."""
+    cpus: PositiveInt
+    """CPU cores per node that a job may use."""
+    mem: str | None = None
+    """Memory per node to ask for, for example 2000G. Default: the partition's own default."""
+    gres: str = "gpu"
+    """Name of the generic resource, for example gpu or gpu:h200."""
+
+
+class Network(Section):
+    """How nodes of the site reach one another."""
+
+    interface: str | None = None
+    """Interface whose address is used, for example ib0. Default: the address the host name resolves to."""
+    addresses: dict[str, str] = {}
+    """Node name to address, for clusters whose node names do not resolve."""
+    ucx_net_devices: str | None = None
+    """UCX_NET_DEVICES, for example mlx5_0:1,mlx5_1:1. Default: UCX chooses."""
+    nccl_ib_hca: str | None = None
+
+
+class Site(Section):
+    """A cluster. Written once by whoever knows it; `primeslurm cluster up` writes one for its own cluster."""
+
+    schema_: Literal[1] = Field(1, alias="schema")
+    name: str
+    device: Literal["cuda", "cpu"] = "cuda"
+    """What the GPUs of this site are. An emulated cluster has fake GPUs and computes on its CPUs."""
+    runs: str = "runs"
+    """Directory of all runs, on a file system that every node shares."""
+    slurm_conf: str | None = None
+    """SLURM_CONF to use, where it is not the system's own."""
+    python: str | None = None
+    """Python of the environment on the nodes. Default: the one that submits."""
+    nodes: dict[str, NodeKind]
+    """Kinds of node by role: control, train, inference, prefill, decode; `default` serves roles not named."""
+    account: str | None = None
+    qos: str | None = None
+    modules: tuple[str, ...] = ()
+    """Loaded with `module load` before anything starts."""
+    prologue: tuple[str, ...] = ()
+    """Shell lines run in the batch script before anything starts."""
+    env: dict[str, str] = {}
+    """Environment variables of every process."""
+    network: Network = Network()
+    port_base: PositiveInt = 20000
+    """First port that a plan may prefer."""
+
+    def kind(self, role: str) -> NodeKind | None:
+        """The kind of node that serves a role, or None."""
+        return self.nodes.get(role) or self.nodes.get("default")

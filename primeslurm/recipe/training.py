@@ -1,0 +1,109 @@
+"""What the trainer does: model, optimizer, loss, parallelism, checkpoints, SFT data."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from primeslurm.recipe.base import Section
+
+Dtype = Literal["float32", "bfloat16"]
+
+
+class Model(Section):
+    """The policy model."""
+
+    path: str
+    """Directory in Hugging Face format (config.json, safetensors, tokenizer), or a hub id cached on the cluster."""
+    dtype: Dtype = "bfloat16"
+    """Compute dtype of trainer and engines. Masters and optimizer state are always float32."""
+    max_len: PositiveInt | None = None
+    """Longest sequence an engine accepts. Default: seq_len."""
+
+
+class Optimizer(Section):
+    """AdamW with linear warm-up and a constant, linear or cosine schedule."""
+
+    lr: PositiveFloat = 1e-6
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: PositiveFloat = 1e-8
+    weight_decay: float = 0.0
+    max_norm: PositiveFloat | None = 1.0
+    """Global gradient norm is clipped to this; null = no clipping."""
+    warmup_steps: NonNegativeInt = 0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+
+
+class Loss(Section):
+    """Importance-weighted policy gradient, masked where the probability moved too far.
+
+    Per token, with d = trainer logprob - engine logprob, r = exp(d), dp = p_trainer - p_engine:
+    `-A * r * keep + kl_tau * d**2`; keep is false if A > 0 and dp > mask_high, or A <= 0 and dp < -mask_low.
+    """
+
+    type: Literal["dppo"] = "dppo"
+    mask_low: PositiveFloat = 0.2
+    mask_high: PositiveFloat = 0.2
+    adv_tau: PositiveFloat = 1.0
+    kl_tau: float = 1e-3
+
+
+class Parallelism(Section):
+    """How the trainer's ranks are arranged: FSDP shards over what EP and CP leave."""
+
+    dp_replicate: PositiveInt = 1
+    cp: PositiveInt = 1
+    ep: PositiveInt = 1
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+
+
+class Trainer(Section):
+    """The torchtitan trainer."""
+
+    optimizer: Optimizer = Optimizer()
+    loss: Loss = Loss()
+    parallelism: Parallelism = Parallelism()
+    batch_timeout_s: PositiveInt = 3600
+    """The trainer gives up (attempt ends, is requeued) if no batch arrives for this long."""
+
+
+class Checkpoint(Section):
+    """Joint checkpoints of trainer and orchestrator; complete only with a COMMITTED manifest."""
+
+    interval: PositiveInt = 10
+    """Steps between checkpoints. The last step is always saved."""
+    keep: PositiveInt = 2
+
+
+class Weights(Section):
+    """How a new policy reaches the engines."""
+
+    transport: Literal["filesystem"] = "filesystem"
+    keep: PositiveInt = 3
+    """Published versions kept on disk (never fewer than engines still need)."""
+    timeout_s: PositiveInt = 600
+    """Longest wait for one engine to take a new policy; then the engine is restarted."""
+
+
+class JsonlData(Section):
+    """Chat or prompt/completion pairs, one JSON object a line: {"messages": [...]} or {"prompt", "completion"}."""
+
+    type: Literal["jsonl"] = "jsonl"
+    path: str
+
+
+class EnvironmentData(Section):
+    """Demonstrations that an environment gives itself (its `demonstrations(n, seed)` function)."""
+
+    type: Literal["environment"] = "environment"
+    id: str
+    args: dict[str, object] = {}
+
+
+class Sft(Section):
+    """Supervised fine-tuning: the trainer alone, cross-entropy on completions."""
+
+    data: Annotated[JsonlData | EnvironmentData, Field(discriminator="type")]
+    batch_size: PositiveInt = 64
+    """Sequences per step, over all ranks."""

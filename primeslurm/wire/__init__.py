@@ -1,0 +1,1 @@
+"""What processes say to one another: rollouts, batches, versions, weights, checkpoints, events."""

@@ -1,0 +1,99 @@
+"""Joint checkpoints: `checkpoints/step_000010/{trainer/,orchestrator.bin,COMMITTED}`.
+
+A checkpoint exists only once COMMITTED does; it is written last, by the trainer's rank 0, and names every part.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import msgspec
+
+from primeslurm.wire.files import digest, write_atomic
+
+COMMITTED = "COMMITTED"
+_NAME = re.compile(r"^step_(\d{6,})$")
+
+
+class Part(msgspec.Struct, frozen=True):
+    """One file of a checkpoint, relative to its directory."""
+
+    name: str
+    bytes: int
+    digest: str
+
+
+class Commit(msgspec.Struct, frozen=True):
+    """The content of COMMITTED."""
+
+    step: int
+    attempt: int
+    parts: list[Part]
+
+
+def step_dir(run_dir: Path, step: int) -> Path:
+    """Where the checkpoint of `step` lives."""
+    return run_dir / "checkpoints" / f"step_{step:06d}"
+
+
+def commit(directory: Path, step: int, attempt: int) -> Commit:
+    """Name every file below `directory` in COMMITTED, written last and atomically."""
+    files = sorted(p for p in directory.rglob("*") if p.is_file() and p.name != COMMITTED)
+    parts = [Part(str(p.relative_to(directory)), p.stat().st_size, digest(p)) for p in files]
+    value = Commit(step=step, attempt=attempt, parts=parts)
+    write_atomic(directory / COMMITTED, msgspec.json.format(msgspec.json.encode(value), indent=2))
+    return value
+
+
+def read_commit(directory: Path) -> Commit | None:
+    """The commit record, or None if the checkpoint is not complete."""
+    try:
+        return msgspec.json.decode((directory / COMMITTED).read_bytes(), type=Commit)
+    except (FileNotFoundError, NotADirectoryError, msgspec.MsgspecError):
+        return None
+
+
+def committed(run_dir: Path) -> list[int]:
+    """Steps with a complete checkpoint, ascending."""
+    root = run_dir / "checkpoints"
+    if not root.is_dir():
+        return []
+    found = [(int(match[1]), path) for path in root.iterdir() if (match := _NAME.match(path.name))]
+    return sorted(step for step, path in found if read_commit(path) is not None)
+
+
+def newest(run_dir: Path) -> int | None:
+    """The last committed step, or None."""
+    steps = committed(run_dir)
+    return steps[-1] if steps else None
+
+
+def damage(directory: Path) -> list[str]:
+    """What is wrong with a committed checkpoint, in words; empty if every part has its recorded size and digest."""
+    record = read_commit(directory)
+    if record is None:
+        return [f"{directory}: not committed"]
+    wrong = []
+    for part in record.parts:
+        path = directory / part.name
+        if not path.is_file() or path.stat().st_size != part.bytes or digest(path) != part.digest:
+            wrong.append(f"{path}: differs from what was committed")
+    return wrong
+
+
+def prune(run_dir: Path, keep: int) -> list[int]:
+    """Delete committed checkpoints beyond the newest `keep`, and uncommitted leftovers older than the newest one."""
+    steps = committed(run_dir)
+    if not steps:
+        return []
+    kept = set(steps[-keep:])
+    doomed = []
+    for path in (run_dir / "checkpoints").iterdir():
+        match = _NAME.match(path.name)
+        if match and int(match[1]) not in kept and int(match[1]) < steps[-1]:
+            (path / COMMITTED).unlink(missing_ok=True)
+            shutil.rmtree(path, ignore_errors=True)
+            doomed.append(int(match[1]))
+    return sorted(doomed)

@@ -1,0 +1,46 @@
+"""Small files written so that a reader sees all of them or nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+
+def write_atomic(path: Path, data: bytes | str) -> None:
+    """Write beside the target, flush to disk, rename over it. Raises OSError; the old content then stays."""
+    raw = data.encode() if isinstance(data, str) else data
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as handle:
+            handle.write(raw)
+            handle.flush()
+            os.fsync(handle.fileno())
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, value: Any) -> None:
+    """`write_atomic` of indented JSON."""
+    write_atomic(path, json.dumps(value, indent=2) + "\n")
+
+
+def read_json(path: Path) -> Any | None:
+    """The JSON in a file, or None if it is not there (or, on a shared file system, not there yet)."""
+    try:
+        return json.loads(path.read_bytes())
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+
+
+def digest(path: Path) -> str:
+    """blake2b-128 of a file, in hex."""
+    hasher = hashlib.blake2b(digest_size=16)
+    with path.open("rb") as handle:
+        while chunk := handle.read(1 << 22):
+            hasher.update(chunk)
+    return hasher.hexdigest()

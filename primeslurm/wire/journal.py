@@ -1,0 +1,36 @@
+"""What processes record about themselves: events (append-only, one file per writer) and a current state.
+
+One writer per file: appends of several nodes to one file are not atomic on network file systems.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from primeslurm.wire.files import write_json
+
+
+class Journal:
+    """Events and state of one process, under `<attempt>/events/<name>.jsonl` and `<attempt>/state/<name>.json`."""
+
+    def __init__(self, attempt_dir: Path, name: str) -> None:
+        self._events = attempt_dir / "events" / f"{name}.jsonl"
+        self._state = attempt_dir / "state" / f"{name}.json"
+        self._name = name
+        for path in (self._events, self._state):
+            path.parent.mkdir(parents=True, exist_ok=True)
+
+    def event(self, kind: str, **fields: Any) -> None:
+        """Append one event. A full disk loses the event, never the process."""
+        line = json.dumps({"time": time.time(), "process": self._name, "kind": kind, **fields})
+        with contextlib.suppress(OSError), self._events.open("a") as handle:
+            handle.write(line + "\n")
+
+    def state(self, **fields: Any) -> None:
+        """Replace the current state."""
+        with contextlib.suppress(OSError):
+            write_json(self._state, {"time": time.time(), "process": self._name, **fields})

@@ -1,0 +1,198 @@
+"""The link between trainer and orchestrator: ZMQ requests, each idempotent, with time-outs on both sides.
+
+The trainer asks, the orchestrator answers. Every request names its step or version, so one that is repeated after a
+lost answer changes nothing. A dead peer shows as silence: the client closes its socket, connects anew and asks again
+until its own deadline.
+
+requests (trainer -> orchestrator)            answers
+  GetBatch(step, dp_rank, dp_world)           frames of a Batch | Wait | Stop
+  Published(version, path)                    Ok      a new policy is complete on the file system
+  StepDone(step, metrics)                     Ok      metrics of the optimizer step
+  Save(step, directory)                       Ok      the orchestrator has written its part of the checkpoint
+  Committed(step)                             Ok      COMMITTED is on disk
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from primeslurm.wire import frames
+from primeslurm.wire.rollouts import Batch
+
+
+class GetBatch(msgspec.Struct, frozen=True, tag=True):
+    """Rank `dp_rank` of `dp_world` wants its rows of `step` (first step: 1)."""
+
+    step: int
+    dp_rank: int
+    dp_world: int
+
+
+class Published(msgspec.Struct, frozen=True, tag=True):
+    """Policy `version` (made by step `version`) is complete under `path`."""
+
+    version: int
+    path: str
+
+
+class StepDone(msgspec.Struct, frozen=True, tag=True):
+    """Step `step` was trained."""
+
+    step: int
+    metrics: dict[str, float]
+
+
+class Save(msgspec.Struct, frozen=True, tag=True):
+    """Write the orchestrator's part of the checkpoint of `step` into `directory`."""
+
+    step: int
+    directory: str
+
+
+class Committed(msgspec.Struct, frozen=True, tag=True):
+    """The checkpoint of `step` is committed."""
+
+    step: int
+
+
+Request = GetBatch | Published | StepDone | Save | Committed
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """kind: batch (frames follow), ok, wait (ask again), stop (no more batches), error (text says why)."""
+
+    kind: str
+    text: str = ""
+
+
+class LinkError(Exception):
+    """The peer did not answer before the deadline, or refused."""
+
+
+class TrainerLink:
+    """The trainer's end. Not thread-safe; one per process.
+
+    Args:
+        address: ZMQ address of the orchestrator, for example tcp://host:port.
+        timeout_s: a request that nobody answers for this long raises LinkError.
+        retry_s: silence after which the socket is replaced and the request sent again.
+    """
+
+    def __init__(self, address: str, timeout_s: float = 600.0, retry_s: float = 10.0) -> None:
+        self._address = address
+        self._timeout_s = timeout_s
+        self._retry_s = retry_s
+        self._context = zmq.Context.instance()
+        self._socket: zmq.Socket[bytes] | None = None
+
+    def get_batch(
+        self,
+        step: int,
+        dp_rank: int,
+        dp_world: int,
+        timeout_s: float,
+        interrupted: Callable[[], bool] = lambda: False,
+    ) -> Batch | None:
+        """This rank's rows of `step`. None if the orchestrator has no more batches, or if `interrupted()` became true.
+
+        Raises:
+            LinkError: nothing came for `timeout_s`.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not interrupted():
+            answer, rest = self._ask(GetBatch(step, dp_rank, dp_world))
+            if answer.kind == "batch":
+                return Batch.decode(rest)
+            if answer.kind == "stop":
+                return None
+            if time.monotonic() > deadline:
+                raise LinkError(f"no batch for step {step} within {timeout_s:.0f} s")
+        return None
+
+    def published(self, version: int, path: str) -> None:
+        """Announce a complete policy."""
+        self._ask(Published(version, path))
+
+    def step_done(self, step: int, metrics: dict[str, float]) -> None:
+        """Report a trained step."""
+        self._ask(StepDone(step, metrics))
+
+    def save(self, step: int, directory: str) -> None:
+        """Have the orchestrator write its part of a checkpoint."""
+        self._ask(Save(step, directory))
+
+    def committed(self, step: int) -> None:
+        """Announce a committed checkpoint."""
+        self._ask(Committed(step))
+
+    def close(self) -> None:
+        """Close the socket."""
+        if self._socket is not None:
+            self._socket.close(linger=0)
+            self._socket = None
+
+    def _ask(self, request: Request) -> tuple[Answer, list[Any]]:
+        deadline = time.monotonic() + self._timeout_s
+        while time.monotonic() < deadline:
+            if self._socket is None:
+                self._socket = self._context.socket(zmq.REQ)
+                self._socket.connect(self._address)
+            self._socket.send(msgspec.msgpack.encode(request))
+            if self._socket.poll(int(self._retry_s * 1000)):
+                parts = self._socket.recv_multipart(copy=False)
+                answer = msgspec.msgpack.decode(parts[0].buffer, type=Answer)
+                if answer.kind == "error":
+                    raise LinkError(answer.text)
+                return answer, [part.buffer for part in parts[1:]]
+            self.close()  # a REQ socket cannot send twice: connect anew and repeat the idempotent request
+        raise LinkError(f"{self._address} did not answer {request} within {self._timeout_s:.0f} s")
+
+
+Handler = Callable[[Request], Awaitable[Batch | Answer]]
+
+
+class OrchestratorLink:
+    """The orchestrator's end: answers each request through `handler`, concurrently.
+
+    `handler` returns a Batch or an Answer; an exception becomes an error answer. A GetBatch that has to wait should be
+    answered with Answer("wait") well before the client's retry_s.
+    """
+
+    def __init__(self, bind: str, handler: Handler) -> None:
+        self._handler = handler
+        self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
+        self._socket.bind(bind)
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def serve(self) -> None:
+        """Answer until cancelled."""
+        try:
+            while True:
+                identity, _, raw = await self._socket.recv_multipart()
+                task = asyncio.create_task(self._answer(identity, raw))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            self._socket.close(linger=1000)
+
+    async def _answer(self, identity: bytes, raw: bytes) -> None:
+        rest: list[frames.Frame] = []
+        try:
+            result = await self._handler(msgspec.msgpack.decode(raw, type=Request))
+            if isinstance(result, Batch):
+                rest = result.encode()
+                answer = Answer("batch")
+            else:
+                answer = result
+        except Exception as error:
+            answer = Answer("error", f"{type(error).__name__}: {error}")
+        await self._socket.send_multipart([identity, b"", msgspec.msgpack.encode(answer), *rest])

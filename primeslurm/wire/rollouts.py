@@ -1,0 +1,132 @@
+"""Rollouts and batches: arrays with one entry per token, aligned with `token_ids`.
+
+Entry i of every array describes token i itself: `mask[i]` = this token was sampled by the policy and is trained on,
+`logprobs[i]` = the engine's log-probability of having sampled it, `versions[i]` = the policy version that sampled it
+(-1 where it was not sampled). A trainer shifts: the logits at i-1 predict token i. A document's first token is never
+trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from primeslurm.wire import frames
+from primeslurm.wire.frames import Frame
+
+Int32 = NDArray[np.int32]
+Float32 = NDArray[np.float32]
+Bool = NDArray[np.bool_]
+
+
+class RolloutInfo(msgspec.Struct, frozen=True):
+    """Everything about a rollout but its tokens."""
+
+    id: str
+    group: str
+    environment: str
+    opened_version: int
+    """Policy version when the rollout's group opened; staleness counts from here."""
+    reward: float
+    metrics: dict[str, float] = {}
+    turns: int = 1
+    finish_reason: str = "stop"
+    seconds: float = 0.0
+    error: str | None = None
+    """Set if the rollout failed; it is then never trained on."""
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One finished rollout. All arrays have shape [n_tokens]."""
+
+    info: RolloutInfo
+    token_ids: Int32
+    mask: Bool
+    logprobs: Float32
+    versions: Int32
+
+    def encode(self) -> list[Frame]:
+        """As wire frames."""
+        return frames.encode(
+            self.info,
+            {
+                "token_ids": self.token_ids,
+                "mask": self.mask,
+                "logprobs": self.logprobs,
+                "versions": self.versions,
+            },
+        )
+
+    @classmethod
+    def decode(cls, message: Sequence[Any]) -> Rollout:
+        """From wire frames. Raises ValueError or msgspec.MsgspecError on damage."""
+        info, arrays = frames.decode(message, RolloutInfo)
+        return cls(info, **arrays)
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest policy version that sampled a token of it (its opened version if none did)."""
+        sampled = self.versions[self.versions >= 0]
+        return int(sampled.min()) if sampled.size else self.info.opened_version
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether tokens of more than one policy version are in it."""
+        sampled = self.versions[self.versions >= 0]
+        return bool(sampled.size) and bool(sampled.min() != sampled.max())
+
+
+@dataclass(frozen=True)
+class Row:
+    """One packed row of exactly seq_len tokens.
+
+    `positions` restart at 0 where a document starts; padding is a document of its own.
+    """
+
+    token_ids: Int32
+    positions: Int32
+    mask: Bool
+    logprobs: Float32
+    advantages: Float32
+    temperatures: Float32
+
+
+ROW_FIELDS = ("token_ids", "positions", "mask", "logprobs", "advantages", "temperatures")
+
+
+class BatchInfo(msgspec.Struct, frozen=True):
+    """What a data-parallel rank must know about a batch."""
+
+    step: int
+    dp_rank: int
+    dp_world: int
+    loss_tokens: int
+    """Trained tokens of the whole batch over all ranks: the loss is normalised by this."""
+    max_steps: int = 0
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The rows of one data-parallel rank for one step. Every rank has the same number of rows."""
+
+    info: BatchInfo
+    rows: list[Row] = field(default_factory=list)
+
+    def encode(self) -> list[Frame]:
+        """As wire frames: one stacked [rows, seq_len] array per field."""
+        return frames.encode(
+            self.info, {name: np.stack([getattr(row, name) for row in self.rows]) for name in ROW_FIELDS}
+        )
+
+    @classmethod
+    def decode(cls, message: Sequence[Any]) -> Batch:
+        """From wire frames."""
+        info, arrays = frames.decode(message, BatchInfo)
+        count = len(arrays["token_ids"])
+        return cls(info, [Row(**{name: arrays[name][i] for name in ROW_FIELDS}) for i in range(count)])

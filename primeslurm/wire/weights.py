@@ -1,0 +1,89 @@
+"""Published policies on a shared file system: `weights/v000012/`, complete only with MANIFEST.json, written last."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import msgspec
+
+from primeslurm.wire.files import digest, write_atomic
+
+MANIFEST = "MANIFEST.json"
+_NAME = re.compile(r"^v(\d{6,})$")
+
+
+class WeightFile(msgspec.Struct, frozen=True):
+    """One file of a published policy."""
+
+    name: str
+    bytes: int
+    digest: str
+
+
+class WeightManifest(msgspec.Struct, frozen=True):
+    """A complete published policy. `layout` "hf" = safetensors under Hugging Face names."""
+
+    version: int
+    layout: str
+    dtype: str
+    files: list[WeightFile]
+
+
+def version_dir(run_dir: Path, version: int) -> Path:
+    """Where version `version` is published."""
+    return run_dir / "weights" / f"v{version:06d}"
+
+
+def complete(directory: Path, version: int, dtype: str) -> WeightManifest:
+    """Describe every file of `directory` in a manifest: from here on the version exists."""
+    files = [
+        WeightFile(path.name, path.stat().st_size, digest(path))
+        for path in sorted(directory.iterdir())
+        if path.is_file() and path.name != MANIFEST and not path.name.startswith(".")
+    ]
+    manifest = WeightManifest(version=version, layout="hf", dtype=dtype, files=files)
+    write_atomic(directory / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=2))
+    return manifest
+
+
+def read_manifest(directory: Path) -> WeightManifest | None:
+    """The manifest, or None if the directory is not a complete policy."""
+    try:
+        return msgspec.json.decode((directory / MANIFEST).read_bytes(), type=WeightManifest)
+    except (FileNotFoundError, NotADirectoryError, msgspec.MsgspecError):
+        return None
+
+
+def damage(directory: Path) -> list[str]:
+    """What is wrong with a published policy, in words; empty if every file matches its digest."""
+    manifest = read_manifest(directory)
+    if manifest is None:
+        return [f"{directory}: no readable {MANIFEST}"]
+    wrong = []
+    for entry in manifest.files:
+        path = directory / entry.name
+        if not path.is_file() or path.stat().st_size != entry.bytes or digest(path) != entry.digest:
+            wrong.append(f"{path}: differs from its manifest")
+    return wrong
+
+
+def published(run_dir: Path) -> list[int]:
+    """All complete versions, ascending."""
+    root = run_dir / "weights"
+    if not root.is_dir():
+        return []
+    found = [(int(match[1]), path) for path in root.iterdir() if (match := _NAME.match(path.name))]
+    return sorted(version for version, path in found if (path / MANIFEST).is_file())
+
+
+def prune(run_dir: Path, keep: int, needed: set[int]) -> list[int]:
+    """Delete published versions beyond the newest `keep`, but never one in `needed`. Returns what was deleted."""
+    versions = published(run_dir)
+    doomed = [v for v in versions[:-keep] if v not in needed]
+    for version in doomed:
+        directory = version_dir(run_dir, version)
+        (directory / MANIFEST).unlink(missing_ok=True)  # first: a half-deleted version must not look complete
+        shutil.rmtree(directory, ignore_errors=True)
+    return doomed
