@@ -48,7 +48,7 @@ class Process(Section):
     max_restarts: int = 5
     health: Health | None = None
     after: tuple[str, ...] = ()
-    """Processes whose addresses must be known and which must answer HTTP, where they have `health`, before this starts."""
+    """Processes whose addresses must be known and live (where they have `health`) before this starts."""
 
 
 class Node(Section):
