@@ -71,11 +71,10 @@ class AgentTask:
 
     def _attempt(self, run: RunDirectory, rank: int) -> Attempt:
         """This attempt's directory; after a requeue the head makes it from the one before."""
-        slurm = os.environ.get("SLURM_RESTART_COUNT") if "SLURM_JOB_ID" in os.environ else None
-        number = self.first_attempt + (
-            int(slurm) if slurm else self.restarts if "SLURM_JOB_ID" not in os.environ else 0
-        )
-        attempt = run.attempt(number)
+        # Slurm also requeues by itself (a dead node), without checkpoint(): its own count is the right one there.
+        in_slurm = os.environ.get("SUBMITIT_EXECUTOR") == "slurm"
+        restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0")) if in_slurm else self.restarts
+        attempt = run.attempt(self.first_attempt + restarts)
         if rank == 0 and not attempt.plan_file.is_file():
             previous = run.latest()
             attempt.prepare(previous.plan())

@@ -1,4 +1,4 @@
-"""The head: watches every node's heartbeat, publishes addresses and the fleet's state, and decides when an attempt ends."""
+"""The head: watches every heartbeat, publishes addresses and the fleet's state, decides when an attempt ends."""
 
 from __future__ import annotations
 
