@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -93,17 +93,9 @@ class JsonlData(Section):
     path: str
 
 
-class EnvironmentData(Section):
-    """Demonstrations that an environment gives itself (its `demonstrations(n, seed)` function)."""
-
-    type: Literal["environment"] = "environment"
-    id: str
-    args: dict[str, object] = {}
-
-
 class Sft(Section):
     """Supervised fine-tuning: the trainer alone, cross-entropy on completions."""
 
-    data: Annotated[JsonlData | EnvironmentData, Field(discriminator="type")]
+    data: JsonlData
     batch_size: PositiveInt = 64
     """Sequences per step, over all ranks."""
