@@ -18,7 +18,9 @@ class NetworkError(RuntimeError):
 
 
 def node_name() -> str:
-    """The node's name as Slurm knows it; the host name outside Slurm."""
+    """The node's name as Slurm knows it; `local-<i>` for the i-th agent of the local executor."""
+    if os.environ.get("SUBMITIT_EXECUTOR") == "local":
+        return f"local-{os.environ['SUBMITIT_LOCAL_GLOBALID']}"
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 

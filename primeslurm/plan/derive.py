@@ -40,6 +40,7 @@ class _Slot:
     index_in_group: int
     replica: int | None
     gpus: int
+    first_gpu: int
     port: int
     processes: list[Process] = field(default_factory=list)
 
@@ -69,7 +70,7 @@ class _Slot:
                 env=command.env,
                 log=f"logs/{role}/{name}.log",
                 ports=ports,
-                gpus=tuple(gpus),
+                gpus=tuple(self.first_gpu + gpu for gpu in gpus),
                 restart="attempt" if restart_attempt else "in_place",
                 health=health,
                 after=tuple(after),
@@ -88,14 +89,16 @@ class _Need:
     nodes_per_replica: int = 0
 
 
-def derive(recipe: Recipe, site: Site, run_dir: Path) -> Plan:
-    """Work out the whole run.
+def derive(recipe: Recipe, site: Site, run_dir: Path, *, local: bool = False) -> Plan:
+    """Work out the whole run. `local`: without Slurm, all nodes are agents on this one machine and share its GPUs.
 
     Raises:
         UsageError: the recipe cannot be placed on this site; every reason at once.
     """
     needs = _needs(recipe, site)
-    slots = _slots(recipe, site, needs)
+    if local:
+        _check_local(site, needs)
+    slots = _slots(recipe, site, needs, local)
     replicas = _inference(recipe, site, slots)
     trainer_gpus = _trainer(recipe, site, slots)
     if recipe.task == "rl":
@@ -117,6 +120,7 @@ def derive(recipe: Recipe, site: Site, run_dir: Path) -> Plan:
         run_dir=str(run_dir),
         task=recipe.task,
         layout=recipe.deployment.layout,
+        executor="local" if local else "slurm",
         device=site.device,
         python=site.python or "python3",
         job=_job(recipe, site),
@@ -214,13 +218,33 @@ def _trainer_problems(recipe: Recipe, needs: list[_Need]) -> list[Violation]:
     return found
 
 
-def _slots(recipe: Recipe, site: Site, needs: list[_Need]) -> list[_Slot]:
+def _check_local(site: Site, needs: list[_Need]) -> None:
+    if site.device == "cuda":
+        asked, there = sum(need.nodes * need.gpus for need in needs), max(kind.gpus for kind in site.nodes.values())
+        if asked > there:
+            why = f"the roles together ask for {asked} GPUs, this machine has {there}"
+            raise UsageError([Violation("deployment", "", why, "lower gpus_per_node of a role")])
+
+
+def _slots(recipe: Recipe, site: Site, needs: list[_Need], local: bool) -> list[_Slot]:
     single = recipe.deployment.layout == "single"
     slots: list[_Slot] = []
     for group, need in enumerate(needs):
         for i in range(need.nodes):
             replica = i // need.nodes_per_replica if need.nodes_per_replica else None
-            slots.append(_Slot(len(slots), 0 if single else group, need.role, i, replica, need.gpus, site.port_base))
+            first_gpu = sum(slot.gpus for slot in slots) if local else 0
+            slots.append(
+                _Slot(
+                    index=len(slots),
+                    group=0 if single else group,
+                    role=need.role,
+                    index_in_group=i,
+                    replica=replica,
+                    gpus=need.gpus,
+                    first_gpu=first_gpu,
+                    port=site.port_base,
+                )
+            )
     return slots
 
 
