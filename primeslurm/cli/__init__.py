@@ -9,7 +9,7 @@ from __future__ import annotations
 import typer
 
 from primeslurm import __version__
-from primeslurm.cli import cluster, inspect, runs, submit, watch
+from primeslurm.cli import inspect, runs, submit, watch
 
 app = typer.Typer(
     name="primeslurm",
@@ -43,7 +43,7 @@ app.command("plan")(inspect.plan)
 app.command("render")(inspect.render_)
 app.command("check")(inspect.check)
 app.command("schema")(inspect.schema)
-app.add_typer(cluster.app, name="cluster")
+
 
 
 def main() -> None:

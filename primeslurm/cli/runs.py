@@ -20,9 +20,7 @@ from primeslurm.run.status import JobQuery, read_status
 from primeslurm.slurm.client import SlurmClient
 
 RunArg = Annotated[str, typer.Argument(help="Name of a run, or its directory.", show_default=False)]
-RunsOpt = Annotated[
-    Path | None, typer.Option("--runs", help="Directory of all runs. Default: the site file's, ./runs.")
-]
+RunsOpt = Annotated[Path | None, typer.Option("--runs", help="Directory of all runs; else the site file's, or ./runs.")]
 
 CANCEL_GRACE_S = 45.0
 """From the request to end in good order to scancel. An agent gives its processes 15 s."""

@@ -14,7 +14,7 @@ from primeslurm.cli.options import JsonOpt, LocalOpt, NameOpt, RecipeArg, SetOpt
 from primeslurm.cli.output import guarded, note, out, print_json
 from primeslurm.cli.runs import RunArg, RunsOpt, find_run, job_query
 from primeslurm.cli.watch import watch_until_done
-from primeslurm.errors import UsageError
+from primeslurm.errors import UsageError, Violation
 from primeslurm.node.entry import AgentTask
 from primeslurm.plan.model import Plan
 from primeslurm.recipe import Site
@@ -83,8 +83,8 @@ def resume(
     _announce(attempt, plan, wait, as_json)
 
 
-def _placement(plan: Plan, site: Site) -> list[object]:
-    return list(placement_problems(plan, SlurmClient(site.slurm_conf)))
+def _placement(plan: Plan, site: Site) -> list[Violation]:
+    return placement_problems(plan, SlurmClient(site.slurm_conf))
 
 
 def _start(attempt: Attempt, plan: Plan, script: str, slurm_conf: str | None) -> None:

@@ -139,7 +139,7 @@ class Fleet:
     def _complete(self) -> Ending | None:
         last: tuple[Process, ...] = tuple(p for p in self.plan.processes() if p.role in ("trainer", "orchestrator"))
         reports = [self.report(process.name) for process in last]
-        if all(report is not None and report.state == ProcessState.DONE for report in reports):
+        if reports and all(report is not None and report.state == ProcessState.DONE for report in reports):
             return Ending(Outcome.COMPLETED, "all steps done")
         return None
 

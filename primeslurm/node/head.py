@@ -134,7 +134,8 @@ class Head(threading.Thread):
         orchestrator = [r for p, r in reports.values() if p.role == "orchestrator"]
         helpless = any(r is None or r.state not in running for r in orchestrator)
         grace = min(CHECKPOINT_GRACE_S, max(self.plan.job.signal_s - 30.0, 10.0))
-        return not all(alive) or helpless or now - self._ending_at > grace
+        checkpointing = bool(alive) and all(alive) and not helpless
+        return not checkpointing or now - self._ending_at > grace
 
     def _gathered(self, now: float) -> bool:
         if self.ending is None:

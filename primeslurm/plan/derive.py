@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from primeslurm.errors import UsageError, Violation
-from primeslurm.plan.commands import Command, engine_command, router_command
+from primeslurm.plan.commands import Command, EngineRole, engine_command, router_command
 from primeslurm.plan.control import environment_command, orchestrator_command, trainer_command
 from primeslurm.plan.model import (
     Health,
@@ -200,7 +200,7 @@ def _engine_problems(recipe: Recipe, needs: list[_Need]) -> list[Violation]:
 def _trainer_problems(recipe: Recipe, needs: list[_Need]) -> list[Violation]:
     parallelism = recipe.trainer.parallelism
     world = next((need.nodes * need.gpus for need in needs if need.role == "train"), 0)
-    found = []
+    found: list[Violation] = []
     if not world:
         return found
     fixed = parallelism.dp_replicate * parallelism.cp
@@ -251,14 +251,14 @@ def _slots(recipe: Recipe, site: Site, needs: list[_Need], local: bool) -> list[
 def _inference(recipe: Recipe, site: Site, slots: list[_Slot]) -> list[Replica]:
     """Put one engine per data-parallel rank on every inference node, and a router on each replica's first node."""
     tp = recipe.inference.parallel.tp
-    role_of: dict[NodeRole, Role] = {"inference": "engine", "prefill": "prefill", "decode": "decode"}
+    role_of: dict[NodeRole, EngineRole] = {"inference": "engine", "prefill": "prefill", "decode": "decode"}
     members: dict[int, list[_Slot]] = {}
     for slot in slots:
         if slot.replica is not None:
             members.setdefault(slot.replica, []).append(slot)
     replicas = []
     for index, nodes in sorted(members.items()):
-        names: dict[Role, list[str]] = {"engine": [], "prefill": [], "decode": []}
+        names: dict[EngineRole, list[str]] = {"engine": [], "prefill": [], "decode": []}
         for slot in nodes:
             role = role_of[slot.role]
             for first in range(0, slot.gpus, tp):
@@ -267,7 +267,7 @@ def _inference(recipe: Recipe, site: Site, slots: list[_Slot]) -> list[Replica]:
                 slot.add(
                     name,
                     role,
-                    engine_command(recipe, site, role),
+                    engine_command(recipe, site.device, role, "${python}"),
                     gpus=range(first, first + tp),
                     replica=index,
                     health=Health(port="http", path=ENGINE_READY),
@@ -277,7 +277,7 @@ def _inference(recipe: Recipe, site: Site, slots: list[_Slot]) -> list[Replica]:
         nodes[0].add(
             router,
             "router",
-            router_command(recipe, names["engine"], names["prefill"], names["decode"]),
+            router_command(recipe, "${python}", names["engine"], names["prefill"], names["decode"]),
             replica=index,
             health=Health(port="http", path="/liveness", start_timeout_s=120),
             after=engines,

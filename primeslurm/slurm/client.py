@@ -26,6 +26,8 @@ class Partition:
     name: str
     up: bool
     nodes: int
+    usable: int
+    """Nodes that are idle or working: not down, drained or in maintenance."""
     idle: int
     cpus_per_node: int
     """The smallest number, where nodes differ."""
@@ -99,8 +101,11 @@ class SlurmClient:
         found: dict[str, Partition] = {}
         for line in self._run("sinfo", "--noheader", "--format=%R|%a|%F|%c|%G").splitlines():
             name, up, counts, cpus, gres = line.split("|")
-            _, idle, _, total = (int(part) for part in counts.split("/"))
-            this = Partition(name, up == "up", total, idle, int(cpus.rstrip("+")), "" if gres == "(null)" else gres)
+            allocated, idle, _, total = (int(part) for part in counts.split("/"))
+            usable = allocated + idle
+            this = Partition(
+                name, up == "up", total, usable, idle, int(cpus.rstrip("+")), "" if gres == "(null)" else gres
+            )
             # sinfo prints a line per kind of node; a partition with several kinds is their sum.
             found[name] = _sum(found[name], this) if name in found else this
         return found
@@ -168,7 +173,8 @@ class SlurmClient:
 
 def _sum(a: Partition, b: Partition) -> Partition:
     cpus = min(a.cpus_per_node, b.cpus_per_node)
-    return Partition(a.name, a.up or b.up, a.nodes + b.nodes, a.idle + b.idle, cpus, a.gres or b.gres)
+    nodes, usable, idle = a.nodes + b.nodes, a.usable + b.usable, a.idle + b.idle
+    return Partition(a.name, a.up or b.up, nodes, usable, idle, cpus, a.gres or b.gres)
 
 
 def parse_job(text: str) -> JobState:
