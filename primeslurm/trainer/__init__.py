@@ -1,1 +1,1 @@
-"""trainer."""
+"""The torchtitan trainer: models, parallelism, loss, checkpoints, weight publishing, the RL and SFT loops."""

@@ -1,0 +1,37 @@
+"""`python -m primeslurm.trainer`: one rank of the trainer.
+
+Exit codes: 0 trained to the end; 75 interrupted and checkpointed; 1 failed, with the reason in the log.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from primeslurm.trainer.interrupt import Interrupt
+
+
+def main() -> int:
+    """Parse the arguments, choose the device before torch is imported, and train."""
+    parser = argparse.ArgumentParser(prog="python -m primeslurm.trainer", description=__doc__)
+    parser.add_argument("--recipe", type=Path, required=True, help="resolved recipe, JSON")
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--attempt", type=int, required=True)
+    parser.add_argument("--orchestrator", help="tcp://host:port; needed for task rl")
+    parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
+    arguments = parser.parse_args()
+    interrupt = Interrupt()  # before the imports below start threads
+    if arguments.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+    from primeslurm.trainer.main import run
+
+    return run(
+        arguments.recipe, arguments.run_dir, arguments.attempt, arguments.orchestrator, arguments.device, interrupt
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

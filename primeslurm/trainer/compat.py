@@ -1,0 +1,158 @@
+"""Every place where we reach into torchtitan or torch beyond their public interfaces.
+
+Import this module before any torchtitan module. Each patch checks that what it replaces is still there; a version
+other than the one it was written for is refused, because a patch that no longer fits fails silently.
+
+On machines without CUDA:
+- torchtitan picks its device when it is imported, and would fall back to "cuda"
+- flex attention has no backward pass, varlen attention no kernel: `DenseAttention` computes the same mask densely
+- there is no Triton, which torchtitan imports for an expert-parallel backend that we do not use
+- gloo lacks the pre-multiplied sum that FSDP uses for gradient scaling
+- compiling `create_block_mask` costs more than it saves
+On all machines:
+- torchtitan's MoE state dict adapter cannot read placements of a mesh with a replicated dimension (HSDP)
+- torchtitan's grouped experts cast everything to bfloat16, whatever the compute dtype
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from dataclasses import dataclass, fields
+from importlib.metadata import version
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch._utils
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
+
+SUPPORTED = "0.3.0"
+ON_CPU = not torch.cuda.is_available()
+
+
+def _replace(owner: Any, name: str, value: Any) -> Any:
+    """Set an attribute that must already exist; returns the old value."""
+    if not hasattr(owner, name):
+        where = owner.__name__ if isinstance(owner, ModuleType | type) else repr(owner)
+        raise RuntimeError(f"{where}.{name} is gone: this version of torch or torchtitan is not supported")
+    old = getattr(owner, name)
+    setattr(owner, name, value)
+    return old
+
+
+def _without_triton(name: str) -> Any:
+    """Stands for any function of a Triton kernel module: importing it works, calling it does not."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+
+    def missing(*_: Any, **__: Any) -> None:
+        raise RuntimeError(f"{name} needs Triton, which is not installed")
+
+    return missing
+
+
+if version("torchtitan") != SUPPORTED:
+    raise RuntimeError(f"torchtitan {version('torchtitan')} is installed, but only {SUPPORTED} is supported")
+if ON_CPU:
+    _replace(torch._utils, "_get_available_device_type", lambda: "cpu")
+    if importlib.util.find_spec("triton") is None:
+        _kernels = ModuleType("torchtitan.distributed.minimal_async_ep.kernels")
+        _kernels.__getattr__ = _without_triton  # type: ignore[method-assign]
+        sys.modules[_kernels.__name__] = _kernels
+
+import torchtitan.distributed.fsdp as titan_fsdp  # noqa: E402
+import torchtitan.models.common.attention as titan_attention  # noqa: E402
+from torchtitan.models.common.moe import GroupedExperts  # noqa: E402
+from torchtitan.models.utils import MoEStateDictAdapter  # noqa: E402
+
+
+class DenseAttention(titan_attention.FlexAttention):
+    """The attention of FlexAttention by a dense mask and SDPA: quadratic memory, runs anywhere."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(titan_attention.FlexAttention.Config):
+        pass
+
+    def forward(
+        self,
+        q_BLNH: torch.Tensor,
+        k_BLNH: torch.Tensor,
+        v_BLNH: torch.Tensor,
+        *,
+        attention_masks: BlockMask,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        **unsupported: Any,
+    ) -> torch.Tensor:
+        """Queries, keys and values of shape [batch, length, heads, head_dim] to outputs of the queries' shape."""
+        if any(value is not None for value in unsupported.values()):
+            raise NotImplementedError(f"dense attention does not support {', '.join(unsupported)}")
+        q, k, v = (t.transpose(1, 2) for t in (q_BLNH, k_BLNH, v_BLNH))
+        mask = create_mask(attention_masks.mask_mod, attention_masks.shape[0], 1, q.shape[2], k.shape[2], q.device.type)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
+        return out.transpose(1, 2)
+
+
+class Experts(GroupedExperts):
+    """GroupedExperts that compute in the dtype of their input instead of always in bfloat16."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GroupedExperts.Config):
+        pass
+
+    def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
+        """Tokens sorted by expert, [rows, dim], through their experts' SwiGLU."""
+        weights = (self.w1_EFD, self.w2_EDF, self.w3_EFD)
+        w1, w2, w3 = ((w.to_local() if isinstance(w, DTensor) else w).to(x_RD.dtype) for w in weights)
+        offsets = torch.cumsum(num_tokens_per_expert_E, dim=0, dtype=torch.int32)
+        gate = self._grouped_mm(A=x_RD, B_t=w1.transpose(-2, -1), offs=offsets)
+        up = self._grouped_mm(A=x_RD, B_t=w3.transpose(-2, -1), offs=offsets)
+        return self._grouped_mm(A=F.silu(gate) * up, B_t=w2.transpose(-2, -1), offs=offsets)
+
+
+def swap(model_config: Any, base: type, replacement: type) -> None:
+    """Replace every `base.Config` below a model config by `replacement.Config` with the same values."""
+    for _, config, parent, attribute in list(model_config.traverse(base.Config)):
+        if type(config) is not base.Config:
+            continue
+        new = replacement.Config(**{f.name: getattr(config, f.name) for f in fields(config) if f.init})
+        if isinstance(parent, list):
+            parent[attribute] = new
+        else:
+            setattr(parent, attribute, new)
+
+
+def adapt(model_config: Any) -> None:
+    """Swap in the modules of this file where a model config needs them here."""
+    swap(model_config, GroupedExperts, Experts)
+    if ON_CPU:
+        swap(model_config, titan_attention.FlexAttention, DenseAttention)
+
+
+def _sum_gradients(model: torch.nn.Module) -> None:
+    _disable_division(model)
+    for module in model.modules():
+        if isinstance(module, titan_fsdp.FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def _expert_range(
+    self: MoEStateDictAdapter, dim: int, dim_size: int, dtensor_placements: tuple[Any, ...], device_mesh: Any
+) -> tuple[int, int]:
+    """The adapter's own rule, without the mesh dimensions that replicate: they do not split experts."""
+    pairs = zip(device_mesh.mesh_dim_names, dtensor_placements, strict=True)
+    sharded = [(name, placement) for name, placement in pairs if not isinstance(placement, Replicate)]
+    if not sharded:
+        return 0, dim_size
+    names = tuple(name for name, _ in sharded)
+    placements = tuple(placement for _, placement in sharded)
+    return _stock_expert_range(self, dim, dim_size, placements, device_mesh[names])
+
+
+_stock_expert_range = _replace(MoEStateDictAdapter, "_caculate_indices_from_placements", _expert_range)
+if ON_CPU:
+    _replace(titan_attention, "_compiled_create_block_mask", create_block_mask)
+    _disable_division = _replace(titan_fsdp, "disable_fsdp_gradient_division", _sum_gradients)

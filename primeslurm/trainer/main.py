@@ -1,0 +1,71 @@
+"""One trainer rank from its arguments to its exit code."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+from primeslurm.trainer import compat  # isort: skip  (before torchtitan)
+import torch
+from transformers import AutoTokenizer
+
+from primeslurm.recipe import Recipe
+from primeslurm.trainer import data, loss
+from primeslurm.trainer.checkpoint import Checkpoints
+from primeslurm.trainer.interrupt import Interrupt
+from primeslurm.trainer.parallel import build
+from primeslurm.trainer.publish import Publisher
+from primeslurm.trainer.rl import RlTask
+from primeslurm.trainer.sft import SftTask
+from primeslurm.trainer.step import Learner
+from primeslurm.trainer.world import RankError, World, join
+from primeslurm.wire.journal import Journal
+from primeslurm.wire.link import LinkError, TrainerLink
+
+log = logging.getLogger("primeslurm.trainer")
+
+
+def run(
+    recipe_path: Path, run_dir: Path, attempt: int, orchestrator: str | None, device: str, interrupt: Interrupt
+) -> int:
+    """Train as rank RANK of WORLD_SIZE. Returns the exit code; errors that have a name are logged, not raised."""
+    rank = os.environ["RANK"]
+    logging.basicConfig(level=logging.INFO, format=f"%(asctime)s trainer {rank} %(levelname)s %(message)s")
+    logging.getLogger("torchtitan").setLevel(logging.WARNING)
+    journal = Journal(run_dir / "attempts" / str(attempt), f"trainer-rank-{rank}")
+    journal.event("start", pid=os.getpid())
+    if device == "cuda" and compat.ON_CPU:
+        log.error("--device cuda, but torch %s sees no CUDA device", torch.__version__)
+        return 1
+    recipe = Recipe.model_validate_json(recipe_path.read_text())
+    world = join(interrupt, recipe.trainer.batch_timeout_s)
+    try:
+        code = _task(recipe, run_dir, attempt, orchestrator, world, journal).run()
+    except (RankError, LinkError, FloatingPointError, FileNotFoundError, ValueError) as error:
+        log.error("%s: %s", type(error).__name__, error)
+        journal.event("stop", reason=str(error))
+        return 1
+    world.close()
+    return code
+
+
+def _task(
+    recipe: Recipe, run_dir: Path, attempt: int, orchestrator: str | None, world: World, journal: Journal
+) -> RlTask | SftTask:
+    torch.manual_seed(recipe.seed)
+    link = TrainerLink(orchestrator) if orchestrator else None
+    policy = build(recipe, world)
+    function = loss.dppo(recipe.trainer.loss) if recipe.task == "rl" else loss.cross_entropy
+    learner = Learner(policy, recipe.trainer.optimizer, recipe.max_steps, function, world)
+    publisher = Publisher(policy, run_dir, getattr(torch, recipe.model.dtype), recipe.weights.keep, world)
+    saver = Checkpoints(run_dir, attempt, recipe.checkpoint, world, link)
+    if recipe.task == "rl":
+        if link is None:
+            raise ValueError("task rl needs --orchestrator")
+        return RlTask(recipe, run_dir, learner, publisher, saver, world, link, journal)
+    if recipe.sft is None:
+        raise ValueError("task sft needs an sft section")
+    tokenizer = AutoTokenizer.from_pretrained(policy.source)
+    examples = data.load(Path(recipe.sft.data.path), tokenizer, recipe.seq_len)
+    return SftTask(recipe, run_dir, learner, publisher, saver, world, examples, journal)

@@ -1,0 +1,30 @@
+"""From a Hugging Face config to a torchtitan model: one module per family, found by `model_type`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torchtitan.protocols.model_spec import ModelSpec
+
+from primeslurm.trainer.models import qwen3
+
+Builder = Callable[[Any, int, str], ModelSpec]
+FAMILIES: dict[str, Builder] = {"qwen3": qwen3.spec, "qwen3_moe": qwen3.spec}
+
+
+def spec(hf_config: Any, seq_len: int, attention: str) -> ModelSpec:
+    """The torchtitan spec of a Hugging Face config.
+
+    Args:
+        hf_config: a transformers config.
+        seq_len: longest sequence, which sizes the RoPE tables.
+        attention: "flex" or "varlen".
+
+    Raises:
+        ValueError: the family, or a feature that the config asks for, is not supported.
+    """
+    if hf_config.model_type not in FAMILIES:
+        known = ", ".join(sorted(FAMILIES))
+        raise ValueError(f"model type {hf_config.model_type} is not supported (supported: {known})")
+    return FAMILIES[hf_config.model_type](hf_config, seq_len, attention)

@@ -1,0 +1,140 @@
+"""Build the policy: HF config -> torchtitan model on the meta device -> sharded over the ranks -> weights from HF files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from primeslurm.trainer import compat  # isort: skip  (before torchtitan)
+import torch
+import torch.distributed.checkpoint as dcp
+from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.distributed.context_parallel.api import cp_shard
+from transformers import AutoConfig
+
+from primeslurm.recipe import Recipe
+from primeslurm.trainer import huggingface, models
+from primeslurm.trainer.world import World
+
+_CHECKPOINTING: dict[str, Any] = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
+# Derived from other weights; some checkpoints carry them.
+_DERIVED = ("rotary_emb.inv_freq",)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """The sharded model and what is needed to feed, load and export it."""
+
+    model: Any
+    adapter: Any
+    dims: ParallelDims
+    hf_names: set[str]
+    """Every tensor name of the model in Hugging Face format, over all ranks."""
+    source: Path
+    """The directory the model was built from."""
+
+    @property
+    def dp_rank(self) -> int:
+        """Which share of the batch this rank trains on; context-parallel ranks have the same."""
+        mesh = self.dims.get_optional_mesh("batch")
+        return 0 if mesh is None else int(mesh.get_local_rank())
+
+    @property
+    def dp_world(self) -> int:
+        """Into how many shares a batch is split."""
+        mesh = self.dims.get_optional_mesh("batch")
+        return 1 if mesh is None else int(mesh.size())
+
+    def logits(self, tokens: torch.Tensor, positions: torch.Tensor, *beside: torch.Tensor) -> tuple[Any, ...]:
+        """Run the model on packed rows.
+
+        Args:
+            tokens: [rows, seq_len].
+            positions: [rows, seq_len], restarting at 0 with every document.
+            beside: more tensors of that shape, to be split over context-parallel ranks in the same way.
+
+        Returns:
+            Logits [rows, local_len, vocab], then `beside` as [rows, local_len].
+        """
+        masks = self.model.get_attention_masks(positions)  # needs whole rows, so before they are split
+        inputs = (tokens, positions, *beside)
+        if self.dims.cp_enabled:
+            inputs, masks = cp_shard(self.dims.get_mesh("cp"), inputs, masks, "headtail")
+        tokens, positions, *beside_local = inputs
+        return (self.model(tokens, positions=positions, attention_masks=masks), *beside_local)
+
+
+def build(recipe: Recipe, world: World) -> Policy:
+    """The recipe's model, sharded over `world`, with the weights of `recipe.model.path`.
+
+    Raises:
+        FileNotFoundError: there is no such model.
+        ValueError: the model, the parallelism or the checkpoint does not fit.
+    """
+    layout = recipe.trainer.parallelism
+    parallelism = ParallelismConfig(
+        data_parallel_replicate_degree=layout.dp_replicate,
+        context_parallel_degree=layout.cp,
+        expert_parallel_degree=layout.ep,
+        # torchtitan's default backend needs a newer torch for more than one rank.
+        spmd_backend="partial_dtensor",
+    )
+    training = TrainingConfig(seq_len=recipe.seq_len, mixed_precision_param=recipe.model.dtype)
+    dims = ParallelDims.from_config(parallelism, world.size)
+    dist_utils.set_spmd_backend(parallelism.spmd_backend)
+
+    source = huggingface.locate(recipe.model.path)
+    # Varlen kernels are bfloat16 only and cannot split a sequence.
+    flex = compat.ON_CPU or layout.cp > 1 or recipe.model.dtype != "bfloat16"
+    spec = models.spec(AutoConfig.from_pretrained(source), recipe.seq_len, "flex" if flex else "varlen")
+    compat.adapt(spec.model)
+    spec.model.update_from_config(config=SimpleNamespace(parallelism=parallelism, training=training))
+    adapter = spec.state_dict_adapter(spec.model, None)
+    with torch.device("meta"):
+        model = spec.model.build()
+    hf_names = set(adapter.to_hf(model.state_dict()))
+    model = spec.parallelize_fn(
+        model,
+        parallel_dims=dims,
+        training=training,
+        parallelism=parallelism,
+        compile_config=CompileConfig(enable=False),
+        ac_config=_CHECKPOINTING[layout.activation_checkpointing],
+        dump_folder="",
+    )
+    model.to_empty(device=world.device.type)
+    with torch.no_grad():
+        model.init_weights(buffer_device=None)  # computes the RoPE tables
+    model.train()
+    policy = Policy(model, adapter, dims, hf_names, source)
+    _load(policy)
+    return policy
+
+
+def _load(policy: Policy) -> None:
+    """Read this rank's shards from the HF files, and insist that files and model have the same tensors."""
+    _check_names(policy)
+    tensors = policy.adapter.to_hf(policy.model.state_dict())
+    dcp.load(tensors, storage_reader=policy.adapter.get_hf_storage_reader(str(policy.source)))
+    loaded = policy.adapter.from_hf(tensors)
+    missing = set(policy.model.state_dict()) - set(loaded)
+    if missing:
+        raise ValueError(f"{policy.source}: nothing was loaded for {', '.join(sorted(missing))}")
+    policy.model.load_state_dict(loaded, strict=True)
+
+
+def _check_names(policy: Policy) -> None:
+    found = {name for name in huggingface.tensor_names(policy.source) if not name.endswith(_DERIVED)}
+    if policy.model.enable_weight_tying:
+        found.discard("lm_head.weight")
+    missing, unknown = policy.hf_names - found, found - policy.hf_names
+    if missing or unknown:
+        raise ValueError(
+            f"{policy.source}: the checkpoint does not match its config; "
+            f"missing: {', '.join(sorted(missing)[:5]) or 'none'}; unknown: {', '.join(sorted(unknown)[:5]) or 'none'}"
+        )

@@ -1,0 +1,41 @@
+"""Where the trainer is and how long each phase took: the state that a stall watchdog reads."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from primeslurm.wire.journal import Journal
+
+
+class Progress:
+    """Times phases, and records each phase change in the journal's state if `record`."""
+
+    def __init__(self, journal: Journal, record: bool) -> None:
+        self.step = 0
+        self._journal = journal
+        self._record = record
+        self._seconds: dict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Spend the body's time on `name`."""
+        if self._record:
+            self._journal.state(step=self.step, phase=name, seconds=dict(self._seconds))
+        begin = time.monotonic()
+        try:
+            yield
+        finally:
+            self._seconds[name] += time.monotonic() - begin
+
+    def seconds(self, name: str) -> float:
+        """Seconds spent on a phase since the last `take`."""
+        return self._seconds[name]
+
+    def take(self) -> dict[str, float]:
+        """Seconds by phase as metrics, counted from the last call."""
+        metrics = {f"seconds/{name}": spent for name, spent in self._seconds.items()}
+        self._seconds.clear()
+        return metrics

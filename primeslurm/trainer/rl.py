@@ -1,0 +1,145 @@
+"""The RL loop: ask for a batch, train, publish, report, checkpoint. Step s makes policy version s."""
+
+from __future__ import annotations
+
+import enum
+import logging
+from pathlib import Path
+
+from primeslurm.recipe import Recipe
+from primeslurm.trainer.checkpoint import Checkpoints
+from primeslurm.trainer.interrupt import EXIT_CODE
+from primeslurm.trainer.progress import Progress
+from primeslurm.trainer.publish import Publisher
+from primeslurm.trainer.step import Learner
+from primeslurm.trainer.world import World
+from primeslurm.wire import weights
+from primeslurm.wire.journal import Journal
+from primeslurm.wire.link import LinkError, TrainerLink
+from primeslurm.wire.rollouts import Batch
+
+log = logging.getLogger(__name__)
+
+
+class Choice(enum.IntEnum):
+    """What rank 0 decides before each step, for all ranks: only so do their collectives stay in step."""
+
+    TRAIN = 0
+    FINISHED = 1
+    INTERRUPTED = 2
+    FAILED = 3
+
+
+class RlTask:
+    """The loop and what it works with."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        run_dir: Path,
+        learner: Learner,
+        publisher: Publisher,
+        saver: Checkpoints,
+        world: World,
+        link: TrainerLink,
+        journal: Journal,
+    ) -> None:
+        self._recipe = recipe
+        self._run_dir = run_dir
+        self._learner = learner
+        self._publisher = publisher
+        self._saver = saver
+        self._world = world
+        self._link = link
+        self._journal = journal
+        self._progress = Progress(journal, record=world.is_main)
+
+    def run(self) -> int:
+        """Train until max_steps, the orchestrator's stop, or an interrupt. Returns the process's exit code.
+
+        Raises:
+            RankError: a disk, the orchestrator or a rank failed; what was committed is intact.
+        """
+        step = self._resume()
+        choice = Choice.FINISHED
+        while step < self._recipe.max_steps:
+            with self._progress.phase("wait"):
+                choice, batch = self._next(step + 1)
+            if batch is None:
+                break
+            step += 1
+            self._step(step, batch)
+        if step > self._saver.last:
+            self._save(step)
+        interrupted = choice is Choice.INTERRUPTED
+        self._journal.event("stop", step=step, reason=choice.name.lower())
+        return EXIT_CODE if interrupted else 0
+
+    def _resume(self) -> int:
+        """Load the newest checkpoint, and make sure that its policy is published."""
+        self._progress.step = step = self._saver.restore(self._learner)
+        self._journal.event("loaded", step=step)
+        self._publisher.discard_after(step)
+        path = self._recipe.model.path
+        if step:
+            if not self._publisher.is_sound(step):
+                self._publish(step)
+            path = str(weights.version_dir(self._run_dir, step))
+        if self._world.is_main:
+            self._link.published(step, path)
+        return step
+
+    def _next(self, step: int) -> tuple[Choice, Batch | None]:
+        """Rank 0 gets its batch, or learns that there is none; the others follow."""
+        choice, batch, failure = Choice.TRAIN, None, None
+        if self._world.is_main:
+            try:
+                choice, batch = self._ask(step)
+            except LinkError as error:
+                choice, failure = Choice.FAILED, error
+        choice = Choice(self._world.decide(choice))
+        if choice is Choice.FAILED:
+            raise failure or LinkError(f"rank 0 got no batch for step {step}")
+        if choice is Choice.TRAIN and not self._world.is_main:
+            batch = self._fetch(step)
+            if batch is None:
+                raise LinkError(f"rank 0 got a batch for step {step}, but this rank got none")
+        return choice, batch
+
+    def _ask(self, step: int) -> tuple[Choice, Batch | None]:
+        batch = self._fetch(step)
+        if batch is not None:
+            return Choice.TRAIN, batch
+        return (Choice.INTERRUPTED if self._world.interrupt.requested() else Choice.FINISHED), None
+
+    def _fetch(self, step: int) -> Batch | None:
+        policy = self._learner.policy
+        # Only rank 0 may stop waiting: the others fetch what it has already decided to train on.
+        interrupted = self._world.interrupt.requested if self._world.is_main else lambda: False
+        timeout_s = self._recipe.trainer.batch_timeout_s
+        return self._link.get_batch(step, policy.dp_rank, policy.dp_world, timeout_s, interrupted)
+
+    def _step(self, step: int, batch: Batch) -> None:
+        self._progress.step = step
+        metrics = self._learner.train(batch, self._progress)
+        path = self._publish(step)
+        # Checkpoint seconds are those since the last report: a step is reported before it is saved.
+        metrics |= self._progress.take()
+        if self._world.is_main:
+            self._link.published(step, str(path))
+            self._link.step_done(step, metrics)
+            self._journal.event("step", step=step, loss=metrics["loss"], mismatch_kl=metrics["mismatch_kl"])
+            log.info("step %d: %s", step, "  ".join(f"{k} {v:.4g}" for k, v in metrics.items()))
+        if self._saver.due(step, self._recipe.max_steps):
+            self._save(step)
+
+    def _publish(self, version: int) -> Path:
+        with self._progress.phase("publish"):
+            path = self._publisher.publish(version)
+        self._journal.event("published", version=version)
+        return path
+
+    def _save(self, step: int) -> None:
+        with self._progress.phase("checkpoint"):
+            self._saver.save(step, self._learner)
+        self._journal.event("committed", step=step)

@@ -1,0 +1,126 @@
+"""The SFT loop: the trainer alone, which writes its own metrics and publishes once, at the end."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from primeslurm.recipe import Recipe
+from primeslurm.trainer import data
+from primeslurm.trainer.checkpoint import Checkpoints
+from primeslurm.trainer.interrupt import EXIT_CODE
+from primeslurm.trainer.progress import Progress
+from primeslurm.trainer.publish import Publisher
+from primeslurm.trainer.step import Learner
+from primeslurm.trainer.world import World
+from primeslurm.wire.files import write_atomic
+from primeslurm.wire.journal import Journal
+
+log = logging.getLogger(__name__)
+
+
+class SftTask:
+    """The loop and what it works with."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        run_dir: Path,
+        learner: Learner,
+        publisher: Publisher,
+        saver: Checkpoints,
+        world: World,
+        examples: Sequence[data.Example],
+        journal: Journal,
+    ) -> None:
+        self._recipe = recipe
+        self._run_dir = run_dir
+        self._learner = learner
+        self._publisher = publisher
+        self._saver = saver
+        self._world = world
+        self._examples = examples
+        self._journal = journal
+        self._progress = Progress(journal, record=world.is_main)
+
+    def run(self) -> int:
+        """Train until max_steps or an interrupt. Returns the process's exit code.
+
+        Raises:
+            RankError: a disk or a rank failed; what was committed is intact.
+        """
+        self._progress.step = step = self._saver.restore(self._learner)
+        self._journal.event("loaded", step=step)
+        metrics = Metrics(self._run_dir, step, self._recipe.monitor.tensorboard) if self._world.is_main else None
+        interrupted = False
+        while step < self._recipe.max_steps and not interrupted:
+            step += 1
+            self._progress.step = step
+            values = self._learner.train(self._batch(step), self._progress) | self._progress.take()
+            if metrics is not None:
+                metrics.write(step, values)
+            if self._saver.due(step, self._recipe.max_steps):
+                self._save(step)
+            interrupted = bool(self._world.decide(int(self._world.interrupt.requested())))
+        if step > self._saver.last:
+            self._save(step)
+        finished = step == self._recipe.max_steps
+        if finished:
+            self._publish(step)
+        self._journal.event("stop", step=step, reason="finished" if finished else "interrupted")
+        return 0 if finished else EXIT_CODE
+
+    def _batch(self, step: int) -> Any:
+        assert self._recipe.sft is not None
+        policy = self._learner.policy
+        return data.batch(
+            self._examples,
+            step,
+            self._recipe.sft.batch_size,
+            self._recipe.seq_len,
+            self._recipe.seed,
+            policy.dp_rank,
+            policy.dp_world,
+        )
+
+    def _publish(self, step: int) -> None:
+        if self._publisher.is_sound(step):
+            return
+        with self._progress.phase("publish"):
+            path = self._publisher.publish(step)
+        self._journal.event("published", version=step)
+        log.info("published %s", path)
+
+    def _save(self, step: int) -> None:
+        with self._progress.phase("checkpoint"):
+            self._saver.save(step, self._learner)
+        self._journal.event("committed", step=step)
+
+
+class Metrics:
+    """`metrics.jsonl`, and TensorBoard if asked for. Steps after `resumed` are forgotten: they are trained anew."""
+
+    def __init__(self, run_dir: Path, resumed: int, tensorboard: bool) -> None:
+        self._path = run_dir / "metrics.jsonl"
+        if self._path.exists():
+            lines = self._path.read_text().splitlines(keepends=True)
+            write_atomic(self._path, "".join(line for line in lines if json.loads(line)["step"] <= resumed))
+        self._board: Any = None
+        if tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=resumed + 1)
+
+    def write(self, step: int, values: dict[str, float]) -> None:
+        """Append one step."""
+        with self._path.open("a") as handle:
+            handle.write(json.dumps({"step": step, "time": time.time(), **values}) + "\n")
+        if self._board is not None:
+            for name, value in values.items():
+                self._board.add_scalar(name, value, step)
+            self._board.flush()
+        log.info("step %d: %s", step, "  ".join(f"{name} {value:.4g}" for name, value in values.items()))

@@ -1,0 +1,121 @@
+"""One optimizer step: micro batches forward and backward, clip, update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from primeslurm.trainer import compat  # isort: skip  (before torchtitan)
+import numpy as np
+import torch
+from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+from torchtitan.distributed import utils as dist_utils
+
+from primeslurm.recipe.training import Optimizer
+from primeslurm.trainer.loss import LossFunction, Targets
+from primeslurm.trainer.parallel import Policy
+from primeslurm.trainer.progress import Progress
+from primeslurm.trainer.world import World
+from primeslurm.wire.rollouts import Batch, Row
+
+MICRO_BATCH_TOKENS = 16384
+"""A micro batch is as many rows as fit into this many tokens, and at least one."""
+
+
+class Learner:
+    """The policy with its optimizer and schedule."""
+
+    def __init__(
+        self, policy: Policy, optimizer: Optimizer, max_steps: int, loss: LossFunction, world: World
+    ) -> None:
+        self.policy = policy
+        self._config = optimizer
+        self._loss = loss
+        self._world = world
+        self.optimizer = _optimizer(optimizer, policy.model)
+        self.scheduler = _schedule(optimizer, max_steps, self.optimizer)
+
+    def train(self, batch: Batch, progress: Progress) -> dict[str, float]:
+        """Train on this rank's share of a batch. All ranks call it together, with equally many rows.
+
+        Returns:
+            Metrics over the whole batch, the same on every rank.
+
+        Raises:
+            FloatingPointError: the gradient is not finite; the weights are unchanged.
+        """
+        tokens = batch.info.loss_tokens
+        with progress.phase("forward_backward"):
+            totals = self._accumulate(batch.rows, tokens)
+        with progress.phase("optimizer"):
+            lr = float(self.optimizer.optimizers[0].param_groups[0]["lr"])
+            grad_norm = self._update()
+        seconds = progress.seconds("forward_backward") + progress.seconds("optimizer")
+        metrics = {name: value / tokens for name, value in totals.items()}
+        return metrics | {
+            "grad_norm": grad_norm,
+            "lr": lr,
+            "tokens": float(tokens),
+            "tokens_per_s": tokens / seconds,
+            "peak_memory_gb": self._world.peak_memory_bytes() / 1e9,
+        }
+
+    def _accumulate(self, rows: Sequence[Row], tokens: int) -> dict[str, float]:
+        totals: dict[str, torch.Tensor] = {}
+        for arrays in _micro_batches(rows):
+            sums = self._micro_batch({name: torch.from_numpy(a).to(self._world.device) for name, a in arrays.items()})
+            (sums.loss / tokens).backward()
+            for name, value in sums.metrics.items():
+                totals[name] = totals[name] + value if name in totals else value
+        reduced = self._world.sum(torch.stack(list(totals.values()))).tolist()
+        return dict(zip(totals, reduced, strict=True))
+
+    def _micro_batch(self, row: dict[str, torch.Tensor]) -> Any:
+        tokens, positions = row["token_ids"].long(), row["positions"].long()
+        labels, label_positions = _next_token(tokens), _next_token(positions)
+        # A position of 0 starts another document (or is past the row's end): these logits do not predict it.
+        mask = _next_token(row["mask"]) & (label_positions != 0)
+        rest = (_next_token(row[name]) for name in ("logprobs", "advantages", "temperatures"))
+        logits, *targets = self.policy.logits(tokens, positions, labels, mask, *rest)
+        return self._loss(logits, Targets(*targets))
+
+    def _update(self) -> float:
+        norm = dist_utils.clip_grad_norm_(
+            list(self.policy.model.parameters()),
+            self._config.max_norm or math.inf,
+            foreach=True,
+            ep_enabled=self.policy.dims.ep_enabled,
+        ).item()
+        if not math.isfinite(norm):
+            raise FloatingPointError(f"the gradient norm is {norm}")
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        return float(norm)
+
+
+def _optimizer(config: Optimizer, model: torch.nn.Module) -> Any:
+    adamw = default_adamw(lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay)
+    return adamw.build(model_parts=[model])
+
+
+def _schedule(config: Optimizer, max_steps: int, optimizer: Any) -> Any:
+    constant = config.schedule == "constant"
+    return LRSchedulersContainer.Config(
+        warmup_steps=config.warmup_steps,
+        decay_ratio=0.0 if constant else None,
+        decay_type="linear" if constant else config.schedule,
+    ).build(optimizers=optimizer, training_steps=max_steps)
+
+
+def _micro_batches(rows: Sequence[Row]) -> Iterator[dict[str, np.ndarray]]:
+    count = max(1, MICRO_BATCH_TOKENS // len(rows[0].token_ids))
+    for start in range(0, len(rows), count):
+        part = rows[start : start + count]
+        yield {name: np.stack([getattr(row, name) for row in part]) for name in part[0].__dataclass_fields__}
+
+
+def _next_token(values: torch.Tensor) -> torch.Tensor:
+    """What each position says about the token after it; the last position has none, and gets 0 or False."""
+    return torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], dim=1)

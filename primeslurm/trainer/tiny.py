@@ -1,0 +1,133 @@
+"""Make a tiny, randomly initialised Qwen3 or Qwen3-MoE model with a character tokenizer, and data to warm it up.
+
+    python -m primeslurm.trainer.tiny model --out DIR [--family qwen3_moe|qwen3] [--hidden 64] [--layers 2]
+    python -m primeslurm.trainer.tiny reverse-text --out FILE [--n 4000] [--noise 0.4] [--seed 0]
+
+Nothing is downloaded. The model is for demonstrations and tests on CPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import string
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import (
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+VOCABULARY = 128
+PAD, START, END = "<|pad|>", "<|im_start|>", "<|im_end|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+PROMPT = "Reverse: "
+"""What precedes the text in a reverse-text prompt; the bundled environment asks in the same words."""
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token per printable ASCII character or newline, filled up to VOCABULARY with reserved tokens."""
+    special = [PAD, START, END]
+    characters = ["\n", *(chr(code) for code in range(32, 127))]
+    reserved = [f"<|reserved_{i}|>" for i in range(VOCABULARY - len(special) - len(characters))]
+    vocabulary = {token: index for index, token in enumerate([*special, *characters, *reserved])}
+    core = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))  # no merges: every character stays alone
+    core.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=END, pad_token=PAD)
+    fast.add_special_tokens({"additional_special_tokens": [START, *reserved]})
+    fast.chat_template = CHAT_TEMPLATE
+    return fast
+
+
+def model(family: str, hidden: int, layers: int, seed: int) -> Any:
+    """A randomly initialised float32 transformers model."""
+    torch.manual_seed(seed)
+    common: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "pad_token_id": 0,
+        "eos_token_id": 2,
+        "initializer_range": 0.05,
+    }
+    if family == "qwen3":
+        return Qwen3ForCausalLM(Qwen3Config(**common))
+    config = Qwen3MoeConfig(
+        **common,
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=hidden,
+        norm_topk_prob=True,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+    )
+    moe = Qwen3MoeForCausalLM(config)
+    for name, parameter in moe.named_parameters():
+        if name.endswith("mlp.gate.weight"):
+            # Well separated expert scores: rounding then does not change which experts the engines choose.
+            torch.nn.init.normal_(parameter, std=0.5)
+    return moe
+
+
+def write_model(out: Path, family: str = "qwen3_moe", hidden: int = 64, layers: int = 2, seed: int = 0) -> None:
+    """Write model, tokenizer and generation config to `out` in Hugging Face format."""
+    model(family, hidden, layers, seed).save_pretrained(out)
+    tokenizer().save_pretrained(out)
+    GenerationConfig(eos_token_id=2, pad_token_id=0).save_pretrained(out)
+
+
+def demonstrations(n: int, noise: float, seed: int) -> list[dict[str, Any]]:
+    """Chats that reverse a word, each character of the answer replaced by a random letter with probability `noise`."""
+    rng = random.Random(seed)
+    chats = []
+    for _ in range(n):
+        text = "".join(rng.choices(string.ascii_lowercase, k=rng.randint(4, 8)))
+        answer = "".join(rng.choice(string.ascii_lowercase) if rng.random() < noise else c for c in reversed(text))
+        messages = [{"role": "user", "content": PROMPT + text}, {"role": "assistant", "content": answer}]
+        chats.append({"messages": messages})
+    return chats
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m primeslurm.trainer.tiny", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    make = commands.add_parser("model", help="write a tiny model")
+    make.add_argument("--out", type=Path, required=True)
+    make.add_argument("--family", choices=("qwen3_moe", "qwen3"), default="qwen3_moe")
+    make.add_argument("--hidden", type=int, default=64)
+    make.add_argument("--layers", type=int, default=2)
+    make.add_argument("--seed", type=int, default=0)
+    reverse = commands.add_parser("reverse-text", help="write demonstrations of reversing words")
+    reverse.add_argument("--out", type=Path, required=True)
+    reverse.add_argument("--n", type=int, default=4000)
+    reverse.add_argument("--noise", type=float, default=0.4)
+    reverse.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    if arguments.command == "model":
+        write_model(arguments.out, arguments.family, arguments.hidden, arguments.layers, arguments.seed)
+    else:
+        chats = demonstrations(arguments.n, arguments.noise, arguments.seed)
+        arguments.out.write_text("".join(json.dumps(chat) + "\n" for chat in chats))
+
+
+if __name__ == "__main__":
+    main()
