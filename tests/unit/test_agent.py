@@ -143,9 +143,7 @@ def test_a_dead_trainer_ends_the_attempt_everywhere(start: Callable[..., Running
     other = running.wait_state("orchestrator", "ready")["pid"]
     os.kill(int(str(running.wait_state("trainer-rank-0", "ready")["pid"])), signal.SIGKILL)
     running.join()
-    assert running.head.ending == Ending(
-        Outcome.FAILED, "trainer-rank-0 was ended by signal 9", "trainer-rank-0"
-    )
+    assert running.head.ending == Ending(Outcome.FAILED, "trainer-rank-0 was ended by signal 9", "trainer-rank-0")
     assert not alive(other)
 
 
