@@ -207,8 +207,8 @@ def parse_job(text: str) -> JobState:
 
 
 def _fields(line: str) -> dict[str, str]:
-    # Values with spaces (JobName, Comment) lose their tail here; none of them is used.
-    return dict(re.findall(r"(?:^| )(\w+)=(\S*)", line))
+    # A value with spaces (Comment) may hold what looks like a field; that comes late in the line, so the first wins.
+    return dict(reversed(re.findall(r"(?:^| )(\w+)=(\S*)", line)))
 
 
 _SACCT = ("--allocations", "--parsable2", "--noheader", "--format=JobID,Partition,State,NodeList,Start,ExitCode")

@@ -25,6 +25,9 @@ _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol")
 _STATE = "cluster.json"
 _START_TIMEOUT_S = 60.0
 _IDLE_TIMEOUT_S = 120.0
+# A daemon that has detached itself writes its pid file at once, and removes it when it fails thereafter.
+_PID_FILE_TIMEOUT_S = 10.0
+_CANCEL_WAIT_S = 8.0
 
 
 def default_directory(name: str) -> Path:
@@ -91,11 +94,10 @@ class Cluster:
         """End all jobs and daemons of this cluster and remove its directory. Nothing else is touched."""
         with contextlib.suppress(ClusterError):
             self.client.cancel_all()
-            self._wait_for_no_jobs(timeout_s=5.0)
-        # Jobs that outlive their cancellation would otherwise live on without a cluster.
-        end(job_processes(self.spec.slurm_conf), grace_s=5.0)
+            self._wait_for_no_jobs(_CANCEL_WAIT_S)
+        # What outlives its cancellation would otherwise live on without a cluster.
+        end(job_processes(self.spec.slurm_conf), grace_s=2.0)
         end(self.daemons)
-        end(job_processes(self.spec.slurm_conf), grace_s=0.0)
         shutil.rmtree(self.spec.directory)
 
     def _wait_for_no_jobs(self, timeout_s: float) -> None:
@@ -119,7 +121,7 @@ class Cluster:
             code = subprocess.run(
                 argv, env=environment, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream
             ).returncode
-        deadline = time.monotonic() + _START_TIMEOUT_S
+        deadline = time.monotonic() + _PID_FILE_TIMEOUT_S
         while code == 0 and time.monotonic() < deadline:
             with contextlib.suppress(OSError, ValueError):
                 process = Process.of(name, int(pid_file.read_text()))

@@ -70,21 +70,29 @@ def _gone(processes: list[Process], timeout_s: float) -> bool:
 
 
 def job_processes(slurm_conf: Path) -> list[Process]:
-    """Processes of jobs of the cluster with this slurm.conf: their environment names it and a job id.
+    """What jobs of the cluster with this slurm.conf consist of, Slurm's step daemons included.
 
     This also finds what has left its step, which proctrack/linuxproc does not.
     """
-    wanted = f"SLURM_CONF={slurm_conf}".encode()
-    found = []
-    for directory in Path("/proc").iterdir():
-        if not directory.name.isdigit() or int(directory.name) == os.getpid():
-            continue
-        try:
-            environment = (directory / "environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if wanted in environment and any(entry.startswith(b"SLURM_JOB_ID=") for entry in environment):
-            process = Process.of("job", int(directory.name))
-            if process is not None:
-                found.append(process)
-    return found
+    pids = [int(path.name) for path in Path("/proc").glob("[0-9]*") if int(path.name) != os.getpid()]
+    found = [Process.of("job", pid) for pid in pids if _is_task(pid, slurm_conf) or _is_step_daemon(pid, slurm_conf)]
+    return [process for process in found if process is not None]
+
+
+def _is_task(pid: int, slurm_conf: Path) -> bool:
+    """A job's environment names its cluster and the job."""
+    try:
+        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    ours = f"SLURM_CONF={slurm_conf}".encode() in environment
+    return ours and any(entry.startswith(b"SLURM_JOB_ID=") for entry in environment)
+
+
+def _is_step_daemon(pid: int, slurm_conf: Path) -> bool:
+    """slurmstepd writes its title over its environment, but works in the directory of slurmd's log."""
+    try:
+        comm = Path(f"/proc/{pid}/comm").read_text().strip()
+        return comm == "slurmstepd" and Path(f"/proc/{pid}/cwd").readlink() == slurm_conf.parent / "log"
+    except OSError:
+        return False
