@@ -109,9 +109,8 @@ class EngineClient:
             async with asyncio.timeout(timeout_s):
                 return await self._apply(policy, timeout_s)
         except TimeoutError as error:
-            raise EngineUpdateError(
-                f"{self.url}: version {policy.version} took longer than {timeout_s:.0f} s"
-            ) from error
+            text = f"{self.url}: version {policy.version} took longer than {timeout_s:.0f} s"
+            raise EngineUpdateError(text) from error
 
     async def shutdown(self) -> None:
         """Have the engine's process end at once, so that its agent starts it anew. Raises EngineDownError."""
