@@ -131,7 +131,7 @@ def _engine_env(recipe: Recipe, device: Device, role: EngineRole) -> dict[str, s
             "TORCHDYNAMO_DISABLE": "1",  # or the first request for logprobs compiles for seconds
         }
         if recipe.inference.parallel.tp == 1:
-            env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one process per engine
+            env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # or vLLM moves the worker to a process of its own
     if role != "engine":
         env |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": "${host}", "VLLM_NIXL_SIDE_CHANNEL_PORT": "${port:nixl}"}
         if device == "cpu":
