@@ -1,4 +1,4 @@
-"""The batches that the trainer may still ask for: formed once, then answered the same however often they are asked for."""
+"""The batches that the trainer may still ask for: formed once, then the same however often they are asked for."""
 
 from __future__ import annotations
 
@@ -45,6 +45,4 @@ class Batches:
         docs = documents(self._groups[step], self._seq_len)
         total = loss_tokens(docs)
         rows = pack(docs, self._seq_len, ranks, self._temperature)
-        return [
-            Batch(BatchInfo(step, rank, ranks, total, self._max_steps), mine) for rank, mine in enumerate(rows)
-        ]
+        return [Batch(BatchInfo(step, rank, ranks, total, self._max_steps), mine) for rank, mine in enumerate(rows)]

@@ -1,8 +1,8 @@
 """Which rollout runs next, under which policy version, and which are too old: a pure state machine.
 
 Rollouts are dispatched in groups. A group pins its replica and its policy version when it opens. Its staleness counts
-from there: step s takes only groups opened at versions >= s-1-max_off_policy_steps. The gate keeps groups from being opened
-that could only become too old: a new group is expected to be trained in the step that the groups before it leave it.
+from there: step s takes only groups opened at versions >= s-1-max_off_policy_steps. The gate keeps groups from being
+opened that could only become too old: a new group is expected to be trained in the step that the groups before it leave.
 
 Every dispatched job ends in exactly one of the counters finished, failed, cancelled, lost, or is in flight.
 """
@@ -147,13 +147,14 @@ class Dispatcher:
         group, index = self._end(job, "lost")
         group.to_dispatch.append(index)
 
-    def add_ready(self, group: Group) -> None:
-        """A complete group waits for a batch, unless it is too old already."""
+    def add_ready(self, group: Group) -> bool:
+        """A complete group waits for a batch. False if it is too old already, and was dropped."""
         if group.opened_version < self.limits.oldest_version(self.step):
             self._count_stale(len(group.rollouts))
-            return
+            return False
         self._taken.add(group.id)
         self.ready.append(group)
+        return True
 
     def sweep(self, step: int) -> tuple[list[Group], list[str]]:
         """Drop what is too old for `step`. Returns the dropped complete groups, and the jobs to cancel."""
@@ -176,6 +177,11 @@ class Dispatcher:
         del self.ready[: self.limits.groups_per_batch]
         self.step += 1
         return batch
+
+    def uncut(self, groups: Sequence[Group]) -> None:
+        """Take back a batch that could not be given out."""
+        self.step -= 1
+        self.ready[:0] = groups
 
     def _may_open(self) -> bool:
         ahead = (len(self.ready) + len(self.open)) // self.limits.groups_per_batch

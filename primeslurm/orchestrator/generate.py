@@ -90,6 +90,7 @@ class GenerateEndpoint:
         self._http = httpx.AsyncClient(
             timeout=httpx.Timeout(timeout_s, connect=10.0),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+            trust_env=False,
         )
 
     async def get(self, path: str, cast_to: Any) -> dict[str, Any]:

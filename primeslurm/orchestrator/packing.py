@@ -94,7 +94,8 @@ def _row(docs: Sequence[Document], seq_len: int, temperature: float) -> Row:
     lengths = [*(len(doc) for doc in docs), padding]
 
     def joined(parts: Sequence[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
-        return np.concatenate([*parts, np.zeros(padding, dtype)]).astype(dtype, copy=False)
+        whole: NDArray[Any] = np.concatenate([*parts, np.zeros(padding, dtype)])
+        return whole.astype(dtype, copy=False)
 
     return Row(
         token_ids=joined([doc.token_ids for doc in docs], np.int32),

@@ -19,7 +19,6 @@ from primeslurm.orchestrator.engines import (
     EngineStatus,
     EngineUpdateError,
     Policy,
-    Step,
 )
 from primeslurm.wire.journal import Journal
 

@@ -13,16 +13,10 @@ import msgspec
 from primeslurm.errors import RunError
 from primeslurm.wire import checkpoints
 from primeslurm.wire.files import write_atomic
+from primeslurm.wire.link import Published
 
 CHECKPOINT_PART = "orchestrator.bin"
 PROGRESS = "rollouts/progress.bin"
-
-
-class Policy(msgspec.Struct, frozen=True):
-    """A published policy."""
-
-    version: int
-    path: str
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -33,7 +27,7 @@ class Progress(msgspec.Struct, frozen=True):
     """The step whose batch is formed next."""
     done_step: int = 0
     """The last step that was reported as trained."""
-    published: Policy | None = None
+    published: Published | None = None
     cursors: dict[str, int] = {}
     unfinished: list[tuple[str, int]] = []
     batches: dict[int, list[str]] = {}

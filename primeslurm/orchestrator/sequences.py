@@ -1,8 +1,9 @@
 """A verifiers episode as token sequences to train on.
 
-verifiers keeps a rollout as a tree of messages, each with exactly the tokens the engine saw or sampled. A path from root to leaf is
-one sequence. Where the conversation was rewritten, or a prompt could not extend the sampled tokens as they were, it branches: the
-sampled tokens of a shared beginning are then trained in the first branch only, and are context in the others.
+verifiers keeps a rollout as a tree of messages, each with exactly the tokens that the engine saw or sampled. A path
+from root to leaf is one sequence. Where the conversation was rewritten, or a prompt could not extend the sampled tokens
+as they were, it branches: sampled tokens of a shared beginning are then trained in the first branch only, and are
+context in the others.
 """
 
 from __future__ import annotations

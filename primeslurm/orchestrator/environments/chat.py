@@ -1,7 +1,7 @@
 """A chat loop inside the worker's own process.
 
-The harnesses that verifiers ships start a program per rollout in a sandbox. A task that only needs the model's replies does
-not need one: one request to the rollout's endpoint is one turn, and verifiers records it like any other.
+The harnesses that verifiers ships start a program per rollout in a sandbox. A task that only needs the model's replies
+does not need one: one request to the rollout's endpoint is one turn, and verifiers records it like any other.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
             messages.append({"role": "user", "content": prompt})
         else:
             messages += [message_to_wire(message) for message in prompt or []]
-        async with httpx.AsyncClient(timeout=None) as client:
+        async with httpx.AsyncClient(timeout=None, trust_env=False) as client:
             answer = await client.post(
                 f"{endpoint}/chat/completions",
                 headers={"Authorization": f"Bearer {secret}"},

@@ -34,12 +34,12 @@ class ReverseTextConfig(vf.TasksetConfig):  # type: ignore[misc]
 class ReverseTextTask(vf.Task[ReverseTextData, vf.State, vf.TaskConfig]):  # type: ignore[misc]
     """Scored by the share of letters in their right place."""
 
-    @vf.reward  # type: ignore[misc]
+    @vf.reward  # type: ignore[untyped-decorator]
     async def reversed_letters(self, trace: vf.Trace) -> float:
         """Matching positions over the longer of the two lengths, in [0, 1]."""
         return similarity(trace.last_reply or "", self.data.answer)
 
-    @vf.metric  # type: ignore[misc]
+    @vf.metric  # type: ignore[untyped-decorator]
     async def exact(self, trace: vf.Trace) -> float:
         """1 if the whole word is right."""
         return float((trace.last_reply or "").strip() == self.data.answer)
