@@ -9,7 +9,7 @@ from __future__ import annotations
 import typer
 
 from primeslurm import __version__
-from primeslurm.cli import inspect, runs, submit, watch
+from primeslurm.cli import cluster, inspect, runs, submit, watch
 
 app = typer.Typer(
     name="primeslurm",

@@ -1,1 +1,1 @@
-"""Helpers shared by the test suites."""
+"""What several tests share."""
