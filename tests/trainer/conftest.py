@@ -1,0 +1,139 @@
+"""Tiny models, recipes and batches, and trainer ranks as real processes."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from primeslurm.recipe import Recipe
+from primeslurm.trainer import tiny
+from primeslurm.trainer.interrupt import Interrupt
+from primeslurm.trainer.world import World, join
+from primeslurm.wire.rollouts import Batch, BatchInfo, Row
+
+ROOT = Path(__file__).parents[2]
+SEQ_LEN = 64
+
+
+def free_port() -> int:
+    """A TCP port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def rank_environment(rank: int, size: int, port: int) -> dict[str, str]:
+    """What an agent sets for one rank."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def start_ranks(size: int, *command: str) -> list[subprocess.Popen[str]]:
+    """`python command...` once per rank."""
+    port = free_port()
+    return [
+        subprocess.Popen(
+            [sys.executable, *command],
+            env=os.environ | {"PYTHONPATH": str(ROOT)} | rank_environment(rank, size, port),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+
+
+def finish(ranks: list[subprocess.Popen[str]], code: int = 0) -> list[str]:
+    """Wait for ranks that must end with `code`. Returns what each printed."""
+    try:
+        outputs = [rank.communicate(timeout=120)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [code] * len(ranks), "\n".join(outputs)
+    return outputs
+
+
+def trainer_command(recipe: Path, run_dir: Path, attempt: int, orchestrator: str | None = None) -> list[str]:
+    """The command line of a trainer rank on CPU."""
+    link = ["--orchestrator", orchestrator] if orchestrator else []
+    files = ["--recipe", str(recipe), "--run-dir", str(run_dir), "--attempt", str(attempt)]
+    return ["-m", "primeslurm.trainer", *files, "--device", "cpu", *link]
+
+
+def make_recipe(path: Path, /, **sections: Any) -> Recipe:
+    """An RL recipe for the model at `path`; sections replace those here."""
+    base: dict[str, Any] = {
+        "name": "test",
+        "max_steps": 4,
+        "seq_len": SEQ_LEN,
+        "model": {"path": str(path), "dtype": "float32"},
+        "trainer": {"optimizer": {"lr": 1e-3}},
+        "environments": [{"id": "reverse-text"}],
+    }
+    return Recipe.model_validate(base | sections)
+
+
+def make_row(rng: np.random.Generator, seq_len: int = SEQ_LEN) -> Row:
+    """Two random documents and some padding."""
+    lengths = [seq_len // 2, seq_len // 4, seq_len - seq_len // 2 - seq_len // 4]
+    mask = rng.random(seq_len) < 0.7
+    mask[-lengths[-1] :] = False
+    return Row(
+        token_ids=rng.integers(3, tiny.VOCABULARY, seq_len, dtype=np.int32),
+        positions=np.concatenate([np.arange(n, dtype=np.int32) for n in lengths]),
+        mask=mask,
+        logprobs=np.where(mask, -5 + rng.random(seq_len), 0).astype(np.float32),
+        advantages=np.where(mask, rng.normal(size=seq_len), 0).astype(np.float32),
+        temperatures=np.where(mask, 0.8, 0).astype(np.float32),
+    )
+
+
+def make_batch(step: int, dp_rank: int = 0, dp_world: int = 1, rows: int = 4, seq_len: int = SEQ_LEN) -> Batch:
+    """One rank's share of a batch that depends only on `step`."""
+    rng = np.random.default_rng(step)
+    everything = [make_row(rng, seq_len) for _ in range(rows)]
+    tokens = sum(int((row.mask & (row.positions != 0)).sum()) for row in everything)
+    info = BatchInfo(step=step, dp_rank=dp_rank, dp_world=dp_world, loss_tokens=tokens)
+    return Batch(info, everything[dp_rank::dp_world])
+
+
+@pytest.fixture(scope="session")
+def moe_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3-MoE directory."""
+    path = tmp_path_factory.mktemp("models") / "moe"
+    tiny.write_model(path, "qwen3_moe", hidden=32)
+    return path
+
+
+@pytest.fixture(scope="session")
+def dense_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Qwen3 directory."""
+    path = tmp_path_factory.mktemp("models") / "dense"
+    tiny.write_model(path, "qwen3", hidden=32)
+    return path
+
+
+@pytest.fixture(scope="session")
+def world() -> Iterator[World]:
+    """This process as the only rank of a trainer."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in rank_environment(0, 1, free_port()).items():
+            patch.setenv(name, value)
+        joined = join(Interrupt(), patience_s=60)
+        yield joined
+        joined.close()

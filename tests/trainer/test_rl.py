@@ -1,0 +1,206 @@
+"""The RL loop as real processes, against a real OrchestratorLink."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from primeslurm.recipe import Recipe
+from primeslurm.wire import checkpoints, link, weights
+from primeslurm.wire.rollouts import Batch
+from tests.trainer.conftest import finish, free_port, make_batch, make_recipe, start_ranks, trainer_command
+
+
+class FakeOrchestrator:
+    """Answers the trainer on a thread: synthetic batches up to `limit`, then "wait"; remembers every request."""
+
+    def __init__(self) -> None:
+        self.address = f"tcp://127.0.0.1:{free_port()}"
+        self.limit = 10**6
+        self.stop_at: int | None = None
+        self.requests: list[link.Request] = []
+        self.refuse_save = False
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+
+        async def serve() -> None:
+            self._task = asyncio.current_task()
+            await link.OrchestratorLink(self.address, self._answer).serve()
+
+        try:
+            self._loop.run_until_complete(serve())
+        except asyncio.CancelledError:
+            pass
+
+    async def _answer(self, request: link.Request) -> Batch | link.Answer:
+        if not isinstance(request, link.GetBatch) or request not in self.requests:
+            self.requests.append(request)
+        if isinstance(request, link.GetBatch):
+            if request.step == self.stop_at:
+                return link.Answer("stop")
+            if request.step > self.limit:
+                await asyncio.sleep(0.2)
+                return link.Answer("wait")
+            return make_batch(request.step, request.dp_rank, request.dp_world)
+        if isinstance(request, link.Save):
+            if self.refuse_save:
+                raise OSError("no space left on device")
+            (Path(request.directory) / "orchestrator.bin").write_bytes(b"orchestrator part")
+        return link.Answer("ok")
+
+    def of(self, kind: type) -> list[link.Request]:
+        """The requests of one kind, in order."""
+        return [request for request in self.requests if isinstance(request, kind)]
+
+    def wait_for(self, request: link.Request) -> None:
+        """Until `request` has come."""
+        deadline = time.monotonic() + 60
+        while request not in self.requests:
+            assert time.monotonic() < deadline, f"no {request} among {self.requests}"
+            time.sleep(0.05)
+
+    def close(self) -> None:
+        """Stop the thread."""
+        self._loop.call_soon_threadsafe(self._task.cancel)
+        self._thread.join(timeout=10)
+
+
+@pytest.fixture
+def orchestrator() -> Iterator[FakeOrchestrator]:
+    """A running orchestrator end of the link."""
+    fake = FakeOrchestrator()
+    yield fake
+    fake.close()
+
+
+class Run:
+    """A run directory, its recipe, and attempts started in it."""
+
+    def __init__(self, directory: Path, recipe: Recipe, orchestrator: FakeOrchestrator) -> None:
+        self.directory = directory
+        self._path = directory / "recipe.json"
+        self._path.write_text(recipe.model_dump_json(by_alias=True))
+        self._orchestrator = orchestrator
+        self._attempt = 0
+
+    def start(self, size: int = 1) -> list[subprocess.Popen[str]]:
+        """The next attempt's ranks."""
+        self._attempt += 1
+        address = self._orchestrator.address
+        return start_ranks(size, *trainer_command(self._path, self.directory, self._attempt, address))
+
+    def events(self, attempt: int, rank: int = 0) -> list[str]:
+        """Kinds of the events of one rank."""
+        path = self.directory / "attempts" / str(attempt) / "events" / f"trainer-rank-{rank}.jsonl"
+        return [json.loads(line)["kind"] for line in path.read_text().splitlines()]
+
+
+def test_trains_publishes_and_commits(moe_model: Path, orchestrator: FakeOrchestrator, tmp_path: Path) -> None:
+    recipe = make_recipe(moe_model, max_steps=5, checkpoint={"interval": 2, "keep": 2}, weights={"keep": 2})
+    run = Run(tmp_path, recipe, orchestrator)
+    finish(run.start())
+
+    assert [r.version for r in orchestrator.of(link.Published)] == [0, 1, 2, 3, 4, 5]
+    assert orchestrator.of(link.Published)[0].path == str(moe_model)
+    assert [r.step for r in orchestrator.of(link.StepDone)] == [1, 2, 3, 4, 5]
+    assert [r.step for r in orchestrator.of(link.Committed)] == [2, 4, 5]
+    assert checkpoints.committed(tmp_path) == [4, 5]
+    assert checkpoints.damage(checkpoints.step_dir(tmp_path, 5)) == []
+    record = checkpoints.read_commit(checkpoints.step_dir(tmp_path, 5))
+    assert record is not None and record.attempt == 1
+    names = {part.name for part in record.parts}
+    assert "orchestrator.bin" in names and "trainer/.metadata" in names
+    # v2 was still needed, by the checkpoint of step 2, when v5 was published.
+    assert weights.published(tmp_path) == [2, 4, 5]
+    metrics = orchestrator.of(link.StepDone)[-1].metrics
+    expected = {"loss", "mismatch_kl", "entropy", "masked_fraction", "grad_norm", "lr", "tokens", "tokens_per_s"}
+    expected |= {f"seconds/{name}" for name in ("wait", "forward_backward", "optimizer", "publish", "checkpoint")}
+    assert expected <= set(metrics)
+    assert run.events(1)[:2] == ["start", "loaded"] and run.events(1)[-1] == "stop"
+    state = json.loads((tmp_path / "attempts/1/state/trainer-rank-0.json").read_text())
+    assert state["step"] == 5 and state["phase"] == "checkpoint"
+
+
+def test_an_interrupt_while_waiting_checkpoints_and_the_next_attempt_continues(
+    moe_model: Path, orchestrator: FakeOrchestrator, tmp_path: Path
+) -> None:
+    recipe = make_recipe(moe_model, max_steps=4, checkpoint={"interval": 100})
+    run = Run(tmp_path, recipe, orchestrator)
+    orchestrator.limit = 2
+    ranks = run.start(size=2)
+    orchestrator.wait_for(link.GetBatch(3, 0, 2))
+    ranks[1].send_signal(signal.SIGUSR1)  # not rank 0, which is the one that waits
+    finish(ranks, code=75)
+    assert checkpoints.committed(tmp_path) == [2]
+
+    orchestrator.requests.clear()
+    orchestrator.limit = 10**6
+    shutil.rmtree(weights.version_dir(tmp_path, 2))  # the resumed attempt must publish it again
+    finish(run.start(size=1))
+    assert [r.version for r in orchestrator.of(link.Published)] == [2, 3, 4]
+    assert [r.step for r in orchestrator.of(link.StepDone)] == [3, 4]
+    assert checkpoints.newest(tmp_path) == 4
+
+
+def test_a_killed_attempt_resumes_at_the_last_commit(
+    moe_model: Path, orchestrator: FakeOrchestrator, tmp_path: Path
+) -> None:
+    recipe = make_recipe(moe_model, max_steps=3, checkpoint={"interval": 1, "keep": 5}, weights={"keep": 5})
+    run = Run(tmp_path, recipe, orchestrator)
+    orchestrator.limit = 2
+    ranks = run.start()
+    orchestrator.wait_for(link.GetBatch(3, 0, 1))
+    ranks[0].kill()
+    finish(ranks, code=-signal.SIGKILL)
+    shutil.rmtree(checkpoints.step_dir(tmp_path, 2) / "trainer")  # damaged after its commit
+
+    orchestrator.requests.clear()
+    orchestrator.limit = 10**6
+    log = finish(run.start())[0]
+    assert "checkpoint of step 2 is damaged" in log
+    assert [r.step for r in orchestrator.of(link.StepDone)] == [2, 3]
+    published = [(r.version, r.path) for r in orchestrator.of(link.Published)]
+    assert published[0] == (1, str(weights.version_dir(tmp_path, 1)))
+    assert [version for version, _ in published] == [1, 2, 3]
+    assert checkpoints.committed(tmp_path) == [1, 2, 3]
+
+
+def test_the_orchestrator_ends_the_run(moe_model: Path, orchestrator: FakeOrchestrator, tmp_path: Path) -> None:
+    run = Run(tmp_path, make_recipe(moe_model, max_steps=9, checkpoint={"interval": 100}), orchestrator)
+    orchestrator.stop_at = 2
+    finish(run.start())
+    assert checkpoints.committed(tmp_path) == [1]
+
+
+def test_a_refused_checkpoint_ends_the_attempt_without_a_commit(
+    moe_model: Path, orchestrator: FakeOrchestrator, tmp_path: Path
+) -> None:
+    run = Run(tmp_path, make_recipe(moe_model, max_steps=3, checkpoint={"interval": 1}), orchestrator)
+    orchestrator.refuse_save = True
+    log = finish(run.start(), code=1)[0]
+    assert "commit of step 1 failed: rank 0: OSError: no space left on device" in log
+    assert checkpoints.committed(tmp_path) == []
+
+
+def test_a_disk_that_cannot_be_written_is_a_clear_message(
+    moe_model: Path, orchestrator: FakeOrchestrator, tmp_path: Path
+) -> None:
+    run = Run(tmp_path, make_recipe(moe_model, max_steps=2), orchestrator)
+    (tmp_path / "weights").write_text("a file where a directory must be made")
+    log = finish(run.start(), code=1)[0]
+    assert "publishing v1 failed: rank 0" in log
+    assert os.listdir(tmp_path / "attempts") == ["1"]
