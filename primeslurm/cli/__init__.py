@@ -43,7 +43,7 @@ app.command("plan")(inspect.plan)
 app.command("render")(inspect.render_)
 app.command("check")(inspect.check)
 app.command("schema")(inspect.schema)
-
+app.add_typer(cluster.app, name="cluster")
 
 
 def main() -> None:

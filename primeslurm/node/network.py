@@ -50,7 +50,7 @@ def _interface_address(interface: str) -> str:
 
 
 def free_port(address: str, preferred: int, taken: Iterable[int]) -> int:
-    """The first port from `preferred` on that can be bound on `address` and is not `taken`.
+    """The first port from `preferred` on that is not `taken` and can be bound on `address` and on all addresses.
 
     Raises:
         NetworkError: none of the next ports is free.
@@ -59,11 +59,16 @@ def free_port(address: str, preferred: int, taken: Iterable[int]) -> int:
     for port in range(preferred, preferred + _SEARCH):
         if port in busy:
             continue
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((address, port))
-            except OSError:
-                continue
-        return port
+        if _can_bind(address, port) and _can_bind("", port):
+            return port
     raise NetworkError(f"no free port on {address} from {preferred} to {preferred + _SEARCH - 1}")
+
+
+def _can_bind(address: str, port: int) -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((address, port))
+        except OSError:
+            return False
+    return True

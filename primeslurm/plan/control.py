@@ -5,6 +5,7 @@ from __future__ import annotations
 from primeslurm.plan.commands import Command
 from primeslurm.recipe import Recipe, Site
 
+RENDEZVOUS_PORT = "master"
 RECIPE = "${run_dir}/recipe.resolved.json"
 
 
@@ -78,4 +79,4 @@ def trainer_command(recipe: Recipe, site: Site, *, rank: int, local_rank: int, w
         "MASTER_ADDR": "${host:trainer-rank-0}",
         "MASTER_PORT": "${port:trainer-rank-0:master}",
     }
-    return Command(argv=argv, env=env, ports=("master",) if rank == 0 else ())
+    return Command(argv=argv, env=env, ports=(RENDEZVOUS_PORT,) if rank == 0 else ())

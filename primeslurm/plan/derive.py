@@ -8,7 +8,7 @@ from pathlib import Path
 
 from primeslurm.errors import UsageError, Violation
 from primeslurm.plan.commands import Command, EngineRole, engine_command, router_command
-from primeslurm.plan.control import environment_command, orchestrator_command, trainer_command
+from primeslurm.plan.control import RENDEZVOUS_PORT, environment_command, orchestrator_command, trainer_command
 from primeslurm.plan.model import (
     Health,
     HetGroup,
@@ -29,6 +29,9 @@ from primeslurm.recipe.site import NodeKind
 ENGINE_READY = "/primeslurm/status"
 """Answers 200 as soon as an engine's HTTP server is up, current or not: `/health` waits for the current policy."""
 
+_RENDEZVOUS_OFFSET = 500
+"""torch listens for its ranks on every address of the host, so no node of an emulated cluster may prefer that port."""
+
 
 @dataclass
 class _Slot:
@@ -41,6 +44,7 @@ class _Slot:
     replica: int | None
     gpus: int
     first_gpu: int
+    port_base: int
     port: int
     processes: list[Process] = field(default_factory=list)
 
@@ -58,8 +62,11 @@ class _Slot:
     ) -> None:
         ports = {}
         for port in command.ports:
-            ports[port] = self.port
-            self.port += 1
+            if port == RENDEZVOUS_PORT:
+                ports[port] = self.port_base + _RENDEZVOUS_OFFSET
+            else:
+                ports[port] = self.port
+                self.port += 1
         self.processes.append(
             Process(
                 name=name,
@@ -242,6 +249,7 @@ def _slots(recipe: Recipe, site: Site, needs: list[_Need], local: bool) -> list[
                     replica=replica,
                     gpus=need.gpus,
                     first_gpu=first_gpu,
+                    port_base=site.port_base,
                     port=site.port_base,
                 )
             )

@@ -26,9 +26,7 @@ MICRO_BATCH_TOKENS = 16384
 class Learner:
     """The policy with its optimizer and schedule."""
 
-    def __init__(
-        self, policy: Policy, optimizer: Optimizer, max_steps: int, loss: LossFunction, world: World
-    ) -> None:
+    def __init__(self, policy: Policy, optimizer: Optimizer, max_steps: int, loss: LossFunction, world: World) -> None:
         self.policy = policy
         self._config = optimizer
         self._loss = loss
