@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from primeslurm.errors import ClusterError
@@ -85,6 +86,7 @@ class SlurmClient:
     """Commands against one Slurm cluster. Every method raises ClusterError with what the command printed."""
 
     def __init__(self, slurm_conf: str | None = None) -> None:
+        self._slurm_conf = slurm_conf
         self._environment = dict(os.environ)
         if slurm_conf is not None:
             self._environment["SLURM_CONF"] = slurm_conf
@@ -159,6 +161,9 @@ class SlurmClient:
         return self._run("scontrol", "show", "hostnames", hostlist).split()
 
     def _run(self, *argv: str) -> str:
+        if self._slurm_conf is not None and not Path(self._slurm_conf).is_file():
+            # Slurm's commands would look for a controller in the DNS, for a minute.
+            raise ClusterError(f"{self._slurm_conf} does not exist; is the cluster up?")
         try:
             done = subprocess.run(argv, env=self._environment, capture_output=True, text=True, timeout=_TIMEOUT_S)
         except FileNotFoundError as error:

@@ -9,7 +9,7 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -92,12 +92,13 @@ class Cluster:
 
     def down(self) -> None:
         """End all jobs and daemons of this cluster and remove its directory. Nothing else is touched."""
-        with contextlib.suppress(ClusterError):
-            self.client.cancel_all()
-            self._wait_for_no_jobs(_CANCEL_WAIT_S)
+        if any(daemon.name == "slurmctld" and daemon.alive for daemon in self.daemons):
+            with contextlib.suppress(ClusterError):
+                self.client.cancel_all()
+                self._wait_for_no_jobs(_CANCEL_WAIT_S)
         # What outlives its cancellation would otherwise live on without a cluster.
         end(job_processes(self.spec.slurm_conf), grace_s=2.0)
-        end(self.daemons)
+        end(self.daemons, grace_s=5.0)
         shutil.rmtree(self.spec.directory)
 
     def _wait_for_no_jobs(self, timeout_s: float) -> None:
@@ -111,6 +112,24 @@ class Cluster:
         temporary = self.spec.directory / (_STATE + ".new")
         temporary.write_text(json.dumps(data, indent=2) + "\n")
         temporary.replace(self.spec.directory / _STATE)
+
+    def _write_files(self) -> None:
+        spec, place = self.spec, self.place
+        for part in ("munge", "state", "spool", "pid", "log", "devices"):
+            (spec.directory / part).mkdir(parents=True, exist_ok=True)
+        self._save()
+        for index in range(spec.gpus_per_node):
+            (spec.directory / "devices" / f"gpu{index}").symlink_to("/dev/null")
+        key = spec.directory / "munge" / "key"
+        key.touch(mode=0o600)
+        key.write_bytes(os.urandom(128))
+        memory_mb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20
+        hostname = socket.gethostname().partition(".")[0]
+        spec.slurm_conf.write_text(config.slurm_conf(spec, place, hostname, memory_mb))
+        (spec.directory / "gres.conf").write_text(config.gres_conf(spec))
+        (spec.directory / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
+        site = config.site(spec, place).model_dump(by_alias=True, exclude_defaults=True, mode="json")
+        spec.site_file.write_text(yaml.safe_dump({"schema": 1, **site}, sort_keys=False))
 
     def _start(self, name: str, argv: list[str], pid_file: Path, log: Path) -> None:
         """Start a daemon that detaches itself; its pid is recorded before anything else starts."""
@@ -163,8 +182,7 @@ class Cluster:
             return all(node.state == "idle" and node.responding for node in self.client.nodes())
         return False
 
-    def _wait(self, condition: object, timeout_s: float, problem: str) -> None:
-        assert callable(condition)
+    def _wait(self, condition: Callable[[], bool], timeout_s: float, problem: str) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             dead = next((daemon.name for daemon in self.daemons if not daemon.alive), None)
@@ -182,7 +200,7 @@ def up(spec: ClusterSpec) -> tuple[Cluster, bool]:
     ClusterError, with the end of the daemon's log, if a daemon does not come up (nothing is left behind then).
     """
     spec.check()
-    _check_programs()
+    _check_machine()
     if (spec.directory / _STATE).is_file():
         existing = Cluster.load(spec.directory)
         if existing.status().up and existing.spec == spec:
@@ -194,7 +212,8 @@ def up(spec: ClusterSpec) -> tuple[Cluster, bool]:
     cluster = None
     try:
         with _start_lock():
-            cluster = _prepare(spec)
+            cluster = Cluster(spec, _free_place(spec))
+            cluster._write_files()
             cluster._start_controllers()
             cluster._start_nodes()
         cluster._wait_for_nodes()
@@ -205,31 +224,13 @@ def up(spec: ClusterSpec) -> tuple[Cluster, bool]:
     return cluster, True
 
 
-def _check_programs() -> None:
+def _check_machine() -> None:
     missing = [name for name in _PROGRAMS if shutil.which(name) is None]
     if missing:
         fix = "on Debian or Ubuntu: apt-get install slurm-wlm munge"
         raise UsageError([Violation("slurm", "", f"not installed: {', '.join(missing)}", fix)])
-
-
-def _prepare(spec: ClusterSpec) -> Cluster:
-    place = _free_place(spec)
-    for part in ("munge", "state", "spool", "pid", "log", "devices"):
-        (spec.directory / part).mkdir(parents=True, exist_ok=True)
-    for index in range(spec.gpus_per_node):
-        (spec.directory / "devices" / f"gpu{index}").symlink_to("/dev/null")
-    key = spec.directory / "munge" / "key"
-    key.touch(mode=0o600)
-    key.write_bytes(os.urandom(128))
-    memory_mb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2**20
-    spec.slurm_conf.write_text(config.slurm_conf(spec, place, socket.gethostname().partition(".")[0], memory_mb))
-    (spec.directory / "gres.conf").write_text(config.gres_conf(spec))
-    (spec.directory / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
-    site = config.site(spec, place).model_dump(by_alias=True, exclude_defaults=True, mode="json")
-    spec.site_file.write_text(yaml.safe_dump({"schema": 1, **site}, sort_keys=False))
-    cluster = Cluster(spec, place)
-    cluster._save()
-    return cluster
+    if os.geteuid() != 0:
+        raise UsageError([Violation("user", str(os.geteuid()), "Slurm's daemons need root to start jobs")])
 
 
 def _free_place(spec: ClusterSpec) -> config.Place:

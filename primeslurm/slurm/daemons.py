@@ -49,7 +49,7 @@ def _started(pid: int) -> int | None:
     return None if fields[0] in "ZX" else int(fields[19])
 
 
-def end(processes: Iterable[Process], grace_s: float = 10.0) -> None:
+def end(processes: Iterable[Process], grace_s: float) -> None:
     """End processes: SIGTERM, wait, SIGKILL. Returns when all are gone."""
     processes = list(processes)
     for process in processes:

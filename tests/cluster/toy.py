@@ -31,7 +31,7 @@ class ToyAgent:
             if self.requeue_itself and environment.global_rank == 0:
                 self._wait_for_all_starts(environment.num_tasks)
                 os.kill(os.getpid(), signal.SIGUSR2)
-            time.sleep(120)
+            self._wait_for_signals()
         self._note("end")
         return int(environment.global_rank)
 
@@ -54,6 +54,12 @@ class ToyAgent:
 
         signal.signal(signal.SIGUSR2, usr2)
         signal.signal(signal.SIGTERM, term)
+
+    def _wait_for_signals(self) -> None:
+        # In slices: the kernel may hand a signal to another thread (numpy has some), which does not wake the main
+        # thread, and Python runs handlers only there.
+        for _ in range(600):
+            time.sleep(0.2)
 
     def _attempt(self) -> int:
         return sum(note["what"] == "checkpoint" for note in notes(self.directory))

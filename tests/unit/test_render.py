@@ -96,6 +96,7 @@ def test_bash_sees_quoted_values_unchanged(tmp_path: Path) -> None:
         "slurm",
         "--het-group=0,1",
         "--ntasks-per-node=1",
+        "--cpu-bind=none",
         "--kill-on-bad-exit=0",
         "--label",
         "--unbuffered",
