@@ -6,10 +6,14 @@ Exit codes: 0 done, 1 the run (or something unforeseen) failed, 2 bad input, 3 S
 
 from __future__ import annotations
 
+import sys
+
 import typer
 
 from primeslurm import __version__
 from primeslurm.cli import cluster, inspect, runs, submit, watch
+from primeslurm.cli.output import report
+from primeslurm.errors import PrimeslurmError
 
 app = typer.Typer(
     name="primeslurm",
@@ -47,5 +51,9 @@ app.add_typer(cluster.app, name="cluster")
 
 
 def main() -> None:
-    """Entry point of the `primeslurm` command."""
-    app()
+    """Entry point of the `primeslurm` command: an error of ours becomes one message and its exit code."""
+    try:
+        app()
+    except PrimeslurmError as error:
+        report(error)
+        sys.exit(error.exit_code)

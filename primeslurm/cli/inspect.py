@@ -8,13 +8,12 @@ import typer
 from rich.table import Table
 
 from primeslurm.cli.options import JsonOpt, LocalOpt, NameOpt, RecipeArg, SetOpt, SiteOpt, load
-from primeslurm.cli.output import guarded, note, out, print_json
+from primeslurm.cli.output import note, out, print_json
 from primeslurm.plan.model import Plan
 from primeslurm.recipe import Recipe, Site
 from primeslurm.slurm.render import render
 
 
-@guarded
 def plan(
     recipe: RecipeArg,
     site: SiteOpt = None,
@@ -31,7 +30,6 @@ def plan(
         show_plan(loaded.plan)
 
 
-@guarded
 def render_(
     recipe: RecipeArg,
     site: SiteOpt = None,
@@ -43,7 +41,6 @@ def render_(
     sys.stdout.write(render(loaded.plan))
 
 
-@guarded
 def check(
     recipe: RecipeArg,
     site: SiteOpt = None,
@@ -74,7 +71,9 @@ def show_plan(plan: Plan) -> None:
     for group in plan.groups:
         groups.add_row(group.name, str(group.nodes), group.partition, group.gres or "-", str(group.cpus_per_task))
     out.print(groups)
-    table = Table("node", "role", "process", "ports", "GPUs", "on death", title="placement", title_justify="left")
+    table = Table("node", "role", title="placement", title_justify="left")
+    for column in ("process", "ports", "GPUs", "on death"):
+        table.add_column(column, overflow="fold")
     for node in plan.nodes:
         for i, process in enumerate(node.processes):
             table.add_row(

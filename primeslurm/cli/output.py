@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import sys
-from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
-import typer
 from rich.console import Console
 
 from primeslurm.errors import PrimeslurmError, UsageError
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 out = Console(highlight=False, soft_wrap=False)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -30,21 +24,8 @@ def note(text: str) -> None:
     err.print(text, markup=False)
 
 
-def guarded(command: Callable[P, R]) -> Callable[P, R]:
-    """Turn a PrimeslurmError into its message on stderr and its exit code."""
-
-    @functools.wraps(command)
-    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
-        try:
-            return command(*args, **kwargs)
-        except PrimeslurmError as error:
-            _report(error)
-            raise typer.Exit(error.exit_code) from None
-
-    return wrapper
-
-
-def _report(error: PrimeslurmError) -> None:
+def report(error: PrimeslurmError) -> None:
+    """An error as one message on stderr, all its violations below one another."""
     lines = [str(v) for v in error.violations] if isinstance(error, UsageError) else str(error).splitlines()
     if len(lines) == 1:
         note(f"error: {lines[0]}")

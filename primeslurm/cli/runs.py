@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from pathlib import Path
 from typing import Annotated
@@ -12,11 +10,13 @@ import typer
 from rich.table import Table
 
 from primeslurm.cli.options import JsonOpt, find_site
-from primeslurm.cli.output import guarded, note, out, print_json
+from primeslurm.cli.output import note, out, print_json
 from primeslurm.errors import ClusterError, UsageError, Violation
+from primeslurm.plan.model import Plan
 from primeslurm.recipe.load import suggestion
 from primeslurm.run.directory import JobRecord, RunDirectory
 from primeslurm.run.status import JobQuery, read_status
+from primeslurm.slurm import local
 from primeslurm.slurm.client import SlurmClient
 
 RunArg = Annotated[str, typer.Argument(help="Name of a run, or its directory.", show_default=False)]
@@ -58,7 +58,7 @@ def job_query(run: RunDirectory) -> JobQuery:
 
     def ask(job: JobRecord) -> str | None:
         if job.executor == "local":
-            return "RUNNING" if _alive(int(job.job_id)) else None
+            return "RUNNING" if local.is_running(run.latest().plan(), job.job_id) else None
         try:
             state = SlurmClient(job.slurm_conf).job(job.job_id)
         except ClusterError as error:
@@ -71,7 +71,6 @@ def job_query(run: RunDirectory) -> JobQuery:
     return ask
 
 
-@guarded
 def runs(runs: RunsOpt = None, as_json: JsonOpt = False) -> None:
     """List all runs."""
     rows = [read_status(run, job_query(run)) for run in all_runs(runs_directory(runs)) if run.attempts()]
@@ -86,7 +85,6 @@ def runs(runs: RunsOpt = None, as_json: JsonOpt = False) -> None:
     out.print(table)
 
 
-@guarded
 def cancel(run: RunArg, runs: RunsOpt = None) -> None:
     """End a run in good order, and its job. Committed checkpoints stay; `resume` goes on from them."""
     directory = find_run(run, runs)
@@ -102,26 +100,18 @@ def cancel(run: RunArg, runs: RunsOpt = None) -> None:
         while time.monotonic() < deadline and attempt.end() is None:
             time.sleep(0.5)
     if job := attempt.job():
-        _end_job(job)
+        _end_job(attempt.plan(), job)
         deadline = time.monotonic() + CANCEL_GRACE_S
         while time.monotonic() < deadline and (query(job) or "").startswith(("RUNNING", "COMPLETING", "PENDING")):
             time.sleep(0.5)
     note(f"{run} is cancelled")
 
 
-def _end_job(job: JobRecord) -> None:
+def _end_job(plan: Plan, job: JobRecord) -> None:
     if job.executor == "slurm":
         client = SlurmClient(job.slurm_conf)
         state = client.job(job.job_id)
         if state is not None and state.active:
             client.cancel(job.job_id)
-    elif _alive(int(job.job_id)):
-        os.kill(int(job.job_id), signal.SIGTERM)
-
-
-def _alive(pid: int) -> bool:
-    """Whether `pid` is a live local controller of ours (a recycled pid is some other program)."""
-    try:
-        return b"local_controller" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
+    elif local.is_running(plan, job.job_id):
+        local.cancel(plan, job.job_id)

@@ -11,7 +11,7 @@ import typer
 
 from primeslurm.cli.inspect import show_findings, show_plan
 from primeslurm.cli.options import JsonOpt, LocalOpt, NameOpt, RecipeArg, SetOpt, SiteOpt, load
-from primeslurm.cli.output import guarded, note, out, print_json
+from primeslurm.cli.output import note, out, print_json
 from primeslurm.cli.runs import RunArg, RunsOpt, find_run, job_query
 from primeslurm.cli.watch import watch_until_done
 from primeslurm.errors import UsageError, Violation
@@ -24,7 +24,7 @@ from primeslurm.run.directory import Attempt, JobRecord, RunDirectory
 from primeslurm.run.status import read_status
 from primeslurm.slurm.client import SlurmClient
 from primeslurm.slurm.executor import submit as submit_slurm
-from primeslurm.slurm.executor import submit_local
+from primeslurm.slurm.local import submit_local
 from primeslurm.slurm.placement import placement_problems
 from primeslurm.slurm.render import render
 from primeslurm.wire.files import write_atomic
@@ -33,7 +33,6 @@ DryRunOpt = Annotated[bool, typer.Option("--dry-run", help="Show placement and s
 WaitOpt = Annotated[bool, typer.Option("--wait", help="Show progress until the run has ended.")]
 
 
-@guarded
 def submit(
     recipe: RecipeArg,
     site: SiteOpt = None,
@@ -59,7 +58,6 @@ def submit(
     _announce(attempt, plan, wait, as_json)
 
 
-@guarded
 def resume(
     run: RunArg,
     runs: RunsOpt = None,

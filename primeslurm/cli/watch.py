@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from primeslurm.cli.options import JsonOpt
-from primeslurm.cli.output import err, guarded, note, out, print_json
+from primeslurm.cli.output import err, note, out, print_json
 from primeslurm.cli.runs import RunArg, RunsOpt, all_runs, find_run, job_query, runs_directory
 from primeslurm.errors import RunError, UsageError, Violation
 from primeslurm.recipe.load import suggestion
@@ -28,7 +28,6 @@ FAILED_RUN = 1
 _COLOURS = {"HEALTHY": "green", "DONE": "green", "STALE": "yellow", "LOADING": "yellow", "STARTING": "yellow"}
 
 
-@guarded
 def status(
     run: Annotated[str | None, typer.Argument(help="Run; default: the newest.", show_default=False)] = None,
     runs: RunsOpt = None,
@@ -72,24 +71,28 @@ def watch_until_done(directory: RunDirectory) -> int:
 
 def one_line(status: RunStatus) -> str:
     """Progress in one line, for logs."""
-    metrics, progress = status.metrics, status.progress
-    parts = [f"{status.run} {status.phase}", f"step {metrics.get('step', 0)}/{status.max_steps}"]
-    for label, key, form in _SHOWN:
-        value = metrics.get(key, progress.get(key))
-        if value is not None:
-            parts.append(f"{label} {value:{form}}")
+    parts = [f"{status.run} {status.phase}", f"step {status.metrics.get('step', 0)}/{status.max_steps}"]
+    parts += [f"{label} {value}" for label, value in numbers_of(status)]
     return "  ".join(parts)
 
 
 _SHOWN = (
-    ("policy", "policy_version", ".0f"),
-    ("reward", "reward", ".3f"),
-    ("loss", "loss", ".4f"),
-    ("staleness", "staleness_mean", ".2f"),
-    ("mixed", "mixed_version_rollouts", ".0f"),
-    ("mismatch_kl", "mismatch_kl", ".1e"),
-    ("tokens/s", "tokens_per_s", ".0f"),
+    ("reward", "reward/mean", ".3f"),
+    ("loss", "trainer/loss", ".4f"),
+    ("staleness", "staleness/mean", ".2f"),
+    ("mixed versions", "rollouts/mixed_version", ".0f"),
+    ("mismatch KL", "trainer/mismatch_kl", ".1e"),
+    ("entropy", "trainer/entropy", ".3f"),
+    ("tokens/s", "throughput/tokens_per_s", ".0f"),
+    ("queued groups", "queue/ready_groups", ".0f"),
+    ("s/step", "throughput/step_seconds", ".1f"),
 )
+
+
+def numbers_of(status: RunStatus) -> list[tuple[str, str]]:
+    """Label and value of what the newest step says, in the order shown."""
+    known = [(label, status.metrics.get(key), form) for label, key, form in _SHOWN]
+    return [(label, f"{value:{form}}") for label, value, form in known if value is not None]
 
 
 def view(status: RunStatus) -> Group:
@@ -101,11 +104,9 @@ def view(status: RunStatus) -> Group:
     committed = status.committed_step if status.committed_step is not None else "-"
     head.add_row("step", f"{step}/{status.max_steps}", f"committed {committed}", f"policy v{status.version or 0}")
     numbers = Table.grid(padding=(0, 2))
-    shown = [(label, status.metrics.get(key, status.progress.get(key)), form) for label, key, form in _SHOWN]
-    known = [(label, value, form) for label, value, form in shown if value is not None]
-    if known:
-        numbers.add_row(*[Text(label, style="dim") for label, _, _ in known])
-        numbers.add_row(*[f"{value:{form}}" for _, value, form in known])
+    if known := numbers_of(status):
+        numbers.add_row(*[Text(label, style="dim") for label, _ in known])
+        numbers.add_row(*[value for _, value in known])
     roles = Table("role", "processes", "waiting", "running", "KV use", box=None, padding=(0, 2))
     loads = status.progress.get("roles") or {}
     for role, states in by_role(status.processes).items():
@@ -121,7 +122,6 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.0f}"
 
 
-@guarded
 def logs(
     run: RunArg,
     role: Annotated[str | None, typer.Argument(help="Role or process, for example trainer or decode-r0-0.")] = None,

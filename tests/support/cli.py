@@ -1,0 +1,27 @@
+"""Run whole commands and compare exit code, stdout and stderr."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a command ended and what it said."""
+
+    code: int
+    out: str
+    err: str
+
+
+def primeslurm(*args: str | Path, cwd: Path, timeout_s: float = 120) -> Result:
+    """`primeslurm ARGS` as a user runs it, in a home directory of its own."""
+    root = str(Path(__file__).resolve().parents[2])
+    env = {**os.environ, "HOME": str(cwd), "COLUMNS": "120", "PYTHONPATH": root}
+    argv = [sys.executable, "-m", "primeslurm", *map(str, args)]
+    done = subprocess.run(argv, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
+    return Result(done.returncode, done.stdout, done.stderr)

@@ -1,0 +1,154 @@
+"""Whole commands without a cluster: exit code, stdout, stderr, and what is left on disk."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from primeslurm.plan.model import Plan
+from tests.support.cli import primeslurm
+from tests.support.recipes import model_dir, recipe_data, site
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A directory with a model, a site file and a recipe that fit together."""
+    model = model_dir(tmp_path)
+    data = site(runs="runs").model_dump(mode="json", by_alias=True)
+    (tmp_path / "site.yaml").write_text(yaml.safe_dump(data))
+    write(tmp_path, model={"path": str(model)})
+    return tmp_path
+
+
+def write(directory: Path, **changes: Any) -> Path:
+    path = directory / "r.yaml"
+    path.write_text(yaml.safe_dump(recipe_data(**{"model": {"path": str(directory / "model")}, **changes})))
+    return path
+
+
+def files(directory: Path) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in directory.rglob("*")}
+
+
+def test_a_dry_run_shows_placement_and_script_and_writes_nothing(place: Path) -> None:
+    before = files(place)
+    result = primeslurm("submit", "r.yaml", "--local", "--dry-run", cwd=place)
+    assert result.code == 0, result.err
+    assert result.err.endswith("dry run: nothing was written or submitted\n")
+    for text in ("engine-r0-0", "router-0", "trainer-rank-7", "orchestrator", "wire:20000", "totals: 3 nodes"):
+        assert text in result.out
+    assert files(place) == before
+
+
+def test_plan_as_json_is_the_plan(place: Path) -> None:
+    result = primeslurm("plan", "r.yaml", "--json", cwd=place)
+    assert result.code == 0
+    plan = Plan.model_validate_json(result.out)
+    assert (plan.run, plan.totals.nodes, plan.totals.engines) == ("test-run", 3, 8)
+
+
+def test_render_prints_the_script_alone(place: Path) -> None:
+    result = primeslurm("render", "r.yaml", cwd=place)
+    assert (result.code, result.err) == (0, "")
+    assert result.out.startswith("#!/bin/bash\n")
+    assert subprocess.run(["bash", "-n"], input=result.out, text=True, check=False).returncode == 0
+
+
+def test_check_accepts_a_good_recipe_and_gives_advice(place: Path) -> None:
+    write(place, checkpoint={"interval": 100})
+    result = primeslurm("check", "r.yaml", cwd=place)
+    assert (result.code, result.out) == (0, "")
+    assert "warning: checkpoint.interval: only the last step (4) is saved" in result.err
+    assert "test-run: ok, 3 nodes" in result.err
+    found = json.loads(primeslurm("check", "r.yaml", "--json", cwd=place).out)
+    assert "checkpoint.interval" in [finding["field"] for finding in found]
+
+
+def test_schema_is_a_json_schema_of_recipes_or_sites(place: Path) -> None:
+    assert "max_off_policy_steps" in primeslurm("schema", cwd=place).out
+    assert "port_base" in json.loads(primeslurm("schema", "--site", cwd=place).out)["properties"]
+
+
+BAD = [
+    ({"max_step": 3}, (), "error: max_step = 3: no such key (did you mean max_steps?)\n"),
+    (
+        {"model": {"path": "./none"}},
+        (),
+        "error: model.path = ./none: no such directory, and not in the Hugging Face cache (give a directory)\n",
+    ),
+    (
+        {"model": {"path": "org/none"}},
+        (),
+        "error: model.path = org/none: no such directory, and not in the Hugging Face cache "
+        "(`hf download org/none` on the shared file system)\n",
+    ),
+    ({"seq_len": 8192}, (), "error: seq_len = 8192: the model's max_position_embeddings is 4096 (nearest: 4096)\n"),
+    (
+        {"deployment": {"train": {"gpus_per_node": 9}}},
+        (),
+        "error: deployment.train.gpus_per_node = 9: nodes of partition local have 8 GPUs (nearest: 8)\n",
+    ),
+    ({}, ("--set", "seq_len=x"), "error: seq_len = 'x': input should be a valid integer"),
+    (
+        {"max_steps": 0, "model": {"path": "./none"}},
+        ("--site", "nowhere.yaml"),
+        "error: 2 problems\n  max_steps = 0: input should be greater than 0\n  nowhere.yaml: cannot be read",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "args", "message"), BAD, ids=[b[2][:50] for b in BAD])
+def test_bad_input_is_one_message_exit_code_2_and_writes_nothing(
+    place: Path, changes: dict[str, Any], args: tuple[str, ...], message: str
+) -> None:
+    write(place, **changes)
+    before = files(place)
+    result = primeslurm("submit", "r.yaml", "--local", *args, cwd=place)
+    assert result.err.startswith(message), result.err
+    assert (result.code, result.out) == (2, "")
+    assert files(place) == before
+
+
+def test_a_run_name_in_use_is_refused(place: Path) -> None:
+    (place / "runs" / "test-run").mkdir(parents=True)
+    (place / "runs" / "test-run" / "lock.json").write_text("{}")
+    result = primeslurm("submit", "r.yaml", "--local", cwd=place)
+    assert result.code == 2
+    assert "name = test-run: is in use" in result.err
+    assert "(`--name` another, or `primeslurm resume test-run` to go on with it)" in result.err
+
+
+def test_without_a_site_file_the_ways_out_are_named(place: Path) -> None:
+    (place / "site.yaml").unlink()
+    result = primeslurm("plan", "r.yaml", cwd=place)
+    assert (result.code, result.err) == (
+        2,
+        "error: --site: no site file: looked for site.yaml, ~/.primeslurm/site.yaml "
+        "(`primeslurm cluster up` makes an emulated cluster with one, or use --local)\n",
+    )
+
+
+@pytest.mark.parametrize("verb", ["status", "logs", "cancel", "resume"])
+def test_verbs_over_a_run_that_does_not_exist_name_the_nearest(place: Path, verb: str) -> None:
+    (place / "runs" / "other").mkdir(parents=True)
+    (place / "runs" / "other" / "lock.json").write_text("{}")
+    result = primeslurm(verb, "othr", cwd=place)
+    assert (result.code, result.err) == (
+        2,
+        f"error: RUN = othr: no such run in {place}/runs (did you mean other?)\n",
+    )
+
+
+def test_help_neither_imports_torch_nor_vllm() -> None:
+    heavy = "torch vllm transformers zmq numpy"
+    code = f"import sys; import primeslurm.cli; print([m for m in '{heavy}'.split() if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
