@@ -40,6 +40,7 @@ def _root(
 app.command("submit")(submit.submit)
 app.command("resume")(submit.resume)
 app.command("status")(watch.status)
+app.command("summary")(watch.summary)
 app.command("logs")(watch.logs)
 app.command("cancel")(runs.cancel)
 app.command("runs")(runs.runs)

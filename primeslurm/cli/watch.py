@@ -21,6 +21,7 @@ from primeslurm.errors import RunError, UsageError, Violation
 from primeslurm.recipe.load import suggestion
 from primeslurm.run.directory import RunDirectory
 from primeslurm.run.status import RunStatus, by_role, read_status
+from primeslurm.run.summary import summarise
 
 REFRESH_S = 1.0
 FAILED_RUN = 1
@@ -165,3 +166,23 @@ def _print_lines(path: Path, lines: list[bytes]) -> None:
     for line in lines:
         sys.stdout.write(f"{path.stem} | {line.decode(errors='replace')}\n")
     sys.stdout.flush()
+
+
+def summary(run: RunArg, runs: RunsOpt = None, as_json: JsonOpt = False) -> None:
+    """Show what a run achieved: reward, versions, staleness, mismatch, restarts."""
+    found = summarise(find_run(run, runs))
+    if as_json:
+        print_json(msgspec.to_builtins(found))
+        return
+    out.print(f"{found.run}: {found.steps} steps in {found.seconds:.0f} s, {found.attempts} attempt(s)")
+    if found.gain is not None:
+        out.print(
+            f"reward: {found.first_reward:.3f} (first steps) -> {found.last_reward:.3f} (last), {found.gain:+.3f}"
+        )
+    out.print(f"rollouts of several policy versions: {found.mixed_version_rollouts}")
+    out.print(
+        f"staleness: at most {found.staleness_max:.0f} versions; {found.dropped_stale} rollouts dropped as too old"
+    )
+    if found.mismatch_kl_max is not None:
+        out.print(f"KL between trainer and engines: at most {found.mismatch_kl_max:.1e}")
+    out.print(f"restarts: {found.engine_restarts}; {found.tokens_per_s:.0f} sampled tokens/s")

@@ -1,0 +1,78 @@
+"""What a finished run achieved, from its metrics and events."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import msgspec
+
+from primeslurm.run.directory import RunDirectory
+
+WINDOW = 5
+"""Steps averaged at the beginning and at the end."""
+
+
+class Summary(msgspec.Struct, frozen=True):
+    """Figures of one run. Rewards are means over the first and the last five steps."""
+
+    run: str
+    steps: int
+    attempts: int
+    seconds: float
+    first_reward: float | None
+    last_reward: float | None
+    mixed_version_rollouts: int
+    staleness_max: float
+    dropped_stale: int
+    mismatch_kl_max: float | None
+    """Largest KL between trainer and engines on tokens of the policy being trained."""
+    engine_restarts: int
+    tokens_per_s: float
+
+    @property
+    def gain(self) -> float | None:
+        """How much the mean reward rose."""
+        if self.first_reward is None or self.last_reward is None:
+            return None
+        return self.last_reward - self.first_reward
+
+
+def rows(run_dir: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl, one per step, in order."""
+    path = run_dir / "metrics.jsonl"
+    if not path.is_file():
+        return []
+    return [msgspec.json.decode(line) for line in path.read_bytes().splitlines() if line.strip()]
+
+
+def events(run: RunDirectory) -> list[dict[str, Any]]:
+    """The events of all processes of all attempts, in order of time."""
+    files = [path for attempt in run.attempts() for path in (attempt.path / "events").glob("*.jsonl")]
+    found = [msgspec.json.decode(line) for path in files for line in path.read_bytes().splitlines() if line.strip()]
+    return sorted(found, key=lambda event: event["time"])
+
+
+def summarise(run: RunDirectory) -> Summary:
+    """Read a run's figures."""
+    steps = rows(run.path)
+    rewards = [row["reward/mean"] for row in steps if "reward/mean" in row]
+    mismatches = [row["trainer/mismatch_kl"] for row in steps if "trainer/mismatch_kl" in row]
+    happened = events(run)
+    restarts = sum(e["kind"] == "started" and e.get("restarts", 0) > 0 for e in happened)
+    created = run.lock().get("created_at", steps[0]["time"] if steps else 0.0)
+    return Summary(
+        run=run.name,
+        steps=len(steps),
+        attempts=len(run.attempts()),
+        seconds=(happened[-1]["time"] - created) if happened else 0.0,
+        first_reward=fmean(rewards[:WINDOW]) if rewards else None,
+        last_reward=fmean(rewards[-WINDOW:]) if rewards else None,
+        mixed_version_rollouts=round(sum(row.get("rollouts/mixed_version", 0) for row in steps)),
+        staleness_max=max((row.get("staleness/max", 0.0) for row in steps), default=0.0),
+        dropped_stale=round(max((row.get("rollouts/dropped_stale", 0) for row in steps), default=0)),
+        mismatch_kl_max=max(map(abs, mismatches), default=None),
+        engine_restarts=restarts,
+        tokens_per_s=fmean([row.get("throughput/tokens_per_s", 0.0) for row in steps] or [0.0]),
+    )

@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# The demo: an embedded Slurm cluster, a warm start, then a real asynchronous RL run of the recipe, shown live.
+# Usage: scripts/demo.sh [RECIPE]        Where Slurm is missing, the same recipe runs through the local executor.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+recipe=${1:-recipes/reverse_text.yaml}
+primeslurm=.venv/bin/primeslurm
+home=.primeslurm
+name=demo-$(date +%m%d-%H%M%S)
+where=(--local)
+
+if command -v slurmctld >/dev/null && [[ $(id -u) == 0 ]]; then
+  site=$($primeslurm cluster up --name demo --nodes 5 --gpus-per-node 2 --directory "$home/cluster" --runs runs)
+  where=(--site "$site")
+  trap '$primeslurm cluster down --name demo --directory "$home/cluster"' EXIT
+else
+  echo "Slurm's daemons or root are missing: running the same recipe through the local executor" >&2
+fi
+
+scripts/warm_start.sh "$home/reverse-text"
+$primeslurm submit "$recipe" "${where[@]}" --name "$name" --dry-run
+$primeslurm submit "$recipe" "${where[@]}" --name "$name" --wait
+$primeslurm summary "runs/$name"
