@@ -83,7 +83,12 @@ def _read_extended(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """Deep merge: mappings merge key by key, everything else (lists too) replaces."""
+    """Deep merge: mappings merge key by key, everything else (lists too) replaces.
+
+    A mapping with another `type` replaces too: its keys belong to another kind of section.
+    """
+    if "type" in over and over["type"] != base.get("type", over["type"]):
+        return dict(over)
     result = dict(base)
     for key, value in over.items():
         old = result.get(key)

@@ -114,6 +114,15 @@ def test_extends_merges_mappings_and_replaces_lists(tmp_path: Path) -> None:
     assert [environment.id for environment in recipe.environments] == ["c"]
 
 
+def test_another_type_replaces_the_whole_section(tmp_path: Path) -> None:
+    prefill = {"deployment": {"inference": {"type": "disaggregated", "prefill": {"num_replicas": 2}}}}
+    write_recipe(tmp_path / "base.yaml", **prefill)
+    child = tmp_path / "child.yaml"
+    child.write_text("extends: base.yaml\ndeployment: {inference: {type: multi_node, num_replicas: 3}}\n")
+    inference = load_recipe(child).deployment.inference
+    assert (inference.type, inference.num_replicas) == ("multi_node", 3)
+
+
 def test_overrides_reach_into_lists_and_parse_yaml(tmp_path: Path) -> None:
     path = write_recipe(tmp_path / "r.yaml")
     overrides = ("max_steps=9", "environments.0.args={min_length: 2}", "trainer.optimizer.max_norm=null")

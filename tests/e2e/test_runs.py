@@ -1,0 +1,71 @@
+"""Real RL runs on a real Slurm cluster: they learn, and they survive what kills their parts."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from primeslurm.run.summary import rows
+from primeslurm.wire import checkpoints
+from tests.support.runs import Demo, check_learning, events_of, process, trained_steps
+
+pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.engine, pytest.mark.timeout(1500)]
+
+STEPS = 30
+
+
+def test_prefill_and_decode_learn_asynchronously(demo: Demo) -> None:
+    run = demo.submit("reverse_text.yaml")
+    demo.finish(run)
+    check_learning(run, STEPS)
+    table = rows(run.path)
+    assert sum(row["rollouts/mixed_version"] for row in table) > 0
+    assert max(row["staleness/max"] for row in table) > 0, "every batch was on-policy: nothing was asynchronous"
+    assert checkpoints.damage(checkpoints.step_dir(run.path, STEPS)) == []
+
+
+def test_a_killed_engine_comes_back_with_the_current_weights(demo: Demo) -> None:
+    run = demo.submit("reverse_text_replicas.yaml")
+    before = demo.wait(run, lambda status: (status["metrics"].get("step") or 0) >= 4)
+    victim = process(before, "engine-r1-0")
+    os.kill(victim["pid"], signal.SIGKILL)
+    demo.wait(run, lambda status: process(status, "engine-r1-0")["restarts"] == 1)
+    demo.finish(run)
+    check_learning(run, STEPS)
+    updates = [e for e in events_of(run, "engine_updated") if e["engine"] == "engine-r1-0"]
+    restarted = next(e for e in events_of(run, "started") if e["name"] == "engine-r1-0" and e["restarts"] == 1)
+    after = [e for e in updates if e["time"] > restarted["time"]]
+    assert after and after[0]["version"] >= 4, "a restarted engine was not brought to the current policy"
+    assert [attempt.number for attempt in run.attempts()] == [1]
+
+
+def test_a_killed_trainer_resumes_at_the_last_commit(demo: Demo) -> None:
+    run = demo.submit("reverse_text_single.yaml")
+    before = demo.wait(run, lambda status: (status["committed_step"] or 0) >= 5)
+    os.kill(process(before, "trainer-rank-0")["pid"], signal.SIGKILL)
+    demo.wait(run, lambda status: status["attempt"] == 2)
+    committed = run.attempt(1).end().committed_step  # type: ignore[union-attr]
+    assert committed is not None and committed >= 5
+    demo.finish(run)
+    check_learning(run, STEPS)
+    steps = trained_steps(run)
+    assert [step for attempt, step in steps if attempt == 2] == list(range(committed + 1, STEPS + 1))
+    assert max(step for attempt, step in steps if attempt == 1) >= committed
+
+
+def test_cancel_leaves_no_process_and_no_file_outside_the_run(demo: Demo) -> None:
+    outside = [Path("/tmp"), Path("/dev/shm")]
+    known = {path for root in outside for path in root.iterdir()}
+    run = demo.submit("reverse_text.yaml", "--name", "cancelled")
+    status = demo.wait(run, lambda status: (status["metrics"].get("step") or 0) >= 1)
+    pids = [p["pid"] for p in status["processes"] if p["pid"]]
+    assert len(pids) == 6
+    done = demo.command("cancel", str(run.path), timeout_s=120)
+    assert done.returncode == 0, done.stderr
+    assert demo.status(run)["phase"] == "cancelled"
+    assert [pid for pid in pids if Path(f"/proc/{pid}").exists()] == []
+    new = {path for root in outside for path in root.iterdir()} - known
+    assert [path for path in new if run.run_id in path.name or path.name.startswith(("psm_", "vllm", "sem."))] == []

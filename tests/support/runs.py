@@ -1,0 +1,105 @@
+"""Drive whole runs on an embedded cluster through the command line alone."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from primeslurm.run.directory import RunDirectory
+from primeslurm.run.summary import events, rows
+
+Status = dict[str, Any]
+
+
+class Demo:
+    """One embedded cluster; runs go below its own directory."""
+
+    def __init__(self, root: Path, directory: Path) -> None:
+        self.root, self.directory, self.runs = root, directory, directory / "runs"
+        self.site = directory / "c" / "site.yaml"
+
+    def command(self, *args: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+        """`primeslurm ARGS` at the root of the checkout."""
+        argv = [sys.executable, "-m", "primeslurm", *args]
+        return subprocess.run(argv, cwd=self.root, capture_output=True, text=True, timeout=timeout_s, check=False)
+
+    def up(self) -> None:
+        """Start the cluster."""
+        where = ["--name", "e2e", "--directory", str(self.directory / "c"), "--runs", str(self.runs)]
+        done = self.command("cluster", "up", *where, "--nodes", "4", "--gpus-per-node", "2")
+        assert done.returncode == 0, done.stderr
+
+    def down(self) -> None:
+        """End it with all its jobs."""
+        self.command("cluster", "down", "--name", "e2e", "--directory", str(self.directory / "c"))
+
+    def submit(self, recipe: str, *args: str) -> RunDirectory:
+        """Submit a ready recipe and return at once."""
+        done = self.command("submit", f"recipes/{recipe}", "--site", str(self.site), "--json", *args)
+        assert done.returncode == 0, done.stderr
+        return RunDirectory(Path(json.loads(done.stdout)["directory"]))
+
+    def status(self, run: RunDirectory) -> Status:
+        """What `status --json` says."""
+        done = self.command("status", str(run.path), "--json")
+        assert done.returncode == 0, done.stderr
+        return dict(json.loads(done.stdout))
+
+    def wait(self, run: RunDirectory, condition: Callable[[Status], object], timeout_s: float = 600) -> Status:
+        """Poll until the condition holds; fails with the logs' ends if the run ends first or time is up."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            status = self.status(run)
+            if condition(status):
+                return status
+            if status["phase"] in ("completed", "failed", "cancelled", "lost"):
+                break
+            time.sleep(1)
+        raise AssertionError(f"{status['phase']}: {status['reason']}\n{tails(run)}")
+
+    def finish(self, run: RunDirectory, timeout_s: float = 900) -> Status:
+        """Wait until all steps are done."""
+        return self.wait(run, lambda status: status["phase"] == "completed", timeout_s)
+
+
+def process(status: Status, name: str) -> dict[str, Any]:
+    """One process of a status."""
+    return next(dict(p) for p in status["processes"] if p["name"] == name)
+
+
+def check_learning(run: RunDirectory, steps: int) -> None:
+    """What every RL run of the demo must show."""
+    table = rows(run.path)
+    assert [row["step"] for row in table] == list(range(1, steps + 1))
+    rewards = [row["reward/mean"] for row in table]
+    first, last = sum(rewards[:5]) / 5, sum(rewards[-5:]) / 5
+    assert last - first >= 0.3, f"reward {first:.3f} -> {last:.3f}"
+    for row in table:
+        assert row["staleness/max"] <= 2, row
+        assert abs(row["trainer/mismatch_kl"]) < 1e-3, row
+
+
+def trained_steps(run: RunDirectory) -> list[tuple[int, int]]:
+    """(attempt, step) of every optimizer step, in order of time."""
+    found = []
+    for attempt in run.attempts():
+        path = attempt.path / "events" / "trainer-rank-0.jsonl"
+        lines = path.read_text().splitlines() if path.is_file() else []
+        found += [(attempt.number, e["step"]) for e in map(json.loads, lines) if e["kind"] == "step"]
+    return found
+
+
+def events_of(run: RunDirectory, kind: str) -> list[dict[str, Any]]:
+    """All events of one kind, in order of time."""
+    return [event for event in events(run) if event["kind"] == kind]
+
+
+def tails(run: RunDirectory, lines: int = 15) -> str:
+    """The ends of all logs of the newest attempt."""
+    logs = sorted((run.latest().path / "logs").rglob("*.log"))
+    return "\n".join(f"== {log.name}\n" + "\n".join(log.read_text().splitlines()[-lines:]) for log in logs)
