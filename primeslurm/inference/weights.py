@@ -40,7 +40,7 @@ class LayerwiseTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def start_weight_update(self) -> None:
         """Make the model ready to be loaded anew."""
-        self._forget_partial_layers()
+        self._roll_back_partial_layers()
         initialize_layerwise_reload(self.model)
         self._expected = {name for name, _ in self.model.named_parameters()} - self._tied_parameters()
         self._loaded: set[str] = set()
@@ -67,14 +67,17 @@ class LayerwiseTransferEngine(WeightTransferEngine):  # type: ignore[misc]
         """Load (Hugging Face name, tensor) pairs, in any order; host tensors are copied shard by shard."""
         self._loaded |= self.model.load_weights(tensors)
 
-    def _forget_partial_layers(self) -> None:
-        # A failed update leaves half-filled layers that vLLM would go on filling: the retry's tensors would be
-        # counted on top of the old ones, and the layer be taken for complete before it is.
-        for layer in self.model.modules():
-            info = get_layerwise_info(layer)
-            if info.can_load():
-                info.load_numel = 0
-                info.loaded_weights.clear()
+    def _roll_back_partial_layers(self) -> None:
+        # A failed update leaves half-filled layers that vLLM would go on filling: the retry's tensors would be counted
+        # on top of the old ones, and a layer be taken for complete before it is. Finalizing a layer that nothing was
+        # loaded into puts its former tensors back.
+        infos = [get_layerwise_info(layer) for layer in self.model.modules()]
+        partial = [info for info in infos if info.can_load()]
+        for info in partial:
+            info.load_numel = 0
+            info.loaded_weights.clear()
+        if partial:
+            finalize_layerwise_reload(self.model, self.model_config)
 
     def _tied_parameters(self) -> set[str]:
         if not self.model_config.hf_text_config.tie_word_embeddings:

@@ -78,13 +78,15 @@ def router_command(
         argv += ["--vllm-pd-disaggregation", "--prefill-policy", policy, "--decode-policy", policy]
         argv += [part for name in prefill for part in ("--prefill", _url(name))]
         argv += [part for name in decode for part in ("--decode", _url(name))]
-    return Command(tuple(argv), {}, ("http", "metrics"))
+    return Command(tuple(argv), {"RUST_LOG": "warn"}, ("http", "metrics"))  # below: three lines a request
 
 
 _ROUTER_OPTIONS: dict[str, object] = {
     "prometheus_host": "${host}",
     "prometheus_port": "${port:metrics}",
-    "log_level": "warning",  # consistent_hash logs three lines per request below this
+    # It listens only once an engine is open, and would give up waiting for one after ten minutes.
+    "worker_startup_timeout_secs": 7 * 86400,
+    "worker_startup_check_interval": 1,
     # An engine that dies or goes stale must leave the router in about a second, and come back as fast: the router
     # retries nothing between prefill and decode, so until then its clients see errors.
     "health_check_interval_secs": 1,

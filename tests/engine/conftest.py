@@ -73,7 +73,7 @@ def start_engine(zygote: Zygote, model: Path) -> Iterator[StartEngine]:
 
 @pytest.fixture
 def open_router(model: Path, tmp_path: Path) -> Iterator[Callable[..., Server]]:
-    """Start a router over engines, or over prefill and decode engines. Ended with the test."""
+    """Start a router over engines, or over prefill and decode engines. It listens once engines are open."""
     routers: list[Server] = []
 
     def start(engines: list[Server] = (), prefill: list[Server] = (), decode: list[Server] = ()) -> Server:
@@ -83,7 +83,6 @@ def open_router(model: Path, tmp_path: Path) -> Iterator[Callable[..., Server]]:
         addresses = {name: server.url.removeprefix("http://") for name, server in named.items()}
         router = start_router(command, addresses, tmp_path / f"router-{len(routers)}.log")
         routers.append(router)
-        router.wait("/liveness")
         return router
 
     yield start

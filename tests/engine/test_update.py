@@ -125,10 +125,11 @@ async def test_a_policy_that_does_not_fit_is_refused_and_leaves_no_trace(
         await control.apply(Policy(5, str(bad)), timeout_s=30)
     assert (await control.status()).version is None
 
-    await control.apply(policy(4), timeout_s=30)
-    answer = generate(engine.url, PROMPT, 8, salt=damage.__name__)
-    expected = reference_logprobs(policies[4], PROMPT + tokens(answer))[len(PROMPT) - 1 :]
-    assert logprobs(answer) == pytest.approx(expected, abs=1e-4)
+    for version in (4, 3):
+        await control.apply(policy(version), timeout_s=30)
+        answer = generate(engine.url, PROMPT, 8, salt=f"{damage.__name__}:{version}")
+        expected = reference_logprobs(policies[version], PROMPT + tokens(answer))[len(PROMPT) - 1 :]
+        assert logprobs(answer) == pytest.approx(expected, abs=1e-4)
 
 
 async def test_a_directory_of_another_version_is_refused(engine, client, policy, policies) -> None:
