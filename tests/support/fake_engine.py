@@ -18,9 +18,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
-)
+TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
 SPECIAL = ["<pad>", "<eos>", "<user>", "<assistant>", "<system>"]
 
 
@@ -97,18 +95,25 @@ class FakeEngine:
         first = self.version
         self.requests.append(body)
         self.sessions.append(request.headers.get("X-Session-ID", ""))
+        number = len(self.requests)
         await asyncio.sleep(self._delay_s)
         while self.paused:
             await asyncio.sleep(0.01)
-        tokens = self._sample(body["token_ids"], len(self.requests))[: body["sampling_params"]["max_tokens"]]
+        tokens = self._sample(body["token_ids"], number)[: body["sampling_params"]["max_tokens"]]
         half = len(tokens) // 2
-        spans = [(first, 0, half), (self.version, half, len(tokens))] if self.version != first else [(first, 0, len(tokens))]
+        spans = (
+            [(first, 0, half), (self.version, half, len(tokens))]
+            if self.version != first
+            else [(first, 0, len(tokens))]
+        )
         finish = "stop" if tokens[-1] == self._tokenizer.eos_token_id else "length"
         choice = {
             "index": 0,
             "finish_reason": finish,
             "token_ids": tokens,
-            "logprobs": {"content": [{"token_id": t, "logprob": -(i + 1) / 8, "rank": 1} for i, t in enumerate(tokens)]},
+            "logprobs": {
+                "content": [{"token_id": t, "logprob": -(i + 1) / 8, "rank": 1} for i, t in enumerate(tokens)]
+            },
             "weight_versions": [{"version": str(v), "start": a, "end": b} for v, a, b in spans],
         }
         return web.json_response({"request_id": "generate-tokens-1", "choices": [choice]})
@@ -141,4 +146,6 @@ class FakeEngine:
         return web.json_response({})
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        return web.Response(text='vllm:num_requests_running{engine="0"} 2.0\nvllm:num_requests_waiting{engine="0"} 1.0\n')
+        return web.Response(
+            text='vllm:num_requests_running{engine="0"} 2.0\nvllm:num_requests_waiting{engine="0"} 1.0\n'
+        )

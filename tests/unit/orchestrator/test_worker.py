@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.fake_engine import FakeEngine, write_tokenizer
 
+from primeslurm.orchestrator.generate import TokenClient, serving
 from primeslurm.orchestrator.jobs import Job
 from primeslurm.orchestrator.worker import Worker
-from primeslurm.orchestrator.generate import TokenClient, serving
 from primeslurm.recipe import Recipe
+from tests.support.fake_engine import FakeEngine, write_tokenizer
 
 
 @pytest.fixture(scope="module")
