@@ -18,12 +18,15 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
 SPECIAL = ["<pad>", "<eos>", "<user>", "<assistant>", "<system>"]
 
 
-def write_tokenizer(directory: Path) -> Path:
-    """A character tokenizer with a chat template, as files. Returns the directory."""
+def write_tokenizer(directory: Path, answers_end: str = "") -> Path:
+    """A character tokenizer with a chat template, as files; old answers end in `answers_end`. Returns the directory."""
     vocabulary = {token: i for i, token in enumerate([*SPECIAL, *"ABCDEFGHIJKLMNOPQRSTUVWXYZ", *LETTERS, *":. ?!"])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -31,7 +34,7 @@ def write_tokenizer(directory: Path) -> Path:
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>", additional_special_tokens=SPECIAL[2:]
     )
-    fast.chat_template = TEMPLATE
+    fast.chat_template = TEMPLATE.replace("<eos>", f"{{% if m.role == 'assistant' %}}{answers_end}{{% endif %}}<eos>")
     fast.save_pretrained(directory)
     return directory
 
@@ -56,6 +59,8 @@ class FakeEngine:
         self.updates = 0
         self.requests: list[dict[str, Any]] = []
         self.sessions: list[str] = []
+        self.sampled: list[int] = []
+        """Number of tokens of each completion."""
         self._incarnation = uuid.uuid4().hex
         self._loop = asyncio.new_event_loop()
         self._started = threading.Event()
@@ -63,6 +68,12 @@ class FakeEngine:
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
         assert self._started.wait(10)
+
+    def __enter__(self) -> FakeEngine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
 
     def stop(self) -> None:
         """End the server."""
@@ -100,6 +111,7 @@ class FakeEngine:
         while self.paused:
             await asyncio.sleep(0.01)
         tokens = self._sample(body["token_ids"], number)[: body["sampling_params"]["max_tokens"]]
+        self.sampled.append(len(tokens))
         half = len(tokens) // 2
         spans = (
             [(first, 0, half), (self.version, half, len(tokens))]
