@@ -120,7 +120,7 @@ def _reduce_scatterv(self: Any, input_: torch.Tensor, dim: int = -1, sizes: list
 
 def _expect(owner: type, name: str, parameters: Sequence[str]) -> Callable[..., Any]:
     """The method `owner.name`, which must take `parameters`."""
-    method = getattr(owner, name, None)
+    method: Callable[..., Any] | None = getattr(owner, name, None)
     if method is None:
         raise _changed(f"{owner.__name__}.{name} is gone")
     missing = [p for p in parameters if p not in inspect.signature(method).parameters]

@@ -11,11 +11,14 @@ by watching the control requests that pass through it, so it cannot disagree wit
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import uuid
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
+
+import psutil
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
@@ -91,8 +94,7 @@ class VersionGate:
             await _answer(send, 200, self._state.report())
         elif path == SHUTDOWN_PATH and scope["method"] == "POST":
             await _answer(send, 200, {"exit_code": SHUTDOWN_EXIT_CODE})
-            # A broken engine may never finish an orderly shutdown: leave at once, but after the answer is out.
-            asyncio.get_running_loop().call_later(0.1, os._exit, SHUTDOWN_EXIT_CODE)
+            asyncio.get_running_loop().call_later(0.1, _exit_at_once)  # after the answer is out
         elif self._state.version is None and (path == "/health" or path.startswith(_GATED)):
             await _answer(send, 503, {"error": "stale: no policy version is confirmed on this engine"})
         elif path in _WATCHED and scope["method"] == "POST":
@@ -119,6 +121,15 @@ class VersionGate:
         except BaseException:
             self._state.observe(path, bytes(body), ok=False)
             raise
+
+
+def _exit_at_once() -> None:
+    # A broken engine may never finish an orderly shutdown. Its core and workers are processes of their own, and would
+    # keep the accelerator's memory and the port.
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+    os._exit(SHUTDOWN_EXIT_CODE)
 
 
 def _version(body: bytes, field: str) -> int | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -31,7 +32,7 @@ class PolicyError(RuntimeError):
     """A published policy is incomplete or does not fit the model. The engine must not resume on it."""
 
 
-class LayerwiseTransferEngine(WeightTransferEngine):
+class LayerwiseTransferEngine(WeightTransferEngine):  # type: ignore[misc]
     """Base of all transports: layerwise reload, and the proof that every parameter was given.
 
     A subclass implements `init_transfer_engine` and `receive_weights`, which hands its tensors to `load`.
@@ -44,7 +45,7 @@ class LayerwiseTransferEngine(WeightTransferEngine):
         self._expected = {name for name, _ in self.model.named_parameters()} - self._tied_parameters()
         self._loaded: set[str] = set()
 
-    def update_weights(self, update_info: dict) -> None:
+    def update_weights(self, update_info: dict[str, Any]) -> None:
         """Receive one part of the policy (all of it, for transports that do not split it)."""
         self.receive_weights(self.parse_update_info(update_info))
         if self.device.type != "cpu":
@@ -83,12 +84,12 @@ class LayerwiseTransferEngine(WeightTransferEngine):
 
 
 @dataclass
-class FilesystemInit(WeightTransferInitInfo):
+class FilesystemInit(WeightTransferInitInfo):  # type: ignore[misc]
     """The file system needs no set-up."""
 
 
 @dataclass
-class FilesystemUpdate(WeightTransferUpdateInfo):
+class FilesystemUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
     """Where the policy is (as every worker sees it), and which version it must be."""
 
     path: str

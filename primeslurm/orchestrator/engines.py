@@ -85,7 +85,9 @@ class EngineClient:
         self._tries = tries
         self._retry_s = retry_s
         self._status_timeout_s = status_timeout_s
-        self._http = httpx.AsyncClient(base_url=url, limits=httpx.Limits(max_connections=2), trust_env=False)
+        # No connection is kept: uvicorn closes them after a failed request, and the next one would meet a dead one.
+        limits = httpx.Limits(max_keepalive_connections=0)
+        self._http = httpx.AsyncClient(base_url=url, limits=limits, trust_env=False)
 
     async def status(self) -> EngineStatus:
         """The engine's status. Raises EngineDownError."""
@@ -109,9 +111,8 @@ class EngineClient:
             async with asyncio.timeout(timeout_s):
                 return await self._apply(policy, timeout_s)
         except TimeoutError as error:
-            raise EngineUpdateError(
-                f"{self.url}: version {policy.version} took longer than {timeout_s:.0f} s"
-            ) from error
+            text = f"{self.url}: version {policy.version} took longer than {timeout_s:.0f} s"
+            raise EngineUpdateError(text) from error
 
     async def shutdown(self) -> None:
         """Have the engine's process end at once, so that its agent starts it anew. Raises EngineDownError."""

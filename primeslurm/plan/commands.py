@@ -78,13 +78,15 @@ def router_command(
         argv += ["--vllm-pd-disaggregation", "--prefill-policy", policy, "--decode-policy", policy]
         argv += [part for name in prefill for part in ("--prefill", _url(name))]
         argv += [part for name in decode for part in ("--decode", _url(name))]
-    return Command(tuple(argv), {}, ("http", "metrics"))
+    return Command(tuple(argv), {"RUST_LOG": "warn"}, ("http", "metrics"))  # below: three lines a request
 
 
 _ROUTER_OPTIONS: dict[str, object] = {
     "prometheus_host": "${host}",
     "prometheus_port": "${port:metrics}",
-    "log_level": "warning",  # consistent_hash logs three lines per request below this
+    # It listens only once an engine is open, and would give up waiting for one after ten minutes.
+    "worker_startup_timeout_secs": 7 * 86400,
+    "worker_startup_check_interval": 1,
     # An engine that dies or goes stale must leave the router in about a second, and come back as fast: the router
     # retries nothing between prefill and decode, so until then its clients see errors.
     "health_check_interval_secs": 1,
@@ -131,7 +133,7 @@ def _engine_env(recipe: Recipe, device: Device, role: EngineRole) -> dict[str, s
             "TORCHDYNAMO_DISABLE": "1",  # or the first request for logprobs compiles for seconds
         }
         if recipe.inference.parallel.tp == 1:
-            env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # one process per engine
+            env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # or vLLM moves the worker to a process of its own
     if role != "engine":
         env |= {"VLLM_NIXL_SIDE_CHANNEL_HOST": "${host}", "VLLM_NIXL_SIDE_CHANNEL_PORT": "${port:nixl}"}
         if device == "cpu":

@@ -1,1 +1,1 @@
-"""What several test suites use."""
+"""Helpers shared by the test suites."""

@@ -1,0 +1,88 @@
+"""The CPU fixes: refused by a vLLM that has changed, harmless when repeated, right under expert parallelism."""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from primeslurm.inference import cpu_patches
+from primeslurm.orchestrator.engines import Policy
+from primeslurm.plan.commands import engine_command
+from tests.engine.conftest import tiny_recipe
+from tests.support.generate import generate, logprobs, tokens
+from tests.support.models import make_model, publish, reference_logprobs
+
+pytestmark = pytest.mark.engine
+PROMPT = [2, 5, 9, 14, 7, 3, 21]
+
+
+def test_registering_twice_changes_nothing() -> None:
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+
+    from primeslurm.inference.plugin import register
+
+    register()
+    patched = UnquantizedFusedMoEMethod._setup_kernel
+    register()
+    assert UnquantizedFusedMoEMethod._setup_kernel is patched
+    assert "primeslurm_filesystem" in WeightTransferEngineFactory._registry
+
+
+def test_a_changed_vllm_is_refused() -> None:
+    class Changed:
+        def renamed_arguments(self, other: int) -> None: ...
+
+    with pytest.raises(RuntimeError, match=r"Changed\.gone is gone"):
+        cpu_patches._expect(Changed, "gone", ())
+    with pytest.raises(RuntimeError, match="takes no layer"):
+        cpu_patches._expect(Changed, "renamed_arguments", ("layer",))
+
+
+def test_a_vllm_that_has_the_collectives_itself_is_refused() -> None:
+    from primeslurm.inference.plugin import register
+
+    register()  # from here on CpuCommunicator has them: ours stand for vLLM's own
+    with pytest.raises(RuntimeError, match="all_gatherv of its own"):
+        cpu_patches._add_variable_collectives()
+
+
+def _collectives(rank: int, file: str) -> None:
+    dist.init_process_group("gloo", f"file://{file}", timedelta(seconds=30), rank=rank, world_size=2)
+    communicator = SimpleNamespace(world_size=2, rank_in_group=rank, cpu_group=dist.group.WORLD)
+    sizes = [1, 3]
+    rows = [torch.arange(6.0).view(3, 2)[: sizes[r]] + 10 * r for r in (0, 1)]
+    gathered = cpu_patches._all_gatherv(communicator, rows[rank], sizes=sizes)
+    assert torch.equal(gathered, torch.cat(rows))
+    pair = cpu_patches._all_gatherv(communicator, [rows[rank], rows[rank] + 1], sizes=sizes)
+    assert torch.equal(pair[1], torch.cat(rows) + 1)
+    mine = cpu_patches._reduce_scatterv(communicator, gathered * (rank + 1), dim=0, sizes=sizes)
+    assert torch.equal(mine, rows[rank] * 3)
+    columns = cpu_patches._reduce_scatterv(communicator, torch.arange(8.0).view(2, 4))
+    assert torch.equal(columns, 2 * torch.arange(8.0).view(2, 4)[:, 2 * rank : 2 * rank + 2])
+    dist.destroy_process_group()
+
+
+def test_collectives_of_uneven_sizes(tmp_path: Path) -> None:
+    mp.start_processes(_collectives, (str(tmp_path / "store"),), nprocs=2, start_method="fork")
+
+
+async def test_expert_parallel_workers_take_a_policy(zygote, client, model: Path, tmp_path: Path) -> None:
+    recipe = tiny_recipe(model, parallel={"tp": 2}, vllm_extra={"enable_expert_parallel": True})
+    engine = zygote.start(engine_command(recipe, "cpu", "engine", sys.executable))
+    engine.wait("/primeslurm/status")
+    try:
+        target = make_model(tmp_path / "target", seed=9)
+        await client(engine).apply(Policy(1, str(publish(target, tmp_path, 1))), timeout_s=30)
+        answer = generate(engine.url, PROMPT, 8)
+        expected = reference_logprobs(target, PROMPT + tokens(answer))[len(PROMPT) - 1 :]
+        assert logprobs(answer) == pytest.approx(expected, abs=1e-4)
+    finally:
+        engine.stop()

@@ -1,0 +1,122 @@
+"""The gate as a pure ASGI middleware, around an application that answers as told."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from primeslurm.inference.gate import VersionGate
+
+
+class FakeEngineApp:
+    """Answers 200 to everything, but another status or an exception where a test says so."""
+
+    def __init__(self) -> None:
+        self.answers: dict[str, int | Exception] = {}
+        self.seen: list[str] = []
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        self.seen.append(scope["path"])
+        answer = self.answers.get(scope["path"], 200)
+        if isinstance(answer, Exception):
+            raise answer
+        await send({"type": "http.response.start", "status": answer, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+
+@pytest.fixture
+def app() -> FakeEngineApp:
+    return FakeEngineApp()
+
+
+@pytest.fixture
+def http(app: FakeEngineApp) -> httpx.AsyncClient:
+    transport = httpx.ASGITransport(app=VersionGate(app), raise_app_exceptions=False)
+    return httpx.AsyncClient(transport=transport, base_url="http://engine")
+
+
+async def update(http: httpx.AsyncClient, version: int) -> None:
+    await http.post("/start_weight_update")
+    await http.post("/update_weights", json={"update_info": {}})
+    await http.post("/finish_weight_update", json={"weight_version": str(version)})
+
+
+async def status(http: httpx.AsyncClient) -> dict[str, Any]:
+    return (await http.get("/primeslurm/status")).json()
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/models", "/v1/completions", "/inference/v1/generate"])
+async def test_closed_until_a_version_is_set(http: httpx.AsyncClient, app: FakeEngineApp, path: str) -> None:
+    refused = await http.get(path)
+    assert refused.status_code == 503 and refused.json()["error"].startswith("stale: ")
+    assert app.seen == []
+    await http.post("/update_weight_version", json={"new_version": "0"})
+    assert (await http.get(path)).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/pause", "/resume", "/is_paused", "/metrics", "/weight_info", "/server_info"])
+async def test_control_routes_always_pass(http: httpx.AsyncClient, path: str) -> None:
+    assert (await http.get(path)).status_code == 200
+
+
+async def test_status_follows_an_update(http: httpx.AsyncClient) -> None:
+    fresh = await status(http)
+    assert (fresh["version"], fresh["updates"], fresh["initialized"], fresh["paused"]) == (None, 0, False, False)
+    await http.post("/init_weight_transfer_engine", json={"init_info": {}})
+    await http.post("/pause?mode=keep")
+    await update(http, 7)
+    assert await status(http) == {**fresh, "version": 7, "updates": 1, "initialized": True, "paused": True}
+    await http.post("/resume")
+    assert not (await status(http))["paused"]
+
+
+async def test_open_during_an_update_but_at_no_version(http: httpx.AsyncClient) -> None:
+    await update(http, 1)
+    await http.post("/start_weight_update")
+    assert (await http.get("/health")).status_code == 200
+    assert (await status(http))["version"] is None
+
+
+@pytest.mark.parametrize("step", ["/start_weight_update", "/update_weights", "/finish_weight_update"])
+@pytest.mark.parametrize("failure", [500, RuntimeError("worker died")])
+async def test_a_failed_update_closes_it(
+    http: httpx.AsyncClient, app: FakeEngineApp, step: str, failure: int | Exception
+) -> None:
+    await update(http, 1)
+    app.answers[step] = failure
+    for path in ("/start_weight_update", "/update_weights", "/finish_weight_update"):
+        answer = await http.post(path, content=json.dumps({"weight_version": "2"}))
+        if answer.status_code != 200:
+            break
+    assert (await status(http))["version"] is None
+    assert (await http.get("/health")).status_code == 503
+    app.answers.clear()
+    await update(http, 2)
+    assert (await http.get("/health")).status_code == 200
+
+
+@pytest.mark.parametrize("body", [b"", b"{}", b'{"weight_version": "default"}', b"[]"])
+async def test_an_update_without_a_version_of_ours_closes_it(http: httpx.AsyncClient, body: bytes) -> None:
+    await update(http, 1)
+    await http.post("/finish_weight_update", content=body)
+    assert (await status(http))["version"] is None
+
+
+async def test_a_dead_engine_behind_an_open_gate_shows(http: httpx.AsyncClient, app: FakeEngineApp) -> None:
+    await update(http, 1)
+    app.answers["/health"] = 503
+    assert (await http.get("/health")).status_code == 503
+
+
+async def test_every_start_is_another_incarnation(app: FakeEngineApp) -> None:
+    seen = set()
+    for _ in range(2):
+        async with httpx.AsyncClient(
+            transport=httpx.ASGITransport(app=VersionGate(app)), base_url="http://engine"
+        ) as http:
+            seen.add((await status(http))["incarnation"])
+    assert len(seen) == 2
