@@ -1,134 +1,41 @@
-"""Orchestrator and worker processes, a FakeEngine, and a scripted trainer on the real TrainerLink."""
+"""Whole runs against a FakeEngine, with processes killed on the way."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 
-from primeslurm.recipe import Recipe
-from primeslurm.wire import checkpoints
-from primeslurm.wire.link import TrainerLink
-from primeslurm.wire.rollouts import Batch
 from tests.support.fake_engine import FakeEngine, write_tokenizer
-
-STEPS = 5
-OFF_POLICY = 2
+from tests.support.scripted_run import OFF_POLICY, STEPS, Run
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+class FakeRun(Run):
+    """A Run on one FakeEngine, which is its own router."""
 
-
-@dataclass
-class Run:
-    """One run's processes and its scripted trainer."""
-
-    root: Path
-    engine: FakeEngine
-    attempt: int = 1
-    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
-    trained: dict[int, list[list[int]]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.wire = f"tcp://127.0.0.1:{free_port()}"
-        self.envs = f"tcp://127.0.0.1:{free_port()}"
-        self.run_dir = self.root / "run"
-        self.run_dir.mkdir()
-        recipe = Recipe.model_validate(
-            {
-                "name": "test",
-                "max_steps": STEPS,
-                "seq_len": 64,
-                "model": {"path": str(write_tokenizer(self.root / "model"))},
-                "environments": [{"id": "reverse-text"}],
-                "checkpoint": {"interval": 2},
-                "orchestrator": {"batch_size": 8, "group_size": 4, "max_off_policy_steps": OFF_POLICY},
-            }
+    def __init__(self, engine: FakeEngine, root: Path) -> None:
+        super().__init__(
+            root,
+            root / "model",
+            [engine.url],
+            {"engine-r0-0": engine.url},
+            lambda run_dir, version: run_dir / str(version),
         )
-        self.recipe = self.root / "recipe.json"
-        self.recipe.write_text(recipe.model_dump_json(by_alias=True))
-
-    def start(self, name: str) -> None:
-        common = ["--recipe", str(self.recipe)]
-        if name == "orchestrator":
-            command = ["primeslurm.orchestrator", *common, "--run-dir", str(self.run_dir), "--run-id", "test-1"]
-            command += ["--attempt", str(self.attempt), "--bind", self.wire, "--env-bind", self.envs]
-            command += ["--routers", self.engine.url, "--engines", f"engine-r0-0={self.engine.url}"]
-        else:
-            command = ["primeslurm.orchestrator.worker", *common, "--environment", "reverse-text", "--worker", "0"]
-            command += [
-                "--orchestrator",
-                self.envs,
-                "--attempt-dir",
-                str(self.run_dir / "attempts" / str(self.attempt)),
-            ]
-        with (self.root / f"{name}.log").open("ab") as log:
-            self.processes[name] = subprocess.Popen([sys.executable, "-m", *command], stdout=log, stderr=log)
-
-    def kill(self, name: str) -> None:
-        os.kill(self.processes[name].pid, signal.SIGKILL)
-        self.processes[name].wait()
-
-    def link(self) -> TrainerLink:
-        return TrainerLink(self.wire, timeout_s=90, retry_s=6)
-
-    def publish(self, link: TrainerLink, version: int) -> None:
-        link.published(version, str(self.run_dir / "weights" / f"v{version:06d}"))
-
-    def batch(self, link: TrainerLink, step: int) -> list[Batch]:
-        batches = [link.get_batch(step, rank, 2, timeout_s=60) for rank in range(2)]
-        assert all(batch is not None for batch in batches)
-        return [batch for batch in batches if batch is not None]
-
-    def train(self, link: TrainerLink, step: int) -> None:
-        batches = self.batch(link, step)
-        assert len({len(batch.rows) for batch in batches}) == 1
-        assert sum(int(row.mask.sum()) for batch in batches for row in batch.rows) == batches[0].info.loss_tokens
-        self.trained[step] = [row.token_ids.tolist() for batch in batches for row in batch.rows]
-        self.publish(link, step)
-        link.step_done(step, {"loss": 0.5})
-        if step % 2 == 0 or step == STEPS:
-            directory = checkpoints.step_dir(self.run_dir, step)
-            link.save(step, str(directory))
-            checkpoints.commit(directory, step, self.attempt)
-            link.committed(step)
-
-    def metrics(self) -> list[dict[str, float]]:
-        return [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
-
-    def events(self, kind: str) -> list[dict[str, object]]:
-        paths = self.run_dir.glob("attempts/*/events/orchestrator.jsonl")
-        events = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
-        return [event for event in events if event["kind"] == kind]
-
-    def logs(self) -> str:
-        return "\n".join(path.read_text() for path in self.root.glob("*.log"))
+        self.engine = engine
 
 
 @pytest.fixture
-def run(tmp_path: Path) -> Iterator[Run]:
-    made = FakeEngine(write_tokenizer(tmp_path / "tokenizer"), delay_s=0.05)
-    run = Run(tmp_path, made)
-    yield run
-    for process in run.processes.values():
-        process.kill()
-        process.wait()
-    made.stop()
+def run(tmp_path: Path) -> Iterator[FakeRun]:
+    with FakeEngine(write_tokenizer(tmp_path / "model"), delay_s=0.05) as engine:
+        run = FakeRun(engine, tmp_path)
+        yield run
+        run.stop()
 
 
-def words(run: Run) -> list[str]:
+def words(run: FakeRun) -> list[str]:
     """The prompts of all trained rows, one entry per step and prompt."""
     tokenizer = run.engine._tokenizer
     found = []
@@ -141,7 +48,7 @@ def words(run: Run) -> list[str]:
     return found
 
 
-def check_whole_run(run: Run) -> None:
+def check_whole_run(run: FakeRun) -> None:
     assert sorted(run.trained) == list(range(1, STEPS + 1)), run.logs()
     prompts = words(run)
     assert len(prompts) == len(set(prompts)) == STEPS * 2, "every step trains two prompts that no other step trains"
@@ -152,7 +59,7 @@ def check_whole_run(run: Run) -> None:
     assert not list((run.run_dir / "rollouts").glob("*.damaged"))
 
 
-def test_a_run_from_first_to_last_step(run: Run) -> None:
+def test_a_run_from_first_to_last_step(run: FakeRun) -> None:
     run.start("orchestrator")
     run.start("worker")
     link = run.link()
@@ -170,7 +77,7 @@ def test_a_run_from_first_to_last_step(run: Run) -> None:
     assert any(path.name.startswith("events.out") for path in (run.run_dir / "tensorboard").iterdir())
 
 
-def test_killed_processes_lose_and_repeat_nothing(run: Run) -> None:
+def test_killed_processes_lose_and_repeat_nothing(run: FakeRun) -> None:
     run.start("orchestrator")
     run.start("worker")
     link = run.link()
@@ -191,7 +98,7 @@ def test_killed_processes_lose_and_repeat_nothing(run: Run) -> None:
     assert len(run.events("orchestrator_up")) == 2
 
 
-def test_a_new_attempt_continues_at_the_last_commit(run: Run) -> None:
+def test_a_new_attempt_continues_at_the_last_commit(run: FakeRun) -> None:
     run.start("orchestrator")
     run.start("worker")
     link = run.link()
