@@ -2,7 +2,7 @@
 
 Rollouts are dispatched in groups. A group pins its replica and its policy version when it opens. Its staleness counts
 from there: step s takes only groups opened at versions >= s-1-max_off_policy_steps. The gate keeps groups from being
-opened that could only become too old: a new group is expected to be trained in the step that the groups before it leave.
+opened that would become too old: a new group is expected in the batch that the groups before it leave room in.
 
 Every dispatched job ends in exactly one of the counters finished, failed, cancelled, lost, or is in flight.
 """

@@ -91,6 +91,7 @@ class Orchestrator:
         )
         self._watch = Watch(recipe, self._journal, place.engines)
         self._batch_formed = asyncio.Condition()
+        self._wake = asyncio.Event()
         self._cancelled: list[str] = []
         self._final_policy_at: float | None = None
 
@@ -110,6 +111,7 @@ class Orchestrator:
                 if self._progress.published:
                     await self._policy.publish(_policy(self._progress.published))
                 await self._loop()
+                self._watch.write_state(self._state())
                 await asyncio.sleep(LINGER_S)
                 for task in background:
                     task.cancel()
@@ -126,7 +128,16 @@ class Orchestrator:
                 await self._workers.send(job)
             self._watch.check_stall(self._suspect)
             self._watch.report(self._state)
-            await asyncio.sleep(TICK_S)
+            await self._pause()
+
+    async def _pause(self) -> None:
+        """Until something happened that may let a job start, but no longer than a tick."""
+        try:
+            async with asyncio.timeout(TICK_S):
+                await self._wake.wait()
+        except TimeoutError:
+            return
+        self._wake.clear()
 
     def _complete(self) -> bool:
         """The last step is committed, and its policy is on the engines or has been for too long on the way."""
@@ -225,6 +236,7 @@ class Orchestrator:
     def _on_result(self, job: str, outcome: tuple[Rollout, ...] | str) -> None:
         if not self._dispatch.runs(job):
             return
+        self._wake.set()
         if isinstance(outcome, str):
             log.warning("job %s failed: %s", job, outcome)
             self._watch.rollout_failed(job, outcome)
@@ -262,6 +274,7 @@ class Orchestrator:
 
     async def _after_update(self, version: int) -> None:
         self._dispatch.version = version
+        self._wake.set()
         self._watch.policy_current(version)
 
     # what survives

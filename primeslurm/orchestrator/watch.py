@@ -113,11 +113,14 @@ class Watch:
 
     def report(self, state: Callable[[], dict[str, Any]]) -> None:
         """Write the state file if the last one is older than a second."""
-        if self._clock() - self._reported_at < STATE_INTERVAL_S:
-            return
-        self._reported_at = self._clock()
+        if self._clock() - self._reported_at >= STATE_INTERVAL_S:
+            self._reported_at = self._clock()
+            self.write_state(state())
+
+    def write_state(self, state: Mapping[str, Any]) -> None:
+        """Write the state file."""
         self._journal.state(
-            **state(),
+            **state,
             reward=self._last_row.get("reward/mean"),
             staleness=self._last_row.get("staleness/max"),
             tokens_per_s=self._tokens_per_s,

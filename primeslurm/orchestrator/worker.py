@@ -142,8 +142,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--attempt-dir", type=Path, required=True)
     options = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("httpx").setLevel(logging.WARNING)
-    logging.getLogger("verifiers").setLevel(logging.WARNING)
+    for chatty in ("httpx", "aiohttp.access", "verifiers", "renderers"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     recipe = Recipe.model_validate_json(options.recipe.read_bytes())
     environment = next(e for e in recipe.environments if e.label == options.environment)

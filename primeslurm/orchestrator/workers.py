@@ -11,12 +11,12 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from primeslurm.orchestrator.jobs import Cancel, Job, Status, ToOrchestrator, ToWorker, decode_sequences
+from primeslurm.orchestrator.jobs import Cancel, Job, Result, Status, ToOrchestrator, ToWorker, decode_sequences
 from primeslurm.wire.rollouts import Rollout
 
 log = logging.getLogger(__name__)
 
-SILENT_S = 15.0
+SILENT_S = 30.0
 """A worker that reports nothing for this long is given up."""
 UNSEEN_S = 5.0
 """A job that a worker's status does not list this long after it was sent is lost."""
@@ -101,7 +101,7 @@ class Workers:
         if isinstance(message, Status):
             await self._reconcile(identity, message)
         elif self._forget(message.job):
-            self._on_result(message.job, message.error or decode_sequences(message, frames))
+            self._on_result(message.job, message.error or _sequences(message, frames))
 
     async def _reconcile(self, identity: bytes, status: Status) -> None:
         now = self._clock()
@@ -138,3 +138,11 @@ class Workers:
 
     async def _tell(self, peer: _Peer, message: ToWorker) -> None:
         await self._socket.send_multipart([peer.identity, msgspec.msgpack.encode(message)])
+
+
+def _sequences(result: Result, frames: list[bytes]) -> tuple[Rollout, ...] | str:
+    """The sequences, or what is wrong with them: a damaged result is a failed rollout."""
+    try:
+        return decode_sequences(result, frames)
+    except (ValueError, msgspec.MsgspecError) as error:
+        return f"damaged result: {error}"

@@ -287,7 +287,7 @@ def _inference(recipe: Recipe, site: Site, slots: list[_Slot]) -> list[Replica]:
             "router",
             router_command(recipe, "${python}", names["engine"], names["prefill"], names["decode"]),
             replica=index,
-            health=Health(port="http", path="/liveness", start_timeout_s=120),
+            health=Health(port="http", path="/liveness"),
             after=engines,
         )
         replicas.append(Replica(index=index, router=router, engines=engines, nodes=tuple(slot.index for slot in nodes)))

@@ -15,7 +15,7 @@ class Environment(Section):
     name: str | None = None
     """Label in metrics and logs. Default: the id."""
     args: dict[str, object] = {}
-    """Keyword arguments of the environment's `load_environment`."""
+    """Options of the environment's taskset; under `env`, options of the verifiers Env around it (agents, timeouts)."""
     ratio: PositiveFloat = 1.0
     """Share of the groups that this environment gets."""
     workers: PositiveInt = 1

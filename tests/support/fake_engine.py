@@ -19,13 +19,14 @@ from transformers import PreTrainedTokenizerFast
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 SPECIAL = ["<pad>", "<eos>", "<user>", "<assistant>", "<system>"]
 
 
-def write_tokenizer(directory: Path) -> Path:
-    """A character tokenizer with a chat template, as files. Returns the directory."""
+def write_tokenizer(directory: Path, answers_end: str = "") -> Path:
+    """A character tokenizer with a chat template, as files; old answers end in `answers_end`. Returns the directory."""
     vocabulary = {token: i for i, token in enumerate([*SPECIAL, *"ABCDEFGHIJKLMNOPQRSTUVWXYZ", *LETTERS, *":. ?!"])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
@@ -33,7 +34,7 @@ def write_tokenizer(directory: Path) -> Path:
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>", additional_special_tokens=SPECIAL[2:]
     )
-    fast.chat_template = TEMPLATE
+    fast.chat_template = TEMPLATE.replace("<eos>", f"{{% if m.role == 'assistant' %}}{answers_end}{{% endif %}}<eos>")
     fast.save_pretrained(directory)
     return directory
 
@@ -58,6 +59,8 @@ class FakeEngine:
         self.updates = 0
         self.requests: list[dict[str, Any]] = []
         self.sessions: list[str] = []
+        self.sampled: list[int] = []
+        """Number of tokens of each completion."""
         self._incarnation = uuid.uuid4().hex
         self._loop = asyncio.new_event_loop()
         self._started = threading.Event()
@@ -65,6 +68,12 @@ class FakeEngine:
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
         assert self._started.wait(10)
+
+    def __enter__(self) -> FakeEngine:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.stop()
 
     def stop(self) -> None:
         """End the server."""
@@ -97,18 +106,26 @@ class FakeEngine:
         first = self.version
         self.requests.append(body)
         self.sessions.append(request.headers.get("X-Session-ID", ""))
+        number = len(self.requests)
         await asyncio.sleep(self._delay_s)
         while self.paused:
             await asyncio.sleep(0.01)
-        tokens = self._sample(body["token_ids"], len(self.requests))[: body["sampling_params"]["max_tokens"]]
+        tokens = self._sample(body["token_ids"], number)[: body["sampling_params"]["max_tokens"]]
+        self.sampled.append(len(tokens))
         half = len(tokens) // 2
-        spans = [(first, 0, half), (self.version, half, len(tokens))] if self.version != first else [(first, 0, len(tokens))]
+        spans = (
+            [(first, 0, half), (self.version, half, len(tokens))]
+            if self.version != first
+            else [(first, 0, len(tokens))]
+        )
         finish = "stop" if tokens[-1] == self._tokenizer.eos_token_id else "length"
         choice = {
             "index": 0,
             "finish_reason": finish,
             "token_ids": tokens,
-            "logprobs": {"content": [{"token_id": t, "logprob": -(i + 1) / 8, "rank": 1} for i, t in enumerate(tokens)]},
+            "logprobs": {
+                "content": [{"token_id": t, "logprob": -(i + 1) / 8, "rank": 1} for i, t in enumerate(tokens)]
+            },
             "weight_versions": [{"version": str(v), "start": a, "end": b} for v, a, b in spans],
         }
         return web.json_response({"request_id": "generate-tokens-1", "choices": [choice]})
@@ -141,4 +158,6 @@ class FakeEngine:
         return web.json_response({})
 
     async def _metrics(self, request: web.Request) -> web.Response:
-        return web.Response(text='vllm:num_requests_running{engine="0"} 2.0\nvllm:num_requests_waiting{engine="0"} 1.0\n')
+        return web.Response(
+            text='vllm:num_requests_running{engine="0"} 2.0\nvllm:num_requests_waiting{engine="0"} 1.0\n'
+        )

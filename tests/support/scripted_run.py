@@ -1,0 +1,127 @@
+"""Orchestrator and worker as processes, and a scripted trainer on the real TrainerLink."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from primeslurm.recipe import Recipe
+from primeslurm.wire import checkpoints
+from primeslurm.wire.link import TrainerLink
+from primeslurm.wire.rollouts import Batch
+
+STEPS = 5
+OFF_POLICY = 2
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass
+class Run:
+    """One run's processes and its scripted trainer."""
+
+    root: Path
+    model: Path
+    routers: list[str]
+    engines: dict[str, str]
+    publish_weights: Callable[[Path, int], Path]
+    """Put the weights of a version into the run directory; returns where they are."""
+    changes: dict[str, Any] = field(default_factory=dict)
+    """Of the recipe."""
+    attempt: int = 1
+    processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    trained: dict[int, list[list[int]]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.wire = f"tcp://127.0.0.1:{free_port()}"
+        self.envs = f"tcp://127.0.0.1:{free_port()}"
+        self.run_dir = self.root / "run"
+        self.run_dir.mkdir()
+        recipe = Recipe.model_validate(
+            {
+                "name": "test",
+                "max_steps": STEPS,
+                "seq_len": 64,
+                "model": {"path": str(self.model)},
+                "environments": [{"id": "reverse-text"}],
+                "checkpoint": {"interval": 2},
+                "orchestrator": {"batch_size": 8, "group_size": 4, "max_off_policy_steps": OFF_POLICY},
+                **self.changes,
+            }
+        )
+        self.recipe = self.root / "recipe.json"
+        self.recipe.write_text(recipe.model_dump_json(by_alias=True))
+
+    def start(self, name: str) -> None:
+        common = ["--recipe", str(self.recipe)]
+        if name == "orchestrator":
+            command = ["primeslurm.orchestrator", *common, "--run-dir", str(self.run_dir), "--run-id", "test-1"]
+            command += ["--attempt", str(self.attempt), "--bind", self.wire, "--env-bind", self.envs]
+            command += ["--routers", ",".join(self.routers)]
+            command += ["--engines", ",".join(f"{name}={url}" for name, url in self.engines.items())]
+        else:
+            command = ["primeslurm.orchestrator.worker", *common, "--environment", "reverse-text", "--worker", "0"]
+            command += [
+                "--orchestrator",
+                self.envs,
+                "--attempt-dir",
+                str(self.run_dir / "attempts" / str(self.attempt)),
+            ]
+        with (self.root / f"{name}.log").open("ab") as log:
+            self.processes[name] = subprocess.Popen([sys.executable, "-m", *command], stdout=log, stderr=log)
+
+    def kill(self, name: str) -> None:
+        os.kill(self.processes[name].pid, signal.SIGKILL)
+        self.processes[name].wait()
+
+    def link(self) -> TrainerLink:
+        return TrainerLink(self.wire, timeout_s=90, retry_s=6)
+
+    def publish(self, link: TrainerLink, version: int) -> None:
+        link.published(version, str(self.publish_weights(self.run_dir, version)))
+
+    def batch(self, link: TrainerLink, step: int) -> list[Batch]:
+        batches = [link.get_batch(step, rank, 2, timeout_s=60) for rank in range(2)]
+        assert all(batch is not None for batch in batches)
+        return [batch for batch in batches if batch is not None]
+
+    def train(self, link: TrainerLink, step: int) -> None:
+        batches = self.batch(link, step)
+        assert len({len(batch.rows) for batch in batches}) == 1
+        assert sum(int(row.mask.sum()) for batch in batches for row in batch.rows) == batches[0].info.loss_tokens
+        self.trained[step] = [row.token_ids.tolist() for batch in batches for row in batch.rows]
+        self.publish(link, step)
+        link.step_done(step, {"loss": 0.5})
+        if step % 2 == 0 or step == STEPS:
+            directory = checkpoints.step_dir(self.run_dir, step)
+            link.save(step, str(directory))
+            checkpoints.commit(directory, step, self.attempt)
+            link.committed(step)
+
+    def metrics(self) -> list[dict[str, float]]:
+        return [json.loads(line) for line in (self.run_dir / "metrics.jsonl").read_text().splitlines()]
+
+    def events(self, kind: str) -> list[dict[str, object]]:
+        paths = self.run_dir.glob("attempts/*/events/orchestrator.jsonl")
+        events = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+        return [event for event in events if event["kind"] == kind]
+
+    def stop(self) -> None:
+        for process in self.processes.values():
+            process.kill()
+            process.wait()
+
+    def logs(self) -> str:
+        return "\n".join(path.read_text() for path in self.root.glob("*.log"))

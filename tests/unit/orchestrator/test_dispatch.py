@@ -1,0 +1,155 @@
+"""The dispatcher under any order of events: never too old, and every job accounted for once."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from primeslurm.orchestrator.dispatch import MAX_TRIES, Dispatcher, Limits
+from primeslurm.orchestrator.jobs import Job
+from primeslurm.wire.rollouts import Rollout, RolloutInfo
+
+ALL = frozenset({"a", "b"})
+ENDS = ("finished", "failed", "cancelled", "lost")
+
+
+def limits(off_policy: int = 1, **changes: object) -> Limits:
+    fields = {"group_size": 2, "batch_size": 4, "max_inflight": 6, "max_steps": 50, "ratios": {"a": 1.0, "b": 3.0}}
+    return Limits(max_off_policy_steps=off_policy, **{**fields, **changes})  # type: ignore[arg-type]
+
+
+def dispatcher(limit: Limits, **state: object) -> Dispatcher:
+    made = Dispatcher(limit, ["http://r0", "http://r1"], "run.1", "i", **state)  # type: ignore[arg-type]
+    made.version = 0
+    return made
+
+
+def rollout(job: Job) -> tuple[Rollout, ...]:
+    info = RolloutInfo(job.id, job.group, job.environment, job.opened_version, reward=1.0)
+    return (Rollout(info, np.ones(2, np.int32), np.ones(2, np.bool_), np.zeros(2, np.float32), np.zeros(2, np.int32)),)
+
+
+def run_all(made: Dispatcher) -> list[Job]:
+    jobs = []
+    while job := made.next_job(ALL):
+        jobs.append(job)
+    return jobs
+
+
+EVENTS = st.lists(st.tuples(st.sampled_from(["finish", "fail", "lose", "train", "current"]), st.integers(0, 99)))
+
+
+@settings(max_examples=300, deadline=None)
+@given(events=EVENTS, off_policy=st.integers(0, 3))
+def test_any_order_of_events(events: list[tuple[str, int]], off_policy: int) -> None:
+    made = dispatcher(limits(off_policy))
+    jobs: dict[str, Job] = {}
+    trained: list[str] = []
+    for kind, number in events:
+        jobs |= {job.id: job for job in run_all(made)}
+        assert made.inflight <= 6
+        running = [job for job in jobs.values() if made.runs(job.id)]
+        if kind == "train":
+            made.sweep(made.step)
+            for group in made.cut() or []:
+                step = made.step - 1
+                assert group.opened_version >= step - 1 - off_policy
+                assert len(group.rollouts) == 2
+                assert group.id not in trained
+                trained.append(group.id)
+        elif kind == "current":
+            made.version = made.step - 1
+        elif running:
+            job = running[number % len(running)]
+            if kind == "finish":
+                group_done = made.finished(job.id, rollout(job))
+                if group_done:
+                    made.add_ready(group_done)
+            elif kind == "fail":
+                for cancelled in made.failed(job.id):
+                    assert not made.runs(cancelled)
+            else:
+                made.lost(job.id)
+        assert made.counts["dispatched"] == sum(made.counts[how] for how in ENDS) + made.inflight
+
+
+def test_a_group_pins_router_version_and_salt() -> None:
+    made = dispatcher(limits())
+    first, second, third, *_ = run_all(made)
+    assert first.group == second.group != third.group
+    assert first.router == second.router != third.router
+    assert {first.cache_salt, third.cache_salt} == {"run.1:0"}
+
+
+def test_environments_get_their_share() -> None:
+    made = dispatcher(limits(batch_size=80, max_inflight=80))
+    labels = [job.environment for job in run_all(made)]
+    assert labels.count("b") == 3 * labels.count("a") == 60
+
+
+def test_a_later_environment_without_worker_waits() -> None:
+    made = dispatcher(limits())
+    job = made.next_job({"a"})
+    assert job is not None and job.environment == "a"
+
+
+def test_the_gate_opens_nothing_that_would_be_too_old() -> None:
+    made = dispatcher(limits(off_policy=0, max_inflight=100))
+    assert len(run_all(made)) == 4, "one batch at version 0 may be trained in step 1 only"
+    made = dispatcher(limits(off_policy=2, max_inflight=100))
+    assert len(run_all(made)) == 12
+
+
+def test_nothing_is_opened_beyond_the_last_step() -> None:
+    made = dispatcher(limits(off_policy=8, max_inflight=100, max_steps=2))
+    assert len(run_all(made)) == 8
+
+
+def test_open_groups_are_continued_first() -> None:
+    made = dispatcher(limits())
+    jobs = run_all(made)
+    made.lost(jobs[0].id)
+    again = made.next_job(ALL)
+    assert again is not None and again.group == jobs[0].group and again.id != jobs[0].id
+
+
+def test_a_rollout_that_keeps_failing_ends_its_group() -> None:
+    made = dispatcher(limits(max_inflight=2))
+    first, second = run_all(made)
+    for _ in range(MAX_TRIES - 1):
+        assert made.failed(first.id) == []
+        (first,) = run_all(made)
+    assert made.failed(first.id) == [second.id]
+    assert first.group not in made.open and made.counts["groups_dropped_failed"] == 1
+
+
+def test_stale_groups_go_wherever_they_are() -> None:
+    made = dispatcher(limits(off_policy=1))
+    jobs = run_all(made)
+    for job in jobs[:2]:
+        group = made.finished(job.id, rollout(job))
+    assert group is not None and made.add_ready(group)
+    stale, cancelled = made.sweep(3)
+    assert [g.id for g in stale] == [jobs[0].group] and cancelled == [job.id for job in jobs[2:]]
+    assert made.inflight == 0 and made.counts["rollouts_dropped_stale"] == 2 + len(jobs[2:])
+
+
+def test_a_restart_opens_unfinished_groups_and_no_known_one() -> None:
+    made = dispatcher(limits(max_inflight=2, ratios={"a": 1.0}), cursors={"a": 2}, unfinished=[("a", 0), ("a", 1)])
+    made._taken |= {"a-00000000", "a-00000002"}
+    groups = []
+    for _ in range(2):
+        jobs = run_all(made)
+        groups.append(jobs[0].group)
+        for job in jobs:
+            done = made.finished(job.id, rollout(job))
+        assert done is not None
+        made.add_ready(done)
+    assert groups == ["a-00000001", "a-00000003"]
+
+
+def test_an_unknown_job_is_an_error() -> None:
+    with pytest.raises(KeyError):
+        dispatcher(limits()).lost("nobody")

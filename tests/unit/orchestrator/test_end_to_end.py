@@ -1,0 +1,122 @@
+"""Whole runs against a FakeEngine, with processes killed on the way."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.fake_engine import FakeEngine, write_tokenizer
+from tests.support.scripted_run import OFF_POLICY, STEPS, Run
+
+
+class FakeRun(Run):
+    """A Run on one FakeEngine, which is its own router."""
+
+    def __init__(self, engine: FakeEngine, root: Path) -> None:
+        super().__init__(
+            root,
+            root / "model",
+            [engine.url],
+            {"engine-r0-0": engine.url},
+            lambda run_dir, version: run_dir / str(version),
+        )
+        self.engine = engine
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[FakeRun]:
+    with FakeEngine(write_tokenizer(tmp_path / "model"), delay_s=0.05) as engine:
+        run = FakeRun(engine, tmp_path)
+        yield run
+        run.stop()
+
+
+def words(run: FakeRun) -> list[str]:
+    """The prompts of all trained rows, one entry per step and prompt."""
+    tokenizer = run.engine._tokenizer
+    found = []
+    for rows in run.trained.values():
+        prompts = set()
+        for row in rows:
+            text = tokenizer.decode(row, skip_special_tokens=False).replace(" ", "")
+            prompts |= {part.split("<eos>")[0] for part in text.split("Reverse:")[1:]}
+        found += sorted(prompts)
+    return found
+
+
+def check_whole_run(run: FakeRun) -> None:
+    assert sorted(run.trained) == list(range(1, STEPS + 1)), run.logs()
+    prompts = words(run)
+    assert len(prompts) == len(set(prompts)) == STEPS * 2, "every step trains two prompts that no other step trains"
+    rows = run.metrics()
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
+    assert all(row["staleness/max"] <= OFF_POLICY for row in rows)
+    assert all(row["trainer/loss"] == 0.5 and 0 < row["reward/mean"] < 1 for row in rows)
+    assert not list((run.run_dir / "rollouts").glob("*.damaged"))
+
+
+def test_a_run_from_first_to_last_step(run: FakeRun) -> None:
+    run.start("orchestrator")
+    run.start("worker")
+    link = run.link()
+    run.publish(link, 0)
+    for step in range(1, STEPS + 1):
+        run.train(link, step)
+    assert link.get_batch(STEPS + 1, 0, 2, timeout_s=5) is None
+    assert run.processes["orchestrator"].wait(60) == 0, run.logs()
+    check_whole_run(run)
+    state = json.loads((run.run_dir / "attempts/1/state/orchestrator.json").read_text())
+    assert state["step"] == STEPS and state["version"] == STEPS
+    counts = state["counts"]
+    ended = sum(counts.get(how, 0) for how in ("finished", "failed", "cancelled", "lost"))
+    assert counts["dispatched"] == ended + state["inflight"]
+    assert any(path.name.startswith("events.out") for path in (run.run_dir / "tensorboard").iterdir())
+
+
+def test_killed_processes_lose_and_repeat_nothing(run: FakeRun) -> None:
+    run.start("orchestrator")
+    run.start("worker")
+    link = run.link()
+    run.publish(link, 0)
+    run.train(link, 1)
+    before = run.batch(link, 2)
+    run.kill("orchestrator")
+    run.start("orchestrator")
+    after = run.batch(link, 2)
+    assert [b.encode() for b in before] == [b.encode() for b in after], "a step's batch never changes"
+    run.train(link, 2)
+    run.kill("worker")
+    run.start("worker")
+    for step in range(3, STEPS + 1):
+        run.train(link, step)
+    assert run.processes["orchestrator"].wait(60) == 0, run.logs()
+    check_whole_run(run)
+    assert len(run.events("orchestrator_up")) == 2
+
+
+def test_a_new_attempt_continues_at_the_last_commit(run: FakeRun) -> None:
+    run.start("orchestrator")
+    run.start("worker")
+    link = run.link()
+    run.publish(link, 0)
+    for step in (1, 2, 3):
+        run.train(link, step)
+    time.sleep(1)
+    for name in ("orchestrator", "worker"):
+        run.kill(name)
+    run.attempt = 2
+    run.engine.version = None
+    del run.trained[3]
+    run.start("orchestrator")
+    run.start("worker")
+    link = run.link()
+    run.publish(link, 2)
+    for step in range(3, STEPS + 1):
+        run.train(link, step)
+    assert run.processes["orchestrator"].wait(60) == 0, run.logs()
+    check_whole_run(run)
+    assert {request["cache_salt"].split(":")[0] for request in run.engine.requests} == {"test-1.1", "test-1.2"}

@@ -1,0 +1,84 @@
+"""Packing loses, repeats and moves no token."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from primeslurm.orchestrator.batches import Batches
+from primeslurm.orchestrator.groups import Group
+from primeslurm.orchestrator.packing import Document, documents, loss_tokens, pack
+from primeslurm.wire.rollouts import Rollout, RolloutInfo, Row
+
+SEQ_LEN = 32
+
+
+def document(start: int, length: int) -> Document:
+    tokens = np.arange(start, start + length, dtype=np.int32)
+    mask = tokens % 3 == 0
+    mask[:1] = False
+    return Document(tokens, mask, -tokens.astype(np.float32), float(start))
+
+
+def found(row: Row) -> list[tuple[list[int], list[bool], list[float], set[float]]]:
+    """The documents of a row, cut where positions restart; the last may be padding."""
+    starts = [i for i, position in enumerate(row.positions) if position == 0]
+    pieces = [slice(a, b) for a, b in zip(starts, [*starts[1:], SEQ_LEN], strict=True)]
+    return [
+        (
+            row.token_ids[p].tolist(),
+            row.mask[p].tolist(),
+            row.logprobs[p].tolist(),
+            set(row.advantages[p].tolist()),
+        )
+        for p in pieces
+    ]
+
+
+@settings(max_examples=200, deadline=None)
+@given(lengths=st.lists(st.integers(1, SEQ_LEN), max_size=30), ranks=st.integers(1, 4))
+def test_every_token_is_in_one_place(lengths: list[int], ranks: int) -> None:
+    docs = [document(1 + 100 * i, length) for i, length in enumerate(lengths)]
+    packed = pack(docs, SEQ_LEN, ranks, temperature=0.7)
+    assert len({len(rows) for rows in packed}) == 1 and len(packed) == ranks
+    rows = [row for mine in packed for row in mine]
+    assert all(len(getattr(row, name)) == SEQ_LEN for row in rows for name in ("token_ids", "positions", "mask"))
+    assert all((row.temperatures == np.float32(0.7)).all() for row in rows)
+    pieces = sorted(piece for row in rows for piece in found(row) if any(piece[0]))
+    expected = sorted(
+        (doc.token_ids.tolist(), doc.mask.tolist(), doc.logprobs.tolist(), {doc.advantage}) for doc in docs
+    )
+    assert pieces == expected
+    assert sum(int(row.mask.sum()) for row in rows) == loss_tokens(docs)
+    assert not any(row.mask[row.positions == 0].any() for row in rows), "a first token is never trained"
+
+
+def group(lengths: list[int], rewards: list[float]) -> Group:
+    rollouts = []
+    for i, (length, reward) in enumerate(zip(lengths, rewards, strict=True)):
+        info = RolloutInfo(f"r{i}", "g", "e", 0, reward)
+        ones = np.ones(length, np.int32)
+        rollouts.append((Rollout(info, ones * i, ones.astype(bool), ones.astype(np.float32) * -1, ones * 0),))
+    return Group("g", "e", 0, 0, tuple(rollouts))
+
+
+def test_long_sequences_are_cut_and_advantages_are_centred() -> None:
+    docs = documents([group([5, 2 * SEQ_LEN], [1.0, 0.0])], SEQ_LEN)
+    assert [len(doc) for doc in docs] == [5, SEQ_LEN]
+    assert [doc.advantage for doc in docs] == [0.5, -0.5]
+    assert loss_tokens(docs) == 4 + SEQ_LEN - 1
+
+
+def test_a_batch_is_the_same_whenever_it_is_asked_for() -> None:
+    groups = [group([5, 9, 30], [1.0, 0.0, 0.0])]
+    first, second = Batches(SEQ_LEN, 1.0, 10), Batches(SEQ_LEN, 1.0, 10)
+    for batches in (first, second):
+        batches.add(1, [Group.from_bytes(g.to_bytes()) for g in groups])
+    for rank in range(2):
+        a, b = first.get(1, rank, 2), second.get(1, rank, 2)
+        assert a is not None and b is not None and a.encode() == b.encode()
+        assert a.info.loss_tokens == 4 + 8 + 29 and a.info.max_steps == 10
+    first.add(2, groups)
+    first.add(3, groups)
+    assert first.get(1, 0, 2) is None

@@ -1,0 +1,74 @@
+"""Finished groups survive; a full disk and a damaged file do not end the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from primeslurm.errors import RunError
+from primeslurm.orchestrator.progress import CHECKPOINT_PART, PROGRESS, Progress, restore
+from primeslurm.orchestrator.spool import Spool
+from primeslurm.wire import checkpoints
+from primeslurm.wire.link import Published
+from tests.unit.orchestrator.test_packing import group
+
+
+def test_a_group_comes_back_as_it_was(tmp_path: Path) -> None:
+    made = group([3, 7], [0.25, 1.0])
+    assert Spool(tmp_path).put(made)
+    (again,) = Spool(tmp_path).load()
+    assert again.to_bytes() == made.to_bytes()
+    assert again.advantages == [-0.375, 0.375] and again.has_signal
+    Spool(tmp_path).delete(["g", "never-there"])
+    assert Spool(tmp_path).load() == []
+
+
+def test_a_damaged_file_is_set_aside(tmp_path: Path) -> None:
+    Spool(tmp_path).put(group([3], [0.5]))
+    path = tmp_path / "g.group"
+    path.write_bytes(path.read_bytes()[:20])
+    assert Spool(tmp_path).load() == []
+    assert [p.name for p in tmp_path.iterdir()] == ["g.damaged"]
+
+
+def test_a_full_disk_is_reported_and_survived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(path: Path, data: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    spool = Spool(tmp_path)
+    monkeypatch.setattr("primeslurm.orchestrator.spool.write_atomic", full)
+    assert not spool.put(group([3], [0.5]))
+    assert list(tmp_path.iterdir()) == []
+
+
+def commit(run_dir: Path, step: int, progress: Progress) -> None:
+    directory = checkpoints.step_dir(run_dir, step)
+    progress.save(directory / CHECKPOINT_PART)
+    checkpoints.commit(directory, step, progress.attempt)
+
+
+def test_the_same_attempt_continues_from_its_own_progress(tmp_path: Path) -> None:
+    progress = Progress(1, 4, 3, Published(3, "/w"), {"a": 9}, [("a", 7)], {3: ["a-00000001"]})
+    commit(tmp_path, 2, Progress(1, 3, 2))
+    progress.save(tmp_path / PROGRESS)
+    assert restore(tmp_path, 1) == progress
+
+
+def test_a_new_attempt_continues_from_the_last_commit(tmp_path: Path) -> None:
+    saved = Progress(1, 5, 2, Published(2, "/w"), {"a": 9}, [("a", 7)], {2: ["x"], 4: ["y"]})
+    commit(tmp_path, 2, saved)
+    Progress(1, 9, 8).save(tmp_path / PROGRESS)
+    assert restore(tmp_path, 2) == Progress(2, 3, 2, None, {"a": 9}, [("a", 7)], {2: ["x"]})
+
+
+def test_a_run_without_a_commit_starts_at_the_beginning(tmp_path: Path) -> None:
+    assert restore(tmp_path, 3) == Progress(3)
+
+
+def test_a_commit_without_our_part_is_refused(tmp_path: Path) -> None:
+    directory = checkpoints.step_dir(tmp_path, 2)
+    directory.mkdir(parents=True)
+    checkpoints.commit(directory, 2, 1)
+    with pytest.raises(RunError, match=r"orchestrator\.bin"):
+        restore(tmp_path, 2)

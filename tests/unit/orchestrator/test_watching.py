@@ -1,0 +1,183 @@
+"""Metrics, engine load, stalls, and the workers' bookkeeping."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from primeslurm.orchestrator.jobs import Cancel, Job, Result, Status, ToWorker
+from primeslurm.orchestrator.metrics import MetricsLog, batch_metrics
+from primeslurm.orchestrator.scrape import by_role, parse
+from primeslurm.orchestrator.watch import StallError, Watch
+from primeslurm.orchestrator.workers import SILENT_S, UNSEEN_S, Workers
+from primeslurm.recipe import Recipe
+from primeslurm.wire.journal import Journal
+from primeslurm.wire.rollouts import Rollout
+from tests.unit.orchestrator.test_packing import group
+
+RECIPE = Recipe.model_validate(
+    {
+        "name": "test",
+        "max_steps": 5,
+        "seq_len": 64,
+        "model": {"path": "/m"},
+        "environments": [{"id": "reverse-text"}],
+        "orchestrator": {"stall_timeout_s": 100},
+    }
+)
+
+
+class Clock:
+    """A clock that is moved by hand."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_batch_metrics() -> None:
+    row = batch_metrics([group([3, 70], [1.0, 0.0]), group([3, 3], [0.5, 0.5])], step=4, seq_len=64)
+    assert row["reward/mean"] == 0.5 and row["groups/zero_signal"] == 0.5
+    assert row["staleness/mean"] == row["staleness/max"] == 3.0
+    assert row["rollouts/longer_than_seq_len"] == 0.25 and row["e/reward"] == 0.5
+
+
+def test_rows_of_undone_steps_are_written_anew(tmp_path: Path) -> None:
+    log = MetricsLog(RECIPE, tmp_path, 0)
+    for step in (1, 2, 2, 3):
+        log.write(step, {"loss": float(step)})
+    log.close()
+    with (tmp_path / "metrics.jsonl").open("a") as handle:
+        handle.write('{"step": 4, "lo')
+    log = MetricsLog(RECIPE, tmp_path, 2)
+    log.write(2, {"loss": 20.0})
+    log.write(3, {"loss": 30.0})
+    log.close()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["loss"]) for row in rows] == [(1, 1.0), (2, 2.0), (3, 30.0)]
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    assert [event.value for event in board.Scalars("loss")][-1] == 30.0
+
+
+def test_engine_load_is_read_and_summed_by_role() -> None:
+    text = (
+        "# HELP vllm:num_requests_running x\n"
+        'vllm:num_requests_running{engine="0",model_name="m"} 3.0\nvllm:num_requests_running{engine="1"} 1.0\n'
+        'vllm:num_requests_waiting{engine="0"} 2\nvllm:kv_cache_usage_perc{engine="0"} 0.25\nother 7\n'
+    )
+    load = parse(text)
+    assert load == {"running": 4.0, "waiting": 2.0, "kv_usage": 0.25}
+    roles = by_role({"prefill-r0-0": load, "prefill-r1-0": load, "decode-r0-0": {"running": 1.0}})
+    assert roles["prefill"] == {"running": 8.0, "waiting": 4.0, "kv_usage": 0.25} and roles["decode"]["running"] == 1.0
+
+
+def test_a_stall_is_named_and_ends_the_attempt(tmp_path: Path) -> None:
+    clock = Clock()
+    watch = Watch(RECIPE, Journal(tmp_path, "orchestrator"), {}, clock)
+    clock.now = 1000.0
+    watch.check_stall(lambda: "nobody")  # nothing has begun
+    watch.policy_wanted(0)
+    clock.now += 2
+    watch.policy_current(0)
+    clock.now += 99
+    watch.check_stall(lambda: "nobody")
+    clock.now += 2
+    with pytest.raises(StallError, match="the culprit") as caught:
+        watch.check_stall(lambda: "the culprit")
+    assert caught.value.exit_code == 76
+    events = [json.loads(line) for line in (tmp_path / "events/orchestrator.jsonl").read_text().splitlines()]
+    assert events[-1]["kind"] == "stall" and events[-1]["suspect"] == "the culprit"
+
+
+class Peers:
+    """Workers with its callbacks recorded, and real sockets on the other side."""
+
+    def __init__(self, address: str) -> None:
+        self.clock = Clock()
+        self.results: list[tuple[str, object]] = []
+        self.lost: list[str] = []
+        self.address = address
+        self.workers = Workers(address, self._result, self.lost.append, self.clock)
+
+    def _result(self, job: str, outcome: tuple[Rollout, ...] | str) -> None:
+        self.results.append((job, outcome))
+
+    def connect(self) -> zmq.asyncio.Socket:
+        socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.connect(self.address)
+        return socket
+
+    async def tell(self, socket: zmq.asyncio.Socket, message: Status | Result, *frames: bytes) -> None:
+        await socket.send_multipart([msgspec.msgpack.encode(message), *frames])
+        identity, head, *rest = await self.workers._socket.recv_multipart()
+        await self.workers._receive(identity, head, rest)
+
+
+async def heard(socket: zmq.asyncio.Socket) -> Job | Cancel:
+    message: Job | Cancel = msgspec.msgpack.decode(await socket.recv(), type=ToWorker)
+    return message
+
+
+@pytest.fixture
+def peers(tmp_path: Path) -> Peers:
+    return Peers(f"ipc://{tmp_path}/envs")
+
+
+def job(name: str) -> Job:
+    return Job(name, "g", "e", 0, 0, "http://r", "salt")
+
+
+async def test_jobs_go_to_the_least_loaded_worker(peers: Peers) -> None:
+    sockets = [peers.connect(), peers.connect()]
+    for number, socket in enumerate(sockets):
+        await peers.tell(socket, Status("e", number, "x", []))
+    assert peers.workers.environments == {"e"}
+    for name in "abcd":
+        await peers.workers.send(job(name))
+    assert {(await heard(sockets[0])).id, (await heard(sockets[0])).id} == {"a", "c"}  # type: ignore[union-attr]
+
+
+async def test_what_a_worker_does_not_run_is_lost_and_what_nobody_wants_is_cancelled(peers: Peers) -> None:
+    socket = peers.connect()
+    await peers.tell(socket, Status("e", 0, "x", ["old"]))
+    assert await heard(socket) == Cancel(["old"])
+    await peers.workers.send(job("a"))
+    await peers.tell(socket, Status("e", 0, "x", []))
+    assert peers.lost == [], "the status may have been written before the job arrived"
+    peers.clock.now += UNSEEN_S + 1
+    await peers.tell(socket, Status("e", 0, "x", []))
+    assert peers.lost == ["a"]
+
+
+@pytest.mark.parametrize("end", ["restart", "silence"])
+async def test_a_dead_workers_jobs_are_lost(peers: Peers, end: str) -> None:
+    socket = peers.connect()
+    await peers.tell(socket, Status("e", 0, "x", []))
+    await peers.workers.send(job("a"))
+    if end == "restart":
+        await peers.tell(peers.connect(), Status("e", 0, "y", []))
+    else:
+        peers.clock.now += SILENT_S + 1
+        peers.workers.expire()
+    assert peers.lost == ["a"]
+    await peers.tell(socket, Result("a", error="late"))
+    assert peers.results == [], "a late result of a lost job counts for nothing"
+
+
+async def test_a_damaged_result_is_a_failed_rollout(peers: Peers) -> None:
+    socket = peers.connect()
+    await peers.tell(socket, Status("e", 0, "x", []))
+    await peers.workers.send(job("a"))
+    await peers.tell(socket, Result("a", sequences=2), b"only one frame")
+    ((name, outcome),) = peers.results
+    assert name == "a" and "damaged" in str(outcome)
