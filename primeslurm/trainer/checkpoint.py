@@ -1,4 +1,4 @@
-"""The trainer's checkpoints: DCP directories that any number of ranks can load, committed together with the orchestrator."""
+"""Checkpoints: DCP directories that any number of ranks can load, committed together with the orchestrator."""
 
 from __future__ import annotations
 
@@ -27,9 +27,7 @@ class Checkpoints:
         link: to the orchestrator, which adds its part to each checkpoint; None for a task without one.
     """
 
-    def __init__(
-        self, run_dir: Path, attempt: int, config: Checkpoint, world: World, link: TrainerLink | None
-    ) -> None:
+    def __init__(self, run_dir: Path, attempt: int, config: Checkpoint, world: World, link: TrainerLink | None) -> None:
         self.last = 0
         """The last committed step; 0 if there is none."""
         self._run_dir = run_dir

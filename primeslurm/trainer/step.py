@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from primeslurm.trainer import compat  # isort: skip  (before torchtitan)
+from primeslurm.trainer import compat  # noqa: F401  isort: skip  (before torchtitan)
 import numpy as np
 import torch
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
@@ -26,9 +26,7 @@ MICRO_BATCH_TOKENS = 16384
 class Learner:
     """The policy with its optimizer and schedule."""
 
-    def __init__(
-        self, policy: Policy, optimizer: Optimizer, max_steps: int, loss: LossFunction, world: World
-    ) -> None:
+    def __init__(self, policy: Policy, optimizer: Optimizer, max_steps: int, loss: LossFunction, world: World) -> None:
         self.policy = policy
         self._config = optimizer
         self._loss = loss

@@ -25,7 +25,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 # Weights always come from a checkpoint, but torchtitan wants an initialiser for every parameter.
 _MATRIX = {"weight": partial(nn.init.normal_, std=0.02), "bias": nn.init.zeros_}
 _NORM = {"weight": nn.init.ones_}
-_EXPERTS = {name: _MATRIX["weight"] for name in ("w1_EFD", "w2_EDF", "w3_EFD")}
+_EXPERTS = dict.fromkeys(("w1_EFD", "w2_EDF", "w3_EFD"), _MATRIX["weight"])
 
 
 def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
@@ -35,9 +35,7 @@ def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
         dim=hf.hidden_size,
         vocab_size=hf.vocab_size,
         norm=_norm(hf, hf.hidden_size),
-        tok_embeddings=Embedding.Config(
-            num_embeddings=hf.vocab_size, embedding_dim=hf.hidden_size, param_init=_MATRIX
-        ),
+        tok_embeddings=Embedding.Config(num_embeddings=hf.vocab_size, embedding_dim=hf.hidden_size, param_init=_MATRIX),
         lm_head=Linear.Config(in_features=hf.hidden_size, out_features=hf.vocab_size, param_init=_MATRIX),
         layers=[_layer(hf, index, seq_len, attention) for index in range(hf.num_hidden_layers)],
         enable_weight_tying=hf.tie_word_embeddings,
