@@ -1,1 +1,51 @@
-"""cli."""
+"""The command line: one file per family of verbs.
+
+Exit codes: 0 done, 1 the run (or something unforeseen) failed, 2 bad input, 3 Slurm refused or did not answer,
+4 a run directory is missing or damaged.
+"""
+
+from __future__ import annotations
+
+import typer
+
+from primeslurm import __version__
+from primeslurm.cli import cluster, inspect, runs, submit, watch
+
+app = typer.Typer(
+    name="primeslurm",
+    help="Asynchronous RL post-training of large MoE models on Slurm: one recipe, one command.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=True,
+)
+
+
+def _version(value: bool) -> None:
+    if value:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
+) -> None:
+    pass
+
+
+app.command("submit")(submit.submit)
+app.command("resume")(submit.resume)
+app.command("status")(watch.status)
+app.command("logs")(watch.logs)
+app.command("cancel")(runs.cancel)
+app.command("runs")(runs.runs)
+app.command("plan")(inspect.plan)
+app.command("render")(inspect.render_)
+app.command("check")(inspect.check)
+app.command("schema")(inspect.schema)
+app.add_typer(cluster.app, name="cluster")
+
+
+def main() -> None:
+    """Entry point of the `primeslurm` command."""
+    app()

@@ -1,8 +1,9 @@
 """The Plan: the one frozen object that decides placement, ports, environment and commands.
 
 Strings in `argv` and `env` may hold placeholders that only the node knows, filled in by `node.resolve`:
-`${host}` own address, `${port:http}` own port, `${host:NAME}` address of process NAME, `${addr:NAME:http}` its
-`host:port`, `${attempt}`, `${attempt_dir}`, `${run_id}`. A host name never appears in a Plan.
+`${host}` own address, `${port:http}` own port, `${host:NAME}` address of process NAME, `${port:NAME:http}` its port,
+`${addr:NAME:http}` its `host:port`, and the values `${run_dir}`, `${attempt}`, `${attempt_dir}`, `${run_id}`,
+`${python}`, `${tmp}`. A host name never appears in a Plan.
 """
 
 from __future__ import annotations
@@ -128,6 +129,7 @@ class Plan(Section):
     run_dir: str
     task: Literal["rl", "sft"]
     layout: Literal["het", "single"]
+    executor: Literal["slurm", "local"]
     device: Literal["cuda", "cpu"]
     python: str
     job: JobOptions

@@ -1,10 +1,10 @@
-"""The recipe as a whole: sections, and the rules that span them."""
+"""The recipe as a whole. Rules that span sections are in `rules.py`."""
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt, StringConstraints, model_validator
+from pydantic import Field, PositiveInt, StringConstraints
 
 from primeslurm.recipe.base import Section
 from primeslurm.recipe.inference import Deployment, Inference
@@ -38,32 +38,6 @@ class Recipe(Section):
     deployment: Deployment = Deployment()
     slurm: Slurm = Slurm()
     monitor: Monitor = Monitor()
-
-    @model_validator(mode="after")
-    def _whole(self) -> Self:
-        problems: list[str] = []
-        if self.task == "rl":
-            if not self.environments:
-                problems.append("environments: task rl needs at least one environment")
-            if self.orchestrator.batch_size % self.orchestrator.group_size:
-                problems.append(
-                    f"orchestrator.batch_size = {self.orchestrator.batch_size}: must be a multiple of "
-                    f"orchestrator.group_size = {self.orchestrator.group_size}"
-                )
-            inflight = self.orchestrator.max_inflight_rollouts
-            if inflight is not None and inflight < self.orchestrator.group_size:
-                problems.append(
-                    f"orchestrator.max_inflight_rollouts = {inflight}: must be at least "
-                    f"orchestrator.group_size = {self.orchestrator.group_size}"
-                )
-            labels = [e.label for e in self.environments]
-            if len(set(labels)) != len(labels):
-                problems.append(f"environments: names must be unique, got {', '.join(labels)}")
-        if self.task == "sft" and self.sft is None:
-            problems.append("sft: task sft needs an sft section")
-        if problems:
-            raise ValueError("; ".join(problems))
-        return self
 
     @property
     def max_inflight(self) -> int:

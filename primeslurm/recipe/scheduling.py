@@ -51,7 +51,7 @@ class Slurm(Section):
     requeue: bool = True
     """Requeue and resume after preemption, the time limit, or a failed trainer."""
     max_attempts: PositiveInt = 10
-    """Attempts of one run. An attempt that commits nothing new counts double: see docs/operations.md."""
+    """Attempts of one run. Three failed attempts in a row without a new committed step end it earlier."""
     checkpoint_signal_s: NonNegativeInt = 120
     """USR2 arrives this many seconds before the time limit: time to checkpoint and requeue."""
     control: Component = Component()

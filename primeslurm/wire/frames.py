@@ -35,7 +35,7 @@ def encode(meta: Any, arrays: Mapping[str, NDArray[Any]] = {}) -> list[Frame]:
     contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     specs = tuple(ArraySpec(name, array.dtype.str, array.shape) for name, array in contiguous.items())
     header = _Header(msgspec.Raw(msgspec.msgpack.encode(meta)), specs)
-    buffers = [memoryview(array.reshape(-1).view(np.uint8)) for array in contiguous.values()]
+    buffers = [array.reshape(-1).view(np.uint8).data for array in contiguous.values()]
     return [msgspec.msgpack.encode(header), *buffers]
 
 

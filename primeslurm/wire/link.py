@@ -89,7 +89,7 @@ class TrainerLink:
         self._address = address
         self._timeout_s = timeout_s
         self._retry_s = retry_s
-        self._context = zmq.Context.instance()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._socket: zmq.Socket[bytes] | None = None
 
     def get_batch(

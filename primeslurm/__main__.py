@@ -1,0 +1,5 @@
+"""`python -m primeslurm`."""
+
+from primeslurm.cli import main
+
+main()

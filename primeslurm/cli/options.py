@@ -1,0 +1,89 @@
+"""Options that several verbs share, and the loading that they mean."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from primeslurm.errors import UsageError, Violation
+from primeslurm.plan.checks import check, data_problems, model_problems, with_absolute_paths
+from primeslurm.plan.derive import derive
+from primeslurm.plan.local import local_site
+from primeslurm.plan.model import Plan
+from primeslurm.recipe import Recipe, Site
+from primeslurm.recipe.load import load_recipe, load_site
+
+SITE_FILES = (Path("site.yaml"), Path("~/.primeslurm/site.yaml"))
+
+RecipeArg = Annotated[Path, typer.Argument(help="Recipe file.", show_default=False)]
+SetOpt = Annotated[list[str] | None, typer.Option("--set", help="Override a field.", metavar="KEY=VALUE")]
+NameOpt = Annotated[str | None, typer.Option("--name", help="Name of the run instead of the recipe's.")]
+SiteOpt = Annotated[
+    Path | None, typer.Option("--site", help="Site file. Default: ./site.yaml or ~/.primeslurm/site.yaml")
+]
+LocalOpt = Annotated[bool, typer.Option("--local", help="Run on this machine without Slurm.")]
+JsonOpt = Annotated[bool, typer.Option("--json", help="Machine-readable result on stdout.")]
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A recipe worked out for a site."""
+
+    recipe: Recipe
+    site: Site
+    plan: Plan
+
+
+def find_site(path: Path | None, local: bool = False) -> Site:
+    """The site file to use. Raises UsageError."""
+    if local and path is None:
+        return local_site(Path("runs").resolve())
+    candidates = [path] if path else [candidate.expanduser() for candidate in SITE_FILES]
+    for candidate in candidates:
+        if path or candidate.is_file():
+            site = load_site(candidate)
+            runs = (candidate.resolve().parent / Path(site.runs).expanduser()).resolve()
+            return site.model_copy(update={"runs": str(runs)})
+    why = f"no site file: looked for {', '.join(str(c) for c in SITE_FILES)}"
+    fix = "`primeslurm cluster up` makes an emulated cluster with one, or use --local"
+    raise UsageError([Violation("--site", "", why, fix)])
+
+
+def load(
+    recipe_file: Path,
+    site_file: Path | None,
+    overrides: list[str] | None,
+    name: str | None,
+    local: bool,
+    need_files: bool = True,
+) -> Loaded:
+    """Recipe + site -> Plan. Raises UsageError with what is wrong in any of them, all at once."""
+    problems: list[Violation] = []
+    recipe: Recipe | None = None
+    site: Site | None = None
+    try:
+        named = [f"name={name}"] if name else []
+        recipe = load_recipe(recipe_file, [*(overrides or []), *named])
+    except UsageError as error:
+        problems += error.violations
+    try:
+        site = find_site(site_file, local)
+    except UsageError as error:
+        problems += error.violations
+    if recipe is not None:
+        problems += model_problems(recipe) + data_problems(recipe) if need_files else []
+        recipe = with_absolute_paths(recipe)
+    plan: Plan | None = None
+    if recipe is not None and site is not None:
+        site = site.model_copy(update={"python": site.python or sys.executable})
+        try:
+            plan = derive(recipe, site, Path(site.runs) / recipe.name, local=local)
+        except UsageError as error:
+            problems += error.violations
+    if problems or recipe is None or site is None or plan is None:
+        raise UsageError(problems)
+    return Loaded(recipe, site, plan.model_copy(update={"findings": check(recipe, plan)}))

@@ -1,0 +1,127 @@
+"""Finding runs, and verbs over them: runs, cancel."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table
+
+from primeslurm.cli.options import JsonOpt, find_site
+from primeslurm.cli.output import guarded, note, out, print_json
+from primeslurm.errors import ClusterError, UsageError, Violation
+from primeslurm.recipe.load import suggestion
+from primeslurm.run.directory import JobRecord, RunDirectory
+from primeslurm.run.status import JobQuery, read_status
+from primeslurm.slurm.client import SlurmClient
+
+RunArg = Annotated[str, typer.Argument(help="Name of a run, or its directory.", show_default=False)]
+RunsOpt = Annotated[Path | None, typer.Option("--runs", help="Directory of all runs; else the site file's, or ./runs.")]
+
+CANCEL_GRACE_S = 45.0
+"""From the request to end in good order to scancel. An agent gives its processes 15 s."""
+
+
+def runs_directory(runs: Path | None) -> Path:
+    """Where runs live: as given, else as the site file says, else ./runs."""
+    if runs is not None:
+        return runs
+    try:
+        return Path(find_site(None).runs)
+    except UsageError:
+        return Path("runs")
+
+
+def find_run(name: str, runs: Path | None) -> RunDirectory:
+    """A run by name or directory. Raises UsageError with the nearest name."""
+    root = runs_directory(runs)
+    for candidate in (root / name, Path(name)):
+        directory = RunDirectory(candidate.resolve())
+        if directory.exists():
+            return directory
+    names = [d.name for d in all_runs(root)]
+    raise UsageError([Violation("RUN", name, f"no such run in {root}", suggestion(name, names))])
+
+
+def all_runs(root: Path) -> list[RunDirectory]:
+    """Every run below a directory, oldest first."""
+    found = [RunDirectory(path) for path in root.iterdir()] if root.is_dir() else []
+    return sorted((run for run in found if run.exists()), key=lambda run: run.lock().get("created_at", 0.0))
+
+
+def job_query(run: RunDirectory) -> JobQuery:
+    """Asks whoever runs the job: Slurm, or the process table."""
+
+    def ask(job: JobRecord) -> str | None:
+        if job.executor == "local":
+            return "RUNNING" if _alive(int(job.job_id)) else None
+        try:
+            state = SlurmClient(job.slurm_conf).job(job.job_id)
+        except ClusterError as error:
+            note(f"warning: {error}")
+            return None
+        if state is None:
+            return None
+        return f"{state.state} ({state.reason})" if state.reason and state.state == "PENDING" else state.state
+
+    return ask
+
+
+@guarded
+def runs(runs: RunsOpt = None, as_json: JsonOpt = False) -> None:
+    """List all runs."""
+    rows = [read_status(run, job_query(run)) for run in all_runs(runs_directory(runs)) if run.attempts()]
+    if as_json:
+        keys = ("run", "run_id", "phase", "attempt", "job_id", "step", "max_steps", "committed_step", "directory")
+        print_json([{key: getattr(row, key) for key in keys} for row in rows])
+        return
+    table = Table("run", "phase", "attempt", "job", "step", "committed")
+    for row in rows:
+        step = f"{row.step if row.step is not None else '-'}/{row.max_steps}"
+        table.add_row(row.run, row.phase, str(row.attempt), row.job_id or "-", step, str(row.committed_step or "-"))
+    out.print(table)
+
+
+@guarded
+def cancel(run: RunArg, runs: RunsOpt = None) -> None:
+    """End a run in good order, and its job. Committed checkpoints stay; `resume` goes on from them."""
+    directory = find_run(run, runs)
+    query = job_query(directory)
+    status = read_status(directory, query)
+    if not status.active and status.phase != "lost":
+        note(f"{run} is {status.phase}: nothing to cancel")
+        return
+    attempt = directory.latest()
+    attempt.cancel_file.touch()
+    if status.phase not in ("pending", "requeued", "lost"):
+        deadline = time.monotonic() + CANCEL_GRACE_S
+        while time.monotonic() < deadline and attempt.end() is None:
+            time.sleep(0.5)
+    if job := attempt.job():
+        _end_job(job)
+        deadline = time.monotonic() + CANCEL_GRACE_S
+        while time.monotonic() < deadline and (query(job) or "").startswith(("RUNNING", "COMPLETING", "PENDING")):
+            time.sleep(0.5)
+    note(f"{run} is cancelled")
+
+
+def _end_job(job: JobRecord) -> None:
+    if job.executor == "slurm":
+        client = SlurmClient(job.slurm_conf)
+        state = client.job(job.job_id)
+        if state is not None and state.active:
+            client.cancel(job.job_id)
+    elif _alive(int(job.job_id)):
+        os.kill(int(job.job_id), signal.SIGTERM)
+
+
+def _alive(pid: int) -> bool:
+    """Whether `pid` is a live local controller of ours (a recycled pid is some other program)."""
+    try:
+        return b"local_controller" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False

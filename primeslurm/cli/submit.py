@@ -1,0 +1,122 @@
+"""Verbs that start work: submit and resume."""
+
+from __future__ import annotations
+
+import shlex
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from primeslurm.cli.inspect import show_findings, show_plan
+from primeslurm.cli.options import JsonOpt, LocalOpt, NameOpt, RecipeArg, SetOpt, SiteOpt, load
+from primeslurm.cli.output import guarded, note, out, print_json
+from primeslurm.cli.runs import RunArg, RunsOpt, find_run, job_query
+from primeslurm.cli.watch import watch_until_done
+from primeslurm.errors import UsageError, Violation
+from primeslurm.node.entry import AgentTask
+from primeslurm.plan.model import Plan
+from primeslurm.recipe import Site
+from primeslurm.recipe.load import load_recipe
+from primeslurm.run.create import create, name_in_use
+from primeslurm.run.directory import Attempt, JobRecord, RunDirectory
+from primeslurm.run.status import read_status
+from primeslurm.slurm.client import SlurmClient
+from primeslurm.slurm.executor import submit as submit_slurm
+from primeslurm.slurm.executor import submit_local
+from primeslurm.slurm.placement import placement_problems
+from primeslurm.slurm.render import render
+from primeslurm.wire.files import write_atomic
+
+DryRunOpt = Annotated[bool, typer.Option("--dry-run", help="Show placement and script; write and submit nothing.")]
+WaitOpt = Annotated[bool, typer.Option("--wait", help="Show progress until the run has ended.")]
+
+
+@guarded
+def submit(
+    recipe: RecipeArg,
+    site: SiteOpt = None,
+    set_: SetOpt = None,
+    name: NameOpt = None,
+    local: LocalOpt = False,
+    dry_run: DryRunOpt = False,
+    wait: WaitOpt = False,
+    as_json: JsonOpt = False,
+) -> None:
+    """Validate a recipe, place it, and submit it as one job."""
+    loaded = load(recipe, site, set_, name, local)
+    plan = loaded.plan
+    script = "" if local else render(plan)
+    problems = name_in_use(Path(plan.run_dir)) + ([] if local else _placement(plan, loaded.site))
+    if problems:
+        raise UsageError(problems)
+    if dry_run:
+        _show_dry_run(plan, script, as_json)
+        return
+    attempt = create(loaded.recipe, plan, recipe)
+    _start(attempt, plan, script, loaded.site.slurm_conf)
+    _announce(attempt, plan, wait, as_json)
+
+
+@guarded
+def resume(
+    run: RunArg,
+    runs: RunsOpt = None,
+    site: SiteOpt = None,
+    wait: WaitOpt = False,
+    as_json: JsonOpt = False,
+) -> None:
+    """Go on with a run that has ended, from its last committed step, as a new attempt."""
+    directory = find_run(run, runs)
+    status = read_status(directory, job_query(directory))
+    if status.active:
+        note(f"{run} is {status.phase}: nothing to resume")
+        raise typer.Exit(2)
+    previous = directory.latest()
+    plan, job = previous.plan(), previous.job()
+    load_recipe(directory.path / "recipe.resolved.json")
+    attempt = directory.attempt(previous.number + 1)
+    attempt.prepare(plan)
+    script = "" if plan.executor == "local" else render(plan)
+    _start(attempt, plan, script, job.slurm_conf if job else None)
+    _announce(attempt, plan, wait, as_json)
+
+
+def _placement(plan: Plan, site: Site) -> list[Violation]:
+    return placement_problems(plan, SlurmClient(site.slurm_conf))
+
+
+def _start(attempt: Attempt, plan: Plan, script: str, slurm_conf: str | None) -> None:
+    task = AgentTask(plan.run_dir, attempt.number)
+    if plan.executor == "local":
+        job_id = submit_local(plan, task)
+    else:
+        path = attempt.path / "job.sbatch"
+        write_atomic(path, script)
+        job_id = submit_slurm(plan, task, path, slurm_conf)
+    attempt.record_job(JobRecord(job_id, plan.executor, time.time(), slurm_conf))
+
+
+def _announce(attempt: Attempt, plan: Plan, wait: bool, as_json: bool) -> None:
+    job = attempt.job()
+    job_id = job.job_id if job else ""
+    if as_json:
+        print_json({"run": plan.run, "directory": plan.run_dir, "attempt": attempt.number, "job_id": job_id})
+    else:
+        show_findings(plan)
+        out.print(f"submitted {plan.run} as {plan.executor} job {job_id}")
+        note(f"watch it with: primeslurm status {shlex.quote(plan.run_dir)} --watch")
+    if wait:
+        raise typer.Exit(watch_until_done(RunDirectory(Path(plan.run_dir))))
+
+
+def _show_dry_run(plan: Plan, script: str, as_json: bool) -> None:
+    if as_json:
+        print_json({"plan": plan.model_dump(mode="json", by_alias=True), "script": script})
+        return
+    show_plan(plan)
+    if script:
+        out.rule("job.sbatch", align="left")
+        out.print(script, markup=False, soft_wrap=True)
+    note("dry run: nothing was written or submitted")

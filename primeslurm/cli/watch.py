@@ -1,0 +1,167 @@
+"""Verbs that watch a run: status and logs."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from primeslurm.cli.options import JsonOpt
+from primeslurm.cli.output import err, guarded, note, out, print_json
+from primeslurm.cli.runs import RunArg, RunsOpt, all_runs, find_run, job_query, runs_directory
+from primeslurm.errors import RunError, UsageError, Violation
+from primeslurm.recipe.load import suggestion
+from primeslurm.run.directory import RunDirectory
+from primeslurm.run.status import RunStatus, by_role, read_status
+
+REFRESH_S = 1.0
+FAILED_RUN = 1
+
+_COLOURS = {"HEALTHY": "green", "DONE": "green", "STALE": "yellow", "LOADING": "yellow", "STARTING": "yellow"}
+
+
+@guarded
+def status(
+    run: Annotated[str | None, typer.Argument(help="Run; default: the newest.", show_default=False)] = None,
+    runs: RunsOpt = None,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh until the run has ended.")] = False,
+    as_json: JsonOpt = False,
+) -> None:
+    """Show what a run is doing."""
+    if run is None:
+        known = all_runs(runs_directory(runs))
+        if not known:
+            raise RunError(f"no runs in {runs_directory(runs)}")
+        directory = known[-1]
+    else:
+        directory = find_run(run, runs)
+    if watch and not as_json:
+        raise typer.Exit(watch_until_done(directory))
+    current = read_status(directory, job_query(directory))
+    if as_json:
+        print_json(msgspec.to_builtins(current))
+    else:
+        out.print(view(current))
+
+
+def watch_until_done(directory: RunDirectory) -> int:
+    """Show live progress until the run has ended. Returns the exit code: 0 if it completed."""
+    query = job_query(directory)
+    current = read_status(directory, query)
+    printed = -1
+    with Live(view(current), console=err, refresh_per_second=4, transient=False) as live:
+        while current.active:
+            time.sleep(REFRESH_S)
+            current = read_status(directory, query)
+            live.update(view(current))
+            step = current.metrics.get("step", 0)
+            if not err.is_terminal and step != printed:
+                printed = step
+                note(one_line(current))
+    note(f"{current.run}: {current.phase}" + (f" ({current.reason})" if current.reason else ""))
+    return 0 if current.phase == "completed" else FAILED_RUN
+
+
+def one_line(status: RunStatus) -> str:
+    """Progress in one line, for logs."""
+    metrics, progress = status.metrics, status.progress
+    parts = [f"{status.run} {status.phase}", f"step {metrics.get('step', 0)}/{status.max_steps}"]
+    for label, key, form in _SHOWN:
+        value = metrics.get(key, progress.get(key))
+        if value is not None:
+            parts.append(f"{label} {value:{form}}")
+    return "  ".join(parts)
+
+
+_SHOWN = (
+    ("policy", "policy_version", ".0f"),
+    ("reward", "reward", ".3f"),
+    ("loss", "loss", ".4f"),
+    ("staleness", "staleness_mean", ".2f"),
+    ("mixed", "mixed_version_rollouts", ".0f"),
+    ("mismatch_kl", "mismatch_kl", ".1e"),
+    ("tokens/s", "tokens_per_s", ".0f"),
+)
+
+
+def view(status: RunStatus) -> Group:
+    """The status as a picture."""
+    head = Table.grid(padding=(0, 2))
+    job = f"job {status.job_id}" if status.job_id else "no job"
+    head.add_row(Text(status.run, style="bold"), status.phase, f"attempt {status.attempt}", job, status.reason)
+    step = status.metrics.get("step", status.step or 0)
+    committed = status.committed_step if status.committed_step is not None else "-"
+    head.add_row("step", f"{step}/{status.max_steps}", f"committed {committed}", f"policy v{status.version or 0}")
+    numbers = Table.grid(padding=(0, 2))
+    shown = [(label, status.metrics.get(key, status.progress.get(key)), form) for label, key, form in _SHOWN]
+    known = [(label, value, form) for label, value, form in shown if value is not None]
+    if known:
+        numbers.add_row(*[Text(label, style="dim") for label, _, _ in known])
+        numbers.add_row(*[f"{value:{form}}" for _, value, form in known])
+    roles = Table("role", "processes", "waiting", "running", "KV use", box=None, padding=(0, 2))
+    loads = status.progress.get("roles") or {}
+    for role, states in by_role(status.processes).items():
+        load = loads.get(role, {})
+        text = Text("  ").join(Text(f"{n} {state}", style=_COLOURS.get(state, "red")) for state, n in states.items())
+        kv = f"{load['kv_usage']:.0%}" if "kv_usage" in load else ""
+        roles.add_row(role, text, _number(load.get("waiting")), _number(load.get("running")), kv)
+    advice = [Text(line, style="yellow") for line in status.advice]
+    return Group(head, numbers, roles, *advice)
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.0f}"
+
+
+@guarded
+def logs(
+    run: RunArg,
+    role: Annotated[str | None, typer.Argument(help="Role or process, for example trainer or decode-r0-0.")] = None,
+    runs: RunsOpt = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as the logs grow.")] = False,
+    lines: Annotated[int, typer.Option("--lines", "-n", help="Last lines of each log.")] = 20,
+    attempt: Annotated[int | None, typer.Option("--attempt", help="Default: the newest.")] = None,
+) -> None:
+    """Print the logs of a run's processes, each line with the name of its process."""
+    directory = find_run(run, runs)
+    chosen = directory.attempt(attempt) if attempt is not None else directory.latest()
+    files = sorted((chosen.path / "logs").rglob("*.log"))
+    picked = [f for f in files if role is None or role in (f.stem, f.parent.name)]
+    if not picked:
+        valid = sorted({f.parent.name for f in files} | {f.stem for f in files})
+        raise UsageError([Violation("ROLE", str(role), "no such log", suggestion(str(role), valid))])
+    offsets = {path: _print_tail(path, lines) for path in picked}
+    query = job_query(directory)
+    while follow and read_status(directory, query).active:
+        time.sleep(0.5)
+        for path in picked:
+            offsets[path] = _print_from(path, offsets[path])
+
+
+def _print_tail(path: Path, lines: int) -> int:
+    text = path.read_bytes()
+    _print_lines(path, text.splitlines()[-lines:])
+    return len(text)
+
+
+def _print_from(path: Path, offset: int) -> int:
+    with path.open("rb") as handle:
+        handle.seek(offset)
+        text = handle.read()
+    whole = text[: text.rfind(b"\n") + 1]
+    _print_lines(path, whole.splitlines())
+    return offset + len(whole)
+
+
+def _print_lines(path: Path, lines: list[bytes]) -> None:
+    for line in lines:
+        sys.stdout.write(f"{path.stem} | {line.decode(errors='replace')}\n")
+    sys.stdout.flush()

@@ -1,0 +1,146 @@
+"""The gate in front of an engine: it serves only while it holds a policy that the orchestrator has confirmed.
+
+A pure ASGI middleware (`vllm serve --middleware primeslurm.inference.gate.VersionGate`). It learns the policy version
+by watching the control requests that pass through it, so it cannot disagree with the engine about what was applied.
+
+    closed   no version confirmed since the process started, or an update failed: /health and generation answer 503,
+             so that a router leaves the engine out
+    open     a version is set. It stays open during an update: generation is paused then, and requests wait
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import uuid
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+import psutil
+
+Message = MutableMapping[str, Any]
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+STATUS_PATH = "/primeslurm/status"
+SHUTDOWN_PATH = "/primeslurm/shutdown"
+SHUTDOWN_EXIT_CODE = 70
+
+_GATED = ("/v1/", "/inference/v1/")
+_VERSION_FIELDS = {"/finish_weight_update": "weight_version", "/update_weight_version": "new_version"}
+_UPDATE_STEPS = ("/start_weight_update", "/update_weights", "/finish_weight_update")
+_WATCHED = {*_UPDATE_STEPS, *_VERSION_FIELDS, "/init_weight_transfer_engine", "/pause", "/resume"}
+
+
+class EngineState:
+    """What has been done to this engine since its process started."""
+
+    def __init__(self) -> None:
+        self.incarnation = uuid.uuid4().hex
+        self.version: int | None = None
+        self.updating = False
+        self.updates = 0
+        """Updates begun; 0 = it still holds the weights that it loaded at start."""
+        self.initialized = False
+        self.paused = False
+
+    def observe(self, path: str, body: bytes, ok: bool) -> None:
+        """Take in one control request and whether it succeeded."""
+        if path in _UPDATE_STEPS:
+            self._observe_update(path, ok)
+        if ok and path in _VERSION_FIELDS:
+            self.version = _version(body, _VERSION_FIELDS[path])
+        if ok and path == "/init_weight_transfer_engine":
+            self.initialized = True
+        if ok and path in ("/pause", "/resume"):
+            self.paused = path == "/pause"
+
+    def _observe_update(self, path: str, ok: bool) -> None:
+        if path == "/start_weight_update":
+            self.updates += 1
+        self.updating = ok and path != "/finish_weight_update"
+        if not ok:
+            self.version = None
+
+    def report(self) -> dict[str, Any]:
+        """The answer to GET /primeslurm/status. During an update the engine is at no version."""
+        return {
+            "version": None if self.updating else self.version,
+            "incarnation": self.incarnation,
+            "paused": self.paused,
+            "updates": self.updates,
+            "initialized": self.initialized,
+        }
+
+
+class VersionGate:
+    """The middleware."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+        self._state = EngineState()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer, refuse, watch, or pass on."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        path: str = scope["path"]
+        if path == STATUS_PATH:
+            await _answer(send, 200, self._state.report())
+        elif path == SHUTDOWN_PATH and scope["method"] == "POST":
+            await _answer(send, 200, {"exit_code": SHUTDOWN_EXIT_CODE})
+            asyncio.get_running_loop().call_later(0.1, _exit_at_once)  # after the answer is out
+        elif self._state.version is None and (path == "/health" or path.startswith(_GATED)):
+            await _answer(send, 503, {"error": "stale: no policy version is confirmed on this engine"})
+        elif path in _WATCHED and scope["method"] == "POST":
+            await self._watch(path, scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    async def _watch(self, path: str, scope: Scope, receive: Receive, send: Send) -> None:
+        body = bytearray()
+
+        async def receiving() -> Message:
+            message = await receive()
+            body.extend(message.get("body", b""))
+            return message
+
+        async def sending(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                # before the answer is out: the caller may act on it at once
+                self._state.observe(path, bytes(body), ok=message["status"] == 200)
+            await send(message)
+
+        try:
+            await self._app(scope, receiving, sending)
+        except BaseException:
+            self._state.observe(path, bytes(body), ok=False)
+            raise
+
+
+def _exit_at_once() -> None:
+    # A broken engine may never finish an orderly shutdown. Its core and workers are processes of their own, and would
+    # keep the accelerator's memory and the port.
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+    os._exit(SHUTDOWN_EXIT_CODE)
+
+
+def _version(body: bytes, field: str) -> int | None:
+    try:
+        return int(json.loads(body)[field])
+    except (ValueError, KeyError, TypeError):
+        return None  # applied without a version of ours: nothing says which policy this is
+
+
+async def _answer(send: Send, status: int, content: dict[str, Any]) -> None:
+    raw = json.dumps(content).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(raw)).encode())]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": raw})

@@ -1,0 +1,32 @@
+"""What vLLM loads at start (entry point `vllm.general_plugins`) in its API server, engine core and workers."""
+
+from __future__ import annotations
+
+TRANSFER_ENGINES = {"primeslurm_filesystem": ("primeslurm.inference.weights", "FilesystemTransferEngine")}
+"""Weight-transfer backends of ours: name for `--weight-transfer-config` to module and class, imported when used.
+
+A transport that streams tensors (NCCL) is one more `LayerwiseTransferEngine` and one more line here.
+"""
+
+_registered = False
+
+
+def register() -> None:
+    """Register our transfer engines and, on CPU, the fixes of `cpu_patches`. Calling it again changes nothing.
+
+    Raises:
+        RuntimeError: vLLM is not the version that a fix was written for.
+    """
+    global _registered
+    if _registered:
+        return
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        from primeslurm.inference import cpu_patches
+
+        cpu_patches.apply()
+    for name, (module, class_name) in TRANSFER_ENGINES.items():
+        WeightTransferEngineFactory.register_engine(name, module, class_name)
+    _registered = True

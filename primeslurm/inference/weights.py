@@ -1,0 +1,164 @@
+"""How an engine takes a new policy: vLLM weight-transfer engines of ours.
+
+vLLM calls, with generation paused: `start_weight_update`, `update_weights` (once or more), `finish_weight_update`.
+Whatever the transport, tensors arrive under Hugging Face names and go through the model's own `load_weights` within
+vLLM's layerwise reload, so any device and any tensor- or expert-parallel layout takes the same policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.platforms import current_platform
+
+from primeslurm.inference import cpu_patches
+from primeslurm.wire.weights import MANIFEST, read_manifest
+
+
+class PolicyError(RuntimeError):
+    """A published policy is incomplete or does not fit the model. The engine must not resume on it."""
+
+
+class LayerwiseTransferEngine(WeightTransferEngine):  # type: ignore[misc]
+    """Base of all transports: layerwise reload, and the proof that every parameter was given.
+
+    A subclass implements `init_transfer_engine` and `receive_weights`, which hands its tensors to `load`.
+    """
+
+    def start_weight_update(self) -> None:
+        """Make the model ready to be loaded anew."""
+        self._forget_partial_layers()
+        initialize_layerwise_reload(self.model)
+        self._expected = {name for name, _ in self.model.named_parameters()} - self._tied_parameters()
+        self._loaded: set[str] = set()
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Receive one part of the policy (all of it, for transports that do not split it)."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def finish_weight_update(self) -> None:
+        """Put the new weights in place. Raises PolicyError if any parameter was not given."""
+        missing = self._expected - self._loaded
+        if missing:
+            raise PolicyError(f"{len(missing)} parameters were not given: {_some(missing)}")
+        finalize_layerwise_reload(self.model, self.model_config)
+        if current_platform.is_cpu():
+            cpu_patches.refresh_tied_lm_heads(self.model)
+
+    def shutdown(self) -> None:
+        """Nothing outlives an update."""
+
+    def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Load (Hugging Face name, tensor) pairs, in any order; host tensors are copied shard by shard."""
+        self._loaded |= self.model.load_weights(tensors)
+
+    def _forget_partial_layers(self) -> None:
+        # A failed update leaves half-filled layers that vLLM would go on filling: the retry's tensors would be
+        # counted on top of the old ones, and the layer be taken for complete before it is.
+        for layer in self.model.modules():
+            info = get_layerwise_info(layer)
+            if info.can_load():
+                info.load_numel = 0
+                info.loaded_weights.clear()
+
+    def _tied_parameters(self) -> set[str]:
+        if not self.model_config.hf_text_config.tie_word_embeddings:
+            return set()
+        heads = [name for name, module in self.model.named_modules() if isinstance(module, ParallelLMHead)]
+        return {f"{head}.weight" for head in heads}
+
+
+@dataclass
+class FilesystemInit(WeightTransferInitInfo):  # type: ignore[misc]
+    """The file system needs no set-up."""
+
+
+@dataclass
+class FilesystemUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
+    """Where the policy is (as every worker sees it), and which version it must be."""
+
+    path: str
+    version: int
+
+
+class FilesystemTransferEngine(LayerwiseTransferEngine):
+    """Reads a published policy from a shared file system; each worker takes the shards it needs."""
+
+    init_info_cls = FilesystemInit
+    update_info_cls = FilesystemUpdate
+
+    def init_transfer_engine(self, init_info: FilesystemInit) -> None:
+        """Nothing to set up."""
+
+    def receive_weights(self, update_info: FilesystemUpdate) -> None:
+        """Check the policy as a whole, then load it.
+
+        Raises:
+            PolicyError: no manifest, another version, files missing or cut short, or tensors missing. Nothing has
+                been loaded then.
+        """
+        files = policy_files(Path(update_info.path), update_info.version)
+        absent = tensor_names(self._model_files()) - tensor_names(files)
+        if self.model_config.hf_text_config.tie_word_embeddings:
+            absent.discard("lm_head.weight")
+        if absent:
+            raise PolicyError(f"{update_info.path}: lacks {len(absent)} tensors of the model: {_some(absent)}")
+        self.load(_tensors(files))
+
+    def _model_files(self) -> list[Path]:
+        # Empty for a model that is not a directory; `finish_weight_update` still compares parameter by parameter.
+        return sorted(Path(self.model_config.model).glob("*.safetensors"))
+
+
+def policy_files(directory: Path, version: int) -> list[Path]:
+    """The safetensors files of a complete published policy. Raises PolicyError if it is not complete."""
+    manifest = read_manifest(directory)
+    if manifest is None:
+        raise PolicyError(f"{directory}: no readable {MANIFEST}: not a complete policy")
+    if manifest.version != version:
+        raise PolicyError(f"{directory}: holds version {manifest.version}, asked for {version}")
+    entries = [entry for entry in manifest.files if entry.name.endswith(".safetensors")]
+    if not entries:
+        raise PolicyError(f"{directory}: its {MANIFEST} names no safetensors file")
+    for entry in entries:
+        path = directory / entry.name
+        size = path.stat().st_size if path.is_file() else None
+        if size != entry.bytes:
+            raise PolicyError(f"{path}: {entry.bytes} bytes in the manifest, found {size}")
+    return [directory / entry.name for entry in entries]
+
+
+def tensor_names(files: list[Path]) -> set[str]:
+    """Names of all tensors in safetensors files (reads the headers only)."""
+    names: set[str] = set()
+    for path in files:
+        with safe_open(path, framework="pt") as handle:
+            names.update(handle.keys())
+    return names
+
+
+def _tensors(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
+    for path in files:
+        with safe_open(path, framework="pt") as handle:
+            for name in handle.keys():  # noqa: SIM118 (a safetensors handle is no mapping)
+                yield name, handle.get_tensor(name)
+
+
+def _some(names: set[str]) -> str:
+    shown = sorted(names)[:3]
+    return ", ".join(shown) + (" ..." if len(names) > len(shown) else "")

@@ -1,0 +1,72 @@
+"""One operating-system process and everything it starts, in a process group of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
+
+
+def _die_with_agent() -> None:
+    # A killed agent must not leave servers behind; Slurm would find them, the local executor would not.
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class Child:
+    """A started process. Its standard output and error go to one log file, appended to over restarts.
+
+    Raises:
+        OSError: the program or the log file cannot be opened.
+    """
+
+    def __init__(self, argv: Sequence[str], env: Mapping[str, str], log: Path, cwd: Path) -> None:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab", buffering=0) as handle:
+            handle.write(f"--- {time.strftime('%Y-%m-%dT%H:%M:%S%z')} {' '.join(argv)}\n".encode())
+            self._popen = subprocess.Popen(
+                argv,
+                env=env,
+                cwd=cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=handle,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=_die_with_agent,
+            )
+
+    @property
+    def pid(self) -> int:
+        """Process id, which is also the id of its process group."""
+        return self._popen.pid
+
+    def poll(self) -> int | None:
+        """The exit code once it ended (negative: by that signal). What it left in its group is then killed."""
+        code = self._popen.poll()
+        if code is not None:
+            self._signal_group(signal.SIGKILL)
+        return code
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal to the process alone."""
+        with contextlib.suppress(ProcessLookupError):
+            self._popen.send_signal(number)
+
+    def terminate(self) -> None:
+        """SIGTERM to the whole group."""
+        self._signal_group(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """SIGKILL to the whole group."""
+        self._signal_group(signal.SIGKILL)
+
+    def _signal_group(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._popen.pid, number)

@@ -1,0 +1,106 @@
+"""What submitit runs on every node of the job: one `AgentTask` a node, the same pickled object everywhere."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+
+import submitit
+from submitit.helpers import DelayedSubmission
+
+from primeslurm.node.agent import NodeAgent
+from primeslurm.node.fleet import Ending, Outcome
+from primeslurm.node.head import Head
+from primeslurm.run.directory import Attempt, RunDirectory
+
+PLAN_WAIT_S = 120.0
+
+
+class AgentTask:
+    """Callable with `checkpoint()`, as submitit wants it.
+
+    Args:
+        run_dir: the run's directory on the shared file system.
+        first_attempt: number of the attempt that was submitted; every requeue adds one.
+    """
+
+    def __init__(self, run_dir: str, first_attempt: int, restarts: int = 0) -> None:
+        self.run_dir = run_dir
+        self.first_attempt = first_attempt
+        self.restarts = restarts
+        self._agent: NodeAgent | None = None
+        self._head: Head | None = None
+        self._threads: list[threading.Thread] = []
+
+    def __call__(self) -> str:
+        """Run this node's agent until the attempt ends; on the head, requeue the job if the run should go on."""
+        rank = submitit.JobEnvironment().global_rank
+        run = RunDirectory(Path(self.run_dir))
+        attempt = self._attempt(run, rank)
+        plan = attempt.plan()
+        self._agent = NodeAgent(plan, plan.nodes[rank], attempt, run.run_id, plan.python)
+        self._threads = [threading.Thread(target=self._agent.run, name="agent", daemon=True)]
+        if rank == 0:
+            self._head = Head(self._agent, run)
+            self._threads.append(self._head)
+        signal.signal(signal.SIGTERM, self._on_term)
+        for thread in self._threads:
+            thread.start()
+        self._join()
+        if self._head is not None and self._head.conclude():
+            # submitit's own handler calls checkpoint(), saves this object for the next attempt and requeues the job.
+            os.kill(os.getpid(), signal.SIGUSR2)
+            time.sleep(600)
+        return str(self._agent.ending.outcome) if self._agent.ending else ""
+
+    def checkpoint(self) -> DelayedSubmission | None:
+        """Called in the main thread on USR2: before the time limit, on preemption, or by ourselves after a failure."""
+        if self._head is None:
+            return None
+        if self._head.is_alive():
+            self._head.end(Ending(Outcome.PREEMPTED, "USR2: time limit or preemption"))
+            self._join()
+            if not self._head.conclude():
+                return None
+        return DelayedSubmission(AgentTask(self.run_dir, self.first_attempt, self.restarts + 1))
+
+    def _attempt(self, run: RunDirectory, rank: int) -> Attempt:
+        """This attempt's directory; after a requeue the head makes it from the one before."""
+        # Slurm also requeues by itself (a dead node), without checkpoint(): its own count is the right one there.
+        in_slurm = os.environ.get("SUBMITIT_EXECUTOR") == "slurm"
+        restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0")) if in_slurm else self.restarts
+        attempt = run.attempt(self.first_attempt + restarts)
+        if rank == 0 and not attempt.plan_file.is_file():
+            previous = run.latest()
+            attempt.prepare(previous.plan())
+            if job := previous.job():
+                attempt.record_job(job)
+        deadline = time.monotonic() + PLAN_WAIT_S
+        while not attempt.plan_file.is_file() and time.monotonic() < deadline:
+            time.sleep(0.5)
+        return attempt
+
+    def _join(self) -> None:
+        # Short waits: a signal handler only runs between them.
+        for thread in self._threads:
+            while thread.is_alive():
+                thread.join(0.2)
+
+    def _on_term(self, signum: int, frame: FrameType | None) -> None:
+        print("SIGTERM: stopping what this node runs", file=sys.stderr, flush=True)
+        ending = Ending(Outcome.CANCELLED, "SIGTERM")
+        if self._head is not None:
+            self._head.end(ending)
+        if self._agent is not None:
+            self._agent.end(ending)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"run_dir": self.run_dir, "first_attempt": self.first_attempt, "restarts": self.restarts}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__init__(**state)  # type: ignore[misc]

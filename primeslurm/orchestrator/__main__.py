@@ -1,0 +1,7 @@
+"""`python -m primeslurm.orchestrator`."""
+
+import sys
+
+from primeslurm.orchestrator.main import main
+
+sys.exit(main())

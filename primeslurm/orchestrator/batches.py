@@ -1,0 +1,48 @@
+"""The batches that the trainer may still ask for: formed once, then the same however often they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from primeslurm.orchestrator.groups import Group
+from primeslurm.orchestrator.packing import documents, loss_tokens, pack
+from primeslurm.wire.rollouts import Batch, BatchInfo
+
+KEPT_STEPS = 2
+"""Packed batches kept: the step being trained and the one before."""
+
+
+class Batches:
+    """Rows of every rank by step. Packing is deterministic, so a restart packs the same rows from the same groups."""
+
+    def __init__(self, seq_len: int, temperature: float, max_steps: int) -> None:
+        self._seq_len = seq_len
+        self._temperature = temperature
+        self._max_steps = max_steps
+        self._groups: dict[int, list[Group]] = {}
+        self._packed: dict[tuple[int, int], list[Batch]] = {}
+
+    def add(self, step: int, groups: Sequence[Group]) -> None:
+        """The groups that `step` trains on."""
+        self._groups[step] = list(groups)
+        for old in [s for s in self._groups if s <= step - KEPT_STEPS]:
+            del self._groups[old]
+        self._packed = {key: value for key, value in self._packed.items() if key[0] in self._groups}
+
+    def groups(self, step: int) -> list[Group] | None:
+        """The groups of a step, if it is still kept."""
+        return self._groups.get(step)
+
+    def get(self, step: int, rank: int, ranks: int) -> Batch | None:
+        """The rows of one rank, or None if there is no such batch (any more)."""
+        if step not in self._groups:
+            return None
+        if (step, ranks) not in self._packed:
+            self._packed[step, ranks] = self._pack(step, ranks)
+        return self._packed[step, ranks][rank]
+
+    def _pack(self, step: int, ranks: int) -> list[Batch]:
+        docs = documents(self._groups[step], self._seq_len)
+        total = loss_tokens(docs)
+        rows = pack(docs, self._seq_len, ranks, self._temperature)
+        return [Batch(BatchInfo(step, rank, ranks, total, self._max_steps), mine) for rank, mine in enumerate(rows)]

@@ -1,0 +1,253 @@
+"""Which rollout runs next, under which policy version, and which are too old: a pure state machine.
+
+Rollouts are dispatched in groups. A group pins its replica and its policy version when it opens. Its staleness counts
+from there: step s takes only groups opened at versions >= s-1-max_off_policy_steps. The gate keeps groups from being
+opened that could only become too old: a new group is expected to be trained in the step that the groups before it leave.
+
+Every dispatched job ends in exactly one of the counters finished, failed, cancelled, lost, or is in flight.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from primeslurm.orchestrator.groups import Group
+from primeslurm.orchestrator.jobs import Job
+from primeslurm.wire.rollouts import Rollout
+
+MAX_TRIES = 3
+"""Failures of one rollout after which its group is given up. Lost jobs (their worker died) do not count."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the recipe says about dispatch."""
+
+    group_size: int
+    batch_size: int
+    max_inflight: int
+    max_off_policy_steps: int
+    max_steps: int
+    ratios: dict[str, float]
+    """Share of the groups by environment label."""
+
+    @property
+    def groups_per_batch(self) -> int:
+        """Groups that make a batch."""
+        return self.batch_size // self.group_size
+
+    def oldest_version(self, step: int) -> int:
+        """The oldest version at which a group of `step`'s batch may have been opened."""
+        return step - 1 - self.max_off_policy_steps
+
+
+@dataclass
+class OpenGroup:
+    """A group that is not complete."""
+
+    id: str
+    environment: str
+    example: int
+    version: int
+    router: str
+    to_dispatch: list[int]
+    """Indices of rollouts that no job runs now."""
+    done: dict[int, tuple[Rollout, ...]] = field(default_factory=dict)
+    tries: Counter[int] = field(default_factory=Counter)
+
+
+class Dispatcher:
+    """See the module docstring.
+
+    Args:
+        salt: prefix of every cache salt, `<run id>.<attempt>`.
+        incarnation: makes job ids unique over restarts of the orchestrator.
+        cursors: next position in each environment's task stream.
+        unfinished: positions before the cursors whose groups never finished; they are opened first.
+        taken: ids of groups that exist already (finished or trained) and must not be opened again.
+    """
+
+    def __init__(
+        self,
+        limits: Limits,
+        routers: Sequence[str],
+        salt: str,
+        incarnation: str,
+        step: int = 1,
+        cursors: dict[str, int] | None = None,
+        unfinished: Iterable[tuple[str, int]] = (),
+        taken: Collection[str] = (),
+    ) -> None:
+        self.limits = limits
+        self.step = step
+        self.version = -1
+        self.counts: Counter[str] = Counter()
+        self.ready: list[Group] = []
+        self.open: dict[str, OpenGroup] = {}
+        self._routers = list(routers)
+        self._salt = salt
+        self._incarnation = incarnation
+        self._cursors = {label: (cursors or {}).get(label, 0) for label in limits.ratios}
+        self._unfinished = [(label, example) for label, example in unfinished if label in limits.ratios]
+        self._taken = set(taken)
+        self._jobs: dict[str, tuple[str, int]] = {}
+        self._serial = count()
+
+    @property
+    def inflight(self) -> int:
+        """Jobs dispatched and not ended."""
+        return len(self._jobs)
+
+    @property
+    def cursors(self) -> dict[str, int]:
+        """Next position in each environment's task stream."""
+        return dict(self._cursors)
+
+    @property
+    def unfinished(self) -> list[tuple[str, int]]:
+        """Positions before the cursors whose groups are not finished."""
+        return [*((group.environment, group.example) for group in self.open.values()), *self._unfinished]
+
+    def runs(self, job: str) -> bool:
+        """Whether a job is in flight."""
+        return job in self._jobs
+
+    def next_job(self, available: Collection[str]) -> Job | None:
+        """The next job for the environments that have a worker, or None if nothing may start now."""
+        if self.version < 0 or self.inflight >= self.limits.max_inflight:
+            return None
+        group = next((g for g in self.open.values() if g.to_dispatch and g.environment in available), None)
+        group = group or self._open(available)
+        return self._dispatch(group) if group else None
+
+    def finished(self, job: str, rollout: tuple[Rollout, ...]) -> Group | None:
+        """A job delivered its rollout. Returns the group if that completed it. Raises KeyError for an unknown job."""
+        group, index = self._end(job, "finished")
+        group.done[index] = rollout
+        if len(group.done) < self.limits.group_size:
+            return None
+        del self.open[group.id]
+        rollouts = tuple(group.done[i] for i in range(self.limits.group_size))
+        return Group(group.id, group.environment, group.example, group.version, rollouts)
+
+    def failed(self, job: str) -> list[str]:
+        """A job failed: it is tried again, or its group is given up; returns the jobs to cancel then."""
+        group, index = self._end(job, "failed")
+        group.tries[index] += 1
+        if group.tries[index] >= MAX_TRIES:
+            return self._drop(group, "failed")
+        group.to_dispatch.append(index)
+        return []
+
+    def lost(self, job: str) -> None:
+        """The worker that ran a job is gone: the job is dispatched again."""
+        group, index = self._end(job, "lost")
+        group.to_dispatch.append(index)
+
+    def add_ready(self, group: Group) -> bool:
+        """A complete group waits for a batch. False if it is too old already, and was dropped."""
+        if group.opened_version < self.limits.oldest_version(self.step):
+            self._count_stale(len(group.rollouts))
+            return False
+        self._taken.add(group.id)
+        self.ready.append(group)
+        return True
+
+    def sweep(self, step: int) -> tuple[list[Group], list[str]]:
+        """Drop what is too old for `step`. Returns the dropped complete groups, and the jobs to cancel."""
+        oldest = self.limits.oldest_version(step)
+        stale = [group for group in self.ready if group.opened_version < oldest]
+        self.ready = [group for group in self.ready if group.opened_version >= oldest]
+        for group in stale:
+            self._count_stale(len(group.rollouts))
+        cancelled = []
+        for open_group in [g for g in self.open.values() if g.version < oldest]:
+            cancelled += self._drop(open_group, "stale")
+        return stale, cancelled
+
+    def cut(self) -> list[Group] | None:
+        """The groups of the next step's batch, oldest first, or None if there are not enough. Sweep first."""
+        if len(self.ready) < self.limits.groups_per_batch:
+            return None
+        self.ready.sort(key=lambda group: group.opened_version)  # stable: equal versions stay in order of completion
+        batch = self.ready[: self.limits.groups_per_batch]
+        del self.ready[: self.limits.groups_per_batch]
+        self.step += 1
+        return batch
+
+    def uncut(self, groups: Sequence[Group]) -> None:
+        """Take back a batch that could not be given out."""
+        self.step -= 1
+        self.ready[:0] = groups
+
+    def _may_open(self) -> bool:
+        ahead = (len(self.ready) + len(self.open)) // self.limits.groups_per_batch
+        step = self.step + ahead
+        return step <= self.limits.max_steps and self.version >= self.limits.oldest_version(step)
+
+    def _open(self, available: Collection[str]) -> OpenGroup | None:
+        if not self._may_open():
+            return None
+        position = self._next_position(available)
+        if position is None:
+            return None
+        label, example = position
+        load = Counter(group.router for group in self.open.values())
+        router = min(self._routers, key=lambda url: load[url])
+        members = list(range(self.limits.group_size))
+        group = OpenGroup(group_id(label, example), label, example, self.version, router, members)
+        self.open[group.id] = group
+        self.counts["groups_opened"] += 1
+        return group
+
+    def _next_position(self, available: Collection[str]) -> tuple[str, int] | None:
+        for position in self._unfinished:
+            if position[0] in available:
+                self._unfinished.remove(position)
+                if group_id(*position) not in self._taken:
+                    return position
+                return self._next_position(available)
+        labels = [label for label in self._cursors if label in available]
+        if not labels:
+            return None
+        # the environment that is furthest behind its share
+        label = min(labels, key=lambda name: (self._cursors[name] + 1) / self.limits.ratios[name])
+        while group_id(label, self._cursors[label]) in self._taken:
+            self._cursors[label] += 1
+        self._cursors[label] += 1
+        return label, self._cursors[label] - 1
+
+    def _dispatch(self, group: OpenGroup) -> Job:
+        index = group.to_dispatch.pop(0)
+        job = f"{group.id}/{index}-{self._incarnation}{next(self._serial)}"
+        self._jobs[job] = (group.id, index)
+        self.counts["dispatched"] += 1
+        salt = f"{self._salt}:{group.version}"
+        return Job(job, group.id, group.environment, group.example, group.version, group.router, salt)
+
+    def _end(self, job: str, how: str) -> tuple[OpenGroup, int]:
+        group, index = self._jobs.pop(job)
+        self.counts[how] += 1
+        return self.open[group], index
+
+    def _drop(self, group: OpenGroup, why: str) -> list[str]:
+        jobs = [job for job, (owner, _) in self._jobs.items() if owner == group.id]
+        for job in jobs:
+            self._end(job, "cancelled")
+        del self.open[group.id]
+        self.counts[f"groups_dropped_{why}"] += 1
+        if why == "stale":
+            self.counts["rollouts_dropped_stale"] += len(jobs) + len(group.done)
+        return jobs
+
+    def _count_stale(self, rollouts: int) -> None:
+        self.counts["groups_dropped_stale"] += 1
+        self.counts["rollouts_dropped_stale"] += rollouts
+
+
+def group_id(label: str, example: int) -> str:
+    """The id of a group: the same after a restart."""
+    return f"{label}-{example:08d}"

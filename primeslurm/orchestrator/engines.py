@@ -1,0 +1,165 @@
+"""One engine as the orchestrator sees it: its status, and bringing it to a policy version."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from typing import Any
+
+import httpx
+import msgspec
+
+
+class EngineStatus(msgspec.Struct, frozen=True):
+    """What the gate in front of an engine reports (GET /primeslurm/status)."""
+
+    version: int | None
+    """Policy version it serves; None if none is confirmed, or during an update."""
+    incarnation: str
+    """Differs for every start of the process."""
+    paused: bool
+    updates: int
+    """Updates begun since the start; 0 = it holds the weights that it loaded at start."""
+    initialized: bool
+    """Whether the weight transfer is set up."""
+
+
+class Policy(msgspec.Struct, frozen=True):
+    """A policy version, and the directory that holds it (the model's own for version 0)."""
+
+    version: int
+    path: str
+
+
+class Step(enum.Enum):
+    """What brings an engine to a policy."""
+
+    NOTHING = "nothing"
+    RESUME = "resume"
+    """It holds the policy, but whoever updated it did not live to resume it."""
+    CONFIRM = "confirm"
+    """It loaded this very policy at start and only has to be told its version."""
+    UPDATE = "update"
+
+
+class EngineDownError(Exception):
+    """Nobody answers at the engine's address, or the process died while it was asked."""
+
+
+class EngineUpdateError(Exception):
+    """The engine could not take a policy. It is paused, holds no usable weights, and has to be restarted."""
+
+
+def next_step(status: EngineStatus, policy: Policy, model_path: str) -> Step:
+    """What has to be done to an engine that was started from `model_path`."""
+    if status.version == policy.version:
+        return Step.RESUME if status.paused else Step.NOTHING
+    if status.updates == 0 and (policy.version == 0 or policy.path == model_path):
+        return Step.CONFIRM
+    return Step.UPDATE
+
+
+class EngineClient:
+    """Control of one engine, directly and never through a router (which would reach only one of several).
+
+    Args:
+        url: base URL of the engine's HTTP server.
+        model_path: what the engine was started from.
+        init_info: what `/init_weight_transfer_engine` is told; empty for the file system.
+        tries: how often an update is tried, with generation paused all the while.
+        status_timeout_s: an engine that gives no status for this long counts as down.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        model_path: str,
+        init_info: dict[str, Any] | None = None,
+        tries: int = 3,
+        retry_s: float = 1.0,
+        status_timeout_s: float = 5.0,
+    ) -> None:
+        self.url = url
+        self._model_path = model_path
+        self._init_info = init_info or {}
+        self._tries = tries
+        self._retry_s = retry_s
+        self._status_timeout_s = status_timeout_s
+        # No connection is kept: uvicorn closes them after a failed request, and the next one would meet a dead one.
+        limits = httpx.Limits(max_keepalive_connections=0)
+        self._http = httpx.AsyncClient(base_url=url, limits=limits, trust_env=False)
+
+    async def status(self) -> EngineStatus:
+        """The engine's status. Raises EngineDownError."""
+        try:
+            response = await self._http.get("/primeslurm/status", timeout=self._status_timeout_s)
+            response.raise_for_status()
+            return msgspec.json.decode(response.content, type=EngineStatus)
+        except (httpx.HTTPError, msgspec.MsgspecError) as error:
+            raise EngineDownError(f"{self.url}: {_words(error)}") from error
+
+    async def apply(self, policy: Policy, timeout_s: float) -> Step:
+        """Bring the engine to `policy`; requests in flight are kept and go on with the new weights.
+
+        Returns what had to be done: an engine that is there already is left alone.
+
+        Raises:
+            EngineDownError: it is not there. No fault of the update: it will be met again.
+            EngineUpdateError: it refused, or took longer than `timeout_s`. It was not resumed.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._apply(policy, timeout_s)
+        except TimeoutError as error:
+            text = f"{self.url}: version {policy.version} took longer than {timeout_s:.0f} s"
+            raise EngineUpdateError(text) from error
+
+    async def shutdown(self) -> None:
+        """Have the engine's process end at once, so that its agent starts it anew. Raises EngineDownError."""
+        try:
+            await self._http.post("/primeslurm/shutdown", timeout=self._status_timeout_s)
+        except httpx.HTTPError as error:
+            raise EngineDownError(f"{self.url}: {_words(error)}") from error
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    async def _apply(self, policy: Policy, timeout_s: float) -> Step:
+        status = await self.status()
+        step = next_step(status, policy, self._model_path)
+        if step is Step.CONFIRM:
+            await self._post("/update_weight_version", timeout_s, {"new_version": str(policy.version)})
+        if step is Step.UPDATE:
+            if not status.initialized:
+                await self._post("/init_weight_transfer_engine", timeout_s, {"init_info": self._init_info})
+            # clear_cache would preempt every running request and prefill it anew
+            await self._post("/pause?mode=keep&clear_cache=false", timeout_s)
+            await self._update(policy, timeout_s)
+        if step is Step.UPDATE or status.paused:
+            await self._post("/resume", timeout_s)
+        return step
+
+    async def _update(self, policy: Policy, timeout_s: float) -> None:
+        for attempt in range(1, self._tries + 1):
+            try:
+                await self._post("/start_weight_update", timeout_s)
+                await self._post("/update_weights", timeout_s, {"update_info": msgspec.structs.asdict(policy)})
+                await self._post("/finish_weight_update", timeout_s, {"weight_version": str(policy.version)})
+                return
+            except EngineUpdateError:
+                if attempt == self._tries:
+                    raise
+                await asyncio.sleep(self._retry_s)
+
+    async def _post(self, path: str, timeout_s: float, body: dict[str, Any] | None = None) -> None:
+        try:
+            response = await self._http.post(path, json=body, timeout=timeout_s)
+        except httpx.TransportError as error:
+            raise EngineDownError(f"{self.url}{path}: {_words(error)}") from error
+        if response.status_code != 200:
+            raise EngineUpdateError(f"{self.url}{path}: {response.status_code} {response.text[:500]}")
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

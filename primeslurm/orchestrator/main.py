@@ -1,0 +1,66 @@
+"""The orchestrator's command line, `python -m primeslurm.orchestrator`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import sys
+from pathlib import Path
+
+from primeslurm.errors import PrimeslurmError
+from primeslurm.orchestrator.server import Orchestrator, Place
+from primeslurm.recipe import Recipe
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one attempt's orchestrator. Returns the exit code: 0 = the run is complete, 76 = it stalled."""
+    options = _parser().parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    recipe = Recipe.model_validate_json(options.recipe.read_bytes())
+    place = Place(
+        run_dir=options.run_dir,
+        attempt=options.attempt,
+        run_id=options.run_id,
+        bind=options.bind,
+        env_bind=options.env_bind,
+        routers=options.routers.split(","),
+        engines=dict(engine.split("=", 1) for engine in options.engines.split(",")),
+    )
+    try:
+        asyncio.run(_run(recipe, place))
+    except BaseExceptionGroup as group:
+        error = _known(group)
+        if error is None:
+            raise
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except PrimeslurmError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+async def _run(recipe: Recipe, place: Place) -> None:
+    await Orchestrator(recipe, place).run()
+
+
+def _known(error: BaseException) -> PrimeslurmError | None:
+    """The first of our own errors in a group of errors."""
+    if isinstance(error, BaseExceptionGroup):
+        return next((known for inner in error.exceptions if (known := _known(inner))), None)
+    return error if isinstance(error, PrimeslurmError) else None
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="primeslurm.orchestrator")
+    parser.add_argument("--recipe", type=Path, required=True, help="resolved recipe, JSON")
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--attempt", type=int, required=True)
+    parser.add_argument("--run-id", required=True)
+    parser.add_argument("--bind", required=True, help="ZMQ address for the trainer")
+    parser.add_argument("--env-bind", required=True, help="ZMQ address for the environment workers")
+    parser.add_argument("--routers", required=True, help="base URLs, comma-separated")
+    parser.add_argument("--engines", required=True, help="name=url, comma-separated")
+    return parser

@@ -1,0 +1,107 @@
+"""Token sequences into rows of exactly seq_len tokens, the same number of rows for every data-parallel rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from primeslurm.orchestrator.groups import Group
+from primeslurm.wire.rollouts import Bool, Float32, Int32, Rollout, Row
+
+
+@dataclass(frozen=True)
+class Document:
+    """One sequence to train on. All arrays have shape [n_tokens]."""
+
+    token_ids: Int32
+    mask: Bool
+    logprobs: Float32
+    advantage: float
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+def documents(groups: Sequence[Group], seq_len: int) -> list[Document]:
+    """All sequences of the groups, cut to seq_len. A first token has no predecessor, so it is never trained."""
+    return [
+        _document(branch, advantage, seq_len)
+        for group in groups
+        for branches, advantage in zip(group.rollouts, group.advantages, strict=True)
+        for branch in branches
+    ]
+
+
+def pack(docs: Sequence[Document], seq_len: int, ranks: int, temperature: float) -> list[list[Row]]:
+    """Rows of each rank. First fit decreasing; rows are dealt so that the ranks' token counts are close.
+
+    Args:
+        docs: none longer than seq_len.
+        temperature: sampling temperature of every trained token.
+    """
+    bins = _fit([len(doc) for doc in docs], seq_len)
+    per_rank = max(1, -(-len(bins) // ranks))
+    dealt = _deal([sum(len(docs[i]) for i in members) for members in bins], ranks, per_rank)
+    return [
+        [_row([docs[i] for i in bins[b]], seq_len, temperature) for b in mine]
+        + [_row([], seq_len, temperature)] * (per_rank - len(mine))
+        for mine in dealt
+    ]
+
+
+def loss_tokens(docs: Sequence[Document]) -> int:
+    """Trained tokens of the whole batch."""
+    return sum(int(doc.mask.sum()) for doc in docs)
+
+
+def _document(rollout: Rollout, advantage: float, seq_len: int) -> Document:
+    mask = rollout.mask[:seq_len].copy()
+    mask[:1] = False
+    return Document(rollout.token_ids[:seq_len], mask, rollout.logprobs[:seq_len], advantage)
+
+
+def _fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        length = lengths[index]
+        target = next((b for b, free in enumerate(room) if free >= length), None)
+        if target is None:
+            bins.append([])
+            room.append(capacity)
+            target = len(bins) - 1
+        bins[target].append(index)
+        room[target] -= length
+    return bins
+
+
+def _deal(weights: Sequence[int], ranks: int, per_rank: int) -> list[list[int]]:
+    dealt: list[list[int]] = [[] for _ in range(ranks)]
+    totals = [0] * ranks
+    for index in sorted(range(len(weights)), key=lambda i: (-weights[i], i)):
+        rank = min((r for r in range(ranks) if len(dealt[r]) < per_rank), key=lambda r: totals[r])
+        dealt[rank].append(index)
+        totals[rank] += weights[index]
+    return dealt
+
+
+def _row(docs: Sequence[Document], seq_len: int, temperature: float) -> Row:
+    padding = seq_len - sum(len(doc) for doc in docs)
+    lengths = [*(len(doc) for doc in docs), padding]
+
+    def joined(parts: Sequence[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
+        whole: NDArray[Any] = np.concatenate([*parts, np.zeros(padding, dtype)])
+        return whole.astype(dtype, copy=False)
+
+    return Row(
+        token_ids=joined([doc.token_ids for doc in docs], np.int32),
+        positions=np.concatenate([np.arange(length, dtype=np.int32) for length in lengths]),
+        mask=joined([doc.mask for doc in docs], np.bool_),
+        logprobs=joined([doc.logprobs for doc in docs], np.float32),
+        advantages=joined([np.full(len(doc), doc.advantage, np.float32) for doc in docs], np.float32),
+        temperatures=np.full(seq_len, temperature, np.float32),
+    )

@@ -1,0 +1,69 @@
+"""How far the run is: what an orchestrator needs to continue exactly where a killed one stopped.
+
+The same record is the orchestrator's part of a checkpoint (`orchestrator.bin`), and is kept in `rollouts/progress.bin`
+for a restart within an attempt. Steps name their groups only; the groups themselves are in the spool.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from primeslurm.errors import RunError
+from primeslurm.wire import checkpoints
+from primeslurm.wire.files import write_atomic
+from primeslurm.wire.link import Published
+
+CHECKPOINT_PART = "orchestrator.bin"
+PROGRESS = "rollouts/progress.bin"
+
+
+class Progress(msgspec.Struct, frozen=True):
+    """The record. A new run is `Progress(attempt=n)`."""
+
+    attempt: int
+    next_step: int = 1
+    """The step whose batch is formed next."""
+    done_step: int = 0
+    """The last step that was reported as trained."""
+    published: Published | None = None
+    cursors: dict[str, int] = {}
+    unfinished: list[tuple[str, int]] = []
+    batches: dict[int, list[str]] = {}
+    """Step to the ids of the groups it trains on; kept until the step is committed."""
+
+    def save(self, path: Path) -> None:
+        """Write atomically. Raises OSError."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, msgspec.msgpack.encode(self))
+
+
+def restore(run_dir: Path, attempt: int) -> Progress:
+    """Where to continue: in this attempt's own progress, else from the newest checkpoint, else from the start.
+
+    Raises:
+        RunError: the newest committed checkpoint has no readable orchestrator part.
+    """
+    try:
+        progress = msgspec.msgpack.decode((run_dir / PROGRESS).read_bytes(), type=Progress)
+        if progress.attempt == attempt:
+            return progress
+    except (FileNotFoundError, msgspec.MsgspecError):
+        pass
+    step = checkpoints.newest(run_dir)
+    if step is None:
+        return Progress(attempt=attempt)
+    path = checkpoints.step_dir(run_dir, step) / CHECKPOINT_PART
+    try:
+        saved = msgspec.msgpack.decode(path.read_bytes(), type=Progress)
+    except (OSError, msgspec.MsgspecError) as error:
+        raise RunError(f"{path} cannot be read: {error}") from error
+    return msgspec.structs.replace(
+        saved,
+        attempt=attempt,
+        next_step=step + 1,
+        done_step=step,
+        published=None,
+        batches={s: groups for s, groups in saved.batches.items() if s <= step},
+    )

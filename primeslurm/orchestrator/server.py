@@ -1,0 +1,355 @@
+"""The orchestrator: lets rollouts run, forms batches, answers the trainer, follows the policy.
+
+All state changes happen on one event loop. What the trainer was told is on disk before it is told, so that a killed
+orchestrator continues with the same answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from primeslurm.orchestrator.batches import Batches
+from primeslurm.orchestrator.dispatch import Dispatcher, Limits
+from primeslurm.orchestrator.engines import EngineClient, Policy
+from primeslurm.orchestrator.groups import Group
+from primeslurm.orchestrator.metrics import MetricsLog, batch_metrics
+from primeslurm.orchestrator.policy import PolicyLoop
+from primeslurm.orchestrator.progress import CHECKPOINT_PART, PROGRESS, Progress, restore
+from primeslurm.orchestrator.spool import Spool
+from primeslurm.orchestrator.watch import Watch
+from primeslurm.orchestrator.workers import Workers
+from primeslurm.recipe import Recipe
+from primeslurm.wire import checkpoints
+from primeslurm.wire.journal import Journal
+from primeslurm.wire.link import (
+    Answer,
+    Committed,
+    GetBatch,
+    OrchestratorLink,
+    Published,
+    Request,
+    Save,
+    StepDone,
+)
+from primeslurm.wire.rollouts import Batch, Rollout
+
+log = logging.getLogger(__name__)
+
+HOLD_S = 4.0
+"""A GetBatch that cannot be answered is held for this long: shorter than the trainer's retry."""
+TICK_S = 0.2
+LINGER_S = 3.0
+"""Time that the trainer's last requests are still answered after everything is done."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this orchestrator runs and whom it talks to."""
+
+    run_dir: Path
+    attempt: int
+    run_id: str
+    bind: str
+    env_bind: str
+    routers: Sequence[str]
+    engines: Mapping[str, str]
+    """URL by process name."""
+
+    @property
+    def attempt_dir(self) -> Path:
+        """Directory of this attempt."""
+        return self.run_dir / "attempts" / str(self.attempt)
+
+
+class Orchestrator:
+    """One attempt's orchestrator. `await run()` returns when the run is complete."""
+
+    def __init__(self, recipe: Recipe, place: Place) -> None:
+        self._recipe = recipe
+        self._place = place
+        self._journal = Journal(place.attempt_dir, "orchestrator")
+        self._progress = restore(place.run_dir, place.attempt)
+        self._spool = Spool(place.run_dir / "rollouts")
+        self._batches = Batches(recipe.seq_len, recipe.orchestrator.sampling.temperature, recipe.max_steps)
+        self._metrics = MetricsLog(recipe, place.run_dir, self._progress.done_step)
+        self._dispatch = self._restore_dispatch()
+        self._workers = Workers(place.env_bind, self._on_result, self._on_lost)
+        self._link = OrchestratorLink(place.bind, self._handle)
+        clients = {name: EngineClient(url, recipe.model.path) for name, url in place.engines.items()}
+        timeout = recipe.weights.timeout_s
+        self._policy = PolicyLoop(
+            clients, self._journal, timeout, before_update=self._before_update, after_update=self._after_update
+        )
+        self._watch = Watch(recipe, self._journal, place.engines)
+        self._batch_formed = asyncio.Condition()
+        self._cancelled: list[str] = []
+        self._final_policy_at: float | None = None
+
+    async def run(self) -> None:
+        """Run until the last step is committed and its policy is on the engines.
+
+        Raises:
+            StallError: nothing moved for the recipe's stall timeout.
+        """
+        self._journal.event("orchestrator_up", step=self._progress.next_step, ready=len(self._dispatch.ready))
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                background = [
+                    tasks.create_task(part)
+                    for part in (self._link.serve(), self._workers.serve(), self._policy.run(), self._watch.scrape())
+                ]
+                if self._progress.published:
+                    await self._policy.publish(_policy(self._progress.published))
+                await self._loop()
+                await asyncio.sleep(LINGER_S)
+                for task in background:
+                    task.cancel()
+        finally:
+            self._metrics.close()
+        self._journal.event("orchestrator_done", step=self._progress.done_step)
+
+    async def _loop(self) -> None:
+        while not self._complete():
+            self._workers.expire()
+            cancelled, self._cancelled = self._cancelled, []
+            await self._workers.cancel(cancelled)
+            while job := self._dispatch.next_job(self._workers.environments):
+                await self._workers.send(job)
+            self._watch.check_stall(self._suspect)
+            self._watch.report(self._state)
+            await asyncio.sleep(TICK_S)
+
+    def _complete(self) -> bool:
+        """The last step is committed, and its policy is on the engines or has been for too long on the way."""
+        last = self._recipe.max_steps
+        published = self._progress.published
+        if published is None or published.version < last or checkpoints.newest(self._place.run_dir) != last:
+            return False
+        if self._final_policy_at is None:
+            self._final_policy_at = time.monotonic()
+        waited = time.monotonic() - self._final_policy_at
+        return (self._policy.current_version or 0) >= last or waited > self._recipe.weights.timeout_s
+
+    # the trainer's requests
+
+    async def _handle(self, request: Request) -> Batch | Answer:
+        match request:
+            case GetBatch():
+                return await self._get_batch(request)
+            case Published():
+                await self._published(request)
+            case StepDone():
+                self._step_done(request)
+            case Save():
+                self._snapshot().save(Path(request.directory) / CHECKPOINT_PART)
+            case Committed():
+                self._committed(request.step)
+        return Answer("ok")
+
+    async def _get_batch(self, request: GetBatch) -> Batch | Answer:
+        if request.step > self._recipe.max_steps:
+            return Answer("stop")
+        if request.step > self._dispatch.step:
+            raise ValueError(f"step {request.step} was asked for, but step {self._dispatch.step} is next")
+        deadline = time.monotonic() + HOLD_S
+        async with self._batch_formed:
+            while request.step == self._dispatch.step and not self._form_batch():
+                try:
+                    async with asyncio.timeout(deadline - time.monotonic()):
+                        await self._batch_formed.wait()
+                except TimeoutError:
+                    return Answer("wait")
+        batch = self._batches.get(request.step, request.dp_rank, request.dp_world)
+        if batch is None:
+            raise ValueError(f"the rollouts of step {request.step} are no longer kept")
+        return batch
+
+    def _form_batch(self) -> bool:
+        """Form the next step's batch if there are enough groups; it is on record before it is given out."""
+        step = self._dispatch.step
+        self._sweep(step)
+        groups = self._dispatch.cut()
+        if groups is None:
+            return False
+        batches = {**self._progress.batches, step: [group.id for group in groups]}
+        try:
+            self._save(next_step=step + 1, batches=batches)
+        except OSError as error:
+            log.warning("the batch of step %d is held back, it cannot be recorded: %s", step, error)
+            self._dispatch.uncut(groups)
+            return False
+        self._batches.add(step, groups)
+        self._watch.batch_given(step)
+        row = batch_metrics(groups, step, self._recipe.seq_len)
+        self._journal.event("batch", step=step, reward=row["reward/mean"], staleness=row["staleness/max"])
+        return True
+
+    async def _published(self, request: Published) -> None:
+        known = self._progress.published
+        if known is not None and request.version <= known.version:
+            return
+        self._save(published=request)
+        self._watch.policy_wanted(request.version)
+        await self._policy.publish(_policy(request))
+
+    def _step_done(self, request: StepDone) -> None:
+        if request.step <= self._progress.done_step:
+            return
+        groups = self._batches.groups(request.step) or []
+        row = batch_metrics(groups, request.step, self._recipe.seq_len) if groups else {}
+        row |= self._watch.step_metrics(self._dispatch, self._policy.current_version)
+        row |= {f"trainer/{name}": value for name, value in request.metrics.items()}
+        try:
+            self._metrics.write(request.step, row)
+        except OSError as error:
+            log.warning("metrics of step %d are lost: %s", request.step, error)
+        self._save(done_step=request.step)
+        self._watch.step_done(request.step, row)
+
+    def _committed(self, step: int) -> None:
+        gone = {s: ids for s, ids in self._progress.batches.items() if s <= step}
+        self._spool.delete(name for ids in gone.values() for name in ids)
+        self._save(batches={s: ids for s, ids in self._progress.batches.items() if s > step})
+
+    # rollouts
+
+    def _on_result(self, job: str, outcome: tuple[Rollout, ...] | str) -> None:
+        if not self._dispatch.runs(job):
+            return
+        if isinstance(outcome, str):
+            log.warning("job %s failed: %s", job, outcome)
+            self._watch.rollout_failed(job, outcome)
+            self._cancelled += self._dispatch.failed(job)
+            return
+        self._watch.rollout_finished(outcome)
+        group = self._dispatch.finished(job, outcome)
+        if group is not None:
+            self._spool.put(group)
+            self._dispatch.add_ready(group)
+            if len(self._dispatch.ready) >= self._dispatch.limits.groups_per_batch:
+                self._background_notify()
+
+    def _on_lost(self, job: str) -> None:
+        if self._dispatch.runs(job):
+            self._dispatch.lost(job)
+
+    def _background_notify(self) -> None:
+        async def notify() -> None:
+            async with self._batch_formed:
+                self._batch_formed.notify_all()
+
+        self._notifying = asyncio.create_task(notify())
+
+    def _sweep(self, step: int) -> None:
+        stale, cancelled = self._dispatch.sweep(step)
+        self._spool.delete(group.id for group in stale)
+        self._cancelled += cancelled
+
+    async def _before_update(self, version: int) -> None:
+        """Rollouts that become too old are dropped before engines are paused: none of them costs an update time."""
+        self._sweep(max(self._dispatch.step, version + 1))
+        cancelled, self._cancelled = self._cancelled, []
+        await self._workers.cancel(cancelled)
+
+    async def _after_update(self, version: int) -> None:
+        self._dispatch.version = version
+        self._watch.policy_current(version)
+
+    # what survives
+
+    def _restore_dispatch(self) -> Dispatcher:
+        """The dispatcher of a new run, a resumed attempt, or a restarted process: all the same to the spool."""
+        options = self._recipe.orchestrator
+        progress = self._progress
+        dispatch = Dispatcher(
+            Limits(
+                group_size=options.group_size,
+                batch_size=options.batch_size,
+                max_inflight=self._recipe.max_inflight,
+                max_off_policy_steps=options.max_off_policy_steps,
+                max_steps=self._recipe.max_steps,
+                ratios={environment.label: environment.ratio for environment in self._recipe.environments},
+            ),
+            routers=self._place.routers,
+            salt=f"{self._place.run_id}.{self._place.attempt}",
+            incarnation=uuid.uuid4().hex[:6],
+            step=progress.next_step,
+            cursors=progress.cursors,
+            unfinished=progress.unfinished,
+            taken={name for ids in progress.batches.values() for name in ids},
+        )
+        groups = {group.id: group for group in self._spool.load()}
+        self._restore_batches(groups)
+        # a policy newer than where we resume belongs to steps that were undone
+        newest = progress.published.version if progress.published else progress.done_step
+        for group in groups.values():
+            if group.newest_version > newest or not dispatch.add_ready(group):
+                self._spool.delete([group.id])
+        return dispatch
+
+    def _restore_batches(self, groups: dict[str, Group]) -> None:
+        """Batches that the trainer may still ask for; what a committed step trained on is deleted."""
+        committed = checkpoints.newest(self._place.run_dir) or 0
+        for step, ids in self._progress.batches.items():
+            found = [groups.pop(name) for name in ids if name in groups]
+            if step <= committed:
+                self._spool.delete(ids)
+            elif len(found) == len(ids):
+                self._batches.add(step, found)
+            else:
+                log.error("%d groups of step %d are lost: its batch cannot be given again", len(ids) - len(found), step)
+
+    def _snapshot(self) -> Progress:
+        return msgspec.structs.replace(
+            self._progress, cursors=self._dispatch.cursors, unfinished=self._dispatch.unfinished
+        )
+
+    def _save(self, **changes: Any) -> None:
+        """Record changes. Raises OSError, and nothing has changed then."""
+        progress = msgspec.structs.replace(self._snapshot(), **changes)
+        progress.save(self._place.run_dir / PROGRESS)
+        self._progress = progress
+
+    # what is seen from outside
+
+    def _suspect(self) -> str:
+        """Who keeps the run from moving, in words."""
+        late = {name: view["state"] for name, view in self._policy.fleet.report().items() if view["state"] != "CURRENT"}
+        if late:
+            return "engines " + ", ".join(f"{name} ({state})" for name, state in late.items())
+        missing = {environment.label for environment in self._recipe.environments} - self._workers.environments
+        if missing:
+            return f"no worker of environment {', '.join(sorted(missing))}"
+        if self._dispatch.inflight:
+            return f"{self._dispatch.inflight} rollouts that are in flight, through {', '.join(self._place.routers)}"
+        if self._watch.trained_step is not None:
+            return f"trainer (has the batch of step {self._watch.trained_step})"
+        return "trainer (asks for nothing)"
+
+    def _state(self) -> dict[str, Any]:
+        dispatch = self._dispatch
+        return {
+            "step": self._progress.done_step,
+            "max_steps": self._recipe.max_steps,
+            "version": self._policy.current_version,
+            "inflight": dispatch.inflight,
+            "ready_groups": len(dispatch.ready),
+            "ready_rollouts": len(dispatch.ready) * dispatch.limits.group_size,
+            "open_groups": len(dispatch.open),
+            "counts": dict(dispatch.counts),
+            "engines": self._policy.fleet.report(),
+            "environments": sorted(self._workers.environments),
+        }
+
+
+def _policy(published: Published) -> Policy:
+    return Policy(published.version, published.path)

@@ -1,0 +1,139 @@
+"""What the orchestrator observes about the run: its state once a second, load of the engines, and stalls."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from primeslurm.errors import PrimeslurmError
+from primeslurm.orchestrator.dispatch import Dispatcher
+from primeslurm.orchestrator.metrics import Row
+from primeslurm.orchestrator.scrape import Load, by_role, scrape
+from primeslurm.recipe import Recipe
+from primeslurm.wire.journal import Journal
+from primeslurm.wire.rollouts import Rollout
+
+STATE_INTERVAL_S = 1.0
+SCRAPE_INTERVAL_S = 5.0
+
+
+class StallError(PrimeslurmError):
+    """Nothing moved for too long; the message names the suspect."""
+
+    exit_code = 76
+
+
+class Watch:
+    """Counts and clocks; it decides nothing but that the run has stalled."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        journal: Journal,
+        engines: Mapping[str, str],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._stall_timeout_s = recipe.orchestrator.stall_timeout_s
+        self._journal = journal
+        self._engines = engines
+        self._clock = clock
+        self._loads: dict[str, Load] = {}
+        self._tokens = 0
+        self._tokens_per_s = 0.0
+        self._moved_at: float | None = None
+        self._row_at = clock()
+        self._reported_at = 0.0
+        self._wanted_at: tuple[int, float] | None = None
+        self._update_s = 0.0
+        self._counts_before: Counter[str] = Counter()
+        self._given = 0
+        self._done = 0
+        self._last_row: Row = {}
+
+    @property
+    def trained_step(self) -> int | None:
+        """The step whose batch the trainer has and has not reported as done."""
+        return self._given if self._given > self._done else None
+
+    def rollout_finished(self, sequences: tuple[Rollout, ...]) -> None:
+        """A rollout arrived."""
+        self._tokens += sum(int(sequence.mask.sum()) for sequence in sequences)
+        self._moved_at = self._clock()
+
+    def rollout_failed(self, job: str, error: str) -> None:
+        """A rollout failed. That is no progress."""
+        self._journal.event("rollout_failed", job=job, error=error[:1000])
+
+    def policy_wanted(self, version: int) -> None:
+        """A new policy was published."""
+        self._wanted_at = (version, self._clock())
+
+    def policy_current(self, version: int) -> None:
+        """All engines have a policy."""
+        self._moved_at = self._clock()
+        if self._wanted_at is not None and self._wanted_at[0] == version:
+            self._update_s = self._moved_at - self._wanted_at[1]
+
+    def batch_given(self, step: int) -> None:
+        """The trainer has the batch of a step."""
+        self._given = step
+
+    def step_done(self, step: int, row: Row) -> None:
+        """The trainer reported a step."""
+        self._done = step
+        self._last_row = row
+        self._journal.event("step_done", step=step, reward=row.get("reward/mean"))
+
+    def step_metrics(self, dispatch: Dispatcher, version: int | None) -> Row:
+        """What happened since the last row."""
+        now = self._clock()
+        self._tokens_per_s = self._tokens / max(now - self._row_at, 1e-6)
+        counts = dispatch.counts - self._counts_before
+        self._counts_before = dispatch.counts.copy()
+        row = {
+            "throughput/tokens_per_s": self._tokens_per_s,
+            "throughput/step_seconds": now - self._row_at,
+            "policy/version": float(-1 if version is None else version),
+            "policy/update_seconds": self._update_s,
+            "queue/ready_groups": float(len(dispatch.ready)),
+            "queue/open_groups": float(len(dispatch.open)),
+            "queue/inflight": float(dispatch.inflight),
+            "rollouts/dropped_stale": float(counts["rollouts_dropped_stale"]),
+            "rollouts/failed": float(counts["failed"]),
+            "rollouts/lost": float(counts["lost"]),
+        }
+        for role, load in by_role(self._loads).items():
+            row |= {f"engines/{role}/{name}": value for name, value in load.items()}
+        self._tokens = 0
+        self._row_at = now
+        return row
+
+    def report(self, state: Callable[[], dict[str, Any]]) -> None:
+        """Write the state file if the last one is older than a second."""
+        if self._clock() - self._reported_at < STATE_INTERVAL_S:
+            return
+        self._reported_at = self._clock()
+        self._journal.state(
+            **state(),
+            reward=self._last_row.get("reward/mean"),
+            staleness=self._last_row.get("staleness/max"),
+            tokens_per_s=self._tokens_per_s,
+            roles=by_role(self._loads),
+        )
+
+    def check_stall(self, suspect: Callable[[], str]) -> None:
+        """Raises StallError if neither a rollout nor a policy arrived for too long. Counts from the first policy."""
+        if self._moved_at is None or self._clock() - self._moved_at < self._stall_timeout_s:
+            return
+        name = suspect()
+        self._journal.event("stall", suspect=name, seconds=self._stall_timeout_s)
+        raise StallError(f"no finished rollout and no new policy for {self._stall_timeout_s} s; suspect: {name}")
+
+    async def scrape(self) -> None:
+        """Look at the engines' load every few seconds, until cancelled."""
+        while True:
+            self._loads = await scrape(self._engines)
+            await asyncio.sleep(SCRAPE_INTERVAL_S)

@@ -1,0 +1,82 @@
+"""Commands of the processes that are our own: orchestrator, environment workers, trainer ranks."""
+
+from __future__ import annotations
+
+from primeslurm.plan.commands import Command
+from primeslurm.recipe import Recipe, Site
+
+RENDEZVOUS_PORT = "master"
+RECIPE = "${run_dir}/recipe.resolved.json"
+
+
+def orchestrator_command(recipe: Recipe, engines: list[str], routers: list[str]) -> Command:
+    """The one orchestrator, on the head node."""
+    argv = (
+        "${python}",
+        "-m",
+        "primeslurm.orchestrator",
+        "--recipe",
+        RECIPE,
+        "--run-dir",
+        "${run_dir}",
+        "--attempt",
+        "${attempt}",
+        "--run-id",
+        "${run_id}",
+        "--bind",
+        "tcp://${host}:${port:wire}",
+        "--env-bind",
+        "tcp://${host}:${port:envs}",
+        "--routers",
+        ",".join(f"http://${{addr:{name}:http}}" for name in routers),
+        "--engines",
+        ",".join(f"{name}=http://${{addr:{name}:http}}" for name in engines),
+    )
+    return Command(argv=argv, env={}, ports=("wire", "envs"))
+
+
+def environment_command(label: str, worker: int) -> Command:
+    """One worker process of one environment."""
+    argv = (
+        "${python}",
+        "-m",
+        "primeslurm.orchestrator.worker",
+        "--recipe",
+        RECIPE,
+        "--environment",
+        label,
+        "--worker",
+        str(worker),
+        "--orchestrator",
+        "tcp://${addr:orchestrator:envs}",
+        "--attempt-dir",
+        "${attempt_dir}",
+    )
+    return Command(argv=argv, env={}, ports=())
+
+
+def trainer_command(recipe: Recipe, site: Site, *, rank: int, local_rank: int, world: int) -> Command:
+    """One trainer rank: one process, one GPU, one log."""
+    argv: tuple[str, ...] = (
+        "${python}",
+        "-m",
+        "primeslurm.trainer",
+        "--recipe",
+        RECIPE,
+        "--run-dir",
+        "${run_dir}",
+        "--attempt",
+        "${attempt}",
+        "--device",
+        site.device,
+    )
+    if recipe.task == "rl":
+        argv += ("--orchestrator", "tcp://${addr:orchestrator:wire}")
+    env = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "${host:trainer-rank-0}",
+        "MASTER_PORT": "${port:trainer-rank-0:master}",
+    }
+    return Command(argv=argv, env=env, ports=(RENDEZVOUS_PORT,) if rank == 0 else ())

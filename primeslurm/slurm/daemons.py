@@ -1,0 +1,98 @@
+"""Daemons of the embedded cluster as operating-system processes: identity, end, and what jobs left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process that cannot be mistaken for a later one with the same pid."""
+
+    name: str
+    pid: int
+    started: int
+    """Start time in clock ticks since boot, from /proc/<pid>/stat."""
+
+    @classmethod
+    def of(cls, name: str, pid: int) -> Process | None:
+        """The running process `pid`, or None if there is none."""
+        started = _started(pid)
+        return None if started is None else cls(name, pid, started)
+
+    @property
+    def alive(self) -> bool:
+        """Whether exactly this process still runs (a zombie does not)."""
+        return _started(self.pid) == self.started
+
+    def send(self, number: signal.Signals) -> None:
+        """Send a signal, unless the process has ended."""
+        if self.alive:
+            try:
+                os.kill(self.pid, number)
+            except ProcessLookupError:
+                return
+
+
+def _started(pid: int) -> int | None:
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return None
+    # The second field is the command in parentheses and may itself hold spaces and parentheses.
+    fields = text.rpartition(")")[2].split()
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def end(processes: Iterable[Process], grace_s: float = 10.0) -> None:
+    """End processes: SIGTERM, wait, SIGKILL. Returns when all are gone."""
+    processes = list(processes)
+    for process in processes:
+        process.send(signal.SIGTERM)
+    if not _gone(processes, grace_s):
+        for process in processes:
+            process.send(signal.SIGKILL)
+        _gone(processes, grace_s)
+
+
+def _gone(processes: list[Process], timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while any(process.alive for process in processes):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def job_processes(slurm_conf: Path) -> list[Process]:
+    """What jobs of the cluster with this slurm.conf consist of, Slurm's step daemons included.
+
+    This also finds what has left its step, which proctrack/linuxproc does not.
+    """
+    pids = [int(path.name) for path in Path("/proc").glob("[0-9]*") if int(path.name) != os.getpid()]
+    found = [Process.of("job", pid) for pid in pids if _is_task(pid, slurm_conf) or _is_step_daemon(pid, slurm_conf)]
+    return [process for process in found if process is not None]
+
+
+def _is_task(pid: int, slurm_conf: Path) -> bool:
+    """A job's environment names its cluster and the job."""
+    try:
+        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    ours = f"SLURM_CONF={slurm_conf}".encode() in environment
+    return ours and any(entry.startswith(b"SLURM_JOB_ID=") for entry in environment)
+
+
+def _is_step_daemon(pid: int, slurm_conf: Path) -> bool:
+    """slurmstepd writes its title over its environment, but works in the directory of slurmd's log."""
+    try:
+        comm = Path(f"/proc/{pid}/comm").read_text().strip()
+        return comm == "slurmstepd" and Path(f"/proc/{pid}/cwd").readlink() == slurm_conf.parent / "log"
+    except OSError:
+        return False

@@ -1,0 +1,132 @@
+"""The embedded cluster: what is up, side by side with another, and what is left after down."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from primeslurm.errors import ClusterError, UsageError
+from primeslurm.recipe.site import Site
+from primeslurm.slurm import cluster as cluster_module
+from primeslurm.slurm.client import SlurmClient
+from primeslurm.slurm.cluster import Cluster, up
+from primeslurm.slurm.cluster_config import ClusterSpec
+from primeslurm.slurm.daemons import job_processes
+from primeslurm.slurm.nodelists import compress, expand
+
+pytestmark = pytest.mark.cluster
+
+
+def processes_naming(directory: Path) -> list[str]:
+    """Command lines of processes whose command line or environment names a directory; this one's own apart."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        if process.name == str(os.getpid()):
+            continue
+        try:
+            text = (process / "cmdline").read_bytes() + (process / "environ").read_bytes()
+        except OSError:
+            continue
+        if str(directory).encode() in text:
+            found.append(f"{process.name} {text[:200]!r}")
+    return found
+
+
+def test_everything_is_up(cluster: Cluster) -> None:
+    status = cluster.status()
+    assert status.up
+    assert len(status.daemons) == 2 + 5
+    assert set(status.nodes) == {f"shared-n00{i}" for i in range(1, 5)} | {"shared-c001"}
+    partitions = cluster.client.partitions()
+    assert {name: (p.nodes, p.gres, p.up) for name, p in partitions.items()} == {
+        "gpu": (4, "gpu:2", True),
+        "urgent": (4, "gpu:2", True),
+        "cpu": (1, "", True),
+    }
+    site = Site.model_validate(yaml.safe_load(cluster.spec.site_file.read_text()))
+    assert set(site.network.addresses) == set(status.nodes)
+    assert not cluster.spec.runs.exists()
+
+
+def test_up_again_changes_nothing(cluster: Cluster) -> None:
+    again, started = up(cluster.spec)
+    assert not started
+    assert again.daemons == cluster.daemons
+    with pytest.raises(UsageError, match="other settings"):
+        up(replace(cluster.spec, nodes=3))
+
+
+@pytest.mark.parametrize("hostlist", ["shared-n[001-003,007],x1", "r[1-2]c[01-02]", "a,b", "n[9-11]", "n[3,1]"])
+def test_expand_agrees_with_slurm(cluster: Cluster, hostlist: str) -> None:
+    assert expand(hostlist) == cluster.client.hostnames(hostlist)
+
+
+def test_slurm_understands_compress(cluster: Cluster) -> None:
+    names = [f"n{i:03d}" for i in (1, 2, 3, 7)] + ["x1", "n009", "n010", "y"]
+    assert cluster.client.hostnames(compress(names)) == names
+
+
+def test_unknown_job(cluster: Cluster) -> None:
+    assert cluster.client.job("999999") is None
+    with pytest.raises(ClusterError, match="Invalid job id"):
+        cluster.client.requeue("999999")
+
+
+def test_no_cluster_here(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="holds no embedded cluster"):
+        Cluster.load(tmp_path)
+
+
+def test_an_occupied_directory_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "precious").touch()
+    with pytest.raises(UsageError, match="not empty"):
+        up(ClusterSpec("other", tmp_path, tmp_path / "runs"))
+    assert [path.name for path in tmp_path.iterdir()] == ["precious"]
+
+
+def test_missing_programs_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UsageError, match="apt-get install slurm-wlm munge"):
+        up(ClusterSpec("other", tmp_path / "c", tmp_path / "runs"))
+
+
+def test_a_daemon_that_does_not_start_says_why(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the probe, the second cluster's controller gets the ports of the first."""
+    monkeypatch.setattr(cluster_module, "_free_place", lambda _: cluster.place)
+    directory = tmp_path / "c"
+    with pytest.raises(ClusterError, match=r"slurmctld.*\n(.*\n)*.*Address already in use"):
+        up(ClusterSpec("other", directory, tmp_path / "runs", nodes=1))
+    assert not directory.exists()
+    assert processes_naming(directory) == []
+    assert cluster.status().up
+
+
+def test_two_clusters_and_a_clean_end(cluster: Cluster, tmp_path: Path) -> None:
+    """`down` ends running jobs, even what has left its step, and touches nothing of the other cluster."""
+    directory = tmp_path / "c"
+    spec = ClusterSpec("second", directory, tmp_path / "runs", nodes=2, gpus_per_node=0, cpus_per_node=2)
+    second, _ = up(spec)
+    assert second.place != cluster.place
+    assert set(second.client.partitions()) == {"gpu", "urgent", "cpu"}
+    escape = "setsid sleep 1000 & trap '' TERM; while true; do sleep 1; done"
+    environment = {"SLURM_CONF": str(spec.slurm_conf), "PATH": "/usr/bin:/bin"}
+    argv = ["sbatch", "--nodes=2", "--output=/dev/null", f"--wrap=srun bash -c '{escape.replace(chr(39), chr(34))}'"]
+    subprocess.run(argv, env=environment, check=True)
+    deadline = time.monotonic() + 30
+    while len(job_processes(spec.slurm_conf)) < 6:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    Cluster.load(directory).down()
+    assert not directory.exists()
+    assert list(tmp_path.iterdir()) == []
+    assert processes_naming(directory) == []
+    assert cluster.status().up
+    assert not SlurmClient(str(spec.slurm_conf)).ping()

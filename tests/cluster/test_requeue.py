@@ -1,0 +1,129 @@
+"""Jobs of the real Slurm through submitit: placement, requeue from inside, by signal, and by preemption."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from primeslurm.errors import ClusterError
+from primeslurm.plan.model import HetGroup, Plan
+from primeslurm.slurm.client import JobState
+from primeslurm.slurm.cluster import Cluster
+from primeslurm.slurm.executor import submit
+from primeslurm.slurm.render import render
+from tests.cluster.toy import ToyAgent, notes
+from tests.plans import group, plan
+
+pytestmark = pytest.mark.cluster
+
+CHECKOUT = str(Path(__file__).parents[2])
+WEIRD = 'it\'s 5 $HOME "x" #1'
+
+
+def start(cluster: Cluster, given: Plan, *, requeue_itself: bool) -> str:
+    script = Path(given.run_dir) / "job.sbatch"
+    script.write_text(render(given))
+    agent = ToyAgent(Path(given.run_dir), requeue_itself=requeue_itself)
+    return submit(given, agent, script, str(cluster.spec.slurm_conf))
+
+
+def make(run_dir: Path, *groups: HetGroup, **job: Any) -> Plan:
+    return plan(run_dir, *groups, env={"PYTHONPATH": CHECKOUT}, **job)
+
+
+def wait(condition: Callable[[], bool], timeout_s: float = 90) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def wait_for_end(cluster: Cluster, job_id: str) -> JobState:
+    def ended() -> bool:
+        job = cluster.client.job(job_id)
+        assert job is not None
+        return not job.active
+
+    wait(ended)
+    job = cluster.client.job(job_id)
+    assert job is not None
+    return job
+
+
+def said(run_dir: Path, what: str) -> list[dict[str, Any]]:
+    return [note for note in notes(run_dir) if note["what"] == what]
+
+
+def test_a_het_job_requeues_itself(cluster: Cluster, run_dir: Path) -> None:
+    given = make(run_dir, group(0, "control"), group(1, "train", 2, gpus=2), comment=WEIRD)
+    job_id = start(cluster, given, requeue_itself=True)
+    job = wait_for_end(cluster, job_id)
+    assert (job.state, job.restarts, job.exit_code, len(job.components)) == ("COMPLETED", 1, 0, 2)
+    assert [note["rank"] for note in said(run_dir, "checkpoint")] == [0]
+    # The other tasks of the ended attempt are told so by Slurm at once, and get its KillWait to end.
+    requeued = said(run_dir, "checkpoint")[0]["time"]
+    terms = {note["rank"]: note["time"] for note in said(run_dir, "TERM") if note["rank"]}
+    assert set(terms) == {1, 2}
+    assert all(at - requeued < 5 for at in terms.values())
+    starts = said(run_dir, "start")
+    assert [note["SLURM_RESTART_COUNT"] for note in starts] == [None] * 3 + ["1"] * 3
+    assert {note["job"] for note in starts} == {job_id}
+    assert {(note["rank"], note["CUDA_VISIBLE_DEVICES"]) for note in starts} == {(0, None), (1, "0,1"), (2, "0,1")}
+    assert {note["SLURMD_NODENAME"][:8] for note in starts} == {"shared-c", "shared-n"}
+    assert sorted(note["rank"] for note in said(run_dir, "end")) == [0, 1, 2]
+    # The emulated cluster's short credential life time, instead of two minutes.
+    assert starts[3]["time"] - requeued < 60
+    comment = subprocess.run(
+        ["scontrol", "show", "job", "-o", job_id],
+        env={"SLURM_CONF": str(cluster.spec.slurm_conf), "PATH": "/usr/bin"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert f"Comment={WEIRD}" in comment.stdout
+
+
+def test_usr2_requeues_a_single_job(cluster: Cluster, run_dir: Path) -> None:
+    job_id = start(cluster, make(run_dir, group(0, "all", 2, gpus=2)), requeue_itself=False)
+    wait(lambda: len(said(run_dir, "start")) == 2)
+    cluster.client.signal(job_id, "USR2")
+    job = wait_for_end(cluster, job_id)
+    assert (job.state, job.restarts) == ("COMPLETED", 1)
+    assert sorted(note["rank"] for note in said(run_dir, "USR2")) == [0, 1]
+    assert [note["rank"] for note in said(run_dir, "checkpoint")] == [0]
+    assert sorted(note["rank"] for note in said(run_dir, "end")) == [0, 1]
+
+
+def test_preemption_checkpoints_and_requeues(cluster: Cluster, run_dir: Path, tmp_path: Path) -> None:
+    """A job in partition urgent takes all nodes: ours gets USR2, checkpoints, and comes back afterwards."""
+    job_id = start(cluster, make(run_dir, group(0, "all", 2, gpus=2)), requeue_itself=False)
+    wait(lambda: len(said(run_dir, "start")) == 2)
+    subprocess.run(
+        ["sbatch", "--partition=urgent", "--nodes=4", "--exclusive", "--output=/dev/null", "--wrap=sleep 2"],
+        env={"SLURM_CONF": str(cluster.spec.slurm_conf), "PATH": "/usr/bin:/bin"},
+        check=True,
+    )
+    job = wait_for_end(cluster, job_id)
+    assert (job.state, job.restarts) == ("COMPLETED", 1)
+    assert [note["rank"] for note in said(run_dir, "checkpoint")] == [0]
+    assert sorted(note["rank"] for note in said(run_dir, "end")) == [0, 1]
+
+
+def test_cancel(cluster: Cluster, run_dir: Path) -> None:
+    given = make(run_dir, group(0, "control"), group(1, "train", 1, gpus=1))
+    job_id = start(cluster, given, requeue_itself=False)
+    wait(lambda: len(said(run_dir, "start")) == 2)
+    cluster.client.cancel(job_id)
+    job = wait_for_end(cluster, job_id)
+    assert (job.state, job.restarts) == ("CANCELLED", 0)
+    assert said(run_dir, "checkpoint") == []
+
+
+def test_sbatch_refuses(cluster: Cluster, run_dir: Path) -> None:
+    with pytest.raises(ClusterError, match="invalid partition specified: nowhere"):
+        start(cluster, make(run_dir, group(0, "all", 1, partition="nowhere")), requeue_itself=False)

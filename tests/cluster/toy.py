@@ -1,0 +1,77 @@
+"""An agent that writes down what happens to it. It is pickled by reference, so the nodes import this module."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import submitit
+from submitit.helpers import DelayedSubmission
+
+
+class ToyAgent:
+    """First attempt: waits. Its first task sends itself USR2 if `requeue_itself`. Later attempts end at once."""
+
+    def __init__(self, directory: Path, *, requeue_itself: bool) -> None:
+        self.directory = directory
+        self.requeue_itself = requeue_itself
+
+    def __call__(self) -> int:
+        """Run on every node; returns the task's rank."""
+        environment = submitit.JobEnvironment()
+        self._note("start")
+        if self._attempt() == 0:
+            self._follow_signals()
+            if self.requeue_itself and environment.global_rank == 0:
+                self._wait_for_all_starts(environment.num_tasks)
+                os.kill(os.getpid(), signal.SIGUSR2)
+            time.sleep(120)
+        self._note("end")
+        return int(environment.global_rank)
+
+    def checkpoint(self) -> DelayedSubmission:
+        """Called by submitit, in the first task only."""
+        self._note("checkpoint")
+        return DelayedSubmission(self)
+
+    def _follow_signals(self) -> None:
+        forward = signal.getsignal(signal.SIGUSR2)
+
+        def usr2(number: int, frame: FrameType | None) -> None:
+            self._note("USR2")
+            assert callable(forward)
+            forward(number, frame)
+
+        def term(number: int, frame: FrameType | None) -> None:
+            self._note("TERM")
+            sys.exit(0)
+
+        signal.signal(signal.SIGUSR2, usr2)
+        signal.signal(signal.SIGTERM, term)
+
+    def _attempt(self) -> int:
+        return sum(note["what"] == "checkpoint" for note in notes(self.directory))
+
+    def _wait_for_all_starts(self, tasks: int) -> None:
+        while len({note["rank"] for note in notes(self.directory)}) < tasks:
+            time.sleep(0.1)
+
+    def _note(self, what: str) -> None:
+        environment = submitit.JobEnvironment()
+        names = ("SLURM_RESTART_COUNT", "CUDA_VISIBLE_DEVICES", "SLURMD_NODENAME")
+        note = {"what": what, "rank": environment.global_rank, "job": environment.job_id, "time": time.time()}
+        note |= {name: os.environ.get(name) for name in names}
+        with (self.directory / f"notes-{environment.global_rank}.jsonl").open("a") as stream:
+            stream.write(json.dumps(note) + "\n")
+
+
+def notes(directory: Path) -> list[dict[str, Any]]:
+    """All notes of all tasks, oldest first."""
+    lines = [line for path in directory.glob("notes-*.jsonl") for line in path.read_text().splitlines()]
+    return sorted((json.loads(line) for line in lines), key=lambda note: note["time"])

@@ -1,0 +1,97 @@
+"""Fixtures that start real engines and routers. Ports are probed, every process is ended by its own group."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from primeslurm.orchestrator.engines import EngineClient
+from primeslurm.plan.commands import Command, EngineRole, engine_command, router_command
+from primeslurm.recipe import Recipe
+from tests.support.models import make_model
+from tests.support.processes import Server, Zygote, start_router
+
+StartEngine = Callable[..., Server]
+
+
+def tiny_recipe(model: Path, **inference: Any) -> Recipe:
+    """A recipe for a tiny model, for command lines."""
+    return Recipe.model_validate(
+        {
+            "name": "test",
+            "max_steps": 1,
+            "seq_len": 4096,
+            "model": {"path": str(model), "dtype": "float32"},
+            "environments": [{"id": "reverse-text"}],
+            "inference": {"kv_cache_bytes": 32 * 2**20, **inference},
+        }
+    )
+
+
+def tiny_engine(model: Path, role: EngineRole = "engine") -> Command:
+    """The command of a CPU engine."""
+    return engine_command(tiny_recipe(model), "cpu", role, sys.executable)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Policy version 0: a random Qwen3-MoE."""
+    return make_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def zygote(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Zygote]:
+    """Forks engines in two seconds each."""
+    plugins = [point.name for point in entry_points(group="vllm.general_plugins")]
+    assert "primeslurm" in plugins, "vLLM would not find our plugin: install the package (pip install -e .)"
+    env = {key: value for key, value in tiny_engine(model).env.items() if "${" not in value}
+    zygote = Zygote(tmp_path_factory.mktemp("engines"), env)
+    yield zygote
+    zygote.close()
+
+
+@pytest.fixture(scope="module")
+def start_engine(zygote: Zygote, model: Path) -> Iterator[StartEngine]:
+    """Start an engine and wait for its gate (it is still STALE then). Ended with the module."""
+    servers: list[Server] = []
+
+    def start(role: EngineRole = "engine", source: Path = model, **ports: int) -> Server:
+        server = zygote.start(tiny_engine(source, role), ports)
+        servers.append(server)
+        server.wait("/primeslurm/status")
+        return server
+
+    yield start
+    for server in servers:
+        server.stop()
+
+
+@pytest.fixture
+def open_router(model: Path, tmp_path: Path) -> Iterator[Callable[..., Server]]:
+    """Start a router over engines, or over prefill and decode engines. Ended with the test."""
+    routers: list[Server] = []
+
+    def start(engines: list[Server] = (), prefill: list[Server] = (), decode: list[Server] = ()) -> Server:
+        named = {server.url.rpartition(":")[2]: server for server in (*engines, *prefill, *decode)}
+        groups = [[s.url.rpartition(":")[2] for s in group] for group in (engines, prefill, decode)]
+        command = router_command(tiny_recipe(model), sys.executable, *groups)
+        addresses = {name: server.url.removeprefix("http://") for name, server in named.items()}
+        router = start_router(command, addresses, tmp_path / f"router-{len(routers)}.log")
+        routers.append(router)
+        router.wait("/liveness")
+        return router
+
+    yield start
+    for router in routers:
+        router.stop()
+
+
+@pytest.fixture
+def client(model: Path) -> Callable[[Server], EngineClient]:
+    """The orchestrator's end of an engine that was started from `model`."""
+    return lambda server: EngineClient(server.url, str(model), retry_s=0.1)

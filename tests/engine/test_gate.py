@@ -1,0 +1,54 @@
+"""A real engine behind its gate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+import pytest
+
+from primeslurm.orchestrator.engines import EngineDownError, Policy, Step
+from tests.support.generate import generate, spans
+from tests.support.models import make_model, publish
+
+pytestmark = pytest.mark.engine
+
+
+async def test_serves_nothing_before_its_policy_is_confirmed(start_engine, client, model: Path) -> None:
+    engine = start_engine()
+    control = client(engine)
+    assert engine.status_code("/health") == 503
+    refused = httpx.post(f"{engine.url}/inference/v1/generate", json={})
+    assert refused.status_code == 503 and refused.json()["error"].startswith("stale")
+    assert engine.status_code("/metrics") == 200
+    assert (await control.status()).version is None
+
+    assert await control.apply(Policy(0, str(model)), timeout_s=30) is Step.CONFIRM
+    assert engine.status_code("/health") == 200
+    assert spans(generate(engine.url, [2, 3, 4], 3)) == [(0, 0, 3)]
+    assert await control.apply(Policy(0, str(model)), timeout_s=30) is Step.NOTHING
+
+
+async def test_shutdown_ends_the_process_and_a_new_start_is_stale(start_engine, client, model: Path) -> None:
+    engine = start_engine()
+    control = client(engine)
+    await control.apply(Policy(0, str(model)), timeout_s=30)
+    before = await control.status()
+    await control.shutdown()
+    assert engine.wait_gone(5)
+    with pytest.raises(EngineDownError):
+        await control.status()
+
+    start_engine(http=int(engine.url.rpartition(":")[2]))
+    after = await control.status()
+    assert after.incarnation != before.incarnation
+    assert after.version is None and engine.status_code("/health") == 503
+
+
+async def test_policies_change_under_way(start_engine, client, model: Path, tmp_path: Path) -> None:
+    engine = start_engine()
+    control = client(engine)
+    first = publish(make_model(tmp_path / "m1", seed=1), tmp_path, 1)
+    assert await control.apply(Policy(1, str(first)), timeout_s=30) is Step.UPDATE
+    status = await control.status()
+    assert status.version == 1 and not status.paused and status.updates == 1

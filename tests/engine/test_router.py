@@ -1,0 +1,103 @@
+"""Real engines behind the real vllm-router."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from primeslurm.orchestrator.engines import Policy
+from tests.support.generate import generate, metric, spans, tokens
+from tests.support.models import make_model, publish
+
+pytestmark = pytest.mark.engine
+PROMPT = [2, 5, 9, 14, 7, 3, 21]
+
+
+async def eventually(condition, timeout_s: float = 15) -> None:
+    """Wait until `condition()` holds."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "condition not met in time"
+        await asyncio.sleep(0.1)
+
+
+def retrying(url: str, session: str, seconds: float = 20) -> dict:
+    """A client that tries again after a 5xx or a lost connection, as rollouts do."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return generate(url, PROMPT, 4, session=session, timeout_s=10)
+        except httpx.HTTPError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.2)
+
+
+async def test_a_killed_engine_returns_only_with_the_current_policy(
+    start_engine, client, open_router, tmp_path: Path
+) -> None:
+    engines = [start_engine(), start_engine()]
+    policy = Policy(1, str(publish(make_model(tmp_path / "m", seed=1), tmp_path, 1)))
+    router = open_router(engines=engines)  # started while both are stale
+    await asyncio.gather(*(client(engine).apply(policy, 30) for engine in engines))
+    await eventually(lambda: router.status_code("/health") == 200)
+
+    by_session = {f"s{i}": set() for i in range(12)}
+    for session, served_by in by_session.items():
+        for _ in range(3):
+            before = [metric(e.url, "vllm:request_success_total") for e in engines]
+            generate(router.url, PROMPT, 2, session=session)
+            after = [metric(e.url, "vllm:request_success_total") for e in engines]
+            served_by.add(next(i for i in (0, 1) if after[i] > before[i]))
+    assert all(len(served_by) == 1 for served_by in by_session.values())  # a session stays on its engine
+    assert set().union(*by_session.values()) == {0, 1}
+
+    engines[0].kill()
+    assert all(spans(retrying(router.url, f"s{i}")) == [(1, 0, 4)] for i in range(6))
+    restarted = start_engine(http=int(engines[0].url.rpartition(":")[2]))
+    await asyncio.sleep(2.5)  # the router has checked it by now
+    for i in range(12):
+        assert spans(retrying(router.url, f"s{i}")) == [(1, 0, 4)]
+    assert metric(restarted.url, "vllm:request_success_total") == 0
+
+    await client(restarted).apply(policy, 30)
+    moved = [s for s, served_by in by_session.items() if served_by == {0}]
+
+    def returned() -> bool:
+        assert spans(retrying(router.url, moved[0])) == [(1, 0, 4)]
+        return metric(restarted.url, "vllm:request_success_total") > 0
+
+    await eventually(returned)
+
+
+async def test_prefill_and_decode_engines_answer_as_one(
+    start_engine, client, open_router, model: Path, tmp_path: Path
+) -> None:
+    plain, prefill, decode = start_engine(), start_engine("prefill"), start_engine("decode")
+    everyone = (plain, prefill, decode)
+    router = open_router(prefill=[prefill], decode=[decode])  # started while both are stale
+    with pytest.raises(httpx.HTTPStatusError):
+        generate(router.url, PROMPT, 2)
+    prompts = [[3 + (i * k) % 40 for i in range(1, 90)] for k in (1, 3, 7)]
+    for version in (0, 1):
+        path = model if version == 0 else publish(make_model(tmp_path / "m", seed=1), tmp_path, 1)
+        await asyncio.gather(*(client(engine).apply(Policy(version, str(path)), 30) for engine in everyone))
+        retrying(router.url, "warm-up")
+        for prompt in prompts:
+            through = generate(router.url, prompt, 16, salt=f"v{version}", session="s")
+            assert tokens(through) == tokens(generate(plain.url, prompt, 16, salt=f"v{version}"))
+            assert spans(through) == [(version, 0, 16)]
+    assert metric(decode.url, "vllm:nixl_bytes_transferred_count") >= 6
+
+    port = int(decode.url.rpartition(":")[2])
+    decode.kill()
+    restarted = start_engine("decode", http=port)
+    with pytest.raises(httpx.HTTPStatusError):
+        generate(router.url, prompts[0], 2)
+    assert metric(restarted.url, "vllm:request_success_total") == 0
+    await client(restarted).apply(Policy(1, str(path)), 30)
+    assert spans(retrying(router.url, "s")) == [(1, 0, 4)]

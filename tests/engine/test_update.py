@@ -1,0 +1,173 @@
+"""Policy updates on a real engine: in flight, exact, atomic, recoverable."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from pathlib import Path
+
+import httpx
+import pytest
+from safetensors.torch import load_file, save_file
+
+from primeslurm.orchestrator.engines import EngineUpdateError, Policy, Step
+from primeslurm.wire import weights
+from tests.support.generate import generate, logprobs, metric, spans, tokens
+from tests.support.models import make_constant_model, make_model, publish, reference_logprobs, token_id
+from tests.support.processes import Server
+
+pytestmark = pytest.mark.engine
+PROMPT = [2, 5, 9, 14, 7, 3, 21]
+
+
+@pytest.fixture(scope="module")
+def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
+    """1 always says a, 2 always says b, 3 and 4 are random."""
+    run_dir = tmp_path_factory.mktemp("run")
+    made = tmp_path_factory.mktemp("made")
+    sources = {
+        1: make_constant_model(made / "a", "a"),
+        2: make_constant_model(made / "b", "b"),
+        3: make_model(made / "r3", seed=3),
+        4: make_model(made / "r4", seed=4),
+    }
+    for version, source in sources.items():
+        publish(source, run_dir, version)
+    return sources | {-1: run_dir}
+
+
+@pytest.fixture(scope="module")
+def engine(start_engine) -> Server:
+    """One engine for the whole module; every test brings it to the version it needs."""
+    return start_engine()
+
+
+@pytest.fixture
+def policy(policies: dict[int, Path]):
+    """Policy by version."""
+    return lambda version: Policy(version, str(weights.version_dir(policies[-1], version)))
+
+
+async def test_requests_in_flight_go_on_with_the_new_policy(engine, client, policy) -> None:
+    control = client(engine)
+    await control.apply(policy(1), timeout_s=30)
+    requests = [asyncio.to_thread(generate, engine.url, PROMPT, 1500) for _ in range(4)]
+    running = asyncio.gather(*requests)
+    while metric(engine.url, "vllm:generation_tokens_total") < 400:
+        await asyncio.sleep(0.02)
+    assert await control.apply(policy(2), timeout_s=30) is Step.UPDATE
+    for answer in await running:
+        (old, start, boundary), (new, _, end) = spans(answer)
+        assert (old, new, start, end) == (1, 2, 0, 1500)
+        assert tokens(answer) == [token_id("a")] * boundary + [token_id("b")] * (1500 - boundary)
+    assert metric(engine.url, "vllm:num_preemptions_total") == 0
+
+
+async def test_logprobs_after_updates_are_those_of_the_new_weights(engine, client, policy, policies) -> None:
+    control = client(engine)
+    for version in (3, 4):
+        await control.apply(policy(version), timeout_s=30)
+        answer = generate(engine.url, PROMPT, 24, salt=f"exact:{version}", temperature=1.0, seed=5)
+        expected = reference_logprobs(policies[version], PROMPT + tokens(answer))[len(PROMPT) - 1 :]
+        assert logprobs(answer) == pytest.approx(expected, abs=1e-4)
+
+
+async def test_a_version_that_is_there_is_not_applied_again(engine, client, policy) -> None:
+    control = client(engine)
+    await control.apply(policy(4), timeout_s=30)
+    before = await control.status()
+    assert await control.apply(policy(4), timeout_s=30) is Step.NOTHING
+    assert await control.status() == before
+
+
+async def test_a_refused_policy_closes_the_gate_and_a_good_one_reopens_it(
+    engine, client, policy, policies, tmp_path: Path
+) -> None:
+    control = client(engine)
+    await control.apply(policy(3), timeout_s=30)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(EngineUpdateError, match="MANIFEST"):
+        await control.apply(Policy(5, str(empty)), timeout_s=30)
+    status = await control.status()
+    assert status.version is None and status.paused and engine.status_code("/health") == 503
+
+    await control.apply(policy(4), timeout_s=30)
+    assert engine.status_code("/health") == 200
+    answer = generate(engine.url, PROMPT, 8, salt="recovered")
+    expected = reference_logprobs(policies[4], PROMPT + tokens(answer))[len(PROMPT) - 1 :]
+    assert logprobs(answer) == pytest.approx(expected, abs=1e-4)
+
+
+def _without_an_expert(tensors: dict) -> None:
+    del tensors["model.layers.1.mlp.experts.2.down_proj.weight"]
+
+
+def _with_a_wrong_shape(tensors: dict) -> None:
+    # loaded half-way: k_proj sorts before v_proj, and both fill the same fused layer
+    name = "model.layers.1.self_attn.v_proj.weight"
+    tensors[name] = tensors[name][:, :-1].contiguous()
+
+
+@pytest.mark.parametrize("damage", [_without_an_expert, _with_a_wrong_shape])
+async def test_a_policy_that_does_not_fit_is_refused_and_leaves_no_trace(
+    engine, client, policy, policies, tmp_path: Path, damage
+) -> None:
+    control = client(engine)
+    bad = tmp_path / "bad"
+    shutil.copytree(weights.version_dir(policies[-1], 3), bad)
+    file = next(bad.glob("*.safetensors"))
+    tensors = load_file(file)
+    damage(tensors)
+    save_file(tensors, file)
+    weights.complete(bad, 5, "float32")
+    with pytest.raises(EngineUpdateError):
+        await control.apply(Policy(5, str(bad)), timeout_s=30)
+    assert (await control.status()).version is None
+
+    await control.apply(policy(4), timeout_s=30)
+    answer = generate(engine.url, PROMPT, 8, salt=damage.__name__)
+    expected = reference_logprobs(policies[4], PROMPT + tokens(answer))[len(PROMPT) - 1 :]
+    assert logprobs(answer) == pytest.approx(expected, abs=1e-4)
+
+
+async def test_a_directory_of_another_version_is_refused(engine, client, policy, policies) -> None:
+    control = client(engine)
+    mislabelled = Policy(6, policy(3).path)
+    with pytest.raises(EngineUpdateError):
+        await control.apply(mislabelled, timeout_s=30)
+    await control.apply(policy(3), timeout_s=30)
+    assert engine.status_code("/health") == 200
+
+
+async def test_a_new_salt_reuses_no_cache(engine, client, policy) -> None:
+    await client(engine).apply(policy(3), timeout_s=30)
+    prompt = [3 + i % 40 for i in range(400)]
+
+    def hits(salt: str) -> float:
+        before = metric(engine.url, "vllm:prefix_cache_hits_total")
+        generate(engine.url, prompt, 2, salt=salt)
+        return metric(engine.url, "vllm:prefix_cache_hits_total") - before
+
+    assert hits("run.0:3") == 0
+    assert hits("run.0:3") >= 256
+    assert hits("run.0:4") == 0
+
+
+async def test_an_update_that_nobody_resumed_is_resumed(engine, client, policy) -> None:
+    control = client(engine)
+    await control.apply(policy(3), timeout_s=30)
+    httpx.post(f"{engine.url}/pause?mode=keep&clear_cache=false")
+    assert (await control.status()).paused
+    assert await control.apply(policy(3), timeout_s=30) is Step.RESUME
+    assert len(tokens(generate(engine.url, PROMPT, 4))) == 4
+
+
+async def test_a_tied_head_follows_the_embedding(start_engine, client, tmp_path: Path) -> None:
+    model = make_model(tmp_path / "tied", seed=7, tied=True)
+    target = make_model(tmp_path / "target", seed=8, tied=True)
+    engine = start_engine(source=model)
+    await client(engine).apply(Policy(1, str(publish(target, tmp_path, 1))), timeout_s=30)
+    answer = generate(engine.url, PROMPT, 8)
+    expected = reference_logprobs(target, PROMPT + tokens(answer))[len(PROMPT) - 1 :]
+    assert logprobs(answer) == pytest.approx(expected, abs=1e-4)

@@ -1,0 +1,144 @@
+"""FakeEngine: an HTTP server that speaks an engine's routes, with a sampler that knows the answer to `Reverse: `.
+
+It stands beside the tests with real vLLM servers, for what those cannot show in seconds: kills, restarts, long runs.
+Sampling is deterministic per request: token i of a completion has log-probability -(i + 1) / 8.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import uuid
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<eos>{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+SPECIAL = ["<pad>", "<eos>", "<user>", "<assistant>", "<system>"]
+
+
+def write_tokenizer(directory: Path) -> Path:
+    """A character tokenizer with a chat template, as files. Returns the directory."""
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *"ABCDEFGHIJKLMNOPQRSTUVWXYZ", *LETTERS, *":. ?!"])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>", additional_special_tokens=SPECIAL[2:]
+    )
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(directory)
+    return directory
+
+
+class FakeEngine:
+    """Serves on a free port, from a thread of its own, until `stop`.
+
+    Args:
+        tokenizer: directory of the tokenizer.
+        mistakes: how many leading letters of every other answer are wrong.
+        delay_s: how long a completion takes.
+        broken: answers 500 to this many generate requests first.
+    """
+
+    def __init__(self, tokenizer: Path, mistakes: int = 1, delay_s: float = 0.01, broken: int = 0) -> None:
+        self._tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer)
+        self._mistakes = mistakes
+        self._delay_s = delay_s
+        self.broken = broken
+        self.version: int | None = None
+        self.paused = False
+        self.updates = 0
+        self.requests: list[dict[str, Any]] = []
+        self.sessions: list[str] = []
+        self._incarnation = uuid.uuid4().hex
+        self._loop = asyncio.new_event_loop()
+        self._started = threading.Event()
+        self.url = ""
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+        assert self._started.wait(10)
+
+    def stop(self) -> None:
+        """End the server."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        app = web.Application()
+        app.router.add_post("/inference/v1/generate", self._generate)
+        app.router.add_get("/primeslurm/status", self._status)
+        app.router.add_get("/metrics", self._metrics)
+        app.router.add_post("/{control}", self._control)
+        runner = web.AppRunner(app)
+        self._loop.run_until_complete(runner.setup())
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        self._loop.run_until_complete(site.start())
+        self.url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"  # type: ignore[union-attr]
+        self._started.set()
+        self._loop.run_forever()
+        self._loop.run_until_complete(runner.cleanup())
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        if self.version is None:
+            return web.json_response({"error": "stale"}, status=503)
+        if self.broken > 0:
+            self.broken -= 1
+            return web.json_response({"error": "broken"}, status=500)
+        first = self.version
+        self.requests.append(body)
+        self.sessions.append(request.headers.get("X-Session-ID", ""))
+        await asyncio.sleep(self._delay_s)
+        while self.paused:
+            await asyncio.sleep(0.01)
+        tokens = self._sample(body["token_ids"], len(self.requests))[: body["sampling_params"]["max_tokens"]]
+        half = len(tokens) // 2
+        spans = [(first, 0, half), (self.version, half, len(tokens))] if self.version != first else [(first, 0, len(tokens))]
+        finish = "stop" if tokens[-1] == self._tokenizer.eos_token_id else "length"
+        choice = {
+            "index": 0,
+            "finish_reason": finish,
+            "token_ids": tokens,
+            "logprobs": {"content": [{"token_id": t, "logprob": -(i + 1) / 8, "rank": 1} for i, t in enumerate(tokens)]},
+            "weight_versions": [{"version": str(v), "start": a, "end": b} for v, a, b in spans],
+        }
+        return web.json_response({"request_id": "generate-tokens-1", "choices": [choice]})
+
+    def _sample(self, prompt: list[int], number: int) -> list[int]:
+        text = self._tokenizer.decode(prompt, skip_special_tokens=False).replace(" ", "")
+        word = text.rsplit("Reverse:", 1)[1].split("<")[0]
+        answer = word[::-1]
+        if number % 2:
+            answer = "z" * self._mistakes + answer[self._mistakes :]
+        return [*self._tokenizer.convert_tokens_to_ids(list(answer)), self._tokenizer.eos_token_id]
+
+    async def _status(self, request: web.Request) -> web.Response:
+        status = {"version": self.version, "incarnation": self._incarnation, "paused": self.paused}
+        return web.json_response({**status, "updates": self.updates, "initialized": True})
+
+    async def _control(self, request: web.Request) -> web.Response:
+        body = json.loads(await request.text() or "{}")
+        match request.path:
+            case "/pause":
+                self.paused = True
+            case "/resume":
+                self.paused = False
+            case "/start_weight_update":
+                self.updates += 1
+            case "/finish_weight_update":
+                self.version = int(body["weight_version"])
+            case "/update_weight_version":
+                self.version = int(body["new_version"])
+        return web.json_response({})
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        return web.Response(text='vllm:num_requests_running{engine="0"} 2.0\nvllm:num_requests_waiting{engine="0"} 1.0\n')

@@ -1,0 +1,104 @@
+"""Tiny models made on the spot: real architectures, real tokenizer files, no download."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+from tokenizers import Regex, Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from primeslurm.wire import weights
+
+VOCABULARY = ["<pad>", "<eos>", "<bos>", *"abcdefghijklmnopqrstuvwxyz", *" .,:-0123456789"]
+VOCAB_SIZE = 64  # padded: engines want round sizes
+
+
+def token_id(character: str) -> int:
+    """The id of a one-character token."""
+    return VOCABULARY.index(character)
+
+
+def make_tokenizer(directory: Path) -> None:
+    """A character tokenizer with a chat template."""
+    core = Tokenizer(WordLevel({token: i for i, token in enumerate(VOCABULARY)}, unk_token="<pad>"))
+    core.pre_tokenizer = Split(Regex("."), "isolated")
+    core.decoder = Fuse()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="<pad>", eos_token="<eos>", bos_token="<bos>", unk_token="<pad>"
+    )
+    fast.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    fast.save_pretrained(directory)
+
+
+def make_model(directory: Path, seed: int = 0, tied: bool = False) -> Path:
+    """A random Qwen3-MoE in float32, with weights large enough that its predictions differ clearly from uniform."""
+    model = _random_model(seed, tied)
+    _save(model, directory)
+    return directory
+
+
+def make_constant_model(directory: Path, character: str) -> Path:
+    """The same architecture, but it always predicts one character."""
+    model = _random_model(seed=0, tied=False)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "o_proj" in name or "down_proj" in name:
+                parameter.zero_()  # layers add nothing: the embedding reaches the head
+        model.model.embed_tokens.weight.fill_(1.0)
+        model.lm_head.weight.zero_()
+        model.lm_head.weight[token_id(character)] = 1.0
+    _save(model, directory)
+    return directory
+
+
+def publish(source: Path, run_dir: Path, version: int) -> Path:
+    """Publish the weights of a model directory as a policy version, complete with its manifest."""
+    directory = weights.version_dir(run_dir, version)
+    directory.mkdir(parents=True)
+    for file in source.glob("*.safetensors"):
+        shutil.copy(file, directory)
+    weights.complete(directory, version, "float32")
+    return directory
+
+
+def reference_logprobs(directory: Path, token_ids: list[int]) -> list[float]:
+    """Log-probability of every token but the first, computed by transformers in float32."""
+    model = Qwen3MoeForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    ids = torch.tensor([token_ids])
+    with torch.no_grad():
+        logprobs = model(ids).logits[0].log_softmax(-1)
+    return logprobs[:-1].gather(1, ids[0, 1:, None]).squeeze(1).tolist()
+
+
+def _random_model(seed: int, tied: bool) -> Qwen3MoeForCausalLM:
+    torch.manual_seed(seed)
+    config = Qwen3MoeConfig(
+        vocab_size=VOCAB_SIZE,
+        hidden_size=64,
+        intermediate_size=128,
+        moe_intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        num_experts=4,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        max_position_embeddings=8192,
+        initializer_range=0.2,
+        tie_word_embeddings=tied,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=2,
+    )
+    return Qwen3MoeForCausalLM(config).to(torch.float32)
+
+
+def _save(model: Qwen3MoeForCausalLM, directory: Path) -> None:
+    model.save_pretrained(directory)
+    make_tokenizer(directory)

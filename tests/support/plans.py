@@ -1,0 +1,47 @@
+"""Small plans of ordinary processes, for tests of the agents that run them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from primeslurm.plan.model import HetGroup, JobOptions, Node, Plan, Process, Totals
+
+SERVER = """
+import http.server, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.end_headers()
+    def log_message(self, *args): pass
+http.server.ThreadingHTTPServer((sys.argv[1], int(sys.argv[2])), Handler).serve_forever()
+"""
+
+
+def python(code: str, *args: str) -> tuple[str, ...]:
+    """The argv of a Python one-liner."""
+    return (sys.executable, "-c", code, *args)
+
+
+def plan_of(run_dir: Path, *nodes: tuple[Process, ...], max_attempts: int = 3, stall_timeout_s: int = 600) -> Plan:
+    """A local plan whose nodes run the given processes."""
+    return Plan(
+        schema=1,
+        run=run_dir.name,
+        run_dir=str(run_dir),
+        task="rl",
+        layout="het",
+        executor="local",
+        device="cpu",
+        python=sys.executable,
+        job=JobOptions(name=run_dir.name, time="00:10:00", signal_s=40),
+        groups=(HetGroup(index=0, name="all", nodes=len(nodes), partition="p", gres=None, cpus_per_task=1),),
+        nodes=tuple(
+            Node(index=i, group=0, role="control", index_in_group=i, processes=processes)
+            for i, processes in enumerate(nodes)
+        ),
+        replicas=(),
+        totals=Totals(nodes=len(nodes), gpus=0, trainer_gpus=0, engines=0, inference_nodes=0, routers=0),
+        env={"TMPDIR": "${tmp}"},
+        stall_timeout_s=stall_timeout_s,
+        max_attempts=max_attempts,
+    )

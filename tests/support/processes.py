@@ -1,0 +1,170 @@
+"""Real servers for tests: vLLM engines forked from a zygote, and the real vllm-router.
+
+Importing vLLM takes seconds of CPU. The zygote imports it once and then forks a server per request, with the command
+line and environment that `plan.commands` gives for a real node.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from primeslurm.plan.commands import Command
+
+HOST = "127.0.0.1"
+ZYGOTE = Path(__file__).with_name("zygote.py")
+
+
+def free_port() -> int:
+    """A port that is free now."""
+    with socket.socket() as probe:
+        probe.bind((HOST, 0))
+        return int(probe.getsockname()[1])
+
+
+def fill(text: str, values: Mapping[str, str]) -> str:
+    """Replace `${name}` placeholders. Raises KeyError for one without a value."""
+    return re.sub(r"\$\{([^}]+)\}", lambda match: values[match[1]], text)
+
+
+@dataclass
+class Server:
+    """A server process, the leader of its own process group."""
+
+    pid: int
+    url: str
+    log: Path
+
+    def status_code(self, path: str = "/health") -> int | None:
+        """HTTP status of a GET, None if nobody answers."""
+        try:
+            return httpx.get(self.url + path, timeout=5).status_code
+        except httpx.HTTPError:
+            return None
+
+    def wait(self, path: str, timeout_s: float = 60) -> float:
+        """Wait for a 200 on `path`; returns the seconds it took. Raises RuntimeError with the end of the log."""
+        began = time.monotonic()
+        while self.status_code(path) != 200:
+            if not self.alive() or time.monotonic() - began > timeout_s:
+                raise RuntimeError(f"{self.url}{path} never answered:\n{self.log.read_text()[-3000:]}")
+            time.sleep(0.05)
+        return time.monotonic() - began
+
+    def alive(self) -> bool:
+        """Whether the process exists."""
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self.pid, os.WNOHANG)
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        return True
+
+    def kill(self) -> None:
+        """SIGKILL to the whole group, and wait until it is gone."""
+        self._signal(signal.SIGKILL)
+        self._gone(10)
+
+    def stop(self) -> None:
+        """SIGTERM to the group, SIGKILL if it does not heed it."""
+        self._signal(signal.SIGTERM)
+        if not self._gone(10):
+            self.kill()
+
+    def wait_gone(self, timeout_s: float) -> bool:
+        """Whether the process ends by itself in time."""
+        return self._gone(timeout_s)
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
+    def _gone(self, timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        while self.alive():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.02)
+        return True
+
+
+class Zygote:
+    """A process that has imported vLLM and forks engines. Close it to end all of them."""
+
+    def __init__(self, directory: Path, env: Mapping[str, str]) -> None:
+        self._directory = directory
+        self._log = directory / "zygote.log"
+        self._servers: list[Server] = []
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-W", "ignore", str(ZYGOTE)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env={**os.environ, **env},
+                start_new_session=True,
+            )
+        self._read()
+
+    def start(self, command: Command, ports: Mapping[str, int] | None = None) -> Server:
+        """Fork an engine; `ports` pins port numbers, others are probed. It is not waited for."""
+        numbers = {name: free_port() for name in command.ports} | dict(ports or {})
+        values = {"host": HOST} | {f"port:{name}": str(number) for name, number in numbers.items()}
+        log = self._directory / f"engine-{numbers['http']}-{len(self._servers)}.log"
+        request = {
+            "argv": [fill(part, values) for part in command.argv[3:]],  # python -m module
+            "env": {key: fill(value, values) for key, value in command.env.items()},
+            "log": str(log),
+        }
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        server = Server(self._read()["pid"], f"http://{HOST}:{numbers['http']}", log)
+        self._servers.append(server)
+        return server
+
+    def close(self) -> None:
+        """End every engine that was started, then the zygote."""
+        for server in self._servers:
+            server.stop()
+        self._process.kill()
+        self._process.wait()
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith("{"):
+                answer: dict[str, Any] = json.loads(line)
+                return answer
+        raise RuntimeError(f"the zygote died:\n{self._log.read_text()[-3000:]}")
+
+
+def start_router(command: Command, engines: Mapping[str, str], log: Path) -> Server:
+    """Start the router of `router_command`; `engines` = name of each engine to its host:port."""
+    numbers = {name: free_port() for name in command.ports}
+    values = {"host": HOST} | {f"port:{name}": str(number) for name, number in numbers.items()}
+    values |= {f"addr:{name}:http": address for name, address in engines.items()}
+    with log.open("w") as handle:
+        process = subprocess.Popen(
+            [fill(part, values) for part in command.argv],
+            stdout=handle,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **command.env},
+            start_new_session=True,
+        )
+    return Server(process.pid, f"http://{HOST}:{numbers['http']}", log)

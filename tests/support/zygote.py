@@ -1,0 +1,77 @@
+"""Imports vLLM once, then forks an API server for every line of JSON on stdin: {"argv", "env", "log"} -> {"pid"}."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import sys
+import traceback
+from typing import Any
+
+PRELOAD = (
+    "vllm.entrypoints.launchers.api_server.entry",
+    "vllm.entrypoints.openai.api_server",
+    "vllm.model_executor.model_loader.default_loader",
+    "vllm.model_executor.models.qwen3_moe",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.v1.worker.cpu_worker",
+    "transformers.models.auto.tokenization_auto",
+    "transformers.models.qwen3_moe",
+)
+
+
+def serve(request: dict[str, Any]) -> None:
+    """Become an API server, in a session of its own. Does not return before the server ends."""
+    os.setsid()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    log = os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.environ.update(request["env"])
+    sys.argv = ["api_server", *request["argv"]]
+
+    from vllm.entrypoints.launchers.api_server.entry import main
+
+    main()
+
+
+def fork_engine_cores() -> None:
+    """Have vLLM fork its engine core from this process too: spawned, it would import everything again."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    original = CpuPlatform.check_and_update_config.__func__
+
+    def check_and_update_config(cls: type, config: Any) -> None:
+        original(cls, config)
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"  # the CPU platform has just set it to spawn
+
+    CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
+
+
+def run() -> None:
+    """Preload, say so, and serve requests until stdin closes."""
+    for module in PRELOAD:
+        importlib.import_module(module)
+    fork_engine_cores()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    print(json.dumps({"ready": True}), flush=True)
+    for line in sys.stdin:
+        request = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                serve(request)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(1)
+        print(json.dumps({"pid": pid}), flush=True)
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,189 @@
+"""Agents and head over real processes: order, restarts, endings, clean-up."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from primeslurm.node.agent import NodeAgent
+from primeslurm.node.fleet import Ending, Outcome
+from primeslurm.node.head import Head
+from primeslurm.plan.model import Health, Plan, Process
+from primeslurm.run.directory import Attempt, RunDirectory
+from primeslurm.wire import exits
+from primeslurm.wire.files import read_json
+from tests.support.plans import SERVER, plan_of, python
+
+SLEEP = python("import time; time.sleep(600)")
+IGNORES_TERM = python("import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)")
+# A trainer that checkpoints on SIGUSR1 and exits as trainers do.
+TRAINER = python(
+    "import signal, sys, time\n"
+    f"signal.signal(signal.SIGUSR1, lambda *a: (open(sys.argv[1], 'w').close(), sys.exit({exits.CHECKPOINTED})))\n"
+    "time.sleep(600)",
+    "${attempt_dir}/checkpointed",
+)
+
+
+def process(name: str, node: int, argv: tuple[str, ...], role: str = "engine", **options: object) -> Process:
+    return Process.model_validate(
+        {"name": name, "role": role, "node": node, "argv": argv, "log": f"logs/{role}/{name}.log", **options}
+    )
+
+
+class Running:
+    """A plan being run by one thread per node, as submitit's processes would."""
+
+    def __init__(self, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.run = RunDirectory(Path(plan.run_dir))
+        self.attempt: Attempt = self.run.attempt(1)
+        self.attempt.prepare(plan)
+        monkeypatch.setattr("primeslurm.node.agent.own_address", lambda *_: "127.0.0.1")
+        monkeypatch.setattr("primeslurm.node.agent.TERM_GRACE_S", 1.0)
+        self.agents = [NodeAgent(plan, node, self.attempt, "test-id", plan.python) for node in plan.nodes]
+        self.head = Head(self.agents[0], self.run)
+        self.threads = [threading.Thread(target=agent.run, daemon=True) for agent in self.agents]
+        for thread in [*self.threads, self.head]:
+            thread.start()
+
+    def report(self, name: str) -> dict[str, object]:
+        for agent in self.agents:
+            value = read_json(self.attempt.node_file(agent.node.index)) or {"processes": {}}
+            if name in value["processes"]:
+                return dict(value["processes"][name])
+        return {}
+
+    def wait(self, condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if condition():
+                return
+            time.sleep(0.05)
+        raise AssertionError("timed out")
+
+    def wait_state(self, name: str, state: str) -> dict[str, object]:
+        self.wait(lambda: self.report(name).get("state") == state)
+        return self.report(name)
+
+    def join(self) -> None:
+        for thread in [*self.threads, self.head]:
+            thread.join(60)
+            assert not thread.is_alive()
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
+    started: list[Running] = []
+
+    def run(*nodes: tuple[Process, ...], **options: int) -> Running:
+        started.append(Running(plan_of(tmp_path / "run", *nodes, **options), monkeypatch))
+        return started[-1]
+
+    yield run
+    for running in started:
+        running.head.end(Ending(Outcome.CANCELLED, "test over"))
+        running.join()
+
+
+def alive(pid: object) -> bool:
+    try:
+        os.kill(int(str(pid)), 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_dependents_start_after_what_they_need_answers(start: Callable[..., Running]) -> None:
+    server = process(
+        "server",
+        1,
+        python(SERVER, "${host}", "${port:http}"),
+        ports={"http": 21000},
+        health=Health(port="http", path="/x"),
+    )
+    client = process("client", 0, python("import sys; print(sys.argv[1])", "${addr:server:http}"), after=("server",))
+    running = start((client,), (server,))
+    running.wait_state("client", "done")
+    log = (running.attempt.path / "logs/engine/client.log").read_text().splitlines()
+    port = read_json(running.attempt.node_file(1))["ports"]["server"]["http"]
+    assert log[-1] == f"127.0.0.1:{port}"
+    assert running.report("server")["healthy"] is True
+
+
+def test_a_killed_engine_is_restarted_in_place_on_its_port(start: Callable[..., Running]) -> None:
+    argv = python(SERVER, "${host}", "${port:http}")
+    server = process("server", 0, argv, ports={"http": 21000}, health=Health(port="http", path="/x"))
+    running = start((server,))
+    first = running.wait_state("server", "ready")
+    os.kill(int(str(first["pid"])), signal.SIGKILL)
+    running.wait(lambda: running.report("server").get("restarts") == 1)
+    second = running.wait_state("server", "ready")
+    assert second["pid"] != first["pid"]
+    assert running.head.ending is None
+
+
+def test_a_process_that_keeps_dying_ends_the_attempt(start: Callable[..., Running]) -> None:
+    running = start((process("bad", 0, python("raise SystemExit(3)"), max_restarts=1),))
+    running.join()
+    assert running.head.ending is not None
+    assert running.head.ending.outcome is Outcome.FAILED
+    assert running.head.ending.reason == "bad ended with exit code 3 after 1 restarts"
+    assert running.head.conclude() is True
+
+
+def test_a_dead_trainer_ends_the_attempt_everywhere(start: Callable[..., Running]) -> None:
+    trainer = process("trainer-rank-0", 1, SLEEP, role="trainer", restart="attempt")
+    running = start((process("orchestrator", 0, IGNORES_TERM, role="orchestrator"),), (trainer,))
+    other = running.wait_state("orchestrator", "ready")["pid"]
+    os.kill(int(str(running.wait_state("trainer-rank-0", "ready")["pid"])), signal.SIGKILL)
+    running.join()
+    assert running.head.ending == Ending(Outcome.FAILED, "trainer-rank-0 was ended by signal 9", "trainer-rank-0")
+    assert not alive(other)
+
+
+def test_preemption_lets_trainers_checkpoint_first(start: Callable[..., Running]) -> None:
+    trainer = process("trainer-rank-0", 1, TRAINER, role="trainer", restart="attempt")
+    running = start((process("orchestrator", 0, SLEEP, role="orchestrator"),), (trainer,))
+    running.wait_state("orchestrator", "ready")
+    running.wait_state("trainer-rank-0", "ready")
+    time.sleep(0.5)  # the trainer's interpreter installs its handler
+    running.head.end(Ending(Outcome.PREEMPTED, "USR2"))
+    running.join()
+    assert (running.attempt.path / "checkpointed").exists()
+    assert running.report("trainer-rank-0")["exit_code"] == exits.CHECKPOINTED
+    assert running.head.conclude() is True
+
+
+def test_completion_ends_servers_and_leaves_nothing(start: Callable[..., Running]) -> None:
+    done = python("pass")
+    running = start(
+        (process("orchestrator", 0, done, role="orchestrator"),),
+        (process("trainer-rank-0", 1, done, role="trainer", restart="attempt"), process("engine", 1, SLEEP)),
+    )
+    running.join()
+    assert running.head.ending is not None and running.head.ending.outcome is Outcome.COMPLETED
+    assert running.head.conclude() is False
+    assert not any(agent.tmp.exists() for agent in running.agents)
+    assert all(not agent.children for agent in running.agents)
+
+
+def test_a_program_that_does_not_exist_is_reported(start: Callable[..., Running]) -> None:
+    running = start((process("bad", 0, ("/no/such/program",), max_restarts=0),))
+    running.join()
+    assert running.head.ending is not None
+    assert "No such file" in running.head.ending.reason
+
+
+def test_the_cancel_file_ends_the_attempt(start: Callable[..., Running]) -> None:
+    running = start((process("engine", 0, SLEEP),))
+    pid = running.wait_state("engine", "ready")["pid"]
+    running.attempt.cancel_file.touch()
+    running.join()
+    assert running.head.ending == Ending(Outcome.CANCELLED, "cancelled by the user")
+    assert not alive(pid)

@@ -1,0 +1,159 @@
+"""Loading of recipes: composition, and one clear message for each thing that is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from primeslurm.errors import UsageError
+from primeslurm.recipe import Recipe
+from primeslurm.recipe.load import load_recipe, load_site
+from primeslurm.recipe.scheduling import minutes
+from tests.support.recipes import recipe_data, write_recipe
+
+
+def messages(path: Path, *overrides: str) -> list[str]:
+    with pytest.raises(UsageError) as caught:
+        load_recipe(path, overrides)
+    assert caught.value.exit_code == 2
+    return [str(violation) for violation in caught.value.violations]
+
+
+BAD: list[tuple[dict[str, Any], list[str]]] = [
+    ({"max_step": 3}, ["max_step = 3: no such key (did you mean max_steps?)"]),
+    ({"max_steps": 0}, ["max_steps = 0: input should be greater than 0"]),
+    ({"model": {"dtype": "float"}}, ["model.dtype = 'float': is not a valid choice (did you mean float32?)"]),
+    (
+        {"deployment": {"inference": {"type": "disagregated"}}},
+        ["deployment.inference = 'disagregated': is not a valid choice (did you mean disaggregated?)"],
+    ),
+    (
+        {"deployment": {"inference": {"type": "disaggregated", "prefil": {}}}},
+        ["deployment.inference.prefil = {{}}: no such key (did you mean prefill?)"],
+    ),
+    (
+        {"environments": [{"idd": "x"}]},
+        [
+            "environments.0.id: is required but missing in {path}",
+            "environments.0.idd = 'x': no such key (did you mean id?)",
+        ],
+    ),
+    ({"environments": []}, ["environments: task rl needs at least one (add `environments: [{{id: reverse-text}}]`)"]),
+    (
+        {"orchestrator": {"batch_size": 18}},
+        ["orchestrator.batch_size = 18: must be a multiple of orchestrator.group_size = 4 (nearest: 16)"],
+    ),
+    (
+        {"orchestrator": {"max_inflight_rollouts": 2}},
+        ["orchestrator.max_inflight_rollouts = 2: must be at least orchestrator.group_size = 4 (nearest: 4)"],
+    ),
+    (
+        {"environments": [{"id": "a"}, {"id": "a"}]},
+        ["environments = a: names must be unique (give each a `name`)"],
+    ),
+    (
+        {"orchestrator": {"sampling": {"max_tokens": 128}}},
+        ["orchestrator.sampling.max_tokens = 128: leaves no room for a prompt in seq_len = 128"],
+    ),
+    ({"model": {"max_len": 64}}, ["model.max_len = 64: is shorter than seq_len = 128"]),
+    ({"task": "sft"}, ["sft: task sft needs this section (add `sft: {{data: {{type: jsonl, path: ...}}}}`)"]),
+    ({"slurm": {"time": "soon"}}, ["slurm.time = 'soon': must be HH:MM:SS or D-HH:MM:SS, in quotes"]),
+    ({"name": "Bad Name"}, ["name = 'Bad Name': string should match pattern '^[a-z0-9][a-z0-9._-]{{0,62}}$'"]),
+    ({"schema": 2}, ["schema = 2: is not a valid choice (valid: 1)"]),
+    (
+        {"max_steps": "many", "seq_len": -1, "nam": "x"},
+        [
+            "max_steps = 'many': input should be a valid integer, unable to parse string as an integer",
+            "seq_len = -1: input should be greater than 0",
+            "nam = 'x': no such key (did you mean name?)",
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "expected"), BAD, ids=[str(list(changes)) for changes, _ in BAD])
+def test_bad_input_gives_every_violation_at_once(tmp_path: Path, changes: dict[str, Any], expected: list[str]) -> None:
+    path = write_recipe(tmp_path / "r.yaml", **changes)
+    assert messages(path) == [line.format(path=path) for line in expected]
+
+
+BROKEN = [
+    ("a: [1,\nb: 2", "{path}:2:5: not valid YAML: expected ',' or ']', but got '<stream end>'"),
+    ("", "{path}: must be a mapping of keys to values, is empty"),
+    ("- a\n", "{path}: must be a mapping of keys to values, is a list"),
+    ("\t: x", "{path}:1:1: not valid YAML: found character '\\t' that cannot start any token"),
+    ("extends: 3", "extends = 3: must be one relative path"),
+    ("extends: r.yaml", "extends = r.yaml: goes in a circle: r.yaml -> r.yaml"),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), BROKEN, ids=[repr(text) for text, _ in BROKEN])
+def test_broken_files_give_place_and_reason(tmp_path: Path, text: str, expected: str) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(text)
+    assert messages(path) == [expected.format(path=path)]
+
+
+def test_a_missing_file_names_its_nearest_sibling(tmp_path: Path) -> None:
+    write_recipe(tmp_path / "reverse_text.yaml")
+    assert messages(tmp_path / "revers_text.yaml") == [
+        f"{tmp_path}/revers_text.yaml: cannot be read: No such file or directory (did you mean reverse_text.yaml?)"
+    ]
+
+
+def test_extends_merges_mappings_and_replaces_lists(tmp_path: Path) -> None:
+    write_recipe(tmp_path / "base.yaml", environments=[{"id": "a"}, {"id": "b"}])
+    child = tmp_path / "sub" / "child.yaml"
+    child.parent.mkdir()
+    child.write_text("extends: ../base.yaml\nname: child\norchestrator: {group_size: 8}\nenvironments: [{id: c}]\n")
+    recipe = load_recipe(child)
+    assert (recipe.name, recipe.orchestrator.group_size, recipe.orchestrator.batch_size) == ("child", 8, 16)
+    assert [environment.id for environment in recipe.environments] == ["c"]
+
+
+def test_overrides_reach_into_lists_and_parse_yaml(tmp_path: Path) -> None:
+    path = write_recipe(tmp_path / "r.yaml")
+    overrides = ("max_steps=9", "environments.0.args={min_length: 2}", "trainer.optimizer.max_norm=null")
+    recipe = load_recipe(path, overrides)
+    assert recipe.max_steps == 9
+    assert recipe.environments[0].args == {"min_length": 2}
+    assert recipe.trainer.optimizer.max_norm is None
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("max_steps", "--set = max_steps: must be key.path=value"),
+        ("environments.4.id=x", "--set environments.4.id = x: there is no such place in the recipe"),
+        ("max_steps.x=1", "--set max_steps.x = 1: there is no such place in the recipe"),
+        ("name=[", "--set name = [: the value is not valid YAML"),
+    ],
+)
+def test_bad_overrides(tmp_path: Path, override: str, expected: str) -> None:
+    assert messages(write_recipe(tmp_path / "r.yaml"), override) == [expected]
+
+
+def test_a_resolved_recipe_loads_again_as_itself(tmp_path: Path) -> None:
+    recipe = Recipe.model_validate(recipe_data())
+    path = tmp_path / "recipe.resolved.json"
+    path.write_text(recipe.model_dump_json(by_alias=True))
+    assert load_recipe(path) == recipe
+
+
+def test_site_files_are_checked_too(tmp_path: Path) -> None:
+    path = tmp_path / "site.yaml"
+    path.write_text(yaml.safe_dump({"name": "x", "devise": "cpu", "nodes": {"default": {"partition": "p"}}}))
+    with pytest.raises(UsageError) as caught:
+        load_site(path)
+    assert [str(v) for v in caught.value.violations] == [
+        f"nodes.default.cpus: is required but missing in {path}",
+        "devise = 'cpu': no such key (did you mean device?)",
+    ]
+
+
+@pytest.mark.parametrize(("text", "expected"), [("00:30:00", 30), ("1-00:00:00", 1440), ("00:00:01", 1)])
+def test_slurm_time_in_minutes(text: str, expected: int) -> None:
+    assert minutes(text) == expected

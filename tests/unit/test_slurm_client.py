@@ -1,0 +1,55 @@
+"""Parsing of what Slurm prints. The texts are from Slurm 22.05, shortened."""
+
+from __future__ import annotations
+
+from primeslurm.slurm.client import JobComponent, parse_job, parse_sacct
+
+HET = """\
+JobId=2 HetJobId=1 HetJobOffset=1 HetJobIdSet=1-2 JobName=demo UserId=root(0) Priority=4294901754 JobState=RUNNING \
+Reason=None Dependency=(null) Requeue=1 Restarts=1 BatchFlag=0 Reboot=0 ExitCode=0:0 RunTime=00:00:02 \
+StartTime=2026-11-21T01:58:10 Partition=gpu ReqNodeList=(null) ExcNodeList=(null) NodeList=demo-n[001-002] NumNodes=2 \
+Comment=a JobState=FAKE
+JobId=1 HetJobId=1 HetJobOffset=0 HetJobIdSet=1-2 JobName=demo JobState=RUNNING Reason=None Restarts=1 ExitCode=0:0 \
+StartTime=2026-11-21T01:58:10 Partition=cpu NodeList=demo-c001 BatchHost=demo-c001
+"""
+PLAIN = (
+    "JobId=7 JobName=x JobState=FAILED Reason=NonZeroExitCode Restarts=0 ExitCode=3:0 "
+    "StartTime=2026-11-21T01:58:10 Partition=cpu NodeList=(null)"
+)
+
+
+def test_het_job() -> None:
+    job = parse_job(HET.replace(" Comment=a JobState=FAKE", ""))
+    assert (job.job_id, job.state, job.reason, job.restarts, job.exit_code) == ("1", "RUNNING", "", 1, None)
+    assert job.active
+    assert job.components == (
+        JobComponent("1", 0, "cpu", "RUNNING", "demo-c001"),
+        JobComponent("2", 1, "gpu", "RUNNING", "demo-n[001-002]"),
+    )
+
+
+def test_a_comment_cannot_pose_as_a_state() -> None:
+    assert [component.state for component in parse_job(HET).components] == ["RUNNING", "RUNNING"]
+
+
+def test_failed_job() -> None:
+    job = parse_job(PLAIN)
+    assert (job.job_id, job.state, job.reason, job.exit_code) == ("7", "FAILED", "NonZeroExitCode", 3)
+    assert not job.active
+    assert job.components[0].nodes == ""
+
+
+def test_sacct() -> None:
+    job = parse_sacct(
+        "12+0|cpu|CANCELLED by 0|None assigned|2026-11-21T01:58:10|0:0\n12+1|gpu|CANCELLED by 0|n[1-2]|x|0:0\n"
+    )
+    assert job is not None
+    assert (job.job_id, job.state, job.source) == ("12", "CANCELLED", "sacct")
+    assert job.components == (
+        JobComponent("12+0", 0, "cpu", "CANCELLED", ""),
+        JobComponent("12+1", 1, "gpu", "CANCELLED", "n[1-2]"),
+    )
+
+
+def test_sacct_knows_nothing() -> None:
+    assert parse_sacct("") is None
