@@ -95,7 +95,7 @@ def write_model(out: Path, family: str = "qwen3_moe", hidden: int = 64, layers: 
 
 
 def demonstrations(n: int, noise: float, seed: int) -> list[dict[str, Any]]:
-    """Chats that reverse a word; with probability `noise` the answer wrongly repeats the word as it is.
+    """Chats that reverse a word; with probability `noise` the answer is random letters instead.
 
     A model warmed up on them can reverse, but does so only in a share 1 - noise of its samples: RL has to make it
     choose.
@@ -104,7 +104,9 @@ def demonstrations(n: int, noise: float, seed: int) -> list[dict[str, Any]]:
     chats = []
     for _ in range(n):
         text = "".join(rng.choices(string.ascii_lowercase, k=rng.randint(4, 8)))
-        answer = text if rng.random() < noise else text[::-1]
+        answer = text[::-1]
+        if rng.random() < noise:
+            answer = "".join(rng.choices(string.ascii_lowercase, k=len(text)))
         messages = [{"role": "user", "content": PROMPT + text}, {"role": "assistant", "content": answer}]
         chats.append({"messages": messages})
     return chats
