@@ -1,4 +1,4 @@
-"""The trainer's checkpoints: DCP directories that any number of ranks can load, committed together with the orchestrator."""
+"""Checkpoints: DCP directories that any number of ranks can load, committed together with the orchestrator."""
 
 from __future__ import annotations
 

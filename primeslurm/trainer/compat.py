@@ -113,7 +113,7 @@ class Experts(GroupedExperts):
         return self._grouped_mm(A=F.silu(gate) * up, B_t=w2.transpose(-2, -1), offs=offsets)
 
 
-def swap(model_config: Any, base: type, replacement: type) -> None:
+def swap(model_config: Any, base: Any, replacement: Any) -> None:
     """Replace every `base.Config` below a model config by `replacement.Config` with the same values."""
     for _, config, parent, attribute in list(model_config.traverse(base.Config)):
         if type(config) is not base.Config:

@@ -7,7 +7,6 @@ import threading
 from typing import Any
 
 SIGNAL = signal.SIGUSR1
-EXIT_CODE = 75
 _KEY = "interrupt"
 
 

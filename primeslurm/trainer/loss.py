@@ -1,4 +1,4 @@
-"""Losses over packed rows, as sums over trained tokens; dividing by the batch's global token count is the caller's job."""
+"""Losses over packed rows, summed over trained tokens; the caller divides by the batch's global token count."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def dppo(config: Loss) -> LossFunction:
             per_token.sum(),
             {
                 "loss": per_token.detach().sum(),
-                "mismatch_kl": (ratio - difference - 1).detach().sum(),
+                "mismatch_kl": (torch.expm1(difference) - difference).detach().sum(),
                 "entropy": entropy.sum(),
                 "masked_fraction": (~keep).float().sum(),
                 "masked_high_fraction": too_high.float().sum(),

@@ -1,4 +1,4 @@
-"""Build the policy: HF config -> torchtitan model on the meta device -> sharded over the ranks -> weights from HF files."""
+"""Build the policy: HF config -> torchtitan model on the meta device -> sharded over ranks -> HF weights."""
 
 from __future__ import annotations
 

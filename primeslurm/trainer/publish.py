@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
@@ -89,14 +90,13 @@ class Publisher:
         weights.prune(self._run_dir, self._keep, needed)
 
 
-@torch.no_grad()
 def export(policy: Policy, dtype: torch.dtype) -> Iterator[dict[str, torch.Tensor]]:
     """Whole tensors under Hugging Face names, one layer at a time, on every rank (a collective).
 
     The first dictionary holds what belongs to no layer. At most one layer is gathered at a time.
     """
     layers: dict[int, dict[str, Any]] = {}
-    for name, tensor in policy.model.state_dict().items():
+    for name, tensor in policy.model.state_dict().items():  # detached from autograd
         match = _LAYER.match(name)
         layers.setdefault(int(match[1]) if match else -1, {})[name] = tensor
     for layer in sorted(layers):
@@ -118,9 +118,7 @@ def _attempt(action: Any) -> OSError | None:
         action()
     except OSError as error:
         return error
-    except Exception as error:
-        if "SafetensorError" not in type(error).__name__:
-            raise
+    except SafetensorError as error:
         return OSError(str(error))
     return None
 

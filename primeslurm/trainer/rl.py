@@ -8,12 +8,11 @@ from pathlib import Path
 
 from primeslurm.recipe import Recipe
 from primeslurm.trainer.checkpoint import Checkpoints
-from primeslurm.trainer.interrupt import EXIT_CODE
 from primeslurm.trainer.progress import Progress
 from primeslurm.trainer.publish import Publisher
 from primeslurm.trainer.step import Learner
 from primeslurm.trainer.world import World
-from primeslurm.wire import weights
+from primeslurm.wire import exits, weights
 from primeslurm.wire.journal import Journal
 from primeslurm.wire.link import LinkError, TrainerLink
 from primeslurm.wire.rollouts import Batch
@@ -72,8 +71,8 @@ class RlTask:
         if step > self._saver.last:
             self._save(step)
         interrupted = choice is Choice.INTERRUPTED
-        self._journal.event("stop", step=step, reason=choice.name.lower())
-        return EXIT_CODE if interrupted else 0
+        self._journal.event("stop", step=step, reason="interrupted" if interrupted else "finished")
+        return exits.CHECKPOINTED if interrupted else 0
 
     def _resume(self) -> int:
         """Load the newest checkpoint, and make sure that its policy is published."""

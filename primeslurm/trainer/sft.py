@@ -12,11 +12,11 @@ from typing import Any
 from primeslurm.recipe import Recipe
 from primeslurm.trainer import data
 from primeslurm.trainer.checkpoint import Checkpoints
-from primeslurm.trainer.interrupt import EXIT_CODE
 from primeslurm.trainer.progress import Progress
 from primeslurm.trainer.publish import Publisher
 from primeslurm.trainer.step import Learner
 from primeslurm.trainer.world import World
+from primeslurm.wire import exits
 from primeslurm.wire.files import write_atomic
 from primeslurm.wire.journal import Journal
 
@@ -72,7 +72,7 @@ class SftTask:
         if finished:
             self._publish(step)
         self._journal.event("stop", step=step, reason="finished" if finished else "interrupted")
-        return 0 if finished else EXIT_CODE
+        return 0 if finished else exits.CHECKPOINTED
 
     def _batch(self, step: int) -> Any:
         assert self._recipe.sft is not None

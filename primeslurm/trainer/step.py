@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from primeslurm.trainer import compat  # isort: skip  (before torchtitan)
+from primeslurm.trainer import compat  # noqa: F401  isort: skip  (before torchtitan)
 import numpy as np
 import torch
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw

@@ -1,7 +1,7 @@
 """Make a tiny, randomly initialised Qwen3 or Qwen3-MoE model with a character tokenizer, and data to warm it up.
 
     python -m primeslurm.trainer.tiny model --out DIR [--family qwen3_moe|qwen3] [--hidden 64] [--layers 2]
-    python -m primeslurm.trainer.tiny reverse-text --out FILE [--n 4000] [--noise 0.4] [--seed 0]
+    python -m primeslurm.trainer.tiny reverse-text --out FILE [--n 20000] [--noise 0.5] [--seed 0]
 
 Nothing is downloaded. The model is for demonstrations and tests on CPUs.
 """
@@ -95,12 +95,18 @@ def write_model(out: Path, family: str = "qwen3_moe", hidden: int = 64, layers: 
 
 
 def demonstrations(n: int, noise: float, seed: int) -> list[dict[str, Any]]:
-    """Chats that reverse a word, each character of the answer replaced by a random letter with probability `noise`."""
+    """Chats that reverse a word; with probability `noise` the answer is random letters instead.
+
+    A model warmed up on them can reverse, but does so only in a share 1 - noise of its samples: RL has to make it
+    choose.
+    """
     rng = random.Random(seed)
     chats = []
     for _ in range(n):
         text = "".join(rng.choices(string.ascii_lowercase, k=rng.randint(4, 8)))
-        answer = "".join(rng.choice(string.ascii_lowercase) if rng.random() < noise else c for c in reversed(text))
+        answer = text[::-1]
+        if rng.random() < noise:
+            answer = "".join(rng.choices(string.ascii_lowercase, k=len(text)))
         messages = [{"role": "user", "content": PROMPT + text}, {"role": "assistant", "content": answer}]
         chats.append({"messages": messages})
     return chats
@@ -118,8 +124,8 @@ def main() -> None:
     make.add_argument("--seed", type=int, default=0)
     reverse = commands.add_parser("reverse-text", help="write demonstrations of reversing words")
     reverse.add_argument("--out", type=Path, required=True)
-    reverse.add_argument("--n", type=int, default=4000)
-    reverse.add_argument("--noise", type=float, default=0.4)
+    reverse.add_argument("--n", type=int, default=20000)
+    reverse.add_argument("--noise", type=float, default=0.5)
     reverse.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     if arguments.command == "model":

@@ -52,7 +52,7 @@ class World:
         """Wait for every rank."""
         dist.barrier(group=self.control)
 
-    def agree(self, error: OSError | None, doing: str) -> None:
+    def agree(self, error: Exception | None, doing: str) -> None:
         """Raise RankError on every rank if any rank brings an error."""
         errors: list[str | None] = [None] * self.size
         dist.all_gather_object(errors, str(error) if error else None, group=self.control)
@@ -68,7 +68,7 @@ class World:
     def peak_memory_bytes(self) -> int:
         """Most memory used so far: of the GPU, or of the process on CPU."""
         if self.device.type == "cuda":
-            return torch.cuda.max_memory_allocated()
+            return int(torch.cuda.max_memory_allocated())
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def close(self) -> None:

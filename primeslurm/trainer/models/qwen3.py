@@ -25,7 +25,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 # Weights always come from a checkpoint, but torchtitan wants an initialiser for every parameter.
 _MATRIX = {"weight": partial(nn.init.normal_, std=0.02), "bias": nn.init.zeros_}
 _NORM = {"weight": nn.init.ones_}
-_EXPERTS = {name: _MATRIX["weight"] for name in ("w1_EFD", "w2_EDF", "w3_EFD")}
+_EXPERTS = dict.fromkeys(("w1_EFD", "w2_EDF", "w3_EFD"), _MATRIX["weight"])
 
 
 def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
