@@ -42,7 +42,7 @@ class Batches:
         return self._packed[step, ranks][rank]
 
     def _pack(self, step: int, ranks: int) -> list[Batch]:
-        docs = documents(self._groups[step], self._seq_len)
+        docs = documents(self._groups[step], self._seq_len, version=step - 1)
         total = loss_tokens(docs)
         rows = pack(docs, self._seq_len, ranks, self._temperature)
         return [Batch(BatchInfo(step, rank, ranks, total, self._max_steps), mine) for rank, mine in enumerate(rows)]

@@ -21,15 +21,19 @@ class Document:
     mask: Bool
     logprobs: Float32
     advantage: float
+    on_policy: bool
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
 
-def documents(groups: Sequence[Group], seq_len: int) -> list[Document]:
-    """All sequences of the groups, cut to seq_len. A first token has no predecessor, so it is never trained."""
+def documents(groups: Sequence[Group], seq_len: int, version: int) -> list[Document]:
+    """All sequences of the groups, cut to seq_len, to be trained on policy `version`.
+
+    A first token has no predecessor, so it is never trained.
+    """
     return [
-        _document(branch, advantage, seq_len)
+        _document(branch, advantage, seq_len, version)
         for group in groups
         for branches, advantage in zip(group.rollouts, group.advantages, strict=True)
         for branch in branches
@@ -58,10 +62,12 @@ def loss_tokens(docs: Sequence[Document]) -> int:
     return sum(int(doc.mask.sum()) for doc in docs)
 
 
-def _document(rollout: Rollout, advantage: float, seq_len: int) -> Document:
+def _document(rollout: Rollout, advantage: float, seq_len: int, version: int) -> Document:
     mask = rollout.mask[:seq_len].copy()
     mask[:1] = False
-    return Document(rollout.token_ids[:seq_len], mask, rollout.logprobs[:seq_len], advantage)
+    # A rollout that was in flight over an update has KV of the older policy even under its newer tokens.
+    on_policy = rollout.info.opened_version == version and not rollout.is_mixed
+    return Document(rollout.token_ids[:seq_len], mask, rollout.logprobs[:seq_len], advantage, on_policy)
 
 
 def _fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -104,4 +110,5 @@ def _row(docs: Sequence[Document], seq_len: int, temperature: float) -> Row:
         logprobs=joined([doc.logprobs for doc in docs], np.float32),
         advantages=joined([np.full(len(doc), doc.advantage, np.float32) for doc in docs], np.float32),
         temperatures=np.full(seq_len, temperature, np.float32),
+        on_policy=joined([np.full(len(doc), doc.on_policy, np.bool_) for doc in docs], np.bool_),
     )

@@ -118,4 +118,5 @@ def _row(documents: Sequence[Example], seq_len: int) -> Row:
         logprobs=np.zeros(seq_len, np.float32),
         advantages=np.zeros(seq_len, np.float32),
         temperatures=np.ones(seq_len, np.float32),
+        on_policy=np.zeros(seq_len, np.bool_),
     )

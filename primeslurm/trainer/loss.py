@@ -23,6 +23,8 @@ class Targets:
     advantages: torch.Tensor
     temperatures: torch.Tensor
     """The temperature it was sampled at."""
+    on_policy: torch.Tensor
+    """Whether the policy being trained sampled its whole rollout."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +59,15 @@ def token_logprobs(logits: torch.Tensor, targets: Targets) -> tuple[torch.Tensor
 def dppo(config: Loss) -> LossFunction:
     """The policy-gradient loss described at `primeslurm.recipe.training.Loss`.
 
-    Its metrics: mismatch_kl = r - d - 1, which estimates KL(engine || trainer) and is never negative; entropy; the
+    Its metrics: off_policy_kl = r - d - 1, which estimates KL(sampling policy || trainer) and is never negative;
+    mismatch_kl, the same over on-policy tokens alone, where only numerics differ; entropy; the
     fractions masked because a probability rose (high) or fell (low) too far; importance_ratio = r.
     """
 
     def loss(logits: torch.Tensor, targets: Targets) -> Sums:
         logprobs, entropy = token_logprobs(logits, targets)
         engine = targets.logprobs[targets.mask]
+        on_policy = targets.on_policy[targets.mask].float()
         advantages = targets.advantages[targets.mask]
         difference = logprobs - engine
         ratio = difference.exp()
@@ -72,12 +76,15 @@ def dppo(config: Loss) -> LossFunction:
             too_high = (advantages > 0) & (moved > config.mask_high)
             too_low = (advantages <= 0) & (moved < -config.mask_low)
             keep = ~(too_high | too_low)
+            kl = torch.expm1(difference) - difference
         per_token = -config.adv_tau * advantages * ratio * keep + config.kl_tau * difference**2
         return Sums(
             per_token.sum(),
             {
                 "loss": per_token.detach().sum(),
-                "mismatch_kl": (torch.expm1(difference) - difference).detach().sum(),
+                "off_policy_kl": kl.sum(),
+                "mismatch_kl": (kl * on_policy).sum(),
+                "on_policy_fraction": on_policy.sum(),
                 "entropy": entropy.sum(),
                 "masked_fraction": (~keep).float().sum(),
                 "masked_high_fraction": too_high.float().sum(),

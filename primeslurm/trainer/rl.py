@@ -127,7 +127,7 @@ class RlTask:
         if self._world.is_main:
             self._link.published(step, str(path))
             self._link.step_done(step, metrics)
-            self._journal.event("step", step=step, loss=metrics["loss"], mismatch_kl=metrics["mismatch_kl"])
+            self._journal.event("step", step=step, loss=metrics["loss"], off_policy_kl=metrics["off_policy_kl"])
             log.info("step %d: %s", step, "  ".join(f"{k} {v:.4g}" for k, v in metrics.items()))
         if self._saver.due(step, self._recipe.max_steps):
             self._save(step)

@@ -51,6 +51,10 @@ class Learner:
             grad_norm = self._update()
         seconds = progress.seconds("forward_backward") + progress.seconds("optimizer")
         metrics = {name: value / tokens for name, value in totals.items()}
+        if share := metrics.get("on_policy_fraction", 0.0):
+            metrics["mismatch_kl"] /= share
+        else:
+            metrics.pop("mismatch_kl", None)
         return metrics | {
             "grad_norm": grad_norm,
             "lr": lr,
@@ -74,7 +78,7 @@ class Learner:
         labels, label_positions = _next_token(tokens), _next_token(positions)
         # A position of 0 starts another document (or is past the row's end): these logits do not predict it.
         mask = _next_token(row["mask"]) & (label_positions != 0)
-        rest = (_next_token(row[name]) for name in ("logprobs", "advantages", "temperatures"))
+        rest = (_next_token(row[name]) for name in ("logprobs", "advantages", "temperatures", "on_policy"))
         logits, *targets = self.policy.logits(tokens, positions, labels, mask, *rest)
         return self._loss(logits, Targets(*targets))
 

@@ -95,9 +95,12 @@ class Row:
     logprobs: Float32
     advantages: Float32
     temperatures: Float32
+    on_policy: Bool
+    """Of a rollout that the policy being trained sampled from its first token to its last: here, trainer and engine
+    logprobs must agree."""
 
 
-ROW_FIELDS = ("token_ids", "positions", "mask", "logprobs", "advantages", "temperatures")
+ROW_FIELDS = ("token_ids", "positions", "mask", "logprobs", "advantages", "temperatures", "on_policy")
 
 
 class BatchInfo(msgspec.Struct, frozen=True):

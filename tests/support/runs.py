@@ -81,7 +81,8 @@ def check_learning(run: RunDirectory, steps: int) -> None:
     assert last - first >= 0.3, f"reward {first:.3f} -> {last:.3f}"
     for row in table:
         assert row["staleness/max"] <= 2, row
-        assert abs(row["trainer/mismatch_kl"]) < 1e-3, row
+        assert row.get("trainer/mismatch_kl", 0.0) < 1e-3, row
+    assert sum("trainer/mismatch_kl" in row for row in table) >= 3, "too few on-policy rollouts to compare engines"
 
 
 def trained_steps(run: RunDirectory) -> list[tuple[int, int]]:

@@ -100,6 +100,7 @@ def make_row(rng: np.random.Generator, seq_len: int = SEQ_LEN) -> Row:
         logprobs=np.where(mask, -5 + rng.random(seq_len), 0).astype(np.float32),
         advantages=np.where(mask, rng.normal(size=seq_len), 0).astype(np.float32),
         temperatures=np.where(mask, 0.8, 0).astype(np.float32),
+        on_policy=np.repeat([True, False], [seq_len // 2, seq_len - seq_len // 2]),
     )
 
 

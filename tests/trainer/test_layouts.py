@@ -15,7 +15,7 @@ from tests.trainer.conftest import finish, make_recipe, start_ranks
 
 STEPS = 2
 SEQ_LEN = 256  # context parallelism splits rows into blocks of 128
-COMPARED = ("loss", "mismatch_kl", "entropy", "masked_fraction", "grad_norm")
+COMPARED = ("loss", "off_policy_kl", "mismatch_kl", "entropy", "masked_fraction", "grad_norm")
 Result = tuple[list[dict[str, float]], dict[str, torch.Tensor]]
 
 

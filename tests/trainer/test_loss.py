@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -24,13 +26,14 @@ def make_targets(seed: int = 0) -> tuple[torch.Tensor, Targets]:
         logprobs=torch.where(mask, -3 * torch.rand(shape, generator=generator), 0),
         advantages=torch.where(mask, torch.randn(shape, generator=generator), 0),
         temperatures=torch.where(mask, 0.5 + torch.rand(shape, generator=generator), 0),
+        on_policy=torch.rand(shape, generator=generator) < 0.5,
     )
     return logits, targets
 
 
 def reference(logits: torch.Tensor, targets: Targets, config: Loss) -> dict[str, float]:
     """Token by token, in float64."""
-    sums = dict.fromkeys(("loss", "mismatch_kl", "entropy", "masked_fraction", "high", "low"), 0.0)
+    sums = dict.fromkeys(("loss", "off_policy_kl", "mismatch_kl", "entropy", "masked_fraction", "high", "low"), 0.0)
     for row, column in np.argwhere(targets.mask.numpy()):
         scaled = logits[row, column].detach().double().numpy() / targets.temperatures[row, column].double().item()
         probabilities = np.exp(scaled - scaled.max())
@@ -43,7 +46,8 @@ def reference(logits: torch.Tensor, targets: Targets, config: Loss) -> dict[str,
         low = advantage <= 0 and p - q < -config.mask_low
         keep = not (high or low)
         sums["loss"] += -config.adv_tau * advantage * (p / q) * keep + config.kl_tau * d**2
-        sums["mismatch_kl"] += p / q - d - 1
+        sums["off_policy_kl"] += p / q - d - 1
+        sums["mismatch_kl"] += (p / q - d - 1) * targets.on_policy[row, column].item()
         sums["entropy"] += -(probabilities * np.log(probabilities)).sum()
         sums["masked_fraction"] += not keep
         sums["high"] += high
@@ -58,7 +62,9 @@ def test_dppo_equals_the_formula(config: Loss) -> None:
     assert expected["high"] > 0 and expected["low"] > 0, "the data must exercise both masks"
     sums = dppo(config)(logits, targets)
     assert sums.loss.item() == pytest.approx(expected["loss"], rel=1e-5)
-    assert sums.metrics["mismatch_kl"].item() == pytest.approx(expected["mismatch_kl"], rel=1e-5)
+    for name in ("off_policy_kl", "mismatch_kl"):
+        assert sums.metrics[name].item() == pytest.approx(expected[name], rel=1e-5)
+    assert sums.metrics["on_policy_fraction"].item() == (targets.on_policy & targets.mask).sum().item()
     assert sums.metrics["entropy"].item() == pytest.approx(expected["entropy"], rel=1e-5)
     assert sums.metrics["masked_high_fraction"].item() == expected["high"]
     assert sums.metrics["masked_low_fraction"].item() == expected["low"]
@@ -84,18 +90,16 @@ def test_equal_policies_have_no_mismatch_and_the_plain_policy_gradient() -> None
     logits, targets = make_targets()
     scaled = logits.detach() / targets.temperatures.unsqueeze(-1)
     own = scaled.log_softmax(-1).gather(-1, targets.labels.unsqueeze(-1))[..., 0]
-    same = Targets(targets.labels, targets.mask, own, targets.advantages, targets.temperatures)
+    same = replace(targets, logprobs=own)
     sums = dppo(Loss())(logits, same)
-    assert sums.metrics["mismatch_kl"].item() == pytest.approx(0, abs=1e-5)
+    assert sums.metrics["off_policy_kl"].item() == pytest.approx(0, abs=1e-5)
     assert sums.metrics["masked_fraction"].item() == 0
     assert sums.loss.item() == pytest.approx(-targets.advantages[targets.mask].sum().item(), rel=1e-5)
 
 
 def test_a_micro_batch_without_trained_tokens_still_has_a_gradient() -> None:
     logits, targets = make_targets()
-    nothing = Targets(
-        targets.labels, torch.zeros_like(targets.mask), targets.logprobs, targets.advantages, targets.temperatures
-    )
+    nothing = replace(targets, mask=torch.zeros_like(targets.mask))
     for function in (dppo(Loss()), cross_entropy):
         logits.grad = None
         function(logits, nothing).loss.backward()
@@ -104,8 +108,6 @@ def test_a_micro_batch_without_trained_tokens_still_has_a_gradient() -> None:
 
 def test_cross_entropy_equals_torch() -> None:
     logits, targets = make_targets()
-    ones = Targets(
-        targets.labels, targets.mask, targets.logprobs, targets.advantages, torch.ones_like(targets.temperatures)
-    )
+    ones = replace(targets, temperatures=torch.ones_like(targets.temperatures))
     expected = torch.nn.functional.cross_entropy(logits[targets.mask], targets.labels[targets.mask], reduction="sum")
     assert cross_entropy(logits, ones).loss.item() == pytest.approx(expected.item(), rel=1e-6)

@@ -125,7 +125,18 @@ def test_trains_publishes_and_commits(moe_model: Path, orchestrator: FakeOrchest
     # v2 was still needed, by the checkpoint of step 2, when v5 was published.
     assert weights.published(tmp_path) == [2, 4, 5]
     metrics = orchestrator.of(link.StepDone)[-1].metrics
-    expected = {"loss", "mismatch_kl", "entropy", "masked_fraction", "grad_norm", "lr", "tokens", "tokens_per_s"}
+    expected = {
+        "loss",
+        "off_policy_kl",
+        "mismatch_kl",
+        "on_policy_fraction",
+        "entropy",
+        "masked_fraction",
+        "grad_norm",
+        "lr",
+        "tokens",
+        "tokens_per_s",
+    }
     expected |= {f"seconds/{name}" for name in ("wait", "forward_backward", "optimizer", "publish", "checkpoint")}
     assert expected <= set(metrics)
     assert run.events(1)[:2] == ["start", "loaded"] and run.events(1)[-1] == "stop"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,7 +20,7 @@ def document(start: int, length: int) -> Document:
     tokens = np.arange(start, start + length, dtype=np.int32)
     mask = tokens % 3 == 0
     mask[:1] = False
-    return Document(tokens, mask, -tokens.astype(np.float32), float(start))
+    return Document(tokens, mask, -tokens.astype(np.float32), float(start), on_policy=False)
 
 
 def found(row: Row) -> list[tuple[list[int], list[bool], list[float], set[float]]]:
@@ -64,10 +66,21 @@ def group(lengths: list[int], rewards: list[float]) -> Group:
 
 
 def test_long_sequences_are_cut_and_advantages_are_centred() -> None:
-    docs = documents([group([5, 2 * SEQ_LEN], [1.0, 0.0])], SEQ_LEN)
+    docs = documents([group([5, 2 * SEQ_LEN], [1.0, 0.0])], SEQ_LEN, version=0)
     assert [len(doc) for doc in docs] == [5, SEQ_LEN]
     assert [doc.advantage for doc in docs] == [0.5, -0.5]
     assert loss_tokens(docs) == 4 + SEQ_LEN - 1
+
+
+def test_only_rollouts_of_the_trained_version_alone_are_on_policy() -> None:
+    whole = group([6, 6], [1.0, 0.0])
+    mixed = whole.rollouts[1][0]
+    versions = np.array([0, 0, 0, 1, 1, 1], np.int32)
+    groups = [replace(whole, rollouts=(whole.rollouts[0], (replace(mixed, versions=versions),)))]
+    assert [doc.on_policy for doc in documents(groups, SEQ_LEN, version=0)] == [True, False]
+    assert [doc.on_policy for doc in documents(groups, SEQ_LEN, version=1)] == [False, False]
+    row = pack(documents(groups, SEQ_LEN, version=0), SEQ_LEN, 1, 1.0)[0][0]
+    assert row.on_policy.tolist() == [True] * 6 + [False] * (SEQ_LEN - 6)
 
 
 def test_a_batch_is_the_same_whenever_it_is_asked_for() -> None:
