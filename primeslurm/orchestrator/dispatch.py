@@ -39,6 +39,14 @@ class Limits:
         """Groups that make a batch."""
         return self.batch_size // self.group_size
 
+    @property
+    def groups_ahead(self) -> int:
+        """Groups that may be open or wait for a batch.
+
+        One batch beyond the one being filled keeps the trainer busy; with a slow trainer, more would only grow older.
+        """
+        return max(2 * self.groups_per_batch, self.max_inflight // self.group_size)
+
     def oldest_version(self, step: int) -> int:
         """The oldest version at which a group of `step`'s batch may have been opened."""
         return step - 1 - self.max_off_policy_steps
@@ -184,8 +192,10 @@ class Dispatcher:
         self.ready[:0] = groups
 
     def _may_open(self) -> bool:
-        ahead = (len(self.ready) + len(self.open)) // self.limits.groups_per_batch
-        step = self.step + ahead
+        started = len(self.ready) + len(self.open)
+        if started >= self.limits.groups_ahead:
+            return False
+        step = self.step + started // self.limits.groups_per_batch
         return step <= self.limits.max_steps and self.version >= self.limits.oldest_version(step)
 
     def _open(self, available: Collection[str]) -> OpenGroup | None:

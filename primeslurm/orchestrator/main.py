@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 from primeslurm.errors import PrimeslurmError
-from primeslurm.orchestrator.server import Orchestrator, Place
+from primeslurm.orchestrator.place import Place
+from primeslurm.orchestrator.server import Orchestrator
 from primeslurm.recipe import Recipe
 
 

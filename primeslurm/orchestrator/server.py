@@ -9,21 +9,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-import uuid
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from primeslurm.orchestrator.batches import Batches
-from primeslurm.orchestrator.dispatch import Dispatcher, Limits
 from primeslurm.orchestrator.engines import EngineClient, Policy
-from primeslurm.orchestrator.groups import Group
 from primeslurm.orchestrator.metrics import MetricsLog, batch_metrics
+from primeslurm.orchestrator.place import Place
 from primeslurm.orchestrator.policy import PolicyLoop
 from primeslurm.orchestrator.progress import CHECKPOINT_PART, PROGRESS, Progress, restore
+from primeslurm.orchestrator.recovery import recover
 from primeslurm.orchestrator.spool import Spool
 from primeslurm.orchestrator.watch import Watch
 from primeslurm.orchestrator.workers import Workers
@@ -51,25 +48,6 @@ LINGER_S = 3.0
 """Time that the trainer's last requests are still answered after everything is done."""
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where this orchestrator runs and whom it talks to."""
-
-    run_dir: Path
-    attempt: int
-    run_id: str
-    bind: str
-    env_bind: str
-    routers: Sequence[str]
-    engines: Mapping[str, str]
-    """URL by process name."""
-
-    @property
-    def attempt_dir(self) -> Path:
-        """Directory of this attempt."""
-        return self.run_dir / "attempts" / str(self.attempt)
-
-
 class Orchestrator:
     """One attempt's orchestrator. `await run()` returns when the run is complete."""
 
@@ -81,7 +59,7 @@ class Orchestrator:
         self._spool = Spool(place.run_dir / "rollouts")
         self._batches = Batches(recipe.seq_len, recipe.orchestrator.sampling.temperature, recipe.max_steps)
         self._metrics = MetricsLog(recipe, place.run_dir, self._progress.done_step)
-        self._dispatch = self._restore_dispatch()
+        self._dispatch = recover(recipe, place, self._progress, self._spool, self._batches)
         self._workers = Workers(place.env_bind, self._on_result, self._on_lost)
         self._link = OrchestratorLink(place.bind, self._handle)
         clients = {name: EngineClient(url, recipe.model.path) for name, url in place.engines.items()}
@@ -193,7 +171,7 @@ class Orchestrator:
             return False
         batches = {**self._progress.batches, step: [group.id for group in groups]}
         try:
-            self._save(next_step=step + 1, batches=batches)
+            self._record(next_step=step + 1, batches=batches)
         except OSError as error:
             log.warning("the batch of step %d is held back, it cannot be recorded: %s", step, error)
             self._dispatch.uncut(groups)
@@ -208,7 +186,7 @@ class Orchestrator:
         known = self._progress.published
         if known is not None and request.version <= known.version:
             return
-        self._save(published=request)
+        self._record(published=request)
         self._watch.policy_wanted(request.version)
         await self._policy.publish(_policy(request))
 
@@ -223,13 +201,13 @@ class Orchestrator:
             self._metrics.write(request.step, row)
         except OSError as error:
             log.warning("metrics of step %d are lost: %s", request.step, error)
-        self._save(done_step=request.step)
+        self._note(done_step=request.step)
         self._watch.step_done(request.step, row)
 
     def _committed(self, step: int) -> None:
         gone = {s: ids for s, ids in self._progress.batches.items() if s <= step}
         self._spool.delete(name for ids in gone.values() for name in ids)
-        self._save(batches={s: ids for s, ids in self._progress.batches.items() if s > step})
+        self._note(batches={s: ids for s, ids in self._progress.batches.items() if s > step})
 
     # rollouts
 
@@ -279,58 +257,24 @@ class Orchestrator:
 
     # what survives
 
-    def _restore_dispatch(self) -> Dispatcher:
-        """The dispatcher of a new run, a resumed attempt, or a restarted process: all the same to the spool."""
-        options = self._recipe.orchestrator
-        progress = self._progress
-        dispatch = Dispatcher(
-            Limits(
-                group_size=options.group_size,
-                batch_size=options.batch_size,
-                max_inflight=self._recipe.max_inflight,
-                max_off_policy_steps=options.max_off_policy_steps,
-                max_steps=self._recipe.max_steps,
-                ratios={environment.label: environment.ratio for environment in self._recipe.environments},
-            ),
-            routers=self._place.routers,
-            salt=f"{self._place.run_id}.{self._place.attempt}",
-            incarnation=uuid.uuid4().hex[:6],
-            step=progress.next_step,
-            cursors=progress.cursors,
-            unfinished=progress.unfinished,
-            taken={name for ids in progress.batches.values() for name in ids},
-        )
-        groups = {group.id: group for group in self._spool.load()}
-        self._restore_batches(groups)
-        # a policy newer than where we resume belongs to steps that were undone
-        newest = progress.published.version if progress.published else progress.done_step
-        for group in groups.values():
-            if group.newest_version > newest or not dispatch.add_ready(group):
-                self._spool.delete([group.id])
-        return dispatch
-
-    def _restore_batches(self, groups: dict[str, Group]) -> None:
-        """Batches that the trainer may still ask for; what a committed step trained on is deleted."""
-        committed = checkpoints.newest(self._place.run_dir) or 0
-        for step, ids in self._progress.batches.items():
-            found = [groups.pop(name) for name in ids if name in groups]
-            if step <= committed:
-                self._spool.delete(ids)
-            elif len(found) == len(ids):
-                self._batches.add(step, found)
-            else:
-                log.error("%d groups of step %d are lost: its batch cannot be given again", len(ids) - len(found), step)
-
     def _snapshot(self) -> Progress:
         return msgspec.structs.replace(
             self._progress, cursors=self._dispatch.cursors, unfinished=self._dispatch.unfinished
         )
 
-    def _save(self, **changes: Any) -> None:
-        """Record changes. Raises OSError, and nothing has changed then."""
+    def _record(self, **changes: Any) -> None:
+        """Put changes on disk, and only then make them. Raises OSError, and nothing has changed then."""
         progress = msgspec.structs.replace(self._snapshot(), **changes)
         progress.save(self._place.run_dir / PROGRESS)
         self._progress = progress
+
+    def _note(self, **changes: Any) -> None:
+        """Make changes even if the disk is full: a restart that does not know them repeats work, and loses nothing."""
+        try:
+            self._record(**changes)
+        except OSError as error:
+            log.warning("%s is not on disk: %s", ", ".join(changes), error)
+            self._progress = msgspec.structs.replace(self._snapshot(), **changes)
 
     # what is seen from outside
 

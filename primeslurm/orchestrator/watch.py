@@ -17,6 +17,8 @@ from primeslurm.wire.journal import Journal
 from primeslurm.wire.rollouts import Rollout
 
 STATE_INTERVAL_S = 1.0
+FAILED_BATCHES = 4
+"""So many batches' worth of failures in a row, without one finished rollout, are no accident."""
 SCRAPE_INTERVAL_S = 5.0
 
 
@@ -37,6 +39,9 @@ class Watch:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stall_timeout_s = recipe.orchestrator.stall_timeout_s
+        self._max_failures = FAILED_BATCHES * recipe.orchestrator.batch_size
+        self._failures = 0
+        self._last_failure = ""
         self._journal = journal
         self._engines = engines
         self._clock = clock
@@ -62,10 +67,13 @@ class Watch:
         """A rollout arrived."""
         self._tokens += sum(int(sequence.mask.sum()) for sequence in sequences)
         self._moved_at = self._clock()
+        self._failures = 0
 
     def rollout_failed(self, job: str, error: str) -> None:
         """A rollout failed. That is no progress."""
-        self._journal.event("rollout_failed", job=job, error=error[:1000])
+        self._failures += 1
+        self._last_failure = error[:1000]
+        self._journal.event("rollout_failed", job=job, error=self._last_failure)
 
     def policy_wanted(self, version: int) -> None:
         """A new policy was published."""
@@ -128,7 +136,14 @@ class Watch:
         )
 
     def check_stall(self, suspect: Callable[[], str]) -> None:
-        """Raises StallError if neither a rollout nor a policy arrived for too long. Counts from the first policy."""
+        """End a run that gets nowhere. Time counts from the first policy.
+
+        Raises:
+            StallError: neither a rollout nor a policy arrived for too long, or rollouts do nothing but fail.
+        """
+        if self._failures >= self._max_failures:
+            self._journal.event("stall", suspect="environment", error=self._last_failure)
+            raise StallError(f"{self._failures} rollouts failed in a row; the last: {self._last_failure}")
         if self._moved_at is None or self._clock() - self._moved_at < self._stall_timeout_s:
             return
         name = suspect()

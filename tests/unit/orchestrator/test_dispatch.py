@@ -102,6 +102,15 @@ def test_the_gate_opens_nothing_that_would_be_too_old() -> None:
     assert len(run_all(made)) == 12
 
 
+def test_a_slow_trainer_gets_no_long_queue() -> None:
+    made = dispatcher(limits(off_policy=8, max_inflight=4))
+    for _ in range(10):
+        for job in run_all(made):
+            if done := made.finished(job.id, rollout(job)):
+                made.add_ready(done)
+    assert len(made.ready) == 4, "two batches, although eight would not be too old"
+
+
 def test_nothing_is_opened_beyond_the_last_step() -> None:
     made = dispatcher(limits(off_policy=8, max_inflight=100, max_steps=2))
     assert len(run_all(made)) == 8

@@ -98,6 +98,16 @@ def test_a_stall_is_named_and_ends_the_attempt(tmp_path: Path) -> None:
     assert events[-1]["kind"] == "stall" and events[-1]["suspect"] == "the culprit"
 
 
+def test_rollouts_that_only_fail_end_the_attempt(tmp_path: Path) -> None:
+    watch = Watch(RECIPE, Journal(tmp_path, "orchestrator"), {}, Clock())
+    for _ in range(4 * RECIPE.orchestrator.batch_size - 1):
+        watch.rollout_failed("j", "ZeroDivisionError")
+    watch.check_stall(lambda: "nobody")
+    watch.rollout_failed("j", "ZeroDivisionError")
+    with pytest.raises(StallError, match="ZeroDivisionError"):
+        watch.check_stall(lambda: "nobody")
+
+
 class Peers:
     """Workers with its callbacks recorded, and real sockets on the other side."""
 

@@ -1,0 +1,69 @@
+"""From what is on disk to a dispatcher that continues: a new run, a resumed attempt and a restarted process alike."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+
+from primeslurm.orchestrator.batches import Batches
+from primeslurm.orchestrator.dispatch import Dispatcher, Limits
+from primeslurm.orchestrator.groups import Group
+from primeslurm.orchestrator.place import Place
+from primeslurm.orchestrator.progress import Progress
+from primeslurm.orchestrator.spool import Spool
+from primeslurm.recipe import Recipe
+from primeslurm.wire import checkpoints
+
+log = logging.getLogger(__name__)
+
+
+def recover(recipe: Recipe, place: Place, progress: Progress, spool: Spool, batches: Batches) -> Dispatcher:
+    """Fill `batches` with what the trainer may still ask for, and the dispatcher with the groups that are still fresh.
+
+    Deleted from the spool are groups of committed steps, groups that are too old, and groups with tokens of a policy
+    newer than the one we resume from: the step that made it was undone.
+    """
+    dispatch = Dispatcher(
+        limits(recipe),
+        routers=place.routers,
+        salt=f"{place.run_id}.{place.attempt}",
+        incarnation=uuid.uuid4().hex[:6],
+        step=progress.next_step,
+        cursors=progress.cursors,
+        unfinished=progress.unfinished,
+        taken={name for ids in progress.batches.values() for name in ids},
+    )
+    groups = {group.id: group for group in spool.load()}
+    _recover_batches(checkpoints.newest(place.run_dir) or 0, progress, groups, spool, batches)
+    newest = progress.published.version if progress.published else progress.done_step
+    for group in groups.values():
+        if group.newest_version > newest or not dispatch.add_ready(group):
+            spool.delete([group.id])
+    return dispatch
+
+
+def limits(recipe: Recipe) -> Limits:
+    """What a recipe says about dispatch."""
+    options = recipe.orchestrator
+    return Limits(
+        group_size=options.group_size,
+        batch_size=options.batch_size,
+        max_inflight=recipe.max_inflight,
+        max_off_policy_steps=options.max_off_policy_steps,
+        max_steps=recipe.max_steps,
+        ratios={environment.label: environment.ratio for environment in recipe.environments},
+    )
+
+
+def _recover_batches(
+    committed: int, progress: Progress, groups: dict[str, Group], spool: Spool, batches: Batches
+) -> None:
+    """Takes the groups of known batches out of `groups`."""
+    for step, ids in sorted(progress.batches.items()):
+        found = [groups.pop(name) for name in ids if name in groups]
+        if step <= committed:
+            spool.delete(ids)
+        elif len(found) == len(ids):
+            batches.add(step, found)
+        else:
+            log.error("%d groups of step %d are lost: its batch cannot be given again", len(ids) - len(found), step)
