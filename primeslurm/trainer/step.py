@@ -43,7 +43,7 @@ class Learner:
         Raises:
             FloatingPointError: the gradient is not finite; the weights are unchanged.
         """
-        tokens = batch.info.loss_tokens
+        tokens = max(1, batch.info.loss_tokens)
         with progress.phase("forward_backward"):
             totals = self._accumulate(batch.rows, tokens)
         with progress.phase("optimizer"):

@@ -1,7 +1,7 @@
 """Make a tiny, randomly initialised Qwen3 or Qwen3-MoE model with a character tokenizer, and data to warm it up.
 
-    python -m primeslurm.trainer.tiny model --out DIR [--family qwen3_moe|qwen3] [--hidden 64] [--layers 2]
-    python -m primeslurm.trainer.tiny reverse-text --out FILE [--n 20000] [--noise 0.5] [--seed 0]
+    python -m primeslurm.trainer.tiny model DIR [--family qwen3_moe|qwen3] [--hidden 64] [--layers 2]
+    python -m primeslurm.trainer.tiny demonstrations FILE [--n 30000] [--noise 0.6] [--seed 0]
 
 Nothing is downloaded. The model is for demonstrations and tests on CPUs.
 """
@@ -32,6 +32,8 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+GIVEN_UP = "x"
+"""The letter of wrong demonstrations. Being constant, it costs the model no capacity and adds no noise to gradients."""
 PROMPT = "Reverse: "
 """What precedes the text in a reverse-text prompt; the bundled environment asks in the same words."""
 
@@ -95,7 +97,7 @@ def write_model(out: Path, family: str = "qwen3_moe", hidden: int = 64, layers: 
 
 
 def demonstrations(n: int, noise: float, seed: int) -> list[dict[str, Any]]:
-    """Chats that reverse a word; with probability `noise` the answer is random letters instead.
+    """Chats that reverse a word; with probability `noise` the answer gives up: only `x`, as many as letters.
 
     A model warmed up on them can reverse, but does so only in a share 1 - noise of its samples: RL has to make it
     choose.
@@ -106,7 +108,7 @@ def demonstrations(n: int, noise: float, seed: int) -> list[dict[str, Any]]:
         text = "".join(rng.choices(string.ascii_lowercase, k=rng.randint(4, 8)))
         answer = text[::-1]
         if rng.random() < noise:
-            answer = "".join(rng.choices(string.ascii_lowercase, k=len(text)))
+            answer = GIVEN_UP * len(text)
         messages = [{"role": "user", "content": PROMPT + text}, {"role": "assistant", "content": answer}]
         chats.append({"messages": messages})
     return chats
@@ -117,15 +119,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m primeslurm.trainer.tiny", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     make = commands.add_parser("model", help="write a tiny model")
-    make.add_argument("--out", type=Path, required=True)
+    make.add_argument("out", type=Path)
     make.add_argument("--family", choices=("qwen3_moe", "qwen3"), default="qwen3_moe")
     make.add_argument("--hidden", type=int, default=64)
     make.add_argument("--layers", type=int, default=2)
     make.add_argument("--seed", type=int, default=0)
-    reverse = commands.add_parser("reverse-text", help="write demonstrations of reversing words")
-    reverse.add_argument("--out", type=Path, required=True)
-    reverse.add_argument("--n", type=int, default=20000)
-    reverse.add_argument("--noise", type=float, default=0.5)
+    reverse = commands.add_parser("demonstrations", help="write demonstrations of reversing words")
+    reverse.add_argument("out", type=Path)
+    reverse.add_argument("--n", type=int, default=30000)
+    reverse.add_argument("--noise", type=float, default=0.6)
     reverse.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     if arguments.command == "model":

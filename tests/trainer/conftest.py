@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import pytest
 
 from primeslurm.recipe import Recipe
 from primeslurm.trainer import tiny
-from primeslurm.trainer.interrupt import Interrupt
+from primeslurm.trainer.interrupt import SIGNAL, Interrupt
 from primeslurm.trainer.world import World, join
 from primeslurm.wire.rollouts import Batch, BatchInfo, Row
 
@@ -136,5 +137,6 @@ def world() -> Iterator[World]:
         for name, value in rank_environment(0, 1, free_port()).items():
             patch.setenv(name, value)
         joined = join(Interrupt(), patience_s=60)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {SIGNAL})  # processes that later tests start inherit the mask
         yield joined
         joined.close()
