@@ -55,7 +55,8 @@ def check_whole_run(run: FakeRun) -> None:
     rows = run.metrics()
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert all(row["staleness/max"] <= OFF_POLICY for row in rows)
-    assert all(row["trainer/loss"] == 0.5 and 0 < row["reward/mean"] < 1 for row in rows)
+    assert all(row["trainer/loss"] == 0.5 and 0 < row["reward/mean"] <= 1 for row in rows)
+    assert any(row["reward/mean"] < 1 for row in rows), "every other answer of the engine has a mistake"
     assert not list((run.run_dir / "rollouts").glob("*.damaged"))
 
 
