@@ -14,7 +14,7 @@ from tests.support.runs import Demo, check_learning, events_of, process, trained
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.engine, pytest.mark.timeout(1500)]
 
-STEPS = 30
+STEPS = 24
 
 
 def test_prefill_and_decode_learn_asynchronously(demo: Demo) -> None:
