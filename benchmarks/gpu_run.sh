@@ -16,6 +16,8 @@ $python -W ignore -m primeslurm.trainer.tiny demonstrations "$work/demonstration
 sft=gpu-sft-$$
 $python -m primeslurm submit recipes/reverse_text_sft.yaml --local --name $sft --wait \
   --set model.path="$work/random" --set sft.data.path="$work/demonstrations.jsonl" --set model.dtype=bfloat16
+cp -r runs/$sft/attempts/1/logs "$out/sft_logs"
+cp runs/$sft/metrics.jsonl "$out/sft_metrics.jsonl"
 model=$(ls -d runs/$sft/weights/v* | sort | tail -n 1)
 
 rl=gpu-rl-$$
@@ -26,9 +28,7 @@ code=$?
 $python -m primeslurm summary runs/$rl --json | tee "$out/summary.json"
 $python -m primeslurm status runs/$rl --json >"$out/status.json"
 cp runs/$rl/metrics.jsonl "$out/metrics.jsonl"
-cp runs/$sft/metrics.jsonl "$out/sft_metrics.jsonl"
 mkdir -p "$out/logs" && cp -r runs/$rl/attempts/*/logs/* runs/$rl/attempts/*/events "$out/logs/"
-cp -r runs/$sft/attempts/1/logs/* "$out/logs/" 2>/dev/null
 nvidia-smi --query-gpu=name,memory.used --format=csv >"$out/gpus.csv"
 [[ $code == 0 ]] || $python -m primeslurm cancel runs/$rl
 rm -rf "$work"

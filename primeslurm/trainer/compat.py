@@ -12,6 +12,9 @@ On machines without CUDA:
 On all machines:
 - torchtitan's MoE state dict adapter cannot read placements of a mesh with a replicated dimension (HSDP)
 - torchtitan's grouped experts cast everything to bfloat16, whatever the compute dtype
+With CUDA:
+- torchtitan asks for FlashAttention 3 or 4 by the GPU's generation; where that package is missing, torch's own
+  FlashAttention 2 does the same
 """
 
 from __future__ import annotations
@@ -65,8 +68,12 @@ if ON_CPU:
 
 import torchtitan.distributed.fsdp as titan_fsdp  # noqa: E402
 import torchtitan.models.common.attention as titan_attention  # noqa: E402
+import torchtitan.tools.utils as titan_utils  # noqa: E402
 from torchtitan.models.common.moe import GroupedExperts  # noqa: E402
 from torchtitan.models.utils import MoEStateDictAdapter  # noqa: E402
+
+if not ON_CPU and importlib.util.find_spec("flash_attn_interface") is None:
+    _replace(titan_utils, "get_cuda_flash_attention_impl", lambda: None)
 
 
 class DenseAttention(titan_attention.FlexAttention):
