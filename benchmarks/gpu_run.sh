@@ -10,26 +10,31 @@ export PYTHONPATH=$PWD:${PYTHONPATH:-}
 mkdir -p "$out"
 work=$(mktemp -d)
 
+keep() { # RUN NAME: what a run left behind
+  mkdir -p "$out/$2"
+  cp -r "runs/$1/attempts" "runs/$1/metrics.jsonl" "$out/$2/" 2>/dev/null
+  $python -m primeslurm summary "runs/$1" --json | tee "$out/$2/summary.json"
+}
+
 $python -W ignore -m primeslurm.trainer.tiny model "$work/random" 2>/dev/null
 $python -W ignore -m primeslurm.trainer.tiny demonstrations "$work/demonstrations.jsonl"
 
 sft=gpu-sft-$$
-$python -m primeslurm submit recipes/reverse_text_sft.yaml --local --name $sft --wait \
-  --set model.path="$work/random" --set sft.data.path="$work/demonstrations.jsonl" --set model.dtype=bfloat16
-cp -r runs/$sft/attempts/1/logs "$out/sft_logs"
-cp runs/$sft/metrics.jsonl "$out/sft_metrics.jsonl"
+timeout 150 $python -m primeslurm submit recipes/reverse_text_sft.yaml --local --name $sft --wait \
+  --set slurm.max_attempts=1 --set model.dtype=bfloat16 \
+  --set model.path="$work/random" --set sft.data.path="$work/demonstrations.jsonl" 2>&1 | tail -n 3
+keep $sft sft
 model=$(ls -d runs/$sft/weights/v* | sort | tail -n 1)
+grep -A 30 Traceback runs/$sft/attempts/1/logs/trainer/*.log | tail -n 30
 
 rl=gpu-rl-$$
-timeout 400 $python -m primeslurm submit recipes/reverse_text.yaml --local --name $rl --wait \
-  --set model.path="$model" --set model.dtype=bfloat16 --set inference.enforce_eager=true \
-  --set inference.gpu_memory_utilization=0.3 --set deployment.train.gpus_per_node="$trainer_gpus"
+timeout 300 $python -m primeslurm submit recipes/reverse_text.yaml --local --name $rl --wait \
+  --set slurm.max_attempts=1 --set model.path="${model:-$work/random}" --set model.dtype=bfloat16 \
+  --set inference.enforce_eager=true --set inference.gpu_memory_utilization=0.3 \
+  --set deployment.train.gpus_per_node="$trainer_gpus"
 code=$?
-$python -m primeslurm summary runs/$rl --json | tee "$out/summary.json"
-$python -m primeslurm status runs/$rl --json >"$out/status.json"
-cp runs/$rl/metrics.jsonl "$out/metrics.jsonl"
-mkdir -p "$out/logs" && cp -r runs/$rl/attempts/*/logs/* runs/$rl/attempts/*/events "$out/logs/"
-nvidia-smi --query-gpu=name,memory.used --format=csv >"$out/gpus.csv"
 [[ $code == 0 ]] || $python -m primeslurm cancel runs/$rl
+keep $rl rl
+nvidia-smi --query-gpu=name,memory.used --format=csv >"$out/gpus.csv"
 rm -rf "$work"
 exit $code
