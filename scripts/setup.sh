@@ -19,8 +19,8 @@ install_python() {
     fi
     index+=(--find-links build/wheels)
   fi
-  $pip install --quiet "${index[@]}" --requirement "$lock"
-  $pip install --quiet --no-deps --editable .
+  $pip install -qq "${index[@]}" --requirement "$lock"
+  $pip install -qq --no-deps --editable .
   echo "$wanted" >"$stamp"
 }
 
