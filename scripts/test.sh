@@ -4,7 +4,8 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 export PATH=$PWD/.venv/bin:$PATH
 rm -f .coverage .coverage.*
-export COVERAGE_PROCESS_START=$PWD/pyproject.toml
+# Processes that tests start are measured too, wherever they run.
+export COVERAGE_PROCESS_START=$PWD/pyproject.toml COVERAGE_FILE=$PWD/.coverage
 coverage run -m pytest "$@"
 coverage combine --quiet
 coverage report

@@ -17,7 +17,7 @@ from primeslurm.slurm.cluster import Cluster
 from primeslurm.slurm.executor import submit
 from primeslurm.slurm.render import render
 from tests.cluster.toy import ToyAgent, notes
-from tests.plans import group, plan
+from tests.support.slurm_plans import group, plan
 
 pytestmark = pytest.mark.cluster
 

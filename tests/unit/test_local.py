@@ -14,7 +14,7 @@ from primeslurm.errors import RunError
 from primeslurm.plan.model import Plan
 from primeslurm.slurm import local
 from tests.cluster.toy import ToyAgent, notes
-from tests.plans import group, plan
+from tests.support.slurm_plans import group, plan
 
 CHECKOUT = str(Path(__file__).parents[2])
 
@@ -47,8 +47,8 @@ def test_requeue_from_inside(tmp_path: Path) -> None:
 
 
 def test_the_time_limit_requeues(tmp_path: Path) -> None:
-    """USR2 comes signal_s before the limit: here at once."""
-    given = make(tmp_path, time="00:01:00", signal_s=56)
+    """USR2 comes signal_s before the limit: here after 15 s, when the agent surely listens."""
+    given = make(tmp_path, time="00:01:00", signal_s=45)
     job_id = local.submit_local(given, ToyAgent(tmp_path, requeue_itself=False))
     wait(lambda: not local.is_running(given, job_id))
     assert said(tmp_path, "checkpoint") == [0]

@@ -12,7 +12,7 @@ import pytest
 from primeslurm.errors import UsageError
 from primeslurm.plan.model import Plan
 from primeslurm.slurm.render import render
-from tests.plans import group, plan
+from tests.support.slurm_plans import group, plan
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 SHELLCHECK = Path(sys.executable).with_name("shellcheck")

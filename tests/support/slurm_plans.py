@@ -34,6 +34,7 @@ def plan(run_dir: Path | str, *groups: HetGroup, env: dict[str, str] | None = No
         run_dir=str(run_dir),
         task="rl",
         layout="het" if len(groups) > 1 else "single",
+        executor="slurm",
         device="cpu",
         python=sys.executable,
         job=JobOptions(**({"name": "demo", "time": "01:00:00"} | job)),
