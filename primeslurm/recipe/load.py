@@ -162,22 +162,25 @@ def _walk(model: type[BaseModel], loc: Sequence[int | str]) -> tuple[str, type[B
     parent: type[BaseModel] | None = None
     for part in loc:
         options = _members(current)
-        tagged = [m for m in options if _tag(m) == part]
+        tagged = [member for member in options if _tag(member) == part]
         if tagged and len(options) > 1:
             current = tagged[0]
             continue
         path.append(str(part))
-        section = next((m for m in options if isinstance(m, type) and issubclass(m, BaseModel)), None)
-        parent = section
-        if section is not None:
-            current = next(
-                (i.annotation for n, i in section.model_fields.items() if part in (n, i.alias)),
-                None,
-            )
-        else:
-            current = next((arg for option in options for arg in get_args(option)[-1:]), None)
-            current = next((a for o in options for a in get_args(o) if a is not Ellipsis), current)
+        parent = next((m for m in options if isinstance(m, type) and issubclass(m, BaseModel)), None)
+        current = _field(parent, part) if parent is not None else _element(options)
     return ".".join(path), parent
+
+
+def _field(section: type[BaseModel], key: int | str) -> Any:
+    """The annotation of a field, by name or alias; None if there is none."""
+    return next((info.annotation for name, info in section.model_fields.items() if key in (name, info.alias)), None)
+
+
+def _element(options: Sequence[Any]) -> Any:
+    """The annotation of what a tuple or mapping holds; None for anything else."""
+    inner = [[arg for arg in get_args(option) if arg is not Ellipsis] for option in options]
+    return next((args[-1] for args in inner if args), None)
 
 
 def _members(annotation: Any) -> list[Any]:

@@ -114,7 +114,7 @@ def _phase(
     if state.startswith(("PENDING", "CONFIGURING")):
         return "pending", state
     if state.startswith("RUNNING"):
-        return "starting" if not fleet else "lost", state if not fleet else f"head silent, but the job is {state}"
+        return ("lost", f"head silent, but the job is {state}") if fleet else ("starting", "")
     return "failed", f"job {state}"
 
 

@@ -56,11 +56,11 @@ def test_a_killed_trainer_resumes_at_the_last_commit(demo: Demo) -> None:
     assert max(step for attempt, step in steps if attempt == 1) >= committed
 
 
-def test_cancel_leaves_no_process_and_no_file_outside_the_run(demo: Demo) -> None:
+def test_cancel_leaves_nothing_behind_and_resume_goes_on(demo: Demo) -> None:
     outside = [Path("/tmp"), Path("/dev/shm")]
     known = {path for root in outside for path in root.iterdir()}
-    run = demo.submit("reverse_text.yaml", "--name", "cancelled")
-    status = demo.wait(run, lambda status: (status["metrics"].get("step") or 0) >= 1)
+    run = demo.submit("reverse_text.yaml", "--name", "cancelled", "--set", "max_steps=8")
+    status = demo.wait(run, lambda status: (status["committed_step"] or 0) >= 5)
     pids = [p["pid"] for p in status["processes"] if p["pid"]]
     assert len(pids) == 6
     done = demo.command("cancel", str(run.path), timeout_s=120)
@@ -69,3 +69,9 @@ def test_cancel_leaves_no_process_and_no_file_outside_the_run(demo: Demo) -> Non
     assert [pid for pid in pids if Path(f"/proc/{pid}").exists()] == []
     new = {path for root in outside for path in root.iterdir()} - known
     assert [path for path in new if run.run_id in path.name or path.name.startswith(("psm_", "vllm", "sem."))] == []
+
+    resumed = demo.command("resume", str(run.path), "--json")
+    assert resumed.returncode == 0, resumed.stderr
+    demo.finish(run)
+    assert [row["step"] for row in rows(run.path)] == list(range(1, 9))
+    assert [step for attempt, step in trained_steps(run) if attempt == 2] == [6, 7, 8]

@@ -1,0 +1,134 @@
+"""What `status` makes of a run directory, with Slurm's answers given."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from primeslurm.errors import RunError
+from primeslurm.plan.model import Process
+from primeslurm.run.create import name_in_use
+from primeslurm.run.directory import EndRecord, JobRecord, RunDirectory
+from primeslurm.run.status import RunStatus, advice, by_role, last_row, read_status
+from primeslurm.run.summary import summarise
+from primeslurm.wire import checkpoints
+from primeslurm.wire.files import write_json
+from tests.support.plans import plan_of, python
+
+NOW = 1000.0
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    process = Process(name="decode-r0-0", role="decode", node=0, argv=python("pass"), log="x.log", replica=0)
+    plan = plan_of(tmp_path / "r", (process,))
+    directory = RunDirectory(tmp_path / "r")
+    directory.attempt(1).prepare(plan)
+    directory.attempt(1).record_job(JobRecord("7", "slurm", NOW))
+    write_json(directory.path / "lock.json", {"run_id": "r-1", "created_at": NOW})
+    write_json(directory.path / "recipe.resolved.json", {"max_steps": 9})
+    return directory
+
+
+def status(run: RunDirectory, job: str | None = None) -> RunStatus:
+    return read_status(run, lambda record: job, now=NOW)
+
+
+def fleet(run: RunDirectory, age: float = 0.0, ending: dict[str, str] | None = None, state: str = "HEALTHY") -> None:
+    value = {"time": NOW - age, "states": {"decode-r0-0": state}, "ending": ending}
+    write_json(run.attempt(1).fleet_file, value)
+
+
+@pytest.mark.parametrize(
+    ("job", "phase", "reason"),
+    [
+        ("PENDING (Resources)", "pending", "PENDING (Resources)"),
+        ("RUNNING", "starting", ""),
+        ("NODE_FAIL", "failed", "job NODE_FAIL"),
+        (None, "lost", "no sign of life, and no such job"),
+    ],
+)
+def test_before_any_sign_of_life_slurm_is_believed(run: RunDirectory, job: str | None, phase: str, reason: str) -> None:
+    found = status(run, job)
+    assert (found.phase, found.reason) == (phase, reason)
+
+
+def test_a_fresh_head_is_believed_over_slurm(run: RunDirectory) -> None:
+    fleet(run)
+    assert status(run, "NODE_FAIL").phase == "running"
+    fleet(run, state="LOADING")
+    assert status(run, None).phase == "starting"
+    fleet(run, ending={"reason": "cancelled by the user"})
+    assert (status(run).phase, status(run).reason) == ("ending", "cancelled by the user")
+
+
+def test_a_silent_head_is_not_believed(run: RunDirectory) -> None:
+    fleet(run, age=61)
+    assert status(run, "RUNNING").reason == "head silent, but the job is RUNNING"
+
+
+def test_an_ended_attempt_says_how_and_whether_it_goes_on(run: RunDirectory) -> None:
+    record = EndRecord("failed", "trainer died", "t", 5, True, "", NOW)
+    run.attempt(1).record_end(record)
+    assert (status(run, "PENDING").phase, status(run, "PENDING").reason) == ("requeued", "trainer died; job PENDING")
+    assert status(run, "PENDING").active
+    run.attempt(1).record_end(EndRecord("failed", "trainer died", "t", 5, False, "this was attempt 1 of 1", NOW))
+    assert status(run).reason == "trainer died; this was attempt 1 of 1"
+    assert not status(run).active
+
+
+def test_processes_progress_and_metrics_are_shown(run: RunDirectory) -> None:
+    fleet(run)
+    process = {"state": "ready", "pid": 42, "restarts": 2}
+    write_json(run.attempt(1).node_file(0), {"name": "n001", "processes": {"decode-r0-0": process}})
+    write_json(run.attempt(1).path / "state" / "orchestrator.json", {"step": 3, "version": 2})
+    (run.path / "metrics.jsonl").write_text('{"step": 2, "reward/mean": 0.5}\n{"step": 3')
+    directory = checkpoints.step_dir(run.path, 2)
+    directory.mkdir(parents=True)
+    checkpoints.commit(directory, 2, 1)
+    found = status(run)
+    assert (found.step, found.version, found.committed_step, found.max_steps) == (3, 2, 2, 9)
+    assert found.metrics == {"step": 2, "reward/mean": 0.5}
+    assert [(p.name, p.node, p.state, p.pid, p.restarts) for p in found.processes] == [
+        ("decode-r0-0", "n001", "HEALTHY", 42, 2)
+    ]
+    assert by_role(found.processes) == {"decode": {"HEALTHY": 1}}
+
+
+def test_queue_depths_become_advice() -> None:
+    saturated = {"roles": {"prefill": {"waiting": 30, "running": 8}, "decode": {"kv_usage": 0.2}}}
+    full = {"roles": {"prefill": {"waiting": 0, "running": 0}, "decode": {"kv_usage": 0.95}}}
+    assert "more prefill nodes" in advice(saturated)[0]
+    assert "more decode" in advice(full)[0]
+    assert advice({"roles": {"engine": {}}}) == []
+
+
+def test_a_summary_compares_first_and_last_steps(run: RunDirectory) -> None:
+    rows = [{"step": i, "reward/mean": i / 10, "rollouts/mixed_version": 1, "time": NOW} for i in range(1, 11)]
+    (run.path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    events = run.attempt(1).path / "events" / "agent-0.jsonl"
+    events.write_text(json.dumps({"time": NOW + 60, "kind": "started", "restarts": 1}) + "\n")
+    found = summarise(run)
+    assert (found.first_reward, found.last_reward, found.gain) == pytest.approx((0.3, 0.8, 0.5))
+    assert (found.mixed_version_rollouts, found.engine_restarts, found.seconds) == (10, 1, 60)
+
+
+def test_runs_without_attempts_or_with_damaged_plans_are_run_errors(tmp_path: Path, run: RunDirectory) -> None:
+    with pytest.raises(RunError, match="has no attempt"):
+        RunDirectory(tmp_path / "none").latest()
+    run.attempt(1).plan_file.write_text("{")
+    with pytest.raises(RunError, match="cannot be read"):
+        run.attempt(1).plan()
+
+
+def test_names_in_use_are_seen(tmp_path: Path, run: RunDirectory) -> None:
+    assert name_in_use(tmp_path / "fresh") == []
+    assert [v.value for v in name_in_use(run.path)] == ["r"]
+
+
+def test_last_row_of_nothing_is_empty(tmp_path: Path) -> None:
+    assert last_row(tmp_path / "none") == {}
+    (tmp_path / "bad").write_text("x\n")
+    assert last_row(tmp_path / "bad") == {}
