@@ -11,18 +11,11 @@ from pathlib import Path
 
 import msgspec
 
-from primeslurm.wire.files import digest, write_atomic
+from primeslurm.wire import manifest
+from primeslurm.wire.manifest import FileRecord
 
 COMMITTED = "COMMITTED"
 _NAME = re.compile(r"^step_(\d{6,})$")
-
-
-class Part(msgspec.Struct, frozen=True):
-    """One file of a checkpoint, relative to its directory."""
-
-    name: str
-    bytes: int
-    digest: str
 
 
 class Commit(msgspec.Struct, frozen=True):
@@ -30,7 +23,7 @@ class Commit(msgspec.Struct, frozen=True):
 
     step: int
     attempt: int
-    parts: list[Part]
+    parts: list[FileRecord]
 
 
 def step_dir(run_dir: Path, step: int) -> Path:
@@ -40,19 +33,15 @@ def step_dir(run_dir: Path, step: int) -> Path:
 
 def commit(directory: Path, step: int, attempt: int) -> Commit:
     """Name every file below `directory` in COMMITTED, written last and atomically."""
-    files = sorted(p for p in directory.rglob("*") if p.is_file() and p.name != COMMITTED)
-    parts = [Part(str(p.relative_to(directory)), p.stat().st_size, digest(p)) for p in files]
-    value = Commit(step=step, attempt=attempt, parts=parts)
-    write_atomic(directory / COMMITTED, msgspec.json.format(msgspec.json.encode(value), indent=2))
+    files = [p for p in directory.rglob("*") if p.is_file() and p.name != COMMITTED]
+    value = Commit(step=step, attempt=attempt, parts=manifest.describe(directory, files))
+    manifest.write(directory / COMMITTED, value)
     return value
 
 
 def read_commit(directory: Path) -> Commit | None:
     """The commit record, or None if the checkpoint is not complete."""
-    try:
-        return msgspec.json.decode((directory / COMMITTED).read_bytes(), type=Commit)
-    except (FileNotFoundError, NotADirectoryError, msgspec.MsgspecError):
-        return None
+    return manifest.read(directory / COMMITTED, Commit)
 
 
 def committed(run_dir: Path) -> list[int]:
@@ -73,14 +62,7 @@ def newest(run_dir: Path) -> int | None:
 def damage(directory: Path) -> list[str]:
     """What is wrong with a committed checkpoint, in words; empty if every part has its recorded size and digest."""
     record = read_commit(directory)
-    if record is None:
-        return [f"{directory}: not committed"]
-    wrong = []
-    for part in record.parts:
-        path = directory / part.name
-        if not path.is_file() or path.stat().st_size != part.bytes or digest(path) != part.digest:
-            wrong.append(f"{path}: differs from what was committed")
-    return wrong
+    return manifest.differing(directory, record.parts) if record else [f"{directory}: not committed"]
 
 
 def prune(run_dir: Path, keep: int) -> list[int]:

@@ -8,18 +8,11 @@ from pathlib import Path
 
 import msgspec
 
-from primeslurm.wire.files import digest, write_atomic
+from primeslurm.wire import manifest
+from primeslurm.wire.manifest import FileRecord
 
 MANIFEST = "MANIFEST.json"
 _NAME = re.compile(r"^v(\d{6,})$")
-
-
-class WeightFile(msgspec.Struct, frozen=True):
-    """One file of a published policy."""
-
-    name: str
-    bytes: int
-    digest: str
 
 
 class WeightManifest(msgspec.Struct, frozen=True):
@@ -28,7 +21,7 @@ class WeightManifest(msgspec.Struct, frozen=True):
     version: int
     layout: str
     dtype: str
-    files: list[WeightFile]
+    files: list[FileRecord]
 
 
 def version_dir(run_dir: Path, version: int) -> Path:
@@ -38,35 +31,22 @@ def version_dir(run_dir: Path, version: int) -> Path:
 
 def complete(directory: Path, version: int, dtype: str) -> WeightManifest:
     """Describe every file of `directory` in a manifest: from here on the version exists."""
-    files = [
-        WeightFile(path.name, path.stat().st_size, digest(path))
-        for path in sorted(directory.iterdir())
-        if path.is_file() and path.name != MANIFEST and not path.name.startswith(".")
-    ]
-    manifest = WeightManifest(version=version, layout="hf", dtype=dtype, files=files)
-    write_atomic(directory / MANIFEST, msgspec.json.format(msgspec.json.encode(manifest), indent=2))
-    return manifest
+    files = [p for p in directory.iterdir() if p.is_file() and p.name != MANIFEST and not p.name.startswith(".")]
+    described = manifest.describe(directory, files)
+    value = WeightManifest(version=version, layout="hf", dtype=dtype, files=described)
+    manifest.write(directory / MANIFEST, value)
+    return value
 
 
 def read_manifest(directory: Path) -> WeightManifest | None:
     """The manifest, or None if the directory is not a complete policy."""
-    try:
-        return msgspec.json.decode((directory / MANIFEST).read_bytes(), type=WeightManifest)
-    except (FileNotFoundError, NotADirectoryError, msgspec.MsgspecError):
-        return None
+    return manifest.read(directory / MANIFEST, WeightManifest)
 
 
 def damage(directory: Path) -> list[str]:
     """What is wrong with a published policy, in words; empty if every file matches its digest."""
-    manifest = read_manifest(directory)
-    if manifest is None:
-        return [f"{directory}: no readable {MANIFEST}"]
-    wrong = []
-    for entry in manifest.files:
-        path = directory / entry.name
-        if not path.is_file() or path.stat().st_size != entry.bytes or digest(path) != entry.digest:
-            wrong.append(f"{path}: differs from its manifest")
-    return wrong
+    value = read_manifest(directory)
+    return manifest.differing(directory, value.files) if value else [f"{directory}: no readable {MANIFEST}"]
 
 
 def published(run_dir: Path) -> list[int]:
