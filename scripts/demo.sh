@@ -10,9 +10,10 @@ name=demo-$(date +%m%d-%H%M%S)
 where=(--local)
 
 if command -v slurmctld >/dev/null && [[ $(id -u) == 0 ]]; then
-  site=$($primeslurm cluster up --name demo --nodes 5 --gpus-per-node 2 --directory "$home/cluster" --runs runs)
+  cluster=demo-$$
+  site=$($primeslurm cluster up --name $cluster --nodes 4 --gpus-per-node 2 --runs runs)
   where=(--site "$site")
-  trap '$primeslurm cluster down --name demo --directory "$home/cluster"' EXIT
+  trap '$primeslurm cluster down --name $cluster' EXIT
 else
   echo "Slurm's daemons or root are missing: running the same recipe through the local executor" >&2
 fi

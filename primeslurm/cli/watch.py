@@ -81,11 +81,11 @@ _SHOWN = (
     ("reward", "reward/mean", ".3f"),
     ("loss", "trainer/loss", ".4f"),
     ("staleness", "staleness/mean", ".2f"),
-    ("mixed versions", "rollouts/mixed_version", ".0f"),
-    ("mismatch KL", "trainer/mismatch_kl", ".1e"),
+    ("mixed", "rollouts/mixed_version", ".0f"),
+    ("KL", "trainer/mismatch_kl", ".1e"),
     ("entropy", "trainer/entropy", ".3f"),
     ("tokens/s", "throughput/tokens_per_s", ".0f"),
-    ("queued groups", "queue/ready_groups", ".0f"),
+    ("queued", "queue/ready_groups", ".0f"),
     ("s/step", "throughput/step_seconds", ".1f"),
 )
 

@@ -96,7 +96,7 @@ class Head(threading.Thread):
 
     def _observe_progress(self, now: float) -> None:
         state = self.attempt.state("orchestrator" if self.plan.task == "rl" else "trainer-rank-0")
-        marker = (state.get("step"), state.get("version"), state.get("finished_rollouts"))
+        marker = (state.get("step"), state.get("version"), state.get("counts", {}).get("finished"))
         if state:
             self.fleet.observe_progress(marker, now)
 

@@ -208,9 +208,8 @@ def test_batches_come_until_there_are_no_more(server: Server) -> None:
     found = link.get_batch(1, 0, 1, timeout_s=5)
     assert found is not None
     assert found.info == batch(1).info
-    assert all(
-        np.array_equal(getattr(a, n), getattr(b, n)) for a, b in zip(found.rows, batch().rows) for n in ROW_FIELDS
-    )
+    for row, expected in zip(found.rows, batch().rows, strict=True):
+        assert all(np.array_equal(getattr(row, name), getattr(expected, name)) for name in ROW_FIELDS)
     assert link.get_batch(3, 0, 1, timeout_s=5) is None
     link.close()
 
