@@ -18,7 +18,6 @@ from primeslurm.errors import UsageError, Violation
 from primeslurm.node.entry import AgentTask
 from primeslurm.plan.model import Plan
 from primeslurm.recipe import Site
-from primeslurm.recipe.load import load_recipe
 from primeslurm.run.create import create, name_in_use
 from primeslurm.run.directory import Attempt, JobRecord, RunDirectory
 from primeslurm.run.status import read_status
@@ -61,19 +60,16 @@ def submit(
 def resume(
     run: RunArg,
     runs: RunsOpt = None,
-    site: SiteOpt = None,
     wait: WaitOpt = False,
     as_json: JsonOpt = False,
 ) -> None:
     """Go on with a run that has ended, from its last committed step, as a new attempt."""
     directory = find_run(run, runs)
     status = read_status(directory, job_query(directory))
-    if status.active:
-        note(f"{run} is {status.phase}: nothing to resume")
-        raise typer.Exit(2)
+    if status.active or status.phase == "completed":
+        raise UsageError([Violation("RUN", run, f"is {status.phase}: there is nothing to resume")])
     previous = directory.latest()
     plan, job = previous.plan(), previous.job()
-    load_recipe(directory.path / "recipe.resolved.json")
     attempt = directory.attempt(previous.number + 1)
     attempt.prepare(plan)
     script = "" if plan.executor == "local" else render(plan)

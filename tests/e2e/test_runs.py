@@ -27,12 +27,14 @@ def test_prefill_and_decode_learn_asynchronously(demo: Demo) -> None:
     assert checkpoints.damage(checkpoints.step_dir(run.path, STEPS)) == []
 
 
-def test_a_killed_engine_comes_back_with_the_current_weights(demo: Demo) -> None:
+def test_killed_engines_and_routers_come_back(demo: Demo) -> None:
     run = demo.submit("reverse_text_replicas.yaml")
     before = demo.wait(run, lambda status: (status["metrics"].get("step") or 0) >= 4)
     victim = process(before, "engine-r1-0")
     os.kill(victim["pid"], signal.SIGKILL)
     demo.wait(run, lambda status: process(status, "engine-r1-0")["restarts"] == 1)
+    os.kill(process(before, "router-0")["pid"], signal.SIGKILL)
+    demo.wait(run, lambda status: process(status, "router-0")["restarts"] == 1)
     demo.finish(run)
     check_learning(run, STEPS)
     updates = [e for e in events_of(run, "engine_updated") if e["engine"] == "engine-r1-0"]
@@ -42,18 +44,27 @@ def test_a_killed_engine_comes_back_with_the_current_weights(demo: Demo) -> None
     assert [attempt.number for attempt in run.attempts()] == [1]
 
 
-def test_a_killed_trainer_resumes_at_the_last_commit(demo: Demo) -> None:
+def test_a_killed_trainer_and_a_preemption_resume_at_the_last_commit(demo: Demo) -> None:
     run = demo.submit("reverse_text_single.yaml")
     before = demo.wait(run, lambda status: (status["committed_step"] or 0) >= 5)
     os.kill(process(before, "trainer-rank-0")["pid"], signal.SIGKILL)
     demo.wait(run, lambda status: status["attempt"] == 2)
     committed = run.attempt(1).end().committed_step  # type: ignore[union-attr]
     assert committed is not None and committed >= 5
+
+    status = demo.wait(run, lambda status: (status["metrics"].get("step") or 0) >= committed + 3)
+    demo.slurm.signal(status["job_id"], "USR2")
+    demo.wait(run, lambda status: status["attempt"] == 3)
+    preempted = run.attempt(2).end()
+    assert preempted is not None and preempted.outcome == "preempted"
+    assert preempted.committed_step is not None and preempted.committed_step >= committed + 3
+
     demo.finish(run)
     check_learning(run, STEPS)
     steps = trained_steps(run)
-    assert [step for attempt, step in steps if attempt == 2] == list(range(committed + 1, STEPS + 1))
-    assert max(step for attempt, step in steps if attempt == 1) >= committed
+    second = list(range(committed + 1, preempted.committed_step + 1))
+    assert [step for attempt, step in steps if attempt == 2] == second, "a preemption lost or repeated a step"
+    assert [step for attempt, step in steps if attempt == 3] == list(range(second[-1] + 1, STEPS + 1))
 
 
 def test_cancel_leaves_nothing_behind_and_resume_goes_on(demo: Demo) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 from primeslurm.run.directory import RunDirectory
 from primeslurm.run.summary import events, rows
+from primeslurm.slurm.client import SlurmClient
 
 Status = dict[str, Any]
 
@@ -23,6 +24,7 @@ class Demo:
     def __init__(self, root: Path, directory: Path) -> None:
         self.root, self.directory, self.runs = root, directory, directory / "runs"
         self.site = directory / "c" / "site.yaml"
+        self.slurm = SlurmClient(str(directory / "c" / "slurm.conf"))
 
     def command(self, *args: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
         """`primeslurm ARGS` at the root of the checkout."""
