@@ -41,16 +41,22 @@ class Loaded:
 def find_site(path: Path | None, local: bool = False) -> Site:
     """The site file to use. Raises UsageError."""
     if local and path is None:
-        return local_site(Path("runs").resolve())
+        return _with_libraries(local_site(Path("runs").resolve()))
     candidates = [path] if path else [candidate.expanduser() for candidate in SITE_FILES]
     for candidate in candidates:
         if path or candidate.is_file():
             site = load_site(candidate)
             runs = (candidate.resolve().parent / Path(site.runs).expanduser()).resolve()
-            return site.model_copy(update={"runs": str(runs)})
+            return _with_libraries(site.model_copy(update={"runs": str(runs)}))
     why = f"no site file: looked for {', '.join(str(c) for c in SITE_FILES)}"
     fix = "`primeslurm cluster up` makes an emulated cluster with one, or use --local"
     raise UsageError([Violation("--site", "", why, fix)])
+
+
+def _with_libraries(site: Site) -> Site:
+    """The site with a UCX built in this checkout first on its library path."""
+    built = Path(__file__).resolve().parents[2] / "third_party" / "ucx" / "lib"
+    return site.model_copy(update={"library_path": (str(built), *site.library_path)}) if built.is_dir() else site
 
 
 def load(

@@ -143,6 +143,7 @@ def derive(recipe: Recipe, site: Site, run_dir: Path, *, local: bool = False) ->
             routers=len(replicas),
         ),
         env=_environment(site),
+        library_path=site.library_path,
         interface=site.network.interface,
         addresses=site.network.addresses,
         stall_timeout_s=recipe.orchestrator.stall_timeout_s,

@@ -139,6 +139,8 @@ class Plan(Section):
     totals: Totals
     env: dict[str, str]
     """Environment of every process on every node."""
+    library_path: tuple[str, ...] = ()
+    """Directories put first on LD_LIBRARY_PATH of everything."""
     interface: str | None = None
     addresses: dict[str, str] = {}
     """Node name to address, from the site file."""

@@ -58,6 +58,11 @@ class Site(Section):
     """Shell lines run in the batch script before anything starts."""
     env: dict[str, str] = {}
     """Environment variables of every process."""
+    library_path: tuple[str, ...] = ()
+    """Directories put first on LD_LIBRARY_PATH, for example the `lib` of a UCX built for the cluster's fabric.
+
+    A UCX in third_party/ucx of the checkout is found by itself.
+    """
     network: Network = Network()
     port_base: PositiveInt = 20000
     """First port that a plan may prefer."""

@@ -55,11 +55,18 @@ class PlanLocalExecutor(submitit.LocalExecutor):  # type: ignore[misc]  # submit
         self._plan = plan
         self.update_parameters(timeout_min=minutes(plan.job.time), tasks_per_node=len(plan.nodes))
 
+    def _libraries(self) -> dict[str, str]:
+        """LD_LIBRARY_PATH as the batch script would set it."""
+        inherited = [path for path in [os.environ.get("LD_LIBRARY_PATH")] if path]
+        found = [*self._plan.library_path, *inherited]
+        return {"LD_LIBRARY_PATH": ":".join(found)} if found else {}
+
     def _submit_command(self, command: str) -> LocalJob:
         tasks = self._num_tasks()
         environment = {
             **os.environ,
             **exports(self._plan),
+            **self._libraries(),
             "SUBMITIT_EXECUTOR": "local",
             "SUBMITIT_LOCAL_COMMAND": command,
             "SUBMITIT_LOCAL_NTASKS": str(tasks),

@@ -71,6 +71,7 @@ def _check(plan: Plan) -> None:
     texts |= {f"job.modules[{i}]": value for i, value in enumerate(plan.job.modules)}
     texts |= {f"job.prologue[{i}]": value for i, value in enumerate(plan.job.prologue)}
     texts |= {f"env.{name}": value for name, value in plan.env.items()}
+    texts |= {f"library_path[{i}]": value for i, value in enumerate(plan.library_path)}
     for group in plan.groups:
         texts |= {f"groups[{group.index}].{name}": value for name, value in group if isinstance(value, str)}
     found = [

@@ -43,7 +43,7 @@ PLANS = {
         exclude="node[001-003]",
         modules=("cuda/13.0", "ucx"),
         prologue=("ulimit -n 65536", "umask 007"),
-    ),
+    ).model_copy(update={"library_path": ("/opt/ucx 1.19/lib", "/opt/libfabric/lib")}),
     "quoting": plan(
         "/runs/it's 100% $x",
         group(0, "control"),
