@@ -29,6 +29,8 @@ from primeslurm.wire.journal import Journal
 
 TICK_S = 0.25
 HEARTBEAT_S = 1.0
+HEAD_SILENT_S = 180.0
+"""A head that has published nothing for this long is gone: its node stops what it runs."""
 TERM_GRACE_S = 15.0
 """From SIGTERM to SIGKILL. Slurm's own KillWait is 30 s."""
 
@@ -70,6 +72,7 @@ class NodeAgent:
         }
         self._local_ending: Ending | None = None
         self._last_heartbeat = 0.0
+        self._head_seen_at = time.time()
         self._ending_since: float | None = None
         self._asked_to_checkpoint = False
         self._termed_at: float | None = None
@@ -105,7 +108,7 @@ class NodeAgent:
     def tick(self, now: float) -> None:
         """One turn: reap, look at what the head says, act, report."""
         self._reap(now)
-        self._read_head()
+        self._read_head(now)
         if self.ending is not None:
             self._wind_down(now, self.ending)
         elif self.addresses is not None:
@@ -123,12 +126,15 @@ class NodeAgent:
                 taken.add(port)
                 self.ports[process.name][name] = port
 
-    def _read_head(self) -> None:
+    def _read_head(self, now: float) -> None:
         if self.addresses is None and (found := read_json(self.attempt.addresses_file)):
             self.addresses = Addresses(hosts=found["hosts"], ports=found["ports"])
         value = read_json(self.attempt.fleet_file)
         if value is not None and value["time"] != self.view.time:
             self.view = msgspec.convert(value, FleetView)
+            self._head_seen_at = now
+        elif now - self._head_seen_at > HEAD_SILENT_S:
+            self.end(Ending(Outcome.FAILED, f"the head has been silent for {HEAD_SILENT_S:.0f} s", "head"))
 
     def _advance(self, supervision: Supervision, now: float) -> None:
         process = supervision.process

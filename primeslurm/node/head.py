@@ -29,6 +29,7 @@ class Head(threading.Thread):
 
     def __init__(self, agent: NodeAgent, run: RunDirectory) -> None:
         super().__init__(daemon=True, name="head")
+        self._agent = agent
         self.plan: Plan = agent.plan
         self.attempt: Attempt = agent.attempt
         self.run_directory = run
@@ -44,10 +45,15 @@ class Head(threading.Thread):
         self._asked = self._asked or ending
 
     def run(self) -> None:
-        """Watch until the attempt has ended everywhere."""
-        while not self._gathered(time.time()):
-            self.tick(time.time())
-            time.sleep(PERIOD_S)
+        """Watch until the attempt has ended everywhere. An error of the head itself ends the attempt."""
+        try:
+            while not self._gathered(time.time()):
+                self.tick(time.time())
+                time.sleep(PERIOD_S)
+        except Exception as error:
+            self.ending = Ending(Outcome.FAILED, f"head: {type(error).__name__}: {error}", "head")
+            self.journal.event("head_failed", error=self.ending.reason)
+            self._agent.end(self.ending)
 
     def tick(self, now: float) -> None:
         """Read every heartbeat, decide, publish."""
@@ -75,17 +81,19 @@ class Head(threading.Thread):
         if ending.outcome is Outcome.FAILED:
             commits[self.attempt.number] = step
         requeue, why_not = should_requeue(ending, self.attempt.number, self.plan, commits)
-        self.attempt.record_end(
-            EndRecord(
-                outcome=ending.outcome,
-                reason=ending.reason,
-                suspect=ending.suspect,
-                committed_step=step,
-                requeued=requeue,
-                why_not_requeued=why_not,
-                time=time.time(),
-            )
+        record = EndRecord(
+            outcome=ending.outcome,
+            reason=ending.reason,
+            suspect=ending.suspect,
+            committed_step=step,
+            requeued=requeue,
+            why_not_requeued=why_not,
+            time=time.time(),
         )
+        try:
+            self.attempt.record_end(record)
+        except OSError as error:  # a full disk must not keep the job from being requeued
+            self.journal.event("end_not_recorded", error=str(error))
         self.journal.event("ended", outcome=ending.outcome, requeued=requeue, why_not=why_not)
         return requeue
 

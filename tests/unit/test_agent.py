@@ -180,6 +180,26 @@ def test_a_program_that_does_not_exist_is_reported(start: Callable[..., Running]
     assert "No such file" in running.head.ending.reason
 
 
+def test_an_error_of_the_head_ends_the_attempt(start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(Head, "_publish_addresses", broken)
+    running = start((process("engine", 0, SLEEP),))
+    running.join()
+    assert running.head.ending is not None
+    assert running.head.ending.reason == "head: OSError: [Errno 5] Input/output error"
+
+
+def test_nodes_stop_when_the_head_is_gone(start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
+    running = start((process("engine", 0, SLEEP),), (process("other", 1, SLEEP),))
+    pid = running.wait_state("other", "ready")["pid"]
+    monkeypatch.setattr("primeslurm.node.agent.HEAD_SILENT_S", 1.0)
+    monkeypatch.setattr(Head, "_publish", lambda *_: None)
+    running.wait(lambda: not alive(pid))
+    assert running.agents[1].ending == Ending(Outcome.FAILED, "the head has been silent for 1 s", "head")
+
+
 def test_the_cancel_file_ends_the_attempt(start: Callable[..., Running]) -> None:
     running = start((process("engine", 0, SLEEP),))
     pid = running.wait_state("engine", "ready")["pid"]
