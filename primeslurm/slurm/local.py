@@ -7,6 +7,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import submitit
@@ -19,6 +20,8 @@ from primeslurm.slurm.executor import Agent
 from primeslurm.slurm.render import exports, submitit_folder
 
 _CONTROLLER = "primeslurm.slurm.local_controller"
+_EXEC_POLLS, _EXEC_POLL_S = 20, 0.01
+"""A process that is just being started has an empty command line for a moment, one that has ended keeps it empty."""
 
 
 def submit_local(plan: Plan, agent: Agent) -> str:
@@ -33,11 +36,22 @@ def submit_local(plan: Plan, agent: Agent) -> str:
 
 def is_running(plan: Plan, job_id: str) -> bool:
     """Whether the controller of this run still runs; false for a later process with the same pid."""
-    try:
-        argv = Path(f"/proc/{int(job_id)}/cmdline").read_bytes().decode(errors="replace").split("\0")
-    except OSError:
-        return False
+    argv = _argv(int(job_id))
     return _CONTROLLER in argv and str(submitit_folder(plan)) in argv
+
+
+def _argv(pid: int) -> list[str]:
+    """The command line of a process; empty if it has ended."""
+    path = Path(f"/proc/{pid}/cmdline")
+    for _ in range(_EXEC_POLLS):
+        try:
+            text = path.read_bytes()
+        except OSError:
+            return []
+        if text:
+            return text.decode(errors="replace").split("\0")
+        time.sleep(_EXEC_POLL_S)
+    return []
 
 
 def cancel(plan: Plan, job_id: str) -> None:
