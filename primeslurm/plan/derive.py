@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from primeslurm.errors import UsageError, Violation
 from primeslurm.plan.commands import Command, EngineRole, engine_command, router_command
 from primeslurm.plan.control import RENDEZVOUS_PORT, environment_command, orchestrator_command, trainer_command
 from primeslurm.plan.model import (
@@ -21,10 +20,9 @@ from primeslurm.plan.model import (
     Role,
     Totals,
 )
+from primeslurm.plan.needs import Need, check_local, needs_of
 from primeslurm.recipe import Recipe, Site
-from primeslurm.recipe.inference import Disaggregated
 from primeslurm.recipe.scheduling import Component
-from primeslurm.recipe.site import NodeKind
 
 ENGINE_READY = "/primeslurm/status"
 """Answers 200 as soon as an engine's HTTP server is up, current or not: `/health` waits for the current policy."""
@@ -85,26 +83,15 @@ class _Slot:
         )
 
 
-@dataclass(frozen=True)
-class _Need:
-    """What one role asks for."""
-
-    role: NodeRole
-    nodes: int
-    gpus: int
-    kind: NodeKind
-    nodes_per_replica: int = 0
-
-
 def derive(recipe: Recipe, site: Site, run_dir: Path, *, local: bool = False) -> Plan:
     """Work out the whole run. `local`: without Slurm, all nodes are agents on this one machine and share its GPUs.
 
     Raises:
         UsageError: the recipe cannot be placed on this site; every reason at once.
     """
-    needs = _needs(recipe, site)
+    needs = needs_of(recipe, site)
     if local:
-        _check_local(site, needs)
+        check_local(site, needs)
     slots = _slots(recipe, site, needs, local)
     replicas = _inference(recipe, site, slots)
     trainer_gpus = _trainer(recipe, site, slots)
@@ -151,90 +138,7 @@ def derive(recipe: Recipe, site: Site, run_dir: Path, *, local: bool = False) ->
     )
 
 
-def _needs(recipe: Recipe, site: Site) -> list[_Need]:
-    """Nodes and GPUs of each role, in het-group order. Raises UsageError."""
-    deployment, inference = recipe.deployment, recipe.deployment.inference
-    asked: list[tuple[NodeRole, str, int, int | None, int]] = []
-    if recipe.task == "rl" and deployment.layout == "het":
-        asked.append(("control", "deployment", 1, 0, 0))
-    asked.append(("train", "deployment.train", deployment.train.nodes, deployment.train.gpus_per_node, 0))
-    if recipe.task == "rl" and isinstance(inference, Disaggregated):
-        for role in ("prefill", "decode"):
-            group = getattr(inference, role)
-            count = group.nodes * inference.num_replicas
-            asked.append((role, f"deployment.inference.{role}", count, group.gpus_per_node, group.nodes))
-    elif recipe.task == "rl":
-        count = inference.nodes_per_replica * inference.num_replicas  # type: ignore[union-attr]
-        per_replica = inference.nodes_per_replica  # type: ignore[union-attr]
-        asked.append(("inference", "deployment.inference", count, inference.gpus_per_node, per_replica))  # type: ignore[union-attr]
-
-    problems: list[Violation] = []
-    needs: list[_Need] = []
-    for role, where, count, gpus, per_replica in asked:
-        kind = site.kind(role)
-        if kind is None:
-            why = f"site {site.name} has no nodes for role {role}"
-            problems.append(Violation(where, "", why, f"add `{role}` or `default` under `nodes` of the site file"))
-            continue
-        gpus = kind.gpus if gpus is None else gpus
-        if gpus > kind.gpus:
-            why = f"nodes of partition {kind.partition} have {kind.gpus} GPUs"
-            problems.append(Violation(f"{where}.gpus_per_node", str(gpus), why, f"nearest: {kind.gpus}"))
-        if role != "control" and gpus == 0:
-            problems.append(Violation(where, "", f"role {role} needs GPUs, partition {kind.partition} has none"))
-        needs.append(_Need(role, count, gpus, kind, per_replica))
-    problems += _engine_problems(recipe, needs) + _trainer_problems(recipe, needs)
-    if deployment.layout == "single" and len({need.kind.partition for need in needs}) > 1:
-        partitions = ", ".join(sorted({need.kind.partition for need in needs}))
-        why = f"one allocation cannot span partitions {partitions}"
-        problems.append(Violation("deployment.layout", "single", why, "use layout: het"))
-    if problems:
-        raise UsageError(problems)
-    return needs
-
-
-def _engine_problems(recipe: Recipe, needs: list[_Need]) -> list[Violation]:
-    tp = recipe.inference.parallel.tp
-    found = []
-    for need in needs:
-        if need.role in ("inference", "prefill", "decode") and need.gpus and need.gpus % tp:
-            why = f"must divide the {need.gpus} GPUs of a {need.role} node"
-            divisors = [d for d in range(1, need.gpus + 1) if need.gpus % d == 0]
-            nearest = min(divisors, key=lambda d: abs(d - tp))
-            found.append(Violation("inference.parallel.tp", str(tp), why, f"nearest: {nearest}"))
-    return found
-
-
-def _trainer_problems(recipe: Recipe, needs: list[_Need]) -> list[Violation]:
-    parallelism = recipe.trainer.parallelism
-    world = next((need.nodes * need.gpus for need in needs if need.role == "train"), 0)
-    found: list[Violation] = []
-    if not world:
-        return found
-    fixed = parallelism.dp_replicate * parallelism.cp
-    if world % fixed:
-        why = f"dp_replicate x cp = {fixed} must divide the {world} trainer GPUs"
-        found.append(
-            Violation("trainer.parallelism", f"dp_replicate={parallelism.dp_replicate}, cp={parallelism.cp}", why)
-        )
-    elif (world // parallelism.dp_replicate) % parallelism.ep:
-        shard = world // parallelism.dp_replicate
-        divisors = [d for d in range(1, shard + 1) if shard % d == 0]
-        nearest = min(divisors, key=lambda d: abs(d - parallelism.ep))
-        why = f"must divide the {shard} GPUs of one FSDP group"
-        found.append(Violation("trainer.parallelism.ep", str(parallelism.ep), why, f"nearest: {nearest}"))
-    return found
-
-
-def _check_local(site: Site, needs: list[_Need]) -> None:
-    if site.device == "cuda":
-        asked, there = sum(need.nodes * need.gpus for need in needs), max(kind.gpus for kind in site.nodes.values())
-        if asked > there:
-            why = f"the roles together ask for {asked} GPUs, this machine has {there}"
-            raise UsageError([Violation("deployment", "", why, "lower gpus_per_node of a role")])
-
-
-def _slots(recipe: Recipe, site: Site, needs: list[_Need], local: bool) -> list[_Slot]:
+def _slots(recipe: Recipe, site: Site, needs: list[Need], local: bool) -> list[_Slot]:
     single = recipe.deployment.layout == "single"
     slots: list[_Slot] = []
     for group, need in enumerate(needs):
@@ -323,7 +227,7 @@ def _control(recipe: Recipe, site: Site, slots: list[_Slot], replicas: list[Repl
             head.add(name, "environment", environment_command(environment.label, worker), after=("orchestrator",))
 
 
-def _groups(recipe: Recipe, site: Site, needs: list[_Need], total: int) -> tuple[HetGroup, ...]:
+def _groups(recipe: Recipe, site: Site, needs: list[Need], total: int) -> tuple[HetGroup, ...]:
     if recipe.deployment.layout == "single":
         widest = max(needs, key=lambda need: need.gpus)
         return (_group(recipe, 0, "all", total, widest, recipe.slurm.train),)
@@ -333,7 +237,7 @@ def _groups(recipe: Recipe, site: Site, needs: list[_Need], total: int) -> tuple
     )
 
 
-def _group(recipe: Recipe, index: int, name: str, nodes: int, need: _Need, component: Component) -> HetGroup:
+def _group(recipe: Recipe, index: int, name: str, nodes: int, need: Need, component: Component) -> HetGroup:
     kind = need.kind
     return HetGroup(
         index=index,

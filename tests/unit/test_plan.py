@@ -79,7 +79,7 @@ BAD = [
     (
         {"inference": {"parallel": {"tp": 3}}},
         {},
-        ["inference.parallel.tp = 3: must divide the 8 GPUs of a inference node (nearest: 2)"],
+        ["inference.parallel.tp = 3: must divide the 8 GPUs of each inference node (nearest: 2)"],
     ),
     (
         {"trainer": {"parallelism": {"cp": 3}}},

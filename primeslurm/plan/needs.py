@@ -1,0 +1,128 @@
+"""What each role of a recipe asks of a site: nodes and GPUs, or every reason why the site cannot give them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from primeslurm.errors import UsageError, Violation
+from primeslurm.plan.model import NodeRole
+from primeslurm.recipe import Recipe, Site
+from primeslurm.recipe.inference import Disaggregated
+from primeslurm.recipe.site import NodeKind
+
+
+@dataclass(frozen=True)
+class Need:
+    """What one role gets."""
+
+    role: NodeRole
+    nodes: int
+    gpus: int
+    """GPUs used on each node."""
+    kind: NodeKind
+    nodes_per_replica: int
+    """Nodes of this role in one inference replica; 0 for roles outside of inference."""
+
+
+@dataclass(frozen=True)
+class _Ask:
+    """What the recipe says about one role, and where it says so."""
+
+    role: NodeRole
+    field: str
+    nodes: int
+    gpus: int | None
+    nodes_per_replica: int = 0
+
+
+def needs_of(recipe: Recipe, site: Site) -> list[Need]:
+    """Nodes and GPUs of each role, in het-group order.
+
+    Raises:
+        UsageError: the site cannot give what is asked; every reason at once.
+    """
+    problems: list[Violation] = []
+    needs = [need for ask in _asks(recipe) if (need := _place(ask, site, problems))]
+    problems += _engine_problems(recipe, needs) + _trainer_problems(recipe, needs)
+    partitions = sorted({need.kind.partition for need in needs})
+    if recipe.deployment.layout == "single" and len(partitions) > 1:
+        why = f"one allocation cannot span partitions {', '.join(partitions)}"
+        problems.append(Violation("deployment.layout", "single", why, "use layout: het"))
+    if problems:
+        raise UsageError(problems)
+    return needs
+
+
+def check_local(site: Site, needs: list[Need]) -> None:
+    """All roles share one machine's GPUs. Raises UsageError if they ask for more than it has."""
+    if site.device == "cuda":
+        asked, there = sum(need.nodes * need.gpus for need in needs), max(kind.gpus for kind in site.nodes.values())
+        if asked > there:
+            why = f"the roles together ask for {asked} GPUs, this machine has {there}"
+            raise UsageError([Violation("deployment", "", why, "lower gpus_per_node of a role")])
+
+
+def _asks(recipe: Recipe) -> list[_Ask]:
+    deployment, inference = recipe.deployment, recipe.deployment.inference
+    train = _Ask("train", "deployment.train", deployment.train.nodes, deployment.train.gpus_per_node)
+    if recipe.task == "sft":
+        return [train]
+    # In a single allocation the control processes share the first trainer node.
+    control = [_Ask("control", "deployment", 1, 0)] if deployment.layout == "het" else []
+    where, replicas = "deployment.inference", inference.num_replicas
+    if isinstance(inference, Disaggregated):
+        p, d = inference.prefill, inference.decode
+        prefill = _Ask("prefill", f"{where}.prefill", p.nodes * replicas, p.gpus_per_node, p.nodes)
+        decode = _Ask("decode", f"{where}.decode", d.nodes * replicas, d.gpus_per_node, d.nodes)
+        return [*control, train, prefill, decode]
+    per_replica = inference.nodes_per_replica
+    return [*control, train, _Ask("inference", where, per_replica * replicas, inference.gpus_per_node, per_replica)]
+
+
+def _place(ask: _Ask, site: Site, problems: list[Violation]) -> Need | None:
+    kind = site.kind(ask.role)
+    if kind is None:
+        why = f"site {site.name} has no nodes for role {ask.role}"
+        fix = f"add `{ask.role}` or `default` under `nodes` of the site file"
+        problems.append(Violation(ask.field, "", why, fix))
+        return None
+    gpus = kind.gpus if ask.gpus is None else ask.gpus
+    if gpus > kind.gpus:
+        why = f"nodes of partition {kind.partition} have {kind.gpus} GPUs"
+        problems.append(Violation(f"{ask.field}.gpus_per_node", str(gpus), why, f"nearest: {kind.gpus}"))
+    if ask.role != "control" and gpus == 0:
+        problems.append(Violation(ask.field, "", f"role {ask.role} needs GPUs, partition {kind.partition} has none"))
+    return Need(ask.role, ask.nodes, gpus, kind, ask.nodes_per_replica)
+
+
+def _engine_problems(recipe: Recipe, needs: list[Need]) -> list[Violation]:
+    tp = recipe.inference.parallel.tp
+    return [
+        Violation(
+            "inference.parallel.tp",
+            str(tp),
+            f"must divide the {need.gpus} GPUs of each {need.role} node",
+            f"nearest: {_nearest_divisor(need.gpus, tp)}",
+        )
+        for need in needs
+        if need.nodes_per_replica and need.gpus and need.gpus % tp
+    ]
+
+
+def _trainer_problems(recipe: Recipe, needs: list[Need]) -> list[Violation]:
+    p = recipe.trainer.parallelism
+    world = next((need.nodes * need.gpus for need in needs if need.role == "train"), 0)
+    if not world:
+        return []
+    if world % (p.dp_replicate * p.cp):
+        why = f"dp_replicate x cp = {p.dp_replicate * p.cp} must divide the {world} trainer GPUs"
+        return [Violation("trainer.parallelism", f"dp_replicate={p.dp_replicate}, cp={p.cp}", why)]
+    shard = world // p.dp_replicate
+    if shard % p.ep:
+        why = f"must divide the {shard} GPUs of one FSDP group"
+        return [Violation("trainer.parallelism.ep", str(p.ep), why, f"nearest: {_nearest_divisor(shard, p.ep)}")]
+    return []
+
+
+def _nearest_divisor(number: int, wanted: int) -> int:
+    return min((d for d in range(1, number + 1) if number % d == 0), key=lambda d: abs(d - wanted))
