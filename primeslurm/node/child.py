@@ -15,9 +15,11 @@ _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 
 
-def _die_with_agent() -> None:
+def _before_exec() -> None:
     # A killed agent must not leave servers behind; Slurm would find them, the local executor would not.
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # Before a time limit Slurm sends USR2 to every process of the step, not only to its task: it is for the agent.
+    signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 
 
 class Child:
@@ -39,7 +41,7 @@ class Child:
                 stdout=handle,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=_die_with_agent,
+                preexec_fn=_before_exec,
             )
 
     @property

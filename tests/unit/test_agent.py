@@ -160,6 +160,15 @@ def test_preemption_lets_trainers_checkpoint_first(start: Callable[..., Running]
     assert running.head.conclude() is True
 
 
+def test_the_signal_before_a_time_limit_is_for_the_agent_alone(start: Callable[..., Running]) -> None:
+    running = start((process("engine", 0, SLEEP),))
+    pid = int(str(running.wait_state("engine", "ready")["pid"]))
+    os.kill(pid, signal.SIGUSR2)
+    time.sleep(1.5)
+    assert running.report("engine")["pid"] == pid
+    assert running.report("engine")["restarts"] == 0
+
+
 def test_completion_ends_servers_and_leaves_nothing(start: Callable[..., Running]) -> None:
     done = python("pass")
     running = start(
