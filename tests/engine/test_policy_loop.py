@@ -32,7 +32,7 @@ async def running(loop: PolicyLoop) -> AsyncIterator[PolicyLoop]:
         await task
 
 
-async def reaches(loop: PolicyLoop, name: str, state: str, timeout_s: float = 20) -> None:
+async def reaches(loop: PolicyLoop, name: str, state: str, timeout_s: float = 90) -> None:
     deadline = time.monotonic() + timeout_s
     while loop.fleet.report()[name]["state"] != state:
         assert time.monotonic() < deadline, loop.fleet.report()
@@ -59,20 +59,20 @@ async def test_engines_are_brought_and_kept_at_the_wanted_policy(start_engine, c
     journal = Journal(tmp_path, "orchestrator")
     async with running(PolicyLoop(engines, journal, 30, 0.2, before, after)) as loop:
         await loop.publish(Policy(0, str(model)))
-        await loop.wait_for(0, timeout_s=20)
+        await loop.wait_for(0, timeout_s=90)
         for name in servers:
             await reaches(loop, name, "CURRENT")
         first = Policy(1, str(publish(make_model(tmp_path / "m1", seed=1), tmp_path, 1)))
         await loop.publish(first)
         await loop.publish(first)  # repeated: nothing happens
-        await loop.wait_for(1, timeout_s=20)
+        await loop.wait_for(1, timeout_s=90)
         assert [spans(generate(s.url, PROMPT, 1)) for s in servers.values()] == [[(1, 0, 1)]] * 2
         assert hooks == [("before", 0), ("after", 0), ("before", 1), ("after", 1)]
 
         servers["b"].kill()
         await reaches(loop, "b", "DOWN")
         await loop.publish(Policy(2, str(publish(make_model(tmp_path / "m2", seed=2), tmp_path, 2))))
-        await loop.wait_for(2, timeout_s=20)  # the dead engine holds up nobody
+        await loop.wait_for(2, timeout_s=90)  # the dead engine holds up nobody
         servers["b"] = start_engine(http=port(servers["b"]))
         await reaches(loop, "b", "CURRENT")
         assert spans(generate(servers["b"].url, PROMPT, 1)) == [(2, 0, 1)]
@@ -84,7 +84,7 @@ async def test_an_engine_that_cannot_take_a_policy_is_ended(start_engine, client
     server = start_engine()
     async with running(PolicyLoop({"a": client(server)}, Journal(tmp_path, "o"), 30, 0.2)) as loop:
         await loop.publish(Policy(0, str(model)))
-        await loop.wait_for(0, timeout_s=20)
+        await loop.wait_for(0, timeout_s=90)
         await loop.publish(Policy(1, str(tmp_path / "nothing")))
         assert await asyncio.to_thread(server.wait_gone, 20)
         await reaches(loop, "a", "DOWN")
@@ -96,7 +96,7 @@ async def test_an_engine_that_cannot_take_a_policy_is_ended(start_engine, client
 async def test_an_engine_that_hangs_is_down_and_an_update_of_it_times_out(start_engine, model, tmp_path: Path) -> None:
     server = start_engine()
     control = EngineClient(server.url, str(model), status_timeout_s=0.5)
-    await control.apply(Policy(0, str(model)), timeout_s=10)
+    await control.apply(Policy(0, str(model)), timeout_s=60)
     core = int(Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()[0])
     os.kill(core, signal.SIGSTOP)  # the engine core hangs, its HTTP server answers
     first = Policy(1, str(publish(make_model(tmp_path / "m1", seed=1), tmp_path, 1)))

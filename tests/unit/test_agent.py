@@ -59,7 +59,7 @@ class Running:
                 return dict(value["processes"][name])
         return {}
 
-    def wait(self, condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+    def wait(self, condition: Callable[[], object], timeout_s: float = 60.0) -> None:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             if condition():

@@ -25,7 +25,7 @@ def make(run_dir: Path, **job: object) -> Plan:
 
 
 def wait(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.1)

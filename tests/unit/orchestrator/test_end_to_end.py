@@ -68,7 +68,7 @@ def test_a_run_from_first_to_last_step(run: FakeRun) -> None:
     for step in range(1, STEPS + 1):
         run.train(link, step)
     assert link.get_batch(STEPS + 1, 0, 2, timeout_s=5) is None
-    assert run.processes["orchestrator"].wait(60) == 0, run.logs()
+    assert run.processes["orchestrator"].wait(180) == 0, run.logs()
     check_whole_run(run)
     state = json.loads((run.run_dir / "attempts/1/state/orchestrator.json").read_text())
     assert state["step"] == STEPS and state["version"] == STEPS
@@ -94,7 +94,7 @@ def test_killed_processes_lose_and_repeat_nothing(run: FakeRun) -> None:
     run.start("worker")
     for step in range(3, STEPS + 1):
         run.train(link, step)
-    assert run.processes["orchestrator"].wait(60) == 0, run.logs()
+    assert run.processes["orchestrator"].wait(180) == 0, run.logs()
     check_whole_run(run)
     assert len(run.events("orchestrator_up")) == 2
 
@@ -118,6 +118,6 @@ def test_a_new_attempt_continues_at_the_last_commit(run: FakeRun) -> None:
     run.publish(link, 2)
     for step in range(3, STEPS + 1):
         run.train(link, step)
-    assert run.processes["orchestrator"].wait(60) == 0, run.logs()
+    assert run.processes["orchestrator"].wait(180) == 0, run.logs()
     check_whole_run(run)
     assert {request["cache_salt"].split(":")[0] for request in run.engine.requests} == {"test-1.1", "test-1.2"}
