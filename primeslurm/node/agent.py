@@ -10,7 +10,6 @@ import os
 import shutil
 import signal
 import tempfile
-import threading
 import time
 from pathlib import Path
 
@@ -76,7 +75,6 @@ class NodeAgent:
         self._ending_since: float | None = None
         self._asked_to_checkpoint = False
         self._termed_at: float | None = None
-        self._lock = threading.Lock()
 
     def end(self, ending: Ending) -> None:
         """Ask this node to stop what it runs, from any thread or signal handler."""
