@@ -91,9 +91,20 @@ class Ranks:
 
 
 def follow(address: str, port: int, timeout_s: float = JOIN_TIMEOUT_S) -> int:
-    """What a rank other than 0 does: be there until rank 0 ends. Returns the exit code."""
+    """What a rank other than 0 does: be there until rank 0 ends. Returns the exit code. Raises RankError."""
+    connection: socket.socket | None = None
+    asked = False
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        asked = True
+        if connection is not None:
+            connection.sendall(INTERRUPT)
+
+    signal.signal(signal.SIGUSR1, interrupt)
     connection = _connect(address, port, timeout_s)
-    signal.signal(signal.SIGUSR1, lambda number, frame: connection.sendall(INTERRUPT))
+    if asked:
+        connection.sendall(INTERRUPT)
     try:
         said = connection.recv(1)
     except OSError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 
 from primeslurm.emulated.ranks import Ranks, follow
@@ -13,9 +14,11 @@ def main(argv: list[str] | None = None) -> int:
     port, world = int(os.environ["MASTER_PORT"]), int(os.environ["WORLD_SIZE"])
     if os.environ["RANK"] != "0":
         return follow(os.environ["MASTER_ADDR"], port)
+    ranks = Ranks(port, world - 1)
+    signal.signal(signal.SIGUSR1, ranks.interrupt)
     from primeslurm.emulated.training import train  # numpy, ZMQ: only one rank pays for them
 
-    return train(argv, Ranks(port, world - 1))
+    return train(argv, ranks)
 
 
 if __name__ == "__main__":

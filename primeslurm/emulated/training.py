@@ -9,7 +9,6 @@ import argparse
 import logging
 import os
 import shutil
-import signal
 import time
 from pathlib import Path
 
@@ -129,7 +128,6 @@ class EmulatedTrainer:
 
 def train(argv: list[str] | None, ranks: Ranks) -> int:
     """Rank 0 from its arguments to its exit code, which is then every rank's."""
-    signal.signal(signal.SIGUSR1, ranks.interrupt)
     parser = argparse.ArgumentParser(prog="primeslurm.emulated.trainer", allow_abbrev=False)
     parser.add_argument("--recipe", type=Path, required=True)
     parser.add_argument("--run-dir", type=Path, required=True)
