@@ -8,10 +8,9 @@ from pathlib import Path
 
 from primeslurm.plan.commands import Command, EngineRole, engine_command, router_command
 from primeslurm.plan.control import RENDEZVOUS_PORT, environment_command, orchestrator_command, trainer_command
+from primeslurm.plan.jobs import check_job, environment_of, groups_of, job_of
 from primeslurm.plan.model import (
     Health,
-    HetGroup,
-    JobOptions,
     Node,
     NodeRole,
     Plan,
@@ -22,7 +21,6 @@ from primeslurm.plan.model import (
 )
 from primeslurm.plan.needs import Need, check_local, needs_of
 from primeslurm.recipe import Recipe, Site
-from primeslurm.recipe.scheduling import Component
 
 ENGINE_READY = "/primeslurm/status"
 """Answers 200 as soon as an engine's HTTP server is up, current or not: `/health` waits for the current policy."""
@@ -89,6 +87,7 @@ def derive(recipe: Recipe, site: Site, run_dir: Path, *, local: bool = False) ->
     Raises:
         UsageError: the recipe cannot be placed on this site; every reason at once.
     """
+    check_job(recipe, site)
     needs = needs_of(recipe, site)
     if local:
         check_local(site, needs)
@@ -117,8 +116,8 @@ def derive(recipe: Recipe, site: Site, run_dir: Path, *, local: bool = False) ->
         executor="local" if local else "slurm",
         device=site.device,
         python=site.python or "python3",
-        job=_job(recipe, site),
-        groups=_groups(recipe, site, needs, len(slots)),
+        job=job_of(recipe, site, str(run_dir)),
+        groups=groups_of(recipe, site, needs, len(slots)),
         nodes=nodes,
         replicas=tuple(replicas),
         totals=Totals(
@@ -129,10 +128,11 @@ def derive(recipe: Recipe, site: Site, run_dir: Path, *, local: bool = False) ->
             inference_nodes=sum(slot.role in ("inference", "prefill", "decode") for slot in slots),
             routers=len(replicas),
         ),
-        env=_environment(site),
+        env=environment_of(site),
         library_path=site.library_path,
         interface=site.network.interface,
         addresses=site.network.addresses,
+        pass_env=tuple(dict.fromkeys((*site.pass_env, *recipe.pass_env))),
         stall_timeout_s=recipe.orchestrator.stall_timeout_s,
         max_attempts=recipe.slurm.max_attempts if recipe.slurm.requeue else 1,
     )
@@ -225,58 +225,3 @@ def _control(recipe: Recipe, site: Site, slots: list[_Slot], replicas: list[Repl
         for worker in range(environment.workers):
             name = f"environment-{environment.label}-{worker}"
             head.add(name, "environment", environment_command(environment.label, worker), after=("orchestrator",))
-
-
-def _groups(recipe: Recipe, site: Site, needs: list[Need], total: int) -> tuple[HetGroup, ...]:
-    if recipe.deployment.layout == "single":
-        widest = max(needs, key=lambda need: need.gpus)
-        return (_group(recipe, 0, "all", total, widest, recipe.slurm.train),)
-    return tuple(
-        _group(recipe, index, need.role, need.nodes, need, getattr(recipe.slurm, need.role))
-        for index, need in enumerate(needs)
-    )
-
-
-def _group(recipe: Recipe, index: int, name: str, nodes: int, need: Need, component: Component) -> HetGroup:
-    kind = need.kind
-    return HetGroup(
-        index=index,
-        name=name,
-        nodes=nodes,
-        partition=component.partition or kind.partition,
-        gres=f"{kind.gres}:{need.gpus}" if need.gpus else None,
-        cpus_per_task=component.cpus_per_task or kind.cpus,
-        mem=component.mem or kind.mem,
-        constraint=component.constraint,
-    )
-
-
-def _job(recipe: Recipe, site: Site) -> JobOptions:
-    slurm = recipe.slurm
-    return JobOptions(
-        name=recipe.name,
-        time=slurm.time,
-        account=slurm.account or site.account,
-        qos=slurm.qos or site.qos,
-        reservation=slurm.reservation,
-        comment=slurm.comment,
-        exclude=slurm.exclude,
-        requeue=slurm.requeue,
-        signal_s=slurm.checkpoint_signal_s,
-        modules=site.modules,
-        prologue=site.prologue,
-    )
-
-
-def _environment(site: Site) -> dict[str, str]:
-    env = {"PYTHONUNBUFFERED": "1", "TMPDIR": "${tmp}"}
-    if site.network.interface:
-        env |= {"GLOO_SOCKET_IFNAME": site.network.interface, "NCCL_SOCKET_IFNAME": site.network.interface}
-    if site.network.nccl_ib_hca:
-        env["NCCL_IB_HCA"] = site.network.nccl_ib_hca
-    if site.network.ucx_net_devices:
-        env["UCX_NET_DEVICES"] = site.network.ucx_net_devices
-    if site.device == "cpu":
-        # One thread a process: an emulated cluster puts many "nodes" on few cores.
-        env |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_CONFIG_ROOT": "${tmp}/vllm"}
-    return env | site.env

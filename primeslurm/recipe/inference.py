@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveInt
 
 from primeslurm.recipe.base import Section
+from primeslurm.recipe.syntax import EnvironmentName, OptionName
 
 
 class EngineParallel(Section):
@@ -33,11 +34,11 @@ class Inference(Section):
     kv_cache_bytes: PositiveInt | None = None
     """KV cache per engine in bytes. Default: what gpu_memory_utilization leaves; on CPU 256 MiB."""
     enforce_eager: bool = False
-    env: dict[str, str] = {}
+    env: dict[EnvironmentName, str] = {}
     """Environment variables of every engine."""
-    prefill_env: dict[str, str] = {}
-    decode_env: dict[str, str] = {}
-    vllm_extra: dict[str, object] = {}
+    prefill_env: dict[EnvironmentName, str] = {}
+    decode_env: dict[EnvironmentName, str] = {}
+    vllm_extra: dict[OptionName, object] = {}
     """Any other vLLM option, by its long name with underscores."""
 
 
