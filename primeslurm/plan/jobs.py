@@ -1,10 +1,11 @@
-"""What Slurm is asked for: the components of the job, its options, its environment. Pure."""
+"""What Slurm is asked for: components, options of the batch job, and the environment of everything in it. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
-from primeslurm.errors import UsageError, Violation
+from primeslurm.errors import Violation
 from primeslurm.plan.model import HetGroup, JobOptions
 from primeslurm.plan.needs import Need
 from primeslurm.recipe import Recipe, Site
@@ -13,29 +14,29 @@ from primeslurm.recipe.syntax import minutes
 from primeslurm.slurm.nodelists import expand
 
 
-def check_job(recipe: Recipe, site: Site) -> None:
-    """Options that contradict one another, and host lists that are none. Raises UsageError with all of them."""
+def problems(recipe: Recipe, site: Site) -> list[Violation]:
+    """Options that contradict one another, and host lists that are none."""
     found = [*_host_problems(recipe, site), *_time_problems(recipe, site)]
     for field, placement in _placements(recipe, site):
         if placement.mem and placement.mem_per_gpu:
             fix = "keep one of them"
             found.append(Violation(f"{field}.mem_per_gpu", placement.mem_per_gpu, "contradicts mem", fix))
-    if found:
-        raise UsageError(found)
+    return found
 
 
-def groups_of(recipe: Recipe, site: Site, needs: list[Need], total: int) -> tuple[HetGroup, ...]:
-    """The components of the job: one per role, or one for all."""
+def groups(recipe: Recipe, needs: list[Need]) -> tuple[HetGroup, ...]:
+    """The job's components in order: one per role, or one for all of them (`layout: single`)."""
     if recipe.deployment.layout == "single":
         widest = max(needs, key=lambda need: need.gpus)
-        return (_group(recipe, 0, "all", total, widest, recipe.slurm.train),)
+        nodes, spares = sum(need.nodes for need in needs), sum(need.spares for need in needs)
+        return (_group(0, "all", nodes, spares, widest, recipe.slurm.train),)
     return tuple(
-        _group(recipe, index, need.role, need.nodes, need, getattr(recipe.slurm, need.role))
+        _group(index, need.role, need.nodes, need.spares, need, getattr(recipe.slurm, need.role))
         for index, need in enumerate(needs)
     )
 
 
-def job_of(recipe: Recipe, site: Site, run_dir: str) -> JobOptions:
+def job_options(recipe: Recipe, site: Site, run_dir: Path) -> JobOptions:
     """The options of the job as a whole: the recipe's, and the site's for what it does not say."""
     slurm, asked = recipe.slurm, recipe.slurm.over(site.slurm)
     return JobOptions(
@@ -63,7 +64,7 @@ def job_of(recipe: Recipe, site: Site, run_dir: str) -> JobOptions:
     )
 
 
-def environment_of(site: Site) -> dict[str, str]:
+def environment(site: Site) -> dict[str, str]:
     """Environment of every process on every node."""
     env = {"PYTHONUNBUFFERED": "1", "TMPDIR": "${tmp}"}
     if site.network.interface:
@@ -78,14 +79,15 @@ def environment_of(site: Site) -> dict[str, str]:
     return env | site.env
 
 
-def _group(recipe: Recipe, index: int, name: str, nodes: int, need: Need, component: Component) -> HetGroup:
+def _group(index: int, name: str, nodes: int, spares: int, need: Need, component: Component) -> HetGroup:
     kind = need.kind
     # One amount of memory: the recipe's, in whichever unit, before the site's.
     memory = component if component.mem or component.mem_per_gpu else kind
     return HetGroup(
         index=index,
         name=name,
-        nodes=nodes,
+        nodes=nodes + spares,
+        spares=spares,
         partition=component.partition or kind.partition,
         gres=f"{kind.gres}:{need.gpus}" if need.gpus else None,
         cpus_per_task=component.cpus_per_task or kind.cpus,
@@ -98,7 +100,7 @@ def _group(recipe: Recipe, index: int, name: str, nodes: int, need: Need, compon
     )
 
 
-def _pyxis(container: Pyxis, run_dir: str) -> tuple[str, ...]:
+def _pyxis(container: Pyxis, run_dir: Path) -> tuple[str, ...]:
     options = [
         f"--container-image={container.image}",
         f"--container-mounts={','.join(_mounts(container, run_dir))}",
@@ -108,13 +110,13 @@ def _pyxis(container: Pyxis, run_dir: str) -> tuple[str, ...]:
     return (*options, *([f"--container-workdir={container.workdir}"] if container.workdir else []))
 
 
-def _apptainer(container: Apptainer, site: Site, run_dir: str) -> tuple[str, ...]:
+def _apptainer(container: Apptainer, site: Site, run_dir: Path) -> tuple[str, ...]:
     gpus = ["--nv"] if site.device == "cuda" else []
     binds = [word for mount in _mounts(container, run_dir) for word in ("--bind", mount)]
     return ("apptainer", "exec", *gpus, *binds, *container.options, container.image)
 
 
-def _mounts(container: Container, run_dir: str) -> tuple[str, ...]:
+def _mounts(container: Container, run_dir: Path) -> tuple[str, ...]:
     return (f"{run_dir}:{run_dir}", *container.mounts)
 
 
