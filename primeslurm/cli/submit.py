@@ -11,7 +11,7 @@ import typer
 
 from primeslurm.cli.emulate import load_emulated, running
 from primeslurm.cli.inspect import show_findings, show_plan
-from primeslurm.cli.options import JsonOpt, LocalOpt, NameOpt, Loaded, RecipeArg, SetOpt, SiteOpt, load
+from primeslurm.cli.options import JsonOpt, Loaded, LocalOpt, NameOpt, RecipeArg, SetOpt, SiteOpt, load
 from primeslurm.cli.output import note, out, print_json
 from primeslurm.cli.runs import RunArg, RunsOpt, find_run, job_query
 from primeslurm.cli.watch import watch_until_done
