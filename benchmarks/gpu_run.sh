@@ -30,7 +30,7 @@ model=$(ls -d runs/$sft/weights/v* | sort | tail -n 1)
 grep -A 30 Traceback runs/$sft/attempts/1/logs/trainer/*.log | tail -n 30
 
 rl=gpu-rl-$$
-timeout 300 $python -m primeslurm submit recipes/reverse_text.yaml --local --name $rl --wait \
+timeout 420 $python -m primeslurm submit recipes/reverse_text.yaml --local --name $rl --wait \
   --set slurm.max_attempts=1 --set model.path="${model:-$work/random}" --set model.dtype=bfloat16 \
   --set inference.enforce_eager=true --set inference.gpu_memory_utilization=0.3 \
   --set deployment.train.gpus_per_node="$trainer_gpus" "${options[@]}"
