@@ -120,16 +120,18 @@ def _phase(
 
 def _processes(plan: Plan, attempt: Attempt, fleet: dict[str, Any]) -> list[ProcessStatus]:
     states = fleet.get("states", {})
+    seats = attempt.roster().seats
     found = []
     for node in plan.nodes:
-        report = read_json(attempt.node_file(node.index)) or {}
+        seat = seats.get(node.index)
+        report = (read_json(attempt.agent_file(seat.rank)) if seat else None) or {}
         for process in node.processes:
             own = report.get("processes", {}).get(process.name, {})
             found.append(
                 ProcessStatus(
                     name=process.name,
                     role=process.role,
-                    node=report.get("name", f"node {node.index}"),
+                    node=seat.name if seat else f"node {node.index}",
                     state=states.get(process.name, "STARTING"),
                     pid=own.get("pid"),
                     restarts=own.get("restarts", 0),
