@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -72,14 +73,14 @@ class EngineClient:
 
     def __init__(
         self,
-        url: str,
+        where: Callable[[], str],
         model_path: str,
         init_info: dict[str, Any] | None = None,
         tries: int = 3,
         retry_s: float = 1.0,
         status_timeout_s: float = 5.0,
     ) -> None:
-        self.url = url
+        self._where = where
         self._model_path = model_path
         self._init_info = init_info or {}
         self._tries = tries
@@ -87,12 +88,17 @@ class EngineClient:
         self._status_timeout_s = status_timeout_s
         # No connection is kept: uvicorn closes them after a failed request, and the next one would meet a dead one.
         limits = httpx.Limits(max_keepalive_connections=0)
-        self._http = httpx.AsyncClient(base_url=url, limits=limits, trust_env=False)
+        self._http = httpx.AsyncClient(limits=limits, trust_env=False)
+
+    @property
+    def url(self) -> str:
+        """Base URL of the engine as it is now."""
+        return self._where()
 
     async def status(self) -> EngineStatus:
         """The engine's status. Raises EngineDownError."""
         try:
-            response = await self._http.get("/primeslurm/status", timeout=self._status_timeout_s)
+            response = await self._http.get(f"{self.url}/primeslurm/status", timeout=self._status_timeout_s)
             response.raise_for_status()
             return msgspec.json.decode(response.content, type=EngineStatus)
         except (httpx.HTTPError, msgspec.MsgspecError) as error:
@@ -117,7 +123,7 @@ class EngineClient:
     async def shutdown(self) -> None:
         """Have the engine's process end at once, so that its agent starts it anew. Raises EngineDownError."""
         try:
-            await self._http.post("/primeslurm/shutdown", timeout=self._status_timeout_s)
+            await self._http.post(f"{self.url}/primeslurm/shutdown", timeout=self._status_timeout_s)
         except httpx.HTTPError as error:
             raise EngineDownError(f"{self.url}: {_words(error)}") from error
 
@@ -154,7 +160,7 @@ class EngineClient:
 
     async def _post(self, path: str, timeout_s: float, body: dict[str, Any] | None = None) -> None:
         try:
-            response = await self._http.post(path, json=body, timeout=timeout_s)
+            response = await self._http.post(f"{self.url}{path}", json=body, timeout=timeout_s)
         except httpx.TransportError as error:
             raise EngineDownError(f"{self.url}{path}: {_words(error)}") from error
         if response.status_code != 200:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +25,7 @@ from verifiers.v1.interception import InterceptionServer
 
 FIRST_RETRY_S = 0.25
 LONGEST_RETRY_S = 5.0
+MOVE_POLL_S = 2.0
 LOADED_VERSION = "default"
 """What vLLM calls the weights it loaded at start, until it is told a version: version 0."""
 
@@ -54,6 +55,10 @@ class _Answer(msgspec.Struct):
     choices: list[_Choice]
 
 
+class _Moved(Exception):
+    """The router listens elsewhere now."""
+
+
 @dataclass(frozen=True)
 class Completion:
     """What one request sampled; all lists have one entry per token."""
@@ -77,13 +82,15 @@ class GenerateEndpoint:
     An engine without the current policy answers 503, and a router answers 5xx while an engine is being restarted.
 
     Args:
-        base_url: of the router.
+        base_url: stands for the router in the URLs that are posted to.
+        where: the router's URL as it is now; a request that waits for an answer follows it when it changes.
         max_len: longest sequence an engine accepts; completions end there.
         timeout_s: longest wait for one answer, retries included.
     """
 
-    def __init__(self, base_url: str, max_len: int, timeout_s: float) -> None:
+    def __init__(self, base_url: str, where: Callable[[], str], max_len: int, timeout_s: float) -> None:
         self.base_url = base_url
+        self._where = where
         self._max_len = max_len
         self._timeout_s = timeout_s
         self._completions: dict[str, list[Completion]] = {}
@@ -106,7 +113,7 @@ class GenerateEndpoint:
             msgspec.ValidationError: the answer lacks log-probabilities or policy versions.
         """
         headers = dict(options["headers"])
-        answer = await self._insist(url, self._request(body), headers)
+        answer = await self._insist(url.removeprefix(self.base_url), self._request(body), headers)
         choice = msgspec.json.decode(answer.content, type=_Answer).choices[0]
         completion = Completion(choice.token_ids, [c.logprob for c in choice.logprobs.content], _versions(choice))
         self._completions.setdefault(headers["X-Session-ID"], []).append(completion)
@@ -134,13 +141,13 @@ class GenerateEndpoint:
         sampling["logprobs"] = 0  # the sampled token's own, no alternatives
         return {**body, "model": None, "sampling_params": sampling, "stream": False}
 
-    async def _insist(self, url: str, request: dict[str, Any], headers: dict[str, str]) -> httpx.Response:
+    async def _insist(self, path: str, request: dict[str, Any], headers: dict[str, str]) -> httpx.Response:
         deadline = time.monotonic() + self._timeout_s
         pause = FIRST_RETRY_S
         while True:
             try:
-                answer = await self._http.post(url, json=request, headers=headers)
-            except httpx.HTTPError as error:
+                answer = await self._try(path, request, headers)
+            except (httpx.HTTPError, _Moved) as error:
                 problem = f"{type(error).__name__}: {error}"
             else:
                 if answer.is_success:
@@ -149,19 +156,40 @@ class GenerateEndpoint:
                 if answer.is_client_error:
                     raise APIStatusError(problem, response=answer, body=None)
             if time.monotonic() + pause > deadline:
-                raise APIConnectionError(message=f"{url}: {problem}", request=httpx.Request("POST", url))
+                request_ = httpx.Request("POST", self._where() + path)
+                raise APIConnectionError(message=f"{request_.url}: {problem}", request=request_)
             await asyncio.sleep(pause * random.uniform(0.5, 1.5))
             pause = min(2 * pause, LONGEST_RETRY_S)
 
+    async def _try(self, path: str, request: dict[str, Any], headers: dict[str, str]) -> httpx.Response:
+        """One try. A node that is gone never answers: when its router has moved, waiting for it is over."""
+        where = self._where()
+        answer = asyncio.create_task(self._http.post(where + path, json=request, headers=headers))
+        try:
+            while not (await asyncio.wait({answer}, timeout=MOVE_POLL_S))[0]:
+                if self._where() != where:
+                    raise _Moved(f"{where} has moved to {self._where()}")
+            return answer.result()
+        finally:
+            answer.cancel()
+
 
 class TokenClient(TrainClient):  # type: ignore[misc]
-    """A TrainClient that talks through a GenerateEndpoint. `model` is the directory of the tokenizer."""
+    """A TrainClient that talks through a GenerateEndpoint.
 
-    def __init__(self, router: str, model: str, max_len: int, timeout_s: float) -> None:
-        config = TrainClientConfig(base_url=router, api_key_var="UNUSED", renderer_model_name=model)
+    Args:
+        router: process name of the router.
+        where: its URL as it is now.
+        model: the directory of the tokenizer.
+        max_len: longest sequence an engine accepts.
+        timeout_s: longest wait for one answer, retries included.
+    """
+
+    def __init__(self, router: str, where: Callable[[], str], model: str, max_len: int, timeout_s: float) -> None:
+        config = TrainClientConfig(base_url=f"http://{router}", api_key_var="UNUSED", renderer_model_name=model)
         super().__init__(config)
         self.key = config.model_dump_json()
-        self.endpoint = GenerateEndpoint(router, max_len, timeout_s)
+        self.endpoint = GenerateEndpoint(config.base_url, where, max_len, timeout_s)
         self.client = self.endpoint
 
 

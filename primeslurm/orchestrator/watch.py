@@ -35,7 +35,7 @@ class Watch:
         self,
         recipe: Recipe,
         journal: Journal,
-        engines: Mapping[str, str],
+        engines: Callable[[], Mapping[str, str]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stall_timeout_s = recipe.orchestrator.stall_timeout_s
@@ -153,5 +153,5 @@ class Watch:
     async def scrape(self) -> None:
         """Look at the engines' load every few seconds, until cancelled."""
         while True:
-            self._loads = await scrape(self._engines)
+            self._loads = await scrape(self._engines())
             await asyncio.sleep(SCRAPE_INTERVAL_S)

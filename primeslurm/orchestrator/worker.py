@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import time
@@ -36,6 +37,7 @@ from primeslurm.orchestrator.jobs import (
 from primeslurm.orchestrator.sequences import RolloutFailed, sequences, trainable_trace
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.rollouts import Environment
+from primeslurm.wire.addresses import AddressBook
 from primeslurm.wire.rollouts import Rollout
 
 log = logging.getLogger(__name__)
@@ -49,12 +51,16 @@ class Worker:
         environment: the one of its environments to serve.
         number: which of the environment's workers this is.
         address: the orchestrator's ZMQ address.
+        addresses: where the routers are.
     """
 
-    def __init__(self, recipe: Recipe, environment: Environment, number: int, address: str) -> None:
+    def __init__(
+        self, recipe: Recipe, environment: Environment, number: int, address: str, addresses: AddressBook
+    ) -> None:
         self._recipe = recipe
         self._environment = environment
         self._number = number
+        self._addresses = addresses
         self._incarnation = uuid.uuid4().hex[:8]
         options = {"interception": {"type": "server"}, **dict(environment.args.get(environments.ENV_KEY, {}))}  # type: ignore[call-overload]
         self._env = environments.load(environment.id, {**environment.args, environments.ENV_KEY: options})
@@ -90,6 +96,7 @@ class Worker:
             if message.router not in self._clients:
                 client = TokenClient(
                     message.router,
+                    functools.partial(self._addresses.url, message.router),
                     self._recipe.model.path,
                     self._recipe.max_len,
                     self._recipe.orchestrator.request_timeout_s,
@@ -149,8 +156,9 @@ def main(argv: list[str] | None = None) -> None:
     environment = next(e for e in recipe.environments if e.label == options.environment)
     # verifiers keeps each rollout's working directory below the home directory: a killed worker would leave them there
     subprocess_runtime.CACHE_DIR = options.attempt_dir / "environments" / f"{environment.label}-{options.worker}"
+    addresses = AddressBook(options.attempt_dir)
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(Worker(recipe, environment, options.worker, options.orchestrator).run())
+        asyncio.run(Worker(recipe, environment, options.worker, options.orchestrator, addresses).run())
 
 
 if __name__ == "__main__":

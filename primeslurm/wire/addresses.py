@@ -5,6 +5,8 @@ A process that moves to another node keeps its name, so whoever asks here before
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -26,12 +28,18 @@ class Addresses(msgspec.Struct, frozen=True):
     """Processes that were given up for this attempt, because their node is gone and none replaces it."""
 
 
-class AddressBook:
-    """The newest `addresses.json` of an attempt; it is read again whenever it has changed."""
+PERIOD_S = 1.0
+"""An address book is compared with its file no more often than this."""
 
-    def __init__(self, attempt_dir: Path) -> None:
+
+class AddressBook:
+    """The `addresses.json` of an attempt, never older than a second."""
+
+    def __init__(self, attempt_dir: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._path = attempt_dir / FILE
         self._file = Watched(self._path)
+        self._clock = clock
+        self._looked_at: float | None = None
         self._known: Addresses | None = None
 
     def url(self, name: str) -> str:
@@ -45,9 +53,11 @@ class AddressBook:
         return frozenset(self._read().lost)
 
     def _read(self) -> Addresses:
-        value = self._file.changed()
-        if value is not None:
-            self._known = msgspec.convert(value, Addresses)
+        now = self._clock()
+        if self._known is None or self._looked_at is None or now - self._looked_at >= PERIOD_S:
+            self._looked_at = now
+            value = self._file.changed()
+            self._known = self._known if value is None else msgspec.convert(value, Addresses)
         if self._known is None:
             raise LookupError(f"{self._path} has not been published")
         return self._known
