@@ -9,30 +9,27 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Group
 from rich.live import Live
-from rich.table import Table
-from rich.text import Text
 
+from primeslurm.cli.dashboard import one_line, process_table, view
 from primeslurm.cli.options import JsonOpt
 from primeslurm.cli.output import err, note, out, print_json
 from primeslurm.cli.runs import RunArg, RunsOpt, all_runs, find_run, job_query, runs_directory
 from primeslurm.errors import RunError, UsageError, Violation
 from primeslurm.recipe.load import suggestion
 from primeslurm.run.directory import RunDirectory
-from primeslurm.run.status import RunStatus, by_role, read_status
+from primeslurm.run.status import read_status
 from primeslurm.run.summary import summarise
 
 REFRESH_S = 1.0
 FAILED_RUN = 1
-
-_COLOURS = {"HEALTHY": "green", "DONE": "green", "STALE": "yellow", "LOADING": "yellow", "STARTING": "yellow"}
 
 
 def status(
     run: Annotated[str | None, typer.Argument(help="Run; default: the newest.", show_default=False)] = None,
     runs: RunsOpt = None,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh until the run has ended.")] = False,
+    processes: Annotated[bool, typer.Option("--processes", help="List every process with its node and pid.")] = False,
     as_json: JsonOpt = False,
 ) -> None:
     """Show what a run is doing."""
@@ -45,11 +42,13 @@ def status(
         directory = find_run(run, runs)
     if watch and not as_json:
         raise typer.Exit(watch_until_done(directory))
-    current = read_status(directory, job_query(directory))
+    current = read_status(directory, job_query(directory), processes=processes)
     if as_json:
         print_json(msgspec.to_builtins(current))
-    else:
-        out.print(view(current))
+        return
+    out.print(view(current))
+    if processes:
+        out.print(process_table(current))
 
 
 def watch_until_done(directory: RunDirectory) -> int:
@@ -68,59 +67,6 @@ def watch_until_done(directory: RunDirectory) -> int:
                 note(one_line(current))
     note(f"{current.run}: {current.phase}" + (f" ({current.reason})" if current.reason else ""))
     return 0 if current.phase == "completed" else FAILED_RUN
-
-
-def one_line(status: RunStatus) -> str:
-    """Progress in one line, for logs."""
-    parts = [f"{status.run} {status.phase}", f"step {status.metrics.get('step', 0)}/{status.max_steps}"]
-    parts += [f"{label} {value}" for label, value in numbers_of(status)]
-    return "  ".join(parts)
-
-
-_SHOWN = (
-    ("reward", "reward/mean", ".3f"),
-    ("loss", "trainer/loss", ".4f"),
-    ("staleness", "staleness/mean", ".2f"),
-    ("mixed", "rollouts/mixed_version", ".0f"),
-    ("KL", "trainer/mismatch_kl", ".1e"),
-    ("entropy", "trainer/entropy", ".3f"),
-    ("tokens/s", "throughput/tokens_per_s", ".0f"),
-    ("queued", "queue/ready_groups", ".0f"),
-    ("s/step", "throughput/step_seconds", ".1f"),
-)
-
-
-def numbers_of(status: RunStatus) -> list[tuple[str, str]]:
-    """Label and value of what the newest step says, in the order shown."""
-    known = [(label, status.metrics.get(key), form) for label, key, form in _SHOWN]
-    return [(label, f"{value:{form}}") for label, value, form in known if value is not None]
-
-
-def view(status: RunStatus) -> Group:
-    """The status as a picture."""
-    head = Table.grid(padding=(0, 2))
-    job = f"job {status.job_id}" if status.job_id else "no job"
-    head.add_row(Text(status.run, style="bold"), status.phase, f"attempt {status.attempt}", job, status.reason)
-    step = status.metrics.get("step", status.step or 0)
-    committed = status.committed_step if status.committed_step is not None else "-"
-    head.add_row("step", f"{step}/{status.max_steps}", f"committed {committed}", f"policy v{status.version or 0}")
-    numbers = Table.grid(padding=(0, 2))
-    if known := numbers_of(status):
-        numbers.add_row(*[Text(label, style="dim") for label, _ in known])
-        numbers.add_row(*[value for _, value in known])
-    roles = Table("role", "processes", "waiting", "running", "KV use", box=None, padding=(0, 2))
-    loads = status.progress.get("roles") or {}
-    for role, states in by_role(status.processes).items():
-        load = loads.get(role, {})
-        text = Text("  ").join(Text(f"{n} {state}", style=_COLOURS.get(state, "red")) for state, n in states.items())
-        kv = f"{load['kv_usage']:.0%}" if "kv_usage" in load else ""
-        roles.add_row(role, text, _number(load.get("waiting")), _number(load.get("running")), kv)
-    advice = [Text(line, style="yellow") for line in status.advice]
-    return Group(head, numbers, roles, *advice)
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.0f}"
 
 
 def logs(

@@ -64,7 +64,7 @@ class EngineClient:
     """Control of one engine, directly and never through a router (which would reach only one of several).
 
     Args:
-        url: base URL of the engine's HTTP server.
+        where: gives the base URL of the engine's HTTP server as it is now.
         model_path: what the engine was started from.
         init_info: what `/init_weight_transfer_engine` is told; empty for the file system.
         tries: how often an update is tried, with generation paused all the while.
@@ -87,8 +87,9 @@ class EngineClient:
         self._retry_s = retry_s
         self._status_timeout_s = status_timeout_s
         # No connection is kept: uvicorn closes them after a failed request, and the next one would meet a dead one.
-        limits = httpx.Limits(max_keepalive_connections=0)
-        self._http = httpx.AsyncClient(limits=limits, trust_env=False)
+        self._http = _client(keep=0)
+        # The exception: with hundreds of engines, connecting anew for every look would keep a core busy.
+        self._looking = _client(keep=1)
 
     @property
     def url(self) -> str:
@@ -98,7 +99,7 @@ class EngineClient:
     async def status(self) -> EngineStatus:
         """The engine's status. Raises EngineDownError."""
         try:
-            response = await self._http.get(f"{self.url}/primeslurm/status", timeout=self._status_timeout_s)
+            response = await self._look()
             response.raise_for_status()
             return msgspec.json.decode(response.content, type=EngineStatus)
         except (httpx.HTTPError, msgspec.MsgspecError) as error:
@@ -130,6 +131,15 @@ class EngineClient:
     async def close(self) -> None:
         """Close the connections."""
         await self._http.aclose()
+        await self._looking.aclose()
+
+    async def _look(self) -> httpx.Response:
+        path, timeout_s = "/primeslurm/status", self._status_timeout_s
+        try:
+            return await self._looking.get(f"{self.url}{path}", timeout=timeout_s)
+        except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
+            # the kept connection was closed; only a new one tells whether the engine is gone
+            return await self._http.get(f"{self.url}{path}", timeout=timeout_s)
 
     async def _apply(self, policy: Policy, timeout_s: float) -> Step:
         status = await self.status()
@@ -165,6 +175,13 @@ class EngineClient:
             raise EngineDownError(f"{self.url}{path}: {_words(error)}") from error
         if response.status_code != 200:
             raise EngineUpdateError(f"{self.url}{path}: {response.status_code} {response.text[:500]}")
+
+
+def _client(keep: int) -> httpx.AsyncClient:
+    """Keeps `keep` idle connections."""
+    limits = httpx.Limits(max_keepalive_connections=keep)
+    # plain HTTP: without `verify=False`, every client would load all certificates of the machine
+    return httpx.AsyncClient(limits=limits, trust_env=False, verify=False)
 
 
 def _words(error: Exception) -> str:

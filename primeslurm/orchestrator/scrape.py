@@ -1,4 +1,4 @@
-"""What the engines say about their load: a few numbers from each one's /metrics, as often as it is asked."""
+"""What the engines say about their load: a few numbers from each one's /metrics."""
 
 from __future__ import annotations
 
@@ -8,52 +8,69 @@ from collections.abc import Mapping
 
 import httpx
 
-_WANTED = {
-    "vllm:num_requests_running": "running",
-    "vllm:num_requests_waiting": "waiting",
-    "vllm:kv_cache_usage_perc": "kv_usage",
-    "vllm:generation_tokens_total": "generated",
-    "vllm:prompt_tokens_total": "prompted",
-    "vllm:prefix_cache_hits_total": "cache_hits",
-    "vllm:num_preemptions_total": "preemptions",
+Sample = dict[str, float]
+"""One engine at one moment: gauges as they are, counters since the engine's start."""
+
+GAUGES = ("running", "waiting", "waiting_capacity", "waiting_deferred", "kv_usage")
+COUNTERS = (
+    "generated",
+    "prompted",
+    "computed",
+    "preemptions",
+    "prefix_queries",
+    "prefix_hits",
+    "external_queries",
+    "external_hits",
+)
+_PLAIN = {
+    "num_requests_running": "running",
+    "num_requests_waiting": "waiting",
+    "kv_cache_usage_perc": "kv_usage",
+    "generation_tokens_total": "generated",
+    "prompt_tokens_total": "prompted",
+    "num_preemptions_total": "preemptions",
+    "prefix_cache_queries_total": "prefix_queries",
+    "prefix_cache_hits_total": "prefix_hits",
+    "external_prefix_cache_queries_total": "external_queries",
+    "external_prefix_cache_hits_total": "external_hits",
 }
-_SAMPLE = re.compile(r"^([a-zA-Z_:]+)(?:\{[^}]*\})? ([^ ]+)$")
+_LABELLED = {
+    ("num_requests_waiting_by_reason", 'reason="capacity"'): "waiting_capacity",
+    ("num_requests_waiting_by_reason", 'reason="deferred"'): "waiting_deferred",
+    ("prompt_tokens_by_source_total", 'source="local_compute"'): "computed",
+}
+_NAMES = {*_PLAIN, *(name for name, _ in _LABELLED)}
+# One search over the whole text: most of its thousand lines are histograms that nobody here wants.
+_SAMPLE = re.compile(rf"^vllm:({'|'.join(sorted(_NAMES))})(?:\{{([^}}]*)\}})? (\S+)$", re.MULTILINE)
 
-Load = dict[str, float]
-
-
-def parse(text: str) -> Load:
-    """The wanted values of one engine's Prometheus text, summed over its labels."""
-    load: Load = {}
-    for line in text.splitlines():
-        match = _SAMPLE.match(line)
-        if match and match[1] in _WANTED:
-            name = _WANTED[match[1]]
-            load[name] = load.get(name, 0.0) + float(match[2])
-    return load
+_TIMEOUT_S = 2.0
+_AT_ONCE = 32
+"""Engines asked at the same time: a thousand answers together would hold up everything else in this process."""
 
 
-async def scrape(engines: Mapping[str, str]) -> dict[str, Load]:
-    """Load by engine name; an engine that does not answer within 2 s is left out."""
-    async with httpx.AsyncClient(timeout=2.0, trust_env=False) as client:
+def parse(text: str) -> Sample:
+    """The wanted values of one engine's Prometheus text, summed over the labels that do not matter."""
+    found: Sample = {}
+    for name, labels, value in _SAMPLE.findall(text):
+        field = _PLAIN.get(name) or next(
+            (f for (n, label), f in _LABELLED.items() if n == name and label in labels), ""
+        )
+        if field:
+            found[field] = found.get(field, 0.0) + float(value)
+    return found
 
-        async def one(name: str, url: str) -> tuple[str, Load | None]:
+
+async def scrape(client: httpx.AsyncClient, engines: Mapping[str, str]) -> dict[str, Sample]:
+    """A sample by engine name; an engine that does not answer within 2 s is left out."""
+    gate = asyncio.Semaphore(_AT_ONCE)
+
+    async def one(name: str, url: str) -> tuple[str, Sample | None]:
+        async with gate:
             try:
-                answer = await client.get(f"{url}/metrics")
-                return name, parse(answer.text) if answer.is_success else None
+                answer = await client.get(f"{url}/metrics", timeout=_TIMEOUT_S)
             except httpx.HTTPError:
                 return name, None
+        return name, parse(answer.text) if answer.is_success else None
 
-        loads = await asyncio.gather(*(one(name, url) for name, url in engines.items()))
-    return {name: load for name, load in loads if load is not None}
-
-
-def by_role(loads: Mapping[str, Load]) -> dict[str, Load]:
-    """Sums of running and waiting, and the highest kv_usage, by role: the part of an engine's name before `-r`."""
-    roles: dict[str, Load] = {}
-    for name, load in loads.items():
-        total = roles.setdefault(name.split("-", 1)[0], {"running": 0.0, "waiting": 0.0, "kv_usage": 0.0})
-        for key in ("running", "waiting"):
-            total[key] += load.get(key, 0.0)
-        total["kv_usage"] = max(total["kv_usage"], load.get("kv_usage", 0.0))
-    return roles
+    answers = await asyncio.gather(*(one(name, url) for name, url in engines.items()))
+    return {name: sample for name, sample in answers if sample is not None}

@@ -8,18 +8,29 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import httpx
+
 from primeslurm.errors import PrimeslurmError
 from primeslurm.orchestrator.dispatch import Dispatcher
+from primeslurm.orchestrator.load import LoadWindow, as_json
 from primeslurm.orchestrator.metrics import Row
-from primeslurm.orchestrator.scrape import Load, by_role, scrape
+from primeslurm.orchestrator.scrape import scrape
 from primeslurm.recipe import Recipe
 from primeslurm.wire.journal import Journal
+from primeslurm.wire.load import Load
 from primeslurm.wire.rollouts import Rollout
 
 STATE_INTERVAL_S = 1.0
 FAILED_BATCHES = 4
 """So many batches' worth of failures in a row, without one finished rollout, are no accident."""
 SCRAPE_INTERVAL_S = 5.0
+SCRAPES_PER_S = 50.0
+"""Upper bound: a thousand engines are looked at every 20 s, so that reading them stays a small part of this process."""
+_ROW_LOADS = (
+    *("running_mean", "waiting_mean", "kv_usage_mean", "generated_per_s", "computed_per_s"),
+    *("preemptions_per_s", "prefix_hit_rate", "external_hit_rate"),
+)
+"""What metrics of each step keep of the load of a role."""
 
 
 class StallError(PrimeslurmError):
@@ -45,7 +56,9 @@ class Watch:
         self._journal = journal
         self._engines = engines
         self._clock = clock
-        self._loads: dict[str, Load] = {}
+        self._window = LoadWindow()
+        self._roles: dict[str, Load] = {}
+        self._replicas: dict[str, dict[str, Load]] = {}
         self._tokens = 0
         self._tokens_per_s = 0.0
         self._moved_at: float | None = None
@@ -113,8 +126,9 @@ class Watch:
             "rollouts/failed": float(counts["failed"]),
             "rollouts/lost": float(counts["lost"]),
         }
-        for role, load in by_role(self._loads).items():
-            row |= {f"engines/{role}/{name}": value for name, value in load.items()}
+        for role, load in self._roles.items():
+            values = {name: getattr(load, name) for name in _ROW_LOADS}
+            row |= {f"engines/{role}/{name}": value for name, value in values.items() if value is not None}
         self._tokens = 0
         self._row_at = now
         return row
@@ -132,7 +146,8 @@ class Watch:
             reward=self._last_row.get("reward/mean"),
             staleness=self._last_row.get("staleness/max"),
             tokens_per_s=self._tokens_per_s,
-            roles=by_role(self._loads),
+            roles=as_json(self._roles),
+            replicas={replica: as_json(roles) for replica, roles in self._replicas.items()},
         )
 
     def check_stall(self, suspect: Callable[[], str]) -> None:
@@ -152,6 +167,11 @@ class Watch:
 
     async def scrape(self) -> None:
         """Look at the engines' load every few seconds, until cancelled."""
-        while True:
-            self._loads = await scrape(self._engines())
-            await asyncio.sleep(SCRAPE_INTERVAL_S)
+        # No connection is kept: uvicorn closes idle ones sooner than the next look.
+        limits = httpx.Limits(max_keepalive_connections=0)
+        async with httpx.AsyncClient(trust_env=False, limits=limits) as client:
+            while True:
+                engines = self._engines()
+                self._window.add(self._clock(), await scrape(client, engines))
+                self._roles, self._replicas = self._window.by_role(), self._window.by_replica()
+                await asyncio.sleep(max(SCRAPE_INTERVAL_S, len(engines) / SCRAPES_PER_S))

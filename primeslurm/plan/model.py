@@ -1,9 +1,9 @@
 """The Plan: the one frozen object that decides placement, ports, environment and commands.
 
 Strings in `argv` and `env` may hold placeholders that only the node knows, filled in by `node.resolve`:
-`${host}` own address, `${port:http}` own port, `${host:NAME}` address of process NAME, `${port:NAME:http}` its port,
-`${addr:NAME:http}` its `host:port`, and the values `${run_dir}`, `${attempt}`, `${attempt_dir}`, `${run_id}`,
-`${python}`, `${tmp}`. A host name never appears in a Plan.
+`${host}` own address, `${port:http}` own port, `${port:nixl-3}` own port minus three, `${host:NAME}` address of process
+NAME, `${port:NAME:http}` its port, `${addr:NAME:http}` its `host:port`, and the values `${run_dir}`, `${attempt}`,
+`${attempt_dir}`, `${run_id}`, `${python}`, `${tmp}`. A host name never appears in a Plan.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from pydantic import Field
 
 from primeslurm.recipe.base import Section
 
-Role = Literal["orchestrator", "environment", "trainer", "engine", "prefill", "decode", "router"]
+Role = Literal["orchestrator", "environment", "trainer", "engine", "prefill", "decode", "router", "store"]
+Restart = Literal["in_place", "unit", "attempt"]
 NodeRole = Literal["control", "train", "inference", "prefill", "decode"]
 
 
@@ -47,9 +48,10 @@ class Process(Section):
     gpus: tuple[int, ...] = ()
     """Indices of the node's GPUs that this process sees."""
     unit: str | None = None
-    """The group of processes that live and die together, for example the data-parallel ranks of one engine."""
-    restart: Literal["in_place", "unit", "attempt"] = "in_place"
-    """in_place: restarted by its agent with back-off. unit: its whole unit is. attempt: its death ends the attempt."""
+    """Processes that only work together, for example the ranks of an expert-parallel group."""
+    restart: Restart = "in_place"
+    """in_place: restarted by its agent with back-off. unit: together with all processes of its `unit`. attempt: its
+    death ends the attempt."""
     max_restarts: int = 5
     health: Health | None = None
     after: tuple[str, ...] = ()
@@ -75,7 +77,7 @@ class HetGroup(Section):
     index: int
     name: str
     nodes: int
-    """Nodes to allocate, spares included."""
+    """Nodes that Slurm is asked for, spares included."""
     spares: int = 0
     """How many of them wait for another of the group to fail."""
     partition: str
@@ -83,7 +85,11 @@ class HetGroup(Section):
     """For example gpu:8; None asks for none."""
     cpus_per_task: int
     mem: str | None = None
+    mem_per_gpu: str | None = None
     constraint: str | None = None
+    nodelist: str | None = None
+    switches: str | None = None
+    exclusive: bool = False
 
 
 class Replica(Section):
@@ -100,21 +106,36 @@ class JobOptions(Section):
 
     name: str
     time: str
+    time_min: str | None = None
     account: str | None = None
     qos: str | None = None
     reservation: str | None = None
     comment: str | None = None
     exclude: str | None = None
+    dependency: str | None = None
+    mail_user: str | None = None
+    mail_types: tuple[str, ...] = ()
+    licenses: str | None = None
+    nice: int | None = None
+    priority: int | None = None
     requeue: bool = True
     signal_s: int = 120
+    extra: tuple[str, ...] = ()
+    """Options of sbatch that are none of the above, on every component."""
     modules: tuple[str, ...] = ()
     prologue: tuple[str, ...] = ()
+    srun: tuple[str, ...] = ()
+    """More options of the job's one srun."""
+    launcher: tuple[str, ...] = ()
+    """Words before the agent's own command: how a container is entered."""
 
 
 class Totals(Section):
     """Derived sums, always printed."""
 
     nodes: int
+    """Nodes that work; spares come on top."""
+    spares: int = 0
     gpus: int
     trainer_gpus: int
     engines: int
@@ -137,7 +158,7 @@ class Plan(Section):
     schema_: Literal[1] = Field(1, alias="schema")
     run: str
     run_dir: str
-    task: Literal["rl", "sft"]
+    task: Literal["rl", "sft", "serve"]
     layout: Literal["het", "single"]
     executor: Literal["slurm", "local"]
     device: Literal["cuda", "cpu"]
@@ -154,6 +175,8 @@ class Plan(Section):
     interface: str | None = None
     addresses: dict[str, str] = {}
     """Node name to address, from the site file."""
+    pass_env: tuple[str, ...] = ()
+    """Variables that whoever submits must have set. Slurm and the agents hand them on; their values are in no file."""
     stall_timeout_s: int
     max_attempts: int
     node_silent_s: int = 90

@@ -1,22 +1,39 @@
-"""What a run is doing, read from its directory and, for jobs that have not started or have gone, from Slurm."""
+"""What a run is doing, read from its directory and, for jobs that have not started or have gone, from Slurm.
+
+However large the run, this opens a handful of files: the head already knows the state of every process. Files of single
+nodes are read only for what is not well, or when asked for.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping
+from statistics import fmean
 from typing import Any
 
 import msgspec
 
-from primeslurm.plan.model import Plan
+from primeslurm.run.advice import Advice, advise, shape_of
 from primeslurm.run.directory import Attempt, EndRecord, JobRecord, RunDirectory
+from primeslurm.run.happenings import Happening, notable
+from primeslurm.run.placement import PlacedProcess, Placement, placement_of
+from primeslurm.run.records import Row, recent_events, recent_rows
 from primeslurm.wire import checkpoints
 from primeslurm.wire.files import read_json
+from primeslurm.wire.load import Load
 
 SILENT_S = 60.0
 """A head that has not written for this long is not believed to be alive."""
+HISTORY = 60
+"""Steps of history."""
+RECENT = 8
+"""Notable events shown."""
+PACE = 10
+"""Steps whose duration predicts that of the rest."""
+FINE = ("HEALTHY", "DONE", "STARTING", "LOADING")
+MAX_UNHEALTHY = 256
+"""Processes listed one by one; more than so many are no list any more."""
 
 JobQuery = Callable[[JobRecord], str | None]
 """Slurm's word for a job's state, with its reason while pending; None if Slurm does not know the job."""
@@ -32,6 +49,18 @@ class ProcessStatus(msgspec.Struct, frozen=True):
     pid: int | None
     restarts: int
     replica: int | None = None
+
+
+class ReplicaStatus(msgspec.Struct, frozen=True):
+    """One inference deployment."""
+
+    index: int
+    router: str
+    """State of its router."""
+    engines: int
+    healthy: int
+    loads: dict[str, Load] = {}
+    """By role."""
 
 
 class RunStatus(msgspec.Struct, frozen=True):
@@ -50,12 +79,26 @@ class RunStatus(msgspec.Struct, frozen=True):
     committed_step: int | None
     step: int | None = None
     version: int | None = None
+    elapsed_s: float | None = None
+    """Since this attempt's first event, until now or its end."""
+    eta_s: float | None = None
+    """Until the last step, at the pace of the last ten."""
     progress: dict[str, Any] = {}
     """The orchestrator's (or, for SFT, the trainer's) own state."""
-    metrics: dict[str, Any] = {}
+    metrics: Row = {}
     """The newest row of metrics.jsonl."""
+    history: dict[str, list[float]] = {}
+    """Reward and staleness of the last steps, oldest first."""
+    roles: dict[str, dict[str, int]] = {}
+    """Role to how many of its processes are in which state."""
+    replicas: list[ReplicaStatus] = []
+    unhealthy: list[ProcessStatus] = []
+    """Processes that are neither healthy nor just starting; at most 256."""
     processes: list[ProcessStatus] = []
-    advice: list[str] = []
+    """All of them, if asked for."""
+    events: list[Happening] = []
+    """What happened lately, oldest first."""
+    advice: list[Advice] = []
 
     @property
     def active(self) -> bool:
@@ -63,34 +106,47 @@ class RunStatus(msgspec.Struct, frozen=True):
         return self.phase in ("pending", "starting", "running", "ending", "requeued")
 
 
-def read_status(run: RunDirectory, job_state: JobQuery, now: float | None = None) -> RunStatus:
-    """The status of the newest attempt. Raises RunError if there is none."""
+def read_status(run: RunDirectory, job_state: JobQuery, now: float | None = None, processes: bool = False) -> RunStatus:
+    """The status of the newest attempt; `processes`: with every single one. Raises RunError if there is none."""
     now = time.time() if now is None else now
     attempt = run.latest()
-    plan = attempt.plan()
+    placement = placement_of(attempt)
     job, end = attempt.job(), attempt.end()
     fleet = read_json(attempt.fleet_file) or {}
+    states: dict[str, str] = fleet.get("states", {})
     phase, reason = _phase(fleet, end, job, job_state, now)
-    progress = attempt.state("orchestrator" if plan.task == "rl" else "trainer-rank-0")
-    metrics = last_row(run.path / "metrics.jsonl")
+    progress = attempt.state("orchestrator" if placement.task == "rl" else "trainer-rank-0")
+    steps = recent_rows(run.path / "metrics.jsonl")
+    recipe = read_json(run.path / "recipe.resolved.json") or {}
+    max_steps, step = int(recipe.get("max_steps", 0)), progress.get("step")
     return RunStatus(
         run=run.name,
         run_id=run.run_id,
         directory=str(run.path),
-        task=plan.task,
+        task=placement.task,
         attempt=attempt.number,
         job_id=job.job_id if job else None,
         phase=phase,
         reason=reason,
-        max_steps=_max_steps(run.path),
+        max_steps=max_steps,
         committed_step=checkpoints.newest(run.path),
-        step=progress.get("step"),
+        step=step,
         version=progress.get("version"),
-        progress=progress,
-        metrics=metrics,
-        processes=_processes(plan, attempt, fleet),
-        advice=advice(progress),
+        elapsed_s=_elapsed(attempt, end.time if end else now),
+        eta_s=_eta(steps, step, max_steps) if phase == "running" else None,
+        progress=_without_what_is_well(progress),
+        metrics=(steps or [{}])[-1],
+        history={name: [row[name] for row in steps[-HISTORY:] if name in row] for name in _HISTORY},
+        roles=_by_role(placement, states),
+        replicas=_replicas(placement, states, progress.get("replicas") or {}),
+        unhealthy=_unhealthy(placement, attempt, states) if end is None else [],
+        processes=_describe(placement.processes(), attempt, states) if processes else [],
+        events=notable(recent_events(attempt))[-RECENT:],
+        advice=advise(_loads(progress.get("roles") or {}), shape_of(recipe)) if phase == "running" else [],
     )
+
+
+_HISTORY = ("reward/mean", "staleness/mean")
 
 
 def _phase(
@@ -118,69 +174,78 @@ def _phase(
     return "failed", f"job {state}"
 
 
-def _processes(plan: Plan, attempt: Attempt, fleet: dict[str, Any]) -> list[ProcessStatus]:
-    states = fleet.get("states", {})
-    seats = attempt.roster().seats
-    found = []
-    for node in plan.nodes:
-        seat = seats.get(node.index)
-        report = (read_json(attempt.agent_file(seat.rank)) if seat else None) or {}
-        for process in node.processes:
-            own = report.get("processes", {}).get(process.name, {})
-            found.append(
-                ProcessStatus(
-                    name=process.name,
-                    role=process.role,
-                    node=seat.name if seat else f"node {node.index}",
-                    state=states.get(process.name, "STARTING"),
-                    pid=own.get("pid"),
-                    restarts=own.get("restarts", 0),
-                    replica=process.replica,
-                )
-            )
-    return found
-
-
-def by_role(processes: list[ProcessStatus]) -> dict[str, Counter[str]]:
-    """Role to how many of its processes are in which state."""
-    table: dict[str, Counter[str]] = {}
-    for process in processes:
-        table.setdefault(process.role, Counter())[process.state] += 1
-    return table
-
-
-def advice(progress: dict[str, Any]) -> list[str]:
-    """What the queue depths of prefill and decode suggest."""
-    roles = progress.get("roles") or {}
-    prefill, decode = roles.get("prefill"), roles.get("decode")
-    if not prefill or not decode:
-        return []
-    if prefill.get("waiting", 0) > 2 * max(prefill.get("running", 0), 1) and decode.get("kv_usage", 0) < 0.5:
-        return ["prefill is saturated while decode has room: more prefill nodes, or fewer decode nodes, would help"]
-    if decode.get("kv_usage", 0) > 0.9 and prefill.get("running", 0) + prefill.get("waiting", 0) == 0:
-        return ["decode is out of KV space while prefill is idle: more decode or fewer prefill nodes would help"]
-    return []
-
-
-def last_row(path: Path) -> dict[str, Any]:
-    """The last complete line of a JSONL file; empty if there is none."""
+def _elapsed(attempt: Attempt, until: float) -> float | None:
+    """Since the first agent wrote its first line."""
     try:
-        with path.open("rb") as handle:
-            handle.seek(0, 2)
-            handle.seek(max(0, handle.tell() - 65536))
-            lines = handle.read().split(b"\n")[:-1]
-    except OSError:
-        return {}
-    for line in reversed(lines):
-        try:
-            value = msgspec.json.decode(line)
-        except msgspec.DecodeError:
-            continue
-        if isinstance(value, dict):
-            return value
-    return {}
+        with (attempt.path / "events" / "agent-0.jsonl").open("rb") as handle:
+            return float(until - msgspec.json.decode(handle.readline())["time"])
+    except (OSError, msgspec.DecodeError):
+        return None
 
 
-def _max_steps(run_dir: Path) -> int:
-    recipe = read_json(run_dir / "recipe.resolved.json") or {}
-    return int(recipe.get("max_steps", 0))
+def _eta(steps: list[Row], step: int | None, max_steps: int) -> float | None:
+    paces = [row["throughput/step_seconds"] for row in steps[-PACE:] if "throughput/step_seconds" in row]
+    return fmean(paces) * (max_steps - step) if paces and step is not None else None
+
+
+def _by_role(placement: Placement, states: Mapping[str, str]) -> dict[str, dict[str, int]]:
+    table: dict[str, Counter[str]] = {}
+    for process in placement.processes():
+        table.setdefault(process.role, Counter())[states.get(process.name, "STARTING")] += 1
+    return {role: dict(counts) for role, counts in table.items()}
+
+
+def _replicas(
+    placement: Placement, states: Mapping[str, str], loads: Mapping[str, Mapping[str, Any]]
+) -> list[ReplicaStatus]:
+    return [
+        ReplicaStatus(
+            index=replica.index,
+            router=states.get(replica.router, "STARTING"),
+            engines=len(replica.engines),
+            healthy=sum(states.get(engine) == "HEALTHY" for engine in replica.engines),
+            loads=_loads(loads.get(str(replica.index), {})),
+        )
+        for replica in placement.replicas
+    ]
+
+
+def _without_what_is_well(progress: dict[str, Any]) -> dict[str, Any]:
+    """The orchestrator's state without the replicas, which are told apart, and the engines that are current."""
+    engines = progress.get("engines")
+    late = {name: view for name, view in engines.items() if view["state"] != "CURRENT"} if engines else None
+    kept = {name: value for name, value in progress.items() if name not in ("engines", "replicas")}
+    return kept if late is None else {**kept, "late_engines": late}
+
+
+def _loads(values: Mapping[str, Any]) -> dict[str, Load]:
+    return {role: msgspec.convert(value, Load) for role, value in values.items()}
+
+
+def _unhealthy(placement: Placement, attempt: Attempt, states: Mapping[str, str]) -> list[ProcessStatus]:
+    ill = (process for process in placement.processes() if states.get(process.name, "STARTING") not in FINE)
+    return _describe([process for _, process in zip(range(MAX_UNHEALTHY), ill, strict=False)], attempt, states)
+
+
+def _describe(processes: Iterable[PlacedProcess], attempt: Attempt, states: Mapping[str, str]) -> list[ProcessStatus]:
+    """With what the heartbeats of their nodes say."""
+    roster = attempt.roster()
+    reports: dict[int, dict[str, Any]] = {}
+    found = []
+    for process in processes:
+        if process.node not in reports:
+            reports[process.node] = attempt.heartbeat(process.node, roster) or {}
+        report = reports[process.node]
+        own = report.get("processes", {}).get(process.name, {})
+        found.append(
+            ProcessStatus(
+                name=process.name,
+                role=process.role,
+                node=report.get("name", f"node {process.node}"),
+                state=states.get(process.name, "STARTING"),
+                pid=own.get("pid"),
+                restarts=own.get("restarts", 0),
+                replica=process.replica,
+            )
+        )
+    return found

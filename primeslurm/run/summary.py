@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import msgspec
 
 from primeslurm.run.directory import RunDirectory
+from primeslurm.run.records import events, rows
 
 WINDOW = 5
 """Steps averaged at the beginning and at the end."""
@@ -37,21 +36,6 @@ class Summary(msgspec.Struct, frozen=True):
         if self.first_reward is None or self.last_reward is None:
             return None
         return self.last_reward - self.first_reward
-
-
-def rows(run_dir: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl, one per step, in order."""
-    path = run_dir / "metrics.jsonl"
-    if not path.is_file():
-        return []
-    return [msgspec.json.decode(line) for line in path.read_bytes().splitlines() if line.strip()]
-
-
-def events(run: RunDirectory) -> list[dict[str, Any]]:
-    """The events of all processes of all attempts, in order of time."""
-    files = [path for attempt in run.attempts() for path in (attempt.path / "events").glob("*.jsonl")]
-    found = [msgspec.json.decode(line) for path in files for line in path.read_bytes().splitlines() if line.strip()]
-    return sorted(found, key=lambda event: event["time"])
 
 
 def summarise(run: RunDirectory) -> Summary:

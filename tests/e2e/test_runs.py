@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from primeslurm.run.summary import rows
+from primeslurm.run.records import rows
 from primeslurm.wire import checkpoints
 from tests.support.runs import Demo, check_learning, events_of, process, trained_steps
 
@@ -81,7 +81,7 @@ def test_cancel_leaves_nothing_behind_and_resume_goes_on(demo: Demo) -> None:
     new = {path for root in outside for path in root.iterdir()} - known
     assert [path for path in new if run.run_id in path.name or path.name.startswith(("psm_", "vllm", "sem."))] == []
 
-    resumed = demo.command("resume", str(run.path), "--json")
+    resumed = demo.command("resume", str(run.path), "--json", "--processes")
     assert resumed.returncode == 0, resumed.stderr
     demo.finish(run)
     assert [row["step"] for row in rows(run.path)] == list(range(1, 9))

@@ -13,7 +13,7 @@ from primeslurm.slurm.daemons import Process
 
 
 def kill_node(cluster: Cluster, name: str) -> None:
-    """A node loses power: its slurmd, its steps' daemons and all that they run are gone at once, and Slurm finds out."""
+    """A node loses power: its slurmd, the daemons of its steps and all that they run are gone, and Slurm finds out."""
     daemon = next(daemon for daemon in cluster.daemons if daemon.name == name)
     daemon.send(signal.SIGKILL)
     # Step daemons first: they would report the death of their tasks to the controller.

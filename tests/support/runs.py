@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from primeslurm.run.directory import RunDirectory
-from primeslurm.run.summary import events, rows
+from primeslurm.run.records import events, rows
 from primeslurm.slurm.client import SlurmClient
 
 Status = dict[str, Any]
@@ -53,7 +53,7 @@ class Demo:
 
     def status(self, run: RunDirectory) -> Status:
         """What `status --json` says."""
-        done = self.command("status", str(run.path), "--json")
+        done = self.command("status", str(run.path), "--json", "--processes")
         assert done.returncode == 0, done.stderr
         return dict(json.loads(done.stdout))
 

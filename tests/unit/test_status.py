@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 from primeslurm.errors import RunError
-from primeslurm.plan.model import Process
+from primeslurm.plan.model import Process, Replica
 from primeslurm.run.create import name_in_use
 from primeslurm.run.directory import EndRecord, JobRecord, RunDirectory
-from primeslurm.run.status import RunStatus, advice, by_role, last_row, read_status
+from primeslurm.run.records import last_row
+from primeslurm.run.status import RunStatus, read_status
 from primeslurm.run.summary import summarise
 from primeslurm.wire import checkpoints
 from primeslurm.wire.files import write_json
@@ -32,13 +33,19 @@ def run(tmp_path: Path) -> RunDirectory:
     return directory
 
 
-def status(run: RunDirectory, job: str | None = None) -> RunStatus:
-    return read_status(run, lambda record: job, now=NOW)
+def status(run: RunDirectory, job: str | None = None, processes: bool = False) -> RunStatus:
+    return read_status(run, lambda record: job, now=NOW, processes=processes)
 
 
 def fleet(run: RunDirectory, age: float = 0.0, ending: dict[str, str] | None = None, state: str = "HEALTHY") -> None:
     value = {"time": NOW - age, "states": {"decode-r0-0": state}, "ending": ending}
     write_json(run.attempt(1).fleet_file, value)
+
+
+def heartbeat(run: RunDirectory, process: dict[str, object]) -> None:
+    """Of the plan's node 0, which the agent of rank 1 plays."""
+    write_json(run.attempt(1).roster_file, {"generation": 1, "seats": {"0": {"rank": 1, "name": "n001"}}})
+    write_json(run.attempt(1).agent_file(1), {"name": "n001", "processes": {"decode-r0-0": process}})
 
 
 @pytest.mark.parametrize(
@@ -82,28 +89,58 @@ def test_an_ended_attempt_says_how_and_whether_it_goes_on(run: RunDirectory) -> 
 def test_processes_progress_and_metrics_are_shown(run: RunDirectory) -> None:
     fleet(run)
     process = {"state": "ready", "pid": 42, "restarts": 2}
-    write_json(run.attempt(1).roster_file, {"generation": 1, "seats": {"0": {"rank": 1, "name": "n001"}}})
-    write_json(run.attempt(1).agent_file(1), {"name": "n001", "processes": {"decode-r0-0": process}})
+    heartbeat(run, process)
     write_json(run.attempt(1).path / "state" / "orchestrator.json", {"step": 3, "version": 2})
     (run.path / "metrics.jsonl").write_text('{"step": 2, "reward/mean": 0.5}\n{"step": 3')
     directory = checkpoints.step_dir(run.path, 2)
     directory.mkdir(parents=True)
     checkpoints.commit(directory, 2, 1)
-    found = status(run)
+    found = status(run, processes=True)
     assert (found.step, found.version, found.committed_step, found.max_steps) == (3, 2, 2, 9)
     assert found.metrics == {"step": 2, "reward/mean": 0.5}
     assert [(p.name, p.node, p.state, p.pid, p.restarts) for p in found.processes] == [
         ("decode-r0-0", "n001", "HEALTHY", 42, 2)
     ]
-    assert by_role(found.processes) == {"decode": {"HEALTHY": 1}}
+    assert found.roles == {"decode": {"HEALTHY": 1}}
+    assert status(run).processes == [] and status(run).unhealthy == []
 
 
-def test_queue_depths_become_advice() -> None:
-    saturated = {"roles": {"prefill": {"waiting": 30, "running": 8}, "decode": {"kv_usage": 0.2}}}
-    full = {"roles": {"prefill": {"waiting": 0, "running": 0}, "decode": {"kv_usage": 0.95}}}
-    assert "more prefill nodes" in advice(saturated)[0]
-    assert "more decode" in advice(full)[0]
-    assert advice({"roles": {"engine": {}}}) == []
+def test_what_is_not_well_is_listed_with_its_node(run: RunDirectory) -> None:
+    fleet(run, state="RESTARTING")
+    process = {"state": "backoff", "pid": None, "restarts": 2}
+    heartbeat(run, process)
+    (ill,) = status(run).unhealthy
+    assert (ill.name, ill.node, ill.state, ill.restarts) == ("decode-r0-0", "n001", "RESTARTING", 2)
+
+
+def test_replicas_have_their_load_and_late_engines_are_told(run: RunDirectory) -> None:
+    fleet(run)
+    plan = run.attempt(1).plan()
+    replica = Replica(index=0, router="router-0", engines=("decode-r0-0",), nodes=(0,))
+    run.attempt(1).plan_file.write_text(plan.model_copy(update={"replicas": (replica,)}).to_json())
+    engines = {"decode-r0-0": {"state": "CURRENT"}, "decode-r0-1": {"state": "STALE"}}
+    load = {"decode": {"engines": 1, "running": 3.0, "kv_usage": 0.5}}
+    write_json(
+        run.attempt(1).path / "state" / "orchestrator.json", {"step": 1, "engines": engines, "replicas": {"0": load}}
+    )
+    found = status(run)
+    (shown,) = found.replicas
+    assert (shown.router, shown.engines, shown.healthy, shown.loads["decode"].running) == ("STARTING", 1, 1, 3.0)
+    assert found.progress == {"step": 1, "late_engines": {"decode-r0-1": {"state": "STALE"}}}
+
+
+def test_history_elapsed_and_the_time_that_is_left(run: RunDirectory) -> None:
+    fleet(run)
+    rows = [{"step": i, "reward/mean": i / 10, "throughput/step_seconds": 20.0} for i in range(1, 5)]
+    (run.path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_json(run.attempt(1).path / "state" / "orchestrator.json", {"step": 4})
+    started = {"time": NOW - 90, "process": "agent-0", "kind": "agent_started"}
+    (run.attempt(1).path / "events" / "agent-0.jsonl").write_text(json.dumps(started) + "\n")
+    found = status(run)
+    assert found.history == {"reward/mean": [0.1, 0.2, 0.3, 0.4], "staleness/mean": []}
+    assert (found.elapsed_s, found.eta_s) == (90.0, 100.0)
+    run.attempt(1).record_end(EndRecord("completed", "", "", 4, False, "", NOW - 10))
+    assert (status(run).elapsed_s, status(run).eta_s) == (80.0, None)
 
 
 def test_a_summary_compares_first_and_last_steps(run: RunDirectory) -> None:
@@ -131,5 +168,5 @@ def test_names_in_use_are_seen(tmp_path: Path, run: RunDirectory) -> None:
 
 def test_last_row_of_nothing_is_empty(tmp_path: Path) -> None:
     assert last_row(tmp_path / "none") == {}
-    (tmp_path / "bad").write_text("x\n")
+    (tmp_path / "bad").write_text('x\n[1]\n{"step": 1')
     assert last_row(tmp_path / "bad") == {}

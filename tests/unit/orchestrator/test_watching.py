@@ -13,7 +13,6 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from primeslurm.orchestrator.jobs import Cancel, Job, Result, Status, ToWorker
 from primeslurm.orchestrator.metrics import MetricsLog, batch_metrics
-from primeslurm.orchestrator.scrape import by_role, parse
 from primeslurm.orchestrator.watch import StallError, Watch
 from primeslurm.orchestrator.workers import SILENT_S, UNSEEN_S, Workers
 from primeslurm.recipe import Recipe
@@ -66,18 +65,6 @@ def test_rows_of_undone_steps_are_written_anew(tmp_path: Path) -> None:
     board = EventAccumulator(str(tmp_path / "tensorboard"))
     board.Reload()
     assert [event.value for event in board.Scalars("loss")][-1] == 30.0
-
-
-def test_engine_load_is_read_and_summed_by_role() -> None:
-    text = (
-        "# HELP vllm:num_requests_running x\n"
-        'vllm:num_requests_running{engine="0",model_name="m"} 3.0\nvllm:num_requests_running{engine="1"} 1.0\n'
-        'vllm:num_requests_waiting{engine="0"} 2\nvllm:kv_cache_usage_perc{engine="0"} 0.25\nother 7\n'
-    )
-    load = parse(text)
-    assert load == {"running": 4.0, "waiting": 2.0, "kv_usage": 0.25}
-    roles = by_role({"prefill-r0-0": load, "prefill-r1-0": load, "decode-r0-0": {"running": 1.0}})
-    assert roles["prefill"] == {"running": 8.0, "waiting": 4.0, "kv_usage": 0.25} and roles["decode"]["running"] == 1.0
 
 
 def test_a_stall_is_named_and_ends_the_attempt(tmp_path: Path) -> None:

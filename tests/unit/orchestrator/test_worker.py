@@ -12,9 +12,9 @@ import verifiers.v1 as vf
 from transformers import PreTrainedTokenizerFast
 
 from primeslurm.orchestrator import environments
-from primeslurm.orchestrator.generate import GenerateEndpoint, TokenClient, serving
-from primeslurm.orchestrator.jobs import Job
-from primeslurm.orchestrator.sequences import RolloutFailed
+from primeslurm.orchestrator.endpoint import GenerateEndpoint
+from primeslurm.orchestrator.generate import TokenClient, serving
+from primeslurm.orchestrator.jobs import Job, RolloutFailed
 from primeslurm.orchestrator.worker import Worker
 from primeslurm.recipe import Recipe
 from primeslurm.wire.addresses import AddressBook
@@ -154,10 +154,9 @@ async def test_a_request_follows_its_router_to_another_node(tokenizer: Path) -> 
         engine.version = 3
         host, port = silent.sockets[0].getsockname()
         urls = [f"http://{host}:{port}"]
-        endpoint = GenerateEndpoint("http://router-0", lambda: urls[-1], made.max_len, timeout_s=60)
+        endpoint = GenerateEndpoint(lambda: urls[-1], made.max_len, timeout_s=60)
         body = {"token_ids": endpoint_prompt(tokenizer), "sampling_params": {}}
-        url, headers = "http://router-0/inference/v1/generate", {"headers": {"X-Session-ID": "s"}}
-        request = asyncio.create_task(endpoint.post(url, None, body, headers))
+        request = asyncio.create_task(endpoint.generate(body, {"X-Session-ID": "s"}))
         await asyncio.sleep(0.2)
         assert not request.done()
         urls.append(engine.url)

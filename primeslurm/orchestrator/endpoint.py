@@ -1,0 +1,166 @@
+"""Generation over HTTP: token ids to `/inference/v1/generate`, sampled tokens and their policy versions back."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import msgspec
+
+GENERATE = "/inference/v1/generate"
+FIRST_RETRY_S = 0.25
+LONGEST_RETRY_S = 5.0
+MOVE_POLL_S = 2.0
+LOADED_VERSION = "default"
+"""What vLLM calls the weights it loaded at start, until it is told a version: version 0."""
+
+
+class _VersionSpan(msgspec.Struct):
+    version: str
+    start: int
+    end: int
+
+
+class _Logprob(msgspec.Struct):
+    logprob: float
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_Logprob]
+
+
+class _Choice(msgspec.Struct):
+    token_ids: list[int]
+    logprobs: _Logprobs
+    weight_versions: list[_VersionSpan]
+    finish_reason: str | None = None
+
+
+class _Answer(msgspec.Struct):
+    choices: list[_Choice]
+
+
+class RefusedError(Exception):
+    """The request is wrong: trying again would not help.
+
+    Args:
+        text: what is wrong.
+        status: the HTTP status, 4xx.
+    """
+
+    def __init__(self, text: str, status: int) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class NoAnswerError(Exception):
+    """No engine answered before the deadline."""
+
+
+class _Moved(Exception):
+    """The router listens elsewhere now."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What one request sampled; all lists have one entry per token."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    """Policy version that sampled each token."""
+    finish_reason: str | None = None
+
+
+class GenerateEndpoint:
+    """Posts to one router until it succeeds or the deadline has come.
+
+    An engine without the current policy answers 503, and a router answers 5xx while an engine is being restarted.
+
+    Args:
+        where: gives the router's base URL as it is now; a request that waits for an answer follows it.
+        max_len: longest sequence an engine accepts; completions end there.
+        timeout_s: longest wait for one answer, retries included.
+    """
+
+    def __init__(self, where: Callable[[], str], max_len: int, timeout_s: float) -> None:
+        self._where = where
+        self._max_len = max_len
+        self._timeout_s = timeout_s
+        self._http = httpx.AsyncClient(
+            timeout=httpx.Timeout(timeout_s, connect=10.0),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+            trust_env=False,
+            verify=False,  # plain HTTP: no certificates to load
+        )
+
+    async def generate(self, body: dict[str, Any], headers: dict[str, str], path: str = GENERATE) -> Completion:
+        """Sample one completion of `body["token_ids"]`.
+
+        Raises:
+            RefusedError: the request is wrong (4xx).
+            NoAnswerError: no answer before the deadline.
+            msgspec.ValidationError: the answer lacks log-probabilities or policy versions.
+        """
+        answer = await self._insist(path, self._request(body), headers)
+        choice = msgspec.json.decode(answer.content, type=_Answer).choices[0]
+        logprobs = [entry.logprob for entry in choice.logprobs.content]
+        return Completion(choice.token_ids, logprobs, _versions(choice), choice.finish_reason)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    def _request(self, body: dict[str, Any]) -> dict[str, Any]:
+        sampling = dict(body["sampling_params"])
+        room = self._max_len - len(body["token_ids"])
+        if room < 1:
+            raise RefusedError(f"a prompt of {len(body['token_ids'])} tokens leaves no room in {self._max_len}", 400)
+        sampling["max_tokens"] = min(sampling.get("max_tokens") or room, room)
+        sampling["logprobs"] = 0  # the sampled token's own, no alternatives
+        return {**body, "model": None, "sampling_params": sampling, "stream": False}
+
+    async def _insist(self, path: str, request: dict[str, Any], headers: dict[str, str]) -> httpx.Response:
+        deadline = time.monotonic() + self._timeout_s
+        pause = FIRST_RETRY_S
+        while True:
+            try:
+                answer = await self._try(path, request, headers)
+            except (httpx.HTTPError, _Moved) as error:
+                problem = f"{type(error).__name__}: {error}"
+            else:
+                if answer.is_success:
+                    return answer
+                problem = f"{answer.status_code}: {answer.text[:500]}"
+                if answer.is_client_error:
+                    raise RefusedError(problem, answer.status_code)
+            if time.monotonic() + pause > deadline:
+                raise NoAnswerError(f"{self._where()}{path}: {problem}")
+            await asyncio.sleep(pause * random.uniform(0.5, 1.5))
+            pause = min(2 * pause, LONGEST_RETRY_S)
+
+    async def _try(self, path: str, request: dict[str, Any], headers: dict[str, str]) -> httpx.Response:
+        """One try. A node that is gone never answers: when its router has moved, waiting for it is over."""
+        where = self._where()
+        answer = asyncio.create_task(self._http.post(where + path, json=request, headers=headers))
+        try:
+            while not (await asyncio.wait({answer}, timeout=MOVE_POLL_S))[0]:
+                if self._where() != where:
+                    raise _Moved(f"{where} has moved to {self._where()}")
+            return answer.result()
+        finally:
+            answer.cancel()
+
+
+def _versions(choice: _Choice) -> list[int]:
+    versions: list[int] = []
+    for span in choice.weight_versions:
+        versions += [0 if span.version == LOADED_VERSION else int(span.version)] * (span.end - span.start)
+    if len(versions) != len(choice.token_ids):
+        raise msgspec.ValidationError(f"{len(versions)} policy versions for {len(choice.token_ids)} tokens")
+    return versions

@@ -1,0 +1,135 @@
+"""What the load of the engines says about the recipe: pure, and silent without evidence.
+
+Means are over the last minute. A role is saturated if requests queue up in front of it all the time; by how much the
+others would have to grow follows from how much of their own capacity they use meanwhile.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from primeslurm.wire.load import Load
+
+MIN_SECONDS = 30.0
+"""Shorter windows say nothing: a policy update alone takes seconds."""
+WAITING_PER_ENGINE = 1.0
+SATURATED_BUSY = 0.9
+FULL_KV = 0.85
+ROOM_KV = 0.65
+"""Decode with less KV in use than this, and nothing waiting, could take more."""
+IDLE_BUSY = 0.5
+TARGET = 0.8
+"""Use of a role that counts as balanced: the rest is for bursts."""
+MAX_STEP = 2.0
+"""No advice goes further than doubling a role: beyond that, measure again."""
+PREEMPTIONS_PER_MIN = 1.0
+
+
+class Advice(msgspec.Struct, frozen=True):
+    """One thing to change, why, and the recipe fields that do it."""
+
+    text: str
+    reason: str
+    changes: dict[str, int] = {}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the recipe asks for, as far as advice can change it."""
+
+    prefill: int | None = None
+    """Prefill replicas of one inference deployment; None: engines prefill and decode."""
+    decode: int | None = None
+    max_inflight: int | None = None
+    """Rollouts in flight at most."""
+
+
+def shape_of(recipe: Mapping[str, Any]) -> Shape:
+    """Read it from a resolved recipe."""
+    inference = recipe.get("deployment", {}).get("inference", {})
+    split = inference.get("type") == "disaggregated"
+    return Shape(
+        prefill=inference["prefill"].get("num_replicas") if split else None,
+        decode=inference["decode"].get("num_replicas") if split else None,
+        max_inflight=(recipe.get("orchestrator") or {}).get("max_inflight_rollouts"),
+    )
+
+
+def advise(roles: Mapping[str, Load], shape: Shape) -> list[Advice]:
+    """What to change, most important first."""
+    found = []
+    known = {role: load for role, load in roles.items() if load.engines and load.seconds >= MIN_SECONDS}
+    prefill, decode = known.get("prefill"), known.get("decode")
+    if prefill and decode and shape.prefill and shape.decode:
+        found.append(_balance(prefill, decode, shape.prefill, shape.decode))
+    found += [_kv_pressure(role, known[role], shape) for role in ("engine", "decode") if role in known]
+    return [advice for advice in found if advice is not None]
+
+
+def _balance(prefill: Load, decode: Load, p: int, d: int) -> Advice | None:
+    prefill_full = _waiting(prefill) >= WAITING_PER_ENGINE and prefill.busy_mean >= SATURATED_BUSY
+    decode_full = _waiting(decode) >= WAITING_PER_ENGINE and (
+        decode.kv_usage_mean >= FULL_KV or decode.preemptions_per_s * 60 >= PREEMPTIONS_PER_MIN
+    )
+    if prefill_full and decode.kv_usage_mean < ROOM_KV and _waiting(decode) < WAITING_PER_ENGINE:
+        return _advice("prefill", _more(p, TARGET / max(decode.kv_usage_mean, 0.01)), d, p, d, prefill, decode)
+    if decode_full and prefill.busy_mean < IDLE_BUSY and _waiting(prefill) < WAITING_PER_ENGINE:
+        wanted = max(1, math.ceil(p * prefill.busy_mean / TARGET))
+        if wanted < p:
+            return _advice("decode", wanted, d, p, d, prefill, decode)
+        return _advice("decode", p, _more(d, TARGET / max(prefill.busy_mean, 0.01)), p, d, prefill, decode)
+    return None
+
+
+def _more(now: int, factor: float) -> int:
+    """So many times more, at least one more, and never more than double."""
+    return max(now + 1, min(math.ceil(now * factor - 1e-9), int(now * MAX_STEP)))
+
+
+def _advice(saturated: str, p: int, d: int, p_now: int, d_now: int, prefill: Load, decode: Load) -> Advice:
+    changes = {"prefill": (p_now, p), "decode": (d_now, d)}
+    return Advice(
+        text=f"{saturated} is saturated: {p}:{d} (prefill:decode) would balance, you run {p_now}:{d_now}",
+        reason=(
+            f"over {prefill.seconds:.0f} s {_waiting(prefill):.1f} requests waited per prefill engine (busy "
+            f"{prefill.busy_mean:.0%} of the time) and {_waiting(decode):.1f} per decode engine "
+            f"({decode.kv_usage_mean:.0%} of its KV in use){_token_ratio(prefill, decode)}"
+        ),
+        changes={
+            f"deployment.inference.{role}.num_replicas": wanted
+            for role, (now, wanted) in changes.items()
+            if wanted != now
+        },
+    )
+
+
+def _token_ratio(prefill: Load, decode: Load) -> str:
+    if not prefill.computed_per_s or not decode.generated_per_s:
+        return ""
+    return f"; {prefill.computed_per_s / decode.generated_per_s:.1f} prompt tokens computed per sampled one"
+
+
+def _kv_pressure(role: str, load: Load, shape: Shape) -> Advice | None:
+    per_minute = load.preemptions_per_s * 60
+    if per_minute < PREEMPTIONS_PER_MIN or load.kv_usage_mean < FULL_KV:
+        return None
+    fits = int(load.running_mean)
+    lower = {"orchestrator.max_inflight_rollouts": fits} if shape.max_inflight and 0 < fits < shape.max_inflight else {}
+    return Advice(
+        text=f"{role} engines run out of KV cache: fewer rollouts in flight, or KV offload, would help",
+        reason=(
+            f"over {load.seconds:.0f} s requests were preempted {per_minute:.1f} times a minute with "
+            f"{load.kv_usage_mean:.0%} of the KV in use; {load.running_mean:.0f} ran and {load.waiting_mean:.0f} waited"
+        ),
+        changes=lower,
+    )
+
+
+def _waiting(load: Load) -> float:
+    """Requests per engine that wait for room. Those that wait for KV from prefill say nothing about decode."""
+    return max(0.0, load.waiting_mean - load.deferred_mean) / load.engines

@@ -1,0 +1,125 @@
+"""Which events a person wants to know of, in words. Everything else in the journals is for machines."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Callable, Iterable
+from typing import Literal
+
+import msgspec
+
+from primeslurm.run.records import Event
+
+Level = Literal["info", "warning", "error"]
+
+
+class Happening(msgspec.Struct, frozen=True):
+    """Something worth telling."""
+
+    time: float
+    """Unix seconds."""
+    who: str
+    """The process that it happened to, or that did it."""
+    text: str
+    level: Level = "info"
+
+
+def notable(events: Iterable[Event]) -> list[Happening]:
+    """The events worth telling, in the order given; what happens several times in a row is told once."""
+    told: list[Happening] = []
+    times = 1
+    for event in events:
+        words = _WORDS.get(event.get("kind", ""))
+        happening = words(event) if words else None
+        if happening is None:
+            continue
+        if told and (told[-1].who, _once(told[-1])) == (happening.who, happening.text):
+            times += 1
+            told[-1] = msgspec.structs.replace(happening, text=f"{happening.text} ({times} times)")
+        else:
+            times = 1
+            told.append(happening)
+    return told
+
+
+def _once(happening: Happening) -> str:
+    return re.sub(r" \(\d+ times\)$", "", happening.text)
+
+
+def exit_words(code: int | None) -> str:
+    """How a process ended: its exit code, or the name of the signal."""
+    if code is None:
+        return "ended"
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was ended by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was ended by signal {-code}"
+
+
+def _exited(event: Event) -> Happening | None:
+    state, code = event.get("state"), event.get("code")
+    if state not in ("backoff", "failed"):
+        return None  # it had done its work, or the attempt was ending anyway
+    again = "; it is started again" if state == "backoff" else ""
+    return Happening(event["time"], event["name"], exit_words(code) + again, "warning" if again else "error")
+
+
+def _started(event: Event) -> Happening | None:
+    if not event.get("restarts"):
+        return None
+    return Happening(event["time"], event["name"], f"started again (restart {event['restarts']})")
+
+
+def _ending(event: Event) -> Happening | None:
+    if event.get("process") != "head":
+        return None  # every agent repeats it
+    level: Level = "error" if event.get("outcome") == "failed" else "info"
+    return Happening(event["time"], event.get("suspect") or "head", f"{event['outcome']}: {event['reason']}", level)
+
+
+def _ended(event: Event) -> Happening:
+    next_ = "requeued" if event.get("requeued") else "not requeued" + _because(event.get("why_not"))
+    return Happening(event["time"], "head", f"attempt {event.get('outcome')}, {next_}")
+
+
+def _committed(event: Event) -> Happening | None:
+    if event.get("process") != "trainer-rank-0":
+        return None
+    return Happening(event["time"], "trainer", f"committed step {event.get('step')}")
+
+
+def _because(text: object) -> str:
+    return f": {text}" if text else ""
+
+
+def _error(who: str, text: str, field: str = "error", level: Level = "error") -> Callable[[Event], Happening]:
+    """Words for events that carry the name of a component and an error."""
+
+    def tell(event: Event) -> Happening:
+        return Happening(
+            event["time"], str(event.get(who) or event.get("process", "")), text + _because(event.get(field)), level
+        )
+
+    return tell
+
+
+_WORDS: dict[str, Callable[[Event], Happening | None]] = {
+    "assembled": lambda e: Happening(e["time"], "head", f"all {len(e.get('nodes', []))} nodes are there"),
+    "started": _started,
+    "exited": _exited,
+    "start_failed": _error("name", "cannot be started"),
+    "agent_failed": _error("process", "the agent failed"),
+    "head_failed": _error("process", "the head failed"),
+    "heartbeat_failed": _error("process", "cannot write its heartbeat", level="warning"),
+    "publish_failed": _error("process", "cannot write fleet.json", level="warning"),
+    "engine_update_failed": _error("engine", "did not take a policy", level="warning"),
+    "engine_restart": _error("engine", "is restarted: it failed an update", level="warning"),
+    "rollout_failed": _error("process", "a rollout failed", level="warning"),
+    "stall": _error("suspect", "nothing moves: the suspect"),
+    "committed": _committed,
+    "ending": _ending,
+    "ended": _ended,
+}
