@@ -75,5 +75,6 @@ def _spec(recipe: Recipe) -> ClusterSpec:
     name = f"emulate-{re.sub(r'[^a-z0-9-]', '-', recipe.name)}"[:31].rstrip("-")
     spec = ClusterSpec(name, default_directory(name), Path("runs").absolute())
     needs = needs_of(recipe, site(spec, Place(0)))
-    control = sum(need.nodes for need in needs if need.role == "control")
-    return replace(spec, nodes=sum(need.nodes for need in needs) - control, control_nodes=control)
+    control = sum(need.nodes + need.spares for need in needs if need.role == "control")
+    everything = sum(need.nodes + need.spares for need in needs)
+    return replace(spec, nodes=everything - control, control_nodes=control)
