@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -30,7 +28,7 @@ from tests.support.plans import SERVER, python
 pytestmark = pytest.mark.cluster
 
 CHECKOUT = str(Path(__file__).parents[2])
-SILENT_S = 10
+SILENT_S = 7
 # Ends well once the test says so.
 UNTIL_DONE = python("import os, sys, time\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.2)", "${run_dir}/done")
 
@@ -49,8 +47,15 @@ def server(name: str, node: int, *uses: str) -> Process:
     return process(name, node, argv, ports={"http": 21000 + 10 * node}, health=health, after=uses)
 
 
-def make_plan(run_dir: Path, site: Site, replicas: int, spares: int) -> Plan:
+def component(index: int, nodes: int, spares: int) -> HetGroup:
+    """Some nodes of partition gpu."""
+    fields = {"partition": "gpu", "gres": None, "cpus_per_task": 1}
+    return HetGroup.model_validate({"index": index, "name": str(index), "nodes": nodes, "spares": spares, **fields})
+
+
+def make_plan(run_dir: Path, site: Site, replicas: int, spares: int, layout: str) -> Plan:
     """Orchestrator and trainer on node 0; an engine with its router on each further node."""
+    het = layout == "het"
     control = (
         process("orchestrator", 0, UNTIL_DONE),
         process("trainer-rank-0", 0, UNTIL_DONE, restart="attempt"),
@@ -58,22 +63,24 @@ def make_plan(run_dir: Path, site: Site, replicas: int, spares: int) -> Plan:
     nodes = [control]
     for i in range(replicas):
         nodes.append((server(f"engine-r{i}-0", i + 1), server(f"router-{i}", i + 1, f"engine-r{i}-0")))
-    count = len(nodes) + spares
+    if het:  # the leading component has a second node, or Slurm would requeue the job when any node is lost
+        groups = (component(0, 2, 1), component(1, replicas + spares, spares))
+    else:
+        groups = (component(0, len(nodes) + spares, spares),)
+    count = sum(group.nodes for group in groups)
     return Plan(
         schema=1,
         run=run_dir.name,
         run_dir=str(run_dir),
         task="rl",
-        layout="single",
+        layout=layout,
         executor="slurm",
         device="cpu",
         python=sys.executable,
         job=JobOptions(name=run_dir.name, time="00:10:00", signal_s=40),
-        groups=(
-            HetGroup(index=0, name="all", nodes=count, spares=spares, partition="gpu", gres=None, cpus_per_task=1),
-        ),
+        groups=groups,
         nodes=tuple(
-            Node(index=i, group=0, role="control" if i == 0 else "inference", index_in_group=i, processes=processes)
+            Node(index=i, group=int(het and i > 0), role="train", index_in_group=max(i - het, 0), processes=processes)
             for i, processes in enumerate(nodes)
         ),
         replicas=tuple(
@@ -148,8 +155,8 @@ def start(cluster: Cluster, tmp_path: Path) -> Iterator[Callable[..., Job]]:
     site = Site.model_validate(yaml.safe_load(cluster.spec.site_file.read_text()))
     jobs: list[Job] = []
 
-    def submit_plan(*, replicas: int, spares: int, without_address: str | None = None) -> Job:
-        plan = make_plan(tmp_path / "runs" / "toy", site, replicas, spares)
+    def submit_plan(*, replicas: int, spares: int, layout: str = "single", without_address: str | None = None) -> Job:
+        plan = make_plan(tmp_path / "runs" / "toy", site, replicas, spares, layout)
         addresses = {name: address for name, address in plan.addresses.items() if name != without_address}
         jobs.append(Job(cluster, plan.model_copy(update={"addresses": addresses})))
         return jobs[-1]
@@ -215,18 +222,23 @@ def test_a_node_that_is_not_fit_is_left_out(cluster: Cluster, start: Callable[..
     job.finish()
 
 
-@pytest.mark.parametrize("how", ["node", "agent"])
-def test_a_job_whose_head_is_gone_is_requeued_by_another_agent(
-    cluster: Cluster, start: Callable[..., Job], how: str
-) -> None:
+def test_a_het_job_survives_a_node_as_well(cluster: Cluster, start: Callable[..., Job]) -> None:
+    job = start(replicas=1, spares=1, layout="het")
+    job.wait_for("engine-r0-0", "router-0", "orchestrator")
+    lost = job.node_of(1)
+    kill_node(cluster, lost)
+    job.wait(lambda: job.node_of(1) != lost)
+    job.wait_for("engine-r0-0", "router-0", "orchestrator")
+    job.finish()
+    assert [attempt.number for attempt in job.run.attempts()] == [1]
+
+
+def test_a_job_whose_head_is_gone_is_requeued_by_another_agent(cluster: Cluster, start: Callable[..., Job]) -> None:
     """With --no-kill, Slurm itself would leave such a job alone until its time limit."""
     job = start(replicas=1, spares=0)
     job.wait_for("engine-r0-0", "router-0", "orchestrator")
     head = job.node_of(0)
-    if how == "node":
-        kill_node(cluster, head)
-    else:
-        os.kill(job.heartbeat(0)["agent_pid"], signal.SIGKILL)
+    kill_node(cluster, head)
     job.wait(lambda: job.attempt.number == 2)
     end = job.run.attempt(1).end()
     assert end is not None and (end.outcome, end.suspect, end.requeued) == ("failed", "head", True)
