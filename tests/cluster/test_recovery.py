@@ -170,8 +170,10 @@ def start(cluster: Cluster, tmp_path: Path) -> Iterator[Callable[..., Job]]:
     for name in down:
         revive_node(cluster, name)
     deadline = time.monotonic() + 60
-    while any(node.state != "idle" for node in cluster.client.nodes()) and time.monotonic() < deadline:
+    while any(node.state != "idle" or not node.responding for node in cluster.client.nodes()):
+        assert time.monotonic() < deadline
         time.sleep(0.2)
+    assert cluster.status().up
 
 
 def test_nodes_lose_power(cluster: Cluster, start: Callable[..., Job]) -> None:
