@@ -11,7 +11,7 @@ import sys
 import typer
 
 from primeslurm import __version__
-from primeslurm.cli import attach, cluster, inspect, runs, submit, watch
+from primeslurm.cli import attach, cluster, inspect, nodes, runs, submit, watch
 from primeslurm.cli.output import report
 from primeslurm.errors import PrimeslurmError
 
@@ -45,6 +45,7 @@ app.command("logs")(watch.logs)
 app.command("attach")(attach.attach)
 app.command("cancel")(runs.cancel)
 app.command("runs")(runs.runs)
+app.command("nodes")(nodes.nodes)
 app.command("plan")(inspect.plan)
 app.command("render")(inspect.render_)
 app.command("check")(inspect.check)

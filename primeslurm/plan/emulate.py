@@ -13,9 +13,6 @@ STAND_INS: dict[Role, str] = {
 }
 """Module that is started in place of a role's own, with the same arguments."""
 
-NODE_SILENT_S = 30
-"""On one machine, nobody sees old heartbeats: a node is lost earlier than over a network file system."""
-
 
 def emulate(plan: Plan) -> Plan:
     """The same Plan with stand-ins: only the module after `-m` of some commands differs, and the Plan says so."""
@@ -23,7 +20,7 @@ def emulate(plan: Plan) -> Plan:
         node.model_copy(update={"processes": tuple(_replaced(process) for process in node.processes)})
         for node in plan.nodes
     )
-    return plan.model_copy(update={"nodes": nodes, "emulated": True, "node_silent_s": NODE_SILENT_S})
+    return plan.model_copy(update={"nodes": nodes, "emulated": True})
 
 
 def _replaced(process: Process) -> Process:

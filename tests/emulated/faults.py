@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx
 
+from primeslurm.run.ledger import Ledger
 from primeslurm.run.status import RunStatus
 from primeslurm.wire.files import read_json
 from tests.support.emulation import Deployment, Snapshot
@@ -194,6 +195,7 @@ def _revive_nodes(deployment: Deployment) -> None:
     dead = [daemon.name for daemon in deployment.cluster.daemons if not daemon.alive]
     for name in dead:
         revive_node(deployment.cluster, name)
+        Ledger(deployment.runs).forget(name)
 
 
 def _kill_head(deployment: Deployment) -> Seen:

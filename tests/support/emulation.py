@@ -56,14 +56,16 @@ class Deployment:
         gpu_nodes: of the cluster.
     """
 
-    def __init__(self, directory: Path, gpu_nodes: int = 8) -> None:
+    def __init__(self, directory: Path, gpu_nodes: int = 9) -> None:
         self.runs = directory / "runs"
-        spec = ClusterSpec("emulated", directory / "c", self.runs, nodes=gpu_nodes, gpus_per_node=2, cpus_per_node=4)
+        spec = ClusterSpec(
+            "emulated", directory / "c", self.runs, gpu_nodes, gpus_per_node=2, cpus_per_node=4, control_nodes=2
+        )
         self.slow_files = directory / "slow-files"
         """While it exists, files are slow for the job's processes."""
         self.runs.mkdir()
         # a file system of its own, and a small one, that a test can fill
-        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256m", "tmpfs", self.runs], check=True)
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=640m", "tmpfs", self.runs], check=True)
         self.cluster: Cluster = up(spec)[0]
         self._current: RunDirectory | None = None
         self._serial = 0
