@@ -14,8 +14,8 @@ import submitit
 from submitit.helpers import DelayedSubmission
 
 from primeslurm.node.agent import NodeAgent
-from primeslurm.node.fleet import Ending, Outcome
 from primeslurm.node.head import Head
+from primeslurm.node.reports import Ending, Outcome
 from primeslurm.run.directory import Attempt, RunDirectory
 
 PLAN_WAIT_S = 120.0
@@ -43,7 +43,7 @@ class AgentTask:
         run = RunDirectory(Path(self.run_dir))
         attempt = self._attempt(run, rank)
         plan = attempt.plan()
-        self._agent = NodeAgent(plan, plan.nodes[rank], attempt, run.run_id, plan.python)
+        self._agent = NodeAgent(plan, rank, attempt, run.run_id, plan.python)
         self._threads = [threading.Thread(target=self._agent.run, name="agent", daemon=True)]
         if rank == 0:
             self._head = Head(self._agent, run)
