@@ -9,8 +9,9 @@ from typing import Annotated
 
 import typer
 
+from primeslurm.cli.emulate import load_emulated, running
 from primeslurm.cli.inspect import show_findings, show_plan
-from primeslurm.cli.options import JsonOpt, LocalOpt, NameOpt, RecipeArg, SetOpt, SiteOpt, load
+from primeslurm.cli.options import JsonOpt, Loaded, LocalOpt, NameOpt, RecipeArg, SetOpt, SiteOpt, load
 from primeslurm.cli.output import note, out, print_json
 from primeslurm.cli.runs import RunArg, RunsOpt, find_run, job_query
 from primeslurm.cli.watch import watch_until_done
@@ -29,6 +30,10 @@ from primeslurm.slurm.render import render
 from primeslurm.wire.files import write_atomic
 
 DryRunOpt = Annotated[bool, typer.Option("--dry-run", help="Show placement and script; write and submit nothing.")]
+EmulateOpt = Annotated[
+    bool,
+    typer.Option("--emulate", help="Run the whole job with light stand-ins for engines, trainer and environments."),
+]
 WaitOpt = Annotated[bool, typer.Option("--wait", help="Show progress until the run has ended.")]
 
 
@@ -38,15 +43,41 @@ def submit(
     set_: SetOpt = None,
     name: NameOpt = None,
     local: LocalOpt = False,
+    emulate: EmulateOpt = False,
     dry_run: DryRunOpt = False,
     wait: WaitOpt = False,
     as_json: JsonOpt = False,
 ) -> None:
     """Validate a recipe, place it, and submit it as one job."""
-    loaded = load(recipe, site, set_, name, local)
+    if emulate:
+        _submit_emulated(recipe, site, set_, name, local, dry_run, wait, as_json)
+        return
+    _submit(load(recipe, site, set_, name, local), recipe, dry_run, wait, as_json)
+
+
+def _submit_emulated(
+    recipe: Path, site: Path | None, set_: list[str] | None, name: str | None, local: bool, *options: bool
+) -> None:
+    if local:
+        why = "an emulated run is a real Slurm job, on an embedded cluster"
+        raise UsageError([Violation("--local", "", why, "leave it out")])
+    dry_run, wait, as_json = options
+    loaded, cluster = load_emulated(recipe, site, set_, name)
+    if cluster is None or dry_run:
+        _submit(loaded, recipe, dry_run, wait, as_json, placed=cluster is None)
+        return
+    if problems := name_in_use(Path(loaded.plan.run_dir)):
+        raise UsageError(problems)
+    with running(cluster, loaded.recipe, keep=not wait) as on_cluster:
+        _submit(on_cluster, recipe, dry_run, wait, as_json)
+
+
+def _submit(loaded: Loaded, recipe: Path, dry_run: bool, wait: bool, as_json: bool, placed: bool = True) -> None:
+    """`placed`: the cluster is there and can be asked what fits."""
     plan = loaded.plan
+    local = plan.executor == "local"
     script = "" if local else render(plan)
-    problems = name_in_use(Path(plan.run_dir)) + ([] if local else _placement(plan, loaded.site))
+    problems = name_in_use(Path(plan.run_dir)) + ([] if local or not placed else _placement(plan, loaded.site))
     if problems:
         raise UsageError(problems)
     if dry_run:

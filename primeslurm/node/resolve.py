@@ -26,8 +26,8 @@ class UnknownPlaceholder(KeyError):
 def resolve(text: str, process: str, addresses: Addresses, values: Mapping[str, str]) -> str:
     """Replace every placeholder of `text`, seen from `process`.
 
-    `${host}`, `${host:NAME}`, `${port:http}`, `${port:NAME:http}`, `${addr:NAME:http}`; anything else of the form
-    `${word}` must be in `values`.
+    `${host}`, `${host:NAME}`, `${port:http}`, `${port:http-3}` (that port minus three), `${port:NAME:http}`,
+    `${addr:NAME:http}`; anything else of the form `${word}` must be in `values`.
 
     Raises:
         UnknownPlaceholder: something is named that does not exist.
@@ -40,7 +40,8 @@ def resolve(text: str, process: str, addresses: Addresses, values: Mapping[str, 
                 return addresses.hosts[first or process]
             if word == "port":
                 owner, port = (first, second) if second else (process, first)
-                return str(addresses.ports[owner][port])
+                port, _, less = port.partition("-")
+                return str(addresses.ports[owner][port] - int(less or 0))
             if word == "addr":
                 return f"{addresses.hosts[first]}:{addresses.ports[first][second]}"
             return values[word]

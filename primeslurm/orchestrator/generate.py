@@ -1,4 +1,4 @@
-"""Token-in, token-out: the client through which verifiers' environments reach the engines.
+"""Token-in, token-out for verifiers: the client through which its environments reach the engines.
 
 `verifiers.v1.clients.TrainClient` renders messages to token ids (extending the sampled tokens of earlier turns as they
 are), posts them to `/inference/v1/generate`, and records sampled tokens and log-probabilities in the trace. It neither
@@ -8,9 +8,6 @@ mended behind the one thing it asks of its HTTP client: `post`.
 
 from __future__ import annotations
 
-import asyncio
-import random
-import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -23,45 +20,7 @@ from openai import APIConnectionError, APIStatusError
 from verifiers.v1.clients import TrainClient, TrainClientConfig
 from verifiers.v1.interception import InterceptionServer
 
-FIRST_RETRY_S = 0.25
-LONGEST_RETRY_S = 5.0
-LOADED_VERSION = "default"
-"""What vLLM calls the weights it loaded at start, until it is told a version: version 0."""
-
-
-class _VersionSpan(msgspec.Struct):
-    version: str
-    start: int
-    end: int
-
-
-class _Logprob(msgspec.Struct):
-    logprob: float
-
-
-class _Logprobs(msgspec.Struct):
-    content: list[_Logprob]
-
-
-class _Choice(msgspec.Struct):
-    token_ids: list[int]
-    logprobs: _Logprobs
-    weight_versions: list[_VersionSpan]
-    finish_reason: str | None = None
-
-
-class _Answer(msgspec.Struct):
-    choices: list[_Choice]
-
-
-@dataclass(frozen=True)
-class Completion:
-    """What one request sampled; all lists have one entry per token."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-    versions: list[int]
-    """Policy version that sampled each token."""
+from primeslurm.orchestrator.endpoint import Completion, GenerateEndpoint, NoAnswerError, RefusedError
 
 
 @dataclass(frozen=True)
@@ -71,30 +30,20 @@ class Reply:
     content: bytes
 
 
-class GenerateEndpoint:
-    """Posts to one router's `/inference/v1/generate` until it succeeds or the deadline has come.
-
-    An engine without the current policy answers 503, and a router answers 5xx while an engine is being restarted.
+class RendererEndpoint:
+    """What a TrainClient takes for its HTTP client: posts through a GenerateEndpoint and keeps what was sampled.
 
     Args:
-        base_url: of the router.
-        max_len: longest sequence an engine accepts; completions end there.
-        timeout_s: longest wait for one answer, retries included.
+        endpoint: of the router.
     """
 
-    def __init__(self, base_url: str, max_len: int, timeout_s: float) -> None:
-        self.base_url = base_url
-        self._max_len = max_len
-        self._timeout_s = timeout_s
+    def __init__(self, endpoint: GenerateEndpoint) -> None:
+        self.base_url = endpoint.base_url
+        self._endpoint = endpoint
         self._completions: dict[str, list[Completion]] = {}
-        self._http = httpx.AsyncClient(
-            timeout=httpx.Timeout(timeout_s, connect=10.0),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
-            trust_env=False,
-        )
 
     async def get(self, path: str, cast_to: Any) -> dict[str, Any]:
-        """`renderers` asks for the longest prompt of each model; `max_len` is checked here instead."""
+        """`renderers` asks for the longest prompt of each model; `max_len` is checked by the endpoint instead."""
         return {"data": []}
 
     async def post(self, url: str, cast_to: Any, body: dict[str, Any], options: Mapping[str, Any]) -> Reply:
@@ -106,11 +55,16 @@ class GenerateEndpoint:
             msgspec.ValidationError: the answer lacks log-probabilities or policy versions.
         """
         headers = dict(options["headers"])
-        answer = await self._insist(url, self._request(body), headers)
-        choice = msgspec.json.decode(answer.content, type=_Answer).choices[0]
-        completion = Completion(choice.token_ids, [c.logprob for c in choice.logprobs.content], _versions(choice))
+        request = httpx.Request("POST", url)
+        try:
+            completion = await self._endpoint.generate(body, headers, url)
+        except RefusedError as error:
+            response = httpx.Response(error.status, request=request)
+            raise APIStatusError(str(error), response=response, body=None) from error
+        except NoAnswerError as error:
+            raise APIConnectionError(message=str(error), request=request) from error
         self._completions.setdefault(headers["X-Session-ID"], []).append(completion)
-        return _reply(choice)
+        return _reply(completion)
 
     def take(self, session: str) -> list[Completion]:
         """All completions of a session (a verifiers trace id) so far; they are then forgotten."""
@@ -118,50 +72,17 @@ class GenerateEndpoint:
 
     async def close(self) -> None:
         """Close the connections."""
-        await self._http.aclose()
-
-    def _request(self, body: dict[str, Any]) -> dict[str, Any]:
-        sampling = dict(body["sampling_params"])
-        room = self._max_len - len(body["token_ids"])
-        if room < 1:
-            request = httpx.Request("POST", self.base_url)
-            raise APIStatusError(
-                f"a prompt of {len(body['token_ids'])} tokens leaves no room in {self._max_len}",
-                response=httpx.Response(400, request=request),
-                body=None,
-            )
-        sampling["max_tokens"] = min(sampling.get("max_tokens") or room, room)
-        sampling["logprobs"] = 0  # the sampled token's own, no alternatives
-        return {**body, "model": None, "sampling_params": sampling, "stream": False}
-
-    async def _insist(self, url: str, request: dict[str, Any], headers: dict[str, str]) -> httpx.Response:
-        deadline = time.monotonic() + self._timeout_s
-        pause = FIRST_RETRY_S
-        while True:
-            try:
-                answer = await self._http.post(url, json=request, headers=headers)
-            except httpx.HTTPError as error:
-                problem = f"{type(error).__name__}: {error}"
-            else:
-                if answer.is_success:
-                    return answer
-                problem = f"{answer.status_code}: {answer.text[:500]}"
-                if answer.is_client_error:
-                    raise APIStatusError(problem, response=answer, body=None)
-            if time.monotonic() + pause > deadline:
-                raise APIConnectionError(message=f"{url}: {problem}", request=httpx.Request("POST", url))
-            await asyncio.sleep(pause * random.uniform(0.5, 1.5))
-            pause = min(2 * pause, LONGEST_RETRY_S)
+        await self._endpoint.close()
 
 
 class TokenClient(TrainClient):  # type: ignore[misc]
-    """A TrainClient that talks through a GenerateEndpoint. `model` is the directory of the tokenizer."""
+    """A TrainClient that talks through a RendererEndpoint. `model` is the directory of the tokenizer."""
 
     def __init__(self, router: str, model: str, max_len: int, timeout_s: float) -> None:
         config = TrainClientConfig(base_url=router, api_key_var="UNUSED", renderer_model_name=model)
         super().__init__(config)
         self.key = config.model_dump_json()
-        self.endpoint = GenerateEndpoint(router, max_len, timeout_s)
+        self.endpoint = RendererEndpoint(GenerateEndpoint(router, max_len, timeout_s))
         self.client = self.endpoint
 
 
@@ -180,20 +101,11 @@ async def serving(env: vf.Env) -> AsyncIterator[dict[str, Any]]:
         yield server.clients
 
 
-def _versions(choice: _Choice) -> list[int]:
-    versions: list[int] = []
-    for span in choice.weight_versions:
-        versions += [0 if span.version == LOADED_VERSION else int(span.version)] * (span.end - span.start)
-    if len(versions) != len(choice.token_ids):
-        raise msgspec.ValidationError(f"{len(versions)} policy versions for {len(choice.token_ids)} tokens")
-    return versions
-
-
-def _reply(choice: _Choice) -> Reply:
+def _reply(completion: Completion) -> Reply:
     """`renderers` 0.1 reads the log-probabilities that vLLM sends in text mode: tokens as `token_id:N`."""
     content = [
-        {"token": f"token_id:{token}", "logprob": entry.logprob}
-        for token, entry in zip(choice.token_ids, choice.logprobs.content, strict=True)
+        {"token": f"token_id:{token}", "logprob": logprob}
+        for token, logprob in zip(completion.token_ids, completion.logprobs, strict=True)
     ]
-    fields = {"index": 0, "finish_reason": choice.finish_reason, "token_ids": choice.token_ids}
+    fields = {"index": 0, "finish_reason": completion.finish_reason, "token_ids": completion.token_ids}
     return Reply(msgspec.json.encode({"choices": [{**fields, "logprobs": {"content": content}}]}))

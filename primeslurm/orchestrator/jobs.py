@@ -23,6 +23,10 @@ FRAMES_PER_SEQUENCE = 5
 """A Rollout on the wire: its header and four arrays."""
 
 
+class RolloutFailed(Exception):
+    """A rollout cannot be trained on; the message says why."""
+
+
 class Job(msgspec.Struct, frozen=True, tag=True):
     """Run one rollout."""
 

@@ -13,13 +13,9 @@ from collections.abc import Sequence
 import numpy as np
 import verifiers.v1 as vf
 
-from primeslurm.orchestrator.generate import Completion
-from primeslurm.orchestrator.jobs import Job
+from primeslurm.orchestrator.endpoint import Completion
+from primeslurm.orchestrator.jobs import Job, RolloutFailed
 from primeslurm.wire.rollouts import Rollout, RolloutInfo
-
-
-class RolloutFailed(Exception):
-    """The rollout cannot be trained on; the message says why."""
 
 
 def trainable_trace(episode: vf.Episode) -> vf.Trace:

@@ -1,7 +1,4 @@
-"""Environment worker: runs the rollouts of one environment, `python -m primeslurm.orchestrator.worker`.
-
-Nothing here needs to survive: a job that dies with its worker is dispatched anew.
-"""
+"""Environment worker: runs the rollouts of one verifiers environment, `python -m primeslurm.orchestrator.worker`."""
 
 from __future__ import annotations
 
@@ -11,38 +8,25 @@ import contextlib
 import logging
 import os
 import time
-import uuid
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import verifiers.v1 as vf
-import zmq
-import zmq.asyncio
 from verifiers.v1.clients import ModelContext
 from verifiers.v1.runtimes import subprocess as subprocess_runtime
 
 from primeslurm.orchestrator import environments
 from primeslurm.orchestrator.generate import TokenClient, serving
-from primeslurm.orchestrator.jobs import (
-    STATUS_INTERVAL_S,
-    Cancel,
-    Job,
-    Result,
-    Status,
-    ToWorker,
-    encode_result,
-)
-from primeslurm.orchestrator.sequences import RolloutFailed, sequences, trainable_trace
+from primeslurm.orchestrator.job_runner import JobRunner
+from primeslurm.orchestrator.jobs import Job
+from primeslurm.orchestrator.sequences import sequences, trainable_trace
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.rollouts import Environment
 from primeslurm.wire.rollouts import Rollout
 
-log = logging.getLogger(__name__)
-
 
 class Worker:
-    """Runs jobs concurrently, as many as it is sent.
+    """Runs the rollouts of one environment.
 
     Args:
         recipe: the run's recipe.
@@ -53,69 +37,31 @@ class Worker:
 
     def __init__(self, recipe: Recipe, environment: Environment, number: int, address: str) -> None:
         self._recipe = recipe
-        self._environment = environment
-        self._number = number
-        self._incarnation = uuid.uuid4().hex[:8]
         options = {"interception": {"type": "server"}, **dict(environment.args.get(environments.ENV_KEY, {}))}  # type: ignore[call-overload]
         self._env = environments.load(environment.id, {**environment.args, environments.ENV_KEY: options})
         self._tasks = environments.TaskStream(self._env.taskset, recipe.seed)
         self._clients: dict[str, TokenClient] = {}
-        self._jobs: dict[str, asyncio.Task[None]] = {}
-        self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.connect(address)
+        self._by_config: dict[str, Any] = {}
+        self._runner = JobRunner(environment.label, number, address, self._rollout)
 
     async def run(self) -> None:
         """Serve until cancelled."""
-        async with serving(self._env) as clients:
-            beat = asyncio.create_task(self._beat())
+        async with serving(self._env) as self._by_config:
             try:
-                while True:
-                    self._handle(msgspec.msgpack.decode(await self._socket.recv(), type=ToWorker), clients)
+                await self._runner.serve()
             finally:
-                beat.cancel()
-                for task in self._jobs.values():
-                    task.cancel()
-                await asyncio.gather(*self._jobs.values(), return_exceptions=True)
                 for client in self._clients.values():
                     await client.close()
-                self._socket.close()
 
-    def _handle(self, message: ToWorker, clients: dict[str, Any]) -> None:
-        if isinstance(message, Cancel):
-            for job in message.jobs:
-                if task := self._jobs.pop(job, None):
-                    task.cancel()
-        elif message.id not in self._jobs:
-            if message.router not in self._clients:
-                client = TokenClient(
-                    message.router,
-                    self._recipe.model.path,
-                    self._recipe.max_len,
-                    self._recipe.orchestrator.request_timeout_s,
-                )
-                self._clients[message.router] = clients[client.key] = client
-            self._jobs[message.id] = asyncio.create_task(self._run(message))
-
-    async def _beat(self) -> None:
-        while True:
-            status = Status(self._environment.label, self._number, self._incarnation, list(self._jobs))
-            await self._socket.send(msgspec.msgpack.encode(status))
-            await asyncio.sleep(STATUS_INTERVAL_S)
-
-    async def _run(self, job: Job) -> None:
-        try:
-            frames = encode_result(job.id, await self._rollout(job))
-        except Exception as error:  # an environment may raise anything; the rollout is then tried again
-            if not isinstance(error, RolloutFailed):
-                log.exception("job %s", job.id)
-            frames = [msgspec.msgpack.encode(Result(job.id, error=f"{type(error).__name__}: {error}"))]
-        # the job stays in the status until its result is queued: the result reaches the orchestrator before its absence
-        await self._socket.send_multipart(frames)
-        self._jobs.pop(job.id, None)
+    def _client(self, router: str) -> TokenClient:
+        if router not in self._clients:
+            timeout_s = self._recipe.orchestrator.request_timeout_s
+            client = TokenClient(router, self._recipe.model.path, self._recipe.max_len, timeout_s)
+            self._clients[router] = self._by_config[client.key] = client
+        return self._clients[router]
 
     async def _rollout(self, job: Job) -> tuple[Rollout, ...]:
-        client = self._clients[job.router]
+        client = self._client(job.router)
         started = time.monotonic()
         traces: list[str] = []
         context = ModelContext(model=self._recipe.model.path, client=client.config, sampling=self._sampling(job))

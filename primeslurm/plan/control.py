@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from primeslurm.plan.commands import Command
+from primeslurm.plan.slots import RENDEZVOUS_PORT
 from primeslurm.recipe import Recipe, Site
 
-RENDEZVOUS_PORT = "master"
 RECIPE = "${run_dir}/recipe.resolved.json"
 
 

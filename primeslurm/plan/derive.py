@@ -2,85 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
 
-from primeslurm.plan.commands import Command, EngineRole, engine_command, router_command
-from primeslurm.plan.control import RENDEZVOUS_PORT, environment_command, orchestrator_command, trainer_command
-from primeslurm.plan.model import (
-    Health,
-    HetGroup,
-    JobOptions,
-    Node,
-    NodeRole,
-    Plan,
-    Process,
-    Replica,
-    Role,
-    Totals,
-)
+from primeslurm.errors import UsageError
+from primeslurm.plan import jobs
+from primeslurm.plan.control import environment_command, orchestrator_command, trainer_command
+from primeslurm.plan.engines import place_inference
+from primeslurm.plan.model import Plan, Replica, Totals
 from primeslurm.plan.needs import Need, check_local, needs_of
+from primeslurm.plan.slots import Slot
 from primeslurm.recipe import Recipe, Site
-from primeslurm.recipe.scheduling import Component
-
-ENGINE_READY = "/primeslurm/status"
-"""Answers 200 as soon as an engine's HTTP server is up, current or not: `/health` waits for the current policy."""
-
-_RENDEZVOUS_OFFSET = 500
-"""torch listens for its ranks on every address of the host, so no node of an emulated cluster may prefer that port."""
-
-
-@dataclass
-class _Slot:
-    """A node while it is being filled."""
-
-    index: int
-    group: int
-    role: NodeRole
-    index_in_group: int
-    replica: int | None
-    gpus: int
-    first_gpu: int
-    port_base: int
-    port: int
-    processes: list[Process] = field(default_factory=list)
-
-    def add(
-        self,
-        name: str,
-        role: Role,
-        command: Command,
-        *,
-        gpus: Iterable[int] = (),
-        replica: int | None = None,
-        restart_attempt: bool = False,
-        health: Health | None = None,
-        after: Iterable[str] = (),
-    ) -> None:
-        ports = {}
-        for port in command.ports:
-            if port == RENDEZVOUS_PORT:
-                ports[port] = self.port_base + _RENDEZVOUS_OFFSET
-            else:
-                ports[port] = self.port
-                self.port += 1
-        self.processes.append(
-            Process(
-                name=name,
-                role=role,
-                node=self.index,
-                replica=replica,
-                argv=command.argv,
-                env=command.env,
-                log=f"logs/{role}/{name}.log",
-                ports=ports,
-                gpus=tuple(self.first_gpu + gpu for gpu in gpus),
-                restart="attempt" if restart_attempt else "in_place",
-                health=health,
-                after=tuple(after),
-            )
-        )
 
 
 def derive(recipe: Recipe, site: Site, run_dir: Path, *, local: bool = False) -> Plan:
@@ -89,25 +20,20 @@ def derive(recipe: Recipe, site: Site, run_dir: Path, *, local: bool = False) ->
     Raises:
         UsageError: the recipe cannot be placed on this site; every reason at once.
     """
-    needs = needs_of(recipe, site)
+    problems = jobs.problems(recipe, site)
+    try:
+        needs = needs_of(recipe, site)
+    except UsageError as error:
+        raise UsageError([*problems, *error.violations]) from None
+    if problems:
+        raise UsageError(problems)
     if local:
         check_local(site, needs)
     slots = _slots(recipe, site, needs, local)
-    replicas = _inference(recipe, site, slots)
+    replicas = place_inference(recipe, site, slots)
     trainer_gpus = _trainer(recipe, site, slots)
     if recipe.task == "rl":
-        _control(recipe, site, slots, replicas)
-    engines = sum(len(replica.engines) for replica in replicas)
-    nodes = tuple(
-        Node(
-            index=s.index,
-            group=s.group,
-            role=s.role,
-            index_in_group=s.index_in_group,
-            processes=tuple(s.processes),
-        )
-        for s in slots
-    )
+        _control(recipe, slots, replicas)
     return Plan(
         schema=1,
         run=recipe.name,
@@ -117,43 +43,35 @@ def derive(recipe: Recipe, site: Site, run_dir: Path, *, local: bool = False) ->
         executor="local" if local else "slurm",
         device=site.device,
         python=site.python or "python3",
-        job=_job(recipe, site),
-        groups=_groups(recipe, site, needs, len(slots)),
-        nodes=nodes,
+        job=jobs.job_options(recipe, site, run_dir),
+        groups=jobs.groups(recipe, needs),
+        nodes=tuple(slot.node() for slot in slots),
         replicas=tuple(replicas),
-        totals=Totals(
-            nodes=len(slots),
-            gpus=sum(slot.gpus for slot in slots),
-            trainer_gpus=trainer_gpus,
-            engines=engines,
-            inference_nodes=sum(slot.role in ("inference", "prefill", "decode") for slot in slots),
-            routers=len(replicas),
-        ),
-        env=_environment(site),
+        totals=_totals(slots, needs, replicas, trainer_gpus),
+        env=jobs.environment(site),
         library_path=site.library_path,
         interface=site.network.interface,
         addresses=site.network.addresses,
+        pass_env=tuple(dict.fromkeys((*site.pass_env, *recipe.pass_env))),
         stall_timeout_s=recipe.orchestrator.stall_timeout_s,
         max_attempts=recipe.slurm.max_attempts if recipe.slurm.requeue else 1,
     )
 
 
-def _slots(recipe: Recipe, site: Site, needs: list[Need], local: bool) -> list[_Slot]:
+def _slots(recipe: Recipe, site: Site, needs: list[Need], local: bool) -> list[Slot]:
     single = recipe.deployment.layout == "single"
-    slots: list[_Slot] = []
+    slots: list[Slot] = []
     for group, need in enumerate(needs):
         for i in range(need.nodes):
-            replica = i // need.nodes_per_replica if need.nodes_per_replica else None
-            first_gpu = sum(slot.gpus for slot in slots) if local else 0
             slots.append(
-                _Slot(
+                Slot(
                     index=len(slots),
                     group=0 if single else group,
                     role=need.role,
                     index_in_group=i,
-                    replica=replica,
+                    replica=i // need.nodes_per_replica if need.nodes_per_replica else None,
                     gpus=need.gpus,
-                    first_gpu=first_gpu,
+                    first_gpu=sum(slot.gpus for slot in slots) if local else 0,
                     port_base=site.port_base,
                     port=site.port_base,
                 )
@@ -161,45 +79,7 @@ def _slots(recipe: Recipe, site: Site, needs: list[Need], local: bool) -> list[_
     return slots
 
 
-def _inference(recipe: Recipe, site: Site, slots: list[_Slot]) -> list[Replica]:
-    """Put one engine per data-parallel rank on every inference node, and a router on each replica's first node."""
-    tp = recipe.inference.parallel.tp
-    role_of: dict[NodeRole, EngineRole] = {"inference": "engine", "prefill": "prefill", "decode": "decode"}
-    members: dict[int, list[_Slot]] = {}
-    for slot in slots:
-        if slot.replica is not None:
-            members.setdefault(slot.replica, []).append(slot)
-    replicas = []
-    for index, nodes in sorted(members.items()):
-        names: dict[EngineRole, list[str]] = {"engine": [], "prefill": [], "decode": []}
-        for slot in nodes:
-            role = role_of[slot.role]
-            for first in range(0, slot.gpus, tp):
-                name = f"{role}-r{index}-{len(names[role])}"
-                names[role].append(name)
-                slot.add(
-                    name,
-                    role,
-                    engine_command(recipe, site.device, role, "${python}"),
-                    gpus=range(first, first + tp),
-                    replica=index,
-                    health=Health(port="http", path=ENGINE_READY),
-                )
-        router = f"router-{index}"
-        engines = tuple(name for group in names.values() for name in group)
-        nodes[0].add(
-            router,
-            "router",
-            router_command(recipe, "${python}", names["engine"], names["prefill"], names["decode"]),
-            replica=index,
-            health=Health(port="http", path="/liveness"),
-            after=engines,
-        )
-        replicas.append(Replica(index=index, router=router, engines=engines, nodes=tuple(slot.index for slot in nodes)))
-    return replicas
-
-
-def _trainer(recipe: Recipe, site: Site, slots: list[_Slot]) -> int:
+def _trainer(recipe: Recipe, site: Site, slots: list[Slot]) -> int:
     nodes = [slot for slot in slots if slot.role == "train"]
     world = sum(slot.gpus for slot in nodes)
     rank = 0
@@ -210,14 +90,14 @@ def _trainer(recipe: Recipe, site: Site, slots: list[_Slot]) -> int:
                 "trainer",
                 trainer_command(recipe, site, rank=rank, local_rank=local, world=world),
                 gpus=(local,),
-                restart_attempt=True,
+                restart="attempt",
                 after=("orchestrator",) if recipe.task == "rl" else (),
             )
             rank += 1
     return world
 
 
-def _control(recipe: Recipe, site: Site, slots: list[_Slot], replicas: list[Replica]) -> None:
+def _control(recipe: Recipe, slots: list[Slot], replicas: list[Replica]) -> None:
     head = slots[0]
     engines = [name for replica in replicas for name in replica.engines]
     head.add("orchestrator", "orchestrator", orchestrator_command(recipe, engines, [r.router for r in replicas]))
@@ -227,56 +107,13 @@ def _control(recipe: Recipe, site: Site, slots: list[_Slot], replicas: list[Repl
             head.add(name, "environment", environment_command(environment.label, worker), after=("orchestrator",))
 
 
-def _groups(recipe: Recipe, site: Site, needs: list[Need], total: int) -> tuple[HetGroup, ...]:
-    if recipe.deployment.layout == "single":
-        widest = max(needs, key=lambda need: need.gpus)
-        return (_group(recipe, 0, "all", total, widest, recipe.slurm.train),)
-    return tuple(
-        _group(recipe, index, need.role, need.nodes, need, getattr(recipe.slurm, need.role))
-        for index, need in enumerate(needs)
+def _totals(slots: list[Slot], needs: list[Need], replicas: list[Replica], trainer_gpus: int) -> Totals:
+    return Totals(
+        nodes=len(slots),
+        spares=sum(need.spares for need in needs),
+        gpus=sum(slot.gpus for slot in slots),
+        trainer_gpus=trainer_gpus,
+        engines=sum(len(replica.engines) for replica in replicas),
+        inference_nodes=sum(slot.role in ("inference", "prefill", "decode") for slot in slots),
+        routers=len(replicas),
     )
-
-
-def _group(recipe: Recipe, index: int, name: str, nodes: int, need: Need, component: Component) -> HetGroup:
-    kind = need.kind
-    return HetGroup(
-        index=index,
-        name=name,
-        nodes=nodes,
-        partition=component.partition or kind.partition,
-        gres=f"{kind.gres}:{need.gpus}" if need.gpus else None,
-        cpus_per_task=component.cpus_per_task or kind.cpus,
-        mem=component.mem or kind.mem,
-        constraint=component.constraint,
-    )
-
-
-def _job(recipe: Recipe, site: Site) -> JobOptions:
-    slurm = recipe.slurm
-    return JobOptions(
-        name=recipe.name,
-        time=slurm.time,
-        account=slurm.account or site.account,
-        qos=slurm.qos or site.qos,
-        reservation=slurm.reservation,
-        comment=slurm.comment,
-        exclude=slurm.exclude,
-        requeue=slurm.requeue,
-        signal_s=slurm.checkpoint_signal_s,
-        modules=site.modules,
-        prologue=site.prologue,
-    )
-
-
-def _environment(site: Site) -> dict[str, str]:
-    env = {"PYTHONUNBUFFERED": "1", "TMPDIR": "${tmp}"}
-    if site.network.interface:
-        env |= {"GLOO_SOCKET_IFNAME": site.network.interface, "NCCL_SOCKET_IFNAME": site.network.interface}
-    if site.network.nccl_ib_hca:
-        env["NCCL_IB_HCA"] = site.network.nccl_ib_hca
-    if site.network.ucx_net_devices:
-        env["UCX_NET_DEVICES"] = site.network.ucx_net_devices
-    if site.device == "cpu":
-        # One thread a process: an emulated cluster puts many "nodes" on few cores.
-        env |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_CONFIG_ROOT": "${tmp}/vllm"}
-    return env | site.env

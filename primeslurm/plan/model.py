@@ -1,9 +1,9 @@
 """The Plan: the one frozen object that decides placement, ports, environment and commands.
 
 Strings in `argv` and `env` may hold placeholders that only the node knows, filled in by `node.resolve`:
-`${host}` own address, `${port:http}` own port, `${host:NAME}` address of process NAME, `${port:NAME:http}` its port,
-`${addr:NAME:http}` its `host:port`, and the values `${run_dir}`, `${attempt}`, `${attempt_dir}`, `${run_id}`,
-`${python}`, `${tmp}`. A host name never appears in a Plan.
+`${host}` own address, `${port:http}` own port, `${port:nixl-3}` own port minus three, `${host:NAME}` address of process
+NAME, `${port:NAME:http}` its port, `${addr:NAME:http}` its `host:port`, and the values `${run_dir}`, `${attempt}`,
+`${attempt_dir}`, `${run_id}`, `${python}`, `${tmp}`. A host name never appears in a Plan.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from pydantic import Field
 
 from primeslurm.recipe.base import Section
 
-Role = Literal["orchestrator", "environment", "trainer", "engine", "prefill", "decode", "router"]
+Role = Literal["orchestrator", "environment", "trainer", "engine", "prefill", "decode", "router", "store"]
+Restart = Literal["in_place", "unit", "attempt"]
 NodeRole = Literal["control", "train", "inference", "prefill", "decode"]
 
 
@@ -44,8 +45,11 @@ class Process(Section):
     """Port name to preferred number; the agent probes and publishes the number really used."""
     gpus: tuple[int, ...] = ()
     """Indices of the node's GPUs that this process sees."""
-    restart: Literal["in_place", "attempt"] = "in_place"
-    """in_place: restarted by its agent with back-off. attempt: its death ends the attempt."""
+    restart: Restart = "in_place"
+    """in_place: restarted by its agent with back-off. unit: together with all processes of its `unit`. attempt: its
+    death ends the attempt."""
+    unit: str | None = None
+    """Processes of one unit only work together, for example the ranks of an expert-parallel group."""
     max_restarts: int = 5
     health: Health | None = None
     after: tuple[str, ...] = ()
@@ -68,12 +72,18 @@ class HetGroup(Section):
     index: int
     name: str
     nodes: int
+    """Nodes that Slurm is asked for, spares included."""
+    spares: int = 0
     partition: str
     gres: str | None
     """For example gpu:8; None asks for none."""
     cpus_per_task: int
     mem: str | None = None
+    mem_per_gpu: str | None = None
     constraint: str | None = None
+    nodelist: str | None = None
+    switches: str | None = None
+    exclusive: bool = False
 
 
 class Replica(Section):
@@ -90,21 +100,36 @@ class JobOptions(Section):
 
     name: str
     time: str
+    time_min: str | None = None
     account: str | None = None
     qos: str | None = None
     reservation: str | None = None
     comment: str | None = None
     exclude: str | None = None
+    dependency: str | None = None
+    mail_user: str | None = None
+    mail_types: tuple[str, ...] = ()
+    licenses: str | None = None
+    nice: int | None = None
+    priority: int | None = None
     requeue: bool = True
     signal_s: int = 120
+    extra: tuple[str, ...] = ()
+    """Options of sbatch that are none of the above, on every component."""
     modules: tuple[str, ...] = ()
     prologue: tuple[str, ...] = ()
+    srun: tuple[str, ...] = ()
+    """More options of the job's one srun."""
+    launcher: tuple[str, ...] = ()
+    """Words before the agent's own command: how a container is entered."""
 
 
 class Totals(Section):
     """Derived sums, always printed."""
 
     nodes: int
+    """Nodes that work; spares come on top."""
+    spares: int = 0
     gpus: int
     trainer_gpus: int
     engines: int
@@ -127,7 +152,7 @@ class Plan(Section):
     schema_: Literal[1] = Field(1, alias="schema")
     run: str
     run_dir: str
-    task: Literal["rl", "sft"]
+    task: Literal["rl", "sft", "serve"]
     layout: Literal["het", "single"]
     executor: Literal["slurm", "local"]
     device: Literal["cuda", "cpu"]
@@ -144,6 +169,8 @@ class Plan(Section):
     interface: str | None = None
     addresses: dict[str, str] = {}
     """Node name to address, from the site file."""
+    pass_env: tuple[str, ...] = ()
+    """Variables that whoever submits must have set. Slurm and the agents hand them on; their values are in no file."""
     stall_timeout_s: int
     max_attempts: int
     findings: tuple[Finding, ...] = ()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from primeslurm.errors import UsageError, Violation
 from primeslurm.plan.model import NodeRole
 from primeslurm.recipe import Recipe, Site
-from primeslurm.recipe.inference import Disaggregated
+from primeslurm.recipe.deployment import Disaggregated
 from primeslurm.recipe.site import NodeKind
 
 
@@ -22,6 +22,8 @@ class Need:
     kind: NodeKind
     nodes_per_replica: int
     """Nodes of this role in one inference replica; 0 for roles outside of inference."""
+    spares: int
+    """Nodes on top that replace others."""
 
 
 @dataclass(frozen=True)
@@ -36,14 +38,14 @@ class _Ask:
 
 
 def needs_of(recipe: Recipe, site: Site) -> list[Need]:
-    """Nodes and GPUs of each role, in het-group order.
+    """Nodes and GPUs of each role, in het-group order. The head runs on the first node.
 
     Raises:
         UsageError: the site cannot give what is asked; every reason at once.
     """
     problems: list[Violation] = []
-    needs = [need for ask in _asks(recipe) if (need := _place(ask, site, problems))]
-    problems += _engine_problems(recipe, needs) + _trainer_problems(recipe, needs)
+    needs = [need for ask in _asks(recipe) if (need := _place(recipe, ask, site, problems))]
+    problems += _engine_problems(recipe, needs) + _expert_problems(recipe, needs) + _trainer_problems(recipe, needs)
     partitions = sorted({need.kind.partition for need in needs})
     if recipe.deployment.layout == "single" and len(partitions) > 1:
         why = f"one allocation cannot span partitions {', '.join(partitions)}"
@@ -69,17 +71,18 @@ def _asks(recipe: Recipe) -> list[_Ask]:
         return [train]
     # In a single allocation the control processes share the first trainer node.
     control = [_Ask("control", "deployment", 1, 0)] if deployment.layout == "het" else []
+    first = [*control, train] if recipe.task == "rl" else []
     where, replicas = "deployment.inference", inference.num_replicas
     if isinstance(inference, Disaggregated):
         p, d = inference.prefill, inference.decode
         prefill = _Ask("prefill", f"{where}.prefill", p.nodes * replicas, p.gpus_per_node, p.nodes)
         decode = _Ask("decode", f"{where}.decode", d.nodes * replicas, d.gpus_per_node, d.nodes)
-        return [*control, train, prefill, decode]
+        return [*first, prefill, decode]
     per_replica = inference.nodes_per_replica
-    return [*control, train, _Ask("inference", where, per_replica * replicas, inference.gpus_per_node, per_replica)]
+    return [*first, _Ask("inference", where, per_replica * replicas, inference.gpus_per_node, per_replica)]
 
 
-def _place(ask: _Ask, site: Site, problems: list[Violation]) -> Need | None:
+def _place(recipe: Recipe, ask: _Ask, site: Site, problems: list[Violation]) -> Need | None:
     kind = site.kind(ask.role)
     if kind is None:
         why = f"site {site.name} has no nodes for role {ask.role}"
@@ -92,7 +95,8 @@ def _place(ask: _Ask, site: Site, problems: list[Violation]) -> Need | None:
         problems.append(Violation(f"{ask.field}.gpus_per_node", str(gpus), why, f"nearest: {kind.gpus}"))
     if ask.role != "control" and gpus == 0:
         problems.append(Violation(ask.field, "", f"role {ask.role} needs GPUs, partition {kind.partition} has none"))
-    return Need(ask.role, ask.nodes, gpus, kind, ask.nodes_per_replica)
+    spares = getattr(recipe.deployment.spares, ask.role, 0)
+    return Need(ask.role, ask.nodes, gpus, kind, ask.nodes_per_replica, spares)
 
 
 def _engine_problems(recipe: Recipe, needs: list[Need]) -> list[Violation]:
@@ -107,6 +111,35 @@ def _engine_problems(recipe: Recipe, needs: list[Need]) -> list[Violation]:
         for need in needs
         if need.nodes_per_replica and need.gpus and need.gpus % tp
     ]
+
+
+def _expert_problems(recipe: Recipe, needs: list[Need]) -> list[Violation]:
+    """Expert-parallel groups must fill their nodes evenly."""
+    tp, dp = recipe.inference.parallel.tp, recipe.inference.parallel.dp
+    if dp is None:
+        return []
+    field = "inference.parallel.dp"
+    if not recipe.inference.expert_parallel:
+        why = "engines are independent without inference.expert_parallel"
+        return [Violation(field, str(dp), why, "leave it out, or set inference.expert_parallel: true")]
+    sizes = {need.role: _group_nodes(recipe, need) * need.gpus // tp for need in needs if need.nodes_per_replica}
+    return [
+        Violation(
+            field,
+            str(dp),
+            f"must divide the {engines} engines of a group of {role} nodes",
+            f"nearest: {_nearest_divisor(engines, dp)}",
+        )
+        for role, engines in sizes.items()
+        if engines % dp
+    ]
+
+
+def _group_nodes(recipe: Recipe, need: Need) -> int:
+    shape = recipe.deployment.inference
+    if isinstance(shape, Disaggregated):
+        return (shape.prefill if need.role == "prefill" else shape.decode).nodes_per_replica
+    return need.nodes_per_replica
 
 
 def _trainer_problems(recipe: Recipe, needs: list[Need]) -> list[Violation]:

@@ -1,4 +1,4 @@
-"""How the engines run, and where: vLLM, routers, deployment shapes."""
+"""How the engines run: vLLM's settings for all of them, and what prefill and decode engines do differently."""
 
 from __future__ import annotations
 
@@ -7,85 +7,79 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveInt
 
 from primeslurm.recipe.base import Section
+from primeslurm.recipe.kv import KvOffload
+from primeslurm.recipe.routers import Router, VllmRouter
+from primeslurm.recipe.syntax import EnvironmentName, OptionName
+
+All2All = Literal[
+    "allgather_reducescatter",
+    "deepep_high_throughput",
+    "deepep_low_latency",
+    "deepep_v2",
+    "mori_high_throughput",
+    "mori_low_latency",
+    "nixl_ep",
+    "flashinfer_nvlink_one_sided",
+    "flashinfer_nvlink_two_sided",
+]
+"""vLLM's ways to move tokens between expert-parallel ranks."""
+
+CudaGraphs = Literal["NONE", "PIECEWISE", "FULL", "FULL_DECODE_ONLY", "FULL_AND_PIECEWISE"]
 
 
 class EngineParallel(Section):
-    """Parallelism of one inference replica's engines."""
+    """Parallelism of the engines. One engine is one data-parallel rank on `tp` GPUs."""
 
     tp: PositiveInt = 1
     """GPUs per engine."""
+    dp: PositiveInt | None = None
+    """Engines of one expert-parallel group; only with expert_parallel. Default: all engines of a group of nodes."""
 
 
-class Router(Section):
-    """One router per inference replica."""
+class EngineSettings(Section):
+    """What may differ between prefill and decode engines. Unset: vLLM's default, or what `inference` says."""
 
-    type: Literal["vllm-router"] = "vllm-router"
-    policy: Literal["consistent_hash", "round_robin", "cache_aware", "power_of_two", "random"] = "consistent_hash"
-    """consistent_hash pins a rollout to an engine by its X-Session-ID header."""
-
-
-class Inference(Section):
-    """The vLLM engines."""
-
-    parallel: EngineParallel = EngineParallel()
-    router: Router = Router()
-    gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
+    all2all: All2All | None = None
+    """How tokens reach their experts. Default with expert_parallel: prefill deepep_high_throughput, decode
+    deepep_low_latency, engines that do both allgather_reducescatter."""
+    cuda_graphs: CudaGraphs | None = None
+    """CUDA-graph mode. Default: FULL_DECODE_ONLY for decode engines, vLLM's own for others."""
+    dbo: bool | None = None
+    """Overlap communication and computation of two half batches (dual batch overlap)."""
+    eplb: bool | None = None
+    """Move experts between ranks as their load changes (expert-parallel load balancing)."""
+    max_num_seqs: PositiveInt | None = None
+    """Requests that an engine runs at once."""
+    max_num_batched_tokens: PositiveInt | None = None
+    """Tokens of one engine step."""
+    gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
+    """Share of a GPU's memory that an engine may use. Default: 0.9."""
     kv_cache_bytes: PositiveInt | None = None
-    """KV cache per engine in bytes. Default: what gpu_memory_utilization leaves; on CPU 256 MiB."""
-    enforce_eager: bool = False
-    env: dict[str, str] = {}
-    """Environment variables of every engine."""
-    prefill_env: dict[str, str] = {}
-    decode_env: dict[str, str] = {}
-    vllm_extra: dict[str, object] = {}
+    """KV cache per GPU in bytes. Default: what gpu_memory_utilization leaves; on CPU 256 MiB."""
+    env: dict[EnvironmentName, str] = {}
+    """Environment variables."""
+    vllm_extra: dict[OptionName, object] = {}
     """Any other vLLM option, by its long name with underscores."""
 
 
-class Group(Section):
-    """Nodes that do one job."""
+class Inference(EngineSettings):
+    """The vLLM engines. `prefill` and `decode` override single settings for their role."""
 
-    nodes: PositiveInt = 1
-    gpus_per_node: PositiveInt | None = None
-    """GPUs used on each node. Default: all that the site says a node has."""
-
-
-class RoleGroup(Section):
-    """One role of an inference replica: `num_replicas` deployments of `nodes_per_replica` nodes each."""
-
-    nodes_per_replica: PositiveInt = 1
-    num_replicas: PositiveInt = 1
-    gpus_per_node: PositiveInt | None = None
-
-    @property
-    def nodes(self) -> int:
-        """Nodes of this role in one inference replica."""
-        return self.nodes_per_replica * self.num_replicas
-
-
-class Aggregated(Section):
-    """Engines that both prefill and decode."""
-
-    type: Literal["multi_node"] = "multi_node"
-    num_replicas: PositiveInt = 1
-    """Inference replicas, each behind its own router."""
-    nodes_per_replica: PositiveInt = 1
-    gpus_per_node: PositiveInt | None = None
-
-
-class Disaggregated(Section):
-    """Separate prefill and decode engines; KV moves between them through NIXL."""
-
-    type: Literal["disaggregated"] = "disaggregated"
-    num_replicas: PositiveInt = 1
-    """Inference replicas, each behind its own router."""
-    prefill: RoleGroup = RoleGroup()
-    decode: RoleGroup = RoleGroup()
-
-
-class Deployment(Section):
-    """Which nodes do what. Totals are derived and always printed."""
-
-    layout: Literal["het", "single"] = "het"
-    """het: one Slurm component per role. single: one homogeneous allocation, roles over node ranges."""
-    train: Group = Group()
-    inference: Annotated[Aggregated | Disaggregated, Field(discriminator="type")] = Aggregated()
+    parallel: EngineParallel = EngineParallel()
+    expert_parallel: bool = False
+    """Spread the experts over the engines of a group (wide EP) instead of holding all of them in each engine."""
+    router: Annotated[Router, Field(discriminator="type")] = VllmRouter()
+    kv_offload: Annotated[KvOffload, Field(discriminator="type")] | None = None
+    """Further tiers of KV cache behind the GPU: CPU memory, then disk."""
+    quantization: Literal["fp8"] | None = None
+    """fp8: weights are quantised as they are loaded. A checkpoint that is quantised already needs nothing here."""
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    deep_gemm: bool = False
+    """Use DeepGEMM's kernels for FP8 layers and experts."""
+    enforce_eager: bool = False
+    """Neither compile nor capture CUDA graphs."""
+    tool_call_parser: str | None = None
+    """vLLM's parser of tool calls. Default: by the model's family, where known."""
+    reasoning_parser: str | None = None
+    prefill: EngineSettings = EngineSettings()
+    decode: EngineSettings = EngineSettings()

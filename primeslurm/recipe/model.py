@@ -7,9 +7,11 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveInt, StringConstraints
 
 from primeslurm.recipe.base import Section
-from primeslurm.recipe.inference import Deployment, Inference
+from primeslurm.recipe.deployment import Deployment
+from primeslurm.recipe.inference import Inference
 from primeslurm.recipe.rollouts import Environment, Orchestrator
 from primeslurm.recipe.scheduling import Monitor, Slurm
+from primeslurm.recipe.syntax import EnvironmentName
 from primeslurm.recipe.training import Checkpoint, Model, Sft, Trainer, Weights
 
 RunName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]
@@ -22,9 +24,11 @@ class Recipe(Section):
     """Version of the recipe format."""
     name: RunName
     """Name of the run and of its directory."""
-    task: Literal["rl", "sft"] = "rl"
+    task: Literal["rl", "sft", "serve"] = "rl"
+    """rl: asynchronous RL. sft: the trainer alone. serve: engines and routers alone, until they are cancelled."""
     seed: int = 0
-    max_steps: PositiveInt
+    max_steps: PositiveInt = 1000
+    """Optimizer steps of the whole run."""
     seq_len: PositiveInt
     """Longest trained sequence, and the length that batches are packed to."""
     model: Model
@@ -38,6 +42,8 @@ class Recipe(Section):
     deployment: Deployment = Deployment()
     slurm: Slurm = Slurm()
     monitor: Monitor = Monitor()
+    pass_env: tuple[EnvironmentName, ...] = ()
+    """Variables of whoever submits that processes need, for example WANDB_API_KEY: their values are written nowhere."""
 
     @property
     def max_inflight(self) -> int:

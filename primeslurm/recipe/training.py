@@ -23,8 +23,9 @@ class Model(Section):
 
 
 class Optimizer(Section):
-    """AdamW with linear warm-up and a constant, linear or cosine schedule."""
+    """The optimizer, with linear warm-up and a constant, linear or cosine schedule."""
 
+    type: Literal["adamw", "muon", "sgd", "sign_sgd"] = "adamw"
     lr: PositiveFloat = 1e-6
     betas: tuple[float, float] = (0.9, 0.95)
     eps: PositiveFloat = 1e-8
@@ -55,7 +56,28 @@ class Parallelism(Section):
     dp_replicate: PositiveInt = 1
     cp: PositiveInt = 1
     ep: PositiveInt = 1
+    ep_backend: Literal["torch", "deepep"] = "torch"
+    """How tokens reach their experts: torch's all-to-all, or DeepEP, which is better across nodes."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
+
+
+class Memory(Section):
+    """What is kept in host memory, or computed in pieces, so that a model fits."""
+
+    optimizer_offload: bool = False
+    """Masters and optimizer state live in host memory."""
+    activation_offload: bool = False
+    """Saved activations wait in host memory for the backward pass."""
+    lm_head_chunk: PositiveInt | None = None
+    """Tokens whose logits exist at once. Default: all of them."""
+
+
+class Lora(Section):
+    """Low-rank adapters instead of full training."""
+
+    rank: PositiveInt = 16
+    alpha: PositiveFloat = 32.0
+    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "experts")
 
 
 class Trainer(Section):
@@ -64,6 +86,12 @@ class Trainer(Section):
     optimizer: Optimizer = Optimizer()
     loss: Loss = Loss()
     parallelism: Parallelism = Parallelism()
+    memory: Memory = Memory()
+    lora: Lora | None = None
+    fp8: bool = False
+    """Linear layers and experts compute in block-scaled FP8, as FP8 engines do."""
+    router_replay: bool = False
+    """Train with the experts that the engines chose. Engines then return the routed experts of every token."""
     batch_timeout_s: PositiveInt = 3600
     """The trainer gives up (attempt ends, is requeued) if no batch arrives for this long."""
 
@@ -79,7 +107,7 @@ class Checkpoint(Section):
 class Weights(Section):
     """How a new policy reaches the engines."""
 
-    transport: Literal["filesystem"] = "filesystem"
+    transport: Literal["filesystem", "nccl"] = "filesystem"
     keep: PositiveInt = 3
     """Published versions kept on disk (never fewer than engines still need)."""
     timeout_s: PositiveInt = 600

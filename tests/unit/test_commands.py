@@ -38,8 +38,9 @@ def test_aggregated_engine_on_cpu() -> None:
         *("--model", "/models/tiny", "--served-model-name", "policy", "--dtype", "float32"),
         *("--max-model-len", "2048", "--seed", "0", "--tensor-parallel-size", "1"),
         *("--enable-prefix-caching", "--enable-scale-out", "--logprobs-mode", "processed_logprobs"),
+        "--disable-uvicorn-access-log",
         *("--weight-transfer-config", '{"backend": "primeslurm_filesystem"}'),
-        *("--middleware", "primeslurm.inference.gate.VersionGate", "--disable-uvicorn-access-log"),
+        *("--middleware", "primeslurm.inference.gate.VersionGate"),
         *("--kv-cache-memory-bytes", "268435456", "--enforce-eager", "--distributed-executor-backend", "uni"),
     )
     assert command.env == {
@@ -106,7 +107,7 @@ def test_extra_options_replace_and_add() -> None:
 
 
 def test_own_environment_wins_and_the_role_s_wins_over_that() -> None:
-    it = recipe(env={"OMP_NUM_THREADS": "4", "A": "all"}, prefill_env={"A": "prefill"})
+    it = recipe(env={"OMP_NUM_THREADS": "4", "A": "all"}, prefill={"env": {"A": "prefill"}})
     assert engine_command(it, "cpu", "engine", "python").env["OMP_NUM_THREADS"] == "4"
     assert engine_command(it, "cpu", "prefill", "python").env["A"] == "prefill"
     assert engine_command(it, "cpu", "decode", "python").env["A"] == "all"

@@ -12,8 +12,7 @@ import verifiers.v1 as vf
 
 from primeslurm.orchestrator import environments
 from primeslurm.orchestrator.generate import TokenClient, serving
-from primeslurm.orchestrator.jobs import Job
-from primeslurm.orchestrator.sequences import RolloutFailed
+from primeslurm.orchestrator.jobs import Job, RolloutFailed
 from primeslurm.orchestrator.worker import Worker
 from primeslurm.recipe import Recipe
 from primeslurm.wire.rollouts import Rollout

@@ -1,0 +1,240 @@
+"""Emulated vLLM server: `python -m primeslurm.emulated.engine` with vLLM's own command line.
+
+It serves the routes that the orchestrator, vllm-router and the rollouts use, behind the same version gate as the real
+one. Options that a stand-in has no use for are ignored. `POST /emulated/hang` makes it stop answering, for tests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import time
+import uuid
+from collections.abc import Awaitable, Callable, MutableMapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qs
+
+from primeslurm.emulated import http
+from primeslurm.emulated.http import Receive, Send
+from primeslurm.emulated.metrics import exposition
+from primeslurm.emulated.scheduler import Request, Scheduler
+from primeslurm.inference.gate import VersionGate
+
+TICK_S = 0.1
+"""Requests finish on ticks: short against what a request takes."""
+KV_BLOCKS = 2048
+MAX_RUNNING = 64
+VOCABULARY = 1000
+EOS = 2
+MEAN_ANSWER_TOKENS = 24.0
+"""Median length of an answer; the tail is long (log-normal, sigma 1)."""
+UPDATE_S = 0.1
+"""Time that taking in new weights needs."""
+
+Scope = MutableMapping[str, Any]
+Route = Callable[[dict[str, Any], dict[str, list[str]]], Awaitable[tuple[int, object]]]
+
+
+class EmulatedEngine:
+    """The ASGI application behind the gate.
+
+    Args:
+        served: name of the model.
+        max_len: longest sequence, in tokens.
+        blocks: KV blocks.
+        seed: of lengths and tokens.
+    """
+
+    def __init__(self, served: str, max_len: int, blocks: int = KV_BLOCKS, seed: int = 0) -> None:
+        self._served = served
+        self._max_len = max_len
+        self._random = random.Random(seed)
+        self._scheduler = Scheduler(max(blocks, max_len // 16 + 2), MAX_RUNNING)
+        self._waiters: dict[Request, asyncio.Future[None]] = {}
+        self._work = asyncio.Event()
+        self._paused = False
+        self._id = uuid.uuid4().hex
+        self._routes: dict[tuple[str, str], Route] = {
+            ("GET", "/health"): self._ok,
+            ("GET", "/v1/models"): self._models,
+            ("GET", "/metrics"): self._metrics,
+            ("GET", "/is_paused"): self._is_paused,
+            ("POST", "/inference/v1/generate"): self._generate,
+            ("POST", "/pause"): self._pause,
+            ("POST", "/resume"): self._resume,
+            ("POST", "/init_weight_transfer_engine"): self._ok,
+            ("POST", "/start_weight_update"): self._ok,
+            ("POST", "/update_weights"): self._update_weights,
+            ("POST", "/finish_weight_update"): self._finish_update,
+            ("POST", "/update_weight_version"): self._set_version,
+        }
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        body = (await receive())["body"]
+        route = self._routes.get((scope["method"], scope["path"]))
+        if route is None:
+            await http.answer(send, 404, {"detail": "Not Found"})
+            return
+        status, content = await route(json.loads(body) if body else {}, parse_qs(scope["query_string"].decode()))
+        await http.answer(send, status, content)
+
+    async def run(self) -> None:
+        """Let time pass for the requests, until cancelled."""
+        while True:
+            await self._work.wait()
+            before = time.monotonic()
+            await asyncio.sleep(TICK_S)
+            for request in self._scheduler.advance(0.0 if self._paused else time.monotonic() - before):
+                self._waiters.pop(request).set_result(None)
+            if not self._scheduler.busy:
+                self._work.clear()
+
+    async def _generate(self, body: dict[str, Any], query: dict[str, list[str]]) -> tuple[int, object]:
+        prompt, sampling = body["token_ids"], body["sampling_params"]
+        room = self._max_len - len(prompt)
+        if room < 1:
+            return 400, {"error": f"a prompt of {len(prompt)} tokens does not fit in {self._max_len}"}
+        limit = min(sampling.get("max_tokens") or room, room)
+        transfer = body.get("kv_transfer_params") or {}
+        drawn = max(1, round(MEAN_ANSWER_TOKENS * self._random.lognormvariate(0.0, 1.0)))
+        target = limit if sampling.get("ignore_eos") else min(drawn, limit)
+        request = Request(prompt, body.get("cache_salt") or "", target, bool(transfer.get("do_remote_prefill")))
+        await self._finish(request)
+        tokens = [self._random.randrange(EOS + 1, VOCABULARY) for _ in range(target)]
+        if target < limit:
+            tokens[-1] = EOS
+        self._scheduler.finished(request, tokens)
+        answer = self._answer(request, tokens, "stop" if target < limit else "length")
+        if transfer.get("do_remote_decode"):
+            answer["kv_transfer_params"] = self._handover(request)
+        return 200, answer
+
+    async def _finish(self, request: Request) -> None:
+        done = asyncio.get_running_loop().create_future()
+        self._waiters[request] = done
+        self._scheduler.add(request)
+        self._work.set()
+        try:
+            await done
+        finally:
+            self._waiters.pop(request, None)
+            self._scheduler.abort(request)
+
+    def _answer(self, request: Request, tokens: list[int], finish: str) -> dict[str, Any]:
+        logprobs = [{"token_id": t, "logprob": -self._random.expovariate(1.0), "rank": 1} for t in tokens]
+        self._scheduler.counts[f"success_{finish}"] += 1
+        choice = {
+            "index": 0,
+            "finish_reason": finish,
+            "token_ids": tokens,
+            "logprobs": {"content": logprobs},
+            "weight_versions": [{"version": v, "start": start, "end": end} for v, start, end in request.spans],
+        }
+        usage = {"prompt_tokens": len(request.prompt), "completion_tokens": len(tokens)}
+        return {"request_id": f"generate-tokens-{uuid.uuid4().hex}", "choices": [choice], "usage": usage}
+
+    def _handover(self, request: Request) -> dict[str, Any]:
+        """What a decode engine is told about the KV that waits here."""
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_block_ids": list(range(request.blocks)),
+            "remote_engine_id": self._id,
+            "remote_host": os.environ.get("VLLM_NIXL_SIDE_CHANNEL_HOST", ""),
+            "remote_port": int(os.environ.get("VLLM_NIXL_SIDE_CHANNEL_PORT", "0")),
+            "tp_size": 1,
+        }
+
+    async def _pause(self, body: dict[str, Any], query: dict[str, list[str]]) -> tuple[int, object]:
+        self._paused = True
+        if query.get("clear_cache", ["true"]) == ["true"]:
+            self._scheduler.clear_cache()
+        return 200, {"status": "paused"}
+
+    async def _resume(self, body: dict[str, Any], query: dict[str, list[str]]) -> tuple[int, object]:
+        self._paused = False
+        return 200, {"status": "resumed"}
+
+    async def _is_paused(self, body: dict[str, Any], query: dict[str, list[str]]) -> tuple[int, object]:
+        return 200, {"is_paused": self._paused}
+
+    async def _update_weights(self, body: dict[str, Any], query: dict[str, list[str]]) -> tuple[int, object]:
+        from primeslurm.wire.weights import MANIFEST, read_manifest  # only engines that outlive a step need it
+
+        info = body["update_info"]
+        directory = Path(info["path"])
+        manifest = read_manifest(directory)
+        if manifest is None or manifest.version != info["version"]:
+            return 500, {"error": f"{directory}: no {MANIFEST} of version {info['version']}"}
+        for file in manifest.files:
+            if (directory / file.name).stat().st_size != file.bytes:
+                return 500, {"error": f"{directory / file.name}: not the size that its manifest says"}
+        await asyncio.sleep(UPDATE_S)
+        return 200, {}
+
+    async def _finish_update(self, body: dict[str, Any], query: dict[str, list[str]]) -> tuple[int, object]:
+        self._scheduler.version = str(body.get("weight_version") or "default")
+        return 200, {}
+
+    async def _set_version(self, body: dict[str, Any], query: dict[str, list[str]]) -> tuple[int, object]:
+        self._scheduler.version = str(body["new_version"])
+        return 200, {}
+
+    async def _models(self, body: dict[str, Any], query: dict[str, list[str]]) -> tuple[int, object]:
+        return 200, {"object": "list", "data": [{"id": self._served, "object": "model", "owned_by": "emulated"}]}
+
+    async def _metrics(self, body: dict[str, Any], query: dict[str, list[str]]) -> tuple[int, object]:
+        return 200, exposition(self._scheduler)
+
+    async def _ok(self, body: dict[str, Any], query: dict[str, list[str]]) -> tuple[int, object]:
+        return 200, {}
+
+
+class Hangable:
+    """Stops answering anything, with all connections open, once it is told to."""
+
+    def __init__(self, app: http.App) -> None:
+        self._app = app
+        self._hanging = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on, or never answer."""
+        if scope["path"] == "/emulated/hang":
+            self._hanging = True
+            await http.answer(send, 200, {})
+        elif self._hanging:
+            await asyncio.Event().wait()
+        else:
+            await self._app(scope, receive, send)
+
+
+async def serve(host: str, port: int, engine: EmulatedEngine) -> None:
+    """Serve until cancelled. Raises OSError if the port is taken."""
+    server = await http.start(Hangable(VersionGate(engine)), host, port)
+    async with server:
+        await engine.run()
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(prog="primeslurm.emulated.engine", allow_abbrev=False)
+    parser.add_argument("--host", required=True)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--served-model-name", default="model")
+    parser.add_argument("--max-model-len", type=int, required=True)
+    parser.add_argument("--num-gpu-blocks-override", type=int, default=KV_BLOCKS)
+    parser.add_argument("--seed", type=int, default=0)
+    options, _ = parser.parse_known_args(argv)
+    # engines of one deployment share a seed, and must not all answer alike
+    seed = hash((options.seed, options.host, options.port))
+    engine = EmulatedEngine(options.served_model_name, options.max_model_len, options.num_gpu_blocks_override, seed)
+    asyncio.run(serve(options.host, options.port, engine))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""Emulated environment worker: `python -m primeslurm.emulated.environment` with the real worker's command line.
+
+It takes jobs by the real protocol and samples every turn from the job's router through the real client; only the
+conversation is made up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from primeslurm.emulated.rollouts import Script, reward, script
+from primeslurm.orchestrator.endpoint import Completion, GenerateEndpoint
+from primeslurm.orchestrator.job_runner import JobRunner
+from primeslurm.orchestrator.jobs import Job, RolloutFailed
+from primeslurm.recipe import Recipe
+from primeslurm.wire.rollouts import Rollout, RolloutInfo
+
+
+@dataclass
+class Conversation:
+    """The tokens of a rollout so far, each with what is known of it."""
+
+    token_ids: list[int] = field(default_factory=list)
+    mask: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    def given(self, tokens: list[int]) -> None:
+        """The environment said something."""
+        self._add(tokens, [False] * len(tokens), [0.0] * len(tokens), [-1] * len(tokens))
+
+    def sampled(self, completion: Completion) -> None:
+        """The policy answered."""
+        tokens = completion.token_ids
+        self._add(tokens, [True] * len(tokens), completion.logprobs, completion.versions)
+
+    def _add(self, tokens: list[int], mask: list[bool], logprobs: list[float], versions: list[int]) -> None:
+        self.token_ids += tokens
+        self.mask += mask
+        self.logprobs += logprobs
+        self.versions += versions
+
+    def rollout(self, info: RolloutInfo) -> Rollout:
+        """As arrays."""
+        return Rollout(
+            info,
+            np.array(self.token_ids, np.int32),
+            np.array(self.mask, np.bool_),
+            np.array(self.logprobs, np.float32),
+            np.array(self.versions, np.int32),
+        )
+
+
+class EmulatedEnvironment:
+    """Runs the rollouts of one environment of a recipe."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._endpoints: dict[str, GenerateEndpoint] = {}
+
+    async def rollout(self, job: Job) -> tuple[Rollout, ...]:
+        """One conversation.
+
+        Raises:
+            RolloutFailed: a tool of the environment failed, as some do.
+        """
+        started = time.monotonic()
+        plan = script(self._recipe.seed, job.environment, job.example, job.id)
+        if plan.fails:
+            raise RolloutFailed("an emulated tool failed")
+        talk, finish = await self._converse(job, plan)
+        versions = [version for version in talk.versions if version >= 0]
+        info = RolloutInfo(
+            id=job.id,
+            group=job.group,
+            environment=job.environment,
+            opened_version=job.opened_version,
+            reward=reward(job.id, sum(versions) / len(versions)),
+            turns=plan.turns,
+            finish_reason=finish,
+            seconds=time.monotonic() - started,
+        )
+        return (talk.rollout(info),)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        for endpoint in self._endpoints.values():
+            await endpoint.close()
+
+    async def _converse(self, job: Job, plan: Script) -> tuple[Conversation, str]:
+        talk = Conversation()
+        talk.given(plan.prompt[: self._recipe.max_len // 2])
+        for output in [*plan.tool_outputs, []]:
+            completion = await self._sample(job, talk.token_ids)
+            talk.sampled(completion)
+            if len(talk.token_ids) + len(output) >= self._recipe.max_len:
+                return talk, "length"
+            talk.given(output)
+        return talk, completion.finish_reason or "stop"
+
+    async def _sample(self, job: Job, tokens: list[int]) -> Completion:
+        if job.router not in self._endpoints:
+            timeout_s = self._recipe.orchestrator.request_timeout_s
+            self._endpoints[job.router] = GenerateEndpoint(job.router, self._recipe.max_len, timeout_s)
+        sampling = self._recipe.orchestrator.sampling.model_dump(exclude_none=True)
+        body = {"token_ids": tokens, "sampling_params": sampling, "cache_salt": job.cache_salt}
+        return await self._endpoints[job.router].generate(body, {"X-Session-ID": job.id})
+
+
+async def _serve(options: argparse.Namespace) -> None:
+    recipe = Recipe.model_validate_json(options.recipe.read_bytes())
+    environment = EmulatedEnvironment(recipe)
+    try:
+        await JobRunner(options.environment, options.worker, options.orchestrator, environment.rollout).serve()
+    finally:
+        await environment.close()
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(prog="primeslurm.emulated.environment", allow_abbrev=False)
+    parser.add_argument("--recipe", type=Path, required=True)
+    parser.add_argument("--environment", required=True, help="label of one of the recipe's environments")
+    parser.add_argument("--worker", type=int, default=0)
+    parser.add_argument("--orchestrator", required=True, help="ZMQ address")
+    options, _ = parser.parse_known_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_serve(options))
+
+
+if __name__ == "__main__":
+    main()

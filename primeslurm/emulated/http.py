@@ -1,0 +1,114 @@
+"""A very small HTTP/1.1 server for ASGI applications, on asyncio alone.
+
+An emulated deployment starts hundreds of servers on a few cores: importing a full server would cost each of them more
+than all it ever does. It serves what the project's own clients and vllm-router send: bodies with a Content-Length.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+
+MAX_HEAD_BYTES = 65536
+_REASONS = {200: "OK", 400: "Bad Request", 404: "Not Found", 500: "Internal Server Error", 501: "Not Implemented"}
+
+
+async def start(app: App, host: str, port: int) -> asyncio.Server:
+    """Listen. Raises OSError if the port is taken."""
+    return await asyncio.get_running_loop().create_server(lambda: _Connection(app), host, port, backlog=512)
+
+
+async def answer(send: Send, status: int, content: object) -> None:
+    """Send JSON (or, for a `str`, plain text)."""
+    plain = isinstance(content, str)
+    body = str(content).encode() if plain else json.dumps(content).encode()
+    kind = b"text/plain; version=0.0.4" if plain else b"application/json"
+    await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", kind)]})
+    await send({"type": "http.response.body", "body": body})
+
+
+class _Connection(asyncio.Protocol):
+    """One client. A client that goes away cancels its request, as vLLM does."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+        self._buffer = bytearray()
+        self._task: asyncio.Task[None] | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        if self._task is None:
+            self._next()
+
+    def _next(self) -> None:
+        """Start the next request if all of it is here."""
+        end = self._buffer.find(b"\r\n\r\n")
+        if end < 0:
+            if len(self._buffer) > MAX_HEAD_BYTES:
+                self._transport.close()
+            return
+        request, *lines = bytes(self._buffer[:end]).split(b"\r\n")
+        headers = [(name.strip().lower(), value.strip()) for name, _, value in (line.partition(b":") for line in lines)]
+        fields = dict(headers)
+        length = int(fields.get(b"content-length", b"0"))
+        if len(self._buffer) < end + 4 + length:
+            return
+        body = bytes(self._buffer[end + 4 : end + 4 + length])
+        del self._buffer[: end + 4 + length]
+        method, target, _ = request.decode("latin-1").split(" ", 2)
+        path, _, query = target.partition("?")
+        scope = {"type": "http", "method": method, "path": path, "query_string": query.encode(), "headers": headers}
+        keep = fields.get(b"connection", b"").lower() != b"close"
+        unsupported = b"transfer-encoding" in fields
+        self._task = asyncio.create_task(self._respond(_chunked if unsupported else self._app, scope, body, keep))
+
+    async def _respond(self, app: App, scope: MutableMapping[str, Any], body: bytes, keep: bool) -> None:
+        response: dict[str, Any] = {"status": 500, "headers": [], "body": b""}
+
+        async def receive() -> Message:
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        async def send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                response.update(status=message["status"], headers=message["headers"])
+            else:
+                response["body"] += message["body"]
+
+        try:
+            await app(scope, receive, send)
+        except Exception as error:
+            response.update(status=500, headers=[], body=json.dumps({"error": repr(error)}).encode())
+        self._write(response, keep)
+        self._task = None
+        if keep and not self._transport.is_closing():
+            self._next()
+
+    def _write(self, response: dict[str, Any], keep: bool) -> None:
+        status = response["status"]
+        head = [f"HTTP/1.1 {status} {_REASONS.get(status, '-')}".encode()]
+        head += [name + b": " + value for name, value in response["headers"] if name != b"content-length"]
+        head.append(b"content-length: %d" % len(response["body"]))
+        if not keep:
+            head.append(b"connection: close")
+        self._transport.write(b"\r\n".join(head) + b"\r\n\r\n" + response["body"])
+        if not keep:
+            self._transport.close()
+
+
+async def _chunked(scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+    await answer(send, 501, {"error": "a body needs a Content-Length here"})

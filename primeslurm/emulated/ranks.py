@@ -1,0 +1,125 @@
+"""How the emulated trainer's ranks hold together: one TCP connection of each to rank 0, at the rendezvous address.
+
+Rank 0 notices a rank that dies and fails; a rank whose rank 0 dies fails; whoever is signalled tells rank 0; and rank
+0's exit code becomes everybody's. Standard library only: there are hundreds of ranks, and they do nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+from types import FrameType
+
+JOIN_TIMEOUT_S = 600.0
+"""Longest wait for all ranks to be there, as torch's rendezvous has it."""
+INTERRUPT = b"i"
+RETRY_S = 0.5
+
+
+class RankError(Exception):
+    """A rank is missing, or died."""
+
+
+class Ranks:
+    """Rank 0's end: accepts the others and watches them from a thread of its own.
+
+    Args:
+        port: the rendezvous port; listened to on every address, as torch does.
+        others: how many ranks there are besides rank 0.
+    """
+
+    def __init__(self, port: int, others: int) -> None:
+        self._others = others
+        self._connections: list[socket.socket] = []
+        self._interrupted = threading.Event()
+        self._closing = threading.Event()
+        self._listener = socket.create_server(("", port), backlog=max(others, 1))
+
+    def join(self, timeout_s: float = JOIN_TIMEOUT_S) -> None:
+        """Wait for every rank, then watch them. Raises RankError if some do not come."""
+        deadline = time.monotonic() + timeout_s
+        while len(self._connections) < self._others:
+            self._listener.settimeout(max(deadline - time.monotonic(), 0.001))
+            try:
+                connection, _ = self._listener.accept()
+            except TimeoutError:
+                raise RankError(f"only {len(self._connections)} of {self._others} ranks came") from None
+            self._connections.append(connection)
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def interrupt(self, number: int = 0, frame: FrameType | None = None) -> None:
+        """Ask for a checkpoint and the end; also a signal handler."""
+        self._interrupted.set()
+
+    def interrupted(self) -> bool:
+        """Whether any rank was asked to checkpoint and stop."""
+        return self._interrupted.is_set()
+
+    def close(self, code: int) -> None:
+        """Have every rank exit with `code`."""
+        self._closing.set()
+        for connection in self._connections:
+            with contextlib.suppress(OSError):
+                connection.sendall(bytes([code]))
+                connection.close()
+
+    def _watch(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for connection in self._connections:
+                selector.register(connection, selectors.EVENT_READ)
+            while not self._closing.is_set():
+                for key, _ in selector.select(0.5):
+                    self._heard(key.fileobj)  # type: ignore[arg-type]
+
+    def _heard(self, connection: socket.socket) -> None:
+        try:
+            said = connection.recv(1)
+        except OSError:
+            said = b""
+        if said == INTERRUPT:
+            self._interrupted.set()
+        elif not self._closing.is_set():
+            # as with real collectives: nobody can go on, and the process must not wait for a step to end
+            print("a rank is gone", file=sys.stderr, flush=True)
+            os._exit(1)
+
+
+def follow(address: str, port: int, timeout_s: float = JOIN_TIMEOUT_S) -> int:
+    """What a rank other than 0 does: be there until rank 0 ends. Returns the exit code. Raises RankError."""
+    connection: socket.socket | None = None
+    asked = False
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal asked
+        asked = True
+        if connection is not None:
+            connection.sendall(INTERRUPT)
+
+    signal.signal(signal.SIGUSR1, interrupt)
+    connection = _connect(address, port, timeout_s)
+    if asked:
+        connection.sendall(INTERRUPT)
+    try:
+        said = connection.recv(1)
+    except OSError:
+        said = b""
+    return said[0] if said else 1
+
+
+def _connect(address: str, port: int, timeout_s: float) -> socket.socket:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            connection = socket.create_connection((address, port), timeout=5)
+            connection.settimeout(None)
+            return connection
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise RankError(f"rank 0 is not at {address}:{port}: {error}") from error
+            time.sleep(RETRY_S)

@@ -1,0 +1,147 @@
+"""What rank 0 of the emulated trainer does: the real trainer's conversation with the orchestrator, without a model.
+
+It publishes policies and commits checkpoints of a few bytes, in the real formats.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import shutil
+import time
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from primeslurm.emulated.ranks import RankError, Ranks
+from primeslurm.recipe import Recipe
+from primeslurm.wire import checkpoints, exits, weights
+from primeslurm.wire.journal import Journal
+from primeslurm.wire.link import LinkError, TrainerLink
+
+log = logging.getLogger("primeslurm.emulated.trainer")
+
+STEP_S = 0.5
+"""Least time of a step."""
+TOKENS_PER_S_AND_RANK = 500.0
+"""Trained tokens."""
+
+
+class EmulatedTrainer:
+    """The loop of rank 0.
+
+    Args:
+        world: number of ranks.
+    """
+
+    def __init__(
+        self, recipe: Recipe, run_dir: Path, attempt: int, link: TrainerLink, ranks: Ranks, world: int
+    ) -> None:
+        self._recipe = recipe
+        self._run_dir = run_dir
+        self._attempt = attempt
+        self._link = link
+        self._ranks = ranks
+        self._world = world
+        self._dp_world = max(1, world // recipe.trainer.parallelism.cp)
+        self._journal = Journal(run_dir / "attempts" / str(attempt), "trainer-rank-0")
+        self._saved = 0
+
+    def run(self) -> int:
+        """Train until max_steps, the orchestrator's stop, or an interrupt. Returns the exit code.
+
+        Raises:
+            LinkError: the orchestrator is gone.
+            OSError: the disk failed; what was committed is intact.
+        """
+        self._ranks.join()
+        step, done = self._resume(), False
+        while step < self._recipe.max_steps and not done:
+            done = not self._step(step + 1)
+            step += not done
+        if step > self._saved:
+            self._save(step)
+        interrupted = done and self._ranks.interrupted()
+        self._journal.event("stop", step=step, reason="interrupted" if interrupted else "finished")
+        return exits.CHECKPOINTED if interrupted else 0
+
+    def _resume(self) -> int:
+        self._saved = step = checkpoints.newest(self._run_dir) or 0
+        self._journal.event("loaded", step=step)
+        for newer in weights.published(self._run_dir):
+            if newer > step:
+                shutil.rmtree(weights.version_dir(self._run_dir, newer))
+        path = self._recipe.model.path
+        if step:
+            path = str(self._publish(step))
+        self._link.published(step, path)
+        return step
+
+    def _step(self, step: int) -> bool:
+        """One step; False if there is nothing more to train."""
+        self._journal.state(step=step - 1, phase="wait")
+        timeout_s = self._recipe.trainer.batch_timeout_s
+        batch = self._link.get_batch(step, 0, self._dp_world, timeout_s, self._ranks.interrupted)
+        if batch is None:
+            return False
+        self._journal.state(step=step, phase="train")
+        spent = STEP_S + batch.info.loss_tokens / (TOKENS_PER_S_AND_RANK * self._world)
+        time.sleep(spent)
+        path = self._publish(step)
+        self._link.published(step, str(path))
+        self._link.step_done(step, {"loss": 1.0 / step, "loss_tokens": batch.info.loss_tokens, "seconds/train": spent})
+        self._journal.event("step", step=step)
+        if step % self._recipe.checkpoint.interval == 0 or step == self._recipe.max_steps:
+            self._save(step)
+        return True
+
+    def _publish(self, version: int) -> Path:
+        final = weights.version_dir(self._run_dir, version)
+        partial = final.with_name(f".{final.name}.partial")
+        for old in (partial, final):
+            if old.exists():
+                shutil.rmtree(old)
+        partial.mkdir(parents=True)
+        save_file({"emulated.weight": np.full(64, version, np.float32)}, partial / "model.safetensors")
+        weights.complete(partial, version, "float32")
+        partial.rename(final)
+        weights.prune(self._run_dir, self._recipe.weights.keep, {version, *checkpoints.committed(self._run_dir)})
+        self._journal.event("published", version=version)
+        return final
+
+    def _save(self, step: int) -> None:
+        self._journal.state(step=step, phase="checkpoint")
+        directory = checkpoints.step_dir(self._run_dir, step)
+        if directory.exists():
+            shutil.rmtree(directory)
+        (directory / "trainer").mkdir(parents=True)
+        (directory / "trainer" / "emulated.bin").write_bytes(step.to_bytes(8, "little"))
+        self._link.save(step, str(directory))
+        checkpoints.commit(directory, step, self._attempt)
+        self._link.committed(step)
+        checkpoints.prune(self._run_dir, self._recipe.checkpoint.keep)
+        self._saved = step
+        self._journal.event("committed", step=step)
+
+
+def train(argv: list[str] | None, ranks: Ranks) -> int:
+    """Rank 0 from its arguments to its exit code, which is then every rank's."""
+    parser = argparse.ArgumentParser(prog="primeslurm.emulated.trainer", allow_abbrev=False)
+    parser.add_argument("--recipe", type=Path, required=True)
+    parser.add_argument("--run-dir", type=Path, required=True)
+    parser.add_argument("--attempt", type=int, required=True)
+    parser.add_argument("--orchestrator", required=True)
+    options, _ = parser.parse_known_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s trainer 0 %(levelname)s %(message)s")
+    recipe = Recipe.model_validate_json(options.recipe.read_bytes())
+    world = int(os.environ["WORLD_SIZE"])
+    link = TrainerLink(options.orchestrator)
+    try:
+        code = EmulatedTrainer(recipe, options.run_dir, options.attempt, link, ranks, world).run()
+    except (RankError, LinkError, OSError) as error:
+        log.error("%s: %s", type(error).__name__, error)
+        code = 1
+    ranks.close(code)
+    return code

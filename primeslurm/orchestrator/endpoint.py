@@ -1,0 +1,148 @@
+"""Generation over HTTP: token ids to `/inference/v1/generate`, sampled tokens and their policy versions back."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import msgspec
+
+GENERATE = "/inference/v1/generate"
+FIRST_RETRY_S = 0.25
+LONGEST_RETRY_S = 5.0
+LOADED_VERSION = "default"
+"""What vLLM calls the weights it loaded at start, until it is told a version: version 0."""
+
+
+class _VersionSpan(msgspec.Struct):
+    version: str
+    start: int
+    end: int
+
+
+class _Logprob(msgspec.Struct):
+    logprob: float
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_Logprob]
+
+
+class _Choice(msgspec.Struct):
+    token_ids: list[int]
+    logprobs: _Logprobs
+    weight_versions: list[_VersionSpan]
+    finish_reason: str | None = None
+
+
+class _Answer(msgspec.Struct):
+    choices: list[_Choice]
+
+
+class RefusedError(Exception):
+    """The request is wrong: trying again would not help.
+
+    Args:
+        text: what is wrong.
+        status: the HTTP status, 4xx.
+    """
+
+    def __init__(self, text: str, status: int) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class NoAnswerError(Exception):
+    """No engine answered before the deadline."""
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What one request sampled; all lists have one entry per token."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    """Policy version that sampled each token."""
+    finish_reason: str | None = None
+
+
+class GenerateEndpoint:
+    """Posts to one router until it succeeds or the deadline has come.
+
+    An engine without the current policy answers 503, and a router answers 5xx while an engine is being restarted.
+
+    Args:
+        base_url: of the router.
+        max_len: longest sequence an engine accepts; completions end there.
+        timeout_s: longest wait for one answer, retries included.
+    """
+
+    def __init__(self, base_url: str, max_len: int, timeout_s: float) -> None:
+        self.base_url = base_url
+        self._max_len = max_len
+        self._timeout_s = timeout_s
+        self._http = httpx.AsyncClient(
+            timeout=httpx.Timeout(timeout_s, connect=10.0),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+            trust_env=False,
+            verify=False,  # plain HTTP: no certificates to load
+        )
+
+    async def generate(self, body: dict[str, Any], headers: dict[str, str], url: str | None = None) -> Completion:
+        """Sample one completion of `body["token_ids"]`; `url` in place of the router's usual one.
+
+        Raises:
+            RefusedError: the request is wrong (4xx).
+            NoAnswerError: no answer before the deadline.
+            msgspec.ValidationError: the answer lacks log-probabilities or policy versions.
+        """
+        answer = await self._insist(url or self.base_url + GENERATE, self._request(body), headers)
+        choice = msgspec.json.decode(answer.content, type=_Answer).choices[0]
+        logprobs = [entry.logprob for entry in choice.logprobs.content]
+        return Completion(choice.token_ids, logprobs, _versions(choice), choice.finish_reason)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    def _request(self, body: dict[str, Any]) -> dict[str, Any]:
+        sampling = dict(body["sampling_params"])
+        room = self._max_len - len(body["token_ids"])
+        if room < 1:
+            raise RefusedError(f"a prompt of {len(body['token_ids'])} tokens leaves no room in {self._max_len}", 400)
+        sampling["max_tokens"] = min(sampling.get("max_tokens") or room, room)
+        sampling["logprobs"] = 0  # the sampled token's own, no alternatives
+        return {**body, "model": None, "sampling_params": sampling, "stream": False}
+
+    async def _insist(self, url: str, request: dict[str, Any], headers: dict[str, str]) -> httpx.Response:
+        deadline = time.monotonic() + self._timeout_s
+        pause = FIRST_RETRY_S
+        while True:
+            try:
+                answer = await self._http.post(url, json=request, headers=headers)
+            except httpx.HTTPError as error:
+                problem = f"{type(error).__name__}: {error}"
+            else:
+                if answer.is_success:
+                    return answer
+                problem = f"{answer.status_code}: {answer.text[:500]}"
+                if answer.is_client_error:
+                    raise RefusedError(problem, answer.status_code)
+            if time.monotonic() + pause > deadline:
+                raise NoAnswerError(f"{url}: {problem}")
+            await asyncio.sleep(pause * random.uniform(0.5, 1.5))
+            pause = min(2 * pause, LONGEST_RETRY_S)
+
+
+def _versions(choice: _Choice) -> list[int]:
+    versions: list[int] = []
+    for span in choice.weight_versions:
+        versions += [0 if span.version == LOADED_VERSION else int(span.version)] * (span.end - span.start)
+    if len(versions) != len(choice.token_ids):
+        raise msgspec.ValidationError(f"{len(versions)} policy versions for {len(choice.token_ids)} tokens")
+    return versions

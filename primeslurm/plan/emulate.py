@@ -1,0 +1,31 @@
+"""A Plan whose engines, trainer ranks and environment workers are replaced by light stand-ins; all else stays."""
+
+from __future__ import annotations
+
+from primeslurm.plan.model import Plan, Process, Role
+
+STAND_INS: dict[Role, str] = {
+    "engine": "primeslurm.emulated.engine",
+    "prefill": "primeslurm.emulated.engine",
+    "decode": "primeslurm.emulated.engine",
+    "trainer": "primeslurm.emulated.trainer",
+    "environment": "primeslurm.emulated.environment",
+}
+"""Module that is started in place of a role's own, with the same arguments."""
+
+
+def emulate(plan: Plan) -> Plan:
+    """The same Plan with stand-ins: only the module after `-m` of some commands differs."""
+    nodes = tuple(
+        node.model_copy(update={"processes": tuple(_replaced(process) for process in node.processes)})
+        for node in plan.nodes
+    )
+    return plan.model_copy(update={"nodes": nodes})
+
+
+def _replaced(process: Process) -> Process:
+    module = STAND_INS.get(process.role)
+    if module is None:
+        return process
+    place = process.argv.index("-m") + 1
+    return process.model_copy(update={"argv": (*process.argv[:place], module, *process.argv[place + 1 :])})

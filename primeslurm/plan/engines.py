@@ -1,0 +1,86 @@
+"""Engines and routers on the inference nodes: who shares experts with whom, and which router stands in front."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from primeslurm.plan.commands import DataParallel, EngineRole, engine_command, router_command
+from primeslurm.plan.model import Health, NodeRole, Replica
+from primeslurm.plan.slots import Slot
+from primeslurm.recipe import Recipe, Site
+from primeslurm.recipe.deployment import Disaggregated
+
+ENGINE_READY = "/primeslurm/status"
+"""Answers 200 as soon as an engine's HTTP server is up, current or not: `/health` waits for the current policy."""
+
+ROLE_OF: dict[NodeRole, EngineRole] = {"inference": "engine", "prefill": "prefill", "decode": "decode"}
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Nodes whose engines share the experts, if they do: a replica's, or one of its prefill or decode groups."""
+
+    role: EngineRole
+    number: int
+    slots: Sequence[Slot]
+
+
+def place_inference(recipe: Recipe, site: Site, slots: list[Slot]) -> list[Replica]:
+    """Put one engine per data-parallel rank on every inference node, and a router on each replica's first node."""
+    members: dict[int, list[Slot]] = {}
+    for slot in slots:
+        if slot.replica is not None:
+            members.setdefault(slot.replica, []).append(slot)
+    return [_place_replica(recipe, site, index, nodes) for index, nodes in sorted(members.items())]
+
+
+def _place_replica(recipe: Recipe, site: Site, index: int, nodes: list[Slot]) -> Replica:
+    names: dict[EngineRole, list[str]] = {"engine": [], "prefill": [], "decode": []}
+    for group in _groups(recipe, nodes):
+        _place_group(recipe, site, index, group, names[group.role])
+    engines = tuple(name for role in names.values() for name in role)
+    router = f"router-{index}"
+    nodes[0].add(
+        router,
+        "router",
+        router_command(recipe, "${python}", names["engine"], names["prefill"], names["decode"]),
+        replica=index,
+        health=Health(port="http", path="/liveness"),
+        after=engines,
+    )
+    return Replica(index=index, router=router, engines=engines, nodes=tuple(slot.index for slot in nodes))
+
+
+def _groups(recipe: Recipe, nodes: list[Slot]) -> Iterator[_Group]:
+    shape = recipe.deployment.inference
+    sizes: dict[EngineRole, int] = {"engine": len(nodes)}
+    if isinstance(shape, Disaggregated):
+        sizes = {"prefill": shape.prefill.nodes_per_replica, "decode": shape.decode.nodes_per_replica}
+    for role, size in sizes.items():
+        own = [slot for slot in nodes if ROLE_OF[slot.role] == role]
+        for number, first in enumerate(range(0, len(own), size)):
+            yield _Group(role, number, own[first : first + size])
+
+
+def _place_group(recipe: Recipe, site: Site, replica: int, group: _Group, names: list[str]) -> None:
+    """Engines in rank order, with expert parallelism as data-parallel ranks of one unit."""
+    tp, role = recipe.inference.parallel.tp, group.role
+    places = [(slot, first) for slot in group.slots for first in range(0, slot.gpus, tp)]
+    dp = (recipe.inference.parallel.dp or len(places)) if recipe.inference.expert_parallel else 1
+    start = len(names)
+    for number, (slot, first) in enumerate(places):
+        name = f"{role}-r{replica}-{start + number}"
+        rank = number % dp
+        head = f"{role}-r{replica}-{start + number - rank}"
+        names.append(name)
+        slot.add(
+            name,
+            role,
+            engine_command(recipe, site.device, role, "${python}", DataParallel(dp, rank, head)),
+            gpus=range(first, first + tp),
+            replica=replica,
+            restart="unit" if dp > 1 else "in_place",
+            unit=f"{role}-r{replica}-g{(start + number) // dp}" if dp > 1 else None,
+            health=Health(port="http", path=ENGINE_READY),
+        )
