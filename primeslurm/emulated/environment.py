@@ -34,6 +34,8 @@ class Conversation:
     mask: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    turns: int = 0
+    """Answers of the policy."""
 
     def given(self, tokens: list[int]) -> None:
         """The environment said something."""
@@ -42,6 +44,7 @@ class Conversation:
     def sampled(self, completion: Completion) -> None:
         """The policy answered."""
         tokens = completion.token_ids
+        self.turns += 1
         self._add(tokens, [True] * len(tokens), completion.logprobs, completion.versions)
 
     def _add(self, tokens: list[int], mask: list[bool], logprobs: list[float], versions: list[int]) -> None:
@@ -87,7 +90,7 @@ class EmulatedEnvironment:
             environment=job.environment,
             opened_version=job.opened_version,
             reward=reward(job.id, sum(versions) / len(versions)),
-            turns=plan.turns,
+            turns=talk.turns,
             finish_reason=finish,
             seconds=time.monotonic() - started,
         )

@@ -81,7 +81,7 @@ class TokenClient(TrainClient):  # type: ignore[misc]
 
     Args:
         router: process name of the router.
-        where: its URL as it is now.
+        where: gives its URL as it is now.
         model: the directory of the tokenizer.
         max_len: longest sequence an engine accepts.
         timeout_s: longest wait for one answer, retries included.
