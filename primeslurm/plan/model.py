@@ -85,7 +85,6 @@ class HetGroup(Section):
     """For example gpu:8; None asks for none."""
     cpus_per_task: int
     mem: str | None = None
-    mem_per_gpu: str | None = None
     constraint: str | None = None
     nodelist: str | None = None
     switches: str | None = None
