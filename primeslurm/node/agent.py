@@ -47,6 +47,7 @@ class NodeAgent:
         self.addresses: Addresses | None = None
         self.view = FleetView(time=0.0)
         self.error = ""
+        self.head_lost = False
         self._values = {
             "run_dir": plan.run_dir,
             "attempt": str(attempt.number),
@@ -119,6 +120,7 @@ class NodeAgent:
             self.view = msgspec.convert(view, FleetView)
             self._head_seen_at = now
         elif now - self._head_seen_at > self.head_silent_s:
+            self.head_lost = True
             self.end(Ending(Outcome.FAILED, f"the head has been silent for {self.head_silent_s:.0f} s", "head"))
         addresses = self._addresses_file.changed()
         if addresses is not None:

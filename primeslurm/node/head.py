@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import threading
 import time
-from pathlib import Path
 
 import msgspec
 
 from primeslurm.node.agent import NodeAgent
+from primeslurm.node.conclusion import conclude, remember_bad_node
 from primeslurm.node.fleet import Fleet
 from primeslurm.node.reports import AgentReport, Ending, FleetView, Outcome
-from primeslurm.node.requeue import should_requeue
 from primeslurm.node.states import fleet_state
 from primeslurm.node.supervisor import ProcessState
 from primeslurm.plan.model import Plan
-from primeslurm.run.directory import Attempt, EndRecord, RunDirectory
+from primeslurm.run.directory import Attempt, RunDirectory
 from primeslurm.run.roster import Roster, Seat
-from primeslurm.wire import checkpoints
 from primeslurm.wire.addresses import Addresses
 from primeslurm.wire.files import Watched, write_json
 from primeslurm.wire.journal import Journal
@@ -79,30 +77,7 @@ class Head(threading.Thread):
     def conclude(self) -> bool:
         """Record how the attempt ended. Returns whether the job should be requeued."""
         ending = self.ending or Ending(Outcome.FAILED, "the head ended early")
-        step = checkpoints.newest(Path(self.plan.run_dir))
-        commits = {
-            a.number: end.committed_step
-            for a in self.run_directory.attempts()
-            if (end := a.end()) is not None and end.outcome == Outcome.FAILED
-        }
-        if ending.outcome is Outcome.FAILED:
-            commits[self.attempt.number] = step
-        requeue, why_not = should_requeue(ending, self.attempt.number, self.plan, commits)
-        record = EndRecord(
-            outcome=ending.outcome,
-            reason=ending.reason,
-            suspect=ending.suspect,
-            committed_step=step,
-            requeued=requeue,
-            why_not_requeued=why_not,
-            time=time.time(),
-        )
-        try:
-            self.attempt.record_end(record)
-        except OSError as error:  # a full disk must not keep the job from being requeued
-            self.journal.event("end_not_recorded", error=str(error))
-        self.journal.event("ended", outcome=ending.outcome, requeued=requeue, why_not=why_not)
-        return requeue
+        return conclude(self.plan, self.run_directory, self.attempt, ending, self.journal)
 
     def _cancelled(self) -> Ending | None:
         if self.attempt.cancel_file.exists():
@@ -119,6 +94,8 @@ class Head(threading.Thread):
         news, self.fleet.news = self.fleet.news, []
         for item in news:
             self.journal.event(item.kind, **item.fields)
+            if item.blamed is not None:
+                remember_bad_node(self.plan, self.attempt, item.blamed, item.fields["reason"], self.journal)
 
     def _publish_roster(self) -> None:
         seats = self.fleet.seats

@@ -66,10 +66,6 @@ class NoAnswerError(Exception):
     """No engine answered before the deadline."""
 
 
-class _Moved(Exception):
-    """The router listens elsewhere now."""
-
-
 @dataclass(frozen=True)
 class Completion:
     """What one request sampled; all lists have one entry per token."""

@@ -111,6 +111,8 @@ class JobOptions(Section):
     reservation: str | None = None
     comment: str | None = None
     exclude: str | None = None
+    avoid: tuple[str, ...] = ()
+    """Nodes that failed lately, excluded as well."""
     dependency: str | None = None
     mail_user: str | None = None
     mail_types: tuple[str, ...] = ()
@@ -127,6 +129,11 @@ class JobOptions(Section):
     """More options of the job's one srun."""
     launcher: tuple[str, ...] = ()
     """Words before the agent's own command: how a container is entered."""
+
+    @property
+    def excluded(self) -> str | None:
+        """All nodes that the job must not get, as one host list."""
+        return ",".join([*([self.exclude] if self.exclude else []), *self.avoid]) or None
 
 
 class Totals(Section):
