@@ -44,6 +44,7 @@ def derive(recipe: Recipe, site: Site, run_dir: Path, *, local: bool = False) ->
         env=jobs.environment(site),
         library_path=site.library_path,
         interface=site.network.interface,
+        hcas=site.network.hcas,
         addresses=site.network.addresses,
         stall_timeout_s=recipe.orchestrator.stall_timeout_s,
         max_attempts=recipe.slurm.max_attempts if recipe.slurm.requeue else 1,
