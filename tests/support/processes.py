@@ -169,15 +169,22 @@ class Zygote:
 
 def start_router(command: Command, engines: Mapping[str, str], log: Path) -> Server:
     """Start the router of `router_command`; `engines` = name of each engine to its host:port."""
-    numbers = {name: free_port() for name in command.ports}
-    values = {"host": HOST} | {f"port:{name}": str(number) for name, number in numbers.items()}
-    values |= {f"addr:{name}:http": address for name, address in engines.items()}
-    with log.open("w") as handle:
+    return start_process(command, {f"addr:{name}:http": address for name, address in engines.items()}, log)
+
+
+def start_process(
+    command: Command, elsewhere: Mapping[str, str], log: Path, ports: Mapping[str, int] | None = None
+) -> Server:
+    """Start any planned process that serves HTTP; `elsewhere`: placeholders of other processes."""
+    numbers = {name: free_port() for name in command.ports} | dict(ports or {})
+    values = NODE_VALUES | {"host": HOST, "python": sys.executable, "tmp": str(log.parent)} | dict(elsewhere)
+    values |= {f"port:{name}": str(number) for name, number in numbers.items()}
+    with log.open("a") as handle:
         process = subprocess.Popen(
             [fill(part, values) for part in command.argv],
             stdout=handle,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **command.env},
+            env={**os.environ, **{key: fill(value, values) for key, value in command.env.items()}},
             start_new_session=True,
         )
     return Server(process.pid, f"http://{HOST}:{numbers['http']}", log)
