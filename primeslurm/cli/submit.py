@@ -11,7 +11,7 @@ import typer
 
 from primeslurm.cli.emulate import load_emulated, running
 from primeslurm.cli.inspect import show_findings, show_plan
-from primeslurm.cli.options import JsonOpt, Loaded, LocalOpt, NameOpt, RecipeArg, SetOpt, SiteOpt, load
+from primeslurm.cli.options import JsonOpt, Loaded, LocalOpt, NameOpt, RecipeArg, SetOpt, SiteOpt, load, refuse
 from primeslurm.cli.output import note, out, print_json
 from primeslurm.cli.runs import RunArg, RunsOpt, find_run, job_query
 from primeslurm.cli.watch import watch_until_done
@@ -75,6 +75,7 @@ def _submit_emulated(
 def _submit(loaded: Loaded, recipe: Path, dry_run: bool, wait: bool, as_json: bool, placed: bool = True) -> None:
     """`placed`: the cluster is there and can be asked what fits."""
     plan = loaded.plan
+    refuse(plan, "error", *(() if dry_run else ("blocked",)))
     local = plan.executor == "local"
     script = "" if local else render(plan)
     problems = name_in_use(Path(plan.run_dir)) + ([] if local or not placed else _placement(plan, loaded.site))

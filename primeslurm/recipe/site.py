@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from primeslurm.recipe.base import Section
 
@@ -21,6 +21,10 @@ class NodeKind(Section):
     """Memory per node to ask for, for example 2000G. Default: the partition's own default."""
     gres: str = "gpu"
     """Name of the generic resource, for example gpu or gpu:h200."""
+    gpu: str | None = None
+    """Type of the GPUs: a100, l40s, h100, h200, b200, b300. Default: the type in `gres`; unknown: no estimate."""
+    memory_gib: PositiveFloat | None = None
+    """Host memory of a node. Default: what `mem` asks for."""
 
 
 class Network(Section):
@@ -33,6 +37,12 @@ class Network(Section):
     ucx_net_devices: str | None = None
     """UCX_NET_DEVICES, for example mlx5_0:1,mlx5_1:1. Default: UCX chooses."""
     nccl_ib_hca: str | None = None
+    rdma: bool = True
+    """Nodes reach one another's memory over InfiniBand or RoCE."""
+    gbps_per_gpu: PositiveFloat | None = None
+    """Network bandwidth per GPU in Gbit/s. Default: usual for the GPU type, 400 for H100, H200 and B200."""
+    storage_gbytes_per_s: PositiveFloat = 2.0
+    """What one process writes to the shared file system in GB/s, for estimates."""
 
 
 class Site(Section):
