@@ -11,7 +11,7 @@ import sys
 import typer
 
 from primeslurm import __version__
-from primeslurm.cli import cluster, inspect, runs, submit, watch
+from primeslurm.cli import attach, cluster, inspect, runs, submit, watch
 from primeslurm.cli.output import report
 from primeslurm.errors import PrimeslurmError
 
@@ -42,6 +42,7 @@ app.command("resume")(submit.resume)
 app.command("status")(watch.status)
 app.command("summary")(watch.summary)
 app.command("logs")(watch.logs)
+app.command("attach")(attach.attach)
 app.command("cancel")(runs.cancel)
 app.command("runs")(runs.runs)
 app.command("plan")(inspect.plan)

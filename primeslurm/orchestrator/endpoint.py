@@ -90,6 +90,7 @@ class GenerateEndpoint:
             timeout=httpx.Timeout(timeout_s, connect=10.0),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
             trust_env=False,
+            verify=False,  # plain HTTP: no certificates to load
         )
 
     async def generate(self, body: dict[str, Any], headers: dict[str, str], url: str | None = None) -> Completion:

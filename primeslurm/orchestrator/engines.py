@@ -86,13 +86,14 @@ class EngineClient:
         self._retry_s = retry_s
         self._status_timeout_s = status_timeout_s
         # No connection is kept: uvicorn closes them after a failed request, and the next one would meet a dead one.
-        limits = httpx.Limits(max_keepalive_connections=0)
-        self._http = httpx.AsyncClient(base_url=url, limits=limits, trust_env=False)
+        self._http = _client(url, keep=0)
+        # The exception: with hundreds of engines, connecting anew for every look would keep a core busy.
+        self._looking = _client(url, keep=1)
 
     async def status(self) -> EngineStatus:
         """The engine's status. Raises EngineDownError."""
         try:
-            response = await self._http.get("/primeslurm/status", timeout=self._status_timeout_s)
+            response = await self._look()
             response.raise_for_status()
             return msgspec.json.decode(response.content, type=EngineStatus)
         except (httpx.HTTPError, msgspec.MsgspecError) as error:
@@ -124,6 +125,15 @@ class EngineClient:
     async def close(self) -> None:
         """Close the connections."""
         await self._http.aclose()
+        await self._looking.aclose()
+
+    async def _look(self) -> httpx.Response:
+        path, timeout_s = "/primeslurm/status", self._status_timeout_s
+        try:
+            return await self._looking.get(path, timeout=timeout_s)
+        except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
+            # the kept connection was closed; only a new one tells whether the engine is gone
+            return await self._http.get(path, timeout=timeout_s)
 
     async def _apply(self, policy: Policy, timeout_s: float) -> Step:
         status = await self.status()
@@ -159,6 +169,13 @@ class EngineClient:
             raise EngineDownError(f"{self.url}{path}: {_words(error)}") from error
         if response.status_code != 200:
             raise EngineUpdateError(f"{self.url}{path}: {response.status_code} {response.text[:500]}")
+
+
+def _client(url: str, keep: int) -> httpx.AsyncClient:
+    """Keeps `keep` idle connections."""
+    limits = httpx.Limits(max_keepalive_connections=keep)
+    # plain HTTP: without `verify=False`, every client would load all certificates of the machine
+    return httpx.AsyncClient(base_url=url, limits=limits, trust_env=False, verify=False)
 
 
 def _words(error: Exception) -> str:

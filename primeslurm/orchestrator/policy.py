@@ -136,7 +136,7 @@ class PolicyLoop:
         engines: by process name.
         journal: gets an event for every update, failure and change of state.
         timeout_s: longest wait for one engine to take a policy; it is then restarted.
-        poll_s: time between two looks at an engine.
+        poll_s: time between two looks at an engine; an engine that is current is looked at half as often.
         before_update: called with a new version before any engine is paused for it, so that rollouts which become too
             old can be dropped while engines still run.
         after_update: called when every serving engine has acknowledged a new version.
@@ -206,7 +206,7 @@ class PolicyLoop:
             if after != before:
                 self._journal.event("engine_state", engine=name, state=after, before=before)
             try:
-                async with asyncio.timeout(self._poll_s):
+                async with asyncio.timeout(2 * self._poll_s if after == "CURRENT" else self._poll_s):
                     await wake.wait()
             except TimeoutError:
                 continue

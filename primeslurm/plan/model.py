@@ -80,7 +80,11 @@ class HetGroup(Section):
     """For example gpu:8; None asks for none."""
     cpus_per_task: int
     mem: str | None = None
+    mem_per_gpu: str | None = None
     constraint: str | None = None
+    nodelist: str | None = None
+    switches: str | None = None
+    exclusive: bool = False
 
 
 class Replica(Section):
@@ -97,15 +101,28 @@ class JobOptions(Section):
 
     name: str
     time: str
+    time_min: str | None = None
     account: str | None = None
     qos: str | None = None
     reservation: str | None = None
     comment: str | None = None
     exclude: str | None = None
+    dependency: str | None = None
+    mail_user: str | None = None
+    mail_types: tuple[str, ...] = ()
+    licenses: str | None = None
+    nice: int | None = None
+    priority: int | None = None
     requeue: bool = True
     signal_s: int = 120
+    extra: tuple[str, ...] = ()
+    """Options of sbatch that are none of the above, on every component."""
     modules: tuple[str, ...] = ()
     prologue: tuple[str, ...] = ()
+    srun: tuple[str, ...] = ()
+    """More options of the job's one srun."""
+    launcher: tuple[str, ...] = ()
+    """Words before the agent's own command: how a container is entered."""
 
 
 class Totals(Section):
@@ -154,6 +171,8 @@ class Plan(Section):
     interface: str | None = None
     addresses: dict[str, str] = {}
     """Node name to address, from the site file."""
+    pass_env: tuple[str, ...] = ()
+    """Variables that whoever submits must have set. Slurm and the agents hand them on; their values are in no file."""
     stall_timeout_s: int
     max_attempts: int
     findings: tuple[Finding, ...] = ()

@@ -15,7 +15,7 @@ from submitit.local.local import LocalJob
 
 from primeslurm.errors import RunError
 from primeslurm.plan.model import Plan
-from primeslurm.recipe.scheduling import minutes
+from primeslurm.recipe.syntax import minutes
 from primeslurm.slurm.executor import Agent
 from primeslurm.slurm.render import exports, submitit_folder
 
