@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from primeslurm.errors import UsageError, Violation
-from primeslurm.plan.checks import advise, data_problems, model_files, review, with_absolute_paths
+from primeslurm.plan.checks import absent_data, advise, model_files, review, with_absolute_paths
 from primeslurm.plan.derive import derive
 from primeslurm.plan.local import local_site
 from primeslurm.plan.model import Finding, Plan
@@ -85,7 +85,7 @@ def load(
         raise UsageError(problems)
     model = model_files(recipe)
     if need_files:
-        problems += [*model.problems, *data_problems(recipe)]
+        problems += model.problems
     if site is None:
         raise UsageError(problems)
     site = site.model_copy(update={"python": site.python or sys.executable})
@@ -97,7 +97,7 @@ def load(
         raise UsageError([*problems, *error.violations, *refusals(findings, "error")]) from None
     if problems:
         raise UsageError([*problems, *refusals(findings, "error")])
-    findings += advise(recipe, plan)
+    findings += [*advise(recipe, plan), *([data] if (data := absent_data(recipe)) else [])]
     return Loaded(recipe, site, plan.model_copy(update={"findings": tuple(findings), "estimate": estimate}))
 
 

@@ -22,6 +22,8 @@ BROADCAST_SHARE = 0.5
 """Share of the line rate that one broadcast to all engines reaches: Miles reports 58 s for GLM-5 over NCCL."""
 TYPICAL = 4
 """A typical rollout is a quarter of the longest one."""
+STORED_BYTES = {"fp8": 1.0, "mxfp4": 0.53, "int4": 0.56}
+"""Per parameter with scales. A trained policy is bfloat16, whatever the checkpoint was."""
 ENGINE_ROLES: dict[NodeRole, EngineRole] = {"inference": "engine", "prefill": "prefill", "decode": "decode"}
 
 
@@ -43,7 +45,7 @@ def engine_layout(recipe: Recipe, role: EngineRole, ep: int, facts: ModelFacts) 
     """How engines of a role are cut, with the experts spread over `ep` GPUs."""
     settings, inference = settings_of(recipe, role), recipe.inference
     element = 2 if recipe.model.dtype == "bfloat16" else 4
-    stored = {"fp8": 1.0, "mxfp4": 0.53, "int4": 0.56}.get(facts.quantization or "", float(element))
+    stored = STORED_BYTES.get(facts.quantization or "", element) if recipe.task == "serve" else element
     return EngineLayout(
         tp=inference.parallel.tp,
         ep=ep,
@@ -147,10 +149,21 @@ def _training(recipe: Recipe, train: Need, facts: ModelFacts) -> list[Amount]:
     if gpu is None:
         return [saved]
     rollouts = recipe.orchestrator.batch_size if recipe.task == "rl" else (recipe.sft.batch_size if recipe.sft else 1)
-    flops = 6 * count(facts).active * rollouts * recipe.seq_len
+    flops = (6 * count(facts).active + _attention_flops(facts, recipe.seq_len)) * rollouts * recipe.seq_len
     seconds = flops / (train.nodes * train.gpus * gpu.bf16_tflops * 1e12 * MFU)
     how = f"{rollouts} sequences of seq_len at {MFU:.0%} of the peak; a quarter of it at a typical length"
     return [saved, Amount(name="trainer step", value=round(seconds, 1), unit="s", how=how)]
+
+
+def _attention_flops(facts: ModelFacts, length: int) -> float:
+    """Forward and backward attention of one token of a sequence: causal, so over half of it on average.
+
+    Sparse attention looks at a few thousand tokens, which is small beside the experts.
+    """
+    if facts.indexer:
+        return 0.0
+    width = facts.heads * ((facts.mla.nope + facts.mla.rope + facts.mla.value) / 2 if facts.mla else facts.head_dim)
+    return 6.0 * (facts.attention_layers - facts.window_layers) * width * length
 
 
 def _update(recipe: Recipe, site: Site, train: Need, facts: ModelFacts) -> list[Amount]:

@@ -11,8 +11,20 @@ GRAPH_SIZES = 512
 """Largest batch that vLLM captures a CUDA graph for, by default and below SM100."""
 LOW_LATENCY_TOKENS = 512
 PLANNED = frozenset(
-    ("host", "port", "model", "served_model_name", "tensor_parallel_size", "data_parallel_size", "data_parallel_rank")
-    + ("data_parallel_address", "data_parallel_rpc_port", "weight_transfer_config", "middleware", "kv_transfer_config")
+    {
+        "host",
+        "port",
+        "model",
+        "served_model_name",
+        "tensor_parallel_size",
+        "data_parallel_size",
+        "data_parallel_rank",
+        "data_parallel_address",
+        "data_parallel_rpc_port",
+        "weight_transfer_config",
+        "middleware",
+        "kv_transfer_config",
+    }
 )
 """vLLM options that other processes rely on."""
 
@@ -129,7 +141,8 @@ def _fp8_gpu(case: Case) -> str:
 
 
 def _quantised_twice(case: Case) -> str:
-    stored = case.facts.quantization if case.facts else None
+    """A trained policy is bfloat16, whatever the checkpoint was."""
+    stored = case.facts.quantization if case.facts and not case.trains else None
     return f"the checkpoint is {stored} already" if stored and case.recipe.inference.quantization else ""
 
 

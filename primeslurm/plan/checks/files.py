@@ -98,12 +98,12 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update=update)
 
 
-def data_problems(recipe: Recipe) -> list[Violation]:
-    """Why the training data cannot be used."""
-    if recipe.task != "sft" or recipe.sft is None:
-        return []
-    path = recipe.sft.data.path
-    return [] if Path(path).is_file() else [Violation("sft.data.path", path, "no such file")]
+def absent_data(recipe: Recipe) -> Finding | None:
+    """The training data that is not there."""
+    if recipe.task != "sft" or recipe.sft is None or Path(recipe.sft.data.path).is_file():
+        return None
+    text = f"{recipe.sft.data.path}: no such file"
+    return Finding(level="blocked", field="sft.data.path", text=text, fix="one JSON object a line")
 
 
 def _config(directory: Path) -> dict[str, Any] | None:

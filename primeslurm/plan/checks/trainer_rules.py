@@ -6,8 +6,24 @@ from primeslurm.plan.checks.case import Case, Rule
 
 VISION_FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 LORA_TARGETS = frozenset(
-    "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj experts in_proj out_proj q_a_proj q_b_proj "
-    "kv_a_proj_with_mqa kv_b_proj fc1_latent_proj fc2_latent_proj".split()
+    {
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+        "experts",
+        "in_proj",
+        "out_proj",
+        "q_a_proj",
+        "q_b_proj",
+        "kv_a_proj_with_mqa",
+        "kv_b_proj",
+        "fc1_latent_proj",
+        "fc2_latent_proj",
+    }
 )
 
 
