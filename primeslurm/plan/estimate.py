@@ -12,7 +12,8 @@ from primeslurm.plan.needs import Need, expert_ranks
 from primeslurm.plan.parameters import count
 from primeslurm.plan.trainer_memory import TrainerLayout, TrainerMemory, lora_parameters, trainer_memory
 from primeslurm.recipe import Recipe, Site
-from primeslurm.recipe.scheduling import minutes
+from primeslurm.recipe.scheduling import DEFAULT_TIME
+from primeslurm.recipe.syntax import minutes
 
 MICRO_BATCH_TOKENS = 16384
 """The trainer packs rows into a micro batch up to this many tokens, and at least one row."""
@@ -127,7 +128,8 @@ def _host(recipe: Recipe, need: Need, memory: TrainerMemory) -> float:
 def _amounts(recipe: Recipe, site: Site, needs: list[Need], facts: ModelFacts) -> list[Amount]:
     p = count(facts)
     gpus = sum(need.nodes * need.gpus for need in needs)
-    hours = gpus * minutes(recipe.slurm.time) / 60
+    time = recipe.slurm.over(site.slurm).time or DEFAULT_TIME
+    hours = gpus * minutes(time) / 60
     found = [Amount(name="parameters", value=round(p.total / 1e9, 2), unit="billion", how="of the model's shape")]
     train = next((need for need in needs if need.role == "train"), None)
     if train:
@@ -135,7 +137,7 @@ def _amounts(recipe: Recipe, site: Site, needs: list[Need], facts: ModelFacts) -
     if recipe.task == "rl" and train:
         found += _update(recipe, site, train, facts)
         found += _replay(recipe, facts)
-    found.append(Amount(name="GPU-hours", value=round(hours), unit="h", how=f"{gpus} GPUs for {recipe.slurm.time}"))
+    found.append(Amount(name="GPU-hours", value=round(hours), unit="h", how=f"{gpus} GPUs for {time}"))
     return found
 
 

@@ -10,6 +10,7 @@ from primeslurm.plan.checks.files import ModelFiles
 from primeslurm.plan.checks.unbuilt import unbuilt
 from primeslurm.plan.estimate import estimate
 from primeslurm.plan.forecast import Estimate
+from primeslurm.plan.gpus import GPUS, gpu_of
 from primeslurm.plan.model import Finding
 from primeslurm.plan.needs import Need, needs_of
 from primeslurm.recipe import Recipe, Site
@@ -27,7 +28,16 @@ def review(
     if model.facts is None:
         return found, None
     worked_out = estimate(recipe, site, needs, model.facts, model.source)
-    return found + capacity(recipe, needs, worked_out), worked_out
+    return found + capacity(recipe, needs, worked_out) + _unknown_gpus(site, needs), worked_out
+
+
+def _unknown_gpus(site: Site, needs: list[Need]) -> list[Finding]:
+    partitions = sorted({need.kind.partition for need in needs if need.gpus and gpu_of(need.kind) is None})
+    if site.device == "cpu" or not partitions:
+        return []
+    text = f"no memory estimate: the type of the GPUs in {', '.join(partitions)} is not known"
+    fix = f"give their nodes `gpu`, one of {', '.join(GPUS)}, in the site file"
+    return [Finding(level="note", field="site", text=text, fix=fix)]
 
 
 def _needs(recipe: Recipe, site: Site) -> list[Need]:
