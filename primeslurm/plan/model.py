@@ -14,6 +14,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from primeslurm.plan.forecast import Estimate
 from primeslurm.recipe.base import Section
 
 Role = Literal["orchestrator", "environment", "trainer", "engine", "prefill", "decode", "router", "store"]
@@ -158,7 +159,8 @@ class Totals(Section):
 class Finding(Section):
     """Something a check has to say about the Plan."""
 
-    level: Literal["error", "warning", "note"]
+    level: Literal["error", "blocked", "warning", "note"]
+    """error: refused. blocked: sound, but a real submit is refused here and now. warning, note: advice."""
     field: str
     text: str
     fix: str = ""
@@ -198,6 +200,8 @@ class Plan(Section):
     bad_node_hours: int = 24
     """How long later jobs keep away from a node that failed."""
     findings: tuple[Finding, ...] = ()
+    estimate: Estimate | None = None
+    """None if the shape of the model is not known."""
 
     def to_json(self) -> str:
         """Canonical JSON: sorted by definition order, two-space indent, trailing newline."""
