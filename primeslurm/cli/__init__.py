@@ -11,7 +11,7 @@ import sys
 import typer
 
 from primeslurm import __version__
-from primeslurm.cli import attach, cluster, diff, doctor, inspect, report, runs, submit, watch
+from primeslurm.cli import attach, cluster, diff, doctor, inspect, nodes, report, runs, submit, watch
 from primeslurm.cli.output import report as report_error
 from primeslurm.errors import PrimeslurmError
 
@@ -48,6 +48,7 @@ app.command("diff")(diff.diff_)
 app.command("report")(report.report)
 app.command("cancel")(runs.cancel)
 app.command("runs")(runs.runs)
+app.command("nodes")(nodes.nodes)
 app.command("plan")(inspect.plan)
 app.command("render")(inspect.render_)
 app.command("check")(inspect.check)

@@ -230,11 +230,12 @@ def _unhealthy(placement: Placement, attempt: Attempt, states: Mapping[str, str]
 
 def _describe(processes: Iterable[PlacedProcess], attempt: Attempt, states: Mapping[str, str]) -> list[ProcessStatus]:
     """With what the heartbeats of their nodes say."""
+    roster = attempt.roster()
     reports: dict[int, dict[str, Any]] = {}
     found = []
     for process in processes:
         if process.node not in reports:
-            reports[process.node] = read_json(attempt.node_file(process.node)) or {}
+            reports[process.node] = attempt.heartbeat(process.node, roster)
         report = reports[process.node]
         own = report.get("processes", {}).get(process.name, {})
         found.append(
