@@ -140,6 +140,8 @@ class Preflight:
         return [checks.writable_check(self._attempt.path, self._rank), *checks.space_checks(run_dir, self._tmp)]
 
     def _model(self) -> list[Check]:
+        if self._plan.emulated:
+            return [Check("model", "ok", "skipped: stand-ins load none")]
         recipe = read_json(Path(self._plan.run_dir) / "recipe.resolved.json")
         if recipe is None:
             return []

@@ -175,6 +175,8 @@ class Plan(Section):
     task: Literal["rl", "sft", "serve"]
     layout: Literal["het", "single"]
     executor: Literal["slurm", "local"]
+    emulated: bool = False
+    """Stand-ins run in place of engines, trainer ranks and environments: nothing needs the model's files."""
     device: Literal["cuda", "cpu"]
     python: str
     job: JobOptions
