@@ -19,6 +19,7 @@ from primeslurm.node.child import Child
 from primeslurm.node.fleet import Ending, NodeReport, Outcome, ProcessReport
 from primeslurm.node.health import Probe, Target
 from primeslurm.node.network import free_port, node_name, own_address
+from primeslurm.node.outfit import Outfit
 from primeslurm.node.resolve import Addresses, resolve
 from primeslurm.node.supervisor import ProcessState, Supervision
 from primeslurm.plan.model import Node, Plan
@@ -61,7 +62,7 @@ class NodeAgent:
         self.addresses: Addresses | None = None
         self.view = FleetView(time=0.0)
         self.error = ""
-        self._values = {
+        values = {
             "run_dir": plan.run_dir,
             "attempt": str(attempt.number),
             "attempt_dir": str(attempt.path),
@@ -69,6 +70,7 @@ class NodeAgent:
             "python": python,
             "tmp": str(self.tmp),
         }
+        self.outfit = Outfit(plan, node, self.address, values)
         self._local_ending: Ending | None = None
         self._last_heartbeat = 0.0
         self._head_seen_at = time.time()
@@ -89,6 +91,7 @@ class NodeAgent:
         """Start what there is to start and keep it running until the attempt ends."""
         try:
             self.tmp.mkdir(parents=True, exist_ok=True)
+            self.outfit.make_scratch()
             self._claim_ports()
             self.journal.event("agent_started", node=self.name, address=self.address)
             while not self._finished():
@@ -100,6 +103,7 @@ class NodeAgent:
             raise
         finally:
             self._kill_all()
+            self.outfit.remove_scratch()
             shutil.rmtree(self.tmp, ignore_errors=True)
             self._heartbeat(time.time(), ended=True)
 
@@ -151,15 +155,18 @@ class NodeAgent:
         process = supervision.process
         addresses = self.addresses
         assert addresses is not None
+        values = self.outfit.values(process)
 
         def fill(text: str) -> str:
-            return resolve(text, process.name, addresses, self._values)
+            return resolve(text, process.name, addresses, values)
 
-        env = dict(os.environ) | {key: fill(value) for key, value in {**self.plan.env, **process.env}.items()}
+        own = {key: fill(value) for key, value in {**self.plan.env, **process.env}.items()}
+        env = dict(os.environ) | {key: value for key, value in own.items() if value}
         if process.gpus:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(self._visible(gpu) for gpu in process.gpus)
         argv = [fill(word) for word in process.argv]
         try:
+            self.outfit.write_files(process, fill)
             child = Child(argv, env, self.attempt.path / process.log, Path(self.plan.run_dir))
         except OSError as error:
             supervision.reason = str(error)

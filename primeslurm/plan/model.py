@@ -3,7 +3,9 @@
 Strings in `argv` and `env` may hold placeholders that only the node knows, filled in by `node.resolve`:
 `${host}` own address, `${port:http}` own port, `${port:nixl-3}` own port minus three, `${host:NAME}` address of process
 NAME, `${port:NAME:http}` its port, `${addr:NAME:http}` its `host:port`, and the values `${run_dir}`, `${attempt}`,
-`${attempt_dir}`, `${run_id}`, `${python}`, `${tmp}`. A host name never appears in a Plan.
+`${attempt_dir}`, `${run_id}`, `${python}`, `${tmp}`, `${node}` (own index), and of the node's network `${interface}`,
+`${hcas}`, `${nccl_hcas}`, `${ucx_devices}`, `${ucx_devices_near}` (near to the process's GPUs). A variable of the
+environment that comes out empty is not set. A host name never appears in a Plan.
 """
 
 from __future__ import annotations
@@ -53,6 +55,10 @@ class Process(Section):
     """Processes of one unit only work together, for example the ranks of an expert-parallel group."""
     max_restarts: int = 5
     health: Health | None = None
+    files: dict[str, str] = {}
+    """Files written before it starts: name under `${tmp}` to text, with placeholders."""
+    scratch: tuple[str, ...] = ()
+    """Directories on the node's own disk: made empty when the attempt begins, removed when it ends."""
     after: tuple[str, ...] = ()
     """Processes whose addresses must be known and live (where they have `health`) before this starts."""
 
@@ -169,6 +175,8 @@ class Plan(Section):
     library_path: tuple[str, ...] = ()
     """Directories put first on LD_LIBRARY_PATH of everything."""
     interface: str | None = None
+    hcas: tuple[str, ...] = ()
+    """HCAs to use, from the site file. Empty: what each node finds active."""
     addresses: dict[str, str] = {}
     """Node name to address, from the site file."""
     pass_env: tuple[str, ...] = ()

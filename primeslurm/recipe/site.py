@@ -34,9 +34,9 @@ class Network(Section):
     """Interface whose address is used, for example ib0. Default: the address the host name resolves to."""
     addresses: dict[str, str] = {}
     """Node name to address, for clusters whose node names do not resolve."""
-    ucx_net_devices: str | None = None
-    """UCX_NET_DEVICES, for example mlx5_0:1,mlx5_1:1. Default: UCX chooses."""
-    nccl_ib_hca: str | None = None
+    hcas: tuple[str, ...] = ()
+    """HCAs for NCCL, UCX and Mooncake, for example [mlx5_0, mlx5_1]. Default: on each node those with an active port,
+    InfiniBand before Ethernet."""
     rdma: bool = True
     """Nodes reach one another's memory over InfiniBand or RoCE."""
     gbps_per_gpu: PositiveFloat | None = None

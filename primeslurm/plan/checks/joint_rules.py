@@ -61,12 +61,14 @@ def _mooncake_local(case: Case) -> str:
 
 def _mooncake_fabric(case: Case) -> str:
     store = _mooncake(case)
-    return f"{case.site.name} has none" if store and store.protocol == "rdma" and not case.site.network.rdma else ""
+    wanted = store is not None and case.site.device == "cuda" and store.protocol != "tcp"
+    return f"{case.site.name} has none" if wanted and not case.site.network.rdma else ""
 
 
 def _mooncake_tcp(case: Case) -> str:
     store = _mooncake(case)
-    return "works, but every hit crosses the hosts' TCP stacks" if store and store.protocol == "tcp" else ""
+    slow = store is not None and case.site.device == "cuda" and store.protocol == "tcp"
+    return "works, but every hit crosses the hosts' TCP stacks" if store and slow else ""
 
 
 def _mooncake_alone(case: Case) -> str:
