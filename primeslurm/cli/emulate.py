@@ -79,4 +79,5 @@ def _spec(recipe: Recipe) -> ClusterSpec:
     spec = ClusterSpec(name, default_directory(name), Path("runs").absolute())
     needs = needs_of(recipe, site(spec, Place(0)))
     control = sum(need.nodes for need in needs if need.role == "control")
-    return replace(spec, nodes=sum(need.nodes for need in needs) - control, control_nodes=control)
+    total = sum(need.nodes + need.spares for need in needs)
+    return replace(spec, nodes=total - control, control_nodes=control)

@@ -91,13 +91,20 @@ def _group(index: int, name: str, nodes: int, spares: int, need: Need, component
         partition=component.partition or kind.partition,
         gres=f"{kind.gres}:{need.gpus}" if need.gpus else None,
         cpus_per_task=component.cpus_per_task or kind.cpus,
-        mem=memory.mem,
-        mem_per_gpu=memory.mem_per_gpu,
+        mem=_memory(memory, need.gpus),
         constraint=component.constraint or kind.constraint,
         nodelist=component.nodelist or kind.nodelist,
         switches=component.switches or kind.switches,
         exclusive=bool(kind.exclusive if component.exclusive is None else component.exclusive),
     )
+
+
+def _memory(placement: Placement, gpus: int) -> str | None:
+    """Memory per node. Slurm takes no --mem-per-gpu beside a --mem of another component: it is worked out here."""
+    if placement.mem_per_gpu is None:
+        return placement.mem
+    amount = placement.mem_per_gpu.rstrip("KMGT")
+    return f"{int(amount) * max(gpus, 1)}{placement.mem_per_gpu[len(amount) :]}"
 
 
 def _pyxis(container: Pyxis, run_dir: Path) -> tuple[str, ...]:

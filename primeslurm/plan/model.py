@@ -29,6 +29,8 @@ class Health(Section):
     path: str = "/health"
     start_timeout_s: int = 1800
     """Longest time from start to the first 200."""
+    hang_timeout_s: int = 60
+    """A process that was ready and gives no HTTP answer at all for this long hangs, and is restarted."""
 
 
 class Process(Section):
@@ -64,7 +66,10 @@ class Process(Section):
 
 
 class Node(Section):
-    """One node of the allocation. `index` is also the task rank of its agent; node 0 is the head."""
+    """A node's part in the run. Which of the allocated nodes plays it is decided when the job runs (`run.roster`).
+
+    Node 0 is the head; it is always played by the job's first node.
+    """
 
     index: int
     group: int
@@ -81,12 +86,12 @@ class HetGroup(Section):
     nodes: int
     """Nodes that Slurm is asked for, spares included."""
     spares: int = 0
+    """How many of them wait for another of the group to fail."""
     partition: str
     gres: str | None
     """For example gpu:8; None asks for none."""
     cpus_per_task: int
     mem: str | None = None
-    mem_per_gpu: str | None = None
     constraint: str | None = None
     nodelist: str | None = None
     switches: str | None = None
@@ -113,6 +118,8 @@ class JobOptions(Section):
     reservation: str | None = None
     comment: str | None = None
     exclude: str | None = None
+    avoid: tuple[str, ...] = ()
+    """Nodes that failed lately, excluded as well."""
     dependency: str | None = None
     mail_user: str | None = None
     mail_types: tuple[str, ...] = ()
@@ -129,6 +136,11 @@ class JobOptions(Section):
     """More options of the job's one srun."""
     launcher: tuple[str, ...] = ()
     """Words before the agent's own command: how a container is entered."""
+
+    @property
+    def excluded(self) -> str | None:
+        """All nodes that the job must not get, as one host list."""
+        return ",".join([*([self.exclude] if self.exclude else []), *self.avoid]) or None
 
 
 class Totals(Section):
@@ -163,6 +175,8 @@ class Plan(Section):
     task: Literal["rl", "sft", "serve"]
     layout: Literal["het", "single"]
     executor: Literal["slurm", "local"]
+    emulated: bool = False
+    """Stand-ins run in place of engines, trainer ranks and environments: nothing needs the model's files."""
     device: Literal["cuda", "cpu"]
     python: str
     job: JobOptions
@@ -183,6 +197,10 @@ class Plan(Section):
     """Variables that whoever submits must have set. Slurm and the agents hand them on; their values are in no file."""
     stall_timeout_s: int
     max_attempts: int
+    node_silent_s: int = 90
+    """A node that has not been heard of for this long is lost."""
+    bad_node_hours: int = 24
+    """How long later jobs keep away from a node that failed."""
     findings: tuple[Finding, ...] = ()
     estimate: Estimate | None = None
     """None if the shape of the model is not known."""
@@ -194,6 +212,23 @@ class Plan(Section):
     def processes(self) -> tuple[Process, ...]:
         """All processes, in node order."""
         return tuple(process for node in self.nodes for process in node.processes)
+
+    @property
+    def allocated(self) -> int:
+        """Nodes of the job, spares included: one agent runs on each."""
+        return sum(group.nodes for group in self.groups)
+
+    def ranks(self, group: int) -> range:
+        """Task ranks of the agents of one group: groups in order, one task a node."""
+        first = sum(g.nodes for g in self.groups[:group])
+        return range(first, first + self.groups[group].nodes)
+
+    def group_of_rank(self, rank: int) -> HetGroup:
+        """The group that an agent's node belongs to. Raises KeyError if the job has no such rank."""
+        for group in self.groups:
+            if rank in self.ranks(group.index):
+                return group
+        raise KeyError(rank)
 
     def process(self, name: str) -> Process:
         """One process by name. Raises KeyError."""

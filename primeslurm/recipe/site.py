@@ -76,6 +76,10 @@ class Site(Section):
     A UCX in third_party/ucx of the checkout is found by itself.
     """
     network: Network = Network()
+    node_silent_s: PositiveInt = 90
+    """A node that has not been heard of for this long is lost. Network file systems may show old files for a minute."""
+    bad_node_hours: PositiveInt = 24
+    """How long new jobs keep away from a node that failed."""
     port_base: PositiveInt = 20000
     """First port that a plan may prefer."""
 

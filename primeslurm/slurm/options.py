@@ -64,10 +64,9 @@ def _resources(plan: Plan, group: HetGroup) -> Options:
         "cpus-per-task": group.cpus_per_task,
         "gres": group.gres,
         "mem": group.mem,
-        "mem-per-gpu": group.mem_per_gpu,
         "constraint": group.constraint,
         "nodelist": group.nodelist,
-        "exclude": plan.job.exclude,
+        "exclude": plan.job.excluded,
         "switches": group.switches,
         "exclusive": group.exclusive,
         "no-kill": True,  # the loss of a node is for the head agent to judge
