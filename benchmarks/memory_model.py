@@ -1,19 +1,24 @@
-"""The memory model against measurements: `python benchmarks/memory_model.py [--write]`.
+"""The memory model against measurements: `python benchmarks/memory_model.py [--measure] [--write]`.
 
-Trainer rows are prime-rl's published peaks (BENCHMARKS.md of January and February 2026: torch's reserved memory, no CP or
-EP, full activation recompute; LM head in pieces of about 8192 x 8192 logits for RL and LoRA, whole for SFT). Tiny rows
-are measured here: parameters of a checkpoint, and KV bytes of what vLLM allocates on the CPU.
+Trainer rows are prime-rl's published peaks (BENCHMARKS.md of January and February 2026: torch's reserved memory, no CP
+or EP, full activation recompute; LM head in pieces of about 8192 x 8192 logits for RL and LoRA, whole for SFT). Two
+constants of the model (bytes per logit, copies of a routed token) were chosen with these rows in view. With --measure:
+parameters that transformers builds from the same configs, and KV cache that vLLM allocates on the CPU for a tiny model.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from primeslurm.plan.catalog import catalog
+from primeslurm.plan.catalog import CATALOG, catalog, facts_of
+from primeslurm.plan.engine_memory import EngineLayout, kv_bytes_per_token
 from primeslurm.plan.gpus import GIB
+from primeslurm.plan.parameters import count
 from primeslurm.plan.trainer_memory import TrainerLayout, lora_parameters, trainer_memory
 
 RESULT = Path(__file__).resolve().parent / "results" / "memory_model.json"
@@ -72,8 +77,9 @@ def predicted_gib(row: Row) -> float:
 def main() -> None:
     """Print the comparison, and with --write keep it."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--measure", action="store_true", help="measure with transformers and vLLM (a minute)")
     parser.add_argument("--write", action="store_true", help=f"write {RESULT.name}")
-    write = parser.parse_args().write
+    options = parser.parse_args()
     rows = []
     for row in TRAINER_ROWS:
         predicted = predicted_gib(row)
@@ -86,17 +92,58 @@ def main() -> None:
         name: {"published_b": entry.parameters_b, "counted_b": round(_count(name), 2)}
         for name, entry in catalog().items()
     }
-    command = "python benchmarks/memory_model.py --write"
+    command = "python benchmarks/memory_model.py --measure --write"
     result = {"command": command, "trainer_gib": {**summary, "rows": rows}, "parameters": parameters}
+    if options.measure:
+        result |= {"built_by_transformers": built_parameters(), "kv_cache_of_vllm": kv_cache()}
     text = json.dumps(result, indent=2) + "\n"
     print(text, end="")
-    if write:
+    if options.write:
         RESULT.write_text(text)
 
 
-def _count(name: str) -> float:
-    from primeslurm.plan.parameters import count
+def built_parameters() -> list[dict[str, object]]:
+    """Parameters of the models that transformers builds (on no device) from the catalog's configs."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
 
+    rows: list[dict[str, object]] = []
+    for name, entry in json.loads(CATALOG.read_bytes()).items():
+        config = dict(entry["config"].get("text_config", entry["config"]))
+        config.pop("quantization_config", None)
+        if config["model_type"] == "kimi_k2":
+            config["model_type"] = "deepseek_v3"  # the same architecture, which transformers has itself
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+        built, counted = sum(p.numel() for p in model.parameters()), count(facts_of(config)).total
+        rows.append({"model": name, "built": built, "counted": counted, "error_percent": _percent(counted, built)})
+    return rows
+
+
+def kv_cache() -> dict[str, object]:
+    """Tokens that vLLM puts into a KV cache of a given size, for a tiny model on the CPU."""
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
+    from vllm import LLM
+
+    from tests.support.models import make_model
+
+    size = 64 * 2**20
+    with tempfile.TemporaryDirectory() as directory:
+        path = make_model(Path(directory))
+        facts = facts_of(json.loads((path / "config.json").read_bytes()))
+        engine = LLM(str(path), dtype="bfloat16", enforce_eager=True, kv_cache_memory_bytes=size, max_model_len=1024)
+        config = engine.llm_engine.vllm_config.cache_config
+    allocated = config.num_gpu_blocks * config.block_size
+    per_token = kv_bytes_per_token(facts, EngineLayout(1, 1, 2, 2, False, 8192, False, None))
+    predicted = size // per_token
+    return {"bytes": size, "tokens": allocated, "predicted": predicted, "error_percent": _percent(predicted, allocated)}
+
+
+def _percent(predicted: float, measured: float) -> float:
+    return round(100 * (predicted / measured - 1), 3)
+
+
+def _count(name: str) -> float:
     return count(catalog()[name].facts).total / 1e9
 
 

@@ -52,7 +52,10 @@ def test_kv_bytes_per_token_follow_the_kind_of_attention() -> None:
 
 
 def test_sliding_windows_and_mamba_state_belong_to_the_sequence() -> None:
-    oss, hybrid = catalog()["openai/gpt-oss-120b"].facts, catalog()["nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16"].facts
+    oss, hybrid = (
+        catalog()["openai/gpt-oss-120b"].facts,
+        catalog()["nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16"].facts,
+    )
     assert kv_bytes_per_token(oss, BF16) == 18 * 2 * 8 * 64 * 2
     assert engine_memory(oss, BF16, 80 * GIB, 0.9).state_per_sequence == 18 * 128 * 2 * 8 * 64 * 2
     assert kv_bytes_per_token(hybrid, BF16) == 12 * 2 * 2 * 128 * 2
