@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
 # The demo's run on real GPUs, without Slurm: warm start on one, then RL with FSDP2 on two, prefill and decode on one each.
-# Usage: benchmarks/gpu_run.sh OUT [TRAINER_GPUS]     Needs 2 + TRAINER_GPUS GPUs. Results: OUT/*.json, OUT/logs
+# Usage: benchmarks/gpu_run.sh OUT [TRAINER_GPUS [OPTIONS OF THE RL RUN]]     Results: OUT/*/summary.json, OUT/*/attempts
+# Needs 2 + TRAINER_GPUS GPUs; options, for example `--set inference.expert_parallel=true`, may ask for more.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=$1
 trainer_gpus=${2:-2}
+options=("${@:3}")
 python=${PYTHON:-python3}
 export PYTHONPATH=$PWD:${PYTHONPATH:-}
 mkdir -p "$out"
@@ -28,10 +30,10 @@ model=$(ls -d runs/$sft/weights/v* | sort | tail -n 1)
 grep -A 30 Traceback runs/$sft/attempts/1/logs/trainer/*.log | tail -n 30
 
 rl=gpu-rl-$$
-timeout 300 $python -m primeslurm submit recipes/reverse_text.yaml --local --name $rl --wait \
+timeout 420 $python -m primeslurm submit recipes/reverse_text.yaml --local --name $rl --wait \
   --set slurm.max_attempts=1 --set model.path="${model:-$work/random}" --set model.dtype=bfloat16 \
   --set inference.enforce_eager=true --set inference.gpu_memory_utilization=0.3 \
-  --set deployment.train.gpus_per_node="$trainer_gpus"
+  --set deployment.train.gpus_per_node="$trainer_gpus" "${options[@]}"
 code=$?
 [[ $code == 0 ]] || $python -m primeslurm cancel runs/$rl
 keep $rl rl

@@ -24,7 +24,7 @@ from primeslurm.emulated.metrics import exposition
 from primeslurm.emulated.scheduler import Request, Scheduler
 from primeslurm.inference.gate import VersionGate
 
-TICK_S = 0.05
+TICK_S = 0.1
 """Requests finish on ticks: short against what a request takes."""
 KV_BLOCKS = 2048
 MAX_RUNNING = 64

@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from primeslurm.node import fabric
-from primeslurm.node.resolve import Addresses, resolve
+from primeslurm.node.resolve import resolve
 from primeslurm.plan.model import Node, Plan, Process
+from primeslurm.wire.addresses import Addresses
 
 
 class Outfit:

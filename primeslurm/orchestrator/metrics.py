@@ -119,7 +119,7 @@ def _wandb(recipe: Recipe, run_dir: Path) -> Any:
     return wandb.init(
         project=settings.project,
         entity=settings.entity,
-        mode=settings.mode,  # type: ignore[arg-type]
+        mode=settings.mode,
         name=recipe.name,
         id=recipe.name,
         resume="allow",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from primeslurm.errors import UsageError
 from primeslurm.plan import jobs
 from primeslurm.plan.control import environment_command, orchestrator_command, trainer_command
 from primeslurm.plan.engines import place_inference
@@ -19,7 +20,13 @@ def derive(recipe: Recipe, site: Site, run_dir: Path, *, local: bool = False) ->
     Raises:
         UsageError: the recipe cannot be placed on this site; every reason at once.
     """
-    needs = needs_of(recipe, site)
+    problems = jobs.problems(recipe, site)
+    try:
+        needs = needs_of(recipe, site)
+    except UsageError as error:
+        raise UsageError([*problems, *error.violations]) from None
+    if problems:
+        raise UsageError(problems)
     if local:
         check_local(site, needs)
     slots = _slots(recipe, site, needs, local)
@@ -36,7 +43,7 @@ def derive(recipe: Recipe, site: Site, run_dir: Path, *, local: bool = False) ->
         executor="local" if local else "slurm",
         device=site.device,
         python=site.python or "python3",
-        job=jobs.job_options(recipe, site),
+        job=jobs.job_options(recipe, site, run_dir),
         groups=jobs.groups(recipe, needs),
         nodes=tuple(slot.node() for slot in slots),
         replicas=tuple(replicas),
@@ -46,6 +53,9 @@ def derive(recipe: Recipe, site: Site, run_dir: Path, *, local: bool = False) ->
         interface=site.network.interface,
         hcas=site.network.hcas,
         addresses=site.network.addresses,
+        pass_env=tuple(dict.fromkeys((*site.pass_env, *recipe.pass_env))),
+        node_silent_s=site.node_silent_s,
+        bad_node_hours=site.bad_node_hours,
         stall_timeout_s=recipe.orchestrator.stall_timeout_s,
         max_attempts=recipe.slurm.max_attempts if recipe.slurm.requeue else 1,
     )

@@ -1,11 +1,27 @@
-"""What Slurm is asked for: components, options of the batch job, and the environment of everything in it."""
+"""What Slurm is asked for: components, options of the batch job, and the environment of everything in it. Pure."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
+
+from primeslurm.errors import Violation
 from primeslurm.plan.model import HetGroup, JobOptions
 from primeslurm.plan.needs import Need
 from primeslurm.recipe import Recipe, Site
-from primeslurm.recipe.scheduling import Component
+from primeslurm.recipe.scheduling import DEFAULT_TIME, Apptainer, Component, Container, Placement, Pyxis, Submission
+from primeslurm.recipe.syntax import minutes
+from primeslurm.slurm.nodelists import expand
+
+
+def problems(recipe: Recipe, site: Site) -> list[Violation]:
+    """Options that contradict one another, and host lists that are none."""
+    found = [*_host_problems(recipe, site), *_time_problems(recipe, site)]
+    for field, placement in _placements(recipe, site):
+        if placement.mem and placement.mem_per_gpu:
+            fix = "keep one of them"
+            found.append(Violation(f"{field}.mem_per_gpu", placement.mem_per_gpu, "contradicts mem", fix))
+    return found
 
 
 def groups(recipe: Recipe, needs: list[Need]) -> tuple[HetGroup, ...]:
@@ -20,36 +36,31 @@ def groups(recipe: Recipe, needs: list[Need]) -> tuple[HetGroup, ...]:
     )
 
 
-def _group(index: int, name: str, nodes: int, spares: int, need: Need, component: Component) -> HetGroup:
-    kind = need.kind
-    return HetGroup(
-        index=index,
-        name=name,
-        nodes=nodes + spares,
-        spares=spares,
-        partition=component.partition or kind.partition,
-        gres=f"{kind.gres}:{need.gpus}" if need.gpus else None,
-        cpus_per_task=component.cpus_per_task or kind.cpus,
-        mem=component.mem or kind.mem,
-        constraint=component.constraint,
-    )
-
-
-def job_options(recipe: Recipe, site: Site) -> JobOptions:
-    """Options of the batch job as a whole; what the recipe leaves open comes from the site."""
-    slurm = recipe.slurm
+def job_options(recipe: Recipe, site: Site, run_dir: Path) -> JobOptions:
+    """The options of the job as a whole: the recipe's, and the site's for what it does not say."""
+    slurm, asked = recipe.slurm, recipe.slurm.over(site.slurm)
     return JobOptions(
         name=recipe.name,
-        time=slurm.time,
-        account=slurm.account or site.account,
-        qos=slurm.qos or site.qos,
-        reservation=slurm.reservation,
-        comment=slurm.comment,
-        exclude=slurm.exclude,
+        time=asked.time or DEFAULT_TIME,
+        time_min=asked.time_min,
+        account=asked.account,
+        qos=asked.qos,
+        reservation=asked.reservation,
+        comment=asked.comment,
+        exclude=asked.exclude,
+        dependency=asked.dependency,
+        mail_user=asked.mail.user if asked.mail else None,
+        mail_types=asked.mail.types if asked.mail else (),
+        licenses=asked.licenses,
+        nice=asked.nice,
+        priority=asked.priority,
         requeue=slurm.requeue,
         signal_s=slurm.checkpoint_signal_s,
+        extra=asked.extra,
         modules=site.modules,
         prologue=site.prologue,
+        srun=_pyxis(asked.container, run_dir) if isinstance(asked.container, Pyxis) else (),
+        launcher=_apptainer(asked.container, site, run_dir) if isinstance(asked.container, Apptainer) else (),
     )
 
 
@@ -66,3 +77,84 @@ def environment(site: Site) -> dict[str, str]:
         # One thread a process: an emulated cluster puts many "nodes" on few cores.
         env |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_CONFIG_ROOT": "${tmp}/vllm"}
     return env | site.env
+
+
+def _group(index: int, name: str, nodes: int, spares: int, need: Need, component: Component) -> HetGroup:
+    kind = need.kind
+    # One amount of memory: the recipe's, in whichever unit, before the site's.
+    memory = component if component.mem or component.mem_per_gpu else kind
+    return HetGroup(
+        index=index,
+        name=name,
+        nodes=nodes + spares,
+        spares=spares,
+        partition=component.partition or kind.partition,
+        gres=f"{kind.gres}:{need.gpus}" if need.gpus else None,
+        cpus_per_task=component.cpus_per_task or kind.cpus,
+        mem=_memory(memory, need.gpus),
+        constraint=component.constraint or kind.constraint,
+        nodelist=component.nodelist or kind.nodelist,
+        switches=component.switches or kind.switches,
+        exclusive=bool(kind.exclusive if component.exclusive is None else component.exclusive),
+    )
+
+
+def _memory(placement: Placement, gpus: int) -> str | None:
+    """Memory per node. Slurm takes no --mem-per-gpu beside a --mem of another component: it is worked out here."""
+    if placement.mem_per_gpu is None:
+        return placement.mem
+    amount = placement.mem_per_gpu.rstrip("KMGT")
+    return f"{int(amount) * max(gpus, 1)}{placement.mem_per_gpu[len(amount) :]}"
+
+
+def _pyxis(container: Pyxis, run_dir: Path) -> tuple[str, ...]:
+    options = [
+        f"--container-image={container.image}",
+        f"--container-mounts={','.join(_mounts(container, run_dir))}",
+        "--container-writable" if container.writable else "--container-readonly",
+        "--container-mount-home" if container.mount_home else "--no-container-mount-home",
+    ]
+    return (*options, *([f"--container-workdir={container.workdir}"] if container.workdir else []))
+
+
+def _apptainer(container: Apptainer, site: Site, run_dir: Path) -> tuple[str, ...]:
+    gpus = ["--nv"] if site.device == "cuda" else []
+    binds = [word for mount in _mounts(container, run_dir) for word in ("--bind", mount)]
+    return ("apptainer", "exec", *gpus, *binds, *container.options, container.image)
+
+
+def _mounts(container: Container, run_dir: Path) -> tuple[str, ...]:
+    return (f"{run_dir}:{run_dir}", *container.mounts)
+
+
+def _submissions(recipe: Recipe, site: Site) -> tuple[tuple[str, Submission], ...]:
+    return ("slurm", recipe.slurm), (f"site {site.name}: slurm", site.slurm)
+
+
+def _placements(recipe: Recipe, site: Site) -> Iterator[tuple[str, Placement]]:
+    for role in ("control", "train", "inference", "prefill", "decode"):
+        yield f"slurm.{role}", getattr(recipe.slurm, role)
+    for role, kind in site.nodes.items():
+        yield f"site {site.name}: nodes.{role}", kind
+
+
+def _host_problems(recipe: Recipe, site: Site) -> Iterator[Violation]:
+    lists = [(f"{field}.exclude", submission.exclude) for field, submission in _submissions(recipe, site)]
+    lists += [(f"{field}.nodelist", placement.nodelist) for field, placement in _placements(recipe, site)]
+    for field, value in lists:
+        try:
+            expand(value or "")
+        except ValueError as error:
+            yield Violation(field, repr(value), str(error), "for example node[001-003],login1")
+
+
+def _time_problems(recipe: Recipe, site: Site) -> Iterator[Violation]:
+    asked = recipe.slurm.over(site.slurm)
+    limit = asked.time or DEFAULT_TIME
+    if asked.time_min and minutes(asked.time_min) > minutes(limit):
+        yield Violation("slurm.time_min", asked.time_min, f"is longer than time = {limit}", f'nearest: "{limit}"')
+    lead = recipe.slurm.checkpoint_signal_s
+    shortest = 60 * minutes(asked.time_min or limit)
+    if lead >= shortest:
+        fix = f"nearest: {max(shortest // 2, 0)}"
+        yield Violation("slurm.checkpoint_signal_s", str(lead), f"the job only runs for {shortest} s", fix)

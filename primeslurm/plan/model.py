@@ -14,6 +14,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from primeslurm.plan.forecast import Estimate
 from primeslurm.recipe.base import Section
 
 Role = Literal["orchestrator", "environment", "trainer", "engine", "prefill", "decode", "router", "store"]
@@ -28,6 +29,8 @@ class Health(Section):
     path: str = "/health"
     start_timeout_s: int = 1800
     """Longest time from start to the first 200."""
+    hang_timeout_s: int = 60
+    """A process that was ready and gives no HTTP answer at all for this long hangs, and is restarted."""
 
 
 class Process(Section):
@@ -63,7 +66,10 @@ class Process(Section):
 
 
 class Node(Section):
-    """One node of the allocation. `index` is also the task rank of its agent; node 0 is the head."""
+    """A node's part in the run. Which of the allocated nodes plays it is decided when the job runs (`run.roster`).
+
+    Node 0 is the head; it is always played by the job's first node.
+    """
 
     index: int
     group: int
@@ -80,12 +86,16 @@ class HetGroup(Section):
     nodes: int
     """Nodes that Slurm is asked for, spares included."""
     spares: int = 0
+    """How many of them wait for another of the group to fail."""
     partition: str
     gres: str | None
     """For example gpu:8; None asks for none."""
     cpus_per_task: int
     mem: str | None = None
     constraint: str | None = None
+    nodelist: str | None = None
+    switches: str | None = None
+    exclusive: bool = False
 
 
 class Replica(Section):
@@ -102,15 +112,35 @@ class JobOptions(Section):
 
     name: str
     time: str
+    time_min: str | None = None
     account: str | None = None
     qos: str | None = None
     reservation: str | None = None
     comment: str | None = None
     exclude: str | None = None
+    avoid: tuple[str, ...] = ()
+    """Nodes that failed lately, excluded as well."""
+    dependency: str | None = None
+    mail_user: str | None = None
+    mail_types: tuple[str, ...] = ()
+    licenses: str | None = None
+    nice: int | None = None
+    priority: int | None = None
     requeue: bool = True
     signal_s: int = 120
+    extra: tuple[str, ...] = ()
+    """Options of sbatch that are none of the above, on every component."""
     modules: tuple[str, ...] = ()
     prologue: tuple[str, ...] = ()
+    srun: tuple[str, ...] = ()
+    """More options of the job's one srun."""
+    launcher: tuple[str, ...] = ()
+    """Words before the agent's own command: how a container is entered."""
+
+    @property
+    def excluded(self) -> str | None:
+        """All nodes that the job must not get, as one host list."""
+        return ",".join([*([self.exclude] if self.exclude else []), *self.avoid]) or None
 
 
 class Totals(Section):
@@ -129,7 +159,8 @@ class Totals(Section):
 class Finding(Section):
     """Something a check has to say about the Plan."""
 
-    level: Literal["error", "warning", "note"]
+    level: Literal["error", "blocked", "warning", "note"]
+    """error: refused. blocked: sound, but a real submit is refused here and now. warning, note: advice."""
     field: str
     text: str
     fix: str = ""
@@ -144,6 +175,8 @@ class Plan(Section):
     task: Literal["rl", "sft", "serve"]
     layout: Literal["het", "single"]
     executor: Literal["slurm", "local"]
+    emulated: bool = False
+    """Stand-ins run in place of engines, trainer ranks and environments: nothing needs the model's files."""
     device: Literal["cuda", "cpu"]
     python: str
     job: JobOptions
@@ -160,9 +193,17 @@ class Plan(Section):
     """HCAs to use, from the site file. Empty: what each node finds active."""
     addresses: dict[str, str] = {}
     """Node name to address, from the site file."""
+    pass_env: tuple[str, ...] = ()
+    """Variables that whoever submits must have set. Slurm and the agents hand them on; their values are in no file."""
     stall_timeout_s: int
     max_attempts: int
+    node_silent_s: int = 90
+    """A node that has not been heard of for this long is lost."""
+    bad_node_hours: int = 24
+    """How long later jobs keep away from a node that failed."""
     findings: tuple[Finding, ...] = ()
+    estimate: Estimate | None = None
+    """None if the shape of the model is not known."""
 
     def to_json(self) -> str:
         """Canonical JSON: sorted by definition order, two-space indent, trailing newline."""
@@ -171,6 +212,23 @@ class Plan(Section):
     def processes(self) -> tuple[Process, ...]:
         """All processes, in node order."""
         return tuple(process for node in self.nodes for process in node.processes)
+
+    @property
+    def allocated(self) -> int:
+        """Nodes of the job, spares included: one agent runs on each."""
+        return sum(group.nodes for group in self.groups)
+
+    def ranks(self, group: int) -> range:
+        """Task ranks of the agents of one group: groups in order, one task a node."""
+        first = sum(g.nodes for g in self.groups[:group])
+        return range(first, first + self.groups[group].nodes)
+
+    def group_of_rank(self, rank: int) -> HetGroup:
+        """The group that an agent's node belongs to. Raises KeyError if the job has no such rank."""
+        for group in self.groups:
+            if rank in self.ranks(group.index):
+                return group
+        raise KeyError(rank)
 
     def process(self, name: str) -> Process:
         """One process by name. Raises KeyError."""

@@ -9,6 +9,7 @@ from pydantic import Field, PositiveInt
 from primeslurm.recipe.base import Section
 from primeslurm.recipe.kv import KvOffload
 from primeslurm.recipe.routers import Router, VllmRouter
+from primeslurm.recipe.syntax import EnvironmentName, OptionName
 
 All2All = Literal[
     "allgather_reducescatter",
@@ -55,9 +56,9 @@ class EngineSettings(Section):
     """Share of a GPU's memory that an engine may use. Default: 0.9."""
     kv_cache_bytes: PositiveInt | None = None
     """KV cache per GPU in bytes. Default: what gpu_memory_utilization leaves; on CPU 256 MiB."""
-    env: dict[str, str] = {}
+    env: dict[EnvironmentName, str] = {}
     """Environment variables."""
-    vllm_extra: dict[str, object] = {}
+    vllm_extra: dict[OptionName, object] = {}
     """Any other vLLM option, by its long name with underscores."""
 
 

@@ -15,6 +15,7 @@ from primeslurm.errors import UsageError, Violation
 from primeslurm.recipe.model import Recipe
 from primeslurm.recipe.rules import violations
 from primeslurm.recipe.site import Site
+from primeslurm.recipe.text import text_problems
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -27,14 +28,17 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """
     data = _apply_overrides(_read_extended(path, seen=()), overrides)
     recipe = _validate(Recipe, data, str(path))
-    if found := violations(recipe):
+    if found := text_problems(recipe) + violations(recipe):
         raise UsageError(found)
     return recipe
 
 
 def load_site(path: Path) -> Site:
     """Read a site file. Raises UsageError."""
-    return _validate(Site, _read_yaml(path), str(path))
+    site = _validate(Site, _read_yaml(path), str(path))
+    if found := text_problems(site):
+        raise UsageError(found)
+    return site
 
 
 def suggestion(given: str, valid: Sequence[str]) -> str:
@@ -147,7 +151,8 @@ def _violation(model: type[BaseModel], details: Any, source: str) -> Violation:
         given = context.get("tag", details["input"])
         return Violation(path, _show(given), "is not a valid choice", suggestion(str(given), valid))
     why = details["msg"].removeprefix("Value error, ")
-    return Violation(path, _show(details["input"]), why[0].lower() + why[1:])
+    fix = context.get("fix", "") if kind == "syntax" else ""
+    return Violation(path, _show(details["input"]), why if kind == "syntax" else why[0].lower() + why[1:], fix)
 
 
 def _show(value: Any) -> str:
@@ -161,6 +166,8 @@ def _walk(model: type[BaseModel], loc: Sequence[int | str]) -> tuple[str, type[B
     current: Any = model
     parent: type[BaseModel] | None = None
     for part in loc:
+        if part == "[key]":  # pydantic's word for the key of a mapping, after the key itself
+            continue
         options = _members(current)
         tagged = [member for member in options if _tag(member) == part]
         if tagged and len(options) > 1:

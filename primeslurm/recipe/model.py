@@ -11,6 +11,7 @@ from primeslurm.recipe.deployment import Deployment
 from primeslurm.recipe.inference import Inference
 from primeslurm.recipe.rollouts import Environment, Orchestrator
 from primeslurm.recipe.scheduling import Monitor, Slurm
+from primeslurm.recipe.syntax import EnvironmentName
 from primeslurm.recipe.training import Checkpoint, Model, Sft, Trainer, Weights
 
 RunName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]
@@ -41,6 +42,8 @@ class Recipe(Section):
     deployment: Deployment = Deployment()
     slurm: Slurm = Slurm()
     monitor: Monitor = Monitor()
+    pass_env: tuple[EnvironmentName, ...] = ()
+    """Variables of whoever submits that processes need, for example WANDB_API_KEY: their values are written nowhere."""
 
     @property
     def max_inflight(self) -> int:

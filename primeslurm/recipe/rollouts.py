@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import re
+
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from primeslurm.recipe.base import Section
+from primeslurm.recipe.syntax import EnvironmentId, Label
 
 
 class Environment(Section):
     """One verifiers environment, run in its own worker processes."""
 
-    id: str
+    id: EnvironmentId
     """Name of a bundled (`reverse-text`) or installed verifiers environment."""
-    name: str | None = None
-    """Label in metrics and logs. Default: the id."""
+    name: Label | None = None
+    """Label in metrics and logs. Default: the id, with - for what a file name cannot hold."""
     args: dict[str, object] = {}
     """Options of the environment's taskset; under `env`, options of the verifiers Env around it (agents, timeouts)."""
     ratio: PositiveFloat = 1.0
@@ -24,7 +27,7 @@ class Environment(Section):
     @property
     def label(self) -> str:
         """The name used in process names, metrics and logs."""
-        return self.name or self.id
+        return self.name or re.sub(r"[@/]", "-", self.id)
 
 
 class Sampling(Section):

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from primeslurm.recipe.base import Section
+from primeslurm.recipe.scheduling import Placement, Submission
+from primeslurm.recipe.syntax import Directory, EnvironmentName, Module, Name, SearchPath
 
 
-class NodeKind(Section):
-    """Nodes of one partition."""
+class NodeKind(Placement):
+    """Nodes of one partition, and the Slurm options of every component that gets them."""
 
-    partition: str
+    partition: Name
     gpus: int = Field(0, ge=0)
     """GPUs per node; 0 for CPU partitions."""
     cpus: PositiveInt
     """CPU cores per node that a job may use."""
-    mem: str | None = None
-    """Memory per node to ask for, for example 2000G. Default: the partition's own default."""
-    gres: str = "gpu"
+    gres: Name = "gpu"
     """Name of the generic resource, for example gpu or gpu:h200."""
+    gpu: str | None = None
+    """Type of the GPUs: a100, l40s, h100, h200, b200, b300. Default: the type in `gres`; unknown: no estimate."""
+    memory_gib: PositiveFloat | None = None
+    """Host memory of a node. Default: what `mem` asks for."""
 
 
 class Network(Section):
@@ -33,6 +37,12 @@ class Network(Section):
     hcas: tuple[str, ...] = ()
     """HCAs for NCCL, UCX and Mooncake, for example [mlx5_0, mlx5_1]. Default: on each node those with an active port,
     InfiniBand before Ethernet."""
+    rdma: bool = True
+    """Nodes reach one another's memory over InfiniBand or RoCE."""
+    gbps_per_gpu: PositiveFloat | None = None
+    """Network bandwidth per GPU in Gbit/s. Default: usual for the GPU type, 400 for H100, H200 and B200."""
+    storage_gbytes_per_s: PositiveFloat = 2.0
+    """What one process writes to the shared file system in GB/s, for estimates."""
 
 
 class Site(Section):
@@ -42,7 +52,7 @@ class Site(Section):
     name: str
     device: Literal["cuda", "cpu"] = "cuda"
     """What the GPUs of this site are. An emulated cluster has fake GPUs and computes on its CPUs."""
-    runs: str = "runs"
+    runs: Directory = "runs"
     """Directory of all runs, on a file system that every node shares."""
     slurm_conf: str | None = None
     """SLURM_CONF to use, where it is not the system's own."""
@@ -50,20 +60,26 @@ class Site(Section):
     """Python of the environment on the nodes. Default: the one that submits."""
     nodes: dict[str, NodeKind]
     """Kinds of node by role: control, train, inference, prefill, decode; `default` serves roles not named."""
-    account: str | None = None
-    qos: str | None = None
-    modules: tuple[str, ...] = ()
+    slurm: Submission = Submission()
+    """Options of every job, unless its recipe says otherwise."""
+    modules: tuple[Module, ...] = ()
     """Loaded with `module load` before anything starts."""
-    prologue: tuple[str, ...] = ()
-    """Shell lines run in the batch script before anything starts."""
-    env: dict[str, str] = {}
+    prologue: tuple[str, ...] = Field((), max_length=12)
+    """Shell lines run in the batch script before anything starts, as they are. For more, `source` a file."""
+    env: dict[EnvironmentName, str] = {}
     """Environment variables of every process."""
-    library_path: tuple[str, ...] = ()
+    pass_env: tuple[EnvironmentName, ...] = ()
+    """Variables of whoever submits that processes need, for example WANDB_API_KEY: their values are written nowhere."""
+    library_path: tuple[SearchPath, ...] = ()
     """Directories put first on LD_LIBRARY_PATH, for example the `lib` of a UCX built for the cluster's fabric.
 
     A UCX in third_party/ucx of the checkout is found by itself.
     """
     network: Network = Network()
+    node_silent_s: PositiveInt = 90
+    """A node that has not been heard of for this long is lost. Network file systems may show old files for a minute."""
+    bad_node_hours: PositiveInt = 24
+    """How long new jobs keep away from a node that failed."""
     port_base: PositiveInt = 20000
     """First port that a plan may prefer."""
 

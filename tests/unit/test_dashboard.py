@@ -54,7 +54,7 @@ def status_of(replicas: int, ill: int) -> RunStatus:
 
 def test_a_small_run_shows_every_replica_on_one_line() -> None:
     lines = picture(status_of(replicas=2, ill=1))
-    (line,) = [line for line in lines if line.startswith(" 1  ")]
+    (line,) = [line for line in lines if line.startswith("1  ")]
     assert line.split() == ["1", "HEALTHY", "32/32", "30/0", "24/200", "40%/60%", "50%/-", "1000"]
     text = "\n".join(lines)
     assert "elapsed 1:02:03" in text and "ETA 1 day, 1:00:00" in text

@@ -11,7 +11,7 @@ import yaml
 from primeslurm.errors import UsageError
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.load import load_recipe, load_site
-from primeslurm.recipe.scheduling import minutes
+from primeslurm.recipe.syntax import minutes
 from tests.support.recipes import recipe_data, write_recipe
 
 

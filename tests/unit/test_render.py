@@ -18,7 +18,13 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 SHELLCHECK = Path(sys.executable).with_name("shellcheck")
 WEIRD = 'it\'s 5 $HOME `id` "x" \\ #1 !'
 
-FULL_OPTIONS = {"mem": "1000G", "constraint": "nvme&ib"}
+FULL_OPTIONS = {
+    "mem": "1000G",
+    "constraint": "nvme&ib",
+    "nodelist": "node[004-005]",
+    "switches": "1@02:00:00",
+    "exclusive": True,
+}
 PLANS = {
     "single": plan("/runs/demo", group(0, "all", 3, gpus=2), requeue=False),
     "het": plan(
@@ -35,15 +41,34 @@ PLANS = {
         group(1, "train", 16, gpus=8, **FULL_OPTIONS),
         group(2, "prefill", 12, gpus=8, **FULL_OPTIONS),
         group(3, "decode", 24, gpus=8, **FULL_OPTIONS),
-        env={f"VARIABLE_{i}": str(i) for i in range(12)},
+        env={f"VARIABLE_{i}": str(i) for i in range(70)},
         account="research",
         qos="high",
         reservation="maintenance",
         comment="nightly",
         exclude="node[001-003]",
+        time_min="00:30:00",
+        dependency="afterok:12:13,singleton",
+        mail_user="someone@example.com",
+        mail_types=("FAIL", "END"),
+        licenses="matlab:2",
+        nice=-5,
+        priority=7,
+        extra=("--wckey=a b", "--contiguous"),
         modules=("cuda/13.0", "ucx"),
-        prologue=("ulimit -n 65536", "umask 007"),
+        prologue=tuple(f"ulimit -n {65536 + i}" for i in range(12)),
     ).model_copy(update={"library_path": ("/opt/ucx 1.19/lib", "/opt/libfabric/lib")}),
+    "pyxis": plan(
+        "/runs/demo",
+        group(0, "control"),
+        group(1, "train", gpus=8),
+        srun=("--container-image=nvcr.io#nvidia/pytorch:25.09-py3", "--container-mounts=/runs/demo:/runs/demo,/data"),
+    ),
+    "apptainer": plan(
+        "/runs/demo",
+        group(0, "all", 2, gpus=8),
+        launcher=("apptainer", "exec", "--nv", "--bind", "/my data:/data:ro", "/images/prime rl.sif"),
+    ),
     "quoting": plan(
         "/runs/it's 100% $x",
         group(0, "control"),
@@ -98,6 +123,7 @@ def test_bash_sees_quoted_values_unchanged(tmp_path: Path) -> None:
         "--ntasks-per-node=1",
         "--cpu-bind=none",
         "--kill-on-bad-exit=0",
+        "--no-kill",
         "--label",
         "--unbuffered",
         sys.executable,

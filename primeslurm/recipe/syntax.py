@@ -1,0 +1,208 @@
+"""What Slurm accepts as a time, an amount of memory, a dependency ...: types for the fields of recipe and site.
+
+A value that Slurm would misread or refuse is a violation with the nearest valid form. Values that Slurm carries as they
+are (comments, paths) are only held to what `text.py` asks of every string.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, BeforeValidator, Field
+from pydantic_core import PydanticCustomError
+
+_TIME = re.compile(r"(?:(\d+)-)?(\d{1,2}):(\d{2}):(\d{2})")
+_MEMORY = re.compile(r"\d+[KMGT]?")
+_LOOSE_MEMORY = re.compile(r"(\d+)\s*([kKmMgGtT])i?[bB]?")
+_NAME = re.compile(r"\w[\w.@+:-]*")
+_HOSTS = re.compile(r"[\w.,\[\]-]+")
+_CONSTRAINT = re.compile(r"[\w.&|*()\[\],:=+-]+")
+_SWITCHES = re.compile(r"(\d+)(?:@(.+))?")
+_LICENSES = re.compile(r"[\w.-]+(?:@[\w.-]+)?(?::\d+)?(?:,[\w.-]+(?:@[\w.-]+)?(?::\d+)?)*")
+_MAIL = re.compile(r"[^\s,@]+(?:@[^\s,@]+)?")
+_JOB = re.compile(r"\d+(?:_\d+)?(?:\+\d+)?")
+_OPTION = re.compile(r"--([A-Za-z][A-Za-z0-9-]*)(?:=.*)?")
+_MOUNT = re.compile(r"(/[^:,]*)(?::(/[^:,]*))?(?::[\w+-]+)?")
+_DEPENDENCIES = ("after", "afterany", "afterburstbuffer", "aftercorr", "afternotok", "afterok")
+
+RESERVED = {
+    "job-name": "name",
+    "partition": "partition of a component",
+    "nodes": "deployment",
+    "ntasks": "deployment",
+    "ntasks-per-node": "deployment",
+    "cpus-per-task": "cpus_per_task of a component",
+    "gres": "gpus_per_node under deployment",
+    "gpus": "gpus_per_node under deployment",
+    "gpus-per-node": "gpus_per_node under deployment",
+    "gpus-per-socket": "gpus_per_node under deployment",
+    "gpus-per-task": "gpus_per_node under deployment",
+    "mem": "mem of a component",
+    "mem-per-gpu": "mem_per_gpu of a component",
+    "mem-per-cpu": "mem of a component",
+    "constraint": "constraint of a component",
+    "nodelist": "nodelist of a component",
+    "switches": "switches of a component",
+    "exclusive": "exclusive of a component",
+    "time": "time",
+    "time-min": "time_min",
+    "account": "account",
+    "qos": "qos",
+    "reservation": "reservation",
+    "exclude": "exclude",
+    "comment": "comment",
+    "dependency": "dependency",
+    "mail-user": "mail.user",
+    "mail-type": "mail.types",
+    "licenses": "licenses",
+    "nice": "nice",
+    "priority": "priority",
+    "signal": "checkpoint_signal_s",
+    "requeue": "requeue",
+    "no-requeue": "requeue",
+    "output": "",
+    "error": "",
+    "open-mode": "",
+    "chdir": "",
+    "input": "",
+    "array": "",
+    "wrap": "",
+    "wait": "`submit --wait`",
+    "test-only": "`submit --dry-run`",
+    "parsable": "`submit --json`",
+    "no-kill": "",
+    "export": "env of the site file",
+    "export-file": "env of the site file",
+    "het-group": "deployment.layout",
+    "clusters": "slurm_conf of the site file",
+    "help": "",
+    "usage": "",
+    "version": "",
+}
+"""Options of sbatch that a plan sets itself, and the field to use instead ("": there is none)."""
+
+
+def minutes(value: str) -> int:
+    """A time as whole minutes, rounded up. Raises ValueError."""
+    match = _TIME.fullmatch(value)
+    if match is None:
+        raise ValueError(f"not a Slurm time: {value}")
+    days, hours, mins, secs = (int(part or 0) for part in match.groups())
+    return days * 1440 + hours * 60 + mins + (1 if secs else 0)
+
+
+def fault(why: str, fix: str = "") -> PydanticCustomError:
+    """The error of a validator, with the nearest valid form."""
+    return PydanticCustomError("syntax", "{why}", {"why": why, "fix": fix})
+
+
+def _clock(seconds: int) -> str:
+    return f"{seconds // 3600:02d}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
+
+
+def _time(value: object) -> object:
+    if isinstance(value, int) and not isinstance(value, bool):
+        # YAML reads 12:00:00 without quotes as a number of seconds.
+        raise fault("must be HH:MM:SS or D-HH:MM:SS, in quotes", f'nearest: "{_clock(value)}"')
+    if isinstance(value, str) and not _TIME.fullmatch(value):
+        parts = value.split(":")
+        short = len(parts) == 2 and all(part.isdigit() for part in parts)
+        fix = f'nearest: "{_clock(3600 * int(parts[0]) + 60 * int(parts[1]))}"' if short else ""
+        raise fault("must be HH:MM:SS or D-HH:MM:SS, in quotes", fix)
+    return value
+
+
+def _memory(value: str) -> str:
+    if not _MEMORY.fullmatch(value):
+        near = _LOOSE_MEMORY.fullmatch(value)
+        raise fault(
+            "must be a whole number with K, M, G or T, for example 200G",
+            f"nearest: {near[1]}{near[2].upper()}" if near else "",
+        )
+    return value
+
+
+def _matching(pattern: re.Pattern[str], why: str) -> AfterValidator:
+    def check(value: str) -> str:
+        if not pattern.fullmatch(value):
+            raise fault(why)
+        return value
+
+    return AfterValidator(check)
+
+
+def _dependency(value: str) -> str:
+    separators = {character for character in value if character in ",?"}
+    if len(separators) > 1:
+        raise fault("either all must hold (,) or any (?)", "use one separator")
+    for part in re.split(r"[,?]", value):
+        kind, *jobs = part.split(":")
+        if part == "singleton":
+            continue
+        if kind not in _DEPENDENCIES:
+            near = difflib.get_close_matches(kind.lower(), (*_DEPENDENCIES, "singleton"), n=1, cutoff=0.5)
+            valid = f"did you mean {near[0]}?" if near else f"valid: {', '.join(_DEPENDENCIES)}, singleton"
+            raise fault(f"{kind!r} is not a kind of dependency", valid)
+        if not jobs or not all(_JOB.fullmatch(job) for job in jobs):
+            raise fault(f"{kind} needs job ids", f"for example {kind}:123 or {kind}:123:456")
+    return value
+
+
+def _switches(value: str) -> str:
+    match = _SWITCHES.fullmatch(value)
+    if match is None or (match[2] and not _TIME.fullmatch(match[2])):
+        raise fault("must be COUNT or COUNT@HH:MM:SS", 'for example "1@02:00:00"')
+    return value
+
+
+def _option(value: str) -> str:
+    match = _OPTION.fullmatch(value)
+    if match is None:
+        raise fault("must be one long option of sbatch", "for example --wckey=x")
+    # sbatch takes every unambiguous beginning of an option's name.
+    taken = match[1] if match[1] in RESERVED else next((name for name in RESERVED if name.startswith(match[1])), None)
+    if taken is not None:
+        instead = RESERVED[taken]
+        raise fault(f"--{taken} is set by the plan", f"use {instead}" if instead else "leave it out")
+    return value
+
+
+def _mount(value: str) -> str:
+    if not _MOUNT.fullmatch(value):
+        raise fault("must be /source, /source:/target or /source:/target:flags", "paths hold neither : nor ,")
+    return value
+
+
+SlurmTime = Annotated[str, BeforeValidator(_time)]
+Memory = Annotated[str, AfterValidator(_memory)]
+Name = Annotated[str, Field(max_length=200), _matching(_NAME, "must be one name of letters, digits and . _ - @ + :")]
+Names = Annotated[str, _matching(re.compile(rf"{_NAME.pattern}(,{_NAME.pattern})*"), "must be names parted by commas")]
+Hosts = Annotated[str, _matching(_HOSTS, "must be a host list, for example node[001-003],login1")]
+Constraint = Annotated[str, _matching(_CONSTRAINT, "must be features joined by & or |, for example nvme&ib")]
+Dependency = Annotated[str, AfterValidator(_dependency)]
+Switches = Annotated[str, AfterValidator(_switches)]
+Licenses = Annotated[str, _matching(_LICENSES, "must be NAME or NAME:COUNT, parted by commas")]
+MailUser = Annotated[str, _matching(_MAIL, "must be one user or mail address")]
+MailType = Literal[
+    "NONE", "BEGIN", "END", "FAIL", "REQUEUE", "INVALID_DEPEND", "STAGE_OUT", "ALL",
+    "TIME_LIMIT", "TIME_LIMIT_90", "TIME_LIMIT_80", "TIME_LIMIT_50",
+]  # fmt: skip
+Module = Annotated[str, _matching(re.compile(r"\w[\w.+/@-]*"), "must be one module, for example cuda/13.0")]
+SearchPath = Annotated[str, _matching(re.compile(r"/[^:]*"), "must be one absolute directory without :")]
+EnvironmentName = Annotated[
+    str, _matching(re.compile(r"[A-Za-z_][A-Za-z0-9_]*"), "is not a name of an environment variable")
+]
+OptionName = Annotated[
+    str, _matching(re.compile(r"[A-Za-z][\w-]*"), "must be the long name of an option, with underscores")
+]
+Label = Annotated[str, _matching(re.compile(r"[A-Za-z0-9][\w.-]*"), "must be one word of letters, digits and . _ -")]
+EnvironmentId = Annotated[
+    str, _matching(re.compile(r"[A-Za-z0-9][\w.@/-]*"), "must be the name of an environment, for example reverse-text")
+]
+Directory = Annotated[
+    str, _matching(re.compile(r"[^\\]*"), "Slurm takes a backslash as an escape in the names of its log files")
+]
+Option = Annotated[str, AfterValidator(_option)]
+Mount = Annotated[str, AfterValidator(_mount)]

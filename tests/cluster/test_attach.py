@@ -1,0 +1,95 @@
+"""`primeslurm attach` into a real heterogeneous job of real agents."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from primeslurm.node.entry import AgentTask
+from primeslurm.plan.model import Process
+from primeslurm.run.directory import JobRecord, RunDirectory
+from primeslurm.slurm.cluster import Cluster
+from primeslurm.slurm.executor import submit
+from primeslurm.slurm.render import render
+from primeslurm.wire.files import write_json
+from tests.support.cli import Result, primeslurm
+from tests.support.plans import python
+from tests.support.slurm_plans import group, plan
+
+pytestmark = pytest.mark.cluster
+CHECKOUT = str(Path(__file__).parents[2])
+
+
+@pytest.fixture(scope="module")
+def run(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunDirectory]:
+    """One node without GPUs that runs nothing, and one whose trainer sleeps."""
+    directory = RunDirectory(tmp_path_factory.mktemp("runs") / "attached")
+    directory.path.mkdir()
+    given = plan(directory.path, group(0, "control"), group(1, "train", gpus=2), env={"PYTHONPATH": CHECKOUT})
+    sleeper = Process(
+        name="trainer-rank-0",
+        role="trainer",
+        node=1,
+        argv=python("import time; time.sleep(600)"),
+        env={"RANK": "0", "WHERE": "${host}"},
+        log="logs/trainer/trainer-rank-0.log",
+        gpus=(1,),
+    )
+    nodes = (given.nodes[0], given.nodes[1].model_copy(update={"processes": (sleeper,)}))
+    addresses = yaml.safe_load((cluster.spec.directory / "site.yaml").read_text())["network"]["addresses"]
+    given = given.model_copy(update={"nodes": nodes, "addresses": addresses, "python": sys.executable})
+    attempt = directory.attempt(1)
+    attempt.prepare(given)
+    write_json(directory.path / "lock.json", {"run_id": "attached-1", "created_at": time.time()})
+    script = attempt.path / "job.sbatch"
+    script.write_text(render(given))
+    slurm_conf = str(cluster.spec.slurm_conf)
+    job_id = submit(given, AgentTask(given.run_dir, 1), script, slurm_conf)
+    attempt.record_job(JobRecord(job_id, "slurm", time.time(), slurm_conf))
+    deadline = time.monotonic() + 90
+    while '"trainer-rank-0": "HEALTHY"' not in read(attempt.fleet_file):
+        assert time.monotonic() < deadline, read(directory.path / f"slurm-{job_id}.out")
+        time.sleep(0.5)
+    yield directory
+    cluster.client.cancel(job_id)
+
+
+def read(path: Path) -> str:
+    return path.read_text() if path.is_file() else ""
+
+
+def attach(run: RunDirectory, target: str, *command: str) -> Result:
+    return primeslurm("attach", run.path, target, "--", *command, cwd=run.path.parent)
+
+
+def test_a_command_runs_beside_a_process_in_its_surroundings(run: RunDirectory) -> None:
+    script = 'echo "$SLURMD_NODENAME $RANK $WHERE $CUDA_VISIBLE_DEVICES $PWD"; exit 7'
+    result = attach(run, "trainer", "bash", "-c", script)
+    report = run.latest().agent_file(1)
+    name, address = (yaml.safe_load(report.read_text())[key] for key in ("name", "address"))
+    assert result.code == 7, result.err
+    assert result.out == f"{name} 0 {address} 1 {run.path}\n"
+    assert f"trainer-rank-0 on {name}" in result.err
+
+
+def test_a_node_is_reached_by_name_and_by_number(run: RunDirectory) -> None:
+    by_number = attach(run, "0", "printenv", "SLURMD_NODENAME", "SLURM_JOB_PARTITION")
+    assert by_number.code == 0, by_number.err
+    name = by_number.out.splitlines()[0]
+    assert by_number.out == f"{name}\ncpu\n" and name.startswith("shared-c")
+    assert attach(run, name, "printenv", "SLURMD_NODENAME").out == f"{name}\n"
+
+
+def test_a_command_that_is_not_there_is_127(run: RunDirectory) -> None:
+    assert attach(run, "trainer", "no-such-command").code == 127
+
+
+def test_something_else_is_named(run: RunDirectory) -> None:
+    result = attach(run, "trainr", "true")
+    assert result.code == 2
+    assert result.err == "error: TARGET = trainr: is no role, process or node of this run (did you mean trainer?)\n"
