@@ -229,7 +229,7 @@ def test_a_process_finds_its_files_and_directories_and_no_empty_variables(
         0,
         python(code, "${tmp}/config.json"),
         ports={"http": 21000},
-        env={"EMPTY": "${hcas}"},
+        env={"EMPTY": ""},
         files={"config.json": '{"at": "${addr:reader:http}"}'},
         scratch=[str(disk)],
     )
