@@ -11,6 +11,7 @@ import shutil
 import signal
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -25,6 +26,7 @@ from primeslurm.plan.model import Node, Plan
 from primeslurm.run.directory import Attempt
 from primeslurm.wire.files import read_json, write_json
 from primeslurm.wire.journal import Journal
+from primeslurm.wire.secret import generate_token, read
 
 TICK_S = 0.25
 HEARTBEAT_S = 1.0
@@ -61,6 +63,7 @@ class NodeAgent:
         self.addresses: Addresses | None = None
         self.view = FleetView(time=0.0)
         self.error = ""
+        self._secrets = _secrets(plan)
         self._values = {
             "run_dir": plan.run_dir,
             "attempt": str(attempt.number),
@@ -152,10 +155,12 @@ class NodeAgent:
         addresses = self.addresses
         assert addresses is not None
 
-        def fill(text: str) -> str:
-            return resolve(text, process.name, addresses, self._values)
+        def fill(text: str, more: Mapping[str, str] = {}) -> str:
+            return resolve(text, process.name, addresses, {**self._values, **more})
 
-        env = dict(os.environ) | {key: fill(value) for key, value in {**self.plan.env, **process.env}.items()}
+        # Secrets are for environments alone: everybody can read command lines.
+        given = {key: fill(value, self._secrets) for key, value in {**self.plan.env, **process.env}.items()}
+        env = dict(os.environ) | given
         if process.gpus:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(self._visible(gpu) for gpu in process.gpus)
         argv = [fill(word) for word in process.argv]
@@ -251,3 +256,11 @@ class NodeAgent:
             healthy=healthy,
             reason=supervision.reason,
         )
+
+
+def _secrets(plan: Plan) -> dict[str, str]:
+    """What `${secret}` and `${generate_token}` mean, if the plan uses them. Raises SecretError."""
+    if not any("${secret}" in value for value in plan.env.values()):
+        return {}
+    own = read(Path(plan.run_dir))
+    return {"secret": own, "generate_token": generate_token(own)}

@@ -9,6 +9,8 @@ from typing import Any
 import httpx
 import msgspec
 
+from primeslurm.wire import secret
+
 
 class EngineStatus(msgspec.Struct, frozen=True):
     """What the gate in front of an engine reports (GET /primeslurm/status)."""
@@ -175,7 +177,7 @@ def _client(url: str, keep: int) -> httpx.AsyncClient:
     """Keeps `keep` idle connections."""
     limits = httpx.Limits(max_keepalive_connections=keep)
     # plain HTTP: without `verify=False`, every client would load all certificates of the machine
-    return httpx.AsyncClient(base_url=url, limits=limits, trust_env=False, verify=False)
+    return httpx.AsyncClient(base_url=url, headers=secret.header(), limits=limits, trust_env=False, verify=False)
 
 
 def _words(error: Exception) -> str:

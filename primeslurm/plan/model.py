@@ -3,7 +3,8 @@
 Strings in `argv` and `env` may hold placeholders that only the node knows, filled in by `node.resolve`:
 `${host}` own address, `${port:http}` own port, `${port:nixl-3}` own port minus three, `${host:NAME}` address of process
 NAME, `${port:NAME:http}` its port, `${addr:NAME:http}` its `host:port`, and the values `${run_dir}`, `${attempt}`,
-`${attempt_dir}`, `${run_id}`, `${python}`, `${tmp}`. A host name never appears in a Plan.
+`${attempt_dir}`, `${run_id}`, `${python}`, `${tmp}`; only in `env` also `${secret}` and `${generate_token}` (see
+`wire.secret`). A host name or a secret never appears in a Plan.
 """
 
 from __future__ import annotations

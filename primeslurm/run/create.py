@@ -15,6 +15,7 @@ from primeslurm.errors import UsageError, Violation
 from primeslurm.plan.model import Plan
 from primeslurm.recipe import Recipe
 from primeslurm.run.directory import Attempt, RunDirectory
+from primeslurm.wire import secret as run_secret
 from primeslurm.wire.files import write_atomic, write_json
 
 _PACKAGES = (
@@ -48,7 +49,10 @@ def create(recipe: Recipe, plan: Plan, source: Path) -> Attempt:
     run_dir = Path(plan.run_dir)
     if problems := name_in_use(run_dir):
         raise UsageError(problems)
-    run_dir.mkdir(parents=True, exist_ok=True)
+    run_dir.parent.mkdir(parents=True, exist_ok=True)
+    run_dir.mkdir(mode=0o700, exist_ok=True)
+    run_dir.chmod(0o700)
+    run_secret.create(run_dir)
     write_atomic(run_dir / "recipe.yaml", source.read_bytes())
     resolved = recipe.model_dump_json(by_alias=True, indent=2)
     write_atomic(run_dir / "recipe.resolved.json", resolved + "\n")

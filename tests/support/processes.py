@@ -23,6 +23,7 @@ from typing import Any
 import httpx
 
 from primeslurm.plan.commands import Command
+from primeslurm.wire import secret
 
 HOST = "127.0.0.1"
 ZYGOTE = Path(__file__).with_name("zygote.py")
@@ -159,12 +160,13 @@ def start_router(command: Command, engines: Mapping[str, str], log: Path) -> Ser
     numbers = {name: free_port() for name in command.ports}
     values = {"host": HOST} | {f"port:{name}": str(number) for name, number in numbers.items()}
     values |= {f"addr:{name}:http": address for name, address in engines.items()}
+    values["generate_token"] = secret.generate_token(secret.own())
     with log.open("w") as handle:
         process = subprocess.Popen(
             [fill(part, values) for part in command.argv],
             stdout=handle,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **command.env},
+            env={**os.environ, **{name: fill(value, values) for name, value in command.env.items()}},
             start_new_session=True,
         )
     return Server(process.pid, f"http://{HOST}:{numbers['http']}", log)

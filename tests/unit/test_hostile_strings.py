@@ -49,7 +49,7 @@ RECORD = '#!/bin/bash\nprintf "%s\\0" "$@" > {name}.argv\nenv -0 > {name}.env\n'
 
 
 def places(model: type[Recipe] | type[Site]) -> list[Any]:
-    found = {path: data for path, data in model_strings.places(model)}
+    found = dict(model_strings.places(model))
     return [
         pytest.param(path, data, id=f"{model.__name__.lower()}.{'.'.join(map(str, path))}")
         for path, data in found.items()
@@ -178,10 +178,13 @@ def _check_processes(plan: Plan) -> None:
         hosts=dict.fromkeys(names, "127.0.0.1"), ports={process.name: process.ports for process in plan.processes()}
     )
     values = dict.fromkeys(("run_dir", "attempt", "attempt_dir", "run_id", "python", "tmp"), "/value")
+    secrets = {**values, "secret": "s", "generate_token": "g"}
     for process in plan.processes():
         assert "/" not in process.name and ".." not in process.log
-        for text in (*process.argv, *process.env.values(), *plan.env.values()):
-            resolved = resolve(text, process.name, addresses, values)
+        texts = [(text, values) for text in process.argv]
+        texts += [(text, secrets) for text in (*process.env.values(), *plan.env.values())]
+        for text, known in texts:
+            resolved = resolve(text, process.name, addresses, known)
             assert "${" not in resolved and "\0" not in resolved
 
 
