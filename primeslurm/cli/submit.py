@@ -11,7 +11,8 @@ import typer
 
 from primeslurm.cli.emulate import load_emulated, running
 from primeslurm.cli.inspect import show_findings, show_plan
-from primeslurm.cli.options import JsonOpt, Loaded, LocalOpt, NameOpt, RecipeArg, SetOpt, SiteOpt, load
+from primeslurm.cli.nodes import avoid_bad_nodes
+from primeslurm.cli.options import JsonOpt, Loaded, LocalOpt, NameOpt, RecipeArg, SetOpt, SiteOpt, load, refuse
 from primeslurm.cli.output import note, out, print_json
 from primeslurm.cli.runs import RunArg, RunsOpt, find_run, job_query
 from primeslurm.cli.watch import watch_until_done
@@ -75,7 +76,10 @@ def _submit_emulated(
 def _submit(loaded: Loaded, recipe: Path, dry_run: bool, wait: bool, as_json: bool, placed: bool = True) -> None:
     """`placed`: the cluster is there and can be asked what fits."""
     plan = loaded.plan
+    refuse(plan, "error", *(() if dry_run else ("blocked",)))
     local = plan.executor == "local"
+    if placed and not local:
+        plan = avoid_bad_nodes(plan, loaded.site.slurm_conf)
     script = "" if local else render(plan)
     problems = name_in_use(Path(plan.run_dir)) + ([] if local or not placed else _placement(plan, loaded.site))
     if problems:
@@ -101,10 +105,13 @@ def resume(
         raise UsageError([Violation("RUN", run, f"is {status.phase}: there is nothing to resume")])
     previous = directory.latest()
     plan, job = previous.plan(), previous.job()
+    slurm_conf = job.slurm_conf if job else None
+    if plan.executor == "slurm":
+        plan = avoid_bad_nodes(plan, slurm_conf)
     attempt = directory.attempt(previous.number + 1)
     attempt.prepare(plan)
     script = "" if plan.executor == "local" else render(plan)
-    _start(attempt, plan, script, job.slurm_conf if job else None)
+    _start(attempt, plan, script, slurm_conf)
     _announce(attempt, plan, wait, as_json)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from primeslurm.orchestrator.endpoint import Completion, GenerateEndpoint
 from primeslurm.orchestrator.job_runner import JobRunner
 from primeslurm.orchestrator.jobs import Job, RolloutFailed
 from primeslurm.recipe import Recipe
+from primeslurm.wire.addresses import AddressBook
 from primeslurm.wire.rollouts import Rollout, RolloutInfo
 
 
@@ -32,6 +34,8 @@ class Conversation:
     mask: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    turns: int = 0
+    """Answers of the policy."""
 
     def given(self, tokens: list[int]) -> None:
         """The environment said something."""
@@ -40,6 +44,7 @@ class Conversation:
     def sampled(self, completion: Completion) -> None:
         """The policy answered."""
         tokens = completion.token_ids
+        self.turns += 1
         self._add(tokens, [True] * len(tokens), completion.logprobs, completion.versions)
 
     def _add(self, tokens: list[int], mask: list[bool], logprobs: list[float], versions: list[int]) -> None:
@@ -60,10 +65,11 @@ class Conversation:
 
 
 class EmulatedEnvironment:
-    """Runs the rollouts of one environment of a recipe."""
+    """Runs the rollouts of one environment of a recipe. `addresses` knows where the routers are."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, addresses: AddressBook) -> None:
         self._recipe = recipe
+        self._addresses = addresses
         self._endpoints: dict[str, GenerateEndpoint] = {}
 
     async def rollout(self, job: Job) -> tuple[Rollout, ...]:
@@ -84,7 +90,7 @@ class EmulatedEnvironment:
             environment=job.environment,
             opened_version=job.opened_version,
             reward=reward(job.id, sum(versions) / len(versions)),
-            turns=plan.turns,
+            turns=talk.turns,
             finish_reason=finish,
             seconds=time.monotonic() - started,
         )
@@ -109,7 +115,8 @@ class EmulatedEnvironment:
     async def _sample(self, job: Job, tokens: list[int]) -> Completion:
         if job.router not in self._endpoints:
             timeout_s = self._recipe.orchestrator.request_timeout_s
-            self._endpoints[job.router] = GenerateEndpoint(job.router, self._recipe.max_len, timeout_s)
+            where = functools.partial(self._addresses.url, job.router)
+            self._endpoints[job.router] = GenerateEndpoint(where, self._recipe.max_len, timeout_s)
         sampling = self._recipe.orchestrator.sampling.model_dump(exclude_none=True)
         body = {"token_ids": tokens, "sampling_params": sampling, "cache_salt": job.cache_salt}
         return await self._endpoints[job.router].generate(body, {"X-Session-ID": job.id})
@@ -117,7 +124,7 @@ class EmulatedEnvironment:
 
 async def _serve(options: argparse.Namespace) -> None:
     recipe = Recipe.model_validate_json(options.recipe.read_bytes())
-    environment = EmulatedEnvironment(recipe)
+    environment = EmulatedEnvironment(recipe, AddressBook(options.attempt_dir))
     try:
         await JobRunner(options.environment, options.worker, options.orchestrator, environment.rollout).serve()
     finally:
@@ -131,7 +138,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--environment", required=True, help="label of one of the recipe's environments")
     parser.add_argument("--worker", type=int, default=0)
     parser.add_argument("--orchestrator", required=True, help="ZMQ address")
-    options, _ = parser.parse_known_args(argv)
+    parser.add_argument("--attempt-dir", type=Path, required=True)
+    options = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     with contextlib.suppress(KeyboardInterrupt):

@@ -3,9 +3,6 @@
 A pure ASGI middleware (`vllm serve --middleware primeslurm.inference.gate.VersionGate`). It learns the policy version
 by watching the control requests that pass through it, so it cannot disagree with the engine about what was applied.
 
-Whoever asks must show the run's secret as a bearer token, except for what is read-only and tells nothing of the data:
-/health, /metrics and /primeslurm/status are read by routers, agents and monitoring that do not have it.
-
     closed   no version confirmed since the process started, or an update failed: /health and generation answer 503,
              so that a router leaves the engine out
     open     a version is set. It stays open during an update: generation is paused then, and requests wait
@@ -15,30 +12,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import json
 import os
 import uuid
-from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 import psutil
 
-from primeslurm.wire import secret
+from primeslurm.inference.admission import STATUS_PATH, App, Message, Receive, Scope, SecretGate, Send, answer
 
-Message = MutableMapping[str, Any]
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
-
-STATUS_PATH = "/primeslurm/status"
 SHUTDOWN_PATH = "/primeslurm/shutdown"
 SHUTDOWN_EXIT_CODE = 70
 
 _GATED = ("/v1/", "/inference/v1/")
-_OPEN = ("/health", "/metrics", STATUS_PATH)
-_GENERATE = ("/inference/v1/generate", "/v1/completions", "/v1/chat/completions", "/v1/models")
 _VERSION_FIELDS = {"/finish_weight_update": "weight_version", "/update_weight_version": "new_version"}
 _UPDATE_STEPS = ("/start_weight_update", "/update_weights", "/finish_weight_update")
 _WATCHED = {*_UPDATE_STEPS, *_VERSION_FIELDS, "/init_weight_transfer_engine", "/pause", "/resume"}
@@ -85,43 +71,23 @@ class EngineState:
         }
 
 
-class VersionGate:
+class VersionGate(SecretGate):
     """The middleware."""
 
     def __init__(self, app: App) -> None:
-        self._app = app
+        super().__init__(app)
         self._state = EngineState()
-        own = secret.own()
-        self._secret = f"Bearer {own}".encode()
-        self._generate_token = f"Bearer {secret.generate_token(own)}".encode()
 
-    def _admits(self, scope: Scope) -> bool:
-        path: str = scope["path"]
-        if path in _OPEN and scope["method"] == "GET":
-            return True
-        shown = dict(scope["headers"]).get(b"authorization", b"")
-        if path in _GENERATE and hmac.compare_digest(shown, self._generate_token):
-            return True
-        return hmac.compare_digest(shown, self._secret)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, refuse, watch, or pass on."""
-        if scope["type"] == "websocket":  # nothing of a run uses them
-            await send({"type": "websocket.close", "code": 1008})
-            return
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         path: str = scope["path"]
-        if not self._admits(scope):
-            await _answer(send, 401, {"error": "the run's secret is missing or wrong"})
-        elif path == STATUS_PATH:
-            await _answer(send, 200, self._state.report())
+        if path == STATUS_PATH:
+            await answer(send, 200, self._state.report())
         elif path == SHUTDOWN_PATH and scope["method"] == "POST":
-            await _answer(send, 200, {"exit_code": SHUTDOWN_EXIT_CODE})
+            await answer(send, 200, {"exit_code": SHUTDOWN_EXIT_CODE})
             asyncio.get_running_loop().call_later(0.1, _exit_at_once)  # after the answer is out
         elif self._state.version is None and (path == "/health" or path.startswith(_GATED)):
-            await _answer(send, 503, {"error": "stale: no policy version is confirmed on this engine"})
+            await answer(send, 503, {"error": "stale: no policy version is confirmed on this engine"})
         elif path in _WATCHED and scope["method"] == "POST":
             await self._watch(path, scope, receive, send)
         else:
@@ -162,10 +128,3 @@ def _version(body: bytes, field: str) -> int | None:
         return int(json.loads(body)[field])
     except (ValueError, KeyError, TypeError):
         return None  # applied without a version of ours: nothing says which policy this is
-
-
-async def _answer(send: Send, status: int, content: dict[str, Any]) -> None:
-    raw = json.dumps(content).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(raw)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": raw})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -13,12 +14,18 @@ from types import FrameType
 import submitit
 from submitit.helpers import DelayedSubmission
 
+from primeslurm.errors import ClusterError
 from primeslurm.node.agent import NodeAgent
-from primeslurm.node.fleet import Ending, Outcome
+from primeslurm.node.conclusion import conclude, nodes_to_avoid, remember_bad_node
 from primeslurm.node.head import Head
+from primeslurm.node.reports import Ending, Outcome
+from primeslurm.plan.model import Plan
 from primeslurm.run.directory import Attempt, RunDirectory
+from primeslurm.slurm.client import SlurmClient
 
 PLAN_WAIT_S = 120.0
+DEPUTY_S = 3.0
+"""Between two agents that look after a job whose head is gone."""
 
 
 class AgentTask:
@@ -43,7 +50,7 @@ class AgentTask:
         run = RunDirectory(Path(self.run_dir))
         attempt = self._attempt(run, rank)
         plan = attempt.plan()
-        self._agent = NodeAgent(plan, plan.nodes[rank], attempt, run.run_id, plan.python)
+        self._agent = NodeAgent(plan, rank, attempt, run.run_id, plan.python)
         self._threads = [threading.Thread(target=self._agent.run, name="agent", daemon=True)]
         if rank == 0:
             self._head = Head(self._agent, run)
@@ -52,6 +59,8 @@ class AgentTask:
         for thread in self._threads:
             thread.start()
         self._join()
+        if self._head is None and self._agent.head_lost:
+            self._requeue_without_head(plan, run, attempt, rank)
         if self._head is not None and self._head.conclude():
             # submitit's own handler calls checkpoint(), saves this object for the next attempt and requeues the job.
             os.kill(os.getpid(), signal.SIGUSR2)
@@ -67,7 +76,36 @@ class AgentTask:
             self._join()
             if not self._head.conclude():
                 return None
+        self._avoid_bad_nodes(self._head.plan)
         return DelayedSubmission(AgentTask(self.run_dir, self.first_attempt, self.restarts + 1))
+
+    def _avoid_bad_nodes(self, plan: Plan) -> None:
+        """Only a waiting job can be told, and submitit requeues after `checkpoint`: it is when this process ends."""
+        hostlist = nodes_to_avoid(plan)
+        if hostlist is not None and plan.executor == "slurm":
+            atexit.register(_keep_away_from, submitit.JobEnvironment().job_id, hostlist)
+
+    def _requeue_without_head(self, plan: Plan, run: RunDirectory, attempt: Attempt, rank: int) -> None:
+        """The head's node is gone, and the batch script with it: nothing but another agent can end or requeue the job.
+
+        One after the other looks whether an agent before it has done so.
+        """
+        time.sleep(DEPUTY_S * (rank - 1))
+        if plan.executor != "slurm" or attempt.end() is not None:
+            return
+        assert self._agent is not None
+        ending = self._agent.ending
+        assert ending is not None
+        job_id, client = submitit.JobEnvironment().job_id, SlurmClient()
+        head = attempt.heartbeat(0, attempt.roster())
+        if head is not None:
+            remember_bad_node(plan, attempt, head["name"], "it was the head, and fell silent", self._agent.journal)
+        if conclude(plan, run, attempt, ending, self._agent.journal):
+            client.requeue(job_id)
+            if hostlist := nodes_to_avoid(plan):
+                client.exclude(job_id, hostlist)
+        else:
+            client.cancel(job_id)
 
     def _attempt(self, run: RunDirectory, rank: int) -> Attempt:
         """This attempt's directory; after a requeue the head makes it from the one before."""
@@ -104,3 +142,10 @@ class AgentTask:
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__init__(**state)  # type: ignore[misc]
+
+
+def _keep_away_from(job_id: str, hostlist: str) -> None:
+    try:
+        SlurmClient().exclude(job_id, hostlist)
+    except ClusterError as error:
+        print(f"job {job_id} may get bad nodes again: {error}", file=sys.stderr, flush=True)

@@ -1,139 +1,246 @@
-"""The state of the whole run as its head sees it, and when an attempt ends.
+"""The state of the whole run as its head sees it: who plays which node, what goes on without a loss, and the end.
 
-Pure: reports and a clock in, decisions out.
+Pure: reports and a clock in; orders, news and endings out.
 
-An attempt ends when the work is complete, when something dies that is not restarted in place, when a node falls silent,
-when nothing makes progress, or when it is told to (preemption, time limit, cancel).
+An attempt ends when the work is complete, when something dies that nothing replaces, when nothing makes progress, or
+when it is told to (preemption, time limit, cancel). A node that is lost is replaced by a spare of its group; without
+one, the engines and routers on it are given up as long as some replica still serves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from enum import StrEnum
 from typing import Any
 
-import msgspec
-
+from primeslurm.node.reports import AgentReport, Ending, Fitness, Outcome, ProcessReport, UnitOrder
+from primeslurm.node.seats import Seats
 from primeslurm.node.supervisor import ProcessState
-from primeslurm.plan.model import Plan, Process
+from primeslurm.node.units import Unit, units_of
+from primeslurm.plan.model import Plan, Process, Replica
 from primeslurm.wire import exits
 
-NODE_SILENT_S = 90.0
-"""A node whose heartbeat is older than this is lost. Network file systems may show old files for up to 60 s."""
 NODE_START_S = 300.0
 """Longest wait for every node's agent to report."""
-
-
-class ProcessReport(msgspec.Struct, frozen=True):
-    """One process in a node's heartbeat."""
-
-    state: str
-    pid: int | None = None
-    exit_code: int | None = None
-    restarts: int = 0
-    since: float = 0.0
-    healthy: bool = False
-    """Answers 200 on /health: for an engine, it is up and holds the current policy."""
-    reason: str = ""
-
-
-class NodeReport(msgspec.Struct, frozen=True):
-    """A node's heartbeat: `nodes/<index>.json`."""
-
-    index: int
-    name: str
-    address: str
-    time: float
-    agent_pid: int
-    ports: dict[str, dict[str, int]]
-    processes: dict[str, ProcessReport]
-    ended: bool = False
-    error: str = ""
-
-
-class Outcome(StrEnum):
-    """How an attempt ended."""
-
-    COMPLETED = "completed"
-    PREEMPTED = "preempted"
-    """Asked to stop by Slurm; resumes as a new attempt."""
-    FAILED = "failed"
-    """Something died; resumes as a new attempt while attempts are left."""
-    CANCELLED = "cancelled"
+SPARE_WAIT_S = 30.0
+"""Longest wait for the rest once there are enough fit nodes."""
+_REPLACEABLE = ("engine", "prefill", "decode", "router", "environment")
+_EXPENDABLE = ("engine", "prefill", "decode", "router")
 
 
 @dataclass(frozen=True)
-class Ending:
-    """Why and how the attempt ends."""
+class News:
+    """Something that happened, for the journal."""
 
-    outcome: Outcome
-    reason: str
-    suspect: str = ""
+    kind: str
+    fields: dict[str, Any]
+    blamed: str | None = None
+    """Name of a node that is to blame, for the bad-node ledger."""
 
 
 @dataclass
 class Fleet:
-    """The head's view. Feed it heartbeats with `observe`, ask `decide`."""
+    """The head's view. Feed it heartbeats with `observe`, then ask `decide`."""
 
     plan: Plan
     started_at: float
-    nodes: dict[int, NodeReport] = field(default_factory=dict)
+    agents: dict[int, AgentReport] = field(default_factory=dict)
+    """By rank."""
     seen_at: dict[int, float] = field(default_factory=dict)
+    gone: dict[int, str] = field(default_factory=dict)
+    """Ranks that are not used any more in this attempt, and why."""
+    lost: set[str] = field(default_factory=set)
+    """Processes that were given up."""
+    news: list[News] = field(default_factory=list)
     progress: Any = None
     progress_at: float = 0.0
 
-    def observe(self, report: NodeReport, now: float) -> None:
+    def __post_init__(self) -> None:
+        self.seats = Seats(self.plan)
+        self.units: dict[str, Unit] = units_of(self.plan)
+        self._processes = {process.name: process for process in self.plan.processes()}
+        self._enough_since: float | None = None
+
+    def observe(self, report: AgentReport, now: float) -> None:
         """Take in a heartbeat. Freshness counts from when its content last changed, by this head's own clock."""
-        known = self.nodes.get(report.index)
+        known = self.agents.get(report.rank)
         if known is None or known.time != report.time:
-            self.seen_at[report.index] = now
-        self.nodes[report.index] = report
+            self.seen_at[report.rank] = now
+        self.agents[report.rank] = report
 
     def observe_progress(self, marker: Any, now: float) -> None:
         """Take in a value that changes whenever the run gets on (finished rollouts, version, step)."""
         if marker != self.progress or not self.progress_at:
             self.progress, self.progress_at = marker, now
 
-    @property
-    def assembled(self) -> bool:
-        """Whether every node has reported."""
-        return len(self.nodes) == len(self.plan.nodes)
+    def agent_of(self, node: int) -> AgentReport | None:
+        """The heartbeat of the agent that plays a node, once it does."""
+        report = self.agents.get(self.seats.rank_of.get(node, -1))
+        return report if report is not None and report.node == node else None
 
     def report(self, name: str) -> ProcessReport | None:
         """What is known of one process."""
-        for node in self.nodes.values():
-            if name in node.processes:
-                return node.processes[name]
-        return None
+        agent = self.agent_of(self._processes[name].node)
+        return agent.processes.get(name) if agent else None
+
+    def silence(self, name: str, now: float) -> float:
+        """Seconds since the agent of a process was heard of."""
+        rank = self.seats.rank_of.get(self._processes[name].node, -1)
+        return now - self.seen_at.get(rank, now)
+
+    @property
+    def assembled(self) -> bool:
+        """Whether every node is played by an agent that has taken its place."""
+        return bool(self.seats.generation) and all(self.agent_of(node) for node in self.seats.rank_of)
+
+    @property
+    def orders(self) -> dict[str, UnitOrder]:
+        """What agents have to know of units."""
+        return {name: unit.order for name, unit in self.units.items() if unit.generation}
 
     def decide(self, now: float) -> Ending | None:
-        """The reason to end the attempt now, or None."""
-        return self._lost_node(now) or self._dead_process() or self._complete() or self._stalled(now)
+        """Replace, restart and give up what must be; the reason to end the attempt now, or None."""
+        if not self.seats.generation:
+            return self._unfit(now) or self._take_seats(now)
+        return (
+            self._unfit(now)
+            or self._missing(now)
+            or self._restart_units(now)
+            or self._dead_process()
+            or self._complete()
+            or self._stalled(now)
+        )
 
-    def _lost_node(self, now: float) -> Ending | None:
-        for index, report in sorted(self.nodes.items()):
-            if report.error:
-                return Ending(Outcome.FAILED, f"node {report.name}: {report.error}", report.name)
-            silence = now - self.seen_at[index]
-            if silence > NODE_SILENT_S:
-                return Ending(Outcome.FAILED, f"node {report.name} has been silent for {silence:.0f} s", report.name)
-        if not self.assembled and now - self.started_at > NODE_START_S:
-            missing = sorted({node.index for node in self.plan.nodes} - set(self.nodes))
-            reason = f"no sign of nodes {missing} within {NODE_START_S:.0f} s"
-            return Ending(Outcome.FAILED, reason, f"node {missing[0]}")
+    # nodes
+
+    def _fit(self) -> set[int]:
+        return {r for r, agent in self.agents.items() if agent.fitness is Fitness.FIT and r not in self.gone}
+
+    def _take_seats(self, now: float) -> Ending | None:
+        if self.seats.short(self.gone):
+            return Ending(Outcome.FAILED, "; ".join(self.gone.values()), next(iter(self.gone.values())).split(":")[0])
+        undecided = sorted(set(range(self.plan.allocated)) - self._fit() - set(self.gone))
+        late = now - self.started_at > NODE_START_S
+        if self._enough_since is None and Seats(self.plan).fill(self._fit()):
+            self._enough_since = now
+        patient = self._enough_since is not None and now - self._enough_since > SPARE_WAIT_S
+        if undecided and not late and not patient:
+            return None
+        if not self.seats.fill(self._fit()):
+            names = [self.agents[rank].name if rank in self.agents else f"rank {rank}" for rank in undecided]
+            reason = f"no sign of nodes {', '.join(names)} within {NODE_START_S:.0f} s"
+            return Ending(Outcome.FAILED, reason, names[0])
+        spares = sorted(self.agents[rank].name for rank in self._fit() if self.seats.node_of(rank) is None)
+        nodes = [self.agents[rank].name for _, rank in sorted(self.seats.rank_of.items())]
+        self.news.append(News("seated", {"nodes": nodes, "spares": spares}))
         return None
+
+    def _unfit(self, now: float) -> Ending | None:
+        """Agents that failed their preflight, or failed themselves."""
+        for rank, agent in sorted(self.agents.items()):
+            if rank in self.gone:
+                continue
+            if agent.fitness is Fitness.UNFIT:
+                ending = self._lose(rank, agent.unfit_because, now)
+            elif agent.error:
+                ending = self._lose(rank, agent.error, now)
+            elif agent.ended:
+                ending = self._lose(rank, "its agent ended", now, blame=False)
+            else:
+                continue
+            if ending:
+                return ending
+        return None
+
+    def _missing(self, now: float) -> Ending | None:
+        for rank in sorted(set(self.seen_at) - set(self.gone)):
+            silence = now - self.seen_at[rank]
+            if silence <= self.plan.node_silent_s:
+                continue
+            if ending := self._lose(rank, f"has been silent for {silence:.0f} s", now):
+                return ending
+        return None
+
+    def _lose(self, rank: int, why: str, now: float, *, blame: bool = True) -> Ending | None:
+        """Do without an agent: a spare takes its place, or what ran there is given up, or the attempt ends."""
+        name = self.agents[rank].name
+        reason = f"node {name}: {why}"
+        self.gone[rank] = reason
+        self.news.append(News("node_lost", {"node": name, "rank": rank, "reason": why}, name if blame else None))
+        node = self.seats.node_of(rank)
+        if node is None:
+            return None
+        processes = self.plan.nodes[node].processes
+        if not all(process.role in _REPLACEABLE for process in processes):
+            return Ending(Outcome.FAILED, reason, name)
+        spare = self.seats.replace(node, self._fit())
+        if spare is None:
+            self.seats.vacate(node)
+            return self._give_up((process.name for process in processes), reason, name)
+        self.news.append(News("node_replaced", {"node": name, "by": self.agents[spare].name, "index": node}))
+        for unit in {process.unit for process in processes if process.unit is not None}:
+            self._restart_unit(self.units[unit], f"node {name} is lost", now)
+        return None
+
+    # processes
+
+    def _give_up(self, names: Iterable[str], reason: str, suspect: str) -> Ending | None:
+        """Go on without some processes if any replica still serves; whoever depends on them is given up as well."""
+        lost = self.lost | set(names)
+        for unit in self.units.values():
+            members = {process.name for process in unit.members}
+            lost |= members if members & lost else set()
+        serving = [replica for replica in self.plan.replicas if self._serves(replica, lost)]
+        expendable = all(self._processes[name].role in _EXPENDABLE for name in lost)
+        if not serving or not expendable:
+            return Ending(Outcome.FAILED, reason, suspect)
+        for replica in self.plan.replicas:
+            if replica not in serving:
+                lost |= {replica.router, *replica.engines}
+        self.news.append(News("given_up", {"processes": sorted(lost - self.lost), "reason": reason}))
+        self.lost = lost
+        return None
+
+    def _serves(self, replica: Replica, lost: set[str]) -> bool:
+        left = {self._processes[name].role for name in replica.engines if name not in lost}
+        return replica.router not in lost and left == {self._processes[name].role for name in replica.engines}
+
+    def _restart_units(self, now: float) -> Ending | None:
+        for unit in self.units.values():
+            if any(process.name in self.lost for process in unit.members):
+                continue
+            reports = {process.name: self.report(process.name) for process in unit.members}
+            fallen = unit.fell(reports)
+            if fallen is not None:
+                report = reports[fallen.name]
+                assert report is not None
+                reason = f"{fallen.name} {_died(report)}"
+                if unit.exhausted:
+                    reason += f"; its unit {unit.name} was restarted {unit.restarts} times"
+                    if ending := self._give_up([fallen.name], reason, unit.name):
+                        return ending
+                    continue
+                self._restart_unit(unit, reason, now)
+            if self.assembled:  # or members would start with the address of a node that is being replaced
+                unit.tick(now, reports)
+        return None
+
+    def _restart_unit(self, unit: Unit, reason: str, now: float) -> None:
+        unit.restart(now)
+        self.news.append(News("unit_restart", {"unit": unit.name, "generation": unit.generation, "reason": reason}))
 
     def _dead_process(self) -> Ending | None:
         for process in self.plan.processes():
             report = self.report(process.name)
-            if report is None or report.state != ProcessState.FAILED:
+            if report is None or report.state != ProcessState.FAILED or process.name in self.lost:
                 continue
+            reason = f"{process.name} {_died(report)}"
             if report.exit_code == exits.CHECKPOINTED:
                 return Ending(Outcome.PREEMPTED, f"{process.name} checkpointed and stopped", process.name)
             if report.exit_code == exits.STALLED:
                 return Ending(Outcome.FAILED, f"{process.name} saw no progress: see its events", process.name)
-            return Ending(Outcome.FAILED, f"{process.name} {_died(report)}", process.name)
+            if ending := self._give_up([process.name], reason, process.name):
+                return ending
         return None
 
     def _complete(self) -> Ending | None:
@@ -150,61 +257,8 @@ class Fleet:
         return None
 
 
-class FleetState(StrEnum):
-    """State of one process in the words of an operator."""
-
-    STARTING = "STARTING"
-    LOADING = "LOADING"
-    STALE = "STALE"
-    """Up, but not on the current policy version: its router leaves it out."""
-    HEALTHY = "HEALTHY"
-    SUSPECT = "SUSPECT"
-    """Its node has not been heard of for a while."""
-    RESTARTING = "RESTARTING"
-    DEAD = "DEAD"
-    """Ended, and its attempt ends with it."""
-    LOST = "LOST"
-    """Ended too often to be restarted again."""
-    DONE = "DONE"
-
-
-def fleet_state(process: Process, report: ProcessReport | None, silence: float) -> FleetState:
-    """The operator's word for what a node reports of a process; `silence` = seconds since the node was heard of."""
-    if report is None:
-        return FleetState.STARTING
-    state = report.state
-    if state in (ProcessState.LOADING, ProcessState.READY) and silence > NODE_SILENT_S / 3:
-        return FleetState.SUSPECT
-    if state == ProcessState.READY:
-        return FleetState.HEALTHY if report.healthy or process.health is None else FleetState.STALE
-    if state == ProcessState.FAILED:
-        return FleetState.LOST if process.restart == "in_place" else FleetState.DEAD
-    return {
-        ProcessState.WAITING: FleetState.STARTING,
-        ProcessState.LOADING: FleetState.LOADING,
-        ProcessState.BACKOFF: FleetState.RESTARTING,
-    }.get(ProcessState(state), FleetState.DONE)
-
-
 def _died(report: ProcessReport) -> str:
     code = report.exit_code
     how = f"was ended by signal {-code}" if code is not None and code < 0 else f"ended with exit code {code}"
     again = f" after {report.restarts} restarts" if report.restarts else ""
     return how + again + (f" ({report.reason})" if report.reason else "")
-
-
-def should_requeue(ending: Ending, attempt: int, plan: Plan, commits: Mapping[int, int | None]) -> tuple[bool, str]:
-    """Whether the job resumes as a new attempt, and why not if it does not.
-
-    `commits`: newest committed step at the end of each failed attempt so far, this one included.
-    """
-    if ending.outcome in (Outcome.COMPLETED, Outcome.CANCELLED):
-        return False, ""
-    if attempt >= plan.max_attempts:
-        return False, f"this was attempt {attempt} of {plan.max_attempts}"
-    if ending.outcome is Outcome.PREEMPTED:
-        return True, ""
-    recent = [commits[n] for n in sorted(commits)][-3:]
-    if len(recent) == 3 and len(set(recent)) == 1:
-        return False, "three failed attempts in a row committed nothing new"
-    return True, ""

@@ -1,20 +1,23 @@
-"""The head: watches every heartbeat, publishes addresses and the fleet's state, decides when an attempt ends."""
+"""The head: watches every heartbeat, gives nodes their parts, publishes the fleet's state, decides the end."""
 
 from __future__ import annotations
 
 import threading
 import time
-from pathlib import Path
 
 import msgspec
 
-from primeslurm.node.agent import FleetView, NodeAgent
-from primeslurm.node.fleet import Ending, Fleet, NodeReport, Outcome, fleet_state, should_requeue
+from primeslurm.node.agent import NodeAgent
+from primeslurm.node.conclusion import conclude, remember_bad_node
+from primeslurm.node.fleet import Fleet
+from primeslurm.node.reports import AgentReport, Ending, FleetView, Outcome
+from primeslurm.node.states import fleet_state
 from primeslurm.node.supervisor import ProcessState
 from primeslurm.plan.model import Plan
-from primeslurm.run.directory import Attempt, EndRecord, RunDirectory
-from primeslurm.wire import checkpoints
-from primeslurm.wire.files import read_json, write_json
+from primeslurm.run.directory import Attempt, RunDirectory
+from primeslurm.run.roster import Roster, Seat
+from primeslurm.wire.addresses import Addresses
+from primeslurm.wire.files import Watched, write_json
 from primeslurm.wire.journal import Journal
 
 PERIOD_S = 0.5
@@ -25,7 +28,7 @@ GATHER_S = 60.0
 
 
 class Head(threading.Thread):
-    """Runs beside the agent of node 0, until every node has ended or had its chance to."""
+    """Runs beside the agent of rank 0, until every node has ended or had its chance to."""
 
     def __init__(self, agent: NodeAgent, run: RunDirectory) -> None:
         super().__init__(daemon=True, name="head")
@@ -36,9 +39,11 @@ class Head(threading.Thread):
         self.fleet = Fleet(agent.plan, started_at=time.time())
         self.journal = Journal(agent.attempt.path, "head")
         self.ending: Ending | None = None
+        self._heartbeats = {rank: Watched(self.attempt.agent_file(rank)) for rank in range(self.plan.allocated)}
+        self._addresses = Addresses({}, {})
+        self._published_generation = 0
         self._asked: Ending | None = None
         self._ending_at = 0.0
-        self._published = False
 
     def end(self, ending: Ending) -> None:
         """Ask for the end of the attempt, from any thread or signal handler."""
@@ -56,46 +61,23 @@ class Head(threading.Thread):
             self._agent.end(self.ending)
 
     def tick(self, now: float) -> None:
-        """Read every heartbeat, decide, publish."""
-        for node in self.plan.nodes:
-            value = read_json(self.attempt.node_file(node.index))
-            if value is not None:
-                self.fleet.observe(msgspec.convert(value, NodeReport), now)
+        """Read every heartbeat that changed, decide, publish."""
+        for file in self._heartbeats.values():
+            if (value := file.changed()) is not None:
+                self.fleet.observe(msgspec.convert(value, AgentReport), now)
         self._observe_progress(now)
-        if self.fleet.assembled and not self._published:
-            self._publish_addresses()
         if self.ending is None and (found := self._cancelled() or self._asked or self.fleet.decide(now)):
             self.ending, self._ending_at = found, now
             self.journal.event("ending", outcome=found.outcome, reason=found.reason, suspect=found.suspect)
+        self._tell_news()
+        self._publish_roster()
+        self._publish_addresses()
         self._publish(now)
 
     def conclude(self) -> bool:
         """Record how the attempt ended. Returns whether the job should be requeued."""
         ending = self.ending or Ending(Outcome.FAILED, "the head ended early")
-        step = checkpoints.newest(Path(self.plan.run_dir))
-        commits = {
-            a.number: end.committed_step
-            for a in self.run_directory.attempts()
-            if (end := a.end()) is not None and end.outcome == Outcome.FAILED
-        }
-        if ending.outcome is Outcome.FAILED:
-            commits[self.attempt.number] = step
-        requeue, why_not = should_requeue(ending, self.attempt.number, self.plan, commits)
-        record = EndRecord(
-            outcome=ending.outcome,
-            reason=ending.reason,
-            suspect=ending.suspect,
-            committed_step=step,
-            requeued=requeue,
-            why_not_requeued=why_not,
-            time=time.time(),
-        )
-        try:
-            self.attempt.record_end(record)
-        except OSError as error:  # a full disk must not keep the job from being requeued
-            self.journal.event("end_not_recorded", error=str(error))
-        self.journal.event("ended", outcome=ending.outcome, requeued=requeue, why_not=why_not)
-        return requeue
+        return conclude(self.plan, self.run_directory, self.attempt, ending, self.journal)
 
     def _cancelled(self) -> Ending | None:
         if self.attempt.cancel_file.exists():
@@ -108,22 +90,56 @@ class Head(threading.Thread):
         if state:
             self.fleet.observe_progress(marker, now)
 
+    def _tell_news(self) -> None:
+        news, self.fleet.news = self.fleet.news, []
+        for item in news:
+            self.journal.event(item.kind, **item.fields)
+            if item.blamed is not None:
+                remember_bad_node(self.plan, self.attempt, item.blamed, item.fields["reason"], self.journal)
+
+    def _publish_roster(self) -> None:
+        seats = self.fleet.seats
+        if seats.generation == self._published_generation:
+            return
+        taken = {node: Seat(rank, self.fleet.agents[rank].name) for node, rank in sorted(seats.rank_of.items())}
+        write_json(self.attempt.roster_file, msgspec.to_builtins(Roster(seats.generation, taken)))
+        self._published_generation = seats.generation
+
     def _publish_addresses(self) -> None:
-        hosts = {name: report.address for report in self.fleet.nodes.values() for name in report.processes}
-        ports = {name: used for report in self.fleet.nodes.values() for name, used in report.ports.items()}
-        write_json(self.attempt.addresses_file, {"hosts": hosts, "ports": ports})
-        self._published = True
-        self.journal.event("assembled", nodes=[r.name for _, r in sorted(self.fleet.nodes.items())])
+        """Who listens where, once everybody does. What was given up keeps its last address."""
+        if not self.fleet.assembled:
+            return
+        hosts, ports = dict(self._addresses.hosts), dict(self._addresses.ports)
+        for node in self.fleet.seats.rank_of:
+            agent = self.fleet.agent_of(node)
+            assert agent is not None
+            hosts |= dict.fromkeys(agent.processes, agent.address)
+            ports |= agent.ports
+        addresses = Addresses(hosts, ports, sorted(self.fleet.lost))
+        if addresses == self._addresses:
+            return
+        write_json(self.attempt.addresses_file, msgspec.to_builtins(addresses))
+        self._addresses = addresses
+        self.journal.event("addresses", generation=self.fleet.seats.generation, lost=addresses.lost)
 
     def _publish(self, now: float) -> None:
+        fleet = self.fleet
         states, ready = {}, []
         for process in self.plan.processes():
-            report = self.fleet.report(process.name)
-            silence = now - self.fleet.seen_at.get(process.node, now)
-            states[process.name] = str(fleet_state(process, report, silence))
+            report = fleet.report(process.name)
+            suspect = fleet.silence(process.name, now) > self.plan.node_silent_s / 3
+            states[process.name] = str(fleet_state(process, report, suspect=suspect, lost=process.name in fleet.lost))
             if report is not None and report.state == ProcessState.READY:
                 ready.append(process.name)
-        view = FleetView(time=now, ready=ready, states=states, ending=self.ending, release=self._release(now))
+        view = FleetView(
+            time=now,
+            ready=ready,
+            states=states,
+            units=fleet.orders,
+            lost=sorted(fleet.lost),
+            ending=self.ending,
+            release=self._release(now),
+        )
         try:
             write_json(self.attempt.fleet_file, msgspec.to_builtins(view))
         except OSError as error:
@@ -135,19 +151,24 @@ class Head(threading.Thread):
             return False
         if self.ending.outcome in (Outcome.COMPLETED, Outcome.CANCELLED):
             return True
-        running = (ProcessState.LOADING, ProcessState.READY)
-        reports = {p.name: (p, self.fleet.report(p.name)) for p in self.plan.processes()}
-        trainers = [r for p, r in reports.values() if p.role == "trainer"]
-        alive = [r is not None and r.state in running for r in trainers]
-        orchestrator = [r for p, r in reports.values() if p.role == "orchestrator"]
-        helpless = any(r is None or r.state not in running for r in orchestrator)
         grace = min(CHECKPOINT_GRACE_S, max(self.plan.job.signal_s - 30.0, 10.0))
-        checkpointing = bool(alive) and all(alive) and not helpless
+        checkpointing = self._all_run("trainer") and self._all_run("orchestrator", none=True)
         return not checkpointing or now - self._ending_at > grace
+
+    def _all_run(self, role: str, *, none: bool = False) -> bool:
+        """Whether all processes of a role run; `none`: the answer if there are none."""
+        reports = [self.fleet.report(p.name) for p in self.plan.processes() if p.role == role]
+        running = (ProcessState.LOADING, ProcessState.READY)
+        return all(r is not None and r.state in running for r in reports) if reports else none
+
+    def _has_ended(self, rank: int, now: float) -> bool:
+        fleet = self.fleet
+        silence = now - fleet.seen_at[rank]
+        return fleet.agents[rank].ended or silence > self.plan.node_silent_s
 
     def _gathered(self, now: float) -> bool:
         if self.ending is None:
             return False
-        if all(report.ended for report in self.fleet.nodes.values()):
+        if all(self._has_ended(rank, now) for rank in self.fleet.agents):
             return True
         return now - self._ending_at > CHECKPOINT_GRACE_S + GATHER_S

@@ -20,14 +20,14 @@ class Target:
     ready_path: str
 
 
-def answers(host: str, port: int, path: str) -> bool:
-    """Whether GET `path` gives 200."""
+def status_of(host: str, port: int, path: str) -> int | None:
+    """The HTTP status of GET `path`, or None without any answer."""
     connection = http.client.HTTPConnection(host, port, timeout=TIMEOUT_S)
     try:
         connection.request("GET", path)
-        return connection.getresponse().status == 200
+        return connection.getresponse().status
     except (OSError, http.client.HTTPException):
-        return False
+        return None
     finally:
         connection.close()
 
@@ -38,9 +38,15 @@ class Probe:
     def __init__(self, target: Target) -> None:
         self.ready = False
         self.healthy = False
+        self._answered_at = time.monotonic()
         self._target = target
         self._stop = threading.Event()
         threading.Thread(target=self._run, daemon=True).start()
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the target last answered anything: an engine that is not current answers, with 503."""
+        return time.monotonic() - self._answered_at
 
     def stop(self) -> None:
         """Stop probing; both answers become False."""
@@ -51,9 +57,12 @@ class Probe:
         target = self._target
         while not self._stop.is_set():
             started = time.monotonic()
-            ready = answers(target.host, target.port, target.ready_path)
+            status = status_of(target.host, target.port, target.ready_path)
+            if status is not None:
+                self._answered_at = time.monotonic()
+            ready = status == 200
             same = target.ready_path == "/health"
-            healthy = ready if same else ready and answers(target.host, target.port, "/health")
+            healthy = ready if same else ready and status_of(target.host, target.port, "/health") == 200
             if not self._stop.is_set():
                 self.ready, self.healthy = ready, healthy
             self._stop.wait(max(0.0, PERIOD_S - (time.monotonic() - started)))

@@ -59,12 +59,13 @@ def free_port(address: str, preferred: int, taken: Iterable[int]) -> int:
     for port in range(preferred, preferred + _SEARCH):
         if port in busy:
             continue
-        if _can_bind(address, port) and _can_bind("", port):
+        if can_bind(address, port) and can_bind("", port):
             return port
     raise NetworkError(f"no free port on {address} from {preferred} to {preferred + _SEARCH - 1}")
 
 
-def _can_bind(address: str, port: int) -> bool:
+def can_bind(address: str, port: int) -> bool:
+    """Whether a server could listen there now."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

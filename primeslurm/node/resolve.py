@@ -4,19 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+
+from primeslurm.wire.addresses import Addresses
 
 _PLACEHOLDER = re.compile(r"\$\{([a-z_]+)(?::([^:}]+))?(?::([^:}]+))?\}")
-
-
-@dataclass(frozen=True)
-class Addresses:
-    """Where every process of the run listens."""
-
-    hosts: Mapping[str, str]
-    """Process name to the address of its node."""
-    ports: Mapping[str, Mapping[str, int]]
-    """Process name to port name to port number."""
 
 
 class UnknownPlaceholder(KeyError):

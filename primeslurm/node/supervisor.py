@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
+from primeslurm.node.reports import UnitOrder
 from primeslurm.plan.model import Process
 from primeslurm.wire import exits
 
@@ -25,6 +26,8 @@ class ProcessState(StrEnum):
     READY = "ready"
     BACKOFF = "backoff"
     """Died; waits to be restarted."""
+    FALLEN = "fallen"
+    """Died; waits for the next generation of its unit."""
     DONE = "done"
     """Ended by itself with exit code 0."""
     FAILED = "failed"
@@ -47,32 +50,54 @@ class Supervision:
     started_at: float = 0.0
     since: float = 0.0
     reason: str = ""
+    generation: int = 0
+    """Generation of its unit that it was last started in."""
+    renewing: bool = False
+    """It is being ended only to be started anew: no fault of its own."""
 
     @property
     def running(self) -> bool:
         """Whether an operating-system process exists."""
         return self.state in (ProcessState.LOADING, ProcessState.READY)
 
-    def tick(self, now: float, *, prerequisites: bool, ready: bool) -> Decision:
-        """What to do now. `ready`: it answers (or has no health check and runs)."""
+    def tick(
+        self, now: float, *, prerequisites: bool, ready: bool, silent_s: float = 0.0, order: UnitOrder | None = None
+    ) -> Decision:
+        """What to do now.
+
+        Args:
+            now: the clock, in seconds.
+            prerequisites: what it needs is there.
+            ready: it answers (or has no health check and runs).
+            silent_s: for how long it has given no HTTP answer at all.
+            order: for a member of a unit, what the head says of the unit.
+        """
+        if order is not None and order.generation > self.generation and self.running:
+            return self.renew("its unit is restarted")
+        if self.running:
+            return self._watch(now, ready, silent_s)
+        if not prerequisites or (order is not None and order.hold):
+            return "nothing"
         if self.state is ProcessState.WAITING:
-            return "start" if prerequisites else "nothing"
+            return "start"
+        if self.state is ProcessState.FALLEN and order is not None and order.generation > self.generation:
+            return "start"
         if self.state is ProcessState.BACKOFF:
             wait = BACKOFF_S[min(self.restarts, len(BACKOFF_S)) - 1]
-            return "start" if prerequisites and now - self.since >= wait else "nothing"
-        if self.state is ProcessState.LOADING:
-            if ready:
-                self._become(ProcessState.READY, now)
-            elif self.process.health and now - self.started_at > self.process.health.start_timeout_s:
-                self.reason = f"not ready within {self.process.health.start_timeout_s} s"
-                return "kill"
-        if self.state is ProcessState.READY and now - self.started_at > STABLE_S:
-            self.restarts = 0
+            return "start" if now - self.since >= wait else "nothing"
         return "nothing"
 
-    def started(self, now: float) -> None:
+    def renew(self, reason: str) -> Decision:
+        """It has to be ended and started anew."""
+        if self.renewing:
+            return "nothing"
+        self.renewing, self.reason = True, reason
+        return "kill"
+
+    def started(self, now: float, generation: int = 0) -> None:
         """The process was started."""
-        self.started_at, self.exit_code = now, None
+        self.started_at, self.exit_code, self.generation = now, None, generation
+        self.renewing, self.reason = False, ""
         self._become(ProcessState.LOADING, now)
 
     def exited(self, now: float, code: int, *, ending: bool) -> None:
@@ -80,13 +105,34 @@ class Supervision:
         self.exit_code = code
         if ending:
             self._become(ProcessState.STOPPED, now)
-        elif code == 0:
+        elif self.renewing:
+            self._become(ProcessState.WAITING, now)
+        elif code == 0 and self.process.health is None:
             self._become(ProcessState.DONE, now)
+        elif self.process.restart == "unit":
+            self.restarts += 1
+            self._become(ProcessState.FALLEN, now)
         elif self._restartable and code != exits.STALLED:
             self.restarts += 1
             self._become(ProcessState.BACKOFF, now)
         else:
             self._become(ProcessState.FAILED, now)
+
+    def _watch(self, now: float, ready: bool, silent_s: float) -> Decision:
+        health = self.process.health
+        if self.state is ProcessState.LOADING:
+            if ready:
+                self._become(ProcessState.READY, now)
+            elif health and now - self.started_at > health.start_timeout_s:
+                self.reason = f"not ready within {health.start_timeout_s} s"
+                return "kill"
+            return "nothing"
+        if health and silent_s > health.hang_timeout_s:
+            self.reason = f"gave no answer for {silent_s:.0f} s"
+            return "kill"
+        if now - self.started_at > STABLE_S:
+            self.restarts = 0
+        return "nothing"
 
     @property
     def _restartable(self) -> bool:

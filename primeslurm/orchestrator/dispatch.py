@@ -131,6 +131,11 @@ class Dispatcher:
         group = group or self._open(available)
         return self._dispatch(group) if group else None
 
+    @property
+    def routers(self) -> tuple[str, ...]:
+        """Routers that groups are pinned to."""
+        return tuple(self._routers)
+
     def finished(self, job: str, rollout: tuple[Rollout, ...]) -> Group | None:
         """A job delivered its rollout. Returns the group if that completed it. Raises KeyError for an unknown job."""
         group, index = self._end(job, "finished")
@@ -151,9 +156,20 @@ class Dispatcher:
         return []
 
     def lost(self, job: str) -> None:
-        """The worker that ran a job is gone: the job is dispatched again."""
+        """What ran a job is gone: the job is dispatched again."""
         group, index = self._end(job, "lost")
         group.to_dispatch.append(index)
+
+    def drop_router(self, router: str) -> list[str]:
+        """A replica is gone: its open groups go on with the others. Returns the jobs to cancel; they run again."""
+        self._routers.remove(router)
+        moved = {group.id for group in self.open.values() if group.router == router}
+        for name in sorted(moved):
+            self.open[name].router = self._least_loaded()
+        jobs = [job for job, (owner, _) in self._jobs.items() if owner in moved]
+        for job in jobs:
+            self.lost(job)
+        return jobs
 
     def add_ready(self, group: Group) -> bool:
         """A complete group waits for a batch. False if it is too old already, and was dropped."""
@@ -205,13 +221,16 @@ class Dispatcher:
         if position is None:
             return None
         label, example = position
-        load = Counter(group.router for group in self.open.values())
-        router = min(self._routers, key=lambda url: load[url])
         members = list(range(self.limits.group_size))
+        router = self._least_loaded()
         group = OpenGroup(group_id(label, example), label, example, self.version, router, members)
         self.open[group.id] = group
         self.counts["groups_opened"] += 1
         return group
+
+    def _least_loaded(self) -> str:
+        load = Counter(group.router for group in self.open.values())
+        return min(self._routers, key=lambda name: load[name])
 
     def _next_position(self, available: Collection[str]) -> tuple[str, int] | None:
         for position in self._unfinished:

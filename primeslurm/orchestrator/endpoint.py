@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from primeslurm.wire import secret
 GENERATE = "/inference/v1/generate"
 FIRST_RETRY_S = 0.25
 LONGEST_RETRY_S = 5.0
+MOVE_POLL_S = 2.0
 LOADED_VERSION = "default"
 """What vLLM calls the weights it loaded at start, until it is told a version: version 0."""
 
@@ -43,6 +45,10 @@ class _Choice(msgspec.Struct):
 
 class _Answer(msgspec.Struct):
     choices: list[_Choice]
+
+
+class _Moved(Exception):
+    """The router listens elsewhere now."""
 
 
 class RefusedError(Exception):
@@ -79,13 +85,13 @@ class GenerateEndpoint:
     An engine without the current policy answers 503, and a router answers 5xx while an engine is being restarted.
 
     Args:
-        base_url: of the router.
+        where: the router's URL as it is now; a request that waits for an answer follows it when it changes.
         max_len: longest sequence an engine accepts; completions end there.
         timeout_s: longest wait for one answer, retries included.
     """
 
-    def __init__(self, base_url: str, max_len: int, timeout_s: float) -> None:
-        self.base_url = base_url
+    def __init__(self, where: Callable[[], str], max_len: int, timeout_s: float) -> None:
+        self._where = where
         self._max_len = max_len
         self._timeout_s = timeout_s
         self._http = httpx.AsyncClient(
@@ -96,15 +102,15 @@ class GenerateEndpoint:
             verify=False,  # plain HTTP: no certificates to load
         )
 
-    async def generate(self, body: dict[str, Any], headers: dict[str, str], url: str | None = None) -> Completion:
-        """Sample one completion of `body["token_ids"]`; `url` in place of the router's usual one.
+    async def generate(self, body: dict[str, Any], headers: dict[str, str], path: str = GENERATE) -> Completion:
+        """Sample one completion of `body["token_ids"]`.
 
         Raises:
             RefusedError: the request is wrong (4xx).
             NoAnswerError: no answer before the deadline.
             msgspec.ValidationError: the answer lacks log-probabilities or policy versions.
         """
-        answer = await self._insist(url or self.base_url + GENERATE, self._request(body), headers)
+        answer = await self._insist(path, self._request(body), headers)
         choice = msgspec.json.decode(answer.content, type=_Answer).choices[0]
         logprobs = [entry.logprob for entry in choice.logprobs.content]
         return Completion(choice.token_ids, logprobs, _versions(choice), choice.finish_reason)
@@ -122,13 +128,13 @@ class GenerateEndpoint:
         sampling["logprobs"] = 0  # the sampled token's own, no alternatives
         return {**body, "model": None, "sampling_params": sampling, "stream": False}
 
-    async def _insist(self, url: str, request: dict[str, Any], headers: dict[str, str]) -> httpx.Response:
+    async def _insist(self, path: str, request: dict[str, Any], headers: dict[str, str]) -> httpx.Response:
         deadline = time.monotonic() + self._timeout_s
         pause = FIRST_RETRY_S
         while True:
             try:
-                answer = await self._http.post(url, json=request, headers=headers)
-            except httpx.HTTPError as error:
+                answer = await self._try(path, request, headers)
+            except (httpx.HTTPError, _Moved) as error:
                 problem = f"{type(error).__name__}: {error}"
             else:
                 if answer.is_success:
@@ -137,9 +143,21 @@ class GenerateEndpoint:
                 if answer.is_client_error:
                     raise RefusedError(problem, answer.status_code)
             if time.monotonic() + pause > deadline:
-                raise NoAnswerError(f"{url}: {problem}")
+                raise NoAnswerError(f"{self._where()}{path}: {problem}")
             await asyncio.sleep(pause * random.uniform(0.5, 1.5))
             pause = min(2 * pause, LONGEST_RETRY_S)
+
+    async def _try(self, path: str, request: dict[str, Any], headers: dict[str, str]) -> httpx.Response:
+        """One try. A node that is gone never answers: when its router has moved, waiting for it is over."""
+        where = self._where()
+        answer = asyncio.create_task(self._http.post(where + path, json=request, headers=headers))
+        try:
+            while not (await asyncio.wait({answer}, timeout=MOVE_POLL_S))[0]:
+                if self._where() != where:
+                    raise _Moved(f"{where} has moved to {self._where()}")
+            return answer.result()
+        finally:
+            answer.cancel()
 
 
 def _versions(choice: _Choice) -> list[int]:

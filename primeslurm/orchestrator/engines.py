@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -65,7 +66,7 @@ class EngineClient:
     """Control of one engine, directly and never through a router (which would reach only one of several).
 
     Args:
-        url: base URL of the engine's HTTP server.
+        where: base URL of the engine's HTTP server as it is now.
         model_path: what the engine was started from.
         init_info: what `/init_weight_transfer_engine` is told; empty for the file system.
         tries: how often an update is tried, with generation paused all the while.
@@ -74,23 +75,28 @@ class EngineClient:
 
     def __init__(
         self,
-        url: str,
+        where: Callable[[], str],
         model_path: str,
         init_info: dict[str, Any] | None = None,
         tries: int = 3,
         retry_s: float = 1.0,
         status_timeout_s: float = 5.0,
     ) -> None:
-        self.url = url
+        self._where = where
         self._model_path = model_path
         self._init_info = init_info or {}
         self._tries = tries
         self._retry_s = retry_s
         self._status_timeout_s = status_timeout_s
         # No connection is kept: uvicorn closes them after a failed request, and the next one would meet a dead one.
-        self._http = _client(url, keep=0)
+        self._http = _client(keep=0)
         # The exception: with hundreds of engines, connecting anew for every look would keep a core busy.
-        self._looking = _client(url, keep=1)
+        self._looking = _client(keep=1)
+
+    @property
+    def url(self) -> str:
+        """Base URL of the engine as it is now."""
+        return self._where()
 
     async def status(self) -> EngineStatus:
         """The engine's status. Raises EngineDownError."""
@@ -120,7 +126,7 @@ class EngineClient:
     async def shutdown(self) -> None:
         """Have the engine's process end at once, so that its agent starts it anew. Raises EngineDownError."""
         try:
-            await self._http.post("/primeslurm/shutdown", timeout=self._status_timeout_s)
+            await self._http.post(f"{self.url}/primeslurm/shutdown", timeout=self._status_timeout_s)
         except httpx.HTTPError as error:
             raise EngineDownError(f"{self.url}: {_words(error)}") from error
 
@@ -130,12 +136,12 @@ class EngineClient:
         await self._looking.aclose()
 
     async def _look(self) -> httpx.Response:
-        path, timeout_s = "/primeslurm/status", self._status_timeout_s
+        url, timeout_s = f"{self.url}/primeslurm/status", self._status_timeout_s
         try:
-            return await self._looking.get(path, timeout=timeout_s)
+            return await self._looking.get(url, timeout=timeout_s)
         except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
             # the kept connection was closed; only a new one tells whether the engine is gone
-            return await self._http.get(path, timeout=timeout_s)
+            return await self._http.get(url, timeout=timeout_s)
 
     async def _apply(self, policy: Policy, timeout_s: float) -> Step:
         status = await self.status()
@@ -166,18 +172,18 @@ class EngineClient:
 
     async def _post(self, path: str, timeout_s: float, body: dict[str, Any] | None = None) -> None:
         try:
-            response = await self._http.post(path, json=body, timeout=timeout_s)
+            response = await self._http.post(f"{self.url}{path}", json=body, timeout=timeout_s)
         except httpx.TransportError as error:
             raise EngineDownError(f"{self.url}{path}: {_words(error)}") from error
         if response.status_code != 200:
             raise EngineUpdateError(f"{self.url}{path}: {response.status_code} {response.text[:500]}")
 
 
-def _client(url: str, keep: int) -> httpx.AsyncClient:
+def _client(keep: int) -> httpx.AsyncClient:
     """Keeps `keep` idle connections."""
     limits = httpx.Limits(max_keepalive_connections=keep)
     # plain HTTP: without `verify=False`, every client would load all certificates of the machine
-    return httpx.AsyncClient(base_url=url, headers=secret.header(), limits=limits, trust_env=False, verify=False)
+    return httpx.AsyncClient(headers=secret.header(), limits=limits, trust_env=False, verify=False)
 
 
 def _words(error: Exception) -> str:

@@ -8,7 +8,7 @@ mended behind the one thing it asks of its HTTP client: `post`.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -34,11 +34,12 @@ class RendererEndpoint:
     """What a TrainClient takes for its HTTP client: posts through a GenerateEndpoint and keeps what was sampled.
 
     Args:
+        base_url: stands for the router in the URLs that are posted to.
         endpoint: of the router.
     """
 
-    def __init__(self, endpoint: GenerateEndpoint) -> None:
-        self.base_url = endpoint.base_url
+    def __init__(self, base_url: str, endpoint: GenerateEndpoint) -> None:
+        self.base_url = base_url
         self._endpoint = endpoint
         self._completions: dict[str, list[Completion]] = {}
 
@@ -57,7 +58,7 @@ class RendererEndpoint:
         headers = dict(options["headers"])
         request = httpx.Request("POST", url)
         try:
-            completion = await self._endpoint.generate(body, headers, url)
+            completion = await self._endpoint.generate(body, headers, url.removeprefix(self.base_url))
         except RefusedError as error:
             response = httpx.Response(error.status, request=request)
             raise APIStatusError(str(error), response=response, body=None) from error
@@ -76,13 +77,21 @@ class RendererEndpoint:
 
 
 class TokenClient(TrainClient):  # type: ignore[misc]
-    """A TrainClient that talks through a RendererEndpoint. `model` is the directory of the tokenizer."""
+    """A TrainClient that talks through a RendererEndpoint.
 
-    def __init__(self, router: str, model: str, max_len: int, timeout_s: float) -> None:
-        config = TrainClientConfig(base_url=router, api_key_var="UNUSED", renderer_model_name=model)
+    Args:
+        router: process name of the router.
+        where: gives its URL as it is now.
+        model: the directory of the tokenizer.
+        max_len: longest sequence an engine accepts.
+        timeout_s: longest wait for one answer, retries included.
+    """
+
+    def __init__(self, router: str, where: Callable[[], str], model: str, max_len: int, timeout_s: float) -> None:
+        config = TrainClientConfig(base_url=f"http://{router}", api_key_var="UNUSED", renderer_model_name=model)
         super().__init__(config)
         self.key = config.model_dump_json()
-        self.endpoint = RendererEndpoint(GenerateEndpoint(router, max_len, timeout_s))
+        self.endpoint = RendererEndpoint(config.base_url, GenerateEndpoint(where, max_len, timeout_s))
         self.client = self.endpoint
 
 

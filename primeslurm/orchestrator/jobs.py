@@ -37,7 +37,7 @@ class Job(msgspec.Struct, frozen=True, tag=True):
     example: int
     opened_version: int
     router: str
-    """Base URL of the replica that the group is pinned to."""
+    """Process name of the router of the replica that the group is pinned to."""
     cache_salt: str
 
 

@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
         bind=options.bind,
         env_bind=options.env_bind,
         routers=options.routers.split(","),
-        engines=dict(engine.split("=", 1) for engine in options.engines.split(",")),
+        engines=options.engines.split(","),
     )
     try:
         asyncio.run(_run(recipe, place))
@@ -62,6 +62,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--run-id", required=True)
     parser.add_argument("--bind", required=True, help="ZMQ address for the trainer")
     parser.add_argument("--env-bind", required=True, help="ZMQ address for the environment workers")
-    parser.add_argument("--routers", required=True, help="base URLs, comma-separated")
-    parser.add_argument("--engines", required=True, help="name=url, comma-separated")
+    parser.add_argument("--routers", required=True, help="process names, comma-separated")
+    parser.add_argument("--engines", required=True, help="process names, comma-separated")
     return parser

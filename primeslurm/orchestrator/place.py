@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+
+from primeslurm.wire.addresses import AddressBook
 
 
 @dataclass(frozen=True)
@@ -17,10 +20,20 @@ class Place:
     bind: str
     env_bind: str
     routers: Sequence[str]
-    engines: Mapping[str, str]
-    """URL by process name."""
+    """Process names, as those of the engines: where they listen is in `addresses`."""
+    engines: Sequence[str]
 
     @property
     def attempt_dir(self) -> Path:
         """Directory of this attempt."""
         return self.run_dir / "attempts" / str(self.attempt)
+
+    @cached_property
+    def addresses(self) -> AddressBook:
+        """Where routers and engines listen now."""
+        return AddressBook(self.attempt_dir)
+
+    def engine_urls(self) -> dict[str, str]:
+        """URL by name of every engine that was not given up."""
+        lost = self.addresses.lost
+        return {name: self.addresses.url(name) for name in self.engines if name not in lost}

@@ -19,6 +19,7 @@ from primeslurm.orchestrator.engines import (
     EngineStatus,
     EngineUpdateError,
     Policy,
+    Step,
 )
 from primeslurm.wire.journal import Journal
 
@@ -161,6 +162,8 @@ class PolicyLoop:
         self._wake = {name: asyncio.Event() for name in engines}
         self._advanced = asyncio.Condition()
         self._announced: int | None = None
+        self._requests: dict[str, asyncio.Task[Step]] = {}
+        self._lost: set[str] = set()
 
     @property
     def current_version(self) -> int | None:
@@ -186,6 +189,14 @@ class PolicyLoop:
         async with asyncio.timeout(timeout_s), self._advanced:
             await self._advanced.wait_for(reached)
 
+    def moved(self, name: str, *, lost: bool) -> None:
+        """An engine is somewhere else now, or was given up for good: what it was asked is not waited for any more."""
+        if lost:
+            self._lost.add(name)
+        if request := self._requests.get(name):
+            request.cancel()
+        self._wake[name].set()
+
     async def run(self) -> None:
         """Look after all engines until cancelled."""
         async with asyncio.TaskGroup() as tasks:
@@ -194,7 +205,7 @@ class PolicyLoop:
 
     async def _look_after(self, name: str) -> None:
         wake = self._wake[name]
-        while True:
+        while name not in self._lost:
             wake.clear()
             before = self.fleet.report()[name]["state"]
             await self._observe(name)
@@ -210,6 +221,9 @@ class PolicyLoop:
                     await wake.wait()
             except TimeoutError:
                 continue
+        self.fleet.seen(name, None)
+        self._journal.event("engine_given_up", engine=name)
+        await self._announce()
 
     async def _observe(self, name: str) -> None:
         status: EngineStatus | None
@@ -226,7 +240,7 @@ class PolicyLoop:
         self.fleet.updating(name)
         began = time.monotonic()
         try:
-            step = await self._engines[name].apply(policy, self._timeout_s)
+            step = await self._apply(name, policy)
         except EngineDownError as error:
             self.fleet.seen(name, None)
             self._journal.event("engine_lost", engine=name, version=policy.version, error=str(error))
@@ -238,6 +252,19 @@ class PolicyLoop:
             seconds = round(time.monotonic() - began, 3)
             self._journal.event("engine_updated", engine=name, version=policy.version, by=step.value, seconds=seconds)
         await self._announce()
+
+    async def _apply(self, name: str, policy: Policy) -> Step:
+        """EngineClient.apply, ended early if the engine is moved."""
+        request = asyncio.create_task(self._engines[name].apply(policy, self._timeout_s))
+        self._requests[name] = request
+        try:
+            await asyncio.wait({request})
+            if request.cancelled():
+                raise EngineDownError(f"{name} is not there any more")
+            return request.result()
+        finally:
+            request.cancel()
+            del self._requests[name]
 
     async def _restart(self, name: str) -> None:
         try:

@@ -7,6 +7,7 @@ orchestrator continues with the same answers.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from pathlib import Path
@@ -62,15 +63,17 @@ class Orchestrator:
         self._dispatch = recover(recipe, place, self._progress, self._spool, self._batches)
         self._workers = Workers(place.env_bind, self._on_result, self._on_lost)
         self._link = OrchestratorLink(place.bind, self._handle)
-        clients = {name: EngineClient(url, recipe.model.path) for name, url in place.engines.items()}
+        url = place.addresses.url
+        clients = {name: EngineClient(functools.partial(url, name), recipe.model.path) for name in place.engines}
         timeout = recipe.weights.timeout_s
         self._policy = PolicyLoop(
             clients, self._journal, timeout, before_update=self._before_update, after_update=self._after_update
         )
-        self._watch = Watch(recipe, self._journal, place.engines)
+        self._watch = Watch(recipe, self._journal, place.engine_urls)
         self._batch_formed = asyncio.Condition()
         self._wake = asyncio.Event()
         self._cancelled: list[str] = []
+        self._engine_urls = {name: url(name) for name in place.engines}
         self._final_policy_at: float | None = None
 
     async def run(self) -> None:
@@ -99,6 +102,7 @@ class Orchestrator:
 
     async def _loop(self) -> None:
         while not self._complete():
+            self._follow_addresses()
             self._workers.expire()
             cancelled, self._cancelled = self._cancelled, []
             await self._workers.cancel(cancelled)
@@ -107,6 +111,18 @@ class Orchestrator:
             self._watch.check_stall(self._suspect)
             self._watch.report(self._state)
             await self._pause()
+
+    def _follow_addresses(self) -> None:
+        """Do without what the head gave up, and wait no longer for answers from where something was."""
+        urls = self._place.engine_urls()
+        for name in self._place.engines:
+            if urls.get(name) != self._engine_urls.get(name):
+                self._policy.moved(name, lost=name not in urls)
+        self._engine_urls = urls
+        for router in self._place.addresses.lost.intersection(self._dispatch.routers):
+            jobs = self._dispatch.drop_router(router)
+            self._cancelled += jobs
+            self._journal.event("replica_lost", router=router, rollouts=len(jobs))
 
     async def _pause(self) -> None:
         """Until something happened that may let a job start, but no longer than a tick."""
@@ -287,7 +303,7 @@ class Orchestrator:
         if missing:
             return f"no worker of environment {', '.join(sorted(missing))}"
         if self._dispatch.inflight:
-            return f"{self._dispatch.inflight} rollouts that are in flight, through {', '.join(self._place.routers)}"
+            return f"{self._dispatch.inflight} rollouts that are in flight, through {', '.join(self._dispatch.routers)}"
         if self._watch.trained_step is not None:
             return f"trainer (has the batch of step {self._watch.trained_step})"
         return "trainer (asks for nothing)"

@@ -46,7 +46,7 @@ class Watch:
         self,
         recipe: Recipe,
         journal: Journal,
-        engines: Mapping[str, str],
+        engines: Callable[[], Mapping[str, str]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._stall_timeout_s = recipe.orchestrator.stall_timeout_s
@@ -167,11 +167,11 @@ class Watch:
 
     async def scrape(self) -> None:
         """Look at the engines' load every few seconds, until cancelled."""
-        interval = max(SCRAPE_INTERVAL_S, len(self._engines) / SCRAPES_PER_S)
         # No connection is kept: uvicorn closes idle ones sooner than the next look.
         limits = httpx.Limits(max_keepalive_connections=0)
         async with httpx.AsyncClient(trust_env=False, limits=limits) as client:
             while True:
-                self._window.add(self._clock(), await scrape(client, self._engines))
+                engines = self._engines()
+                self._window.add(self._clock(), await scrape(client, engines))
                 self._roles, self._replicas = self._window.by_role(), self._window.by_replica()
-                await asyncio.sleep(interval)
+                await asyncio.sleep(max(SCRAPE_INTERVAL_S, len(engines) / SCRAPES_PER_S))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import time
@@ -22,6 +23,7 @@ from primeslurm.orchestrator.jobs import Job
 from primeslurm.orchestrator.sequences import sequences, trainable_trace
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.rollouts import Environment
+from primeslurm.wire.addresses import AddressBook
 from primeslurm.wire.rollouts import Rollout
 
 
@@ -33,10 +35,14 @@ class Worker:
         environment: the one of its environments to serve.
         number: which of the environment's workers this is.
         address: the orchestrator's ZMQ address.
+        addresses: where the routers are.
     """
 
-    def __init__(self, recipe: Recipe, environment: Environment, number: int, address: str) -> None:
+    def __init__(
+        self, recipe: Recipe, environment: Environment, number: int, address: str, addresses: AddressBook
+    ) -> None:
         self._recipe = recipe
+        self._addresses = addresses
         options = {"interception": {"type": "server"}, **dict(environment.args.get(environments.ENV_KEY, {}))}  # type: ignore[call-overload]
         self._env = environments.load(environment.id, {**environment.args, environments.ENV_KEY: options})
         self._tasks = environments.TaskStream(self._env.taskset, recipe.seed)
@@ -55,8 +61,9 @@ class Worker:
 
     def _client(self, router: str) -> TokenClient:
         if router not in self._clients:
+            where = functools.partial(self._addresses.url, router)
             timeout_s = self._recipe.orchestrator.request_timeout_s
-            client = TokenClient(router, self._recipe.model.path, self._recipe.max_len, timeout_s)
+            client = TokenClient(router, where, self._recipe.model.path, self._recipe.max_len, timeout_s)
             self._clients[router] = self._by_config[client.key] = client
         return self._clients[router]
 
@@ -95,8 +102,9 @@ def main(argv: list[str] | None = None) -> None:
     environment = next(e for e in recipe.environments if e.label == options.environment)
     # verifiers keeps each rollout's working directory below the home directory: a killed worker would leave them there
     subprocess_runtime.CACHE_DIR = options.attempt_dir / "environments" / f"{environment.label}-{options.worker}"
+    addresses = AddressBook(options.attempt_dir)
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(Worker(recipe, environment, options.worker, options.orchestrator).run())
+        asyncio.run(Worker(recipe, environment, options.worker, options.orchestrator, addresses).run())
 
 
 if __name__ == "__main__":

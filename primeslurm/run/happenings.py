@@ -77,7 +77,7 @@ def _ending(event: Event) -> Happening | None:
     if event.get("process") != "head":
         return None  # every agent repeats it
     level: Level = "error" if event.get("outcome") == "failed" else "info"
-    return Happening(event["time"], event.get("suspect") or "head", f"{event['outcome']}: {event['reason']}", level)
+    return Happening(event["time"], "head", f"ends the attempt as {event['outcome']}: {event['reason']}", level)
 
 
 def _ended(event: Event) -> Happening:

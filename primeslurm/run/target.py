@@ -10,7 +10,6 @@ from primeslurm.errors import RunError, UsageError, Violation
 from primeslurm.recipe.load import suggestion
 from primeslurm.run.directory import Attempt
 from primeslurm.run.placement import Placement
-from primeslurm.wire.files import read_json
 
 
 @dataclass(frozen=True)
@@ -50,12 +49,13 @@ def find_target(placement: Placement, attempt: Attempt, word: str) -> Target:
 
 
 def _target(placement: Placement, attempt: Attempt, index: int, process: str | None) -> Target:
-    report = read_json(attempt.node_file(index))
-    if report is None:
+    report = attempt.heartbeat(index, attempt.roster())
+    if not report:
         raise RunError(f"node {index} of {placement.run} has not reported in attempt {attempt.number}")
     return Target(index, placement.nodes[index].group, process, report["name"], report)
 
 
 def _reports(placement: Placement, attempt: Attempt) -> dict[int, Mapping[str, Any]]:
-    found = {node.index: read_json(attempt.node_file(node.index)) for node in placement.nodes}
-    return {index: report for index, report in found.items() if report is not None}
+    roster = attempt.roster()
+    found = {node.index: attempt.heartbeat(node.index, roster) for node in placement.nodes}
+    return {index: report for index, report in found.items() if report}

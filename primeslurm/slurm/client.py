@@ -152,6 +152,10 @@ class SlurmClient:
         """Put a job back into the queue; `job_id` is the leader's."""
         self._run("scontrol", "requeue", job_id)
 
+    def exclude(self, job_id: str, hostlist: str) -> None:
+        """Keep a waiting job, with all its components, away from nodes; in place of those that it kept away from."""
+        self._run("scontrol", "update", f"jobid={job_id}", f"ExcNodeList={hostlist}")
+
     def signal(self, job_id: str, name: str) -> None:
         """Send a signal (for example USR2) to every task of a job, not to its batch script."""
         self._run("scancel", f"--signal={name}", job_id)

@@ -89,6 +89,10 @@ class ClusterSpec:
         return [f"{self.name}-c{i:03d}" for i in range(1, self.control_nodes + 1)]
 
 
+NODE_SILENT_S = 30
+"""Its nodes share a local file system, which shows every change at once."""
+
+
 @dataclass(frozen=True)
 class Place:
     """Where a cluster lives among others on this machine: its part of the loopback network and its block of ports.
@@ -214,4 +218,5 @@ def site(spec: ClusterSpec, place: Place) -> Site:
         slurm_conf=str(spec.slurm_conf),
         nodes=nodes,
         network=Network(addresses=addresses(spec, place)),
+        node_silent_s=NODE_SILENT_S,
     )

@@ -43,7 +43,7 @@ class PlanExecutor(submitit.SlurmExecutor):  # type: ignore[misc]  # submitit is
         self.update_parameters(time=minutes(plan.job.time))
 
     def _num_tasks(self) -> int:
-        return len(self._plan.nodes)
+        return self._plan.allocated
 
     def _make_submission_file_text(self, command: str, uid: str) -> str:
         return self._script_path.read_text()

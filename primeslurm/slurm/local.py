@@ -67,7 +67,7 @@ class PlanLocalExecutor(submitit.LocalExecutor):  # type: ignore[misc]  # submit
     def __init__(self, plan: Plan) -> None:
         super().__init__(submitit_folder(plan), max_num_timeout=plan.max_attempts, python=shlex.quote(plan.python))
         self._plan = plan
-        self.update_parameters(timeout_min=minutes(plan.job.time), tasks_per_node=len(plan.nodes))
+        self.update_parameters(timeout_min=minutes(plan.job.time), tasks_per_node=plan.allocated)
 
     def _libraries(self) -> dict[str, str]:
         """LD_LIBRARY_PATH as the batch script would set it."""

@@ -66,7 +66,7 @@ def _resources(plan: Plan, group: HetGroup) -> Options:
         "mem": group.mem,
         "constraint": group.constraint,
         "nodelist": group.nodelist,
-        "exclude": plan.job.exclude,
+        "exclude": plan.job.excluded,
         "switches": group.switches,
         "exclusive": group.exclusive,
         "no-kill": True,  # the loss of a node is for the head agent to judge

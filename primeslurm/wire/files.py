@@ -44,3 +44,26 @@ def digest(path: Path) -> str:
         while chunk := handle.read(1 << 22):
             hasher.update(chunk)
     return hasher.hexdigest()
+
+
+class Watched:
+    """A JSON file that others replace: decoded only when it is another one than last time."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._seen: tuple[int, int, int] | None = None
+
+    def changed(self) -> Any | None:
+        """The content if it changed since the last call, else None (also while the file is missing or half there)."""
+        try:
+            # Opened, not only looked at: that is what makes a network file system ask its server.
+            with self._path.open("rb") as handle:
+                status = os.fstat(handle.fileno())
+                key = (status.st_ino, status.st_mtime_ns, status.st_size)
+                if key == self._seen:
+                    return None
+                value = json.loads(handle.read())
+        except (OSError, json.JSONDecodeError):
+            return None
+        self._seen = key
+        return value

@@ -70,7 +70,7 @@ def attach(run: RunDirectory, target: str, *command: str) -> Result:
 def test_a_command_runs_beside_a_process_in_its_surroundings(run: RunDirectory) -> None:
     script = 'echo "$SLURMD_NODENAME $RANK $WHERE $CUDA_VISIBLE_DEVICES $PWD"; exit 7'
     result = attach(run, "trainer", "bash", "-c", script)
-    report = run.latest().node_file(1)
+    report = run.latest().agent_file(1)
     name, address = (yaml.safe_load(report.read_text())[key] for key in ("name", "address"))
     assert result.code == 7, result.err
     assert result.out == f"{name} 0 {address} 1 {run.path}\n"

@@ -95,7 +95,7 @@ async def test_an_engine_that_cannot_take_a_policy_is_ended(start_engine, client
 
 async def test_an_engine_that_hangs_is_down_and_an_update_of_it_times_out(start_engine, model, tmp_path: Path) -> None:
     server = start_engine()
-    control = EngineClient(server.url, str(model), status_timeout_s=0.5)
+    control = EngineClient(lambda: server.url, str(model), status_timeout_s=0.5)
     await control.apply(Policy(0, str(model)), timeout_s=60)
     core = int(Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()[0])
     os.kill(core, signal.SIGSTOP)  # the engine core hangs, its HTTP server answers

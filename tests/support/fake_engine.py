@@ -87,7 +87,7 @@ class FakeEngine:
         app.router.add_get("/primeslurm/status", self._status)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_post("/{control}", self._control)
-        runner = web.AppRunner(app)
+        runner = web.AppRunner(app, handler_cancellation=True)  # as vLLM: who hangs up wants no answer
         self._loop.run_until_complete(runner.setup())
         site = web.TCPSite(runner, "127.0.0.1", 0)
         self._loop.run_until_complete(site.start())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from primeslurm.plan.model import HetGroup, JobOptions, Node, Plan, Process, Totals
+from primeslurm.plan.model import HetGroup, JobOptions, Node, Plan, Process, Replica, Totals
 
 SERVER = """
 import http.server, sys
@@ -22,8 +22,17 @@ def python(code: str, *args: str) -> tuple[str, ...]:
     return (sys.executable, "-c", code, *args)
 
 
-def plan_of(run_dir: Path, *nodes: tuple[Process, ...], max_attempts: int = 3, stall_timeout_s: int = 600) -> Plan:
-    """A local plan whose nodes run the given processes."""
+def plan_of(
+    run_dir: Path,
+    *nodes: tuple[Process, ...],
+    max_attempts: int = 3,
+    stall_timeout_s: int = 600,
+    spares: int = 0,
+    node_silent_s: int = 90,
+    replicas: tuple[Replica, ...] = (),
+) -> Plan:
+    """A local plan whose nodes run the given processes; `spares` more nodes wait."""
+    allocated = len(nodes) + spares
     return Plan(
         schema=1,
         run=run_dir.name,
@@ -34,14 +43,17 @@ def plan_of(run_dir: Path, *nodes: tuple[Process, ...], max_attempts: int = 3, s
         device="cpu",
         python=sys.executable,
         job=JobOptions(name=run_dir.name, time="00:10:00", signal_s=40),
-        groups=(HetGroup(index=0, name="all", nodes=len(nodes), partition="p", gres=None, cpus_per_task=1),),
+        groups=(
+            HetGroup(index=0, name="all", nodes=allocated, spares=spares, partition="p", gres=None, cpus_per_task=1),
+        ),
         nodes=tuple(
             Node(index=i, group=0, role="control", index_in_group=i, processes=processes)
             for i, processes in enumerate(nodes)
         ),
-        replicas=(),
-        totals=Totals(nodes=len(nodes), gpus=0, trainer_gpus=0, engines=0, inference_nodes=0, routers=0),
+        replicas=replicas,
+        totals=Totals(nodes=allocated, gpus=0, trainer_gpus=0, engines=0, inference_nodes=0, routers=0),
         env={"TMPDIR": "${tmp}"},
         stall_timeout_s=stall_timeout_s,
         max_attempts=max_attempts,
+        node_silent_s=node_silent_s,
     )

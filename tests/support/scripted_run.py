@@ -8,13 +8,15 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from primeslurm.recipe import Recipe
 from primeslurm.wire import checkpoints
+from primeslurm.wire.addresses import FILE
+from primeslurm.wire.files import write_json
 from primeslurm.wire.link import TrainerLink
 from primeslurm.wire.rollouts import Batch
 
@@ -28,6 +30,15 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def publish_addresses(attempt_dir: Path, urls: dict[str, str], lost: Sequence[str] = ()) -> None:
+    """Write what the head publishes: URL by process name."""
+    parts = {name: url.removeprefix("http://").split(":") for name, url in urls.items()}
+    hosts = {name: host for name, (host, _) in parts.items()}
+    ports = {name: {"http": int(port)} for name, (_, port) in parts.items()}
+    attempt_dir.mkdir(parents=True, exist_ok=True)
+    write_json(attempt_dir / FILE, {"hosts": hosts, "ports": ports, "lost": list(lost)})
+
+
 @dataclass
 class Run:
     """One run's processes and its scripted trainer."""
@@ -35,7 +46,9 @@ class Run:
     root: Path
     model: Path
     routers: list[str]
+    """URLs; their processes are called router-0, router-1, ..."""
     engines: dict[str, str]
+    """URL by process name."""
     publish_weights: Callable[[Path, int], Path]
     """Put the weights of a version into the run directory; returns where they are."""
     changes: dict[str, Any] = field(default_factory=dict)
@@ -65,12 +78,16 @@ class Run:
         self.recipe.write_text(recipe.model_dump_json(by_alias=True))
 
     def start(self, name: str) -> None:
+        publish_addresses(
+            self.run_dir / "attempts" / str(self.attempt),
+            {f"router-{i}": url for i, url in enumerate(self.routers)} | self.engines,
+        )
         common = ["--recipe", str(self.recipe)]
         if name == "orchestrator":
             command = ["primeslurm.orchestrator", *common, "--run-dir", str(self.run_dir), "--run-id", "test-1"]
             command += ["--attempt", str(self.attempt), "--bind", self.wire, "--env-bind", self.envs]
-            command += ["--routers", ",".join(self.routers)]
-            command += ["--engines", ",".join(f"{name}={url}" for name, url in self.engines.items())]
+            command += ["--routers", ",".join(f"router-{i}" for i in range(len(self.routers)))]
+            command += ["--engines", ",".join(self.engines)]
         else:
             command = ["primeslurm.orchestrator.worker", *common, "--environment", "reverse-text", "--worker", "0"]
             command += [

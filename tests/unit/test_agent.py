@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from primeslurm.node.agent import NodeAgent
-from primeslurm.node.fleet import Ending, Outcome
 from primeslurm.node.head import Head
+from primeslurm.node.reports import Ending, Outcome
 from primeslurm.plan.model import Health, Plan, Process
 from primeslurm.run.directory import Attempt, RunDirectory
 from primeslurm.wire import exits
@@ -44,9 +44,10 @@ class Running:
         self.run = RunDirectory(Path(plan.run_dir))
         self.attempt: Attempt = self.run.attempt(1)
         self.attempt.prepare(plan)
-        monkeypatch.setattr("primeslurm.node.agent.own_address", lambda *_: "127.0.0.1")
+        for module in ("agent", "preflight"):
+            monkeypatch.setattr(f"primeslurm.node.{module}.own_address", lambda *_: "127.0.0.1")
         monkeypatch.setattr("primeslurm.node.agent.TERM_GRACE_S", 1.0)
-        self.agents = [NodeAgent(plan, node, self.attempt, "test-id", plan.python) for node in plan.nodes]
+        self.agents = [NodeAgent(plan, rank, self.attempt, "test-id", plan.python) for rank in range(plan.allocated)]
         self.head = Head(self.agents[0], self.run)
         self.threads = [threading.Thread(target=agent.run, daemon=True) for agent in self.agents]
         for thread in [*self.threads, self.head]:
@@ -54,7 +55,7 @@ class Running:
 
     def report(self, name: str) -> dict[str, object]:
         for agent in self.agents:
-            value = read_json(self.attempt.node_file(agent.node.index)) or {"processes": {}}
+            value = read_json(self.attempt.agent_file(agent.rank)) or {"processes": {}}
             if name in value["processes"]:
                 return dict(value["processes"][name])
         return {}
@@ -111,7 +112,7 @@ def test_dependents_start_after_what_they_need_answers(start: Callable[..., Runn
     running = start((client,), (server,))
     running.wait_state("client", "done")
     log = (running.attempt.path / "logs/engine/client.log").read_text().splitlines()
-    port = read_json(running.attempt.node_file(1))["ports"]["server"]["http"]
+    port = read_json(running.attempt.agent_file(1))["ports"]["server"]["http"]
     assert log[-1] == f"127.0.0.1:{port}"
     assert running.report("server")["healthy"] is True
 
@@ -179,7 +180,7 @@ def test_completion_ends_servers_and_leaves_nothing(start: Callable[..., Running
     assert running.head.ending is not None and running.head.ending.outcome is Outcome.COMPLETED
     assert running.head.conclude() is False
     assert not any(agent.tmp.exists() for agent in running.agents)
-    assert all(not agent.children for agent in running.agents)
+    assert all(agent.crew is not None and not agent.crew.children for agent in running.agents)
 
 
 def test_a_program_that_does_not_exist_is_reported(start: Callable[..., Running]) -> None:
@@ -203,7 +204,7 @@ def test_an_error_of_the_head_ends_the_attempt(start: Callable[..., Running], mo
 def test_nodes_stop_when_the_head_is_gone(start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
     running = start((process("engine", 0, SLEEP),), (process("other", 1, SLEEP),))
     pid = running.wait_state("other", "ready")["pid"]
-    monkeypatch.setattr("primeslurm.node.agent.HEAD_SILENT_S", 1.0)
+    monkeypatch.setattr(NodeAgent, "head_silent_s", 1.0)
     monkeypatch.setattr(Head, "_publish", lambda *_: None)
     running.wait(lambda: not alive(pid))
     assert running.agents[1].ending == Ending(Outcome.FAILED, "the head has been silent for 1 s", "head")

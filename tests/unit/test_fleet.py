@@ -4,51 +4,93 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primeslurm.node.fleet import (
-    NODE_SILENT_S,
-    NODE_START_S,
-    Ending,
-    Fleet,
-    FleetState,
-    NodeReport,
-    Outcome,
-    ProcessReport,
-    fleet_state,
-    should_requeue,
-)
-from primeslurm.node.resolve import Addresses, UnknownPlaceholder, resolve
+from primeslurm.node.fleet import NODE_START_S, SPARE_WAIT_S, Fleet
+from primeslurm.node.reports import AgentReport, Ending, Fitness, Outcome, ProcessReport, UnitOrder
+from primeslurm.node.requeue import should_requeue
+from primeslurm.node.resolve import UnknownPlaceholder, resolve
+from primeslurm.node.states import FleetState, fleet_state
 from primeslurm.node.supervisor import BACKOFF_S, ProcessState, Supervision
-from primeslurm.plan.model import Health, Plan, Process
+from primeslurm.plan.model import Health, Plan, Process, Replica
 from primeslurm.wire import exits
+from primeslurm.wire.addresses import Addresses
 from tests.support.plans import plan_of
 
 
-def process(role: str = "engine", restart: str = "in_place", name: str = "p", health: bool = True) -> Process:
+def process(
+    role: str = "engine",
+    restart: str = "in_place",
+    name: str = "p",
+    health: bool = True,
+    node: int = 0,
+    unit: str | None = None,
+) -> Process:
     return Process.model_validate(
         {
             "name": name,
             "role": role,
-            "node": 0,
+            "node": node,
             "argv": ("x",),
             "log": "x.log",
-            "restart": restart,
+            "unit": unit,
+            "restart": "unit" if unit else restart,
             "max_restarts": 2,
-            "health": Health(port="http", start_timeout_s=60) if health else None,
+            "health": Health(port="http", start_timeout_s=60, hang_timeout_s=30) if health else None,
         }
     )
 
 
-def fleet(*processes: Process) -> Fleet:
-    return Fleet(plan_of(Path("/runs/x"), processes, stall_timeout_s=100), started_at=0.0)
+READY = ProcessReport(state="ready", healthy=True)
+DONE = ProcessReport(state="done", exit_code=0)
 
 
-def heartbeat(time: float = 0.0, error: str = "", **states: ProcessReport) -> NodeReport:
-    processes = {name.replace("_", "-"): report for name, report in states.items()}
-    return NodeReport(0, "n001", "127.0.0.1", time, 1, {}, processes, error=error)
+class Agents:
+    """Agents that report to a fleet, by hand."""
+
+    def __init__(self, *nodes: tuple[Process, ...], spares: int = 0, replicas: tuple[Replica, ...] = ()) -> None:
+        plan = plan_of(Path("/runs/x"), *nodes, spares=spares, stall_timeout_s=100, replicas=replicas)
+        self.fleet = Fleet(plan, started_at=0.0)
+        self.now = 0.0
+        self.silent: set[int] = set()
+        self.unfit: dict[int, str] = {}
+        self.states: dict[str, ProcessReport] = {}
+
+    def beat(self, now: float) -> None:
+        """A heartbeat of every agent that is not silent; each takes the place that the fleet gives it."""
+        self.now = now
+        for rank in set(range(self.fleet.plan.allocated)) - self.silent:
+            node = self.fleet.seats.node_of(rank)
+            names = [p.name for p in self.fleet.plan.nodes[node].processes] if node is not None else []
+            fitness = Fitness.UNFIT if rank in self.unfit else Fitness.FIT
+            report = AgentReport(
+                rank=rank,
+                name=f"n{rank}",
+                address=f"10.0.0.{rank}",
+                time=now,
+                agent_pid=1,
+                fitness=fitness,
+                unfit_because=self.unfit.get(rank, ""),
+                node=node,
+                processes={name: self.states.get(name, READY) for name in names},
+            )
+            self.fleet.observe(report, now)
+
+    def decide(self, now: float) -> Ending | None:
+        self.beat(now)
+        return self.fleet.decide(now)
+
+    def seated(self) -> Fleet:
+        assert self.decide(0.0) is None
+        self.beat(0.0)
+        assert self.fleet.assembled
+        return self.fleet
+
+    def news(self, kind: str) -> list[dict[str, object]]:
+        return [item.fields for item in self.fleet.news if item.kind == kind]
 
 
 def test_a_process_starts_loads_serves_and_backs_off() -> None:
@@ -75,11 +117,12 @@ def test_a_process_that_never_answers_is_killed() -> None:
 @pytest.mark.parametrize(
     ("restart", "code", "ending", "expected"),
     [
-        ("in_place", 0, False, ProcessState.DONE),
+        ("in_place", 0, False, ProcessState.BACKOFF),
+        ("unit", 1, False, ProcessState.FALLEN),
         ("in_place", 1, False, ProcessState.BACKOFF),
         ("in_place", exits.STALLED, False, ProcessState.FAILED),
         ("attempt", 1, False, ProcessState.FAILED),
-        ("attempt", 0, False, ProcessState.DONE),
+        ("attempt", 0, False, ProcessState.FAILED),
         ("in_place", 1, True, ProcessState.STOPPED),
     ],
 )
@@ -88,6 +131,47 @@ def test_what_an_exit_means(restart: str, code: int, ending: bool, expected: Pro
     s.started(0)
     s.exited(1, code, ending=ending)
     assert s.state is expected
+
+
+def test_a_process_without_a_server_may_be_done() -> None:
+    s = Supervision(process("trainer", "attempt", health=False))
+    s.started(0)
+    s.exited(1, 0, ending=False)
+    assert s.state is ProcessState.DONE
+
+
+def test_a_ready_process_that_gives_no_answer_hangs() -> None:
+    s = Supervision(process())
+    s.started(0)
+    s.tick(5, prerequisites=True, ready=True)
+    assert s.tick(40, prerequisites=True, ready=False, silent_s=30) == "nothing"
+    assert s.tick(41, prerequisites=True, ready=False, silent_s=31) == "kill"
+    assert s.reason == "gave no answer for 31 s"
+
+
+def test_what_is_ended_to_be_renewed_starts_again_at_once_and_for_free() -> None:
+    s = Supervision(process())
+    s.started(0)
+    assert s.renew("moved") == "kill"
+    assert s.renew("moved") == "nothing"
+    s.exited(1, -9, ending=False)
+    assert (s.state, s.restarts) == (ProcessState.WAITING, 0)
+    assert s.tick(1, prerequisites=True, ready=False) == "start"
+
+
+def test_a_unit_s_member_follows_its_generation() -> None:
+    s = Supervision(process(unit="u"))
+    s.started(0)
+    held, free = UnitOrder(1, hold=True), UnitOrder(1, hold=False)
+    assert s.tick(1, prerequisites=True, ready=True, order=held) == "kill"
+    s.exited(2, -9, ending=False)
+    assert s.tick(3, prerequisites=True, ready=False, order=held) == "nothing"
+    assert s.tick(4, prerequisites=True, ready=False, order=free) == "start"
+    s.started(4, generation=1)
+    assert s.tick(5, prerequisites=True, ready=True, order=free) == "nothing"
+    s.exited(6, 1, ending=False)
+    assert s.tick(99, prerequisites=True, ready=False, order=free) == "nothing"
+    assert s.tick(99, prerequisites=True, ready=False, order=UnitOrder(2, hold=False)) == "start"
 
 
 @given(st.lists(st.sampled_from([1, -9, -11]), min_size=1, max_size=10))
@@ -102,62 +186,215 @@ def test_restarts_are_bounded(codes: list[int]) -> None:
     assert starts <= 1 + s.process.max_restarts
 
 
-READY = ProcessReport(state="ready", healthy=True)
-
-
 @pytest.mark.parametrize(
-    ("report", "silence", "expected"),
+    ("report", "suspect", "expected"),
     [
-        (None, 0.0, FleetState.STARTING),
-        (ProcessReport(state="loading"), 0.0, FleetState.LOADING),
-        (ProcessReport(state="ready", healthy=False), 0.0, FleetState.STALE),
-        (READY, 0.0, FleetState.HEALTHY),
-        (READY, 60.0, FleetState.SUSPECT),
-        (ProcessReport(state="backoff"), 0.0, FleetState.RESTARTING),
-        (ProcessReport(state="failed"), 0.0, FleetState.LOST),
-        (ProcessReport(state="done"), 0.0, FleetState.DONE),
+        (None, False, FleetState.STARTING),
+        (ProcessReport(state="loading"), False, FleetState.LOADING),
+        (ProcessReport(state="ready", healthy=False), False, FleetState.STALE),
+        (READY, False, FleetState.HEALTHY),
+        (READY, True, FleetState.SUSPECT),
+        (ProcessReport(state="backoff"), False, FleetState.RESTARTING),
+        (ProcessReport(state="failed"), False, FleetState.LOST),
+        (ProcessReport(state="done"), False, FleetState.DONE),
     ],
 )
-def test_operators_words(report: ProcessReport | None, silence: float, expected: FleetState) -> None:
-    assert fleet_state(process(), report, silence) is expected
+def test_operators_words(report: ProcessReport | None, suspect: bool, expected: FleetState) -> None:
+    assert fleet_state(process(), report, suspect=suspect, lost=False) is expected
+    assert fleet_state(process(), report, suspect=suspect, lost=True) is FleetState.LOST
 
 
 def test_a_dead_trainer_is_dead_not_lost() -> None:
     report = ProcessReport(state="failed")
-    assert fleet_state(process("trainer", "attempt"), report, 0) is FleetState.DEAD
+    assert fleet_state(process("trainer", "attempt"), report, suspect=False, lost=False) is FleetState.DEAD
 
 
-def test_a_silent_node_ends_the_attempt_and_is_named() -> None:
-    f = fleet(process())
-    f.observe(heartbeat(time=5.0, p=READY), now=10.0)
-    f.observe(heartbeat(time=5.0, p=READY), now=99.0)
-    assert f.decide(10.0 + NODE_SILENT_S) is None
-    ending = f.decide(11.0 + NODE_SILENT_S)
-    assert ending is not None and ending.suspect == "n001"
-    f.observe(heartbeat(time=6.0, p=READY), now=101.0)
-    assert f.decide(102.0) is None
+def test_nodes_go_to_fit_agents_in_order_and_the_rest_are_spares() -> None:
+    agents = Agents((process(name="a"),), (process(name="b", node=1),), spares=1)
+    agents.unfit = {1: "GPU 3 has 2 uncorrected ECC errors"}
+    fleet = agents.seated()
+    assert fleet.seats.rank_of == {0: 0, 1: 2}
+    assert agents.news("node_lost") == [{"node": "n1", "rank": 1, "reason": "GPU 3 has 2 uncorrected ECC errors"}]
+    assert [item.blamed for item in fleet.news] == ["n1", None]
+    assert fleet.decide(1.0) is None
+
+
+def test_without_a_spare_a_node_that_is_not_fit_ends_the_attempt() -> None:
+    agents = Agents((process(name="a"),), (process(name="b", node=1),))
+    agents.unfit = {1: "no space"}
+    assert agents.decide(1.0) == Ending(Outcome.FAILED, "node n1: no space", "node n1")
+
+
+def test_the_head_s_own_node_has_no_spare() -> None:
+    agents = Agents((process(name="a"),), spares=1)
+    agents.unfit = {0: "no space"}
+    assert agents.decide(1.0) == Ending(Outcome.FAILED, "node n0: no space", "node n0")
+
+
+def test_a_spare_that_is_late_is_not_waited_for_long() -> None:
+    agents = Agents((process(name="a"),), spares=1)
+    agents.silent = {1}
+    assert agents.decide(1.0) is None and not agents.fleet.seats.generation
+    assert agents.decide(2.0 + SPARE_WAIT_S) is None
+    assert agents.fleet.seats.rank_of == {0: 0}
 
 
 def test_a_node_that_never_reports_ends_the_attempt() -> None:
-    f = fleet(process())
-    assert f.decide(NODE_START_S) is None
-    ending = f.decide(NODE_START_S + 1)
-    assert ending == Ending(Outcome.FAILED, "no sign of nodes [0] within 300 s", "node 0")
+    agents = Agents((process(name="a"),), (process(name="b", node=1),))
+    agents.silent = {1}
+    assert agents.decide(NODE_START_S) is None
+    ending = agents.decide(NODE_START_S + 1)
+    assert ending == Ending(Outcome.FAILED, "no sign of nodes rank 1 within 300 s", "rank 1")
+
+
+def test_a_silent_node_ends_the_attempt_and_is_named() -> None:
+    agents = Agents((process(name="a"),), (process(name="b", node=1),))
+    fleet = agents.seated()
+    agents.silent = {1}
+    assert agents.decide(90.0) is None
+    assert agents.decide(91.0) == Ending(Outcome.FAILED, "node n1: has been silent for 91 s", "n1")
+    assert fleet.gone == {1: "node n1: has been silent for 91 s"}
+
+
+def replica(index: int, *engines: str) -> Replica:
+    return Replica(index=index, router=f"router-{index}", engines=engines, nodes=())
+
+
+def two_replicas(**options: int) -> Agents:
+    """Control, and two nodes with an engine and its router each."""
+    nodes = [
+        (process(name=f"engine-r{i}-0", node=i + 1), process("router", name=f"router-{i}", node=i + 1)) for i in (0, 1)
+    ]
+    control = (process("orchestrator", name="orchestrator", health=False),)
+    replicas = (replica(0, "engine-r0-0"), replica(1, "engine-r1-0"))
+    return Agents(control, *nodes, replicas=replicas, **options)
+
+
+def test_a_spare_takes_the_place_of_a_lost_node() -> None:
+    agents = two_replicas(spares=1)
+    fleet = agents.seated()
+    agents.silent = {1}
+    assert agents.decide(91.0) is None
+    assert fleet.seats.rank_of == {0: 0, 1: 3, 2: 2} and fleet.seats.generation == 2
+    assert not fleet.assembled and fleet.report("engine-r0-0") is None
+    assert agents.decide(92.0) is None
+    assert fleet.assembled and fleet.lost == set()
+    # it comes back, and is not used again
+    agents.silent = set()
+    assert agents.decide(93.0) is None
+    assert fleet.seats.node_of(1) is None
+    agents.silent = {3}
+    assert agents.decide(190.0) is None
+    assert fleet.lost == {"engine-r0-0", "router-0"}
+
+
+def test_a_replica_among_several_is_given_up_and_the_last_one_is_not() -> None:
+    agents = two_replicas()
+    fleet = agents.seated()
+    agents.silent = {2}
+    assert agents.decide(91.0) is None
+    assert fleet.lost == {"engine-r1-0", "router-1"}
+    assert agents.news("given_up")[0]["processes"] == ["engine-r1-0", "router-1"]
+    agents.silent = {1, 2}
+    assert agents.decide(200.0) == Ending(Outcome.FAILED, "node n1: has been silent for 109 s", "n1")
+
+
+def test_one_engine_of_a_replica_may_be_lost() -> None:
+    """Of prefill and decode engines, each kind must be left for the replica to serve."""
+    prefill = [process("prefill", name=f"prefill-r0-{i}", node=i) for i in (0, 1)]
+    decode, router = process("decode", name="decode-r0-0"), process("router", name="router-0")
+    r = replica(0, "prefill-r0-0", "prefill-r0-1", "decode-r0-0")
+    agents = Agents((prefill[0], decode, router), (prefill[1],), replicas=(r,))
+    fleet = agents.seated()
+    agents.silent = {1}
+    assert agents.decide(91.0) is None
+    assert fleet.lost == {"prefill-r0-1"}
+    agents.states = {"prefill-r0-0": ProcessReport(state="failed", exit_code=3, restarts=5)}
+    ending = agents.decide(92.0)
+    assert ending == Ending(Outcome.FAILED, "prefill-r0-0 ended with exit code 3 after 5 restarts", "prefill-r0-0")
+
+
+def test_what_has_no_spare_ends_with_its_node() -> None:
+    trainer = process("trainer", "attempt", "t", health=False, node=1)
+    agents = Agents((process(name="a"),), (trainer,), spares=1)
+    agents.seated()
+    agents.silent = {1}
+    assert agents.decide(91.0) == Ending(Outcome.FAILED, "node n1: has been silent for 91 s", "n1")
+
+
+def unit_of_two(**options: int) -> Agents:
+    """A unit over nodes 1 and 2, and another replica on the head's node."""
+    members = [(process(name=f"engine-r0-{i}", node=i + 1, unit="r0"),) for i in (0, 1)]
+    first = (process("router", name="router-0"), process("router", name="router-1"), process(name="engine-r1-0"))
+    replicas = (replica(0, "engine-r0-0", "engine-r0-1"), replica(1, "engine-r1-0"))
+    return Agents(first, *members, replicas=replicas, **options)
+
+
+def fallen(generation: int, state: str = "fallen") -> ProcessReport:
+    return ProcessReport(state=state, exit_code=-9, generation=generation)
+
+
+def test_a_unit_restarts_as_one_and_only_when_all_of_it_has_ended() -> None:
+    agents = unit_of_two()
+    fleet = agents.seated()
+    agents.states = {"engine-r0-1": fallen(0)}
+    assert agents.decide(10.0) is None
+    assert fleet.orders == {"r0": UnitOrder(1, hold=True)}
+    agents.decide(10.0 + BACKOFF_S[0])
+    assert fleet.orders["r0"].hold, "its other member still runs"
+    agents.states["engine-r0-0"] = fallen(0, "waiting")
+    agents.decide(12.0)
+    assert fleet.orders == {"r0": UnitOrder(1, hold=False)}
+    agents.states = {name: fallen(1, "ready") for name in agents.states}
+    agents.decide(13.0)
+    assert fleet.orders == {"r0": UnitOrder(1, hold=False)}
+    assert [news["generation"] for news in agents.news("unit_restart")] == [1]
+
+
+def test_a_unit_that_keeps_dying_is_given_up_as_one() -> None:
+    agents = unit_of_two()
+    fleet = agents.seated()
+    for generation in range(3):
+        agents.states = {"engine-r0-0": fallen(generation), "engine-r0-1": fallen(generation, "waiting")}
+        assert agents.decide(10.0 + generation) is None
+    assert fleet.units["r0"].generation == 2
+    assert fleet.lost == {"engine-r0-0", "engine-r0-1", "router-0"}
+
+
+def test_a_unit_moves_to_a_spare_as_one() -> None:
+    agents = unit_of_two(spares=1)
+    fleet = agents.seated()
+    agents.silent = {2}
+    assert agents.decide(91.0) is None
+    assert fleet.orders == {"r0": UnitOrder(1, hold=True)}
+    agents.states = {"engine-r0-0": fallen(0, "waiting"), "engine-r0-1": fallen(0, "waiting")}
+    agents.decide(95.0)
+    assert fleet.seats.rank_of[2] == 3 and fleet.orders == {"r0": UnitOrder(1, hold=False)}
+
+
+def test_a_unit_without_one_of_its_nodes_is_lost_as_one() -> None:
+    agents = unit_of_two()
+    fleet = agents.seated()
+    agents.silent = {2}
+    assert agents.decide(91.0) is None
+    assert fleet.lost == {"engine-r0-0", "engine-r0-1", "router-0"}
 
 
 def test_an_agents_own_error_ends_the_attempt() -> None:
-    f = fleet(process())
-    f.observe(heartbeat(error="NetworkError: no free port"), now=0.0)
-    assert f.decide(1.0) == Ending(Outcome.FAILED, "node n001: NetworkError: no free port", "n001")
+    agents = Agents((process(),))
+    agents.seated()
+    fleet = agents.fleet
+    fleet.observe(msgspec.structs.replace(fleet.agents[0], error="NetworkError: no free port"), now=0.0)
+    assert fleet.decide(1.0) == Ending(Outcome.FAILED, "node n0: NetworkError: no free port", "n0")
 
 
 def test_completion_needs_trainer_and_orchestrator() -> None:
-    f = fleet(process("orchestrator", name="orchestrator"), process("trainer", "attempt", "t"))
-    done = ProcessReport(state="done", exit_code=0)
-    f.observe(heartbeat(orchestrator=READY, t=done), now=0.0)
-    assert f.decide(1.0) is None
-    f.observe(heartbeat(time=1.0, orchestrator=done, t=done), now=1.0)
-    assert f.decide(1.0) == Ending(Outcome.COMPLETED, "all steps done")
+    agents = Agents((process("orchestrator", name="orchestrator"), process("trainer", "attempt", "t")))
+    agents.seated()
+    agents.states = {"t": DONE}
+    assert agents.decide(1.0) is None
+    agents.states = {"t": DONE, "orchestrator": DONE}
+    assert agents.decide(1.0) == Ending(Outcome.COMPLETED, "all steps done")
 
 
 @pytest.mark.parametrize(
@@ -170,21 +407,21 @@ def test_completion_needs_trainer_and_orchestrator() -> None:
     ],
 )
 def test_failed_processes_end_the_attempt(code: int, outcome: Outcome, reason: str) -> None:
-    f = fleet(process())
-    f.observe(heartbeat(p=ProcessReport(state="failed", exit_code=code)), now=0.0)
-    assert f.decide(1.0) == Ending(outcome, reason, "p")
+    agents = Agents((process(),))
+    agents.seated()
+    agents.states = {"p": ProcessReport(state="failed", exit_code=code)}
+    assert agents.decide(0.0) == Ending(outcome, reason, "p")
 
 
 def test_no_progress_is_a_stall() -> None:
-    f = fleet(process())
-    f.observe(heartbeat(p=READY), now=0.0)
-    f.observe_progress((1, 1), now=10.0)
-    f.seen_at[0] = 170.0
-    assert f.decide(150.0) is None
-    ending = f.decide(161.0)
+    agents = Agents((process(),))
+    fleet = agents.seated()
+    fleet.observe_progress((1, 1), now=10.0)
+    assert agents.decide(150.0) is None
+    ending = agents.decide(161.0)
     assert ending is not None and ending.reason == "no progress for 151 s"
-    f.observe_progress((1, 2), now=161.0)
-    assert f.decide(162.0) is None
+    fleet.observe_progress((1, 2), now=161.0)
+    assert agents.decide(162.0) is None
 
 
 FAILED, PREEMPTED = Ending(Outcome.FAILED, "x"), Ending(Outcome.PREEMPTED, "x")

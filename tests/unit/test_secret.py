@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import zmq
 
-from primeslurm.node.agent import NodeAgent
-from primeslurm.node.resolve import Addresses, UnknownPlaceholder
+from primeslurm.node.crew import Crew
+from primeslurm.node.reports import FleetView
+from primeslurm.node.resolve import UnknownPlaceholder
 from primeslurm.plan.derive import derive
 from primeslurm.plan.model import Plan, Process
 from primeslurm.recipe.load import load_recipe
@@ -22,6 +23,8 @@ from primeslurm.run.create import create
 from primeslurm.run.directory import RunDirectory
 from primeslurm.slurm.render import render
 from primeslurm.wire import secret
+from primeslurm.wire.addresses import Addresses
+from primeslurm.wire.journal import Journal
 from tests.support.plans import plan_of
 from tests.support.recipes import site, write_recipe
 
@@ -58,26 +61,26 @@ def _directories(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
 
 
-def agent_of(tmp_path: Path, process: Process) -> NodeAgent:
-    """An agent that may start `process`."""
+def crew_of(tmp_path: Path, process: Process) -> tuple[Crew, Addresses]:
+    """What may start `process`, and where it is."""
     run = RunDirectory(tmp_path / "run")
     plan = plan_of(run.path, (process,))
     plan = plan.model_copy(update={"env": {**plan.env, secret.VARIABLE: "${secret}"}})
     attempt = run.attempt(1)
     attempt.prepare(plan)
     secret.create(run.path)
-    agent = NodeAgent(plan, plan.nodes[0], attempt, "id", sys.executable)
-    agent.tmp.mkdir(parents=True, exist_ok=True)
-    agent.addresses = Addresses(hosts={process.name: "127.0.0.1"}, ports={process.name: {}})
-    return agent
+    values = {"run_dir": str(run.path), "tmp": str(tmp_path)}
+    crew = Crew(plan, plan.nodes[0], attempt, "127.0.0.1", values, Journal(attempt.path, "agent-0"))
+    return crew, Addresses(hosts={process.name: "127.0.0.1"}, ports={process.name: {}})
 
 
 def test_processes_get_it_in_their_environment_alone(tmp_path: Path) -> None:
     argv = (sys.executable, "-c", "import time; time.sleep(60)")
-    agent = agent_of(tmp_path, Process(name="p", role="environment", node=0, argv=argv, log="logs/p.log"))
-    agent.tick(time.time())
+    process = Process(name="p", role="environment", node=0, argv=argv, log="logs/p.log")
+    crew, addresses = crew_of(tmp_path, process)
+    crew.tick(time.time(), FleetView(time=0.0), addresses)
     try:
-        pid, own = agent.children["p"].pid, secret.read(tmp_path / "run")
+        pid, own = crew.children["p"].pid, secret.read(tmp_path / "run")
         environment = Path(f"/proc/{pid}/environ").read_text().split("\0")
         assert f"{secret.VARIABLE}={own}" in environment
         assert own not in Path(f"/proc/{pid}/cmdline").read_text()
@@ -85,13 +88,14 @@ def test_processes_get_it_in_their_environment_alone(tmp_path: Path) -> None:
         written = [p for p in (tmp_path / "run").rglob("*") if p.is_file() and own in p.read_text()]
         assert written == [tmp_path / "run" / "secret"]
     finally:
-        agent.children["p"].kill()
+        crew.children["p"].kill()
 
 
 def test_a_command_line_cannot_hold_it(tmp_path: Path) -> None:
-    agent = agent_of(tmp_path, Process(name="p", role="router", node=0, argv=("x", "${secret}"), log="logs/p.log"))
+    process = Process(name="p", role="router", node=0, argv=("x", "${secret}"), log="logs/p.log")
+    crew, addresses = crew_of(tmp_path, process)
     with pytest.raises(UnknownPlaceholder):
-        agent.tick(time.time())
+        crew.tick(time.time(), FleetView(time=0.0), addresses)
 
 
 def reaches(server: zmq.Socket[bytes], address: str, prepare: Callable[[zmq.Socket[bytes]], None]) -> bool:

@@ -42,6 +42,12 @@ def fleet(run: RunDirectory, age: float = 0.0, ending: dict[str, str] | None = N
     write_json(run.attempt(1).fleet_file, value)
 
 
+def heartbeat(run: RunDirectory, process: dict[str, object]) -> None:
+    """Of the plan's node 0, which the agent of rank 1 plays."""
+    write_json(run.attempt(1).roster_file, {"generation": 1, "seats": {"0": {"rank": 1, "name": "n001"}}})
+    write_json(run.attempt(1).agent_file(1), {"name": "n001", "processes": {"decode-r0-0": process}})
+
+
 @pytest.mark.parametrize(
     ("job", "phase", "reason"),
     [
@@ -83,7 +89,7 @@ def test_an_ended_attempt_says_how_and_whether_it_goes_on(run: RunDirectory) -> 
 def test_processes_progress_and_metrics_are_shown(run: RunDirectory) -> None:
     fleet(run)
     process = {"state": "ready", "pid": 42, "restarts": 2}
-    write_json(run.attempt(1).node_file(0), {"name": "n001", "processes": {"decode-r0-0": process}})
+    heartbeat(run, process)
     write_json(run.attempt(1).path / "state" / "orchestrator.json", {"step": 3, "version": 2})
     (run.path / "metrics.jsonl").write_text('{"step": 2, "reward/mean": 0.5}\n{"step": 3')
     directory = checkpoints.step_dir(run.path, 2)
@@ -99,10 +105,17 @@ def test_processes_progress_and_metrics_are_shown(run: RunDirectory) -> None:
     assert status(run).processes == [] and status(run).unhealthy == []
 
 
+def test_an_engine_that_loads_again_does_not_make_the_run_start_again(run: RunDirectory) -> None:
+    fleet(run, state="LOADING")
+    assert status(run).phase == "starting"
+    write_json(run.attempt(1).path / "state" / "orchestrator.json", {"step": 0, "version": 0})
+    assert status(run).phase == "running"
+
+
 def test_what_is_not_well_is_listed_with_its_node(run: RunDirectory) -> None:
     fleet(run, state="RESTARTING")
     process = {"state": "backoff", "pid": None, "restarts": 2}
-    write_json(run.attempt(1).node_file(0), {"name": "n001", "processes": {"decode-r0-0": process}})
+    heartbeat(run, process)
     (ill,) = status(run).unhealthy
     assert (ill.name, ill.node, ill.state, ill.restarts) == ("decode-r0-0", "n001", "RESTARTING", 2)
 

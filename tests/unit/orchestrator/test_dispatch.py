@@ -162,3 +162,16 @@ def test_a_restart_opens_unfinished_groups_and_no_known_one() -> None:
 def test_an_unknown_job_is_an_error() -> None:
     with pytest.raises(KeyError):
         dispatcher(limits()).lost("nobody")
+
+
+def test_a_lost_replica_s_rollouts_run_again_on_the_others() -> None:
+    made = dispatcher(limits())
+    jobs = run_all(made)
+    lost = [job for job in jobs if job.router == "http://r0"]
+    assert lost and len(lost) < len(jobs)
+    assert sorted(made.drop_router("http://r0")) == sorted(job.id for job in lost)
+    assert made.counts["lost"] == len(lost)
+    again = run_all(made)
+    assert [job.router for job in again] == ["http://r1"] * len(lost)
+    assert {job.group for job in again} == {job.group for job in lost}
+    assert made.routers == ("http://r1",)

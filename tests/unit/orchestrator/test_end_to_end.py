@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.fake_engine import FakeEngine, write_tokenizer
-from tests.support.scripted_run import OFF_POLICY, STEPS, Run
+from tests.support.scripted_run import OFF_POLICY, STEPS, Run, publish_addresses
 
 
 class FakeRun(Run):
@@ -121,3 +121,29 @@ def test_a_new_attempt_continues_at_the_last_commit(run: FakeRun) -> None:
     assert run.processes["orchestrator"].wait(180) == 0, run.logs()
     check_whole_run(run)
     assert {request["cache_salt"].split(":")[0] for request in run.engine.requests} == {"test-1.1", "test-1.2"}
+
+
+def test_a_run_goes_on_without_a_replica_that_was_given_up(tmp_path: Path) -> None:
+    """One of two engines never answers its rollouts; then the head gives its replica up."""
+    tokenizer = write_tokenizer(tmp_path / "model")
+    with FakeEngine(tokenizer, delay_s=0.05) as good, FakeEngine(tokenizer, delay_s=3600) as bad:
+        run = FakeRun(good, tmp_path)
+        run.routers.append(bad.url)
+        run.engines["engine-r1-0"] = bad.url
+        run.start("orchestrator")
+        run.start("worker")
+        link = run.link()
+        try:
+            run.publish(link, 0)
+            while not bad.requests:
+                time.sleep(0.1)
+            urls = {"router-0": good.url, "router-1": bad.url} | run.engines
+            publish_addresses(run.run_dir / "attempts" / "1", urls, lost=["router-1", "engine-r1-0"])
+            for step in range(1, STEPS + 1):
+                run.train(link, step)
+            assert run.processes["orchestrator"].wait(180) == 0, run.logs()
+        finally:
+            run.stop()
+    (event,) = run.events("replica_lost")
+    assert event["router"] == "router-1" and int(str(event["rollouts"])) > 0
+    assert [row["step"] for row in run.metrics()] == list(range(1, STEPS + 1))

@@ -70,7 +70,7 @@ def test_rows_of_undone_steps_are_written_anew(tmp_path: Path) -> None:
 
 def test_a_stall_is_named_and_ends_the_attempt(tmp_path: Path) -> None:
     clock = Clock()
-    watch = Watch(RECIPE, Journal(tmp_path, "orchestrator"), {}, clock)
+    watch = Watch(RECIPE, Journal(tmp_path, "orchestrator"), dict, clock)
     clock.now = 1000.0
     watch.check_stall(lambda: "nobody")  # nothing has begun
     watch.policy_wanted(0)
@@ -87,7 +87,7 @@ def test_a_stall_is_named_and_ends_the_attempt(tmp_path: Path) -> None:
 
 
 def test_rollouts_that_only_fail_end_the_attempt(tmp_path: Path) -> None:
-    watch = Watch(RECIPE, Journal(tmp_path, "orchestrator"), {}, Clock())
+    watch = Watch(RECIPE, Journal(tmp_path, "orchestrator"), dict, Clock())
     for _ in range(4 * RECIPE.orchestrator.batch_size - 1):
         watch.rollout_failed("j", "ZeroDivisionError")
     watch.check_stall(lambda: "nobody")

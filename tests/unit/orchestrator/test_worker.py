@@ -9,12 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import verifiers.v1 as vf
+from transformers import PreTrainedTokenizerFast
 
 from primeslurm.orchestrator import environments
+from primeslurm.orchestrator.endpoint import GenerateEndpoint
 from primeslurm.orchestrator.generate import TokenClient, serving
 from primeslurm.orchestrator.jobs import Job, RolloutFailed
 from primeslurm.orchestrator.worker import Worker
 from primeslurm.recipe import Recipe
+from primeslurm.wire.addresses import AddressBook
 from primeslurm.wire.rollouts import Rollout
 from tests.support.fake_engine import FakeEngine, write_tokenizer
 
@@ -36,13 +39,17 @@ def recipe(tokenizer: Path, **changes: Any) -> Recipe:
     return Recipe.model_validate({**fields, **changes})
 
 
+ROUTER = "router-0"
+
+
 async def rollouts(engine: FakeEngine, made: Recipe, example: int = 0) -> tuple[Rollout, ...]:
     """One job, run by a Worker."""
-    worker = Worker(made, made.environments[0], 0, "inproc://nobody")
-    job = Job("j", "g", "reverse-text", example, 3, engine.url, "run.1:3")
+    worker = Worker(made, made.environments[0], 0, "inproc://nobody", AddressBook(Path("/nowhere")))
+    job = Job("j", "g", "reverse-text", example, 3, ROUTER, "run.1:3")
     async with serving(worker._env) as clients:
-        client = TokenClient(engine.url, made.model.path, made.max_len, made.orchestrator.request_timeout_s)
-        worker._clients[engine.url] = clients[client.key] = client
+        timeout_s = made.orchestrator.request_timeout_s
+        client = TokenClient(ROUTER, lambda: engine.url, made.model.path, made.max_len, timeout_s)
+        worker._clients[ROUTER] = clients[client.key] = client
         return await worker._rollout(job)
 
 
@@ -121,12 +128,12 @@ async def test_turns_extend_the_sampled_tokens_or_branch(tokenizer: Path, tmp_pa
     environments.load("reverse-text", {})
     with FakeEngine(tokenizer) as engine:
         engine.version = 3
-        worker = Worker(made, made.environments[0], 0, "inproc://nobody")
+        worker = Worker(made, made.environments[0], 0, "inproc://nobody", AddressBook(Path("/nowhere")))
         worker._env = TwoTurnEnv(TwoTurnConfig(taskset={"id": "reverse-text"}, interception={"type": "server"}))
         async with serving(worker._env) as clients:
-            client = TokenClient(engine.url, made.model.path, made.max_len, 5)
-            worker._clients[engine.url] = clients[client.key] = client
-            found = await worker._rollout(Job("j", "g", "reverse-text", 0, 3, engine.url, "run.1:3"))
+            client = TokenClient(ROUTER, lambda: engine.url, made.model.path, made.max_len, 5)
+            worker._clients[ROUTER] = clients[client.key] = client
+            found = await worker._rollout(Job("j", "g", "reverse-text", 0, 3, ROUTER, "run.1:3"))
     assert len(found) == (1 if stable else 2)
     first, second = engine.requests
     last = found[-1].token_ids.tolist()
@@ -137,3 +144,29 @@ async def test_turns_extend_the_sampled_tokens_or_branch(tokenizer: Path, tmp_pa
     assert sum(int(rollout.mask.sum()) for rollout in found) == sum(engine.sampled), (
         "each sampled token is trained once"
     )
+
+
+async def test_a_request_follows_its_router_to_another_node(tokenizer: Path) -> None:
+    """The old node never answers: it is gone, with all its connections."""
+    made = recipe(tokenizer, orchestrator={"batch_size": 8, "group_size": 4, "request_timeout_s": 60})
+    silent = await asyncio.start_server(lambda *_: asyncio.sleep(60), "127.0.0.1", 0)
+    with FakeEngine(tokenizer) as engine:
+        engine.version = 3
+        host, port = silent.sockets[0].getsockname()
+        urls = [f"http://{host}:{port}"]
+        endpoint = GenerateEndpoint(lambda: urls[-1], made.max_len, timeout_s=60)
+        body = {"token_ids": endpoint_prompt(tokenizer), "sampling_params": {}}
+        request = asyncio.create_task(endpoint.generate(body, {"X-Session-ID": "s"}))
+        await asyncio.sleep(0.2)
+        assert not request.done()
+        urls.append(engine.url)
+        await request
+        assert len(engine.requests) == 1
+        await endpoint.close()
+    silent.close()
+
+
+def endpoint_prompt(tokenizer: Path) -> list[int]:
+    """Token ids of a prompt that FakeEngine answers."""
+    fast = PreTrainedTokenizerFast.from_pretrained(tokenizer)
+    return list(fast("Reverse: abc")["input_ids"])

@@ -1,0 +1,61 @@
+"""The end of an attempt: put on record, and what the next one has to know."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from primeslurm.node.reports import Ending, Outcome
+from primeslurm.node.requeue import should_requeue
+from primeslurm.plan.model import Plan
+from primeslurm.run.directory import Attempt, EndRecord, RunDirectory
+from primeslurm.run.ledger import Ledger
+from primeslurm.wire import checkpoints
+from primeslurm.wire.journal import Journal
+
+
+def conclude(plan: Plan, run: RunDirectory, attempt: Attempt, ending: Ending, journal: Journal) -> bool:
+    """Record how the attempt ended. Returns whether the job should be requeued."""
+    step = checkpoints.newest(run.path)
+    commits = {
+        a.number: end.committed_step
+        for a in run.attempts()
+        if (end := a.end()) is not None and end.outcome == Outcome.FAILED
+    }
+    if ending.outcome is Outcome.FAILED:
+        commits[attempt.number] = step
+    requeue, why_not = should_requeue(ending, attempt.number, plan, commits)
+    record = EndRecord(
+        outcome=ending.outcome,
+        reason=ending.reason,
+        suspect=ending.suspect,
+        committed_step=step,
+        requeued=requeue,
+        why_not_requeued=why_not,
+        time=time.time(),
+    )
+    try:
+        attempt.record_end(record)
+    except OSError as error:  # a full disk must not keep the job from being requeued
+        journal.event("end_not_recorded", error=str(error))
+    journal.event("ended", outcome=ending.outcome, requeued=requeue, why_not=why_not)
+    return requeue
+
+
+def remember_bad_node(plan: Plan, attempt: Attempt, node: str, reason: str, journal: Journal) -> None:
+    """Put a node into the ledger of all runs. Nodes of the local executor are this one machine."""
+    if plan.executor != "slurm":
+        return
+    now = time.time()
+    try:
+        ledger = Ledger(Path(plan.run_dir).parent)
+        ledger.record(node, reason, plan.run, attempt.number, now=now, hours=plan.bad_node_hours)
+    except OSError as error:
+        journal.event("bad_node_not_recorded", node=node, error=str(error))
+
+
+def nodes_to_avoid(plan: Plan) -> str | None:
+    """All nodes that the next attempt must not get: the recipe's, and the ledger's. None if that changes nothing."""
+    bad = tuple(entry.node for entry in Ledger(Path(plan.run_dir).parent).entries(time.time()))
+    job = plan.job.model_copy(update={"avoid": bad})
+    return job.excluded if bad else None

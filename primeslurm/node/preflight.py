@@ -1,0 +1,178 @@
+"""Preflight: an agent looks over its node before it takes a part in the run, in the background, for up to a minute."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from primeslurm.node import checks
+from primeslurm.node.checks import Check
+from primeslurm.node.network import NetworkError, own_address
+from primeslurm.node.reports import Fitness
+from primeslurm.plan.checks.files import model_directory
+from primeslurm.plan.model import Plan
+from primeslurm.run.directory import Attempt
+from primeslurm.run.versions import installed
+from primeslurm.wire.files import Watched, digest, read_json, write_json
+from primeslurm.wire.journal import Journal
+
+LIMIT_S = 60.0
+HEAD_WAIT_S = 40.0
+"""Longest wait for what the head writes first."""
+CLOCK_WAIT_S = 10.0
+GPU_FREE_WAIT_S = 15.0
+_POLL_S = 0.05
+
+
+class Reference(msgspec.Struct, frozen=True):
+    """`preflight.json`: what the head's own node looks like to it, for the others to compare."""
+
+    plan_digest: str
+    packages: dict[str, str | None]
+
+
+class Preflight:
+    """The checks of one node. `start` them, then ask for the `verdict` from time to time."""
+
+    def __init__(self, plan: Plan, rank: int, name: str, attempt: Attempt, tmp: Path, journal: Journal) -> None:
+        self._plan, self._rank, self._name, self._attempt, self._tmp = plan, rank, name, attempt, tmp
+        self._journal = journal
+        self._found: list[Check] = []
+        self._done = False
+        self._started_at = time.monotonic()
+        self._doing = "nothing"
+
+    @property
+    def verdict(self) -> tuple[Fitness, str]:
+        """Whether the node is fit, and why not."""
+        bad = [check.text for check in self._found if check.level == "failed"]
+        if bad:
+            return Fitness.UNFIT, "; ".join(bad)
+        if self._done:
+            return Fitness.FIT, ""
+        if time.monotonic() - self._started_at > LIMIT_S:
+            return Fitness.UNFIT, f"preflight takes longer than {LIMIT_S:.0f} s; it looks at {self._doing}"
+        return Fitness.CHECKING, ""
+
+    def start(self) -> None:
+        """Begin; on the head, tell the others first what to compare with."""
+        self._started_at = time.monotonic()
+        if self._rank == 0:
+            reference = Reference(digest(self._attempt.plan_file), installed())
+            write_json(self._attempt.path / "preflight.json", msgspec.to_builtins(reference))
+        threading.Thread(target=self._run, daemon=True, name="preflight").start()
+
+    def check_gpus_again(self) -> None:
+        """After the death of a process that had GPUs: were they the reason?"""
+        if self._plan.device == "cuda":
+            threading.Thread(target=self._look_at_gpus, daemon=True, name="gpu check").start()
+
+    def _look_at_gpus(self) -> None:
+        # What the process leaves behind is given back in a moment, and tells nothing of the GPUs.
+        found = [check for check in checks.gpu_checks(self._gpus) if check.name != "gpu memory"]
+        bad = [check for check in found if check.level == "failed"]
+        if bad:
+            self._found += bad
+            self._journal.event("gpu_failed", node=self._name, checks=msgspec.to_builtins(bad))
+
+    @property
+    def _gpus(self) -> int:
+        """GPUs that the widest part of this node's group uses."""
+        group = self._plan.group_of_rank(self._rank).index
+        nodes = [node for node in self._plan.nodes if node.group == group]
+        return max((len({gpu for p in node.processes for gpu in p.gpus}) for node in nodes), default=0)
+
+    def _run(self) -> None:
+        parts = {
+            "its network": self._network,
+            "its GPUs": self._gpu,
+            "its file systems": self._files,
+            "the model": self._model,
+            "the head's files": self._reference,
+            "the clock": self._clock,
+        }
+        for doing, part in parts.items():
+            self._doing = doing
+            try:
+                self._found += part()
+            except Exception as error:  # an unforeseen one is a reason to leave the node out, with that reason
+                self._found.append(Check(doing, "failed", f"{doing}: {type(error).__name__}: {error}"))
+        self._done = True
+        seconds = round(time.monotonic() - self._started_at, 2)
+        fitness, _ = self.verdict
+        found = msgspec.to_builtins(self._found)
+        self._journal.event("preflight", node=self._name, fitness=fitness, seconds=seconds, checks=found)
+
+    def _network(self) -> list[Check]:
+        try:
+            address = own_address(self._name, self._plan.interface, self._plan.addresses)
+        except NetworkError as error:
+            return [Check("address", "failed", str(error))]
+        group = self._plan.group_of_rank(self._rank).index
+        nodes = [node for node in self._plan.nodes if node.group == group]
+        ports = {port for node in nodes for process in node.processes for port in process.ports.values()}
+        return [checks.port_check(address, sorted(ports))]
+
+    def _gpu(self) -> list[Check]:
+        if self._plan.device == "cpu":
+            return [Check("gpus", "ok", "skipped: this site computes on CPUs")]
+        hcas = checks.hca_names({**self._plan.env, **os.environ})
+        found = self._free_gpus() if self._gpus else []
+        return found + (checks.hca_checks(hcas) if hcas else []) + checks.memory_limit_checks(hcas)
+
+    def _free_gpus(self) -> list[Check]:
+        """The GPUs' checks; what a job before this one left in their memory may take a while to go."""
+        deadline = time.monotonic() + GPU_FREE_WAIT_S
+        while True:
+            found = checks.gpu_checks(self._gpus)
+            only_memory = {check.name for check in found if check.level == "failed"} == {"gpu memory"}
+            if not only_memory or time.monotonic() > deadline:
+                return found
+            time.sleep(1.0)
+
+    def _files(self) -> list[Check]:
+        run_dir = Path(self._plan.run_dir)
+        return [checks.writable_check(self._attempt.path, self._rank), *checks.space_checks(run_dir, self._tmp)]
+
+    def _model(self) -> list[Check]:
+        if self._plan.emulated:
+            return [Check("model", "ok", "skipped: stand-ins load none")]
+        recipe = read_json(Path(self._plan.run_dir) / "recipe.resolved.json")
+        if recipe is None:
+            return []
+        path = recipe["model"]["path"]
+        directory = model_directory(path)
+        if directory is None:
+            return [Check("model", "failed", f"there is no model {path}", "put it on the shared file system")]
+        return [checks.model_check(directory)]
+
+    def _reference(self) -> list[Check]:
+        value = self._wait_for(Watched(self._attempt.path / "preflight.json"), HEAD_WAIT_S)
+        if value is None:
+            text = f"what the head wrote is not seen after {HEAD_WAIT_S:.0f} s"
+            return [Check("shared file system", "failed", text, "mount the run directory's file system on the node")]
+        reference = msgspec.convert(value, Reference)
+        if digest(self._attempt.plan_file) != reference.plan_digest:
+            return [Check("shared file system", "failed", f"{self._attempt.plan_file} differs from what the head sees")]
+        lock = read_json(Path(self._plan.run_dir) / "lock.json") or {}
+        return checks.version_checks(installed(), reference.packages, lock.get("packages", {}))
+
+    def _clock(self) -> list[Check]:
+        """The head writes its time into fleet.json all the time."""
+        file = Watched(self._attempt.fleet_file)
+        self._wait_for(file, CLOCK_WAIT_S)  # of unknown age
+        view = self._wait_for(file, CLOCK_WAIT_S)
+        if view is None:
+            return [Check("clock", "warning", "the head's time is not seen")]
+        return [checks.clock_check(time.time() - float(view["time"]))]
+
+    def _wait_for(self, file: Watched, timeout_s: float) -> Any | None:
+        deadline = time.monotonic() + timeout_s
+        while (value := file.changed()) is None and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        return value

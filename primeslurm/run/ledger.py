@@ -1,0 +1,80 @@
+"""Nodes that failed lately, remembered by all runs below one directory: `<runs>/.bad-nodes/`.
+
+One small file an entry, written atomically: runs of several jobs and hosts may write at the same time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from primeslurm.plan.model import Finding, Plan
+from primeslurm.wire.files import read_json, write_json
+
+DIRECTORY = ".bad-nodes"
+FIELD = "bad nodes"
+"""What findings about them are about."""
+HOUR_S = 3600.0
+
+
+class BadNode(msgspec.Struct, frozen=True):
+    """Why to keep away from a node."""
+
+    node: str
+    reason: str
+    run: str
+    attempt: int
+    time: float
+    expires: float
+    """From then on the node is used again."""
+
+
+class Ledger:
+    """The bad nodes of one directory of runs."""
+
+    def __init__(self, runs: Path) -> None:
+        self._path = runs / DIRECTORY
+
+    def record(self, node: str, reason: str, run: str, attempt: int, *, now: float, hours: float) -> None:
+        """Remember a node for `hours`. Raises OSError."""
+        self._path.mkdir(exist_ok=True)
+        entry = BadNode(node, reason, run, attempt, now, now + hours * HOUR_S)
+        write_json(self._path / f"{node}.{run}.{attempt}.json", msgspec.to_builtins(entry))
+
+    def entries(self, now: float) -> list[BadNode]:
+        """What is remembered and has not expired, newest first, one entry a node."""
+        valid = sorted((e for _, e in self._read() if e.expires > now), key=lambda e: e.time)
+        return sorted({entry.node: entry for entry in valid}.values(), key=lambda e: -e.time)
+
+    def forget(self, node: str) -> bool:
+        """Use a node again from now on. Returns whether it was remembered."""
+        found = [path for path, entry in self._read() if entry.node == node]
+        for path in found:
+            path.unlink(missing_ok=True)
+        return bool(found)
+
+    def _read(self) -> list[tuple[Path, BadNode]]:
+        found = []
+        for path in sorted(self._path.glob("*.json")):
+            with contextlib.suppress(msgspec.ValidationError, OSError):
+                found.append((path, msgspec.convert(read_json(path), BadNode)))
+        return found
+
+
+def avoiding(plan: Plan, bad: Sequence[BadNode], now: float) -> Plan:
+    """The plan of a job that keeps away from bad nodes, with a finding for each."""
+    findings = [
+        Finding(
+            level="note",
+            field=FIELD,
+            text=f"{entry.node} is avoided: {entry.reason} (run {entry.run}, {(now - entry.time) / HOUR_S:.1f} h ago)",
+            fix=f"primeslurm nodes --forget {entry.node}",
+        )
+        for entry in bad
+    ]
+    job = plan.job.model_copy(update={"avoid": tuple(entry.node for entry in bad)})
+    others = [finding for finding in plan.findings if finding.field != FIELD]
+    return plan.model_copy(update={"job": job, "findings": (*others, *findings)})

@@ -1,0 +1,69 @@
+"""Break an embedded cluster the way hardware does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+from primeslurm.slurm.cluster import Cluster
+from primeslurm.slurm.daemons import Process
+
+
+def kill_node(cluster: Cluster, name: str) -> None:
+    """A node loses power: its slurmd, the daemons of its steps and all that they run are gone, and Slurm finds out."""
+    daemon = next(daemon for daemon in cluster.daemons if daemon.name == name)
+    daemon.send(signal.SIGKILL)
+    # Step daemons first: they would report the death of their tasks to the controller.
+    tasks = _tasks(cluster, name)
+    parents = {_parent(pid) for pid in tasks}
+    for pid in [pid for pid in parents if pid is not None and _comm(pid) == "slurmstepd"] + tasks:
+        if process := Process.of("job", pid):
+            process.send(signal.SIGKILL)
+    _scontrol(cluster, "update", f"nodename={name}", "state=down", "reason=lost power")
+
+
+def revive_node(cluster: Cluster, name: str) -> None:
+    """Start the slurmd of a killed node again; `cluster down` ends it as the others."""
+    pid_file = cluster.spec.directory / "pid" / name
+    conf = str(cluster.spec.slurm_conf)
+    subprocess.run(["slurmd", "-f", conf, "-N", name], env={**os.environ, "SLURM_CONF": conf}, check=True)
+    deadline = time.monotonic() + 10
+    while (started := Process.of(name, int(pid_file.read_text() or 0))) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    cluster.daemons[:] = [daemon for daemon in cluster.daemons if daemon.name != name] + [started]
+    _scontrol(cluster, "update", f"nodename={name}", "state=resume")
+
+
+def _tasks(cluster: Cluster, name: str) -> list[int]:
+    wanted = {f"SLURM_CONF={cluster.spec.slurm_conf}".encode(), f"SLURMD_NODENAME={name}".encode()}
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if wanted <= set((path / "environ").read_bytes().split(b"\0")):
+                found.append(int(path.name))
+        except OSError:
+            continue
+    return found
+
+
+def _parent(pid: int) -> int | None:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return None
+
+
+def _comm(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _scontrol(cluster: Cluster, *args: str) -> None:
+    env = {**os.environ, "SLURM_CONF": str(cluster.spec.slurm_conf)}
+    subprocess.run(["scontrol", *args], env=env, check=True)
