@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import secrets
 import subprocess
 import sys
@@ -25,6 +26,15 @@ def name_in_use(run_dir: Path) -> list[Violation]:
         return []
     fix = f"`--name` another, or `primeslurm resume {run_dir.name}` to go on with it"
     return [Violation("name", run_dir.name, f"is in use: {run_dir} exists", fix)]
+
+
+def missing_variables(plan: Plan) -> list[Violation]:
+    """A violation for each variable that processes need and that is not set here: its value is taken from here alone."""
+    return [
+        Violation("pass_env", name, "is not set where you submit", f"export {name}=...")
+        for name in plan.pass_env
+        if name not in os.environ
+    ]
 
 
 def create(recipe: Recipe, plan: Plan, source: Path) -> Attempt:

@@ -19,7 +19,7 @@ from primeslurm.node.resolve import UnknownPlaceholder
 from primeslurm.plan.derive import derive
 from primeslurm.plan.model import Plan, Process
 from primeslurm.recipe.load import load_recipe
-from primeslurm.run.create import create
+from primeslurm.run.create import create, missing_variables
 from primeslurm.run.directory import RunDirectory
 from primeslurm.slurm.render import render
 from primeslurm.wire import secret
@@ -128,3 +128,18 @@ def test_without_a_secret_there_is_no_client(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.delitem(os.environ, secret.VARIABLE)
     with pytest.raises(secret.SecretError):
         secret.header()
+
+
+def test_a_variable_to_pass_on_must_be_set_and_its_value_is_in_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_recipe(tmp_path / "r.yaml", pass_env=["WANDB_API_KEY"])
+    recipe = load_recipe(path)
+    plan = derive(recipe, site(pass_env=["HF_TOKEN"]), tmp_path / "run")
+    monkeypatch.setenv("HF_TOKEN", "hf-value")
+    assert [violation.value for violation in missing_variables(plan)] == ["WANDB_API_KEY"]
+    monkeypatch.setenv("WANDB_API_KEY", "wandb-value")
+    assert missing_variables(plan) == []
+    create(recipe, plan, path)
+    texts = [render(plan), *(p.read_text() for p in (tmp_path / "run").rglob("*") if p.is_file())]
+    assert not any("hf-value" in text or "wandb-value" in text for text in texts)
