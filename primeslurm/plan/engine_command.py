@@ -18,6 +18,8 @@ CPU_KV_CACHE_BYTES = 256 * 2**20
 GPU_MEMORY_UTILIZATION = 0.9
 MODULE = "vllm.entrypoints.openai.api_server"
 GATE = "primeslurm.inference.gate.VersionGate"
+SECRET_GATE = "primeslurm.inference.admission.SecretGate"
+"""The same without policy versions, for engines that keep the weights they loaded."""
 TRANSFER_BACKENDS = {"filesystem": "primeslurm_filesystem", "nccl": "nccl"}
 """Weight transport of the recipe to vLLM's name of the backend (registered by inference.plugin)."""
 
@@ -102,7 +104,7 @@ def _shared_options(recipe: Recipe, settings: EngineSettings, device: Device, ro
     }
     if recipe.task == "rl":
         options["weight_transfer_config"] = {"backend": TRANSFER_BACKENDS[recipe.weights.transport]}
-        options["middleware"] = GATE
+    options["middleware"] = GATE if recipe.task == "rl" else SECRET_GATE
     options |= _memory_options(recipe, settings, device)
     options |= _model_options(recipe, settings)
     options |= _parallel_options(recipe, settings)

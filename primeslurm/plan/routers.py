@@ -28,7 +28,10 @@ def router_command(
         argv += ["--vllm-pd-disaggregation", "--prefill-policy", policy, "--decode-policy", policy]
         argv += [part for name in prefill for part in ("--prefill", url_of(name))]
         argv += [part for name in decode for part in ("--decode", url_of(name))]
-    return Command(tuple(argv), {"RUST_LOG": "warn"}, ("http", "metrics"))  # below: three lines a request
+    # RUST_LOG: below warn, it writes three lines a request. Without prefill and decode it hands on its client's token;
+    # with them it adds its own, from this variable, to everything that it relays.
+    token = {} if engines else {"OPENAI_API_KEY": "${generate_token}"}
+    return Command(tuple(argv), {"RUST_LOG": "warn", **token}, ("http", "metrics"))
 
 
 _ROUTER_OPTIONS: dict[str, object] = {
