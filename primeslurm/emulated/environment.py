@@ -34,6 +34,8 @@ class Conversation:
     mask: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    turns: int = 0
+    """Answers of the policy."""
 
     def given(self, tokens: list[int]) -> None:
         """The environment said something."""
@@ -42,6 +44,7 @@ class Conversation:
     def sampled(self, completion: Completion) -> None:
         """The policy answered."""
         tokens = completion.token_ids
+        self.turns += 1
         self._add(tokens, [True] * len(tokens), completion.logprobs, completion.versions)
 
     def _add(self, tokens: list[int], mask: list[bool], logprobs: list[float], versions: list[int]) -> None:
@@ -62,7 +65,7 @@ class Conversation:
 
 
 class EmulatedEnvironment:
-    """Runs the rollouts of one environment of a recipe."""
+    """Runs the rollouts of one environment of a recipe. `addresses` knows where the routers are."""
 
     def __init__(self, recipe: Recipe, addresses: AddressBook) -> None:
         self._recipe = recipe
@@ -87,7 +90,7 @@ class EmulatedEnvironment:
             environment=job.environment,
             opened_version=job.opened_version,
             reward=reward(job.id, sum(versions) / len(versions)),
-            turns=plan.turns,
+            turns=talk.turns,
             finish_reason=finish,
             seconds=time.monotonic() - started,
         )
@@ -136,7 +139,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--worker", type=int, default=0)
     parser.add_argument("--orchestrator", required=True, help="ZMQ address")
     parser.add_argument("--attempt-dir", type=Path, required=True)
-    options, _ = parser.parse_known_args(argv)
+    options = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     with contextlib.suppress(KeyboardInterrupt):

@@ -31,11 +31,6 @@ class Script:
     """One between any two turns."""
     fails: bool
 
-    @property
-    def turns(self) -> int:
-        """Answers of the policy."""
-        return len(self.tool_outputs) + 1
-
 
 def script(seed: int, environment: str, example: int, job: str) -> Script:
     """The rollout of a job. All rollouts of one example have the same prompt."""

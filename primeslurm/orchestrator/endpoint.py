@@ -45,6 +45,10 @@ class _Answer(msgspec.Struct):
     choices: list[_Choice]
 
 
+class _Moved(Exception):
+    """The router listens elsewhere now."""
+
+
 class RefusedError(Exception):
     """The request is wrong: trying again would not help.
 
@@ -60,10 +64,6 @@ class RefusedError(Exception):
 
 class NoAnswerError(Exception):
     """No engine answered before the deadline."""
-
-
-class _Moved(Exception):
-    """The router listens elsewhere now."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class GenerateEndpoint:
     An engine without the current policy answers 503, and a router answers 5xx while an engine is being restarted.
 
     Args:
-        where: gives the router's base URL as it is now; a request that waits for an answer follows it.
+        where: the router's URL as it is now; a request that waits for an answer follows it when it changes.
         max_len: longest sequence an engine accepts; completions end there.
         timeout_s: longest wait for one answer, retries included.
     """

@@ -64,7 +64,7 @@ class EngineClient:
     """Control of one engine, directly and never through a router (which would reach only one of several).
 
     Args:
-        where: gives the base URL of the engine's HTTP server as it is now.
+        where: base URL of the engine's HTTP server as it is now.
         model_path: what the engine was started from.
         init_info: what `/init_weight_transfer_engine` is told; empty for the file system.
         tries: how often an update is tried, with generation paused all the while.
@@ -134,12 +134,12 @@ class EngineClient:
         await self._looking.aclose()
 
     async def _look(self) -> httpx.Response:
-        path, timeout_s = "/primeslurm/status", self._status_timeout_s
+        url, timeout_s = f"{self.url}/primeslurm/status", self._status_timeout_s
         try:
-            return await self._looking.get(f"{self.url}{path}", timeout=timeout_s)
+            return await self._looking.get(url, timeout=timeout_s)
         except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
             # the kept connection was closed; only a new one tells whether the engine is gone
-            return await self._http.get(f"{self.url}{path}", timeout=timeout_s)
+            return await self._http.get(url, timeout=timeout_s)
 
     async def _apply(self, policy: Policy, timeout_s: float) -> Step:
         status = await self.status()

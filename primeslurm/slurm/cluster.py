@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -101,6 +102,25 @@ class Cluster:
         end(self.daemons, grace_s=5.0)
         shutil.rmtree(self.spec.directory)
 
+    def crash(self, daemon: str) -> None:
+        """SIGKILL slurmctld, or the slurmd of a node by its name; its tasks live on. `restart` brings it back.
+
+        Raises KeyError if there is no such daemon.
+        """
+        process = {process.name: process for process in self.daemons}[daemon]
+        process.send(signal.SIGKILL)
+        while process.alive:
+            time.sleep(0.02)
+        self.daemons.remove(process)
+        self._save()
+
+    def restart(self, daemon: str) -> None:
+        """Start a daemon that has crashed. Raises ClusterError if it does not come up."""
+        if daemon == "slurmctld":
+            self._start_slurmctld()
+        else:
+            self._start_node(daemon)
+
     def _wait_for_no_jobs(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         while job_processes(self.spec.slurm_conf) and time.monotonic() < deadline:
@@ -164,15 +184,22 @@ class Cluster:
             directory / "pid/munged",
             directory / "log/munged.log",
         )
+        self._start_slurmctld()
+
+    def _start_slurmctld(self) -> None:
+        directory = self.spec.directory
         argv = ["slurmctld", "-f", str(self.spec.slurm_conf)]
         self._start("slurmctld", argv, directory / "pid/slurmctld", directory / "log/slurmctld.log")
         self._wait(self.client.ping, _START_TIMEOUT_S, "slurmctld does not answer")
 
     def _start_nodes(self) -> None:
-        directory = self.spec.directory
         for name in self.spec.control_names + self.spec.gpu_names:
-            argv = ["slurmd", "-f", str(self.spec.slurm_conf), "-N", name]
-            self._start(name, argv, directory / "pid" / name, directory / "log" / f"{name}.log")
+            self._start_node(name)
+
+    def _start_node(self, name: str) -> None:
+        directory = self.spec.directory
+        argv = ["slurmd", "-f", str(self.spec.slurm_conf), "-N", name]
+        self._start(name, argv, directory / "pid" / name, directory / "log" / f"{name}.log")
 
     def _wait_for_nodes(self) -> None:
         self._wait(self._all_idle, _IDLE_TIMEOUT_S, "not all nodes became idle")

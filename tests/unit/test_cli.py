@@ -48,6 +48,50 @@ def test_a_dry_run_shows_placement_and_script_and_writes_nothing(place: Path) ->
     assert files(place) == before
 
 
+@pytest.fixture
+def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a short path: clusters below it have Unix sockets."""
+    return tmp_path_factory.mktemp("e")
+
+
+def test_an_emulated_dry_run_needs_neither_site_nor_model_and_shows_the_real_job(short: Path) -> None:
+    slurm = {"account": "lab", "train": {"partition": "h200", "mem": "2000G"}, "time": "02:00:00"}
+    write(short, slurm=slurm, model={"path": "zai-org/GLM-5.1"})
+    result = primeslurm("submit", "r.yaml", "--name", "e", "--emulate", "--dry-run", "--json", cwd=short)
+    assert result.code == 0, result.err
+    answer = json.loads(result.out)
+    assert answer["plan"]["totals"]["nodes"] == 3 and answer["plan"]["run_dir"] == str(short / "runs" / "e")
+    assert "--time=02:00:00" in answer["script"]
+    assert not any(word in answer["script"] for word in ("--account", "h200", "2000G")), "these are of another cluster"
+    modules = {p["role"]: p["argv"][2] for node in answer["plan"]["nodes"] for p in node["processes"]}
+    assert modules["engine"] == "primeslurm.emulated.engine" and modules["router"] == "vllm_router.launch_router"
+    assert [path.name for path in short.iterdir()] == ["r.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "message"),
+    [
+        (
+            {},
+            ["--local"],
+            "error: --local: an emulated run is a real Slurm job, on an embedded cluster (leave it out)\n",
+        ),
+        (
+            {"deployment": {"train": {"gpus_per_node": 9}}},
+            [],
+            "error: deployment.train.gpus_per_node = 9: nodes of partition gpu have 8 GPUs (nearest: 8)\n",
+        ),
+    ],
+)
+def test_what_cannot_be_emulated_is_refused(
+    short: Path, changes: dict[str, Any], options: list[str], message: str
+) -> None:
+    write(short, **changes)
+    result = primeslurm("submit", "r.yaml", "--name", "e", "--emulate", *options, cwd=short)
+    assert (result.code, result.out, result.err) == (2, "", message)
+    assert [path.name for path in short.iterdir()] == ["r.yaml"]
+
+
 def test_plan_as_json_is_the_plan(place: Path) -> None:
     result = primeslurm("plan", "r.yaml", "--json", cwd=place)
     assert result.code == 0

@@ -1,0 +1,186 @@
+"""How the whole job behaves at full size: `recipes/glm5_pd.yaml` emulated on 28, 64 and 128 nodes.
+
+Usage: python benchmarks/emulated_scale.py [28 64 128] [--steps 20] [--recipe FILE]     Needs root and Slurm's daemons.
+Result: benchmarks/results/emulated_scale_<nodes>.json, one file a size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from primeslurm.plan.model import Plan
+from primeslurm.run.directory import RunDirectory
+from primeslurm.run.summary import events, rows
+from primeslurm.wire.files import read_json
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+SIZES = {28: (12, 1), 64: (32, 2), 128: (64, 4)}
+"""Nodes to trainer nodes and inference replicas (of 12 prefill and 4 decode nodes)."""
+KINDS = (
+    "emulated.engine",
+    "emulated.trainer",
+    "emulated.environment",
+    "submitit",
+    "primeslurm.orchestrator",
+    "vllm_router",
+)
+PERIOD_S = 1.0
+
+
+@dataclass
+class Usage:
+    """What the run's processes used, by kind."""
+
+    before: int = field(default_factory=lambda: psutil.virtual_memory().used)
+    peak_bytes: int = 0
+    count: dict[str, int] = field(default_factory=dict)
+    cpu_s: dict[str, float] = field(default_factory=dict)
+    private_bytes: dict[str, int] = field(default_factory=dict)
+
+    def look(self, memory: bool) -> None:
+        """Sample. `memory`: each process's own memory too, which takes a while."""
+        self.peak_bytes = max(self.peak_bytes, psutil.virtual_memory().used - self.before)
+        found: dict[str, list[psutil.Process]] = {}
+        for process in psutil.process_iter(["cmdline"]):
+            line = " ".join(process.info["cmdline"] or [])
+            kind = next((kind for kind in KINDS if kind in line), None)
+            if kind:
+                found.setdefault(kind, []).append(process)
+        for kind, processes in found.items():
+            self.count[kind] = max(self.count.get(kind, 0), len(processes))
+            self.cpu_s[kind] = max(self.cpu_s.get(kind, 0.0), sum(map(_cpu_seconds, processes)))
+            if memory:
+                self.private_bytes[kind] = sum(map(_private_bytes, processes))
+
+
+def _cpu_seconds(process: psutil.Process) -> float:
+    try:
+        times = process.cpu_times()
+    except psutil.Error:
+        return 0.0
+    return float(times.user + times.system)
+
+
+def _private_bytes(process: psutil.Process) -> int:
+    try:
+        return int(process.memory_full_info().uss)
+    except psutil.Error:
+        return 0
+
+
+def primeslurm(*args: str, cwd: Path) -> str:
+    """Run a command; returns its output."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    argv = [sys.executable, "-m", "primeslurm", *args]
+    return subprocess.run(argv, cwd=cwd, env=env, stdout=subprocess.PIPE, text=True, check=True).stdout
+
+
+def measure(recipe: Path, nodes: int, steps: int, where: Path) -> dict[str, Any]:
+    """One run from nothing to its last step."""
+    train, replicas = SIZES[nodes]
+    name = f"scale-{nodes}"
+    changes = {
+        "max_steps": steps,
+        "deployment.train.nodes": train,
+        "deployment.inference.num_replicas": replicas,
+        "checkpoint.interval": 5,
+    }
+    options = [part for key, value in changes.items() for part in ("--set", f"{key}={value}")]
+    usage, load_before = Usage(), os.getloadavg()
+    began = time.time()
+    answer = json.loads(primeslurm("submit", str(recipe), "--emulate", "--name", name, "--json", *options, cwd=where))
+    try:
+        run = RunDirectory(Path(answer["directory"]))
+        seen = follow(run, usage)
+        return report(run, usage, began, seen) | {"load_before": load_before, "steps": steps}
+    finally:
+        primeslurm("cluster", "down", "--name", f"emulate-{name}", cwd=where)
+
+
+def follow(run: RunDirectory, usage: Usage) -> dict[str, float]:
+    """Watch until the end; returns when what was first seen."""
+    attempt, seen, turn = run.attempt(1), {}, 0
+    plan = attempt.plan()
+    while attempt.end() is None:
+        states = (read_json(attempt.fleet_file) or {}).get("states", {})
+        if "healthy" not in seen and states and set(states.values()) == {"HEALTHY"}:
+            seen["healthy"] = time.time()
+        if "first_token" not in seen and attempt.state("orchestrator").get("inflight") and _tokens(attempt, plan):
+            seen["first_token"] = time.time()
+        turn += 1
+        usage.look(memory=turn % 30 == 0)
+        time.sleep(PERIOD_S)
+    return seen
+
+
+def _tokens(attempt: Any, plan: Plan) -> bool:
+    """Whether any prefill engine has sampled something."""
+    known = read_json(attempt.addresses_file) or {}
+    for process in plan.processes():
+        if process.role == "prefill":
+            url = f"http://{known['hosts'][process.name]}:{known['ports'][process.name]['http']}/metrics"
+            lines = httpx.get(url, timeout=5).text.splitlines()
+            if any(line.startswith("vllm:generation_tokens_total") and not line.endswith(" 0") for line in lines):
+                return True
+    return False
+
+
+def report(run: RunDirectory, usage: Usage, began: float, seen: dict[str, float]) -> dict[str, Any]:
+    """The result's figures."""
+    attempt = run.attempt(1)
+    job, end, plan, table = attempt.job(), attempt.end(), attempt.plan(), rows(run.path)
+    assert job is not None and end is not None
+    agents = usage.count["submitit"]
+    happened = events(run)
+    return {
+        "nodes": plan.totals.nodes,
+        "gpus": plan.totals.gpus,
+        "processes": len(plan.processes()),
+        "outcome": end.outcome,
+        "cluster_up_seconds": round(job.submitted_at - began, 1),
+        "submit_to_all_healthy_seconds": round(seen["healthy"] - job.submitted_at, 1),
+        "submit_to_first_token_seconds": round(seen["first_token"] - job.submitted_at, 1),
+        "submit_to_end_seconds": round(end.time - job.submitted_at, 1),
+        "step_seconds": [round(row["throughput/step_seconds"], 1) for row in table],
+        "update_seconds": [round(row["policy/update_seconds"], 2) for row in table],
+        "reward_first_last": [table[0]["reward/mean"], table[-1]["reward/mean"]],
+        "restarts": sum(event["kind"] == "started" and event["restarts"] > 0 for event in happened),
+        "peak_memory_gb": round(usage.peak_bytes / 1e9, 2),
+        "private_memory_mb_each": {k: round(b / usage.count[k] / 1e6, 1) for k, b in usage.private_bytes.items()},
+        "cpu_seconds": {kind: round(seconds, 1) for kind, seconds in usage.cpu_s.items()},
+        "agent_cpu_seconds_each": round(usage.cpu_s["submitit"] / agents, 2),
+        "agent_cpu_share_each": round(usage.cpu_s["submitit"] / agents / (end.time - job.submitted_at), 4),
+        "machine": {"cores": os.cpu_count(), "memory_gb": round(psutil.virtual_memory().total / 1e9, 1)},
+    }
+
+
+def main() -> None:
+    """Measure each size and write its result."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("nodes", nargs="*", type=int, default=[28])
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--recipe", type=Path, default=ROOT / "recipes" / "glm5_pd.yaml")
+    options = parser.parse_args()
+    for nodes in options.nodes:
+        with tempfile.TemporaryDirectory(prefix="primeslurm-scale-") as directory:
+            result = measure(options.recipe.resolve(), nodes, options.steps, Path(directory))
+        path = RESULTS / f"emulated_scale_{nodes}.json"
+        path.write_text(json.dumps(result, indent=2) + "\n")
+        print(json.dumps(result, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,189 @@
+"""The fault table: what is done to a running deployment, and how it must come back.
+
+Used by the tests, and by benchmarks/fault_table.py, which writes down what each fault cost.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import httpx
+
+from primeslurm.run.status import RunStatus
+from primeslurm.wire.files import read_json
+from tests.support.emulation import Deployment, Snapshot
+
+Seen = Callable[[RunStatus], bool]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One row of the table.
+
+    `inject` does the damage and returns a condition that holds once the deployment has noticed; `repair`, if the damage
+    does not go away by itself, is called before recovery is waited for, or after it (`repair_late`).
+    """
+
+    name: str
+    what: str
+    inject: Callable[[Deployment], Seen]
+    ends_attempt: bool = False
+    repair: Callable[[Deployment], None] | None = None
+    repair_late: bool = False
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a fault cost."""
+
+    fault: str
+    what: str
+    recovery: str
+    """In place, or by a new attempt."""
+    seconds: float
+    """From the fault until everything is healthy and one more step is trained."""
+    committed_steps_lost: int
+    steps_repeated: int
+    """Trained, but not committed yet."""
+    rollouts_begun_again: int
+    """In flight when it happened."""
+    finished_rollouts_lost: int
+    """Sampled by a policy that was undone with its uncommitted step."""
+    committed_rollouts_lost: int
+    """Sampled by policies that are still valid."""
+
+    def row(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def suffer(deployment: Deployment, fault: Fault) -> Cost:
+    """Do it to a healthy run, wait for recovery, and add up."""
+    deployment.running()
+    before = deployment.snapshot()
+    began = time.monotonic()
+    seen = fault.inject(deployment)
+    try:
+        deployment.wait(seen)
+    finally:
+        if fault.repair and not fault.repair_late:
+            fault.repair(deployment)
+    noticed = deployment.snapshot()
+
+    def recovered(status: RunStatus) -> bool:
+        beyond = noticed.step if noticed.attempt == before.attempt else before.committed
+        return deployment.healthy(status) and (status.metrics.get("step") or 0) > beyond
+
+    deployment.wait(recovered)
+    seconds = time.monotonic() - began
+    after = deployment.snapshot()
+    if fault.repair and fault.repair_late:
+        fault.repair(deployment)
+    return _cost(fault, before, after, seconds, deployment)
+
+
+def _cost(fault: Fault, before: Snapshot, after: Snapshot, seconds: float, deployment: Deployment) -> Cost:
+    again = after.attempt > before.attempt
+    resumed = before.step
+    if again:
+        end = deployment.run.attempt(after.attempt - 1).end()
+        resumed = (end.committed_step if end else None) or before.committed
+    gone = before.groups.keys() - after.groups.keys() - after.trained - before.trained
+    valid = [name for name in gone if before.groups[name] <= resumed]
+    return Cost(
+        fault=fault.name,
+        what=fault.what,
+        recovery=f"attempt {after.attempt - before.attempt} later" if again else "in place",
+        seconds=round(seconds, 1),
+        committed_steps_lost=max(0, before.committed - after.committed),
+        steps_repeated=max(0, before.step - resumed),
+        rollouts_begun_again=before.in_flight if again else max(0, after.begun_again - before.begun_again),
+        finished_rollouts_lost=len(gone) - len(valid),
+        committed_rollouts_lost=len(valid),
+    )
+
+
+def _next_attempt(deployment: Deployment) -> Seen:
+    present = deployment.status().attempt
+    return lambda status: status.attempt > present
+
+
+def _restarted(deployment: Deployment, name: str) -> Seen:
+    before = deployment.process(name)
+    return lambda status: any(
+        p.name == name and p.restarts > before.restarts and p.pid != before.pid for p in status.processes
+    )
+
+
+def _kill(name: str) -> Callable[[Deployment], Seen]:
+    def inject(deployment: Deployment) -> Seen:
+        seen, pid = _restarted(deployment, name), deployment.process(name).pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        return seen
+
+    return inject
+
+
+def _hang(name: str) -> Callable[[Deployment], Seen]:
+    def inject(deployment: Deployment) -> Seen:
+        seen, known = _restarted(deployment, name), read_json(deployment.run.latest().addresses_file)
+        assert known is not None
+        url = f"http://{known['hosts'][name]}:{known['ports'][name]['http']}/emulated/hang"
+        httpx.post(url, timeout=10).raise_for_status()
+        return seen
+
+    return inject
+
+
+def _kill_for_good(name: str) -> Callable[[Deployment], Seen]:
+    def inject(deployment: Deployment) -> Seen:
+        seen, pid = _next_attempt(deployment), deployment.process(name).pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        return seen
+
+    return inject
+
+
+def _preempt(deployment: Deployment) -> Seen:
+    seen, job = _next_attempt(deployment), deployment.run.latest().job()
+    assert job is not None
+    deployment.cluster.client.signal(job.job_id, "USR2")
+    return seen
+
+
+def _crash_slurmctld(deployment: Deployment) -> Seen:
+    deployment.cluster.crash("slurmctld")
+    until = time.monotonic() + 3.0
+    return lambda status: time.monotonic() > until
+
+
+def _submit_again(deployment: Deployment) -> Seen:
+    recipe, site = "tests/emulated/small.yaml", deployment.cluster.spec.site_file
+    again = deployment.command("submit", recipe, "--emulate", "--site", site, "--name", deployment.run.name)
+    assert again.returncode == 2 and "is in use" in again.stderr, again
+    return lambda status: True
+
+
+FAULTS = (
+    Fault("engine killed", "SIGKILL to a decode engine", _kill("decode-r0-1")),
+    Fault("engine hangs", "an engine keeps its connections and answers nothing", _hang("decode-r1-0")),
+    Fault("router killed", "SIGKILL to the router of one replica", _kill("router-1")),
+    Fault("environment crash", "SIGKILL to an environment worker with its rollouts", _kill("environment-swe-0")),
+    Fault("orchestrator killed", "SIGKILL to the orchestrator", _kill("orchestrator")),
+    Fault("trainer rank killed", "SIGKILL to one trainer rank", _kill_for_good("trainer-rank-2"), ends_attempt=True),
+    Fault("preemption", "USR2 to every task of the job", _preempt, ends_attempt=True),
+    Fault(
+        "slurmctld restart",
+        "SIGKILL to Slurm's controller, started again after 3 s",
+        _crash_slurmctld,
+        repair=lambda deployment: deployment.cluster.restart("slurmctld"),
+    ),
+    Fault("duplicate submit", "the same run is submitted again", _submit_again),
+)

@@ -1,0 +1,34 @@
+"""Put on PYTHONPATH, this makes files slow in every Python process: as on a shared file system under load.
+
+While the file named by EMULATED_SLOW_FILES exists, every fsync and every rename takes a second longer.
+"""
+
+import os
+import time
+
+_DELAY_S = 1.0
+_SWITCH = os.environ["EMULATED_SLOW_FILES"]
+_fsync, _replace, _rename = os.fsync, os.replace, os.rename
+
+
+def _wait() -> None:
+    if os.path.exists(_SWITCH):  # noqa: PTH110 (pathlib would be imported into every process)
+        time.sleep(_DELAY_S)
+
+
+def _slow_fsync(fd):
+    _wait()
+    return _fsync(fd)
+
+
+def _slow_replace(*args, **kwargs):
+    _wait()
+    return _replace(*args, **kwargs)
+
+
+def _slow_rename(*args, **kwargs):
+    _wait()
+    return _rename(*args, **kwargs)
+
+
+os.fsync, os.replace, os.rename = _slow_fsync, _slow_replace, _slow_rename

@@ -1,0 +1,170 @@
+"""Emulated engines as processes: light, behind the real gate, controlled and used by the real clients."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import msgspec
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from primeslurm.emulated.environment import EmulatedEnvironment
+from primeslurm.orchestrator.engines import EngineClient, EngineDownError, EngineUpdateError, Policy, Step
+from primeslurm.orchestrator.jobs import Job
+from primeslurm.plan.emulate import STAND_INS
+from primeslurm.plan.engine_command import engine_command
+from primeslurm.plan.routers import router_command
+from primeslurm.recipe import Recipe
+from primeslurm.wire import addresses, weights
+from primeslurm.wire.addresses import AddressBook, Addresses
+from primeslurm.wire.files import write_json
+from tests.support.generate import generate, metric, spans, tokens
+from tests.support.processes import HOST, Server, fill, free_port, start_router
+from tests.support.recipes import recipe_data
+
+Start = Callable[..., Server]
+
+
+def recipe(**changes: object) -> Recipe:
+    return Recipe.model_validate(recipe_data(seq_len=512, **changes))
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Start an emulated engine with the command line of a real one."""
+    servers: list[Server] = []
+
+    def begin(role: str = "engine") -> Server:
+        command = engine_command(recipe(), "cpu", role, sys.executable)  # type: ignore[arg-type]
+        numbers = {name: free_port() for name in command.ports}
+        values = {"host": HOST} | {f"port:{name}": str(number) for name, number in numbers.items()}
+        argv = [fill(word, values) for word in (*command.argv[:2], STAND_INS[role], *command.argv[3:])]
+        log = tmp_path / f"{role}-{len(servers)}.log"
+        with log.open("w") as handle:
+            process = subprocess.Popen(argv, stdout=handle, stderr=subprocess.STDOUT, start_new_session=True)
+        servers.append(Server(process.pid, f"http://{HOST}:{numbers['http']}", log))
+        servers[-1].wait("/primeslurm/status", 30)
+        return servers[-1]
+
+    yield begin
+    for server in servers:
+        server.kill()
+
+
+def client(server: Server) -> EngineClient:
+    return EngineClient(lambda: server.url, "/models/tiny", status_timeout_s=2.0)
+
+
+def publish(run_dir: Path, version: int) -> Policy:
+    directory = weights.version_dir(run_dir, version)
+    directory.mkdir(parents=True)
+    save_file({"w": np.zeros(4, np.float32)}, directory / "model.safetensors")
+    weights.complete(directory, version, "float32")
+    return Policy(version, str(directory))
+
+
+async def test_it_serves_only_a_confirmed_policy_and_takes_a_new_one(start: Start, tmp_path: Path) -> None:
+    server = start()
+    assert server.status_code("/health") == 503
+    with pytest.raises(httpx.HTTPStatusError):
+        generate(server.url, [5, 6, 7], 4)
+    control = client(server)
+    assert await control.apply(Policy(0, "/models/tiny"), 10) is Step.CONFIRM
+    assert server.status_code("/health") == 200
+    assert await control.apply(publish(tmp_path, 3), 10) is Step.UPDATE
+    answer = generate(server.url, [5, 6, 7], 4)
+    assert len(tokens(answer)) == 4 and spans(answer) == [(3, 0, 4)]
+    status = await control.status()
+    assert (status.version, status.paused, status.updates) == (3, False, 1)
+    await control.close()
+
+
+async def test_it_refuses_a_policy_that_is_not_there(start: Start, tmp_path: Path) -> None:
+    server = start()
+    control = client(server)
+    await control.apply(Policy(0, "/models/tiny"), 10)
+    with pytest.raises(EngineUpdateError, match="of version 2"):
+        await control.apply(Policy(2, str(tmp_path / "none")), 10)
+    assert server.status_code("/health") == 503
+    await control.close()
+
+
+async def test_requests_in_flight_wait_through_an_update(start: Start, tmp_path: Path) -> None:
+    server = start()
+    control = client(server)
+    await control.apply(Policy(0, "/models/tiny"), 10)
+    running = asyncio.create_task(asyncio.to_thread(generate, server.url, [5, 6, 7], 240))
+    while metric(server.url, "vllm:generation_tokens_total") < 10:
+        await asyncio.sleep(0.05)
+    await control.apply(publish(tmp_path, 1), 10)
+    versions = [version for version, _, _ in spans(await running)]
+    assert versions == [0, 1]
+    await control.close()
+
+
+async def test_a_hanging_engine_counts_as_down_and_ends_on_a_signal(start: Start) -> None:
+    server = start()
+    control = client(server)
+    await control.status()
+    httpx.post(f"{server.url}/emulated/hang", timeout=5).raise_for_status()
+    with pytest.raises(EngineDownError):
+        await control.status()
+    assert server.alive()
+    server._signal(signal.SIGTERM)
+    assert server.wait_gone(10)
+    await control.close()
+
+
+async def test_a_client_that_goes_away_frees_its_request(start: Start) -> None:
+    server = start()
+    await client(server).apply(Policy(0, "/models/tiny"), 10)
+    with pytest.raises(httpx.ReadTimeout):
+        generate(server.url, [5, 6, 7], 400, timeout_s=0.5)
+    deadline = time.monotonic() + 10
+    while metric(server.url, "vllm:num_requests_running") > 0:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.05)
+
+
+def test_it_is_light(start: Start) -> None:
+    """Hundreds of them share one small machine."""
+    server = start()
+    report = Path(f"/proc/{server.pid}/smaps_rollup").read_text()
+    private_kib = sum(int(line.split()[1]) for line in report.splitlines() if line.startswith("Private_"))
+    assert private_kib < 20 * 1024
+
+
+async def test_a_rollout_goes_through_the_real_router_to_prefill_and_decode(start: Start, tmp_path: Path) -> None:
+    prefill, decode = start("prefill"), start("decode")
+    for server in (prefill, decode):
+        await client(server).apply(Policy(0, "/models/tiny"), 10)
+    made = recipe()
+    command = router_command(made, sys.executable, prefill=["p"], decode=["d"])
+    engines = {name: s.url.removeprefix("http://") for name, s in (("p", prefill), ("d", decode))}
+    router = start_router(command, engines, tmp_path / "router.log")
+    try:
+        router.wait("/liveness", 60)
+        port = int(router.url.rpartition(":")[2])
+        known = Addresses(hosts={"router-0": HOST}, ports={"router-0": {"http": port}})
+        write_json(tmp_path / addresses.FILE, msgspec.to_builtins(known))
+        environment = EmulatedEnvironment(made, AddressBook(tmp_path))
+        jobs = [Job(f"job-{i}", "g", "reverse-text", 0, 0, "router-0", "run.1:0") for i in range(3)]
+        done = await asyncio.gather(*map(environment.rollout, jobs))
+        await environment.close()
+    finally:
+        router.kill()
+    for (rollout,) in done:
+        assert rollout.mask.any() and not rollout.mask[0]
+        assert set(rollout.versions[rollout.mask]) == {0} and (rollout.logprobs[rollout.mask] < 0).all()
+    assert len({tuple(rollout.token_ids[: rollout.mask.argmax()]) for (rollout,) in done}) == 1
+    turns = sum(rollout.info.turns for (rollout,) in done)
+    assert metric(prefill.url, "vllm:request_success_total") == turns
+    assert metric(decode.url, "vllm:external_prefix_cache_hits_total") > 0

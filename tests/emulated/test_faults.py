@@ -1,0 +1,34 @@
+"""Every fault of the table, on a small deployment that all of them share."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+
+import pytest
+
+from tests.emulated.faults import FAULTS, Fault, suffer
+from tests.support.emulation import Deployment
+
+pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]:
+    """A cluster; the first test starts the run on it."""
+    if shutil.which("slurmctld") is None or os.geteuid() != 0:
+        pytest.skip("needs Slurm's daemons and root")
+    found = Deployment(tmp_path_factory.mktemp("faults"))
+    yield found
+    found.down()
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_fault(deployment: Deployment, fault: Fault) -> None:
+    attempt = deployment.running().latest().number
+    cost = suffer(deployment, fault)
+    assert (deployment.run.latest().number > attempt) == fault.ends_attempt
+    assert cost.committed_steps_lost == 0 and cost.committed_rollouts_lost == 0, cost
+    if not fault.ends_attempt:
+        assert cost.steps_repeated == 0 and cost.finished_rollouts_lost == 0, cost

@@ -1,0 +1,183 @@
+"""A small emulated deployment on an embedded cluster, driven through the command line, and what faults cost it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from primeslurm.cli.runs import job_query
+from primeslurm.orchestrator.groups import Group
+from primeslurm.orchestrator.progress import CHECKPOINT_PART, PROGRESS, Progress
+from primeslurm.run.directory import RunDirectory
+from primeslurm.run.status import ProcessStatus, RunStatus, read_status
+from primeslurm.slurm.cluster import Cluster, up
+from primeslurm.slurm.cluster_config import ClusterSpec
+from primeslurm.wire import checkpoints
+
+ROOT = Path(__file__).resolve().parents[2]
+RECIPE = ROOT / "tests" / "emulated" / "small.yaml"
+PATIENCE_S = 240.0
+OVER = ("completed", "failed", "cancelled", "lost")
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A run at one moment."""
+
+    attempt: int
+    step: int
+    """Last step that was trained."""
+    committed: int
+    in_flight: int
+    """Rollouts that run."""
+    begun_again: int
+    """Rollouts of this attempt that were lost or failed, and dispatched anew."""
+    groups: Mapping[str, int]
+    """Finished rollout groups that are not in a checkpoint yet, with the newest policy version in each."""
+    trained: frozenset[str]
+    """Groups that a recorded or committed batch holds."""
+
+
+class Deployment:
+    """The cluster and the run on it. One run at a time.
+
+    Args:
+        directory: for the cluster and the runs; removed by nobody.
+        env: more environment variables for the job.
+    """
+
+    def __init__(self, directory: Path, gpu_nodes: int = 8) -> None:
+        self.runs = directory / "runs"
+        spec = ClusterSpec("emulated", directory / "c", self.runs, nodes=gpu_nodes, gpus_per_node=2, cpus_per_node=4)
+        self.cluster: Cluster = up(spec)[0]
+        self._current: RunDirectory | None = None
+        self._serial = 0
+
+    @property
+    def run(self) -> RunDirectory:
+        """The run that was submitted last."""
+        assert self._current is not None
+        return self._current
+
+    def down(self) -> None:
+        """End the cluster with its jobs."""
+        self.cluster.down()
+
+    def command(self, *args: str | Path, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+        """`primeslurm ARGS`; `env` reaches the job too."""
+        argv = [sys.executable, "-m", "primeslurm", *map(str, args)]
+        # Measuring coverage in hundreds of processes would take longer than what they do.
+        base = {key: value for key, value in os.environ.items() if not key.startswith("COVERAGE_")}
+        base["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [base.get("PYTHONPATH")])])
+        return subprocess.run(
+            argv, cwd=ROOT, env={**base, **(env or {})}, capture_output=True, text=True, timeout=120, check=False
+        )
+
+    def submit(self, *options: str, env: Mapping[str, str] | None = None) -> RunDirectory:
+        """Start a run; the one before is cancelled."""
+        if self._current is not None and self.status().phase not in OVER:
+            self.command("cancel", self.run.path)
+        self._serial += 1
+        where = ("--site", self.cluster.spec.site_file, "--name", f"small-{self._serial}")
+        done = self.command("submit", RECIPE, "--emulate", *where, *options, "--json", env=env)
+        assert done.returncode == 0, done.stderr
+        self._current = RunDirectory(Path(json.loads(done.stdout)["directory"]))
+        return self._current
+
+    def running(self) -> RunDirectory:
+        """A healthy run that has trained a few steps: the present one, or a new one."""
+        if self._current is None or self.status().phase in OVER:
+            self.submit()
+        self.wait(lambda status: self.healthy(status) and self.snapshot().step >= 3)
+        return self.run
+
+    def status(self) -> RunStatus:
+        """What is known of the run, with all its processes."""
+        return read_status(self.run, job_query(self.run), processes=True)
+
+    def process(self, name: str) -> ProcessStatus:
+        """One process of the run."""
+        return next(process for process in self.status().processes if process.name == name)
+
+    def healthy(self, status: RunStatus) -> bool:
+        """Whether everything runs, on the current policy."""
+        return status.phase == "running" and all(process.state == "HEALTHY" for process in status.processes)
+
+    def wait(self, condition: Callable[[RunStatus], bool], timeout_s: float = PATIENCE_S) -> RunStatus:
+        """Poll until the condition holds; fails if the run ends first or time is up."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            status = self.status()
+            if condition(status):
+                return status
+            if status.phase in OVER or time.monotonic() > deadline:
+                states = {p.name: p.state for p in status.processes if p.state != "HEALTHY"}
+                raise AssertionError(f"{status.phase}: {status.reason} attempt {status.attempt} {states}")
+            time.sleep(0.3)
+
+    def snapshot(self) -> Snapshot:
+        """The run as it is on disk."""
+        status, path = self.status(), self.run.path
+        counts = status.progress.get("counts", {})
+        return Snapshot(
+            attempt=status.attempt,
+            step=int(status.metrics.get("step", 0)),
+            committed=status.committed_step or 0,
+            in_flight=status.progress.get("inflight", 0),
+            begun_again=counts.get("lost", 0) + counts.get("failed", 0),
+            groups=_spooled(path),
+            trained=_trained(path),
+        )
+
+    def agent(self, node: str) -> psutil.Process:
+        """The agent that runs on a node of the cluster."""
+        for process in psutil.process_iter(["cmdline"]):
+            if "submitit.core._submit" in (process.info["cmdline"] or []):
+                try:
+                    environment = process.environ()
+                except psutil.Error:
+                    continue
+                here = environment.get("SLURM_CONF") == str(self.cluster.spec.slurm_conf)
+                if here and environment.get("SLURMD_NODENAME") == node and "SLURM_PROCID" in environment:
+                    return process
+        raise KeyError(node)
+
+    def crash_node(self, node: str) -> None:
+        """As if the power went off: everything of the run that is on the node, and then Slurm's daemon there."""
+        agent = self.agent(node)
+        step_daemon = agent.parent()
+        assert step_daemon is not None and step_daemon.name() == "slurmstepd"
+        step_daemon.kill()  # first: it must not report that its task has ended
+        agent.kill()  # what it runs dies with it
+        self.cluster.crash(node)
+
+    def node_of(self, process: str) -> str:
+        """The node that a process of the run is on."""
+        return self.process(process).node
+
+
+def _spooled(run_dir: Path) -> dict[str, int]:
+    found = {}
+    for path in (run_dir / "rollouts").glob("*.group"):
+        try:
+            group = Group.from_bytes(path.read_bytes())
+        except FileNotFoundError:
+            continue  # committed meanwhile
+        found[group.id] = group.newest_version
+    return found
+
+
+def _trained(run_dir: Path) -> frozenset[str]:
+    files = [run_dir / PROGRESS]
+    files += [checkpoints.step_dir(run_dir, step) / CHECKPOINT_PART for step in checkpoints.committed(run_dir)]
+    records = [msgspec.msgpack.decode(path.read_bytes(), type=Progress) for path in files if path.is_file()]
+    return frozenset(group for record in records for groups in record.batches.values() for group in groups)
