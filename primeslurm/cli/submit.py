@@ -12,7 +12,7 @@ import typer
 from primeslurm.cli.emulate import load_emulated, running
 from primeslurm.cli.inspect import show_findings, show_plan
 from primeslurm.cli.nodes import avoid_bad_nodes
-from primeslurm.cli.options import JsonOpt, Loaded, LocalOpt, NameOpt, RecipeArg, SetOpt, SiteOpt, load
+from primeslurm.cli.options import JsonOpt, Loaded, LocalOpt, NameOpt, RecipeArg, SetOpt, SiteOpt, load, refuse
 from primeslurm.cli.output import note, out, print_json
 from primeslurm.cli.runs import RunArg, RunsOpt, find_run, job_query
 from primeslurm.cli.watch import watch_until_done
@@ -76,6 +76,7 @@ def _submit_emulated(
 def _submit(loaded: Loaded, recipe: Path, dry_run: bool, wait: bool, as_json: bool, placed: bool = True) -> None:
     """`placed`: the cluster is there and can be asked what fits."""
     plan = loaded.plan
+    refuse(plan, "error", *(() if dry_run else ("blocked",)))
     local = plan.executor == "local"
     if placed and not local:
         plan = avoid_bad_nodes(plan, loaded.site.slurm_conf)

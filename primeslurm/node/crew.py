@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from primeslurm.node.child import Child
 from primeslurm.node.health import Probe, Target
 from primeslurm.node.network import free_port
+from primeslurm.node.outfit import Outfit
 from primeslurm.node.reports import FleetView, ProcessReport
 from primeslurm.node.resolve import resolve
 from primeslurm.node.supervisor import ProcessState, Supervision
@@ -35,6 +36,7 @@ class Crew:
 
     Raises:
         NetworkError: a port that a process needs cannot be had.
+        OSError: a directory that a process wants on the node's disk cannot be made.
     """
 
     def __init__(
@@ -45,7 +47,8 @@ class Crew:
         self.children: dict[str, Child] = {}
         self.probes: dict[str, Probe] = {}
         self.ports = self._claim_ports()
-        self._values = dict(values)
+        self._outfit = Outfit(plan, node, address, values)
+        self._outfit.make_scratch()
         self._journal = journal
         self._started_with: dict[str, Command] = {}
 
@@ -114,6 +117,11 @@ class Crew:
         for child in self.children.values():
             child.kill()
 
+    def close(self) -> None:
+        """SIGKILL to everything that is left, and remove what was made for it."""
+        self.kill()
+        self._outfit.remove_scratch()
+
     def reports(self) -> dict[str, ProcessReport]:
         """State of every process."""
         return {name: self._report(supervision) for name, supervision in self.supervised.items()}
@@ -154,6 +162,7 @@ class Crew:
         argv, env, _ = command
         supervision.started(now, generation)
         try:
+            self._outfit.write_files(process, self._fill(process, addresses))
             child = Child(argv, dict(os.environ) | env, self.attempt.path / process.log, Path(self.plan.run_dir))
         except OSError as error:
             supervision.reason = str(error)
@@ -170,13 +179,16 @@ class Crew:
         )
 
     def _command(self, process: Process, addresses: Addresses) -> Command:
-        def fill(text: str) -> str:
-            return resolve(text, process.name, addresses, self._values)
-
-        env = {key: fill(value) for key, value in {**self.plan.env, **process.env}.items()}
+        fill = self._fill(process, addresses)
+        filled = {key: fill(value) for key, value in {**self.plan.env, **process.env}.items()}
+        env = {key: value for key, value in filled.items() if value}
         if process.gpus:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(_visible(gpu) for gpu in process.gpus)
         return tuple(map(fill, process.argv)), env, frozenset(addresses.lost) & frozenset(process.after)
+
+    def _fill(self, process: Process, addresses: Addresses) -> Callable[[str], str]:
+        values = self._outfit.values(process)
+        return lambda text: resolve(text, process.name, addresses, values)
 
 
 def _visible(gpu: int) -> str:

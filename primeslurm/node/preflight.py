@@ -14,7 +14,7 @@ from primeslurm.node import checks
 from primeslurm.node.checks import Check
 from primeslurm.node.network import NetworkError, own_address
 from primeslurm.node.reports import Fitness
-from primeslurm.plan.checks import model_directory
+from primeslurm.plan.checks.files import model_directory
 from primeslurm.plan.model import Plan
 from primeslurm.run.directory import Attempt
 from primeslurm.run.versions import installed
@@ -140,6 +140,8 @@ class Preflight:
         return [checks.writable_check(self._attempt.path, self._rank), *checks.space_checks(run_dir, self._tmp)]
 
     def _model(self) -> list[Check]:
+        if self._plan.emulated:
+            return [Check("model", "ok", "skipped: stand-ins load none")]
         recipe = read_json(Path(self._plan.run_dir) / "recipe.resolved.json")
         if recipe is None:
             return []

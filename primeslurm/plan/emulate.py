@@ -15,12 +15,12 @@ STAND_INS: dict[Role, str] = {
 
 
 def emulate(plan: Plan) -> Plan:
-    """The same Plan with stand-ins: only the module after `-m` of some commands differs."""
+    """The same Plan with stand-ins: only the module after `-m` of some commands differs, and it says so."""
     nodes = tuple(
         node.model_copy(update={"processes": tuple(_replaced(process) for process in node.processes)})
         for node in plan.nodes
     )
-    return plan.model_copy(update={"nodes": nodes})
+    return plan.model_copy(update={"nodes": nodes, "emulated": True})
 
 
 def _replaced(process: Process) -> Process:

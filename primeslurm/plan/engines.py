@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from primeslurm.plan.commands import DataParallel, EngineRole, engine_command, router_command
+from primeslurm.plan import kv
+from primeslurm.plan.commands import EngineRole
+from primeslurm.plan.engine_command import DataParallel, Engines
 from primeslurm.plan.model import Health, NodeRole, Replica
+from primeslurm.plan.routers import router_command
 from primeslurm.plan.slots import Slot
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.deployment import Disaggregated
+from primeslurm.recipe.kv import MooncakeOffload
 
 ENGINE_READY = "/primeslurm/status"
 """Answers 200 as soon as an engine's HTTP server is up, current or not: `/health` waits for the current policy."""
@@ -32,7 +36,30 @@ def place_inference(recipe: Recipe, site: Site, slots: list[Slot]) -> list[Repli
     for slot in slots:
         if slot.replica is not None:
             members.setdefault(slot.replica, []).append(slot)
+    _place_store(recipe, site, [slot for nodes in members.values() for slot in nodes])
     return [_place_replica(recipe, site, index, nodes) for index, nodes in sorted(members.items())]
+
+
+def _place_store(recipe: Recipe, site: Site, slots: list[Slot]) -> None:
+    """A client of the Mooncake store on every inference node, and its master on the first one."""
+    offload = recipe.inference.kv_offload
+    if not isinstance(offload, MooncakeOffload):
+        return
+    first = min(slots, key=lambda slot: slot.index)
+    first.add(kv.STORE_MASTER, "store", kv.store_master(recipe), health=Health(port="http", path="/metrics"))
+    for slot in slots:
+        slot.add(
+            f"store-{slot.index}",
+            "store",
+            kv.store_client(offload, site.device),
+            health=Health(port="http"),
+            after=(kv.STORE_MASTER,),
+        )
+
+
+def _stores(slot: Slot) -> tuple[str, ...]:
+    """What an engine on this node waits for: the store, once the node gives its share to it."""
+    return tuple(process.name for process in slot.processes if process.role == "store")
 
 
 def _place_replica(recipe: Recipe, site: Site, index: int, nodes: list[Slot]) -> Replica:
@@ -68,6 +95,7 @@ def _place_group(recipe: Recipe, site: Site, replica: int, group: _Group, names:
     tp, role = recipe.inference.parallel.tp, group.role
     places = [(slot, first) for slot in group.slots for first in range(0, slot.gpus, tp)]
     dp = (recipe.inference.parallel.dp or len(places)) if recipe.inference.expert_parallel else 1
+    engines = Engines(recipe, site.device, role, "${python}")
     start = len(names)
     for number, (slot, first) in enumerate(places):
         name = f"{role}-r{replica}-{start + number}"
@@ -77,10 +105,11 @@ def _place_group(recipe: Recipe, site: Site, replica: int, group: _Group, names:
         slot.add(
             name,
             role,
-            engine_command(recipe, site.device, role, "${python}", DataParallel(dp, rank, head)),
+            engines.command(DataParallel(dp, rank, head)),
             gpus=range(first, first + tp),
             replica=replica,
             restart="unit" if dp > 1 else "in_place",
             unit=f"{role}-r{replica}-g{(start + number) // dp}" if dp > 1 else None,
             health=Health(port="http", path=ENGINE_READY),
+            after=_stores(slot),
         )

@@ -66,13 +66,13 @@ def job_options(recipe: Recipe, site: Site, run_dir: Path) -> JobOptions:
 
 def environment(site: Site) -> dict[str, str]:
     """Environment of every process on every node."""
-    env = {"PYTHONUNBUFFERED": "1", "TMPDIR": "${tmp}"}
-    if site.network.interface:
-        env |= {"GLOO_SOCKET_IFNAME": site.network.interface, "NCCL_SOCKET_IFNAME": site.network.interface}
-    if site.network.nccl_ib_hca:
-        env["NCCL_IB_HCA"] = site.network.nccl_ib_hca
-    if site.network.ucx_net_devices:
-        env["UCX_NET_DEVICES"] = site.network.ucx_net_devices
+    env = {
+        "PYTHONUNBUFFERED": "1",
+        "TMPDIR": "${tmp}",
+        "GLOO_SOCKET_IFNAME": "${interface}",
+        "NCCL_SOCKET_IFNAME": "${interface}",
+        "NCCL_IB_HCA": "${nccl_hcas}",
+    }
     if site.device == "cpu":
         # One thread a process: an emulated cluster puts many "nodes" on few cores.
         env |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_CONFIG_ROOT": "${tmp}/vllm"}

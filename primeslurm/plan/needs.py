@@ -95,8 +95,15 @@ def _place(recipe: Recipe, ask: _Ask, site: Site, problems: list[Violation]) -> 
         problems.append(Violation(f"{ask.field}.gpus_per_node", str(gpus), why, f"nearest: {kind.gpus}"))
     if ask.role != "control" and gpus == 0:
         problems.append(Violation(ask.field, "", f"role {ask.role} needs GPUs, partition {kind.partition} has none"))
-    spares = getattr(recipe.deployment.spares, ask.role, 0)
-    return Need(ask.role, ask.nodes, gpus, kind, ask.nodes_per_replica, spares)
+    return Need(ask.role, ask.nodes, gpus, kind, ask.nodes_per_replica, _spares(recipe, ask.role))
+
+
+def _spares(recipe: Recipe, role: NodeRole) -> int:
+    spares = recipe.deployment.spares
+    if role == "control":
+        # Slurm requeues a heterogeneous job when any of its nodes is lost, unless its first component has two nodes.
+        return int(any(value for _, value in spares))
+    return int(getattr(spares, role))
 
 
 def _engine_problems(recipe: Recipe, needs: list[Need]) -> list[Violation]:
@@ -122,7 +129,7 @@ def _expert_problems(recipe: Recipe, needs: list[Need]) -> list[Violation]:
     if not recipe.inference.expert_parallel:
         why = "engines are independent without inference.expert_parallel"
         return [Violation(field, str(dp), why, "leave it out, or set inference.expert_parallel: true")]
-    sizes = {need.role: _group_nodes(recipe, need) * need.gpus // tp for need in needs if need.nodes_per_replica}
+    sizes = {need.role: group_nodes(recipe, need) * need.gpus // tp for need in needs if need.nodes_per_replica}
     return [
         Violation(
             field,
@@ -135,11 +142,20 @@ def _expert_problems(recipe: Recipe, needs: list[Need]) -> list[Violation]:
     ]
 
 
-def _group_nodes(recipe: Recipe, need: Need) -> int:
+def group_nodes(recipe: Recipe, need: Need) -> int:
+    """Nodes of one group of engines: those that share the experts, with expert parallelism."""
     shape = recipe.deployment.inference
     if isinstance(shape, Disaggregated):
         return (shape.prefill if need.role == "prefill" else shape.decode).nodes_per_replica
     return need.nodes_per_replica
+
+
+def expert_ranks(recipe: Recipe, need: Need) -> int:
+    """GPUs over which the experts of an engine are spread; 1 without expert parallelism."""
+    if not recipe.inference.expert_parallel:
+        return 1
+    tp, dp = recipe.inference.parallel.tp, recipe.inference.parallel.dp
+    return tp * dp if dp else group_nodes(recipe, need) * need.gpus
 
 
 def _trainer_problems(recipe: Recipe, needs: list[Need]) -> list[Violation]:

@@ -56,6 +56,8 @@ class Slot:
                 restart=restart,
                 unit=unit,
                 health=health,
+                files=command.files,
+                scratch=command.scratch,
                 after=tuple(after),
             )
         )

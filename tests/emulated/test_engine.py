@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
+import msgspec
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -18,10 +19,13 @@ from safetensors.numpy import save_file
 from primeslurm.emulated.environment import EmulatedEnvironment
 from primeslurm.orchestrator.engines import EngineClient, EngineDownError, EngineUpdateError, Policy, Step
 from primeslurm.orchestrator.jobs import Job
-from primeslurm.plan.commands import engine_command, router_command
 from primeslurm.plan.emulate import STAND_INS
+from primeslurm.plan.engine_command import engine_command
+from primeslurm.plan.routers import router_command
 from primeslurm.recipe import Recipe
-from primeslurm.wire import weights
+from primeslurm.wire import addresses, weights
+from primeslurm.wire.addresses import AddressBook, Addresses
+from primeslurm.wire.files import write_json
 from tests.support.generate import generate, metric, spans, tokens
 from tests.support.processes import HOST, Server, fill, free_port, start_router
 from tests.support.recipes import recipe_data
@@ -56,7 +60,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def client(server: Server) -> EngineClient:
-    return EngineClient(server.url, "/models/tiny", status_timeout_s=2.0)
+    return EngineClient(lambda: server.url, "/models/tiny", status_timeout_s=2.0)
 
 
 def publish(run_dir: Path, version: int) -> Policy:
@@ -97,7 +101,7 @@ async def test_requests_in_flight_wait_through_an_update(start: Start, tmp_path:
     server = start()
     control = client(server)
     await control.apply(Policy(0, "/models/tiny"), 10)
-    running = asyncio.create_task(asyncio.to_thread(generate, server.url, [5, 6, 7], 80))
+    running = asyncio.create_task(asyncio.to_thread(generate, server.url, [5, 6, 7], 240))
     while metric(server.url, "vllm:generation_tokens_total") < 10:
         await asyncio.sleep(0.05)
     await control.apply(publish(tmp_path, 1), 10)
@@ -144,12 +148,15 @@ async def test_a_rollout_goes_through_the_real_router_to_prefill_and_decode(star
         await client(server).apply(Policy(0, "/models/tiny"), 10)
     made = recipe()
     command = router_command(made, sys.executable, prefill=["p"], decode=["d"])
-    addresses = {name: s.url.removeprefix("http://") for name, s in (("p", prefill), ("d", decode))}
-    router = start_router(command, addresses, tmp_path / "router.log")
+    engines = {name: s.url.removeprefix("http://") for name, s in (("p", prefill), ("d", decode))}
+    router = start_router(command, engines, tmp_path / "router.log")
     try:
         router.wait("/liveness", 60)
-        environment = EmulatedEnvironment(made)
-        jobs = [Job(f"job-{i}", "g", "reverse-text", 0, 0, router.url, "run.1:0") for i in range(3)]
+        port = int(router.url.rpartition(":")[2])
+        known = Addresses(hosts={"router-0": HOST}, ports={"router-0": {"http": port}})
+        write_json(tmp_path / addresses.FILE, msgspec.to_builtins(known))
+        environment = EmulatedEnvironment(made, AddressBook(tmp_path))
+        jobs = [Job(f"job-{i}", "g", "reverse-text", 0, 0, "router-0", "run.1:0") for i in range(3)]
         done = await asyncio.gather(*map(environment.rollout, jobs))
         await environment.close()
     finally:

@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from primeslurm.orchestrator.engines import EngineClient
-from primeslurm.plan.commands import Command, EngineRole, engine_command, router_command
+from primeslurm.plan.commands import Command, EngineRole
+from primeslurm.plan.engine_command import engine_command
+from primeslurm.plan.routers import router_command
 from primeslurm.recipe import Recipe
 from tests.support.models import make_model
 from tests.support.processes import Server, Zygote, start_router
@@ -33,9 +35,9 @@ def tiny_recipe(model: Path, **inference: Any) -> Recipe:
     )
 
 
-def tiny_engine(model: Path, role: EngineRole = "engine") -> Command:
+def tiny_engine(model: Path, role: EngineRole = "engine", **inference: Any) -> Command:
     """The command of a CPU engine."""
-    return engine_command(tiny_recipe(model), "cpu", role, sys.executable)
+    return engine_command(tiny_recipe(model, **inference), "cpu", role, sys.executable)
 
 
 @pytest.fixture(scope="session")

@@ -217,3 +217,30 @@ def test_the_cancel_file_ends_the_attempt(start: Callable[..., Running]) -> None
     running.join()
     assert running.head.ending == Ending(Outcome.CANCELLED, "cancelled by the user")
     assert not alive(pid)
+
+
+def test_a_process_finds_its_files_and_directories_and_no_empty_variables(
+    start: Callable[..., Running], tmp_path: Path
+) -> None:
+    disk = tmp_path / "disk" / "run-${run_id}-n${node}"
+    code = "import os, sys, time; print(open(sys.argv[1]).read(), 'EMPTY' in os.environ, flush=True); time.sleep(600)"
+    reader = process(
+        "reader",
+        0,
+        python(code, "${tmp}/config.json"),
+        ports={"http": 21000},
+        env={"EMPTY": ""},
+        files={"config.json": '{"at": "${addr:reader:http}"}'},
+        scratch=[str(disk)],
+    )
+    left_behind = tmp_path / "disk" / "run-test-id-n0" / "old"
+    left_behind.mkdir(parents=True)
+    running = start((reader,))
+    log = running.attempt.path / "logs/engine/reader.log"
+    running.wait(lambda: log.exists() and len(log.read_text().splitlines()) > 1)
+    port = running.agents[0].ports["reader"]["http"]
+    assert log.read_text().splitlines()[-1] == f'{{"at": "127.0.0.1:{port}"}} False'
+    assert left_behind.parent.is_dir() and not left_behind.exists()
+    running.head.end(Ending(Outcome.CANCELLED, "enough"))
+    running.join()
+    assert list((tmp_path / "disk").iterdir()) == []

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from primeslurm.plan.commands import Command, engine_command, router_command
+from primeslurm.plan.commands import Command
+from primeslurm.plan.engine_command import engine_command
+from primeslurm.plan.routers import router_command
 from primeslurm.recipe import Recipe
 
 
@@ -67,7 +69,8 @@ def test_disaggregated_engines_hand_kv_over(role: Any, kv_role: str, device: Any
     }
     assert command.env["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "${host}"
     assert command.env["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "${port:nixl}"
-    assert command.env.get("UCX_TLS") == ("tcp,self,sm" if device == "cpu" else None)
+    assert command.env["UCX_TLS"] == ("tcp,self,sm" if device == "cpu" else "all")
+    assert command.env["UCX_NET_DEVICES"] == "${ucx_devices_near}"
     assert command.ports == ("http", "nixl")
 
 

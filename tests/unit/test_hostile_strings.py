@@ -49,7 +49,7 @@ RECORD = '#!/bin/bash\nprintf "%s\\0" "$@" > {name}.argv\nenv -0 > {name}.env\n'
 
 
 def places(model: type[Recipe] | type[Site]) -> list[Any]:
-    found = {path: data for path, data in model_strings.places(model)}
+    found = dict(model_strings.places(model))
     return [
         pytest.param(path, data, id=f"{model.__name__.lower()}.{'.'.join(map(str, path))}")
         for path, data in found.items()

@@ -175,6 +175,12 @@ def test_every_placement_is_sound(shape: dict[str, Any]) -> None:
         assert set(plan.process(replica.router).after) == set(replica.engines)
 
 
+VALUES = (
+    *("run_dir", "attempt", "attempt_dir", "run_id", "python", "tmp", "node"),
+    *("interface", "hcas", "nccl_hcas", "ucx_devices", "ucx_devices_near"),
+)
+
+
 @settings(max_examples=20, deadline=None)
 @given(shapes)
 def test_every_placeholder_resolves_to_a_process_that_listens(shape: dict[str, Any]) -> None:
@@ -183,7 +189,7 @@ def test_every_placeholder_resolves_to_a_process_that_listens(shape: dict[str, A
     plan = plan_for(**changes)
     hosts = {process.name: f"10.0.0.{process.node}" for process in plan.processes()}
     ports = {process.name: process.ports for process in plan.processes()}
-    values = dict.fromkeys(("run_dir", "attempt", "attempt_dir", "run_id", "python", "tmp"), "/x")
+    values = dict.fromkeys(VALUES, "/x")
     listening = {f"{hosts[p.name]}:{port}" for p in plan.processes() for port in p.ports.values()}
     for process in plan.processes():
         for text in (*process.argv, *process.env.values(), *plan.env.values()):
