@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from primeslurm.plan import kv
+from primeslurm.plan import dynamo, kv
 from primeslurm.plan.commands import Command, Device, EngineRole, long_options
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.inference import EngineSettings
+from primeslurm.recipe.routers import DynamoRouter
 
 SERVED_MODEL = "policy"
 """The model name that clients ask engines and routers for."""
@@ -18,6 +19,8 @@ CPU_KV_CACHE_BYTES = 256 * 2**20
 GPU_MEMORY_UTILIZATION = 0.9
 MODULE = "vllm.entrypoints.openai.api_server"
 GATE = "primeslurm.inference.gate.VersionGate"
+START_TIMEOUT_S = 3600
+"""Longest time from an engine's start to its first answer: a trillion parameters are read, and kernels compiled."""
 TRANSFER_BACKENDS = {"filesystem": "primeslurm_filesystem", "nccl": "nccl"}
 """Weight transport of the recipe to vLLM's name of the backend (registered by inference.plugin)."""
 
@@ -58,7 +61,9 @@ def _first(own: object, common: object) -> object:
     return common if own is None else own
 
 
-def engine_command(recipe: Recipe, device: Device, role: EngineRole, python: str, dp: DataParallel = ALONE) -> Command:
+def engine_command(
+    recipe: Recipe, device: Device, role: EngineRole, python: str, dp: DataParallel = ALONE, replica: int = 0
+) -> Command:
     """One vLLM engine. `engine` prefills and decodes; `prefill` and `decode` hand KV over through NIXL."""
     settings = settings_of(recipe, role)
     options: dict[str, object] = {
@@ -90,7 +95,11 @@ def engine_command(recipe: Recipe, device: Device, role: EngineRole, python: str
     if dp.size > 1 and dp.rank == 0:
         ports.append("dp_rpc")
     env = _engine_env(recipe, settings, device, role, dp)
-    argv = (python, "-m", MODULE, *long_options(options))
+    module = MODULE
+    if isinstance(recipe.inference.router, DynamoRouter):
+        module, options = dynamo.WORKER, dynamo.worker_options(options, role)
+        env |= dynamo.worker_env(replica)
+    argv = (python, "-m", module, *long_options(options))
     return Command(argv, env, tuple(ports), kv.engine_files(recipe, device), kv.engine_scratch(recipe, role))
 
 
@@ -152,6 +161,7 @@ def _engine_env(
         "VLLM_SERVER_DEV_MODE": "1",  # the routes of pause, resume and weight updates
         "VLLM_HOST_IP": "${host}",
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ENGINE_READY_TIMEOUT_S": str(START_TIMEOUT_S),
         "HF_HUB_OFFLINE": "1",
     }
     if device == "cpu":

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from primeslurm.plan.catalog import ModelFacts
-from primeslurm.plan.commands import GPU_MEMORY_UTILIZATION, EngineRole, settings_of
+from primeslurm.plan.commands import EngineRole
+from primeslurm.plan.engine_command import GPU_MEMORY_UTILIZATION, settings_of
 from primeslurm.plan.engine_memory import DEFAULT_BATCHED_TOKENS, EngineLayout, EngineMemory, engine_memory
 from primeslurm.plan.forecast import Amount, Estimate, RoleMemory
 from primeslurm.plan.gpus import GIB, Gpu, gpu_of
