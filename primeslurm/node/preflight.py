@@ -14,7 +14,7 @@ from primeslurm.node import checks
 from primeslurm.node.checks import Check
 from primeslurm.node.network import NetworkError, own_address
 from primeslurm.node.reports import Fitness
-from primeslurm.plan.checks import model_directory
+from primeslurm.plan.checks.files import model_directory
 from primeslurm.plan.model import Plan
 from primeslurm.run.directory import Attempt
 from primeslurm.run.versions import installed

@@ -65,7 +65,38 @@ def engine_command(
     recipe: Recipe, device: Device, role: EngineRole, python: str, dp: DataParallel = ALONE, replica: int = 0
 ) -> Command:
     """One vLLM engine. `engine` prefills and decodes; `prefill` and `decode` hand KV over through NIXL."""
-    settings = settings_of(recipe, role)
+    return Engines(recipe, device, role, python).command(dp, replica)
+
+
+class Engines:
+    """The command lines of a role's engines: what all ranks share is worked out once."""
+
+    def __init__(self, recipe: Recipe, device: Device, role: EngineRole, python: str) -> None:
+        self._recipe, self._device, self._role = recipe, device, role
+        self._settings = settings_of(recipe, role)
+        self._in_dynamo = isinstance(recipe.inference.router, DynamoRouter)
+        options, module = _shared_options(recipe, self._settings, device, role), MODULE
+        if self._in_dynamo:
+            options, module = dynamo.worker_options(options, role), dynamo.WORKER
+        self._argv = (python, "-m", module, *long_options(options))
+        self._files = kv.engine_files(recipe, device)
+        self._scratch = kv.engine_scratch(recipe, role)
+
+    def command(self, dp: DataParallel = ALONE, replica: int = 0) -> Command:
+        """The engine of one data-parallel rank."""
+        ports = ["http"]
+        if self._role != "engine":
+            ports.append("nixl")
+        if dp.size > 1 and dp.rank == 0:
+            ports.append("dp_rpc")
+        env = _engine_env(self._recipe, self._settings, self._device, self._role, dp)
+        if self._in_dynamo:
+            env |= dynamo.worker_env(replica)
+        argv = (*self._argv, *long_options(_rank_options(dp)))
+        return Command(argv, env, tuple(ports), self._files, self._scratch)
+
+
+def _shared_options(recipe: Recipe, settings: EngineSettings, device: Device, role: EngineRole) -> dict[str, object]:
     options: dict[str, object] = {
         "host": "${host}",
         "port": "${port:http}",
@@ -85,22 +116,10 @@ def engine_command(
         options["middleware"] = GATE
     options |= _memory_options(recipe, settings, device)
     options |= _model_options(recipe, settings)
-    options |= _parallel_options(recipe, settings, dp)
+    options |= _parallel_options(recipe, settings)
     if (transfer := kv.transfer_config(recipe, role, device)) is not None:
         options["kv_transfer_config"] = transfer
-    options |= settings.vllm_extra
-    ports = ["http"]
-    if role != "engine":
-        ports.append("nixl")
-    if dp.size > 1 and dp.rank == 0:
-        ports.append("dp_rpc")
-    env = _engine_env(recipe, settings, device, role, dp)
-    module = MODULE
-    if isinstance(recipe.inference.router, DynamoRouter):
-        module, options = dynamo.WORKER, dynamo.worker_options(options, role)
-        env |= dynamo.worker_env(replica)
-    argv = (python, "-m", module, *long_options(options))
-    return Command(argv, env, tuple(ports), kv.engine_files(recipe, device), kv.engine_scratch(recipe, role))
+    return options | settings.vllm_extra
 
 
 def _memory_options(recipe: Recipe, settings: EngineSettings, device: Device) -> dict[str, object]:
@@ -135,8 +154,7 @@ def _model_options(recipe: Recipe, settings: EngineSettings) -> dict[str, object
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _parallel_options(recipe: Recipe, settings: EngineSettings, dp: DataParallel) -> dict[str, object]:
-    """Every rank of a group is an engine with an HTTP server of its own; the router balances between them."""
+def _parallel_options(recipe: Recipe, settings: EngineSettings) -> dict[str, object]:
     options: dict[str, object] = {}
     if recipe.inference.expert_parallel:
         options |= {"enable_expert_parallel": True, "all2all_backend": settings.all2all}
@@ -144,14 +162,19 @@ def _parallel_options(recipe: Recipe, settings: EngineSettings, dp: DataParallel
         options["enable_dbo"] = settings.dbo
     if settings.eplb is not None:
         options["enable_eplb"] = settings.eplb
-    if dp.size > 1:
-        options |= {
-            "data_parallel_size": dp.size,
-            "data_parallel_rank": dp.rank,
-            "data_parallel_address": f"${{host:{dp.head}}}",
-            "data_parallel_rpc_port": f"${{port:{dp.head}:dp_rpc}}",
-        }
     return options
+
+
+def _rank_options(dp: DataParallel) -> dict[str, object]:
+    """Every rank of a group is an engine with an HTTP server of its own; the router balances between them."""
+    if dp.size == 1:
+        return {}
+    return {
+        "data_parallel_size": dp.size,
+        "data_parallel_rank": dp.rank,
+        "data_parallel_address": f"${{host:{dp.head}}}",
+        "data_parallel_rpc_port": f"${{port:{dp.head}:dp_rpc}}",
+    }
 
 
 def _engine_env(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from primeslurm.plan import kv
 from primeslurm.plan.commands import EngineRole, Workers
-from primeslurm.plan.engine_command import START_TIMEOUT_S, DataParallel, engine_command
+from primeslurm.plan.engine_command import START_TIMEOUT_S, DataParallel, Engines
 from primeslurm.plan.model import Health, NodeRole, Replica
 from primeslurm.plan.routers import fronts, router_name
 from primeslurm.plan.slots import Slot
@@ -95,6 +95,7 @@ def _place_group(recipe: Recipe, site: Site, replica: int, group: _Group, names:
     tp, role = recipe.inference.parallel.tp, group.role
     places = [(slot, first) for slot in group.slots for first in range(0, slot.gpus, tp)]
     dp = (recipe.inference.parallel.dp or len(places)) if recipe.inference.expert_parallel else 1
+    engines = Engines(recipe, site.device, role, "${python}")
     start = len(names)
     for number, (slot, first) in enumerate(places):
         name = f"{role}-r{replica}-{start + number}"
@@ -104,7 +105,7 @@ def _place_group(recipe: Recipe, site: Site, replica: int, group: _Group, names:
         slot.add(
             name,
             role,
-            engine_command(recipe, site.device, role, "${python}", DataParallel(dp, rank, head), replica),
+            engines.command(DataParallel(dp, rank, head), replica),
             gpus=range(first, first + tp),
             replica=replica,
             restart="unit" if dp > 1 else "in_place",

@@ -94,7 +94,7 @@ KNOWN = (
         r"(?i:nixl)\S* ?.*(?i:error|fail|invalid|backend)|UCX +ERROR|no usable transports|Destination is unreachable"
         r"|\buc[tp]_\w+.*(?i:fail|error)",
         "KV transfer between engines (NIXL over UCX) failed",
-        "check network.ucx_net_devices and interface in the site file; UCX must be the one of its library_path",
+        "check network.hcas and interface in the site file; UCX must be the one of its library_path",
     ),
     _known(
         r"Stale file handle|Transport endpoint is not connected|Input/output error|Errno 5\b",
@@ -109,7 +109,7 @@ KNOWN = (
     _known(
         r"ncclSystemError|ncclInternalError|ncclUnhandledCudaError|unhandled (system|cuda) error|NCCL WARN",
         "NCCL could not use the network or a GPU",
-        "check network.nccl_ib_hca and interface in the site file; run with NCCL_DEBUG=INFO in the site's env",
+        "check network.hcas and interface in the site file; run with NCCL_DEBUG=INFO in the site's env",
     ),
     _known(
         r"collective operation timeout|NCCL.*[Tt]imed? ?out|ncclRemoteError",

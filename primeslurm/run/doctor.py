@@ -75,7 +75,7 @@ def diagnose(
     """Read everything that an attempt left and name what failed first. Raises RunError without a readable plan."""
     placement = placement_of(attempt)
     happened = attempt_events(attempt)
-    beats = [beat for path in (attempt.path / "nodes").glob("*.json") if (beat := read_json(path)) is not None]
+    beats = [beat for path in (attempt.path / "agents").glob("*.json") if (beat := read_json(path)) is not None]
     failed = failures(happened, beats)
     outcome, reason = _outcome(attempt, job_state)
     open_ = [failure for failure in failed if not failure.recovered]

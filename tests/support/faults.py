@@ -22,11 +22,12 @@ def kill_node(cluster: Cluster, name: str) -> None:
     for pid in [pid for pid in parents if pid is not None and _comm(pid) == "slurmstepd"] + tasks:
         if process := Process.of("job", pid):
             process.send(signal.SIGKILL)
-    _scontrol(cluster, "update", f"nodename={name}", "state=down", "reason=lost power")
+    argv = ["scontrol", "update", f"nodename={name}", "state=down", "reason=lost power"]
+    subprocess.run(argv, env={**os.environ, "SLURM_CONF": str(cluster.spec.slurm_conf)}, check=True)
 
 
 def revive_node(cluster: Cluster, name: str) -> None:
-    """Start the slurmd of a killed node again; `cluster down` ends it as the others."""
+    """Start the slurmd of a killed node again; the node returns to service by itself."""
     pid_file = cluster.spec.directory / "pid" / name
     conf = str(cluster.spec.slurm_conf)
     subprocess.run(["slurmd", "-f", conf, "-N", name], env={**os.environ, "SLURM_CONF": conf}, check=True)
@@ -35,7 +36,6 @@ def revive_node(cluster: Cluster, name: str) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     cluster.daemons[:] = [daemon for daemon in cluster.daemons if daemon.name != name] + [started]
-    _scontrol(cluster, "update", f"nodename={name}", "state=resume")
 
 
 def _tasks(cluster: Cluster, name: str) -> list[int]:
@@ -62,8 +62,3 @@ def _comm(pid: int) -> str:
         return Path(f"/proc/{pid}/comm").read_text().strip()
     except OSError:
         return ""
-
-
-def _scontrol(cluster: Cluster, *args: str) -> None:
-    env = {**os.environ, "SLURM_CONF": str(cluster.spec.slurm_conf)}
-    subprocess.run(["scontrol", *args], env=env, check=True)
