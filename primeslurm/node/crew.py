@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from primeslurm.node.child import Child
@@ -19,8 +19,8 @@ from primeslurm.run.directory import Attempt
 from primeslurm.wire.addresses import Addresses
 from primeslurm.wire.journal import Journal
 
-Command = tuple[tuple[str, ...], dict[str, str], frozenset[str]]
-"""What a process is started with: argv, environment, and which of the processes that it needs were given up."""
+Command = tuple[tuple[str, ...], dict[str, str], dict[str, str], frozenset[str]]
+"""What a process is started with: argv, environment, files, and which of the processes that it needs were given up."""
 
 
 class Crew:
@@ -159,10 +159,10 @@ class Crew:
     def _start(self, supervision: Supervision, now: float, addresses: Addresses, generation: int) -> None:
         process = supervision.process
         command = self._command(process, addresses)
-        argv, env, _ = command
+        argv, env, files, _ = command
         supervision.started(now, generation)
         try:
-            self._outfit.write_files(process, self._fill(process, addresses))
+            self._outfit.write(files)
             child = Child(argv, dict(os.environ) | env, self.attempt.path / process.log, Path(self.plan.run_dir))
         except OSError as error:
             supervision.reason = str(error)
@@ -179,16 +179,17 @@ class Crew:
         )
 
     def _command(self, process: Process, addresses: Addresses) -> Command:
-        fill = self._fill(process, addresses)
+        values = self._outfit.values(process)
+
+        def fill(text: str) -> str:
+            return resolve(text, process.name, addresses, values)
+
         filled = {key: fill(value) for key, value in {**self.plan.env, **process.env}.items()}
         env = {key: value for key, value in filled.items() if value}
         if process.gpus:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(_visible(gpu) for gpu in process.gpus)
-        return tuple(map(fill, process.argv)), env, frozenset(addresses.lost) & frozenset(process.after)
-
-    def _fill(self, process: Process, addresses: Addresses) -> Callable[[str], str]:
-        values = self._outfit.values(process)
-        return lambda text: resolve(text, process.name, addresses, values)
+        files = {name: fill(text) for name, text in process.files.items()}
+        return tuple(map(fill, process.argv)), env, files, frozenset(addresses.lost) & frozenset(process.after)
 
 
 def _visible(gpu: int) -> str:
