@@ -130,6 +130,32 @@ def test_without_a_known_gpu_there_is_a_note_and_no_verdict() -> None:
     assert found({}, gres="gpu") == ["note site: no memory estimate: the type of the GPUs in gpu is not known"]
 
 
+def amounts(**changes: Any) -> dict[str, float]:
+    recipe = Recipe.model_validate(
+        recipe_data(**merge({"model": {"path": "zai-org/GLM-5.1", "dtype": "bfloat16"}}, changes))
+    )
+    _, estimate = review(recipe, site(nodes={"default": {"gres": "gpu:h200"}}), model_files(recipe))
+    assert estimate is not None
+    return {amount.name: amount.value for amount in estimate.amounts}
+
+
+def test_routed_experts_of_a_batch_are_21_gigabytes_for_the_large_glm5_run() -> None:
+    found = amounts(seq_len=131072, orchestrator={"batch_size": 256}, trainer={"router_replay": True})
+    assert found["routed experts"] == pytest.approx(20.9, abs=0.1)  # 624 bytes x 131,072 x 256
+
+
+def test_a_broadcast_of_glm5_takes_a_minute_and_an_adapter_less_than_a_second() -> None:
+    assert amounts(weights={"transport": "nccl"})["weight update"] == pytest.approx(59.5, abs=0.5)
+    assert amounts(trainer={"lora": {"rank": 8}})["policy"] < 60
+
+
+def test_host_tiers_are_shared_with_mooncake_and_apart_without() -> None:
+    tier = {"cpu": {"bytes": 2**40}}
+    shared = amounts(inference={"kv_offload": {"type": "mooncake", **tier}})["KV in host memory"]
+    apart = amounts(inference={"kv_offload": {"type": "native", **tier}})["KV in host memory"]
+    assert (shared, apart) == (11.0, 87.8)  # one node, or its eight engines; 100,152 bytes a token
+
+
 def test_published_configurations_fit(tmp_path: Path) -> None:
     """prime-rl 0.6.0: GLM-5 on 16 train nodes, and prefill and decode groups of 2, 4 and 8 nodes at 0.75 to 0.8."""
     train = TrainerLayout(128, 8, 131072 // 4, "full", True, True, 1024)
