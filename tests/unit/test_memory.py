@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.memory_model import TRAINER_ROWS, predicted_gib
-from primeslurm.plan.catalog import catalog, facts_of
+from primeslurm.plan.catalog import CATALOG, catalog, facts_of
 from primeslurm.plan.checks import model_files, review
 from primeslurm.plan.engine_memory import EngineLayout, engine_memory, kv_bytes_per_token, low_latency_bytes
 from primeslurm.plan.gpus import GIB, GPUS, gpu_of
@@ -17,7 +18,7 @@ from primeslurm.plan.parameters import count
 from primeslurm.plan.trainer_memory import TrainerLayout, layer_gather_bytes, trainer_memory
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.load import merge
-from tests.support.recipes import recipe_data, site
+from tests.support.recipes import model_dir, recipe_data, site
 
 GLM, QWEN = catalog()["zai-org/GLM-5.1"].facts, catalog()["Qwen/Qwen3-30B-A3B"].facts
 BF16 = EngineLayout(1, 1, 2, 2, False, 8192, True, None)
@@ -97,6 +98,18 @@ def test_the_gpu_is_named_by_its_field_or_its_gres() -> None:
 def test_an_unknown_config_is_no_decoder() -> None:
     with pytest.raises(KeyError):
         facts_of({"model_type": "bert"})
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [{"num_hidden_layers": "many"}, {"decoder_sparse_step": 0}, {"text_config": "none"}, {"num_attention_heads": 0}],
+    ids=str,
+)
+def test_a_damaged_config_gives_no_estimate(damage: dict[str, Any], tmp_path: Path) -> None:
+    config = json.loads(CATALOG.read_bytes())["Qwen/Qwen3-30B-A3B"]["config"]
+    model = model_dir(tmp_path, **{**config, "head_dim": None, **damage})
+    files = model_files(Recipe.model_validate(recipe_data(model={"path": str(model)})))
+    assert (files.facts, files.family, files.problems) == (None, "qwen3_moe", ())
 
 
 def found(changes: dict[str, Any], model: str = "zai-org/GLM-5.1", gres: str = "gpu:h200", **more: Any) -> list[str]:
