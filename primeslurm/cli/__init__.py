@@ -11,8 +11,8 @@ import sys
 import typer
 
 from primeslurm import __version__
-from primeslurm.cli import attach, cluster, inspect, nodes, runs, submit, watch
-from primeslurm.cli.output import report
+from primeslurm.cli import attach, cluster, diff, doctor, inspect, nodes, report, runs, submit, watch
+from primeslurm.cli.output import report as report_error
 from primeslurm.errors import PrimeslurmError
 
 app = typer.Typer(
@@ -43,6 +43,9 @@ app.command("status")(watch.status)
 app.command("summary")(watch.summary)
 app.command("logs")(watch.logs)
 app.command("attach")(attach.attach)
+app.command("doctor")(doctor.doctor)
+app.command("diff")(diff.diff_)
+app.command("report")(report.report)
 app.command("cancel")(runs.cancel)
 app.command("runs")(runs.runs)
 app.command("nodes")(nodes.nodes)
@@ -58,5 +61,5 @@ def main() -> None:
     try:
         app()
     except PrimeslurmError as error:
-        report(error)
+        report_error(error)
         sys.exit(error.exit_code)

@@ -40,7 +40,8 @@ def attach(
     place = find_target(placement_of(attempt), attempt, target)
     wanted = command or [os.environ.get("SHELL", "/bin/bash")]
     note(f"{place.process or 'agent'} on {place.host}")
-    argv = _argv(plan, job, place, [plan.python, "-m", "primeslurm.node.inside", *_pids(place), *wanted])
+    inside = [*plan.job.launcher, plan.python, "-m", "primeslurm.node.inside", *_pids(place), *wanted]
+    argv = _argv(plan, job, place, inside)
     environment = {**os.environ, **({"SLURM_CONF": job.slurm_conf} if job.slurm_conf else {})}
     sys.stdout.flush()
     try:
@@ -57,7 +58,8 @@ def _argv(plan: Plan, job: JobRecord, place: Target, inside: list[str]) -> list[
     state = SlurmClient(job.slurm_conf).job(job.job_id)
     if state is None:
         raise RunError(f"Slurm does not know job {job.job_id}")
-    return step_command(state, place.group, place.host, inside, terminal=sys.stdin.isatty() and sys.stdout.isatty())
+    terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    return step_command(state, place.group, place.host, inside, more=plan.job.srun, terminal=terminal)
 
 
 def _pids(place: Target) -> list[str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from primeslurm.cli.options import Loaded, find_site
 from primeslurm.cli.output import note
 from primeslurm.errors import UsageError, Violation
-from primeslurm.plan.checks import check
+from primeslurm.plan.checks import Case, advise, conflicts, model_files
 from primeslurm.plan.derive import derive
 from primeslurm.plan.emulate import emulate
 from primeslurm.plan.needs import needs_of
@@ -51,7 +51,10 @@ def worked_out(recipe: Recipe, where: Site) -> Loaded:
     """The emulated plan of a recipe on a site. Raises UsageError."""
     where = where.model_copy(update={"python": where.python or sys.executable})
     plan = emulate(derive(recipe, where, Path(where.runs) / recipe.name))
-    return Loaded(recipe, where, plan.model_copy(update={"findings": check(recipe, plan)}))
+    real = where.model_copy(update={"device": "cuda"})  # stand-ins contradict nothing, what they stand for may
+    case = Case(recipe, real, needs_of(recipe, where), model_files(recipe).facts)
+    findings = (*conflicts(case), *advise(recipe, plan))
+    return Loaded(recipe, where, plan.model_copy(update={"findings": findings}))
 
 
 @contextmanager
@@ -75,6 +78,6 @@ def _spec(recipe: Recipe) -> ClusterSpec:
     name = f"emulate-{re.sub(r'[^a-z0-9-]', '-', recipe.name)}"[:31].rstrip("-")
     spec = ClusterSpec(name, default_directory(name), Path("runs").absolute())
     needs = needs_of(recipe, site(spec, Place(0)))
-    control = sum(need.nodes + need.spares for need in needs if need.role == "control")
-    everything = sum(need.nodes + need.spares for need in needs)
-    return replace(spec, nodes=everything - control, control_nodes=control)
+    control = sum(need.nodes for need in needs if need.role == "control")
+    total = sum(need.nodes + need.spares for need in needs)
+    return replace(spec, nodes=total - control, control_nodes=control)

@@ -7,8 +7,9 @@ import sys
 import typer
 from rich.table import Table
 
-from primeslurm.cli.options import JsonOpt, LocalOpt, NameOpt, RecipeArg, SetOpt, SiteOpt, load
+from primeslurm.cli.options import JsonOpt, LocalOpt, NameOpt, RecipeArg, SetOpt, SiteOpt, load, refusals, refuse
 from primeslurm.cli.output import note, out, print_json
+from primeslurm.plan.forecast import Estimate
 from primeslurm.plan.model import Plan
 from primeslurm.recipe import Recipe, Site
 from primeslurm.slurm.render import render
@@ -38,6 +39,7 @@ def render_(
 ) -> None:
     """Print the batch script, byte for byte as it would be submitted."""
     loaded = load(recipe, site, set_, name, local=False, need_files=False)
+    refuse(loaded.plan, "error")
     sys.stdout.write(render(loaded.plan))
 
 
@@ -49,13 +51,17 @@ def check(
     local: LocalOpt = False,
     as_json: JsonOpt = False,
 ) -> None:
-    """Check recipe, placement and model files; exit code 2 if it cannot run."""
+    """Check recipe, placement, compatibility, memory and model files; exit code 2 if it cannot run."""
     loaded = load(recipe, site, set_, name, local)
+    errors = refusals(loaded.plan.findings, "error")
     if as_json:
         print_json([finding.model_dump() for finding in loaded.plan.findings])
-        return
-    show_findings(loaded.plan)
-    note(f"{loaded.recipe.name}: ok, {_totals(loaded.plan)}")
+    else:
+        show_findings(loaded.plan)
+        verdict = f"{len(errors)} errors" if errors else "ok"
+        note(f"{loaded.recipe.name}: {verdict}, {_totals(loaded.plan)}")
+    if errors:
+        raise typer.Exit(2)
 
 
 def schema(site: bool = typer.Option(False, "--site", help="The schema of site files instead.")) -> None:
@@ -86,8 +92,32 @@ def show_plan(plan: Plan) -> None:
             )
     out.print(table)
     out.print(f"totals: {_totals(plan)}")
+    if plan.estimate:
+        show_estimate(plan.estimate)
     out.print(f"run directory: {plan.run_dir}")
     show_findings(plan)
+
+
+def show_estimate(estimate: Estimate) -> None:
+    """The memory of each role, and amounts of the whole run, on stdout."""
+    if estimate.roles:
+        table = Table("role", title="memory of one GPU, GiB (estimate)", title_justify="left")
+        for column in ("use", "limit", "free", "KV tokens", "sequences at once: longest, typical"):
+            table.add_column(column, overflow="fold")
+        for role in estimate.roles:
+            engines = role.kv_bytes_per_token > 0
+            table.add_row(
+                role.role,
+                ", ".join(f"{name} {size:g}" for name, size in role.parts.items() if size),
+                f"{role.limit_gib:g} of {role.gpu_gib:g} ({role.gpu})",
+                f"{role.free_gib:g}",
+                f"{role.kv_tokens} x {role.kv_bytes_per_token} B" if engines else "-",
+                f"{role.longest:g}, {role.typical:g}" if engines else "-",
+            )
+        out.print(table)
+    for amount in estimate.amounts:
+        out.print(f"{amount.name}: {amount.value:g} {amount.unit} ({amount.how})")
+    out.print(f"model: {estimate.source}", soft_wrap=True)
 
 
 def show_findings(plan: Plan) -> None:

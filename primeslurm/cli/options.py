@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -10,10 +11,10 @@ from typing import Annotated
 import typer
 
 from primeslurm.errors import UsageError, Violation
-from primeslurm.plan.checks import check, data_problems, model_problems, with_absolute_paths
+from primeslurm.plan.checks import absent_data, advise, model_files, review, with_absolute_paths
 from primeslurm.plan.derive import derive
 from primeslurm.plan.local import local_site
-from primeslurm.plan.model import Plan
+from primeslurm.plan.model import Finding, Plan
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.load import load_recipe, load_site
 
@@ -67,7 +68,7 @@ def load(
     local: bool,
     need_files: bool = True,
 ) -> Loaded:
-    """Recipe + site -> Plan. Raises UsageError with what is wrong in any of them, all at once."""
+    """Recipe + site -> Plan with findings. Raises UsageError with what is wrong in any of them, all at once."""
     problems: list[Violation] = []
     recipe: Recipe | None = None
     site: Site | None = None
@@ -80,16 +81,32 @@ def load(
         site = find_site(site_file, local)
     except UsageError as error:
         problems += error.violations
-    if recipe is not None:
-        problems += model_problems(recipe) + data_problems(recipe) if need_files else []
-        recipe = with_absolute_paths(recipe)
-    plan: Plan | None = None
-    if recipe is not None and site is not None:
-        site = site.model_copy(update={"python": site.python or sys.executable})
-        try:
-            plan = derive(recipe, site, Path(site.runs) / recipe.name, local=local)
-        except UsageError as error:
-            problems += error.violations
-    if problems or recipe is None or site is None or plan is None:
+    if recipe is None:
         raise UsageError(problems)
-    return Loaded(recipe, site, plan.model_copy(update={"findings": check(recipe, plan)}))
+    model = model_files(recipe)
+    if need_files:
+        problems += model.problems
+    if site is None:
+        raise UsageError(problems)
+    site = site.model_copy(update={"python": site.python or sys.executable})
+    findings, estimate = review(recipe, site, model)
+    recipe = with_absolute_paths(recipe)
+    try:
+        plan = derive(recipe, site, Path(site.runs) / recipe.name, local=local)
+    except UsageError as error:
+        raise UsageError([*problems, *error.violations, *refusals(findings, "error")]) from None
+    if problems:
+        raise UsageError([*problems, *refusals(findings, "error")])
+    findings += [*advise(recipe, plan), *([data] if (data := absent_data(recipe)) else [])]
+    return Loaded(recipe, site, plan.model_copy(update={"findings": tuple(findings), "estimate": estimate}))
+
+
+def refuse(plan: Plan, *levels: str) -> None:
+    """Raise UsageError if the plan has findings of these levels."""
+    if found := refusals(plan.findings, *levels):
+        raise UsageError(found)
+
+
+def refusals(findings: Iterable[Finding], *levels: str) -> list[Violation]:
+    """Findings of these levels as violations."""
+    return [Violation(f.field, "", f.text, f.fix) for f in findings if f.level in levels]

@@ -12,7 +12,7 @@ import typer
 from primeslurm.cli.emulate import load_emulated, running
 from primeslurm.cli.inspect import show_findings, show_plan
 from primeslurm.cli.nodes import avoid_bad_nodes
-from primeslurm.cli.options import JsonOpt, Loaded, LocalOpt, NameOpt, RecipeArg, SetOpt, SiteOpt, load
+from primeslurm.cli.options import JsonOpt, Loaded, LocalOpt, NameOpt, RecipeArg, SetOpt, SiteOpt, load, refuse
 from primeslurm.cli.output import note, out, print_json
 from primeslurm.cli.runs import RunArg, RunsOpt, find_run, job_query
 from primeslurm.cli.watch import watch_until_done
@@ -20,7 +20,7 @@ from primeslurm.errors import UsageError, Violation
 from primeslurm.node.entry import AgentTask
 from primeslurm.plan.model import Plan
 from primeslurm.recipe import Site
-from primeslurm.run.create import create, name_in_use
+from primeslurm.run.create import create, missing_variables, name_in_use
 from primeslurm.run.directory import Attempt, JobRecord, RunDirectory
 from primeslurm.run.status import read_status
 from primeslurm.slurm.client import SlurmClient
@@ -76,11 +76,13 @@ def _submit_emulated(
 def _submit(loaded: Loaded, recipe: Path, dry_run: bool, wait: bool, as_json: bool, placed: bool = True) -> None:
     """`placed`: the cluster is there and can be asked what fits."""
     plan = loaded.plan
+    refuse(plan, "error", *(() if dry_run else ("blocked",)))
     local = plan.executor == "local"
     if placed and not local:
         plan = avoid_bad_nodes(plan, loaded.site.slurm_conf)
     script = "" if local else render(plan)
-    problems = name_in_use(Path(plan.run_dir)) + ([] if local or not placed else _placement(plan, loaded.site))
+    problems = name_in_use(Path(plan.run_dir)) + missing_variables(plan)
+    problems += [] if local or not placed else _placement(plan, loaded.site)
     if problems:
         raise UsageError(problems)
     if dry_run:
@@ -104,6 +106,8 @@ def resume(
         raise UsageError([Violation("RUN", run, f"is {status.phase}: there is nothing to resume")])
     previous = directory.latest()
     plan, job = previous.plan(), previous.job()
+    if problems := missing_variables(plan):
+        raise UsageError(problems)
     slurm_conf = job.slurm_conf if job else None
     if plan.executor == "slurm":
         plan = avoid_bad_nodes(plan, slurm_conf)

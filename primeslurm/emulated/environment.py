@@ -65,7 +65,7 @@ class Conversation:
 
 
 class EmulatedEnvironment:
-    """Runs the rollouts of one environment of a recipe."""
+    """Runs the rollouts of one environment of a recipe. `addresses` knows where the routers are."""
 
     def __init__(self, recipe: Recipe, addresses: AddressBook) -> None:
         self._recipe = recipe
@@ -139,7 +139,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--worker", type=int, default=0)
     parser.add_argument("--orchestrator", required=True, help="ZMQ address")
     parser.add_argument("--attempt-dir", type=Path, required=True)
-    options, _ = parser.parse_known_args(argv)
+    options = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     with contextlib.suppress(KeyboardInterrupt):

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from primeslurm.inference.guards import changed, expect
 
 
 def apply() -> None:
@@ -20,6 +21,7 @@ def apply() -> None:
     _repack_experts_after_update()
     _map_experts_under_expert_parallelism()
     _add_variable_collectives()
+    _offload_from_host_memory()
 
 
 def refresh_tied_lm_heads(model: torch.nn.Module) -> None:
@@ -38,7 +40,7 @@ def _repack_experts_after_update() -> None:
     """vLLM packs CPU experts only when their kernel is first built: after an update they lie in the wrong layout."""
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
-    original = _expect(UnquantizedFusedMoEMethod, "_setup_kernel", ("self", "layer", "w13", "w2"))
+    original = expect(UnquantizedFusedMoEMethod, "_setup_kernel", ("self", "layer", "w13", "w2"))
 
     @functools.wraps(original)
     def setup_kernel(self: Any, layer: torch.nn.Module, w13: torch.Tensor, w2: torch.Tensor) -> None:
@@ -57,7 +59,7 @@ def _map_experts_under_expert_parallelism() -> None:
     """
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
-    original = _expect(CPUUnquantizedExperts, "apply", ("topk_weights", "topk_ids", "expert_map"))
+    original = expect(CPUUnquantizedExperts, "apply", ("topk_weights", "topk_ids", "expert_map"))
     signature = inspect.signature(original)
 
     @functools.wraps(original)
@@ -80,13 +82,20 @@ def _add_variable_collectives() -> None:
     from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
-    _expect(DeviceCommunicatorBase, "all_gatherv", ("input_", "dim", "sizes"))
-    _expect(DeviceCommunicatorBase, "reduce_scatterv", ("input_", "dim", "sizes"))
+    expect(DeviceCommunicatorBase, "all_gatherv", ("input_", "dim", "sizes"))
+    expect(DeviceCommunicatorBase, "reduce_scatterv", ("input_", "dim", "sizes"))
     for name in ("all_gatherv", "reduce_scatterv"):
         if name in vars(CpuCommunicator):
-            raise _changed(f"CpuCommunicator has a {name} of its own now")
+            raise changed(f"CpuCommunicator has a {name} of its own now")
     CpuCommunicator.all_gatherv = _all_gatherv
     CpuCommunicator.reduce_scatterv = _reduce_scatterv
+
+
+def _offload_from_host_memory() -> None:
+    """vLLM offloads KV only from accelerators."""
+    from primeslurm.inference import cpu_offload
+
+    cpu_offload.apply()
 
 
 def _all_gatherv(
@@ -116,22 +125,3 @@ def _reduce_scatterv(self: Any, input_: torch.Tensor, dim: int = -1, sizes: list
     sizes = sizes or [rows.shape[0] // self.world_size] * self.world_size
     start = sum(sizes[: self.rank_in_group])
     return rows[start : start + sizes[self.rank_in_group]].movedim(0, dim).contiguous()
-
-
-def _expect(owner: type, name: str, parameters: Sequence[str]) -> Callable[..., Any]:
-    """The method `owner.name`, which must take `parameters`."""
-    method: Callable[..., Any] | None = getattr(owner, name, None)
-    if method is None:
-        raise _changed(f"{owner.__name__}.{name} is gone")
-    missing = [p for p in parameters if p not in inspect.signature(method).parameters]
-    if missing:
-        raise _changed(f"{owner.__name__}.{name} takes no {', '.join(missing)} any more")
-    return method
-
-
-def _changed(what: str) -> RuntimeError:
-    import vllm
-
-    return RuntimeError(
-        f"vLLM {vllm.__version__}: {what}. primeslurm fixes vLLM 0.32 on CPU; see primeslurm/inference/cpu_patches.py"
-    )

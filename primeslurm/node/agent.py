@@ -95,7 +95,7 @@ class NodeAgent:
             raise
         finally:
             if self.crew is not None:
-                self.crew.kill()
+                self.crew.close()
             shutil.rmtree(self.tmp, ignore_errors=True)
             self._heartbeat(time.time(), ended=True)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from primeslurm.node.child import Child
 from primeslurm.node.health import Probe, Target
 from primeslurm.node.network import free_port
+from primeslurm.node.outfit import Outfit
 from primeslurm.node.reports import FleetView, ProcessReport
 from primeslurm.node.resolve import resolve
 from primeslurm.node.supervisor import ProcessState, Supervision
@@ -17,9 +18,10 @@ from primeslurm.plan.model import Node, Plan, Process
 from primeslurm.run.directory import Attempt
 from primeslurm.wire.addresses import Addresses
 from primeslurm.wire.journal import Journal
+from primeslurm.wire.secret import generate_token, read
 
-Command = tuple[tuple[str, ...], dict[str, str], frozenset[str]]
-"""What a process is started with: argv, environment, and which of the processes that it needs were given up."""
+Command = tuple[tuple[str, ...], dict[str, str], dict[str, str], frozenset[str]]
+"""What a process is started with: argv, environment, files, and which of the processes that it needs were given up."""
 
 
 class Crew:
@@ -35,6 +37,8 @@ class Crew:
 
     Raises:
         NetworkError: a port that a process needs cannot be had.
+        OSError: a directory that a process wants on the node's disk cannot be made.
+        SecretError: the plan needs the run's secret, and there is none.
     """
 
     def __init__(
@@ -45,7 +49,9 @@ class Crew:
         self.children: dict[str, Child] = {}
         self.probes: dict[str, Probe] = {}
         self.ports = self._claim_ports()
-        self._values = dict(values)
+        self._outfit = Outfit(plan, node, address, values)
+        self._outfit.make_scratch()
+        self._secrets = _secrets(plan)
         self._journal = journal
         self._started_with: dict[str, Command] = {}
 
@@ -114,6 +120,11 @@ class Crew:
         for child in self.children.values():
             child.kill()
 
+    def close(self) -> None:
+        """SIGKILL to everything that is left, and remove what was made for it."""
+        self.kill()
+        self._outfit.remove_scratch()
+
     def reports(self) -> dict[str, ProcessReport]:
         """State of every process."""
         return {name: self._report(supervision) for name, supervision in self.supervised.items()}
@@ -151,9 +162,10 @@ class Crew:
     def _start(self, supervision: Supervision, now: float, addresses: Addresses, generation: int) -> None:
         process = supervision.process
         command = self._command(process, addresses)
-        argv, env, _ = command
+        argv, env, files, _ = command
         supervision.started(now, generation)
         try:
+            self._outfit.write(files)
             child = Child(argv, dict(os.environ) | env, self.attempt.path / process.log, Path(self.plan.run_dir))
         except OSError as error:
             supervision.reason = str(error)
@@ -170,13 +182,26 @@ class Crew:
         )
 
     def _command(self, process: Process, addresses: Addresses) -> Command:
-        def fill(text: str) -> str:
-            return resolve(text, process.name, addresses, self._values)
-
-        env = {key: fill(value) for key, value in {**self.plan.env, **process.env}.items()}
+        fill = self._fill(process, addresses)
+        private = self._fill(process, addresses, self._secrets)  # for environments: everybody can read command lines
+        filled = {key: private(value) for key, value in {**self.plan.env, **process.env}.items()}
+        env = {key: value for key, value in filled.items() if value}
         if process.gpus:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(_visible(gpu) for gpu in process.gpus)
-        return tuple(map(fill, process.argv)), env, frozenset(addresses.lost) & frozenset(process.after)
+        files = {name: fill(text) for name, text in process.files.items()}
+        return tuple(map(fill, process.argv)), env, files, frozenset(addresses.lost) & frozenset(process.after)
+
+    def _fill(self, process: Process, addresses: Addresses, more: Mapping[str, str] = {}) -> Callable[[str], str]:
+        values = {**self._outfit.values(process), **more}
+        return lambda text: resolve(text, process.name, addresses, values)
+
+
+def _secrets(plan: Plan) -> dict[str, str]:
+    """What `${secret}` and `${generate_token}` mean, if the plan uses them."""
+    if not any("${secret}" in value for value in plan.env.values()):
+        return {}
+    own = read(Path(plan.run_dir))
+    return {"secret": own, "generate_token": generate_token(own)}
 
 
 def _visible(gpu: int) -> str:

@@ -12,6 +12,8 @@ from typing import Any
 import httpx
 import msgspec
 
+from primeslurm.wire import secret
+
 GENERATE = "/inference/v1/generate"
 FIRST_RETRY_S = 0.25
 LONGEST_RETRY_S = 5.0
@@ -45,6 +47,10 @@ class _Answer(msgspec.Struct):
     choices: list[_Choice]
 
 
+class _Moved(Exception):
+    """The router listens elsewhere now."""
+
+
 class RefusedError(Exception):
     """The request is wrong: trying again would not help.
 
@@ -60,10 +66,6 @@ class RefusedError(Exception):
 
 class NoAnswerError(Exception):
     """No engine answered before the deadline."""
-
-
-class _Moved(Exception):
-    """The router listens elsewhere now."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ class GenerateEndpoint:
     An engine without the current policy answers 503, and a router answers 5xx while an engine is being restarted.
 
     Args:
-        where: gives the router's base URL as it is now; a request that waits for an answer follows it.
+        where: the router's URL as it is now; a request that waits for an answer follows it when it changes.
         max_len: longest sequence an engine accepts; completions end there.
         timeout_s: longest wait for one answer, retries included.
     """
@@ -95,6 +97,7 @@ class GenerateEndpoint:
         self._http = httpx.AsyncClient(
             timeout=httpx.Timeout(timeout_s, connect=10.0),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+            headers=secret.header(),
             trust_env=False,
             verify=False,  # plain HTTP: no certificates to load
         )

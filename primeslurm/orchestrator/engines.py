@@ -10,6 +10,8 @@ from typing import Any
 import httpx
 import msgspec
 
+from primeslurm.wire import secret
+
 
 class EngineStatus(msgspec.Struct, frozen=True):
     """What the gate in front of an engine reports (GET /primeslurm/status)."""
@@ -64,7 +66,7 @@ class EngineClient:
     """Control of one engine, directly and never through a router (which would reach only one of several).
 
     Args:
-        where: gives the base URL of the engine's HTTP server as it is now.
+        where: base URL of the engine's HTTP server as it is now.
         model_path: what the engine was started from.
         init_info: what `/init_weight_transfer_engine` is told; empty for the file system.
         tries: how often an update is tried, with generation paused all the while.
@@ -134,12 +136,12 @@ class EngineClient:
         await self._looking.aclose()
 
     async def _look(self) -> httpx.Response:
-        path, timeout_s = "/primeslurm/status", self._status_timeout_s
+        url, timeout_s = f"{self.url}/primeslurm/status", self._status_timeout_s
         try:
-            return await self._looking.get(f"{self.url}{path}", timeout=timeout_s)
+            return await self._looking.get(url, timeout=timeout_s)
         except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
             # the kept connection was closed; only a new one tells whether the engine is gone
-            return await self._http.get(f"{self.url}{path}", timeout=timeout_s)
+            return await self._http.get(url, timeout=timeout_s)
 
     async def _apply(self, policy: Policy, timeout_s: float) -> Step:
         status = await self.status()
@@ -181,7 +183,7 @@ def _client(keep: int) -> httpx.AsyncClient:
     """Keeps `keep` idle connections."""
     limits = httpx.Limits(max_keepalive_connections=keep)
     # plain HTTP: without `verify=False`, every client would load all certificates of the machine
-    return httpx.AsyncClient(limits=limits, trust_env=False, verify=False)
+    return httpx.AsyncClient(headers=secret.header(), limits=limits, trust_env=False, verify=False)
 
 
 def _words(error: Exception) -> str:

@@ -61,8 +61,8 @@ class Worker:
 
     def _client(self, router: str) -> TokenClient:
         if router not in self._clients:
-            timeout_s = self._recipe.orchestrator.request_timeout_s
             where = functools.partial(self._addresses.url, router)
+            timeout_s = self._recipe.orchestrator.request_timeout_s
             client = TokenClient(router, where, self._recipe.model.path, self._recipe.max_len, timeout_s)
             self._clients[router] = self._by_config[client.key] = client
         return self._clients[router]

@@ -51,6 +51,7 @@ def derive(recipe: Recipe, site: Site, run_dir: Path, *, local: bool = False) ->
         env=jobs.environment(site),
         library_path=site.library_path,
         interface=site.network.interface,
+        hcas=site.network.hcas,
         addresses=site.network.addresses,
         pass_env=tuple(dict.fromkeys((*site.pass_env, *recipe.pass_env))),
         node_silent_s=site.node_silent_s,

@@ -12,6 +12,7 @@ from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.scheduling import DEFAULT_TIME, Apptainer, Component, Container, Placement, Pyxis, Submission
 from primeslurm.recipe.syntax import minutes
 from primeslurm.slurm.nodelists import expand
+from primeslurm.wire.secret import VARIABLE as SECRET
 
 
 def problems(recipe: Recipe, site: Site) -> list[Violation]:
@@ -66,17 +67,17 @@ def job_options(recipe: Recipe, site: Site, run_dir: Path) -> JobOptions:
 
 def environment(site: Site) -> dict[str, str]:
     """Environment of every process on every node."""
-    env = {"PYTHONUNBUFFERED": "1", "TMPDIR": "${tmp}"}
-    if site.network.interface:
-        env |= {"GLOO_SOCKET_IFNAME": site.network.interface, "NCCL_SOCKET_IFNAME": site.network.interface}
-    if site.network.nccl_ib_hca:
-        env["NCCL_IB_HCA"] = site.network.nccl_ib_hca
-    if site.network.ucx_net_devices:
-        env["UCX_NET_DEVICES"] = site.network.ucx_net_devices
+    env = {
+        "PYTHONUNBUFFERED": "1",
+        "TMPDIR": "${tmp}",
+        "GLOO_SOCKET_IFNAME": "${interface}",
+        "NCCL_SOCKET_IFNAME": "${interface}",
+        "NCCL_IB_HCA": "${nccl_hcas}",
+    }
     if site.device == "cpu":
         # One thread a process: an emulated cluster puts many "nodes" on few cores.
         env |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_CONFIG_ROOT": "${tmp}/vllm"}
-    return env | site.env
+    return env | site.env | {SECRET: "${secret}"}
 
 
 def _group(index: int, name: str, nodes: int, spares: int, need: Need, component: Component) -> HetGroup:
@@ -91,13 +92,20 @@ def _group(index: int, name: str, nodes: int, spares: int, need: Need, component
         partition=component.partition or kind.partition,
         gres=f"{kind.gres}:{need.gpus}" if need.gpus else None,
         cpus_per_task=component.cpus_per_task or kind.cpus,
-        mem=memory.mem,
-        mem_per_gpu=memory.mem_per_gpu,
+        mem=_memory(memory, need.gpus),
         constraint=component.constraint or kind.constraint,
         nodelist=component.nodelist or kind.nodelist,
         switches=component.switches or kind.switches,
         exclusive=bool(kind.exclusive if component.exclusive is None else component.exclusive),
     )
+
+
+def _memory(placement: Placement, gpus: int) -> str | None:
+    """Memory per node. Slurm takes no --mem-per-gpu beside a --mem of another component: it is worked out here."""
+    if placement.mem_per_gpu is None:
+        return placement.mem
+    amount = placement.mem_per_gpu.rstrip("KMGT")
+    return f"{int(amount) * max(gpus, 1)}{placement.mem_per_gpu[len(amount) :]}"
 
 
 def _pyxis(container: Pyxis, run_dir: Path) -> tuple[str, ...]:

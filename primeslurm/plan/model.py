@@ -3,7 +3,10 @@
 Strings in `argv` and `env` may hold placeholders that only the node knows, filled in by `node.resolve`:
 `${host}` own address, `${port:http}` own port, `${port:nixl-3}` own port minus three, `${host:NAME}` address of process
 NAME, `${port:NAME:http}` its port, `${addr:NAME:http}` its `host:port`, and the values `${run_dir}`, `${attempt}`,
-`${attempt_dir}`, `${run_id}`, `${python}`, `${tmp}`. A host name never appears in a Plan.
+`${attempt_dir}`, `${run_id}`, `${python}`, `${tmp}`, `${node}` (own index), and of the node's network `${interface}`,
+`${hcas}`, `${nccl_hcas}`, `${ucx_devices}`, `${ucx_devices_near}` (near to the process's GPUs). A variable of the
+environment that comes out empty is not set. Only in `env` also `${secret}` and `${generate_token}` (`wire.secret`). A
+host name or a secret never appears in a Plan.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from primeslurm.plan.forecast import Estimate
 from primeslurm.recipe.base import Section
 
 Role = Literal["orchestrator", "environment", "trainer", "engine", "prefill", "decode", "router", "store"]
@@ -47,13 +51,17 @@ class Process(Section):
     """Port name to preferred number; the agent probes and publishes the number really used."""
     gpus: tuple[int, ...] = ()
     """Indices of the node's GPUs that this process sees."""
-    unit: str | None = None
-    """Processes that only work together, for example the ranks of an expert-parallel group."""
     restart: Restart = "in_place"
     """in_place: restarted by its agent with back-off. unit: together with all processes of its `unit`. attempt: its
     death ends the attempt."""
+    unit: str | None = None
+    """Processes of one unit only work together, for example the ranks of an expert-parallel group."""
     max_restarts: int = 5
     health: Health | None = None
+    files: dict[str, str] = {}
+    """Files written before it starts: name under `${tmp}` to text, with placeholders."""
+    scratch: tuple[str, ...] = ()
+    """Directories on the node's own disk: made empty when the attempt begins, removed when it ends."""
     after: tuple[str, ...] = ()
     """Processes whose addresses must be known and live (where they have `health`) before this starts."""
 
@@ -85,7 +93,6 @@ class HetGroup(Section):
     """For example gpu:8; None asks for none."""
     cpus_per_task: int
     mem: str | None = None
-    mem_per_gpu: str | None = None
     constraint: str | None = None
     nodelist: str | None = None
     switches: str | None = None
@@ -153,7 +160,8 @@ class Totals(Section):
 class Finding(Section):
     """Something a check has to say about the Plan."""
 
-    level: Literal["error", "warning", "note"]
+    level: Literal["error", "blocked", "warning", "note"]
+    """error: refused. blocked: sound, but a real submit is refused here and now. warning, note: advice."""
     field: str
     text: str
     fix: str = ""
@@ -182,6 +190,8 @@ class Plan(Section):
     library_path: tuple[str, ...] = ()
     """Directories put first on LD_LIBRARY_PATH of everything."""
     interface: str | None = None
+    hcas: tuple[str, ...] = ()
+    """HCAs to use, from the site file. Empty: what each node finds active."""
     addresses: dict[str, str] = {}
     """Node name to address, from the site file."""
     pass_env: tuple[str, ...] = ()
@@ -193,6 +203,8 @@ class Plan(Section):
     bad_node_hours: int = 24
     """How long later jobs keep away from a node that failed."""
     findings: tuple[Finding, ...] = ()
+    estimate: Estimate | None = None
+    """None if the shape of the model is not known."""
 
     def to_json(self) -> str:
         """Canonical JSON: sorted by definition order, two-space indent, trailing newline."""

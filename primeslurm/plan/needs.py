@@ -129,7 +129,7 @@ def _expert_problems(recipe: Recipe, needs: list[Need]) -> list[Violation]:
     if not recipe.inference.expert_parallel:
         why = "engines are independent without inference.expert_parallel"
         return [Violation(field, str(dp), why, "leave it out, or set inference.expert_parallel: true")]
-    sizes = {need.role: _group_nodes(recipe, need) * need.gpus // tp for need in needs if need.nodes_per_replica}
+    sizes = {need.role: group_nodes(recipe, need) * need.gpus // tp for need in needs if need.nodes_per_replica}
     return [
         Violation(
             field,
@@ -142,11 +142,20 @@ def _expert_problems(recipe: Recipe, needs: list[Need]) -> list[Violation]:
     ]
 
 
-def _group_nodes(recipe: Recipe, need: Need) -> int:
+def group_nodes(recipe: Recipe, need: Need) -> int:
+    """Nodes of one group of engines: those that share the experts, with expert parallelism."""
     shape = recipe.deployment.inference
     if isinstance(shape, Disaggregated):
         return (shape.prefill if need.role == "prefill" else shape.decode).nodes_per_replica
     return need.nodes_per_replica
+
+
+def expert_ranks(recipe: Recipe, need: Need) -> int:
+    """GPUs over which the experts of an engine are spread; 1 without expert parallelism."""
+    if not recipe.inference.expert_parallel:
+        return 1
+    tp, dp = recipe.inference.parallel.tp, recipe.inference.parallel.dp
+    return tp * dp if dp else group_nodes(recipe, need) * need.gpus
 
 
 def _trainer_problems(recipe: Recipe, needs: list[Need]) -> list[Violation]:

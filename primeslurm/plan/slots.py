@@ -56,9 +56,15 @@ class Slot:
                 restart=restart,
                 unit=unit,
                 health=health,
+                files=command.files,
+                scratch=command.scratch,
                 after=tuple(after),
             )
         )
+
+    def holds(self, process: str | None) -> bool:
+        """Whether a process of this name is on the node."""
+        return any(placed.name == process for placed in self.processes)
 
     def node(self) -> Node:
         """The finished node."""

@@ -37,7 +37,8 @@ class MooncakeOffload(Section):
     type: Literal["mooncake"] = "mooncake"
     cpu: CpuTier
     disk: DiskTier | None = None
-    protocol: Literal["rdma", "tcp"] = "rdma"
+    protocol: Literal["rdma", "tcp"] | None = None
+    """Default: rdma on GPUs, tcp without."""
     devices: tuple[str, ...] = ()
     """HCAs to use, for example mlx5_0. Default: the site's, else what each node finds active."""
 

@@ -166,6 +166,8 @@ def _walk(model: type[BaseModel], loc: Sequence[int | str]) -> tuple[str, type[B
     current: Any = model
     parent: type[BaseModel] | None = None
     for part in loc:
+        if part == "[key]":  # pydantic's word for the key of a mapping, after the key itself
+            continue
         options = _members(current)
         tagged = [member for member in options if _tag(member) == part]
         if tagged and len(options) > 1:

@@ -8,7 +8,7 @@ from primeslurm.recipe.model import Recipe
 
 def violations(recipe: Recipe) -> list[Violation]:
     """Everything in the recipe that contradicts something else in it."""
-    found = _rl(recipe) if recipe.task == "rl" else _sft(recipe)
+    found = {"rl": _rl, "sft": _sft, "serve": _serve}[recipe.task](recipe)
     max_len = recipe.model.max_len
     if max_len is not None and max_len < recipe.seq_len:
         found.append(Violation("model.max_len", str(max_len), f"is shorter than seq_len = {recipe.seq_len}"))
@@ -17,7 +17,10 @@ def violations(recipe: Recipe) -> list[Violation]:
 
 def _rl(recipe: Recipe) -> list[Violation]:
     found: list[Violation] = []
-    orchestrator = recipe.orchestrator
+    orchestrator, router = recipe.orchestrator, recipe.inference.router
+    if router.type == "dynamo":
+        why = "its workers serve any policy version, and do not say which one sampled a token"
+        found.append(Violation("inference.router.type", router.type, why, "nearest: vllm-router, or task: serve"))
     batch, group, inflight = orchestrator.batch_size, orchestrator.group_size, orchestrator.max_inflight_rollouts
     if not recipe.environments:
         found.append(
@@ -38,6 +41,13 @@ def _rl(recipe: Recipe) -> list[Violation]:
         why = f"leaves no room for a prompt in seq_len = {recipe.seq_len}"
         found.append(Violation("orchestrator.sampling.max_tokens", str(max_tokens), why))
     return found
+
+
+def _serve(recipe: Recipe) -> list[Violation]:
+    if recipe.environments:
+        labels = ", ".join(environment.label for environment in recipe.environments)
+        return [Violation("environments", labels, "task serve runs none", "leave them out, or task: rl")]
+    return []
 
 
 def _sft(recipe: Recipe) -> list[Violation]:

@@ -54,7 +54,7 @@ class Component(Placement):
 class Mail(Section):
     """When Slurm writes mail, and to whom."""
 
-    types: tuple[MailType, ...] = Field(("FAIL", "REQUEUE", "END"), min_length=1)
+    types: tuple[MailType, ...] = ("FAIL", "REQUEUE", "END")
     user: MailUser | None = None
     """Default: the submitting user."""
 

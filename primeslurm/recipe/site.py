@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from primeslurm.recipe.base import Section
 from primeslurm.recipe.scheduling import Placement, Submission
@@ -21,6 +21,10 @@ class NodeKind(Placement):
     """CPU cores per node that a job may use."""
     gres: Name = "gpu"
     """Name of the generic resource, for example gpu or gpu:h200."""
+    gpu: str | None = None
+    """Type of the GPUs: a100, l40s, h100, h200, b200, b300. Default: the type in `gres`; unknown: no estimate."""
+    memory_gib: PositiveFloat | None = None
+    """Host memory of a node. Default: what `mem` asks for."""
 
 
 class Network(Section):
@@ -30,9 +34,15 @@ class Network(Section):
     """Interface whose address is used, for example ib0. Default: the address the host name resolves to."""
     addresses: dict[str, str] = {}
     """Node name to address, for clusters whose node names do not resolve."""
-    ucx_net_devices: str | None = None
-    """UCX_NET_DEVICES, for example mlx5_0:1,mlx5_1:1. Default: UCX chooses."""
-    nccl_ib_hca: str | None = None
+    hcas: tuple[str, ...] = ()
+    """HCAs for NCCL, UCX and Mooncake, for example [mlx5_0, mlx5_1]. Default: on each node those with an active port,
+    InfiniBand before Ethernet."""
+    rdma: bool = True
+    """Nodes reach one another's memory over InfiniBand or RoCE."""
+    gbps_per_gpu: PositiveFloat | None = None
+    """Network bandwidth per GPU in Gbit/s. Default: usual for the GPU type, 400 for H100, H200 and B200."""
+    storage_gbytes_per_s: PositiveFloat = 2.0
+    """What one process writes to the shared file system in GB/s, for estimates."""
 
 
 class Site(Section):

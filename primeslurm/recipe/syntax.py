@@ -142,7 +142,7 @@ def _dependency(value: str) -> str:
         if part == "singleton":
             continue
         if kind not in _DEPENDENCIES:
-            near = difflib.get_close_matches(kind, (*_DEPENDENCIES, "singleton"), n=1, cutoff=0.5)
+            near = difflib.get_close_matches(kind.lower(), (*_DEPENDENCIES, "singleton"), n=1, cutoff=0.5)
             valid = f"did you mean {near[0]}?" if near else f"valid: {', '.join(_DEPENDENCIES)}, singleton"
             raise fault(f"{kind!r} is not a kind of dependency", valid)
         if not jobs or not all(_JOB.fullmatch(job) for job in jobs):

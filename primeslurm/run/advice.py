@@ -47,6 +47,8 @@ class Shape:
     decode: int | None = None
     max_inflight: int | None = None
     """Rollouts in flight at most."""
+    kv_offload: bool = False
+    """KV that does not fit is kept in CPU memory or on disk."""
 
 
 def shape_of(recipe: Mapping[str, Any]) -> Shape:
@@ -57,6 +59,7 @@ def shape_of(recipe: Mapping[str, Any]) -> Shape:
         prefill=inference["prefill"].get("num_replicas") if split else None,
         decode=inference["decode"].get("num_replicas") if split else None,
         max_inflight=(recipe.get("orchestrator") or {}).get("max_inflight_rollouts"),
+        kv_offload=bool((recipe.get("inference") or {}).get("kv_offload")),
     )
 
 
@@ -120,8 +123,9 @@ def _kv_pressure(role: str, load: Load, shape: Shape) -> Advice | None:
         return None
     fits = int(load.running_mean)
     lower = {"orchestrator.max_inflight_rollouts": fits} if shape.max_inflight and 0 < fits < shape.max_inflight else {}
+    offload = "" if shape.kv_offload else ", or KV offload (inference.kv_offload),"
     return Advice(
-        text=f"{role} engines run out of KV cache: fewer rollouts in flight, or KV offload, would help",
+        text=f"{role} engines run out of KV cache: fewer rollouts in flight{offload} would help",
         reason=(
             f"over {load.seconds:.0f} s requests were preempted {per_minute:.1f} times a minute with "
             f"{load.kv_usage_mean:.0%} of the KV in use; {load.running_mean:.0f} ran and {load.waiting_mean:.0f} waited"

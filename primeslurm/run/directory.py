@@ -78,10 +78,10 @@ class Attempt:
         """The heartbeat of one agent."""
         return self.path / "agents" / f"{rank}.json"
 
-    def heartbeat(self, node: int, roster: Roster) -> dict[str, Any] | None:
-        """The heartbeat of the agent that plays one node of the plan, if there is one."""
+    def heartbeat(self, node: int, roster: Roster) -> dict[str, Any]:
+        """The newest heartbeat of the agent that plays a node of the plan; empty if there is none."""
         seat = roster.seats.get(node)
-        return read_json(self.agent_file(seat.rank)) if seat else None
+        return (read_json(self.agent_file(seat.rank)) if seat else None) or {}
 
     def prepare(self, plan: Plan) -> None:
         """Make the directory and write the plan, last."""

@@ -16,7 +16,7 @@ import msgspec
 
 from primeslurm.run.advice import Advice, advise, shape_of
 from primeslurm.run.directory import Attempt, EndRecord, JobRecord, RunDirectory
-from primeslurm.run.happenings import Happening, notable
+from primeslurm.run.happenings import Happening, lately, notable
 from primeslurm.run.placement import PlacedProcess, Placement, placement_of
 from primeslurm.run.records import Row, recent_events, recent_rows
 from primeslurm.wire import checkpoints
@@ -114,8 +114,9 @@ def read_status(run: RunDirectory, job_state: JobQuery, now: float | None = None
     job, end = attempt.job(), attempt.end()
     fleet = read_json(attempt.fleet_file) or {}
     states: dict[str, str] = fleet.get("states", {})
-    phase, reason = _phase(fleet, end, job, job_state, now)
     progress = attempt.state("orchestrator" if placement.task == "rl" else "trainer-rank-0")
+    begun = progress.get("version") is not None or (placement.task == "sft" and bool(progress))
+    phase, reason = _phase(fleet, end, job, job_state, now, begun)
     steps = recent_rows(run.path / "metrics.jsonl")
     recipe = read_json(run.path / "recipe.resolved.json") or {}
     max_steps, step = int(recipe.get("max_steps", 0)), progress.get("step")
@@ -141,7 +142,7 @@ def read_status(run: RunDirectory, job_state: JobQuery, now: float | None = None
         replicas=_replicas(placement, states, progress.get("replicas") or {}),
         unhealthy=_unhealthy(placement, attempt, states) if end is None else [],
         processes=_describe(placement.processes(), attempt, states) if processes else [],
-        events=notable(recent_events(attempt))[-RECENT:],
+        events=lately(notable(recent_events(attempt)), RECENT),
         advice=advise(_loads(progress.get("roles") or {}), shape_of(recipe)) if phase == "running" else [],
     )
 
@@ -150,9 +151,9 @@ _HISTORY = ("reward/mean", "staleness/mean")
 
 
 def _phase(
-    fleet: dict[str, Any], end: EndRecord | None, job: JobRecord | None, job_state: JobQuery, now: float
+    fleet: dict[str, Any], end: EndRecord | None, job: JobRecord | None, job_state: JobQuery, now: float, begun: bool
 ) -> tuple[str, str]:
-    """Events and heartbeats first, then Slurm."""
+    """Events and heartbeats first, then Slurm. `begun`: what is loading now is loading again."""
     if end is not None and not end.requeued:
         why = f"; {end.why_not_requeued}" if end.why_not_requeued else ""
         return end.outcome, end.reason + why
@@ -162,7 +163,7 @@ def _phase(
     if fleet and now - fleet["time"] < SILENT_S:
         if ending := fleet.get("ending"):
             return "ending", ending["reason"]
-        loading = any(state in ("STARTING", "LOADING") for state in fleet.get("states", {}).values())
+        loading = not begun and any(state in ("STARTING", "LOADING") for state in fleet.get("states", {}).values())
         return ("starting", "") if loading else ("running", "")
     state = job_state(job) if job else None
     if state is None:
@@ -234,7 +235,7 @@ def _describe(processes: Iterable[PlacedProcess], attempt: Attempt, states: Mapp
     found = []
     for process in processes:
         if process.node not in reports:
-            reports[process.node] = attempt.heartbeat(process.node, roster) or {}
+            reports[process.node] = attempt.heartbeat(process.node, roster)
         report = reports[process.node]
         own = report.get("processes", {}).get(process.name, {})
         found.append(

@@ -50,7 +50,7 @@ def find_target(placement: Placement, attempt: Attempt, word: str) -> Target:
 
 def _target(placement: Placement, attempt: Attempt, index: int, process: str | None) -> Target:
     report = attempt.heartbeat(index, attempt.roster())
-    if report is None:
+    if not report:
         raise RunError(f"node {index} of {placement.run} has not reported in attempt {attempt.number}")
     return Target(index, placement.nodes[index].group, process, report["name"], report)
 
@@ -58,4 +58,4 @@ def _target(placement: Placement, attempt: Attempt, index: int, process: str | N
 def _reports(placement: Placement, attempt: Attempt) -> dict[int, Mapping[str, Any]]:
     roster = attempt.roster()
     found = {node.index: attempt.heartbeat(node.index, roster) for node in placement.nodes}
-    return {index: report for index, report in found.items() if report is not None}
+    return {index: report for index, report in found.items() if report}

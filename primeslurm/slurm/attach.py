@@ -8,11 +8,14 @@ from primeslurm.errors import RunError
 from primeslurm.slurm.client import JobState
 
 
-def step_command(job: JobState, group: int, host: str, argv: Sequence[str], *, terminal: bool) -> list[str]:
+def step_command(
+    job: JobState, group: int, host: str, argv: Sequence[str], *, more: Sequence[str] = (), terminal: bool
+) -> list[str]:
     """`srun` of a step that shares everything with the steps that run on `host`.
 
     Args:
         group: of the plan; in a heterogeneous job, the component that the host belongs to.
+        more: options of the plan's own srun, which may name a container.
         terminal: give the step a terminal, for a shell.
 
     Raises:
@@ -24,5 +27,5 @@ def step_command(job: JobState, group: int, host: str, argv: Sequence[str], *, t
         raise RunError(f"job {job.job_id} does not run: {component.state if component else job.state}")
     # srun wants the leader's id with the component's number: it refuses the component's own id.
     options = [f"--jobid={job.job_id}", *([f"--het-group={group}"] if het else [])]
-    options += ["--overlap", f"--nodelist={host}", "--nodes=1", "--ntasks=1"]
+    options += ["--overlap", f"--nodelist={host}", "--nodes=1", "--ntasks=1", *more]
     return ["srun", *options, *(["--pty"] if terminal else []), *argv]

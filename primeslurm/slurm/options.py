@@ -64,7 +64,6 @@ def _resources(plan: Plan, group: HetGroup) -> Options:
         "cpus-per-task": group.cpus_per_task,
         "gres": group.gres,
         "mem": group.mem,
-        "mem-per-gpu": group.mem_per_gpu,
         "constraint": group.constraint,
         "nodelist": group.nodelist,
         "exclude": plan.job.excluded,

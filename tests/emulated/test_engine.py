@@ -19,8 +19,9 @@ from safetensors.numpy import save_file
 from primeslurm.emulated.environment import EmulatedEnvironment
 from primeslurm.orchestrator.engines import EngineClient, EngineDownError, EngineUpdateError, Policy, Step
 from primeslurm.orchestrator.jobs import Job
-from primeslurm.plan.commands import engine_command, router_command
 from primeslurm.plan.emulate import STAND_INS
+from primeslurm.plan.engine_command import engine_command
+from primeslurm.plan.routers import router_command
 from primeslurm.recipe import Recipe
 from primeslurm.wire import addresses, weights
 from primeslurm.wire.addresses import AddressBook, Addresses

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from primeslurm.plan.commands import engine_command
+from primeslurm.plan.engine_command import engine_command
 from tests.engine.conftest import tiny_recipe
 from tests.support.processes import fill
 

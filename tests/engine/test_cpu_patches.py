@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from primeslurm.inference import cpu_patches
+from primeslurm.inference import cpu_patches, guards
 from primeslurm.orchestrator.engines import Policy
-from primeslurm.plan.commands import engine_command
+from primeslurm.plan.engine_command import engine_command
 from tests.engine.conftest import tiny_recipe
 from tests.support.generate import generate, logprobs, tokens
 from tests.support.models import make_model, publish, reference_logprobs
@@ -41,9 +41,9 @@ def test_a_changed_vllm_is_refused() -> None:
         def renamed_arguments(self, other: int) -> None: ...
 
     with pytest.raises(RuntimeError, match=r"Changed\.gone is gone"):
-        cpu_patches._expect(Changed, "gone", ())
+        guards.expect(Changed, "gone", ())
     with pytest.raises(RuntimeError, match="takes no layer"):
-        cpu_patches._expect(Changed, "renamed_arguments", ("layer",))
+        guards.expect(Changed, "renamed_arguments", ("layer",))
 
 
 def test_a_vllm_that_has_the_collectives_itself_is_refused() -> None:

@@ -23,6 +23,7 @@ from typing import Any
 import httpx
 
 from primeslurm.plan.commands import Command
+from primeslurm.wire import secret
 
 HOST = "127.0.0.1"
 ZYGOTE = Path(__file__).with_name("zygote.py")
@@ -33,6 +34,17 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind((HOST, 0))
         return int(probe.getsockname()[1])
+
+
+NODE_VALUES = {
+    "generate_token": secret.generate_token(secret.own()),
+    "run_id": "test-run",
+    "node": "0",
+    "interface": "",
+    "hcas": "",
+    "ucx_devices_near": "",
+}
+"""What an agent on this machine knows of it."""
 
 
 def fill(text: str, values: Mapping[str, str]) -> str:
@@ -121,14 +133,23 @@ class Zygote:
             )
         self._read()
 
-    def start(self, command: Command, ports: Mapping[str, int] | None = None) -> Server:
-        """Fork an engine; `ports` pins port numbers, others are probed. It is not waited for."""
+    def start(
+        self, command: Command, ports: Mapping[str, int] | None = None, elsewhere: Mapping[str, str] | None = None
+    ) -> Server:
+        """Fork an engine; `ports` pins port numbers, others are probed. It is not waited for.
+
+        `elsewhere`: placeholders of other processes, for example `addr:store-master:rpc`.
+        """
         numbers = {name: free_port() for name in command.ports} | dict(ports or {})
-        values = {"host": HOST} | {f"port:{name}": str(number) for name, number in numbers.items()}
+        values = NODE_VALUES | {"host": HOST, "tmp": str(self._directory)} | dict(elsewhere or {})
+        values |= {f"port:{name}": str(number) for name, number in numbers.items()}
+        for name, text in command.files.items():
+            (self._directory / name).write_text(fill(text, values))
+        env = {key: fill(value, values) for key, value in command.env.items()}
         log = self._directory / f"engine-{numbers['http']}-{len(self._servers)}.log"
         request = {
             "argv": [fill(part, values) for part in command.argv[3:]],  # python -m module
-            "env": {key: fill(value, values) for key, value in command.env.items()},
+            "env": {key: value for key, value in env.items() if value},
             "log": str(log),
         }
         assert self._process.stdin is not None
@@ -156,15 +177,22 @@ class Zygote:
 
 def start_router(command: Command, engines: Mapping[str, str], log: Path) -> Server:
     """Start the router of `router_command`; `engines` = name of each engine to its host:port."""
-    numbers = {name: free_port() for name in command.ports}
-    values = {"host": HOST} | {f"port:{name}": str(number) for name, number in numbers.items()}
-    values |= {f"addr:{name}:http": address for name, address in engines.items()}
-    with log.open("w") as handle:
+    return start_process(command, {f"addr:{name}:http": address for name, address in engines.items()}, log)
+
+
+def start_process(
+    command: Command, elsewhere: Mapping[str, str], log: Path, ports: Mapping[str, int] | None = None
+) -> Server:
+    """Start any planned process that serves HTTP; `elsewhere`: placeholders of other processes."""
+    numbers = {name: free_port() for name in command.ports} | dict(ports or {})
+    values = NODE_VALUES | {"host": HOST, "python": sys.executable, "tmp": str(log.parent)} | dict(elsewhere)
+    values |= {f"port:{name}": str(number) for name, number in numbers.items()}
+    with log.open("a") as handle:
         process = subprocess.Popen(
             [fill(part, values) for part in command.argv],
             stdout=handle,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **command.env},
+            env={**os.environ, **{key: fill(value, values) for key, value in command.env.items()}},
             start_new_session=True,
         )
     return Server(process.pid, f"http://{HOST}:{numbers['http']}", log)

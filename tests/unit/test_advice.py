@@ -69,13 +69,15 @@ def test_engines_that_preempt_get_fewer_rollouts_in_flight() -> None:
     assert advice.changes == {"orchestrator.max_inflight_rollouts": 40}
     assert "6.0 times a minute" in advice.reason
     (advice,) = advise({"engine": load}, Shape())
-    assert advice.changes == {} and "KV offload" in advice.text
+    assert advice.changes == {} and "or KV offload" in advice.text
+    (advice,) = advise({"engine": load}, Shape(kv_offload=True))
+    assert "offload" not in advice.text
     assert advise({"engine": msgspec.structs.replace(load, preemptions_per_s=0.001)}, Shape()) == []
 
 
 def test_the_shape_is_read_from_the_recipe() -> None:
     inference = {"type": "disaggregated", "prefill": {"num_replicas": 3}, "decode": {"num_replicas": 1}}
     recipe = {"deployment": {"inference": inference}, "orchestrator": {"max_inflight_rollouts": 9}}
-    assert shape_of(recipe) == Shape(3, 1, 9)
+    assert shape_of({**recipe, "inference": {"kv_offload": {"type": "native"}}}) == Shape(3, 1, 9, True)
     assert shape_of({"deployment": {"inference": {"type": "multi_node"}}}) == Shape()
     assert shape_of({}) == Shape()

@@ -175,6 +175,12 @@ def test_every_placement_is_sound(shape: dict[str, Any]) -> None:
         assert set(plan.process(replica.router).after) == set(replica.engines)
 
 
+VALUES = (
+    *("run_dir", "attempt", "attempt_dir", "run_id", "python", "tmp", "node"),
+    *("interface", "hcas", "nccl_hcas", "ucx_devices", "ucx_devices_near"),
+)
+
+
 @settings(max_examples=20, deadline=None)
 @given(shapes)
 def test_every_placeholder_resolves_to_a_process_that_listens(shape: dict[str, Any]) -> None:
@@ -183,11 +189,14 @@ def test_every_placeholder_resolves_to_a_process_that_listens(shape: dict[str, A
     plan = plan_for(**changes)
     hosts = {process.name: f"10.0.0.{process.node}" for process in plan.processes()}
     ports = {process.name: process.ports for process in plan.processes()}
-    values = dict.fromkeys(("run_dir", "attempt", "attempt_dir", "run_id", "python", "tmp"), "/x")
+    values = dict.fromkeys(VALUES, "/x")
+    secrets = {**values, "secret": "s", "generate_token": "g"}
     listening = {f"{hosts[p.name]}:{port}" for p in plan.processes() for port in p.ports.values()}
     for process in plan.processes():
-        for text in (*process.argv, *process.env.values(), *plan.env.values()):
-            filled = resolve(text, process.name, Addresses(hosts, ports), values)
+        texts = [(text, values) for text in process.argv]
+        texts += [(text, secrets) for text in (*process.env.values(), *plan.env.values())]
+        for text, known in texts:
+            filled = resolve(text, process.name, Addresses(hosts, ports), known)
             assert "${" not in filled
             for address in re.findall(r"10\.0\.0\.\d+:\d+", filled):
                 assert address in listening

@@ -19,7 +19,7 @@ SHELLCHECK = Path(sys.executable).with_name("shellcheck")
 WEIRD = 'it\'s 5 $HOME `id` "x" \\ #1 !'
 
 FULL_OPTIONS = {
-    "mem_per_gpu": "100G",
+    "mem": "1000G",
     "constraint": "nvme&ib",
     "nodelist": "node[004-005]",
     "switches": "1@02:00:00",

@@ -105,6 +105,13 @@ def test_processes_progress_and_metrics_are_shown(run: RunDirectory) -> None:
     assert status(run).processes == [] and status(run).unhealthy == []
 
 
+def test_an_engine_that_loads_again_does_not_make_the_run_start_again(run: RunDirectory) -> None:
+    fleet(run, state="LOADING")
+    assert status(run).phase == "starting"
+    write_json(run.attempt(1).path / "state" / "orchestrator.json", {"step": 0, "version": 0})
+    assert status(run).phase == "running"
+
+
 def test_what_is_not_well_is_listed_with_its_node(run: RunDirectory) -> None:
     fleet(run, state="RESTARTING")
     process = {"state": "backoff", "pid": None, "restarts": 2}

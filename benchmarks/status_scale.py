@@ -1,0 +1,119 @@
+"""How long `primeslurm status` takes for large runs: python benchmarks/status_scale.py [NODES ...]
+
+Makes the files that a run of so many nodes with 8 GPUs each leaves behind (real plans; what the head, the agents and
+the orchestrator would have written) and times the whole command in a process of its own. Prints JSON; takes a minute.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from primeslurm.plan.derive import derive
+from primeslurm.plan.model import Plan
+from primeslurm.recipe import Recipe, Site
+from primeslurm.run.directory import Attempt, JobRecord, RunDirectory
+from primeslurm.wire.files import write_json
+
+REPEATS = 5
+STEPS = 400
+LOAD = {"engines": 24, "running": 30, "waiting": 9, "kv_usage": 0.7, "seconds": 60, "generated_per_s": 900}
+
+
+def make(root: Path, nodes: int) -> RunDirectory:
+    """A run in the middle of its work: half of the nodes train, replicas of 3 prefill and 1 decode node."""
+    replicas = nodes // 8
+    inference = {
+        "type": "disaggregated",
+        "num_replicas": replicas,
+        "prefill": {"num_replicas": 3},
+        "decode": {"num_replicas": 1},
+    }
+    recipe = Recipe.model_validate(
+        {
+            "schema": 1,
+            "name": f"run{nodes}",
+            "max_steps": STEPS,
+            "seq_len": 4096,
+            "model": {"path": "/models/m"},
+            "environments": [{"id": "reverse-text"}],
+            "deployment": {"train": {"nodes": nodes - 1 - 4 * replicas}, "inference": inference},
+        }
+    )
+    kinds = {"default": {"partition": "gpu", "gpus": 8, "cpus": 64}, "control": {"partition": "cpu", "cpus": 16}}
+    site = Site.model_validate({"schema": 1, "name": "s", "device": "cuda", "runs": str(root), "nodes": kinds})
+    run = RunDirectory(root / recipe.name)
+    plan = derive(recipe, site, run.path)
+    attempt = run.attempt(1)
+    attempt.prepare(plan)
+    attempt.record_job(JobRecord("7", "slurm", time.time()))
+    write_json(run.path / "lock.json", {"run_id": f"{recipe.name}-1", "created_at": time.time()})
+    (run.path / "recipe.resolved.json").write_text(recipe.model_dump_json(by_alias=True))
+    _say(attempt, plan, run)
+    return run
+
+
+def _say(attempt: Attempt, plan: Plan, run: RunDirectory) -> None:
+    now = time.time()
+    states = {process.name: "HEALTHY" for process in plan.processes()} | {"router-0": "RESTARTING"}
+    # Its time lies ahead, so that it stays fresh however long this takes.
+    write_json(attempt.fleet_file, {"time": now + 3600, "states": states, "ending": None})
+    for node in plan.nodes:
+        beats = {p.name: {"state": "ready", "pid": 42, "restarts": 0} for p in node.processes}
+        write_json(attempt.node_file(node.index), {"name": f"n{node.index:04d}", "time": now, "processes": beats})
+        event = {"time": now, "process": f"agent-{node.index}", "kind": "agent_started", "node": f"n{node.index:04d}"}
+        (attempt.path / "events" / f"agent-{node.index}.jsonl").write_text(json.dumps(event) + "\n")
+    loads = {"prefill": LOAD, "decode": LOAD}
+    engines = {name: {"state": "CURRENT", "version": 300} for r in plan.replicas for name in r.engines}
+    state = {"step": 300, "version": 300, "ready_groups": 5, "engines": engines, "roles": loads}
+    state["replicas"] = {str(replica.index): loads for replica in plan.replicas}
+    write_json(attempt.path / "state" / "orchestrator.json", state)
+    rows = [{"step": i, "reward/mean": i / STEPS, **{f"m{j}": float(j) for j in range(60)}} for i in range(1, 301)]
+    (run.path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def measure(run: RunDirectory, *options: str) -> dict[str, float]:
+    """The fastest of five runs of the whole command, in seconds: the others tell of what else the machine did.
+
+    `cpu` is its processor time, which other work on the machine does not lengthen much.
+    """
+    argv = [sys.executable, "-m", "primeslurm", "status", str(run.path), *options]
+    times, used = [], []
+    for _ in range(REPEATS):
+        begin, before = time.perf_counter(), _cpu()
+        subprocess.run(argv, check=True, stdout=subprocess.DEVNULL)
+        times.append(time.perf_counter() - begin)
+        used.append(_cpu() - before)
+    return {"wall": round(min(times), 2), "cpu": round(min(used), 2)}
+
+
+def _cpu() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def main() -> None:
+    """Measure and print."""
+    sizes = [int(word) for word in sys.argv[1:]] or [28, 128, 1024]
+    results = []
+    with tempfile.TemporaryDirectory() as directory:
+        for nodes in sizes:
+            run = make(Path(directory), nodes)
+            processes = sum(len(node.processes) for node in run.latest().plan().nodes)
+            seconds = {"status": measure(run), "status --json --processes": measure(run, "--json", "--processes")}
+            results.append({"nodes": nodes, "processes": processes, "seconds": seconds})
+    machine = f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
+    print(
+        json.dumps({"command": "python benchmarks/status_scale.py", "machine": machine, "results": results}, indent=2)
+    )
+
+
+if __name__ == "__main__":
+    main()

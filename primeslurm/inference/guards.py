@@ -1,0 +1,27 @@
+"""A fix of vLLM is applied only to the vLLM it was written for."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+def expect(owner: type, name: str, parameters: Sequence[str]) -> Callable[..., Any]:
+    """The method `owner.name`, which must take `parameters`. Raises RuntimeError if vLLM has changed there."""
+    method: Callable[..., Any] | None = getattr(owner, name, None)
+    if method is None:
+        raise changed(f"{owner.__name__}.{name} is gone")
+    missing = [p for p in parameters if p not in inspect.signature(method).parameters]
+    if missing:
+        raise changed(f"{owner.__name__}.{name} takes no {', '.join(missing)} any more")
+    return method
+
+
+def changed(what: str) -> RuntimeError:
+    """The error that says what is not as it was."""
+    import vllm
+
+    return RuntimeError(
+        f"vLLM {vllm.__version__}: {what}. primeslurm fixes vLLM 0.32 on CPU; see primeslurm/inference/cpu_*.py"
+    )

@@ -1,0 +1,210 @@
+"""What a model is made of, from its config.json or, where its files are not at hand, from a catalog of known models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+CATALOG = Path(__file__).with_name("catalog.json")
+
+
+@dataclass(frozen=True)
+class Mla:
+    """Multi-head latent attention: ranks of the compressed query and KV, and head sizes."""
+
+    q_rank: int
+    kv_rank: int
+    nope: int
+    rope: int
+    value: int
+
+
+@dataclass(frozen=True)
+class Indexer:
+    """The lightning indexer of sparse attention (DSA)."""
+
+    heads: int
+    dim: int
+
+
+@dataclass(frozen=True)
+class Mamba:
+    """Mamba-2 layers of a hybrid model."""
+
+    layers: int
+    heads: int
+    head_dim: int
+    state: int
+    groups: int
+    conv: int
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The mixture of experts of a layer."""
+
+    count: int
+    top_k: int
+    width: int
+    """Intermediate size of one expert."""
+    shared_width: int
+    """Intermediate size of the shared experts together; 0 without."""
+    latent: int | None
+    """Width that experts compute in, where it is not the model's."""
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """The shape of a model, as far as memory and compatibility need it."""
+
+    family: str
+    """`model_type` of its config."""
+    hidden: int
+    vocab: int
+    max_positions: int | None
+    heads: int
+    kv_heads: int
+    head_dim: int
+    attention_layers: int
+    window: int | None
+    """Sliding window in tokens of `window_layers` of the attention layers."""
+    window_layers: int
+    dense_layers: int
+    """Layers with a dense feed-forward network."""
+    dense_width: int
+    moe_layers: int
+    experts: Experts | None
+    gated: bool
+    """Feed-forward networks have three matrices instead of two."""
+    attention_bias: bool
+    qk_norm: bool
+    tied: bool
+    mla: Mla | None = None
+    indexer: Indexer | None = None
+    mamba: Mamba | None = None
+    quantization: str | None = None
+    """How the checkpoint's weights are stored: fp8, int4, mxfp4; None for the model's dtype."""
+
+    @property
+    def layers(self) -> int:
+        """Decoder layers, counted as the model's config does."""
+        if self.mamba:
+            return self.attention_layers + self.dense_layers + self.moe_layers + self.mamba.layers
+        return self.attention_layers
+
+
+@dataclass(frozen=True)
+class CatalogEntry:
+    """A known model: where its facts are from, what is assumed, and the published sizes in billions of parameters."""
+
+    facts: ModelFacts
+    source: str
+    assumed: tuple[str, ...]
+    parameters_b: float
+    active_b: float
+
+
+@cache
+def catalog() -> dict[str, CatalogEntry]:
+    """Known models by Hugging Face id."""
+    return {
+        name: CatalogEntry(
+            facts=facts_of(entry["config"]),
+            source=entry["source"],
+            assumed=tuple(entry["assumed"]),
+            parameters_b=entry["parameters_b"],
+            active_b=entry["active_b"],
+        )
+        for name, entry in json.loads(CATALOG.read_bytes()).items()
+    }
+
+
+def facts_of(config: Mapping[str, Any]) -> ModelFacts:
+    """Read a Hugging Face config. Raises KeyError for one that is no decoder this knows."""
+    quantization = _quantization(config)
+    text = config.get("text_config") or config
+    hidden, heads = text["hidden_size"], text["num_attention_heads"]
+    kinds = _layers(text)
+    return ModelFacts(
+        family=config["model_type"],
+        hidden=hidden,
+        vocab=text["vocab_size"],
+        max_positions=text.get("max_position_embeddings"),
+        heads=heads,
+        kv_heads=text.get("num_key_value_heads") or heads,
+        head_dim=text.get("head_dim") or hidden // heads,
+        attention_layers=kinds["attention"],
+        window=text.get("sliding_window"),
+        window_layers=list(text.get("layer_types") or ()).count("sliding_attention"),
+        dense_layers=kinds["dense"],
+        dense_width=text.get("intermediate_size", 0),
+        moe_layers=kinds["moe"],
+        experts=_experts(text) if kinds["moe"] else None,
+        gated=text.get("mlp_hidden_act") != "relu2",
+        attention_bias=bool(text.get("attention_bias")),
+        qk_norm=text["model_type"] in ("qwen3", "qwen3_moe"),
+        tied=bool(text.get("tie_word_embeddings")),
+        mla=_mla(text),
+        indexer=Indexer(text["index_n_heads"], text["index_head_dim"]) if "index_n_heads" in text else None,
+        mamba=_mamba(text, kinds["mamba"]) if kinds["mamba"] else None,
+        quantization=quantization,
+    )
+
+
+def _quantization(config: Mapping[str, Any]) -> str | None:
+    found = config.get("quantization_config")
+    if not found:
+        return None
+    return {"fp8": "fp8", "mxfp4": "mxfp4"}.get(found.get("quant_method"), f"int{found.get('bits', 4)}")
+
+
+def _layers(text: Mapping[str, Any]) -> dict[str, int]:
+    """How many layers do what. Hybrid models have one job a layer, others attention and a feed-forward network."""
+    pattern = text.get("hybrid_override_pattern")
+    if pattern:
+        return {name: pattern.count(mark) for name, mark in _MARKS.items()}
+    if blocks := text.get("layers_block_type"):
+        return {name: blocks.count(block) for name, block in _BLOCKS.items()}
+    layers = text["num_hidden_layers"]
+    moe = sum(_is_moe(text, index) for index in range(layers)) if _expert_count(text) else 0
+    return {"attention": layers, "moe": moe, "dense": layers - moe, "mamba": 0}
+
+
+_MARKS = {"attention": "*", "moe": "E", "dense": "-", "mamba": "M"}
+_BLOCKS = {"attention": "full_attention", "moe": "moe", "dense": "mlp", "mamba": "linear_attention"}
+
+
+def _is_moe(text: Mapping[str, Any], index: int) -> bool:
+    sparse_step = text.get("decoder_sparse_step", 1)
+    return (
+        index >= text.get("first_k_dense_replace", 0)
+        and index not in (text.get("mlp_only_layers") or ())
+        and (index + 1) % sparse_step == 0
+    )
+
+
+def _expert_count(text: Mapping[str, Any]) -> int:
+    names = ("n_routed_experts", "num_experts", "num_local_experts")
+    return next((int(text[name]) for name in names if text.get(name)), 0)
+
+
+def _experts(text: Mapping[str, Any]) -> Experts:
+    width = text.get("moe_intermediate_size") or text["intermediate_size"]
+    shared = text.get("moe_shared_expert_intermediate_size") or width * (text.get("n_shared_experts") or 0)
+    return Experts(_expert_count(text), text["num_experts_per_tok"], width, shared, text.get("moe_latent_size"))
+
+
+def _mla(text: Mapping[str, Any]) -> Mla | None:
+    if not text.get("kv_lora_rank"):
+        return None
+    names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    return Mla(*(int(text.get(name) or 0) for name in names))
+
+
+def _mamba(text: Mapping[str, Any], layers: int) -> Mamba:
+    names = ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel")
+    return Mamba(layers, *(int(text[name]) for name in names))

@@ -1,0 +1,22 @@
+"""What is known to go wrong, said before anything is submitted; with the reason and, where there is one, a fix.
+
+Levels: `error` contradicts something, and is refused everywhere. `blocked` is sound, but not with this version or on
+this file system: only a real `submit` refuses it. `warning` and `note` are advice.
+"""
+
+from primeslurm.plan.checks.advice import advise
+from primeslurm.plan.checks.case import Case
+from primeslurm.plan.checks.compatibility import conflicts
+from primeslurm.plan.checks.files import absent_data, model_directory, model_files, with_absolute_paths
+from primeslurm.plan.checks.review import review
+
+__all__ = [
+    "Case",
+    "absent_data",
+    "advise",
+    "conflicts",
+    "model_directory",
+    "model_files",
+    "review",
+    "with_absolute_paths",
+]

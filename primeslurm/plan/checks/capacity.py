@@ -1,0 +1,83 @@
+"""What does not fit, because: the memory estimate as findings."""
+
+from __future__ import annotations
+
+from primeslurm.plan.forecast import Estimate, RoleMemory
+from primeslurm.plan.model import Finding
+from primeslurm.plan.needs import Need
+from primeslurm.recipe import Recipe
+
+MARGIN = 0.1
+"""Half-width of what the memory model can tell apart: within it, it warns instead of refusing."""
+
+
+def capacity(recipe: Recipe, needs: list[Need], estimate: Estimate) -> list[Finding]:
+    """Findings about roles that do not fit their GPUs or hosts, or nearly do not."""
+    found: list[Finding] = []
+    for role in estimate.roles:
+        found += _trainer(role) if role.role == "train" else _engines(recipe, role)
+    found += _host(needs, estimate)
+    return found + _concurrency(recipe, estimate)
+
+
+def _trainer(role: RoleMemory) -> list[Finding]:
+    if role.needed_gib <= role.limit_gib * (1 - MARGIN):
+        return []
+    largest = max(role.parts, key=lambda part: role.parts[part])
+    sizes = ", ".join(f"{name} {size:g}" for name, size in role.parts.items() if size)
+    text = f"needs {role.needed_gib:g} of {role.limit_gib:g} GiB a GPU: {sizes}"
+    if role.needed_gib > role.limit_gib * (1 + MARGIN):
+        return [Finding(level="error", field="deployment.train", text=f"does not fit: {text}", fix=_REMEDIES[largest])]
+    return [Finding(level="warning", field="deployment.train", text=f"may not fit: {text}", fix=_REMEDIES[largest])]
+
+
+_STATES = "more nodes, trainer.memory.optimizer_offload: true, or trainer.lora"
+_REMEDIES = {
+    "weights": _STATES,
+    "gradients": _STATES,
+    "optimizer": _STATES,
+    "gathered": "raise trainer.parallelism.ep: experts then stay where they are",
+    "activations": "raise trainer.parallelism.cp, activation_checkpointing: full, or memory.activation_offload: true",
+    "logits": "trainer.memory.lm_head_chunk: 2048",
+}
+
+
+def _engines(recipe: Recipe, role: RoleMemory) -> list[Finding]:
+    field = f"inference.{role.role}" if role.role in ("prefill", "decode") else "inference"
+    if recipe.inference.expert_parallel:
+        fix = "more nodes_per_replica (wider EP), or quantization: fp8"
+    else:
+        fix = "raise parallel.tp, set expert_parallel: true, or quantization: fp8"
+    if role.free_gib <= 0:
+        level = "error" if role.needed_gib > role.limit_gib * (1 + MARGIN) else "warning"
+        text = f"does not fit: weights {role.parts['weights']:g} and reserve {role.parts['reserve']:g} GiB"
+        return [_finding(level, field, f"{text} leave no KV cache of {role.limit_gib:g} GiB a GPU", fix)]
+    if role.kv_tokens < recipe.max_len:
+        level = "error" if role.kv_tokens < recipe.max_len * (1 - 3 * MARGIN) else "warning"
+        text = f"does not fit: a GPU holds {role.kv_tokens} tokens of KV, one sequence may have {recipe.max_len}"
+        return [_finding(level, field, text, fix)]
+    return []
+
+
+def _finding(level: str, field: str, text: str, fix: str) -> Finding:
+    return Finding(level="error" if level == "error" else "warning", field=field, text=text, fix=fix)
+
+
+def _host(needs: list[Need], estimate: Estimate) -> list[Finding]:
+    train = next((role for role in estimate.roles if role.role == "train"), None)
+    there = next((need.kind.memory_gib for need in needs if need.role == "train"), None)
+    if train is None or there is None or train.host_gib_per_node <= there:
+        return []
+    text = f"does not fit: {train.host_gib_per_node:g} GiB of masters and optimizer on a node of {there:g} GiB"
+    return [Finding(level="error", field="trainer.memory.optimizer_offload", text=text, fix="more train nodes")]
+
+
+def _concurrency(recipe: Recipe, estimate: Estimate) -> list[Finding]:
+    """Decode engines (or those that do both) must hold the rollouts in flight, at least at a typical length."""
+    holders = [role for role in estimate.roles if role.role in ("decode", "inference") and role.typical]
+    if recipe.task != "rl" or not holders or recipe.max_inflight <= holders[0].typical:
+        return []
+    role = holders[0]
+    text = f"{recipe.max_inflight} rollouts, but KV for {role.typical:.0f} of a quarter of the longest length"
+    fix = "lower it, add nodes, or add inference.kv_offload: waiting turns then need no GPU memory"
+    return [Finding(level="note", field="orchestrator.max_inflight_rollouts", text=text, fix=fix)]

@@ -1,0 +1,36 @@
+"""The compatibility table: every rule, applied to a case or printed for the docs."""
+
+from __future__ import annotations
+
+from primeslurm.plan.checks.case import Case, Rule
+from primeslurm.plan.checks.engine_rules import ENGINE_RULES
+from primeslurm.plan.checks.joint_rules import JOINT_RULES
+from primeslurm.plan.checks.trainer_rules import TRAINER_RULES
+from primeslurm.plan.model import Finding
+
+GROUPS: dict[str, tuple[Rule, ...]] = {
+    "Router replay, KV offload, disaggregation, weight transport": JOINT_RULES,
+    "Engines": ENGINE_RULES,
+    "Trainer": TRAINER_RULES,
+}
+
+
+def conflicts(case: Case) -> list[Finding]:
+    """Every rule that the case breaks."""
+    joint = JOINT_RULES if case.serves else ()
+    rules = (*joint, *(ENGINE_RULES if case.serves else ()), *(TRAINER_RULES if case.trains else ()))
+    return [
+        Finding(level=rule.level, field=rule.field, text=f"{rule.rule}: {what}", fix=rule.fix)
+        for rule in rules
+        if (what := rule.finds(case))
+    ]
+
+
+def as_markdown() -> str:
+    """The table for the docs."""
+    lines: list[str] = []
+    for title, rules in GROUPS.items():
+        lines += [f"### {title}", "", "| rule | field | level | what to do | where from |", "|---|---|---|---|---|"]
+        lines += [f"| {r.rule} | `{r.field}` | {r.level} | {r.fix} | {r.source} |" for r in rules]
+        lines.append("")
+    return "\n".join(lines)

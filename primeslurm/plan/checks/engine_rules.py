@@ -1,0 +1,225 @@
+"""Rules about the engines: expert parallelism, all2all back ends, graphs, quantisation."""
+
+from __future__ import annotations
+
+from primeslurm.plan.checks.case import Case, Rule
+from primeslurm.plan.engine_memory import DEFAULT_BATCHED_TOKENS, low_latency_bytes
+from primeslurm.plan.gpus import GIB
+
+DBO_BACKENDS = ("deepep_low_latency", "deepep_high_throughput", "nixl_ep")
+GRAPH_SIZES = 512
+"""Largest batch that vLLM captures a CUDA graph for, by default and below SM100."""
+LOW_LATENCY_TOKENS = 512
+PLANNED = frozenset(
+    {
+        "host",
+        "port",
+        "model",
+        "served_model_name",
+        "tensor_parallel_size",
+        "data_parallel_size",
+        "data_parallel_rank",
+        "data_parallel_address",
+        "data_parallel_rpc_port",
+        "weight_transfer_config",
+        "middleware",
+        "kv_transfer_config",
+    }
+)
+"""vLLM options that other processes rely on."""
+
+
+def _ep_dense(case: Case) -> str:
+    return "the model has no experts" if case.dense and case.recipe.inference.expert_parallel else ""
+
+
+def _ep_alone(case: Case) -> str:
+    if not case.recipe.inference.expert_parallel:
+        return ""
+    alone = [need.role for need, _, ranks in case.expert_groups() if ranks == 1]
+    return f"a group of {alone[0]} nodes is one GPU: there is nothing to spread over" if alone else ""
+
+
+def _ep_divides(case: Case) -> str:
+    if case.facts is None or case.facts.experts is None:
+        return ""
+    count = case.facts.experts.count
+    for need, settings, ranks in case.expert_groups():
+        if ranks > 1 and count % ranks and str(settings.all2all).startswith("deepep"):
+            return f"{count} experts cannot be spread evenly over the {ranks} GPUs of a group of {need.role} nodes"
+    return ""
+
+
+def _deepep_nodes(case: Case) -> str:
+    for need, settings, ranks in case.expert_groups():
+        if str(settings.all2all).startswith("deepep") and ranks > need.gpus and need.gpus != 8:
+            return f"groups of {need.role} nodes span nodes of {need.gpus} GPUs"
+    return ""
+
+
+def _all2all_without_ep(case: Case) -> str:
+    named = [s.all2all for _, s in case.engines() if s.all2all]
+    return f"{named[0]} has nothing to move" if named and not case.recipe.inference.expert_parallel else ""
+
+
+def _low_latency_tokens(case: Case) -> str:
+    for need, settings, ranks in case.expert_groups():
+        tokens = settings.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS
+        if settings.all2all == "deepep_low_latency" and ranks > 1 and tokens > LOW_LATENCY_TOKENS:
+            size = f": {low_latency_bytes(case.facts, tokens) / GIB:.0f} GiB a GPU" if case.facts else ""
+            return f"{need.role} engines keep buffers for {tokens} tokens at every expert{size}"
+    return ""
+
+
+def _low_latency_prefill(case: Case) -> str:
+    slow = [need.role for need, s in case.engines() if need.role != "decode" and s.all2all == "deepep_low_latency"]
+    return f"{slow[0]} engines compute long prompts" if slow else ""
+
+
+def _graphs_high_throughput(case: Case) -> str:
+    for need, settings, ranks in case.expert_groups():
+        if need.role == "decode" and settings.all2all == "deepep_high_throughput" and ranks > 1:
+            return "decode engines run without CUDA graphs"
+    return ""
+
+
+def _graphs_eager(case: Case) -> str:
+    inference = case.recipe.inference
+    named = [settings.cuda_graphs for settings in (inference, inference.prefill, inference.decode)]
+    asked = [mode for mode in named if mode not in (None, "NONE")]
+    return f"cuda_graphs: {asked[0]}, but nothing is captured" if asked and inference.enforce_eager else ""
+
+
+def _graphs_batch(case: Case) -> str:
+    for need, settings in case.engines():
+        if need.role == "decode" and (settings.max_num_seqs or 0) > GRAPH_SIZES and settings.cuda_graphs != "NONE":
+            return f"batches of more than {GRAPH_SIZES} requests run without a graph"
+    return ""
+
+
+def _seqs_tokens(case: Case) -> str:
+    for need, settings in case.engines():
+        seqs, tokens = settings.max_num_seqs, settings.max_num_batched_tokens
+        if seqs and tokens and seqs > tokens:
+            return f"{seqs} {need.role} requests need {seqs} tokens a step, {tokens} are allowed"
+    return ""
+
+
+def _dbo_backend(case: Case) -> str:
+    for _, settings in case.engines():
+        if settings.dbo and settings.all2all not in DBO_BACKENDS:
+            return f"half batches cannot overlap with {settings.all2all or 'no expert parallelism'}"
+    return ""
+
+
+def _dbo_prefix(case: Case) -> str:
+    return "vLLM ignores it" if case.site.device == "cpu" and any(s.dbo for _, s in case.engines()) else ""
+
+
+def _eplb_ep(case: Case) -> str:
+    asked = any(settings.eplb for _, settings in case.engines())
+    return "no expert is on one rank alone" if asked and not case.recipe.inference.expert_parallel else ""
+
+
+def _eplb_cpu(case: Case) -> str:
+    asked = any(settings.eplb for _, settings in case.engines())
+    return "vLLM moves experts between GPUs only" if asked and case.site.device == "cpu" else ""
+
+
+def _eplb_updates(case: Case) -> str:
+    asked = any(settings.eplb for _, settings in case.engines())
+    return "an update would write experts to where they were at the start" if asked and case.recipe.task == "rl" else ""
+
+
+def _fp8_gpu(case: Case) -> str:
+    if case.recipe.inference.quantization != "fp8" and case.recipe.inference.kv_cache_dtype != "fp8":
+        return ""
+    if case.site.device == "cpu":
+        return "CPUs have no FP8 kernels" if case.recipe.inference.quantization else ""
+    old = [gpu for gpu in case.gpus() if gpu.sm < 89]
+    return f"{old[0].name} is SM{old[0].sm}" if old else ""
+
+
+def _quantised_twice(case: Case) -> str:
+    """A trained policy is bfloat16, whatever the checkpoint was."""
+    stored = case.facts.quantization if case.facts and not case.trains else None
+    return f"the checkpoint is {stored} already" if stored and case.recipe.inference.quantization else ""
+
+
+def _deep_gemm_fp8(case: Case) -> str:
+    stored = case.facts.quantization if case.facts else None
+    fp8 = case.recipe.inference.quantization == "fp8" or stored == "fp8"
+    return "nothing computes in FP8" if case.recipe.inference.deep_gemm and not fp8 else ""
+
+
+def _deep_gemm_gpu(case: Case) -> str:
+    old = [gpu for gpu in case.gpus() if gpu.sm < 90]
+    return f"{old[0].name} is SM{old[0].sm}" if old and case.recipe.inference.deep_gemm else ""
+
+
+def _tp_heads(case: Case) -> str:
+    tp = case.recipe.inference.parallel.tp
+    return f"{case.facts.heads} heads cannot be cut in {tp}" if case.facts and case.facts.heads % tp else ""
+
+
+def _tp_latent(case: Case) -> str:
+    tp = case.recipe.inference.parallel.tp
+    return f"all {tp} GPUs hold the same compressed KV" if case.facts and case.facts.mla and tp > 1 else ""
+
+
+def _planned_options(case: Case) -> str:
+    inference = case.recipe.inference
+    given = {name for s in (inference, inference.prefill, inference.decode) for name in s.vllm_extra}
+    taken = sorted(given & PLANNED)
+    return f"{', '.join(taken)}: decided by the plan, and other processes rely on it" if taken else ""
+
+
+_EP = "inference.expert_parallel"
+ENGINE_RULES = (
+    Rule("ep-dense", "error", _EP, "Wide EP needs a model with experts", _ep_dense, "false", "vLLM 0.32"),
+    Rule("ep-alone", "error", _EP, "EP needs more than one GPU", _ep_alone, "more GPUs in a group, or false",
+         "vLLM 0.32, expert maps"),
+    Rule("ep-divides", "error", "deployment.inference", "DeepEP: the group's GPUs divide the experts", _ep_divides,
+         "1, 2, 4 or 8 nodes in a group", "DeepEP buffers: num_experts % num_ranks == 0"),
+    Rule("deepep-nodes", "error", "deployment.inference", "DeepEP across nodes: 8 GPUs on each", _deepep_nodes,
+         "gpus_per_node: 8, or all2all: allgather_reducescatter", "vLLM 0.32: DeepEP ranks [0,7] share a node"),
+    Rule("all2all-without-ep", "error", "inference.all2all", "An all2all back end needs EP", _all2all_without_ep,
+         "expert_parallel: true", "vLLM 0.32 config/parallel.py"),
+    Rule("low-latency-tokens", "warning", "inference.decode.max_num_batched_tokens",
+         "DeepEP low latency: few tokens a step", _low_latency_tokens, "about max_num_seqs, for example 96",
+         "DeepEP low-latency buffers; prime-rl 0.6.0 GLM-5 configuration"),
+    Rule("low-latency-prefill", "warning", "inference.all2all", "Low-latency kernels are for decode",
+         _low_latency_prefill, "deepep_high_throughput", "DeepEP README"),
+    Rule("graphs-high-throughput", "warning", "inference.decode.all2all",
+         "High-throughput kernels exclude CUDA graphs", _graphs_high_throughput, "deepep_low_latency",
+         "vLLM 0.32 config/compilation.py"),
+    Rule("graphs-eager", "error", "inference.enforce_eager", "Eager engines have no CUDA graphs", _graphs_eager,
+         "leave one of the two out", "vLLM 0.32"),
+    Rule("graphs-batch", "warning", "inference.decode.max_num_seqs", "Decode batches fit into CUDA graphs",
+         _graphs_batch, f"at most {GRAPH_SIZES}, or raise max_cudagraph_capture_size", "vLLM 0.32 config/vllm.py"),
+    Rule("seqs-tokens", "error", "inference.max_num_seqs", "A step holds a token of every request", _seqs_tokens,
+         "raise max_num_batched_tokens", "vLLM 0.32 config/scheduler.py"),
+    Rule("dbo-backend", "error", "inference.dbo", "DBO needs DeepEP or NIXL EP", _dbo_backend,
+         "all2all: deepep_high_throughput", "vLLM 0.32 config/vllm.py: microbatching"),
+    Rule("dbo-cpu", "warning", "inference.dbo", "DBO needs GPUs", _dbo_prefix, "leave it out", "vLLM 0.32"),
+    Rule("eplb-ep", "error", "inference.eplb", "EPLB needs EP", _eplb_ep, "expert_parallel: true",
+         "vLLM 0.32 config/parallel.py"),
+    Rule("eplb-cpu", "error", "inference.eplb", "EPLB needs GPUs", _eplb_cpu, "leave it out",
+         "vLLM 0.32 config/parallel.py"),
+    Rule("eplb-updates", "error", "inference.eplb", "EPLB excludes policy updates", _eplb_updates,
+         "leave it out, or task: serve", "prime-rl 0.6.0: EPLB needs updates in kernel layout with inverted maps"),
+    Rule("engine-fp8-gpu", "error", "inference.quantization", "FP8 engines need SM89 or newer", _fp8_gpu,
+         "leave it out", "vLLM 0.32"),
+    Rule("quantised-twice", "error", "inference.quantization", "A quantised checkpoint is not quantised again",
+         _quantised_twice, "leave it out", "vLLM 0.32"),
+    Rule("deep-gemm-fp8", "warning", "inference.deep_gemm", "DeepGEMM is for FP8", _deep_gemm_fp8,
+         "quantization: fp8", "DeepGEMM README"),
+    Rule("deep-gemm-gpu", "error", "inference.deep_gemm", "DeepGEMM needs SM90 or newer", _deep_gemm_gpu,
+         "leave it out", "DeepGEMM README"),
+    Rule("tp-heads", "error", "inference.parallel.tp", "TP divides the attention heads", _tp_heads,
+         "a divisor of the number of heads", "vLLM 0.32"),
+    Rule("tp-latent", "warning", "inference.parallel.tp", "MLA: KV is not cut by TP", _tp_latent,
+         "tp: 1 and expert_parallel: true hold tp times as many tokens", "vLLM 0.32, MLA backends"),
+    Rule("planned-options", "error", "inference.vllm_extra", "Addresses and ranks are the plan's", _planned_options,
+         "leave them out", "plan"),
+)  # fmt: skip

@@ -1,0 +1,114 @@
+"""The files that a recipe names: model and data."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from primeslurm.errors import Violation
+from primeslurm.plan.catalog import ModelFacts, catalog, facts_of
+from primeslurm.plan.model import Finding
+from primeslurm.recipe import Recipe
+
+
+def model_directory(path: str) -> Path | None:
+    """The directory that a model path or hub id means on this file system; None if it is not there."""
+    directory = Path(path).expanduser()
+    if directory.is_dir():
+        return directory.resolve()
+    cache = os.environ.get("HF_HUB_CACHE")
+    root = Path(cache) if cache else Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser() / "hub"
+    snapshots = root / f"models--{path.replace('/', '--')}" / "snapshots"
+    found = sorted(snapshots.iterdir(), key=lambda p: p.stat().st_mtime) if snapshots.is_dir() else []
+    return found[-1] if found else None
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """What is known of the recipe's model."""
+
+    facts: ModelFacts | None
+    """None if neither a config.json that this understands nor the catalog has it."""
+    family: str | None
+    """`model_type`, where known."""
+    source: str
+    problems: tuple[Violation, ...] = ()
+    """Why the model cannot be used."""
+    absent: Finding | None = None
+    """The model is a known one, but not here."""
+
+
+def model_files(recipe: Recipe) -> ModelFiles:
+    """Look at the recipe's model: its own config.json first, else the catalog."""
+    path = recipe.model.path
+    directory = model_directory(path)
+    if directory is None:
+        return _absent(recipe)
+    config = _config(directory)
+    if config is None:
+        return ModelFiles(None, None, "", (Violation("model.path", path, "has no readable config.json"),))
+    problems = []
+    if not any(directory.glob("*.safetensors")):
+        problems.append(Violation("model.path", path, "holds no safetensors files"))
+    limit = config.get("max_position_embeddings")
+    problems += _too_long(recipe, limit if isinstance(limit, int) else None)
+    try:
+        facts = facts_of(config)
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError):
+        facts = None  # not a decoder's config, or a damaged one
+    return ModelFiles(facts, config.get("model_type"), str(directory / "config.json"), tuple(problems))
+
+
+def _absent(recipe: Recipe) -> ModelFiles:
+    path = recipe.model.path
+    looks_like_hub_id = path.count("/") == 1 and not path.startswith((".", "/", "~"))
+    fix = f"`hf download {path}` on the shared file system" if looks_like_hub_id else "give a directory"
+    entry = catalog().get(path)
+    if entry is None:
+        why = "no such directory, and not in the Hugging Face cache"
+        return ModelFiles(None, None, "", (Violation("model.path", path, why, fix),))
+    text = f"{path} is not in the Hugging Face cache here"
+    absent = Finding(level="blocked", field="model.path", text=text, fix=fix)
+    problems = tuple(_too_long(recipe, entry.facts.max_positions))
+    source = f"catalog: {entry.source}" + "".join(f"; assumed: {what}" for what in entry.assumed)
+    return ModelFiles(entry.facts, entry.facts.family, source, problems, absent)
+
+
+def _too_long(recipe: Recipe, limit: int | None) -> list[Violation]:
+    if limit is None or recipe.max_len <= limit:
+        return []
+    return [
+        Violation(
+            "seq_len", str(recipe.max_len), f"the model's max_position_embeddings is {limit}", f"nearest: {limit}"
+        )
+    ]
+
+
+def with_absolute_paths(recipe: Recipe) -> Recipe:
+    """The recipe with its model and data as absolute paths, where they exist here: processes run elsewhere."""
+    update: dict[str, object] = {}
+    if (directory := model_directory(recipe.model.path)) is not None:
+        update["model"] = recipe.model.model_copy(update={"path": str(directory)})
+    if recipe.sft is not None:
+        data = recipe.sft.data.model_copy(update={"path": str(Path(recipe.sft.data.path).resolve())})
+        update["sft"] = recipe.sft.model_copy(update={"data": data})
+    return recipe.model_copy(update=update)
+
+
+def absent_data(recipe: Recipe) -> Finding | None:
+    """The training data that is not there."""
+    if recipe.task != "sft" or recipe.sft is None or Path(recipe.sft.data.path).is_file():
+        return None
+    text = f"{recipe.sft.data.path}: no such file"
+    return Finding(level="blocked", field="sft.data.path", text=text, fix="one JSON object a line")
+
+
+def _config(directory: Path) -> dict[str, Any] | None:
+    try:
+        value = json.loads((directory / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None

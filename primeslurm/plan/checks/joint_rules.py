@@ -1,0 +1,165 @@
+"""Rules between rooms: router replay, KV offload, disaggregation, weight transport, routers."""
+
+from __future__ import annotations
+
+from primeslurm.plan.checks.case import Case, Rule
+from primeslurm.plan.gpus import GIB
+from primeslurm.recipe.kv import MooncakeOffload
+
+_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+HOST_SHARE = 0.9
+"""Of a node's memory that KV cache may take."""
+
+
+def _replay(case: Case) -> bool:
+    return case.recipe.trainer.router_replay and case.recipe.task == "rl"
+
+
+def _replay_disaggregated(case: Case) -> str:
+    return "prefill and decode each know half of the experts" if _replay(case) and case.disaggregated else ""
+
+
+def _replay_offload(case: Case) -> str:
+    offload = case.recipe.inference.kv_offload
+    return f"KV from the {offload.type} tiers comes without its experts" if _replay(case) and offload else ""
+
+
+def _replay_router(case: Case) -> str:
+    kind: str = case.recipe.inference.router.type
+    return "the sidecar drops the experts of the prompt" if _replay(case) and kind == "llm-d" else ""
+
+
+def _replay_parallel(case: Case) -> str:
+    names = ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size")
+    used = [name for name in names if case.option(name) not in (None, 1)]
+    return f"vLLM refuses it with {used[0]}" if used and _replay(case) else ""
+
+
+def _replay_prefix(case: Case) -> str:
+    off = case.option("enable_prefix_caching") is False
+    return "experts are stored by blocks of the prefix cache" if off and _replay(case) else ""
+
+
+def _replay_dense(case: Case) -> str:
+    return "the model has no experts" if case.dense and case.recipe.trainer.router_replay else ""
+
+
+def _replay_workers(case: Case) -> str:
+    few = [env.label for env in case.recipe.environments if env.workers == 1]
+    big = case.recipe.seq_len >= 16384
+    return f"one worker of {few[0]} decodes all routed experts" if few and big and _replay(case) else ""
+
+
+def _prefix_offload(case: Case) -> str:
+    off = case.option("enable_prefix_caching") is False
+    return "offloaded KV is found by its prefix" if off and case.recipe.inference.kv_offload else ""
+
+
+def _mooncake_fabric(case: Case) -> str:
+    store = _mooncake(case)
+    wanted = store is not None and case.site.device == "cuda" and store.protocol != "tcp"
+    return f"{case.site.name} has none" if wanted and not case.site.network.rdma else ""
+
+
+def _mooncake_tcp(case: Case) -> str:
+    store = _mooncake(case)
+    slow = store is not None and case.site.device == "cuda" and store.protocol == "tcp"
+    return "works, but every hit crosses the hosts' TCP stacks" if store and slow else ""
+
+
+def _mooncake_alone(case: Case) -> str:
+    nodes = sum(need.nodes for need, _ in case.engines())
+    return "there is one inference node" if _mooncake(case) and nodes == 1 else ""
+
+
+def _mooncake(case: Case) -> MooncakeOffload | None:
+    offload = case.recipe.inference.kv_offload
+    return offload if isinstance(offload, MooncakeOffload) else None
+
+
+def _offload_memory(case: Case) -> str:
+    offload = case.recipe.inference.kv_offload
+    if offload is None:
+        return ""
+    for need, _ in case.engines():
+        engines = 1 if _mooncake(case) else need.gpus // case.recipe.inference.parallel.tp
+        asked, there = offload.cpu.bytes * engines, _memory(need.kind.memory_gib, need.kind.mem)
+        if there and asked > there * HOST_SHARE:
+            return f"{asked / GIB:.0f} GiB on a {need.role} node of {there / GIB:.0f} GiB"
+    return ""
+
+
+def _memory(gib: float | None, asked: str | None) -> float:
+    """A node's memory in bytes; 0 if unknown."""
+    if gib:
+        return gib * GIB
+    if not asked or not asked.rstrip("KMGTB").isdigit():
+        return 0
+    number = asked.rstrip("KMGTB")
+    unit = asked[len(number) : len(number) + 1] or "M"
+    return int(number) * _UNITS[unit]
+
+
+def _pinned_memory(case: Case) -> str:
+    inference = case.recipe.inference
+    everywhere = (case.site.env, inference.env, inference.prefill.env, inference.decode.env)
+    moving = any("expandable_segments:True" in env.get("PYTORCH_CUDA_ALLOC_CONF", "") for env in everywhere)
+    pinned = case.disaggregated or inference.kv_offload is not None
+    return "registered KV memory would move" if moving and pinned else ""
+
+
+def _nccl_cpu(case: Case) -> str:
+    nccl = case.recipe.weights.transport == "nccl"
+    return f"{case.site.name} has no CUDA" if nccl and case.site.device == "cpu" else ""
+
+
+def _hybrid_disaggregated(case: Case) -> str:
+    mamba = case.facts is not None and case.facts.mamba is not None
+    return "Mamba state must move with the KV, which is not proven here" if mamba and case.disaggregated else ""
+
+
+def _hybrid_offload(case: Case) -> str:
+    mamba = case.facts is not None and case.facts.mamba is not None
+    return (
+        "a hit needs the Mamba state too, which is not proven here"
+        if mamba and case.recipe.inference.kv_offload
+        else ""
+    )
+
+
+_REPLAY = "trainer.router_replay"
+_OFFLOAD = "inference.kv_offload"
+JOINT_RULES = (
+    Rule("replay-disaggregated", "error", _REPLAY, "Router replay excludes P/D", _replay_disaggregated,
+         "deployment.inference.type: multi_node", "vLLM 0.32: 'PD auxiliary output is not supported'; vllm#45419"),
+    Rule("replay-offload", "error", _REPLAY, "Router replay excludes KV offload", _replay_offload,
+         "leave inference.kv_offload out", "vLLM 0.32: BlockObjectStoreError at a hit without rows"),
+    Rule("replay-llm-d", "error", _REPLAY, "Router replay excludes llm-d", _replay_router,
+         "router.type: vllm-router", "llm-d-router#1473"),
+    Rule("replay-parallel", "error", _REPLAY, "Router replay excludes PP and context-parallel engines",
+         _replay_parallel, "leave it out of vllm_extra", "vLLM 0.32 config/vllm.py"),
+    Rule("replay-prefix-cache", "error", _REPLAY, "Router replay needs the prefix cache", _replay_prefix,
+         "leave enable_prefix_caching on", "vLLM 0.32"),
+    Rule("replay-dense", "error", _REPLAY, "Router replay needs a model with experts", _replay_dense, "false",
+         "arXiv 2510.11370"),
+    Rule("replay-workers", "warning", _REPLAY, "Router replay needs environment workers", _replay_workers,
+         "raise environments.workers", "prime-rl 0.6.0 docs, router replay"),
+    Rule("offload-prefix-cache", "error", _OFFLOAD, "KV offload needs the prefix cache", _prefix_offload,
+         "leave enable_prefix_caching on", "vLLM 0.32, KV connectors"),
+    Rule("mooncake-rdma", "error", f"{_OFFLOAD}.protocol", "Mooncake needs RDMA", _mooncake_fabric,
+         "type: native, or protocol: tcp", "prime-rl 0.6.0 docs, KV offload"),
+    Rule("mooncake-tcp", "warning", f"{_OFFLOAD}.protocol", "Mooncake over TCP is slow", _mooncake_tcp,
+         "protocol: rdma", "Mooncake 0.3"),
+    Rule("mooncake-alone", "warning", f"{_OFFLOAD}.type", "A pool needs several nodes", _mooncake_alone,
+         "type: native holds the same without daemons", "Mooncake 0.3"),
+    Rule("offload-memory", "error", f"{_OFFLOAD}.cpu.bytes", "Host tiers fit into the nodes", _offload_memory,
+         "lower it; native counts for every engine of a node, mooncake once for each node", "site file"),
+    Rule("pinned-memory", "error", "inference.env", "KV transfer excludes expandable segments", _pinned_memory,
+         "PYTORCH_CUDA_ALLOC_CONF without expandable_segments:True", "vLLM 0.32 config/vllm.py; vllm#40812"),
+    Rule("nccl-cpu", "error", "weights.transport", "NCCL needs CUDA", _nccl_cpu, "transport: filesystem",
+         "vLLM 0.32, pynccl"),
+    Rule("hybrid-disaggregated", "warning", "deployment.inference.type", "Mamba hybrids: P/D is unproven",
+         _hybrid_disaggregated, "type: multi_node, to be safe", "not tried"),
+    Rule("hybrid-offload", "warning", _OFFLOAD, "Mamba hybrids: KV offload is unproven", _hybrid_offload,
+         "leave it out, to be safe", "not tried"),
+)  # fmt: skip

@@ -1,0 +1,45 @@
+"""All findings about a recipe on a site, and the estimate that some of them rest on."""
+
+from __future__ import annotations
+
+from primeslurm.errors import UsageError
+from primeslurm.plan.checks.capacity import capacity
+from primeslurm.plan.checks.case import Case
+from primeslurm.plan.checks.compatibility import conflicts
+from primeslurm.plan.checks.files import ModelFiles
+from primeslurm.plan.checks.unbuilt import unbuilt
+from primeslurm.plan.estimate import estimate
+from primeslurm.plan.forecast import Estimate
+from primeslurm.plan.gpus import GPUS, gpu_of
+from primeslurm.plan.model import Finding
+from primeslurm.plan.needs import Need, needs_of
+from primeslurm.recipe import Recipe, Site
+
+
+def review(recipe: Recipe, site: Site, model: ModelFiles) -> tuple[list[Finding], Estimate | None]:
+    """What is wrong or doubtful; and memory and amounts, if the model's shape is known."""
+    needs = _needs(recipe, site)
+    found = conflicts(Case(recipe, site, needs, model.facts))
+    found += unbuilt(recipe, model.facts, model.family)
+    if model.absent:
+        found.append(model.absent)
+    if model.facts is None:
+        return found, None
+    worked_out = estimate(recipe, site, needs, model.facts, model.source)
+    return found + capacity(recipe, needs, worked_out) + _unknown_gpus(site, needs), worked_out
+
+
+def _unknown_gpus(site: Site, needs: list[Need]) -> list[Finding]:
+    partitions = sorted({need.kind.partition for need in needs if need.gpus and gpu_of(need.kind) is None})
+    if site.device == "cpu" or not partitions:
+        return []
+    text = f"no memory estimate: the type of the GPUs in {', '.join(partitions)} is not known"
+    fix = f"give their nodes `gpu`, one of {', '.join(GPUS)}, in the site file"
+    return [Finding(level="note", field="site", text=text, fix=fix)]
+
+
+def _needs(recipe: Recipe, site: Site) -> list[Need]:
+    try:
+        return needs_of(recipe, site)
+    except UsageError:
+        return []

@@ -1,0 +1,143 @@
+"""Rules about the trainer: parallelism, FP8, LoRA."""
+
+from __future__ import annotations
+
+from primeslurm.plan.checks.case import Case, Rule
+
+VISION_FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
+LORA_TARGETS = frozenset(
+    {
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+        "experts",
+        "in_proj",
+        "out_proj",
+        "q_a_proj",
+        "q_b_proj",
+        "kv_a_proj_with_mqa",
+        "kv_b_proj",
+        "fc1_latent_proj",
+        "fc2_latent_proj",
+    }
+)
+
+
+def _deepep_without_ep(case: Case) -> str:
+    p = case.recipe.trainer.parallelism
+    return "there are no experts to reach with ep: 1" if p.ep_backend == "deepep" and p.ep == 1 else ""
+
+
+def _deepep_clips(case: Case) -> str:
+    clips = case.recipe.trainer.optimizer.max_norm
+    deepep = case.recipe.trainer.parallelism.ep_backend == "deepep"
+    return f"gradients are clipped to {clips:g} with ep_backend: deepep" if deepep and clips is not None else ""
+
+
+def _ep_dense(case: Case) -> str:
+    return "the model has no experts" if case.dense and case.recipe.trainer.parallelism.ep > 1 else ""
+
+
+def _ep_divides(case: Case) -> str:
+    ep = case.recipe.trainer.parallelism.ep
+    if case.facts is None or case.facts.experts is None or case.facts.experts.count % ep == 0:
+        return ""
+    return f"{case.facts.experts.count} experts cannot be spread evenly over ep: {ep}"
+
+
+def _ep_gpt_oss(case: Case) -> str:
+    family = case.facts.family if case.facts else ""
+    return "gpt-oss is trained without EP" if family == "gpt_oss" and case.recipe.trainer.parallelism.ep > 1 else ""
+
+
+def _cp_mamba(case: Case) -> str:
+    mamba = case.facts is not None and case.facts.mamba is not None
+    return "Mamba layers need the whole sequence" if mamba and case.recipe.trainer.parallelism.cp > 1 else ""
+
+
+def _cp_divides(case: Case) -> str:
+    cp, length = case.recipe.trainer.parallelism.cp, case.recipe.seq_len
+    return f"{length} tokens cannot be cut into 2 x cp = {2 * cp} equal pieces" if cp > 1 and length % (2 * cp) else ""
+
+
+def _fp8_gpu(case: Case) -> str:
+    if not case.recipe.trainer.fp8:
+        return ""
+    if case.site.device == "cpu":
+        return "CPUs have no FP8 kernels"
+    old = [gpu for gpu in case.gpus() if gpu.sm < 90]
+    return f"{old[0].name} is SM{old[0].sm}" if old else ""
+
+
+def _fp8_match(case: Case) -> str:
+    recipe = case.recipe
+    stored = case.facts.quantization if case.facts else None
+    if recipe.task != "rl" or recipe.trainer.fp8 == (recipe.inference.quantization == "fp8" or stored == "fp8"):
+        return ""
+    one, other = ("trainer", "engines") if recipe.trainer.fp8 else ("engines", "trainer")
+    return f"the {one} compute in FP8, the {other} do not"
+
+
+def _lora_nccl(case: Case) -> str:
+    recipe = case.recipe
+    return "adapters are loaded from files" if recipe.trainer.lora and recipe.weights.transport == "nccl" else ""
+
+
+def _lora_targets(case: Case) -> str:
+    lora = case.recipe.trainer.lora
+    unknown = [name for name in lora.targets if name not in LORA_TARGETS] if lora else []
+    return f"no model has {', '.join(unknown)}" if unknown else ""
+
+
+def _vision_dtype(case: Case) -> str:
+    vision = case.facts is not None and case.facts.family in VISION_FAMILIES
+    return "vision models are trained in bfloat16" if vision and case.recipe.model.dtype != "bfloat16" else ""
+
+
+def _vision_truncation(case: Case) -> str:
+    vision = case.facts is not None and case.facts.family in VISION_FAMILIES
+    return f"samples longer than {case.recipe.seq_len} tokens lose whole images" if vision else ""
+
+
+def _host_memory(case: Case) -> str:
+    if not case.recipe.trainer.memory.optimizer_offload or case.recipe.trainer.optimizer.type in ("adamw", "sign_sgd"):
+        return ""
+    return f"{case.recipe.trainer.optimizer.type} has no step on the host"
+
+
+_EP = "trainer.parallelism.ep"
+_CP = "trainer.parallelism.cp"
+TRAINER_RULES = (
+    Rule("deepep-without-ep", "error", "trainer.parallelism.ep_backend", "DeepEP needs EP", _deepep_without_ep,
+         "set ep, or ep_backend: torch", "prime-rl 0.6.0 validator"),
+    Rule("deepep-clipping", "error", "trainer.optimizer.max_norm", "DeepEP excludes gradient clipping", _deepep_clips,
+         "max_norm: null", "prime-rl 0.6.0 docs, advanced"),
+    Rule("trainer-ep-dense", "error", _EP, "EP needs a model with experts", _ep_dense, "ep: 1", "torchtitan 0.3"),
+    Rule("trainer-ep-divides", "error", _EP, "EP divides the number of experts", _ep_divides,
+         "a divisor of the number of experts", "torchtitan 0.3, expert parallelism shards dimension 0"),
+    Rule("trainer-ep-gpt-oss", "error", _EP, "GPT-OSS: no EP in the trainer", _ep_gpt_oss, "ep: 1",
+         "prime-rl 0.6.0 docs, capability table"),
+    Rule("trainer-cp-mamba", "error", _CP, "Nemotron-H: no CP", _cp_mamba, "cp: 1",
+         "prime-rl 0.6.0 docs, capability table"),
+    Rule("trainer-cp-divides", "error", _CP, "2 x CP divides seq_len", _cp_divides, "a multiple of 2 x cp",
+         "torchtitan 0.3, head-tail load balancer"),
+    Rule("trainer-fp8-gpu", "error", "trainer.fp8", "FP8 training needs SM90 or newer", _fp8_gpu, "fp8: false",
+         "DeepGEMM README; prime-rl 0.6.0 docs"),
+    Rule("fp8-both", "warning", "trainer.fp8", "Trainer and engines compute alike", _fp8_match,
+         "set trainer.fp8 and inference.quantization alike: a mismatch raises the KL between them",
+         "prime-rl 0.6.0 announcement"),
+    Rule("lora-nccl", "error", "weights.transport", "LoRA is published by files", _lora_nccl, "transport: filesystem",
+         "prime-rl 0.6.0 docs, LoRA; vLLM 0.32 /v1/load_lora_adapter"),
+    Rule("lora-targets", "error", "trainer.lora.targets", "LoRA targets exist", _lora_targets,
+         f"valid: {', '.join(sorted(LORA_TARGETS))}", "prime-rl 0.6.0 ignores unknown names silently"),
+    Rule("vision-dtype", "error", "model.dtype", "Vision models: bfloat16 only", _vision_dtype, "dtype: bfloat16",
+         "prime-rl 0.6.0 docs, VLM"),
+    Rule("vision-truncation", "warning", "seq_len", "Vision samples fit into seq_len", _vision_truncation,
+         "as long as the longest sample", "prime-rl 0.6.0 docs, VLM"),
+    Rule("offload-optimizer", "error", "trainer.memory.optimizer_offload", "Host optimizers: AdamW and SignSGD",
+         _host_memory, "optimizer.type: adamw", "prime-rl 0.6.0 validator"),
+)  # fmt: skip

@@ -1,0 +1,225 @@
+"""What a plan needs and gives: memory per role, tokens of KV cache, seconds of a policy update, GPU-hours. Pure."""
+
+from __future__ import annotations
+
+from primeslurm.plan.catalog import ModelFacts
+from primeslurm.plan.commands import EngineRole
+from primeslurm.plan.engine_command import GPU_MEMORY_UTILIZATION, settings_of
+from primeslurm.plan.engine_memory import (
+    DEFAULT_BATCHED_TOKENS,
+    EngineLayout,
+    EngineMemory,
+    engine_memory,
+    kv_bytes_per_token,
+)
+from primeslurm.plan.forecast import Amount, Estimate, RoleMemory
+from primeslurm.plan.gpus import GIB, Gpu, gpu_of
+from primeslurm.plan.model import NodeRole
+from primeslurm.plan.needs import Need, expert_ranks
+from primeslurm.plan.parameters import count
+from primeslurm.plan.trainer_memory import TrainerLayout, TrainerMemory, lora_parameters, trainer_memory
+from primeslurm.recipe import Recipe, Site
+from primeslurm.recipe.kv import NativeOffload
+from primeslurm.recipe.scheduling import DEFAULT_TIME
+from primeslurm.recipe.syntax import minutes
+
+MICRO_BATCH_TOKENS = 16384
+"""The trainer packs rows into a micro batch up to this many tokens, and at least one row."""
+MFU = 0.2
+"""Share of the peak that a MoE trainer reaches: 15 to 25 % are published for 8xH200 and larger."""
+BROADCAST_SHARE = 0.5
+"""Share of the line rate that one broadcast to all engines reaches: Miles reports 58 s for GLM-5 over NCCL."""
+TYPICAL = 4
+"""A typical rollout is a quarter of the longest one."""
+STORED_BYTES = {"fp8": 1.0, "mxfp4": 0.53, "int4": 0.56}
+"""Per parameter with scales. A trained policy is bfloat16, whatever the checkpoint was."""
+ENGINE_ROLES: dict[NodeRole, EngineRole] = {"inference": "engine", "prefill": "prefill", "decode": "decode"}
+
+
+def estimate(recipe: Recipe, site: Site, needs: list[Need], facts: ModelFacts, source: str) -> Estimate:
+    """The memory of every role with known GPUs, and amounts of the whole run."""
+    roles: list[RoleMemory] = []
+    for need in needs:
+        gpu = gpu_of(need.kind) if site.device == "cuda" else None
+        if gpu is None or not need.gpus:
+            continue
+        if need.role == "train":
+            roles.append(_trainer_role(recipe, need, facts, gpu))
+        else:
+            roles.append(_engine_role(recipe, need, facts, gpu))
+    return Estimate(source=source, roles=tuple(roles), amounts=tuple(_amounts(recipe, site, needs, facts)))
+
+
+def engine_layout(recipe: Recipe, role: EngineRole, ep: int, facts: ModelFacts) -> EngineLayout:
+    """How engines of a role are cut, with the experts spread over `ep` GPUs."""
+    settings, inference = settings_of(recipe, role), recipe.inference
+    element = 2 if recipe.model.dtype == "bfloat16" else 4
+    stored = STORED_BYTES.get(facts.quantization or "", element) if recipe.task == "serve" else element
+    return EngineLayout(
+        tp=inference.parallel.tp,
+        ep=ep,
+        weight_bytes=1.0 if inference.quantization == "fp8" else stored,
+        dtype_bytes=element,
+        fp8_kv=inference.kv_cache_dtype == "fp8",
+        batched_tokens=settings.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS,
+        cuda_graphs=not inference.enforce_eager,
+        all2all=settings.all2all,
+    )
+
+
+def trainer_layout(recipe: Recipe, gpus: int, facts: ModelFacts) -> TrainerLayout:
+    """How the trainer is cut on `gpus` GPUs in all."""
+    trainer = recipe.trainer
+    p = trainer.parallelism
+    rows = max(1, MICRO_BATCH_TOKENS // recipe.seq_len)
+    return TrainerLayout(
+        shard=gpus // p.dp_replicate,
+        ep=p.ep,
+        tokens=rows * recipe.seq_len // p.cp,
+        checkpointing=p.activation_checkpointing,
+        optimizer_offload=trainer.memory.optimizer_offload,
+        activation_offload=trainer.memory.activation_offload,
+        logit_tokens=trainer.memory.lm_head_chunk,
+        lora_parameters=lora_parameters(facts, trainer.lora.rank) if trainer.lora else 0,
+        dtype_bytes=2 if recipe.model.dtype == "bfloat16" else 4,
+    )
+
+
+def _engine_role(recipe: Recipe, need: Need, facts: ModelFacts, gpu: Gpu) -> RoleMemory:
+    role = ENGINE_ROLES[need.role]
+    settings = settings_of(recipe, role)
+    share = settings.gpu_memory_utilization or GPU_MEMORY_UTILIZATION
+    layout = engine_layout(recipe, role, expert_ranks(recipe, need), facts)
+    memory = engine_memory(facts, layout, gpu.memory_gib * GIB, share)
+    kv = settings.kv_cache_bytes or memory.kv
+    memory = EngineMemory(memory.weights, memory.reserve, kv, memory.kv_per_token, memory.state_per_sequence)
+    engines = need.nodes * need.gpus // layout.tp
+    return RoleMemory(
+        role=need.role,
+        gpu=gpu.name,
+        gpu_gib=gpu.memory_gib,
+        limit_gib=round(gpu.memory_gib * share, 1),
+        parts={"weights": _gib(memory.weights), "reserve": _gib(memory.reserve), "KV": _gib(max(0, memory.kv))},
+        needed_gib=_gib(memory.weights + memory.reserve),
+        kv_bytes_per_token=memory.kv_per_token,
+        kv_tokens=memory.kv_tokens,
+        longest=round(memory.sequences(recipe.max_len) * engines, 1),
+        typical=round(memory.sequences(recipe.max_len // TYPICAL or 1) * engines, 1),
+    )
+
+
+def _trainer_role(recipe: Recipe, need: Need, facts: ModelFacts, gpu: Gpu) -> RoleMemory:
+    memory = trainer_memory(facts, trainer_layout(recipe, need.nodes * need.gpus, facts))
+    parts = {
+        "weights": memory.weights,
+        "gradients": memory.gradients,
+        "optimizer": memory.optimizer,
+        "gathered": memory.gathered,
+        "activations": memory.activations,
+        "logits": memory.logits,
+    }
+    return RoleMemory(
+        role="train",
+        gpu=gpu.name,
+        gpu_gib=gpu.memory_gib,
+        limit_gib=gpu.memory_gib,
+        parts={name: _gib(size) for name, size in parts.items()},
+        needed_gib=_gib(memory.total),
+        host_gib_per_node=_host(recipe, need, memory),
+    )
+
+
+def _host(recipe: Recipe, need: Need, memory: TrainerMemory) -> float:
+    return _gib(memory.host * need.gpus) if recipe.trainer.memory.optimizer_offload else 0.0
+
+
+def _amounts(recipe: Recipe, site: Site, needs: list[Need], facts: ModelFacts) -> list[Amount]:
+    p = count(facts)
+    gpus = sum(need.nodes * need.gpus for need in needs)
+    time = recipe.slurm.over(site.slurm).time or DEFAULT_TIME
+    hours = gpus * minutes(time) / 60
+    found = [Amount(name="parameters", value=round(p.total / 1e9, 2), unit="billion", how="of the model's shape")]
+    train = next((need for need in needs if need.role == "train"), None)
+    if train:
+        found += _training(recipe, train, facts)
+    if recipe.task == "rl" and train:
+        found += _update(recipe, site, train, facts)
+        found += _replay(recipe, facts)
+    found += _host_tier(recipe, needs, facts)
+    found.append(Amount(name="GPU-hours", value=round(hours), unit="h", how=f"{gpus} GPUs for {time}"))
+    return found
+
+
+def _training(recipe: Recipe, train: Need, facts: ModelFacts) -> list[Amount]:
+    total = count(facts).total
+    trained = lora_parameters(facts, recipe.trainer.lora.rank) if recipe.trainer.lora else total
+    saved = Amount(
+        name="checkpoint", value=round(12 * trained / 1e9, 1), unit="GB", how="float32 masters and AdamW state"
+    )
+    gpu = gpu_of(train.kind)
+    if gpu is None:
+        return [saved]
+    rollouts = recipe.orchestrator.batch_size if recipe.task == "rl" else (recipe.sft.batch_size if recipe.sft else 1)
+    flops = (6 * count(facts).active + _attention_flops(facts, recipe.seq_len)) * rollouts * recipe.seq_len
+    seconds = flops / (train.nodes * train.gpus * gpu.bf16_tflops * 1e12 * MFU)
+    how = f"{rollouts} sequences of seq_len at {MFU:.0%} of the peak; a quarter of it at a typical length"
+    return [saved, Amount(name="trainer step", value=round(seconds, 1), unit="s", how=how)]
+
+
+def _attention_flops(facts: ModelFacts, length: int) -> float:
+    """Forward and backward attention of one token of a sequence: causal, so over half of it on average.
+
+    Sparse attention looks at a few thousand tokens, which is small beside the experts.
+    """
+    if facts.indexer:
+        return 0.0
+    width = facts.heads * ((facts.mla.nope + facts.mla.rope + facts.mla.value) / 2 if facts.mla else facts.head_dim)
+    return 6.0 * (facts.attention_layers - facts.window_layers) * width * length
+
+
+def _update(recipe: Recipe, site: Site, train: Need, facts: ModelFacts) -> list[Amount]:
+    """Bytes of one policy, and the seconds until every engine holds it."""
+    size = count(facts).total * (2 if recipe.model.dtype == "bfloat16" else 4)
+    if recipe.trainer.lora:
+        size = 2 * lora_parameters(facts, recipe.trainer.lora.rank)
+    found = [Amount(name="policy", value=round(size / 1e9, 1), unit="GB", how=f"in {recipe.model.dtype}")]
+    gpu = gpu_of(train.kind)
+    if recipe.weights.transport == "filesystem":
+        speed = site.network.storage_gbytes_per_s * train.nodes
+        how = f"written by {train.nodes} nodes and read, at {site.network.storage_gbytes_per_s:g} GB/s each"
+        return [*found, Amount(name="weight update", value=round(2 * size / 1e9 / speed, 1), unit="s", how=how)]
+    gbps = site.network.gbps_per_gpu or (gpu.nic_gbps if gpu else None)
+    if gbps is None:
+        return found
+    seconds = size * 8 / (gbps * 1e9 * BROADCAST_SHARE)
+    how = f"broadcast by one rank at {BROADCAST_SHARE:.0%} of {gbps:g} Gbit/s"
+    return [*found, Amount(name="weight update", value=round(seconds, 1), unit="s", how=how)]
+
+
+def _replay(recipe: Recipe, facts: ModelFacts) -> list[Amount]:
+    if not recipe.trainer.router_replay or facts.experts is None:
+        return []
+    per_token = facts.layers * facts.experts.top_k * (1 if facts.experts.count <= 256 else 2)
+    batch = per_token * recipe.seq_len * recipe.orchestrator.batch_size
+    how = f"{per_token} bytes a token, {recipe.orchestrator.batch_size} rollouts of seq_len"
+    return [Amount(name="routed experts", value=round(batch / 1e9, 1), unit="GB per step", how=how)]
+
+
+def _host_tier(recipe: Recipe, needs: list[Need], facts: ModelFacts) -> list[Amount]:
+    """Tokens whose KV fits into host memory: a Mooncake store's pool, or the tiers of all engines that have one."""
+    offload = recipe.inference.kv_offload
+    holders = [need for need in needs if need.role in ENGINE_ROLES]
+    if offload is None or not holders:
+        return []
+    layout = engine_layout(recipe, "engine", 1, facts)
+    pools = sum(need.nodes for need in holders)
+    how = f"{offload.cpu.bytes / GIB:.0f} GiB of each of {pools} nodes, shared"
+    if isinstance(offload, NativeOffload):
+        pools = sum(need.nodes * need.gpus // layout.tp for need in holders if need.role != "decode")
+        how = f"{offload.cpu.bytes / GIB:.0f} GiB of each of {pools} engines, its own"
+    tokens = pools * offload.cpu.bytes / (kv_bytes_per_token(facts, layout) * layout.tp)
+    return [Amount(name="KV in host memory", value=round(tokens / 1e6, 1), unit="million tokens", how=how)]
+
+
+def _gib(size: float) -> float:
+    return round(size / GIB, 1)

@@ -1,0 +1,138 @@
+"""Memory of one trainer GPU under FSDP x EP x CP, and of its node's host memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from primeslurm.plan.catalog import ModelFacts
+from primeslurm.plan.gpus import GIB
+from primeslurm.plan.parameters import count, largest_layer
+
+CONTEXT_BYTES = 2 * GIB
+"""CUDA context and NCCL communicators: not in what torch reports as reserved."""
+LOGIT_BYTES = 16
+"""Per logit at the peak of the loss: bfloat16 output, float32 copy, log-softmax and gradient, bfloat16 gradient."""
+
+
+@dataclass(frozen=True)
+class TrainerLayout:
+    """How the trainer's model and batch are cut."""
+
+    shard: int
+    """GPUs that a copy of the model is spread over."""
+    ep: int
+    tokens: int
+    """Tokens of a micro batch on one GPU: after context parallelism has cut them."""
+    checkpointing: str
+    """none, selective or full."""
+    optimizer_offload: bool = False
+    activation_offload: bool = False
+    logit_tokens: int | None = None
+    """Tokens whose logits exist at once; None for all."""
+    lora_parameters: int = 0
+    """Trained parameters; 0 for all of the model."""
+    dtype_bytes: int = 2
+    """Bytes per element of compute."""
+
+
+@dataclass(frozen=True)
+class TrainerMemory:
+    """Bytes on one trainer GPU, and in host memory for each of them."""
+
+    weights: int
+    """This rank's shard of the float32 masters (bfloat16 copies, if the masters are in host memory)."""
+    gradients: int
+    optimizer: int
+    gathered: int
+    """The layer that computes and the next one that is prefetched, unsharded, with gradients before reduction."""
+    activations: int
+    logits: int
+    host: int
+
+    @property
+    def allocated(self) -> int:
+        """What torch allocates at the peak."""
+        states = self.weights + self.gradients + self.optimizer
+        return states + self.gathered + self.activations + self.logits
+
+    @property
+    def total(self) -> int:
+        """With the CUDA context."""
+        return self.allocated + CONTEXT_BYTES
+
+
+def trainer_memory(facts: ModelFacts, layout: TrainerLayout) -> TrainerMemory:
+    """The peak of one trainer GPU.
+
+    States: float32 masters, gradients and two AdamW moments, 16 bytes a parameter over the shard (Rajbhandari et al.,
+    ZeRO, arXiv 1910.02054, stage 3). With host masters the GPU keeps a bfloat16 copy and the gradients. With LoRA the
+    model is frozen: masters only.
+    """
+    total = count(facts).total
+    trained = layout.lora_parameters or total
+    offload = layout.optimizer_offload
+    weights = total * (layout.dtype_bytes if offload else 4)
+    return TrainerMemory(
+        weights=weights // layout.shard,
+        gradients=4 * trained // layout.shard,
+        optimizer=0 if offload else 8 * trained // layout.shard,
+        gathered=_gathered(facts, layout),
+        activations=activation_bytes(facts, layout),
+        logits=min(layout.tokens, layout.logit_tokens or layout.tokens) * facts.vocab * LOGIT_BYTES,
+        host=(4 * total + 8 * trained) // layout.shard if offload else 0,
+    )
+
+
+def layer_gather_bytes(facts: ModelFacts, ep: int, bytes_per_parameter: int) -> int:
+    """One unsharded layer on a GPU: experts stay spread over the expert-parallel ranks."""
+    experts, rest = largest_layer(facts)
+    return (experts // ep + rest) * bytes_per_parameter
+
+
+def lora_parameters(facts: ModelFacts, rank: int) -> int:
+    """Parameters of adapters on every linear layer: rank x (inputs + outputs)."""
+    q, kv = facts.heads * facts.head_dim, facts.kv_heads * facts.head_dim
+    per_layer = (facts.hidden + q) * 2 + (facts.hidden + kv) * 2
+    total = facts.attention_layers * per_layer + facts.dense_layers * 3 * (facts.hidden + facts.dense_width)
+    if facts.experts:
+        e = facts.experts
+        each = 3 * ((e.latent or facts.hidden) + e.width)
+        total += facts.moe_layers * (e.count * each + (3 * (facts.hidden + e.shared_width) if e.shared_width else 0))
+    return rank * total
+
+
+def _gathered(facts: ModelFacts, layout: TrainerLayout) -> int:
+    """Two layers in the compute dtype; gradients of one, and their float32 copy on the way to the reduction."""
+    frozen = bool(layout.lora_parameters)
+    gradients = 0 if frozen else layout.dtype_bytes + 4
+    layers = layer_gather_bytes(facts, layout.ep, 2 * layout.dtype_bytes + gradients)
+    ends = facts.vocab * facts.hidden * (layout.dtype_bytes + gradients)
+    return layers + ends
+
+
+def activation_bytes(facts: ModelFacts, layout: TrainerLayout) -> int:
+    """What the forward pass keeps for the backward pass, and the working set of the layer that is recomputed.
+
+    full: the input of every layer is kept, and one layer is recomputed. none: every layer keeps its tensors.
+    selective: half of them. Recomputed tensors meet their gradients, hence twice.
+    """
+    inside = _layer_tensors(facts) * layout.dtype_bytes
+    inputs = facts.layers * facts.hidden * layout.dtype_bytes
+    kept = {"full": inputs, "selective": inputs + facts.layers * inside // 2, "none": facts.layers * inside}
+    saved = 0 if layout.activation_offload else kept[layout.checkpointing]
+    return layout.tokens * (saved + 2 * inside)
+
+
+def _layer_tensors(facts: ModelFacts) -> int:
+    """Elements per token that one layer computes: projections of attention, then its feed-forward network."""
+    if facts.mla:
+        m = facts.mla
+        attention = facts.heads * (2 * (m.nope + m.rope) + 2 * m.value) + m.q_rank + m.kv_rank
+    else:
+        attention = 2 * facts.heads * facts.head_dim + 2 * facts.kv_heads * facts.head_dim
+    feed_forward = 3 * facts.dense_width if facts.dense_layers else 0
+    if facts.experts:
+        e = facts.experts
+        routed = e.top_k * (4 * (e.latent or facts.hidden) + 3 * e.width)  # in and out, in token and in expert order
+        feed_forward = max(feed_forward, routed + 3 * e.shared_width)
+    return attention + feed_forward + 4 * facts.hidden

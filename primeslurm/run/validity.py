@@ -1,0 +1,75 @@
+"""Whether a run that works in form works in substance: whether what it trains on can teach anything. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from primeslurm.run.records import Row
+
+WINDOW = 10
+"""Newest steps that are looked at."""
+MIN_STEPS = 3
+MAX_KL = 0.1
+"""KL between trainer and engines on tokens of the same policy. Numerics alone give 1e-6 (float32) to 1e-2 (FP8)."""
+MAX_STALE = 0.9
+"""Share of rollouts dropped as too old."""
+_MUST_BE_FINITE = ("trainer/loss", "trainer/grad_norm", "trainer/mismatch_kl", "reward/mean")
+
+
+def problems(rows: Sequence[Row], progress: Mapping[str, Any], batch_size: int, max_kl: float = MAX_KL) -> list[str]:
+    """Why a run is invalid; empty if nothing speaks against it.
+
+    Args:
+        rows: of metrics.jsonl, oldest first.
+        progress: the orchestrator's state; its counts tell of rollouts that never made a batch.
+        batch_size: rollouts of one step.
+        max_kl: largest accepted median of trainer/mismatch_kl.
+    """
+    recent = list(rows[-WINDOW:])
+    found = [
+        _not_finite(rows),
+        _everywhere(recent, "trainer/tokens", lambda tokens: tokens <= 1, "no token was trained on in"),
+        _everywhere(recent, "rollouts/sampled_mean", lambda tokens: tokens == 0, "engines sampled no token in"),
+        _everywhere(recent, "groups/zero_signal", lambda share: share == 1, "all rewards of each group were equal in"),
+        _mismatch(recent, max_kl),
+        _stale(recent, progress, batch_size),
+    ]
+    return [problem for problem in found if problem]
+
+
+def _not_finite(rows: Sequence[Row]) -> str:
+    for row in rows:
+        for name in _MUST_BE_FINITE:
+            value = row.get(name)
+            if isinstance(value, float) and not math.isfinite(value):
+                return f"{name} is {value} in step {row.get('step')}"
+    return ""
+
+
+def _everywhere(rows: Sequence[Row], name: str, wrong: Callable[[float], bool], text: str) -> str:
+    values = [row[name] for row in rows if name in row]
+    return f"{text} the last {len(values)} steps" if len(values) >= MIN_STEPS and all(map(wrong, values)) else ""
+
+
+def _mismatch(rows: Sequence[Row], max_kl: float) -> str:
+    values = [abs(row["trainer/mismatch_kl"]) for row in rows if "trainer/mismatch_kl" in row]
+    if not values or not median(values) > max_kl:
+        return ""
+    return (
+        f"trainer and engines disagree about the same policy: KL {median(values):.2g} (median of {len(values)} steps), "
+        f"limit {max_kl:g}"
+    )
+
+
+def _stale(rows: Sequence[Row], progress: Mapping[str, Any], batch_size: int) -> str:
+    if rows:
+        dropped, used = sum(row.get("rollouts/dropped_stale", 0.0) for row in rows), batch_size * len(rows)
+    else:
+        counts = progress.get("counts") or {}
+        dropped, used = counts.get("rollouts_dropped_stale", 0), 0
+    if not dropped or dropped / (dropped + used) < MAX_STALE:
+        return ""
+    return f"{dropped:.0f} rollouts were dropped as too old, {used} were trained on"

@@ -1,0 +1,124 @@
+"""Options of a job on real sbatch: what is written arrives as it was written."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from primeslurm.plan.model import Plan
+from primeslurm.slurm.client import SlurmClient
+from primeslurm.slurm.cluster import Cluster
+from primeslurm.slurm.options import output_pattern
+from primeslurm.slurm.render import render
+from tests.support.slurm_plans import group, plan
+
+pytestmark = pytest.mark.cluster
+
+COMMENTS = [
+    'it\'s "5" $HOME `id` $(id) \\ \\\\x #1 ! ; | &',
+    "ünïcode 日本 🚀",
+    "%j %% a=b : -x --partition=cpu ",
+    "x" * 1000,
+]
+
+
+class Sbatch:
+    """Submits scripts of Plans to a cluster and cancels them in the end."""
+
+    def __init__(self, cluster: Cluster, directory: Path) -> None:
+        self._environment = {**os.environ, "SLURM_CONF": str(cluster.spec.directory / "slurm.conf")}
+        self._client = SlurmClient(str(cluster.spec.directory / "slurm.conf"))
+        self._script = directory / "job.sbatch"
+        self._jobs: list[str] = []
+
+    def __call__(self, given: Plan) -> str:
+        self._script.write_text(render(given))
+        argv = ["sbatch", "--parsable", str(self._script)]
+        done = subprocess.run(argv, env=self._environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        self._jobs.append(done.stdout.strip())
+        return self._jobs[-1]
+
+    def show(self, job: str) -> list[dict[str, Any]]:
+        """The components of a job as squeue knows them."""
+        argv = ["squeue", "--json"]  # with --json it ignores --jobs
+        done = subprocess.run(argv, env=self._environment, capture_output=True, text=True, check=True)
+        found = [dict(row) for row in json.loads(done.stdout)["jobs"]]
+        mine = [row for row in found if job in (str(row["job_id"]), str(row["het_job_id"]))]
+        return sorted(mine, key=lambda row: int(row["job_id"]))
+
+    def wait_until_done(self, job: str) -> None:
+        """Until the job has ended."""
+        deadline = time.monotonic() + 120
+        while (state := self._client.job(job)) is not None and state.active:
+            assert time.monotonic() < deadline, f"{state.state} {state.reason}"
+            time.sleep(0.5)
+
+    def cancel_all(self) -> None:
+        """End what is still there."""
+        for job in self._jobs:
+            subprocess.run(["scancel", job], env=self._environment, capture_output=True, check=False)
+
+
+@pytest.fixture
+def sbatch(cluster: Cluster, tmp_path: Path) -> Iterator[Sbatch]:
+    found = Sbatch(cluster, tmp_path)
+    yield found
+    found.cancel_all()
+
+
+@pytest.mark.parametrize("comment", COMMENTS)
+def test_a_comment_arrives_unchanged(sbatch: Sbatch, run_dir: Path, comment: str) -> None:
+    job = sbatch(plan(run_dir, group(0, "all", gpus=1), comment=comment, extra=("--hold",)))
+    assert [row["comment"] for row in sbatch.show(job)] == [comment]
+
+
+def test_every_option_is_accepted_and_arrives(sbatch: Sbatch, run_dir: Path, cluster: Cluster) -> None:
+    first, second, *_ = (node.name for node in SlurmClient(str(cluster.spec.directory / "slurm.conf")).nodes())
+    given = plan(
+        run_dir,
+        group(0, "control", mem="100M"),
+        group(1, "train", gpus=1, mem="200M", switches="1@00:10:00", exclusive=True),
+        time_min="00:30:00",
+        exclude=f"{first},{second}",
+        dependency="singleton",
+        mail_user="someone@example.com",
+        mail_types=("FAIL", "TIME_LIMIT_90"),
+        nice=7,
+        comment="a b",
+        extra=("--hold", "--wckey=x y"),
+    )
+    control, train = sbatch.show(sbatch(given))
+    for row in (control, train):
+        assert (row["time_limit"], row["time_minimum"], row["nice"]) == (60, 30, 7)
+        assert row["standard_output"] == output_pattern(given)
+        assert row["requeue"] is True
+        assert row["wckey"] == "x y"
+        assert row["comment"] == "a b"
+        assert row["dependency"].startswith("singleton")
+    assert (control["partition"], control["name"]) == ("cpu", "demo")
+    assert (train["partition"], train["name"]) == ("gpu", "demo/train")
+
+
+def test_singleton_jobs_of_two_components_run_one_after_the_other(sbatch: Sbatch, run_dir: Path) -> None:
+    """Slurm would let components of one name wait for one another: they have names of their own."""
+    given = plan(run_dir, group(0, "control"), group(1, "train", gpus=1), dependency="singleton").model_copy(
+        update={"python": "true"}
+    )
+    for job in [sbatch(given), sbatch(given)]:
+        sbatch.wait_until_done(job)
+
+
+def test_a_directory_with_odd_characters_gets_the_output(sbatch: Sbatch, tmp_path: Path) -> None:
+    odd = tmp_path / 'it\'s 100% %j "x" $y'
+    odd.mkdir()
+    job = sbatch(plan(odd, group(0, "all"), prologue=("echo here",)).model_copy(update={"python": "true"}))
+    sbatch.wait_until_done(job)
+    assert "here" in (odd / f"slurm-{job}.out").read_text()

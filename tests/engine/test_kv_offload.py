@@ -1,0 +1,145 @@
+"""KV that has left an engine comes back: from memory, from disk, for other engines, and never for another policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from primeslurm.orchestrator.engines import Policy
+from primeslurm.plan.commands import Command, EngineRole
+from primeslurm.plan.kv import store_client, store_master
+from primeslurm.recipe import Recipe
+from tests.engine.conftest import tiny_engine, tiny_recipe
+from tests.support.generate import generate, metric, tokens
+from tests.support.processes import HOST, Server, Zygote, free_port, start_process
+
+pytestmark = pytest.mark.engine
+HITS = "vllm:external_prefix_cache_hits_total"
+CACHE = 768 * 2 * 2 * 32 * 4
+"""Bytes of 768 tokens (keys and values of 2 layers, 1 head of 32 floats): two of the prompts below."""
+MOONCAKE = {"type": "mooncake", "cpu": {"bytes": 2**26}}
+PROMPTS = [[2 + (i * k) % 40 for i in range(321)] for k in (1, 3, 7, 9)]
+
+
+def small_engine(model: Path, role: EngineRole = "engine", **inference: Any) -> Command:
+    """An engine whose own cache cannot keep all prompts."""
+    return tiny_engine(model, role, kv_cache_bytes=CACHE, vllm_extra={"max_model_len": 640}, **inference)
+
+
+def answers(url: str, salt: str) -> list[list[int]]:
+    """Every prompt once."""
+    return [tokens(generate(url, prompt, 4, salt=salt)) for prompt in PROMPTS]
+
+
+def found(url: str) -> float:
+    """Tokens of prompts so far that an engine had in its own cache or got from the store."""
+    return metric(url, "vllm:prefix_cache_hits_total") + metric(url, HITS)
+
+
+async def open_at_once(engine: Server, client: Any, model: Path) -> Server:
+    engine.wait("/primeslurm/status")
+    await client(engine).apply(Policy(0, str(model)), 60)
+    return engine
+
+
+@pytest.mark.parametrize("disk", [False, True])
+async def test_native_tiers_give_back_what_the_cache_had_to_drop(
+    disk: bool, zygote: Zygote, client, model: Path, tmp_path: Path
+) -> None:
+    tiers: dict[str, Any] = {"type": "native", "cpu": {"bytes": 2**21}}
+    if disk:
+        tiers |= {"cpu": {"bytes": CACHE}, "disk": {"path": str(tmp_path)}}
+    engine = zygote.start(small_engine(model, kv_offload=tiers))
+    try:
+        await open_at_once(engine, client, model)
+        first = answers(engine.url, "a")
+        assert metric(engine.url, HITS) == 0
+        assert answers(engine.url, "a") == first
+        hits = metric(engine.url, HITS)
+        assert hits >= 4 * 256
+        answers(engine.url, "b")
+        assert metric(engine.url, HITS) == hits  # another policy's KV is never used
+        assert any(tmp_path.rglob("*.bin")) == disk
+    finally:
+        engine.stop()
+
+
+@dataclass
+class Store:
+    """A running Mooncake store: one master, one client."""
+
+    recipe: Recipe
+    master: Server
+    client: Server
+    ports: dict[str, int]
+    log: Path
+
+    @property
+    def elsewhere(self) -> dict[str, str]:
+        """Placeholders by which engines and clients find the master."""
+        return addresses(self.ports)
+
+    def restart_master(self) -> None:
+        """What an agent does when the master dies."""
+        self.master.kill()
+        self.master = start_process(store_master(self.recipe), {}, self.log, self.ports)
+        self.master.wait("/health")
+        self.client.wait("/health")  # 503 until it has found the new master
+
+
+def addresses(ports: dict[str, int]) -> dict[str, str]:
+    return {f"addr:store-master:{name}": f"{HOST}:{port}" for name, port in ports.items()}
+
+
+@pytest.fixture
+def store(model: Path, tmp_path: Path) -> Iterator[Store]:
+    recipe = tiny_recipe(model, kv_offload=MOONCAKE)
+    ports = {name: free_port() for name in ("rpc", "metadata", "http")}
+    log = tmp_path / "store.log"
+    master = start_process(store_master(recipe), {}, log, ports)
+    master.wait("/health")
+    client = start_process(store_client(recipe.inference.kv_offload, "cpu"), addresses(ports), log)
+    client.wait("/health")
+    running = Store(recipe, master, client, ports, log)
+    yield running
+    for server in (running.client, running.master):
+        server.stop()
+
+
+async def test_engines_share_a_store_and_outlive_its_master(
+    store: Store, zygote: Zygote, client, open_router, model: Path
+) -> None:
+    def start(role: EngineRole) -> Server:
+        return zygote.start(small_engine(model, role, kv_offload=MOONCAKE), elsewhere=store.elsewhere)
+
+    plain, prefill, decode = engines = [start("engine"), start("prefill"), start("decode")]
+    try:
+        for engine in engines:
+            await open_at_once(engine, client, model)
+        router = open_router(prefill=[prefill], decode=[decode])
+        router.wait("/health")
+        first = answers(plain.url, "a")
+        assert metric(plain.url, HITS) == 0
+        assert answers(router.url, "a") == first
+        assert metric(prefill.url, HITS) >= 4 * 256  # what the plain engine computed
+        assert metric(decode.url, "vllm:nixl_bytes_transferred_count") >= 4
+
+        turn = generate(router.url, PROMPTS[0], 200, salt="a")
+        longer = PROMPTS[0] + tokens(turn)
+        before = found(prefill.url)
+        next_turn = tokens(generate(router.url, longer, 4, salt="a"))
+        assert found(prefill.url) - before >= 512  # beyond the prompt it is what the decode engine computed
+        assert next_turn == tokens(generate(plain.url, longer, 4, salt="fresh"))
+
+        store.restart_master()
+        answers(plain.url, "c")  # without a store for a while, engines compute
+        hits = metric(prefill.url, HITS)
+        answers(router.url, "c")
+        assert metric(prefill.url, HITS) > hits
+    finally:
+        for engine in engines:
+            engine.stop()

@@ -1,0 +1,74 @@
+"""Engines that share their experts: each is one data-parallel rank with an HTTP server of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from primeslurm.orchestrator.engines import Policy
+from primeslurm.plan.commands import EngineRole
+from primeslurm.plan.engine_command import DataParallel, engine_command
+from tests.engine.conftest import tiny_recipe
+from tests.support.generate import generate, logprobs, metric, spans, tokens
+from tests.support.models import make_model, publish, reference_logprobs
+from tests.support.processes import HOST, Server, Zygote, free_port
+
+pytestmark = pytest.mark.engine
+PROMPT = [2, 5, 9, 14, 7, 3, 21]
+
+
+def start_ranks(zygote: Zygote, model: Path, size: int, role: EngineRole = "engine") -> list[Server]:
+    """The engines of one expert-parallel group. They wait for one another."""
+    recipe = tiny_recipe(model, expert_parallel=True)
+    port = free_port()
+    servers = []
+    for rank in range(size):
+        command = engine_command(recipe, "cpu", role, sys.executable, DataParallel(size, rank, "rank-0"))
+        ports = {"dp_rpc": port} if rank == 0 else {}
+        servers.append(zygote.start(command, ports, {"host:rank-0": HOST, "port:rank-0:dp_rpc": str(port)}))
+    for server in servers:
+        server.wait("/primeslurm/status")
+    return servers
+
+
+@pytest.fixture(scope="module")
+def ranks(zygote: Zygote, model: Path) -> Iterator[list[Server]]:
+    servers = start_ranks(zygote, model, 2)
+    yield servers
+    for server in servers:
+        server.stop()
+
+
+def exact(server: Server, weights: Path, salt: str) -> bool:
+    """Whether an engine computes what the weights say."""
+    answer = generate(server.url, PROMPT, 12, salt=salt)
+    expected = reference_logprobs(weights, PROMPT + tokens(answer))[len(PROMPT) - 1 :]
+    return logprobs(answer) == pytest.approx(expected, abs=1e-4)
+
+
+async def test_every_rank_serves_and_takes_policies_in_flight(
+    ranks, client, open_router, model: Path, tmp_path: Path
+) -> None:
+    controls = [client(rank) for rank in ranks]
+    await asyncio.gather(*(control.apply(Policy(0, str(model)), 60) for control in controls))
+    router = open_router(engines=ranks)
+    router.wait("/health")
+    for session in range(12):
+        generate(router.url, PROMPT, 2, session=f"s{session}")
+    assert all(metric(rank.url, "vllm:request_success_total") for rank in ranks)
+    assert all(exact(rank, model, "v0") for rank in ranks)
+
+    target = make_model(tmp_path / "target", seed=9)
+    policy = Policy(1, str(publish(target, tmp_path, 1)))
+    running = [asyncio.create_task(asyncio.to_thread(generate, rank.url, PROMPT, 800)) for rank in ranks]
+    while any(metric(rank.url, "vllm:generation_tokens_total") < 100 for rank in ranks):
+        await asyncio.sleep(0.05)
+    await asyncio.gather(*(control.apply(policy, 60) for control in controls))
+    for answer in await asyncio.gather(*running):
+        (old, start, boundary), (new, _, end) = spans(answer)
+        assert (old, new, start, end) == (0, 1, 0, 800) and 0 < boundary < 800
+    assert all(exact(rank, target, "v1") for rank in ranks)

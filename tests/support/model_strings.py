@@ -1,0 +1,91 @@
+"""Every place of a pydantic model where a string may stand, and data that reaches it. Found from the models alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel
+
+Path = tuple[str | int, ...]
+KEY = "KEY1"
+"""A key for mappings: a name of a variable, an option and a node."""
+WORD = "x1"
+"""A string that most required fields accept."""
+
+
+def places(model: type[BaseModel], path: Path = ()) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """(path, data) of every string: `data` is the smallest that reaches it, with WORD there."""
+    for name, info in model.model_fields.items():
+        key = info.alias or name
+        required = _required(model)
+        for below, value in _values(info.annotation):
+            yield (key, *below), {**required, key: value}
+
+
+def _required(model: type[BaseModel]) -> dict[str, Any]:
+    """What the required fields of a section may be."""
+    found: dict[str, Any] = {}
+    for name, info in model.model_fields.items():
+        if name == "type":
+            found[name] = info.default
+        elif info.is_required():
+            found[info.alias or name] = _sample(info.annotation)
+    return found
+
+
+def _sample(annotation: Any) -> Any:
+    for member in _members(annotation):
+        if isinstance(member, type) and issubclass(member, BaseModel):
+            return _required(member)
+        if get_origin(member) is Literal:
+            return get_args(member)[0]
+        if get_origin(member) is dict:
+            return {KEY: _sample(get_args(member)[1])}
+        return 1 if member is int else WORD
+    raise TypeError(f"no sample for {annotation}")
+
+
+def _values(annotation: Any) -> Iterator[tuple[Path, Any]]:
+    """(path below, value) for every string that an annotation allows."""
+    for member in _members(annotation):
+        origin, args = get_origin(member), get_args(member)
+        if member is str:
+            yield (), WORD
+        elif origin is tuple:
+            for below, value in _values(args[0]):
+                yield (0, *below), [value]
+        elif origin is dict:
+            yield from _entries(args[1])
+        elif isinstance(member, type) and issubclass(member, BaseModel):
+            yield from places(member)
+
+
+def _entries(annotation: Any) -> Iterator[tuple[Path, Any]]:
+    if annotation is object:  # anything at all: a string, and strings below
+        yield (KEY,), {KEY: WORD}
+        yield (KEY, 0), {KEY: [WORD]}
+        yield (KEY, "inner"), {KEY: {"inner": WORD}}
+        return
+    for below, value in _values(annotation):
+        yield (KEY, *below), {KEY: value}
+
+
+def _members(annotation: Any) -> list[Any]:
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return _members(get_args(annotation)[0])
+    if origin in (Union, UnionType):
+        return [m for arg in get_args(annotation) if arg is not type(None) for m in _members(arg)]
+    return [annotation]
+
+
+def put(data: Any, path: Path, value: str) -> Any:
+    """A copy of nested data with another value at `path`; the last part may be a key, to be renamed."""
+    if not path:
+        return value
+    head, *rest = path
+    if isinstance(data, list):
+        return [put(item, tuple(rest), value) if i == head else item for i, item in enumerate(data)]
+    return {key: put(item, tuple(rest), value) if key == head else item for key, item in data.items()}

@@ -1,0 +1,108 @@
+"""Plans compared part by part, not as text."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from primeslurm.plan.derive import derive
+from primeslurm.plan.model import Plan
+from primeslurm.recipe import Recipe
+from primeslurm.run.diff import Difference, diff, options
+from primeslurm.run.directory import RunDirectory
+from primeslurm.wire.files import write_json
+from tests.support.cli import primeslurm
+from tests.support.recipes import recipe_data, site
+
+
+def plan_with(name: str = "r", **changes: Any) -> Plan:
+    recipe = Recipe.model_validate(recipe_data(**{"name": name, **changes}))
+    return derive(recipe, site(), Path("/runs") / name)
+
+
+INFERENCE = {"type": "multi_node", "num_replicas": 2, "gpus_per_node": 2}
+
+
+def told(found: list[Difference]) -> set[tuple[str, str, str | None, str | None]]:
+    return {(each.where, each.field, each.a, each.b) for each in found}
+
+
+def test_two_runs_of_one_recipe_are_the_same() -> None:
+    assert diff(plan_with("a"), plan_with("b")) == []
+
+
+def test_an_option_of_all_engines_is_one_difference() -> None:
+    before = plan_with(deployment={"inference": INFERENCE})
+    after = plan_with(deployment={"inference": INFERENCE}, inference={"vllm_extra": {"max_num_seqs": 8}})
+    (found,) = diff(before, after)
+    assert (found.where, found.field, found.a, found.b) == ("engine", "argv --max-num-seqs", None, "8")
+    assert found.members == ["engine-r0-0", "engine-r0-1", "engine-r1-0", "engine-r1-1"]
+
+
+def test_another_replica_shows_in_totals_groups_replicas_and_processes() -> None:
+    two = plan_with(deployment={"inference": INFERENCE})
+    three = plan_with(deployment={"inference": {**INFERENCE, "num_replicas": 3}})
+    found = diff(two, three)
+    assert {
+        ("totals", "engines", "4", "6"),
+        ("group inference", "nodes", "2", "3"),
+        ("engine", "process", None, "present"),
+    } <= told(found)
+    (replica,) = [each for each in found if each.where == "replica 2"]
+    assert replica.a is None and replica.b is not None and "router=router-2" in replica.b
+    (added,) = [each for each in found if each.where == "engine"]
+    assert added.members == ["engine-r2-0", "engine-r2-1"]
+    # Peers are compared one by one: none that both have is told.
+    assert not any("engine-r0-0" in each.field for each in found)
+
+
+def test_job_options_and_environment() -> None:
+    found = diff(plan_with(), plan_with(slurm={"time": "02:00:00", "qos": "high"}, inference={"env": {"X": "1"}}))
+    assert {("job", "qos", "null", "high"), ("engine", "env.X", None, "1")} <= told(found)
+    assert any(each.where == "job" and each.field == "time" for each in found)
+
+
+def test_command_lines_are_taken_apart() -> None:
+    argv = ("python", "-m", "x", "--flag", "--n", "3", "--x=1", "--peers", "a=1,b=2", "--conf", '{"k": {"v": true}}')
+    assert options(argv) == {
+        "command": "python -m x",
+        "--flag": "set",
+        "--n": "3",
+        "--x": "1",
+        "--peers a=1": "present",
+        "--peers b=2": "present",
+        "--conf.k.v": "true",
+    }
+    assert options(("x", "--conf", "{no json")) == {"command": "x", "--conf": "{no json"}
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A recipe, a variant of it, and a run of it."""
+    (tmp_path / "site.yaml").write_text(yaml.safe_dump(site().model_dump(mode="json", by_alias=True)))
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump(recipe_data(name="a")))
+    (tmp_path / "b.yaml").write_text("extends: a.yaml\nslurm: {qos: high}\n")
+    return tmp_path
+
+
+def test_recipes_and_runs_can_be_mixed(place: Path) -> None:
+    assert (primeslurm("diff", "a.yaml", "a.yaml", cwd=place).code) == 0
+    result = primeslurm("diff", "a.yaml", "b.yaml", "--json", cwd=place)
+    assert result.code == 1, result.err
+    assert [(each["where"], each["field"], each["b"]) for each in json.loads(result.out)] == [("job", "qos", "high")]
+    plan = Plan.model_validate_json(primeslurm("plan", "b.yaml", "--json", cwd=place).out)
+    run = RunDirectory(place / "runs" / "started")
+    run.attempt(1).prepare(plan)
+    write_json(run.path / "lock.json", {"run_id": "started-1"})
+    result = primeslurm("diff", str(run.path), "a.yaml", cwd=place)
+    assert result.code == 1 and result.out.split()[-4:] == ["job", "qos", "high", "null"]
+    assert primeslurm("diff", str(run.path), "b.yaml", cwd=place).err == "no difference\n"
+
+
+def test_something_else_is_bad_input(place: Path) -> None:
+    result = primeslurm("diff", "a.yaml", "nothing", cwd=place)
+    assert result.code == 2 and "RUN = nothing: no such run" in result.err
