@@ -18,6 +18,7 @@ import httpx
 
 from primeslurm.run.ledger import Ledger
 from primeslurm.run.status import RunStatus
+from primeslurm.wire import secret
 from primeslurm.wire.files import read_json
 from tests.support.emulation import Deployment, Snapshot
 from tests.support.faults import kill_controller, kill_node, revive_controller, revive_node
@@ -143,7 +144,8 @@ def _hang(name: str) -> Callable[[Deployment], Seen]:
         seen, known = _restarted(deployment, name), read_json(deployment.run.latest().addresses_file)
         assert known is not None
         url = f"http://{known['hosts'][name]}:{known['ports'][name]['http']}/emulated/hang"
-        httpx.post(url, timeout=10).raise_for_status()
+        token = {"Authorization": f"Bearer {secret.read(deployment.run.path)}"}
+        httpx.post(url, headers=token, timeout=10).raise_for_status()
         return seen
 
     return inject

@@ -12,7 +12,10 @@ from tests.support.recipes import recipe_data, site
 
 
 def test_only_the_modules_of_stand_ins_differ() -> None:
-    shape = {"deployment": {"inference": {"type": "disaggregated", "num_replicas": 2}}}
+    shape = {
+        "deployment": {"inference": {"type": "disaggregated", "num_replicas": 2}},
+        "inference": {"kv_offload": {"type": "mooncake", "cpu": {"bytes": 2**30}}},
+    }
     real = derive(Recipe.model_validate(recipe_data(**shape)), site(), Path("/shared/runs/x"))
     emulated = emulate(real)
     fields = {"argv"}
