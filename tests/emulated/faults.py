@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx
 
+from primeslurm.orchestrator.watch import STATE_INTERVAL_S
 from primeslurm.run.ledger import Ledger
 from primeslurm.run.status import RunStatus
 from primeslurm.wire import secret
@@ -37,7 +38,8 @@ class Fault:
     name: str
     what: str
     inject: Callable[[Deployment], Seen]
-    ends_attempt: bool = False
+    ends_attempt: bool | None = False
+    """None: it depends on what is being written just then."""
     repair: Callable[[Deployment], None] | None = None
     repair_late: bool = False
     options: tuple[str, ...] = ()
@@ -90,6 +92,7 @@ def suffer(deployment: Deployment, fault: Fault) -> Cost:
 
     deployment.wait(recovered)
     seconds = time.monotonic() - began
+    time.sleep(1.5 * STATE_INTERVAL_S)  # counts are written that often
     after = deployment.snapshot()
     if fault.repair and fault.repair_late:
         fault.repair(deployment)
@@ -265,7 +268,7 @@ FAULTS = (
         "disk full",
         "not a byte is free in the directory of runs, for 10 s",
         _fill_disk,
-        ends_attempt=True,
+        ends_attempt=None,
         repair=_free_disk,
     ),
     Fault(
