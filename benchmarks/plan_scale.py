@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -24,7 +25,7 @@ RECIPE, SITE = ROOT / "recipes" / "glm5_pd.yaml", ROOT / "sites" / "h200.yaml"
 RESULT = ROOT / "benchmarks" / "results" / "plan_scale.json"
 SIZES = {28: (12, 1), 256: (128, 8), 1024: (512, 32)}
 """Train nodes and inference replicas (of 16 nodes) by the number of GPU nodes."""
-REPEATS = 3
+REPEATS = 5
 
 
 def main() -> None:
@@ -35,7 +36,7 @@ def main() -> None:
     rows = [measure(nodes) for nodes in SIZES]
     result = {
         "command": "python benchmarks/plan_scale.py --write",
-        "machine": {"cpus": 2, "processor": platform.processor() or platform.machine()},
+        "machine": {"cpus": os.cpu_count(), "processor": platform.machine(), "load_average": os.getloadavg()[0]},
         "python": platform.python_version(),
         "best_of": REPEATS,
         "sizes": rows,
