@@ -1,6 +1,6 @@
 """Seconds for check, plan and render of large runs: `python benchmarks/plan_scale.py [--write]`.
 
-Each size is recipes/glm5_pd.yaml with more inference replicas; the whole command is timed in a process of its own.
+Each size is recipes/glm5_pd.yaml with more train nodes and replicas; the whole command is a process of its own.
 """
 
 from __future__ import annotations

@@ -84,7 +84,7 @@ def _show(found: Diagnosis) -> None:
 
 def _show_first(first: Finding) -> None:
     failure = first.failure
-    where = f" on {failure.node}" if failure.node else ""
+    where = f" on {failure.node}" if failure.node and failure.node not in failure.component else ""
     _section("first failure")
     out.print(Text(f"{_clock(failure.time)}  {failure.component}{where} {failure.how}", style="red"), soft_wrap=True)
     if first.error:

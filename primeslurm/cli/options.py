@@ -89,7 +89,7 @@ def load(
     if site is None:
         raise UsageError(problems)
     site = site.model_copy(update={"python": site.python or sys.executable})
-    findings, estimate = review(recipe, site, model, local=local)
+    findings, estimate = review(recipe, site, model)
     recipe = with_absolute_paths(recipe)
     try:
         plan = derive(recipe, site, Path(site.runs) / recipe.name, local=local)

@@ -24,6 +24,7 @@ from primeslurm.run.directory import Attempt, RunDirectory
 from primeslurm.slurm.client import SlurmClient
 
 PLAN_WAIT_S = 120.0
+EXCLUDE_TRIES = 10
 DEPUTY_S = 3.0
 """Between two agents that look after a job whose head is gone."""
 
@@ -103,7 +104,7 @@ class AgentTask:
         if conclude(plan, run, attempt, ending, self._agent.journal):
             client.requeue(job_id)
             if hostlist := nodes_to_avoid(plan):
-                client.exclude(job_id, hostlist)
+                _keep_away_from(job_id, hostlist)
         else:
             client.cancel(job_id)
 
@@ -145,7 +146,11 @@ class AgentTask:
 
 
 def _keep_away_from(job_id: str, hostlist: str) -> None:
-    try:
-        SlurmClient().exclude(job_id, hostlist)
-    except ClusterError as error:
-        print(f"job {job_id} may get bad nodes again: {error}", file=sys.stderr, flush=True)
+    """More than one try: Slurm ends the step meanwhile, and its SIGTERM meets `scontrol` as well."""
+    for _ in range(EXCLUDE_TRIES):
+        try:
+            SlurmClient().exclude(job_id, hostlist)
+            return
+        except ClusterError as error:
+            print(f"job {job_id} is not kept away from {hostlist} yet: {error}", file=sys.stderr, flush=True)
+            time.sleep(1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 
@@ -13,6 +14,7 @@ from primeslurm.node.fleet import Fleet
 from primeslurm.node.reports import AgentReport, Ending, FleetView, Outcome
 from primeslurm.node.states import fleet_state
 from primeslurm.node.supervisor import ProcessState
+from primeslurm.node.walltime import MARGIN_S, end_of_job, ends_too_late, seconds_to_stop
 from primeslurm.plan.model import Plan
 from primeslurm.run.directory import Attempt, RunDirectory
 from primeslurm.run.roster import Roster, Seat
@@ -44,6 +46,8 @@ class Head(threading.Thread):
         self._published_generation = 0
         self._asked: Ending | None = None
         self._ending_at = 0.0
+        self._ends_at = end_of_job(agent.plan, os.environ, time.time())
+        self._grace_s = min(CHECKPOINT_GRACE_S, max(agent.plan.job.signal_s - MARGIN_S, 10.0))
 
     def end(self, ending: Ending) -> None:
         """Ask for the end of the attempt, from any thread or signal handler."""
@@ -66,7 +70,7 @@ class Head(threading.Thread):
             if (value := file.changed()) is not None:
                 self.fleet.observe(msgspec.convert(value, AgentReport), now)
         self._observe_progress(now)
-        if self.ending is None and (found := self._cancelled() or self._asked or self.fleet.decide(now)):
+        if self.ending is None and (found := self._asked_to_end(now) or self.fleet.decide(now)):
             self.ending, self._ending_at = found, now
             self.journal.event("ending", outcome=found.outcome, reason=found.reason, suspect=found.suspect)
         self._tell_news()
@@ -79,10 +83,16 @@ class Head(threading.Thread):
         ending = self.ending or Ending(Outcome.FAILED, "the head ended early")
         return conclude(self.plan, self.run_directory, self.attempt, ending, self.journal)
 
-    def _cancelled(self) -> Ending | None:
+    def _asked_to_end(self, now: float) -> Ending | None:
+        """By the user, by Slurm, or by the clock."""
         if self.attempt.cancel_file.exists():
             return Ending(Outcome.CANCELLED, "cancelled by the user")
-        return None
+        stop_s = seconds_to_stop(self.attempt.state("trainer-rank-0"))
+        if self._asked is None and ends_too_late(now, self._ends_at, self.plan.job.signal_s, stop_s):
+            self._grace_s = stop_s - MARGIN_S
+            reason = f"time limit: a last checkpoint may take {stop_s:.0f} s, more than Slurm's warning leaves"
+            return Ending(Outcome.PREEMPTED, reason)
+        return self._asked
 
     def _observe_progress(self, now: float) -> None:
         state = self.attempt.state("orchestrator" if self.plan.task == "rl" else "trainer-rank-0")
@@ -151,9 +161,8 @@ class Head(threading.Thread):
             return False
         if self.ending.outcome in (Outcome.COMPLETED, Outcome.CANCELLED):
             return True
-        grace = min(CHECKPOINT_GRACE_S, max(self.plan.job.signal_s - 30.0, 10.0))
         checkpointing = self._all_run("trainer") and self._all_run("orchestrator", none=True)
-        return not checkpointing or now - self._ending_at > grace
+        return not checkpointing or now - self._ending_at > self._grace_s
 
     def _all_run(self, role: str, *, none: bool = False) -> bool:
         """Whether all processes of a role run; `none`: the answer if there are none."""
@@ -171,4 +180,4 @@ class Head(threading.Thread):
             return False
         if all(self._has_ended(rank, now) for rank in self.fleet.agents):
             return True
-        return now - self._ending_at > CHECKPOINT_GRACE_S + GATHER_S
+        return now - self._ending_at > self._grace_s + GATHER_S

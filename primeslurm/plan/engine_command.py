@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from primeslurm.plan import kv
+from primeslurm.plan import dynamo, kv
 from primeslurm.plan.commands import Command, Device, EngineRole, long_options
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.inference import EngineSettings
+from primeslurm.recipe.routers import DynamoRouter
 
 SERVED_MODEL = "policy"
 """The model name that clients ask engines and routers for."""
@@ -20,6 +21,8 @@ MODULE = "vllm.entrypoints.openai.api_server"
 GATE = "primeslurm.inference.gate.VersionGate"
 SECRET_GATE = "primeslurm.inference.admission.SecretGate"
 """The same without policy versions, for engines that keep the weights they loaded."""
+START_TIMEOUT_S = 3600
+"""Longest time from an engine's start to its first answer: a trillion parameters are read, and kernels compiled."""
 TRANSFER_BACKENDS = {"filesystem": "primeslurm_filesystem", "nccl": "nccl"}
 """Weight transport of the recipe to vLLM's name of the backend (registered by inference.plugin)."""
 
@@ -60,9 +63,42 @@ def _first(own: object, common: object) -> object:
     return common if own is None else own
 
 
-def engine_command(recipe: Recipe, device: Device, role: EngineRole, python: str, dp: DataParallel = ALONE) -> Command:
+def engine_command(
+    recipe: Recipe, device: Device, role: EngineRole, python: str, dp: DataParallel = ALONE, replica: int = 0
+) -> Command:
     """One vLLM engine. `engine` prefills and decodes; `prefill` and `decode` hand KV over through NIXL."""
-    settings = settings_of(recipe, role)
+    return Engines(recipe, device, role, python).command(dp, replica)
+
+
+class Engines:
+    """The command lines of a role's engines: what all ranks share is worked out once."""
+
+    def __init__(self, recipe: Recipe, device: Device, role: EngineRole, python: str) -> None:
+        self._recipe, self._device, self._role = recipe, device, role
+        self._settings = settings_of(recipe, role)
+        self._in_dynamo = isinstance(recipe.inference.router, DynamoRouter)
+        options, module = _shared_options(recipe, self._settings, device, role), MODULE
+        if self._in_dynamo:
+            options, module = dynamo.worker_options(options, role), dynamo.WORKER
+        self._argv = (python, "-m", module, *long_options(options))
+        self._files = kv.engine_files(recipe, device)
+        self._scratch = kv.engine_scratch(recipe, role)
+
+    def command(self, dp: DataParallel = ALONE, replica: int = 0) -> Command:
+        """The engine of one data-parallel rank."""
+        ports = ["http"]
+        if self._role != "engine":
+            ports.append("nixl")
+        if dp.size > 1 and dp.rank == 0:
+            ports.append("dp_rpc")
+        env = _engine_env(self._recipe, self._settings, self._device, self._role, dp)
+        if self._in_dynamo:
+            env |= dynamo.worker_env(replica)
+        argv = (*self._argv, *long_options(_rank_options(dp)))
+        return Command(argv, env, tuple(ports), self._files, self._scratch)
+
+
+def _shared_options(recipe: Recipe, settings: EngineSettings, device: Device, role: EngineRole) -> dict[str, object]:
     options: dict[str, object] = {
         "host": "${host}",
         "port": "${port:http}",
@@ -82,18 +118,10 @@ def engine_command(recipe: Recipe, device: Device, role: EngineRole, python: str
     options["middleware"] = GATE if recipe.task == "rl" else SECRET_GATE
     options |= _memory_options(recipe, settings, device)
     options |= _model_options(recipe, settings)
-    options |= _parallel_options(recipe, settings, dp)
+    options |= _parallel_options(recipe, settings)
     if (transfer := kv.transfer_config(recipe, role, device)) is not None:
         options["kv_transfer_config"] = transfer
-    options |= settings.vllm_extra
-    ports = ["http"]
-    if role != "engine":
-        ports.append("nixl")
-    if dp.size > 1 and dp.rank == 0:
-        ports.append("dp_rpc")
-    env = _engine_env(recipe, settings, device, role, dp)
-    argv = (python, "-m", MODULE, *long_options(options))
-    return Command(argv, env, tuple(ports), kv.engine_files(recipe, device), kv.engine_scratch(recipe, role))
+    return options | settings.vllm_extra
 
 
 def _memory_options(recipe: Recipe, settings: EngineSettings, device: Device) -> dict[str, object]:
@@ -128,8 +156,7 @@ def _model_options(recipe: Recipe, settings: EngineSettings) -> dict[str, object
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _parallel_options(recipe: Recipe, settings: EngineSettings, dp: DataParallel) -> dict[str, object]:
-    """Every rank of a group is an engine with an HTTP server of its own; the router balances between them."""
+def _parallel_options(recipe: Recipe, settings: EngineSettings) -> dict[str, object]:
     options: dict[str, object] = {}
     if recipe.inference.expert_parallel:
         options |= {"enable_expert_parallel": True, "all2all_backend": settings.all2all}
@@ -137,14 +164,19 @@ def _parallel_options(recipe: Recipe, settings: EngineSettings, dp: DataParallel
         options["enable_dbo"] = settings.dbo
     if settings.eplb is not None:
         options["enable_eplb"] = settings.eplb
-    if dp.size > 1:
-        options |= {
-            "data_parallel_size": dp.size,
-            "data_parallel_rank": dp.rank,
-            "data_parallel_address": f"${{host:{dp.head}}}",
-            "data_parallel_rpc_port": f"${{port:{dp.head}:dp_rpc}}",
-        }
     return options
+
+
+def _rank_options(dp: DataParallel) -> dict[str, object]:
+    """Every rank of a group is an engine with an HTTP server of its own; the router balances between them."""
+    if dp.size == 1:
+        return {}
+    return {
+        "data_parallel_size": dp.size,
+        "data_parallel_rank": dp.rank,
+        "data_parallel_address": f"${{host:{dp.head}}}",
+        "data_parallel_rpc_port": f"${{port:{dp.head}:dp_rpc}}",
+    }
 
 
 def _engine_env(
@@ -154,6 +186,7 @@ def _engine_env(
         "VLLM_SERVER_DEV_MODE": "1",  # the routes of pause, resume and weight updates
         "VLLM_HOST_IP": "${host}",
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ENGINE_READY_TIMEOUT_S": str(START_TIMEOUT_S),
         "HF_HUB_OFFLINE": "1",
     }
     if device == "cpu":

@@ -95,8 +95,15 @@ def _place(recipe: Recipe, ask: _Ask, site: Site, problems: list[Violation]) -> 
         problems.append(Violation(f"{ask.field}.gpus_per_node", str(gpus), why, f"nearest: {kind.gpus}"))
     if ask.role != "control" and gpus == 0:
         problems.append(Violation(ask.field, "", f"role {ask.role} needs GPUs, partition {kind.partition} has none"))
-    spares = getattr(recipe.deployment.spares, ask.role, 0)
-    return Need(ask.role, ask.nodes, gpus, kind, ask.nodes_per_replica, spares)
+    return Need(ask.role, ask.nodes, gpus, kind, ask.nodes_per_replica, _spares(recipe, ask.role))
+
+
+def _spares(recipe: Recipe, role: NodeRole) -> int:
+    spares = recipe.deployment.spares
+    if role == "control":
+        # Slurm requeues a heterogeneous job when any of its nodes is lost, unless its first component has two nodes.
+        return int(any(value for _, value in spares))
+    return int(getattr(spares, role))
 
 
 def _engine_problems(recipe: Recipe, needs: list[Need]) -> list[Violation]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from primeslurm.run.happenings import exit_words
+from primeslurm.run.happenings import DIED, exit_words
 from primeslurm.run.records import Event
 from primeslurm.wire import exits
 
@@ -50,8 +50,11 @@ def failures(events: Sequence[Event], heartbeats: Iterable[Mapping[str, Any]]) -
 def _of_event(event: Event, hosts: Mapping[str, str]) -> Failure | None:
     kind, at, by = event.get("kind"), event["time"], event.get("process", "")
     host = hosts.get(by, "")
-    if kind == "exited" and event.get("state") in ("backoff", "failed") and event.get("code") != exits.CHECKPOINTED:
-        return Failure(at, event["name"], host, exit_words(event.get("code")), event.get("code"))
+    if kind == "exited" and event.get("state") in DIED and event.get("code") != exits.CHECKPOINTED:
+        why = f" ({event['reason']})" if event.get("reason") else ""
+        return Failure(at, event["name"], host, exit_words(event.get("code")) + why, event.get("code"))
+    if kind == "node_lost":
+        return Failure(at - _silence(event["reason"]), f"node {event['node']}", event["node"], event["reason"])
     if kind == "start_failed":
         return Failure(at, event["name"], host, f"cannot be started: {event.get('error')}")
     if kind in ("agent_failed", "head_failed"):
@@ -69,7 +72,9 @@ def _lost_nodes(events: Sequence[Event], heartbeats: Iterable[Mapping[str, Any]]
     over = next((event["time"] for event in events if event.get("kind") == "ending"), None)
     if over is None:
         return []
-    silent = [beat for beat in heartbeats if not beat.get("ended") and beat["time"] < over - SILENT_S]
+    told = {event.get("node") for event in events if event.get("kind") == "node_lost"}
+    beats = [beat for beat in heartbeats if not beat.get("ended") and beat["name"] not in told]
+    silent = [beat for beat in beats if beat["time"] < over - SILENT_S]
     words = "last heartbeat {:.0f} s before the end"
     return [Failure(b["time"], f"node {b['name']}", b["name"], words.format(over - b["time"])) for b in silent]
 
@@ -82,8 +87,13 @@ def _unexplained_end(events: Sequence[Event], known: Sequence[Failure]) -> list[
     suspect = ending.get("suspect") or "head"
     if any(suspect in (failure.component, failure.node) for failure in known):
         return []
-    silence = _SILENCE.search(ending["reason"])
-    return [Failure(ending["time"] - (float(silence[1]) if silence else 0.0), suspect, "", ending["reason"])]
+    return [Failure(ending["time"] - _silence(ending["reason"]), suspect, "", ending["reason"])]
+
+
+def _silence(reason: str) -> float:
+    """Seconds for which a node had been silent already when it was given up."""
+    found = _SILENCE.search(reason)
+    return float(found[1]) if found else 0.0
 
 
 def _with_recovery(found: list[Failure], events: Sequence[Event]) -> list[Failure]:
@@ -92,9 +102,14 @@ def _with_recovery(found: list[Failure], events: Sequence[Event]) -> list[Failur
         if event.get("kind") == "started":
             started[event["name"]] = event["time"]
     last = {failure.component: failure.time for failure in found}
+    lost = {f"node {event['node']}" for event in events if event.get("kind") == "node_lost"}
+    harm = [str(event.get("reason")) for event in events if event.get("kind") in ("given_up", "ending")]
 
     def over(failure: Failure) -> bool:
         name = failure.component
+        if name in lost:
+            # A spare took its place, or it was a spare itself: nothing was given up for it.
+            return not any(f"{name}:" in reason for reason in harm)
         # Started after its last failure: the failures before that were got over as well.
         return name in started and started[name] > last[name]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 import msgspec
@@ -12,6 +12,8 @@ import msgspec
 from primeslurm.run.records import Event
 
 Level = Literal["info", "warning", "error"]
+DIED = ("backoff", "fallen", "failed")
+"""States of a process that ended although it should not have."""
 
 
 class Happening(msgspec.Struct, frozen=True):
@@ -43,6 +45,12 @@ def notable(events: Iterable[Event]) -> list[Happening]:
     return told
 
 
+def lately(happenings: Sequence[Happening], count: int) -> list[Happening]:
+    """The newest happenings, each text only where it happened last."""
+    newest = {(happening.who, _once(happening)): happening for happening in happenings}
+    return sorted(newest.values(), key=lambda happening: happening.time)[-count:]
+
+
 def _once(happening: Happening) -> str:
     return re.sub(r" \(\d+ times\)$", "", happening.text)
 
@@ -61,10 +69,11 @@ def exit_words(code: int | None) -> str:
 
 def _exited(event: Event) -> Happening | None:
     state, code = event.get("state"), event.get("code")
-    if state not in ("backoff", "failed"):
+    if state not in DIED:
         return None  # it had done its work, or the attempt was ending anyway
-    again = "; it is started again" if state == "backoff" else ""
-    return Happening(event["time"], event["name"], exit_words(code) + again, "warning" if again else "error")
+    again = {"backoff": "; it is started again", "fallen": "; its unit is started again"}.get(state, "")
+    text = exit_words(code) + _because(event.get("reason")) + again
+    return Happening(event["time"], event["name"], text, "warning" if again else "error")
 
 
 def _started(event: Event) -> Happening | None:
@@ -91,6 +100,33 @@ def _committed(event: Event) -> Happening | None:
     return Happening(event["time"], "trainer", f"committed step {event.get('step')}")
 
 
+def _seated(event: Event) -> Happening | None:
+    if event.get("process") != "head":
+        return None  # every agent tells its own seat
+    spares = f", {len(event['spares'])} more are spares" if event.get("spares") else ""
+    return Happening(event["time"], "head", f"all {len(event.get('nodes', []))} nodes are there{spares}")
+
+
+def _given_up(event: Event) -> Happening:
+    names = event.get("processes", [])
+    few = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return Happening(event["time"], "head", f"goes on without {few}{_because(event.get('reason'))}", "error")
+
+
+def _preflight(event: Event) -> Happening | None:
+    if event.get("fitness") != "unfit":
+        return None
+    return _of_node(event, f"is not fit{_because(_failed(event))}", "error")
+
+
+def _of_node(event: Event, text: str, level: Level = "info") -> Happening:
+    return Happening(event["time"], f"node {event.get('node')}", text, level)
+
+
+def _failed(event: Event) -> str:
+    return "; ".join(check["text"] for check in event.get("checks", []) if check.get("level") == "failed")
+
+
 def _because(text: object) -> str:
     return f": {text}" if text else ""
 
@@ -107,7 +143,16 @@ def _error(who: str, text: str, field: str = "error", level: Level = "error") ->
 
 
 _WORDS: dict[str, Callable[[Event], Happening | None]] = {
-    "assembled": lambda e: Happening(e["time"], "head", f"all {len(e.get('nodes', []))} nodes are there"),
+    "seated": _seated,
+    "preflight": _preflight,
+    "gpu_failed": lambda e: _of_node(e, f"a GPU failed{_because(_failed(e))}", "error"),
+    "node_lost": lambda e: Happening(
+        e["time"], f"node {e.get('node')}", f"is lost{_because(e.get('reason'))}", "warning"
+    ),
+    "node_replaced": lambda e: Happening(e["time"], f"node {e.get('node')}", f"is replaced by {e.get('by')}"),
+    "given_up": _given_up,
+    "unit_restart": _error("unit", "is started again as one", "reason", "warning"),
+    "replica_lost": _error("router", "is given up with its replica", level="warning"),
     "started": _started,
     "exited": _exited,
     "start_failed": _error("name", "cannot be started"),

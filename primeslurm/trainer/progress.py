@@ -18,17 +18,19 @@ class Progress:
         self._journal = journal
         self._record = record
         self._seconds: dict[str, float] = defaultdict(float)
+        self._last: dict[str, float] = {}
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Spend the body's time on `name`."""
         if self._record:
-            self._journal.state(step=self.step, phase=name, seconds=dict(self._seconds))
+            self._journal.state(step=self.step, phase=name, seconds=dict(self._seconds), last_seconds=self._last)
         begin = time.monotonic()
         try:
             yield
         finally:
-            self._seconds[name] += time.monotonic() - begin
+            self._last[name] = time.monotonic() - begin
+            self._seconds[name] += self._last[name]
 
     def seconds(self, name: str) -> float:
         """Seconds spent on a phase since the last `take`."""

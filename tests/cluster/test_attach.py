@@ -78,10 +78,10 @@ def test_a_command_runs_beside_a_process_in_its_surroundings(run: RunDirectory) 
 
 
 def test_a_node_is_reached_by_name_and_by_number(run: RunDirectory) -> None:
-    by_number = attach(run, "0", "printenv", "SLURMD_NODENAME", "SLURM_JOB_PARTITION")
+    by_number = attach(run, "0", "printenv", "SLURMD_NODENAME")
     assert by_number.code == 0, by_number.err
-    name = by_number.out.splitlines()[0]
-    assert by_number.out == f"{name}\ncpu\n" and name.startswith("shared-c")
+    name = by_number.out.strip()
+    assert name.startswith("shared-c")
     assert attach(run, name, "printenv", "SLURMD_NODENAME").out == f"{name}\n"
 
 

@@ -22,20 +22,34 @@ def kill_node(cluster: Cluster, name: str) -> None:
     for pid in [pid for pid in parents if pid is not None and _comm(pid) == "slurmstepd"] + tasks:
         if process := Process.of("job", pid):
             process.send(signal.SIGKILL)
-    _scontrol(cluster, "update", f"nodename={name}", "state=down", "reason=lost power")
+    argv = ["scontrol", "update", f"nodename={name}", "state=down", "reason=lost power"]
+    subprocess.run(argv, env={**os.environ, "SLURM_CONF": str(cluster.spec.slurm_conf)}, check=True)
 
 
 def revive_node(cluster: Cluster, name: str) -> None:
-    """Start the slurmd of a killed node again; `cluster down` ends it as the others."""
+    """Start the slurmd of a killed node again; the node returns to service by itself."""
+    _revive(cluster, name, "slurmd", "-N", name)
+
+
+def kill_controller(cluster: Cluster) -> None:
+    """slurmctld is gone at once."""
+    next(daemon for daemon in cluster.daemons if daemon.name == "slurmctld").send(signal.SIGKILL)
+
+
+def revive_controller(cluster: Cluster) -> None:
+    """Start a killed slurmctld again; it finds its jobs in its state directory."""
+    _revive(cluster, "slurmctld", "slurmctld")
+
+
+def _revive(cluster: Cluster, name: str, *argv: str) -> None:
     pid_file = cluster.spec.directory / "pid" / name
     conf = str(cluster.spec.slurm_conf)
-    subprocess.run(["slurmd", "-f", conf, "-N", name], env={**os.environ, "SLURM_CONF": conf}, check=True)
+    subprocess.run([*argv, "-f", conf], env={**os.environ, "SLURM_CONF": conf}, check=True)
     deadline = time.monotonic() + 10
     while (started := Process.of(name, int(pid_file.read_text() or 0))) is None:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     cluster.daemons[:] = [daemon for daemon in cluster.daemons if daemon.name != name] + [started]
-    _scontrol(cluster, "update", f"nodename={name}", "state=resume")
 
 
 def _tasks(cluster: Cluster, name: str) -> list[int]:
@@ -62,8 +76,3 @@ def _comm(pid: int) -> str:
         return Path(f"/proc/{pid}/comm").read_text().strip()
     except OSError:
         return ""
-
-
-def _scontrol(cluster: Cluster, *args: str) -> None:
-    env = {**os.environ, "SLURM_CONF": str(cluster.spec.slurm_conf)}
-    subprocess.run(["scontrol", *args], env=env, check=True)

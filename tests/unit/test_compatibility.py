@@ -13,6 +13,7 @@ from primeslurm.plan.checks.compatibility import GROUPS, conflicts
 from primeslurm.plan.needs import needs_of
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.load import merge
+from primeslurm.recipe.routers import VllmRouter
 from tests.support.recipes import recipe_data, site
 
 RULES: dict[str, Rule] = {rule.name: rule for rules in GROUPS.values() for rule in rules}
@@ -181,7 +182,7 @@ EXAMPLES: dict[str, tuple[tuple[dict[str, Any], str, dict[str, Any]], tuple[dict
         (trainer(optimizer={"type": "adamw"}, memory={"optimizer_offload": True}), MOE, GPU),
     ),
 }  # fmt: skip
-ELSEWHERE = {"mooncake-local", "replay-llm-d"}
+ELSEWHERE = {"replay-llm-d"}
 
 
 def facts_of(model: str) -> ModelFacts:
@@ -190,13 +191,13 @@ def facts_of(model: str) -> ModelFacts:
     return replace(catalog()[DENSE].facts, heads=20) if model == "odd heads" else catalog()[model].facts
 
 
-def case(changes: dict[str, Any], model: str, site_changes: dict[str, Any], local: bool = False) -> Case:
+def case(changes: dict[str, Any], model: str, site_changes: dict[str, Any]) -> Case:
     recipe, where = Recipe.model_validate(recipe_data(**changes)), site(**site_changes)
-    return Case(recipe, where, needs_of(recipe, where), facts_of(model), local)
+    return Case(recipe, where, needs_of(recipe, where), facts_of(model))
 
 
-def broken(changes: dict[str, Any], model: str, site_changes: dict[str, Any], local: bool = False) -> set[str]:
-    found = {(finding.field, finding.text) for finding in conflicts(case(changes, model, site_changes, local))}
+def broken(changes: dict[str, Any], model: str, site_changes: dict[str, Any]) -> set[str]:
+    found = {(finding.field, finding.text) for finding in conflicts(case(changes, model, site_changes))}
     return {
         name
         for name, rule in RULES.items()
@@ -215,9 +216,13 @@ def test_a_rule_fires_on_what_breaks_it_and_not_on_what_keeps_it(name: str) -> N
     assert name not in broken(*keeps)
 
 
-def test_the_mooncake_store_is_refused_without_slurm() -> None:
-    assert "mooncake-local" in broken(MOONCAKE, MOE, GPU, local=True)
-    assert "mooncake-local" not in broken(MOONCAKE, MOE, GPU, local=False)
+def test_router_replay_is_refused_behind_llm_d() -> None:
+    given = case(REPLAY, MOE, GPU)
+    router = VllmRouter.model_construct(type="llm-d")
+    inference = given.recipe.inference.model_copy(update={"router": router})
+    rule = RULES["replay-llm-d"]
+    assert rule.finds(replace(given, recipe=given.recipe.model_copy(update={"inference": inference})))
+    assert not rule.finds(given)
 
 
 def test_a_small_recipe_breaks_no_rule() -> None:

@@ -41,13 +41,13 @@ def run(tmp_path: Path) -> RunDirectory:
     write_json(directory.path / "recipe.resolved.json", {"orchestrator": {"batch_size": 8}})
     for node in (0, 1):
         say(directory, f"agent-{node}", T0, "agent_started", node=f"n{node}")
-        write_json(attempt.node_file(node), {"name": f"n{node}", "time": T0 + 100, "ended": True})
+        write_json(attempt.agent_file(node), {"name": f"n{node}", "time": T0 + 100, "ended": True})
     return directory
 
 
-def say(run: RunDirectory, by: str, at: float, kind: str, **fields: Any) -> None:
-    with (run.attempt(1).path / "events" / f"{by}.jsonl").open("a") as handle:
-        handle.write(json.dumps({"time": at, "process": by, "kind": kind, **fields}) + "\n")
+def say(run: RunDirectory, writer: str, at: float, kind: str, /, **fields: Any) -> None:
+    with (run.attempt(1).path / "events" / f"{writer}.jsonl").open("a") as handle:
+        handle.write(json.dumps({"time": at, "process": writer, "kind": kind, **fields}) + "\n")
 
 
 def log(run: RunDirectory, name: str, at: float, *lines: str) -> None:
@@ -85,7 +85,18 @@ def test_the_rank_that_ran_out_of_memory_is_named_and_not_the_one_that_noticed(r
     assert found.first.last_lines[-2:] == [OOM, "bye"]
     (cause,) = found.first.causes
     assert cause.cause == "a GPU ran out of memory" and cause.evidence == OOM
-    assert [event.who for event in found.followed] == ["head"]
+    assert [event.who for event in found.followed] == ["trainer-rank-0", "head"]
+
+
+def test_a_rank_that_was_killed_is_named_and_not_the_one_that_says_nothing(run: RunDirectory) -> None:
+    log(run, "trainer-rank-0", T0, "a rank is gone")
+    log(run, "trainer-rank-1", T0, "step 3")
+    say(run, "agent-0", T0 + 50.0, "exited", name="trainer-rank-0", code=1, state="failed")
+    say(run, "agent-1", T0 + 50.2, "exited", name="trainer-rank-1", code=-9, state="failed")
+    end(run, T0 + 51, "trainer-rank-0 ended with exit code 1", "trainer-rank-0")
+    found = diagnosis(run)
+    assert found.first is not None and found.first.failure.component == "trainer-rank-1"
+    assert [event.who for event in found.followed] == ["trainer-rank-0", "head"]
 
 
 def test_what_was_restarted_is_not_the_first_failure(run: RunDirectory) -> None:
@@ -114,7 +125,7 @@ def test_an_engine_that_fails_again_and_again_was_never_got_over(run: RunDirecto
 
 
 def test_a_node_that_fell_silent_comes_before_those_that_missed_it(run: RunDirectory) -> None:
-    write_json(run.attempt(1).node_file(1), {"name": "n1", "time": T0 + 40, "ended": False})
+    write_json(run.attempt(1).agent_file(1), {"name": "n1", "time": T0 + 40, "ended": False})
     log(run, "trainer-rank-0", T0, RESET)
     say(run, "agent-0", T0 + 100, "exited", name="trainer-rank-0", code=1, state="failed")
     end(run, T0 + 101, "trainer-rank-0 ended with exit code 1", "trainer-rank-0")
@@ -123,6 +134,34 @@ def test_a_node_that_fell_silent_comes_before_those_that_missed_it(run: RunDirec
     assert (found.first.failure.component, found.first.failure.how) == ("node n1", "last heartbeat 61 s before the end")
     assert "a node was lost" in found.first.causes[0].cause
     assert "trainer-rank-0" in [event.who for event in found.followed]
+
+
+def test_a_node_that_a_spare_replaced_was_got_over(run: RunDirectory) -> None:
+    say(run, "head", T0 + 95, "node_lost", node="n1", rank=1, reason="has been silent for 91 s")
+    say(run, "head", T0 + 95, "node_replaced", node="n1", by="n2", index=1)
+    found = diagnosis(run, "RUNNING")
+    assert found.well
+    assert [(f.component, f.time, f.how) for f in found.recovered] == [("node n1", T0 + 4, "has been silent for 91 s")]
+
+
+def test_a_replica_that_was_given_up_is_a_failure_of_a_run_that_goes_on(run: RunDirectory) -> None:
+    say(run, "head", T0 + 95, "node_lost", node="n1", rank=1, reason="has been silent for 91 s")
+    say(run, "head", T0 + 95, "given_up", processes=["decode-r0-0"], reason="node n1: has been silent for 91 s")
+    found = diagnosis(run, "RUNNING")
+    assert (found.outcome, found.well) == ("running", False)
+    assert found.first is not None and found.first.failure.component == "node n1"
+    assert "a node was lost" in found.first.causes[0].cause
+    assert [event.text for event in found.followed if event.who == "head"] == [
+        "goes on without decode-r0-0: node n1: has been silent for 91 s"
+    ]
+
+
+def test_a_member_of_a_unit_that_died_is_over_once_the_unit_runs_again(run: RunDirectory) -> None:
+    say(run, "agent-1", T0 + 10, "exited", name="decode-r0-0", code=1, state="fallen", reason="hangs")
+    assert diagnosis(run, "RUNNING").first is not None
+    say(run, "agent-1", T0 + 12, "started", name="decode-r0-0", restarts=0, generation=1)
+    found = diagnosis(run, "RUNNING")
+    assert found.well and found.recovered[0].how == "ended with exit code 1 (hangs)"
 
 
 def test_a_stall_names_the_suspect(run: RunDirectory) -> None:

@@ -33,7 +33,7 @@ def run(tmp_path: Path) -> RunDirectory:
         attempt.prepare(plan_of(directory.path, (engine,)))
         begin = T0 + 4000 * (number - 1)
         events = [
-            {"time": begin, "process": "head", "kind": "assembled", "nodes": ["n1"]},
+            {"time": begin, "process": "head", "kind": "seated", "nodes": ["n1"]},
             {
                 "time": begin + 900,
                 "process": "agent-0",

@@ -7,7 +7,16 @@ this file system: only a real `submit` refuses it. `warning` and `note` are advi
 from primeslurm.plan.checks.advice import advise
 from primeslurm.plan.checks.case import Case
 from primeslurm.plan.checks.compatibility import conflicts
-from primeslurm.plan.checks.files import absent_data, model_files, with_absolute_paths
+from primeslurm.plan.checks.files import absent_data, model_directory, model_files, with_absolute_paths
 from primeslurm.plan.checks.review import review
 
-__all__ = ["Case", "absent_data", "advise", "conflicts", "model_files", "review", "with_absolute_paths"]
+__all__ = [
+    "Case",
+    "absent_data",
+    "advise",
+    "conflicts",
+    "model_directory",
+    "model_files",
+    "review",
+    "with_absolute_paths",
+]

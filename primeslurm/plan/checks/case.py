@@ -29,8 +29,6 @@ class Case:
     """Empty if the recipe cannot be placed."""
     facts: ModelFacts | None
     """None if nothing is known about the model."""
-    local: bool = False
-    """Without Slurm."""
 
     @property
     def trains(self) -> bool:

@@ -55,18 +55,16 @@ def _prefix_offload(case: Case) -> str:
     return "offloaded KV is found by its prefix" if off and case.recipe.inference.kv_offload else ""
 
 
-def _mooncake_local(case: Case) -> str:
-    return "the store's daemons run on Slurm nodes" if case.local and _mooncake(case) else ""
-
-
 def _mooncake_fabric(case: Case) -> str:
     store = _mooncake(case)
-    return f"{case.site.name} has none" if store and store.protocol == "rdma" and not case.site.network.rdma else ""
+    wanted = store is not None and case.site.device == "cuda" and store.protocol != "tcp"
+    return f"{case.site.name} has none" if wanted and not case.site.network.rdma else ""
 
 
 def _mooncake_tcp(case: Case) -> str:
     store = _mooncake(case)
-    return "works, but every hit crosses the hosts' TCP stacks" if store and store.protocol == "tcp" else ""
+    slow = store is not None and case.site.device == "cuda" and store.protocol == "tcp"
+    return "works, but every hit crosses the hosts' TCP stacks" if store and slow else ""
 
 
 def _mooncake_alone(case: Case) -> str:
@@ -148,8 +146,6 @@ JOINT_RULES = (
          "raise environments.workers", "prime-rl 0.6.0 docs, router replay"),
     Rule("offload-prefix-cache", "error", _OFFLOAD, "KV offload needs the prefix cache", _prefix_offload,
          "leave enable_prefix_caching on", "vLLM 0.32, KV connectors"),
-    Rule("mooncake-local", "error", f"{_OFFLOAD}.type", "Mooncake needs Slurm", _mooncake_local, "type: native",
-         "prime-rl 0.6.0 docs, KV offload"),
     Rule("mooncake-rdma", "error", f"{_OFFLOAD}.protocol", "Mooncake needs RDMA", _mooncake_fabric,
          "type: native, or protocol: tcp", "prime-rl 0.6.0 docs, KV offload"),
     Rule("mooncake-tcp", "warning", f"{_OFFLOAD}.protocol", "Mooncake over TCP is slow", _mooncake_tcp,

@@ -16,12 +16,10 @@ from primeslurm.plan.needs import Need, needs_of
 from primeslurm.recipe import Recipe, Site
 
 
-def review(
-    recipe: Recipe, site: Site, model: ModelFiles, *, local: bool = False
-) -> tuple[list[Finding], Estimate | None]:
+def review(recipe: Recipe, site: Site, model: ModelFiles) -> tuple[list[Finding], Estimate | None]:
     """What is wrong or doubtful; and memory and amounts, if the model's shape is known."""
     needs = _needs(recipe, site)
-    found = conflicts(Case(recipe, site, needs, model.facts, local))
+    found = conflicts(Case(recipe, site, needs, model.facts))
     found += unbuilt(recipe, model.facts, model.family)
     if model.absent:
         found.append(model.absent)

@@ -1,0 +1,151 @@
+"""The memory model against measurements: `python benchmarks/memory_model.py [--measure] [--write]`.
+
+Trainer rows are prime-rl's published peaks (BENCHMARKS.md of January and February 2026: torch's reserved memory, no CP
+or EP, full activation recompute; LM head in pieces of about 8192 x 8192 logits for RL and LoRA, whole for SFT). Two
+constants of the model (bytes per logit, copies of a routed token) were chosen with these rows in view. With --measure:
+parameters that transformers builds from the same configs, and KV cache that vLLM allocates on the CPU for a tiny model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from primeslurm.plan.catalog import CATALOG, catalog, facts_of
+from primeslurm.plan.engine_memory import EngineLayout, kv_bytes_per_token
+from primeslurm.plan.gpus import GIB
+from primeslurm.plan.parameters import count
+from primeslurm.plan.trainer_memory import TrainerLayout, lora_parameters, trainer_memory
+
+RESULT = Path(__file__).resolve().parent / "results" / "memory_model.json"
+PIECE = 8192 * 8192
+"""Logits that exist at once in prime-rl's fused LM head."""
+RANK = 16
+
+
+@dataclass(frozen=True)
+class Row:
+    """One published measurement."""
+
+    model: str
+    gpus: int
+    mode: str
+    """rl, lora or sft."""
+    seq_len: int
+    measured_gib: float
+    activation_offload: bool = False
+
+
+_30B, _4B, _06B, _106B = "Qwen/Qwen3-30B-A3B", "Qwen/Qwen3-4B", "Qwen/Qwen3-0.6B", "PrimeIntellect/INTELLECT-3"
+TRAINER_ROWS = (
+    Row(_30B, 8, "rl", 16384, 74.6),
+    Row(_30B, 8, "rl", 65536, 105.4),
+    Row(_30B, 8, "lora", 16384, 31.6),
+    Row(_30B, 8, "lora", 65536, 63.7),
+    Row(_30B, 8, "sft", 16384, 106.4),
+    Row(_4B, 8, "rl", 16384, 17.1),
+    Row(_4B, 8, "rl", 65536, 36.1),
+    Row(_4B, 8, "lora", 65536, 28.8),
+    Row(_4B, 8, "sft", 16384, 54.6),
+    Row(_106B, 8, "lora", 16384, 89.7),
+    Row(_106B, 8, "lora", 65536, 128.8, activation_offload=True),
+    Row(_06B, 1, "rl", 16384, 12.5),
+    Row(_06B, 1, "rl", 65536, 19.6),
+    Row(_06B, 1, "sft", 16384, 52.8),
+)
+
+
+def predicted_gib(row: Row) -> float:
+    """What the model says torch allocates."""
+    facts = catalog()[row.model].facts
+    layout = TrainerLayout(
+        shard=row.gpus,
+        ep=1,
+        tokens=row.seq_len,
+        checkpointing="full",
+        activation_offload=row.activation_offload,
+        logit_tokens=None if row.mode == "sft" else PIECE // facts.vocab,
+        lora_parameters=lora_parameters(facts, RANK) if row.mode == "lora" else 0,
+    )
+    return trainer_memory(facts, layout).allocated / GIB
+
+
+def main() -> None:
+    """Print the comparison, and with --write keep it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--measure", action="store_true", help="measure with transformers and vLLM (a minute)")
+    parser.add_argument("--write", action="store_true", help=f"write {RESULT.name}")
+    options = parser.parse_args()
+    rows = []
+    for row in TRAINER_ROWS:
+        predicted = predicted_gib(row)
+        error = predicted / row.measured_gib - 1
+        rows.append({**asdict(row), "predicted_gib": round(predicted, 1), "error_percent": round(100 * error, 1)})
+    worst = max(abs(row["error_percent"]) for row in rows)
+    mean = sum(abs(row["error_percent"]) for row in rows) / len(rows)
+    summary = {"mean_absolute_error_percent": round(mean, 1), "worst_error_percent": worst}
+    parameters = {
+        name: {"published_b": entry.parameters_b, "counted_b": round(_count(name), 2)}
+        for name, entry in catalog().items()
+    }
+    command = "python benchmarks/memory_model.py --measure --write"
+    result = {"command": command, "trainer_gib": {**summary, "rows": rows}, "parameters": parameters}
+    if options.measure:
+        result |= {"built_by_transformers": built_parameters(), "kv_cache_of_vllm": kv_cache()}
+    text = json.dumps(result, indent=2) + "\n"
+    print(text, end="")
+    if options.write:
+        RESULT.write_text(text)
+
+
+def built_parameters() -> list[dict[str, object]]:
+    """Parameters of the models that transformers builds (on no device) from the catalog's configs."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    rows: list[dict[str, object]] = []
+    for name, entry in json.loads(CATALOG.read_bytes()).items():
+        config = dict(entry["config"].get("text_config", entry["config"]))
+        config.pop("quantization_config", None)
+        if config["model_type"] == "kimi_k2":
+            config["model_type"] = "deepseek_v3"  # the same architecture, which transformers has itself
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+        built, counted = sum(p.numel() for p in model.parameters()), count(facts_of(config)).total
+        rows.append({"model": name, "built": built, "counted": counted, "error_percent": _percent(counted, built)})
+    return rows
+
+
+def kv_cache() -> dict[str, object]:
+    """Tokens that vLLM puts into a KV cache of a given size, for a tiny model on the CPU."""
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
+    from vllm import LLM
+
+    from tests.support.models import make_model
+
+    size = 64 * 2**20
+    with tempfile.TemporaryDirectory() as directory:
+        path = make_model(Path(directory))
+        facts = facts_of(json.loads((path / "config.json").read_bytes()))
+        engine = LLM(str(path), dtype="bfloat16", enforce_eager=True, kv_cache_memory_bytes=size, max_model_len=1024)
+        config = engine.llm_engine.vllm_config.cache_config
+    allocated = config.num_gpu_blocks * config.block_size
+    per_token = kv_bytes_per_token(facts, EngineLayout(1, 1, 2, 2, False, 8192, False, None))
+    predicted = size // per_token
+    return {"bytes": size, "tokens": allocated, "predicted": predicted, "error_percent": _percent(predicted, allocated)}
+
+
+def _percent(predicted: float, measured: float) -> float:
+    return round(100 * (predicted / measured - 1), 3)
+
+
+def _count(name: str) -> float:
+    return count(catalog()[name].facts).total / 1e9
+
+
+if __name__ == "__main__":
+    main()

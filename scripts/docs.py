@@ -1,0 +1,50 @@
+"""Write the generated pages of docs/; with --check, only say whether they are current."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from primeslurm.plan.checks.compatibility import as_markdown
+from primeslurm.plan.checks.unbuilt import FAMILIES, GAPS
+from primeslurm.recipe import Recipe, Site
+from primeslurm.recipe.reference import markdown
+
+DOCS = Path(__file__).resolve().parents[1] / "docs"
+WRITTEN = "Written by `./just docs` from the code; a test keeps it current."
+
+
+def pages() -> dict[Path, str]:
+    """Every generated page and its text."""
+    recipe = f"# Recipe reference\n\n{WRITTEN} How to use it: [recipes](recipe.md).\n\n{markdown(Recipe)}"
+    site = f"# Site reference\n\n{WRITTEN} How to use it: [sites](site.md).\n\n{markdown(Site)}"
+    gaps = "\n".join(f"| {gap.what} | `{gap.field}` | {gap.fix} |" for gap in GAPS)
+    compatibility = f"""# What goes with what
+
+{WRITTEN} `primeslurm check RECIPE` applies all of it at once. Errors are refused, warnings are printed.
+
+{as_markdown()}
+### Not built yet
+
+A recipe may ask for these, and `plan`, `check` and `--dry-run` work with it; a real `submit` refuses it as `blocked`,
+`--emulate` runs it. Trained model types: {", ".join(f"`{family}`" for family in FAMILIES)}.
+
+| what | field | instead |
+|---|---|---|
+{gaps}
+"""
+    found = {"reference.md": recipe, "site-reference.md": site, "compatibility.md": compatibility}
+    return {DOCS / name: text.rstrip() + "\n" for name, text in found.items()}
+
+
+def main() -> None:
+    """Write or check the pages; exit code 1 if one is not current."""
+    stale = [path for path, text in pages().items() if not path.is_file() or path.read_text() != text]
+    if "--check" in sys.argv:
+        sys.exit(f"run `./just docs`: not current: {', '.join(path.name for path in stale)}" if stale else 0)
+    for path in stale:
+        path.write_text(pages()[path])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,250 @@
+"""Nodes that fail, on the real Slurm: spares, replicas that are given up, a head that is gone, the ledger."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from primeslurm.cli.nodes import avoid_bad_nodes
+from primeslurm.node.entry import AgentTask
+from primeslurm.plan.model import Health, HetGroup, JobOptions, Node, Plan, Process, Replica, Totals
+from primeslurm.recipe.site import Site
+from primeslurm.run.directory import Attempt, JobRecord, RunDirectory
+from primeslurm.run.ledger import Ledger
+from primeslurm.run.summary import events
+from primeslurm.slurm.cluster import Cluster
+from primeslurm.slurm.executor import submit
+from primeslurm.slurm.render import render
+from primeslurm.wire.files import read_json, write_json
+from tests.support.faults import kill_node, revive_node
+from tests.support.plans import SERVER, python
+
+pytestmark = pytest.mark.cluster
+
+CHECKOUT = str(Path(__file__).parents[2])
+SILENT_S = 7
+# Ends well once the test says so.
+UNTIL_DONE = python("import os, sys, time\nwhile not os.path.exists(sys.argv[1]): time.sleep(0.2)", "${run_dir}/done")
+
+
+def process(name: str, node: int, argv: tuple[str, ...], **options: Any) -> Process:
+    role = name.split("-")[0]
+    return Process.model_validate(
+        {"name": name, "role": role, "node": node, "argv": argv, "log": f"logs/{role}/{name}.log", **options}
+    )
+
+
+def server(name: str, node: int, *uses: str) -> Process:
+    """Listens; it is told where those are that it uses."""
+    argv = python(SERVER, "${host}", "${port:http}", *(f"${{addr:{other}:http}}" for other in uses))
+    health = Health(port="http", path="/x")
+    return process(name, node, argv, ports={"http": 21000 + 10 * node}, health=health, after=uses)
+
+
+def component(index: int, nodes: int, spares: int) -> HetGroup:
+    """Some nodes of partition gpu."""
+    fields = {"partition": "gpu", "gres": None, "cpus_per_task": 1}
+    return HetGroup.model_validate({"index": index, "name": str(index), "nodes": nodes, "spares": spares, **fields})
+
+
+def make_plan(run_dir: Path, site: Site, replicas: int, spares: int, layout: str) -> Plan:
+    """Orchestrator and trainer on node 0; an engine with its router on each further node."""
+    het = layout == "het"
+    control = (
+        process("orchestrator", 0, UNTIL_DONE),
+        process("trainer-rank-0", 0, UNTIL_DONE, restart="attempt"),
+    )
+    nodes = [control]
+    for i in range(replicas):
+        nodes.append((server(f"engine-r{i}-0", i + 1), server(f"router-{i}", i + 1, f"engine-r{i}-0")))
+    if het:  # the leading component has a second node, or Slurm would requeue the job when any node is lost
+        groups = (component(0, 2, 1), component(1, replicas + spares, spares))
+    else:
+        groups = (component(0, len(nodes) + spares, spares),)
+    count = sum(group.nodes for group in groups)
+    return Plan(
+        schema=1,
+        run=run_dir.name,
+        run_dir=str(run_dir),
+        task="rl",
+        layout=layout,
+        executor="slurm",
+        device="cpu",
+        python=sys.executable,
+        job=JobOptions(name=run_dir.name, time="00:10:00", signal_s=40),
+        groups=groups,
+        nodes=tuple(
+            Node(index=i, group=int(het and i > 0), role="train", index_in_group=max(i - het, 0), processes=processes)
+            for i, processes in enumerate(nodes)
+        ),
+        replicas=tuple(
+            Replica(index=i, router=f"router-{i}", engines=(f"engine-r{i}-0",), nodes=(i + 1,)) for i in range(replicas)
+        ),
+        totals=Totals(
+            nodes=count, gpus=0, trainer_gpus=0, engines=replicas, inference_nodes=replicas, routers=replicas
+        ),
+        env={"TMPDIR": "${tmp}", "PYTHONPATH": CHECKOUT},
+        addresses=site.network.addresses,
+        stall_timeout_s=600,
+        max_attempts=3,
+        node_silent_s=SILENT_S,
+    )
+
+
+class Job:
+    """A run of such a plan on the shared cluster."""
+
+    def __init__(self, cluster: Cluster, plan: Plan) -> None:
+        self.cluster, self.plan = cluster, plan
+        self.run = RunDirectory(Path(plan.run_dir))
+        self.run.path.mkdir(parents=True)
+        attempt = self.run.attempt(1)
+        attempt.prepare(plan)
+        write_json(self.run.path / "lock.json", {"run_id": f"{plan.run}-1"})
+        script = attempt.path / "job.sbatch"
+        script.write_text(render(plan))
+        conf = str(cluster.spec.slurm_conf)
+        self.id = submit(plan, AgentTask(plan.run_dir, 1), script, conf)
+        attempt.record_job(JobRecord(self.id, "slurm", time.time(), conf))
+
+    @property
+    def attempt(self) -> Attempt:
+        return self.run.latest()
+
+    def wait(self, condition: Callable[[], object], timeout_s: float = 120) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, "\n".join(map(str, events(self.run)))
+            time.sleep(0.2)
+
+    def states(self) -> dict[str, str]:
+        return dict((read_json(self.attempt.fleet_file) or {}).get("states", {}))
+
+    def wait_for(self, *names: str, state: str = "HEALTHY") -> None:
+        self.wait(lambda: {self.states().get(name) for name in names} == {state})
+
+    def node_of(self, index: int) -> str:
+        return self.attempt.roster().seats[index].name
+
+    def heartbeat(self, index: int) -> dict[str, Any]:
+        return self.attempt.heartbeat(index, self.attempt.roster()) or {}
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in events(self.run) if event["kind"] == kind]
+
+    def finish(self) -> float:
+        """Let it complete; returns the seconds until Slurm has ended the job."""
+        began = time.monotonic()
+        (self.run.path / "done").touch()
+        self.wait(lambda: not self.active())
+        return time.monotonic() - began
+
+    def active(self) -> bool:
+        job = self.cluster.client.job(self.id)
+        return job is not None and job.active
+
+
+@pytest.fixture
+def start(cluster: Cluster, tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    site = Site.model_validate(yaml.safe_load(cluster.spec.site_file.read_text()))
+    jobs: list[Job] = []
+
+    def submit_plan(*, replicas: int, spares: int, layout: str = "single", without_address: str | None = None) -> Job:
+        plan = make_plan(tmp_path / "runs" / "toy", site, replicas, spares, layout)
+        addresses = {name: address for name, address in plan.addresses.items() if name != without_address}
+        jobs.append(Job(cluster, plan.model_copy(update={"addresses": addresses})))
+        return jobs[-1]
+
+    yield submit_plan
+    for job in jobs:
+        if job.active():
+            cluster.client.cancel(job.id)
+            job.wait(lambda job=job: not job.active())
+    for name in [daemon.name for daemon in cluster.daemons if not daemon.alive]:
+        revive_node(cluster, name)
+    deadline = time.monotonic() + 60
+    while any(node.state != "idle" or not node.responding for node in cluster.client.nodes()):
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def test_nodes_lose_power(cluster: Cluster, start: Callable[..., Job]) -> None:
+    """The first one is replaced by the spare, the second one's replica is given up, and the run completes."""
+    job = start(replicas=2, spares=1)
+    everything = [process.name for process in job.plan.processes()]
+    job.wait_for(*everything)
+    pids = {name: report["pid"] for i in (0, 2) for name, report in job.heartbeat(i)["processes"].items()}
+
+    first, spare = job.node_of(1), next(iter(job.events("seated")[0]["spares"]))
+    kill_node(cluster, first)
+    job.wait(lambda: job.node_of(1) == spare)
+    job.wait_for(*everything)
+    address = job.plan.addresses[spare]
+    assert read_json(job.attempt.addresses_file)["hosts"]["engine-r0-0"] == address
+    log = (job.attempt.path / "logs/router/router-0.log").read_text().splitlines()
+    assert f" {address}:" in log[-1], "the router was not told where its engine is now"
+
+    second = job.node_of(2)
+    kill_node(cluster, second)
+    job.wait_for("engine-r1-0", "router-1", state="LOST")
+    job.wait_for("engine-r0-0", "router-0", "orchestrator")
+    now = {name: report["pid"] for name, report in job.heartbeat(0)["processes"].items()}
+    assert now == {name: pid for name, pid in pids.items() if name in now}, "what was not concerned was restarted"
+
+    assert job.finish() < 60
+    end = job.run.attempt(1).end()
+    assert end is not None and end.outcome == "completed"
+    assert [attempt.number for attempt in job.run.attempts()] == [1]
+    bad = Ledger(job.run.path.parent).entries(time.time())
+    assert {entry.node for entry in bad} == {first, second}
+    again = avoid_bad_nodes(job.plan, str(cluster.spec.slurm_conf))
+    assert set(again.job.avoid) == {first, second}
+    assert [finding.fix for finding in again.findings] == [f"primeslurm nodes --forget {e.node}" for e in bad]
+    assert f"--exclude={','.join(again.job.avoid)}" in render(again)
+
+
+def test_a_node_that_is_not_fit_is_left_out(cluster: Cluster, start: Callable[..., Job]) -> None:
+    bad = cluster.spec.gpu_names[1]
+    job = start(replicas=1, spares=1, without_address=bad)
+    job.wait_for("engine-r0-0", "router-0")
+    assert job.node_of(1) != bad
+    (lost,) = job.events("node_lost")
+    assert lost["node"] == bad and "does not resolve" in lost["reason"]
+    checked = {event["node"]: event["fitness"] for event in job.events("preflight")}
+    assert checked[bad] == "unfit" and sorted(checked.values()) == ["fit", "fit", "unfit"]
+    assert max(event["seconds"] for event in job.events("preflight")) < 30
+    job.finish()
+
+
+def test_a_het_job_survives_a_node_as_well(cluster: Cluster, start: Callable[..., Job]) -> None:
+    job = start(replicas=1, spares=1, layout="het")
+    job.wait_for("engine-r0-0", "router-0", "orchestrator")
+    lost = job.node_of(1)
+    kill_node(cluster, lost)
+    job.wait(lambda: job.node_of(1) != lost)
+    job.wait_for("engine-r0-0", "router-0", "orchestrator")
+    job.finish()
+    assert [attempt.number for attempt in job.run.attempts()] == [1]
+
+
+def test_a_job_whose_head_is_gone_is_requeued_by_another_agent(cluster: Cluster, start: Callable[..., Job]) -> None:
+    """With --no-kill, Slurm itself would leave such a job alone until its time limit."""
+    job = start(replicas=1, spares=0)
+    job.wait_for("engine-r0-0", "router-0", "orchestrator")
+    head = job.node_of(0)
+    kill_node(cluster, head)
+    job.wait(lambda: job.attempt.number == 2)
+    end = job.run.attempt(1).end()
+    assert end is not None and (end.outcome, end.suspect, end.requeued) == ("failed", "head", True)
+    job.wait_for("engine-r0-0", "router-0", "orchestrator")
+    assert job.node_of(0) != head
+    assert head not in [seat.name for seat in job.attempt.roster().seats.values()]
+    job.finish()
+    last = job.run.attempt(2).end()
+    assert last is not None and last.outcome == "completed"

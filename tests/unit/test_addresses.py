@@ -1,0 +1,43 @@
+"""Addresses that are looked up by name and follow what the head publishes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from primeslurm.wire.addresses import FILE, AddressBook
+from primeslurm.wire.files import Watched, write_json
+
+
+def publish(directory: Path, host: str, lost: list[str]) -> None:
+    ports = {"router-0": {"http": 8000}}
+    write_json(directory / FILE, {"hosts": {"router-0": host}, "ports": ports, "lost": lost})
+
+
+def test_a_book_follows_its_file_at_most_once_a_second(tmp_path: Path) -> None:
+    now = [0.0]
+    book = AddressBook(tmp_path, lambda: now[0])
+    with pytest.raises(LookupError, match="has not been published"):
+        book.url("router-0")
+    publish(tmp_path, "10.0.0.1", [])
+    assert book.url("router-0") == "http://10.0.0.1:8000"
+    publish(tmp_path, "10.0.0.2", ["engine-r1-0"])
+    assert (book.url("router-0"), book.lost) == ("http://10.0.0.1:8000", frozenset())
+    now[0] = 1.0
+    assert (book.url("router-0"), book.lost) == ("http://10.0.0.2:8000", {"engine-r1-0"})
+    with pytest.raises(LookupError):
+        book.url("router-9")
+
+
+def test_a_watched_file_is_read_once_for_each_change(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    file = Watched(path)
+    assert file.changed() is None
+    write_json(path, {"a": 1})
+    assert file.changed() == {"a": 1}
+    assert file.changed() is None
+    path.write_text('{"a": ')  # not written as ours are
+    assert file.changed() is None
+    write_json(path, {"a": 2})
+    assert file.changed() == {"a": 2}

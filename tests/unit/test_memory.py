@@ -1,0 +1,179 @@
+"""The memory model: against published sizes and measurements, and by what it must never get wrong."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.memory_model import TRAINER_ROWS, predicted_gib
+from primeslurm.plan.catalog import CATALOG, catalog, facts_of
+from primeslurm.plan.checks import model_files, review
+from primeslurm.plan.engine_memory import EngineLayout, engine_memory, kv_bytes_per_token, low_latency_bytes
+from primeslurm.plan.gpus import GIB, GPUS, gpu_of
+from primeslurm.plan.parameters import count
+from primeslurm.plan.trainer_memory import TrainerLayout, layer_gather_bytes, trainer_memory
+from primeslurm.recipe import Recipe
+from primeslurm.recipe.load import merge
+from tests.support.recipes import model_dir, recipe_data, site
+
+GLM, QWEN = catalog()["zai-org/GLM-5.1"].facts, catalog()["Qwen/Qwen3-30B-A3B"].facts
+BF16 = EngineLayout(1, 1, 2, 2, False, 8192, True, None)
+SHARDED = TrainerLayout(shard=8, ep=1, tokens=16384, checkpointing="full")
+
+
+@pytest.mark.parametrize("name", catalog())
+def test_parameters_are_those_published(name: str) -> None:
+    entry = catalog()[name]
+    assert count(entry.facts).total / 1e9 == pytest.approx(entry.parameters_b, rel=0.015)
+    assert count(entry.facts).active / 1e9 == pytest.approx(entry.active_b, rel=0.09)
+
+
+@pytest.mark.parametrize("row", TRAINER_ROWS, ids=lambda row: f"{row.model}-{row.mode}-{row.seq_len}")
+def test_trainer_memory_is_within_a_fifth_of_prime_rls_measurements(row: Any) -> None:
+    assert predicted_gib(row) == pytest.approx(row.measured_gib, rel=0.2)
+
+
+def test_one_glm5_layer_in_float32_is_forty_gigabytes_without_expert_parallelism() -> None:
+    assert layer_gather_bytes(GLM, 1, 4) / 1e9 == pytest.approx(39.5, abs=0.1)
+    assert layer_gather_bytes(GLM, 8, 4) / 1e9 == pytest.approx(5.7, abs=0.2)
+
+
+def test_kv_bytes_per_token_follow_the_kind_of_attention() -> None:
+    assert kv_bytes_per_token(QWEN, BF16) == 48 * 2 * 4 * 128 * 2
+    assert kv_bytes_per_token(QWEN, replace(BF16, tp=2)) == 48 * 2 * 2 * 128 * 2
+    assert kv_bytes_per_token(QWEN, replace(BF16, tp=8)) == 48 * 2 * 1 * 128 * 2  # a head is not cut
+    assert kv_bytes_per_token(QWEN, replace(BF16, fp8_kv=True)) == 48 * 2 * 4 * 128
+    assert kv_bytes_per_token(GLM, BF16) == 78 * ((512 + 64) * 2 + 132)
+    assert kv_bytes_per_token(GLM, replace(BF16, tp=8)) == kv_bytes_per_token(GLM, BF16)
+    assert kv_bytes_per_token(GLM, replace(BF16, fp8_kv=True)) == 78 * (656 + 132)
+
+
+def test_sliding_windows_and_mamba_state_belong_to_the_sequence() -> None:
+    oss, hybrid = (
+        catalog()["openai/gpt-oss-120b"].facts,
+        catalog()["nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16"].facts,
+    )
+    assert kv_bytes_per_token(oss, BF16) == 18 * 2 * 8 * 64 * 2
+    assert engine_memory(oss, BF16, 80 * GIB, 0.9).state_per_sequence == 18 * 128 * 2 * 8 * 64 * 2
+    assert kv_bytes_per_token(hybrid, BF16) == 12 * 2 * 2 * 128 * 2
+    assert engine_memory(hybrid, BF16, 80 * GIB, 0.9).state_per_sequence > 48 * 256 * 64 * 128 * 4
+
+
+def test_wider_expert_parallelism_leaves_more_kv() -> None:
+    free = [engine_memory(GLM, replace(BF16, ep=ep, weight_bytes=1), 139.8 * GIB, 0.8).kv for ep in (8, 16, 32, 64)]
+    assert free == sorted(free)
+    assert free[0] < 20 * GIB < 60 * GIB < free[2]
+
+
+def test_sharding_divides_states_and_context_parallelism_divides_activations() -> None:
+    one, two = trainer_memory(QWEN, SHARDED), trainer_memory(QWEN, replace(SHARDED, shard=16, tokens=8192))
+    assert (one.weights, one.optimizer) == (2 * two.weights, 2 * two.optimizer)
+    assert (one.activations, one.logits) == (2 * two.activations, 2 * two.logits)
+    assert one.weights + one.gradients + one.optimizer == pytest.approx(16 * count(QWEN).total / 8)
+
+
+def test_offload_moves_masters_and_optimizer_to_the_host() -> None:
+    here, away = trainer_memory(QWEN, SHARDED), trainer_memory(QWEN, replace(SHARDED, optimizer_offload=True))
+    assert away.optimizer == 0
+    assert away.weights * 2 == here.weights
+    assert away.host == pytest.approx(12 * count(QWEN).total / 8, rel=1e-6)
+
+
+def test_low_latency_buffers_grow_with_tokens_and_experts() -> None:
+    assert low_latency_bytes(GLM, 96) / 1e9 == pytest.approx(1.2, abs=0.05)
+    assert low_latency_bytes(GLM, 8192) > 100e9
+
+
+def test_the_gpu_is_named_by_its_field_or_its_gres() -> None:
+    kind = site(nodes={"default": {"gres": "gpu:h200"}}).nodes["default"]
+    assert gpu_of(kind) is GPUS["h200"]
+    assert gpu_of(kind.model_copy(update={"gpu": "B200"})) is GPUS["b200"]
+    assert gpu_of(kind.model_copy(update={"gres": "gpu"})) is None
+
+
+def test_an_unknown_config_is_no_decoder() -> None:
+    with pytest.raises(KeyError):
+        facts_of({"model_type": "bert"})
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [{"num_hidden_layers": "many"}, {"decoder_sparse_step": 0}, {"text_config": "none"}, {"num_attention_heads": 0}],
+    ids=str,
+)
+def test_a_damaged_config_gives_no_estimate(damage: dict[str, Any], tmp_path: Path) -> None:
+    config = json.loads(CATALOG.read_bytes())["Qwen/Qwen3-30B-A3B"]["config"]
+    model = model_dir(tmp_path, **{**config, "head_dim": None, **damage})
+    files = model_files(Recipe.model_validate(recipe_data(model={"path": str(model)})))
+    assert (files.facts, files.family, files.problems) == (None, "qwen3_moe", ())
+
+
+def found(changes: dict[str, Any], model: str = "zai-org/GLM-5.1", gres: str = "gpu:h200", **more: Any) -> list[str]:
+    """Findings about fitting, of a recipe of one train node and one inference node."""
+    nodes = {"nodes": {"default": {"gres": gres, "mem": "1900G", **more}}}
+    recipe = Recipe.model_validate(recipe_data(**merge({"model": {"path": model, "dtype": "bfloat16"}}, changes)))
+    findings, _ = review(recipe, site(**nodes), model_files(recipe))
+    return [f"{f.level} {f.field}: {f.text}" for f in findings if "fit" in f.text or "memory" in f.text]
+
+
+def test_a_model_that_does_not_fit_is_refused_with_the_reason() -> None:
+    trainer, engines = found({})
+    assert trainer.startswith("error deployment.train: does not fit: needs 2365.8 of 139.8 GiB a GPU")
+    assert "optimizer 692.8" in trainer
+    assert engines.startswith("error inference: does not fit: weights 1")
+
+
+def test_a_sequence_longer_than_the_kv_cache_is_refused() -> None:
+    changes = {"seq_len": 40960, "inference": {"kv_cache_bytes": 2**30}, "deployment": {"train": {"nodes": 4}}}
+    texts = found(changes, "Qwen/Qwen3-30B-A3B")
+    assert any("a GPU holds 10922 tokens of KV, one sequence may have 40960" in text for text in texts)
+
+
+def test_offloaded_states_must_fit_the_host() -> None:
+    changes = {"trainer": {"memory": {"optimizer_offload": True}, "parallelism": {"ep": 8}}}
+    texts = found(changes, memory_gib=1000)
+    assert any(text.startswith("error trainer.memory.optimizer_offload: does not fit") for text in texts)
+
+
+def test_without_a_known_gpu_there_is_a_note_and_no_verdict() -> None:
+    assert found({}, gres="gpu") == ["note site: no memory estimate: the type of the GPUs in gpu is not known"]
+
+
+def amounts(**changes: Any) -> dict[str, float]:
+    recipe = Recipe.model_validate(
+        recipe_data(**merge({"model": {"path": "zai-org/GLM-5.1", "dtype": "bfloat16"}}, changes))
+    )
+    _, estimate = review(recipe, site(nodes={"default": {"gres": "gpu:h200"}}), model_files(recipe))
+    assert estimate is not None
+    return {amount.name: amount.value for amount in estimate.amounts}
+
+
+def test_routed_experts_of_a_batch_are_21_gigabytes_for_the_large_glm5_run() -> None:
+    found = amounts(seq_len=131072, orchestrator={"batch_size": 256}, trainer={"router_replay": True})
+    assert found["routed experts"] == pytest.approx(20.9, abs=0.1)  # 624 bytes x 131,072 x 256
+
+
+def test_a_broadcast_of_glm5_takes_a_minute_and_an_adapter_less_than_a_second() -> None:
+    assert amounts(weights={"transport": "nccl"})["weight update"] == pytest.approx(59.5, abs=0.5)
+    assert amounts(trainer={"lora": {"rank": 8}})["policy"] < 60
+
+
+def test_host_tiers_are_shared_with_mooncake_and_apart_without() -> None:
+    tier = {"cpu": {"bytes": 2**40}}
+    shared = amounts(inference={"kv_offload": {"type": "mooncake", **tier}})["KV in host memory"]
+    apart = amounts(inference={"kv_offload": {"type": "native", **tier}})["KV in host memory"]
+    assert (shared, apart) == (11.0, 87.8)  # one node, or its eight engines; 100,152 bytes a token
+
+
+def test_published_configurations_fit(tmp_path: Path) -> None:
+    """prime-rl 0.6.0: GLM-5 on 16 train nodes, and prefill and decode groups of 2, 4 and 8 nodes at 0.75 to 0.8."""
+    train = TrainerLayout(128, 8, 131072 // 4, "full", True, True, 1024)
+    assert trainer_memory(GLM, train).total < 139.8 * GIB
+    for nodes, share, tokens in ((2, 0.75, 8192), (4, 0.8, 8192), (8, 0.75, 96)):
+        all2all = "deepep_low_latency" if tokens == 96 else "deepep_high_throughput"
+        layout = replace(BF16, ep=8 * nodes, weight_bytes=1, batched_tokens=tokens, all2all=all2all)
+        assert engine_memory(GLM, layout, 139.8 * GIB, share).kv_tokens > 131072
