@@ -18,9 +18,10 @@ from primeslurm.plan.model import Node, Plan, Process
 from primeslurm.run.directory import Attempt
 from primeslurm.wire.addresses import Addresses
 from primeslurm.wire.journal import Journal
+from primeslurm.wire.secret import generate_token, read
 
-Command = tuple[tuple[str, ...], dict[str, str], frozenset[str]]
-"""What a process is started with: argv, environment, and which of the processes that it needs were given up."""
+Command = tuple[tuple[str, ...], dict[str, str], dict[str, str], frozenset[str]]
+"""What a process is started with: argv, environment, files, and which of the processes that it needs were given up."""
 
 
 class Crew:
@@ -37,6 +38,7 @@ class Crew:
     Raises:
         NetworkError: a port that a process needs cannot be had.
         OSError: a directory that a process wants on the node's disk cannot be made.
+        SecretError: the plan needs the run's secret, and there is none.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Crew:
         self.ports = self._claim_ports()
         self._outfit = Outfit(plan, node, address, values)
         self._outfit.make_scratch()
+        self._secrets = _secrets(plan)
         self._journal = journal
         self._started_with: dict[str, Command] = {}
 
@@ -159,10 +162,10 @@ class Crew:
     def _start(self, supervision: Supervision, now: float, addresses: Addresses, generation: int) -> None:
         process = supervision.process
         command = self._command(process, addresses)
-        argv, env, _ = command
+        argv, env, files, _ = command
         supervision.started(now, generation)
         try:
-            self._outfit.write_files(process, self._fill(process, addresses))
+            self._outfit.write(files)
             child = Child(argv, dict(os.environ) | env, self.attempt.path / process.log, Path(self.plan.run_dir))
         except OSError as error:
             supervision.reason = str(error)
@@ -180,15 +183,25 @@ class Crew:
 
     def _command(self, process: Process, addresses: Addresses) -> Command:
         fill = self._fill(process, addresses)
-        filled = {key: fill(value) for key, value in {**self.plan.env, **process.env}.items()}
+        private = self._fill(process, addresses, self._secrets)  # for environments: everybody can read command lines
+        filled = {key: private(value) for key, value in {**self.plan.env, **process.env}.items()}
         env = {key: value for key, value in filled.items() if value}
         if process.gpus:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(_visible(gpu) for gpu in process.gpus)
-        return tuple(map(fill, process.argv)), env, frozenset(addresses.lost) & frozenset(process.after)
+        files = {name: fill(text) for name, text in process.files.items()}
+        return tuple(map(fill, process.argv)), env, files, frozenset(addresses.lost) & frozenset(process.after)
 
-    def _fill(self, process: Process, addresses: Addresses) -> Callable[[str], str]:
-        values = self._outfit.values(process)
+    def _fill(self, process: Process, addresses: Addresses, more: Mapping[str, str] = {}) -> Callable[[str], str]:
+        values = {**self._outfit.values(process), **more}
         return lambda text: resolve(text, process.name, addresses, values)
+
+
+def _secrets(plan: Plan) -> dict[str, str]:
+    """What `${secret}` and `${generate_token}` mean, if the plan uses them."""
+    if not any("${secret}" in value for value in plan.env.values()):
+        return {}
+    own = read(Path(plan.run_dir))
+    return {"secret": own, "generate_token": generate_token(own)}
 
 
 def _visible(gpu: int) -> str:

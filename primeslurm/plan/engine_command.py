@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from primeslurm.plan import kv
+from primeslurm.plan import dynamo, kv
 from primeslurm.plan.commands import Command, Device, EngineRole, long_options
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.inference import EngineSettings
+from primeslurm.recipe.routers import DynamoRouter
 
 SERVED_MODEL = "policy"
 """The model name that clients ask engines and routers for."""
@@ -18,6 +19,10 @@ CPU_KV_CACHE_BYTES = 256 * 2**20
 GPU_MEMORY_UTILIZATION = 0.9
 MODULE = "vllm.entrypoints.openai.api_server"
 GATE = "primeslurm.inference.gate.VersionGate"
+SECRET_GATE = "primeslurm.inference.admission.SecretGate"
+"""The same without policy versions, for engines that keep the weights they loaded."""
+START_TIMEOUT_S = 3600
+"""Longest time from an engine's start to its first answer: a trillion parameters are read, and kernels compiled."""
 TRANSFER_BACKENDS = {"filesystem": "primeslurm_filesystem", "nccl": "nccl"}
 """Weight transport of the recipe to vLLM's name of the backend (registered by inference.plugin)."""
 
@@ -58,9 +63,11 @@ def _first(own: object, common: object) -> object:
     return common if own is None else own
 
 
-def engine_command(recipe: Recipe, device: Device, role: EngineRole, python: str, dp: DataParallel = ALONE) -> Command:
+def engine_command(
+    recipe: Recipe, device: Device, role: EngineRole, python: str, dp: DataParallel = ALONE, replica: int = 0
+) -> Command:
     """One vLLM engine. `engine` prefills and decodes; `prefill` and `decode` hand KV over through NIXL."""
-    return Engines(recipe, device, role, python).command(dp)
+    return Engines(recipe, device, role, python).command(dp, replica)
 
 
 class Engines:
@@ -69,11 +76,15 @@ class Engines:
     def __init__(self, recipe: Recipe, device: Device, role: EngineRole, python: str) -> None:
         self._recipe, self._device, self._role = recipe, device, role
         self._settings = settings_of(recipe, role)
-        self._argv = (python, "-m", MODULE, *long_options(_shared_options(recipe, self._settings, device, role)))
+        self._in_dynamo = isinstance(recipe.inference.router, DynamoRouter)
+        options, module = _shared_options(recipe, self._settings, device, role), MODULE
+        if self._in_dynamo:
+            options, module = dynamo.worker_options(options, role), dynamo.WORKER
+        self._argv = (python, "-m", module, *long_options(options))
         self._files = kv.engine_files(recipe, device)
         self._scratch = kv.engine_scratch(recipe, role)
 
-    def command(self, dp: DataParallel = ALONE) -> Command:
+    def command(self, dp: DataParallel = ALONE, replica: int = 0) -> Command:
         """The engine of one data-parallel rank."""
         ports = ["http"]
         if self._role != "engine":
@@ -81,6 +92,8 @@ class Engines:
         if dp.size > 1 and dp.rank == 0:
             ports.append("dp_rpc")
         env = _engine_env(self._recipe, self._settings, self._device, self._role, dp)
+        if self._in_dynamo:
+            env |= dynamo.worker_env(replica)
         argv = (*self._argv, *long_options(_rank_options(dp)))
         return Command(argv, env, tuple(ports), self._files, self._scratch)
 
@@ -102,7 +115,7 @@ def _shared_options(recipe: Recipe, settings: EngineSettings, device: Device, ro
     }
     if recipe.task == "rl":
         options["weight_transfer_config"] = {"backend": TRANSFER_BACKENDS[recipe.weights.transport]}
-        options["middleware"] = GATE
+    options["middleware"] = GATE if recipe.task == "rl" else SECRET_GATE
     options |= _memory_options(recipe, settings, device)
     options |= _model_options(recipe, settings)
     options |= _parallel_options(recipe, settings)
@@ -173,6 +186,7 @@ def _engine_env(
         "VLLM_SERVER_DEV_MODE": "1",  # the routes of pause, resume and weight updates
         "VLLM_HOST_IP": "${host}",
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ENGINE_READY_TIMEOUT_S": str(START_TIMEOUT_S),
         "HF_HUB_OFFLINE": "1",
     }
     if device == "cpu":

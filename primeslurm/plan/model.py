@@ -5,7 +5,8 @@ Strings in `argv` and `env` may hold placeholders that only the node knows, fill
 NAME, `${port:NAME:http}` its port, `${addr:NAME:http}` its `host:port`, and the values `${run_dir}`, `${attempt}`,
 `${attempt_dir}`, `${run_id}`, `${python}`, `${tmp}`, `${node}` (own index), and of the node's network `${interface}`,
 `${hcas}`, `${nccl_hcas}`, `${ucx_devices}`, `${ucx_devices_near}` (near to the process's GPUs). A variable of the
-environment that comes out empty is not set. A host name never appears in a Plan.
+environment that comes out empty is not set. Only in `env` also `${secret}` and `${generate_token}` (`wire.secret`). A
+host name or a secret never appears in a Plan.
 """
 
 from __future__ import annotations

@@ -190,10 +190,13 @@ def test_every_placeholder_resolves_to_a_process_that_listens(shape: dict[str, A
     hosts = {process.name: f"10.0.0.{process.node}" for process in plan.processes()}
     ports = {process.name: process.ports for process in plan.processes()}
     values = dict.fromkeys(VALUES, "/x")
+    secrets = {**values, "secret": "s", "generate_token": "g"}
     listening = {f"{hosts[p.name]}:{port}" for p in plan.processes() for port in p.ports.values()}
     for process in plan.processes():
-        for text in (*process.argv, *process.env.values(), *plan.env.values()):
-            filled = resolve(text, process.name, Addresses(hosts, ports), values)
+        texts = [(text, values) for text in process.argv]
+        texts += [(text, secrets) for text in (*process.env.values(), *plan.env.values())]
+        for text, known in texts:
+            filled = resolve(text, process.name, Addresses(hosts, ports), known)
             assert "${" not in filled
             for address in re.findall(r"10\.0\.0\.\d+:\d+", filled):
                 assert address in listening
