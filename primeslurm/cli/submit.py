@@ -20,7 +20,7 @@ from primeslurm.errors import UsageError, Violation
 from primeslurm.node.entry import AgentTask
 from primeslurm.plan.model import Plan
 from primeslurm.recipe import Site
-from primeslurm.run.create import create, name_in_use
+from primeslurm.run.create import create, missing_variables, name_in_use
 from primeslurm.run.directory import Attempt, JobRecord, RunDirectory
 from primeslurm.run.status import read_status
 from primeslurm.slurm.client import SlurmClient
@@ -81,7 +81,8 @@ def _submit(loaded: Loaded, recipe: Path, dry_run: bool, wait: bool, as_json: bo
     if placed and not local:
         plan = avoid_bad_nodes(plan, loaded.site.slurm_conf)
     script = "" if local else render(plan)
-    problems = name_in_use(Path(plan.run_dir)) + ([] if local or not placed else _placement(plan, loaded.site))
+    problems = name_in_use(Path(plan.run_dir)) + missing_variables(plan)
+    problems += [] if local or not placed else _placement(plan, loaded.site)
     if problems:
         raise UsageError(problems)
     if dry_run:
@@ -105,6 +106,8 @@ def resume(
         raise UsageError([Violation("RUN", run, f"is {status.phase}: there is nothing to resume")])
     previous = directory.latest()
     plan, job = previous.plan(), previous.job()
+    if problems := missing_variables(plan):
+        raise UsageError(problems)
     slurm_conf = job.slurm_conf if job else None
     if plan.executor == "slurm":
         plan = avoid_bad_nodes(plan, slurm_conf)

@@ -15,18 +15,12 @@ import contextlib
 import json
 import os
 import uuid
-from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 import psutil
 
-Message = MutableMapping[str, Any]
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]
+from primeslurm.inference.admission import STATUS_PATH, App, Message, Receive, Scope, SecretGate, Send, answer
 
-STATUS_PATH = "/primeslurm/status"
 SHUTDOWN_PATH = "/primeslurm/shutdown"
 SHUTDOWN_EXIT_CODE = 70
 
@@ -77,26 +71,23 @@ class EngineState:
         }
 
 
-class VersionGate:
+class VersionGate(SecretGate):
     """The middleware."""
 
     def __init__(self, app: App) -> None:
-        self._app = app
+        super().__init__(app)
         self._state = EngineState()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, refuse, watch, or pass on."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
         path: str = scope["path"]
         if path == STATUS_PATH:
-            await _answer(send, 200, self._state.report())
+            await answer(send, 200, self._state.report())
         elif path == SHUTDOWN_PATH and scope["method"] == "POST":
-            await _answer(send, 200, {"exit_code": SHUTDOWN_EXIT_CODE})
+            await answer(send, 200, {"exit_code": SHUTDOWN_EXIT_CODE})
             asyncio.get_running_loop().call_later(0.1, _exit_at_once)  # after the answer is out
         elif self._state.version is None and (path == "/health" or path.startswith(_GATED)):
-            await _answer(send, 503, {"error": "stale: no policy version is confirmed on this engine"})
+            await answer(send, 503, {"error": "stale: no policy version is confirmed on this engine"})
         elif path in _WATCHED and scope["method"] == "POST":
             await self._watch(path, scope, receive, send)
         else:
@@ -137,10 +128,3 @@ def _version(body: bytes, field: str) -> int | None:
         return int(json.loads(body)[field])
     except (ValueError, KeyError, TypeError):
         return None  # applied without a version of ours: nothing says which policy this is
-
-
-async def _answer(send: Send, status: int, content: dict[str, Any]) -> None:
-    raw = json.dumps(content).encode()
-    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(raw)).encode())]
-    await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": raw})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from primeslurm.node.child import Child
@@ -18,6 +18,7 @@ from primeslurm.plan.model import Node, Plan, Process
 from primeslurm.run.directory import Attempt
 from primeslurm.wire.addresses import Addresses
 from primeslurm.wire.journal import Journal
+from primeslurm.wire.secret import generate_token, read
 
 Command = tuple[tuple[str, ...], dict[str, str], dict[str, str], frozenset[str]]
 """What a process is started with: argv, environment, files, and which of the processes that it needs were given up."""
@@ -37,6 +38,7 @@ class Crew:
     Raises:
         NetworkError: a port that a process needs cannot be had.
         OSError: a directory that a process wants on the node's disk cannot be made.
+        SecretError: the plan needs the run's secret, and there is none.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Crew:
         self.ports = self._claim_ports()
         self._outfit = Outfit(plan, node, address, values)
         self._outfit.make_scratch()
+        self._secrets = _secrets(plan)
         self._journal = journal
         self._started_with: dict[str, Command] = {}
 
@@ -179,17 +182,26 @@ class Crew:
         )
 
     def _command(self, process: Process, addresses: Addresses) -> Command:
-        values = self._outfit.values(process)
-
-        def fill(text: str) -> str:
-            return resolve(text, process.name, addresses, values)
-
-        filled = {key: fill(value) for key, value in {**self.plan.env, **process.env}.items()}
+        fill = self._fill(process, addresses)
+        private = self._fill(process, addresses, self._secrets)  # for environments: everybody can read command lines
+        filled = {key: private(value) for key, value in {**self.plan.env, **process.env}.items()}
         env = {key: value for key, value in filled.items() if value}
         if process.gpus:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(_visible(gpu) for gpu in process.gpus)
         files = {name: fill(text) for name, text in process.files.items()}
         return tuple(map(fill, process.argv)), env, files, frozenset(addresses.lost) & frozenset(process.after)
+
+    def _fill(self, process: Process, addresses: Addresses, more: Mapping[str, str] = {}) -> Callable[[str], str]:
+        values = {**self._outfit.values(process), **more}
+        return lambda text: resolve(text, process.name, addresses, values)
+
+
+def _secrets(plan: Plan) -> dict[str, str]:
+    """What `${secret}` and `${generate_token}` mean, if the plan uses them."""
+    if not any("${secret}" in value for value in plan.env.values()):
+        return {}
+    own = read(Path(plan.run_dir))
+    return {"secret": own, "generate_token": generate_token(own)}
 
 
 def _visible(gpu: int) -> str:

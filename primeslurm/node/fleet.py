@@ -24,8 +24,8 @@ NODE_START_S = 300.0
 """Longest wait for every node's agent to report."""
 SPARE_WAIT_S = 30.0
 """Longest wait for the rest once there are enough fit nodes."""
-_REPLACEABLE = ("engine", "prefill", "decode", "router", "environment")
-_EXPENDABLE = ("engine", "prefill", "decode", "router")
+_EXPENDABLE = ("engine", "prefill", "decode", "router", "store")
+_REPLACEABLE = (*_EXPENDABLE, "environment")
 
 
 @dataclass(frozen=True)
@@ -191,12 +191,11 @@ class Fleet:
             members = {process.name for process in unit.members}
             lost |= members if members & lost else set()
         serving = [replica for replica in self.plan.replicas if self._serves(replica, lost)]
-        expendable = all(self._processes[name].role in _EXPENDABLE for name in lost)
-        if not serving or not expendable:
-            return Ending(Outcome.FAILED, reason, suspect)
         for replica in self.plan.replicas:
             if replica not in serving:
                 lost |= {replica.router, *replica.engines}
+        if not serving or not self._expendable(lost):
+            return Ending(Outcome.FAILED, reason, suspect)
         self.news.append(News("given_up", {"processes": sorted(lost - self.lost), "reason": reason}))
         self.lost = lost
         return None
@@ -204,6 +203,12 @@ class Fleet:
     def _serves(self, replica: Replica, lost: set[str]) -> bool:
         left = {self._processes[name].role for name in replica.engines if name not in lost}
         return replica.router not in lost and left == {self._processes[name].role for name in replica.engines}
+
+    def _expendable(self, lost: set[str]) -> bool:
+        """Whether the run can do without all of these: a store must not be needed by what is left."""
+        stores = {name for name in lost if self._processes[name].role == "store"}
+        needed = any(stores & set(p.after) for p in self._processes.values() if p.name not in lost)
+        return not needed and all(self._processes[name].role in _EXPENDABLE for name in lost)
 
     def _restart_units(self, now: float) -> Ending | None:
         for unit in self.units.values():

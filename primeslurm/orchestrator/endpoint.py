@@ -12,6 +12,8 @@ from typing import Any
 import httpx
 import msgspec
 
+from primeslurm.wire import secret
+
 GENERATE = "/inference/v1/generate"
 FIRST_RETRY_S = 0.25
 LONGEST_RETRY_S = 5.0
@@ -95,6 +97,7 @@ class GenerateEndpoint:
         self._http = httpx.AsyncClient(
             timeout=httpx.Timeout(timeout_s, connect=10.0),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+            headers=secret.header(),
             trust_env=False,
             verify=False,  # plain HTTP: no certificates to load
         )

@@ -10,6 +10,8 @@ from typing import Any
 import httpx
 import msgspec
 
+from primeslurm.wire import secret
+
 
 class EngineStatus(msgspec.Struct, frozen=True):
     """What the gate in front of an engine reports (GET /primeslurm/status)."""
@@ -181,7 +183,7 @@ def _client(keep: int) -> httpx.AsyncClient:
     """Keeps `keep` idle connections."""
     limits = httpx.Limits(max_keepalive_connections=keep)
     # plain HTTP: without `verify=False`, every client would load all certificates of the machine
-    return httpx.AsyncClient(limits=limits, trust_env=False, verify=False)
+    return httpx.AsyncClient(headers=secret.header(), limits=limits, trust_env=False, verify=False)
 
 
 def _words(error: Exception) -> str:

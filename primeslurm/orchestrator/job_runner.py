@@ -24,6 +24,7 @@ from primeslurm.orchestrator.jobs import (
     ToWorker,
     encode_result,
 )
+from primeslurm.wire import secret
 from primeslurm.wire.rollouts import Rollout
 
 log = logging.getLogger(__name__)
@@ -48,6 +49,7 @@ class JobRunner:
         self._incarnation = uuid.uuid4().hex[:8]
         self._jobs: dict[str, asyncio.Task[None]] = {}
         self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        secret.present(self._socket)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.connect(address)
 

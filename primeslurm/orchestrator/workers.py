@@ -12,6 +12,7 @@ import zmq
 import zmq.asyncio
 
 from primeslurm.orchestrator.jobs import Cancel, Job, Result, Status, ToOrchestrator, ToWorker, decode_sequences
+from primeslurm.wire import secret
 from primeslurm.wire.rollouts import Rollout
 
 log = logging.getLogger(__name__)
@@ -54,6 +55,7 @@ class Workers:
         self._peers: dict[bytes, _Peer] = {}
         self._owners: dict[str, _Peer] = {}
         self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
+        secret.demand(self._socket)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.bind(bind)
 

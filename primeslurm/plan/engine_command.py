@@ -22,6 +22,8 @@ CPU_ALL2ALL = "allgather_reducescatter"
 """The one way between experts that needs no GPU; with another, vLLM does not start on CPUs."""
 MODULE = "vllm.entrypoints.openai.api_server"
 GATE = "primeslurm.inference.gate.VersionGate"
+SECRET_GATE = "primeslurm.inference.admission.SecretGate"
+"""The same without policy versions, for engines that keep the weights they loaded."""
 START_TIMEOUT_S = 3600
 """Longest time from an engine's start to its first answer: a trillion parameters are read, and kernels compiled."""
 TRANSFER_BACKENDS = {"filesystem": "primeslurm_filesystem", "nccl": "nccl"}
@@ -116,7 +118,7 @@ def _shared_options(recipe: Recipe, settings: EngineSettings, device: Device, ro
     }
     if recipe.task == "rl":
         options["weight_transfer_config"] = {"backend": TRANSFER_BACKENDS[recipe.weights.transport]}
-        options["middleware"] = GATE
+    options["middleware"] = GATE if recipe.task == "rl" else SECRET_GATE
     options |= _memory_options(recipe, settings, device)
     options |= _model_options(recipe, settings)
     options |= _parallel_options(recipe, settings, device)

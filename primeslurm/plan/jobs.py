@@ -12,6 +12,7 @@ from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.scheduling import DEFAULT_TIME, Apptainer, Component, Container, Placement, Pyxis, Submission
 from primeslurm.recipe.syntax import minutes
 from primeslurm.slurm.nodelists import expand
+from primeslurm.wire.secret import VARIABLE as SECRET
 
 
 def problems(recipe: Recipe, site: Site) -> list[Violation]:
@@ -76,7 +77,7 @@ def environment(site: Site) -> dict[str, str]:
     if site.device == "cpu":
         # One thread a process: an emulated cluster puts many "nodes" on few cores.
         env |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_CONFIG_ROOT": "${tmp}/vllm"}
-    return env | site.env
+    return env | site.env | {SECRET: "${secret}"}
 
 
 def _group(index: int, name: str, nodes: int, spares: int, need: Need, component: Component) -> HetGroup:

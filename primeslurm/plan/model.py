@@ -5,7 +5,8 @@ Strings in `argv` and `env` may hold placeholders that only the node knows, fill
 NAME, `${port:NAME:http}` its port, `${addr:NAME:http}` its `host:port`, and the values `${run_dir}`, `${attempt}`,
 `${attempt_dir}`, `${run_id}`, `${python}`, `${tmp}`, `${node}` (own index), and of the node's network `${interface}`,
 `${hcas}`, `${nccl_hcas}`, `${ucx_devices}`, `${ucx_devices_near}` (near to the process's GPUs). A variable of the
-environment that comes out empty is not set. A host name never appears in a Plan.
+environment that comes out empty is not set. Only in `env` also `${secret}` and `${generate_token}` (`wire.secret`). A
+host name or a secret never appears in a Plan.
 """
 
 from __future__ import annotations
@@ -217,6 +218,16 @@ class Plan(Section):
     def allocated(self) -> int:
         """Nodes of the job, spares included: one agent runs on each."""
         return sum(group.nodes for group in self.groups)
+
+    @property
+    def survives_nodes(self) -> bool:
+        """Whether the job goes on without a node, for the head to judge (`--no-kill`).
+
+        Slurm counts a lost node against every component of a heterogeneous job, and cannot take it away from one that
+        has a single node: it requeues that component alone, and the job falls apart. Without --no-kill it requeues the
+        whole job.
+        """
+        return all(group.nodes > 1 for group in self.groups)
 
     def ranks(self, group: int) -> range:
         """Task ranks of the agents of one group: groups in order, one task a node."""

@@ -102,7 +102,7 @@ def _place(recipe: Recipe, ask: _Ask, site: Site, problems: list[Violation]) -> 
 def _spares(recipe: Recipe, role: NodeRole) -> int:
     spares = recipe.deployment.spares
     if role == "control":
-        # Slurm requeues a heterogeneous job when any of its nodes is lost, unless its first component has two nodes.
+        # It would be a component of one node, with which no job survives a node (`Plan.survives_nodes`).
         return int(any(value for _, value in spares))
     return int(getattr(spares, role))
 

@@ -64,7 +64,10 @@ def router_command(recipe: Recipe, router: VllmRouter, workers: Workers) -> Comm
         argv += [part for name in workers.decode for part in ("--decode", url_of(name))]
     else:
         argv += ["--worker-urls", *map(url_of, workers.engines)]
-    return Command(tuple(argv), {"RUST_LOG": "warn"}, ("http", "metrics"))  # below: three lines a request
+    # RUST_LOG: below warn, it writes three lines a request. Without prefill and decode it hands on its client's token;
+    # with them it adds its own, from this variable, to everything that it relays.
+    token = {"OPENAI_API_KEY": "${generate_token}"} if workers.disaggregated else {}
+    return Command(tuple(argv), {"RUST_LOG": "warn", **token}, ("http", "metrics"))
 
 
 _OPTIONS: dict[str, object] = {

@@ -124,6 +124,12 @@ KNOWN = (
         symptom=True,
     ),
     _known(
+        r"\bLinkError\b",
+        "the orchestrator did not answer the trainer",
+        "look at the orchestrator's log and state; is its node reachable from the trainer's?",
+        symptom=True,
+    ),
+    _known(
         r"Permission denied|Operation not permitted",
         "the user may not read or write something",
         "check the owner and mode of the run directory and of the model",

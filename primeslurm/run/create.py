@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import secrets
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from primeslurm.plan.model import Plan
 from primeslurm.recipe import Recipe
 from primeslurm.run.directory import Attempt, RunDirectory
 from primeslurm.run.versions import installed
+from primeslurm.wire import secret
 from primeslurm.wire.files import write_atomic, write_json
 
 
@@ -24,6 +26,15 @@ def name_in_use(run_dir: Path) -> list[Violation]:
         return []
     fix = f"`--name` another, or `primeslurm resume {run_dir.name}` to go on with it"
     return [Violation("name", run_dir.name, f"is in use: {run_dir} exists", fix)]
+
+
+def missing_variables(plan: Plan) -> list[Violation]:
+    """A violation for each variable that processes need and that is not set here, where its value is taken from."""
+    return [
+        Violation("pass_env", name, "is not set where you submit", f"export {name}=...")
+        for name in plan.pass_env
+        if name not in os.environ
+    ]
 
 
 def create(recipe: Recipe, plan: Plan, source: Path) -> Attempt:
@@ -36,7 +47,10 @@ def create(recipe: Recipe, plan: Plan, source: Path) -> Attempt:
     run_dir = Path(plan.run_dir)
     if problems := name_in_use(run_dir):
         raise UsageError(problems)
-    run_dir.mkdir(parents=True, exist_ok=True)
+    run_dir.parent.mkdir(parents=True, exist_ok=True)
+    run_dir.mkdir(mode=0o700, exist_ok=True)
+    run_dir.chmod(0o700)  # one that was there, empty, too
+    secret.create(run_dir)
     write_atomic(run_dir / "recipe.yaml", source.read_bytes())
     resolved = recipe.model_dump_json(by_alias=True, indent=2)
     write_atomic(run_dir / "recipe.resolved.json", resolved + "\n")

@@ -22,6 +22,7 @@ from primeslurm.wire.files import read_json
 
 LAST_LINES = 20
 FOLLOWED = 15
+MOMENT_S = 1.0
 TOGETHER_S = 10.0
 """Failures this close together have one cause; which process ended first among them is chance."""
 
@@ -121,10 +122,16 @@ def _together(found: Sequence[Failure]) -> list[Failure]:
 
 
 def _first(found: Sequence[Finding]) -> Finding | None:
-    """Among failures at about the same time, the first whose log does not only complain about others."""
+    """Among failures at about the same time: one with a reason of its own comes first, one that blames others last."""
+    return min(found, key=lambda each: (_excuse(each), each.failure.time), default=None)
+
+
+def _excuse(finding: Finding) -> int:
+    """0: it says why, or was killed; 1: nothing is known; 2: its log only complains about others."""
     symptoms = {known.cause for known in causes.KNOWN if known.symptom}
-    culprits = [each for each in found if not each.causes or any(c.cause not in symptoms for c in each.causes)]
-    return next(iter(culprits or found), None)
+    if finding.causes and all(cause.cause in symptoms for cause in finding.causes):
+        return 2
+    return 0 if finding.causes or finding.error else 1
 
 
 def _examine(run: RunDirectory, attempt: Attempt, placement: Placement, failure: Failure) -> Finding:
@@ -157,7 +164,8 @@ def _log_of(run: RunDirectory, attempt: Attempt, placement: Placement, failure: 
 def _followed(first: Finding | None, told: Sequence[Happening]) -> list[Happening]:
     if first is None:
         return []
-    after = [h for h in told if h.time >= first.failure.time and h.who != first.failure.component]
+    # What happened within the same moment was noticed in the order in which agents looked.
+    after = [h for h in told if h.time >= first.failure.time - MOMENT_S and h.who != first.failure.component]
     return [h for h in after if h.level != "info" or h.who == "head"][:FOLLOWED]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 import msgspec
@@ -43,6 +43,12 @@ def notable(events: Iterable[Event]) -> list[Happening]:
             times = 1
             told.append(happening)
     return told
+
+
+def lately(happenings: Sequence[Happening], count: int) -> list[Happening]:
+    """The newest happenings, each text only where it happened last."""
+    newest = {(happening.who, _once(happening)): happening for happening in happenings}
+    return sorted(newest.values(), key=lambda happening: happening.time)[-count:]
 
 
 def _once(happening: Happening) -> str:

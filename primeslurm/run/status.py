@@ -16,7 +16,7 @@ import msgspec
 
 from primeslurm.run.advice import Advice, advise, shape_of
 from primeslurm.run.directory import Attempt, EndRecord, JobRecord, RunDirectory
-from primeslurm.run.happenings import Happening, notable
+from primeslurm.run.happenings import Happening, lately, notable
 from primeslurm.run.placement import PlacedProcess, Placement, placement_of
 from primeslurm.run.records import Row, recent_events, recent_rows
 from primeslurm.wire import checkpoints
@@ -142,7 +142,7 @@ def read_status(run: RunDirectory, job_state: JobQuery, now: float | None = None
         replicas=_replicas(placement, states, progress.get("replicas") or {}),
         unhealthy=_unhealthy(placement, attempt, states) if end is None else [],
         processes=_describe(placement.processes(), attempt, states) if processes else [],
-        events=notable(recent_events(attempt))[-RECENT:],
+        events=lately(notable(recent_events(attempt)), RECENT),
         advice=advise(_loads(progress.get("roles") or {}), shape_of(recipe)) if phase == "running" else [],
     )
 

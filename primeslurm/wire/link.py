@@ -23,7 +23,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from primeslurm.wire import frames
+from primeslurm.wire import frames, secret
 from primeslurm.wire.rollouts import Batch
 
 
@@ -143,6 +143,7 @@ class TrainerLink:
         while time.monotonic() < deadline:
             if self._socket is None:
                 self._socket = self._context.socket(zmq.REQ)
+                secret.present(self._socket)
                 self._socket.connect(self._address)
             self._socket.send(msgspec.msgpack.encode(request))
             if self._socket.poll(int(self._retry_s * 1000)):
@@ -168,6 +169,7 @@ class OrchestratorLink:
     def __init__(self, bind: str, handler: Handler) -> None:
         self._handler = handler
         self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
+        secret.demand(self._socket)
         self._socket.bind(bind)
         self._tasks: set[asyncio.Task[None]] = set()
 

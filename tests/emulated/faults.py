@@ -5,7 +5,9 @@ Used by the tests, and by benchmarks/fault_table.py, which writes down what each
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -14,9 +16,11 @@ from typing import Any
 
 import httpx
 
+from primeslurm.run.ledger import Ledger
 from primeslurm.run.status import RunStatus
 from primeslurm.wire.files import read_json
 from tests.support.emulation import Deployment, Snapshot
+from tests.support.faults import kill_controller, kill_node, revive_controller, revive_node
 
 Seen = Callable[[RunStatus], bool]
 
@@ -35,6 +39,8 @@ class Fault:
     ends_attempt: bool = False
     repair: Callable[[Deployment], None] | None = None
     repair_late: bool = False
+    options: tuple[str, ...] = ()
+    """Of `submit`, for a fault that needs a run of its own."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +49,8 @@ class Cost:
 
     fault: str
     what: str
-    recovery: str
-    """In place, or by a new attempt."""
+    new_attempts: int
+    """0: recovered in place."""
     seconds: float
     """From the fault until everything is healthy and one more step is trained."""
     committed_steps_lost: int
@@ -64,6 +70,8 @@ class Cost:
 
 def suffer(deployment: Deployment, fault: Fault) -> Cost:
     """Do it to a healthy run, wait for recovery, and add up."""
+    if fault.options:
+        deployment.submit(*fault.options)
     deployment.running()
     before = deployment.snapshot()
     began = time.monotonic()
@@ -98,7 +106,7 @@ def _cost(fault: Fault, before: Snapshot, after: Snapshot, seconds: float, deplo
     return Cost(
         fault=fault.name,
         what=fault.what,
-        recovery=f"attempt {after.attempt - before.attempt} later" if again else "in place",
+        new_attempts=after.attempt - before.attempt,
         seconds=round(seconds, 1),
         committed_steps_lost=max(0, before.committed - after.committed),
         steps_repeated=max(0, before.step - resumed),
@@ -158,10 +166,69 @@ def _preempt(deployment: Deployment) -> Seen:
     return seen
 
 
-def _crash_slurmctld(deployment: Deployment) -> Seen:
-    deployment.cluster.crash("slurmctld")
-    until = time.monotonic() + 3.0
+def _for(seconds: float) -> Seen:
+    """Nothing to be seen: the damage lasts this long."""
+    until = time.monotonic() + seconds
     return lambda status: time.monotonic() > until
+
+
+def _crash_slurmctld(deployment: Deployment) -> Seen:
+    kill_controller(deployment.cluster)
+    return _for(3.0)
+
+
+def _lose_nodes(*processes: str) -> Callable[[Deployment], Seen]:
+    """The nodes of these processes lose power."""
+
+    def inject(deployment: Deployment) -> Seen:
+        gone = {deployment.process(name).node for name in processes}
+        attempt = deployment.status().attempt
+        for node in gone:
+            kill_node(deployment.cluster, node)
+
+        def seen(status: RunStatus) -> bool:
+            still = {p.node for p in status.processes if p.name in processes and p.state != "LOST"}
+            return status.attempt > attempt or not still & gone
+
+        return seen
+
+    return inject
+
+
+def _revive_nodes(deployment: Deployment) -> None:
+    for name in [daemon.name for daemon in deployment.cluster.daemons if not daemon.alive]:
+        revive_node(deployment.cluster, name)
+    ledger = Ledger(deployment.runs)
+    for entry in ledger.entries(time.time()):
+        ledger.forget(entry.node)
+
+
+def _kill_head(deployment: Deployment) -> Seen:
+    seen = _next_attempt(deployment)
+    os.kill(deployment.head_agent(), signal.SIGKILL)
+    return seen
+
+
+def _fill_disk(deployment: Deployment) -> Seen:
+    filler = deployment.runs / "filler"
+    with contextlib.suppress(OSError), filler.open("wb", buffering=0) as handle:
+        while True:
+            handle.write(b"x" * 65536)
+    assert shutil.disk_usage(deployment.runs).free == 0
+    return _for(10.0)
+
+
+def _free_disk(deployment: Deployment) -> None:
+    (deployment.runs / "filler").unlink()
+
+
+def _slow_files(deployment: Deployment) -> Seen:
+    deployment.slow_files.touch()
+    return _for(20.0)
+
+
+def _fast_files(deployment: Deployment) -> None:
+    deployment.slow_files.unlink()
 
 
 def _submit_again(deployment: Deployment) -> Seen:
@@ -183,7 +250,49 @@ FAULTS = (
         "slurmctld restart",
         "SIGKILL to Slurm's controller, started again after 3 s",
         _crash_slurmctld,
-        repair=lambda deployment: deployment.cluster.restart("slurmctld"),
+        repair=lambda deployment: revive_controller(deployment.cluster),
     ),
     Fault("duplicate submit", "the same run is submitted again", _submit_again),
+    Fault(
+        "slow shared file system",
+        "for 20 s, every fsync and every rename of every process takes a second longer",
+        _slow_files,
+        repair=_fast_files,
+    ),
+    Fault(
+        "disk full",
+        "not a byte is free in the directory of runs, for 10 s",
+        _fill_disk,
+        ends_attempt=True,
+        repair=_free_disk,
+    ),
+    Fault(
+        "node down",
+        "a node with decode engines loses power; a spare takes its place",
+        _lose_nodes("decode-r0-0"),
+        repair=_revive_nodes,
+        repair_late=True,
+    ),
+    Fault(
+        "two nodes down",
+        "a node with trainer ranks and one with prefill engines lose power",
+        _lose_nodes("trainer-rank-2", "prefill-r1-0"),
+        ends_attempt=True,
+        repair=_revive_nodes,
+    ),
+    Fault(
+        "head agent killed",
+        "SIGKILL to the agent that is the head; its node counts as bad then",
+        _kill_head,
+        ends_attempt=True,
+        repair=_revive_nodes,
+        repair_late=True,
+    ),
+    Fault(
+        "time limit",
+        "the job has three minutes in all; USR2 arrives a minute before their end",
+        _next_attempt,
+        ends_attempt=True,
+        options=("--set", "slurm.time=00:03:00", "--set", "slurm.checkpoint_signal_s=60"),
+    ),
 )

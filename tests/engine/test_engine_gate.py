@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from primeslurm.orchestrator.engines import EngineDownError, Policy, Step
+from primeslurm.wire import secret
 from tests.support.generate import generate, spans
 from tests.support.models import make_model, publish
 
@@ -18,7 +19,7 @@ async def test_serves_nothing_before_its_policy_is_confirmed(start_engine, clien
     engine = start_engine()
     control = client(engine)
     assert engine.status_code("/health") == 503
-    refused = httpx.post(f"{engine.url}/inference/v1/generate", json={})
+    refused = httpx.post(f"{engine.url}/inference/v1/generate", json={}, headers=secret.header())
     assert refused.status_code == 503 and refused.json()["error"].startswith("stale")
     assert engine.status_code("/metrics") == 200
     assert (await control.status()).version is None

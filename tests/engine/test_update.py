@@ -11,7 +11,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from primeslurm.orchestrator.engines import EngineUpdateError, Policy, Step
-from primeslurm.wire import weights
+from primeslurm.wire import secret, weights
 from tests.support.generate import generate, logprobs, metric, spans, tokens
 from tests.support.models import make_constant_model, make_model, publish, reference_logprobs, token_id
 from tests.support.processes import Server
@@ -158,7 +158,7 @@ async def test_a_new_salt_reuses_no_cache(engine, client, policy) -> None:
 async def test_an_update_that_nobody_resumed_is_resumed(engine, client, policy) -> None:
     control = client(engine)
     await control.apply(policy(3), timeout_s=120)
-    httpx.post(f"{engine.url}/pause?mode=keep&clear_cache=false")
+    httpx.post(f"{engine.url}/pause?mode=keep&clear_cache=false", headers=secret.header())
     assert (await control.status()).paused
     assert await control.apply(policy(3), timeout_s=120) is Step.RESUME
     assert len(tokens(generate(engine.url, PROMPT, 4))) == 4

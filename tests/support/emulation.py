@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
-import psutil
 
 from primeslurm.cli.runs import job_query
 from primeslurm.orchestrator.groups import Group
@@ -22,11 +21,13 @@ from primeslurm.run.status import ProcessStatus, RunStatus, read_status
 from primeslurm.slurm.cluster import Cluster, up
 from primeslurm.slurm.cluster_config import ClusterSpec
 from primeslurm.wire import checkpoints
+from primeslurm.wire.files import read_json
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "tests" / "emulated" / "small.yaml"
+SLOW_FILES = ROOT / "tests" / "emulated" / "slow_files"
 PATIENCE_S = 240.0
-OVER = ("completed", "failed", "cancelled", "lost")
+OVER = ("completed", "failed", "cancelled")
 
 
 @dataclass(frozen=True)
@@ -52,12 +53,19 @@ class Deployment:
 
     Args:
         directory: for the cluster and the runs; removed by nobody.
-        env: more environment variables for the job.
+        gpu_nodes: of the cluster.
     """
 
-    def __init__(self, directory: Path, gpu_nodes: int = 8) -> None:
+    def __init__(self, directory: Path, gpu_nodes: int = 9) -> None:
         self.runs = directory / "runs"
-        spec = ClusterSpec("emulated", directory / "c", self.runs, nodes=gpu_nodes, gpus_per_node=2, cpus_per_node=4)
+        spec = ClusterSpec(
+            "emulated", directory / "c", self.runs, gpu_nodes, gpus_per_node=2, cpus_per_node=4, control_nodes=3
+        )
+        self.slow_files = directory / "slow-files"
+        """While it exists, files are slow for the job's processes."""
+        self.runs.mkdir()
+        # a file system of its own, and a small one, that a test can fill
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=640m", "tmpfs", self.runs], check=True)
         self.cluster: Cluster = up(spec)[0]
         self._current: RunDirectory | None = None
         self._serial = 0
@@ -71,24 +79,24 @@ class Deployment:
     def down(self) -> None:
         """End the cluster with its jobs."""
         self.cluster.down()
+        subprocess.run(["umount", self.runs], check=True)
 
-    def command(self, *args: str | Path, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-        """`primeslurm ARGS`; `env` reaches the job too."""
+    def command(self, *args: str | Path) -> subprocess.CompletedProcess[str]:
+        """`primeslurm ARGS`; its environment is the job's too."""
         argv = [sys.executable, "-m", "primeslurm", *map(str, args)]
         # Measuring coverage in hundreds of processes would take longer than what they do.
         base = {key: value for key, value in os.environ.items() if not key.startswith("COVERAGE_")}
-        base["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [base.get("PYTHONPATH")])])
-        return subprocess.run(
-            argv, cwd=ROOT, env={**base, **(env or {})}, capture_output=True, text=True, timeout=120, check=False
-        )
+        paths = [str(ROOT), str(SLOW_FILES), *filter(None, [base.get("PYTHONPATH")])]
+        env = {**base, "PYTHONPATH": os.pathsep.join(paths), "EMULATED_SLOW_FILES": str(self.slow_files)}
+        return subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)
 
-    def submit(self, *options: str, env: Mapping[str, str] | None = None) -> RunDirectory:
+    def submit(self, *options: str) -> RunDirectory:
         """Start a run; the one before is cancelled."""
         if self._current is not None and self.status().phase not in OVER:
             self.command("cancel", self.run.path)
         self._serial += 1
         where = ("--site", self.cluster.spec.site_file, "--name", f"small-{self._serial}")
-        done = self.command("submit", RECIPE, "--emulate", *where, *options, "--json", env=env)
+        done = self.command("submit", RECIPE, "--emulate", *where, *options, "--json")
         assert done.returncode == 0, done.stderr
         self._current = RunDirectory(Path(json.loads(done.stdout)["directory"]))
         return self._current
@@ -138,31 +146,11 @@ class Deployment:
             trained=_trained(path),
         )
 
-    def agent(self, node: str) -> psutil.Process:
-        """The agent that runs on a node of the cluster."""
-        for process in psutil.process_iter(["cmdline"]):
-            if "submitit.core._submit" in (process.info["cmdline"] or []):
-                try:
-                    environment = process.environ()
-                except psutil.Error:
-                    continue
-                here = environment.get("SLURM_CONF") == str(self.cluster.spec.slurm_conf)
-                if here and environment.get("SLURMD_NODENAME") == node and "SLURM_PROCID" in environment:
-                    return process
-        raise KeyError(node)
-
-    def crash_node(self, node: str) -> None:
-        """As if the power went off: everything of the run that is on the node, and then Slurm's daemon there."""
-        agent = self.agent(node)
-        step_daemon = agent.parent()
-        assert step_daemon is not None and step_daemon.name() == "slurmstepd"
-        step_daemon.kill()  # first: it must not report that its task has ended
-        agent.kill()  # what it runs dies with it
-        self.cluster.crash(node)
-
-    def node_of(self, process: str) -> str:
-        """The node that a process of the run is on."""
-        return self.process(process).node
+    def head_agent(self) -> int:
+        """Process id of the head's agent."""
+        report = read_json(self.run.latest().agent_file(0))
+        assert report is not None
+        return int(report["agent_pid"])
 
 
 def _spooled(run_dir: Path) -> dict[str, int]:

@@ -28,9 +28,23 @@ def kill_node(cluster: Cluster, name: str) -> None:
 
 def revive_node(cluster: Cluster, name: str) -> None:
     """Start the slurmd of a killed node again; the node returns to service by itself."""
+    _revive(cluster, name, "slurmd", "-N", name)
+
+
+def kill_controller(cluster: Cluster) -> None:
+    """slurmctld is gone at once."""
+    next(daemon for daemon in cluster.daemons if daemon.name == "slurmctld").send(signal.SIGKILL)
+
+
+def revive_controller(cluster: Cluster) -> None:
+    """Start a killed slurmctld again; it finds its jobs in its state directory."""
+    _revive(cluster, "slurmctld", "slurmctld")
+
+
+def _revive(cluster: Cluster, name: str, *argv: str) -> None:
     pid_file = cluster.spec.directory / "pid" / name
     conf = str(cluster.spec.slurm_conf)
-    subprocess.run(["slurmd", "-f", conf, "-N", name], env={**os.environ, "SLURM_CONF": conf}, check=True)
+    subprocess.run([*argv, "-f", conf], env={**os.environ, "SLURM_CONF": conf}, check=True)
     deadline = time.monotonic() + 10
     while (started := Process.of(name, int(pid_file.read_text() or 0))) is None:
         assert time.monotonic() < deadline

@@ -6,6 +6,8 @@ from typing import Any
 
 import httpx
 
+from primeslurm.wire import secret
+
 
 def generate(
     url: str,
@@ -28,7 +30,7 @@ def generate(
             **sampling,
         },
     }
-    headers = {"X-Session-ID": session} if session else {}
+    headers = secret.header() | ({"X-Session-ID": session} if session else {})
     response = httpx.post(f"{url}/inference/v1/generate", json=body, headers=headers, timeout=timeout_s)
     response.raise_for_status()
     answer: dict[str, Any] = response.json()

@@ -23,6 +23,7 @@ from typing import Any
 import httpx
 
 from primeslurm.plan.commands import Command
+from primeslurm.wire import secret
 
 HOST = "127.0.0.1"
 ZYGOTE = Path(__file__).with_name("zygote.py")
@@ -35,7 +36,14 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-NODE_VALUES = {"run_id": "test-run", "node": "0", "interface": "", "hcas": "", "ucx_devices_near": ""}
+NODE_VALUES = {
+    "generate_token": secret.generate_token(secret.own()),
+    "run_id": "test-run",
+    "node": "0",
+    "interface": "",
+    "hcas": "",
+    "ucx_devices_near": "",
+}
 """What an agent on this machine knows of it."""
 
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +17,7 @@ from primeslurm.node.head import Head
 from primeslurm.node.reports import Ending, Outcome
 from primeslurm.plan.model import Health, Plan, Process
 from primeslurm.run.directory import Attempt, RunDirectory
+from primeslurm.run.summary import events as all_events
 from primeslurm.wire import exits
 from primeslurm.wire.files import read_json
 from tests.support.plans import SERVER, plan_of, python
@@ -48,17 +50,17 @@ class Running:
             monkeypatch.setattr(f"primeslurm.node.{module}.own_address", lambda *_: "127.0.0.1")
         monkeypatch.setattr("primeslurm.node.agent.TERM_GRACE_S", 1.0)
         self.agents = [NodeAgent(plan, rank, self.attempt, "test-id", plan.python) for rank in range(plan.allocated)]
+        for agent in self.agents:
+            agent.address = f"127.0.0.{agent.rank + 1}"
         self.head = Head(self.agents[0], self.run)
         self.threads = [threading.Thread(target=agent.run, daemon=True) for agent in self.agents]
         for thread in [*self.threads, self.head]:
             thread.start()
 
     def report(self, name: str) -> dict[str, object]:
-        for agent in self.agents:
-            value = read_json(self.attempt.agent_file(agent.rank)) or {"processes": {}}
-            if name in value["processes"]:
-                return dict(value["processes"][name])
-        return {}
+        node = self.attempt.plan().process(name).node
+        heartbeat = self.attempt.heartbeat(node, self.attempt.roster()) or {}
+        return dict(heartbeat.get("processes", {}).get(name, {}))
 
     def wait(self, condition: Callable[[], object], timeout_s: float = 60.0) -> None:
         deadline = time.monotonic() + timeout_s
@@ -71,6 +73,9 @@ class Running:
     def wait_state(self, name: str, state: str) -> dict[str, object]:
         self.wait(lambda: self.report(name).get("state") == state)
         return self.report(name)
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in all_events(self.run) if event["kind"] == kind]
 
     def join(self) -> None:
         for thread in [*self.threads, self.head]:
@@ -113,7 +118,7 @@ def test_dependents_start_after_what_they_need_answers(start: Callable[..., Runn
     running.wait_state("client", "done")
     log = (running.attempt.path / "logs/engine/client.log").read_text().splitlines()
     port = read_json(running.attempt.agent_file(1))["ports"]["server"]["http"]
-    assert log[-1] == f"127.0.0.1:{port}"
+    assert log[-1] == f"127.0.0.2:{port}"
     assert running.report("server")["healthy"] is True
 
 
@@ -208,6 +213,61 @@ def test_nodes_stop_when_the_head_is_gone(start: Callable[..., Running], monkeyp
     monkeypatch.setattr(Head, "_publish", lambda *_: None)
     running.wait(lambda: not alive(pid))
     assert running.agents[1].ending == Ending(Outcome.FAILED, "the head has been silent for 1 s", "head")
+
+
+def server(name: str, node: int, port: int, *uses: str, **options: object) -> Process:
+    argv = python(SERVER, "${host}", "${port:http}", *(f"${{addr:{other}:http}}" for other in uses))
+    options = {"ports": {"http": port}, "health": Health(port="http", path="/x", hang_timeout_s=3), **options}
+    return process(name, node, argv, **options)
+
+
+def test_a_server_that_hangs_is_restarted(start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("primeslurm.node.health.TIMEOUT_S", 0.5)
+    running = start((server("server", 0, 21000),))
+    pid = int(str(running.wait_state("server", "ready")["pid"]))
+    os.kill(pid, signal.SIGSTOP)
+    running.wait(lambda: running.report("server").get("restarts") == 1)
+    assert running.wait_state("server", "ready")["pid"] != pid
+    exited = running.events("exited")
+    assert [(event["code"], event["reason"][:20]) for event in exited] == [(-9, "gave no answer for 3")]
+
+
+def test_a_unit_is_restarted_as_one(start: Callable[..., Running]) -> None:
+    unit = {"unit": "u", "restart": "unit"}
+    running = start(
+        (server("a", 0, 21000, **unit), server("other", 0, 21010)), (server("b", 1, 21020, "a", after=("a",), **unit),)
+    )
+    before = {name: running.wait_state(name, "ready")["pid"] for name in ("a", "b", "other")}
+    os.kill(int(str(before["b"])), signal.SIGKILL)
+    running.wait(lambda: all(running.report(name).get("generation") == 1 for name in ("a", "b")))
+    after = {name: running.wait_state(name, "ready")["pid"] for name in ("a", "b", "other")}
+    assert [name for name in before if after[name] == before[name]] == ["other"]
+    assert running.head.ending is None
+
+
+def test_a_spare_takes_over_and_what_is_concerned_starts_anew(
+    start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent that is given up still lives: it ends what it runs, and is not used again."""
+    running = start(
+        (server("router", 0, 21000, "engine", after=("engine",), role="router"), server("other", 0, 21010)),
+        (server("engine", 1, 21020),),
+        spares=1,
+        node_silent_s=4,
+    )
+    before = {name: running.wait_state(name, "ready")["pid"] for name in ("router", "engine", "other")}
+    lost = running.agents[1]
+    beat = lost._heartbeat
+    monkeypatch.setattr(lost, "_heartbeat", lambda *_, **__: None)
+    running.wait(lambda: running.attempt.roster().seats[1].rank == 2)
+    monkeypatch.setattr(lost, "_heartbeat", beat)
+    running.wait(lambda: not running.threads[1].is_alive())
+    assert not alive(before["engine"])
+    running.wait(lambda: running.report("router").get("pid") not in (before["router"], None))
+    after = {name: running.wait_state(name, "ready")["pid"] for name in ("router", "engine", "other")}
+    assert after["other"] == before["other"] and after["engine"] != before["engine"]
+    assert running.report("router")["restarts"] == 0, "it is not at fault"
+    assert running.head.ending is None
 
 
 def test_the_cancel_file_ends_the_attempt(start: Callable[..., Running]) -> None:

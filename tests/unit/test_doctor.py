@@ -85,7 +85,18 @@ def test_the_rank_that_ran_out_of_memory_is_named_and_not_the_one_that_noticed(r
     assert found.first.last_lines[-2:] == [OOM, "bye"]
     (cause,) = found.first.causes
     assert cause.cause == "a GPU ran out of memory" and cause.evidence == OOM
-    assert [event.who for event in found.followed] == ["head"]
+    assert [event.who for event in found.followed] == ["trainer-rank-0", "head"]
+
+
+def test_a_rank_that_was_killed_is_named_and_not_the_one_that_says_nothing(run: RunDirectory) -> None:
+    log(run, "trainer-rank-0", T0, "a rank is gone")
+    log(run, "trainer-rank-1", T0, "step 3")
+    say(run, "agent-0", T0 + 50.0, "exited", name="trainer-rank-0", code=1, state="failed")
+    say(run, "agent-1", T0 + 50.2, "exited", name="trainer-rank-1", code=-9, state="failed")
+    end(run, T0 + 51, "trainer-rank-0 ended with exit code 1", "trainer-rank-0")
+    found = diagnosis(run)
+    assert found.first is not None and found.first.failure.component == "trainer-rank-1"
+    assert [event.who for event in found.followed] == ["trainer-rank-0", "head"]
 
 
 def test_what_was_restarted_is_not_the_first_failure(run: RunDirectory) -> None:

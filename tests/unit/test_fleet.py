@@ -457,3 +457,22 @@ def test_unknown_placeholders_are_errors(text: str) -> None:
     addresses = Addresses({"a": "x", "b": "y"}, {"a": {}, "b": {}})
     with pytest.raises(UnknownPlaceholder):
         resolve(text, "a", addresses, {})
+
+
+@pytest.mark.parametrize(("node", "goes_on"), [(2, True), (1, False)])
+def test_a_store_s_master_is_needed_and_its_clients_are_not(node: int, goes_on: bool) -> None:
+    """Each inference node has a client of the key-value store, the first one the master of all as well."""
+    client = [process("store", name=f"store-{i}", node=i) for i in (1, 2)]
+    client = [made.model_copy(update={"after": ("store-master",)}) for made in client]
+    nodes = [
+        (client[i], process(name=f"engine-r{i}-0", node=i + 1), process("router", name=f"router-{i}", node=i + 1))
+        for i in (0, 1)
+    ]
+    master = process("store", name="store-master", node=1)
+    replicas = (replica(0, "engine-r0-0"), replica(1, "engine-r1-0"))
+    agents = Agents(
+        (process(name="x", role="orchestrator", health=False),), (master, *nodes[0]), nodes[1], replicas=replicas
+    )
+    agents.seated()
+    agents.silent = {node}
+    assert (agents.decide(91.0) is None) is goes_on

@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from primeslurm.inference.gate import VersionGate
+from primeslurm.wire import secret
 
 
 class FakeEngineApp:
@@ -36,7 +37,7 @@ def app() -> FakeEngineApp:
 @pytest.fixture
 def http(app: FakeEngineApp) -> httpx.AsyncClient:
     transport = httpx.ASGITransport(app=VersionGate(app), raise_app_exceptions=False)
-    return httpx.AsyncClient(transport=transport, base_url="http://engine")
+    return httpx.AsyncClient(transport=transport, base_url="http://engine", headers=secret.header())
 
 
 async def update(http: httpx.AsyncClient, version: int) -> None:
@@ -120,3 +121,45 @@ async def test_every_start_is_another_incarnation(app: FakeEngineApp) -> None:
         ) as http:
             seen.add((await status(http))["incarnation"])
     assert len(seen) == 2
+
+
+CONTROL = ("/pause", "/update_weights", "/primeslurm/shutdown", "/sleep", "/v1/load_lora_adapter", "/docs", "//health")
+
+
+@pytest.mark.parametrize("shown", [None, "", "Bearer ", "Bearer wrong", "Basic x", secret.own()])
+@pytest.mark.parametrize("path", [*CONTROL, "/v1/completions", "/inference/v1/generate"])
+async def test_without_the_secret_only_health_and_metrics_answer(
+    http: httpx.AsyncClient, app: FakeEngineApp, path: str, shown: str | None
+) -> None:
+    await http.post("/update_weight_version", json={"new_version": "0"})
+    app.seen.clear()
+    http.headers.pop("Authorization")
+    headers = {} if shown is None else {"Authorization": shown}
+    assert (await http.post(path, headers=headers)).status_code == 401
+    assert (await http.post("/health", headers=headers)).status_code == 401
+    assert app.seen == []
+    assert [(await http.get(p, headers=headers)).status_code for p in ("/health", "/metrics")] == [200, 200]
+
+
+async def test_the_token_for_generation_opens_nothing_else(http: httpx.AsyncClient) -> None:
+    await http.post("/update_weight_version", json={"new_version": "0"})
+    http.headers["Authorization"] = f"Bearer {secret.generate_token(secret.own())}"
+    assert (await http.post("/inference/v1/generate")).status_code == 200
+    assert [(await http.post(path)).status_code for path in CONTROL] == [401] * len(CONTROL)
+
+
+async def test_a_websocket_is_refused(app: FakeEngineApp) -> None:
+    sent = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    await VersionGate(app)({"type": "websocket", "path": "/v1/realtime", "headers": []}, None, send)
+    assert sent == [{"type": "websocket.close", "code": 1008}]
+    assert app.seen == []
+
+
+def test_a_gate_without_a_secret_does_not_open(app: FakeEngineApp, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(secret.VARIABLE)
+    with pytest.raises(secret.SecretError):
+        VersionGate(app)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from primeslurm.run.happenings import exit_words, notable
+from primeslurm.run.happenings import exit_words, lately, notable
 
 
 def told(*events: dict[str, Any]) -> list[tuple[str, str, str]]:
@@ -88,6 +88,19 @@ def test_what_is_for_machines_is_left_out(event: dict[str, Any]) -> None:
 def test_what_happens_again_and_again_is_told_once() -> None:
     failed = {"kind": "rollout_failed", "process": "orchestrator", "error": "no answer"}
     assert told(failed, failed, failed) == [("orchestrator", "a rollout failed: no answer (3 times)", "warning")]
+
+
+def test_the_newest_are_told_each_once() -> None:
+    failed = {"kind": "rollout_failed", "process": "orchestrator", "error": "no answer", "time": 1.0}
+    commits = [{"kind": "committed", "process": "trainer-rank-0", "step": i, "time": 1.0 + i} for i in range(1, 5)]
+    events = [failed, commits[0], failed | {"time": 2.5}, *commits[1:]]
+    found = lately(notable(events), 4)
+    assert [(happening.who, happening.time) for happening in found] == [
+        ("orchestrator", 2.5),
+        ("trainer", 3.0),
+        ("trainer", 4.0),
+        ("trainer", 5.0),
+    ]
 
 
 def test_exit_codes_and_signals_in_words() -> None:

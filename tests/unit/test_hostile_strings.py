@@ -17,13 +17,14 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from primeslurm.errors import UsageError
-from primeslurm.node.resolve import Addresses, resolve
+from primeslurm.node.resolve import resolve
 from primeslurm.plan.derive import derive
 from primeslurm.plan.model import Plan
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.load import load_recipe, load_site, merge
 from primeslurm.slurm.options import sbatch_lines
 from primeslurm.slurm.render import exports, render
+from primeslurm.wire.addresses import Addresses
 from tests.support import model_strings
 from tests.support.recipes import recipe_data, site
 
@@ -177,11 +178,15 @@ def _check_processes(plan: Plan) -> None:
     addresses = Addresses(
         hosts=dict.fromkeys(names, "127.0.0.1"), ports={process.name: process.ports for process in plan.processes()}
     )
-    values = dict.fromkeys(("run_dir", "attempt", "attempt_dir", "run_id", "python", "tmp"), "/value")
+    fabric = ("interface", "hcas", "nccl_hcas", "ucx_devices", "ucx_devices_near")
+    values = dict.fromkeys(("run_dir", "attempt", "attempt_dir", "run_id", "python", "tmp", "node", *fabric), "/value")
+    secrets = {**values, "secret": "s", "generate_token": "g"}
     for process in plan.processes():
         assert "/" not in process.name and ".." not in process.log
-        for text in (*process.argv, *process.env.values(), *plan.env.values()):
-            resolved = resolve(text, process.name, addresses, values)
+        texts = [(text, values) for text in process.argv]
+        texts += [(text, secrets) for text in (*process.env.values(), *plan.env.values())]
+        for text, known in texts:
+            resolved = resolve(text, process.name, addresses, known)
             assert "${" not in resolved and "\0" not in resolved
 
 

@@ -190,10 +190,33 @@ def test_every_placeholder_resolves_to_a_process_that_listens(shape: dict[str, A
     hosts = {process.name: f"10.0.0.{process.node}" for process in plan.processes()}
     ports = {process.name: process.ports for process in plan.processes()}
     values = dict.fromkeys(VALUES, "/x")
+    secrets = {**values, "secret": "s", "generate_token": "g"}
     listening = {f"{hosts[p.name]}:{port}" for p in plan.processes() for port in p.ports.values()}
     for process in plan.processes():
-        for text in (*process.argv, *process.env.values(), *plan.env.values()):
-            filled = resolve(text, process.name, Addresses(hosts, ports), values)
+        texts = [(text, values) for text in process.argv]
+        texts += [(text, secrets) for text in (*process.env.values(), *plan.env.values())]
+        for text, known in texts:
+            filled = resolve(text, process.name, Addresses(hosts, ports), known)
             assert "${" not in filled
             for address in re.findall(r"10\.0\.0\.\d+:\d+", filled):
                 assert address in listening
+
+
+MANY = {"type": "multi_node", "num_replicas": 2}
+
+
+def test_a_job_survives_nodes_only_if_every_component_has_two() -> None:
+    plan = plan_for(deployment={"train": {"nodes": 2}, "inference": MANY, "spares": {"inference": 1}})
+    assert [(group.name, group.nodes, group.spares) for group in plan.groups] == [
+        ("control", 2, 1),
+        ("train", 2, 0),
+        ("inference", 3, 1),
+    ]
+    assert plan.survives_nodes
+    assert [plan.group_of_rank(rank).name for rank in range(plan.allocated)] == [
+        *["control"] * 2,
+        *["train"] * 2,
+        *["inference"] * 3,
+    ]
+    assert not plan_for(deployment={"inference": MANY, "spares": {"inference": 1}}).survives_nodes
+    assert plan_for(deployment={"layout": "single", "inference": MANY}).survives_nodes

@@ -16,6 +16,7 @@ from primeslurm.orchestrator.metrics import MetricsLog, batch_metrics
 from primeslurm.orchestrator.watch import StallError, Watch
 from primeslurm.orchestrator.workers import SILENT_S, UNSEEN_S, Workers
 from primeslurm.recipe import Recipe
+from primeslurm.wire import secret
 from primeslurm.wire.journal import Journal
 from primeslurm.wire.rollouts import Rollout
 from tests.unit.orchestrator.test_packing import group
@@ -110,6 +111,7 @@ class Peers:
 
     def connect(self) -> zmq.asyncio.Socket:
         socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        secret.present(socket)
         socket.setsockopt(zmq.LINGER, 0)
         socket.connect(self.address)
         return socket

@@ -1,0 +1,97 @@
+"""The secret of a run: what its own processes show one another, and nobody else can.
+
+It is 32 random bytes in hex, in the file `secret` of the run directory (mode 0600). Each agent puts it into the
+environment of the processes it starts, which only their owner can read; it is in no command line, plan, script, log or
+status. HTTP servers ask for it as a bearer token. ZMQ sockets ask for it as a password when a peer connects (PLAIN),
+one handshake a connection and nothing on the messages. It keeps other users of the cluster out; it hides nothing from
+those who can read the cluster's network.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+VARIABLE = "PRIMESLURM_SECRET"
+FILE = "secret"
+_USER = b"primeslurm"
+_authenticators: dict[int, Any] = {}
+"""By context: ZMQ asks one for all sockets of a context."""
+
+
+class SecretError(RuntimeError):
+    """There is no secret where there must be one."""
+
+
+def create(run_dir: Path) -> None:
+    """Make the secret of a run; one that exists stays. Raises OSError."""
+    try:
+        handle = os.open(run_dir / FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return
+    with os.fdopen(handle, "w") as file:
+        file.write(secrets.token_hex(32))
+
+
+def read(run_dir: Path) -> str:
+    """The secret of a run. Raises SecretError."""
+    try:
+        found = (run_dir / FILE).read_text().strip()
+    except OSError as error:
+        raise SecretError(f"{run_dir / FILE}: {error.strerror}") from None
+    if not found:
+        raise SecretError(f"{run_dir / FILE} is empty")
+    return found
+
+
+def own() -> str:
+    """The secret that this process was started with. Raises SecretError: without one, nothing is served."""
+    found = os.environ.get(VARIABLE, "")
+    if not found:
+        raise SecretError(f"{VARIABLE} is not set: processes of a run are started by its agents")
+    return found
+
+
+def generate_token(secret: str) -> str:
+    """A token that only opens generation.
+
+    For a router that adds its own token to whatever it relays, control routes included: it must not have the secret.
+    """
+    return hmac.new(secret.encode(), b"generate", hashlib.sha256).hexdigest()
+
+
+def header() -> dict[str, str]:
+    """What an HTTP client of the run sends."""
+    return {"Authorization": f"Bearer {own()}"}
+
+
+def present(socket: zmq.Socket[Any]) -> None:
+    """Before `connect`: show the secret."""
+    socket.plain_username = _USER
+    socket.plain_password = own().encode()
+
+
+def demand(socket: zmq.Socket[Any]) -> None:
+    """Before `bind`: let only peers in that show the secret."""
+    context = socket.context.underlying
+    if context not in _authenticators:
+        _authenticators[context] = _authenticator(context)
+    socket.plain_server = True
+
+
+def _authenticator(context: int) -> Any:
+    from zmq.auth.thread import ThreadAuthenticator
+
+    log = logging.getLogger("primeslurm.zap")
+    log.setLevel(logging.WARNING)  # below, it logs passwords
+    found = ThreadAuthenticator(zmq.Context.shadow(context), log=log)
+    found.start()
+    found.configure_plain(domain="*", passwords={_USER.decode(): own()})
+    return found
