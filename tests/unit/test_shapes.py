@@ -251,7 +251,7 @@ def test_a_group_that_its_engines_do_not_fill_is_refused() -> None:
 
 
 def test_a_policy_between_two_needs_two_engines_of_each_role() -> None:
-    two = {"inference": {"router": {"policy": "power_of_two"}, "parallel": {"tp": 8}}}
+    two = {"inference": {"router": {"type": "vllm-router", "policy": "power_of_two"}, "parallel": {"tp": 8}}}
     with pytest.raises(UsageError, match="a replica has only one of role prefill"):
         plan_for(disaggregated(decode=(2, 1)), two)
     plan_for(disaggregated(prefill=(2, 1), decode=(2, 1)), two)
