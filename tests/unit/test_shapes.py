@@ -218,11 +218,11 @@ def test_llm_d_without_disaggregation_has_one_profile_and_no_sidecars() -> None:
     assert not [process for process in plan.processes() if process.name.startswith("sidecar")]
 
 
-def test_serving_engines_have_no_version_gate_and_are_ready_when_healthy() -> None:
+def test_serving_engines_ask_for_the_secret_alone_and_are_ready_when_healthy() -> None:
     plan = serve({"type": "vllm-router"})
     assert {process.role for process in plan.processes()} == {"engine", "router"}
     for engine in engines(plan):
-        assert not (option(engine, "--middleware") or "").endswith("VersionGate")
+        assert option(engine, "--middleware") == "primeslurm.inference.admission.SecretGate"
         assert engine.health and engine.health.path == "/health"
 
 
