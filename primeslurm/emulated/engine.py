@@ -229,12 +229,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--max-model-len", type=int, required=True)
     parser.add_argument("--num-gpu-blocks-override", type=int, default=KV_BLOCKS)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--middleware", help="the gate, in front of engines that are trained for")
+    parser.add_argument("--middleware", default="", help="engines that are trained for have the version gate")
     options, _ = parser.parse_known_args(argv)
     # engines of one deployment share a seed, and must not all answer alike
     seed = hash((options.seed, options.host, options.port))
     engine = EmulatedEngine(options.served_model_name, options.max_model_len, options.num_gpu_blocks_override, seed)
-    asyncio.run(serve(options.host, options.port, engine, gated=options.middleware is not None))
+    asyncio.run(serve(options.host, options.port, engine, gated=options.middleware.endswith("VersionGate")))
 
 
 if __name__ == "__main__":

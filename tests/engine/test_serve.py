@@ -66,8 +66,8 @@ def test_a_served_model_answers_until_it_is_cancelled(model: Path, tmp_path: Pat
         body = {"model": "policy", "prompt": [2, 5, 9, 14], "max_tokens": 4, "ignore_eos": True}
         url = f"http://{host}:{port}/v1/completions"
         assert httpx.post(url, json=body, timeout=30).status_code == 401
-        secret = {"Authorization": f"Bearer {(Path(run) / 'secret').read_text()}"}
-        answer = httpx.post(url, json=body, headers=secret, timeout=30)
+        token = {"Authorization": f"Bearer {(Path(run) / 'secret').read_text().strip()}"}
+        answer = httpx.post(url, json=body, headers=token, timeout=30)
         assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 4
         assert list((tmp_path / "disk").iterdir())
     finally:

@@ -46,7 +46,9 @@ def ranks(group: list[Process]) -> list[tuple[str | None, str | None]]:
 def filled(process: Process, plan: Plan, value: str) -> str:
     hosts = {p.name: f"10.0.0.{p.node}" for p in plan.processes()}
     ports = {p.name: p.ports for p in plan.processes()}
-    return resolve(value, process.name, Addresses(hosts, ports), dict.fromkeys(VALUES, ""))
+    return resolve(
+        value, process.name, Addresses(hosts, ports), dict.fromkeys((*VALUES, "secret", "generate_token"), "")
+    )
 
 
 def test_one_node_tp_2_dp_4_with_shared_experts() -> None:
@@ -252,7 +254,7 @@ def test_a_group_that_its_engines_do_not_fill_is_refused() -> None:
 
 
 def test_a_policy_between_two_needs_two_engines_of_each_role() -> None:
-    two = {"inference": {"router": {"policy": "power_of_two"}, "parallel": {"tp": 8}}}
+    two = {"inference": {"router": {"type": "vllm-router", "policy": "power_of_two"}, "parallel": {"tp": 8}}}
     with pytest.raises(UsageError, match="a replica has only one of role prefill"):
         plan_for(disaggregated(decode=(2, 1)), two)
     plan_for(disaggregated(prefill=(2, 1), decode=(2, 1)), two)
