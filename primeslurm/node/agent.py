@@ -108,7 +108,7 @@ class NodeAgent:
         self._read_head(now)
         if self.ending is not None:
             self._wind_down(now, self.ending)
-        elif self.crew is not None and self.addresses is not None:
+        elif self.crew is not None and self.addresses is not None and self.crew.is_known(self.addresses):
             self.crew.tick(now, self.view, self.addresses)
         if now - self._last_heartbeat >= HEARTBEAT_S:
             self._heartbeat(now, ended=False)

@@ -267,6 +267,7 @@ def test_a_spare_takes_over_and_what_is_concerned_starts_anew(
     after = {name: running.wait_state(name, "ready")["pid"] for name in ("router", "engine", "other")}
     assert after["other"] == before["other"] and after["engine"] != before["engine"]
     assert running.report("router")["restarts"] == 0, "it is not at fault"
+    assert [e["process"] for e in running.events("started") if e["name"] == "engine"] == ["agent-1", "agent-2"]
     assert running.head.ending is None
 
 
@@ -298,7 +299,9 @@ def test_a_process_finds_its_files_and_directories_and_no_empty_variables(
     running = start((reader,))
     log = running.attempt.path / "logs/engine/reader.log"
     running.wait(lambda: log.exists() and len(log.read_text().splitlines()) > 1)
-    port = running.agents[0].ports["reader"]["http"]
+    crew = running.agents[0].crew
+    assert crew is not None
+    port = crew.ports["reader"]["http"]
     assert log.read_text().splitlines()[-1] == f'{{"at": "127.0.0.1:{port}"}} False'
     assert left_behind.parent.is_dir() and not left_behind.exists()
     running.head.end(Ending(Outcome.CANCELLED, "enough"))
