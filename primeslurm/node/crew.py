@@ -20,8 +20,8 @@ from primeslurm.wire.addresses import Addresses
 from primeslurm.wire.journal import Journal
 from primeslurm.wire.secret import generate_token, read
 
-Command = tuple[tuple[str, ...], dict[str, str], frozenset[str]]
-"""What a process is started with: argv, environment, and which of the processes that it needs were given up."""
+Command = tuple[tuple[str, ...], dict[str, str], dict[str, str], frozenset[str]]
+"""What a process is started with: argv, environment, files, and which of the processes that it needs were given up."""
 
 
 class Crew:
@@ -169,10 +169,10 @@ class Crew:
     def _start(self, supervision: Supervision, now: float, addresses: Addresses, generation: int) -> None:
         process = supervision.process
         command = self._command(process, addresses)
-        argv, env, _ = command
+        argv, env, files, _ = command
         supervision.started(now, generation)
         try:
-            self._outfit.write_files(process, self._fill(process, addresses))
+            self._outfit.write(files)
             child = Child(argv, dict(os.environ) | env, self.attempt.path / process.log, Path(self.plan.run_dir))
         except OSError as error:
             supervision.reason = str(error)
@@ -195,7 +195,8 @@ class Crew:
         env = {key: value for key, value in filled.items() if value}
         if process.gpus:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(_visible(gpu) for gpu in process.gpus)
-        return tuple(map(fill, process.argv)), env, frozenset(addresses.lost) & frozenset(process.after)
+        files = {name: fill(text) for name, text in process.files.items()}
+        return tuple(map(fill, process.argv)), env, files, frozenset(addresses.lost) & frozenset(process.after)
 
     def _fill(self, process: Process, addresses: Addresses, more: Mapping[str, str] = {}) -> Callable[[str], str]:
         values = {**self._outfit.values(process), **more}

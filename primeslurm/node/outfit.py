@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from primeslurm.node import fabric
@@ -46,11 +46,10 @@ class Outfit:
         for directory in self._scratch():
             shutil.rmtree(directory, ignore_errors=True)
 
-    def write_files(self, process: Process, fill: Callable[[str], str]) -> None:
-        """Write the files of a process; `fill` replaces placeholders. Raises OSError."""
-        for name, text in process.files.items():
-            path = Path(self._values["tmp"]) / name
-            path.write_text(fill(text))
+    def write(self, files: Mapping[str, str]) -> None:
+        """Write files of a process, name to text. Raises OSError."""
+        for name, text in files.items():
+            (Path(self._values["tmp"]) / name).write_text(text)
 
     def _scratch(self) -> list[Path]:
         nowhere = Addresses(hosts={}, ports={})

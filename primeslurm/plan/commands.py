@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 EngineRole = Literal["engine", "prefill", "decode"]
@@ -24,6 +25,33 @@ class Command(NamedTuple):
     """Files written for it before it starts: name under `${tmp}` to text."""
     scratch: tuple[str, ...] = ()
     """Directories on the node's own disk that exist while the attempt runs."""
+
+
+@dataclass(frozen=True)
+class Workers:
+    """Names of the engines of one replica: either engines that do both, or prefill and decode engines.
+
+    Raises:
+        ValueError: neither shape, or both.
+    """
+
+    engines: Sequence[str] = ()
+    prefill: Sequence[str] = ()
+    decode: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        if bool(self.engines) == bool(self.prefill) or bool(self.prefill) != bool(self.decode):
+            raise ValueError("a replica has either engines, or prefill and decode engines")
+
+    @property
+    def disaggregated(self) -> bool:
+        """Whether prefill and decode are apart."""
+        return bool(self.prefill)
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        """All of them, prefill first."""
+        return (*self.engines, *self.prefill, *self.decode)
 
 
 def long_options(options: Mapping[str, object]) -> list[str]:

@@ -1,4 +1,4 @@
-"""A Plan whose engines, trainer ranks and environment workers are replaced by light stand-ins; all else stays."""
+"""A Plan whose engines, stores, trainer ranks and environments are replaced by light stand-ins; all else stays."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ STAND_INS: dict[Role, str] = {
     "decode": "primeslurm.emulated.engine",
     "trainer": "primeslurm.emulated.trainer",
     "environment": "primeslurm.emulated.environment",
+    "store": "primeslurm.emulated.store",
 }
 """Module that is started in place of a role's own, with the same arguments."""
 

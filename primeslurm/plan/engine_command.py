@@ -7,19 +7,25 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from primeslurm.plan import kv
+from primeslurm.plan import dynamo, kv
 from primeslurm.plan.commands import Command, Device, EngineRole, long_options
+from primeslurm.plan.parsers import Parsers, parsers_of
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.inference import EngineSettings
+from primeslurm.recipe.routers import DynamoRouter
 
 SERVED_MODEL = "policy"
 """The model name that clients ask engines and routers for."""
 CPU_KV_CACHE_BYTES = 256 * 2**20
 GPU_MEMORY_UTILIZATION = 0.9
+CPU_ALL2ALL = "allgather_reducescatter"
+"""The one way between experts that needs no GPU; with another, vLLM does not start on CPUs."""
 MODULE = "vllm.entrypoints.openai.api_server"
 GATE = "primeslurm.inference.gate.VersionGate"
 SECRET_GATE = "primeslurm.inference.admission.SecretGate"
 """The same without policy versions, for engines that keep the weights they loaded."""
+START_TIMEOUT_S = 3600
+"""Longest time from an engine's start to its first answer: a trillion parameters are read, and kernels compiled."""
 TRANSFER_BACKENDS = {"filesystem": "primeslurm_filesystem", "nccl": "nccl"}
 """Weight transport of the recipe to vLLM's name of the backend (registered by inference.plugin)."""
 
@@ -60,9 +66,11 @@ def _first(own: object, common: object) -> object:
     return common if own is None else own
 
 
-def engine_command(recipe: Recipe, device: Device, role: EngineRole, python: str, dp: DataParallel = ALONE) -> Command:
+def engine_command(
+    recipe: Recipe, device: Device, role: EngineRole, python: str, dp: DataParallel = ALONE, replica: int = 0
+) -> Command:
     """One vLLM engine. `engine` prefills and decodes; `prefill` and `decode` hand KV over through NIXL."""
-    return Engines(recipe, device, role, python).command(dp)
+    return Engines(recipe, device, role, python).command(dp, replica)
 
 
 class Engines:
@@ -71,11 +79,15 @@ class Engines:
     def __init__(self, recipe: Recipe, device: Device, role: EngineRole, python: str) -> None:
         self._recipe, self._device, self._role = recipe, device, role
         self._settings = settings_of(recipe, role)
-        self._argv = (python, "-m", MODULE, *long_options(_shared_options(recipe, self._settings, device, role)))
+        self._in_dynamo = isinstance(recipe.inference.router, DynamoRouter)
+        options, module = _shared_options(recipe, self._settings, device, role), MODULE
+        if self._in_dynamo:
+            options, module = dynamo.worker_options(options, role), dynamo.WORKER
+        self._argv = (python, "-m", module, *long_options(options))
         self._files = kv.engine_files(recipe, device)
         self._scratch = kv.engine_scratch(recipe, role)
 
-    def command(self, dp: DataParallel = ALONE) -> Command:
+    def command(self, dp: DataParallel = ALONE, replica: int = 0) -> Command:
         """The engine of one data-parallel rank."""
         ports = ["http"]
         if self._role != "engine":
@@ -83,6 +95,8 @@ class Engines:
         if dp.size > 1 and dp.rank == 0:
             ports.append("dp_rpc")
         env = _engine_env(self._recipe, self._settings, self._device, self._role, dp)
+        if self._in_dynamo:
+            env |= dynamo.worker_env(replica)
         argv = (*self._argv, *long_options(_rank_options(dp)))
         return Command(argv, env, tuple(ports), self._files, self._scratch)
 
@@ -107,7 +121,7 @@ def _shared_options(recipe: Recipe, settings: EngineSettings, device: Device, ro
     options["middleware"] = GATE if recipe.task == "rl" else SECRET_GATE
     options |= _memory_options(recipe, settings, device)
     options |= _model_options(recipe, settings)
-    options |= _parallel_options(recipe, settings)
+    options |= _parallel_options(recipe, settings, device)
     if (transfer := kv.transfer_config(recipe, role, device)) is not None:
         options["kv_transfer_config"] = transfer
     return options | settings.vllm_extra
@@ -132,23 +146,28 @@ def _memory_options(recipe: Recipe, settings: EngineSettings, device: Device) ->
 
 def _model_options(recipe: Recipe, settings: EngineSettings) -> dict[str, object]:
     inference = recipe.inference
+    known = parsers_of(recipe.model.path) if recipe.task == "serve" else Parsers()
+    tool_call = inference.tool_call_parser or known.tool_call
     options: dict[str, object] = {
         "max_num_seqs": settings.max_num_seqs,
         "max_num_batched_tokens": settings.max_num_batched_tokens,
         "quantization": inference.quantization,
         "kv_cache_dtype": None if inference.kv_cache_dtype == "auto" else inference.kv_cache_dtype,
         "enable_return_routed_experts": recipe.trainer.router_replay or None,
-        "tool_call_parser": inference.tool_call_parser,
-        "enable_auto_tool_choice": inference.tool_call_parser is not None or None,
-        "reasoning_parser": inference.reasoning_parser,
+        "tool_call_parser": tool_call,
+        "enable_auto_tool_choice": True if tool_call else None,
+        "reasoning_parser": inference.reasoning_parser or known.reasoning,
     }
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _parallel_options(recipe: Recipe, settings: EngineSettings) -> dict[str, object]:
+def _parallel_options(recipe: Recipe, settings: EngineSettings, device: Device) -> dict[str, object]:
     options: dict[str, object] = {}
     if recipe.inference.expert_parallel:
-        options |= {"enable_expert_parallel": True, "all2all_backend": settings.all2all}
+        options |= {
+            "enable_expert_parallel": True,
+            "all2all_backend": settings.all2all if device == "cuda" else CPU_ALL2ALL,
+        }
     if settings.dbo is not None:
         options["enable_dbo"] = settings.dbo
     if settings.eplb is not None:
@@ -175,6 +194,7 @@ def _engine_env(
         "VLLM_SERVER_DEV_MODE": "1",  # the routes of pause, resume and weight updates
         "VLLM_HOST_IP": "${host}",
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ENGINE_READY_TIMEOUT_S": str(START_TIMEOUT_S),
         "HF_HUB_OFFLINE": "1",
     }
     if device == "cpu":

@@ -6,17 +6,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from primeslurm.plan import kv
-from primeslurm.plan.commands import EngineRole
-from primeslurm.plan.engine_command import DataParallel, Engines
+from primeslurm.plan.commands import EngineRole, Workers
+from primeslurm.plan.engine_command import START_TIMEOUT_S, DataParallel, Engines
 from primeslurm.plan.model import Health, NodeRole, Replica
-from primeslurm.plan.routers import router_command
+from primeslurm.plan.routers import fronts, router_name
 from primeslurm.plan.slots import Slot
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.deployment import Disaggregated
 from primeslurm.recipe.kv import MooncakeOffload
 
 ENGINE_READY = "/primeslurm/status"
-"""Answers 200 as soon as an engine's HTTP server is up, current or not: `/health` waits for the current policy."""
+"""Answers 200 as soon as an engine's HTTP server is up, current or not: `/health` waits for the current policy.
+Only engines that are trained for have it."""
 
 ROLE_OF: dict[NodeRole, EngineRole] = {"inference": "engine", "prefill": "prefill", "decode": "decode"}
 
@@ -46,7 +47,7 @@ def _place_store(recipe: Recipe, site: Site, slots: list[Slot]) -> None:
     if not isinstance(offload, MooncakeOffload):
         return
     first = min(slots, key=lambda slot: slot.index)
-    first.add(kv.STORE_MASTER, "store", kv.store_master(recipe), health=Health(port="http", path="/metrics"))
+    first.add(kv.STORE_MASTER, "store", kv.store_master(recipe), health=Health(port="http"))
     for slot in slots:
         slot.add(
             f"store-{slot.index}",
@@ -66,17 +67,16 @@ def _place_replica(recipe: Recipe, site: Site, index: int, nodes: list[Slot]) ->
     names: dict[EngineRole, list[str]] = {"engine": [], "prefill": [], "decode": []}
     for group in _groups(recipe, nodes):
         _place_group(recipe, site, index, group, names[group.role])
-    engines = tuple(name for role in names.values() for name in role)
-    router = f"router-{index}"
-    nodes[0].add(
-        router,
-        "router",
-        router_command(recipe, "${python}", names["engine"], names["prefill"], names["decode"]),
-        replica=index,
-        health=Health(port="http", path="/liveness"),
-        after=engines,
+    workers = Workers(tuple(names["engine"]), tuple(names["prefill"]), tuple(names["decode"]))
+    for front in fronts(recipe, index, workers):
+        slot = next((slot for slot in nodes if slot.holds(front.beside)), nodes[0])
+        slot.add(front.name, "router", front.command, replica=index, health=front.health, after=front.after)
+    return Replica(
+        index=index,
+        router=router_name(index),
+        engines=workers.all,
+        nodes=tuple(slot.index for slot in nodes),
     )
-    return Replica(index=index, router=router, engines=engines, nodes=tuple(slot.index for slot in nodes))
 
 
 def _groups(recipe: Recipe, nodes: list[Slot]) -> Iterator[_Group]:
@@ -105,11 +105,15 @@ def _place_group(recipe: Recipe, site: Site, replica: int, group: _Group, names:
         slot.add(
             name,
             role,
-            engines.command(DataParallel(dp, rank, head)),
+            engines.command(DataParallel(dp, rank, head), replica),
             gpus=range(first, first + tp),
             replica=replica,
             restart="unit" if dp > 1 else "in_place",
             unit=f"{role}-r{replica}-g{(start + number) // dp}" if dp > 1 else None,
-            health=Health(port="http", path=ENGINE_READY),
+            health=Health(
+                port="http",
+                path=ENGINE_READY if recipe.task == "rl" else "/health",
+                start_timeout_s=START_TIMEOUT_S,
+            ),
             after=_stores(slot),
         )

@@ -5,7 +5,13 @@ from __future__ import annotations
 from primeslurm.plan.catalog import ModelFacts
 from primeslurm.plan.commands import EngineRole
 from primeslurm.plan.engine_command import GPU_MEMORY_UTILIZATION, settings_of
-from primeslurm.plan.engine_memory import DEFAULT_BATCHED_TOKENS, EngineLayout, EngineMemory, engine_memory
+from primeslurm.plan.engine_memory import (
+    DEFAULT_BATCHED_TOKENS,
+    EngineLayout,
+    EngineMemory,
+    engine_memory,
+    kv_bytes_per_token,
+)
 from primeslurm.plan.forecast import Amount, Estimate, RoleMemory
 from primeslurm.plan.gpus import GIB, Gpu, gpu_of
 from primeslurm.plan.model import NodeRole
@@ -13,6 +19,7 @@ from primeslurm.plan.needs import Need, expert_ranks
 from primeslurm.plan.parameters import count
 from primeslurm.plan.trainer_memory import TrainerLayout, TrainerMemory, lora_parameters, trainer_memory
 from primeslurm.recipe import Recipe, Site
+from primeslurm.recipe.kv import NativeOffload
 from primeslurm.recipe.scheduling import DEFAULT_TIME
 from primeslurm.recipe.syntax import minutes
 
@@ -138,6 +145,7 @@ def _amounts(recipe: Recipe, site: Site, needs: list[Need], facts: ModelFacts) -
     if recipe.task == "rl" and train:
         found += _update(recipe, site, train, facts)
         found += _replay(recipe, facts)
+    found += _host_tier(recipe, needs, facts)
     found.append(Amount(name="GPU-hours", value=round(hours), unit="h", how=f"{gpus} GPUs for {time}"))
     return found
 
@@ -195,6 +203,22 @@ def _replay(recipe: Recipe, facts: ModelFacts) -> list[Amount]:
     batch = per_token * recipe.seq_len * recipe.orchestrator.batch_size
     how = f"{per_token} bytes a token, {recipe.orchestrator.batch_size} rollouts of seq_len"
     return [Amount(name="routed experts", value=round(batch / 1e9, 1), unit="GB per step", how=how)]
+
+
+def _host_tier(recipe: Recipe, needs: list[Need], facts: ModelFacts) -> list[Amount]:
+    """Tokens whose KV fits into host memory: a Mooncake store's pool, or the tiers of all engines that have one."""
+    offload = recipe.inference.kv_offload
+    holders = [need for need in needs if need.role in ENGINE_ROLES]
+    if offload is None or not holders:
+        return []
+    layout = engine_layout(recipe, "engine", 1, facts)
+    pools = sum(need.nodes for need in holders)
+    how = f"{offload.cpu.bytes / GIB:.0f} GiB of each of {pools} nodes, shared"
+    if isinstance(offload, NativeOffload):
+        pools = sum(need.nodes * need.gpus // layout.tp for need in holders if need.role != "decode")
+        how = f"{offload.cpu.bytes / GIB:.0f} GiB of each of {pools} engines, its own"
+    tokens = pools * offload.cpu.bytes / (kv_bytes_per_token(facts, layout) * layout.tp)
+    return [Amount(name="KV in host memory", value=round(tokens / 1e6, 1), unit="million tokens", how=how)]
 
 
 def _gib(size: float) -> float:

@@ -1,40 +1,76 @@
-"""What stands in front of a replica's engines."""
+"""What stands in front of a replica's engines: one function per type of router, all to the same shape."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from primeslurm.plan.commands import Command, long_options, url_of
+from primeslurm.plan import dynamo, llmd
+from primeslurm.plan.commands import Command, Workers, long_options, url_of
+from primeslurm.plan.model import Health
 from primeslurm.recipe import Recipe
+from primeslurm.recipe.routers import DynamoRouter, LlmdRouter, VllmRouter
 
 
-def router_command(
-    recipe: Recipe, python: str, engines: Sequence[str] = (), prefill: Sequence[str] = (), decode: Sequence[str] = ()
-) -> Command:
-    """The router in front of one replica: over `engines`, or over `prefill` and `decode` (names of processes).
+@dataclass(frozen=True)
+class Front:
+    """One process in front of the engines of a replica."""
 
-    Raises:
-        ValueError: not exactly one of the two shapes is given.
-    """
-    if bool(engines) == bool(prefill and decode) or bool(prefill) != bool(decode):
-        raise ValueError("a router serves either engines, or prefill and decode engines")
-    policy = recipe.inference.router.policy
-    options: dict[str, object] = {"host": "${host}", "port": "${port:http}", "policy": policy}
-    argv = [python, "-m", "vllm_router.launch_router", *long_options(options | _ROUTER_OPTIONS)]
-    argv += ["--request-timeout-secs", str(recipe.orchestrator.request_timeout_s)]
-    if engines:
-        argv += ["--worker-urls", *map(url_of, engines)]
+    name: str
+    command: Command
+    health: Health | None
+    after: Sequence[str] = ()
+    beside: str | None = None
+    """The engine whose node it runs on. Default: the replica's first node."""
+
+
+def router_name(replica: int) -> str:
+    """The process that clients of a replica talk to, whatever the type of its router."""
+    return f"router-{replica}"
+
+
+def fronts(recipe: Recipe, replica: int, workers: Workers) -> list[Front]:
+    """The processes in front of one replica; the one called `router_name` serves HTTP on its port `http`."""
+    name = router_name(replica)
+    match recipe.inference.router:
+        case VllmRouter() as router:
+            command = router_command(recipe, router, workers)
+            return [Front(name, command, Health(port="http", path="/liveness"), workers.all)]
+        case DynamoRouter() as router:
+            return [Front(name, dynamo.frontend(router, replica), Health(port="http"))]
+        case LlmdRouter() as router:
+            return _llmd(router, replica, workers)
+
+
+def _llmd(router: LlmdRouter, replica: int, workers: Workers) -> list[Front]:
+    picker = f"picker-{replica}"
+    sidecars = {engine: f"sidecar-{engine}" for engine in workers.decode}
+    return [
+        *(Front(sidecar, llmd.sidecar(engine), None, (engine,), beside=engine) for engine, sidecar in sidecars.items()),
+        Front(picker, llmd.picker(router, workers, sidecars), Health(port="http", path="/metrics"), workers.all),
+        Front(router_name(replica), llmd.envoy(picker), Health(port="http"), (picker, *sidecars.values())),
+    ]
+
+
+def router_command(recipe: Recipe, router: VllmRouter, workers: Workers) -> Command:
+    """vllm-router over engines, or over prefill and decode engines."""
+    options: dict[str, object] = {"host": "${host}", "port": "${port:http}", "policy": router.policy}
+    options |= _OPTIONS | {"request_timeout_secs": recipe.orchestrator.request_timeout_s}
+    if workers.disaggregated:
+        options |= {"vllm_pd_disaggregation": True, "prefill_policy": router.policy, "decode_policy": router.policy}
+    argv = ["${python}", "-m", "vllm_router.launch_router", *long_options(options | router.extra)]
+    if workers.disaggregated:
+        argv += [part for name in workers.prefill for part in ("--prefill", url_of(name))]
+        argv += [part for name in workers.decode for part in ("--decode", url_of(name))]
     else:
-        argv += ["--vllm-pd-disaggregation", "--prefill-policy", policy, "--decode-policy", policy]
-        argv += [part for name in prefill for part in ("--prefill", url_of(name))]
-        argv += [part for name in decode for part in ("--decode", url_of(name))]
+        argv += ["--worker-urls", *map(url_of, workers.engines)]
     # RUST_LOG: below warn, it writes three lines a request. Without prefill and decode it hands on its client's token;
     # with them it adds its own, from this variable, to everything that it relays.
-    token = {} if engines else {"OPENAI_API_KEY": "${generate_token}"}
+    token = {"OPENAI_API_KEY": "${generate_token}"} if workers.disaggregated else {}
     return Command(tuple(argv), {"RUST_LOG": "warn", **token}, ("http", "metrics"))
 
 
-_ROUTER_OPTIONS: dict[str, object] = {
+_OPTIONS: dict[str, object] = {
     "prometheus_host": "${host}",
     "prometheus_port": "${port:metrics}",
     # It listens only once an engine is open, and would give up waiting for one after ten minutes.

@@ -62,6 +62,10 @@ class Slot:
             )
         )
 
+    def holds(self, process: str | None) -> bool:
+        """Whether a process of this name is on the node."""
+        return any(placed.name == process for placed in self.processes)
+
     def node(self) -> Node:
         """The finished node."""
         return Node(

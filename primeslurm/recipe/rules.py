@@ -17,7 +17,10 @@ def violations(recipe: Recipe) -> list[Violation]:
 
 def _rl(recipe: Recipe) -> list[Violation]:
     found: list[Violation] = []
-    orchestrator = recipe.orchestrator
+    orchestrator, router = recipe.orchestrator, recipe.inference.router
+    if router.type == "dynamo":
+        why = "its workers serve any policy version, and do not say which one sampled a token"
+        found.append(Violation("inference.router.type", router.type, why, "nearest: vllm-router, or task: serve"))
     batch, group, inflight = orchestrator.batch_size, orchestrator.group_size, orchestrator.max_inflight_rollouts
     if not recipe.environments:
         found.append(

@@ -29,7 +29,7 @@ def name_in_use(run_dir: Path) -> list[Violation]:
 
 
 def missing_variables(plan: Plan) -> list[Violation]:
-    """A violation for each variable that processes need and that is not set here: its value is taken from here alone."""
+    """A violation for each variable that processes need and that is not set here, where its value is taken from."""
     return [
         Violation("pass_env", name, "is not set where you submit", f"export {name}=...")
         for name in plan.pass_env

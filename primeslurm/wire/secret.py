@@ -15,9 +15,10 @@ import logging
 import os
 import secrets
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import zmq
+if TYPE_CHECKING:
+    import zmq
 
 VARIABLE = "PRIMESLURM_SECRET"
 FILE = "secret"
@@ -87,6 +88,8 @@ def demand(socket: zmq.Socket[Any]) -> None:
 
 
 def _authenticator(context: int) -> Any:
+    # Here and not above: whoever submits a run needs no ZMQ.
+    import zmq
     from zmq.auth.thread import ThreadAuthenticator
 
     log = logging.getLogger("primeslurm.zap")

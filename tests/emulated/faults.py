@@ -39,6 +39,8 @@ class Fault:
     ends_attempt: bool = False
     repair: Callable[[Deployment], None] | None = None
     repair_late: bool = False
+    options: tuple[str, ...] = ()
+    """Of `submit`, for a fault that needs a run of its own."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,8 @@ class Cost:
 
     fault: str
     what: str
-    recovery: str
-    """In place, or by a new attempt."""
+    new_attempts: int
+    """0: recovered in place."""
     seconds: float
     """From the fault until everything is healthy and one more step is trained."""
     committed_steps_lost: int
@@ -68,6 +70,8 @@ class Cost:
 
 def suffer(deployment: Deployment, fault: Fault) -> Cost:
     """Do it to a healthy run, wait for recovery, and add up."""
+    if fault.options:
+        deployment.submit(*fault.options)
     deployment.running()
     before = deployment.snapshot()
     began = time.monotonic()
@@ -102,7 +106,7 @@ def _cost(fault: Fault, before: Snapshot, after: Snapshot, seconds: float, deplo
     return Cost(
         fault=fault.name,
         what=fault.what,
-        recovery=f"attempt {after.attempt - before.attempt} later" if again else "in place",
+        new_attempts=after.attempt - before.attempt,
         seconds=round(seconds, 1),
         committed_steps_lost=max(0, before.committed - after.committed),
         steps_repeated=max(0, before.step - resumed),
@@ -192,10 +196,11 @@ def _lose_nodes(*processes: str) -> Callable[[Deployment], Seen]:
 
 
 def _revive_nodes(deployment: Deployment) -> None:
-    dead = [daemon.name for daemon in deployment.cluster.daemons if not daemon.alive]
-    for name in dead:
+    for name in [daemon.name for daemon in deployment.cluster.daemons if not daemon.alive]:
         revive_node(deployment.cluster, name)
-        Ledger(deployment.runs).forget(name)
+    ledger = Ledger(deployment.runs)
+    for entry in ledger.entries(time.time()):
+        ledger.forget(entry.node)
 
 
 def _kill_head(deployment: Deployment) -> Seen:
@@ -275,5 +280,19 @@ FAULTS = (
         ends_attempt=True,
         repair=_revive_nodes,
     ),
-    Fault("head agent killed", "SIGKILL to the agent that is the head", _kill_head, ends_attempt=True),
+    Fault(
+        "head agent killed",
+        "SIGKILL to the agent that is the head; its node counts as bad then",
+        _kill_head,
+        ends_attempt=True,
+        repair=_revive_nodes,
+        repair_late=True,
+    ),
+    Fault(
+        "time limit",
+        "the job has three minutes in all; USR2 arrives a minute before their end",
+        _next_attempt,
+        ends_attempt=True,
+        options=("--set", "slurm.time=00:03:00", "--set", "slurm.checkpoint_signal_s=60"),
+    ),
 )

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from primeslurm.orchestrator.engines import EngineClient
-from primeslurm.plan.commands import Command, EngineRole
+from primeslurm.plan.commands import Command, EngineRole, Workers
 from primeslurm.plan.engine_command import engine_command
 from primeslurm.plan.routers import router_command
 from primeslurm.recipe import Recipe
+from primeslurm.recipe.routers import VllmRouter
 from tests.support.models import make_model
 from tests.support.processes import Server, Zygote, start_router
 
@@ -78,10 +79,16 @@ def open_router(model: Path, tmp_path: Path) -> Iterator[Callable[..., Server]]:
     """Start a router over engines, or over prefill and decode engines. It listens once engines are open."""
     routers: list[Server] = []
 
-    def start(engines: list[Server] = (), prefill: list[Server] = (), decode: list[Server] = ()) -> Server:
+    def start(
+        engines: list[Server] = (),
+        prefill: list[Server] = (),
+        decode: list[Server] = (),
+        policy: str = "consistent_hash",
+    ) -> Server:
         named = {server.url.rpartition(":")[2]: server for server in (*engines, *prefill, *decode)}
         groups = [[s.url.rpartition(":")[2] for s in group] for group in (engines, prefill, decode)]
-        command = router_command(tiny_recipe(model), sys.executable, *groups)
+        router = VllmRouter(policy=policy)
+        command = router_command(tiny_recipe(model), router, Workers(*groups))
         addresses = {name: server.url.removeprefix("http://") for name, server in named.items()}
         router = start_router(command, addresses, tmp_path / f"router-{len(routers)}.log")
         routers.append(router)

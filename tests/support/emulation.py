@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "tests" / "emulated" / "small.yaml"
 SLOW_FILES = ROOT / "tests" / "emulated" / "slow_files"
 PATIENCE_S = 240.0
-OVER = ("completed", "failed", "cancelled", "lost")
+OVER = ("completed", "failed", "cancelled")
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Deployment:
     def __init__(self, directory: Path, gpu_nodes: int = 9) -> None:
         self.runs = directory / "runs"
         spec = ClusterSpec(
-            "emulated", directory / "c", self.runs, gpu_nodes, gpus_per_node=2, cpus_per_node=4, control_nodes=2
+            "emulated", directory / "c", self.runs, gpu_nodes, gpus_per_node=2, cpus_per_node=4, control_nodes=3
         )
         self.slow_files = directory / "slow-files"
         """While it exists, files are slow for the job's processes."""

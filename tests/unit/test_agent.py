@@ -299,9 +299,7 @@ def test_a_process_finds_its_files_and_directories_and_no_empty_variables(
     running = start((reader,))
     log = running.attempt.path / "logs/engine/reader.log"
     running.wait(lambda: log.exists() and len(log.read_text().splitlines()) > 1)
-    crew = running.agents[0].crew
-    assert crew is not None
-    port = crew.ports["reader"]["http"]
+    port = read_json(running.attempt.addresses_file)["ports"]["reader"]["http"]
     assert log.read_text().splitlines()[-1] == f'{{"at": "127.0.0.1:{port}"}} False'
     assert left_behind.parent.is_dir() and not left_behind.exists()
     running.head.end(Ending(Outcome.CANCELLED, "enough"))

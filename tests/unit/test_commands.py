@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from primeslurm.plan.commands import Command
+from primeslurm.plan.commands import Command, Workers
 from primeslurm.plan.engine_command import engine_command
 from primeslurm.plan.routers import router_command
 from primeslurm.recipe import Recipe
+from primeslurm.recipe.routers import VllmRouter
 
 
 def recipe(**inference: Any) -> Recipe:
@@ -49,6 +50,7 @@ def test_aggregated_engine_on_cpu() -> None:
         "VLLM_SERVER_DEV_MODE": "1",
         "VLLM_HOST_IP": "${host}",
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ENGINE_READY_TIMEOUT_S": "3600",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -117,8 +119,8 @@ def test_own_environment_wins_and_the_role_s_wins_over_that() -> None:
 
 
 def test_router_over_engines() -> None:
-    command = router_command(recipe(), "python", engines=["engine-r0-0", "engine-r0-1"])
-    assert command.argv[:3] == ("python", "-m", "vllm_router.launch_router")
+    command = router_command(recipe(), VllmRouter(), Workers(engines=["engine-r0-0", "engine-r0-1"]))
+    assert command.argv[:3] == ("${python}", "-m", "vllm_router.launch_router")
     assert option(command, "--policy") == "consistent_hash"
     assert command.argv[-3:] == (
         "--worker-urls",
@@ -129,18 +131,20 @@ def test_router_over_engines() -> None:
 
 
 def test_router_over_prefill_and_decode() -> None:
-    command = router_command(recipe(), "python", prefill=["p0", "p1"], decode=["d0"])
+    router = VllmRouter(policy="power_of_two", extra={"max_payload_size": 7})
+    command = router_command(recipe(), router, Workers(prefill=["p0", "p1"], decode=["d0"]))
     assert "--vllm-pd-disaggregation" in command.argv and "--worker-urls" not in command.argv
     assert command.argv[-6:] == (
         *("--prefill", "http://${addr:p0:http}", "--prefill", "http://${addr:p1:http}"),
         *("--decode", "http://${addr:d0:http}"),
     )
-    assert option(command, "--prefill-policy") == option(command, "--decode-policy") == "consistent_hash"
+    assert option(command, "--prefill-policy") == option(command, "--decode-policy") == "power_of_two"
+    assert option(command, "--max-payload-size") == "7"
 
 
 @pytest.mark.parametrize(
     "workers", [{}, {"prefill": ["p"]}, {"decode": ["d"]}, {"engines": ["e"], "prefill": ["p"], "decode": ["d"]}]
 )
-def test_router_needs_exactly_one_shape(workers: dict[str, list[str]]) -> None:
-    with pytest.raises(ValueError, match="router"):
-        router_command(recipe(), "python", **workers)
+def test_a_replica_has_exactly_one_shape(workers: dict[str, list[str]]) -> None:
+    with pytest.raises(ValueError, match="either engines, or prefill"):
+        Workers(**workers)

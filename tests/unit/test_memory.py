@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.memory_model import TRAINER_ROWS, predicted_gib
-from primeslurm.plan.catalog import catalog, facts_of
+from primeslurm.plan.catalog import CATALOG, catalog, facts_of
 from primeslurm.plan.checks import model_files, review
 from primeslurm.plan.engine_memory import EngineLayout, engine_memory, kv_bytes_per_token, low_latency_bytes
 from primeslurm.plan.gpus import GIB, GPUS, gpu_of
@@ -17,7 +18,7 @@ from primeslurm.plan.parameters import count
 from primeslurm.plan.trainer_memory import TrainerLayout, layer_gather_bytes, trainer_memory
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.load import merge
-from tests.support.recipes import recipe_data, site
+from tests.support.recipes import model_dir, recipe_data, site
 
 GLM, QWEN = catalog()["zai-org/GLM-5.1"].facts, catalog()["Qwen/Qwen3-30B-A3B"].facts
 BF16 = EngineLayout(1, 1, 2, 2, False, 8192, True, None)
@@ -99,6 +100,18 @@ def test_an_unknown_config_is_no_decoder() -> None:
         facts_of({"model_type": "bert"})
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [{"num_hidden_layers": "many"}, {"decoder_sparse_step": 0}, {"text_config": "none"}, {"num_attention_heads": 0}],
+    ids=str,
+)
+def test_a_damaged_config_gives_no_estimate(damage: dict[str, Any], tmp_path: Path) -> None:
+    config = json.loads(CATALOG.read_bytes())["Qwen/Qwen3-30B-A3B"]["config"]
+    model = model_dir(tmp_path, **{**config, "head_dim": None, **damage})
+    files = model_files(Recipe.model_validate(recipe_data(model={"path": str(model)})))
+    assert (files.facts, files.family, files.problems) == (None, "qwen3_moe", ())
+
+
 def found(changes: dict[str, Any], model: str = "zai-org/GLM-5.1", gres: str = "gpu:h200", **more: Any) -> list[str]:
     """Findings about fitting, of a recipe of one train node and one inference node."""
     nodes = {"nodes": {"default": {"gres": gres, "mem": "1900G", **more}}}
@@ -128,6 +141,32 @@ def test_offloaded_states_must_fit_the_host() -> None:
 
 def test_without_a_known_gpu_there_is_a_note_and_no_verdict() -> None:
     assert found({}, gres="gpu") == ["note site: no memory estimate: the type of the GPUs in gpu is not known"]
+
+
+def amounts(**changes: Any) -> dict[str, float]:
+    recipe = Recipe.model_validate(
+        recipe_data(**merge({"model": {"path": "zai-org/GLM-5.1", "dtype": "bfloat16"}}, changes))
+    )
+    _, estimate = review(recipe, site(nodes={"default": {"gres": "gpu:h200"}}), model_files(recipe))
+    assert estimate is not None
+    return {amount.name: amount.value for amount in estimate.amounts}
+
+
+def test_routed_experts_of_a_batch_are_21_gigabytes_for_the_large_glm5_run() -> None:
+    found = amounts(seq_len=131072, orchestrator={"batch_size": 256}, trainer={"router_replay": True})
+    assert found["routed experts"] == pytest.approx(20.9, abs=0.1)  # 624 bytes x 131,072 x 256
+
+
+def test_a_broadcast_of_glm5_takes_a_minute_and_an_adapter_less_than_a_second() -> None:
+    assert amounts(weights={"transport": "nccl"})["weight update"] == pytest.approx(59.5, abs=0.5)
+    assert amounts(trainer={"lora": {"rank": 8}})["policy"] < 60
+
+
+def test_host_tiers_are_shared_with_mooncake_and_apart_without() -> None:
+    tier = {"cpu": {"bytes": 2**40}}
+    shared = amounts(inference={"kv_offload": {"type": "mooncake", **tier}})["KV in host memory"]
+    apart = amounts(inference={"kv_offload": {"type": "native", **tier}})["KV in host memory"]
+    assert (shared, apart) == (11.0, 87.8)  # one node, or its eight engines; 100,152 bytes a token
 
 
 def test_published_configurations_fit(tmp_path: Path) -> None:

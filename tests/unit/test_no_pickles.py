@@ -1,7 +1,7 @@
 """Nothing of ours unpickles what lies outside of a run directory, where whoever wrote it could run code.
 
-Two pickles remain, both inside the run directory, which only its owner can enter: submitit's (`submitit/`, the agent), and
-torch's own metadata of a checkpoint (`checkpoints/`), which dcp.load reads.
+Two pickles remain, both inside the run directory, which only its owner can enter: submitit's (`submitit/`, the agent),
+and torch's own metadata of a checkpoint (`checkpoints/`), which dcp.load reads.
 """
 
 from __future__ import annotations

@@ -60,6 +60,7 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ),
     ({"model": {"max_len": 64}}, ["model.max_len = 64: is shorter than seq_len = 128"]),
     ({"task": "sft"}, ["sft: task sft needs this section (add `sft: {{data: {{type: jsonl, path: ...}}}}`)"]),
+    ({"task": "serve"}, ["environments = reverse-text: task serve runs none (leave them out, or task: rl)"]),
     ({"slurm": {"time": "soon"}}, ["slurm.time = 'soon': must be HH:MM:SS or D-HH:MM:SS, in quotes"]),
     ({"name": "Bad Name"}, ["name = 'Bad Name': string should match pattern '^[a-z0-9][a-z0-9._-]{{0,62}}$'"]),
     ({"schema": 2}, ["schema = 2: is not a valid choice (valid: 1)"]),

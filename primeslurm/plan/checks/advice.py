@@ -12,7 +12,8 @@ def advise(recipe: Recipe, plan: Plan) -> tuple[Finding, ...]:
     orchestrator = recipe.orchestrator
     if recipe.task == "rl":
         per_engine = recipe.max_inflight / max(plan.totals.engines, 1)
-        hashed = recipe.inference.router.policy == "consistent_hash"
+        router = recipe.inference.router
+        hashed = router.type == "vllm-router" and router.policy == "consistent_hash"
         if hashed and per_engine < 4:
             text = f"{recipe.max_inflight} rollouts over {plan.totals.engines} engines fill a hash ring unevenly"
             found.append(Finding(level="warning", field="inference.router.policy", text=text, fix="use round_robin"))

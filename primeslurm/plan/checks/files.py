@@ -57,8 +57,8 @@ def model_files(recipe: Recipe) -> ModelFiles:
     problems += _too_long(recipe, limit if isinstance(limit, int) else None)
     try:
         facts = facts_of(config)
-    except (KeyError, TypeError):
-        facts = None
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError):
+        facts = None  # not a decoder's config, or a damaged one
     return ModelFiles(facts, config.get("model_type"), str(directory / "config.json"), tuple(problems))
 
 

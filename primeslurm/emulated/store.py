@@ -1,0 +1,33 @@
+"""Stands in for the processes of a Mooncake store: takes their arguments, is healthy, and holds nothing."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+
+from primeslurm.emulated import http
+
+
+async def healthy(scope: http.Message, receive: http.Receive, send: http.Send) -> None:
+    """Answer everything with 200."""
+    await http.answer(send, 200, {})
+
+
+async def serve(host: str, port: int) -> None:
+    """Serve until cancelled. Raises OSError if the port is taken."""
+    server = await http.start(healthy, host, port)
+    async with server:
+        await server.serve_forever()
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point: the address is that of a master's metrics, or of a client's HTTP server."""
+    parser = argparse.ArgumentParser(prog="primeslurm.emulated.store", allow_abbrev=False)
+    parser.add_argument("--host", "--metrics_host", dest="host", required=True)
+    parser.add_argument("--http_port", "--metrics_port", dest="port", type=int, required=True)
+    options, _ = parser.parse_known_args(argv)
+    asyncio.run(serve(options.host, options.port))
+
+
+if __name__ == "__main__":
+    main()

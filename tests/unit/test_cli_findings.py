@@ -1,0 +1,99 @@
+"""What check, plan, render and submit do with findings of each level."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from primeslurm.plan.model import Plan
+from tests.support.cli import primeslurm
+from tests.support.recipes import recipe_data, site
+
+GLM = {"model": {"path": "zai-org/GLM-5.1", "dtype": "bfloat16"}}
+FITS = {"inference": {"quantization": "fp8", "expert_parallel": True}, "deployment": {"train": {"nodes": 24}}}
+FITS |= {"trainer": {"parallelism": {"ep": 8, "activation_checkpointing": "full"}}}
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with a site of H200 nodes, and a Hugging Face cache that is empty."""
+    where = site(runs="runs", nodes={"default": {"gres": "gpu:h200"}})
+    (tmp_path / "site.yaml").write_text(yaml.safe_dump(where.model_dump(mode="json", by_alias=True)))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    return tmp_path
+
+
+def write(place: Path, *parts: dict[str, Any]) -> None:
+    data = recipe_data(**GLM)
+    for part in parts:
+        data |= {key: {**data.get(key, {}), **value} for key, value in part.items()}
+    (place / "r.yaml").write_text(yaml.safe_dump(data))
+
+
+def test_a_known_model_that_is_not_here_is_blocked_but_checks(place: Path) -> None:
+    write(place, FITS)
+    result = primeslurm("check", "r.yaml", cwd=place)
+    assert (result.code, result.out) == (0, ""), result.err
+    assert "blocked: model.path: zai-org/GLM-5.1 is not in the Hugging Face cache here (`hf download" in result.err
+    assert "blocked: model.path: model type 'glm_moe_dsa' is not one the trainer builds" in result.err
+    assert "test-run: ok, " in result.err
+
+
+def test_submit_refuses_what_is_blocked_and_a_dry_run_shows_it(place: Path) -> None:
+    write(place, FITS)
+    shown = primeslurm("submit", "r.yaml", "--dry-run", "--local", cwd=place)
+    assert shown.code == 2  # one machine has not as many GPUs: nothing to do with what is blocked
+    shown = primeslurm("plan", "r.yaml", cwd=place)
+    assert shown.code == 0
+    refused = primeslurm("submit", "r.yaml", cwd=place)
+    assert refused.code == 2
+    assert "model.path: model type 'glm_moe_dsa' is not one the trainer builds (valid: qwen3, qwen3_moe)" in refused.err
+    assert not (place / "runs").exists()
+
+
+def test_a_served_model_needs_no_trainer(place: Path) -> None:
+    write(place, FITS)
+    data = yaml.safe_load((place / "r.yaml").read_text()) | {"task": "serve", "environments": []}
+    (place / "r.yaml").write_text(yaml.safe_dump(data))
+    result = primeslurm("check", "r.yaml", "--json", cwd=place)
+    assert result.code == 0
+    assert [f["text"] for f in json.loads(result.out) if f["level"] == "blocked"] == [
+        "zai-org/GLM-5.1 is not in the Hugging Face cache here"
+    ]
+
+
+def test_a_contradiction_ends_check_and_render_with_code_2_and_plan_shows_it(place: Path) -> None:
+    write(place, FITS, {"weights": {"transport": "nccl"}, "trainer": {"lora": {}}})
+    checked = primeslurm("check", "r.yaml", cwd=place)
+    assert checked.code == 2
+    assert "error: weights.transport: LoRA is published by files" in checked.err
+    assert "1 errors" in checked.err
+    as_json = primeslurm("check", "r.yaml", "--json", cwd=place)
+    assert as_json.code == 2
+    assert "error" in {finding["level"] for finding in json.loads(as_json.out)}
+    assert primeslurm("render", "r.yaml", cwd=place).code == 2
+    assert primeslurm("plan", "r.yaml", cwd=place).code == 0
+
+
+def test_plan_prints_memory_and_amounts_and_keeps_them_in_the_plan(place: Path) -> None:
+    write(place, FITS)
+    shown = primeslurm("plan", "r.yaml", cwd=place)
+    for text in ("memory of one GPU", "KV tokens", "GPU-hours", "parameters: 743.91 billion", "model: catalog: "):
+        assert text in shown.out
+    estimate = Plan.model_validate_json(primeslurm("plan", "r.yaml", "--json", cwd=place).out).estimate
+    assert estimate is not None
+    assert {role.role for role in estimate.roles} == {"train", "inference"}
+
+
+def test_missing_training_data_blocks(place: Path) -> None:
+    write(place, {"model": {"path": "Qwen/Qwen3-8B"}})
+    data = yaml.safe_load((place / "r.yaml").read_text()) | {"task": "sft", "environments": []}
+    data["sft"] = {"data": {"type": "jsonl", "path": "none.jsonl"}}
+    (place / "r.yaml").write_text(yaml.safe_dump(data))
+    result = primeslurm("check", "r.yaml", cwd=place)
+    assert result.code == 0
+    assert f"blocked: sft.data.path: {place}/none.jsonl: no such file" in result.err
