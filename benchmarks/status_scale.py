@@ -65,9 +65,11 @@ def _say(attempt: Attempt, plan: Plan, run: RunDirectory) -> None:
     states = {process.name: "HEALTHY" for process in plan.processes()} | {"router-0": "RESTARTING"}
     # Its time lies ahead, so that it stays fresh however long this takes.
     write_json(attempt.fleet_file, {"time": now + 3600, "states": states, "ending": None})
+    seats = {node.index: {"rank": node.index, "name": f"n{node.index:04d}"} for node in plan.nodes}
+    write_json(attempt.roster_file, {"generation": 1, "seats": seats})
     for node in plan.nodes:
         beats = {p.name: {"state": "ready", "pid": 42, "restarts": 0} for p in node.processes}
-        write_json(attempt.node_file(node.index), {"name": f"n{node.index:04d}", "time": now, "processes": beats})
+        write_json(attempt.agent_file(node.index), {"name": f"n{node.index:04d}", "time": now, "processes": beats})
         event = {"time": now, "process": f"agent-{node.index}", "kind": "agent_started", "node": f"n{node.index:04d}"}
         (attempt.path / "events" / f"agent-{node.index}.jsonl").write_text(json.dumps(event) + "\n")
     loads = {"prefill": LOAD, "decode": LOAD}

@@ -10,7 +10,8 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from primeslurm.cli.options import JsonOpt
+from primeslurm.cli.installed import show_installed
+from primeslurm.cli.options import JsonOpt, SiteOpt
 from primeslurm.cli.output import out, print_json
 from primeslurm.cli.runs import RunsOpt, find_run, job_query
 from primeslurm.errors import UsageError, Violation
@@ -25,14 +26,20 @@ def doctor(
     runs: RunsOpt = None,
     attempt: Annotated[int | None, typer.Option("--attempt", help="Default: the newest.")] = None,
     max_kl: Annotated[float, typer.Option("--max-kl", help="Largest KL between trainer and engines.")] = MAX_KL,
+    site: SiteOpt = None,
+    node: Annotated[str | None, typer.Option("--node", help="Without RUN: what this node has.")] = None,
+    every: Annotated[bool, typer.Option("--all", help="Without RUN: what every node of the site has.")] = False,
     as_json: JsonOpt = False,
 ) -> None:
     """Name the first failure of a run, what followed from it, and what helps; exit code 1 if there is one.
 
-    A run that trains on nothing useful is reported as invalid, with the reason.
+    A run that trains on nothing useful is reported as invalid, with the reason. Without RUN: what is installed on this
+    host (or with --node, --all on the cluster's nodes), held against the lock; exit code 1 if something required is
+    missing or another version.
     """
     if run is None:
-        raise UsageError([Violation("RUN", "", "name a run, or its directory")])
+        show_installed(site, node, every, as_json)
+        return
     directory = find_run(run, runs)
     chosen = directory.latest()
     if attempt is not None:

@@ -214,9 +214,9 @@ class Hangable(SecretGate):
             await super().serve(scope, receive, send)
 
 
-async def serve(host: str, port: int, engine: EmulatedEngine) -> None:
+async def serve(host: str, port: int, engine: EmulatedEngine, *, gated: bool) -> None:
     """Serve until cancelled. Raises OSError if the port is taken."""
-    server = await http.start(Hangable(VersionGate(engine)), host, port)
+    server = await http.start(Hangable(VersionGate(engine) if gated else engine), host, port)
     async with server:
         await engine.run()
 
@@ -230,11 +230,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--max-model-len", type=int, required=True)
     parser.add_argument("--num-gpu-blocks-override", type=int, default=KV_BLOCKS)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--middleware", default="", help="engines that are trained for have the version gate")
     options, _ = parser.parse_known_args(argv)
     # engines of one deployment share a seed, and must not all answer alike
     seed = hash((options.seed, options.host, options.port))
     engine = EmulatedEngine(options.served_model_name, options.max_model_len, options.num_gpu_blocks_override, seed)
-    asyncio.run(serve(options.host, options.port, engine))
+    asyncio.run(serve(options.host, options.port, engine, gated=options.middleware.endswith("VersionGate")))
 
 
 if __name__ == "__main__":

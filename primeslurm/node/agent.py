@@ -19,7 +19,7 @@ import msgspec
 from primeslurm.node.crew import Crew
 from primeslurm.node.network import NetworkError, node_name, own_address
 from primeslurm.node.preflight import Preflight
-from primeslurm.node.reports import AgentReport, Ending, FleetView, Outcome
+from primeslurm.node.reports import AgentReport, Ending, Fitness, FleetView, Outcome
 from primeslurm.plan.model import Plan
 from primeslurm.run.directory import Attempt
 from primeslurm.run.roster import Roster
@@ -61,6 +61,7 @@ class NodeAgent:
         self._addresses_file = Watched(attempt.addresses_file)
         self._local_ending: Ending | None = None
         self._last_heartbeat = 0.0
+        self._told = (Fitness.CHECKING, False)
         self._head_seen_at = time.time()
         self._ending_since: float | None = None
         self._asked_to_checkpoint = False
@@ -108,10 +109,14 @@ class NodeAgent:
         self._read_head(now)
         if self.ending is not None:
             self._wind_down(now, self.ending)
-        elif self.crew is not None and self.addresses is not None:
+        elif self.crew is not None and self.addresses is not None and self.crew.is_known(self.addresses):
             self.crew.tick(now, self.view, self.addresses)
-        if now - self._last_heartbeat >= HEARTBEAT_S:
+        if self._has_news() or now - self._last_heartbeat >= HEARTBEAT_S:
             self._heartbeat(now, ended=False)
+
+    def _has_news(self) -> bool:
+        """Whether the head waits for what the next heartbeat says: the node is checked, or its ports are claimed."""
+        return (self.preflight.verdict[0], self.crew is not None) != self._told
 
     def _read_head(self, now: float) -> None:
         # In this order: the head publishes addresses before the orders that rely on them.
@@ -170,6 +175,7 @@ class NodeAgent:
         self._last_heartbeat = now
         crew = self.crew
         fitness, why = self.preflight.verdict
+        self._told = (fitness, crew is not None)
         report = AgentReport(
             rank=self.rank,
             name=self.name,

@@ -55,6 +55,13 @@ class Crew:
         self._journal = journal
         self._started_with: dict[str, Command] = {}
 
+    def is_known(self, addresses: Addresses) -> bool:
+        """Whether this crew's own addresses are published, and not still those of a node that it replaces."""
+        return all(
+            addresses.hosts.get(name) == self.address and addresses.ports.get(name) == ports
+            for name, ports in self.ports.items()
+        )
+
     def reap(self, now: float, *, ending: bool) -> list[Process]:
         """Take note of what has ended; returns it."""
         ended = []

@@ -20,7 +20,7 @@ from primeslurm.node.conclusion import conclude, nodes_to_avoid, remember_bad_no
 from primeslurm.node.head import Head
 from primeslurm.node.reports import Ending, Outcome
 from primeslurm.plan.model import Plan
-from primeslurm.run.directory import Attempt, RunDirectory
+from primeslurm.run.directory import BY_SIGTERM, Attempt, RunDirectory
 from primeslurm.slurm.client import SlurmClient
 
 PLAN_WAIT_S = 120.0
@@ -132,7 +132,7 @@ class AgentTask:
 
     def _on_term(self, signum: int, frame: FrameType | None) -> None:
         print("SIGTERM: stopping what this node runs", file=sys.stderr, flush=True)
-        ending = Ending(Outcome.CANCELLED, "SIGTERM")
+        ending = Ending(Outcome.CANCELLED, BY_SIGTERM)
         if self._head is not None:
             self._head.end(ending)
         if self._agent is not None:

@@ -23,6 +23,7 @@ from primeslurm.orchestrator.jobs import Job
 from primeslurm.orchestrator.sequences import sequences, trainable_trace
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.rollouts import Environment
+from primeslurm.wire import secret
 from primeslurm.wire.addresses import AddressBook
 from primeslurm.wire.rollouts import Rollout
 
@@ -94,6 +95,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--orchestrator", required=True, help="ZMQ address")
     parser.add_argument("--attempt-dir", type=Path, required=True)
     options = parser.parse_args(argv)
+    secret.keep()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     for chatty in ("httpx", "aiohttp.access", "verifiers", "renderers"):
         logging.getLogger(chatty).setLevel(logging.WARNING)

@@ -7,7 +7,7 @@ from primeslurm.recipe.routers import DynamoRouter
 
 WORKER = "dynamo.vllm"
 _MODES: dict[EngineRole, str] = {"engine": "agg", "prefill": "prefill", "decode": "decode"}
-_SERVER_OPTIONS = ("host", "port", "enable_scale_out", "disable_uvicorn_access_log")
+_SERVER_OPTIONS = ("host", "port", "enable_scale_out", "middleware", "disable_uvicorn_access_log")
 """Options of vLLM's HTTP server, which a Dynamo worker has not."""
 
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from primeslurm.plan import dynamo, kv
 from primeslurm.plan.commands import Command, Device, EngineRole, long_options
+from primeslurm.plan.parsers import Parsers, parsers_of
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.inference import EngineSettings
 from primeslurm.recipe.routers import DynamoRouter
@@ -17,6 +18,8 @@ SERVED_MODEL = "policy"
 """The model name that clients ask engines and routers for."""
 CPU_KV_CACHE_BYTES = 256 * 2**20
 GPU_MEMORY_UTILIZATION = 0.9
+CPU_ALL2ALL = "allgather_reducescatter"
+"""The one way between experts that needs no GPU; with another, vLLM does not start on CPUs."""
 MODULE = "vllm.entrypoints.openai.api_server"
 GATE = "primeslurm.inference.gate.VersionGate"
 SECRET_GATE = "primeslurm.inference.admission.SecretGate"
@@ -118,7 +121,7 @@ def _shared_options(recipe: Recipe, settings: EngineSettings, device: Device, ro
     options["middleware"] = GATE if recipe.task == "rl" else SECRET_GATE
     options |= _memory_options(recipe, settings, device)
     options |= _model_options(recipe, settings)
-    options |= _parallel_options(recipe, settings)
+    options |= _parallel_options(recipe, settings, device)
     if (transfer := kv.transfer_config(recipe, role, device)) is not None:
         options["kv_transfer_config"] = transfer
     return options | settings.vllm_extra
@@ -143,23 +146,28 @@ def _memory_options(recipe: Recipe, settings: EngineSettings, device: Device) ->
 
 def _model_options(recipe: Recipe, settings: EngineSettings) -> dict[str, object]:
     inference = recipe.inference
+    known = parsers_of(recipe.model.path) if recipe.task == "serve" else Parsers()
+    tool_call = inference.tool_call_parser or known.tool_call
     options: dict[str, object] = {
         "max_num_seqs": settings.max_num_seqs,
         "max_num_batched_tokens": settings.max_num_batched_tokens,
         "quantization": inference.quantization,
         "kv_cache_dtype": None if inference.kv_cache_dtype == "auto" else inference.kv_cache_dtype,
         "enable_return_routed_experts": recipe.trainer.router_replay or None,
-        "tool_call_parser": inference.tool_call_parser,
-        "enable_auto_tool_choice": inference.tool_call_parser is not None or None,
-        "reasoning_parser": inference.reasoning_parser,
+        "tool_call_parser": tool_call,
+        "enable_auto_tool_choice": True if tool_call else None,
+        "reasoning_parser": inference.reasoning_parser or known.reasoning,
     }
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _parallel_options(recipe: Recipe, settings: EngineSettings) -> dict[str, object]:
+def _parallel_options(recipe: Recipe, settings: EngineSettings, device: Device) -> dict[str, object]:
     options: dict[str, object] = {}
     if recipe.inference.expert_parallel:
-        options |= {"enable_expert_parallel": True, "all2all_backend": settings.all2all}
+        options |= {
+            "enable_expert_parallel": True,
+            "all2all_backend": settings.all2all if device == "cuda" else CPU_ALL2ALL,
+        }
     if settings.dbo is not None:
         options["enable_dbo"] = settings.dbo
     if settings.eplb is not None:

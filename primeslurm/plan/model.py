@@ -219,6 +219,16 @@ class Plan(Section):
         """Nodes of the job, spares included: one agent runs on each."""
         return sum(group.nodes for group in self.groups)
 
+    @property
+    def survives_nodes(self) -> bool:
+        """Whether the job goes on without a node, for the head to judge (`--no-kill`).
+
+        Slurm counts a lost node against every component of a heterogeneous job, and cannot take it away from one that
+        has a single node: it requeues that component alone, and the job falls apart. Without --no-kill it requeues the
+        whole job.
+        """
+        return all(group.nodes > 1 for group in self.groups)
+
     def ranks(self, group: int) -> range:
         """Task ranks of the agents of one group: groups in order, one task a node."""
         first = sum(g.nodes for g in self.groups[:group])

@@ -45,7 +45,8 @@ def needs_of(recipe: Recipe, site: Site) -> list[Need]:
     """
     problems: list[Violation] = []
     needs = [need for ask in _asks(recipe) if (need := _place(recipe, ask, site, problems))]
-    problems += _engine_problems(recipe, needs) + _expert_problems(recipe, needs) + _trainer_problems(recipe, needs)
+    problems += _engine_problems(recipe, needs) + _expert_problems(recipe, needs) + _router_problems(recipe, needs)
+    problems += _trainer_problems(recipe, needs)
     partitions = sorted({need.kind.partition for need in needs})
     if recipe.deployment.layout == "single" and len(partitions) > 1:
         why = f"one allocation cannot span partitions {', '.join(partitions)}"
@@ -101,7 +102,7 @@ def _place(recipe: Recipe, ask: _Ask, site: Site, problems: list[Violation]) -> 
 def _spares(recipe: Recipe, role: NodeRole) -> int:
     spares = recipe.deployment.spares
     if role == "control":
-        # Slurm requeues a heterogeneous job when any of its nodes is lost, unless its first component has two nodes.
+        # It would be a component of one node, with which no job survives a node (`Plan.survives_nodes`).
         return int(any(value for _, value in spares))
     return int(getattr(spares, role))
 
@@ -117,6 +118,19 @@ def _engine_problems(recipe: Recipe, needs: list[Need]) -> list[Violation]:
         )
         for need in needs
         if need.nodes_per_replica and need.gpus and need.gpus % tp
+    ]
+
+
+def _router_problems(recipe: Recipe, needs: list[Need]) -> list[Violation]:
+    """vllm-router does not start with a policy that has nothing to choose from."""
+    router, tp = recipe.inference.router, recipe.inference.parallel.tp
+    if router.type != "vllm-router" or router.policy != "power_of_two":
+        return []
+    few = [need for need in needs if need.nodes_per_replica and need.nodes_per_replica * need.gpus // tp < 2]
+    why = "chooses between two engines, and a replica has only one of role {}"
+    return [
+        Violation("inference.router.policy", router.policy, why.format(need.role), "nearest: consistent_hash")
+        for need in few
     ]
 
 

@@ -41,7 +41,7 @@ class EngineSettings(Section):
 
     all2all: All2All | None = None
     """How tokens reach their experts. Default with expert_parallel: prefill deepep_high_throughput, decode
-    deepep_low_latency, engines that do both allgather_reducescatter."""
+    deepep_low_latency, engines that do both allgather_reducescatter. On CPUs it is always the last."""
     cuda_graphs: CudaGraphs | None = None
     """CUDA-graph mode. Default: FULL_DECODE_ONLY for decode engines, vLLM's own for others."""
     dbo: bool | None = None
@@ -79,7 +79,7 @@ class Inference(EngineSettings):
     enforce_eager: bool = False
     """Neither compile nor capture CUDA graphs."""
     tool_call_parser: str | None = None
-    """vLLM's parser of tool calls. Default: by the model's family, where known."""
+    """vLLM's parser of tool calls. Default: with task serve by the model's family, where known; rollouts need none."""
     reasoning_parser: str | None = None
     prefill: EngineSettings = EngineSettings()
     decode: EngineSettings = EngineSettings()

@@ -15,6 +15,9 @@ from primeslurm.wire.files import read_json, write_atomic, write_json
 
 T = TypeVar("T")
 
+BY_SIGTERM = "SIGTERM"
+"""Reason of an attempt that was ended from outside."""
+
 
 class JobRecord(msgspec.Struct, frozen=True):
     """`job.json`: what was submitted."""

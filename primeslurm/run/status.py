@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from primeslurm.run.advice import Advice, advise, shape_of
-from primeslurm.run.directory import Attempt, EndRecord, JobRecord, RunDirectory
+from primeslurm.run.directory import BY_SIGTERM, Attempt, EndRecord, JobRecord, RunDirectory
 from primeslurm.run.happenings import Happening, lately, notable
 from primeslurm.run.placement import PlacedProcess, Placement, placement_of
 from primeslurm.run.records import Row, recent_events, recent_rows
@@ -154,6 +154,8 @@ def _phase(
     fleet: dict[str, Any], end: EndRecord | None, job: JobRecord | None, job_state: JobQuery, now: float, begun: bool
 ) -> tuple[str, str]:
     """Events and heartbeats first, then Slurm. `begun`: what is loading now is loading again."""
+    if end is not None and end.reason == BY_SIGTERM and job:
+        return _terminated(end, job_state(job))
     if end is not None and not end.requeued:
         why = f"; {end.why_not_requeued}" if end.why_not_requeued else ""
         return end.outcome, end.reason + why
@@ -173,6 +175,15 @@ def _phase(
     if state.startswith("RUNNING"):
         return ("lost", f"head silent, but the job is {state}") if fleet else ("starting", "")
     return "failed", f"job {state}"
+
+
+def _terminated(end: EndRecord, state: str | None) -> tuple[str, str]:
+    """Slurm ended the attempt from outside: it cancels a job in the same way as it requeues one that lost a node."""
+    if state is not None and state.startswith("PENDING"):
+        return "requeued", f"by Slurm; job {state}"
+    if state is not None and state.startswith(("RUNNING", "COMPLETING")):
+        return "ending", f"by Slurm; job {state}"
+    return end.outcome, end.reason
 
 
 def _elapsed(attempt: Attempt, until: float) -> float | None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from primeslurm.errors import ClusterError
+from primeslurm.slurm.nodelists import compress
 
 _TIMEOUT_S = 60
 _ENDED = frozenset(
@@ -121,6 +123,21 @@ class SlurmClient:
                 name, state.rstrip("*~#!%$@^-"), not state.endswith("*"), "" if reason == "none" else reason
             )
         return list(found.values())
+
+    def nodes_of(self, partition: str) -> dict[str, bool]:
+        """Nodes of a partition, and whether each can be used."""
+        lines = self._run("sinfo", "--noheader", "--Node", f"--partition={partition}", "--format=%N|%t").splitlines()
+        states = dict(line.split("|", 1) for line in lines)
+        return {name: state.startswith(("idle", "mix", "alloc", "comp")) for name, state in states.items()}
+
+    def run_on(self, partition: str, nodes: Sequence[str], argv: Sequence[str]) -> str:
+        """Run a command once on each of these nodes and return what they print.
+
+        Nodes that are busy to the last core are waited for, up to the time-out of a command.
+        """
+        where = (f"--partition={partition}", f"--nodelist={compress(nodes)}", f"--nodes={len(nodes)}")
+        size = ("--ntasks-per-node=1", "--cpus-per-task=1", "--mem=256M", "--time=00:02:00")
+        return self._run("srun", "--job-name=primeslurm-doctor", *where, *size, *argv)
 
     def job(self, job_id: str) -> JobState | None:
         """A job with all its components, or None if neither the controller nor the accounting knows it."""

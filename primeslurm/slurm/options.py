@@ -69,7 +69,7 @@ def _resources(plan: Plan, group: HetGroup) -> Options:
         "exclude": plan.job.excluded,
         "switches": group.switches,
         "exclusive": group.exclusive,
-        "no-kill": True,  # the loss of a node is for the head agent to judge
+        "no-kill": plan.survives_nodes,
     }
 
 

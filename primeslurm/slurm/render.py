@@ -53,7 +53,7 @@ def _step_options(plan: Plan) -> list[str]:
     # Without --het-group, srun would use the first component only. A job of one component has no het groups.
     groups = ",".join(str(group.index) for group in plan.groups)
     het = [f"--het-group={groups}"] if len(plan.groups) > 1 else []
-    keep = ["--kill-on-bad-exit=0", "--no-kill"]
+    keep = ["--kill-on-bad-exit=0", *(["--no-kill"] if plan.survives_nodes else [])]
     return [*het, "--ntasks-per-node=1", "--cpu-bind=none", *keep, "--label", "--unbuffered"]
 
 

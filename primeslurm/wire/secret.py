@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 VARIABLE = "PRIMESLURM_SECRET"
 FILE = "secret"
 _USER = b"primeslurm"
+_kept = ""
 _authenticators: dict[int, Any] = {}
 """By context: ZMQ asks one for all sockets of a context."""
 
@@ -54,10 +55,17 @@ def read(run_dir: Path) -> str:
 
 def own() -> str:
     """The secret that this process was started with. Raises SecretError: without one, nothing is served."""
-    found = os.environ.get(VARIABLE, "")
+    found = _kept or os.environ.get(VARIABLE, "")
     if not found:
         raise SecretError(f"{VARIABLE} is not set: processes of a run are started by its agents")
     return found
+
+
+def keep() -> None:
+    """Take the secret out of the environment: what this process starts (a model's tools, say) must not inherit it."""
+    global _kept
+    _kept = own()
+    os.environ.pop(VARIABLE, None)
 
 
 def generate_token(secret: str) -> str:
@@ -88,6 +96,7 @@ def demand(socket: zmq.Socket[Any]) -> None:
 
 
 def _authenticator(context: int) -> Any:
+    # Here and not above: whoever submits a run needs no ZMQ.
     import zmq
     from zmq.auth.thread import ThreadAuthenticator
 

@@ -63,7 +63,7 @@ def make_plan(run_dir: Path, site: Site, replicas: int, spares: int, layout: str
     nodes = [control]
     for i in range(replicas):
         nodes.append((server(f"engine-r{i}-0", i + 1), server(f"router-{i}", i + 1, f"engine-r{i}-0")))
-    if het:  # the leading component has a second node, or Slurm would requeue the job when any node is lost
+    if het:  # each component has a second node, or the job would not survive any
         groups = (component(0, 2, 1), component(1, replicas + spares, spares))
     else:
         groups = (component(0, len(nodes) + spares, spares),)

@@ -5,9 +5,13 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
+import pytest
+
+from primeslurm.plan.commands import Command
 from primeslurm.plan.derive import derive
 from primeslurm.plan.emulate import STAND_INS, emulate
 from primeslurm.recipe import Recipe
+from tests.support.processes import start_process
 from tests.support.recipes import recipe_data, site
 
 
@@ -36,3 +40,20 @@ def test_only_the_modules_of_stand_ins_differ() -> None:
 def test_every_stand_in_exists_and_says_what_it_is() -> None:
     for module in STAND_INS.values():
         assert "emulated" in module and importlib.util.find_spec(module)
+
+
+@pytest.mark.parametrize("name", ["store-master", "store-1"])
+def test_a_stand_in_of_a_store_is_healthy_where_its_agent_looks(name: str) -> None:
+    changes = {"inference": {"kv_offload": {"type": "mooncake", "cpu": {"bytes": 2**40}}}}
+    plan = emulate(derive(Recipe.model_validate(recipe_data(**changes)), site(), Path("/shared/runs/x")))
+    process = next(p for p in plan.processes() if p.role == "store" and (p.name == name) == (name == "store-master"))
+    assert process.health is not None
+    server = start_process(
+        Command(process.argv, process.env, tuple(process.ports)),
+        {f"addr:store-master:{port}": "127.0.0.1:1" for port in ("rpc", "metadata")},
+        Path("/dev/null"),
+    )
+    try:
+        server.wait(process.health.path, timeout_s=30)
+    finally:
+        server.stop()

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from primeslurm.plan.engine_command import engine_command
+from primeslurm.plan.parsers import FAMILIES
 from tests.engine.conftest import tiny_recipe
 from tests.support.processes import fill
 
@@ -27,3 +28,14 @@ def test_vllm_parses_the_options(model: Path, device, role) -> None:
     assert args.weight_transfer_config.backend == "primeslurm_filesystem"
     assert args.middleware == ["primeslurm.inference.gate.VersionGate"]
     assert (args.kv_transfer_config is not None) == (role != "engine")
+
+
+def test_vllm_has_every_parser_that_we_name() -> None:
+    from vllm.reasoning import ReasoningParserManager
+    from vllm.tool_parsers import ToolParserManager
+
+    for parsers in FAMILIES.values():
+        if parsers.tool_call:
+            ToolParserManager.get_tool_parser(parsers.tool_call)
+        if parsers.reasoning:
+            ReasoningParserManager.get_reasoning_parser(parsers.reasoning)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
+from typing import get_args
 
 import httpx
 import pytest
 
 from primeslurm.orchestrator.engines import Policy
+from primeslurm.recipe.routers import VllmRouter
 from tests.support.generate import generate, metric, spans, tokens
 from tests.support.models import make_model, publish
 
@@ -101,3 +103,13 @@ async def test_prefill_and_decode_engines_answer_as_one(
     assert metric(restarted.url, "vllm:request_success_total") == 0
     await client(restarted).apply(Policy(1, str(path)), 30)
     assert spans(retrying(router.url, "s")) == [(1, 0, 4)]
+
+
+async def test_every_policy_serves(start_engine, client, open_router, model: Path) -> None:
+    engines = [start_engine(), start_engine()]
+    for engine in engines:
+        await client(engine).apply(Policy(0, str(model)), 60)
+    for policy in get_args(VllmRouter.model_fields["policy"].annotation):
+        router = open_router(engines=engines, policy=policy)
+        router.wait("/health", timeout_s=30)
+        assert len(tokens(generate(router.url, PROMPT, 2, session="s"))) == 2

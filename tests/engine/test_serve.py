@@ -64,7 +64,10 @@ def test_a_served_model_answers_until_it_is_cancelled(model: Path, tmp_path: Pat
         addresses = json.loads(next(Path(run).glob("attempts/1/addresses.json")).read_text())
         host, port = addresses["hosts"]["router-0"], addresses["ports"]["router-0"]["http"]
         body = {"model": "policy", "prompt": [2, 5, 9, 14], "max_tokens": 4, "ignore_eos": True}
-        answer = httpx.post(f"http://{host}:{port}/v1/completions", json=body, timeout=30)
+        url = f"http://{host}:{port}/v1/completions"
+        assert httpx.post(url, json=body, timeout=30).status_code == 401
+        token = {"Authorization": f"Bearer {(Path(run) / 'secret').read_text().strip()}"}
+        answer = httpx.post(url, json=body, headers=token, timeout=30)
         assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 4
         assert list((tmp_path / "disk").iterdir())
     finally:

@@ -22,22 +22,24 @@ PROMPT = [2, 5, 9, 14, 7, 3, 21]
 
 
 def start_ranks(zygote: Zygote, model: Path, size: int, role: EngineRole = "engine") -> list[Server]:
-    """The engines of one expert-parallel group. They wait for one another."""
+    """The engines of one expert-parallel group. They wait for one another, so none is waited for here."""
     recipe = tiny_recipe(model, expert_parallel=True)
     port = free_port()
     servers = []
     for rank in range(size):
         command = engine_command(recipe, "cpu", role, sys.executable, DataParallel(size, rank, "rank-0"))
-        ports = {"dp_rpc": port} if rank == 0 else {}
-        servers.append(zygote.start(command, ports, {"host:rank-0": HOST, "port:rank-0:dp_rpc": str(port)}))
-    for server in servers:
-        server.wait("/primeslurm/status")
+        ports = {"nixl": free_port()} | ({"dp_rpc": port} if rank == 0 else {})
+        elsewhere = {"host:rank-0": HOST, "port:rank-0:dp_rpc": str(port)}
+        elsewhere[f"port:nixl-{rank}"] = str(ports["nixl"] - rank)
+        servers.append(zygote.start(command, ports, elsewhere))
     return servers
 
 
 @pytest.fixture(scope="module")
 def ranks(zygote: Zygote, model: Path) -> Iterator[list[Server]]:
     servers = start_ranks(zygote, model, 2)
+    for server in servers:
+        server.wait("/primeslurm/status")
     yield servers
     for server in servers:
         server.stop()
@@ -72,3 +74,24 @@ async def test_every_rank_serves_and_takes_policies_in_flight(
         (old, start, boundary), (new, _, end) = spans(answer)
         assert (old, new, start, end) == (0, 1, 0, 800) and 0 < boundary < 800
     assert all(exact(rank, target, "v1") for rank in ranks)
+
+
+async def test_prefill_and_decode_groups_hand_kv_over_from_any_rank_to_any(
+    zygote, client, open_router, model: Path
+) -> None:
+    prefill, decode = start_ranks(zygote, model, 2, "prefill"), start_ranks(zygote, model, 2, "decode")
+    try:
+        for server in (*prefill, *decode):
+            server.wait("/primeslurm/status", timeout_s=240)
+        await asyncio.gather(*(client(server).apply(Policy(0, str(model)), 60) for server in (*prefill, *decode)))
+        router = open_router(prefill=prefill, decode=decode, policy="round_robin")
+        router.wait("/health")
+        prompt = [2 + (7 * i) % 40 for i in range(200)]
+        for session in range(8):
+            answer = generate(router.url, prompt, 6, salt=f"s{session}")
+            expected = reference_logprobs(model, prompt + tokens(answer))[len(prompt) - 1 :]
+            assert logprobs(answer) == pytest.approx(expected, abs=1e-3)
+        assert all(metric(server.url, "vllm:nixl_bytes_transferred_count") > 0 for server in decode)
+    finally:
+        for server in (*prefill, *decode):
+            server.stop()

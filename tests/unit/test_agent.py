@@ -267,6 +267,7 @@ def test_a_spare_takes_over_and_what_is_concerned_starts_anew(
     after = {name: running.wait_state(name, "ready")["pid"] for name in ("router", "engine", "other")}
     assert after["other"] == before["other"] and after["engine"] != before["engine"]
     assert running.report("router")["restarts"] == 0, "it is not at fault"
+    assert [e["process"] for e in running.events("started") if e["name"] == "engine"] == ["agent-1", "agent-2"]
     assert running.head.ending is None
 
 

@@ -13,7 +13,6 @@ from primeslurm.plan.checks.compatibility import GROUPS, conflicts
 from primeslurm.plan.needs import needs_of
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.load import merge
-from primeslurm.recipe.routers import VllmRouter
 from tests.support.recipes import recipe_data, site
 
 RULES: dict[str, Rule] = {rule.name: rule for rules in GROUPS.values() for rule in rules}
@@ -56,6 +55,7 @@ def decode(**changes: Any) -> dict[str, Any]:
 EXAMPLES: dict[str, tuple[tuple[dict[str, Any], str, dict[str, Any]], tuple[dict[str, Any], str, dict[str, Any]]]] = {
     "replay-disaggregated": ((on(REPLAY, PD), MOE, GPU), (REPLAY, MOE, GPU)),
     "replay-offload": ((on(REPLAY, MOONCAKE), MOE, GPU), (MOONCAKE, MOE, GPU)),
+    "replay-llm-d": ((on(REPLAY, inference(router={"type": "llm-d"})), MOE, GPU), (REPLAY, MOE, GPU)),
     "replay-parallel": (
         (on(REPLAY, inference(vllm_extra={"pipeline_parallel_size": 2})), MOE, GPU),
         (on(REPLAY, inference(vllm_extra={"pipeline_parallel_size": 1})), MOE, GPU),
@@ -182,7 +182,6 @@ EXAMPLES: dict[str, tuple[tuple[dict[str, Any], str, dict[str, Any]], tuple[dict
         (trainer(optimizer={"type": "adamw"}, memory={"optimizer_offload": True}), MOE, GPU),
     ),
 }  # fmt: skip
-ELSEWHERE = {"replay-llm-d"}
 
 
 def facts_of(model: str) -> ModelFacts:
@@ -206,7 +205,7 @@ def broken(changes: dict[str, Any], model: str, site_changes: dict[str, Any]) ->
 
 
 def test_every_rule_has_an_example() -> None:
-    assert set(EXAMPLES) | ELSEWHERE == set(RULES)
+    assert set(EXAMPLES) == set(RULES)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -214,15 +213,6 @@ def test_a_rule_fires_on_what_breaks_it_and_not_on_what_keeps_it(name: str) -> N
     breaks, keeps = EXAMPLES[name]
     assert name in broken(*breaks)
     assert name not in broken(*keeps)
-
-
-def test_router_replay_is_refused_behind_llm_d() -> None:
-    given = case(REPLAY, MOE, GPU)
-    router = VllmRouter.model_construct(type="llm-d")
-    inference = given.recipe.inference.model_copy(update={"router": router})
-    rule = RULES["replay-llm-d"]
-    assert rule.finds(replace(given, recipe=given.recipe.model_copy(update={"inference": inference})))
-    assert not rule.finds(given)
 
 
 def test_a_small_recipe_breaks_no_rule() -> None:

@@ -200,3 +200,23 @@ def test_every_placeholder_resolves_to_a_process_that_listens(shape: dict[str, A
             assert "${" not in filled
             for address in re.findall(r"10\.0\.0\.\d+:\d+", filled):
                 assert address in listening
+
+
+MANY = {"type": "multi_node", "num_replicas": 2}
+
+
+def test_a_job_survives_nodes_only_if_every_component_has_two() -> None:
+    plan = plan_for(deployment={"train": {"nodes": 2}, "inference": MANY, "spares": {"inference": 1}})
+    assert [(group.name, group.nodes, group.spares) for group in plan.groups] == [
+        ("control", 2, 1),
+        ("train", 2, 0),
+        ("inference", 3, 1),
+    ]
+    assert plan.survives_nodes
+    assert [plan.group_of_rank(rank).name for rank in range(plan.allocated)] == [
+        *["control"] * 2,
+        *["train"] * 2,
+        *["inference"] * 3,
+    ]
+    assert not plan_for(deployment={"inference": MANY, "spares": {"inference": 1}}).survives_nodes
+    assert plan_for(deployment={"layout": "single", "inference": MANY}).survives_nodes

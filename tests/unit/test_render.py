@@ -123,7 +123,6 @@ def test_bash_sees_quoted_values_unchanged(tmp_path: Path) -> None:
         "--ntasks-per-node=1",
         "--cpu-bind=none",
         "--kill-on-bad-exit=0",
-        "--no-kill",
         "--label",
         "--unbuffered",
         sys.executable,

@@ -124,6 +124,14 @@ def test_zmq_peers_show_the_secret_or_are_not_heard() -> None:
         assert reaches(server, address, secret.present)
 
 
+def test_a_kept_secret_is_not_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(secret.VARIABLE, own := secret.own())
+    monkeypatch.setattr(secret, "_kept", "")
+    secret.keep()
+    assert secret.VARIABLE not in os.environ
+    assert secret.header() == {"Authorization": f"Bearer {own}"}
+
+
 def test_without_a_secret_there_is_no_client(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(os.environ, secret.VARIABLE)
     with pytest.raises(secret.SecretError):

@@ -46,7 +46,9 @@ def ranks(group: list[Process]) -> list[tuple[str | None, str | None]]:
 def filled(process: Process, plan: Plan, value: str) -> str:
     hosts = {p.name: f"10.0.0.{p.node}" for p in plan.processes()}
     ports = {p.name: p.ports for p in plan.processes()}
-    return resolve(value, process.name, Addresses(hosts, ports), dict.fromkeys(VALUES, ""))
+    return resolve(
+        value, process.name, Addresses(hosts, ports), dict.fromkeys((*VALUES, "secret", "generate_token"), "")
+    )
 
 
 def test_one_node_tp_2_dp_4_with_shared_experts() -> None:
@@ -216,11 +218,12 @@ def test_llm_d_without_disaggregation_has_one_profile_and_no_sidecars() -> None:
     assert not [process for process in plan.processes() if process.name.startswith("sidecar")]
 
 
-def test_serving_engines_have_no_gate_and_are_ready_when_healthy() -> None:
+def test_serving_engines_ask_for_the_secret_alone_and_are_ready_when_healthy() -> None:
     plan = serve({"type": "vllm-router"})
     assert {process.role for process in plan.processes()} == {"engine", "router"}
     for engine in engines(plan):
-        assert "--middleware" not in engine.argv and engine.health and engine.health.path == "/health"
+        assert option(engine, "--middleware") == "primeslurm.inference.admission.SecretGate"
+        assert engine.health and engine.health.path == "/health"
 
 
 @settings(max_examples=30, deadline=None)
@@ -248,3 +251,38 @@ def test_every_combination_has_sound_ports_and_placeholders(
 def test_a_group_that_its_engines_do_not_fill_is_refused() -> None:
     with pytest.raises(UsageError, match="must divide the 8 engines of a group"):
         plan_for(WIDE, {"inference": {"parallel": {"dp": 3}}})
+
+
+def test_a_policy_between_two_needs_two_engines_of_each_role() -> None:
+    two = {"inference": {"router": {"type": "vllm-router", "policy": "power_of_two"}, "parallel": {"tp": 8}}}
+    with pytest.raises(UsageError, match="a replica has only one of role prefill"):
+        plan_for(disaggregated(decode=(2, 1)), two)
+    plan_for(disaggregated(prefill=(2, 1), decode=(2, 1)), two)
+
+
+@pytest.mark.parametrize(
+    ("model", "tool_call", "reasoning"),
+    [
+        ("zai-org/GLM-5.1", "glm47", "glm45"),
+        ("/models/Qwen3-30B-A3B/", "hermes", "qwen3"),
+        ("Qwen/Qwen3-Coder-480B", "qwen3_coder", None),
+        ("somebody/unheard-of", None, None),
+    ],
+)
+def test_served_models_get_the_parsers_of_their_family(
+    model: str, tool_call: str | None, reasoning: str | None
+) -> None:
+    for engine in engines(serve({"type": "vllm-router"}, {"model": {"path": model}})):
+        assert (option(engine, "--tool-call-parser"), option(engine, "--reasoning-parser")) == (tool_call, reasoning)
+        assert ("--enable-auto-tool-choice" in engine.argv) == (tool_call is not None)
+
+
+def test_engines_that_are_trained_for_get_no_parsers() -> None:
+    for engine in engines(plan_for({"model": {"path": "zai-org/GLM-5.1"}})):
+        assert option(engine, "--tool-call-parser") is None and option(engine, "--reasoning-parser") is None
+
+
+def test_engines_on_cpus_move_tokens_between_experts_without_a_gpu() -> None:
+    recipe = Recipe.model_validate(merge(merge(recipe_data(), WIDE), disaggregated()))
+    plan = derive(recipe, site(device="cpu"), RUN)
+    assert {option(e, "--all2all-backend") for e in engines(plan)} == {"allgather_reducescatter"}

@@ -86,6 +86,17 @@ def test_an_ended_attempt_says_how_and_whether_it_goes_on(run: RunDirectory) -> 
     assert not status(run).active
 
 
+@pytest.mark.parametrize(
+    ("job", "phase"),
+    [("PENDING (BeginTime)", "requeued"), ("COMPLETING", "ending"), ("CANCELLED", "cancelled"), (None, "cancelled")],
+)
+def test_slurm_ends_an_attempt_in_the_same_way_for_a_requeue_and_a_cancel(
+    run: RunDirectory, job: str | None, phase: str
+) -> None:
+    run.attempt(1).record_end(EndRecord("cancelled", "SIGTERM", "", 5, False, "", NOW))
+    assert status(run, job).phase == phase
+
+
 def test_processes_progress_and_metrics_are_shown(run: RunDirectory) -> None:
     fleet(run)
     process = {"state": "ready", "pid": 42, "restarts": 2}

