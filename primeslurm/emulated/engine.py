@@ -13,15 +13,16 @@ import os
 import random
 import time
 import uuid
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
 from primeslurm.emulated import http
-from primeslurm.emulated.http import Receive, Send
+from primeslurm.emulated.http import Receive, Scope, Send
 from primeslurm.emulated.metrics import exposition
 from primeslurm.emulated.scheduler import Request, Scheduler
+from primeslurm.inference.admission import SecretGate
 from primeslurm.inference.gate import VersionGate
 
 TICK_S = 0.1
@@ -32,10 +33,10 @@ VOCABULARY = 1000
 EOS = 2
 MEAN_ANSWER_TOKENS = 24.0
 """Median length of an answer; the tail is long (log-normal, sigma 1)."""
+HANG_PATH = "/emulated/hang"
 UPDATE_S = 0.1
 """Time that taking in new weights needs."""
 
-Scope = MutableMapping[str, Any]
 Route = Callable[[dict[str, Any], dict[str, list[str]]], Awaitable[tuple[int, object]]]
 
 
@@ -195,22 +196,22 @@ class EmulatedEngine:
         return 200, {}
 
 
-class Hangable:
+class Hangable(SecretGate):
     """Stops answering anything, with all connections open, once it is told to."""
 
     def __init__(self, app: http.App) -> None:
-        self._app = app
+        super().__init__(app)
         self._hanging = False
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on, or never answer."""
-        if scope["path"] == "/emulated/hang":
+        if scope["path"] == HANG_PATH:
             self._hanging = True
             await http.answer(send, 200, {})
         elif self._hanging:
             await asyncio.Event().wait()
         else:
-            await self._app(scope, receive, send)
+            await super().serve(scope, receive, send)
 
 
 async def serve(host: str, port: int, engine: EmulatedEngine, *, gated: bool) -> None:

@@ -12,9 +12,10 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
 Message = MutableMapping[str, Any]
+Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
-App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 MAX_HEAD_BYTES = 65536
 _REASONS = {200: "OK", 400: "Bad Request", 404: "Not Found", 500: "Internal Server Error", 501: "Not Implemented"}
@@ -77,7 +78,7 @@ class _Connection(asyncio.Protocol):
         unsupported = b"transfer-encoding" in fields
         self._task = asyncio.create_task(self._respond(_chunked if unsupported else self._app, scope, body, keep))
 
-    async def _respond(self, app: App, scope: MutableMapping[str, Any], body: bytes, keep: bool) -> None:
+    async def _respond(self, app: App, scope: Scope, body: bytes, keep: bool) -> None:
         response: dict[str, Any] = {"status": 500, "headers": [], "body": b""}
 
         async def receive() -> Message:
@@ -110,5 +111,5 @@ class _Connection(asyncio.Protocol):
             self._transport.close()
 
 
-async def _chunked(scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+async def _chunked(scope: Scope, receive: Receive, send: Send) -> None:
     await answer(send, 501, {"error": "a body needs a Content-Length here"})

@@ -16,8 +16,10 @@ from typing import Any
 
 import httpx
 
+from primeslurm.orchestrator.watch import STATE_INTERVAL_S
 from primeslurm.run.ledger import Ledger
 from primeslurm.run.status import RunStatus
+from primeslurm.wire import secret
 from primeslurm.wire.files import read_json
 from tests.support.emulation import Deployment, Snapshot
 from tests.support.faults import kill_controller, kill_node, revive_controller, revive_node
@@ -36,7 +38,8 @@ class Fault:
     name: str
     what: str
     inject: Callable[[Deployment], Seen]
-    ends_attempt: bool = False
+    ends_attempt: bool | None = False
+    """None: it depends on what is being written just then."""
     repair: Callable[[Deployment], None] | None = None
     repair_late: bool = False
     options: tuple[str, ...] = ()
@@ -89,6 +92,7 @@ def suffer(deployment: Deployment, fault: Fault) -> Cost:
 
     deployment.wait(recovered)
     seconds = time.monotonic() - began
+    time.sleep(1.5 * STATE_INTERVAL_S)  # counts are written that often
     after = deployment.snapshot()
     if fault.repair and fault.repair_late:
         fault.repair(deployment)
@@ -143,7 +147,8 @@ def _hang(name: str) -> Callable[[Deployment], Seen]:
         seen, known = _restarted(deployment, name), read_json(deployment.run.latest().addresses_file)
         assert known is not None
         url = f"http://{known['hosts'][name]}:{known['ports'][name]['http']}/emulated/hang"
-        httpx.post(url, timeout=10).raise_for_status()
+        token = {"Authorization": f"Bearer {secret.read(deployment.run.path)}"}
+        httpx.post(url, headers=token, timeout=10).raise_for_status()
         return seen
 
     return inject
@@ -263,7 +268,7 @@ FAULTS = (
         "disk full",
         "not a byte is free in the directory of runs, for 10 s",
         _fill_disk,
-        ends_attempt=True,
+        ends_attempt=None,
         repair=_free_disk,
     ),
     Fault(

@@ -19,11 +19,13 @@ from safetensors.numpy import save_file
 from primeslurm.emulated.environment import EmulatedEnvironment
 from primeslurm.orchestrator.engines import EngineClient, EngineDownError, EngineUpdateError, Policy, Step
 from primeslurm.orchestrator.jobs import Job
+from primeslurm.plan.commands import Workers
 from primeslurm.plan.emulate import STAND_INS
 from primeslurm.plan.engine_command import engine_command
 from primeslurm.plan.routers import router_command
 from primeslurm.recipe import Recipe
-from primeslurm.wire import addresses, weights
+from primeslurm.recipe.routers import VllmRouter
+from primeslurm.wire import addresses, secret, weights
 from primeslurm.wire.addresses import AddressBook, Addresses
 from primeslurm.wire.files import write_json
 from tests.support.generate import generate, metric, spans, tokens
@@ -114,7 +116,7 @@ async def test_a_hanging_engine_counts_as_down_and_ends_on_a_signal(start: Start
     server = start()
     control = client(server)
     await control.status()
-    httpx.post(f"{server.url}/emulated/hang", timeout=5).raise_for_status()
+    httpx.post(f"{server.url}/emulated/hang", headers=secret.header(), timeout=5).raise_for_status()
     with pytest.raises(EngineDownError):
         await control.status()
     assert server.alive()
@@ -147,7 +149,7 @@ async def test_a_rollout_goes_through_the_real_router_to_prefill_and_decode(star
     for server in (prefill, decode):
         await client(server).apply(Policy(0, "/models/tiny"), 10)
     made = recipe()
-    command = router_command(made, sys.executable, prefill=["p"], decode=["d"])
+    command = router_command(made, VllmRouter(), Workers((), ("p",), ("d",)))
     engines = {name: s.url.removeprefix("http://") for name, s in (("p", prefill), ("d", decode))}
     router = start_router(command, engines, tmp_path / "router.log")
     try:

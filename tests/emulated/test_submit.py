@@ -1,0 +1,46 @@
+"""`submit --emulate` as a user runs it: the GLM-5 recipe with its 28 nodes and 224 GPUs, from nothing to nothing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from primeslurm.run.directory import RunDirectory
+from primeslurm.run.summary import events, rows
+from primeslurm.wire import checkpoints, weights
+
+pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(900)]
+ROOT = Path(__file__).resolve().parents[2]
+STEPS = 3
+
+
+def test_glm5_on_28_nodes(tmp_path_factory: pytest.TempPathFactory) -> None:
+    if shutil.which("slurmctld") is None or os.geteuid() != 0:
+        pytest.skip("needs Slurm's daemons and root")
+    place = tmp_path_factory.mktemp("e")  # short: Unix sockets lie below
+    env = {key: value for key, value in os.environ.items() if not key.startswith("COVERAGE_")}
+    env |= {"HOME": str(place), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "primeslurm", "submit", ROOT / "recipes" / "glm5_pd.yaml", "--emulate", "--wait"]
+    options = ["--name", "glm5", "--set", f"max_steps={STEPS}"]
+    done = subprocess.run(
+        [*map(str, command), *options], cwd=place, env=env, capture_output=True, text=True, timeout=840, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = RunDirectory(place / "runs" / "glm5")
+    plan, end = run.attempt(1).plan(), run.attempt(1).end()
+    assert (plan.totals.nodes, plan.totals.gpus, plan.totals.engines) == (29, 224, 128)
+    assert end is not None and (end.outcome, end.committed_step) == ("completed", STEPS)
+    happened = events(run)
+    assert sum(event["kind"] == "started" for event in happened) == len(plan.processes()), "something was restarted"
+    assert [row["step"] for row in rows(run.path)] == list(range(1, STEPS + 1))
+    assert {e["engine"] for e in happened if e["kind"] == "engine_updated" and e["version"] == STEPS} == {
+        p.name for p in plan.processes() if p.role in ("prefill", "decode")
+    }
+    assert checkpoints.damage(checkpoints.step_dir(run.path, STEPS)) == []
+    assert weights.damage(weights.version_dir(run.path, STEPS)) == []
+    assert not (place / ".primeslurm" / "clusters" / "emulate-glm5").exists()
