@@ -1,4 +1,4 @@
-"""A Plan with light stand-ins for engines, trainer ranks, environment workers and KV stores; all else stays."""
+"""A Plan whose engines, stores, trainer ranks and environments are replaced by light stand-ins; all else stays."""
 
 from __future__ import annotations
 
