@@ -6,6 +6,8 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,19 +21,25 @@ ROOT = Path(__file__).resolve().parents[2]
 STEPS = 3
 
 
-def test_glm5_on_28_nodes(tmp_path_factory: pytest.TempPathFactory) -> None:
+@pytest.fixture
+def place() -> Iterator[Path]:
+    """A home with a short path: Slurm's Unix sockets lie below it."""
+    with tempfile.TemporaryDirectory(prefix="ps", dir="/tmp") as directory:
+        yield Path(directory)
+
+
+def test_glm5_on_28_nodes(place: Path) -> None:
     if shutil.which("slurmctld") is None or os.geteuid() != 0:
         pytest.skip("needs Slurm's daemons and root")
-    place = tmp_path_factory.mktemp("e")  # short: Unix sockets lie below
     env = {key: value for key, value in os.environ.items() if not key.startswith("COVERAGE_")}
     env |= {"HOME": str(place), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "primeslurm", "submit", ROOT / "recipes" / "glm5_pd.yaml", "--emulate", "--wait"]
-    options = ["--name", "glm5", "--set", f"max_steps={STEPS}"]
+    options = ["--name", "g", "--set", f"max_steps={STEPS}"]
     done = subprocess.run(
         [*map(str, command), *options], cwd=place, env=env, capture_output=True, text=True, timeout=840, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    run = RunDirectory(place / "runs" / "glm5")
+    run = RunDirectory(place / "runs" / "g")
     plan, end = run.attempt(1).plan(), run.attempt(1).end()
     assert (plan.totals.nodes, plan.totals.gpus, plan.totals.engines) == (29, 224, 128)
     assert end is not None and (end.outcome, end.committed_step) == ("completed", STEPS)
@@ -43,4 +51,4 @@ def test_glm5_on_28_nodes(tmp_path_factory: pytest.TempPathFactory) -> None:
     }
     assert checkpoints.damage(checkpoints.step_dir(run.path, STEPS)) == []
     assert weights.damage(weights.version_dir(run.path, STEPS)) == []
-    assert not (place / ".primeslurm" / "clusters" / "emulate-glm5").exists()
+    assert not (place / ".primeslurm" / "clusters" / "emulate-g").exists()
