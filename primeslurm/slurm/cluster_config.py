@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,8 +13,11 @@ from primeslurm.recipe.site import Network, NodeKind, Site
 MAX_NODES = 200
 FIRST_CONTROL = MAX_NODES + 1
 MAX_GPUS = 16
-# A Unix socket's path holds at most 107 bytes, and slurmd and munged put sockets into the directory.
-MAX_DIRECTORY = 70
+# A Unix socket's path holds at most 107 bytes. The longest is that of a job's step:
+# <directory>/spool/<node>/<node>_<job>.<step>, with up to 16 bytes of numbers.
+MAX_SOCKET = 107
+MAX_PREFIX = 8
+"""Node names begin with the cluster's name, if it is no longer than this."""
 _NAME = re.compile(r"^[a-z][a-z0-9-]{0,30}$")
 
 PLACES = 36
@@ -57,8 +61,9 @@ class ClusterSpec:
         for field, path in (("directory", self.directory), ("runs", self.runs)):
             if not path.is_absolute() or re.search(r"[\s#\"'\\%]", str(path)):
                 found.append(Violation(field, str(path), "must be an absolute path without spaces, quotes, # and %"))
-        if len(str(self.directory)) > MAX_DIRECTORY:
-            why = f"is longer than {MAX_DIRECTORY} characters, too long for the Unix sockets in it"
+        longest = MAX_SOCKET - len(f"/spool/{self._prefix}-n001/{self._prefix}-n001_") - 16
+        if len(str(self.directory)) > longest:
+            why = f"is longer than {longest} characters, too long for the Unix sockets in it"
             found.append(Violation("directory", str(self.directory), why, "choose a shorter one"))
         if found:
             raise UsageError(found)
@@ -81,12 +86,19 @@ class ClusterSpec:
     @property
     def gpu_names(self) -> list[str]:
         """Names of the GPU nodes."""
-        return [f"{self.name}-n{i:03d}" for i in range(1, self.nodes + 1)]
+        return [f"{self._prefix}-n{i:03d}" for i in range(1, self.nodes + 1)]
 
     @property
     def control_names(self) -> list[str]:
         """Names of the control nodes."""
-        return [f"{self.name}-c{i:03d}" for i in range(1, self.control_nodes + 1)]
+        return [f"{self._prefix}-c{i:03d}" for i in range(1, self.control_nodes + 1)]
+
+    @property
+    def _prefix(self) -> str:
+        """Short, and different for every cluster: runs remember bad nodes by their names."""
+        if len(self.name) <= MAX_PREFIX:
+            return self.name
+        return f"{self.name[:3]}{zlib.crc32(self.name.encode()) & 0xFFF:03x}"
 
 
 NODE_SILENT_S = 30

@@ -84,3 +84,18 @@ def test_the_site_file_round_trips() -> None:
     assert control is not None
     assert train is not None
     assert (control.partition, control.gpus, train.partition, train.gpus) == ("cpu", 0, "gpu", 2)
+
+
+def test_sockets_of_job_steps_fit_whatever_the_name() -> None:
+    for name in ("gpu", "emulate", "a" * 31):
+        spec = ClusterSpec(name, Path("/root/.primeslurm/clusters") / name, Path("/runs"), nodes=28)
+        spec.check()
+        node = spec.gpu_names[-1]
+        assert len(f"{spec.directory}/spool/{node}/{node}_99999.4294967291") <= 107
+    with pytest.raises(UsageError, match="too long for the Unix sockets"):
+        ClusterSpec("emulated", Path("/" + "d" * 60), Path("/runs")).check()
+
+
+def test_clusters_with_long_names_have_nodes_of_their_own() -> None:
+    first, second = (ClusterSpec(f"emulate-glm5-{end}", Path("/a"), Path("/runs")) for end in ("pd", "r3"))
+    assert not set(first.gpu_names) & set(second.gpu_names)
