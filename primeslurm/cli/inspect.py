@@ -10,7 +10,7 @@ from rich.table import Table
 from primeslurm.cli.options import JsonOpt, LocalOpt, NameOpt, RecipeArg, SetOpt, SiteOpt, load, refusals, refuse
 from primeslurm.cli.output import note, out, print_json
 from primeslurm.plan.forecast import Estimate
-from primeslurm.plan.model import Plan
+from primeslurm.plan.model import Plan, Process
 from primeslurm.recipe import Recipe, Site
 from primeslurm.slurm.render import render
 
@@ -88,7 +88,7 @@ def show_plan(plan: Plan) -> None:
                 process.name,
                 " ".join(f"{port}:{number}" for port, number in process.ports.items()) or "-",
                 ",".join(map(str, process.gpus)) or "-",
-                "restart" if process.restart == "in_place" else "end attempt",
+                _on_death(process),
             )
     out.print(table)
     out.print(f"totals: {_totals(plan)}")
@@ -96,6 +96,12 @@ def show_plan(plan: Plan) -> None:
         show_estimate(plan.estimate)
     out.print(f"run directory: {plan.run_dir}")
     show_findings(plan)
+
+
+def _on_death(process: Process) -> str:
+    if process.restart == "unit":
+        return f"restart {process.unit}"
+    return "restart" if process.restart == "in_place" else "end attempt"
 
 
 def show_estimate(estimate: Estimate) -> None:
@@ -129,6 +135,8 @@ def show_findings(plan: Plan) -> None:
 def _totals(plan: Plan) -> str:
     t = plan.totals
     parts = [f"{t.nodes} nodes", f"{t.gpus} GPUs", f"{t.trainer_gpus} trainer GPUs"]
-    if plan.task == "rl":
+    if t.spares:
+        parts.insert(1, f"{t.spares} spare nodes")
+    if plan.task != "sft":
         parts += [f"{t.inference_nodes} inference nodes", f"{t.engines} engines", f"{t.routers} routers"]
     return ", ".join(parts)
