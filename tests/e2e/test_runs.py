@@ -81,7 +81,7 @@ def test_cancel_leaves_nothing_behind_and_resume_goes_on(demo: Demo) -> None:
     new = {path for root in outside for path in root.iterdir()} - known
     assert [path for path in new if run.run_id in path.name or path.name.startswith(("psm_", "vllm", "sem."))] == []
 
-    resumed = demo.command("resume", str(run.path), "--json", "--processes")
+    resumed = demo.command("resume", str(run.path), "--json")
     assert resumed.returncode == 0, resumed.stderr
     demo.finish(run)
     assert [row["step"] for row in rows(run.path)] == list(range(1, 9))
