@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +51,10 @@ def test_a_dry_run_shows_placement_and_script_and_writes_nothing(place: Path) ->
 
 
 @pytest.fixture
-def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def short() -> Iterator[Path]:
     """A directory with a short path: clusters below it have Unix sockets."""
-    return tmp_path_factory.mktemp("e")
+    with tempfile.TemporaryDirectory(prefix="e") as directory:
+        yield Path(directory)
 
 
 def test_an_emulated_dry_run_needs_neither_site_nor_model_and_shows_the_real_job(short: Path) -> None:
