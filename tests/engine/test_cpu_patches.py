@@ -71,7 +71,7 @@ def _collectives(rank: int, file: str) -> None:
 
 
 def test_collectives_of_uneven_sizes(tmp_path: Path) -> None:
-    mp.start_processes(_collectives, (str(tmp_path / "store"),), nprocs=2, start_method="fork")
+    mp.start_processes(_collectives, (str(tmp_path / "store"),), nprocs=2, start_method="spawn")
 
 
 async def test_expert_parallel_workers_take_a_policy(zygote, client, model: Path, tmp_path: Path) -> None:
