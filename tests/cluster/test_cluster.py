@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import subprocess
+import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -76,6 +78,13 @@ def test_unknown_job(cluster: Cluster) -> None:
     assert cluster.client.job("999999") is None
     with pytest.raises(ClusterError, match="Invalid job id"):
         cluster.client.requeue("999999")
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """A directory with a short path: Slurm's Unix sockets lie below it."""
+    with tempfile.TemporaryDirectory(prefix="c") as directory:
+        yield Path(directory)
 
 
 def test_no_cluster_here(tmp_path: Path) -> None:
