@@ -14,12 +14,12 @@ export COVERAGE_PROCESS_START=$PWD/pyproject.toml COVERAGE_FILE=$PWD/.coverage
 if (($#)); then
   coverage run -m pytest "$@"
 else
-  # Tests of clusters mostly wait, for time-outs and for Slurm: they run beside the others.
+  # Tests of clusters mostly wait, for time-outs and for Slurm: they run beside those of engines, which compute.
   mkdir -p build
-  coverage run -m pytest tests/cluster tests/emulated >build/clusters.log 2>&1 &
+  coverage run -m pytest tests/cluster tests/emulated tests/unit >build/clusters.log 2>&1 &
   clusters=$!
   code=0
-  coverage run -m pytest tests/unit tests/trainer tests/engine tests/gpu tests/e2e || code=$?
+  coverage run -m pytest tests/engine tests/gpu tests/trainer tests/e2e || code=$?
   wait $clusters || code=$?
   cat build/clusters.log
   ((code == 0)) || exit "$code"
