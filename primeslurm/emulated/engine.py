@@ -19,10 +19,9 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from primeslurm.emulated import http
-from primeslurm.emulated.http import Receive, Scope, Send
 from primeslurm.emulated.metrics import exposition
 from primeslurm.emulated.scheduler import Request, Scheduler
-from primeslurm.inference.admission import SecretGate
+from primeslurm.inference.admission import App, Receive, Scope, SecretGate, Send
 from primeslurm.inference.gate import VersionGate
 
 TICK_S = 0.1
@@ -199,7 +198,7 @@ class EmulatedEngine:
 class Hangable(SecretGate):
     """Stops answering anything, with all connections open, once it is told to."""
 
-    def __init__(self, app: http.App) -> None:
+    def __init__(self, app: App) -> None:
         super().__init__(app)
         self._hanging = False
 

@@ -6,9 +6,10 @@ import argparse
 import asyncio
 
 from primeslurm.emulated import http
+from primeslurm.inference.admission import Receive, Scope, Send
 
 
-async def healthy(scope: http.Message, receive: http.Receive, send: http.Send) -> None:
+async def healthy(scope: Scope, receive: Receive, send: Send) -> None:
     """Answer everything with 200."""
     await http.answer(send, 200, {})
 

@@ -5,16 +5,16 @@ Nothing is assumed of names: the same recipe runs where HCAs are called mlx5_0 a
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import re
 import socket
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from primeslurm.node.network import NetworkError, interface_address
+
 SYS = Path("/sys")
-_SIOCGIFADDR = 0x8915
 _NVIDIA = "0x10de"
 _DISPLAY_CLASSES = ("0x0300", "0x0302")
 """PCI classes of GPUs: VGA controller and 3D controller."""
@@ -87,13 +87,9 @@ def interface_of(address: str, interfaces: Mapping[str, str]) -> str:
 def own_interfaces() -> dict[str, str]:
     """Every interface with an IPv4 address, and that address."""
     found: dict[str, str] = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                packed = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:
-                continue  # it has none
-            found[name] = socket.inet_ntoa(packed[20:24])
+    for _, name in socket.if_nameindex():
+        with contextlib.suppress(NetworkError):  # it has none
+            found[name] = interface_address(name)
     return found
 
 

@@ -6,7 +6,6 @@ Nothing heavy is imported: packages are known by their metadata, libraries and d
 from __future__ import annotations
 
 import ctypes.util
-import importlib.metadata
 import importlib.util
 import json
 import os
@@ -17,7 +16,9 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+from primeslurm.node.fabric import find_hcas
 from primeslurm.node.network import node_name
+from primeslurm.run.versions import version
 
 PACKAGES = {
     "primeslurm": ("primeslurm",),
@@ -47,18 +48,15 @@ def installed() -> dict[str, str | None]:
     query = _output("nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader").splitlines()
     found["driver"] = query[0].partition(",")[0] if query else None
     found["gpus"] = f"{len(query)} x {query[0].partition(', ')[2]}" if query else None
-    found["hcas"] = ",".join(_hcas()) or None
+    found["hcas"] = ",".join(hca.name for hca in find_hcas()) or None
     found["apptainer"] = _first_match(_output("apptainer", "--version"), r"([\d.]+)")
     found["pyxis"] = "yes" if "--container-image" in _output("srun", "--help") else None
     return found
 
 
 def _version(names: Sequence[str]) -> str | None:
-    for name in names:
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    if known := next(filter(None, map(version, names)), None):
+        return known
     # vLLM's wheel may carry a part inside itself, without metadata of its own
     spec = importlib.util.find_spec("vllm") if names[0].startswith("deep_") else None
     inside = Path(spec.origin).parent / "third_party" / names[0] if spec and spec.origin else None
@@ -79,13 +77,6 @@ def _first_library(name: str) -> str | None:
         for path in sorted(Path(directory).glob(f"{name}*")):
             return str(path)
     return _first_match(_output("ldconfig", "-p"), rf"{re.escape(name)}\S* .*=> (\S+)")
-
-
-def _hcas() -> list[str]:
-    """Names of the host channel adapters with an active port."""
-    root = Path("/sys/class/infiniband")
-    states = sorted(root.glob("*/ports/*/state")) if root.is_dir() else []
-    return sorted({path.parts[-4] for path in states if "ACTIVE" in path.read_text()})
 
 
 def _output(*argv: str) -> str:

@@ -33,14 +33,19 @@ def own_address(name: str, interface: str | None, addresses: Mapping[str, str]) 
     if name in addresses:
         return addresses[name]
     if interface:
-        return _interface_address(interface)
+        return interface_address(interface)
     try:
         return socket.gethostbyname(name)
     except OSError as error:
         raise NetworkError(f"{name} does not resolve ({error}); set network.interface in the site file") from None
 
 
-def _interface_address(interface: str) -> str:
+def interface_address(interface: str) -> str:
+    """The IPv4 address of an interface.
+
+    Raises:
+        NetworkError: it has none, or there is no such interface.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             packed = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))

@@ -12,6 +12,7 @@ import msgspec
 
 from primeslurm.node import checks
 from primeslurm.node.checks import Check
+from primeslurm.node.fabric import find_hcas
 from primeslurm.node.network import NetworkError, own_address
 from primeslurm.node.reports import Fitness
 from primeslurm.plan.checks.files import model_directory
@@ -121,7 +122,8 @@ class Preflight:
     def _gpu(self) -> list[Check]:
         if self._plan.device == "cpu":
             return [Check("gpus", "ok", "skipped: this site computes on CPUs")]
-        hcas = checks.hca_names({**self._plan.env, **os.environ})
+        hcas = list(dict.fromkeys([*self._plan.hcas, *checks.hca_names({**self._plan.env, **os.environ})]))
+        hcas = hcas or [hca.name for hca in find_hcas()]
         found = self._free_gpus() if self._gpus else []
         return found + (checks.hca_checks(hcas) if hcas else []) + checks.memory_limit_checks(hcas)
 

@@ -66,15 +66,11 @@ def _first(own: object, common: object) -> object:
     return common if own is None else own
 
 
-def engine_command(
-    recipe: Recipe, device: Device, role: EngineRole, python: str, dp: DataParallel = ALONE, replica: int = 0
-) -> Command:
-    """One vLLM engine. `engine` prefills and decodes; `prefill` and `decode` hand KV over through NIXL."""
-    return Engines(recipe, device, role, python).command(dp, replica)
-
-
 class Engines:
-    """The command lines of a role's engines: what all ranks share is worked out once."""
+    """The command lines of a role's engines: what all ranks share is worked out once.
+
+    `engine` prefills and decodes; `prefill` and `decode` hand KV over through NIXL.
+    """
 
     def __init__(self, recipe: Recipe, device: Device, role: EngineRole, python: str) -> None:
         self._recipe, self._device, self._role = recipe, device, role

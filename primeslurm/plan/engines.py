@@ -27,7 +27,6 @@ class _Group:
     """Nodes whose engines share the experts, if they do: a replica's, or one of its prefill or decode groups."""
 
     role: EngineRole
-    number: int
     slots: Sequence[Slot]
 
 
@@ -86,8 +85,8 @@ def _groups(recipe: Recipe, nodes: list[Slot]) -> Iterator[_Group]:
         sizes = {"prefill": shape.prefill.nodes_per_replica, "decode": shape.decode.nodes_per_replica}
     for role, size in sizes.items():
         own = [slot for slot in nodes if ROLE_OF[slot.role] == role]
-        for number, first in enumerate(range(0, len(own), size)):
-            yield _Group(role, number, own[first : first + size])
+        for first in range(0, len(own), size):
+            yield _Group(role, own[first : first + size])
 
 
 def _place_group(recipe: Recipe, site: Site, replica: int, group: _Group, names: list[str]) -> None:

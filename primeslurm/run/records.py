@@ -28,11 +28,6 @@ def recent_rows(path: Path) -> list[Row]:
     return _parse(_tail(path, TAIL_BYTES))
 
 
-def last_row(path: Path) -> Row:
-    """The last complete row; empty if there is none."""
-    return (recent_rows(path) or [{}])[-1]
-
-
 def events(run: RunDirectory) -> list[Event]:
     """The events of all processes of all attempts, in order of time."""
     return in_order(event for attempt in run.attempts() for event in attempt_events(attempt))

@@ -19,10 +19,11 @@ PACKAGES = (
 
 def installed() -> dict[str, str | None]:
     """Version by package; None for one that is not installed here."""
-    return {name: _version(name) for name in PACKAGES}
+    return {name: version(name) for name in PACKAGES}
 
 
-def _version(package: str) -> str | None:
+def version(package: str) -> str | None:
+    """Version of a distribution; None if it is not installed here."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

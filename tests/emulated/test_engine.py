@@ -21,13 +21,13 @@ from primeslurm.orchestrator.engines import EngineClient, EngineDownError, Engin
 from primeslurm.orchestrator.jobs import Job
 from primeslurm.plan.commands import Workers
 from primeslurm.plan.emulate import STAND_INS
-from primeslurm.plan.engine_command import engine_command
 from primeslurm.plan.routers import router_command
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.routers import VllmRouter
 from primeslurm.wire import addresses, secret, weights
 from primeslurm.wire.addresses import AddressBook, Addresses
 from primeslurm.wire.files import write_json
+from tests.support.engine_commands import engine_command
 from tests.support.generate import generate, metric, spans, tokens
 from tests.support.processes import HOST, Server, fill, free_port, start_router
 from tests.support.recipes import recipe_data

@@ -12,10 +12,10 @@ import pytest
 
 from primeslurm.orchestrator.engines import EngineClient
 from primeslurm.plan.commands import Command, EngineRole, Workers
-from primeslurm.plan.engine_command import engine_command
 from primeslurm.plan.routers import router_command
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.routers import VllmRouter
+from tests.support.engine_commands import engine_command
 from tests.support.models import make_model
 from tests.support.processes import Server, Zygote, start_router
 

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from primeslurm.plan.engine_command import engine_command
 from primeslurm.plan.parsers import FAMILIES
 from tests.engine.conftest import tiny_recipe
+from tests.support.engine_commands import engine_command
 from tests.support.processes import fill
 
 pytestmark = pytest.mark.engine

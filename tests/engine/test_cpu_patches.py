@@ -14,8 +14,8 @@ import torch.multiprocessing as mp
 
 from primeslurm.inference import cpu_patches, guards
 from primeslurm.orchestrator.engines import Policy
-from primeslurm.plan.engine_command import engine_command
 from tests.engine.conftest import tiny_recipe
+from tests.support.engine_commands import engine_command
 from tests.support.generate import generate, logprobs, tokens
 from tests.support.models import make_model, publish, reference_logprobs
 

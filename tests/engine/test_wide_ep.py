@@ -11,8 +11,9 @@ import pytest
 
 from primeslurm.orchestrator.engines import Policy
 from primeslurm.plan.commands import EngineRole
-from primeslurm.plan.engine_command import DataParallel, engine_command
+from primeslurm.plan.engine_command import DataParallel
 from tests.engine.conftest import tiny_recipe
+from tests.support.engine_commands import engine_command
 from tests.support.generate import generate, logprobs, metric, spans, tokens
 from tests.support.models import make_model, publish, reference_logprobs
 from tests.support.processes import HOST, Server, Zygote, free_port

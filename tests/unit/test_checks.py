@@ -188,3 +188,12 @@ def test_a_check_that_hangs_makes_a_node_unfit(plan: Plan, tmp_path: Path, monke
     found = preflight(plan, 1, tmp_path)  # nobody is the head
     found.start()
     assert verdict(found) == (Fitness.UNFIT, "preflight takes longer than 0 s; it looks at the head's files")
+
+
+def test_a_site_s_hcas_are_looked_for(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NCCL_IB_HCA", raising=False)
+    on_gpus = plan.model_copy(update={"device": "cuda", "hcas": ("mlx5_77",)})
+    found = preflight(on_gpus, 1, tmp_path)
+    found.start()
+    fitness, why = verdict(found)
+    assert fitness is Fitness.UNFIT and "mlx5_77" in why

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from primeslurm.plan.commands import Command, Workers
-from primeslurm.plan.engine_command import engine_command
 from primeslurm.plan.routers import router_command
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.routers import VllmRouter
+from tests.support.engine_commands import engine_command
 
 
 def recipe(**inference: Any) -> Recipe:

@@ -11,7 +11,7 @@ from primeslurm.errors import RunError
 from primeslurm.plan.model import Process, Replica
 from primeslurm.run.create import name_in_use
 from primeslurm.run.directory import EndRecord, JobRecord, RunDirectory
-from primeslurm.run.records import last_row
+from primeslurm.run.records import recent_rows
 from primeslurm.run.status import RunStatus, read_status
 from primeslurm.run.summary import summarise
 from primeslurm.wire import checkpoints
@@ -184,7 +184,7 @@ def test_names_in_use_are_seen(tmp_path: Path, run: RunDirectory) -> None:
     assert [v.value for v in name_in_use(run.path)] == ["r"]
 
 
-def test_last_row_of_nothing_is_empty(tmp_path: Path) -> None:
-    assert last_row(tmp_path / "none") == {}
+def test_rows_of_nothing_are_none(tmp_path: Path) -> None:
+    assert recent_rows(tmp_path / "none") == []
     (tmp_path / "bad").write_text('x\n[1]\n{"step": 1')
-    assert last_row(tmp_path / "bad") == {}
+    assert recent_rows(tmp_path / "bad") == []

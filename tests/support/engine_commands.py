@@ -1,0 +1,12 @@
+"""The command line of a single engine."""
+
+from __future__ import annotations
+
+from primeslurm.plan.commands import Command, Device, EngineRole
+from primeslurm.plan.engine_command import ALONE, DataParallel, Engines
+from primeslurm.recipe import Recipe
+
+
+def engine_command(recipe: Recipe, device: Device, role: EngineRole, python: str, dp: DataParallel = ALONE) -> Command:
+    """What the Plan of this recipe would start for one rank of a role."""
+    return Engines(recipe, device, role, python).command(dp)
