@@ -6,11 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from primeslurm.plan.catalog import ModelFacts
+from primeslurm.plan.families import FAMILIES
 from primeslurm.plan.model import Finding
 from primeslurm.recipe import Recipe
-
-FAMILIES = ("qwen3", "qwen3_moe")
-"""Values of `model_type` in config.json that the trainer builds."""
 
 
 @dataclass(frozen=True)

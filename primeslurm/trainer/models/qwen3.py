@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from primeslurm.trainer import compat  # noqa: F401  isort: skip  (before torchtitan)
-from torch import nn
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
-from torchtitan.models.common import CosSinRoPE, Embedding, Linear
+from torchtitan.models.common import CosSinRoPE
 from torchtitan.models.common.config_utils import (
     get_attention_config,
     make_ffn_config,
@@ -17,29 +15,23 @@ from torchtitan.models.common.config_utils import (
     make_routed_experts_config,
     make_router_config,
 )
-from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.models.qwen3 import Qwen3Model, Qwen3StateDictAdapter, parallelize_qwen3
 from torchtitan.models.qwen3.model import Qwen3TransformerBlock
 from torchtitan.protocols.model_spec import ModelSpec
 
-# Weights always come from a checkpoint, but torchtitan wants an initialiser for every parameter.
-_MATRIX = {"weight": partial(nn.init.normal_, std=0.02), "bias": nn.init.zeros_}
-_NORM = {"weight": nn.init.ones_}
-_EXPERTS = dict.fromkeys(("w1_EFD", "w2_EDF", "w3_EFD"), _MATRIX["weight"])
+from primeslurm.trainer.models.common import EXPERTS, MATRIX, ends, norm, refuse, rope_theta
 
 
 def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
     """The torchtitan spec of a Qwen3 config. Raises ValueError for features that are not implemented."""
-    _refuse_unsupported(hf)
-    model = Qwen3Model.Config(
-        dim=hf.hidden_size,
-        vocab_size=hf.vocab_size,
-        norm=_norm(hf, hf.hidden_size),
-        tok_embeddings=Embedding.Config(num_embeddings=hf.vocab_size, embedding_dim=hf.hidden_size, param_init=_MATRIX),
-        lm_head=Linear.Config(in_features=hf.hidden_size, out_features=hf.vocab_size, param_init=_MATRIX),
-        layers=[_layer(hf, index, seq_len, attention) for index in range(hf.num_hidden_layers)],
-        enable_weight_tying=hf.tie_word_embeddings,
+    refuse(
+        hf,
+        attention_bias=hf.attention_bias,
+        use_sliding_window=hf.use_sliding_window,
+        activation="" if hf.hidden_act == "silu" else hf.hidden_act,
     )
+    layers = [_layer(hf, index, seq_len, attention) for index in range(hf.num_hidden_layers)]
+    model = Qwen3Model.Config(**ends(hf), layers=layers)
     return ModelSpec(
         name="qwen3",
         flavor=hf.model_type,
@@ -51,21 +43,6 @@ def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
     )
 
 
-def _refuse_unsupported(hf: Any) -> None:
-    rope = hf.rope_parameters or {}
-    if rope.get("rope_type", "default") != "default":
-        raise ValueError(f"RoPE scaling {rope['rope_type']} is not supported for {hf.model_type}")
-    for feature in ("attention_bias", "use_sliding_window"):
-        if getattr(hf, feature, False):
-            raise ValueError(f"{feature} is not supported for {hf.model_type}")
-    if hf.hidden_act != "silu":
-        raise ValueError(f"activation {hf.hidden_act} is not supported for {hf.model_type}")
-
-
-def _norm(hf: Any, dim: int) -> RMSNorm.Config:
-    return RMSNorm.Config(normalized_shape=dim, eps=hf.rms_norm_eps, param_init=_NORM)
-
-
 def _is_moe(hf: Any, index: int) -> bool:
     if not hasattr(hf, "num_experts"):
         return False
@@ -75,25 +52,25 @@ def _is_moe(hf: Any, index: int) -> bool:
 def _layer(hf: Any, index: int, seq_len: int, attention: str) -> Qwen3TransformerBlock.Config:
     moe = _is_moe(hf, index)
     return Qwen3TransformerBlock.Config(
-        attention_norm=_norm(hf, hf.hidden_size),
-        ffn_norm=_norm(hf, hf.hidden_size),
+        attention_norm=norm(hf, hf.hidden_size),
+        ffn_norm=norm(hf, hf.hidden_size),
         # Unfused: a fused projection makes state_dict() a collective that keeps replicated copies of q, k and v.
         attention=make_gqa_config(
             dim=hf.hidden_size,
             n_heads=hf.num_attention_heads,
             n_kv_heads=hf.num_key_value_heads,
             head_dim=hf.head_dim,
-            wqkv_param_init=_MATRIX,
-            wo_param_init=_MATRIX,
+            wqkv_param_init=MATRIX,
+            wo_param_init=MATRIX,
             inner_attention=get_attention_config(attention),
-            rope=CosSinRoPE.Config(dim=hf.head_dim, max_seq_len=seq_len, theta=hf.rope_parameters["rope_theta"]),
-            qk_norm=_norm(hf, hf.head_dim),
+            rope=CosSinRoPE.Config(dim=hf.head_dim, max_seq_len=seq_len, theta=rope_theta(hf)),
+            qk_norm=norm(hf, hf.head_dim),
             fuse_qkv=False,
         ),
         feed_forward=None
         if moe
         else make_ffn_config(
-            dim=hf.hidden_size, hidden_dim=hf.intermediate_size, w1_param_init=_MATRIX, w2w3_param_init=_MATRIX
+            dim=hf.hidden_size, hidden_dim=hf.intermediate_size, w1_param_init=MATRIX, w2w3_param_init=MATRIX
         ),
         moe=_moe(hf) if moe else None,
     )
@@ -107,7 +84,7 @@ def _moe(hf: Any) -> Any:
         router=make_router_config(
             dim=hf.hidden_size,
             num_experts=hf.num_experts,
-            gate_param_init=_MATRIX,
+            gate_param_init=MATRIX,
             top_k=hf.num_experts_per_tok,
             score_func="softmax",
             route_norm=hf.norm_topk_prob,
@@ -117,7 +94,7 @@ def _moe(hf: Any) -> Any:
             hidden_dim=hf.moe_intermediate_size,
             num_experts=hf.num_experts,
             top_k=hf.num_experts_per_tok,
-            param_init=_EXPERTS,
+            param_init=EXPERTS,
             comm_backend="standard",
         ),
     )

@@ -1,0 +1,50 @@
+"""What the families' builders share."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from primeslurm.trainer import compat  # noqa: F401  isort: skip  (before torchtitan)
+from torch import nn
+from torchtitan.models.common import Embedding, Linear
+from torchtitan.models.common.nn_modules import RMSNorm
+
+# Weights always come from a checkpoint, but torchtitan wants an initialiser for every parameter.
+MATRIX = {"weight": partial(nn.init.normal_, std=0.02), "bias": nn.init.zeros_}
+NORM = {"weight": nn.init.ones_}
+EXPERTS = dict.fromkeys(("w1_EFD", "w2_EDF", "w3_EFD"), MATRIX["weight"])
+
+
+def norm(hf: Any, dim: int) -> RMSNorm.Config:
+    """An RMSNorm over `dim` values with the model's epsilon."""
+    return RMSNorm.Config(normalized_shape=dim, eps=hf.rms_norm_eps, param_init=NORM)
+
+
+def ends(hf: Any) -> dict[str, Any]:
+    """What every decoder config has before and after its layers: embedding, final norm, head, tying."""
+    return {
+        "dim": hf.hidden_size,
+        "vocab_size": hf.vocab_size,
+        "norm": norm(hf, hf.hidden_size),
+        "tok_embeddings": Embedding.Config(
+            num_embeddings=hf.vocab_size, embedding_dim=hf.hidden_size, param_init=MATRIX
+        ),
+        "lm_head": Linear.Config(in_features=hf.hidden_size, out_features=hf.vocab_size, param_init=MATRIX),
+        "enable_weight_tying": hf.tie_word_embeddings,
+    }
+
+
+def refuse(hf: Any, **features: object) -> None:
+    """Raise ValueError for the first of a config's features, by name, that has a value and is not implemented."""
+    for name, value in features.items():
+        if value:
+            raise ValueError(f"{name} {value} is not supported for {hf.model_type}")
+
+
+def rope_theta(hf: Any) -> float:
+    """Base of plain rotary embeddings. Raises ValueError if the config asks for a scaled kind."""
+    rope = hf.rope_parameters or {}
+    kind = rope.get("rope_type", "default")
+    refuse(hf, **{"RoPE scaling": "" if kind == "default" else kind})
+    return float(rope["rope_theta"])

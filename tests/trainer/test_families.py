@@ -1,0 +1,45 @@
+"""Every family against transformers: its logits, and its checkpoint out again as it came in."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from primeslurm.plan import families as known
+from primeslurm.trainer import models
+from primeslurm.trainer.parallel import build
+from primeslurm.trainer.publish import export
+from primeslurm.trainer.world import World
+from tests.trainer.conftest import SEQ_LEN, make_recipe
+from tests.trainer.families import CASES, Case, write
+
+FIRST = 40
+"""Length of the first document in the packed row."""
+
+
+def test_the_tables_agree() -> None:
+    assert set(models.FAMILIES) == set(known.FAMILIES) == {case.config().model_type for case in CASES}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_logits_and_round_trip(case: Case, world: World, tmp_path: Path) -> None:
+    path = write(case, tmp_path)
+    policy = build(make_recipe(path), world)
+    tokens = torch.randint(3, 128, (1, SEQ_LEN), generator=torch.Generator().manual_seed(1))
+    positions = torch.cat([torch.arange(FIRST), torch.arange(SEQ_LEN - FIRST)])[None]
+    reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    with torch.no_grad():
+        packed = policy.logits(tokens, positions)[0]
+        alone = torch.cat([reference(part).logits for part in (tokens[:, :FIRST], tokens[:, FIRST:])], dim=1)
+    assert alone.abs().max() > 0.5
+    assert (packed - alone).abs().max() < case.tolerance
+
+    original = {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    exported = {name: tensor for layer in export(policy, torch.float32) for name, tensor in layer.items()}
+    assert set(exported) == set(original)
+    for name, tensor in exported.items():
+        assert torch.equal(tensor, original[name]), name
