@@ -12,7 +12,9 @@ On machines without CUDA:
 On all machines:
 - torchtitan's MoE state dict adapter cannot read placements of a mesh with a replicated dimension (HSDP)
 - torchtitan's grouped experts cast everything to bfloat16, whatever the compute dtype
+- torch's collectives that autograd knows, and that activation checkpointing may save, have no public name yet
 With CUDA:
+- torchtitan lets DeepEP guess how many multiprocessors to use, and has no setting for it
 - torchtitan asks for FlashAttention 3 or 4 by the GPU's generation; where that package is missing, torch's own
   FlashAttention 2 does the same
 """
@@ -28,7 +30,9 @@ from typing import Any
 
 import torch
 import torch._utils
+import torch.distributed._functional_collectives as collectives
 import torch.nn.functional as F
+from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 
@@ -74,6 +78,16 @@ from torchtitan.models.utils import MoEStateDictAdapter  # noqa: E402
 
 if not ON_CPU and importlib.util.find_spec("flash_attn_interface") is None:
     _replace(titan_utils, "get_cuda_flash_attention_impl", lambda: None)
+
+
+def all_gather(tensor: torch.Tensor, dim: int, group: ProcessGroup) -> torch.Tensor:
+    """Every rank's tensor, concatenated along `dim`. Gradients are summed, and scattered back."""
+    return collectives.all_gather_single(tensor.contiguous(), dim, group)
+
+
+def all_to_all(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    """Send slice i of the first dimension, one for each rank, to rank i; slice i of the result is from rank i."""
+    return collectives.all_to_all_single(tensor, None, None, group)
 
 
 class DenseAttention(titan_attention.FlexAttention):
@@ -130,6 +144,13 @@ def swap(model_config: Any, base: Any, replacement: Any) -> None:
             parent[attribute] = new
         else:
             setattr(parent, attribute, new)
+
+
+def set_deepep_sms(count: int) -> None:
+    """Give DeepEP's kernels this many streaming multiprocessors. DeepEP must be installed."""
+    from torchtitan.distributed.deepep import deepep
+
+    _replace(deepep, "_resolve_dispatch_num_sms", lambda *_: count)
 
 
 def adapt(model_config: Any) -> None:

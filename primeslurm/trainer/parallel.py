@@ -5,25 +5,33 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 from primeslurm.trainer import compat  # isort: skip  (before torchtitan)
 import torch
 import torch.distributed.checkpoint as dcp
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
-from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
-from torchtitan.distributed.context_parallel.api import cp_shard
 from transformers import AutoConfig
 
 from primeslurm.recipe import Recipe
-from primeslurm.trainer import huggingface, models
+from primeslurm.trainer import deepep, huggingface, models, varlen
+from primeslurm.trainer.context_parallel import ContextParallel, Dims
 from primeslurm.trainer.world import World
 
 _CHECKPOINTING: dict[str, Any] = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
 # Derived from other weights; some checkpoints carry them.
 _DERIVED = ("rotary_emb.inv_freq",)
+
+
+MICRO_BATCH_TOKENS = 16384
+"""A micro batch is as many rows as fit into this many tokens, and at least one."""
+
+
+def micro_batch_rows(seq_len: int) -> int:
+    """Rows of `seq_len` tokens in a micro batch."""
+    return max(1, MICRO_BATCH_TOKENS // seq_len)
 
 
 @dataclass(frozen=True)
@@ -32,11 +40,13 @@ class Policy:
 
     model: Any
     adapter: Any
-    dims: ParallelDims
+    dims: Dims
     hf_names: set[str]
     """Every tensor name of the model in Hugging Face format, over all ranks."""
     source: Path
     """The directory the model was built from."""
+    shared: ContextParallel | None
+    """Who shares rows with this rank, if anyone does."""
 
     @property
     def dp_rank(self) -> int:
@@ -62,42 +72,55 @@ class Policy:
             Logits [rows, local_len, vocab], then `beside` as [rows, local_len].
         """
         masks = self.model.get_attention_masks(positions)  # needs whole rows, so before they are split
-        inputs = (tokens, positions, *beside)
-        if self.dims.cp_enabled:
-            inputs, masks = cp_shard(self.dims.get_mesh("cp"), inputs, masks, "headtail")
+        inputs = [tokens, positions, *beside]
+        if self.shared:
+            masks = self.shared.masks(masks, tokens.shape[1])
+            inputs = [self.shared.piece(tensor) for tensor in inputs]
         tokens, positions, *beside_local = inputs
         return (self.model(tokens, positions=positions, attention_masks=masks), *beside_local)
 
 
-def build(recipe: Recipe, world: World) -> Policy:
+def build(recipe: Recipe, world: World, attention: Literal["varlen", "flex"] | None = None) -> Policy:
     """The recipe's model, sharded over `world`, with the weights of `recipe.model.path`.
+
+    Args:
+        attention: the kernel of attention layers, instead of the one that fits dtype and device.
 
     Raises:
         FileNotFoundError: there is no such model.
         ValueError: the model, the parallelism or the checkpoint does not fit.
     """
     layout = recipe.trainer.parallelism
+    # Context parallelism is ours: to torchtitan's model code a piece of a row is a row.
     parallelism = ParallelismConfig(
         data_parallel_replicate_degree=layout.dp_replicate,
-        context_parallel_degree=layout.cp,
         expert_parallel_degree=layout.ep,
         # torchtitan's default backend needs a newer torch for more than one rank.
         spmd_backend="partial_dtensor",
     )
-    training = TrainingConfig(seq_len=recipe.seq_len, mixed_precision_param=recipe.model.dtype)
-    dims = ParallelDims.from_config(parallelism, world.size)
+    training = TrainingConfig(
+        seq_len=recipe.seq_len // layout.cp,
+        local_batch_size=micro_batch_rows(recipe.seq_len),
+        mixed_precision_param=recipe.model.dtype,
+    )
+    dims = Dims.of(layout, world.size, parallelism.spmd_backend)
     dist_utils.set_spmd_backend(parallelism.spmd_backend)
 
     source = huggingface.locate(recipe.model.path)
-    # Varlen kernels are bfloat16 only and cannot split a sequence.
-    flex = compat.ON_CPU or layout.cp > 1 or recipe.model.dtype != "bfloat16"
-    spec = models.spec(AutoConfig.from_pretrained(source), recipe.seq_len, "flex" if flex else "varlen")
+    # Varlen kernels are bfloat16 only.
+    fitting = "flex" if compat.ON_CPU or recipe.model.dtype != "bfloat16" else "varlen"
+    spec = models.spec(AutoConfig.from_pretrained(source), recipe.seq_len, attention or fitting)
     compat.adapt(spec.model)
+    varlen.convert(spec.model)
+    deepep.convert(spec.model, recipe)
     spec.model.update_from_config(config=SimpleNamespace(parallelism=parallelism, training=training))
     adapter = spec.state_dict_adapter(spec.model, None)
     with torch.device("meta"):
         model = spec.model.build()
     hf_names = set(adapter.to_hf(model.state_dict()))
+    shared = ContextParallel(layout.cp_style, dims.get_mesh("cp").get_group()) if layout.cp > 1 else None
+    if shared:
+        shared.attach(model)
     model = spec.parallelize_fn(
         model,
         parallel_dims=dims,
@@ -111,7 +134,7 @@ def build(recipe: Recipe, world: World) -> Policy:
     with torch.no_grad():
         model.init_weights(buffer_device=None)  # computes the RoPE tables
     model.train()
-    policy = Policy(model, adapter, dims, hf_names, source)
+    policy = Policy(model, adapter, dims, hf_names, source, shared)
     _load(policy)
     return policy
 

@@ -6,6 +6,8 @@ import json
 import sys
 from pathlib import Path
 
+import torch
+
 from primeslurm.recipe import Recipe
 from primeslurm.trainer.interrupt import Interrupt
 from primeslurm.trainer.loss import dppo
@@ -13,25 +15,30 @@ from primeslurm.trainer.parallel import build
 from primeslurm.trainer.progress import Progress
 from primeslurm.trainer.publish import Publisher
 from primeslurm.trainer.step import Learner
-from primeslurm.trainer.world import join
+from primeslurm.trainer.world import World, join
 from primeslurm.wire.journal import Journal
 from tests.trainer.conftest import make_batch
 
 
-def main() -> None:
-    """Arguments: recipe, directory to publish the trained policy in."""
-    import torch
-
-    recipe = Recipe.model_validate_json(Path(sys.argv[1]).read_text())
-    out = Path(sys.argv[2])
-    world = join(Interrupt(), patience_s=60)
+def train(recipe: Recipe, out: Path, world: World) -> list[dict[str, float]]:
+    """Train on synthetic batches, and publish the policy below `out`. Returns the metrics of each step."""
     policy = build(recipe, world)
     learner = Learner(policy, recipe.trainer.optimizer, recipe.max_steps, dppo(recipe.trainer.loss), world)
     progress = Progress(Journal(out, f"rank-{world.rank}"), record=False)
+    metrics = []
     for step in range(1, recipe.max_steps + 1):
         batch = make_batch(step, policy.dp_rank, policy.dp_world, seq_len=recipe.seq_len)
-        print("METRICS", json.dumps(learner.train(batch, progress)), flush=True)
+        metrics.append(learner.train(batch, progress))
     Publisher(policy, out, torch.float32, 1, world).publish(recipe.max_steps)
+    return metrics
+
+
+def main() -> None:
+    """Arguments: recipe, directory to publish the trained policy in."""
+    recipe = Recipe.model_validate_json(Path(sys.argv[1]).read_text())
+    world = join(Interrupt(), patience_s=60)
+    for metrics in train(recipe, Path(sys.argv[2]), world):
+        print("METRICS", json.dumps(metrics), flush=True)
     world.close()
 
 

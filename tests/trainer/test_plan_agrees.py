@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from primeslurm.plan.checks.unbuilt import FAMILIES
 from primeslurm.plan.estimate import MICRO_BATCH_TOKENS
-from primeslurm.trainer import models, step
+from primeslurm.trainer import models, parallel
 
 
 def test_families_are_those_that_are_built() -> None:
@@ -12,4 +12,4 @@ def test_families_are_those_that_are_built() -> None:
 
 
 def test_micro_batches_are_as_large_as_the_estimate_assumes() -> None:
-    assert step.MICRO_BATCH_TOKENS == MICRO_BATCH_TOKENS
+    assert parallel.MICRO_BATCH_TOKENS == MICRO_BATCH_TOKENS
