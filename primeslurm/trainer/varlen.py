@@ -47,8 +47,8 @@ class VarlenAttention(titan.VarlenAttention):
             out_transform: makes the result of the outputs and the log-sum-exp of the scores [rows, length, heads].
         """
         attend = dense if compat.ON_CPU else flash
-        packed = (tensor.flatten(0, 1) for tensor in (q_BLNH, k_BLNH, v_BLNH))
-        out, lse = attend(*packed, attention_masks, scale, self.window_size)
+        q, k, v = (tensor.flatten(0, 1) for tensor in (q_BLNH, k_BLNH, v_BLNH))
+        out, lse = attend(q, k, v, attention_masks, scale, self.window_size)
         rows, length = q_BLNH.shape[:2]
         out = out.unflatten(0, (rows, length)).to(q_BLNH.dtype)
         return out if out_transform is None else out_transform(out, lse.T.unflatten(0, (rows, length)))
