@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -16,8 +16,9 @@ from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from transformers import AutoConfig
 
 from primeslurm.recipe import Recipe
-from primeslurm.trainer import deepep, huggingface, models, varlen
+from primeslurm.trainer import deepep, huggingface, logprobs, models, varlen
 from primeslurm.trainer.context_parallel import ContextParallel, Dims
+from primeslurm.trainer.loss import Targets
 from primeslurm.trainer.world import World
 
 _CHECKPOINTING: dict[str, Any] = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
@@ -71,13 +72,35 @@ class Policy:
         Returns:
             Logits [rows, local_len, vocab], then `beside` as [rows, local_len].
         """
+        masks, (tokens, positions, *beside_local) = self._local(tokens, positions, *beside)
+        return (self.model(tokens, positions=positions, attention_masks=masks), *beside_local)
+
+    def score(
+        self, tokens: torch.Tensor, positions: torch.Tensor, targets: Targets
+    ) -> tuple[torch.Tensor, torch.Tensor, Targets]:
+        """Run the model on packed rows, and return what a loss takes.
+
+        Args:
+            tokens, positions: as for `logits`.
+            targets: of shape [rows, seq_len].
+
+        Returns:
+            Log-probabilities and entropies [trained tokens], and the targets of this rank's part of the rows.
+        """
+        beside = [getattr(targets, field.name) for field in fields(targets)]
+        masks, (tokens, positions, *beside_local) = self._local(tokens, positions, *beside)
+        local = Targets(*beside_local)
+        with self.model.lm_head.scoring(local.labels, local.temperatures, local.mask):
+            return (*self.model(tokens, positions=positions, attention_masks=masks), local)
+
+    def _local(self, tokens: torch.Tensor, positions: torch.Tensor, *beside: torch.Tensor) -> tuple[Any, Any]:
+        """Attention masks, and this context-parallel rank's part of the rows."""
         masks = self.model.get_attention_masks(positions)  # needs whole rows, so before they are split
         inputs = [tokens, positions, *beside]
         if self.shared:
             masks = self.shared.masks(masks, tokens.shape[1])
             inputs = [self.shared.piece(tensor) for tensor in inputs]
-        tokens, positions, *beside_local = inputs
-        return (self.model(tokens, positions=positions, attention_masks=masks), *beside_local)
+        return masks, inputs
 
 
 def build(recipe: Recipe, world: World, attention: Literal["varlen", "flex"] | None = None) -> Policy:
@@ -113,6 +136,7 @@ def build(recipe: Recipe, world: World, attention: Literal["varlen", "flex"] | N
     compat.adapt(spec.model)
     varlen.convert(spec.model)
     deepep.convert(spec.model, recipe)
+    logprobs.convert(spec.model, recipe)
     spec.model.update_from_config(config=SimpleNamespace(parallelism=parallelism, training=training))
     adapter = spec.state_dict_adapter(spec.model, None)
     with torch.device("meta"):
