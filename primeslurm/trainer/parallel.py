@@ -46,7 +46,7 @@ class Policy:
     """Every tensor name of the model in Hugging Face format, over all ranks."""
     source: Path
     """The directory the model was built from."""
-    shared: ContextParallel | None
+    shared: ContextParallel | None = None
     """Who shares rows with this rank, if anyone does."""
 
     @property
