@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 from primeslurm.trainer import compat  # noqa: F401  isort: skip  (before torchtitan)
 from torchtitan.models.common.attention import create_varlen_metadata_for_document
 
 from primeslurm.trainer import context_parallel
-from primeslurm.trainer.varlen import visible
+from primeslurm.trainer.varlen import VarlenAttention, visible
+from primeslurm.trainer.world import World
 
 SEQ_LEN = 24
 LENGTHS = ((5, 1, 12, 6), (24,), (8, 8, 8))
@@ -49,6 +51,26 @@ def test_a_block_mask_of_a_piece_is_that_of_whole_rows(ranks: int) -> None:
         assert local.shape == (rows, 1, piece, SEQ_LEN) and local.BLOCK_SIZE == mask.BLOCK_SIZE
         mine = create_mask(local.mask_mod, rows, 1, piece, SEQ_LEN, "cpu")
         assert torch.equal(mine, whole[:, :, rank * piece : (rank + 1) * piece])
+
+
+@pytest.mark.parametrize("style", ["ulysses", "allgather"])
+def test_what_is_made_of_outputs_and_scores_stays(style: context_parallel.Style, world: World) -> None:
+    documents = create_varlen_metadata_for_document(POSITIONS)
+    alone, shared = (torch.nn.Sequential(VarlenAttention.Config().build()) for _ in range(2))
+    group = context_parallel.ContextParallel(style, dist.group.WORLD)
+    group.attach(shared)
+    q, k, v = (torch.randn(len(LENGTHS), SEQ_LEN, heads, 8) for heads in (4, 2, 2))
+    sinks = torch.randn(4)
+
+    def weigh(out: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+        assert out.shape == q.shape and lse.shape == q.shape[:-1]
+        return out * (lse - sinks).sigmoid().unsqueeze(-1)
+
+    expected = alone[0](q, k, v, attention_masks=documents, out_transform=weigh)
+    masks = group.masks({"full": documents}, SEQ_LEN)["full"]
+    found = shared[0](q, k, v, attention_masks=masks, out_transform=weigh)
+    torch.testing.assert_close(found, expected)
+    assert not torch.allclose(expected, alone[0](q, k, v, attention_masks=documents))
 
 
 @pytest.mark.parametrize(("heads", "ranks", "copies"), [(8, 4, 1), (2, 4, 2), (1, 8, 8), (6, 4, 2), (4, 1, 1)])
