@@ -15,7 +15,7 @@ from primeslurm.trainer.parallel import build
 from primeslurm.trainer.publish import export
 from primeslurm.trainer.world import World
 from tests.trainer.conftest import SEQ_LEN, make_recipe
-from tests.trainer.families import CASES, Case, write
+from tests.trainer.families import CASES, GENERIC, Case, write
 
 FIRST = 40
 """Length of the first document in the packed row."""
@@ -25,7 +25,7 @@ def test_the_tables_agree() -> None:
     assert set(models.FAMILIES) == set(known.FAMILIES) == {case.config().model_type for case in CASES}
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", (*CASES, *GENERIC), ids=lambda case: case.name)
 def test_logits_and_round_trip(case: Case, world: World, tmp_path: Path) -> None:
     path = write(case, tmp_path)
     policy = build(make_recipe(path), world)
