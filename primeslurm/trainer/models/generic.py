@@ -101,7 +101,8 @@ class GenericAdapter:
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Our tensors under checkpoint names; those of experts share their memory."""
-        self._last = state_dict
+        if any(isinstance(tensor, DTensor) for tensor in state_dict.values()):
+            self._last = state_dict
         return {
             part.name: tensor if part.expert is None else tensor[part.expert - first, part.start :][: part.rows]
             for name, whole in state_dict.items()
@@ -111,7 +112,7 @@ class GenericAdapter:
         }
 
     def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The state dict that `to_hf` was last called with, now holding what was read into `hf_state_dict`."""
+        """The sharded state dict that `to_hf` was last called with: what was read was read into its memory."""
         return self._last
 
     def get_hf_storage_reader(self, path: str) -> HuggingFaceStorageReader:
