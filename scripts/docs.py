@@ -39,8 +39,8 @@ A recipe may ask for these, and `plan`, `check` and `--dry-run` work with it; a 
 
 {_families()}
 
-Under `model.impl: auto` or `hf`, any other causal language model of transformers is trained by its code there, unless it
-has layers that carry state in another way than by attention (Mamba, linear attention): rows hold several documents.
+Under `model.impl: auto` or `hf`, any other causal language model of transformers is trained by its code there, unless
+it has layers that carry state in another way than by attention (Mamba, linear attention): rows hold several documents.
 """
     found = {"reference.md": recipe, "site-reference.md": site, "compatibility.md": compatibility}
     return {DOCS / name: text.rstrip() + "\n" for name, text in found.items()}
