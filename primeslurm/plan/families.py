@@ -17,6 +17,8 @@ class Capabilities:
     """Block-scale FP8 matrix products."""
     lora: bool = False
     router_replay: bool = False
+    head_chunks: bool = True
+    """Logits in chunks of tokens."""
 
 
 FAMILIES: dict[str, Capabilities] = {
@@ -30,7 +32,7 @@ FAMILIES: dict[str, Capabilities] = {
 }
 """`model_type` of config.json to what works with our own implementation of it."""
 
-GENERIC = Capabilities()
+GENERIC = Capabilities(head_chunks=False)
 """The implementation in transformers: sharded by FSDP, and nothing else."""
 
 

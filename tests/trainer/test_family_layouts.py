@@ -28,7 +28,11 @@ def recipe(path: Path, case: Case, size: int) -> Recipe:
     """One step on `size` ranks."""
     able = capabilities(case.config().model_type, "auto")
     assert able is not None
-    parallelism = {"ep": size if able.ep else 1, "cp": size if able.cp else 1}
+    parallelism = {
+        "ep": size if able.ep else 1,
+        "cp": size if able.cp else 1,
+        "activation_checkpointing": "none" if size == 1 else "full",
+    }
     trainer: dict[str, Any] = {"optimizer": {"lr": 1e-3}, "parallelism": parallelism}
     return make_recipe(path, max_steps=1, seq_len=SEQ_LEN, trainer=trainer)
 

@@ -17,6 +17,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "FP8": {"fp8": True},
     "LoRA": {"lora": {}},
     "router replay": {"router_replay": True},
+    "logits in chunks": {"memory": {"lm_head_chunk": 64}},
 }
 
 

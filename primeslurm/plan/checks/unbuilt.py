@@ -49,7 +49,9 @@ NEEDS = (
     FamilyNeed("trainer.fp8", "FP8", lambda r: r.trainer.fp8, "false", "fp8"),
     FamilyNeed("trainer.lora", "LoRA", lambda r: r.trainer.lora, "leave it out", "lora"),
     FamilyNeed("trainer.router_replay", "router replay", lambda r: r.trainer.router_replay, "false", "router_replay"),
-)
+    FamilyNeed("trainer.memory", "logits in chunks", lambda r: r.trainer.memory.lm_head_chunk, "leave it out",
+        "head_chunks"),
+)  # fmt: skip
 
 
 def unbuilt(recipe: Recipe, facts: ModelFacts | None, family: str | None) -> list[Finding]:

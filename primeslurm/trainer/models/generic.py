@@ -6,6 +6,8 @@ Attention masks are dense, so memory grows with the square of the row: this is f
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +23,9 @@ from torchtitan.distributed import ParallelDims
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
+
+from primeslurm.recipe import Recipe
+from primeslurm.trainer.logprobs import logit_scores
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
@@ -38,6 +43,7 @@ class GenericModel(nn.Module):
         kinds = set(getattr(hf, "layer_types", None) or ())
         self._windows = {_FULL: None, _SLIDING: hf.sliding_window} if _SLIDING in kinds else {}
         self._window = None if kinds else getattr(hf, "sliding_window", None)
+        self._targets: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         self.enable_weight_tying = hf.tie_word_embeddings
         for name, value in hf.to_dict().items():
             if "drop" in name and isinstance(value, float):
@@ -46,12 +52,29 @@ class GenericModel(nn.Module):
         if kinds - {_FULL, _SLIDING} or getattr(self.inner, "_is_stateful", False):
             raise ValueError(f"{hf.model_type} has layers that carry more than attention: packed rows would mix")
 
-    def forward(self, tokens: torch.Tensor, *, positions: torch.Tensor, attention_masks: Any) -> torch.Tensor:
-        """Logits [rows, length, vocab] of tokens [rows, length]."""
-        logits: torch.Tensor = self.inner(
+    @property
+    def lm_head(self) -> GenericModel:
+        """What is told what to score: the model, as some change the logits behind their head."""
+        return self
+
+    @contextmanager
+    def scoring(self, labels: torch.Tensor, temperatures: torch.Tensor, mask: torch.Tensor) -> Iterator[None]:
+        """Within the body, calls return log-probabilities and entropies instead of logits, as for `logprobs.Head`."""
+        self._targets = labels, temperatures, mask
+        try:
+            yield
+        finally:
+            self._targets = None
+
+    def forward(self, tokens: torch.Tensor, *, positions: torch.Tensor, attention_masks: Any) -> Any:
+        """Logits [rows, length, vocab] of tokens [rows, length]; within `scoring`, scores [trained tokens]."""
+        logits = self.inner(
             input_ids=tokens, position_ids=positions, attention_mask=attention_masks, use_cache=False
         ).logits
-        return logits
+        if self._targets is None:
+            return logits
+        labels, temperatures, mask = self._targets
+        return logit_scores(logits[mask], labels[mask], temperatures[mask])
 
     def get_attention_masks(self, positions: torch.Tensor) -> Any:
         """Which tokens see which, [rows, 1, length, length]; one for each kind of layer where windows differ."""
@@ -66,7 +89,7 @@ class GenericModel(nn.Module):
     def init_weights(self) -> None:
         """Compute what no checkpoint holds (rotary frequencies), and tie weights again after a move between devices."""
         for parameter in self.inner.parameters():
-            parameter._is_hf_initialized = True  # type: ignore[attr-defined]  # by this, transformers leaves it alone
+            parameter._is_hf_initialized = True  # by this, transformers leaves it alone
         self.inner.init_weights()
 
 
@@ -154,7 +177,7 @@ def _local(tensor: Any) -> tuple[Any, int]:
 
 
 def build(
-    hf: Any, dims: ParallelDims, recipe: Any, device: torch.device
+    hf: Any, dims: ParallelDims, recipe: Recipe, device: torch.device
 ) -> tuple[GenericModel, GenericAdapter, set[str]]:
     """The sharded model, without its weights; its adapter; and all tensor names of its checkpoint.
 
@@ -162,8 +185,8 @@ def build(
         ValueError: the model or the parallelism does not fit.
     """
     layout = recipe.trainer.parallelism
-    if layout.ep > 1 or layout.cp > 1:
-        raise ValueError(f"{hf.model_type} is trained by transformers' implementation, which has neither EP nor CP")
+    if layout.ep > 1 or layout.cp > 1 or recipe.trainer.memory.lm_head_chunk:
+        raise ValueError(f"{hf.model_type}: the transformers implementation has no EP, no CP and no logits in chunks")
     with torch.device("meta"):
         model = GenericModel(hf)
     adapter = GenericAdapter(model)

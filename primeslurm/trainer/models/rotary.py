@@ -30,6 +30,8 @@ class Rotary(Module):
         scale: float = 1.0
         """Factor of sine and cosine (YaRN's attention factor)."""
 
+    inverse_frequencies: torch.Tensor
+
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.config = config
