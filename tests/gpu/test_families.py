@@ -12,7 +12,7 @@ from primeslurm.trainer.parallel import build
 from primeslurm.trainer.world import World
 from tests.trainer.conftest import make_recipe
 from tests.trainer.conftest import world as world
-from tests.trainer.families import CASES, GENERIC, Case, write
+from tests.trainer.families import CASES, GENERIC_CASES, Case, write
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -32,7 +32,7 @@ def _wide(case: Case) -> Case:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("case", [c for c in (*CASES, *GENERIC) if c.name in NAMES], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [c for c in (*CASES, *GENERIC_CASES) if c.name in NAMES], ids=lambda case: case.name)
 def test_logits_and_gradients(case: Case, dtype: str, world: World, tmp_path: Path) -> None:
     path = write(_wide(case), tmp_path)
     policy = build(make_recipe(path, seq_len=SEQ_LEN, model={"path": str(path), "dtype": dtype}), world)

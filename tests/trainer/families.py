@@ -122,7 +122,7 @@ CASES = (
     ),
 )
 
-GENERIC = (
+GENERIC_CASES = (
     # a window, in all layers and in some; experts, stored one by one under other names; tied heads
     Case("mistral", lambda: MistralConfig(**COMMON, sliding_window=7)),
     Case(

@@ -15,13 +15,15 @@ from primeslurm.recipe import Recipe
 from primeslurm.trainer.world import World
 from primeslurm.wire import weights
 from tests.trainer.conftest import finish, make_recipe, start_ranks
-from tests.trainer.families import CASES, GENERIC, Case, write
+from tests.trainer.families import CASES, GENERIC_CASES, Case, write
 from tests.trainer.ranks import train
 
 SEQ_LEN = 256  # context parallelism splits rows into blocks of 128
 COMPARED = ("loss", "off_policy_kl", "mismatch_kl", "entropy", "masked_fraction", "grad_norm")
-SPLIT = [case for case in (*CASES, *GENERIC) if case.name in ("llama", "glm4_moe", "minimax_m2", "afmoe", "laguna")]
-SPLIT += [case for case in GENERIC if case.name in ("mixtral", "qwen2")]
+SPLIT = [
+    case for case in (*CASES, *GENERIC_CASES) if case.name in ("llama", "glm4_moe", "minimax_m2", "afmoe", "laguna")
+]
+SPLIT += [case for case in GENERIC_CASES if case.name in ("mixtral", "qwen2")]
 
 
 def recipe(path: Path, case: Case, size: int) -> Recipe:
