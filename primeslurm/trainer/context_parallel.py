@@ -96,6 +96,10 @@ def _ulysses(attend: Attend, group: ProcessGroup) -> Attend:
     def forward(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, out_transform: Any = None, **options: Any
     ) -> torch.Tensor:
+        if q.shape[2] % group.size():
+            raise ValueError(
+                f"cp: {group.size()} does not divide {q.shape[2]} attention heads; use cp_style: allgather"
+            )
         k, v = (replicated(tensor, group.size()) for tensor in (k, v))
         q, k, v = whole_rows((q, k, v), group)
         if out_transform is None:

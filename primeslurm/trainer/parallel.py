@@ -19,6 +19,7 @@ from primeslurm.recipe import Recipe
 from primeslurm.trainer import deepep, huggingface, logprobs, models, varlen
 from primeslurm.trainer.context_parallel import ContextParallel, Dims
 from primeslurm.trainer.loss import Targets
+from primeslurm.trainer.models import generic
 from primeslurm.trainer.world import World
 
 _CHECKPOINTING: dict[str, Any] = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
@@ -130,9 +131,15 @@ def build(recipe: Recipe, world: World, attention: Literal["varlen", "flex"] | N
     dist_utils.set_spmd_backend(parallelism.spmd_backend)
 
     source = huggingface.locate(recipe.model.path)
+    config = AutoConfig.from_pretrained(source)
+    if models.is_generic(recipe.model.impl, config):
+        model, adapter, hf_names = generic.build(config, dims, recipe, world.device)
+        policy = Policy(model, adapter, dims, hf_names, source)
+        _load(policy)
+        return policy
     # Varlen kernels are bfloat16 only.
     fitting = "flex" if compat.ON_CPU or recipe.model.dtype != "bfloat16" else "varlen"
-    spec = models.spec(AutoConfig.from_pretrained(source), recipe.seq_len, attention or fitting)
+    spec = models.spec(config, recipe.seq_len, attention or fitting)
     compat.adapt(spec.model)
     varlen.convert(spec.model)
     deepep.convert(spec.model, recipe)

@@ -76,7 +76,7 @@ def worst(mine: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], orde
     def size(tensor: torch.Tensor) -> float:
         return float(torch.linalg.vector_norm(tensor, order))
 
-    return max(size(mine[name] - expected[name]) / size(expected[name]) for name in expected)
+    return max(size(mine[name] - expected[name]) / (size(expected[name]) or 1.0) for name in expected)
 
 
 def compare(size: int, layouts: list[Layout], directory: Path, *options: str) -> list[float]:

@@ -6,8 +6,6 @@ import json
 import sys
 from pathlib import Path
 
-import torch
-
 from primeslurm.recipe import Recipe
 from primeslurm.trainer.interrupt import Interrupt
 from primeslurm.trainer.loss import dppo
@@ -21,7 +19,9 @@ from tests.trainer.conftest import make_batch
 
 
 def train(recipe: Recipe, out: Path, world: World) -> list[dict[str, float]]:
-    """Train on synthetic batches, and publish the policy below `out`. Returns the metrics of each step."""
+    """Train a model, publish it below `out`, and return the metrics of each step."""
+    import torch
+
     policy = build(recipe, world)
     learner = Learner(policy, recipe.trainer.optimizer, recipe.max_steps, dppo(recipe.trainer.loss), world)
     progress = Progress(Journal(out, f"rank-{world.rank}"), record=False)
@@ -34,11 +34,11 @@ def train(recipe: Recipe, out: Path, world: World) -> list[dict[str, float]]:
 
 
 def main() -> None:
-    """Arguments: recipe, directory to publish the trained policy in."""
-    recipe = Recipe.model_validate_json(Path(sys.argv[1]).read_text())
+    """Arguments, once or more often: recipe, directory to publish the trained policy in."""
     world = join(Interrupt(), patience_s=60)
-    for metrics in train(recipe, Path(sys.argv[2]), world):
-        print("METRICS", json.dumps(metrics), flush=True)
+    for recipe, out in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
+        for metrics in train(Recipe.model_validate_json(Path(recipe).read_text()), Path(out), world):
+            print("METRICS", json.dumps(metrics), flush=True)
     world.close()
 
 

@@ -26,6 +26,14 @@ TWO_RANKS = [
     Layout("qwen3_moe", {"cp": 2, "ep": 2, "cp_style": "allgather", "activation_checkpointing": "full"}, "varlen"),
     Layout("qwen3", {"cp": 2}),
     Layout("qwen3-tied", {"dp_replicate": 2}),
+    Layout("llama", {"cp": 2}, "varlen"),
+    Layout("glm4_moe", {"cp": 2, "ep": 2}, "varlen"),
+    Layout("minimax_m2", {"cp": 2, "ep": 2}, "varlen"),
+    Layout("laguna", {"cp": 2, "ep": 2}, "varlen"),
+    # windows, and several masks
+    Layout("afmoe", {"cp": 2, "ep": 2}, "varlen"),
+    Layout("afmoe", {"cp": 2, "cp_style": "allgather"}, "varlen"),
+    Layout("afmoe", {"cp": 2, "cp_style": "allgather"}),
 ]
 FOUR_RANKS = [
     Layout("qwen3_moe", {"ep": 2}),
