@@ -82,12 +82,17 @@ if not ON_CPU and importlib.util.find_spec("flash_attn_interface") is None:
 
 def all_gather(tensor: torch.Tensor, dim: int, group: ProcessGroup) -> torch.Tensor:
     """Every rank's tensor, concatenated along `dim`. Gradients are summed, and scattered back."""
-    return collectives.all_gather_single(tensor.contiguous(), dim, group)
+    return _waited(collectives.all_gather_single(tensor.contiguous(), dim, group))
 
 
 def all_to_all(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
     """Send slice i of the first dimension, one for each rank, to rank i; slice i of the result is from rank i."""
-    return collectives.all_to_all_single(tensor, None, None, group)
+    return _waited(collectives.all_to_all_single(tensor, None, None, group))
+
+
+def _waited(tensor: torch.Tensor) -> torch.Tensor:
+    # What follows may be compiled, and then cannot take a tensor that is still on its way.
+    return tensor.wait() if isinstance(tensor, collectives.AsyncCollectiveTensor) else tensor
 
 
 class DenseAttention(titan_attention.FlexAttention):

@@ -41,19 +41,25 @@ def gradients(layout: Layout, directory: Path, world: World) -> dict[str, torch.
     model = {"path": str(directory / layout.case), "dtype": layout.dtype}
     recipe = make_recipe(directory / layout.case, model=model, trainer={"parallelism": layout.parallelism})
     policy = build(recipe, world, layout.attention)
-    loss = _loss(policy, world.device)
-    loss.backward()
+    share = [part[policy.dp_rank :: policy.dp_world].to(world.device) for part in _batch()]
+    for rows in (slice(0, 1), slice(1, None)):  # a micro batch of one row is a case of its own
+        micro = [part[rows] for part in share]
+        if len(micro[0]):
+            _loss(policy, *micro).backward()
     return {name: _whole(parameter) for name, parameter in policy.model.named_parameters()}
 
 
-def _loss(policy: Policy, device: torch.device) -> torch.Tensor:
+def _batch() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(5)
     tokens, labels = (torch.randint(3, 128, (ROWS, SEQ_LEN), generator=generator) for _ in range(2))
     weights = torch.randn(ROWS, SEQ_LEN, generator=generator)
     firsts = [SEQ_LEN // 8 + 13 * row for row in range(ROWS)]  # documents of all lengths, in all pieces
     positions = torch.stack([torch.cat([torch.arange(first), torch.arange(SEQ_LEN - first)]) for first in firsts])
-    share = slice(policy.dp_rank, None, policy.dp_world)
-    logits, labels, weights = policy.logits(*(part[share].to(device) for part in (tokens, positions, labels, weights)))
+    return [tokens, positions, labels, weights]
+
+
+def _loss(policy: Policy, *batch: torch.Tensor) -> torch.Tensor:
+    logits, labels, weights = policy.logits(*batch)
     losses = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="none")
     return (losses * weights.flatten()).sum() / (ROWS * SEQ_LEN)
 
