@@ -20,7 +20,11 @@ class Capabilities:
 
 
 FAMILIES: dict[str, Capabilities] = {
+    "gpt_oss": Capabilities(cp=True),
+    "nemotron_h": Capabilities(ep=True),
     "qwen3": Capabilities(cp=True),
+    "qwen3_5_moe_text": Capabilities(ep=True),
+    "qwen3_5_text": Capabilities(),
     "qwen3_moe": Capabilities(ep=True, cp=True),
 }
 """`model_type` of config.json to what works with it."""

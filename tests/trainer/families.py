@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    GptOssConfig,
+    NemotronHConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from primeslurm.trainer import tiny
 
@@ -28,6 +36,43 @@ COMMON: dict[str, Any] = {
     # large enough for attention and routing to matter
     "initializer_range": 0.1,
 }
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 64,
+}
+LINEAR_ATTENTION: dict[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+}
+NEMOTRON: dict[str, Any] = {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 16,
+    "chunk_size": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 48,
+    "routed_scaling_factor": 2.5,
+}
 EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
@@ -42,10 +87,29 @@ class Case:
 
 
 CASES = (
+    Case(
+        "gpt_oss",
+        # a window shorter than either document
+        lambda: GptOssConfig(
+            **COMMON, num_local_experts=8, num_experts_per_tok=2, sliding_window=16, rope_parameters=dict(YARN)
+        ),
+    ),
+    Case("nemotron_h", lambda: _nemotron()),
+    Case("nemotron_h-latent", lambda: _nemotron(moe_latent_size=16, n_group=4, topk_group=2)),
+    Case("qwen3_5_text", lambda: Qwen3_5TextConfig(**COMMON, **LINEAR_ATTENTION)),
+    Case(
+        "qwen3_5_moe_text",
+        lambda: Qwen3_5MoeTextConfig(**COMMON, **EXPERTS, **LINEAR_ATTENTION, shared_expert_intermediate_size=48),
+    ),
     Case("qwen3", lambda: Qwen3Config(**COMMON)),
     Case("qwen3-tied", lambda: Qwen3Config(**COMMON | {"tie_word_embeddings": True})),
     Case("qwen3_moe", lambda: Qwen3MoeConfig(**COMMON, **EXPERTS, norm_topk_prob=True)),
 )
+
+
+def _nemotron(**options: Any) -> NemotronHConfig:
+    common = {name: value for name, value in COMMON.items() if name != "num_hidden_layers"}
+    return NemotronHConfig(**common, **NEMOTRON, **options)
 
 
 def write(case: Case, directory: Path) -> Path:

@@ -7,10 +7,17 @@ from typing import Any
 
 from torchtitan.protocols.model_spec import ModelSpec
 
-from primeslurm.trainer.models import qwen3
+from primeslurm.trainer.models import gpt_oss, nemotron_h, qwen3, qwen3_5
 
 Builder = Callable[[Any, int, str], ModelSpec]
-FAMILIES: dict[str, Builder] = {"qwen3": qwen3.spec, "qwen3_moe": qwen3.spec}
+FAMILIES: dict[str, Builder] = {
+    "gpt_oss": gpt_oss.spec,
+    "nemotron_h": nemotron_h.spec,
+    "qwen3": qwen3.spec,
+    "qwen3_5_moe_text": qwen3_5.spec,
+    "qwen3_5_text": qwen3_5.spec,
+    "qwen3_moe": qwen3.spec,
+}
 
 
 def spec(hf_config: Any, seq_len: int, attention: str) -> ModelSpec:
