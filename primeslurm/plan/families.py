@@ -20,7 +20,7 @@ class Capabilities:
 
 
 FAMILIES: dict[str, Capabilities] = {
-    "gpt_oss": Capabilities(cp=True),
+    "gpt_oss": Capabilities(ep=True, cp=True),
     "nemotron_h": Capabilities(ep=True),
     "qwen3": Capabilities(cp=True),
     "qwen3_5_moe_text": Capabilities(ep=True),

@@ -113,12 +113,12 @@ def _nemotron(**options: Any) -> NemotronHConfig:
 
 
 def write(case: Case, directory: Path) -> Path:
-    """A random checkpoint of a case, with every parameter away from its initial value, biases and norms included."""
+    """A random checkpoint of a case, with every tensor away from its initial value, biases and norms included."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(case.config(), dtype=torch.float32)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.02)
+        for tensor in model.state_dict().values():
+            tensor.add_(torch.randn_like(tensor) * 0.02)
     model.save_pretrained(directory)
     tiny.tokenizer().save_pretrained(directory)
     return directory
