@@ -23,6 +23,8 @@ FAMILIES: dict[str, Capabilities] = {
     "gpt_oss": Capabilities(ep=True, cp=True),
     "nemotron_h": Capabilities(ep=True),
     "qwen3": Capabilities(cp=True),
+    "qwen3_5": Capabilities(),
+    "qwen3_5_moe": Capabilities(ep=True),
     "qwen3_5_moe_text": Capabilities(ep=True),
     "qwen3_5_text": Capabilities(),
     "qwen3_moe": Capabilities(ep=True, cp=True),

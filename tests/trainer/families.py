@@ -10,8 +10,11 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     GptOssConfig,
     NemotronHConfig,
+    Qwen3_5Config,
+    Qwen3_5MoeConfig,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
@@ -45,7 +48,8 @@ YARN: dict[str, Any] = {
     "truncate": False,
     "original_max_position_embeddings": 64,
 }
-LINEAR_ATTENTION: dict[str, Any] = {
+QWEN3_5: dict[str, Any] = {
+    **COMMON,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 16,
@@ -59,6 +63,21 @@ LINEAR_ATTENTION: dict[str, Any] = {
         "mrope_section": [2, 1, 1],
         "mrope_interleaved": True,
     },
+}
+VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 16,
+    "patch_size": 4,
+}
+IMAGES: dict[str, Any] = {
+    "image_token_id": 120,
+    "video_token_id": 121,
+    "vision_start_token_id": 122,
+    "vision_end_token_id": 123,
 }
 NEMOTRON: dict[str, Any] = {
     "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
@@ -96,10 +115,16 @@ CASES = (
     ),
     Case("nemotron_h", lambda: _nemotron()),
     Case("nemotron_h-latent", lambda: _nemotron(moe_latent_size=16, n_group=4, topk_group=2)),
-    Case("qwen3_5_text", lambda: Qwen3_5TextConfig(**COMMON, **LINEAR_ATTENTION)),
+    Case("qwen3_5_text", lambda: Qwen3_5TextConfig(**QWEN3_5)),
+    Case("qwen3_5_moe_text", lambda: Qwen3_5MoeTextConfig(**QWEN3_5, **EXPERTS, shared_expert_intermediate_size=48)),
+    Case("qwen3_5", lambda: Qwen3_5Config(text_config=dict(QWEN3_5), vision_config=dict(VISION), **IMAGES)),
     Case(
-        "qwen3_5_moe_text",
-        lambda: Qwen3_5MoeTextConfig(**COMMON, **EXPERTS, **LINEAR_ATTENTION, shared_expert_intermediate_size=48),
+        "qwen3_5_moe",
+        lambda: Qwen3_5MoeConfig(
+            text_config=QWEN3_5 | EXPERTS | {"shared_expert_intermediate_size": 48},
+            vision_config=dict(VISION),
+            **IMAGES,
+        ),
     ),
     Case("qwen3", lambda: Qwen3Config(**COMMON)),
     Case("qwen3-tied", lambda: Qwen3Config(**COMMON | {"tie_word_embeddings": True})),
@@ -115,7 +140,9 @@ def _nemotron(**options: Any) -> NemotronHConfig:
 def write(case: Case, directory: Path) -> Path:
     """A random checkpoint of a case, with every tensor away from its initial value, biases and norms included."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(case.config(), dtype=torch.float32)
+    config = case.config()
+    kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    model = kind.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for tensor in model.state_dict().values():
             tensor.add_(torch.randn_like(tensor) * 0.02)

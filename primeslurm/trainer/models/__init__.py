@@ -14,6 +14,8 @@ FAMILIES: dict[str, Builder] = {
     "gpt_oss": gpt_oss.spec,
     "nemotron_h": nemotron_h.spec,
     "qwen3": qwen3.spec,
+    "qwen3_5": qwen3_5.spec,
+    "qwen3_5_moe": qwen3_5.spec,
     "qwen3_5_moe_text": qwen3_5.spec,
     "qwen3_5_text": qwen3_5.spec,
     "qwen3_moe": qwen3.spec,

@@ -1,4 +1,7 @@
-"""The language models of Qwen3.5 and Qwen3.5-MoE: gated delta nets, and gated attention in every fourth layer."""
+"""Qwen3.5 and Qwen3.5-MoE: gated delta nets, and gated attention in every fourth layer.
+
+They are trained on text. The vision encoder that released checkpoints have stays frozen, and is published as it was.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,7 @@ from torchtitan.models.common.moe import GroupedExperts, MoE
 from torchtitan.models.qwen3 import parallelize_qwen3
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
+from transformers import AutoModel
 
 from primeslurm.trainer.models.adapter import TableAdapter
 from primeslurm.trainer.models.common import EXPERTS, MATRIX, ends, linear, refuse, rope_theta
@@ -123,11 +127,26 @@ class Block(Module):
         return x + after(self.ffn_norm(x))
 
 
+class VisionEncoder(Module):
+    """The encoder of images as transformers has it, frozen."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        hf: Any
+        """A transformers config."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.encoder = AutoModel.from_config(config.hf).requires_grad_(False)
+
+
 class Model(Decoder):
-    """A decoder of such blocks."""
+    """A decoder of such blocks, and maybe a vision encoder beside it."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Decoder.Config):
+        vision: VisionEncoder.Config | None = None
+
         def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
             """Fill in how modules are sharded."""
             Decoder.Config.update_from_config(self, config=config, **kwargs)
@@ -135,9 +154,13 @@ class Model(Decoder):
                 if layer.moe is not None:
                     spread(layer.moe, *EXPERTS)
 
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.vision = config.vision.build() if config.vision else None
+
 
 class Adapter(TableAdapter):
-    """Names of Qwen3.5 text checkpoints."""
+    """Names of checkpoints of the language model alone."""
 
     names = {
         "model.embed_tokens.weight": "tok_embeddings.weight",
@@ -179,34 +202,50 @@ class Adapter(TableAdapter):
     }
 
 
+class WholeAdapter(Adapter):
+    """Names of checkpoints with a vision encoder."""
+
+    names = {name.replace("model.", "model.language_model.", 1): ours for name, ours in Adapter.names.items()}
+
+    def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Our tensors under checkpoint names. Raises KeyError for one that the table does not have."""
+        vision, rest = _divided(state_dict, _VISION)
+        return super().to_hf(rest) | {_HF_VISION + name: tensor for name, tensor in vision.items()}
+
+    def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
+        """What `to_hf` made, or a whole checkpoint, under our names. Raises KeyError for an unknown name."""
+        vision, rest = _divided(hf_state_dict, _HF_VISION)
+        return super().from_hf(rest) | {_VISION + name: tensor for name, tensor in vision.items()}
+
+
+_VISION, _HF_VISION = "vision.encoder.", "model.visual."
+
+
+def _divided(tensors: dict[str, Any], prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Those whose names begin with `prefix`, without it, and the others."""
+    inside = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    return inside, {name: tensor for name, tensor in tensors.items() if not name.startswith(prefix)}
+
+
 def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
-    """The torchtitan spec of a Qwen3.5 text config. Raises ValueError for features that are not implemented."""
+    """The torchtitan spec of a Qwen3.5 config. Raises ValueError for features that are not implemented."""
+    whole, hf = hf, hf.get_text_config()
     refuse(
         hf,
         attention_bias=hf.attention_bias,
         activation="" if hf.hidden_act == "silu" else hf.hidden_act,
     )
-    layers = [
-        Block.Config(
-            attention_norm=_norm(hf, hf.hidden_size),
-            ffn_norm=_norm(hf, hf.hidden_size),
-            **(
-                {"attention": _attention(hf, seq_len, attention)}
-                if kind == "full_attention"
-                else {"delta_net": _net(hf)}
-            ),
-            **({"moe": _moe(hf)} if hasattr(hf, "num_experts") else {"feed_forward": _feed_forward(hf)}),
-        )
-        for kind in hf.layer_types
-    ]
+    layers = [_layer(hf, kind == "full_attention", seq_len, attention) for kind in hf.layer_types]
+    around = ends(hf) | {"norm": _norm(hf, hf.hidden_size), "enable_weight_tying": whole.tie_word_embeddings}
+    vision = None if whole is hf else VisionEncoder.Config(hf=whole.vision_config)
     return ModelSpec(
         name="qwen3_5",
-        flavor=hf.model_type,
-        model=Model.Config(**ends(hf) | {"norm": _norm(hf, hf.hidden_size)}, layers=layers),
+        flavor=whole.model_type,
+        model=Model.Config(**around, layers=layers, vision=vision),
         parallelize_fn=parallelize_qwen3,
         pipelining_fn=None,
         post_optimizer_build_fn=None,
-        state_dict_adapter=Adapter,
+        state_dict_adapter=WholeAdapter if vision else Adapter,
     )
 
 
