@@ -17,10 +17,15 @@ class Capabilities:
     """Block-scale FP8 matrix products."""
     lora: bool = False
     router_replay: bool = False
+    fp8_checkpoint: bool = False
+    """Checkpoints in E4M3 with one scale for each block of 128 x 128 weights load."""
 
 
 FAMILIES: dict[str, Capabilities] = {
-    "qwen3": Capabilities(cp=True),
-    "qwen3_moe": Capabilities(ep=True, cp=True),
+    "qwen3": Capabilities(cp=True, fp8_checkpoint=True),
+    "qwen3_moe": Capabilities(ep=True, cp=True, fp8_checkpoint=True),
+    "deepseek_v3": Capabilities(ep=True, cp=True, fp8_checkpoint=True),
+    "kimi_k2": Capabilities(ep=True, cp=True, fp8_checkpoint=True),
+    "glm_moe_dsa": Capabilities(ep=True, cp=True, fp8_checkpoint=True),
 }
 """`model_type` of config.json to what works with it."""

@@ -12,6 +12,7 @@ On machines without CUDA:
 On all machines:
 - torchtitan's MoE state dict adapter cannot read placements of a mesh with a replicated dimension (HSDP)
 - torchtitan's grouped experts cast everything to bfloat16, whatever the compute dtype
+- torch's reader of FP8 checkpoints wants an index file, which models in one file do not have
 With CUDA:
 - torchtitan asks for FlashAttention 3 or 4 by the GPU's generation; where that package is missing, torch's own
   FlashAttention 2 does the same
@@ -23,12 +24,15 @@ import importlib.util
 import sys
 from dataclasses import dataclass, fields
 from importlib.metadata import version
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 import torch._utils
 import torch.nn.functional as F
+from safetensors import safe_open
+from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 
@@ -146,6 +150,14 @@ def _sum_gradients(model: torch.nn.Module) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
+def _map_files(self: QuantizedHuggingFaceStorageReader) -> None:
+    files: dict[str, str] = {}
+    for file in Path(self.path).glob("*.safetensors"):
+        with safe_open(file, framework="pt") as handle:
+            files.update(dict.fromkeys(handle.keys(), file.name))
+    self._build_weight_scale_mapping(files)
+
+
 def _expert_range(
     self: MoEStateDictAdapter, dim: int, dim_size: int, dtensor_placements: tuple[Any, ...], device_mesh: Any
 ) -> tuple[int, int]:
@@ -160,6 +172,7 @@ def _expert_range(
 
 
 _stock_expert_range = _replace(MoEStateDictAdapter, "_caculate_indices_from_placements", _expert_range)
+_replace(QuantizedHuggingFaceStorageReader, "_load_quantization_metadata", _map_files)
 if ON_CPU:
     _replace(titan_attention, "_compiled_create_block_mask", create_block_mask)
     _disable_division = _replace(titan_fsdp, "disable_fsdp_gradient_division", _sum_gradients)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,10 +16,10 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.distributed.context_parallel.api import cp_shard
-from transformers import AutoConfig
 
 from primeslurm.recipe import Recipe
 from primeslurm.trainer import huggingface, models
+from primeslurm.trainer.dsa import Context
 from primeslurm.trainer.world import World
 
 _CHECKPOINTING: dict[str, Any] = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
@@ -63,7 +64,10 @@ class Policy:
         """
         masks = self.model.get_attention_masks(positions)  # needs whole rows, so before they are split
         inputs = (tokens, positions, *beside)
-        if self.dims.cp_enabled:
+        if self.dims.cp_enabled and isinstance(masks, Context):
+            masks = masks.shard(self.dims.get_mesh("cp"), "headtail")
+            inputs, _ = cp_shard(self.dims.get_mesh("cp"), inputs, None, "headtail")
+        elif self.dims.cp_enabled:
             inputs, masks = cp_shard(self.dims.get_mesh("cp"), inputs, masks, "headtail")
         tokens, positions, *beside_local = inputs
         return (self.model(tokens, positions=positions, attention_masks=masks), *beside_local)
@@ -91,7 +95,8 @@ def build(recipe: Recipe, world: World) -> Policy:
     source = huggingface.locate(recipe.model.path)
     # Varlen kernels are bfloat16 only and cannot split a sequence.
     flex = compat.ON_CPU or layout.cp > 1 or recipe.model.dtype != "bfloat16"
-    spec = models.spec(AutoConfig.from_pretrained(source), recipe.seq_len, "flex" if flex else "varlen")
+    hf_config = huggingface.load_config(source)
+    spec = models.spec(hf_config, recipe.seq_len, "flex" if flex else "varlen")
     compat.adapt(spec.model)
     spec.model.update_from_config(config=SimpleNamespace(parallelism=parallelism, training=training))
     adapter = spec.state_dict_adapter(spec.model, None)
@@ -112,15 +117,15 @@ def build(recipe: Recipe, world: World) -> Policy:
         model.init_weights(buffer_device=None)  # computes the RoPE tables
     model.train()
     policy = Policy(model, adapter, dims, hf_names, source)
-    _load(policy)
+    _load(policy, hf_config)
     return policy
 
 
-def _load(policy: Policy) -> None:
+def _load(policy: Policy, hf_config: Any) -> None:
     """Read this rank's shards from the HF files, and insist that files and model have the same tensors."""
-    _check_names(policy)
+    _check_names(policy, _ignored(hf_config))
     tensors = policy.adapter.to_hf(policy.model.state_dict())
-    dcp.load(tensors, storage_reader=policy.adapter.get_hf_storage_reader(str(policy.source)))
+    dcp.load(tensors, storage_reader=huggingface.reader(policy.source, hf_config))
     loaded = policy.adapter.from_hf(tensors)
     missing = set(policy.model.state_dict()) - set(loaded)
     if missing:
@@ -128,8 +133,16 @@ def _load(policy: Policy) -> None:
     policy.model.load_state_dict(loaded, strict=True)
 
 
-def _check_names(policy: Policy) -> None:
-    found = {name for name in huggingface.tensor_names(policy.source) if not name.endswith(_DERIVED)}
+def _ignored(hf_config: Any) -> re.Pattern[str]:
+    """Names of tensors that are no weights of the model, or of layers that only predict further ahead."""
+    text = hf_config.get_text_config()
+    ahead = range(text.num_hidden_layers, text.num_hidden_layers + (getattr(text, "num_nextn_predict_layers", 0) or 0))
+    names = [rf".*{re.escape(name)}" for name in _DERIVED] + [rf"model\.layers\.{layer}\..*" for layer in ahead]
+    return re.compile("|".join(names + [rf".*{huggingface.SCALE}"] * huggingface.is_quantized(hf_config)))
+
+
+def _check_names(policy: Policy, ignored: re.Pattern[str]) -> None:
+    found = {name for name in huggingface.tensor_names(policy.source) if not ignored.fullmatch(name)}
     if policy.model.enable_weight_tying:
         found.discard("lm_head.weight")
     missing, unknown = policy.hf_names - found, found - policy.hf_names

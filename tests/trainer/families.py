@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, DeepseekV3Config, GlmMoeDsaConfig, Qwen3Config, Qwen3MoeConfig
 
 from primeslurm.trainer import tiny
 
@@ -29,6 +29,33 @@ COMMON: dict[str, Any] = {
     "initializer_range": 0.1,
 }
 EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+MLA: dict[str, Any] = COMMON | {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 24,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}
+GROUPS: dict[str, Any] = {"n_group": 4, "topk_group": 2}
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+# Few index heads leave many keys with a score of exactly zero: which of them are selected is then arbitrary.
+DSA: dict[str, Any] = MLA | {"num_hidden_layers": 4, "rms_norm_eps": 1e-5, "index_n_heads": 32, "index_head_dim": 16}
+SHARED: list[str] = ["full", "shared", "shared", "full"]
 
 
 @dataclass(frozen=True)
@@ -45,16 +72,20 @@ CASES = (
     Case("qwen3", lambda: Qwen3Config(**COMMON)),
     Case("qwen3-tied", lambda: Qwen3Config(**COMMON | {"tie_word_embeddings": True})),
     Case("qwen3_moe", lambda: Qwen3MoeConfig(**COMMON, **EXPERTS, norm_topk_prob=True)),
+    Case("deepseek_v3", lambda: DeepseekV3Config(**MLA, **GROUPS, rope_parameters=YARN)),
+    Case("deepseek_v3-plain", lambda: DeepseekV3Config(**MLA | {"q_lora_rank": None, "n_group": 1, "topk_group": 1})),
+    Case("glm_moe_dsa", lambda: GlmMoeDsaConfig(**DSA, index_topk=16, indexer_types=SHARED)),
+    Case("glm_moe_dsa-short", lambda: GlmMoeDsaConfig(**DSA, index_topk=64)),
 )
 
 
 def write(case: Case, directory: Path) -> Path:
-    """A random checkpoint of a case, with every parameter away from its initial value, biases and norms included."""
+    """A random checkpoint of a case, with every tensor away from its initial value, biases and norms included."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(case.config(), dtype=torch.float32)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.02)
+        for tensor in model.state_dict().values():
+            tensor.add_(torch.randn_like(tensor) * 0.02)
     model.save_pretrained(directory)
     tiny.tokenizer().save_pretrained(directory)
     return directory

@@ -22,7 +22,9 @@ FIRST = 40
 
 
 def test_the_tables_agree() -> None:
-    assert set(models.FAMILIES) == set(known.FAMILIES) == {case.config().model_type for case in CASES}
+    compared = {case.config().model_type for case in CASES}
+    # transformers has no model of these types: they are DeepSeek-V3 by another name
+    assert set(models.FAMILIES) == set(known.FAMILIES) == compared | {"kimi_k2"}
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -7,10 +7,16 @@ from typing import Any
 
 from torchtitan.protocols.model_spec import ModelSpec
 
-from primeslurm.trainer.models import qwen3
+from primeslurm.trainer.models import deepseek_v3, glm_moe_dsa, qwen3
 
 Builder = Callable[[Any, int, str], ModelSpec]
-FAMILIES: dict[str, Builder] = {"qwen3": qwen3.spec, "qwen3_moe": qwen3.spec}
+FAMILIES: dict[str, Builder] = {
+    "qwen3": qwen3.spec,
+    "qwen3_moe": qwen3.spec,
+    "deepseek_v3": deepseek_v3.spec,
+    "kimi_k2": deepseek_v3.spec,
+    "glm_moe_dsa": glm_moe_dsa.spec,
+}
 
 
 def spec(hf_config: Any, seq_len: int, attention: str) -> ModelSpec:
