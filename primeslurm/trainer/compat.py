@@ -15,7 +15,7 @@ On all machines:
 - torch's reader of FP8 checkpoints wants an index file, which models in one file do not have
 With CUDA:
 - torchtitan asks for FlashAttention 3 or 4 by the GPU's generation; where that package is missing, torch's own
-  FlashAttention 2 does the same
+  FlashAttention 2 does the same, for values as wide as queries: narrower ones (latent attention) are padded
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ import torchtitan.tools.utils as titan_utils  # noqa: E402
 from torchtitan.models.common.moe import GroupedExperts  # noqa: E402
 from torchtitan.models.utils import MoEStateDictAdapter  # noqa: E402
 
-if not ON_CPU and importlib.util.find_spec("flash_attn_interface") is None:
+_FLASH_ATTENTION_2 = not ON_CPU and importlib.util.find_spec("flash_attn_interface") is None
+if _FLASH_ATTENTION_2:
     _replace(titan_utils, "get_cuda_flash_attention_impl", lambda: None)
 
 
@@ -150,6 +151,14 @@ def _sum_gradients(model: torch.nn.Module) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
+def _pad_values(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any, **options: Any) -> Any:
+    width, missing = v.shape[-1], q.shape[-1] - v.shape[-1]
+    if not missing:
+        return _stock_varlen(q, k, v, *rest, **options)
+    result = _stock_varlen(q, k, F.pad(v, (0, missing)), *rest, **options)
+    return (result[0][..., :width], *result[1:]) if isinstance(result, tuple) else result[..., :width]
+
+
 def _map_files(self: QuantizedHuggingFaceStorageReader) -> None:
     files: dict[str, str] = {}
     for file in Path(self.path).glob("*.safetensors"):
@@ -176,3 +185,5 @@ _replace(QuantizedHuggingFaceStorageReader, "_load_quantization_metadata", _map_
 if ON_CPU:
     _replace(titan_attention, "_compiled_create_block_mask", create_block_mask)
     _disable_division = _replace(titan_fsdp, "disable_fsdp_gradient_division", _sum_gradients)
+if _FLASH_ATTENTION_2:
+    _stock_varlen = _replace(titan_attention, "varlen_attn", _pad_values)

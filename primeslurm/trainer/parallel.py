@@ -21,6 +21,7 @@ from primeslurm.recipe import Recipe
 from primeslurm.trainer import huggingface, models
 from primeslurm.trainer.dsa import Context
 from primeslurm.trainer.world import World
+from primeslurm.wire.weights import layers_ahead
 
 _CHECKPOINTING: dict[str, Any] = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
 # Derived from other weights; some checkpoints carry them.
@@ -136,9 +137,9 @@ def _load(policy: Policy, hf_config: Any) -> None:
 def _ignored(hf_config: Any) -> re.Pattern[str]:
     """Names of tensors that are no weights of the model, or of layers that only predict further ahead."""
     text = hf_config.get_text_config()
-    ahead = range(text.num_hidden_layers, text.num_hidden_layers + (getattr(text, "num_nextn_predict_layers", 0) or 0))
-    names = [rf".*{re.escape(name)}" for name in _DERIVED] + [rf"model\.layers\.{layer}\..*" for layer in ahead]
-    return re.compile("|".join(names + [rf".*{huggingface.SCALE}"] * huggingface.is_quantized(hf_config)))
+    ahead = layers_ahead(text.num_hidden_layers, getattr(text, "num_nextn_predict_layers", None) or 0).pattern
+    endings = _DERIVED + ((huggingface.SCALE,) if huggingface.is_quantized(hf_config) else ())
+    return re.compile("|".join([ahead, *(rf".*{re.escape(ending)}" for ending in endings)]))
 
 
 def _check_names(policy: Policy, ignored: re.Pattern[str]) -> None:

@@ -35,7 +35,7 @@ MLA: dict[str, Any] = COMMON | {
     "kv_lora_rank": 16,
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,
-    "v_head_dim": 24,
+    "v_head_dim": 16,
     "n_routed_experts": 8,
     "n_shared_experts": 1,
     "num_experts_per_tok": 2,
