@@ -35,6 +35,7 @@ MLA: dict[str, Any] = COMMON | {
     "kv_lora_rank": 16,
     "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8,
+    "head_dim": 8,  # of rotary embeddings, for transformers
     "v_head_dim": 16,
     "n_routed_experts": 8,
     "n_shared_experts": 1,
