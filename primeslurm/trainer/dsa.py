@@ -92,7 +92,6 @@ class Indexer(Module):
         for parameter in self.parameters():
             parameter.requires_grad_(False)
 
-    @torch.no_grad()
     def forward(
         self, x: torch.Tensor, compressed: torch.Tensor, rope: Module, positions: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -107,20 +106,29 @@ class Indexer(Module):
         rows, length, _ = x.shape
         config = self.config
         parts = [config.rope_dim, config.head_dim - config.rope_dim]
-        query, query_rest = self.wq_b(compressed).view(rows, length, config.heads, config.head_dim).split(parts, -1)
-        key, key_rest = self.k_norm(self.wk(x)).unsqueeze(2).split(parts, -1)
-        query, key = rope(query, key, positions)
-        weight = self.weights_proj(x).float() * (config.heads * config.head_dim) ** -0.5
-        return torch.cat([query, query_rest], -1), torch.cat([key, key_rest], -1).squeeze(2), weight
-
-    @torch.no_grad()
-    def select(self, query: torch.Tensor, keys: torch.Tensor, weight: torch.Tensor, context: Context) -> torch.Tensor:
-        """Indices [rows, local_len, top_k] of the best visible keys of whole rows, -1 where there are fewer."""
-        return _select(query, keys, weight, context.first, context.last, self.config.top_k)
+        with torch.no_grad():
+            heads = self.wq_b(compressed).view(rows, length, config.heads, config.head_dim)
+            query, query_rest = heads.split(parts, -1)
+            key, key_rest = self.k_norm(self.wk(x)).unsqueeze(2).split(parts, -1)
+            query, key = rope(query, key, positions)
+            weight = self.weights_proj(x).float() * (config.heads * config.head_dim) ** -0.5
+            return torch.cat([query, query_rest], -1), torch.cat([key, key_rest], -1).squeeze(2), weight
 
 
-# An operator of its own: selective activation checkpointing would otherwise keep the scores of every chunk.
-@custom_op("primeslurm::select_keys", mutates_args=())
+def select(query: torch.Tensor, keys: torch.Tensor, weight: torch.Tensor, context: Context, top_k: int) -> torch.Tensor:
+    """Indices [rows, local_len, top_k], int32, of the best keys that each query may see; -1 where there are fewer.
+
+    Args:
+        query: of the indexer, [rows, local_len, heads, head_dim].
+        keys: of the indexer, of whole rows, [rows, len, head_dim].
+        weight: of each head, [rows, local_len, heads].
+        context: what each query may see.
+        top_k: how many are selected.
+    """
+    indices: torch.Tensor = _select_keys(query, keys.detach(), weight, context.first, context.last, top_k)
+    return indices
+
+
 def _select(
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -142,6 +150,10 @@ def _select(
         best = scores.masked_fill_(~visible, float("-inf")).topk(selected.shape[-1], -1)
         selected[:, part] = best.indices.masked_fill(best.values.isneginf(), -1).int()
     return selected
+
+
+# An operator of its own: selective activation checkpointing would otherwise keep the scores of every chunk.
+_select_keys = custom_op("primeslurm::select_keys", _select, mutates_args=())
 
 
 def _products(query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -237,7 +249,7 @@ class SparseAttention(Attention):
             return context.gather(own), context.selections[self._selected_by]
         query, key, weight = self.indexer(x, compressed, self.rope, positions)
         keys, index_keys = context.gather(torch.cat([own, key], -1)).split([own.shape[-1], key.shape[-1]], -1)
-        indices = self.indexer.select(query, index_keys, weight, context)
+        indices = select(query, index_keys, weight, context, self.indexer.config.top_k)
         if self._shared:
             context.selections[self._selected_by] = indices
         return keys, indices

@@ -61,12 +61,7 @@ def dense_mla(
     return torch.einsum("bhqk,bkr->bqhr", weights.to(kv_latent.dtype), kv_latent)
 
 
-# Operators of their own, because selective activation checkpointing looks at what runs inside a function: it would keep
-# the scores of every chunk, which are what chunks avoid.
-
-
-@custom_op("primeslurm::attend_gathered", mutates_args=())
-def _attend(
+def _forward(
     query: torch.Tensor, keys: torch.Tensor, where: torch.Tensor, rank: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Outputs [queries, heads, rank] and the log of the softmax's denominators [queries, heads, 1]."""
@@ -80,8 +75,7 @@ def _attend(
     return out, normaliser
 
 
-@custom_op("primeslurm::attend_gathered_backward", mutates_args=())
-def _attend_backward(
+def _backward(
     grad: torch.Tensor,
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -130,4 +124,8 @@ def _differentiate(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[torch
     return (*_attend_backward(grad.contiguous(), *ctx.saved_tensors, ctx.scale), None, None, None)
 
 
+# Operators of their own, because selective activation checkpointing looks at what runs inside a function: it would keep
+# the scores of every chunk, which are what chunks avoid.
+_attend = custom_op("primeslurm::attend_gathered", _forward, mutates_args=())
+_attend_backward = custom_op("primeslurm::attend_gathered_backward", _backward, mutates_args=())
 _attend.register_autograd(_differentiate, setup_context=_save)

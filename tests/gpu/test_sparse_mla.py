@@ -50,9 +50,9 @@ def test_keys_are_selected_as_in_float32() -> None:
     keys = torch.randn(1, length, width, generator=generator).bfloat16()
     weight = torch.randn(1, length, heads, generator=generator)
     context = dsa.Context.of(torch.cat([torch.arange(600), torch.arange(424)])[None])
-    expected = dsa._select(query.float(), keys.float(), weight, context.first, context.last, top_k)
-    moved = [tensor.cuda() for tensor in (query, keys, weight, context.first, context.last)]
-    found = dsa._select(*moved, top_k).cpu()
+    expected = dsa.select(query.float(), keys.float(), weight, context, top_k)
+    moved = dsa.Context(context.first.cuda(), context.last.cuda())
+    found = dsa.select(query.cuda(), keys.cuda(), weight.cuda(), moved, top_k).cpu()
     assert torch.equal(found >= 0, expected >= 0)
     same = [len(set(a) & set(b)) / len(set(b)) for a, b in zip(found[0].tolist(), expected[0].tolist(), strict=True)]
     assert min(same) > 0.9 and sum(same) / length > 0.999  # products are exact, the order of sums is not

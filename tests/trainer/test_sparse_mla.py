@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from primeslurm.trainer import sparse_mla
+from primeslurm.trainer import dsa, sparse_mla
 from primeslurm.trainer.sparse_mla import dense_mla
 
 ROWS, QUERIES, KEYS, HEADS, RANK, ROPE, TOP_K, SCALE = 2, 12, 20, 3, 8, 4, 5, 0.3
@@ -50,8 +50,6 @@ def test_outputs_and_gradients_equal_a_plain_loop(attend: sparse_mla.Attend, mon
 
 
 def test_the_best_visible_keys_are_selected() -> None:
-    from primeslurm.trainer import dsa
-
     generator = torch.Generator().manual_seed(0)
     heads, length, top_k = 6, 24, 4
     query = torch.randn(1, length, heads, 8, generator=generator)
@@ -59,7 +57,7 @@ def test_the_best_visible_keys_are_selected() -> None:
     weight = torch.randn(1, length, heads, generator=generator)
     positions = torch.cat([torch.arange(10), torch.arange(14)])[None]
     context = dsa.Context.of(positions)
-    selected = dsa._select(query, keys, weight, context.first, context.last, top_k)
+    selected = dsa.select(query, keys, weight, context, top_k)
     for token in range(length):
         start = 0 if token < 10 else 10
         seen = range(start, token + 1)
