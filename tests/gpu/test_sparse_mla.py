@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DeepseekV3Config, GlmMoeDsaConfig
 
 from primeslurm.trainer import dsa
 from primeslurm.trainer.interrupt import Interrupt
@@ -15,12 +15,13 @@ from primeslurm.trainer.parallel import build
 from primeslurm.trainer.sparse_mla import dense_mla, sparse_mla
 from primeslurm.trainer.world import World, join
 from tests.trainer.conftest import SEQ_LEN, free_port, make_recipe, rank_environment
-from tests.trainer.families import CASES, write
+from tests.trainer.families import DSA, GROUPS, MLA, SHARED, YARN, Case, write
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 QUERIES, KEYS, HEADS, RANK, ROPE, TOP_K = 256, 2048, 16, 512, 64, 512
 SCALE = (128 + ROPE) ** -0.5
+DENSE = {"first_k_dense_replace": 4}
 
 
 def test_forward_and_backward_equal_float32() -> None:
@@ -69,9 +70,21 @@ def world() -> Iterator[World]:
         joined.close()
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "glm_moe_dsa", "glm_moe_dsa-short"])
-def test_logits_equal_those_of_transformers(name: str, world: World, tmp_path: Path) -> None:
-    path = write(next(case for case in CASES if case.name == name), tmp_path)
+@pytest.mark.parametrize(
+    ("case", "tolerance"),
+    [
+        # Without experts: which of a tiny model's are chosen changes with the rounding, and so do all later layers.
+        (Case("deepseek_v3", lambda: DeepseekV3Config(**MLA | DENSE, **GROUPS, rope_parameters=YARN)), 0.03),
+        (Case("all keys", lambda: GlmMoeDsaConfig(**DSA | DENSE, index_topk=64)), 0.03),
+        # The same happens to keys.
+        (Case("some keys", lambda: GlmMoeDsaConfig(**DSA | DENSE, index_topk=16, indexer_types=SHARED)), 0.1),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_bfloat16_logits_are_near_those_of_transformers(
+    case: Case, tolerance: float, world: World, tmp_path: Path
+) -> None:
+    path = write(case, tmp_path)
     tokens = torch.randint(3, 128, (1, SEQ_LEN), generator=torch.Generator().manual_seed(1))
     positions = torch.arange(SEQ_LEN)[None]
     with torch.no_grad():
@@ -80,6 +93,5 @@ def test_logits_equal_those_of_transformers(name: str, world: World, tmp_path: P
     logits = policy.logits(tokens.to(world.device), positions.to(world.device))[0]
     logits.float().square().mean().backward()
     assert all(p.grad is not None for p in policy.model.parameters() if p.requires_grad)
-    # a few tokens take another expert or key than in float32
     error = (logits.detach().float().cpu() - expected).norm(dim=-1) / expected.norm(dim=-1)
-    assert error.median() < 0.03, f"{float(error.median()):.4f}"
+    assert error.median() < tolerance, f"{float(error.median()):.4f}"
