@@ -128,6 +128,7 @@ def catalog() -> dict[str, CatalogEntry]:
 def facts_of(config: Mapping[str, Any]) -> ModelFacts:
     """Read a Hugging Face config. Raises KeyError for one that is no decoder this knows."""
     text = config.get("text_config") or config
+    stored = config.get("quantization_config") or text.get("quantization_config") or {}
     hidden, heads = text["hidden_size"], text["num_attention_heads"]
     kinds = _layers(text)
     return ModelFacts(
@@ -152,16 +153,15 @@ def facts_of(config: Mapping[str, Any]) -> ModelFacts:
         mla=_mla(text),
         indexer=Indexer(text["index_n_heads"], text["index_head_dim"]) if "index_n_heads" in text else None,
         mamba=_mamba(text, kinds["mamba"]) if kinds["mamba"] else None,
-        quantization=_quantization(config),
-        fp8_blocks=_fp8_blocks(config.get("quantization_config") or {}),
+        quantization=_quantization(stored),
+        fp8_blocks=_fp8_blocks(stored),
     )
 
 
-def _quantization(config: Mapping[str, Any]) -> str | None:
-    found = config.get("quantization_config")
-    if not found:
+def _quantization(stored: Mapping[str, Any]) -> str | None:
+    if not stored:
         return None
-    return {"fp8": "fp8", "mxfp4": "mxfp4"}.get(found.get("quant_method"), f"int{found.get('bits', 4)}")
+    return {"fp8": "fp8", "mxfp4": "mxfp4"}.get(stored.get("quant_method", ""), f"int{stored.get('bits', 4)}")
 
 
 def _fp8_blocks(stored: Mapping[str, Any]) -> bool:

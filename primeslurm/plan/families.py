@@ -19,6 +19,8 @@ class Capabilities:
     router_replay: bool = False
     fp8_checkpoint: bool = False
     """Checkpoints in E4M3 with one scale for each block of 128 x 128 weights load."""
+    text_only: bool = False
+    """Published without what sees images, so that engines, which insist on it, cannot take a new policy."""
 
 
 FAMILIES: dict[str, Capabilities] = {
@@ -26,6 +28,7 @@ FAMILIES: dict[str, Capabilities] = {
     "qwen3_moe": Capabilities(ep=True, cp=True, fp8_checkpoint=True),
     "deepseek_v3": Capabilities(ep=True, cp=True, fp8_checkpoint=True),
     "kimi_k2": Capabilities(ep=True, cp=True, fp8_checkpoint=True),
+    "kimi_k25": Capabilities(ep=True, cp=True, text_only=True),
     "glm_moe_dsa": Capabilities(ep=True, cp=True, fp8_checkpoint=True),
 }
 """`model_type` of config.json to what works with it."""

@@ -51,15 +51,21 @@ def load_config(directory: Path) -> Any:
         ValueError: no such model type, or weights stored in a way that is not read.
     """
     config = AutoConfig.from_pretrained(directory)
-    if is_quantized(config) and not _is_block_fp8(config.quantization_config):
-        method = config.quantization_config.get("quant_method", "an unknown format")
+    stored = _quantization(config)
+    if stored and not _is_block_fp8(stored):
+        method = stored.get("quant_method", "an unknown format")
         raise ValueError(f"{directory}: weights stored in {method} are not read; convert them to bfloat16 first")
     return config
 
 
 def is_quantized(config: Any) -> bool:
     """Whether a config says that its model's weights are stored in fewer bits than they are computed in."""
-    return getattr(config, "quantization_config", None) is not None
+    return bool(_quantization(config))
+
+
+def _quantization(config: Any) -> Mapping[str, Any]:
+    stored = (getattr(part, "quantization_config", None) for part in (config, config.get_text_config()))
+    return next((found for found in stored if found), {})
 
 
 def _is_block_fp8(stored: Mapping[str, Any]) -> bool:
@@ -97,6 +103,7 @@ def copy_companions(source: Path, target: Path, dtype: torch.dtype) -> None:
                 shutil.copyfile(file, target / file.name)
     config: dict[str, Any] = json.loads((source / "config.json").read_text())
     config.pop("torch_dtype", None)
-    config.pop("quantization_config", None)
+    for part in (config, config.get("text_config", {})):
+        part.pop("quantization_config", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -148,7 +148,7 @@ def build(recipe: Recipe, world: World) -> Policy:
 
 def _load(policy: Policy, hf_config: Any) -> None:
     """Read this rank's shards from the HF files, and insist that files and model have the same tensors."""
-    _check_names(policy, _ignored(hf_config))
+    _check_names(policy, _ignored(hf_config, getattr(policy.adapter, "left_out", ())))
     tensors = policy.adapter.to_hf(policy.model.state_dict())
     dcp.load(tensors, storage_reader=huggingface.reader(policy.source, hf_config))
     loaded = policy.adapter.from_hf(tensors)
@@ -158,12 +158,14 @@ def _load(policy: Policy, hf_config: Any) -> None:
     policy.model.load_state_dict(loaded, strict=True)
 
 
-def _ignored(hf_config: Any) -> re.Pattern[str]:
-    """Names of tensors that are no weights of the model, or of layers that only predict further ahead."""
+def _ignored(hf_config: Any, left_out: tuple[str, ...]) -> re.Pattern[str]:
+    """Names of tensors that are no weights of the model, and those that are left out: layers that predict further
+    ahead, and what begins with one of `left_out`."""
     text = hf_config.get_text_config()
     ahead = layers_ahead(text.num_hidden_layers, getattr(text, "num_nextn_predict_layers", None) or 0).pattern
     endings = _DERIVED + ((huggingface.SCALE,) if huggingface.is_quantized(hf_config) else ())
-    return re.compile("|".join([ahead, *(rf".*{re.escape(ending)}" for ending in endings)]))
+    beginnings = [rf"{re.escape(beginning)}.*" for beginning in left_out]
+    return re.compile("|".join([ahead, *beginnings, *(rf".*{re.escape(ending)}" for ending in endings)]))
 
 
 def _check_names(policy: Policy, ignored: re.Pattern[str]) -> None:

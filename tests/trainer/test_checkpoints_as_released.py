@@ -124,6 +124,28 @@ def test_kimi_k2_is_deepseek_v3(world: World, tmp_path: Path) -> None:
     assert torch.equal(kimi, expected)
 
 
+def test_the_text_model_of_kimi_k25_is_deepseek_v3(world: World, tmp_path: Path) -> None:
+    plain = write(BY_NAME["deepseek_v3"], tmp_path / "plain")
+    tensors = load_file(plain / "model.safetensors")
+    kimi = tmp_path / "kimi"
+    kimi.mkdir()
+    named = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+    vision = {f"{part}.weight": torch.zeros(2, 2) for part in ("vision_tower.patch_embed", "mm_projector.pre_norm")}
+    save_file(named | vision, kimi / "model.safetensors", metadata={"format": "pt"})
+    text = json.loads((plain / "config.json").read_text()) | {"model_type": "kimi_k2"}
+    (kimi / "config.json").write_text(json.dumps({"model_type": "kimi_k25", "text_config": text}))
+
+    tokens = torch.randint(3, 128, (1, SEQ_LEN), generator=torch.Generator().manual_seed(1))
+    positions = torch.arange(SEQ_LEN)[None]
+    policy = build(make_recipe(kimi), world)
+    with torch.no_grad():
+        expected = build(make_recipe(plain), world).logits(tokens, positions)[0]
+        assert torch.equal(policy.logits(tokens, positions)[0], expected)
+    found = exported(policy)
+    assert set(found) == set(named)
+    assert all(torch.equal(found[name], tensor) for name, tensor in named.items())
+
+
 def test_the_selection_bias_is_published_exactly(world: World, tmp_path: Path) -> None:
     path = write(BY_NAME["deepseek_v3"], tmp_path)
     policy = build(make_recipe(path), world)

@@ -65,3 +65,16 @@ def test_glm5_is_a_model_the_trainer_builds() -> None:
     assert not [
         f for f in unbuilt(Recipe.model_validate(recipe_data()), facts, facts.family) if f.field == "model.path"
     ]
+
+
+def test_of_kimi_k2_7_only_the_text_model_is_trained() -> None:
+    config = {"model_type": "kimi_k25", "text_config": MOE}
+    assert texts(config, **SFT) == []
+    (found,) = texts(config)
+    assert "only the text model is trained" in found
+
+
+def test_the_text_config_says_how_weights_are_stored() -> None:
+    stored = {"quant_method": "compressed-tensors", "bits": 4}
+    (found,) = texts({"model_type": "kimi_k25", "text_config": MOE | {"quantization_config": stored}}, **SFT)
+    assert "stored in int4" in found

@@ -43,6 +43,9 @@ def unbuilt(recipe: Recipe, facts: ModelFacts | None, family: str | None) -> lis
     if family is not None and family not in FAMILIES:
         text = f"model type {family!r} is not one the trainer builds"
         found.append(Finding(level="blocked", field="model.path", text=text, fix=f"valid: {', '.join(FAMILIES)}"))
+    if recipe.task == "rl" and family in FAMILIES and FAMILIES[family].text_only:
+        text = f"of {family} only the text model is trained and published; engines insist on the rest"
+        found.append(Finding(level="blocked", field="model.path", text=text, fix="task: sft"))
     if facts is not None and (text := _unread(recipe, facts)):
         found.append(Finding(level="blocked", field="model.path", text=text, fix="convert it to bfloat16 first"))
     return found + [

@@ -7,7 +7,7 @@ from typing import Any
 
 from torchtitan.protocols.model_spec import ModelSpec
 
-from primeslurm.trainer.models import deepseek_v3, glm_moe_dsa, qwen3
+from primeslurm.trainer.models import deepseek_v3, glm_moe_dsa, kimi_k25, qwen3
 
 Builder = Callable[[Any, int, str], ModelSpec]
 FAMILIES: dict[str, Builder] = {
@@ -15,6 +15,7 @@ FAMILIES: dict[str, Builder] = {
     "qwen3_moe": qwen3.spec,
     "deepseek_v3": deepseek_v3.spec,
     "kimi_k2": deepseek_v3.spec,
+    "kimi_k25": kimi_k25.spec,
     "glm_moe_dsa": glm_moe_dsa.spec,
 }
 
