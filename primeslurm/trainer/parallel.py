@@ -19,6 +19,7 @@ from transformers import AutoConfig
 
 from primeslurm.recipe import Recipe
 from primeslurm.trainer import huggingface, logprobs, models
+from primeslurm.trainer.activation_offload import ActivationOffload
 from primeslurm.trainer.loss import Targets
 from primeslurm.trainer.world import World
 
@@ -38,6 +39,10 @@ class Policy:
     """Every tensor name of the model in Hugging Face format, over all ranks."""
     source: Path
     """The directory the model was built from."""
+    dtype: torch.dtype
+    """Compute dtype; the parameters are float32."""
+    device: torch.device
+    """Where it computes; the parameters may be in host memory."""
 
     @property
     def dp_rank(self) -> int:
@@ -104,10 +109,16 @@ def build(recipe: Recipe, world: World) -> Policy:
         data_parallel_replicate_degree=layout.dp_replicate,
         context_parallel_degree=layout.cp,
         expert_parallel_degree=layout.ep,
+        fsdp_reshard_after_forward="default" if layout.reshard_after_forward else "never",
         # torchtitan's default backend needs a newer torch for more than one rank.
         spmd_backend="partial_dtensor",
     )
-    training = TrainingConfig(seq_len=recipe.seq_len, mixed_precision_param=recipe.model.dtype)
+    memory = recipe.trainer.memory
+    training = TrainingConfig(
+        seq_len=recipe.seq_len,
+        mixed_precision_param=recipe.model.dtype,
+        enable_cpu_offload=memory.optimizer_offload,
+    )
     dims = ParallelDims.from_config(parallelism, world.size)
     dist_utils.set_spmd_backend(parallelism.spmd_backend)
 
@@ -131,11 +142,13 @@ def build(recipe: Recipe, world: World) -> Policy:
         ac_config=_CHECKPOINTING[layout.activation_checkpointing],
         dump_folder="",
     )
-    model.to_empty(device=world.device.type)
+    model.to_empty(device="cpu" if memory.optimizer_offload else world.device.type)
     with torch.no_grad():
-        model.init_weights(buffer_device=None)  # computes the RoPE tables
+        model.init_weights(buffer_device=world.device)  # computes the RoPE tables
     model.train()
-    policy = Policy(model, adapter, dims, hf_names, source)
+    if memory.activation_offload:
+        ActivationOffload(world.device).install(model)
+    policy = Policy(model, adapter, dims, hf_names, source, getattr(torch, recipe.model.dtype), world.device)
     _load(policy)
     return policy
 

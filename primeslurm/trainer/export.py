@@ -1,0 +1,84 @@
+"""A checkpoint as a Hugging Face model: `python -m primeslurm.trainer.export --recipe R --checkpoint C --out DIR`.
+
+It needs no GPU and holds one layer at a time, however many ranks wrote the checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from transformers import AutoConfig
+
+from primeslurm.recipe import Recipe
+from primeslurm.trainer import huggingface, models
+
+_PREFIX = "model."
+"""Of the model's tensors in a checkpoint."""
+
+
+def export(recipe: Recipe, checkpoint: Path, out: Path) -> None:
+    """Write a committed checkpoint's weights in the compute dtype to `out`, which must not exist.
+
+    Raises:
+        OSError: a file cannot be read or written.
+        ValueError: the checkpoint is not one of the recipe's model.
+    """
+    source = huggingface.locate(recipe.model.path)
+    spec = models.spec(AutoConfig.from_pretrained(source), recipe.seq_len, "flex")
+    adapter = spec.state_dict_adapter(spec.model, None)
+    with torch.device("meta"):
+        expected = set(adapter.to_hf(spec.model.build().state_dict()))
+    dtype = getattr(torch, recipe.model.dtype)
+    partial = out.with_name(f".{out.name}.partial")
+    huggingface.fresh(partial)
+    index: dict[str, str] = {}
+    for number, layer in enumerate(_layers(checkpoint / "trainer")):
+        tensors = adapter.to_hf({name: tensor.to(dtype) for name, tensor in layer.items()})
+        name = f"model-{number:05d}.safetensors"
+        huggingface.save(tensors, partial / name)
+        index.update(dict.fromkeys(tensors, name))
+    if set(index) != expected:
+        raise ValueError(f"{checkpoint} and {source} differ in {sorted(set(index) ^ expected)[:5]}")
+    huggingface.write_index(partial, index)
+    huggingface.copy_companions(source, partial, dtype)
+    partial.rename(out)
+
+
+def _layers(directory: Path) -> Iterator[dict[str, torch.Tensor]]:
+    """The model's tensors, what belongs to no layer first, then one layer at a time."""
+    stored = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
+    sizes = {
+        name.removeprefix(_PREFIX): entry
+        for name, entry in stored.items()
+        if name.startswith(_PREFIX) and isinstance(entry, TensorStorageMetadata)
+    }
+    for names in huggingface.by_layer(sizes):
+        tensors = {name: torch.empty(sizes[name].size, dtype=sizes[name].properties.dtype) for name in names}
+        dcp.load({_PREFIX.rstrip("."): tensors}, checkpoint_id=directory, no_dist=True)
+        yield tensors
+
+
+def main() -> int:
+    """The command line. Exit code 1 with one line on stderr if it fails."""
+    parser = argparse.ArgumentParser(prog="python -m primeslurm.trainer.export", description=__doc__)
+    parser.add_argument("--recipe", type=Path, required=True, help="resolved recipe, JSON")
+    parser.add_argument("--checkpoint", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    try:
+        recipe = Recipe.model_validate_json(arguments.recipe.read_text())
+        export(recipe, arguments.checkpoint, arguments.out)
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
