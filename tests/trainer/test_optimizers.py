@@ -126,7 +126,7 @@ def trained(directory: Path) -> Weights:
 
 @pytest.fixture(scope="module")
 def runs(moe_model: Path, world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs of every optimizer: `one` process, `two` expert-parallel ranks, and `one-two`: begun by one, ended by two."""
+    """Runs of every optimizer: by `one` process, by `two` expert-parallel ranks, and by one and then the other."""
     root = tmp_path_factory.mktemp("optimizers")
     for kind in TYPES:
         train(root / "one" / kind, moe_model, kind, 1, world)
