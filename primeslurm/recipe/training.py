@@ -76,9 +76,9 @@ class Memory(Section):
     """What is kept in host memory, or computed in pieces, so that a model fits."""
 
     optimizer_offload: bool = False
-    """Masters and optimizer state live in host memory."""
+    """Masters, gradients and optimizer state live in host memory, where the step is made. Not for Muon."""
     activation_offload: bool = False
-    """Saved activations wait in host memory for the backward pass."""
+    """What layers save waits in host memory for the backward pass; with full checkpointing that is their input."""
     lm_head_chunk: PositiveInt | None = None
     """Tokens whose logits exist at once. Default: all of them."""
 

@@ -116,6 +116,7 @@ class Checkpoints:
             self._on_main(lambda: self._begin(directory, step), f"checkpoint of step {step}")
             state = {name: part.state_dict() for name, part in _state(learner).items()}
             where: dict[str, Any] = {"checkpoint_id": directory / "trainer", "process_group": self._group}
+            write: Callable[[], object]
             if self._stager is None:
                 write = partial(dcp.save, state, **where)
             else:

@@ -53,17 +53,20 @@ class Muon(torch.optim.Optimizer):
         super().__init__(named, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
         self._dtype = dtype
 
-    @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         """Update every parameter that has a gradient. A collective."""
-        for group in self.param_groups:
-            for together in _bunches(group["params"]):
-                updates = [self._momentum(parameter, group["momentum"]) for parameter in together]
-                for parameter, direction in zip(together, self._directions(together, updates), strict=True):
-                    scale = 0.2 * math.sqrt(max(parameter.shape[-2:]))
-                    local = parameter.to_local()
-                    local.mul_(1 - group["lr"] * group["weight_decay"])
-                    local.add_(direction, alpha=-group["lr"] * scale)
+        with torch.no_grad():
+            for group in self.param_groups:
+                for together in _bunches(group["params"]):
+                    self._update(together, group)
+
+    def _update(self, together: list[Any], group: dict[str, Any]) -> None:
+        momenta = [self._momentum(parameter, group["momentum"]) for parameter in together]
+        for parameter, direction in zip(together, self._directions(together, momenta), strict=True):
+            scale = 0.2 * math.sqrt(max(parameter.shape[-2:]))
+            local = parameter.to_local()
+            local.mul_(1 - group["lr"] * group["weight_decay"])
+            local.add_(direction, alpha=-group["lr"] * scale)
 
     def _momentum(self, parameter: Any, momentum: float) -> torch.Tensor:
         """This rank's shard of the averaged gradient, looked ahead by one step (Nesterov)."""
@@ -74,13 +77,13 @@ class Muon(torch.optim.Optimizer):
         average.lerp_(gradient, 1 - momentum)
         return gradient.lerp(average, momentum)
 
-    def _directions(self, together: list[Any], updates: list[torch.Tensor]) -> Iterable[torch.Tensor]:
+    def _directions(self, together: list[Any], momenta: list[torch.Tensor]) -> Iterable[torch.Tensor]:
         first = together[0]
         if first.ndim == 3:
-            return [self._direction(first, first.shape, first.placements, updates[0])]
+            return [self._direction(first, first.shape, first.placements, momenta[0])]
         shape = torch.Size((len(together), *first.shape))
         placements = [Shard(place.dim + 1) if isinstance(place, Shard) else place for place in first.placements]
-        return self._direction(first, shape, placements, torch.stack(updates)).unbind()
+        return self._direction(first, shape, placements, torch.stack(momenta)).unbind()
 
     def _direction(self, like: Any, shape: torch.Size, placements: Any, local: torch.Tensor) -> torch.Tensor:
         """Orthogonalize a stack of which this rank holds `local`; its part of the result."""

@@ -31,14 +31,14 @@ class SignSGD(torch.optim.Optimizer):
     def __init__(self, named: Iterable[tuple[str, torch.Tensor]], lr: float, weight_decay: float) -> None:
         super().__init__(named, {"lr": lr, "weight_decay": weight_decay})
 
-    @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         """Update every parameter that has a gradient."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                    parameter.sub_(parameter.grad.sign(), alpha=group["lr"])
+        with torch.no_grad():
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                        parameter.sub_(parameter.grad.sign(), alpha=group["lr"])
 
 
 class Optimizers:

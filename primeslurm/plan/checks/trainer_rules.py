@@ -138,5 +138,6 @@ TRAINER_RULES = (
     Rule("vision-truncation", "warning", "seq_len", "Vision samples fit into seq_len", _vision_truncation,
          "as long as the longest sample", "prime-rl 0.6.0 docs, VLM"),
     Rule("offload-optimizer", "error", "trainer.memory.optimizer_offload", "No Muon on the host",
-         _host_memory, "optimizer.type: adamw, sgd or sign_sgd", "prime-rl 0.6.0 validator"),
+         _host_memory, "optimizer.type: adamw, sgd or sign_sgd",
+         "prime-rl 0.6.0 validator (AdamW and SignSGD alone there)"),
 )  # fmt: skip
