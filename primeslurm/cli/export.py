@@ -32,8 +32,8 @@ def export(
     checkpoint = checkpoints.step_dir(found.path, step or checkpoints.committed(found.path)[-1])
     if damage := checkpoints.damage(checkpoint):
         raise RunError("\n".join(damage))
-    argv = [sys.executable, "-m", "primeslurm.trainer.export", "--recipe", str(found.path / "recipe.resolved.json")]
-    argv += ["--checkpoint", str(checkpoint), "--out", str(target)]
+    argv = [sys.executable, "-m", "primeslurm.trainer.checkpoint_export", "--checkpoint", str(checkpoint)]
+    argv += ["--recipe", str(found.path / "recipe.resolved.json"), "--out", str(target)]
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(argv, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
     if done.returncode:

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import safe_open
 
 INDEX = "model.safetensors.index.json"
-_LAYER = re.compile(r"layers\.(\d+)\.")
 _COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model")
 
 
@@ -38,36 +34,6 @@ def tensor_names(directory: Path) -> set[str]:
         with safe_open(file, framework="pt") as handle:
             names.update(handle.keys())
     return names
-
-
-def by_layer(names: Iterable[str]) -> list[list[str]]:
-    """Our parameter names: those that belong to no layer, then those of each layer."""
-    layers: dict[int, list[str]] = {}
-    for name in names:
-        match = _LAYER.match(name)
-        layers.setdefault(int(match[1]) if match else -1, []).append(name)
-    return [layers[layer] for layer in sorted(layers)]
-
-
-def save(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """Write one safetensors file. Raises OSError."""
-    try:
-        whole = {name: tensor.contiguous().cpu() for name, tensor in tensors.items()}
-        save_file(whole, path, metadata={"format": "pt"})
-    except SafetensorError as error:
-        raise OSError(str(error)) from error
-
-
-def write_index(directory: Path, files: dict[str, str]) -> None:
-    """Write which file holds which tensor. Raises OSError."""
-    (directory / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": files}, indent=2) + "\n")
-
-
-def fresh(directory: Path) -> None:
-    """An empty directory, whatever was there. Raises OSError."""
-    if directory.exists():
-        shutil.rmtree(directory)
-    directory.mkdir(parents=True)
 
 
 def copy_companions(source: Path, target: Path, dtype: torch.dtype) -> None:

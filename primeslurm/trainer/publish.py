@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from primeslurm.trainer import huggingface
 from primeslurm.trainer.parallel import Policy
 from primeslurm.trainer.world import World
 from primeslurm.wire import checkpoints, weights
+
+_LAYER = re.compile(r"layers\.(\d+)\.")
 
 
 class Publisher:
@@ -39,9 +45,7 @@ class Publisher:
         """
         final = weights.version_dir(self._run_dir, version)
         partial = final.with_name(f".{final.name}.partial")
-        self._world.agree(
-            _attempt(lambda: huggingface.fresh(partial)) if self._world.is_main else None, f"publishing v{version}"
-        )
+        self._world.agree(_attempt(lambda: _fresh(partial)) if self._world.is_main else None, f"publishing v{version}")
         index, failure = self._write_tensors(partial)
         self._world.agree(failure, f"publishing v{version}")
         if self._world.is_main:
@@ -70,14 +74,15 @@ class Publisher:
             name = f"model-{number:05d}.safetensors"
             index.update(dict.fromkeys(tensors, name))
             if number % self._world.size == self._world.rank and failure is None:
-                failure = _attempt(lambda t=tensors, n=name: huggingface.save(t, directory / n))
+                failure = _attempt(lambda t=tensors, n=name: _save(t, directory / n))
         return index, failure
 
     def _complete(self, partial: Path, final: Path, version: int, index: dict[str, str]) -> None:
         if set(index) != self._policy.hf_names:
             raise RuntimeError(f"export and model differ in {sorted(set(index) ^ self._policy.hf_names)[:5]}")
         huggingface.copy_companions(self._policy.source, partial, self._dtype)
-        huggingface.write_index(partial, index)
+        document = {"metadata": {}, "weight_map": index}
+        (partial / huggingface.INDEX).write_text(json.dumps(document, indent=2) + "\n")
         weights.complete(partial, version, str(self._dtype).removeprefix("torch."))
         _remove(final)
         partial.rename(final)
@@ -90,23 +95,39 @@ def export(policy: Policy, dtype: torch.dtype) -> Iterator[dict[str, torch.Tenso
 
     The first dictionary holds what belongs to no layer. At most one layer is gathered at a time.
     """
-    state = policy.model.state_dict()  # detached from autograd
-    for names in huggingface.by_layer(state):
+    layers: dict[int, dict[str, Any]] = {}
+    for name, tensor in policy.model.state_dict().items():  # detached from autograd
+        match = _LAYER.match(name)
+        layers.setdefault(int(match[1]) if match else -1, {})[name] = tensor
+    for layer in sorted(layers):
         # Offloaded masters visit the device: gathering is faster there.
-        yield policy.adapter.to_hf({name: _whole(state[name].to(policy.device, dtype)) for name in names})
+        whole = {name: _whole(tensor.to(policy.device, dtype)) for name, tensor in layers[layer].items()}
+        yield policy.adapter.to_hf(whole)
 
 
 def _whole(tensor: Any) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+
+
 def _attempt(action: Any) -> OSError | None:
-    """The OSError that `action` raises, if any."""
+    """The OSError that `action` raises, if any; safetensors wraps its own."""
     try:
         action()
     except OSError as error:
         return error
+    except SafetensorError as error:
+        return OSError(str(error))
     return None
+
+
+def _fresh(directory: Path) -> None:
+    if directory.exists():
+        shutil.rmtree(directory)
+    directory.mkdir(parents=True)
 
 
 def _remove(directory: Path) -> None:

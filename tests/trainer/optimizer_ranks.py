@@ -58,10 +58,33 @@ def steps(learner: Learner, saver: Checkpoints | None, directory: Path, done: in
     Publisher(policy, directory, torch.float32, 1, world).publish(3)
 
 
+def check_muon() -> None:
+    """However matrices are cut, and however many there are: every rank's part is that of the whole."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from primeslurm.trainer.muon import Muon, orthogonalize
+
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
+    generator = torch.Generator().manual_seed(0)
+    for shape, dim in (((5, 6), 0), ((3, 5, 6), 0), ((3, 5, 6), 1), ((3, 6, 5), 2)):
+        gradients = torch.randn((3, *shape), generator=generator)
+        parameters = [torch.nn.Parameter(distribute_tensor(torch.zeros(shape), mesh, [Shard(dim)])) for _ in gradients]
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = distribute_tensor(gradient, mesh, [Shard(dim)])
+        named = [(str(index), parameter) for index, parameter in enumerate(parameters)]
+        Muon(named, lr=1.0, momentum=0.0, weight_decay=0.0, dtype=torch.float32).step()
+        for (_, parameter), gradient in zip(named, gradients, strict=True):
+            expected = -0.2 * max(shape[-2:]) ** 0.5 * orthogonalize(gradient)
+            torch.testing.assert_close(parameter.full_tensor(), expected, atol=1e-5, rtol=1e-5)
+
+
 def main() -> None:
     """Arguments: model, root directory of the runs."""
     model, root = Path(sys.argv[1]), Path(sys.argv[2])
     world = join(Interrupt(), patience_s=60)
+    check_muon()
     for kind in TYPES:
         train(root / "two" / kind, model, kind, 2, world)
         resume(root / "one" / kind, root / "one-two" / kind, model, kind, 2, world)

@@ -1,17 +1,24 @@
-"""A checkpoint as a Hugging Face model: `python -m primeslurm.trainer.export --recipe R --checkpoint C --out DIR`.
+"""A checkpoint as a Hugging Face model: one process without a GPU, one layer in memory at a time.
 
-It needs no GPU and holds one layer at a time, however many ranks wrote the checkpoint.
+    python -m primeslurm.trainer.checkpoint_export --recipe RESOLVED --checkpoint DIR --out DIR
+
+It does not matter how many ranks wrote the checkpoint.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import re
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoConfig
 
@@ -20,6 +27,7 @@ from primeslurm.trainer import huggingface, models
 
 _PREFIX = "model."
 """Of the model's tensors in a checkpoint."""
+_LAYER = re.compile(r"layers\.(\d+)\.")
 
 
 def export(recipe: Recipe, checkpoint: Path, out: Path) -> None:
@@ -27,8 +35,10 @@ def export(recipe: Recipe, checkpoint: Path, out: Path) -> None:
 
     Raises:
         OSError: a file cannot be read or written.
-        ValueError: the checkpoint is not one of the recipe's model.
+        ValueError: the checkpoint is not one of the recipe's model, or holds adapters alone.
     """
+    if recipe.trainer.lora is not None:
+        raise ValueError("checkpoints of adapters hold no whole model; published versions, in weights/, do")
     source = huggingface.locate(recipe.model.path)
     spec = models.spec(AutoConfig.from_pretrained(source), recipe.seq_len, "flex")
     adapter = spec.state_dict_adapter(spec.model, None)
@@ -36,16 +46,18 @@ def export(recipe: Recipe, checkpoint: Path, out: Path) -> None:
         expected = set(adapter.to_hf(spec.model.build().state_dict()))
     dtype = getattr(torch, recipe.model.dtype)
     partial = out.with_name(f".{out.name}.partial")
-    huggingface.fresh(partial)
+    if partial.exists():
+        shutil.rmtree(partial)
+    partial.mkdir()
     index: dict[str, str] = {}
     for number, layer in enumerate(_layers(checkpoint / "trainer")):
         tensors = adapter.to_hf({name: tensor.to(dtype) for name, tensor in layer.items()})
-        name = f"model-{number:05d}.safetensors"
-        huggingface.save(tensors, partial / name)
-        index.update(dict.fromkeys(tensors, name))
+        file = f"model-{number:05d}.safetensors"
+        save_file({name: t.contiguous() for name, t in tensors.items()}, partial / file, metadata={"format": "pt"})
+        index.update(dict.fromkeys(tensors, file))
     if set(index) != expected:
         raise ValueError(f"{checkpoint} and {source} differ in {sorted(set(index) ^ expected)[:5]}")
-    huggingface.write_index(partial, index)
+    (partial / huggingface.INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}, indent=2) + "\n")
     huggingface.copy_companions(source, partial, dtype)
     partial.rename(out)
 
@@ -58,7 +70,11 @@ def _layers(directory: Path) -> Iterator[dict[str, torch.Tensor]]:
         for name, entry in stored.items()
         if name.startswith(_PREFIX) and isinstance(entry, TensorStorageMetadata)
     }
-    for names in huggingface.by_layer(sizes):
+    layers: dict[int, list[str]] = {}
+    for name in sizes:
+        match = _LAYER.match(name)
+        layers.setdefault(int(match[1]) if match else -1, []).append(name)
+    for _, names in sorted(layers.items()):
         tensors = {name: torch.empty(sizes[name].size, dtype=sizes[name].properties.dtype) for name in names}
         dcp.load({_PREFIX.rstrip("."): tensors}, checkpoint_id=directory, no_dist=True)
         yield tensors
@@ -66,7 +82,7 @@ def _layers(directory: Path) -> Iterator[dict[str, torch.Tensor]]:
 
 def main() -> int:
     """The command line. Exit code 1 with one line on stderr if it fails."""
-    parser = argparse.ArgumentParser(prog="python -m primeslurm.trainer.export", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m primeslurm.trainer.checkpoint_export", description=__doc__)
     parser.add_argument("--recipe", type=Path, required=True, help="resolved recipe, JSON")
     parser.add_argument("--checkpoint", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
@@ -74,7 +90,7 @@ def main() -> int:
     try:
         recipe = Recipe.model_validate_json(arguments.recipe.read_text())
         export(recipe, arguments.checkpoint, arguments.out)
-    except (OSError, ValueError) as error:
+    except (OSError, SafetensorError, ValueError) as error:
         print(error, file=sys.stderr)
         return 1
     return 0
