@@ -19,6 +19,8 @@ class Capabilities:
     router_replay: bool = False
     head_chunks: bool = True
     """Logits in chunks of tokens."""
+    offload: bool = True
+    """Activations, or masters and optimizer state, in host memory."""
 
 
 FAMILIES: dict[str, Capabilities] = {
@@ -32,7 +34,7 @@ FAMILIES: dict[str, Capabilities] = {
 }
 """`model_type` of config.json to what works with our own implementation of it."""
 
-GENERIC = Capabilities(head_chunks=False)
+GENERIC = Capabilities(head_chunks=False, offload=False)
 """The implementation in transformers: sharded by FSDP, and nothing else."""
 
 

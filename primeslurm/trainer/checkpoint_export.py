@@ -14,6 +14,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -24,10 +25,11 @@ from transformers import AutoConfig
 
 from primeslurm.recipe import Recipe
 from primeslurm.trainer import huggingface, models
+from primeslurm.trainer.models import generic
 
 _PREFIX = "model."
 """Of the model's tensors in a checkpoint."""
-_LAYER = re.compile(r"layers\.(\d+)\.")
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 
 def export(recipe: Recipe, checkpoint: Path, out: Path) -> None:
@@ -40,10 +42,7 @@ def export(recipe: Recipe, checkpoint: Path, out: Path) -> None:
     if recipe.trainer.lora is not None:
         raise ValueError("checkpoints of adapters hold no whole model; published versions, in weights/, do")
     source = huggingface.locate(recipe.model.path)
-    spec = models.spec(AutoConfig.from_pretrained(source), recipe.seq_len, "flex")
-    adapter = spec.state_dict_adapter(spec.model, None)
-    with torch.device("meta"):
-        expected = set(adapter.to_hf(spec.model.build().state_dict()))
+    adapter, expected = _adapter(recipe, AutoConfig.from_pretrained(source))
     dtype = getattr(torch, recipe.model.dtype)
     partial = out.with_name(f".{out.name}.partial")
     if partial.exists():
@@ -62,6 +61,19 @@ def export(recipe: Recipe, checkpoint: Path, out: Path) -> None:
     partial.rename(out)
 
 
+def _adapter(recipe: Recipe, config: Any) -> tuple[Any, set[str]]:
+    """What turns our tensors into those of Hugging Face, and all of their names."""
+    adapter: Any
+    with torch.device("meta"):
+        if models.is_generic(recipe.model.impl, config):
+            model: Any = generic.GenericModel(config)
+            adapter = generic.GenericAdapter(model)
+        else:
+            spec = models.spec(config, recipe.seq_len, "flex")
+            model, adapter = spec.model.build(), spec.state_dict_adapter(spec.model, None)
+    return adapter, set(adapter.to_hf(model.state_dict()))
+
+
 def _layers(directory: Path) -> Iterator[dict[str, torch.Tensor]]:
     """The model's tensors, what belongs to no layer first, then one layer at a time."""
     stored = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
@@ -72,7 +84,7 @@ def _layers(directory: Path) -> Iterator[dict[str, torch.Tensor]]:
     }
     layers: dict[int, list[str]] = {}
     for name in sizes:
-        match = _LAYER.match(name)
+        match = _LAYER.search(name)
         layers.setdefault(int(match[1]) if match else -1, []).append(name)
     for _, names in sorted(layers.items()):
         tensors = {name: torch.empty(sizes[name].size, dtype=sizes[name].properties.dtype) for name in names}

@@ -120,6 +120,7 @@ def build(recipe: Recipe, world: World) -> Policy:
         mixed_precision_param=recipe.model.dtype,
         enable_cpu_offload=memory.optimizer_offload,
     )
+    dtype = getattr(torch, recipe.model.dtype)
     dims = ParallelDims.from_config(parallelism, world.size)
     dist_utils.set_spmd_backend(parallelism.spmd_backend)
 
@@ -127,7 +128,7 @@ def build(recipe: Recipe, world: World) -> Policy:
     config = AutoConfig.from_pretrained(source)
     if models.is_generic(recipe.model.impl, config):
         model, adapter, hf_names = generic.build(config, dims, recipe, world.device)
-        policy = Policy(model, adapter, dims, hf_names, source)
+        policy = Policy(model, adapter, dims, hf_names, source, dtype, world.device)
         _load(policy)
         return policy
     # Varlen kernels are bfloat16 only and cannot split a sequence.
@@ -155,7 +156,7 @@ def build(recipe: Recipe, world: World) -> Policy:
     model.train()
     if memory.activation_offload:
         ActivationOffload(world.device).install(model)
-    policy = Policy(model, adapter, dims, hf_names, source, getattr(torch, recipe.model.dtype), world.device)
+    policy = Policy(model, adapter, dims, hf_names, source, dtype, world.device)
     _load(policy)
     return policy
 

@@ -31,6 +31,10 @@ GAPS = (
 )  # fmt: skip
 
 
+def _offloads(recipe: Recipe) -> bool:
+    return recipe.trainer.memory.optimizer_offload or recipe.trainer.memory.activation_offload
+
+
 @dataclass(frozen=True)
 class FamilyNeed(Gap):
     """A field that only some model families can follow."""
@@ -47,6 +51,7 @@ NEEDS = (
     FamilyNeed("trainer.router_replay", "router replay", lambda r: r.trainer.router_replay, "false", "router_replay"),
     FamilyNeed("trainer.memory", "logits in chunks", lambda r: r.trainer.memory.lm_head_chunk, "leave it out",
         "head_chunks"),
+    FamilyNeed("trainer.memory", "offload to host memory", _offloads, "leave it out", "offload"),
 )  # fmt: skip
 
 
