@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from primeslurm.trainer import compat  # isort: skip  (before torchtitan)
 import torch
@@ -63,6 +63,14 @@ class LocalDocuments:
     """Boundaries among this rank's queries, and among these keys."""
 
 
+@runtime_checkable
+class Shardable(Protocol):
+    """The masks of attention that gathers by itself what it needs of other ranks, whatever the style."""
+
+    def shard(self, group: ProcessGroup) -> Any:
+        """What this rank's piece of each row needs."""
+
+
 @dataclass(frozen=True)
 class ContextParallel:
     """This rank's place among those that share rows."""
@@ -76,6 +84,8 @@ class ContextParallel:
 
     def masks(self, masks: Any, seq_len: int) -> Any:
         """The masks of whole rows as attention needs them here; a mapping is of several kinds of layers."""
+        if isinstance(masks, Shardable):
+            return masks.shard(self.group)
         if self.style == "ulysses":
             return masks
         if isinstance(masks, Mapping):
