@@ -90,7 +90,8 @@ if not ON_CPU and importlib.util.find_spec("flash_attn_interface") is None:
 
 def all_gather(tensor: torch.Tensor, dim: int, group: ProcessGroup) -> torch.Tensor:
     """Every rank's tensor, concatenated along `dim`. Gradients are summed, and scattered back."""
-    return _waited(collectives.all_gather_single(tensor.contiguous(), dim, group))
+    parts = _waited(collectives.all_gather_single(tensor.contiguous(), 0, group)).unflatten(0, (group.size(), -1))
+    return parts.movedim(0, dim).flatten(dim, dim + 1)
 
 
 def all_to_all(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
@@ -99,7 +100,8 @@ def all_to_all(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
 
 
 def _waited(tensor: torch.Tensor) -> torch.Tensor:
-    # What follows may be compiled, and then cannot take a tensor that is still on its way.
+    # What follows may be compiled, and then cannot take a tensor that is still on its way. Only what a collective
+    # returns may wait like this: autograd loses what was computed from it.
     return tensor.wait() if isinstance(tensor, collectives.AsyncCollectiveTensor) else tensor
 
 

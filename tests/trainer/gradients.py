@@ -46,7 +46,7 @@ def gradients(layout: Layout, directory: Path, world: World) -> dict[str, torch.
         micro = [part[rows] for part in share]
         if len(micro[0]):
             _loss(policy, *micro).backward()
-    return {name: _whole(parameter) for name, parameter in policy.model.named_parameters()}
+    return {name: _whole(parameter) for name, parameter in policy.model.named_parameters() if parameter.requires_grad}
 
 
 def _batch() -> list[torch.Tensor]:

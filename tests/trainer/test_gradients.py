@@ -30,6 +30,12 @@ TWO_RANKS = [
     Layout("glm4_moe", {"cp": 2, "ep": 2}, "varlen"),
     Layout("minimax_m2", {"cp": 2, "ep": 2}, "varlen"),
     Layout("laguna", {"cp": 2, "ep": 2}, "varlen"),
+    Layout("deepseek_v3", {"cp": 2, "ep": 2}, "varlen"),
+    Layout("deepseek_v3", {"cp": 2, "cp_style": "allgather"}, "varlen"),
+    Layout("glm_moe_dsa", {"cp": 2, "ep": 2}),
+    # attention sinks
+    Layout("gpt_oss", {"cp": 2, "ep": 2}, "varlen"),
+    Layout("gpt_oss", {"cp": 2, "cp_style": "allgather"}),
     # windows, and several masks
     Layout("afmoe", {"cp": 2, "ep": 2}, "varlen"),
     Layout("afmoe", {"cp": 2, "cp_style": "allgather"}, "varlen"),
@@ -44,6 +50,7 @@ FOUR_RANKS = [
     Layout("qwen3_moe", {"cp": 2, "ep": 2, "cp_style": "allgather"}),
     Layout("qwen3_moe", {"dp_replicate": 2, "cp": 2, "ep": 2}, "varlen"),
     Layout("qwen3", {"cp": 4}, "varlen"),
+    Layout("glm_moe_dsa", {"cp": 2, "ep": 4}),
 ]
 
 
