@@ -10,18 +10,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from primeslurm.orchestrator.groups import Group
+from primeslurm.wire import routed_experts
 from primeslurm.wire.rollouts import Bool, Float32, Int32, Rollout, Row
+from primeslurm.wire.routed_experts import RoutedExperts
 
 
 @dataclass(frozen=True)
 class Document:
-    """One sequence to train on. All arrays have shape [n_tokens]."""
+    """One sequence to train on. All arrays have shape [n_tokens], routed experts [n_tokens, layers, top_k]."""
 
     token_ids: Int32
     mask: Bool
     logprobs: Float32
     advantage: float
     on_policy: bool
+    routed_experts: RoutedExperts | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -49,10 +52,11 @@ def pack(docs: Sequence[Document], seq_len: int, ranks: int, temperature: float)
     """
     bins = _fit([len(doc) for doc in docs], seq_len)
     per_rank = max(1, -(-len(bins) // ranks))
+    routed = next((doc.routed_experts for doc in docs if doc.routed_experts is not None), None)
     dealt = _deal([sum(len(docs[i]) for i in members) for members in bins], ranks, per_rank)
     return [
-        [_row([docs[i] for i in bins[b]], seq_len, temperature) for b in mine]
-        + [_row([], seq_len, temperature)] * (per_rank - len(mine))
+        [_row([docs[i] for i in bins[b]], seq_len, temperature, routed) for b in mine]
+        + [_row([], seq_len, temperature, routed)] * (per_rank - len(mine))
         for mine in dealt
     ]
 
@@ -67,7 +71,8 @@ def _document(rollout: Rollout, advantage: float, seq_len: int, version: int) ->
     mask[:1] = False
     # A rollout that was in flight over an update has KV of the older policy even under its newer tokens.
     on_policy = rollout.info.opened_version == version and not rollout.is_mixed
-    return Document(rollout.token_ids[:seq_len], mask, rollout.logprobs[:seq_len], advantage, on_policy)
+    routed = None if rollout.routed_experts is None else rollout.routed_experts[:seq_len]
+    return Document(rollout.token_ids[:seq_len], mask, rollout.logprobs[:seq_len], advantage, on_policy, routed)
 
 
 def _fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -95,7 +100,7 @@ def _deal(weights: Sequence[int], ranks: int, per_rank: int) -> list[list[int]]:
     return dealt
 
 
-def _row(docs: Sequence[Document], seq_len: int, temperature: float) -> Row:
+def _row(docs: Sequence[Document], seq_len: int, temperature: float, routed: RoutedExperts | None) -> Row:
     padding = seq_len - sum(len(doc) for doc in docs)
     lengths = [*(len(doc) for doc in docs), padding]
 
@@ -111,4 +116,7 @@ def _row(docs: Sequence[Document], seq_len: int, temperature: float) -> Row:
         advantages=joined([np.full(len(doc), doc.advantage, np.float32) for doc in docs], np.float32),
         temperatures=np.full(seq_len, temperature, np.float32),
         on_policy=joined([np.full(len(doc), doc.on_policy, np.bool_) for doc in docs], np.bool_),
+        routed_experts=None
+        if routed is None
+        else routed_experts.join([*(doc.routed_experts for doc in docs), None], lengths, routed),
     )

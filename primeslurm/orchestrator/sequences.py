@@ -15,7 +15,9 @@ import verifiers.v1 as vf
 
 from primeslurm.orchestrator.endpoint import Completion
 from primeslurm.orchestrator.jobs import Job, RolloutFailed
+from primeslurm.wire import routed_experts
 from primeslurm.wire.rollouts import Rollout, RolloutInfo
+from primeslurm.wire.routed_experts import RoutedExperts
 
 
 def trainable_trace(episode: vf.Episode) -> vf.Trace:
@@ -86,7 +88,15 @@ def _sequence(
         np.array(mask, np.bool_),
         np.array(logprobs, np.float32),
         np.array(sampled_by, np.int32),
+        _routed_experts([trace.nodes[i] for i in path]),
     )
+
+
+def _routed_experts(nodes: Sequence[vf.MessageNode]) -> RoutedExperts | None:
+    """Of a path, if the engines returned any."""
+    parts = [node.routed_experts for node in nodes]
+    known = next((part for part in parts if part is not None), None)
+    return None if known is None else routed_experts.join(parts, [len(node.token_ids) for node in nodes], known)
 
 
 def _versions_by_node(trace: vf.Trace, completions: Sequence[Completion]) -> dict[int, list[int]]:
