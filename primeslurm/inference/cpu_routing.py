@@ -46,10 +46,10 @@ def _accept(config: type) -> None:
 def _initialize(runner: type) -> None:
     original = expect(runner, "initialize_kv_cache", ("self", "kv_cache_config", "is_profiling"))
 
-    def initialize_kv_cache(self: Any, kv_cache_config: Any, is_profiling: bool = False, *args: Any, **more: Any) -> None:
+    def initialize_kv_cache(self: Any, kv_cache_config: Any, is_profiling: bool = False, **more: Any) -> None:
         from vllm.distributed.aux_output_connector.worker import get_aux_output_connector
 
-        original(self, kv_cache_config, is_profiling, *args, **more)
+        original(self, kv_cache_config, is_profiling, **more)
         self.routed_experts = None
         if self.vllm_config.aux_output_config.enabled and not is_profiling:
             self.routed_experts = get_aux_output_connector(self.model, self.vllm_config, kv_cache_config)

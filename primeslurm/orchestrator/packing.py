@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from primeslurm.orchestrator.groups import Group
+from primeslurm.recipe.rollouts import AdvantageRule
 from primeslurm.wire import routed_experts
 from primeslurm.wire.rollouts import Bool, Float32, Int32, Rollout, Row
 from primeslurm.wire.routed_experts import RoutedExperts
@@ -30,7 +31,7 @@ class Document:
         return len(self.token_ids)
 
 
-def documents(groups: Sequence[Group], seq_len: int, version: int) -> list[Document]:
+def documents(groups: Sequence[Group], seq_len: int, version: int, rule: AdvantageRule) -> list[Document]:
     """All sequences of the groups, cut to seq_len, to be trained on policy `version`.
 
     A first token has no predecessor, so it is never trained.
@@ -38,7 +39,7 @@ def documents(groups: Sequence[Group], seq_len: int, version: int) -> list[Docum
     return [
         _document(branch, advantage, seq_len, version)
         for group in groups
-        for branches, advantage in zip(group.rollouts, group.advantages, strict=True)
+        for branches, advantage in zip(group.rollouts, group.advantages(rule), strict=True)
         for branch in branches
     ]
 

@@ -21,6 +21,6 @@ class Capabilities:
 
 FAMILIES: dict[str, Capabilities] = {
     "qwen3": Capabilities(cp=True),
-    "qwen3_moe": Capabilities(ep=True, cp=True),
+    "qwen3_moe": Capabilities(ep=True, cp=True, router_replay=True),
 }
 """`model_type` of config.json to what works with it."""

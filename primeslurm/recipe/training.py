@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from primeslurm.recipe.base import Section
+from primeslurm.recipe.losses import DppoLoss, Loss
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -34,20 +35,6 @@ class Optimizer(Section):
     """Global gradient norm is clipped to this; null = no clipping."""
     warmup_steps: NonNegativeInt = 0
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-
-
-class Loss(Section):
-    """Importance-weighted policy gradient, masked where the probability moved too far.
-
-    Per token, with d = trainer logprob - engine logprob, r = exp(d), dp = p_trainer - p_engine:
-    `-A * r * keep + kl_tau * d**2`; keep is false if A > 0 and dp > mask_high, or A <= 0 and dp < -mask_low.
-    """
-
-    type: Literal["dppo"] = "dppo"
-    mask_low: PositiveFloat = 0.2
-    mask_high: PositiveFloat = 0.2
-    adv_tau: PositiveFloat = 1.0
-    kl_tau: float = 1e-3
 
 
 class Parallelism(Section):
@@ -84,7 +71,7 @@ class Trainer(Section):
     """The torchtitan trainer."""
 
     optimizer: Optimizer = Optimizer()
-    loss: Loss = Loss()
+    loss: Annotated[Loss, Field(discriminator="type")] = DppoLoss()
     parallelism: Parallelism = Parallelism()
     memory: Memory = Memory()
     lora: Lora | None = None

@@ -25,7 +25,6 @@ GAPS = (
     Gap("trainer.optimizer.type", "optimizer but AdamW", lambda r: r.trainer.optimizer.type != "adamw", "adamw"),
     Gap("trainer.fp8", "FP8 training", lambda r: r.trainer.fp8, "false"),
     Gap("trainer.lora", "LoRA", lambda r: r.trainer.lora, "leave it out"),
-    Gap("trainer.router_replay", "router replay", lambda r: r.trainer.router_replay, "false"),
     Gap("trainer.parallelism.ep_backend", "DeepEP", lambda r: r.trainer.parallelism.ep_backend != "torch", "torch"),
     Gap("trainer.memory", "optimizer offload", lambda r: r.trainer.memory.optimizer_offload, "leave it out"),
     Gap("trainer.memory", "activation offload", lambda r: r.trainer.memory.activation_offload, "leave it out"),
