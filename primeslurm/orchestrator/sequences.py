@@ -9,6 +9,7 @@ context in the others.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import verifiers.v1 as vf
@@ -16,7 +17,7 @@ import verifiers.v1 as vf
 from primeslurm.orchestrator.endpoint import Completion
 from primeslurm.orchestrator.jobs import Job, RolloutFailed
 from primeslurm.wire import routed_experts
-from primeslurm.wire.rollouts import Rollout, RolloutInfo
+from primeslurm.wire.rollouts import Bool, Rollout, RolloutInfo
 from primeslurm.wire.routed_experts import RoutedExperts
 
 
@@ -36,8 +37,10 @@ def trainable_trace(episode: vf.Episode) -> vf.Trace:
     return traces[0]
 
 
-def sequences(job: Job, trace: vf.Trace, completions: Sequence[Completion], seconds: float) -> tuple[Rollout, ...]:
-    """The token sequences of a finished trace.
+def sequences(
+    job: Job, trace: vf.Trace, completions: Sequence[Completion], seconds: float, observed: bool
+) -> tuple[Rollout, ...]:
+    """The token sequences of a finished trace; `observed`: with the tokens that the environment answered marked.
 
     Raises:
         RolloutFailed: nothing was sampled, or a sampled message is not among the recorded completions.
@@ -63,7 +66,8 @@ def sequences(job: Job, trace: vf.Trace, completions: Sequence[Completion], seco
         path = [index[id(node)] for node in branch.nodes]
         if not branch.trainable or not any(i in versions and i not in trained for i in path):
             continue
-        result.append(_sequence(info, trace, path, versions, trained))
+        sequence = _sequence(info, trace, path, versions, trained)
+        result.append(replace(sequence, observed=_observed(trace, path, trained)) if observed else sequence)
         trained.update(path)
     return tuple(result)
 
@@ -90,6 +94,16 @@ def _sequence(
         np.array(sampled_by, np.int32),
         _routed_experts([trace.nodes[i] for i in path]),
     )
+
+
+def _observed(trace: vf.Trace, path: Sequence[int], trained: set[int]) -> Bool:
+    """Tokens of the environment's messages after the policy's first answer, each in one sequence only."""
+    parts, answered = [], False
+    for i in path:
+        node = trace.nodes[i]
+        parts.append(np.full(len(node.token_ids), answered and not node.sampled and i not in trained))
+        answered = answered or node.sampled
+    return np.concatenate(parts)
 
 
 def _routed_experts(nodes: Sequence[vf.MessageNode]) -> RoutedExperts | None:

@@ -80,7 +80,8 @@ class Worker:
             )
         finally:
             completions = [completion for trace in traces for completion in client.endpoint.take(trace)]
-        return sequences(job, trainable_trace(episode), completions, time.monotonic() - started)
+        observed = self._recipe.orchestrator.echo is not None
+        return sequences(job, trainable_trace(episode), completions, time.monotonic() - started, observed)
 
     def _sampling(self, job: Job) -> vf.SamplingConfig:
         wanted = self._recipe.orchestrator.sampling.model_dump(exclude_none=True)

@@ -54,6 +54,9 @@ class Orchestrator(Section):
     advantages: AdvantageRule = "grpo"
     """grpo: reward minus the group's mean. max_rl: that over the mean, which favours rare success; rewards must not be
     negative."""
+    echo: PositiveFloat | None = None
+    """Also train on what environments answered (tool and user messages after the policy's first answer), by
+    cross-entropy times this; 0.1 is usual. Default: those tokens are context only."""
     max_inflight_rollouts: PositiveInt | None = None
     """Rollouts in flight at once. Default: twice batch_size."""
     max_off_policy_steps: NonNegativeInt = 8

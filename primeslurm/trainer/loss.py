@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -32,6 +32,8 @@ class Targets:
     """The temperature it was sampled at."""
     on_policy: torch.Tensor
     """Whether the policy being trained sampled its whole rollout."""
+    echo_weights: torch.Tensor
+    """Above 0: the token was not sampled, and is trained by cross-entropy times this."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,10 @@ LossFunction = Callable[[torch.Tensor, torch.Tensor, Targets], Sums]
 
 
 def from_recipe(config: Loss) -> LossFunction:
-    """The loss that a recipe asks for, with the metrics that every loss of sampled tokens has.
+    """The loss that a recipe asks for, on sampled tokens, and cross-entropy on those that were only observed.
+
+    Both add up, each over its own tokens. Metrics that every loss of sampled tokens has are added; echo_loss is the
+    part of the cross-entropy.
 
     Raises:
         ValueError: there is no such custom function.
@@ -54,9 +59,19 @@ def from_recipe(config: Loss) -> LossFunction:
     function = _function(config)
 
     def loss(logprobs: torch.Tensor, entropy: torch.Tensor, targets: Targets) -> Sums:
-        sums = function(logprobs, entropy, targets)
-        common = {"loss": sums.loss.detach(), **_mismatch(logprobs.detach(), targets), "entropy": entropy.sum()}
-        return Sums(sums.loss, common | sums.metrics)
+        weights = targets.echo_weights[targets.mask]
+        own = weights == 0
+        sampled = replace(targets, mask=targets.mask & (targets.echo_weights == 0))
+        sums = function(logprobs[own], entropy[own], sampled)
+        echo = -(weights * logprobs).sum()
+        total = sums.loss + echo
+        metrics = {
+            "loss": total.detach(),
+            "echo_loss": echo.detach(),
+            "entropy": entropy[own].sum(),
+            **_mismatch(logprobs[own].detach(), sampled),
+        }
+        return Sums(total, metrics | sums.metrics)
 
     return loss
 

@@ -77,9 +77,10 @@ class Learner:
         tokens, positions = row["token_ids"].long(), row["positions"].long()
         labels, label_positions = _next_token(tokens), _next_token(positions)
         # A position of 0 starts another document (or is past the row's end): these logits do not predict it.
-        mask = _next_token(row["mask"]) & (label_positions != 0)
+        echo = _next_token(row["echo_weights"]) if "echo_weights" in row else torch.zeros_like(row["logprobs"])
+        mask = (_next_token(row["mask"]) | (echo > 0)) & (label_positions != 0)
         rest = (_next_token(row[name]) for name in ("logprobs", "advantages", "temperatures", "on_policy"))
-        targets = Targets(labels, mask, *rest)
+        targets = Targets(labels, mask, *rest, echo)
         return self._loss(*self.policy.score(tokens, positions, targets, row.get("routed_experts")))
 
     def _update(self) -> float:

@@ -51,6 +51,8 @@ class Rollout:
     mask: Bool
     logprobs: Float32
     versions: Int32
+    observed: Bool | None = None
+    """Tokens that the environment answered after the policy's first ones; None unless they are trained too."""
     routed_experts: RoutedExperts | None = None
     """None unless the trainer replays them."""
 
@@ -94,6 +96,9 @@ class Row:
     on_policy: Bool
     """Of a rollout that the policy being trained sampled from its first token to its last: here, trainer and engine
     logprobs must agree."""
+    echo_weights: Float32 | None = None
+    """Factor of the cross-entropy on tokens that are trained by it, 0 elsewhere, such that it is right when the sum of
+    all losses is divided by `loss_tokens`. None unless there are such tokens in the batch."""
     routed_experts: RoutedExperts | None = None
     """[seq_len, layers, top_k]; None unless the trainer replays them. All rows of a batch have them, or none."""
 
@@ -115,7 +120,7 @@ class BatchInfo(msgspec.Struct, frozen=True):
     dp_rank: int
     dp_world: int
     loss_tokens: int
-    """Trained tokens of the whole batch over all ranks: the loss is normalised by this."""
+    """Sampled tokens that are trained, in the whole batch over all ranks: the loss is normalised by this."""
     max_steps: int = 0
 
 

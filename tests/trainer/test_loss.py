@@ -28,6 +28,7 @@ def make_targets(seed: int = 0) -> tuple[torch.Tensor, Targets]:
         advantages=torch.where(mask, torch.randn(shape, generator=generator), 0),
         temperatures=torch.where(mask, 0.5 + torch.rand(shape, generator=generator), 0),
         on_policy=torch.rand(shape, generator=generator) < 0.5,
+        echo_weights=torch.zeros(shape),
     )
     return logits, targets
 
@@ -139,6 +140,32 @@ def test_cross_entropy_equals_torch() -> None:
     ones = replace(targets, temperatures=torch.ones_like(targets.temperatures))
     expected = torch.nn.functional.cross_entropy(logits[targets.mask], targets.labels[targets.mask], reduction="sum")
     assert evaluate(cross_entropy, logits, ones).loss.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_observed_tokens_add_their_weighted_cross_entropy_and_nothing_else() -> None:
+    logits, targets = make_targets()
+    function = from_recipe(DppoLoss())
+    observed = ~targets.mask & (torch.arange(LENGTH) % 2 == 0)
+    weights = torch.where(observed, 0.1 + targets.labels / 10, 0)
+    both = replace(
+        targets,
+        mask=targets.mask | observed,
+        echo_weights=weights,
+        temperatures=torch.where(observed, 1.0, targets.temperatures),
+    )
+    sums = evaluate(function, logits, both)
+    sums.loss.backward()
+    found, logits.grad = logits.grad, None
+    alone = evaluate(function, logits, targets)
+    nll = -logits.double().log_softmax(-1).gather(-1, targets.labels.unsqueeze(-1))[..., 0]
+    expected = (weights * nll)[observed].sum()
+    (alone.loss + expected).backward()
+    assert sums.metrics["echo_loss"].item() == pytest.approx(expected.item(), rel=1e-5)
+    assert sums.loss.item() == pytest.approx(alone.loss.item() + expected.item(), rel=1e-5)
+    assert found is not None and logits.grad is not None
+    torch.testing.assert_close(found, logits.grad, atol=1e-5, rtol=1e-4)
+    for name in alone.metrics.keys() - {"loss", "echo_loss"}:
+        assert sums.metrics[name].item() == pytest.approx(alone.metrics[name].item(), rel=1e-5), name
 
 
 def reinforce(logprobs: torch.Tensor, entropy: torch.Tensor, targets: Targets, bonus: float) -> Sums:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from primeslurm.orchestrator.batches import Batches
 from primeslurm.orchestrator.groups import Group
 from primeslurm.orchestrator.packing import Document, documents, loss_tokens, pack
+from primeslurm.recipe import Recipe
 from primeslurm.wire.rollouts import Rollout, RolloutInfo, Row
 
 SEQ_LEN = 32
@@ -82,6 +84,21 @@ def test_advantages_follow_the_rule() -> None:
     assert [doc.advantage for doc in documents([rare], SEQ_LEN, 0, "max_rl")] == [-1.0, -1.0, -1.0, 3.0]
 
 
+def test_observed_tokens_get_the_weight_that_makes_their_mean_count() -> None:
+    whole = group([8, 12], [1.0, 0.0])
+    first, second = (branches[0] for branches in whole.rollouts)
+    observed = np.arange(8) >= 6
+    marked = replace(first, mask=~observed, observed=observed)  # 5 trained tokens, and 11 in the second
+    docs = documents([replace(whole, rollouts=((marked,), (second,)))], SEQ_LEN, 0, "grpo")
+    (row,) = pack(docs, SEQ_LEN, 1, 0.5, echo=0.1)[0]
+    assert row.echo_weights is not None
+    assert row.echo_weights.sum() == pytest.approx(0.1 * 16)
+    assert sorted(set(row.echo_weights.tolist())) == pytest.approx([0, 0.1 * 16 / 2])
+    assert (row.temperatures == np.where(row.echo_weights > 0, 1.0, 0.5)).all()
+    assert not (row.mask & (row.echo_weights > 0)).any()
+    assert pack(docs, SEQ_LEN, 1, 0.5)[0][0].echo_weights is None
+
+
 def test_routed_experts_stay_with_their_tokens() -> None:
     whole = group([6, 3 * SEQ_LEN, 5], [1.0, 0.0, 0.0])
     first, second, third = (branches[0] for branches in whole.rollouts)
@@ -114,7 +131,9 @@ def test_only_rollouts_of_the_trained_version_alone_are_on_policy() -> None:
 
 def test_a_batch_is_the_same_whenever_it_is_asked_for() -> None:
     groups = [group([5, 9, 30], [1.0, 0.0, 0.0])]
-    first, second = (Batches(SEQ_LEN, 1.0, 10, "grpo") for _ in range(2))
+    fields = {"name": "test", "max_steps": 10, "seq_len": SEQ_LEN, "model": {"path": "m"}}
+    recipe = Recipe.model_validate(fields | {"environments": [{"id": "reverse-text"}]})
+    first, second = Batches(recipe), Batches(recipe)
     for batches in (first, second):
         batches.add(1, [Group.from_bytes(g.to_bytes()) for g in groups])
     for rank in range(2):

@@ -124,7 +124,11 @@ async def test_turns_extend_the_sampled_tokens_or_branch(tokenizer: Path, tmp_pa
     """A template that renders old answers otherwise than they were sampled makes a second branch."""
     if not stable:
         write_tokenizer(tmp_path, answers_end="??")
-    made = recipe(tokenizer if stable else tmp_path, trainer={"router_replay": True})
+    made = recipe(
+        tokenizer if stable else tmp_path,
+        trainer={"router_replay": True},
+        orchestrator={"batch_size": 8, "group_size": 4, "request_timeout_s": 5, "echo": 0.1},
+    )
     environments.load("reverse-text", {})
     with FakeEngine(tokenizer, routed=True) as engine:
         engine.version = 3
@@ -144,6 +148,11 @@ async def test_turns_extend_the_sampled_tokens_or_branch(tokenizer: Path, tmp_pa
     assert sum(int(rollout.mask.sum()) for rollout in found) == sum(engine.sampled), (
         "each sampled token is trained once"
     )
+    fast = PreTrainedTokenizerFast.from_pretrained(tokenizer)
+    heard = [rollout.token_ids[rollout.observed] for rollout in found if rollout.observed is not None]
+    assert len(heard) == len(found), "all are marked, or none"
+    assert "again" in fast.decode(np.concatenate(heard)).replace(" ", "")
+    assert not any((rollout.mask & rollout.observed).any() for rollout in found)
     for rollout in found:  # the last token of an answer is routed only when another turn follows it
         assert rollout.routed_experts is not None and rollout.routed_experts.shape == (len(rollout.token_ids), 3, 2)
         assert rollout.routed_experts[:, 2, 1].tolist() == [*range(len(rollout.token_ids) - 1), 255]
