@@ -92,7 +92,7 @@ def _sequence(
         np.array(mask, np.bool_),
         np.array(logprobs, np.float32),
         np.array(sampled_by, np.int32),
-        _routed_experts([trace.nodes[i] for i in path]),
+        routed_experts=_routed_experts([trace.nodes[i] for i in path]),
     )
 
 

@@ -79,7 +79,7 @@ def reference(
         DppoLoss(),
         DppoLoss(mask_low=0.05, mask_high=0.1, adv_tau=2.0, kl_tau=0.1),
         IpoLoss(),
-        IpoLoss(threshold=0.3, adv_tau=0.5, kl_tau=0.01),
+        IpoLoss(threshold=0.05, adv_tau=0.5, kl_tau=0.01),
     ],
     ids=lambda config: f"{config.type}-{config.kl_tau}",
 )

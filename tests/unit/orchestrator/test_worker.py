@@ -151,7 +151,8 @@ async def test_turns_extend_the_sampled_tokens_or_branch(tokenizer: Path, tmp_pa
     fast = PreTrainedTokenizerFast.from_pretrained(tokenizer)
     heard = [rollout.token_ids[rollout.observed] for rollout in found if rollout.observed is not None]
     assert len(heard) == len(found), "all are marked, or none"
-    assert "again" in fast.decode(np.concatenate(heard)).replace(" ", "")
+    text = fast.decode(np.concatenate(heard)).replace(" ", "")
+    assert "again" in text if stable else not text, "a branch that begins with a rewritten conversation answers nothing"
     assert not any((rollout.mask & rollout.observed).any() for rollout in found)
     for rollout in found:  # the last token of an answer is routed only when another turn follows it
         assert rollout.routed_experts is not None and rollout.routed_experts.shape == (len(rollout.token_ids), 3, 2)
