@@ -28,6 +28,8 @@ from primeslurm.orchestrator.packing import Document, pack
 from primeslurm.plan.commands import Device
 from primeslurm.recipe import Recipe
 from primeslurm.wire.rollouts import Row, stack
+
+import tests.conftest  # noqa: F401  isort: skip  (sets the secret of the processes that are started)
 from tests.support.engine_commands import engine_command
 from tests.support.processes import free_port, start_process
 
@@ -141,7 +143,9 @@ def document(prompt: list[int], answer: Completion) -> Document:
     given = [0.0] * len(prompt)
     tokens = np.array([*prompt, *answer.token_ids], np.int32)
     logprobs = np.array([*given, *answer.logprobs], np.float32)
-    return Document(tokens, np.arange(len(tokens)) >= len(prompt), logprobs, 0.0, True, answer.routed_experts)
+    return Document(
+        tokens, np.arange(len(tokens)) >= len(prompt), logprobs, 0.0, True, routed_experts=answer.routed_experts
+    )
 
 
 def compare(directory: Path, dtype: str, rows: list[Row]) -> dict[str, Any]:

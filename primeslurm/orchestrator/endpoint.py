@@ -190,7 +190,8 @@ def _routed_experts(choice: _Choice, tokens: int) -> RoutedExperts:
     """vLLM sends a .npy file [tokens - 1, layers, top_k]: nothing was computed from the last token."""
     if choice.routed_experts is None:
         raise msgspec.ValidationError("no routed experts: the engine runs without --enable-return-routed-experts")
-    found: RoutedExperts = np.load(io.BytesIO(binascii.a2b_base64(choice.routed_experts)), allow_pickle=False)
+    file = io.BytesIO(binascii.a2b_base64(choice.routed_experts))
+    found: RoutedExperts = np.lib.format.read_array(file, allow_pickle=False)
     if len(found) != tokens - 1:
         raise msgspec.ValidationError(f"routed experts of {len(found)} tokens instead of {tokens - 1}")
     return routed_experts.join([found, None], [tokens - 1, 1], found)

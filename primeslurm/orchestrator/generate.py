@@ -137,5 +137,5 @@ def _reply(completion: Completion) -> Reply:
     }
     if (routed := completion.routed_experts) is not None:
         about = {"shape": routed.shape, "dtype": routed.dtype.str, "start": completion.routed_from}
-        fields["routed_experts"] = {"data": memoryview(routed).cast("B"), **about}
+        fields["routed_experts"] = {"data": routed.data.cast("B"), **about}
     return Reply(msgspec.json.encode({"choices": [{**fields, "logprobs": {"content": content}}]}))

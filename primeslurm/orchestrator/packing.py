@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,8 +25,8 @@ class Document:
     logprobs: Float32
     advantage: float
     on_policy: bool
-    observed: Bool | None = None
-    routed_experts: RoutedExperts | None = None
+    observed: Bool | None = field(default=None, kw_only=True)
+    routed_experts: RoutedExperts | None = field(default=None, kw_only=True)
 
     def __len__(self) -> int:
         return len(self.token_ids)

@@ -79,7 +79,7 @@ class Learner:
         # A position of 0 starts another document (or is past the row's end): these logits do not predict it.
         echo = _next_token(row["echo_weights"]) if "echo_weights" in row else torch.zeros_like(row["logprobs"])
         mask = (_next_token(row["mask"]) | (echo > 0)) & (label_positions != 0)
-        rest = (_next_token(row[name]) for name in ("logprobs", "advantages", "temperatures", "on_policy"))
+        rest = [_next_token(row[name]) for name in ("logprobs", "advantages", "temperatures", "on_policy")]
         targets = Targets(labels, mask, *rest, echo)
         return self._loss(*self.policy.score(tokens, positions, targets, row.get("routed_experts")))
 

@@ -51,9 +51,9 @@ class Rollout:
     mask: Bool
     logprobs: Float32
     versions: Int32
-    observed: Bool | None = None
+    observed: Bool | None = field(default=None, kw_only=True)
     """Tokens that the environment answered after the policy's first ones; None unless they are trained too."""
-    routed_experts: RoutedExperts | None = None
+    routed_experts: RoutedExperts | None = field(default=None, kw_only=True)
     """None unless the trainer replays them."""
 
     def encode(self) -> list[Frame]:
