@@ -191,7 +191,7 @@ def _routed_experts(choice: _Choice, tokens: int) -> RoutedExperts:
     if choice.routed_experts is None:
         raise msgspec.ValidationError("no routed experts: the engine runs without --enable-return-routed-experts")
     file = io.BytesIO(binascii.a2b_base64(choice.routed_experts))
-    found: RoutedExperts = np.lib.format.read_array(file, allow_pickle=False)
+    found: RoutedExperts = np.lib.format.read_array(file, allow_pickle=False)  # type: ignore[no-untyped-call]
     if len(found) != tokens - 1:
         raise msgspec.ValidationError(f"routed experts of {len(found)} tokens instead of {tokens - 1}")
     return routed_experts.join([found, None], [tokens - 1, 1], found)

@@ -79,8 +79,8 @@ class Learner:
         # A position of 0 starts another document (or is past the row's end): these logits do not predict it.
         echo = _next_token(row["echo_weights"]) if "echo_weights" in row else torch.zeros_like(row["logprobs"])
         mask = (_next_token(row["mask"]) | (echo > 0)) & (label_positions != 0)
-        rest = [_next_token(row[name]) for name in ("logprobs", "advantages", "temperatures", "on_policy")]
-        targets = Targets(labels, mask, *rest, echo)
+        given = {name: _next_token(row[name]) for name in ("logprobs", "advantages", "temperatures", "on_policy")}
+        targets = Targets(labels=labels, mask=mask, echo_weights=echo, **given)
         return self._loss(*self.policy.score(tokens, positions, targets, row.get("routed_experts")))
 
     def _update(self) -> float:
