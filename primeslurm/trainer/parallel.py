@@ -16,7 +16,7 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
 from primeslurm.recipe import Recipe
-from primeslurm.trainer import deepep, huggingface, logprobs, models, varlen
+from primeslurm.trainer import deepep, huggingface, logprobs, models, replay, varlen
 from primeslurm.trainer.activation_offload import ActivationOffload
 from primeslurm.trainer.context_parallel import ContextParallel, Dims
 from primeslurm.trainer.loss import Targets
@@ -68,46 +68,52 @@ class Policy:
         mesh = self.dims.get_optional_mesh("batch")
         return 1 if mesh is None else int(mesh.size())
 
-    def logits(self, tokens: torch.Tensor, positions: torch.Tensor, *beside: torch.Tensor) -> tuple[Any, ...]:
+    def logits(
+        self, tokens: torch.Tensor, positions: torch.Tensor, *beside: torch.Tensor, routed: torch.Tensor | None = None
+    ) -> tuple[Any, ...]:
         """Run the model on packed rows.
 
         Args:
             tokens: [rows, seq_len].
             positions: [rows, seq_len], restarting at 0 with every document.
             beside: more tensors of that shape, to be split over context-parallel ranks in the same way.
+            routed: experts to replay, [rows, seq_len, layers, top_k] as in `wire.routed_experts`.
 
         Returns:
             Logits [rows, local_len, vocab], then `beside` as [rows, local_len].
         """
-        masks, (tokens, positions, *beside_local) = self._local(tokens, positions, *beside)
+        masks, (tokens, positions, *beside_local) = self._local(routed, tokens, positions, *beside)
         return (self.model(tokens, positions=positions, attention_masks=masks), *beside_local)
 
     def score(
-        self, tokens: torch.Tensor, positions: torch.Tensor, targets: Targets
+        self, tokens: torch.Tensor, positions: torch.Tensor, targets: Targets, routed: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, Targets]:
         """Run the model on packed rows, and return what a loss takes.
 
         Args:
-            tokens, positions: as for `logits`.
+            tokens, positions, routed: as for `logits`.
             targets: of shape [rows, seq_len].
 
         Returns:
             Log-probabilities and entropies [trained tokens], and the targets of this rank's part of the rows.
         """
         beside = [getattr(targets, field.name) for field in fields(targets)]
-        masks, (tokens, positions, *beside_local) = self._local(tokens, positions, *beside)
+        masks, (tokens, positions, *beside_local) = self._local(routed, tokens, positions, *beside)
         local = Targets(*beside_local)
         with self.model.lm_head.scoring(local.labels, local.temperatures, local.mask):
             return (*self.model(tokens, positions=positions, attention_masks=masks), local)
 
-    def _local(self, tokens: torch.Tensor, positions: torch.Tensor, *beside: torch.Tensor) -> tuple[Any, Any]:
-        """Attention masks, and this context-parallel rank's part of the rows."""
+    def _local(
+        self, routed: torch.Tensor | None, tokens: torch.Tensor, positions: torch.Tensor, *beside: torch.Tensor
+    ) -> tuple[Any, Any]:
+        """Attention masks, and this context-parallel rank's part of the rows; routers get their part of `routed`."""
         masks = self.model.get_attention_masks(positions)  # needs whole rows, so before they are split
-        inputs = [tokens, positions, *beside]
+        inputs = [tokens, positions, *beside, *(() if routed is None else (replay.narrow(routed),))]
         if self.shared:
             masks = self.shared.masks(masks, tokens.shape[1])
             inputs = [self.shared.piece(tensor) for tensor in inputs]
-        return masks, inputs
+        replay.assign(self.model, None if routed is None else inputs[-1])
+        return masks, inputs[: 2 + len(beside)]
 
 
 def build(recipe: Recipe, world: World, attention: Literal["varlen", "flex"] | None = None) -> Policy:
@@ -154,6 +160,7 @@ def build(recipe: Recipe, world: World, attention: Literal["varlen", "flex"] | N
     varlen.convert(spec.model)
     deepep.convert(spec.model, recipe)
     logprobs.convert(spec.model, recipe)
+    replay.convert(spec.model, recipe)
     spec.model.update_from_config(config=SimpleNamespace(parallelism=parallelism, training=training))
     adapter = spec.state_dict_adapter(spec.model, None)
     with torch.device("meta"):

@@ -1,4 +1,7 @@
-"""Every layout of ranks trains the same model: same losses, same gradient norms, same weights."""
+"""Every layout of ranks trains the same model: same losses, same gradient norms, same weights.
+
+Three of four tokens go to experts that are given to the trainer, the others to those of its own choice.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,8 @@ Result = tuple[list[dict[str, float]], dict[str, torch.Tensor]]
 
 def recipe_for(model: Path, **parallelism: Any) -> Recipe:
     """Two steps of the model under a layout."""
-    return make_recipe(model, max_steps=STEPS, trainer={"optimizer": {"lr": 1e-3}, "parallelism": parallelism})
+    trainer = {"optimizer": {"lr": 1e-3}, "parallelism": parallelism, "router_replay": True}
+    return make_recipe(model, max_steps=STEPS, trainer=trainer)
 
 
 def published(directory: Path) -> dict[str, torch.Tensor]:
