@@ -21,7 +21,6 @@ import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from transformers import AutoConfig
 
 from primeslurm.recipe import Recipe
 from primeslurm.trainer import huggingface, models
@@ -42,7 +41,7 @@ def export(recipe: Recipe, checkpoint: Path, out: Path) -> None:
     if recipe.trainer.lora is not None:
         raise ValueError("checkpoints of adapters hold no whole model; published versions, in weights/, do")
     source = huggingface.locate(recipe.model.path)
-    adapter, expected = _adapter(recipe, AutoConfig.from_pretrained(source))
+    adapter, expected = _adapter(recipe, huggingface.load_config(source))
     dtype = getattr(torch, recipe.model.dtype)
     partial = out.with_name(f".{out.name}.partial")
     if partial.exists():
