@@ -8,7 +8,7 @@ from typing import Any
 
 from primeslurm.trainer.checkpoint import Checkpoints
 from primeslurm.trainer.interrupt import Interrupt
-from primeslurm.trainer.loss import dppo
+from primeslurm.trainer.loss import from_recipe
 from primeslurm.trainer.parallel import build
 from primeslurm.trainer.publish import Publisher
 from primeslurm.trainer.step import Learner
@@ -40,7 +40,7 @@ def prepare(directory: Path, model: Path, kind: str, ep: int, world: World) -> t
     }
     recipe = make_recipe(model, trainer=trainer, checkpoint={"interval": 2})
     policy = build(recipe, world)
-    learner = Learner(policy, recipe.trainer.optimizer, recipe.max_steps, dppo(recipe.trainer.loss), world)
+    learner = Learner(policy, recipe.trainer.optimizer, recipe.max_steps, from_recipe(recipe.trainer.loss), world)
     return learner, Checkpoints(directory, 1, recipe.checkpoint, world, None)
 
 
