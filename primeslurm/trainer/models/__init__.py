@@ -8,11 +8,16 @@ from typing import Any
 from primeslurm.trainer import compat  # noqa: F401  isort: skip  (before torchtitan)
 from torchtitan.protocols.model_spec import ModelSpec
 
-from primeslurm.trainer.models import gpt_oss, nemotron_h, qwen3, qwen3_5
+from primeslurm.trainer.models import afmoe, glm4_moe, gpt_oss, laguna, llama, minimax_m2, nemotron_h, qwen3, qwen3_5
 
 Builder = Callable[[Any, int, str], ModelSpec]
 FAMILIES: dict[str, Builder] = {
+    "afmoe": afmoe.spec,
+    "glm4_moe": glm4_moe.spec,
     "gpt_oss": gpt_oss.spec,
+    "laguna": laguna.spec,
+    "llama": llama.spec,
+    "minimax_m2": minimax_m2.spec,
     "nemotron_h": nemotron_h.spec,
     "qwen3": qwen3.spec,
     "qwen3_5": qwen3_5.spec,
@@ -21,6 +26,11 @@ FAMILIES: dict[str, Builder] = {
     "qwen3_5_text": qwen3_5.spec,
     "qwen3_moe": qwen3.spec,
 }
+
+
+def is_generic(impl: str, hf_config: Any) -> bool:
+    """Whether `model.impl` means the code of transformers for this config."""
+    return impl == "hf" or (impl == "auto" and hf_config.model_type not in FAMILIES)
 
 
 def spec(hf_config: Any, seq_len: int, attention: str) -> ModelSpec:
