@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,13 +16,14 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.distributed.context_parallel.api import cp_shard
-from transformers import AutoConfig
 
 from primeslurm.recipe import Recipe
 from primeslurm.trainer import huggingface, logprobs, models
+from primeslurm.trainer.dsa import Context
 from primeslurm.trainer.loss import Targets
 from primeslurm.trainer.models import generic
 from primeslurm.trainer.world import World
+from primeslurm.wire.weights import layers_ahead
 
 _CHECKPOINTING: dict[str, Any] = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
 # Derived from other weights; some checkpoints carry them.
@@ -88,7 +90,10 @@ class Policy:
         """Attention masks, and this context-parallel rank's part of the rows."""
         masks = self.model.get_attention_masks(positions)  # needs whole rows, so before they are split
         inputs = (tokens, positions, *beside)
-        if self.dims.cp_enabled:
+        if self.dims.cp_enabled and isinstance(masks, Context):
+            masks = masks.shard(self.dims.get_mesh("cp"), "headtail")
+            inputs, _ = cp_shard(self.dims.get_mesh("cp"), inputs, None, "headtail")
+        elif self.dims.cp_enabled:
             inputs, masks = cp_shard(self.dims.get_mesh("cp"), inputs, masks, "headtail")
         return masks, inputs
 
@@ -113,11 +118,11 @@ def build(recipe: Recipe, world: World) -> Policy:
     dist_utils.set_spmd_backend(parallelism.spmd_backend)
 
     source = huggingface.locate(recipe.model.path)
-    config = AutoConfig.from_pretrained(source)
+    config = huggingface.load_config(source)
     if models.is_generic(recipe.model.impl, config):
         model, adapter, hf_names = generic.build(config, dims, recipe, world.device)
         policy = Policy(model, adapter, dims, hf_names, source)
-        _load(policy)
+        _load(policy, config)
         return policy
     # Varlen kernels are bfloat16 only and cannot split a sequence.
     flex = compat.ON_CPU or layout.cp > 1 or recipe.model.dtype != "bfloat16"
@@ -143,15 +148,15 @@ def build(recipe: Recipe, world: World) -> Policy:
         model.init_weights(buffer_device=None)  # computes the RoPE tables
     model.train()
     policy = Policy(model, adapter, dims, hf_names, source)
-    _load(policy)
+    _load(policy, config)
     return policy
 
 
-def _load(policy: Policy) -> None:
+def _load(policy: Policy, hf_config: Any) -> None:
     """Read this rank's shards from the HF files, and insist that files and model have the same tensors."""
-    _check_names(policy)
+    _check_names(policy, _ignored(hf_config, getattr(policy.adapter, "left_out", ())))
     tensors = policy.adapter.to_hf(policy.model.state_dict())
-    dcp.load(tensors, storage_reader=policy.adapter.get_hf_storage_reader(str(policy.source)))
+    dcp.load(tensors, storage_reader=huggingface.reader(policy.source, hf_config))
     loaded = policy.adapter.from_hf(tensors)
     missing = set(policy.model.state_dict()) - set(loaded)
     if missing:
@@ -159,8 +164,18 @@ def _load(policy: Policy) -> None:
     policy.model.load_state_dict(loaded, strict=True)
 
 
-def _check_names(policy: Policy) -> None:
-    found = {name for name in huggingface.tensor_names(policy.source) if not name.endswith(_DERIVED)}
+def _ignored(hf_config: Any, left_out: tuple[str, ...]) -> re.Pattern[str]:
+    """Names of tensors that are no weights of the model, and those that are left out: layers that predict further
+    ahead, and what begins with one of `left_out`."""
+    text = hf_config.get_text_config()
+    ahead = layers_ahead(text.num_hidden_layers, getattr(text, "num_nextn_predict_layers", None) or 0).pattern
+    endings = _DERIVED + ((huggingface.SCALE,) if huggingface.is_quantized(hf_config) else ())
+    beginnings = [rf"{re.escape(beginning)}.*" for beginning in left_out]
+    return re.compile("|".join([ahead, *beginnings, *(rf".*{re.escape(ending)}" for ending in endings)]))
+
+
+def _check_names(policy: Policy, ignored: re.Pattern[str]) -> None:
+    found = {name for name in huggingface.tensor_names(policy.source) if not ignored.fullmatch(name)}
     if policy.model.enable_weight_tying:
         found.discard("lm_head.weight")
     missing, unknown = policy.hf_names - found, found - policy.hf_names
