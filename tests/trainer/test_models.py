@@ -118,7 +118,6 @@ def test_a_missing_model_is_named(world: World) -> None:
 @pytest.mark.parametrize(
     ("family", "change", "message"),
     [
-        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "quantization mxfp4 "),
         ("gpt_oss", {"attention_bias": False}, "attention_bias false "),
         ("gpt_oss", {"rope_parameters": YARN | {"rope_type": "longrope"}}, "RoPE scaling longrope "),
         ("gpt_oss", {"rope_parameters": YARN | {"mscale": 0.7}}, "RoPE option mscale "),

@@ -104,7 +104,6 @@ def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
     """
     refuse(
         hf,
-        quantization=_quantization(hf),
         attention_bias="" if hf.attention_bias else "false",
         activation="" if hf.hidden_act == "silu" else hf.hidden_act,
     )
@@ -127,12 +126,6 @@ def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
         post_optimizer_build_fn=None,
         state_dict_adapter=Adapter,
     )
-
-
-def _quantization(hf: Any) -> str:
-    found = getattr(hf, "quantization_config", None) or {}
-    method = found.get("quant_method", "") if isinstance(found, dict) else found.quant_method
-    return f"{method} (convert the checkpoint to bfloat16)" if method else ""
 
 
 def _rope(hf: Any, seq_len: int) -> CosSinRoPE.Config:
