@@ -23,6 +23,8 @@ class Capabilities:
     """Checkpoints in E4M3 with one scale for each block of 128 x 128 weights load."""
     text_only: bool = False
     """Published without what sees images, so that engines, which insist on it, cannot take a new policy."""
+    offload: bool = True
+    """Activations, or masters and optimizer state, in host memory."""
 
 
 FAMILIES: dict[str, Capabilities] = {
@@ -46,7 +48,7 @@ FAMILIES: dict[str, Capabilities] = {
 }
 """`model_type` of config.json to what works with our own implementation of it."""
 
-GENERIC = Capabilities(head_chunks=False)
+GENERIC = Capabilities(head_chunks=False, offload=False)
 """The implementation in transformers: sharded by FSDP, and nothing else."""
 
 

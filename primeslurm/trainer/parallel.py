@@ -19,6 +19,7 @@ from torchtitan.distributed.context_parallel.api import cp_shard
 
 from primeslurm.recipe import Recipe
 from primeslurm.trainer import huggingface, logprobs, models
+from primeslurm.trainer.activation_offload import ActivationOffload
 from primeslurm.trainer.dsa import Context
 from primeslurm.trainer.loss import Targets
 from primeslurm.trainer.models import generic
@@ -41,6 +42,10 @@ class Policy:
     """Every tensor name of the model in Hugging Face format, over all ranks."""
     source: Path
     """The directory the model was built from."""
+    dtype: torch.dtype
+    """Compute dtype; the parameters are float32."""
+    device: torch.device
+    """Where it computes; the parameters may be in host memory."""
 
     @property
     def dp_rank(self) -> int:
@@ -110,10 +115,17 @@ def build(recipe: Recipe, world: World) -> Policy:
         data_parallel_replicate_degree=layout.dp_replicate,
         context_parallel_degree=layout.cp,
         expert_parallel_degree=layout.ep,
+        fsdp_reshard_after_forward="default" if layout.reshard_after_forward else "never",
         # torchtitan's default backend needs a newer torch for more than one rank.
         spmd_backend="partial_dtensor",
     )
-    training = TrainingConfig(seq_len=recipe.seq_len, mixed_precision_param=recipe.model.dtype)
+    memory = recipe.trainer.memory
+    training = TrainingConfig(
+        seq_len=recipe.seq_len,
+        mixed_precision_param=recipe.model.dtype,
+        enable_cpu_offload=memory.optimizer_offload,
+    )
+    dtype = getattr(torch, recipe.model.dtype)
     dims = ParallelDims.from_config(parallelism, world.size)
     dist_utils.set_spmd_backend(parallelism.spmd_backend)
 
@@ -121,7 +133,7 @@ def build(recipe: Recipe, world: World) -> Policy:
     config = huggingface.load_config(source)
     if models.is_generic(recipe.model.impl, config):
         model, adapter, hf_names = generic.build(config, dims, recipe, world.device)
-        policy = Policy(model, adapter, dims, hf_names, source)
+        policy = Policy(model, adapter, dims, hf_names, source, dtype, world.device)
         _load(policy, config)
         return policy
     # Varlen kernels are bfloat16 only and cannot split a sequence.
@@ -143,11 +155,13 @@ def build(recipe: Recipe, world: World) -> Policy:
         ac_config=_CHECKPOINTING[layout.activation_checkpointing],
         dump_folder="",
     )
-    model.to_empty(device=world.device.type)
+    model.to_empty(device="cpu" if memory.optimizer_offload else world.device.type)
     with torch.no_grad():
-        model.init_weights(buffer_device=None)  # computes the RoPE tables
+        model.init_weights(buffer_device=world.device)  # computes the RoPE tables
     model.train()
-    policy = Policy(model, adapter, dims, hf_names, source)
+    if memory.activation_offload:
+        ActivationOffload(world.device).install(model)
+    policy = Policy(model, adapter, dims, hf_names, source, dtype, world.device)
     _load(policy, config)
     return policy
 
