@@ -28,23 +28,23 @@ class Capabilities:
 
 
 FAMILIES: dict[str, Capabilities] = {
-    "afmoe": Capabilities(ep=True, cp=True),
+    "afmoe": Capabilities(ep=True, cp=True, router_replay=True),
     "deepseek_v3": Capabilities(ep=True, cp=True, fp8_checkpoint=True),
-    "glm4_moe": Capabilities(ep=True, cp=True),
+    "glm4_moe": Capabilities(ep=True, cp=True, router_replay=True),
     "glm_moe_dsa": Capabilities(ep=True, cp=True, fp8_checkpoint=True),
-    "gpt_oss": Capabilities(ep=True, cp=True),
+    "gpt_oss": Capabilities(ep=True, cp=True, router_replay=True),
     "kimi_k2": Capabilities(ep=True, cp=True, fp8_checkpoint=True),
     "kimi_k25": Capabilities(ep=True, cp=True, text_only=True),
-    "laguna": Capabilities(ep=True, cp=True),
+    "laguna": Capabilities(ep=True, cp=True, router_replay=True),
     "llama": Capabilities(cp=True),
-    "minimax_m2": Capabilities(ep=True, cp=True),
-    "nemotron_h": Capabilities(ep=True, fp8_checkpoint=True),
+    "minimax_m2": Capabilities(ep=True, cp=True, router_replay=True),
+    "nemotron_h": Capabilities(ep=True, fp8_checkpoint=True, router_replay=True),
     "qwen3": Capabilities(cp=True, fp8_checkpoint=True),
     "qwen3_5": Capabilities(fp8_checkpoint=True),
-    "qwen3_5_moe": Capabilities(ep=True, fp8_checkpoint=True),
-    "qwen3_5_moe_text": Capabilities(ep=True, fp8_checkpoint=True),
+    "qwen3_5_moe": Capabilities(ep=True, fp8_checkpoint=True, router_replay=True),
+    "qwen3_5_moe_text": Capabilities(ep=True, fp8_checkpoint=True, router_replay=True),
     "qwen3_5_text": Capabilities(fp8_checkpoint=True),
-    "qwen3_moe": Capabilities(ep=True, cp=True, fp8_checkpoint=True),
+    "qwen3_moe": Capabilities(ep=True, cp=True, fp8_checkpoint=True, router_replay=True),
 }
 """`model_type` of config.json to what works with our own implementation of it."""
 

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from primeslurm.recipe.base import Section
+from primeslurm.recipe.losses import DppoLoss, Loss
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -48,20 +49,6 @@ class Optimizer(Section):
     """Where linear and cosine schedules end, as a part of lr."""
 
 
-class Loss(Section):
-    """Importance-weighted policy gradient, masked where the probability moved too far.
-
-    Per token, with d = trainer logprob - engine logprob, r = exp(d), dp = p_trainer - p_engine:
-    `-A * r * keep + kl_tau * d**2`; keep is false if A > 0 and dp > mask_high, or A <= 0 and dp < -mask_low.
-    """
-
-    type: Literal["dppo"] = "dppo"
-    mask_low: PositiveFloat = 0.2
-    mask_high: PositiveFloat = 0.2
-    adv_tau: PositiveFloat = 1.0
-    kl_tau: float = 1e-3
-
-
 class Parallelism(Section):
     """How the trainer's ranks are arranged: FSDP shards over what EP and CP leave."""
 
@@ -98,7 +85,7 @@ class Trainer(Section):
     """The torchtitan trainer."""
 
     optimizer: Optimizer = Optimizer()
-    loss: Loss = Loss()
+    loss: Annotated[Loss, Field(discriminator="type")] = DppoLoss()
     parallelism: Parallelism = Parallelism()
     memory: Memory = Memory()
     lora: Lora | None = None

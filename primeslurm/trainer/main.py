@@ -56,7 +56,7 @@ def _task(
     torch.manual_seed(recipe.seed)
     link = TrainerLink(orchestrator) if orchestrator else None
     policy = build(recipe, world)
-    function = loss.dppo(recipe.trainer.loss) if recipe.task == "rl" else loss.cross_entropy
+    function = loss.from_recipe(recipe.trainer.loss) if recipe.task == "rl" else loss.cross_entropy
     learner = Learner(policy, recipe.trainer.optimizer, recipe.max_steps, function, world)
     publisher = Publisher(policy, run_dir, getattr(torch, recipe.model.dtype), recipe.weights.keep, world)
     saver = Checkpoints(run_dir, attempt, recipe.checkpoint, world, link)
