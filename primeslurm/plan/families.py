@@ -38,12 +38,12 @@ FAMILIES: dict[str, Capabilities] = {
     "laguna": Capabilities(ep=True, cp=True, router_replay=True),
     "llama": Capabilities(cp=True),
     "minimax_m2": Capabilities(ep=True, cp=True, router_replay=True),
-    "nemotron_h": Capabilities(ep=True, router_replay=True),
+    "nemotron_h": Capabilities(ep=True, fp8_checkpoint=True, router_replay=True),
     "qwen3": Capabilities(cp=True, fp8_checkpoint=True),
-    "qwen3_5": Capabilities(),
-    "qwen3_5_moe": Capabilities(ep=True, router_replay=True),
-    "qwen3_5_moe_text": Capabilities(ep=True, router_replay=True),
-    "qwen3_5_text": Capabilities(),
+    "qwen3_5": Capabilities(fp8_checkpoint=True),
+    "qwen3_5_moe": Capabilities(ep=True, fp8_checkpoint=True, router_replay=True),
+    "qwen3_5_moe_text": Capabilities(ep=True, fp8_checkpoint=True, router_replay=True),
+    "qwen3_5_text": Capabilities(fp8_checkpoint=True),
     "qwen3_moe": Capabilities(ep=True, cp=True, fp8_checkpoint=True, router_replay=True),
 }
 """`model_type` of config.json to what works with our own implementation of it."""

@@ -19,10 +19,8 @@ from tests.trainer.families import CASES, GENERIC_CASES, Case, write
 from tests.trainer.ranks import train
 
 COMPARED = ("loss", "off_policy_kl", "mismatch_kl", "entropy", "masked_fraction", "grad_norm")
-SPLIT = [
-    case for case in (*CASES, *GENERIC_CASES) if case.name in ("llama", "glm4_moe", "minimax_m2", "afmoe", "laguna")
-]
-SPLIT += [case for case in GENERIC_CASES if case.name in ("mixtral", "qwen2")]
+NAMES = ("llama", "glm4_moe", "minimax_m2", "afmoe", "laguna", "gpt_oss", "nemotron_h-latent", "qwen3_5_moe")
+SPLIT = [case for case in (*CASES, *GENERIC_CASES) if case.name in (*NAMES, "mixtral", "qwen2")]
 
 
 def recipe(path: Path, case: Case, size: int) -> Recipe:
