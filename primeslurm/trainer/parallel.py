@@ -21,6 +21,7 @@ from primeslurm.recipe import Recipe
 from primeslurm.trainer import huggingface, logprobs, models
 from primeslurm.trainer.dsa import Context
 from primeslurm.trainer.loss import Targets
+from primeslurm.trainer.models import generic
 from primeslurm.trainer.world import World
 from primeslurm.wire.weights import layers_ahead
 
@@ -117,10 +118,15 @@ def build(recipe: Recipe, world: World) -> Policy:
     dist_utils.set_spmd_backend(parallelism.spmd_backend)
 
     source = huggingface.locate(recipe.model.path)
+    config = huggingface.load_config(source)
+    if models.is_generic(recipe.model.impl, config):
+        model, adapter, hf_names = generic.build(config, dims, recipe, world.device)
+        policy = Policy(model, adapter, dims, hf_names, source)
+        _load(policy, config)
+        return policy
     # Varlen kernels are bfloat16 only and cannot split a sequence.
     flex = compat.ON_CPU or layout.cp > 1 or recipe.model.dtype != "bfloat16"
-    hf_config = huggingface.load_config(source)
-    spec = models.spec(hf_config, recipe.seq_len, "flex" if flex else "varlen")
+    spec = models.spec(config, recipe.seq_len, "flex" if flex else "varlen")
     compat.adapt(spec.model)
     logprobs.convert(spec.model, recipe)
     spec.model.update_from_config(config=SimpleNamespace(parallelism=parallelism, training=training))
@@ -142,7 +148,7 @@ def build(recipe: Recipe, world: World) -> Policy:
         model.init_weights(buffer_device=None)  # computes the RoPE tables
     model.train()
     policy = Policy(model, adapter, dims, hf_names, source)
-    _load(policy, hf_config)
+    _load(policy, config)
     return policy
 
 

@@ -19,7 +19,7 @@ from primeslurm.trainer.parallel import Policy
 from primeslurm.trainer.world import World
 from primeslurm.wire import checkpoints, weights
 
-_LAYER = re.compile(r"layers\.(\d+)\.")
+_LAYER = re.compile(r"\.(\d+)\.")  # the first number in a name is that of its layer
 _EXACT = ("expert_bias_E",)
 """Keeps its dtype: rounding a router's selection bias would change which experts it selects."""
 
@@ -99,7 +99,7 @@ def export(policy: Policy, dtype: torch.dtype) -> Iterator[dict[str, torch.Tenso
     """
     layers: dict[int, dict[str, Any]] = {}
     for name, tensor in policy.model.state_dict().items():  # detached from autograd
-        match = _LAYER.match(name)
+        match = _LAYER.search(name)
         layers.setdefault(int(match[1]) if match else -1, {})[name] = tensor
     for layer in sorted(layers):
         whole = {

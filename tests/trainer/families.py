@@ -8,7 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, DeepseekV3Config, GlmMoeDsaConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AfmoeConfig,
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Glm4MoeConfig,
+    GlmMoeDsaConfig,
+    LagunaConfig,
+    LlamaConfig,
+    MiniMaxM2Config,
+    MistralConfig,
+    MixtralConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from primeslurm.trainer import tiny
 
@@ -58,6 +72,15 @@ YARN: dict[str, Any] = {
 DSA: dict[str, Any] = MLA | {"num_hidden_layers": 4, "rms_norm_eps": 1e-5, "index_n_heads": 32, "index_head_dim": 16}
 SHARED: list[str] = ["full", "shared", "shared", "full"]
 
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+
 
 @dataclass(frozen=True)
 class Case:
@@ -77,7 +100,74 @@ CASES = (
     Case("deepseek_v3-plain", lambda: DeepseekV3Config(**MLA | {"q_lora_rank": None, "n_group": 1, "topk_group": 1})),
     Case("glm_moe_dsa", lambda: GlmMoeDsaConfig(**DSA, index_topk=16, indexer_types=SHARED)),
     Case("glm_moe_dsa-short", lambda: GlmMoeDsaConfig(**DSA, index_topk=64)),
+    Case(
+        "llama",
+        lambda: LlamaConfig(**COMMON, attention_bias=True, rope_parameters=LLAMA3),
+    ),
+    Case("llama-tied", lambda: LlamaConfig(**COMMON | {"tie_word_embeddings": True})),
+    Case(
+        "glm4_moe",
+        lambda: Glm4MoeConfig(
+            **COMMON,
+            n_routed_experts=8,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            n_shared_experts=2,
+            n_group=4,
+            topk_group=2,
+            routed_scaling_factor=1.5,
+            use_qk_norm=True,
+            attention_bias=True,
+        ),
+    ),
+    Case(
+        "minimax_m2",
+        lambda: MiniMaxM2Config(
+            **COMMON,
+            num_local_experts=8,
+            num_experts_per_tok=2,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+        ),
+    ),
+    Case(
+        "afmoe",
+        lambda: AfmoeConfig(
+            **COMMON | {"num_hidden_layers": 3},
+            **EXPERTS,
+            num_dense_layers=1,
+            num_shared_experts=1,
+            global_attn_every_n_layers=3,
+            sliding_window=7,
+            mup_enabled=True,
+            route_scale=2.0,
+        ),
+    ),
+    Case(
+        "laguna",
+        lambda: LagunaConfig(
+            **COMMON,
+            **EXPERTS,
+            shared_expert_intermediate_size=48,
+            layer_types=["full_attention", "sliding_attention"],
+            num_attention_heads_per_layer=[4, 2],
+            sliding_window=7,
+            moe_routed_scaling_factor=2.0,
+        ),
+    ),
 )
+
+GENERIC_CASES = (
+    # a window, in all layers and in some; experts, stored one by one under other names; tied heads
+    Case("mistral", lambda: MistralConfig(**COMMON, sliding_window=7)),
+    Case(
+        "qwen2",
+        lambda: Qwen2Config(
+            **COMMON | {"tie_word_embeddings": True}, use_sliding_window=True, sliding_window=7, max_window_layers=1
+        ),
+    ),
+    Case("mixtral", lambda: MixtralConfig(**COMMON, num_local_experts=8, num_experts_per_tok=2, sliding_window=None)),
+)
+"""Families that only transformers has an implementation of."""
 
 
 def write(case: Case, directory: Path) -> Path:

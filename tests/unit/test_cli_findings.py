@@ -50,7 +50,7 @@ def test_submit_refuses_what_is_blocked_and_a_dry_run_shows_it(place: Path) -> N
     assert shown.code == 0
     refused = primeslurm("submit", "r.yaml", cwd=place)
     assert refused.code == 2
-    assert "model.path: zai-org/GLM-5.1 is not in the Hugging Face cache here" in refused.err
+    assert "model.path: zai-org/GLM-5.1 is not in the Hugging Face cache here (`hf download" in refused.err
     assert not (place / "runs").exists()
 
 

@@ -7,17 +7,37 @@ from typing import Any
 
 from torchtitan.protocols.model_spec import ModelSpec
 
-from primeslurm.trainer.models import deepseek_v3, glm_moe_dsa, kimi_k25, qwen3
+from primeslurm.trainer.models import (
+    afmoe,
+    deepseek_v3,
+    glm4_moe,
+    glm_moe_dsa,
+    kimi_k25,
+    laguna,
+    llama,
+    minimax_m2,
+    qwen3,
+)
 
 Builder = Callable[[Any, int, str], ModelSpec]
 FAMILIES: dict[str, Builder] = {
+    "llama": llama.spec,
     "qwen3": qwen3.spec,
     "qwen3_moe": qwen3.spec,
+    "glm4_moe": glm4_moe.spec,
+    "minimax_m2": minimax_m2.spec,
+    "afmoe": afmoe.spec,
+    "laguna": laguna.spec,
     "deepseek_v3": deepseek_v3.spec,
     "kimi_k2": deepseek_v3.spec,
     "kimi_k25": kimi_k25.spec,
     "glm_moe_dsa": glm_moe_dsa.spec,
 }
+
+
+def is_generic(impl: str, hf_config: Any) -> bool:
+    """Whether `model.impl` means the code of transformers for this config."""
+    return impl == "hf" or (impl == "auto" and hf_config.model_type not in FAMILIES)
 
 
 def spec(hf_config: Any, seq_len: int, attention: str) -> ModelSpec:
