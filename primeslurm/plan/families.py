@@ -26,17 +26,23 @@ class Capabilities:
 
 
 FAMILIES: dict[str, Capabilities] = {
-    "llama": Capabilities(cp=True, fp8_checkpoint=True),
-    "qwen3": Capabilities(cp=True, fp8_checkpoint=True),
-    "qwen3_moe": Capabilities(ep=True, cp=True, fp8_checkpoint=True),
-    "glm4_moe": Capabilities(ep=True, cp=True, fp8_checkpoint=True),
-    "minimax_m2": Capabilities(ep=True, cp=True, fp8_checkpoint=True),
     "afmoe": Capabilities(ep=True, cp=True, fp8_checkpoint=True),
-    "laguna": Capabilities(ep=True, cp=True, fp8_checkpoint=True),
     "deepseek_v3": Capabilities(ep=True, cp=True, fp8_checkpoint=True),
+    "glm4_moe": Capabilities(ep=True, cp=True, fp8_checkpoint=True),
+    "glm_moe_dsa": Capabilities(ep=True, cp=True, fp8_checkpoint=True),
+    "gpt_oss": Capabilities(ep=True, cp=True),
     "kimi_k2": Capabilities(ep=True, cp=True, fp8_checkpoint=True),
     "kimi_k25": Capabilities(ep=True, cp=True, text_only=True),
-    "glm_moe_dsa": Capabilities(ep=True, cp=True, fp8_checkpoint=True),
+    "laguna": Capabilities(ep=True, cp=True, fp8_checkpoint=True),
+    "llama": Capabilities(cp=True, fp8_checkpoint=True),
+    "minimax_m2": Capabilities(ep=True, cp=True, fp8_checkpoint=True),
+    "nemotron_h": Capabilities(ep=True),
+    "qwen3": Capabilities(cp=True, fp8_checkpoint=True),
+    "qwen3_5": Capabilities(),
+    "qwen3_5_moe": Capabilities(ep=True),
+    "qwen3_5_moe_text": Capabilities(ep=True),
+    "qwen3_5_text": Capabilities(),
+    "qwen3_moe": Capabilities(ep=True, cp=True, fp8_checkpoint=True),
 }
 """`model_type` of config.json to what works with our own implementation of it."""
 
