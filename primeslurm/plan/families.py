@@ -17,12 +17,12 @@ class Capabilities:
     """Block-scale FP8 matrix products."""
     lora: bool = False
     router_replay: bool = False
+    head_chunks: bool = True
+    """Logits in chunks of tokens."""
     fp8_checkpoint: bool = False
     """Checkpoints in E4M3 with one scale for each block of 128 x 128 weights load."""
     text_only: bool = False
     """Published without what sees images, so that engines, which insist on it, cannot take a new policy."""
-    head_chunks: bool = True
-    """Logits in chunks of tokens."""
 
 
 FAMILIES: dict[str, Capabilities] = {

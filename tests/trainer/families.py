@@ -56,7 +56,7 @@ YARN: dict[str, Any] = {
     "beta_fast": 32.0,
     "beta_slow": 1.0,
     "truncate": False,
-    "original_max_position_embeddings": 64,
+    "original_max_position_embeddings": 16,
 }
 QWEN3_5: dict[str, Any] = {
     **COMMON,
@@ -118,16 +118,7 @@ MLA: dict[str, Any] = COMMON | {
     "first_k_dense_replace": 1,
 }
 GROUPS: dict[str, Any] = {"n_group": 4, "topk_group": 2}
-MLA_YARN: dict[str, Any] = {
-    "rope_type": "yarn",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "original_max_position_embeddings": 16,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "mscale": 1.0,
-    "mscale_all_dim": 1.0,
-}
+MLA_YARN = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}
 # Few index heads leave many keys with a score of exactly zero: which of them are selected is then arbitrary.
 DSA: dict[str, Any] = MLA | {"num_hidden_layers": 4, "rms_norm_eps": 1e-5, "index_n_heads": 32, "index_head_dim": 16}
 SHARED: list[str] = ["full", "shared", "shared", "full"]
@@ -176,10 +167,6 @@ CASES = (
     Case("qwen3", lambda: Qwen3Config(**COMMON)),
     Case("qwen3-tied", lambda: Qwen3Config(**COMMON | {"tie_word_embeddings": True})),
     Case("qwen3_moe", lambda: Qwen3MoeConfig(**COMMON, **EXPERTS, norm_topk_prob=True)),
-    Case("deepseek_v3", lambda: DeepseekV3Config(**MLA, **GROUPS, rope_parameters=MLA_YARN)),
-    Case("deepseek_v3-plain", lambda: DeepseekV3Config(**MLA | {"q_lora_rank": None, "n_group": 1, "topk_group": 1})),
-    Case("glm_moe_dsa", lambda: GlmMoeDsaConfig(**DSA, index_topk=16, indexer_types=SHARED)),
-    Case("glm_moe_dsa-short", lambda: GlmMoeDsaConfig(**DSA, index_topk=64)),
     Case(
         "llama",
         lambda: LlamaConfig(**COMMON, attention_bias=True, rope_parameters=LLAMA3),
@@ -234,6 +221,10 @@ CASES = (
             moe_routed_scaling_factor=2.0,
         ),
     ),
+    Case("deepseek_v3", lambda: DeepseekV3Config(**MLA, **GROUPS, rope_parameters=MLA_YARN)),
+    Case("deepseek_v3-plain", lambda: DeepseekV3Config(**MLA | {"q_lora_rank": None, "n_group": 1, "topk_group": 1})),
+    Case("glm_moe_dsa", lambda: GlmMoeDsaConfig(**DSA, index_topk=16, indexer_types=SHARED)),
+    Case("glm_moe_dsa-short", lambda: GlmMoeDsaConfig(**DSA, index_topk=64)),
 )
 
 GENERIC_CASES = (
