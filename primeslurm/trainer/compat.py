@@ -9,6 +9,7 @@ On machines without CUDA:
 - there is no Triton, which torchtitan imports for an expert-parallel backend that we do not use
 - gloo lacks the pre-multiplied sum that FSDP uses for gradient scaling
 - compiling `create_block_mask` costs more than it saves
+- FSDP pins the host memory of offloaded parameters, which needs a device
 On all machines:
 - torchtitan's MoE state dict adapter cannot read placements of a mesh with a replicated dimension (HSDP)
 - torchtitan's grouped experts cast everything to bfloat16, whatever the compute dtype
@@ -24,6 +25,7 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
@@ -34,6 +36,7 @@ import torch._utils
 import torch.nn.functional as F
 from safetensors import safe_open
 from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 
@@ -195,6 +198,7 @@ _stock_expert_range = _replace(MoEStateDictAdapter, "_caculate_indices_from_plac
 _replace(QuantizedHuggingFaceStorageReader, "_load_quantization_metadata", _map_files)
 if ON_CPU:
     _replace(titan_attention, "_compiled_create_block_mask", create_block_mask)
+    _replace(titan_fsdp, "CPUOffloadPolicy", partial(CPUOffloadPolicy, pin_memory=False))
     _disable_division = _replace(titan_fsdp, "disable_fsdp_gradient_division", _sum_gradients)
 if _FLASH_ATTENTION_2:
     _stock_varlen = _replace(titan_attention, "varlen_attn", _pad_values)

@@ -18,7 +18,8 @@ from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.distributed.context_parallel.api import cp_shard
 
 from primeslurm.recipe import Recipe
-from primeslurm.trainer import huggingface, logprobs, models
+from primeslurm.trainer import huggingface, logprobs, models, replay
+from primeslurm.trainer.activation_offload import ActivationOffload
 from primeslurm.trainer.dsa import Context
 from primeslurm.trainer.loss import Targets
 from primeslurm.trainer.models import generic
@@ -41,6 +42,10 @@ class Policy:
     """Every tensor name of the model in Hugging Face format, over all ranks."""
     source: Path
     """The directory the model was built from."""
+    dtype: torch.dtype
+    """Compute dtype; the parameters are float32."""
+    device: torch.device
+    """Where it computes; the parameters may be in host memory."""
 
     @property
     def dp_rank(self) -> int:
@@ -54,48 +59,54 @@ class Policy:
         mesh = self.dims.get_optional_mesh("batch")
         return 1 if mesh is None else int(mesh.size())
 
-    def logits(self, tokens: torch.Tensor, positions: torch.Tensor, *beside: torch.Tensor) -> tuple[Any, ...]:
+    def logits(
+        self, tokens: torch.Tensor, positions: torch.Tensor, *beside: torch.Tensor, routed: torch.Tensor | None = None
+    ) -> tuple[Any, ...]:
         """Run the model on packed rows.
 
         Args:
             tokens: [rows, seq_len].
             positions: [rows, seq_len], restarting at 0 with every document.
             beside: more tensors of that shape, to be split over context-parallel ranks in the same way.
+            routed: experts to replay, [rows, seq_len, layers, top_k] as in `wire.routed_experts`.
 
         Returns:
             Logits [rows, local_len, vocab], then `beside` as [rows, local_len].
         """
-        masks, (tokens, positions, *beside_local) = self._local(tokens, positions, *beside)
+        masks, (tokens, positions, *beside_local) = self._local(routed, tokens, positions, *beside)
         return (self.model(tokens, positions=positions, attention_masks=masks), *beside_local)
 
     def score(
-        self, tokens: torch.Tensor, positions: torch.Tensor, targets: Targets
+        self, tokens: torch.Tensor, positions: torch.Tensor, targets: Targets, routed: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, Targets]:
         """Run the model on packed rows, and return what a loss takes.
 
         Args:
-            tokens, positions: as for `logits`.
+            tokens, positions, routed: as for `logits`.
             targets: of shape [rows, seq_len].
 
         Returns:
             Log-probabilities and entropies [trained tokens], and the targets of this rank's part of the rows.
         """
         beside = [getattr(targets, field.name) for field in fields(targets)]
-        masks, (tokens, positions, *beside_local) = self._local(tokens, positions, *beside)
+        masks, (tokens, positions, *beside_local) = self._local(routed, tokens, positions, *beside)
         local = Targets(*beside_local)
         with self.model.lm_head.scoring(local.labels, local.temperatures, local.mask):
             return (*self.model(tokens, positions=positions, attention_masks=masks), local)
 
-    def _local(self, tokens: torch.Tensor, positions: torch.Tensor, *beside: torch.Tensor) -> tuple[Any, Any]:
-        """Attention masks, and this context-parallel rank's part of the rows."""
+    def _local(
+        self, routed: torch.Tensor | None, tokens: torch.Tensor, positions: torch.Tensor, *beside: torch.Tensor
+    ) -> tuple[Any, Any]:
+        """Attention masks, and this context-parallel rank's part of the rows; routers get their part of `routed`."""
         masks = self.model.get_attention_masks(positions)  # needs whole rows, so before they are split
-        inputs = (tokens, positions, *beside)
+        inputs = (tokens, positions, *beside, *(() if routed is None else (replay.narrow(routed),)))
         if self.dims.cp_enabled and isinstance(masks, Context):
             masks = masks.shard(self.dims.get_mesh("cp"), "headtail")
             inputs, _ = cp_shard(self.dims.get_mesh("cp"), inputs, None, "headtail")
         elif self.dims.cp_enabled:
             inputs, masks = cp_shard(self.dims.get_mesh("cp"), inputs, masks, "headtail")
-        return masks, inputs
+        replay.assign(self.model, None if routed is None else inputs[-1])
+        return masks, inputs[: 2 + len(beside)]
 
 
 def build(recipe: Recipe, world: World) -> Policy:
@@ -110,10 +121,17 @@ def build(recipe: Recipe, world: World) -> Policy:
         data_parallel_replicate_degree=layout.dp_replicate,
         context_parallel_degree=layout.cp,
         expert_parallel_degree=layout.ep,
+        fsdp_reshard_after_forward="default" if layout.reshard_after_forward else "never",
         # torchtitan's default backend needs a newer torch for more than one rank.
         spmd_backend="partial_dtensor",
     )
-    training = TrainingConfig(seq_len=recipe.seq_len, mixed_precision_param=recipe.model.dtype)
+    memory = recipe.trainer.memory
+    training = TrainingConfig(
+        seq_len=recipe.seq_len,
+        mixed_precision_param=recipe.model.dtype,
+        enable_cpu_offload=memory.optimizer_offload,
+    )
+    dtype = getattr(torch, recipe.model.dtype)
     dims = ParallelDims.from_config(parallelism, world.size)
     dist_utils.set_spmd_backend(parallelism.spmd_backend)
 
@@ -121,7 +139,7 @@ def build(recipe: Recipe, world: World) -> Policy:
     config = huggingface.load_config(source)
     if models.is_generic(recipe.model.impl, config):
         model, adapter, hf_names = generic.build(config, dims, recipe, world.device)
-        policy = Policy(model, adapter, dims, hf_names, source)
+        policy = Policy(model, adapter, dims, hf_names, source, dtype, world.device)
         _load(policy, config)
         return policy
     # Varlen kernels are bfloat16 only and cannot split a sequence.
@@ -129,6 +147,7 @@ def build(recipe: Recipe, world: World) -> Policy:
     spec = models.spec(config, recipe.seq_len, "flex" if flex else "varlen")
     compat.adapt(spec.model)
     logprobs.convert(spec.model, recipe)
+    replay.convert(spec.model, recipe)
     spec.model.update_from_config(config=SimpleNamespace(parallelism=parallelism, training=training))
     adapter = spec.state_dict_adapter(spec.model, None)
     with torch.device("meta"):
@@ -143,11 +162,13 @@ def build(recipe: Recipe, world: World) -> Policy:
         ac_config=_CHECKPOINTING[layout.activation_checkpointing],
         dump_folder="",
     )
-    model.to_empty(device=world.device.type)
+    model.to_empty(device="cpu" if memory.optimizer_offload else world.device.type)
     with torch.no_grad():
-        model.init_weights(buffer_device=None)  # computes the RoPE tables
+        model.init_weights(buffer_device=world.device)  # computes the RoPE tables
     model.train()
-    policy = Policy(model, adapter, dims, hf_names, source)
+    if memory.activation_offload:
+        ActivationOffload(world.device).install(model)
+    policy = Policy(model, adapter, dims, hf_names, source, dtype, world.device)
     _load(policy, config)
     return policy
 

@@ -104,9 +104,8 @@ def _vision_truncation(case: Case) -> str:
 
 
 def _host_memory(case: Case) -> str:
-    if not case.recipe.trainer.memory.optimizer_offload or case.recipe.trainer.optimizer.type in ("adamw", "sign_sgd"):
-        return ""
-    return f"{case.recipe.trainer.optimizer.type} has no step on the host"
+    muon = case.recipe.trainer.optimizer.type == "muon"
+    return "Muon multiplies matrices" if muon and case.recipe.trainer.memory.optimizer_offload else ""
 
 
 _EP = "trainer.parallelism.ep"
@@ -138,6 +137,7 @@ TRAINER_RULES = (
          "prime-rl 0.6.0 docs, VLM"),
     Rule("vision-truncation", "warning", "seq_len", "Vision samples fit into seq_len", _vision_truncation,
          "as long as the longest sample", "prime-rl 0.6.0 docs, VLM"),
-    Rule("offload-optimizer", "error", "trainer.memory.optimizer_offload", "Host optimizers: AdamW and SignSGD",
-         _host_memory, "optimizer.type: adamw", "prime-rl 0.6.0 validator"),
+    Rule("offload-optimizer", "error", "trainer.memory.optimizer_offload", "No Muon on the host",
+         _host_memory, "optimizer.type: adamw, sgd or sign_sgd",
+         "prime-rl 0.6.0 validator (AdamW and SignSGD alone there)"),
 )  # fmt: skip

@@ -22,17 +22,16 @@ class Gap:
 
 
 GAPS = (
-    Gap("trainer.optimizer.type", "optimizer but AdamW", lambda r: r.trainer.optimizer.type != "adamw", "adamw"),
     Gap("trainer.fp8", "FP8 training", lambda r: r.trainer.fp8, "false"),
     Gap("trainer.lora", "LoRA", lambda r: r.trainer.lora, "leave it out"),
-    Gap("trainer.router_replay", "router replay", lambda r: r.trainer.router_replay, "false"),
     Gap("trainer.parallelism.ep_backend", "DeepEP", lambda r: r.trainer.parallelism.ep_backend != "torch", "torch"),
-    Gap("trainer.memory", "optimizer offload", lambda r: r.trainer.memory.optimizer_offload, "leave it out"),
-    Gap("trainer.memory", "activation offload", lambda r: r.trainer.memory.activation_offload, "leave it out"),
-    Gap("trainer.memory", "logits in chunks", lambda r: r.trainer.memory.lm_head_chunk, "leave it out"),
     Gap("weights.transport", "weight updates over NCCL", lambda r: r.task == "rl" and r.weights.transport == "nccl",
         "filesystem"),
 )  # fmt: skip
+
+
+def _offloads(recipe: Recipe) -> bool:
+    return recipe.trainer.memory.optimizer_offload or recipe.trainer.memory.activation_offload
 
 
 @dataclass(frozen=True)
@@ -51,6 +50,7 @@ NEEDS = (
     FamilyNeed("trainer.router_replay", "router replay", lambda r: r.trainer.router_replay, "false", "router_replay"),
     FamilyNeed("trainer.memory", "logits in chunks", lambda r: r.trainer.memory.lm_head_chunk, "leave it out",
         "head_chunks"),
+    FamilyNeed("trainer.memory", "offload to host memory", _offloads, "leave it out", "offload"),
 )  # fmt: skip
 
 
