@@ -31,7 +31,7 @@ def test_glm5_trains_and_resumes_with_its_indexers_and_biases_unchanged(world: W
     mine = learner()
     before = {name: tensor.clone() for name, tensor in mine.policy.model.state_dict().items()}
     mine.train(make_batch(1), progress)
-    saver.save(1, mine)
+    saver.finish(1, mine, progress)
     after = mine.policy.model.state_dict()
     unchanged = {name for name, tensor in after.items() if torch.equal(tensor, before[name])}
     assert unchanged == {name for name in before if ".indexer." in name or "expert_bias" in name}
