@@ -72,7 +72,7 @@ def test_fp8_blocks_are_dequantised(case: Case, world: World, tmp_path: Path) ->
     wider = Case(case.name, lambda: _wider(case.config()))
     meant = to_fp8(write(wider, tmp_path))
     found = exported(build(make_recipe(tmp_path), world))
-    assert any(tensor.shape[0] > 128 and tensor.shape[0] % 128 for name, tensor in meant.items() if "up_proj" in name)
+    assert any(tensor.shape[0] > 128 and tensor.shape[0] % 128 for name, tensor in meant.items() if "embed" not in name)
     assert set(found) == set(meant)
     for name, tensor in meant.items():
         assert torch.equal(found[name], tensor), name

@@ -31,12 +31,6 @@ def texts(config: dict[str, Any], **changes: Any) -> list[str]:
     return [f"{finding.level}: {finding.text}" for finding in found if finding.field == "model.path"]
 
 
-def test_an_unknown_family_is_named_with_those_that_are_known() -> None:
-    (finding,) = unbuilt(Recipe.model_validate(recipe_data()), None, "dinosaur")
-    assert finding.text == "model type 'dinosaur' is not one the trainer builds"
-    assert "qwen3_moe" in finding.fix.split(", ")
-
-
 def test_block_scale_fp8_is_read() -> None:
     assert texts(MOE | {"quantization_config": BLOCKS}, **SFT) == []
 

@@ -60,9 +60,6 @@ def unbuilt(recipe: Recipe, facts: ModelFacts | None, family: str | None) -> lis
     found: list[Finding] = []
     if family is not None:
         found += _incapable(recipe, family)
-    if recipe.task == "rl" and family in FAMILIES and FAMILIES[family].text_only:
-        text = f"of {family} only the text model is trained and published; engines insist on the rest"
-        found.append(Finding(level="blocked", field="model.path", text=text, fix="task: sft"))
     if facts is not None and (text := _unread(recipe, facts)):
         found.append(Finding(level="blocked", field="model.path", text=text, fix="convert it to bfloat16 first"))
     return found + [
@@ -79,6 +76,9 @@ def _incapable(recipe: Recipe, family: str) -> list[Finding]:
         text = f"the trainer has no implementation of its own for model type {family!r}"
         fix = f"impl: auto or hf, or a model type of {', '.join(FAMILIES)}"
         return [Finding(level="blocked", field="model.impl", text=text, fix=fix)]
+    if able.text_only and recipe.task == "rl":
+        text = f"of {family} only the text model is trained and published; engines insist on the rest"
+        return [Finding(level="blocked", field="model.path", text=text, fix="task: sft")]
     whose = "the transformers implementation" if able is GENERIC else "the trainer's implementation"
     return [
         Finding(level="blocked", field=need.field, text=f"{whose} of {family!r} has no {need.what}", fix=need.fix)
@@ -91,7 +91,8 @@ def _unread(recipe: Recipe, facts: ModelFacts) -> str:
     """Why a checkpoint that is stored in fewer bits cannot be trained."""
     if facts.quantization is None:
         return ""
-    if not (facts.fp8_blocks and facts.family in FAMILIES and FAMILIES[facts.family].fp8_checkpoint):
+    able = capabilities(facts.family, recipe.model.impl)
+    if not (facts.fp8_blocks and able is not None and able.fp8_checkpoint):
         return (
             f"the checkpoint is stored in {facts.quantization}, the trainer reads bfloat16, float32 or block-scale FP8"
         )
