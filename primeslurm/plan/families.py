@@ -22,13 +22,19 @@ class Capabilities:
 
 
 FAMILIES: dict[str, Capabilities] = {
-    "llama": Capabilities(cp=True),
-    "qwen3": Capabilities(cp=True),
-    "qwen3_moe": Capabilities(ep=True, cp=True),
-    "glm4_moe": Capabilities(ep=True, cp=True),
-    "minimax_m2": Capabilities(ep=True, cp=True),
     "afmoe": Capabilities(ep=True, cp=True),
+    "glm4_moe": Capabilities(ep=True, cp=True),
+    "gpt_oss": Capabilities(ep=True, cp=True),
     "laguna": Capabilities(ep=True, cp=True),
+    "llama": Capabilities(cp=True),
+    "minimax_m2": Capabilities(ep=True, cp=True),
+    "nemotron_h": Capabilities(ep=True),
+    "qwen3": Capabilities(cp=True),
+    "qwen3_5": Capabilities(),
+    "qwen3_5_moe": Capabilities(ep=True),
+    "qwen3_5_moe_text": Capabilities(ep=True),
+    "qwen3_5_text": Capabilities(),
+    "qwen3_moe": Capabilities(ep=True, cp=True),
 }
 """`model_type` of config.json to what works with our own implementation of it."""
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from importlib.metadata import version
 from types import ModuleType
@@ -92,15 +93,25 @@ class DenseAttention(titan_attention.FlexAttention):
         attention_masks: BlockMask,
         scale: float | None = None,
         enable_gqa: bool = False,
+        out_transform: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
         **unsupported: Any,
     ) -> torch.Tensor:
-        """Queries, keys and values of shape [batch, length, heads, head_dim] to outputs of the queries' shape."""
+        """Queries, keys and values of shape [batch, length, heads, head_dim] to outputs of the queries' shape.
+
+        `out_transform` gets outputs and the log of each query's sum of exponentials, [batch, length, heads].
+        """
         if any(value is not None for value in unsupported.values()):
             raise NotImplementedError(f"dense attention does not support {', '.join(unsupported)}")
         q, k, v = (t.transpose(1, 2) for t in (q_BLNH, k_BLNH, v_BLNH))
         mask = create_mask(attention_masks.mask_mod, attention_masks.shape[0], 1, q.shape[2], k.shape[2], q.device.type)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
-        return out.transpose(1, 2)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa).transpose(
+            1, 2
+        )
+        if out_transform is None:
+            return out
+        scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).transpose(-1, -2)
+        scores = (scores * (q.shape[-1] ** -0.5 if scale is None else scale)).masked_fill(~mask, -torch.inf)
+        return out_transform(out, scores.logsumexp(dim=-1).transpose(1, 2))
 
 
 class Experts(GroupedExperts):

@@ -11,13 +11,20 @@ import torch
 from transformers import (
     AfmoeConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     Glm4MoeConfig,
+    GptOssConfig,
     LagunaConfig,
     LlamaConfig,
     MiniMaxM2Config,
     MistralConfig,
     MixtralConfig,
+    NemotronHConfig,
     Qwen2Config,
+    Qwen3_5Config,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -39,6 +46,59 @@ COMMON: dict[str, Any] = {
     "eos_token_id": 2,
     # large enough for attention and routing to matter
     "initializer_range": 0.1,
+}
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 64,
+}
+QWEN3_5: dict[str, Any] = {
+    **COMMON,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+}
+VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 16,
+    "patch_size": 4,
+}
+IMAGES: dict[str, Any] = {
+    "image_token_id": 120,
+    "video_token_id": 121,
+    "vision_start_token_id": 122,
+    "vision_end_token_id": 123,
+}
+NEMOTRON: dict[str, Any] = {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 16,
+    "chunk_size": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 48,
+    "routed_scaling_factor": 2.5,
 }
 EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
@@ -63,6 +123,26 @@ class Case:
 
 
 CASES = (
+    Case(
+        "gpt_oss",
+        # a window shorter than either document
+        lambda: GptOssConfig(
+            **COMMON, num_local_experts=8, num_experts_per_tok=2, sliding_window=16, rope_parameters=dict(YARN)
+        ),
+    ),
+    Case("nemotron_h", lambda: _nemotron()),
+    Case("nemotron_h-latent", lambda: _nemotron(moe_latent_size=16, n_group=4, topk_group=2)),
+    Case("qwen3_5_text", lambda: Qwen3_5TextConfig(**QWEN3_5)),
+    Case("qwen3_5_moe_text", lambda: Qwen3_5MoeTextConfig(**QWEN3_5, **EXPERTS, shared_expert_intermediate_size=48)),
+    Case("qwen3_5", lambda: Qwen3_5Config(text_config=dict(QWEN3_5), vision_config=dict(VISION), **IMAGES)),
+    Case(
+        "qwen3_5_moe",
+        lambda: Qwen3_5MoeConfig(
+            text_config=QWEN3_5 | EXPERTS | {"shared_expert_intermediate_size": 48},
+            vision_config=dict(VISION),
+            **IMAGES,
+        ),
+    ),
     Case("qwen3", lambda: Qwen3Config(**COMMON)),
     Case(
         "qwen3-yarn",
@@ -148,10 +228,17 @@ GENERIC_CASES = (
 """Families that only transformers has an implementation of."""
 
 
+def _nemotron(**options: Any) -> NemotronHConfig:
+    common = {name: value for name, value in COMMON.items() if name != "num_hidden_layers"}
+    return NemotronHConfig(**common, **NEMOTRON, **options)
+
+
 def write(case: Case, directory: Path) -> Path:
     """A random checkpoint of a case, with every tensor away from its initial value, biases and norms included."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(case.config(), dtype=torch.float32)
+    config = case.config()
+    kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    model = kind.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for tensor in model.state_dict().values():
             tensor.add_(torch.randn_like(tensor) * 0.02)

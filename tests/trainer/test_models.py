@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from primeslurm.trainer.publish import Publisher
 from primeslurm.trainer.world import World
 from primeslurm.wire import weights
 from tests.trainer.conftest import SEQ_LEN, make_recipe
+from tests.trainer.families import CASES, YARN
 
 FIRST = 40
 """Length of the first document in the packed row."""
@@ -111,6 +113,26 @@ def test_a_checkpoint_that_does_not_fit_its_config_is_refused(
 def test_a_missing_model_is_named(world: World) -> None:
     with pytest.raises(FileNotFoundError, match="no/such/place"):
         build(make_recipe(Path("/no/such/place")), world)
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "quantization mxfp4 "),
+        ("gpt_oss", {"attention_bias": False}, "attention_bias false "),
+        ("gpt_oss", {"rope_parameters": YARN | {"rope_type": "longrope"}}, "RoPE scaling longrope "),
+        ("gpt_oss", {"rope_parameters": YARN | {"mscale": 0.7}}, "RoPE option mscale "),
+        ("nemotron_h", {"tie_word_embeddings": True}, "tie_word_embeddings True "),
+        ("nemotron_h", {"mlp_hidden_act": "silu"}, "mlp_activation silu "),
+        ("qwen3_5_text", {"attention_bias": True}, "attention_bias True "),
+    ],
+)
+def test_what_a_family_lacks_is_named(family: str, change: dict[str, Any], message: str) -> None:
+    config = next(case for case in CASES if case.name == family).config()
+    for name, value in change.items():
+        setattr(config, name, value)
+    with pytest.raises(ValueError, match=f"{message}.*is not supported for {family}"):
+        models.spec(config, SEQ_LEN, "flex")
 
 
 def test_unsupported_configs_are_refused(moe_model: Path) -> None:

@@ -49,11 +49,6 @@ def _ep_divides(case: Case) -> str:
     return f"{case.facts.experts.count} experts cannot be spread evenly over ep: {ep}"
 
 
-def _ep_gpt_oss(case: Case) -> str:
-    family = case.facts.family if case.facts else ""
-    return "gpt-oss is trained without EP" if family == "gpt_oss" and case.recipe.trainer.parallelism.ep > 1 else ""
-
-
 def _cp_mamba(case: Case) -> str:
     mamba = case.facts is not None and case.facts.mamba is not None
     return "Mamba layers need the whole sequence" if mamba and case.recipe.trainer.parallelism.cp > 1 else ""
@@ -119,8 +114,6 @@ TRAINER_RULES = (
     Rule("trainer-ep-dense", "error", _EP, "EP needs a model with experts", _ep_dense, "ep: 1", "torchtitan 0.3"),
     Rule("trainer-ep-divides", "error", _EP, "EP divides the number of experts", _ep_divides,
          "a divisor of the number of experts", "torchtitan 0.3, expert parallelism shards dimension 0"),
-    Rule("trainer-ep-gpt-oss", "error", _EP, "GPT-OSS: no EP in the trainer", _ep_gpt_oss, "ep: 1",
-         "prime-rl 0.6.0 docs, capability table"),
     Rule("trainer-cp-mamba", "error", _CP, "Nemotron-H: no CP", _cp_mamba, "cp: 1",
          "prime-rl 0.6.0 docs, capability table"),
     Rule("trainer-cp-divides", "error", _CP, "2 x CP divides seq_len", _cp_divides, "a multiple of 2 x cp",

@@ -7,17 +7,23 @@ from typing import Any
 
 from torchtitan.protocols.model_spec import ModelSpec
 
-from primeslurm.trainer.models import afmoe, glm4_moe, laguna, llama, minimax_m2, qwen3
+from primeslurm.trainer.models import afmoe, glm4_moe, gpt_oss, laguna, llama, minimax_m2, nemotron_h, qwen3, qwen3_5
 
 Builder = Callable[[Any, int, str], ModelSpec]
 FAMILIES: dict[str, Builder] = {
-    "llama": llama.spec,
-    "qwen3": qwen3.spec,
-    "qwen3_moe": qwen3.spec,
-    "glm4_moe": glm4_moe.spec,
-    "minimax_m2": minimax_m2.spec,
     "afmoe": afmoe.spec,
+    "glm4_moe": glm4_moe.spec,
+    "gpt_oss": gpt_oss.spec,
     "laguna": laguna.spec,
+    "llama": llama.spec,
+    "minimax_m2": minimax_m2.spec,
+    "nemotron_h": nemotron_h.spec,
+    "qwen3": qwen3.spec,
+    "qwen3_5": qwen3_5.spec,
+    "qwen3_5_moe": qwen3_5.spec,
+    "qwen3_5_moe_text": qwen3_5.spec,
+    "qwen3_5_text": qwen3_5.spec,
+    "qwen3_moe": qwen3.spec,
 }
 
 
