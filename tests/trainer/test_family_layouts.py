@@ -20,10 +20,9 @@ from tests.trainer.ranks import train
 
 SEQ_LEN = 256  # context parallelism splits rows into blocks of 128
 COMPARED = ("loss", "off_policy_kl", "mismatch_kl", "entropy", "masked_fraction", "grad_norm")
-SPLIT = [
-    case for case in (*CASES, *GENERIC_CASES) if case.name in ("llama", "glm4_moe", "minimax_m2", "afmoe", "laguna")
-]
-SPLIT += [case for case in GENERIC_CASES if case.name in ("mixtral", "qwen2")]
+FIRST = {case.config().model_type: case for case in reversed((*CASES, *GENERIC_CASES))}
+SPLIT = [case for case in (*CASES, *GENERIC_CASES) if case in FIRST.values()]
+"""A case of every family."""
 
 
 def recipe(path: Path, case: Case, size: int) -> Recipe:
