@@ -39,7 +39,7 @@ def run(
         log.error("--device cuda, but torch %s sees no CUDA device", torch.__version__)
         return 1
     recipe = Recipe.model_validate_json(recipe_path.read_text())
-    world = join(interrupt, recipe.trainer.batch_timeout_s)
+    world = join(interrupt, recipe.trainer.batch_timeout_s, recipe.trainer.memory.optimizer_offload)
     try:
         code = _task(recipe, run_dir, attempt, orchestrator, world, journal).run()
     except (RankError, LinkError, FloatingPointError, FileNotFoundError, ValueError) as error:
@@ -56,7 +56,7 @@ def _task(
     torch.manual_seed(recipe.seed)
     link = TrainerLink(orchestrator) if orchestrator else None
     policy = build(recipe, world)
-    function = loss.dppo(recipe.trainer.loss) if recipe.task == "rl" else loss.cross_entropy
+    function = loss.from_recipe(recipe.trainer.loss) if recipe.task == "rl" else loss.cross_entropy
     learner = Learner(policy, recipe.trainer.optimizer, recipe.max_steps, function, world)
     publisher = Publisher(policy, run_dir, getattr(torch, recipe.model.dtype), recipe.weights.keep, world)
     saver = Checkpoints(run_dir, attempt, recipe.checkpoint, world, link)

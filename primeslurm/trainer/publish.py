@@ -20,6 +20,8 @@ from primeslurm.trainer.world import World
 from primeslurm.wire import checkpoints, weights
 
 _LAYER = re.compile(r"\.(\d+)\.")  # the first number in a name is that of its layer
+_EXACT = ("expert_bias_E",)
+"""Keeps its dtype: rounding a router's selection bias would change which experts it selects."""
 
 
 class Publisher:
@@ -100,7 +102,11 @@ def export(policy: Policy, dtype: torch.dtype) -> Iterator[dict[str, torch.Tenso
         match = _LAYER.search(name)
         layers.setdefault(int(match[1]) if match else -1, {})[name] = tensor
     for layer in sorted(layers):
-        whole = {name: _whole(tensor.to(dtype)) for name, tensor in layers[layer].items()}
+        whole = {}
+        for name, tensor in layers[layer].items():
+            # Offloaded masters visit the device: gathering is faster there.
+            kind = tensor.dtype if name.endswith(_EXACT) else dtype
+            whole[name] = _whole(tensor.to(policy.device, kind))
         yield policy.adapter.to_hf(whole)
 
 

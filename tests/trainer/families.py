@@ -12,7 +12,9 @@ from transformers import (
     AfmoeConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    DeepseekV3Config,
     Glm4MoeConfig,
+    GlmMoeDsaConfig,
     GptOssConfig,
     LagunaConfig,
     LlamaConfig,
@@ -54,7 +56,7 @@ YARN: dict[str, Any] = {
     "beta_fast": 32.0,
     "beta_slow": 1.0,
     "truncate": False,
-    "original_max_position_embeddings": 64,
+    "original_max_position_embeddings": 16,
 }
 QWEN3_5: dict[str, Any] = {
     **COMMON,
@@ -101,6 +103,25 @@ NEMOTRON: dict[str, Any] = {
     "routed_scaling_factor": 2.5,
 }
 EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+MLA: dict[str, Any] = COMMON | {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "head_dim": 8,  # of rotary embeddings, for transformers
+    "v_head_dim": 16,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}
+GROUPS: dict[str, Any] = {"n_group": 4, "topk_group": 2}
+MLA_YARN = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}
+# Few index heads leave many keys with a score of exactly zero: which of them are selected is then arbitrary.
+DSA: dict[str, Any] = MLA | {"num_hidden_layers": 4, "rms_norm_eps": 1e-5, "index_n_heads": 32, "index_head_dim": 16}
+SHARED: list[str] = ["full", "shared", "shared", "full"]
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -212,6 +233,10 @@ CASES = (
             moe_routed_scaling_factor=2.0,
         ),
     ),
+    Case("deepseek_v3", lambda: DeepseekV3Config(**MLA, **GROUPS, rope_parameters=MLA_YARN)),
+    Case("deepseek_v3-plain", lambda: DeepseekV3Config(**MLA | {"q_lora_rank": None, "n_group": 1, "topk_group": 1})),
+    Case("glm_moe_dsa", lambda: GlmMoeDsaConfig(**DSA, index_topk=16, indexer_types=SHARED)),
+    Case("glm_moe_dsa-short", lambda: GlmMoeDsaConfig(**DSA, index_topk=64)),
 )
 
 GENERIC_CASES = (

@@ -167,6 +167,10 @@ EXAMPLES: dict[str, tuple[tuple[dict[str, Any], str, dict[str, Any]], tuple[dict
         (on(trainer(lora={}), weights={"transport": "nccl"}), MOE, GPU),
         (on(trainer(lora={}), weights={"transport": "filesystem"}), MOE, GPU),
     ),
+    "lora-absorbed": (
+        (trainer(lora={"targets": ["q_a_proj", "kv_b_proj"]}), GLM, GPU),
+        (trainer(lora={"targets": ["q_a_proj"]}), GLM, GPU),
+    ),
     "lora-targets": (
         (trainer(lora={"targets": ["q_prj"]}), MOE, GPU),
         (trainer(lora={"targets": ["q_proj"]}), MOE, GPU),

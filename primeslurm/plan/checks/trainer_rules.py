@@ -88,6 +88,11 @@ def _lora_targets(case: Case) -> str:
     return f"no model has {', '.join(unknown)}" if unknown else ""
 
 
+def _lora_absorbed(case: Case) -> str:
+    lora, sparse = case.recipe.trainer.lora, case.facts is not None and case.facts.indexer is not None
+    return "sparse attention never calls kv_b_proj" if lora and sparse and "kv_b_proj" in lora.targets else ""
+
+
 def _vision_dtype(case: Case) -> str:
     vision = case.facts is not None and case.facts.family in VISION_FAMILIES
     return "vision models are trained in bfloat16" if vision and case.recipe.model.dtype != "bfloat16" else ""
@@ -99,9 +104,8 @@ def _vision_truncation(case: Case) -> str:
 
 
 def _host_memory(case: Case) -> str:
-    if not case.recipe.trainer.memory.optimizer_offload or case.recipe.trainer.optimizer.type in ("adamw", "sign_sgd"):
-        return ""
-    return f"{case.recipe.trainer.optimizer.type} has no step on the host"
+    muon = case.recipe.trainer.optimizer.type == "muon"
+    return "Muon multiplies matrices" if muon and case.recipe.trainer.memory.optimizer_offload else ""
 
 
 _EP = "trainer.parallelism.ep"
@@ -127,10 +131,13 @@ TRAINER_RULES = (
          "prime-rl 0.6.0 docs, LoRA; vLLM 0.32 /v1/load_lora_adapter"),
     Rule("lora-targets", "error", "trainer.lora.targets", "LoRA targets exist", _lora_targets,
          f"valid: {', '.join(sorted(LORA_TARGETS))}", "prime-rl 0.6.0 ignores unknown names silently"),
+    Rule("lora-absorbed", "error", "trainer.lora.targets", "Sparse attention (DSA): no LoRA on kv_b_proj",
+         _lora_absorbed, "leave kv_b_proj out", "its weight is absorbed, so an adapter beside it would learn nothing"),
     Rule("vision-dtype", "error", "model.dtype", "Vision models: bfloat16 only", _vision_dtype, "dtype: bfloat16",
          "prime-rl 0.6.0 docs, VLM"),
     Rule("vision-truncation", "warning", "seq_len", "Vision samples fit into seq_len", _vision_truncation,
          "as long as the longest sample", "prime-rl 0.6.0 docs, VLM"),
-    Rule("offload-optimizer", "error", "trainer.memory.optimizer_offload", "Host optimizers: AdamW and SignSGD",
-         _host_memory, "optimizer.type: adamw", "prime-rl 0.6.0 validator"),
+    Rule("offload-optimizer", "error", "trainer.memory.optimizer_offload", "No Muon on the host",
+         _host_memory, "optimizer.type: adamw, sgd or sign_sgd",
+         "prime-rl 0.6.0 validator (AdamW and SignSGD alone there)"),
 )  # fmt: skip
