@@ -92,7 +92,8 @@ def _unread(recipe: Recipe, facts: ModelFacts) -> str:
     """Why a checkpoint that is stored in fewer bits cannot be trained."""
     if facts.quantization is None:
         return ""
-    if not (facts.fp8_blocks and facts.family in FAMILIES and FAMILIES[facts.family].fp8_checkpoint):
+    able = capabilities(facts.family, recipe.model.impl)
+    if not (facts.fp8_blocks and able and able.fp8_checkpoint):
         return (
             f"the checkpoint is stored in {facts.quantization}, the trainer reads bfloat16, float32 or block-scale FP8"
         )
