@@ -20,8 +20,8 @@ from primeslurm.trainer.world import World
 from primeslurm.wire import checkpoints, weights
 
 _LAYER = re.compile(r"\.(\d+)\.")  # the first number in a name is that of its layer
-_EXACT = ("expert_bias_E",)
-"""Keeps its dtype: rounding a router's selection bias would change which experts it selects."""
+_EXACT = ("expert_bias_E", "e_score_correction_bias")
+"""Keep their dtype: rounding a router's selection bias would change which experts it selects."""
 
 
 class Publisher:

@@ -19,7 +19,7 @@ from tests.trainer.conftest import SEQ_LEN, make_recipe
 from tests.trainer.families import CASES, Case, write
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-KEPT = ("embed_tokens", "lm_head", "mlp.gate.", "norm", "weights_proj")
+KEPT = ("embed_tokens", "lm_head", "mlp.gate.", "moe.gate.", "norm", "weights_proj")
 """Parts of the names of tensors that are not quantised."""
 BY_NAME = {case.name: case for case in CASES}
 
@@ -156,9 +156,10 @@ def test_the_text_model_of_kimi_k25_is_deepseek_v3(world: World, tmp_path: Path)
     assert all(torch.equal(found[name], tensor) for name, tensor in named.items())
 
 
-def test_the_selection_bias_is_published_exactly(world: World, tmp_path: Path) -> None:
-    path = write(BY_NAME["deepseek_v3"], tmp_path)
-    policy = build(make_recipe(path), world)
+@pytest.mark.parametrize(("family", "impl"), [("deepseek_v3", "custom"), ("glm4_moe", "hf")])
+def test_the_selection_bias_is_published_exactly(family: str, impl: str, world: World, tmp_path: Path) -> None:
+    path = write(BY_NAME[family], tmp_path)
+    policy = build(make_recipe(path, model={"path": str(path), "dtype": "bfloat16", "impl": impl}), world)
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
     published = {key: tensor for layer in export(policy, torch.bfloat16) for key, tensor in layer.items()}
     assert torch.equal(published[name], load_file(path / "model.safetensors")[name])

@@ -19,8 +19,9 @@ from tests.trainer.families import CASES, GENERIC_CASES, Case, write
 from tests.trainer.ranks import train
 
 COMPARED = ("loss", "off_policy_kl", "mismatch_kl", "entropy", "masked_fraction", "grad_norm")
-NAMES = ("llama", "glm4_moe", "minimax_m2", "afmoe", "laguna", "gpt_oss", "nemotron_h-latent", "qwen3_5_moe")
-SPLIT = [case for case in (*CASES, *GENERIC_CASES) if case.name in (*NAMES, "mixtral", "qwen2")]
+FIRST = {case.config().model_type: case for case in reversed((*CASES, *GENERIC_CASES))}
+SPLIT = [case for case in (*CASES, *GENERIC_CASES) if case in FIRST.values()]
+"""A case of every family."""
 
 
 def recipe(path: Path, case: Case, size: int) -> Recipe:
