@@ -26,7 +26,7 @@ SECRET_GATE = "primeslurm.inference.admission.SecretGate"
 """The same without policy versions, for engines that keep the weights they loaded."""
 START_TIMEOUT_S = 3600
 """Longest time from an engine's start to its first answer: a trillion parameters are read, and kernels compiled."""
-TRANSFER_BACKENDS = {"filesystem": "primeslurm_filesystem", "nccl": "nccl"}
+TRANSFER_BACKENDS = {"filesystem": "primeslurm_filesystem", "nccl": "primeslurm_stream"}
 """Weight transport of the recipe to vLLM's name of the backend (registered by inference.plugin)."""
 
 

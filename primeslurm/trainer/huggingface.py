@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import safe_open
 
 INDEX = "model.safetensors.index.json"
@@ -36,13 +35,15 @@ def tensor_names(directory: Path) -> set[str]:
     return names
 
 
-def copy_companions(source: Path, target: Path, dtype: torch.dtype) -> None:
-    """Copy config, tokenizer and generation settings; the config then names `dtype`. Raises OSError."""
+def copy_companions(source: Path, target: Path, dtype: str, quantization: dict[str, Any] | None) -> None:
+    """Copy config, tokenizer and generation settings; the config then names dtype and quantisation. Raises OSError."""
     for pattern in _COMPANIONS:
         for file in source.glob(pattern):
             if file.name not in (INDEX, "MANIFEST.json"):
                 shutil.copyfile(file, target / file.name)
     config: dict[str, Any] = json.loads((source / "config.json").read_text())
     config.pop("torch_dtype", None)
-    config["dtype"] = str(dtype).removeprefix("torch.")
+    config["dtype"] = dtype
+    if quantization is not None:
+        config["quantization_config"] = quantization
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from primeslurm.recipe import Recipe
+from primeslurm.trainer.encoding import Encoding
 from primeslurm.trainer.interrupt import Interrupt
 from primeslurm.trainer.loss import dppo
 from primeslurm.trainer.parallel import build
@@ -31,7 +32,7 @@ def main() -> None:
     for step in range(1, recipe.max_steps + 1):
         batch = make_batch(step, policy.dp_rank, policy.dp_world, seq_len=recipe.seq_len)
         print("METRICS", json.dumps(learner.train(batch, progress)), flush=True)
-    Publisher(policy, out, torch.float32, 1, world).publish(recipe.max_steps)
+    Publisher(policy, out, Encoding(torch.float32), 1, world).publish(recipe.max_steps)
     world.close()
 
 

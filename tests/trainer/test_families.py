@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from primeslurm.plan import families as known
 from primeslurm.trainer import models
+from primeslurm.trainer.export import export
 from primeslurm.trainer.parallel import build
-from primeslurm.trainer.publish import export
 from primeslurm.trainer.world import World
 from tests.trainer.conftest import SEQ_LEN, make_recipe
 from tests.trainer.families import CASES, Case, write

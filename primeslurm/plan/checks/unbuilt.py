@@ -30,8 +30,6 @@ GAPS = (
     Gap("trainer.memory", "optimizer offload", lambda r: r.trainer.memory.optimizer_offload, "leave it out"),
     Gap("trainer.memory", "activation offload", lambda r: r.trainer.memory.activation_offload, "leave it out"),
     Gap("trainer.memory", "logits in chunks", lambda r: r.trainer.memory.lm_head_chunk, "leave it out"),
-    Gap("weights.transport", "weight updates over NCCL", lambda r: r.task == "rl" and r.weights.transport == "nccl",
-        "filesystem"),
 )  # fmt: skip
 
 
