@@ -144,37 +144,43 @@ class Channel:
             self._store.set("failed", reason)
         finally:
             self._group.abort()
+            del self._group  # gloo closes connections with the last reference: the others notice that at once
 
     def close(self) -> None:
         """Leave after everything was sent or received."""
         self._group.shutdown()
 
     def _wait(self, start: Callable[[], list[Any]]) -> None:
+        if failure := self._failure(start):
+            raise StreamError(self._reason() or failure)
+
+    def _failure(self, start: Callable[[], list[Any]]) -> str:
+        """Why not all works were completed. They must not outlive this call, as an exception's frames would:
+        they hold connections open."""
         try:
             works = start()
-            if self._device.type == "cpu":
-                for work in works:
-                    work.wait(self._timeout)
-            else:
-                self._poll(works)
-        except StreamError:
-            raise
+            if self._device.type != "cpu":
+                return self._poll(works)
+            for work in works:
+                work.wait(self._timeout)
         except RuntimeError as error:
-            raise StreamError(self._reason() or str(error)) from error
+            return str(error)
+        return ""
 
-    def _poll(self, works: list[Any]) -> None:
+    def _poll(self, works: list[Any]) -> str:
         """Waiting on NCCL's works would only make a stream wait, and its watchdog ends the process."""
         begun = looked = time.monotonic()
         for work in works:
             while not work.is_completed():
                 now = time.monotonic()
                 if now - begun > self._timeout.total_seconds():
-                    raise StreamError(f"nothing moved for {now - begun:.0f} s")
+                    return f"nothing moved for {now - begun:.0f} s"
                 if now - looked > _LOOK_S:
                     looked = now
                     if reason := self._reason():
-                        raise StreamError(reason)
+                        return reason
                 time.sleep(_POLL_S)
+        return ""
 
     def _reason(self) -> str:
         try:

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 from primeslurm.recipe import Recipe
 from primeslurm.trainer import data, tiny
 from primeslurm.trainer.checkpoint import Checkpoints
+from primeslurm.trainer.encoding import Encoding
 from primeslurm.trainer.loss import cross_entropy
 from primeslurm.trainer.parallel import build
 from primeslurm.trainer.publish import Publisher
