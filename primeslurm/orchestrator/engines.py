@@ -152,17 +152,18 @@ class EngineClient:
         if step is Step.UPDATE:
             if not status.initialized:
                 await self._post("/init_weight_transfer_engine", timeout_s, {"init_info": {}})
-            await self._update(policy, timeout_s)
+            info = await self._update_info(policy)  # generation goes on while the engine waits for its turn
+            if not status.paused:  # pausing twice would have engines that share experts run a step
+                # clear_cache would preempt every running request and prefill it anew
+                await self._post("/pause?mode=keep&clear_cache=false", timeout_s)
+            await self._update(policy, info, timeout_s)
         if step is Step.UPDATE or status.paused:
             await self._post("/resume", timeout_s)
         return step
 
-    async def _update(self, policy: Policy, timeout_s: float) -> None:
+    async def _update(self, policy: Policy, info: dict[str, Any], timeout_s: float) -> None:
         for attempt in range(1, self._tries + 1):
-            info = await self._update_info(policy)  # generation goes on while the engine waits for its turn
             try:
-                # clear_cache would preempt every running request and prefill it anew
-                await self._post("/pause?mode=keep&clear_cache=false", timeout_s)
                 await self._post("/start_weight_update", timeout_s)
                 await self._post("/update_weights", timeout_s, {"update_info": info})
                 await self._post("/finish_weight_update", timeout_s, {"weight_version": str(policy.version)})
@@ -171,6 +172,7 @@ class EngineClient:
                 if attempt == self._tries:
                     raise
                 await asyncio.sleep(self._retry_s)
+                info = await self._update_info(policy)
 
     async def _update_info(self, policy: Policy) -> dict[str, Any]:
         if policy.path or self._place is None:
