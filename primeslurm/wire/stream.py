@@ -54,7 +54,7 @@ class TensorInfo(msgspec.Struct, frozen=True, array_like=True):
     @property
     def bytes(self) -> int:
         """Its size."""
-        return getattr(torch, self.dtype).itemsize * math.prod(self.shape)
+        return int(getattr(torch, self.dtype).itemsize) * math.prod(self.shape)
 
     @property
     def room(self) -> int:
@@ -128,7 +128,8 @@ class Channel:
 
     def experts(self, receiver: int) -> Experts:
         """Which experts a receiver holds."""
-        return msgspec.msgpack.decode(self._store.get(f"experts/{receiver}"), type=Experts)
+        found: Experts = msgspec.msgpack.decode(self._store.get(f"experts/{receiver}"), type=Experts)
+        return found
 
     def send(self, messages: Iterable[tuple[int, torch.Tensor]]) -> None:
         """Send (receiver, bytes) in this order; return when they are out. Raises StreamError."""
