@@ -110,6 +110,8 @@ class EmulatedTrainer:
         else:
             self._link.published(version, "")
             self._serve(version)
+            if version == self._recipe.max_steps:
+                self._publish(version)
 
     def _serve(self, version: int) -> None:
         """Meet the engines as if to send them the policy."""
