@@ -60,7 +60,7 @@ class Orchestrator:
         self._journal = Journal(place.attempt_dir, "orchestrator")
         self._progress = restore(place.run_dir, place.attempt)
         self._spool = Spool(place.run_dir / "rollouts")
-        self._batches = Batches(recipe.seq_len, recipe.orchestrator.sampling.temperature, recipe.max_steps)
+        self._batches = Batches(recipe)
         self._metrics = MetricsLog(recipe, place.run_dir, self._progress.done_step)
         self._dispatch = recover(recipe, place, self._progress, self._spool, self._batches)
         self._workers = Workers(place.env_bind, self._on_result, self._on_lost)

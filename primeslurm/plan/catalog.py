@@ -80,6 +80,8 @@ class ModelFacts:
     experts: Experts | None
     gated: bool
     """Feed-forward networks have three matrices instead of two."""
+    attention_gate: int
+    """How many values of a layer scale its attention's output."""
     attention_bias: bool
     qk_norm: bool
     tied: bool
@@ -88,6 +90,8 @@ class ModelFacts:
     mamba: Mamba | None = None
     quantization: str | None = None
     """How the checkpoint's weights are stored: fp8, int4, mxfp4; None for the model's dtype."""
+    fp8_blocks: bool = False
+    """Stored in E4M3 with one scale for each block of 128 x 128 weights."""
 
     @property
     def layers(self) -> int:
@@ -125,8 +129,8 @@ def catalog() -> dict[str, CatalogEntry]:
 
 def facts_of(config: Mapping[str, Any]) -> ModelFacts:
     """Read a Hugging Face config. Raises KeyError for one that is no decoder this knows."""
-    quantization = _quantization(config)
     text = config.get("text_config") or config
+    stored = config.get("quantization_config") or text.get("quantization_config") or {}
     hidden, heads = text["hidden_size"], text["num_attention_heads"]
     kinds = _layers(text)
     return ModelFacts(
@@ -145,21 +149,38 @@ def facts_of(config: Mapping[str, Any]) -> ModelFacts:
         moe_layers=kinds["moe"],
         experts=_experts(text) if kinds["moe"] else None,
         gated=text.get("mlp_hidden_act") != "relu2",
+        attention_gate=_attention_gate(text),
         attention_bias=bool(text.get("attention_bias")),
-        qk_norm=text["model_type"] in ("qwen3", "qwen3_moe"),
+        qk_norm=text["model_type"] in _QK_NORM or bool(text.get("use_qk_norm")),
         tied=bool(text.get("tie_word_embeddings")),
         mla=_mla(text),
         indexer=Indexer(text["index_n_heads"], text["index_head_dim"]) if "index_n_heads" in text else None,
         mamba=_mamba(text, kinds["mamba"]) if kinds["mamba"] else None,
-        quantization=quantization,
+        quantization=_quantization(stored),
+        fp8_blocks=_fp8_blocks(stored),
     )
 
 
-def _quantization(config: Mapping[str, Any]) -> str | None:
-    found = config.get("quantization_config")
-    if not found:
+_QK_NORM = ("qwen3", "qwen3_moe", "afmoe", "laguna")
+
+
+def _attention_gate(text: Mapping[str, Any]) -> int:
+    """The gate of families that have one: a value for each of the attention's outputs, or for each head."""
+    heads = text["num_attention_heads"]
+    if text["model_type"] == "afmoe" or text.get("gating") == "per-element":
+        return int(heads * text["head_dim"])
+    return int(heads) if text["model_type"] == "laguna" else 0
+
+
+def _quantization(stored: Mapping[str, Any]) -> str | None:
+    if not stored:
         return None
-    return {"fp8": "fp8", "mxfp4": "mxfp4"}.get(found.get("quant_method"), f"int{found.get('bits', 4)}")
+    return {"fp8": "fp8", "mxfp4": "mxfp4"}.get(stored.get("quant_method", ""), f"int{stored.get('bits', 4)}")
+
+
+def _fp8_blocks(stored: Mapping[str, Any]) -> bool:
+    fp8 = stored.get("quant_method") == "fp8" and stored.get("fmt", "e4m3") == "e4m3"
+    return fp8 and stored.get("weight_block_size") == [128, 128]
 
 
 def _layers(text: Mapping[str, Any]) -> dict[str, int]:
@@ -180,8 +201,10 @@ _BLOCKS = {"attention": "full_attention", "moe": "moe", "dense": "mlp", "mamba":
 
 def _is_moe(text: Mapping[str, Any], index: int) -> bool:
     sparse_step = text.get("decoder_sparse_step", 1)
+    if kinds := text.get("mlp_layer_types"):
+        return bool(kinds[index] == "sparse")
     return (
-        index >= text.get("first_k_dense_replace", 0)
+        index >= (text.get("first_k_dense_replace") or text.get("num_dense_layers") or 0)
         and index not in (text.get("mlp_only_layers") or ())
         and (index + 1) % sparse_step == 0
     )
@@ -194,7 +217,11 @@ def _expert_count(text: Mapping[str, Any]) -> int:
 
 def _experts(text: Mapping[str, Any]) -> Experts:
     width = text.get("moe_intermediate_size") or text["intermediate_size"]
-    shared = text.get("moe_shared_expert_intermediate_size") or width * (text.get("n_shared_experts") or 0)
+    shared = (
+        text.get("moe_shared_expert_intermediate_size")
+        or text.get("shared_expert_intermediate_size")
+        or width * (text.get("n_shared_experts") or text.get("num_shared_experts") or 0)
+    )
     return Experts(_expert_count(text), text["num_experts_per_tok"], width, shared, text.get("moe_latent_size"))
 
 

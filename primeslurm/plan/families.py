@@ -1,4 +1,4 @@
-"""Model families that the trainer builds, and what each can be combined with. Known without importing torch."""
+"""What the trainer can do with each model family. Known without importing torch."""
 
 from __future__ import annotations
 
@@ -17,10 +17,43 @@ class Capabilities:
     """Block-scale FP8 matrix products."""
     lora: bool = False
     router_replay: bool = False
+    head_chunks: bool = True
+    """Logits in chunks of tokens."""
+    fp8_checkpoint: bool = False
+    """Checkpoints in E4M3 with one scale for each block of 128 x 128 weights load."""
+    text_only: bool = False
+    """Published without what sees images, so that engines, which insist on it, cannot take a new policy."""
+    offload: bool = True
+    """Activations, or masters and optimizer state, in host memory."""
 
 
 FAMILIES: dict[str, Capabilities] = {
-    "qwen3": Capabilities(cp=True),
-    "qwen3_moe": Capabilities(ep=True, cp=True),
+    "afmoe": Capabilities(ep=True, cp=True, router_replay=True),
+    "deepseek_v3": Capabilities(ep=True, cp=True, fp8_checkpoint=True),
+    "glm4_moe": Capabilities(ep=True, cp=True, router_replay=True),
+    "glm_moe_dsa": Capabilities(ep=True, cp=True, fp8_checkpoint=True),
+    "gpt_oss": Capabilities(ep=True, cp=True, router_replay=True),
+    "kimi_k2": Capabilities(ep=True, cp=True, fp8_checkpoint=True),
+    "kimi_k25": Capabilities(ep=True, cp=True, text_only=True),
+    "laguna": Capabilities(ep=True, cp=True, router_replay=True),
+    "llama": Capabilities(cp=True),
+    "minimax_m2": Capabilities(ep=True, cp=True, router_replay=True),
+    "nemotron_h": Capabilities(ep=True, router_replay=True),
+    "qwen3": Capabilities(cp=True, fp8_checkpoint=True),
+    "qwen3_5": Capabilities(),
+    "qwen3_5_moe": Capabilities(ep=True, router_replay=True),
+    "qwen3_5_moe_text": Capabilities(ep=True, router_replay=True),
+    "qwen3_5_text": Capabilities(),
+    "qwen3_moe": Capabilities(ep=True, cp=True, fp8_checkpoint=True, router_replay=True),
 }
-"""`model_type` of config.json to what works with it."""
+"""`model_type` of config.json to what works with our own implementation of it."""
+
+GENERIC = Capabilities(head_chunks=False, offload=False)
+"""The implementation in transformers: sharded by FSDP, and nothing else."""
+
+
+def capabilities(family: str, impl: str) -> Capabilities | None:
+    """What works with a model type under `model.impl`; None if there is no such implementation."""
+    if impl == "hf" or (impl == "auto" and family not in FAMILIES):
+        return GENERIC
+    return FAMILIES.get(family)

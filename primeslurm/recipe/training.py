@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from primeslurm.recipe.base import Section
+from primeslurm.recipe.losses import DppoLoss, Loss
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -18,36 +19,34 @@ class Model(Section):
     """Directory in Hugging Face format (config.json, safetensors, tokenizer), or a hub id cached on the cluster."""
     dtype: Dtype = "bfloat16"
     """Compute dtype of trainer and engines. Masters and optimizer state are always float32."""
+    impl: Literal["auto", "custom", "hf"] = "auto"
+    """Whose code trains it: our own (`custom`), or that of transformers (`hf`), which has more models, but is slower,
+    needs memory quadratic in seq_len and has FSDP alone. `auto`: our own where it has the model type."""
     max_len: PositiveInt | None = None
     """Longest sequence an engine accepts. Default: seq_len."""
 
 
 class Optimizer(Section):
-    """The optimizer, with linear warm-up and a constant, linear or cosine schedule."""
+    """The optimizer, with linear warm-up and a constant, linear or cosine schedule.
+
+    Muon trains the matrices of layers and experts, and AdamW the rest: embedding, head, norms and routers.
+    """
 
     type: Literal["adamw", "muon", "sgd", "sign_sgd"] = "adamw"
     lr: PositiveFloat = 1e-6
     betas: tuple[float, float] = (0.9, 0.95)
+    """Of AdamW."""
     eps: PositiveFloat = 1e-8
+    """Of AdamW."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Of Muon and SGD."""
     weight_decay: float = 0.0
     max_norm: PositiveFloat | None = 1.0
     """Global gradient norm is clipped to this; null = no clipping."""
     warmup_steps: NonNegativeInt = 0
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-
-
-class Loss(Section):
-    """Importance-weighted policy gradient, masked where the probability moved too far.
-
-    Per token, with d = trainer logprob - engine logprob, r = exp(d), dp = p_trainer - p_engine:
-    `-A * r * keep + kl_tau * d**2`; keep is false if A > 0 and dp > mask_high, or A <= 0 and dp < -mask_low.
-    """
-
-    type: Literal["dppo"] = "dppo"
-    mask_low: PositiveFloat = 0.2
-    mask_high: PositiveFloat = 0.2
-    adv_tau: PositiveFloat = 1.0
-    kl_tau: float = 1e-3
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Where linear and cosine schedules end, as a part of lr."""
 
 
 class Parallelism(Section):
@@ -58,6 +57,8 @@ class Parallelism(Section):
     ep: PositiveInt = 1
     ep_backend: Literal["torch", "deepep"] = "torch"
     """How tokens reach their experts: torch's all-to-all, or DeepEP, which is better across nodes."""
+    reshard_after_forward: bool = True
+    """Give up a layer's gathered weights after its forward pass, and gather them again for the backward pass."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
 
 
@@ -65,9 +66,9 @@ class Memory(Section):
     """What is kept in host memory, or computed in pieces, so that a model fits."""
 
     optimizer_offload: bool = False
-    """Masters and optimizer state live in host memory."""
+    """Masters, gradients and optimizer state live in host memory, where the step is made. Not for Muon."""
     activation_offload: bool = False
-    """Saved activations wait in host memory for the backward pass."""
+    """What layers save waits in host memory for the backward pass; with full checkpointing that is their input."""
     lm_head_chunk: PositiveInt | None = None
     """Tokens whose logits exist at once. Default: all of them."""
 
@@ -84,7 +85,7 @@ class Trainer(Section):
     """The torchtitan trainer."""
 
     optimizer: Optimizer = Optimizer()
-    loss: Loss = Loss()
+    loss: Annotated[Loss, Field(discriminator="type")] = DppoLoss()
     parallelism: Parallelism = Parallelism()
     memory: Memory = Memory()
     lora: Lora | None = None
@@ -102,6 +103,8 @@ class Checkpoint(Section):
     interval: PositiveInt = 10
     """Steps between checkpoints. The last step is always saved."""
     keep: PositiveInt = 2
+    asynchronous: bool = False
+    """Training goes on while a copy in host memory is written."""
 
 
 class Weights(Section):

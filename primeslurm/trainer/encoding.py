@@ -28,10 +28,12 @@ class Encoding:
     Args:
         dtype: of all tensors, or with `fp8` of those that engines do not compute in FP8.
         fp8: projections and experts leave in FP8.
+        stored: what engines' own checkpoint stores in FP8: exactly these weights leave in FP8, whatever `fp8` says.
     """
 
     dtype: torch.dtype
     fp8: bool = False
+    stored: frozenset[str] = frozenset()
 
     @property
     def dtype_name(self) -> str:
@@ -39,7 +41,7 @@ class Encoding:
         return str(self.dtype).removeprefix("torch.")
 
     def encode(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        """A tensor of `dtype` as what leaves the trainer, by name."""
+        """A tensor as what leaves the trainer, by name."""
         if not self._in_fp8(name, tensor):
             return {name: tensor}
         weight, scales = quantize(tensor)
@@ -47,7 +49,7 @@ class Encoding:
 
     def quantization(self, names: set[str]) -> dict[str, Any] | None:
         """config.json's `quantization_config` of a model with tensors `names`, if there is one."""
-        if not self.fp8:
+        if not (self.fp8 or self.stored):
             return None
         weights = {name for name in names if name.endswith(".weight")}
         kept = sorted(name.removesuffix(".weight") for name in weights if name + FP8_SCALE not in names)
@@ -60,6 +62,8 @@ class Encoding:
         }
 
     def _in_fp8(self, name: str, tensor: torch.Tensor) -> bool:
+        if self.stored:
+            return name in self.stored
         matrix = tensor.ndim == 2 and name.endswith(".weight")
         return self.fp8 and matrix and (name.endswith(_PROJECTIONS) or ".experts." in name)
 

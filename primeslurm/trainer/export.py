@@ -16,8 +16,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from primeslurm.trainer.parallel import Policy
+from primeslurm.trainer.world import World
 
-_LAYER = re.compile(r"layers\.(\d+)\.")
+_LAYER = re.compile(r"\.(\d+)\.")  # the first number in a name is that of its layer
+_EXACT = ("expert_bias_E",)
+"""Keeps its dtype: rounding a router's selection bias would change which experts it selects."""
 
 
 @dataclass(frozen=True)
@@ -28,51 +31,71 @@ class Part:
     mine: bool
     """Whether this rank hands it on. Over all ranks, one does."""
     sharded: Any
+    """Its shape and dtype are those of the whole."""
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Of the whole tensor."""
-        return tuple(self.sharded.shape)
-
-    def whole(self, dtype: torch.dtype) -> torch.Tensor:
+    def whole(self) -> torch.Tensor:
         """The whole tensor (a collective of the ranks that have this part, in the order of parts)."""
-        return _whole(self.sharded.to(dtype))
+        return _whole(self.sharded)
 
 
-def parts(policy: Policy, rank: int) -> Iterator[list[Part]]:
-    """What `rank` hands on or helps to gather, layer by layer; what belongs to no layer comes first."""
-    turns: Counter[tuple[int, ...]] = Counter()
-    for state in _layers(policy):
-        yield [_part(name, tensor, rank, turns) for name, tensor in policy.adapter.to_hf(state).items()]
+def parts(policy: Policy, dtype: torch.dtype, world: World) -> Iterator[list[Part]]:
+    """What this rank hands on or helps to gather, layer by layer; what belongs to no layer comes first."""
+    turns = _Turns(world, policy.dims)
+    for state in _layers(policy, dtype):
+        sharded = {name: tensor for name, tensor in state.items() if isinstance(tensor, DTensor)}
+        everywhere = {name: tensor for name, tensor in state.items() if name not in sharded}
+        layer = [Part(name, turns.owns(tensor), tensor) for name, tensor in policy.adapter.to_hf(sharded).items()]
+        layer += [Part(name, turns.takes(), tensor) for name, tensor in policy.adapter.to_hf(everywhere).items()]
+        yield layer
 
 
 def export(policy: Policy, dtype: torch.dtype) -> Iterator[dict[str, torch.Tensor]]:
     """Whole tensors under Hugging Face names, one layer at a time, on every rank (a collective).
 
-    For looking at small models: each rank gathers whole layers, experts included.
+    The first dictionary holds what belongs to no layer. For looking at small models: each rank gathers whole layers,
+    experts included.
     """
-    for state in _layers(policy):
-        yield policy.adapter.to_hf({name: _whole(tensor.to(dtype)) for name, tensor in state.items()})
+    for state in _layers(policy, dtype):
+        yield policy.adapter.to_hf({name: _whole(tensor) for name, tensor in state.items()})
 
 
-def _layers(policy: Policy) -> Iterator[dict[str, Any]]:
-    """The policy's state dict, detached from autograd, layer by layer; what belongs to no layer comes first."""
+class _Turns:
+    """Whose turn it is to hand on a tensor. Ranks that share tensors have them in the same order, and so agree."""
+
+    def __init__(self, world: World, dims: Any) -> None:
+        self._world = world
+        replicas = dims.get_optional_mesh("dp_replicate")
+        self._first_replica = replicas is None or replicas.get_local_rank() == 0
+        self._turns: Counter[tuple[int, ...]] = Counter()
+
+    def owns(self, tensor: Any) -> bool:
+        """For a tensor that came out of sharded ones: this rank's own, or still sharded."""
+        if not isinstance(tensor, DTensor):
+            return self._first_replica
+        return self._next(tuple(tensor.device_mesh.mesh.flatten().tolist()))
+
+    def takes(self) -> bool:
+        """For a tensor that every rank has."""
+        return self._next(tuple(range(self._world.size)))
+
+    def _next(self, ranks: tuple[int, ...]) -> bool:
+        owner = ranks[self._turns[ranks] % len(ranks)]
+        self._turns[ranks] += 1
+        return owner == self._world.rank
+
+
+def _layers(policy: Policy, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
+    """The policy's state dict on its device and in `dtype`, layer by layer; what belongs to no layer comes first."""
     layers: dict[int, dict[str, Any]] = {}
-    for name, tensor in policy.model.state_dict().items():
-        match = _LAYER.match(name)
+    for name, tensor in policy.model.state_dict().items():  # detached from autograd
+        match = _LAYER.search(name)
         layers.setdefault(int(match[1]) if match else -1, {})[name] = tensor
     for layer in sorted(layers):
-        yield layers[layer]
-
-
-def _part(name: str, tensor: Any, rank: int, turns: Counter[tuple[int, ...]]) -> Part:
-    if not isinstance(tensor, DTensor):
-        return Part(name, True, tensor)
-    # All ranks of a mesh have its tensors in the same order, so they agree on whose turn it is.
-    ranks = tuple(tensor.device_mesh.mesh.flatten().tolist())
-    owner = ranks[turns[ranks] % len(ranks)]
-    turns[ranks] += 1
-    return Part(name, owner == rank, tensor)
+        yield {
+            # Offloaded masters visit the device: gathering is faster there.
+            name: tensor.to(policy.device, tensor.dtype if name.endswith(_EXACT) else dtype)
+            for name, tensor in layers[layer].items()
+        }
 
 
 def _whole(tensor: Any) -> torch.Tensor:

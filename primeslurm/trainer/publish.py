@@ -75,9 +75,9 @@ class Publisher:
 
     def _write(self, share: _Share) -> None:
         """Layer by layer. A rank that cannot write still gathers along."""
-        for layer in parts(self._policy, self._world.rank):
+        for layer in parts(self._policy, self._encoding.dtype, self._world):
             for part in layer:
-                whole = part.whole(self._encoding.dtype)
+                whole = part.whole()
                 if part.mine:
                     share.add(self._encoding.encode(part.name, whole))
         share.flush()

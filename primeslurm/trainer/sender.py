@@ -77,7 +77,7 @@ class Sender:
             return False
         assert channel is not None
         sent = _Outbox(channel, self._catalogue, self._world.rank, self._world.device)
-        for number, layer in enumerate(parts(self._policy, self._world.rank)):
+        for number, layer in enumerate(parts(self._policy, self._encoding.dtype, self._world)):
             sent.put(number, self._tensors(layer))
         well = self._all_well(version, sent.failure)
         if sent.failure is None:
@@ -91,7 +91,7 @@ class Sender:
         """What this rank sends of a layer; gathering the rest with the others."""
         tensors: dict[str, torch.Tensor] = {}
         for part in layer:
-            whole = part.whole(self._encoding.dtype)
+            whole = part.whole()
             if part.mine:
                 tensors |= self._encoding.encode(part.name, whole)
         return tensors
@@ -99,10 +99,10 @@ class Sender:
     def _describe(self) -> Catalogue:
         """What all ranks send, by layer. Nothing is gathered for it."""
         mine = []
-        for layer in parts(self._policy, self._world.rank):
+        for layer in parts(self._policy, self._encoding.dtype, self._world):
             infos: list[TensorInfo] = []
             for part in (part for part in layer if part.mine):
-                likeness = torch.empty(part.shape, dtype=self._encoding.dtype, device="meta")
+                likeness = torch.empty(part.sharded.shape, dtype=part.sharded.dtype, device="meta")
                 for name, tensor in self._encoding.encode(part.name, likeness).items():
                     dtype = str(tensor.dtype).removeprefix("torch.")
                     infos.append(TensorInfo(name, dtype, tuple(tensor.shape), self._world.rank))

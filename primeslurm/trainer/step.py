@@ -9,15 +9,15 @@ from typing import Any
 from primeslurm.trainer import compat  # noqa: F401  isort: skip  (before torchtitan)
 import numpy as np
 import torch
-from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.distributed import utils as dist_utils
 
 from primeslurm.recipe.training import Optimizer
+from primeslurm.trainer import optimizers
 from primeslurm.trainer.loss import LossFunction, Targets
 from primeslurm.trainer.parallel import Policy
 from primeslurm.trainer.progress import Progress
 from primeslurm.trainer.world import World
-from primeslurm.wire.rollouts import Batch, Row
+from primeslurm.wire.rollouts import Batch, Row, stack
 
 MICRO_BATCH_TOKENS = 16384
 """A micro batch is as many rows as fit into this many tokens, and at least one."""
@@ -31,8 +31,8 @@ class Learner:
         self._config = optimizer
         self._loss = loss
         self._world = world
-        self.optimizer = _optimizer(optimizer, policy.model)
-        self.scheduler = _schedule(optimizer, max_steps, self.optimizer)
+        self.optimizer = optimizers.build(optimizer, policy.model, policy.dtype)
+        self.scheduler = optimizers.schedule(optimizer, max_steps, self.optimizer)
 
     def train(self, batch: Batch, progress: Progress) -> dict[str, float]:
         """Train on this rank's share of a batch. All ranks call it together, with equally many rows.
@@ -47,7 +47,7 @@ class Learner:
         with progress.phase("forward_backward"):
             totals = self._accumulate(batch.rows, tokens)
         with progress.phase("optimizer"):
-            lr = float(self.optimizer.optimizers[0].param_groups[0]["lr"])
+            lr = self.optimizer.lr
             grad_norm = self._update()
         seconds = progress.seconds("forward_backward") + progress.seconds("optimizer")
         metrics = {name: value / tokens for name, value in totals.items()}
@@ -77,10 +77,11 @@ class Learner:
         tokens, positions = row["token_ids"].long(), row["positions"].long()
         labels, label_positions = _next_token(tokens), _next_token(positions)
         # A position of 0 starts another document (or is past the row's end): these logits do not predict it.
-        mask = _next_token(row["mask"]) & (label_positions != 0)
-        rest = (_next_token(row[name]) for name in ("logprobs", "advantages", "temperatures", "on_policy"))
-        logits, *targets = self.policy.logits(tokens, positions, labels, mask, *rest)
-        return self._loss(logits, Targets(*targets))
+        echo = _next_token(row["echo_weights"]) if "echo_weights" in row else torch.zeros_like(row["logprobs"])
+        mask = (_next_token(row["mask"]) | (echo > 0)) & (label_positions != 0)
+        given = {name: _next_token(row[name]) for name in ("logprobs", "advantages", "temperatures", "on_policy")}
+        targets = Targets(labels=labels, mask=mask, echo_weights=echo, **given)
+        return self._loss(*self.policy.score(tokens, positions, targets, row.get("routed_experts")))
 
     def _update(self) -> float:
         norm = dist_utils.clip_grad_norm_(
@@ -97,25 +98,11 @@ class Learner:
         return float(norm)
 
 
-def _optimizer(config: Optimizer, model: torch.nn.Module) -> Any:
-    adamw = default_adamw(lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay)
-    return adamw.build(model_parts=[model])
-
-
-def _schedule(config: Optimizer, max_steps: int, optimizer: Any) -> Any:
-    constant = config.schedule == "constant"
-    return LRSchedulersContainer.Config(
-        warmup_steps=config.warmup_steps,
-        decay_ratio=0.0 if constant else None,
-        decay_type="linear" if constant else config.schedule,
-    ).build(optimizers=optimizer, training_steps=max_steps)
-
-
 def _micro_batches(rows: Sequence[Row]) -> Iterator[dict[str, np.ndarray]]:
     count = max(1, MICRO_BATCH_TOKENS // len(rows[0].token_ids))
     for start in range(0, len(rows), count):
         part = rows[start : start + count]
-        yield {name: np.stack([getattr(row, name) for row in part]) for name in part[0].__dataclass_fields__}
+        yield stack(part)
 
 
 def _next_token(values: torch.Tensor) -> torch.Tensor:

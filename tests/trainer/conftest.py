@@ -14,7 +14,10 @@ import pytest
 
 from primeslurm.recipe import Recipe
 from primeslurm.trainer import tiny
+from primeslurm.trainer.progress import Progress
+from primeslurm.wire.journal import Journal
 from primeslurm.wire.rollouts import Batch, BatchInfo, Row
+from primeslurm.wire.routed_experts import RoutedExperts
 from tests.support.processes import free_port
 from tests.support.ranks import rank_environment
 
@@ -68,8 +71,8 @@ def make_recipe(path: Path, /, **sections: Any) -> Recipe:
     return Recipe.model_validate(base | sections)
 
 
-def make_row(rng: np.random.Generator, seq_len: int = SEQ_LEN) -> Row:
-    """Two random documents and some padding."""
+def make_row(rng: np.random.Generator, seq_len: int = SEQ_LEN, routed: bool = False) -> Row:
+    """Two random documents and some padding; `routed`: with experts that the engines chose for most tokens."""
     lengths = [seq_len // 2, seq_len // 4, seq_len - seq_len // 2 - seq_len // 4]
     mask = rng.random(seq_len) < 0.7
     mask[-lengths[-1] :] = False
@@ -81,16 +84,31 @@ def make_row(rng: np.random.Generator, seq_len: int = SEQ_LEN) -> Row:
         advantages=np.where(mask, rng.normal(size=seq_len), 0).astype(np.float32),
         temperatures=np.where(mask, 0.8, 0).astype(np.float32),
         on_policy=np.repeat([True, False], [seq_len // 2, seq_len - seq_len // 2]),
+        routed_experts=make_choices(rng, seq_len) if routed else None,
     )
 
 
-def make_batch(step: int, dp_rank: int = 0, dp_world: int = 1, rows: int = 4, seq_len: int = SEQ_LEN) -> Batch:
+def make_choices(rng: np.random.Generator, tokens: int) -> RoutedExperts:
+    """Random experts for `moe_model`: 2 layers, 2 of 8; of every fourth token nothing is known."""
+    choices = rng.random((tokens, 2, 8)).argsort(-1)[..., :2].astype(np.uint8)
+    choices[rng.random(tokens) < 0.25] = 255
+    return choices
+
+
+def make_batch(
+    step: int, dp_rank: int = 0, dp_world: int = 1, rows: int = 4, seq_len: int = SEQ_LEN, routed: bool = False
+) -> Batch:
     """One rank's share of a batch that depends only on `step`."""
     rng = np.random.default_rng(step)
-    everything = [make_row(rng, seq_len) for _ in range(rows)]
+    everything = [make_row(rng, seq_len, routed) for _ in range(rows)]
     tokens = sum(int((row.mask & (row.positions != 0)).sum()) for row in everything)
     info = BatchInfo(step=step, dp_rank=dp_rank, dp_world=dp_world, loss_tokens=tokens)
     return Batch(info, everything[dp_rank::dp_world])
+
+
+def make_progress(directory: Path) -> Progress:
+    """Progress of a process that nobody watches."""
+    return Progress(Journal(directory, "test"), record=False)
 
 
 @pytest.fixture(scope="session")

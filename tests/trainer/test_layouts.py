@@ -1,4 +1,7 @@
-"""Every layout of ranks trains the same model: same losses, same gradient norms, same weights."""
+"""Every layout of ranks trains the same model: same losses, same gradient norms, same weights.
+
+Three of four tokens go to experts that are given to the trainer, the others to those of its own choice.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ Result = tuple[list[dict[str, float]], dict[str, torch.Tensor]]
 
 def train(model: Path, directory: Path, size: int, **parallelism: Any) -> Result:
     """Metrics of each step, and the weights after the last."""
-    trainer = {"optimizer": {"lr": 1e-3}, "parallelism": parallelism}
+    trainer = {"optimizer": {"lr": 1e-3}, "parallelism": parallelism, "router_replay": True}
     recipe = make_recipe(model, max_steps=STEPS, seq_len=SEQ_LEN, trainer=trainer)
     path = directory / "recipe.json"
     path.write_text(recipe.model_dump_json(by_alias=True))

@@ -155,7 +155,6 @@ EXAMPLES: dict[str, tuple[tuple[dict[str, Any], str, dict[str, Any]], tuple[dict
         (on(parallelism(ep=24), deployment={"train": {"nodes": 3}}), MOE, GPU),
         (on(parallelism(ep=8), deployment={"train": {"nodes": 3}}), MOE, GPU),
     ),
-    "trainer-ep-gpt-oss": ((parallelism(ep=2), OSS, GPU), (parallelism(ep=1), OSS, GPU)),
     "trainer-cp-mamba": ((parallelism(cp=2), HYBRID, GPU), (parallelism(cp=2), MOE, GPU)),
     "trainer-cp-divides": (
         (on(parallelism(cp=8), seq_len=1000), MOE, GPU),
@@ -166,6 +165,10 @@ EXAMPLES: dict[str, tuple[tuple[dict[str, Any], str, dict[str, Any]], tuple[dict
     "lora-nccl": (
         (on(trainer(lora={}), weights={"transport": "nccl"}), MOE, GPU),
         (on(trainer(lora={}), weights={"transport": "filesystem"}), MOE, GPU),
+    ),
+    "lora-absorbed": (
+        (trainer(lora={"targets": ["q_a_proj", "kv_b_proj"]}), GLM, GPU),
+        (trainer(lora={"targets": ["q_a_proj"]}), GLM, GPU),
     ),
     "lora-targets": (
         (trainer(lora={"targets": ["q_prj"]}), MOE, GPU),

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from primeslurm.plan.catalog import ModelFacts
-from primeslurm.plan.families import FAMILIES
+from primeslurm.plan.families import FAMILIES, GENERIC, capabilities
 from primeslurm.plan.model import Finding
 from primeslurm.recipe import Recipe
 
@@ -22,14 +22,33 @@ class Gap:
 
 
 GAPS = (
-    Gap("trainer.optimizer.type", "optimizer but AdamW", lambda r: r.trainer.optimizer.type != "adamw", "adamw"),
     Gap("trainer.fp8", "FP8 training", lambda r: r.trainer.fp8, "false"),
     Gap("trainer.lora", "LoRA", lambda r: r.trainer.lora, "leave it out"),
-    Gap("trainer.router_replay", "router replay", lambda r: r.trainer.router_replay, "false"),
     Gap("trainer.parallelism.ep_backend", "DeepEP", lambda r: r.trainer.parallelism.ep_backend != "torch", "torch"),
-    Gap("trainer.memory", "optimizer offload", lambda r: r.trainer.memory.optimizer_offload, "leave it out"),
-    Gap("trainer.memory", "activation offload", lambda r: r.trainer.memory.activation_offload, "leave it out"),
-    Gap("trainer.memory", "logits in chunks", lambda r: r.trainer.memory.lm_head_chunk, "leave it out"),
+)  # fmt: skip
+
+
+def _offloads(recipe: Recipe) -> bool:
+    return recipe.trainer.memory.optimizer_offload or recipe.trainer.memory.activation_offload
+
+
+@dataclass(frozen=True)
+class FamilyNeed(Gap):
+    """A field that only some model families can follow."""
+
+    capability: str
+    """Name of the field of `Capabilities`."""
+
+
+NEEDS = (
+    FamilyNeed("trainer.parallelism.ep", "expert parallelism", lambda r: r.trainer.parallelism.ep > 1, "ep: 1", "ep"),
+    FamilyNeed("trainer.parallelism.cp", "context parallelism", lambda r: r.trainer.parallelism.cp > 1, "cp: 1", "cp"),
+    FamilyNeed("trainer.fp8", "FP8", lambda r: r.trainer.fp8, "false", "fp8"),
+    FamilyNeed("trainer.lora", "LoRA", lambda r: r.trainer.lora, "leave it out", "lora"),
+    FamilyNeed("trainer.router_replay", "router replay", lambda r: r.trainer.router_replay, "false", "router_replay"),
+    FamilyNeed("trainer.memory", "logits in chunks", lambda r: r.trainer.memory.lm_head_chunk, "leave it out",
+        "head_chunks"),
+    FamilyNeed("trainer.memory", "offload to host memory", _offloads, "leave it out", "offload"),
 )  # fmt: skip
 
 
@@ -38,14 +57,43 @@ def unbuilt(recipe: Recipe, facts: ModelFacts | None, family: str | None) -> lis
     if recipe.task == "serve":
         return []
     found: list[Finding] = []
-    if family is not None and family not in FAMILIES:
-        text = f"model type {family!r} is not one the trainer builds"
-        found.append(Finding(level="blocked", field="model.path", text=text, fix=f"valid: {', '.join(FAMILIES)}"))
-    if facts is not None and facts.quantization is not None:
-        text = f"the checkpoint is stored in {facts.quantization}, the trainer reads bfloat16 or float32"
+    if family is not None:
+        found += _incapable(recipe, family)
+    if recipe.task == "rl" and family in FAMILIES and FAMILIES[family].text_only:
+        text = f"of {family} only the text model is trained and published; engines insist on the rest"
+        found.append(Finding(level="blocked", field="model.path", text=text, fix="task: sft"))
+    if facts is not None and (text := _unread(recipe, facts)):
         found.append(Finding(level="blocked", field="model.path", text=text, fix="convert it to bfloat16 first"))
     return found + [
         Finding(level="blocked", field=gap.field, text=f"the trainer has no {gap.what} yet", fix=gap.fix)
         for gap in GAPS
         if gap.asked(recipe)
     ]
+
+
+def _incapable(recipe: Recipe, family: str) -> list[Finding]:
+    """What the implementation of the recipe's model cannot do."""
+    able = capabilities(family, recipe.model.impl)
+    if able is None:
+        text = f"the trainer has no implementation of its own for model type {family!r}"
+        fix = f"impl: auto or hf, or a model type of {', '.join(FAMILIES)}"
+        return [Finding(level="blocked", field="model.impl", text=text, fix=fix)]
+    whose = "the transformers implementation" if able is GENERIC else "the trainer's implementation"
+    return [
+        Finding(level="blocked", field=need.field, text=f"{whose} of {family!r} has no {need.what}", fix=need.fix)
+        for need in NEEDS
+        if need.asked(recipe) and not getattr(able, need.capability)
+    ]
+
+
+def _unread(recipe: Recipe, facts: ModelFacts) -> str:
+    """Why a checkpoint that is stored in fewer bits cannot be trained."""
+    if facts.quantization is None:
+        return ""
+    if not (facts.fp8_blocks and facts.family in FAMILIES and FAMILIES[facts.family].fp8_checkpoint):
+        return (
+            f"the checkpoint is stored in {facts.quantization}, the trainer reads bfloat16, float32 or block-scale FP8"
+        )
+    if recipe.task == "rl":
+        return "engines that start from an FP8 checkpoint take FP8 updates, and policies are published in bfloat16"
+    return ""
