@@ -29,12 +29,12 @@ class Capabilities:
 
 FAMILIES: dict[str, Capabilities] = {
     "afmoe": Capabilities(ep=True, cp=True, router_replay=True),
-    "deepseek_v3": Capabilities(ep=True, cp=True, fp8_checkpoint=True),
+    "deepseek_v3": Capabilities(ep=True, cp=True, fp8_checkpoint=True, router_replay=True),
     "glm4_moe": Capabilities(ep=True, cp=True, router_replay=True),
-    "glm_moe_dsa": Capabilities(ep=True, cp=True, fp8_checkpoint=True),
+    "glm_moe_dsa": Capabilities(ep=True, cp=True, fp8_checkpoint=True, router_replay=True),
     "gpt_oss": Capabilities(ep=True, cp=True, router_replay=True),
-    "kimi_k2": Capabilities(ep=True, cp=True, fp8_checkpoint=True),
-    "kimi_k25": Capabilities(ep=True, cp=True, text_only=True),
+    "kimi_k2": Capabilities(ep=True, cp=True, fp8_checkpoint=True, router_replay=True),
+    "kimi_k25": Capabilities(ep=True, cp=True, router_replay=True, text_only=True),
     "laguna": Capabilities(ep=True, cp=True, router_replay=True),
     "llama": Capabilities(cp=True),
     "minimax_m2": Capabilities(ep=True, cp=True, router_replay=True),
