@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from primeslurm.plan import families
-from primeslurm.trainer import huggingface
 from primeslurm.trainer.encoding import Encoding
 from primeslurm.trainer.export import export
 from primeslurm.trainer.parallel import Policy, build
 from primeslurm.trainer.publish import Publisher
 from primeslurm.trainer.world import World
+from primeslurm.wire.weights import FP8_SCALE
 from tests.trainer.conftest import SEQ_LEN, make_recipe
 from tests.trainer.families import CASES, Case, write
 
@@ -53,7 +53,7 @@ def to_fp8(directory: Path) -> dict[str, torch.Tensor]:
         if tensor.ndim != 2 or any(part in name for part in KEPT):
             stored[name] = meant[name] = tensor
         else:
-            stored[name], stored[name + huggingface.SCALE], meant[name] = quantise(tensor)
+            stored[name], stored[name + FP8_SCALE], meant[name] = quantise(tensor)
     save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
     change_config(directory, quantization_config=FP8)
     return meant
