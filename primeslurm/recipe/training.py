@@ -117,6 +117,8 @@ class Weights(Section):
     """How a new policy reaches the engines."""
 
     transport: Literal["filesystem", "nccl"] = "filesystem"
+    """filesystem: trainer ranks write it side by side, engines read it. nccl: trainer ranks send it to the engines
+    between two steps (by gloo where there are only CPUs); only the last version is written."""
     keep: PositiveInt = 3
     """Published versions kept on disk (never fewer than engines still need)."""
     timeout_s: PositiveInt = 600

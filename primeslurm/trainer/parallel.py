@@ -22,7 +22,7 @@ from primeslurm.trainer.context_parallel import ContextParallel, Dims
 from primeslurm.trainer.loss import Targets
 from primeslurm.trainer.models import generic
 from primeslurm.trainer.world import World
-from primeslurm.wire.weights import layers_ahead
+from primeslurm.wire.weights import FP8_SCALE, layers_ahead
 
 _CHECKPOINTING: dict[str, Any] = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
 # Derived from other weights; some checkpoints carry them.
@@ -206,7 +206,7 @@ def _ignored(hf_config: Any, left_out: tuple[str, ...]) -> re.Pattern[str]:
     ahead, and what begins with one of `left_out`."""
     text = hf_config.get_text_config()
     ahead = layers_ahead(text.num_hidden_layers, getattr(text, "num_nextn_predict_layers", None) or 0).pattern
-    endings = _DERIVED + ((huggingface.SCALE,) if huggingface.is_quantized(hf_config) else ())
+    endings = _DERIVED + ((FP8_SCALE,) if huggingface.is_quantized(hf_config) else ())
     beginnings = [rf"{re.escape(beginning)}.*" for beginning in left_out]
     return re.compile("|".join([ahead, *beginnings, *(rf".*{re.escape(ending)}" for ending in endings)]))
 

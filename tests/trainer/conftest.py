@@ -3,47 +3,26 @@
 from __future__ import annotations
 
 import os
-import signal
-import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from primeslurm.trainer import compat  # noqa: F401  isort: skip  (before torchtitan)
 import numpy as np
 import pytest
 
 from primeslurm.recipe import Recipe
 from primeslurm.trainer import tiny
-from primeslurm.trainer.interrupt import SIGNAL, Interrupt
 from primeslurm.trainer.progress import Progress
-from primeslurm.trainer.world import World, join
 from primeslurm.wire.journal import Journal
 from primeslurm.wire.rollouts import Batch, BatchInfo, Row
 from primeslurm.wire.routed_experts import RoutedExperts
+from tests.support.processes import free_port
+from tests.support.ranks import rank_environment
 
 ROOT = Path(__file__).parents[2]
 SEQ_LEN = 64
-
-
-def free_port() -> int:
-    """A TCP port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def rank_environment(rank: int, size: int, port: int) -> dict[str, str]:
-    """What an agent sets for one rank."""
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-    }
 
 
 def start_ranks(size: int, *command: str) -> list[subprocess.Popen[str]]:
@@ -146,15 +125,3 @@ def dense_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models") / "dense"
     tiny.write_model(path, "qwen3", hidden=32)
     return path
-
-
-@pytest.fixture(scope="session")
-def world() -> Iterator[World]:
-    """This process as the only rank of a trainer."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in rank_environment(0, 1, free_port()).items():
-            patch.setenv(name, value)
-        joined = join(Interrupt(), patience_s=60)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {SIGNAL})  # processes that later tests start inherit the mask
-        yield joined
-        joined.close()

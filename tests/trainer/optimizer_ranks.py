@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from primeslurm.trainer.checkpoint import Checkpoints
+from primeslurm.trainer.encoding import Encoding
 from primeslurm.trainer.interrupt import Interrupt
 from primeslurm.trainer.loss import from_recipe
 from primeslurm.trainer.parallel import build
@@ -55,7 +56,7 @@ def steps(learner: Learner, saver: Checkpoints | None, directory: Path, done: in
         assert metrics["grad_norm"] > 0.1, "clipping must be tested"
         if saver is not None:
             saver.after(step, learner, progress)
-    Publisher(policy, directory, torch.float32, 1, world).publish(3)
+    Publisher(policy, directory, Encoding(torch.float32), 1, world).publish(3)
 
 
 def check_muon() -> None:

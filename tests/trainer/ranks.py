@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from primeslurm.recipe import Recipe
+from primeslurm.trainer.encoding import Encoding
 from primeslurm.trainer.interrupt import Interrupt
 from primeslurm.trainer.loss import from_recipe
 from primeslurm.trainer.parallel import build
@@ -30,7 +31,7 @@ def train(recipe: Recipe, out: Path, world: World) -> list[dict[str, float]]:
         routed = recipe.trainer.router_replay
         batch = make_batch(step, policy.dp_rank, policy.dp_world, seq_len=recipe.seq_len, routed=routed)
         metrics.append(learner.train(batch, progress))
-    Publisher(policy, out, torch.float32, 1, world).publish(recipe.max_steps)
+    Publisher(policy, out, Encoding(torch.float32), 1, world).publish(recipe.max_steps)
     return metrics
 
 

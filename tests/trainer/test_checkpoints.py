@@ -13,10 +13,10 @@ import torch
 from torch.distributed.checkpoint import state_dict_saver
 
 from primeslurm.trainer.checkpoint import Checkpoints
+from primeslurm.trainer.export import export
 from primeslurm.trainer.loss import from_recipe
 from primeslurm.trainer.parallel import build
 from primeslurm.trainer.progress import Progress
-from primeslurm.trainer.publish import export
 from primeslurm.trainer.step import Learner
 from primeslurm.trainer.world import RankError, World
 from primeslurm.wire import checkpoints

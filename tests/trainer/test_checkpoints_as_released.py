@@ -11,10 +11,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from primeslurm.plan import families
-from primeslurm.trainer import huggingface
+from primeslurm.trainer.encoding import Encoding
+from primeslurm.trainer.export import export
 from primeslurm.trainer.parallel import Policy, build
-from primeslurm.trainer.publish import Publisher, export
+from primeslurm.trainer.publish import Publisher
 from primeslurm.trainer.world import World
+from primeslurm.wire.weights import FP8_SCALE
 from tests.trainer.conftest import SEQ_LEN, make_recipe
 from tests.trainer.families import CASES, Case, write
 
@@ -51,7 +53,7 @@ def to_fp8(directory: Path) -> dict[str, torch.Tensor]:
         if tensor.ndim != 2 or any(part in name for part in KEPT):
             stored[name] = meant[name] = tensor
         else:
-            stored[name], stored[name + huggingface.SCALE], meant[name] = quantise(tensor)
+            stored[name], stored[name + FP8_SCALE], meant[name] = quantise(tensor)
     save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
     change_config(directory, quantization_config=FP8)
     return meant
@@ -88,7 +90,7 @@ def _wider(config: Any) -> Any:
 def test_a_policy_from_fp8_is_published_as_not_quantised(world: World, tmp_path: Path) -> None:
     source = write(BY_NAME["qwen3"], tmp_path / "source")
     meant = to_fp8(source)
-    path = Publisher(build(make_recipe(source), world), tmp_path, torch.float32, 1, world).publish(1)
+    path = Publisher(build(make_recipe(source), world), tmp_path, Encoding(torch.float32), 1, world).publish(1)
     assert "quantization_config" not in json.loads((path / "config.json").read_text())
     published = {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
     assert set(published) == set(meant)

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from primeslurm.trainer.checkpoint import Checkpoints
+from primeslurm.trainer.encoding import Encoding
 from primeslurm.trainer.loss import from_recipe
 from primeslurm.trainer.parallel import build
 from primeslurm.trainer.publish import Publisher
@@ -31,7 +32,7 @@ def test_export_equals_what_was_published(moe_model: Path, world: World, tmp_pat
     policy = build(recipe, world)
     learner = Learner(policy, recipe.trainer.optimizer, 4, from_recipe(recipe.trainer.loss), world)
     saver, progress = Checkpoints(run, 1, recipe.checkpoint, world, None), make_progress(run)
-    publisher = Publisher(policy, run, torch.bfloat16, 3, world)
+    publisher = Publisher(policy, run, Encoding(torch.bfloat16), 3, world)
     for step in (1, 2):
         learner.train(make_batch(step), progress)
         publisher.publish(step)

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from primeslurm.trainer import activation_offload
+from primeslurm.trainer.export import export
 from primeslurm.trainer.loss import from_recipe
 from primeslurm.trainer.parallel import build
-from primeslurm.trainer.publish import export
 from primeslurm.trainer.step import Learner
 from primeslurm.trainer.world import World
 from tests.trainer.conftest import SEQ_LEN, make_batch, make_progress, make_recipe

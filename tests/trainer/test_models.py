@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from primeslurm.trainer import compat, models
+from primeslurm.trainer.encoding import Encoding
 from primeslurm.trainer.parallel import Policy, build
 from primeslurm.trainer.publish import Publisher
 from primeslurm.trainer.world import World
@@ -60,7 +61,7 @@ def test_a_published_policy_loads_in_transformers(model_path: Path, world: World
     with torch.no_grad():
         for parameter in policy.model.parameters():
             parameter.mul_(1.1)
-    path = Publisher(policy, tmp_path, torch.float32, 3, world).publish(7)
+    path = Publisher(policy, tmp_path, Encoding(torch.float32), 3, world).publish(7)
     assert path == weights.version_dir(tmp_path, 7)
     assert weights.damage(path) == []
     assert (path / "tokenizer.json").is_file()
@@ -71,7 +72,7 @@ def test_a_published_policy_loads_in_transformers(model_path: Path, world: World
 def test_bfloat16_is_published_as_such(moe_model: Path, world: World, tmp_path: Path) -> None:
     policy = build(make_recipe(moe_model, model={"path": str(moe_model), "dtype": "bfloat16"}), world)
     assert {parameter.dtype for parameter in policy.model.parameters()} == {torch.float32}, "masters stay float32"
-    path = Publisher(policy, tmp_path, torch.bfloat16, 3, world).publish(1)
+    path = Publisher(policy, tmp_path, Encoding(torch.bfloat16), 3, world).publish(1)
     original = load_file(moe_model / "model.safetensors")
     for file in path.glob("*.safetensors"):
         for name, tensor in load_file(file).items():
@@ -82,7 +83,7 @@ def test_bfloat16_is_published_as_such(moe_model: Path, world: World, tmp_path: 
 def test_pruning_keeps_the_newest_and_what_checkpoints_need(moe_model: Path, world: World, tmp_path: Path) -> None:
     from primeslurm.wire import checkpoints
 
-    publisher = Publisher(build(make_recipe(moe_model), world), tmp_path, torch.float32, 2, world)
+    publisher = Publisher(build(make_recipe(moe_model), world), tmp_path, Encoding(torch.float32), 2, world)
     needed = checkpoints.step_dir(tmp_path, 1)
     needed.mkdir(parents=True)
     checkpoints.commit(needed, 1, 1)

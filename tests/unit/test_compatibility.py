@@ -84,7 +84,6 @@ EXAMPLES: dict[str, tuple[tuple[dict[str, Any], str, dict[str, Any]], tuple[dict
         (on(PD, inference(env={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})), MOE, GPU),
         (inference(env={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}), MOE, GPU),
     ),
-    "nccl-cpu": (({"weights": {"transport": "nccl"}}, MOE, CPU), ({"weights": {"transport": "nccl"}}, MOE, GPU)),
     "hybrid-disaggregated": ((PD, HYBRID, GPU), (PD, MOE, GPU)),
     "hybrid-offload": ((MOONCAKE, HYBRID, GPU), (MOONCAKE, MOE, GPU)),
     "ep-dense": ((EP, DENSE, GPU), (EP, MOE, GPU)),

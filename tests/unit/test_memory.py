@@ -209,8 +209,12 @@ def test_routed_experts_of_a_batch_are_21_gigabytes_for_the_large_glm5_run() -> 
     assert found["routed experts"] == pytest.approx(20.9, abs=0.1)  # 624 bytes x 131,072 x 256
 
 
-def test_a_broadcast_of_glm5_takes_a_minute_and_an_adapter_less_than_a_second() -> None:
+def test_sending_all_of_glm5_takes_a_minute_and_its_own_experts_to_each_gpu_much_less() -> None:
     assert amounts(weights={"transport": "nccl"})["weight update"] == pytest.approx(59.5, abs=0.5)
+    wide = amounts(weights={"transport": "nccl"}, inference={"expert_parallel": True})["weight update"]
+    assert 59.5 / 8 < wide < 59.5 / 6, "an eighth of the experts, and all that is no expert"
+    halved = amounts(weights={"transport": "nccl"}, inference={"quantization": "fp8"})["weight update"]
+    assert halved == pytest.approx(59.5 / 2, rel=0.02)
     assert amounts(trainer={"lora": {"rank": 8}})["policy"] < 60
 
 
