@@ -16,11 +16,12 @@ class Capabilities:
     fp8: bool = False
     """Block-scale FP8 matrix products."""
     lora: bool = False
+    """Adapters on linear layers and experts."""
     router_replay: bool = False
 
 
 FAMILIES: dict[str, Capabilities] = {
-    "qwen3": Capabilities(cp=True),
-    "qwen3_moe": Capabilities(ep=True, cp=True),
+    "qwen3": Capabilities(cp=True, fp8=True, lora=True),
+    "qwen3_moe": Capabilities(ep=True, cp=True, fp8=True, lora=True),
 }
 """`model_type` of config.json to what works with it."""

@@ -18,7 +18,8 @@ from torchtitan.distributed.context_parallel.api import cp_shard
 from transformers import AutoConfig
 
 from primeslurm.recipe import Recipe
-from primeslurm.trainer import huggingface, models
+from primeslurm.recipe.training import Lora
+from primeslurm.trainer import fp8, huggingface, lora, models
 from primeslurm.trainer.world import World
 
 _CHECKPOINTING: dict[str, Any] = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
@@ -37,6 +38,12 @@ class Policy:
     """Every tensor name of the model in Hugging Face format, over all ranks."""
     source: Path
     """The directory the model was built from."""
+    lora: Lora | None
+    """How adapters are scaled, if adapters are all that is trained."""
+
+    def weights(self) -> dict[str, Any]:
+        """The model's own tensors, without adapters."""
+        return {name: tensor for name, tensor in self.model.state_dict().items() if not lora.is_adapter(name)}
 
     @property
     def dp_rank(self) -> int:
@@ -93,11 +100,15 @@ def build(recipe: Recipe, world: World) -> Policy:
     flex = compat.ON_CPU or layout.cp > 1 or recipe.model.dtype != "bfloat16"
     spec = models.spec(AutoConfig.from_pretrained(source), recipe.seq_len, "flex" if flex else "varlen")
     compat.adapt(spec.model)
+    fp8.convert(spec.model, recipe)
+    lora.convert(spec, recipe)
     spec.model.update_from_config(config=SimpleNamespace(parallelism=parallelism, training=training))
     adapter = spec.state_dict_adapter(spec.model, None)
     with torch.device("meta"):
         model = spec.model.build()
-    hf_names = set(adapter.to_hf(model.state_dict()))
+    if recipe.trainer.lora is not None:
+        lora.freeze(model)
+    hf_names = set(adapter.to_hf({name: t for name, t in model.state_dict().items() if not lora.is_adapter(name)}))
     model = spec.parallelize_fn(
         model,
         parallel_dims=dims,
@@ -109,9 +120,9 @@ def build(recipe: Recipe, world: World) -> Policy:
     )
     model.to_empty(device=world.device.type)
     with torch.no_grad():
-        model.init_weights(buffer_device=None)  # computes the RoPE tables
+        model.init_weights(buffer_device=None)  # computes the RoPE tables, draws adapters
     model.train()
-    policy = Policy(model, adapter, dims, hf_names, source)
+    policy = Policy(model, adapter, dims, hf_names, source, recipe.trainer.lora)
     _load(policy)
     return policy
 
@@ -119,13 +130,15 @@ def build(recipe: Recipe, world: World) -> Policy:
 def _load(policy: Policy) -> None:
     """Read this rank's shards from the HF files, and insist that files and model have the same tensors."""
     _check_names(policy)
-    tensors = policy.adapter.to_hf(policy.model.state_dict())
+    tensors = policy.adapter.to_hf(policy.weights())
     dcp.load(tensors, storage_reader=policy.adapter.get_hf_storage_reader(str(policy.source)))
     loaded = policy.adapter.from_hf(tensors)
-    missing = set(policy.model.state_dict()) - set(loaded)
+    missing = set(policy.weights()) - set(loaded)
     if missing:
         raise ValueError(f"{policy.source}: nothing was loaded for {', '.join(sorted(missing))}")
-    policy.model.load_state_dict(loaded, strict=True)
+    unknown = policy.model.load_state_dict(loaded, strict=False).unexpected_keys
+    if unknown:
+        raise ValueError(f"{policy.source}: the model has no {', '.join(sorted(unknown))}")
 
 
 def _check_names(policy: Policy) -> None:

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch.distributed.tensor import DTensor
 
-from primeslurm.trainer import huggingface
+from primeslurm.trainer import huggingface, lora, peft
 from primeslurm.trainer.parallel import Policy
 from primeslurm.trainer.world import World
 from primeslurm.wire import checkpoints, weights
@@ -36,6 +35,7 @@ class Publisher:
         self._dtype = dtype
         self._keep = keep
         self._world = world
+        self._saves_adapter = policy.lora is not None and policy.lora.save_adapter
 
     def publish(self, version: int) -> Path:
         """Write the policy as `version` and return its directory.
@@ -48,8 +48,9 @@ class Publisher:
         self._world.agree(_attempt(lambda: _fresh(partial)) if self._world.is_main else None, f"publishing v{version}")
         index, failure = self._write_tensors(partial)
         self._world.agree(failure, f"publishing v{version}")
+        adapter = peft.tensors(self._policy, self._dtype) if self._saves_adapter else {}
         if self._world.is_main:
-            failure = _attempt(lambda: self._complete(partial, final, version, index))
+            failure = _attempt(lambda: self._complete(partial, final, version, index, adapter))
         self._world.agree(failure, f"publishing v{version}")
         return final
 
@@ -77,12 +78,16 @@ class Publisher:
                 failure = _attempt(lambda t=tensors, n=name: _save(t, directory / n))
         return index, failure
 
-    def _complete(self, partial: Path, final: Path, version: int, index: dict[str, str]) -> None:
+    def _complete(
+        self, partial: Path, final: Path, version: int, index: dict[str, str], adapter: dict[str, torch.Tensor]
+    ) -> None:
         if set(index) != self._policy.hf_names:
             raise RuntimeError(f"export and model differ in {sorted(set(index) ^ self._policy.hf_names)[:5]}")
         huggingface.copy_companions(self._policy.source, partial, self._dtype)
         document = {"metadata": {}, "weight_map": index}
         (partial / huggingface.INDEX).write_text(json.dumps(document, indent=2) + "\n")
+        if self._policy.lora is not None and adapter:
+            peft.write(partial / "adapter", adapter, self._policy.lora, self._policy.source)
         weights.complete(partial, version, str(self._dtype).removeprefix("torch."))
         _remove(final)
         partial.rename(final)
@@ -93,19 +98,16 @@ class Publisher:
 def export(policy: Policy, dtype: torch.dtype) -> Iterator[dict[str, torch.Tensor]]:
     """Whole tensors under Hugging Face names, one layer at a time, on every rank (a collective).
 
-    The first dictionary holds what belongs to no layer. At most one layer is gathered at a time.
+    The first dictionary holds what belongs to no layer. At most one layer is gathered at a time. Adapters are added to
+    their weights.
     """
     layers: dict[int, dict[str, Any]] = {}
     for name, tensor in policy.model.state_dict().items():  # detached from autograd
         match = _LAYER.match(name)
         layers.setdefault(int(match[1]) if match else -1, {})[name] = tensor
     for layer in sorted(layers):
-        whole = {name: _whole(tensor.to(dtype)) for name, tensor in layers[layer].items()}
-        yield policy.adapter.to_hf(whole)
-
-
-def _whole(tensor: Any) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        merged = layers[layer] if policy.lora is None else lora.merge(layers[layer], policy.lora)
+        yield policy.adapter.to_hf({name: lora.whole(tensor.to(dtype)) for name, tensor in merged.items()})
 
 
 def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:

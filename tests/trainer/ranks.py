@@ -13,25 +13,32 @@ from primeslurm.trainer.parallel import build
 from primeslurm.trainer.progress import Progress
 from primeslurm.trainer.publish import Publisher
 from primeslurm.trainer.step import Learner
-from primeslurm.trainer.world import join
+from primeslurm.trainer.world import World, join
 from primeslurm.wire.journal import Journal
 from tests.trainer.conftest import make_batch
 
 
-def main() -> None:
-    """Arguments: recipe, directory to publish the trained policy in."""
+def train(recipe: Recipe, out: Path, world: World) -> list[dict[str, float]]:
+    """Train and publish to `out`. Returns the metrics of each step."""
     import torch
 
-    recipe = Recipe.model_validate_json(Path(sys.argv[1]).read_text())
-    out = Path(sys.argv[2])
-    world = join(Interrupt(), patience_s=60)
     policy = build(recipe, world)
     learner = Learner(policy, recipe.trainer.optimizer, recipe.max_steps, dppo(recipe.trainer.loss), world)
     progress = Progress(Journal(out, f"rank-{world.rank}"), record=False)
+    metrics = []
     for step in range(1, recipe.max_steps + 1):
         batch = make_batch(step, policy.dp_rank, policy.dp_world, seq_len=recipe.seq_len)
-        print("METRICS", json.dumps(learner.train(batch, progress)), flush=True)
+        metrics.append(learner.train(batch, progress))
     Publisher(policy, out, torch.float32, 1, world).publish(recipe.max_steps)
+    return metrics
+
+
+def main() -> None:
+    """Arguments: a recipe, a directory to publish the trained policy in, and more such pairs."""
+    world = join(Interrupt(), patience_s=60)
+    for recipe, out in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
+        for metrics in train(Recipe.model_validate_json(Path(recipe).read_text()), Path(out), world):
+            print("METRICS", json.dumps(metrics), flush=True)
     world.close()
 
 

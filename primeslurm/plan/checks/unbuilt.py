@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from primeslurm.plan.catalog import ModelFacts
-from primeslurm.plan.families import FAMILIES
+from primeslurm.plan.families import FAMILIES, Capabilities
 from primeslurm.plan.model import Finding
 from primeslurm.recipe import Recipe
 
@@ -21,10 +21,23 @@ class Gap:
     fix: str
 
 
+@dataclass(frozen=True)
+class Feature:
+    """A field, and which capability of a family what it asks for needs."""
+
+    field: str
+    what: str
+    asked: Callable[[Recipe], object]
+    fix: str
+    built: Callable[[Capabilities], bool]
+
+
+FEATURES = (
+    Feature("trainer.fp8", "FP8 training", lambda r: r.trainer.fp8, "false", lambda c: c.fp8),
+    Feature("trainer.lora", "LoRA", lambda r: r.trainer.lora, "leave it out", lambda c: c.lora),
+)
 GAPS = (
     Gap("trainer.optimizer.type", "optimizer but AdamW", lambda r: r.trainer.optimizer.type != "adamw", "adamw"),
-    Gap("trainer.fp8", "FP8 training", lambda r: r.trainer.fp8, "false"),
-    Gap("trainer.lora", "LoRA", lambda r: r.trainer.lora, "leave it out"),
     Gap("trainer.router_replay", "router replay", lambda r: r.trainer.router_replay, "false"),
     Gap("trainer.parallelism.ep_backend", "DeepEP", lambda r: r.trainer.parallelism.ep_backend != "torch", "torch"),
     Gap("trainer.memory", "optimizer offload", lambda r: r.trainer.memory.optimizer_offload, "leave it out"),
@@ -43,6 +56,12 @@ def unbuilt(recipe: Recipe, facts: ModelFacts | None, family: str | None) -> lis
     if family is not None and family not in FAMILIES:
         text = f"model type {family!r} is not one the trainer builds"
         found.append(Finding(level="blocked", field="model.path", text=text, fix=f"valid: {', '.join(FAMILIES)}"))
+    if family in FAMILIES:
+        found += [
+            Finding(level="blocked", field=f.field, text=f"the trainer has no {f.what} for {family} yet", fix=f.fix)
+            for f in FEATURES
+            if f.asked(recipe) and not f.built(FAMILIES[family])
+        ]
     if facts is not None and facts.quantization is not None:
         text = f"the checkpoint is stored in {facts.quantization}, the trainer reads bfloat16 or float32"
         found.append(Finding(level="blocked", field="model.path", text=text, fix="convert it to bfloat16 first"))

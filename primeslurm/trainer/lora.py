@@ -1,0 +1,199 @@
+"""Low-rank adapters: a frozen weight W computes as W + scale * B A^T, and only A and B are trained.
+
+Each adapter lies beside its weight as two parameters, `<weight>_lora_a` [..., in, rank] and `<weight>_lora_b`
+[..., out, rank] (rank last, so that FSDP can split the dimension before it however many ranks there are). Experts have
+one pair each, and it lives where the expert lives.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from primeslurm.trainer import compat  # isort: skip  (before torchtitan)
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torchtitan.models.common import Linear
+from torchtitan.protocols.model_spec import ModelSpec
+
+from primeslurm.recipe import Recipe
+from primeslurm.recipe.training import Lora
+
+A, B = "_lora_a", "_lora_b"
+EXPERTS = "experts"
+EXPERT_WEIGHTS = ("w1_EFD", "w2_EDF", "w3_EFD")
+# Engines compute these apart from adapters, or the model does not train them.
+_NEVER = frozenset({"lm_head", "gate", "shared_expert_gate", "wq_b", "wk", "weights_proj"})
+
+
+def convert(spec: ModelSpec, recipe: Recipe) -> None:
+    """Give the layers that `trainer.lora.targets` names an adapter; without targets, every layer that can have one.
+
+    Raises:
+        ValueError: the model has no layers of such a name.
+    """
+    lora = recipe.trainer.lora
+    if lora is None:
+        return
+    targets = _targets(spec)
+    valid = sorted(set(targets.values()))
+    wanted = set(valid if lora.targets is None else lora.targets)
+    if unknown := sorted(wanted - set(valid)):
+        raise ValueError("; ".join(_unknown(name, valid) for name in unknown))
+    for name, config, parent, attribute in list(spec.model.traverse((Linear.Config, compat.Experts.Config))):
+        if targets.get(name) in wanted:
+            adapted = _adapted_experts if targets[name] == EXPERTS else _adapted_linear
+            options = {"rank": lora.rank, "scale": lora.alpha / lora.rank, "seed": f"{recipe.seed}:{name}"}
+            module = adapted(compat.module_of(config))
+            compat.place(parent, attribute, module.Config(**compat.values(config), **options))
+
+
+def freeze(model: nn.Module) -> None:
+    """Train adapters alone."""
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_adapter(name))
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of this name belongs to an adapter."""
+    return name.endswith((A, B))
+
+
+def merge(tensors: Mapping[str, torch.Tensor], lora: Lora) -> dict[str, torch.Tensor]:
+    """The weights among `tensors` with their adapters added. A collective: adapters, which are small, are gathered."""
+    merged: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        if name + A in tensors:
+            merged[name] = _add(tensor, tensors[name + A], tensors[name + B], lora.alpha / lora.rank)
+        elif not is_adapter(name):
+            merged[name] = tensor
+    return merged
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor that may be distributed. A collective."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _add(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+    a, b = whole(a), whole(b)
+    if not isinstance(weight, DTensor):
+        return weight + scale * (b @ a.mT)
+    *stack, rows, columns = compat.local_region(weight)
+    local = weight.to_local() + scale * (b[(*stack, rows)] @ a[(*stack, columns)].mT)
+    return DTensor.from_local(
+        local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+    )
+
+
+def _targets(spec: ModelSpec) -> dict[str, str]:
+    """Module names that can have an adapter, each with the name that recipes know it by."""
+    adapter = spec.state_dict_adapter(spec.model, None)
+    found = {name: EXPERTS for name, *_ in spec.model.traverse(compat.Experts.Config)}
+    for name, config, *_ in spec.model.traverse(Linear.Config):
+        with torch.device("meta"):
+            weight = torch.empty(config.out_features, config.in_features)
+        for hf_name in adapter.to_hf({f"{name}.weight": weight}):
+            target = hf_name.split(".")[-2]
+            if target not in _NEVER and hf_name != "lm_head.weight":
+                found[name] = target
+    return found
+
+
+def _unknown(name: str, valid: list[str]) -> str:
+    near = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}? " if near else ""
+    return f"trainer.lora.targets = {name}: this model has no such layers ({hint}valid: {', '.join(valid)})"
+
+
+@functools.cache
+def _adapted_linear(base: Any) -> Any:
+    """`base`, which is Linear or derived from it, with an adapter."""
+
+    class LoraLinear(base):  # type: ignore[misc]
+        @dataclass(kw_only=True, slots=True)
+        class Config(base.Config):  # type: ignore[misc]
+            rank: int
+            scale: float
+            seed: str
+
+            def build(self, **kwargs: Any) -> Any:
+                return base.Config.build(_placed(self, "weight"), **kwargs)
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.scale = config.scale
+            _register(self, "weight", config.rank)
+
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            change = (input @ self.weight_lora_a) @ self.weight_lora_b.mT
+            return super().forward(input) + change * self.scale
+
+    return LoraLinear
+
+
+@functools.cache
+def _adapted_experts(base: Any) -> Any:
+    """`base`, which is Experts or derived from it, with an adapter for each expert."""
+
+    class LoraExperts(base):  # type: ignore[misc]
+        @dataclass(kw_only=True, slots=True)
+        class Config(base.Config):  # type: ignore[misc]
+            rank: int
+            scale: float
+            seed: str
+
+            def build(self, **kwargs: Any) -> Any:
+                return base.Config.build(_placed(self, *EXPERT_WEIGHTS), **kwargs)
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.scale = config.scale
+            for weight in EXPERT_WEIGHTS:
+                _register(self, weight, config.rank)
+
+        def project(self, name: str, x_RD: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+            a, b = (self.local(name + suffix, x_RD.dtype) for suffix in (A, B))
+            change = F.grouped_mm(F.grouped_mm(x_RD, a, offs=offsets), b.mT, offs=offsets)
+            return super().project(name, x_RD, offsets) + change * self.scale
+
+    return LoraExperts
+
+
+def _register(module: nn.Module, weight: str, rank: int) -> None:
+    *stack, rows, columns = getattr(module, weight).shape
+    module.register_parameter(weight + A, nn.Parameter(torch.empty(*stack, columns, rank)))
+    module.register_parameter(weight + B, nn.Parameter(torch.empty(*stack, rows, rank)))
+
+
+def _placed(config: Any, *weights: str) -> Any:
+    """The config with initial values for the adapters, and their places: where their weights are."""
+    initial, layouts = dict(config.param_init), {}
+    for weight in weights:
+        initial[weight + A] = partial(_draw, seed=f"{config.seed}.{weight}")
+        initial[weight + B] = nn.init.zeros_
+        if config.sharding_config is not None:
+            layout = config.sharding_config.state_shardings[weight]
+            layouts |= {weight + A: layout, weight + B: layout}
+    if config.sharding_config is None:
+        return replace(config, param_init=initial)
+    states = config.sharding_config.state_shardings | layouts
+    return replace(config, param_init=initial, sharding_config=replace(config.sharding_config, state_shardings=states))
+
+
+def _draw(parameter: torch.Tensor, seed: str) -> None:
+    """Uniform within +-1/sqrt(in), the same numbers however many ranks share the parameter."""
+    generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
+    bound = parameter.shape[-2] ** -0.5
+    values = torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator)
+    if isinstance(parameter, DTensor):
+        parameter.to_local().copy_(values[compat.local_region(parameter)])
+    else:
+        parameter.copy_(values)
