@@ -12,7 +12,7 @@ On machines without CUDA:
 On all machines:
 - torchtitan's MoE state dict adapter cannot read placements of a mesh with a replicated dimension (HSDP)
 - torchtitan's grouped experts cast everything to bfloat16, whatever the compute dtype
-- torchtitan does not tell which class a config builds: `module_of`
+- torchtitan's modules take no further parameters once they are built: `declare`
 - torch has no public way to ask which part of a distributed tensor a rank holds: `local_region`
 With CUDA:
 - torchtitan asks for FlashAttention 3 or 4 by the GPU's generation; where that package is missing, torch's own
@@ -24,7 +24,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from importlib.metadata import version
 from types import ModuleType
 from typing import Any
@@ -147,25 +147,25 @@ def swap(
     for name, config, parent, attribute in list(model_config.traverse(base.Config)):
         if type(config) is not base.Config or not where(name, config):
             continue
-        place(parent, attribute, replacement.Config(**values(config)))
+        new = replacement.Config(**{f.name: getattr(config, f.name) for f in fields(config) if f.init})
+        if isinstance(parent, list):
+            parent[attribute] = new
+        else:
+            setattr(parent, attribute, new)
 
 
-def values(config: Any) -> dict[str, Any]:
-    """The fields of a module's config, to make another class's config of."""
-    return {f.name: getattr(config, f.name) for f in fields(config) if f.init}
+def declare(module: Any, initial: dict[str, Callable[..., Any]], like: dict[str, str]) -> None:
+    """Tell torchtitan about parameters that were added to a built module.
 
-
-def module_of(config: Any) -> Any:
-    """The class that a module's config builds."""
-    return config._owner
-
-
-def place(parent: Any, attribute: Any, config: Any) -> None:
-    """Put a config where `traverse` found one."""
-    if isinstance(parent, list):
-        parent[attribute] = config
-    else:
-        setattr(parent, attribute, config)
+    Args:
+        initial: what initialises each of them.
+        like: the parameter of the module whose place each of them shares.
+    """
+    module._param_init = {**module._param_init, **initial}
+    if module._sharding_config is not None:
+        states = module._sharding_config.state_shardings
+        places = {name: states[other] for name, other in like.items()}
+        module._sharding_config = replace(module._sharding_config, state_shardings=states | places)
 
 
 def adapt(model_config: Any) -> None:

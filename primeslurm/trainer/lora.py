@@ -11,7 +11,6 @@ import difflib
 import functools
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +20,6 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torchtitan.models.common import Linear
-from torchtitan.protocols.model_spec import ModelSpec
 
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.training import Lora
@@ -33,8 +31,10 @@ EXPERT_WEIGHTS = ("w1_EFD", "w2_EDF", "w3_EFD")
 _NEVER = frozenset({"lm_head", "gate", "shared_expert_gate", "wq_b", "wk", "weights_proj"})
 
 
-def convert(spec: ModelSpec, recipe: Recipe) -> None:
-    """Give the layers that `trainer.lora.targets` names an adapter; without targets, every layer that can have one.
+def adapt(model: nn.Module, state_dict_adapter: Any, recipe: Recipe) -> None:
+    """Give the layers that `trainer.lora.targets` names an adapter, and freeze all else.
+
+    Without targets, every layer that can have an adapter gets one. Call it before the model is split over ranks.
 
     Raises:
         ValueError: the model has no layers of such a name.
@@ -42,21 +42,14 @@ def convert(spec: ModelSpec, recipe: Recipe) -> None:
     lora = recipe.trainer.lora
     if lora is None:
         return
-    targets = _targets(spec)
+    targets = _targets(model, state_dict_adapter)
     valid = sorted(set(targets.values()))
     wanted = set(valid if lora.targets is None else lora.targets)
     if unknown := sorted(wanted - set(valid)):
         raise ValueError("; ".join(_unknown(name, valid) for name in unknown))
-    for name, config, parent, attribute in list(spec.model.traverse((Linear.Config, compat.Experts.Config))):
-        if targets.get(name) in wanted:
-            adapted = _adapted_experts if targets[name] == EXPERTS else _adapted_linear
-            options = {"rank": lora.rank, "scale": lora.alpha / lora.rank, "seed": f"{recipe.seed}:{name}"}
-            module = adapted(compat.module_of(config))
-            compat.place(parent, attribute, module.Config(**compat.values(config), **options))
-
-
-def freeze(model: nn.Module) -> None:
-    """Train adapters alone."""
+    for name, target in targets.items():
+        if target in wanted:
+            _attach(model.get_submodule(name), lora, f"{recipe.seed}:{name}")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(name))
 
@@ -93,17 +86,17 @@ def _add(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -
     )
 
 
-def _targets(spec: ModelSpec) -> dict[str, str]:
-    """Module names that can have an adapter, each with the name that recipes know it by."""
-    adapter = spec.state_dict_adapter(spec.model, None)
-    found = {name: EXPERTS for name, *_ in spec.model.traverse(compat.Experts.Config)}
-    for name, config, *_ in spec.model.traverse(Linear.Config):
-        with torch.device("meta"):
-            weight = torch.empty(config.out_features, config.in_features)
-        for hf_name in adapter.to_hf({f"{name}.weight": weight}):
-            target = hf_name.split(".")[-2]
-            if target not in _NEVER and hf_name != "lm_head.weight":
-                found[name] = target
+def _targets(model: nn.Module, state_dict_adapter: Any) -> dict[str, str]:
+    """Names of the modules that can have an adapter, each with the name that recipes know it by."""
+    found: dict[str, str] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, compat.Experts):
+            found[name] = EXPERTS
+        elif isinstance(module, Linear):
+            for hf_name in state_dict_adapter.to_hf({f"{name}.weight": module.weight}):
+                target = hf_name.removesuffix(".weight").rsplit(".")[-1]
+                if target not in _NEVER:
+                    found[name] = target
     return found
 
 
@@ -113,25 +106,27 @@ def _unknown(name: str, valid: list[str]) -> str:
     return f"trainer.lora.targets = {name}: this model has no such layers ({hint}valid: {', '.join(valid)})"
 
 
+def _attach(module: nn.Module, lora: Lora, seed: str) -> None:
+    experts = isinstance(module, compat.Experts)
+    initial, like = {}, {}
+    for weight in EXPERT_WEIGHTS if experts else ("weight",):
+        parameter = getattr(module, weight)
+        *stack, rows, columns = parameter.shape
+        for suffix, size in ((A, columns), (B, rows)):
+            module.register_parameter(weight + suffix, nn.Parameter(parameter.new_empty(*stack, size, lora.rank)))
+            like[weight + suffix] = weight
+        initial[weight + A] = partial(_draw, seed=f"{seed}.{weight}")
+        initial[weight + B] = nn.init.zeros_
+    compat.declare(module, initial, like)
+    module.scale = lora.alpha / lora.rank
+    module.__class__ = (_adapted_experts if experts else _adapted_linear)(type(module))
+
+
 @functools.cache
 def _adapted_linear(base: Any) -> Any:
     """`base`, which is Linear or derived from it, with an adapter."""
 
     class LoraLinear(base):  # type: ignore[misc]
-        @dataclass(kw_only=True, slots=True)
-        class Config(base.Config):  # type: ignore[misc]
-            rank: int
-            scale: float
-            seed: str
-
-            def build(self, **kwargs: Any) -> Any:
-                return base.Config.build(_placed(self, "weight"), **kwargs)
-
-        def __init__(self, config: Any) -> None:
-            super().__init__(config)
-            self.scale = config.scale
-            _register(self, "weight", config.rank)
-
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             change = (input @ self.weight_lora_a) @ self.weight_lora_b.mT
             return super().forward(input) + change * self.scale
@@ -144,48 +139,12 @@ def _adapted_experts(base: Any) -> Any:
     """`base`, which is Experts or derived from it, with an adapter for each expert."""
 
     class LoraExperts(base):  # type: ignore[misc]
-        @dataclass(kw_only=True, slots=True)
-        class Config(base.Config):  # type: ignore[misc]
-            rank: int
-            scale: float
-            seed: str
-
-            def build(self, **kwargs: Any) -> Any:
-                return base.Config.build(_placed(self, *EXPERT_WEIGHTS), **kwargs)
-
-        def __init__(self, config: Any) -> None:
-            super().__init__(config)
-            self.scale = config.scale
-            for weight in EXPERT_WEIGHTS:
-                _register(self, weight, config.rank)
-
         def project(self, name: str, x_RD: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
             a, b = (self.local(name + suffix, x_RD.dtype) for suffix in (A, B))
             change = F.grouped_mm(F.grouped_mm(x_RD, a, offs=offsets), b.mT, offs=offsets)
             return super().project(name, x_RD, offsets) + change * self.scale
 
     return LoraExperts
-
-
-def _register(module: nn.Module, weight: str, rank: int) -> None:
-    *stack, rows, columns = getattr(module, weight).shape
-    module.register_parameter(weight + A, nn.Parameter(torch.empty(*stack, columns, rank)))
-    module.register_parameter(weight + B, nn.Parameter(torch.empty(*stack, rows, rank)))
-
-
-def _placed(config: Any, *weights: str) -> Any:
-    """The config with initial values for the adapters, and their places: where their weights are."""
-    initial, layouts = dict(config.param_init), {}
-    for weight in weights:
-        initial[weight + A] = partial(_draw, seed=f"{config.seed}.{weight}")
-        initial[weight + B] = nn.init.zeros_
-        if config.sharding_config is not None:
-            layout = config.sharding_config.state_shardings[weight]
-            layouts |= {weight + A: layout, weight + B: layout}
-    if config.sharding_config is None:
-        return replace(config, param_init=initial)
-    states = config.sharding_config.state_shardings | layouts
-    return replace(config, param_init=initial, sharding_config=replace(config.sharding_config, state_shardings=states))
 
 
 def _draw(parameter: torch.Tensor, seed: str) -> None:

@@ -101,13 +101,11 @@ def build(recipe: Recipe, world: World) -> Policy:
     spec = models.spec(AutoConfig.from_pretrained(source), recipe.seq_len, "flex" if flex else "varlen")
     compat.adapt(spec.model)
     fp8.convert(spec.model, recipe)
-    lora.convert(spec, recipe)
     spec.model.update_from_config(config=SimpleNamespace(parallelism=parallelism, training=training))
     adapter = spec.state_dict_adapter(spec.model, None)
     with torch.device("meta"):
         model = spec.model.build()
-    if recipe.trainer.lora is not None:
-        lora.freeze(model)
+    lora.adapt(model, adapter, recipe)
     hf_names = set(adapter.to_hf({name: t for name, t in model.state_dict().items() if not lora.is_adapter(name)}))
     model = spec.parallelize_fn(
         model,

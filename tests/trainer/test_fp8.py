@@ -86,9 +86,9 @@ def test_a_linear_layer_and_its_gradients_are_within_the_rounding_of_their_opera
     out = fp8.linear_product(x, w)
     out.backward(gradient)
     rows, upstream = x.detach().flatten(0, 1), gradient.flatten(0, 1)
-    padded = [torch.nn.functional.pad(t, (0, 0, 0, 28)) for t in (upstream, rows)]
+    padded = [torch.nn.functional.pad(t, (0, 0, 0, 56)) for t in (upstream, rows)]
     for found, (a, a_block), (b, b_block) in (
-        (out.flatten(0, 1), (rows, ROWS), (w.detach(), BLOCKS)),
+        (out.detach().flatten(0, 1), (rows, ROWS), (w.detach(), BLOCKS)),
         (x.grad.flatten(0, 1), (upstream, ROWS), (w.detach().T, BLOCKS)),
         (w.grad, (padded[0].T, ROWS), (padded[1].T, ROWS)),
     ):
@@ -137,9 +137,9 @@ def test_a_model_computes_in_fp8_what_can_and_is_near_to_itself(
     assert names == {f"layers.{i}.{layer}" for i in (0, 1) for layer in layers}
     experts = [m for m in policy.model.modules() if isinstance(m, compat.Experts)]
     assert [type(m) for m in experts] == [fp8.FP8Experts] * (2 if family == "qwen3_moe" else 0)
-    assert "layers.*.attention.qkv_linear.wk, layers.*.attention.qkv_linear.wv" in caplog.text  # 2 heads of 32
+    assert "multiple of 128: layers.*.attention.qkv_linear.wkv\n" in caplog.text  # 2 heads of 32
     assert "lm_head" not in caplog.text and "gate" not in caplog.text
-    # Each operand's relative rounding error is about 2.5 %, which adds up over two layers.
+    # Each operand's relative rounding error is about 2.5 %, which adds up over two layers, forward and backward.
     assert 1e-4 < relative_error(logits[1], logits[0].double()) < 0.1
     for name, gradient in gradients[0].items():
-        assert torch.cosine_similarity(gradients[1][name].flatten(), gradient.flatten(), dim=0) > 0.98, name
+        assert torch.cosine_similarity(gradients[1][name].flatten(), gradient.flatten(), dim=0) > 0.95, name
