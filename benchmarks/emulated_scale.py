@@ -132,7 +132,10 @@ def _tokens(attempt: Any, plan: Plan) -> bool:
     for process in plan.processes():
         if process.role == "prefill":
             url = f"http://{known['hosts'][process.name]}:{known['ports'][process.name]['http']}/metrics"
-            lines = httpx.get(url, timeout=5).text.splitlines()
+            try:
+                lines = httpx.get(url, timeout=5).text.splitlines()
+            except httpx.HTTPError:
+                continue  # not up yet, or too busy to say
             if any(line.startswith("vllm:generation_tokens_total") and not line.endswith(" 0") for line in lines):
                 return True
     return False

@@ -27,6 +27,9 @@ CHECKPOINT_GRACE_S = 300.0
 """Longest wait for trainers to checkpoint when an attempt ends early and no time limit presses."""
 GATHER_S = 60.0
 """Longest wait for the other nodes to end."""
+GATHER_SILENT_S = 5.0
+"""A node that says nothing for this long at the end is not waited for. Requeueing ends what still runs there, and must
+come before Slurm starts a component anew by itself (`Plan.survives_nodes`)."""
 
 
 class Head(threading.Thread):
@@ -172,8 +175,7 @@ class Head(threading.Thread):
 
     def _has_ended(self, rank: int, now: float) -> bool:
         fleet = self.fleet
-        silence = now - fleet.seen_at[rank]
-        return fleet.agents[rank].ended or silence > self.plan.node_silent_s
+        return fleet.agents[rank].ended or now - fleet.seen_at[rank] > GATHER_SILENT_S
 
     def _gathered(self, now: float) -> bool:
         if self.ending is None:

@@ -224,8 +224,8 @@ class Plan(Section):
         """Whether the job goes on without a node, for the head to judge (`--no-kill`).
 
         Slurm counts a lost node against every component of a heterogeneous job, and cannot take it away from one that
-        has a single node: it requeues that component alone, and the job falls apart. Without --no-kill it requeues the
-        whole job.
+        has a single node (left): it requeues that component alone, and the job falls apart. The head then requeues the
+        whole job. Without --no-kill Slurm requeues the whole job at once.
         """
         return all(group.nodes > 1 for group in self.groups)
 

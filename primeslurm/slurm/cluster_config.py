@@ -102,7 +102,8 @@ class ClusterSpec:
 
 
 NODE_SILENT_S = 30
-"""Its nodes share a local file system, which shows every change at once."""
+"""Its nodes share a local file system, which shows every change at once, but also the cores of one machine: a second a
+node, where that is more."""
 
 
 @dataclass(frozen=True)
@@ -230,5 +231,5 @@ def site(spec: ClusterSpec, place: Place) -> Site:
         slurm_conf=str(spec.slurm_conf),
         nodes=nodes,
         network=Network(addresses=addresses(spec, place)),
-        node_silent_s=NODE_SILENT_S,
+        node_silent_s=max(NODE_SILENT_S, spec.nodes + spec.control_nodes),
     )

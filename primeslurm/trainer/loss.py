@@ -1,4 +1,8 @@
-"""Losses over packed rows, summed over trained tokens; the caller divides by the batch's global token count."""
+"""Losses over packed rows, summed over trained tokens; the caller divides by the batch's global token count.
+
+A loss takes the policy's log-probability and entropy of each trained token, [trained tokens] as `logprobs.py` computes
+them, and the targets of all positions: `targets.x[targets.mask]` is in the same order.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +16,10 @@ from primeslurm.recipe.training import Loss
 
 @dataclass(frozen=True)
 class Targets:
-    """What the logits of each position are trained towards. All tensors are [rows, len]."""
+    """What each position is trained towards. All tensors are [rows, len]."""
 
     labels: torch.Tensor
-    """The token that the logits at this position predict."""
+    """The token that this position predicts."""
     mask: torch.Tensor
     """Whether that token is trained."""
     logprobs: torch.Tensor
@@ -35,25 +39,7 @@ class Sums:
     metrics: dict[str, torch.Tensor]
 
 
-LossFunction = Callable[[torch.Tensor, Targets], Sums]
-
-
-def token_logprobs(logits: torch.Tensor, targets: Targets) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability of each trained token at its sampling temperature, and the entropy it was drawn at.
-
-    Args:
-        logits: [rows, len, vocab], any float dtype.
-
-    Returns:
-        Two float32 tensors [trained tokens]; the entropy carries no gradient.
-    """
-    chosen = targets.mask
-    scaled = logits[chosen].float() / targets.temperatures[chosen].unsqueeze(-1)
-    log_z = scaled.logsumexp(-1)
-    logprobs = scaled.gather(-1, targets.labels[chosen].unsqueeze(-1)).squeeze(-1) - log_z
-    with torch.no_grad():
-        entropy = log_z - (scaled.softmax(-1) * scaled).sum(-1)
-    return logprobs, entropy
+LossFunction = Callable[[torch.Tensor, torch.Tensor, Targets], Sums]
 
 
 def dppo(config: Loss) -> LossFunction:
@@ -64,8 +50,7 @@ def dppo(config: Loss) -> LossFunction:
     fractions masked because a probability rose (high) or fell (low) too far; importance_ratio = r.
     """
 
-    def loss(logits: torch.Tensor, targets: Targets) -> Sums:
-        logprobs, entropy = token_logprobs(logits, targets)
+    def loss(logprobs: torch.Tensor, entropy: torch.Tensor, targets: Targets) -> Sums:
         engine = targets.logprobs[targets.mask]
         on_policy = targets.on_policy[targets.mask].float()
         advantages = targets.advantages[targets.mask]
@@ -96,7 +81,6 @@ def dppo(config: Loss) -> LossFunction:
     return loss
 
 
-def cross_entropy(logits: torch.Tensor, targets: Targets) -> Sums:
+def cross_entropy(logprobs: torch.Tensor, entropy: torch.Tensor, targets: Targets) -> Sums:
     """Negative log-likelihood of the trained tokens."""
-    logprobs, entropy = token_logprobs(logits, targets)
     return Sums(-logprobs.sum(), {"loss": -logprobs.detach().sum(), "entropy": entropy.sum()})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +19,8 @@ from transformers import AutoConfig
 
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.training import Lora
-from primeslurm.trainer import fp8, huggingface, lora, models
+from primeslurm.trainer import fp8, huggingface, logprobs, lora, models
+from primeslurm.trainer.loss import Targets
 from primeslurm.trainer.world import World
 
 _CHECKPOINTING: dict[str, Any] = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
@@ -68,12 +69,34 @@ class Policy:
         Returns:
             Logits [rows, local_len, vocab], then `beside` as [rows, local_len].
         """
+        masks, (tokens, positions, *beside_local) = self._local(tokens, positions, *beside)
+        return (self.model(tokens, positions=positions, attention_masks=masks), *beside_local)
+
+    def score(
+        self, tokens: torch.Tensor, positions: torch.Tensor, targets: Targets
+    ) -> tuple[torch.Tensor, torch.Tensor, Targets]:
+        """Run the model on packed rows, and return what a loss takes.
+
+        Args:
+            tokens, positions: as for `logits`.
+            targets: of shape [rows, seq_len].
+
+        Returns:
+            Log-probabilities and entropies [trained tokens], and the targets of this rank's part of the rows.
+        """
+        beside = [getattr(targets, field.name) for field in fields(targets)]
+        masks, (tokens, positions, *beside_local) = self._local(tokens, positions, *beside)
+        local = Targets(*beside_local)
+        with self.model.lm_head.scoring(local.labels, local.temperatures, local.mask):
+            return (*self.model(tokens, positions=positions, attention_masks=masks), local)
+
+    def _local(self, tokens: torch.Tensor, positions: torch.Tensor, *beside: torch.Tensor) -> tuple[Any, Any]:
+        """Attention masks, and this context-parallel rank's part of the rows."""
         masks = self.model.get_attention_masks(positions)  # needs whole rows, so before they are split
         inputs = (tokens, positions, *beside)
         if self.dims.cp_enabled:
             inputs, masks = cp_shard(self.dims.get_mesh("cp"), inputs, masks, "headtail")
-        tokens, positions, *beside_local = inputs
-        return (self.model(tokens, positions=positions, attention_masks=masks), *beside_local)
+        return masks, inputs
 
 
 def build(recipe: Recipe, world: World) -> Policy:
@@ -101,6 +124,7 @@ def build(recipe: Recipe, world: World) -> Policy:
     spec = models.spec(AutoConfig.from_pretrained(source), recipe.seq_len, "flex" if flex else "varlen")
     compat.adapt(spec.model)
     fp8.convert(spec.model, recipe)
+    logprobs.convert(spec.model, recipe)
     spec.model.update_from_config(config=SimpleNamespace(parallelism=parallelism, training=training))
     adapter = spec.state_dict_adapter(spec.model, None)
     with torch.device("meta"):

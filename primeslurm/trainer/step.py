@@ -79,8 +79,7 @@ class Learner:
         # A position of 0 starts another document (or is past the row's end): these logits do not predict it.
         mask = _next_token(row["mask"]) & (label_positions != 0)
         rest = (_next_token(row[name]) for name in ("logprobs", "advantages", "temperatures", "on_policy"))
-        logits, *targets = self.policy.logits(tokens, positions, labels, mask, *rest)
-        return self._loss(logits, Targets(*targets))
+        return self._loss(*self.policy.score(tokens, positions, Targets(labels, mask, *rest)))
 
     def _update(self) -> float:
         norm = dist_utils.clip_grad_norm_(

@@ -186,14 +186,14 @@ def _lose_nodes(*processes: str) -> Callable[[Deployment], Seen]:
     """The nodes of these processes lose power."""
 
     def inject(deployment: Deployment) -> Seen:
-        gone = {deployment.process(name).node for name in processes}
+        gone = [deployment.process(name).node for name in processes]
         attempt = deployment.status().attempt
         for node in gone:
             kill_node(deployment.cluster, node)
 
         def seen(status: RunStatus) -> bool:
             still = {p.node for p in status.processes if p.name in processes and p.state != "LOST"}
-            return status.attempt > attempt or not still & gone
+            return status.attempt > attempt or still.isdisjoint(gone)
 
         return seen
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from primeslurm.recipe.training import Loss
-from primeslurm.trainer.loss import Targets, cross_entropy, dppo
+from primeslurm.trainer.logprobs import token_logprobs
+from primeslurm.trainer.loss import LossFunction, Sums, Targets, cross_entropy, dppo
 
 ROWS, LENGTH, VOCABULARY = 3, 60, 11
 
@@ -29,6 +30,13 @@ def make_targets(seed: int = 0) -> tuple[torch.Tensor, Targets]:
         on_policy=torch.rand(shape, generator=generator) < 0.5,
     )
     return logits, targets
+
+
+def evaluate(function: LossFunction, logits: torch.Tensor, targets: Targets) -> Sums:
+    """A loss of logits: an identity for a head makes them hidden states."""
+    head = torch.eye(VOCABULARY)
+    scores = token_logprobs(logits, head, targets.labels, targets.temperatures, targets.mask, None)
+    return function(*scores, targets)
 
 
 def reference(logits: torch.Tensor, targets: Targets, config: Loss) -> dict[str, float]:
@@ -60,7 +68,7 @@ def test_dppo_equals_the_formula(config: Loss) -> None:
     logits, targets = make_targets()
     expected = reference(logits, targets, config)
     assert expected["high"] > 0 and expected["low"] > 0, "the data must exercise both masks"
-    sums = dppo(config)(logits, targets)
+    sums = evaluate(dppo(config), logits, targets)
     assert sums.loss.item() == pytest.approx(expected["loss"], rel=1e-5)
     for name in ("off_policy_kl", "mismatch_kl"):
         assert sums.metrics[name].item() == pytest.approx(expected[name], rel=1e-5)
@@ -78,7 +86,7 @@ def test_masked_tokens_give_only_the_kl_gradient() -> None:
         p = (logits / targets.temperatures.unsqueeze(-1)).softmax(-1).gather(-1, targets.labels.unsqueeze(-1))[..., 0]
     moved = p - q
     masked = targets.mask & (((targets.advantages > 0) & (moved > 0.2)) | ((targets.advantages <= 0) & (moved < -0.2)))
-    dppo(Loss(kl_tau=0.0))(logits, targets).loss.backward()
+    evaluate(dppo(Loss(kl_tau=0.0)), logits, targets).loss.backward()
     assert logits.grad is not None
     assert masked.any()
     assert (logits.grad[masked] == 0).all()
@@ -91,7 +99,7 @@ def test_equal_policies_have_no_mismatch_and_the_plain_policy_gradient() -> None
     scaled = logits.detach() / targets.temperatures.unsqueeze(-1)
     own = scaled.log_softmax(-1).gather(-1, targets.labels.unsqueeze(-1))[..., 0]
     same = replace(targets, logprobs=own)
-    sums = dppo(Loss())(logits, same)
+    sums = evaluate(dppo(Loss()), logits, same)
     assert sums.metrics["off_policy_kl"].item() == pytest.approx(0, abs=1e-5)
     assert sums.metrics["masked_fraction"].item() == 0
     assert sums.loss.item() == pytest.approx(-targets.advantages[targets.mask].sum().item(), rel=1e-5)
@@ -102,7 +110,7 @@ def test_a_micro_batch_without_trained_tokens_still_has_a_gradient() -> None:
     nothing = replace(targets, mask=torch.zeros_like(targets.mask))
     for function in (dppo(Loss()), cross_entropy):
         logits.grad = None
-        function(logits, nothing).loss.backward()
+        evaluate(function, logits, nothing).loss.backward()
         assert logits.grad is not None and (logits.grad == 0).all()
 
 
@@ -110,4 +118,4 @@ def test_cross_entropy_equals_torch() -> None:
     logits, targets = make_targets()
     ones = replace(targets, temperatures=torch.ones_like(targets.temperatures))
     expected = torch.nn.functional.cross_entropy(logits[targets.mask], targets.labels[targets.mask], reduction="sum")
-    assert cross_entropy(logits, ones).loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert evaluate(cross_entropy, logits, ones).loss.item() == pytest.approx(expected.item(), rel=1e-6)

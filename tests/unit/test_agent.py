@@ -271,6 +271,16 @@ def test_a_spare_takes_over_and_what_is_concerned_starts_anew(
     assert running.head.ending is None
 
 
+def test_no_end_waits_for_a_silent_node(start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("primeslurm.node.head.GATHER_SILENT_S", 2.0)
+    running = start((process("a", 0, SLEEP),), (process("b", 1, SLEEP),), node_silent_s=600)
+    running.wait(lambda: running.head.fleet.assembled)
+    monkeypatch.setattr(running.agents[1], "_heartbeat", lambda *_, **__: None)
+    running.attempt.cancel_file.touch()
+    running.join()
+    assert not running.head.fleet.agents[1].ended
+
+
 def test_the_cancel_file_ends_the_attempt(start: Callable[..., Running]) -> None:
     running = start((process("engine", 0, SLEEP),))
     pid = running.wait_state("engine", "ready")["pid"]

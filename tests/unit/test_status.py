@@ -81,6 +81,8 @@ def test_an_ended_attempt_says_how_and_whether_it_goes_on(run: RunDirectory) -> 
     run.attempt(1).record_end(record)
     assert (status(run, "PENDING").phase, status(run, "PENDING").reason) == ("requeued", "trainer died; job PENDING")
     assert status(run, "PENDING").active
+    held = status(run, "PENDING (launch_failed_requeued_held)").reason
+    assert "Slurm holds it: `scontrol release " in held
     run.attempt(1).record_end(EndRecord("failed", "trainer died", "t", 5, False, "this was attempt 1 of 1", NOW))
     assert status(run).reason == "trainer died; this was attempt 1 of 1"
     assert not status(run).active

@@ -1,0 +1,129 @@
+"""Log-probabilities and entropies of the trained tokens from hidden states: whole logits need never exist."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from typing import Any
+
+from primeslurm.trainer import compat  # noqa: F401  isort: skip  (before torchtitan)
+import torch
+import torch.nn.functional as F
+from torchtitan.models.common import Linear
+
+from primeslurm.recipe import Recipe
+
+Scores = tuple[torch.Tensor, torch.Tensor]
+
+
+def token_logprobs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    temperatures: torch.Tensor,
+    mask: torch.Tensor,
+    chunk: int | None,
+) -> Scores:
+    """Log-probability of each trained token at its sampling temperature, and the entropy it was drawn at.
+
+    Args:
+        hidden: [rows, len, dim], what the head reads.
+        weight: [vocab, dim], the head's.
+        labels: [rows, len], the token that each position predicts.
+        temperatures: [rows, len].
+        mask: [rows, len], whether that token is trained; nothing is computed for the others.
+        chunk: logits of this many tokens exist at once, and are computed anew in the backward pass. None: of all of
+            them, kept for the backward pass.
+
+    Returns:
+        Two float32 tensors [trained tokens]; the entropy carries no gradient.
+    """
+    chosen = (hidden[mask], weight, labels[mask], temperatures[mask])
+    if chunk is None:
+        return _score(*chosen)
+    scores: Scores = _InChunks.apply(*chosen, chunk)  # type: ignore[no-untyped-call]
+    return scores
+
+
+def _score(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, temperatures: torch.Tensor) -> Scores:
+    scaled = F.linear(hidden, weight).float() / temperatures.unsqueeze(-1)
+    log_z = scaled.logsumexp(-1)
+    logprobs = scaled.gather(-1, labels.unsqueeze(-1)).squeeze(-1) - log_z
+    with torch.no_grad():
+        entropy = log_z - (scaled.softmax(-1) * scaled).sum(-1)
+    return logprobs, entropy
+
+
+class _InChunks(torch.autograd.Function):
+    """`_score` over chunks of tokens, of which nothing is kept but the inputs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        labels: torch.Tensor,
+        temperatures: torch.Tensor,
+        chunk: int,
+    ) -> Scores:
+        ctx.save_for_backward(hidden, weight, labels, temperatures)
+        ctx.chunk = chunk
+        pieces = zip(*(values.split(chunk) for values in (hidden, labels, temperatures)), strict=True)
+        logprobs, entropy = zip(*(_score(h, weight, label, t) for h, label, t in pieces), strict=True)
+        result = torch.cat(logprobs), torch.cat(entropy)
+        ctx.mark_non_differentiable(result[1])
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        hidden, weight, labels, temperatures = ctx.saved_tensors
+        # float32: many chunks add up in it.
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32)
+        grad_hidden = []
+        pieces = zip(*(values.split(ctx.chunk) for values in (hidden, labels, temperatures, grad)), strict=True)
+        for h, label, t, g in pieces:
+            slope = F.linear(h, weight).float().div_(t.unsqueeze(-1)).softmax(-1).neg_()
+            slope.scatter_add_(-1, label.unsqueeze(-1), torch.ones_like(t).unsqueeze(-1))
+            slope = slope.mul_((g / t).unsqueeze(-1)).to(h.dtype)
+            grad_hidden.append(slope @ weight)
+            grad_weight += slope.t() @ h
+        return torch.cat(grad_hidden), grad_weight.to(weight.dtype), None, None, None
+
+
+class Head(Linear):
+    """A language model's head that returns logits, or scores while it is told what to score.
+
+    The decoder passes its head nothing but hidden states; and the head is where FSDP has its weight gathered.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Linear.Config):
+        chunk: int | None = None
+        """As in `token_logprobs`."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self._chunk = config.chunk
+        self._targets: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+
+    @contextmanager
+    def scoring(self, labels: torch.Tensor, temperatures: torch.Tensor, mask: torch.Tensor) -> Iterator[None]:
+        """Within the body the model returns `token_logprobs` instead of logits."""
+        self._targets = labels, temperatures, mask
+        try:
+            yield
+        finally:
+            self._targets = None
+
+    def forward(self, input: torch.Tensor) -> Any:
+        """Logits [rows, len, vocab]; within `scoring`, log-probabilities and entropies [trained tokens]."""
+        if self._targets is None:
+            return super().forward(input)
+        return token_logprobs(input, self.weight, *self._targets, self._chunk)
+
+
+def convert(model_config: Any, recipe: Recipe) -> None:
+    """Give a model config the head that scores."""
+    values = {field.name: getattr(model_config.lm_head, field.name) for field in fields(model_config.lm_head)}
+    model_config.lm_head = Head.Config(**values, chunk=recipe.trainer.memory.lm_head_chunk)

@@ -1,0 +1,65 @@
+"""Log-probabilities in chunks against those from whole logits: values, gradients, and through the sharded model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from primeslurm.trainer.logprobs import token_logprobs
+from primeslurm.trainer.loss import dppo
+from primeslurm.trainer.parallel import build
+from primeslurm.trainer.step import Learner
+from primeslurm.trainer.world import World
+from tests.trainer.conftest import make_batch, make_progress, make_recipe
+
+ROWS, LENGTH, DIM, VOCABULARY = 2, 30, 8, 17
+
+
+def scores(chunk: int | None, dtype: torch.dtype, trained: float = 0.7) -> list[torch.Tensor]:
+    """Log-probs, entropies, and the gradients of hidden states and head, for a loss that weighs every token anew."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (ROWS, LENGTH)
+    hidden = torch.randn(*shape, DIM, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(VOCABULARY, DIM, generator=generator).to(dtype).requires_grad_()
+    labels = torch.randint(0, VOCABULARY, shape, generator=generator)
+    temperatures = 0.5 + torch.rand(shape, generator=generator)
+    mask = torch.rand(shape, generator=generator) < trained
+    logprobs, entropy = token_logprobs(hidden, weight, labels, temperatures, mask, chunk)
+    assert logprobs.dtype == entropy.dtype == torch.float32
+    assert not entropy.requires_grad
+    (logprobs * torch.randn(logprobs.shape, generator=generator)).sum().backward()
+    assert hidden.grad is not None and weight.grad is not None
+    return [logprobs.detach(), entropy, hidden.grad, weight.grad]
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1000])
+def test_chunks_equal_whole_logits(chunk: int) -> None:
+    for mine, expected in zip(scores(chunk, torch.float32), scores(None, torch.float32), strict=True):
+        torch.testing.assert_close(mine, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_chunks_in_bfloat16_round_like_whole_logits() -> None:
+    for mine, expected in zip(scores(7, torch.bfloat16), scores(None, torch.bfloat16), strict=True):
+        assert mine.dtype == expected.dtype
+        torch.testing.assert_close(mine, expected, atol=3e-2, rtol=2e-2)
+
+
+def test_no_trained_token_is_no_gradient() -> None:
+    logprobs, entropy, *gradients = scores(7, torch.float32, trained=0.0)
+    assert logprobs.shape == entropy.shape == (0,)
+    assert all((gradient == 0).all() for gradient in gradients)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_step_is_the_same_in_chunks(tied: bool, moe_model: Path, tied_model: Path, world: World) -> None:
+    metrics = []
+    for chunk in (None, 13):
+        recipe = make_recipe(
+            tied_model if tied else moe_model, trainer={"memory": {"lm_head_chunk": chunk}, "optimizer": {"lr": 1e-3}}
+        )
+        learner = Learner(build(recipe, world), recipe.trainer.optimizer, 4, dppo(recipe.trainer.loss), world)
+        steps = [learner.train(make_batch(step), make_progress()) for step in (1, 2)]
+        metrics.append([step[name] for step in steps for name in ("loss", "entropy", "grad_norm")])
+    assert metrics[1] == pytest.approx(metrics[0], rel=1e-5)
