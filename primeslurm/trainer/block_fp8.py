@@ -42,8 +42,8 @@ class Quantised:
 
 def quantise(matrix: torch.Tensor, block: tuple[int, int]) -> Quantised:
     """Quantise a matrix [..., n, k] whose n and k are multiples of the block's."""
-    scale = _compiled_quantise if matrix.is_cuda else _quantise
-    return Quantised(*scale(matrix, block), block)
+    data, scales = _compiled_quantise(matrix, block) if matrix.is_cuda else _quantise(matrix, block)
+    return Quantised(data, scales, block)
 
 
 def _quantise(matrix: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from importlib.metadata import version
 from types import ModuleType
@@ -154,7 +154,7 @@ def swap(
             setattr(parent, attribute, new)
 
 
-def declare(module: Any, initial: dict[str, Callable[..., Any]], like: dict[str, str]) -> None:
+def declare(module: Any, initial: Mapping[str, Callable[..., Any]], like: Mapping[str, str]) -> None:
     """Tell torchtitan about parameters that were added to a built module.
 
     Args:

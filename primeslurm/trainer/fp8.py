@@ -64,12 +64,12 @@ class _GroupedProduct(torch.autograd.Function):
 
 def linear_product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """rows [..., k] times weight [n, k]: [..., n]; n and k are multiples of BLOCK."""
-    return _LinearProduct.apply(rows, weight)  # type: ignore[no-any-return]
+    return _LinearProduct.apply(rows, weight)
 
 
 def grouped_product(rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """rows [rows, k], each times the weight [groups, n, k] of its group: [rows, n]. A group ends at its offset."""
-    return _GroupedProduct.apply(rows, weight, offsets)  # type: ignore[no-any-return]
+    return _GroupedProduct.apply(rows, weight, offsets)
 
 
 def _times(rows: torch.Tensor, weight: Any) -> torch.Tensor:

@@ -119,14 +119,15 @@ def _attach(module: nn.Module, lora: Lora, seed: str) -> None:
         initial[weight + B] = nn.init.zeros_
     compat.declare(module, initial, like)
     module.scale = lora.alpha / lora.rank
-    module.__class__ = (_adapted_experts if experts else _adapted_linear)(type(module))
+    base: Any = type(module)
+    module.__class__ = _adapted_experts(base) if experts else _adapted_linear(base)
 
 
 @functools.cache
 def _adapted_linear(base: Any) -> Any:
     """`base`, which is Linear or derived from it, with an adapter."""
 
-    class LoraLinear(base):  # type: ignore[misc]
+    class LoraLinear(base):
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             change = (input @ self.weight_lora_a) @ self.weight_lora_b.mT
             return super().forward(input) + change * self.scale
@@ -138,7 +139,7 @@ def _adapted_linear(base: Any) -> Any:
 def _adapted_experts(base: Any) -> Any:
     """`base`, which is Experts or derived from it, with an adapter for each expert."""
 
-    class LoraExperts(base):  # type: ignore[misc]
+    class LoraExperts(base):
         def project(self, name: str, x_RD: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
             a, b = (self.local(name + suffix, x_RD.dtype) for suffix in (A, B))
             change = F.grouped_mm(F.grouped_mm(x_RD, a, offs=offsets), b.mT, offs=offsets)
