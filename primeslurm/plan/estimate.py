@@ -180,8 +180,6 @@ def _attention_flops(facts: ModelFacts, length: int) -> float:
 def _update(recipe: Recipe, site: Site, train: Need, facts: ModelFacts) -> list[Amount]:
     """Bytes of one policy, and the seconds until every engine holds it."""
     size = count(facts).total * (2 if recipe.model.dtype == "bfloat16" else 4)
-    if recipe.trainer.lora:
-        size = 2 * lora_parameters(facts, recipe.trainer.lora.rank)
     found = [Amount(name="policy", value=round(size / 1e9, 1), unit="GB", how=f"in {recipe.model.dtype}")]
     gpu = gpu_of(train.kind)
     if recipe.weights.transport == "filesystem":

@@ -42,12 +42,14 @@ class Quantised:
 
 def quantise(matrix: torch.Tensor, block: tuple[int, int]) -> Quantised:
     """Quantise a matrix [..., n, k] whose n and k are multiples of the block's."""
-    data, scales = _compiled_quantise(matrix, block) if matrix.is_cuda else _quantise(matrix, block)
+    scale = _compiled_quantise if matrix.is_cuda else _quantise
+    data, scales = scale(matrix, block[0] == BLOCK, block[1] == BLOCK)
     return Quantised(data, scales, block)
 
 
-def _quantise(matrix: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-    blocks = _blocked(matrix.float(), block)
+def _quantise(matrix: torch.Tensor, tall: bool, wide: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    # Told by bools, because compiled code takes integers for sizes that vary.
+    blocks = _blocked(matrix.float(), (BLOCK if tall else 1, BLOCK if wide else 1))
     scales = blocks.abs().amax((-3, -1), keepdim=True).clamp(min=SMALLEST_AMAX) / LARGEST
     data = (blocks * scales.reciprocal()).to(torch.float8_e4m3fn).reshape(matrix.shape)
     return data, scales.squeeze(-1).squeeze(-2)

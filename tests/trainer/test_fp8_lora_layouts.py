@@ -17,9 +17,10 @@ from tests.trainer.conftest import finish, make_recipe, start_ranks
 from tests.trainer.ranks import train
 
 STEPS = 2
-CASES: dict[str, dict[str, Any]] = {
-    "fp8": {"fp8": True},
-    "lora": {"lora": {"rank": 8, "targets": ["o_proj", "experts"]}},
+# what is asked of the trainer, and how it checkpoints activations
+CASES: dict[str, tuple[dict[str, Any], str]] = {
+    "fp8": ({"fp8": True}, "full"),
+    "lora": ({"lora": {"rank": 8, "targets": ["o_proj", "experts"]}}, "selective"),
 }
 
 
@@ -34,18 +35,16 @@ def test_two_ranks_equal_one(world: World, tmp_path: Path) -> None:
     model = tmp_path / "model"
     tiny.write_model(model, "qwen3_moe", hidden=128)
     arguments, expected = [], []
-    for name, options in CASES.items():
+    for name, (options, checkpointing) in CASES.items():
         for out in (tmp_path / name, tmp_path / f"{name}-one"):
             out.mkdir()
-        recipes = [
-            make_recipe(
-                model, max_steps=STEPS, trainer={"optimizer": {"lr": 1e-3}, "parallelism": {"ep": ep}, **options}
-            )
-            for ep in (1, 2)
-        ]
-        expected += train(recipes[0], tmp_path / f"{name}-one", world)
+        trainer = {"optimizer": {"lr": 1e-3}, **options}
+        recipe = make_recipe(model, max_steps=STEPS, trainer=trainer)
+        expected += train(recipe, tmp_path / f"{name}-one", world)
+        layout = {"ep": 2, "activation_checkpointing": checkpointing}
+        recipe = make_recipe(model, max_steps=STEPS, trainer={**trainer, "parallelism": layout})
         path = tmp_path / f"{name}.json"
-        path.write_text(recipes[1].model_dump_json(by_alias=True))
+        path.write_text(recipe.model_dump_json(by_alias=True))
         arguments += [str(path), str(tmp_path / name)]
     outputs = finish(start_ranks(2, "-m", "tests.trainer.ranks", *arguments))
     metrics = [json.loads(line[8:]) for line in outputs[0].splitlines() if line.startswith("METRICS ")]

@@ -12,6 +12,8 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from primeslurm.plan.catalog import facts_of
+from primeslurm.plan.trainer_memory import lora_parameters
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.training import Checkpoint
 from primeslurm.trainer import lora
@@ -138,6 +140,13 @@ def test_names_that_the_model_does_not_have_are_refused_at_once(dense_model: Pat
         caught.value
     )
     assert "lm_head" not in str(caught.value)
+
+
+def test_the_plan_counts_as_many_parameters_as_there_are(model: Path, world: World) -> None:
+    policy = build(recipe_of(model), world)
+    facts = facts_of(json.loads((model / "config.json").read_text()))
+    trained = sum(p.numel() for p in policy.model.parameters() if p.requires_grad)
+    assert trained == lora_parameters(facts, 8)
 
 
 def test_adapters_are_drawn_from_the_recipes_seed(moe_model: Path, world: World) -> None:
