@@ -42,21 +42,15 @@ class Quantised:
 
 def quantise(matrix: torch.Tensor, block: tuple[int, int]) -> Quantised:
     """Quantise a matrix [..., n, k] whose n and k are multiples of the block's."""
-    scale = _compiled_quantise if matrix.is_cuda else _quantise
-    data, scales = scale(matrix, block[0] == BLOCK, block[1] == BLOCK)
-    return Quantised(data, scales, block)
+    if matrix.is_cuda:
+        from primeslurm.trainer import fp8_kernel  # needs Triton, which machines without CUDA lack
 
-
-def _quantise(matrix: torch.Tensor, tall: bool, wide: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    # Told by bools, because compiled code takes integers for sizes that vary.
-    blocks = _blocked(matrix.float(), (BLOCK if tall else 1, BLOCK if wide else 1))
+        data, scales = fp8_kernel.quantise(matrix, block[0] == BLOCK, block[1] == BLOCK, SMALLEST_AMAX, LARGEST)
+        return Quantised(data, scales, block)
+    blocks = _blocked(matrix.float(), block)
     scales = blocks.abs().amax((-3, -1), keepdim=True).clamp(min=SMALLEST_AMAX) / LARGEST
     data = (blocks * scales.reciprocal()).to(torch.float8_e4m3fn).reshape(matrix.shape)
-    return data, scales.squeeze(-1).squeeze(-2)
-
-
-# Fused into one kernel: quantising is bound by memory, and the passes one by one would take longer than the product.
-_compiled_quantise = torch.compile(_quantise, dynamic=True)
+    return Quantised(data, scales.squeeze(-1).squeeze(-2), block)
 
 
 def _blocked(matrix: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:

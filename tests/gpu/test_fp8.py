@@ -25,11 +25,15 @@ TOLERANCE = {"bfloat16": 4e-3, "float32": 1e-3}
 
 
 def test_the_quantiser_is_that_of_the_cpu() -> None:
-    for block in (ROWS, COLUMNS, BLOCKS):
-        here, there = quantise(matrix(256, 384), block), quantise(matrix(256, 384, device="cuda"), block)
+    for shape, block in (((256, 384), ROWS), ((130, 256), ROWS), ((256, 130), COLUMNS), ((3, 256, 384), BLOCKS)):
+        values = matrix(*shape)
+        values[..., :128, :128] = 0
+        here, there = quantise(values, block), quantise(values.cuda(), block)
         torch.testing.assert_close(there.scales.cpu(), here.scales, rtol=1e-6, atol=0)
         # A last bit of a scale may tip a value over to its neighbour.
         assert (there.data.cpu().float() != here.data.float()).float().mean() < 1e-3
+        strided = quantise(values.cuda().mT.contiguous().mT, block)
+        assert torch.equal(strided.data.float(), there.data.float())
 
 
 def test_product_and_gradients_of_a_linear_layer() -> None:
