@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 from primeslurm.plan.checks.compatibility import as_markdown
-from primeslurm.plan.checks.unbuilt import FAMILIES, GAPS
+from primeslurm.plan.checks.unbuilt import GAPS
+from primeslurm.plan.families import FAMILIES, GENERIC, Capabilities
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.reference import markdown
 
@@ -27,14 +29,29 @@ def pages() -> dict[Path, str]:
 ### Not built yet
 
 A recipe may ask for these, and `plan`, `check` and `--dry-run` work with it; a real `submit` refuses it as `blocked`,
-`--emulate` runs it. Trained model types: {", ".join(f"`{family}`" for family in FAMILIES)}.
+`--emulate` runs it.
 
 | what | field | instead |
 |---|---|---|
 {gaps}
+
+### Models that the trainer has
+
+{_families()}
+
+Under `model.impl: auto` or `hf`, any other causal language model of transformers is trained by its code there, unless
+it has layers that carry state in another way than by attention (Mamba, linear attention): rows hold several documents.
 """
     found = {"reference.md": recipe, "site-reference.md": site, "compatibility.md": compatibility}
     return {DOCS / name: text.rstrip() + "\n" for name, text in found.items()}
+
+
+def _families() -> str:
+    names = [field.name for field in fields(Capabilities)]
+    rows = [("model type", *(name.replace("_", " ") for name in names)), ("---",) * (len(names) + 1)]
+    for family, able in {**{f"`{name}`": able for name, able in FAMILIES.items()}, "any other": GENERIC}.items():
+        rows.append((family, *("yes" if getattr(able, name) else "" for name in names)))
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 def main() -> None:

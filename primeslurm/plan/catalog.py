@@ -80,6 +80,8 @@ class ModelFacts:
     experts: Experts | None
     gated: bool
     """Feed-forward networks have three matrices instead of two."""
+    attention_gate: int
+    """How many values of a layer scale its attention's output."""
     attention_bias: bool
     qk_norm: bool
     tied: bool
@@ -145,14 +147,26 @@ def facts_of(config: Mapping[str, Any]) -> ModelFacts:
         moe_layers=kinds["moe"],
         experts=_experts(text) if kinds["moe"] else None,
         gated=text.get("mlp_hidden_act") != "relu2",
+        attention_gate=_attention_gate(text),
         attention_bias=bool(text.get("attention_bias")),
-        qk_norm=text["model_type"] in ("qwen3", "qwen3_moe"),
+        qk_norm=text["model_type"] in _QK_NORM or bool(text.get("use_qk_norm")),
         tied=bool(text.get("tie_word_embeddings")),
         mla=_mla(text),
         indexer=Indexer(text["index_n_heads"], text["index_head_dim"]) if "index_n_heads" in text else None,
         mamba=_mamba(text, kinds["mamba"]) if kinds["mamba"] else None,
         quantization=quantization,
     )
+
+
+_QK_NORM = ("qwen3", "qwen3_moe", "afmoe", "laguna")
+
+
+def _attention_gate(text: Mapping[str, Any]) -> int:
+    """The gate of families that have one: a value for each of the attention's outputs, or for each head."""
+    heads = text["num_attention_heads"]
+    if text["model_type"] == "afmoe" or text.get("gating") == "per-element":
+        return int(heads * text["head_dim"])
+    return int(heads) if text["model_type"] == "laguna" else 0
 
 
 def _quantization(config: Mapping[str, Any]) -> str | None:
@@ -180,8 +194,10 @@ _BLOCKS = {"attention": "full_attention", "moe": "moe", "dense": "mlp", "mamba":
 
 def _is_moe(text: Mapping[str, Any], index: int) -> bool:
     sparse_step = text.get("decoder_sparse_step", 1)
+    if kinds := text.get("mlp_layer_types"):
+        return bool(kinds[index] == "sparse")
     return (
-        index >= text.get("first_k_dense_replace", 0)
+        index >= (text.get("first_k_dense_replace") or text.get("num_dense_layers") or 0)
         and index not in (text.get("mlp_only_layers") or ())
         and (index + 1) % sparse_step == 0
     )
@@ -194,7 +210,11 @@ def _expert_count(text: Mapping[str, Any]) -> int:
 
 def _experts(text: Mapping[str, Any]) -> Experts:
     width = text.get("moe_intermediate_size") or text["intermediate_size"]
-    shared = text.get("moe_shared_expert_intermediate_size") or width * (text.get("n_shared_experts") or 0)
+    shared = (
+        text.get("moe_shared_expert_intermediate_size")
+        or text.get("shared_expert_intermediate_size")
+        or width * (text.get("n_shared_experts") or text.get("num_shared_experts") or 0)
+    )
     return Experts(_expert_count(text), text["num_experts_per_tok"], width, shared, text.get("moe_latent_size"))
 
 

@@ -1,4 +1,4 @@
-"""Model families that the trainer builds, and what each can be combined with. Known without importing torch."""
+"""What the trainer can do with each model family. Known without importing torch."""
 
 from __future__ import annotations
 
@@ -18,10 +18,27 @@ class Capabilities:
     lora: bool = False
     """Adapters on linear layers and experts."""
     router_replay: bool = False
+    head_chunks: bool = True
+    """Logits in chunks of tokens."""
 
 
 FAMILIES: dict[str, Capabilities] = {
+    "llama": Capabilities(cp=True),
     "qwen3": Capabilities(cp=True, fp8=True, lora=True),
     "qwen3_moe": Capabilities(ep=True, cp=True, fp8=True, lora=True),
+    "glm4_moe": Capabilities(ep=True, cp=True),
+    "minimax_m2": Capabilities(ep=True, cp=True),
+    "afmoe": Capabilities(ep=True, cp=True),
+    "laguna": Capabilities(ep=True, cp=True),
 }
-"""`model_type` of config.json to what works with it."""
+"""`model_type` of config.json to what works with our own implementation of it."""
+
+GENERIC = Capabilities(head_chunks=False)
+"""The implementation in transformers: sharded by FSDP, and nothing else."""
+
+
+def capabilities(family: str, impl: str) -> Capabilities | None:
+    """What works with a model type under `model.impl`; None if there is no such implementation."""
+    if impl == "hf" or (impl == "auto" and family not in FAMILIES):
+        return GENERIC
+    return FAMILIES.get(family)

@@ -85,7 +85,7 @@ def _attention(facts: ModelFacts) -> int:
     q, kv = facts.heads * facts.head_dim, facts.kv_heads * facts.head_dim
     bias = q + 2 * kv + (facts.hidden if facts.family == "gpt_oss" else 0) if facts.attention_bias else 0
     sinks = facts.heads if facts.family == "gpt_oss" else 0
-    return facts.hidden * (2 * q + 2 * kv) + bias + sinks
+    return facts.hidden * (2 * q + 2 * kv + facts.attention_gate) + bias + sinks
 
 
 def _latent_attention(facts: ModelFacts, mla: Mla) -> int:

@@ -18,6 +18,9 @@ class Model(Section):
     """Directory in Hugging Face format (config.json, safetensors, tokenizer), or a hub id cached on the cluster."""
     dtype: Dtype = "bfloat16"
     """Compute dtype of trainer and engines. Masters and optimizer state are always float32."""
+    impl: Literal["auto", "custom", "hf"] = "auto"
+    """Whose code trains it: our own (`custom`), or that of transformers (`hf`), which has more models, but is slower,
+    needs memory quadratic in seq_len and has FSDP alone. `auto`: our own where it has the model type."""
     max_len: PositiveInt | None = None
     """Longest sequence an engine accepts. Default: seq_len."""
 

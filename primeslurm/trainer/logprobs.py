@@ -46,13 +46,18 @@ def token_logprobs(
     return scores
 
 
-def _score(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, temperatures: torch.Tensor) -> Scores:
-    scaled = F.linear(hidden, weight).float() / temperatures.unsqueeze(-1)
+def logit_scores(logits: torch.Tensor, labels: torch.Tensor, temperatures: torch.Tensor) -> Scores:
+    """`token_logprobs` of tokens whose logits [tokens, vocab] exist."""
+    scaled = logits.float() / temperatures.unsqueeze(-1)
     log_z = scaled.logsumexp(-1)
     logprobs = scaled.gather(-1, labels.unsqueeze(-1)).squeeze(-1) - log_z
     with torch.no_grad():
         entropy = log_z - (scaled.softmax(-1) * scaled).sum(-1)
     return logprobs, entropy
+
+
+def _score(hidden: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, temperatures: torch.Tensor) -> Scores:
+    return logit_scores(F.linear(hidden, weight), labels, temperatures)
 
 
 class _InChunks(torch.autograd.Function):

@@ -21,6 +21,7 @@ from primeslurm.recipe import Recipe
 from primeslurm.recipe.training import Lora
 from primeslurm.trainer import fp8, huggingface, logprobs, lora, models
 from primeslurm.trainer.loss import Targets
+from primeslurm.trainer.models import generic
 from primeslurm.trainer.world import World
 
 _CHECKPOINTING: dict[str, Any] = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
@@ -39,7 +40,7 @@ class Policy:
     """Every tensor name of the model in Hugging Face format, over all ranks."""
     source: Path
     """The directory the model was built from."""
-    lora: Lora | None
+    lora: Lora | None = None
     """How adapters are scaled, if adapters are all that is trained."""
 
     def weights(self) -> dict[str, Any]:
@@ -119,9 +120,15 @@ def build(recipe: Recipe, world: World) -> Policy:
     dist_utils.set_spmd_backend(parallelism.spmd_backend)
 
     source = huggingface.locate(recipe.model.path)
+    config = AutoConfig.from_pretrained(source)
+    if models.is_generic(recipe.model.impl, config):
+        model, adapter, hf_names = generic.build(config, dims, recipe, world.device)
+        policy = Policy(model, adapter, dims, hf_names, source)
+        _load(policy)
+        return policy
     # Varlen kernels are bfloat16 only and cannot split a sequence.
     flex = compat.ON_CPU or layout.cp > 1 or recipe.model.dtype != "bfloat16"
-    spec = models.spec(AutoConfig.from_pretrained(source), recipe.seq_len, "flex" if flex else "varlen")
+    spec = models.spec(config, recipe.seq_len, "flex" if flex else "varlen")
     compat.adapt(spec.model)
     fp8.convert(spec.model, recipe)
     logprobs.convert(spec.model, recipe)

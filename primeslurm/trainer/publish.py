@@ -18,7 +18,7 @@ from primeslurm.trainer.parallel import Policy
 from primeslurm.trainer.world import World
 from primeslurm.wire import checkpoints, weights
 
-_LAYER = re.compile(r"layers\.(\d+)\.")
+_LAYER = re.compile(r"\.(\d+)\.")  # the first number in a name is that of its layer
 
 
 class Publisher:
@@ -103,7 +103,7 @@ def export(policy: Policy, dtype: torch.dtype) -> Iterator[dict[str, torch.Tenso
     """
     layers: dict[int, dict[str, Any]] = {}
     for name, tensor in policy.model.state_dict().items():  # detached from autograd
-        match = _LAYER.match(name)
+        match = _LAYER.search(name)
         layers.setdefault(int(match[1]) if match else -1, {})[name] = tensor
     for layer in sorted(layers):
         merged = layers[layer] if policy.lora is None else lora.merge(layers[layer], policy.lora)

@@ -19,7 +19,7 @@ from tests.trainer.conftest import make_batch
 
 
 def train(recipe: Recipe, out: Path, world: World) -> list[dict[str, float]]:
-    """Train and publish to `out`. Returns the metrics of each step."""
+    """Train a model, publish it below `out`, and return the metrics of each step."""
     import torch
 
     policy = build(recipe, world)
@@ -34,7 +34,7 @@ def train(recipe: Recipe, out: Path, world: World) -> list[dict[str, float]]:
 
 
 def main() -> None:
-    """Arguments: a recipe, a directory to publish the trained policy in, and more such pairs."""
+    """Arguments, once or more often: recipe, directory to publish the trained policy in."""
     world = join(Interrupt(), patience_s=60)
     for recipe, out in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
         for metrics in train(Recipe.model_validate_json(Path(recipe).read_text()), Path(out), world):

@@ -6,16 +6,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Qwen3NextConfig
 
 from primeslurm.plan import families as known
 from primeslurm.trainer import models
+from primeslurm.trainer.models.generic import GenericModel
 from primeslurm.trainer.parallel import build
 from primeslurm.trainer.publish import export
 from primeslurm.trainer.world import World
 from tests.trainer.conftest import SEQ_LEN, make_recipe
-from tests.trainer.families import CASES, Case, write
+from tests.trainer.families import CASES, GENERIC_CASES, Case, write
 
 FIRST = 40
 """Length of the first document in the packed row."""
@@ -25,7 +26,7 @@ def test_the_tables_agree() -> None:
     assert set(models.FAMILIES) == set(known.FAMILIES) == {case.config().model_type for case in CASES}
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", (*CASES, *GENERIC_CASES), ids=lambda case: case.name)
 def test_logits_and_round_trip(case: Case, world: World, tmp_path: Path) -> None:
     path = write(case, tmp_path)
     policy = build(make_recipe(path), world)
@@ -43,3 +44,25 @@ def test_logits_and_round_trip(case: Case, world: World, tmp_path: Path) -> None
     assert set(exported) == set(original)
     for name, tensor in exported.items():
         assert torch.equal(tensor, original[name]), name
+
+
+@pytest.mark.parametrize("change", ["missing", "unknown"])
+@pytest.mark.parametrize("name", ["glm4_moe", "mixtral"])
+def test_a_checkpoint_that_does_not_fit_its_config_is_refused(
+    name: str, change: str, world: World, tmp_path: Path
+) -> None:
+    path = write(next(case for case in (*CASES, *GENERIC_CASES) if case.name == name), tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    expert = next(tensor for tensor in sorted(tensors) if ".experts.3." in tensor)
+    if change == "missing":
+        del tensors[expert]
+    else:
+        tensors[expert + "_extra"] = torch.zeros(1)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=f"{change}: {expert}"):
+        build(make_recipe(path), world)
+
+
+def test_models_that_carry_state_along_a_row_are_refused() -> None:
+    with torch.device("meta"), pytest.raises(ValueError, match="qwen3_next has layers that carry more than attention"):
+        GenericModel(Qwen3NextConfig(num_hidden_layers=1, hidden_size=32, vocab_size=64))

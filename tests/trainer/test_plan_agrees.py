@@ -2,13 +2,35 @@
 
 from __future__ import annotations
 
-from primeslurm.plan.checks.unbuilt import FAMILIES
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from primeslurm.plan.catalog import facts_of
 from primeslurm.plan.estimate import MICRO_BATCH_TOKENS
+from primeslurm.plan.families import FAMILIES, GENERIC, capabilities
+from primeslurm.plan.parameters import count
 from primeslurm.trainer import models, step
+from tests.trainer.families import CASES, GENERIC_CASES, Case
 
 
 def test_families_are_those_that_are_built() -> None:
     assert set(FAMILIES) == set(models.FAMILIES)
+
+
+@pytest.mark.parametrize("impl", ["auto", "custom", "hf"])
+@pytest.mark.parametrize("family", ["qwen3", "mistral"])
+def test_the_same_implementation_is_meant(family: str, impl: str) -> None:
+    assert models.is_generic(impl, AutoConfig.for_model(family)) == (capabilities(family, impl) is GENERIC)
+
+
+@pytest.mark.parametrize("case", (*CASES, *GENERIC_CASES), ids=lambda case: case.name)
+def test_parameters_are_counted_as_they_are_built(case: Case) -> None:
+    config = case.config()
+    with torch.device("meta"):
+        built = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())
+    # Biases of some projections, norms behind sublayers and layers with other numbers of heads are left out.
+    assert count(facts_of(config.to_dict())).total == pytest.approx(built, rel=0.05)
 
 
 def test_micro_batches_are_as_large_as_the_estimate_assumes() -> None:

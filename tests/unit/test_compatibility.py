@@ -10,8 +10,6 @@ import pytest
 from primeslurm.plan.catalog import ModelFacts, catalog
 from primeslurm.plan.checks.case import Case, Rule
 from primeslurm.plan.checks.compatibility import GROUPS, conflicts
-from primeslurm.plan.checks.unbuilt import unbuilt
-from primeslurm.plan.families import FAMILIES, Capabilities
 from primeslurm.plan.needs import needs_of
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.load import merge
@@ -227,17 +225,6 @@ def test_a_small_recipe_breaks_no_rule() -> None:
 def test_all_findings_come_at_once() -> None:
     changes = on(REPLAY, PD, MOONCAKE, trainer(lora={"save_adapter": True}), weights={"transport": "nccl"})
     assert {"replay-disaggregated", "replay-offload", "lora-files"} <= broken(changes, MOE, GPU)
-
-
-@pytest.mark.parametrize(("field", "options"), [("trainer.fp8", {"fp8": True}), ("trainer.lora", {"lora": {}})])
-def test_what_a_family_cannot_do_is_blocked(
-    field: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(FAMILIES, "plain", Capabilities())
-    recipe = Recipe.model_validate(recipe_data(trainer=options))
-    assert not unbuilt(recipe, None, "qwen3_moe")
-    (found,) = unbuilt(recipe, None, "plain")
-    assert (found.level, found.field) == ("blocked", field) and found.text.endswith("for plain yet")
 
 
 def test_engine_rules_are_silent_where_nothing_is_served() -> None:

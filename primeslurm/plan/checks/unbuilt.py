@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from primeslurm.plan.catalog import ModelFacts
-from primeslurm.plan.families import FAMILIES, Capabilities
+from primeslurm.plan.families import FAMILIES, GENERIC, capabilities
 from primeslurm.plan.model import Finding
 from primeslurm.recipe import Recipe
 
@@ -21,21 +21,6 @@ class Gap:
     fix: str
 
 
-@dataclass(frozen=True)
-class Feature:
-    """A field, and which capability of a family what it asks for needs."""
-
-    field: str
-    what: str
-    asked: Callable[[Recipe], object]
-    fix: str
-    built: Callable[[Capabilities], bool]
-
-
-FEATURES = (
-    Feature("trainer.fp8", "FP8 training", lambda r: r.trainer.fp8, "false", lambda c: c.fp8),
-    Feature("trainer.lora", "LoRA", lambda r: r.trainer.lora, "leave it out", lambda c: c.lora),
-)
 GAPS = (
     Gap("trainer.optimizer.type", "optimizer but AdamW", lambda r: r.trainer.optimizer.type != "adamw", "adamw"),
     Gap("trainer.router_replay", "router replay", lambda r: r.trainer.router_replay, "false"),
@@ -48,20 +33,32 @@ GAPS = (
 )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class FamilyNeed(Gap):
+    """A field that only some model families can follow."""
+
+    capability: str
+    """Name of the field of `Capabilities`."""
+
+
+NEEDS = (
+    FamilyNeed("trainer.parallelism.ep", "expert parallelism", lambda r: r.trainer.parallelism.ep > 1, "ep: 1", "ep"),
+    FamilyNeed("trainer.parallelism.cp", "context parallelism", lambda r: r.trainer.parallelism.cp > 1, "cp: 1", "cp"),
+    FamilyNeed("trainer.fp8", "FP8", lambda r: r.trainer.fp8, "false", "fp8"),
+    FamilyNeed("trainer.lora", "LoRA", lambda r: r.trainer.lora, "leave it out", "lora"),
+    FamilyNeed("trainer.router_replay", "router replay", lambda r: r.trainer.router_replay, "false", "router_replay"),
+    FamilyNeed("trainer.memory", "logits in chunks", lambda r: r.trainer.memory.lm_head_chunk, "leave it out",
+        "head_chunks"),
+)  # fmt: skip
+
+
 def unbuilt(recipe: Recipe, facts: ModelFacts | None, family: str | None) -> list[Finding]:
     """What the trainer of this version does not do. `family` is the model's type, where it is known."""
     if recipe.task == "serve":
         return []
     found: list[Finding] = []
-    if family is not None and family not in FAMILIES:
-        text = f"model type {family!r} is not one the trainer builds"
-        found.append(Finding(level="blocked", field="model.path", text=text, fix=f"valid: {', '.join(FAMILIES)}"))
-    if family in FAMILIES:
-        found += [
-            Finding(level="blocked", field=f.field, text=f"the trainer has no {f.what} for {family} yet", fix=f.fix)
-            for f in FEATURES
-            if f.asked(recipe) and not f.built(FAMILIES[family])
-        ]
+    if family is not None:
+        found += _incapable(recipe, family)
     if facts is not None and facts.quantization is not None:
         text = f"the checkpoint is stored in {facts.quantization}, the trainer reads bfloat16 or float32"
         found.append(Finding(level="blocked", field="model.path", text=text, fix="convert it to bfloat16 first"))
@@ -69,4 +66,19 @@ def unbuilt(recipe: Recipe, facts: ModelFacts | None, family: str | None) -> lis
         Finding(level="blocked", field=gap.field, text=f"the trainer has no {gap.what} yet", fix=gap.fix)
         for gap in GAPS
         if gap.asked(recipe)
+    ]
+
+
+def _incapable(recipe: Recipe, family: str) -> list[Finding]:
+    """What the implementation of the recipe's model cannot do."""
+    able = capabilities(family, recipe.model.impl)
+    if able is None:
+        text = f"the trainer has no implementation of its own for model type {family!r}"
+        fix = f"impl: auto or hf, or a model type of {', '.join(FAMILIES)}"
+        return [Finding(level="blocked", field="model.impl", text=text, fix=fix)]
+    whose = "the transformers implementation" if able is GENERIC else "the trainer's implementation"
+    return [
+        Finding(level="blocked", field=need.field, text=f"{whose} of {family!r} has no {need.what}", fix=need.fix)
+        for need in NEEDS
+        if need.asked(recipe) and not getattr(able, need.capability)
     ]

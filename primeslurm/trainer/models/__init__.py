@@ -7,10 +7,23 @@ from typing import Any
 
 from torchtitan.protocols.model_spec import ModelSpec
 
-from primeslurm.trainer.models import qwen3
+from primeslurm.trainer.models import afmoe, glm4_moe, laguna, llama, minimax_m2, qwen3
 
 Builder = Callable[[Any, int, str], ModelSpec]
-FAMILIES: dict[str, Builder] = {"qwen3": qwen3.spec, "qwen3_moe": qwen3.spec}
+FAMILIES: dict[str, Builder] = {
+    "llama": llama.spec,
+    "qwen3": qwen3.spec,
+    "qwen3_moe": qwen3.spec,
+    "glm4_moe": glm4_moe.spec,
+    "minimax_m2": minimax_m2.spec,
+    "afmoe": afmoe.spec,
+    "laguna": laguna.spec,
+}
+
+
+def is_generic(impl: str, hf_config: Any) -> bool:
+    """Whether `model.impl` means the code of transformers for this config."""
+    return impl == "hf" or (impl == "auto" and hf_config.model_type not in FAMILIES)
 
 
 def spec(hf_config: Any, seq_len: int, attention: str) -> ModelSpec:

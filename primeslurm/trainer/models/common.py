@@ -7,7 +7,8 @@ from typing import Any
 
 from primeslurm.trainer import compat  # noqa: F401  isort: skip  (before torchtitan)
 from torch import nn
-from torchtitan.models.common import Embedding, Linear
+from torchtitan.models.common import Embedding, FeedForward, Linear
+from torchtitan.models.common.config_utils import make_ffn_config
 from torchtitan.models.common.nn_modules import RMSNorm
 
 # Weights always come from a checkpoint, but torchtitan wants an initialiser for every parameter.
@@ -19,6 +20,16 @@ EXPERTS = dict.fromkeys(("w1_EFD", "w2_EDF", "w3_EFD"), MATRIX["weight"])
 def norm(hf: Any, dim: int) -> RMSNorm.Config:
     """An RMSNorm over `dim` values with the model's epsilon."""
     return RMSNorm.Config(normalized_shape=dim, eps=hf.rms_norm_eps, param_init=NORM)
+
+
+def linear(inputs: int, outputs: int, bias: bool = False) -> Linear.Config:
+    """A linear layer."""
+    return Linear.Config(in_features=inputs, out_features=outputs, bias=bias, param_init=MATRIX)
+
+
+def ffn(hf: Any, width: int) -> FeedForward.Config:
+    """A SwiGLU feed-forward network with this intermediate size."""
+    return make_ffn_config(dim=hf.hidden_size, hidden_dim=width, w1_param_init=MATRIX, w2w3_param_init=MATRIX)
 
 
 def ends(hf: Any) -> dict[str, Any]:
@@ -40,6 +51,11 @@ def refuse(hf: Any, **features: object) -> None:
     for name, value in features.items():
         if value:
             raise ValueError(f"{name} {value} is not supported for {hf.model_type}")
+
+
+def silu_only(hf: Any) -> dict[str, str]:
+    """What to `refuse` of a config whose feed-forward networks are built as SwiGLU."""
+    return {"activation": "" if hf.hidden_act == "silu" else hf.hidden_act}
 
 
 def rope_theta(hf: Any) -> float:

@@ -1,0 +1,210 @@
+"""Any causal language model of transformers, by its own code there, sharded by FSDP and nothing else.
+
+Attention masks are dense, so memory grows with the square of the row: this is for models without a family of their own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from primeslurm.trainer import compat  # noqa: F401  isort: skip  (before torchtitan)
+import torch
+import torchtitan.distributed.fsdp as titan_fsdp
+from torch import nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.distributed import ParallelDims
+from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from primeslurm.recipe import Recipe
+from primeslurm.trainer.logprobs import logit_scores
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+class GenericModel(nn.Module):
+    """A model of transformers that is called as ours are: with packed rows and masks made of their positions.
+
+    Raises:
+        ValueError: transformers has no such causal model, or it carries state from token to token in another way
+            than by attention, so that documents of a packed row would see one another.
+    """
+
+    def __init__(self, hf: Any) -> None:
+        super().__init__()
+        kinds = set(getattr(hf, "layer_types", None) or ())
+        self._windows = {_FULL: None, _SLIDING: hf.sliding_window} if _SLIDING in kinds else {}
+        self._window = None if kinds else getattr(hf, "sliding_window", None)
+        self._targets: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        self.enable_weight_tying = hf.tie_word_embeddings
+        for name, value in hf.to_dict().items():
+            if "drop" in name and isinstance(value, float):
+                setattr(hf, name, 0.0)  # engines have no dropout
+        self.inner = AutoModelForCausalLM.from_config(hf, dtype=torch.float32, attn_implementation="sdpa")
+        if kinds - {_FULL, _SLIDING} or getattr(self.inner, "_is_stateful", False):
+            raise ValueError(f"{hf.model_type} has layers that carry more than attention: packed rows would mix")
+
+    @property
+    def lm_head(self) -> GenericModel:
+        """What is told what to score: the model, as some change the logits behind their head."""
+        return self
+
+    @contextmanager
+    def scoring(self, labels: torch.Tensor, temperatures: torch.Tensor, mask: torch.Tensor) -> Iterator[None]:
+        """Within the body, calls return log-probabilities and entropies instead of logits, as for `logprobs.Head`."""
+        self._targets = labels, temperatures, mask
+        try:
+            yield
+        finally:
+            self._targets = None
+
+    def forward(self, tokens: torch.Tensor, *, positions: torch.Tensor, attention_masks: Any) -> Any:
+        """Logits [rows, length, vocab] of tokens [rows, length]; within `scoring`, scores [trained tokens]."""
+        logits = self.inner(
+            input_ids=tokens, position_ids=positions, attention_mask=attention_masks, use_cache=False
+        ).logits
+        if self._targets is None:
+            return logits
+        labels, temperatures, mask = self._targets
+        return logit_scores(logits[mask], labels[mask], temperatures[mask])
+
+    def get_attention_masks(self, positions: torch.Tensor) -> Any:
+        """Which tokens see which, [rows, 1, length, length]; one for each kind of layer where windows differ."""
+        document = (positions == 0).cumsum(dim=1)
+        index = torch.arange(positions.shape[1], device=positions.device)
+        distance = index[:, None] - index
+        visible = (document[:, :, None] == document[:, None, :]) & (distance >= 0)
+        if self._windows:
+            return {kind: _within(visible, distance, window) for kind, window in self._windows.items()}
+        return _within(visible, distance, self._window)
+
+    def init_weights(self) -> None:
+        """Compute what no checkpoint holds (rotary frequencies), and tie weights again after a move between devices."""
+        for parameter in self.inner.parameters():
+            parameter._is_hf_initialized = True  # by this, transformers leaves it alone
+        self.inner.init_weights()
+
+
+def _within(visible: torch.Tensor, distance: torch.Tensor, window: int | None) -> torch.Tensor:
+    return (visible & (distance < window) if window else visible)[:, None]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A tensor of the checkpoint: rows of one matrix of a stack, or (expert None) a whole tensor."""
+
+    name: str
+    expert: int | None = None
+    start: int = 0
+    rows: int = 0
+
+
+class GenericAdapter:
+    """Between transformers' parameters and its checkpoints, where stacked experts are single tensors.
+
+    Neither direction communicates: a rank converts the experts that it holds.
+    """
+
+    def __init__(self, model: GenericModel) -> None:
+        tied = {f"inner.{name}" for name in model.inner.all_tied_weights_keys} if model.enable_weight_tying else set()
+        self._parts = {
+            name: _parts(model.inner, name.removeprefix("inner."), tensor)
+            for name, tensor in model.state_dict().items()
+            if name not in tied
+        }
+        self._last: dict[str, Any] = {}
+
+    def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Our tensors under checkpoint names; those of experts share their memory."""
+        if any(isinstance(tensor, DTensor) for tensor in state_dict.values()):
+            self._last = state_dict
+        return {
+            part.name: tensor if part.expert is None else tensor[part.expert - first, part.start :][: part.rows]
+            for name, whole in state_dict.items()
+            for tensor, first in [_local(whole) if self._is_stack(name) else (whole, 0)]
+            for part in self._parts.get(name, ())
+            if part.expert is None or first <= part.expert < first + len(tensor)
+        }
+
+    def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
+        """The sharded state dict that `to_hf` was last called with: what was read was read into its memory."""
+        return self._last
+
+    def get_hf_storage_reader(self, path: str) -> HuggingFaceStorageReader:
+        """Reads the safetensors files of a directory."""
+        return HuggingFaceStorageReader(path)
+
+    def _is_stack(self, name: str) -> bool:
+        return any(part.expert is not None for part in self._parts.get(name, ()))
+
+
+def _parts(inner: Any, name: str, tensor: torch.Tensor) -> list[_Part]:
+    """What a checkpoint holds of a parameter, found by converting numbered rows.
+
+    Raises:
+        ValueError: the checkpoint holds it neither whole nor in pieces of stacked matrices.
+    """
+    rows = tensor.shape[1] if tensor.dim() == 3 else 1
+    count = math.prod(tensor.shape[:2]) if tensor.dim() == 3 else 1
+    numbered = torch.arange(count, device="cpu").view(-1, rows, 1)
+    pieces = revert_weight_conversion(inner, {name: numbered})
+    if len(pieces) == 1 and next(iter(pieces.values())).shape == numbered.shape:
+        return [_Part(next(iter(pieces)))]
+    parts = []
+    for theirs, piece in pieces.items():
+        first, length = int(piece.flatten()[0]), piece.numel()
+        if not torch.equal(piece.flatten(), torch.arange(first, first + length)) or first % rows + length > rows:
+            raise ValueError(f"{inner.config.model_type}: {theirs} is not a piece of {name}")
+        parts.append(_Part(theirs, first // rows, first % rows, length))
+    return parts
+
+
+def _local(tensor: Any) -> tuple[Any, int]:
+    """A rank's part of a tensor that is split by its first dimension, and where that part begins."""
+    if not isinstance(tensor, DTensor):
+        return tensor, 0
+    mesh = tensor.device_mesh
+    dimension = tensor.placements.index(Shard(0))
+    return tensor.to_local(), mesh.get_local_rank(dimension) * -(-len(tensor) // mesh.size(dimension))
+
+
+def build(
+    hf: Any, dims: ParallelDims, recipe: Recipe, device: torch.device
+) -> tuple[GenericModel, GenericAdapter, set[str]]:
+    """The sharded model, without its weights; its adapter; and all tensor names of its checkpoint.
+
+    Raises:
+        ValueError: the model or the parallelism does not fit.
+    """
+    layout = recipe.trainer.parallelism
+    if layout.ep > 1 or layout.cp > 1 or recipe.trainer.memory.lm_head_chunk:
+        raise ValueError(f"{hf.model_type}: the transformers implementation has no EP, no CP and no logits in chunks")
+    with torch.device("meta"):
+        model = GenericModel(hf)
+    adapter = GenericAdapter(model)
+    hf_names = set(adapter.to_hf(model.state_dict()))
+    if layout.activation_checkpointing != "none":
+        model.inner.gradient_checkpointing_enable({"use_reentrant": False})
+    _shard(model, dims, TORCH_DTYPE_MAP[recipe.model.dtype])
+    model.to_empty(device=device)
+    model.init_weights()
+    model.train()
+    return model, adapter, hf_names
+
+
+def _shard(model: GenericModel, dims: ParallelDims, dtype: torch.dtype) -> None:
+    mesh = dims.get_mesh(["dp_replicate", "fsdp"] if dims.dp_replicate_enabled else ["fsdp"])
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    for block in model.modules():
+        if isinstance(block, GradientCheckpointingLayer):
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    titan_fsdp.disable_fsdp_gradient_division(model)  # losses are divided by the tokens of all ranks

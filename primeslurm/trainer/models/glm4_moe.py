@@ -1,0 +1,50 @@
+"""GLM-4.5 and its kin (GLM-4.6, GLM-4.7, INTELLECT-3)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from primeslurm.trainer import compat  # noqa: F401  isort: skip  (before torchtitan)
+from torchtitan.protocols.model_spec import ModelSpec
+
+from primeslurm.trainer.models import gqa
+from primeslurm.trainer.models.adapter import TableAdapter
+from primeslurm.trainer.models.common import ffn, norm, refuse, silu_only
+from primeslurm.trainer.models.moe import sigmoid_moe
+from primeslurm.trainer.models.names import DECODER, MOE
+from primeslurm.trainer.models.rotary import rotary
+
+
+class Glm4MoeAdapter(TableAdapter):
+    """Names of GLM-4.5 checkpoints."""
+
+    names = DECODER | MOE
+
+
+def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
+    """The torchtitan spec of a GLM-4.5 config. Raises ValueError for features that are not implemented."""
+    refuse(hf, **silu_only(hf))
+    layers = [_layer(hf, index, attention) for index in range(hf.num_hidden_layers)]
+    return gqa.model_spec(hf, layers, Glm4MoeAdapter)
+
+
+def _layer(hf: Any, index: int, attention: str) -> gqa.Block.Config:
+    dense = index < hf.first_k_dense_replace
+    qk_norm = {name: norm(hf, hf.head_dim) for name in ("q_norm", "k_norm") if hf.use_qk_norm}
+    return gqa.Block.Config(
+        attention_norm=norm(hf, hf.hidden_size),
+        attention=gqa.attention(hf, attention, bias=hf.attention_bias, rope=rotary(hf), **qk_norm),
+        ffn_norm=norm(hf, hf.hidden_size),
+        feed_forward=ffn(hf, hf.intermediate_size) if dense else None,
+        moe=None
+        if dense
+        else sigmoid_moe(
+            hf,
+            experts=hf.n_routed_experts,
+            width=hf.moe_intermediate_size,
+            shared_width=hf.moe_intermediate_size * hf.n_shared_experts,
+            normalise=hf.norm_topk_prob,
+            scale=hf.routed_scaling_factor,
+            groups=(hf.n_group, hf.topk_group),
+        ),
+    )

@@ -1,0 +1,70 @@
+"""Rotary position embeddings of any kind whose frequencies do not depend on the sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from primeslurm.trainer import compat  # noqa: F401  isort: skip  (before torchtitan)
+import torch
+from torchtitan.models.common import CosSinRoPE
+from torchtitan.protocols.module import Module
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from primeslurm.trainer.models.common import refuse
+
+KINDS = ("default", "linear", "llama3", "yarn")
+"""Kinds of scaling whose frequencies are the same for every length."""
+
+
+class Rotary(Module):
+    """Rotates the first `2 * len(inverse_frequencies)` values of every head, in the rotate-half order.
+
+    Angles are computed from the positions: a table for every position would cost each layer 134 MB at 131072
+    positions and heads of 128.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        inverse_frequencies: tuple[float, ...]
+        scale: float = 1.0
+        """Factor of sine and cosine (YaRN's attention factor)."""
+
+    inverse_frequencies: torch.Tensor
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+        self.register_buffer("inverse_frequencies", torch.tensor(config.inverse_frequencies), persistent=False)
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries and keys of shape [batch, length, heads, head_dim], rotated by positions [batch, length]."""
+        angles = positions[..., None, None].float() * self.inverse_frequencies
+        angles = torch.cat([angles, angles], dim=-1)
+        table = torch.cat([angles.cos(), angles.sin()], dim=-1) * self.config.scale
+        size = angles.shape[-1]
+        rotated = CosSinRoPE.apply_rotary_emb(query[..., :size], key[..., :size], table)
+        return torch.cat([rotated[0], query[..., size:]], dim=-1), torch.cat([rotated[1], key[..., size:]], dim=-1)
+
+    def _init_self_buffers(self, *, buffer_device: torch.device | None = None) -> None:
+        device = buffer_device or self.inverse_frequencies.device
+        self.inverse_frequencies = torch.tensor(self.config.inverse_frequencies, device=device)
+
+
+def rotary(hf: Any, layer_type: str | None = None) -> Rotary.Config:
+    """The rotary embedding of a config, or of one of its layer types where they differ.
+
+    Raises:
+        ValueError: the kind of scaling is not supported.
+    """
+    parameters = hf.rope_parameters if layer_type is None else hf.rope_parameters[layer_type]
+    kind = parameters["rope_type"]
+    refuse(hf, **{"RoPE scaling": "" if kind in KINDS else kind})
+    if kind != "default":
+        frequencies, scale = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"), layer_type=layer_type)
+        return Rotary.Config(inverse_frequencies=tuple(frequencies.tolist()), scale=scale)
+    size = int(hf.head_dim * parameters.get("partial_rotary_factor", 1.0))
+    exponents = torch.arange(0, size, 2, dtype=torch.float) / size
+    return Rotary.Config(inverse_frequencies=tuple((1.0 / parameters["rope_theta"] ** exponents).tolist()))
