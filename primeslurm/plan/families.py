@@ -23,13 +23,13 @@ class Capabilities:
 
 
 FAMILIES: dict[str, Capabilities] = {
-    "llama": Capabilities(cp=True, lora=True),
+    "llama": Capabilities(cp=True, fp8=True, lora=True),
     "qwen3": Capabilities(cp=True, fp8=True, lora=True),
     "qwen3_moe": Capabilities(ep=True, cp=True, fp8=True, lora=True),
-    "glm4_moe": Capabilities(ep=True, cp=True, lora=True),
-    "minimax_m2": Capabilities(ep=True, cp=True, lora=True),
-    "afmoe": Capabilities(ep=True, cp=True, lora=True),
-    "laguna": Capabilities(ep=True, cp=True, lora=True),
+    "glm4_moe": Capabilities(ep=True, cp=True, fp8=True, lora=True),
+    "minimax_m2": Capabilities(ep=True, cp=True, fp8=True, lora=True),
+    "afmoe": Capabilities(ep=True, cp=True, fp8=True, lora=True),
+    "laguna": Capabilities(ep=True, cp=True, fp8=True, lora=True),
 }
 """`model_type` of config.json to what works with our own implementation of it."""
 

@@ -5,18 +5,22 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch.nn.functional import grouped_mm
+from torchtitan.models.common import Linear
 
-from primeslurm.trainer import compat, fp8, tiny
+from primeslurm.plan.families import capabilities
+from primeslurm.trainer import compat, fp8
 from primeslurm.trainer.block_fp8 import BLOCKS, COLUMNS, ROWS, Emulated, Groups, quantise
 from primeslurm.trainer.parallel import build
 from primeslurm.trainer.world import World
 from tests.support import block_fp8 as exact
 from tests.support.block_fp8 import OFFSETS, matrix, relative_error
 from tests.trainer.conftest import SEQ_LEN, make_recipe
+from tests.trainer.families import CASES, Case, write
 
 # Half a unit in the last place of e4m3's three mantissa bits; below its smallest normal number, of that number's.
 RELATIVE, ABSOLUTE = 2.0**-4, 2.0**-10
@@ -26,6 +30,9 @@ def rounding(values: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
     """The largest error of each quantised value."""
     scales = replace(quantise(values, block), data=torch.ones_like(values).to(torch.float8_e4m3fn))
     return torch.maximum(values.double().abs() * RELATIVE, scales.values(torch.float64) * ABSOLUTE)
+
+
+IN_FP8 = [case for case in CASES if capabilities(case.config().model_type, "auto").fp8]
 
 
 @pytest.mark.parametrize("block", [ROWS, COLUMNS, BLOCKS])
@@ -117,29 +124,46 @@ def _grouped(rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) ->
     return grouped_mm(rows, weight.mT, offs=offsets)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def widened(case: Case) -> Case:
+    """The case with sizes that FP8 blocks fit into, but for keys and values: 2 heads of 32."""
+
+    def config() -> Any:
+        made = case.config()
+        for name in ("hidden_size", "intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size"):
+            if hasattr(made, name):
+                setattr(made, name, 128)
+        made.head_dim = 32
+        return made
+
+    return replace(case, config=config)
+
+
+@pytest.mark.parametrize("case", IN_FP8, ids=lambda case: case.name)
 def test_a_model_computes_in_fp8_what_can_and_is_near_to_itself(
-    family: str, world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    case: Case, world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tiny.write_model(tmp_path, family, hidden=128)
+    model = write(widened(case), tmp_path)
     tokens = torch.randint(3, 128, (1, SEQ_LEN), generator=torch.Generator().manual_seed(1))
     logits, gradients = [], []
     for trainer in ({}, {"fp8": True}):
         with caplog.at_level(logging.WARNING):
-            policy = build(make_recipe(tmp_path, trainer=trainer), world)
+            policy = build(make_recipe(model, trainer=trainer), world)
         out = policy.logits(tokens, torch.arange(SEQ_LEN)[None])[0]
         out.logsumexp(-1).sum().backward()
         logits.append(out.detach())
         gradients.append({n: p.grad.to_local().double() for n, p in policy.model.named_parameters()})
-    names = {name for name, module in policy.model.named_modules() if isinstance(module, fp8.FP8Linear)}
-    layers = {"attention.qkv_linear.wq", "attention.wo"}
-    layers |= {f"feed_forward.w{i}" for i in (1, 2, 3)} if family == "qwen3" else set()
-    assert names == {f"layers.{i}.{layer}" for i in (0, 1) for layer in layers}
-    experts = [m for m in policy.model.modules() if isinstance(m, compat.Experts)]
-    assert [type(m) for m in experts] == [fp8.FP8Experts] * (2 if family == "qwen3_moe" else 0)
-    assert "multiple of 128: layers.*.attention.qkv_linear.wkv\n" in caplog.text  # 2 heads of 32
-    assert "lm_head" not in caplog.text and "gate" not in caplog.text
-    # Each operand's relative rounding error is about 2.5 %, which adds up over two layers, forward and backward.
-    assert 1e-4 < relative_error(logits[1], logits[0].double()) < 0.1
+    linear = {name: module for name, module in policy.model.named_modules() if isinstance(module, Linear)}
+    for name, module in linear.items():
+        fits = module.in_features % 128 == module.out_features % 128 == 0
+        assert isinstance(module, fp8.FP8Linear) == (fits and not name.endswith(("lm_head", "router.gate"))), name
+    assert any(isinstance(module, fp8.FP8Linear) for module in linear.values())
+    experts = [module for module in policy.model.modules() if isinstance(module, compat.Experts)]
+    assert all(isinstance(module, fp8.FP8Experts) for module in experts)
+    assert "layers.*.attention.qkv_linear.wkv" in caplog.text and "lm_head" not in caplog.text
+    # Each product is off by 3 to 4 %, and a random model damps none of it from layer to layer. Where the scores of two
+    # experts are near one another, it also changes the expert, which is why the median token is looked at.
+    difference = (logits[1] - logits[0]).norm(dim=-1) / logits[0].norm(dim=-1)
+    assert 1e-3 < difference.median() < 0.2
     for name, gradient in gradients[0].items():
-        assert torch.cosine_similarity(gradients[1][name].flatten(), gradient.flatten(), dim=0) > 0.95, name
+        if "router" not in name:
+            assert torch.cosine_similarity(gradients[1][name].flatten(), gradient.flatten(), dim=0) > 0.85, name
