@@ -11,7 +11,7 @@ import sys
 import typer
 
 from primeslurm import __version__
-from primeslurm.cli import attach, cluster, diff, doctor, inspect, nodes, report, runs, submit, watch
+from primeslurm.cli import attach, cluster, diff, doctor, export, inspect, nodes, report, runs, submit, watch
 from primeslurm.cli.output import report as report_error
 from primeslurm.errors import PrimeslurmError
 
@@ -46,6 +46,7 @@ app.command("attach")(attach.attach)
 app.command("doctor")(doctor.doctor)
 app.command("diff")(diff.diff_)
 app.command("report")(report.report)
+app.command("export")(export.export)
 app.command("cancel")(runs.cancel)
 app.command("runs")(runs.runs)
 app.command("nodes")(nodes.nodes)

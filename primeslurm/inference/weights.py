@@ -25,7 +25,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
 from primeslurm.inference import cpu_patches
-from primeslurm.wire.weights import MANIFEST, read_manifest
+from primeslurm.wire.weights import MANIFEST, layers_ahead, read_manifest
 
 
 class PolicyError(RuntimeError):
@@ -116,8 +116,11 @@ class FilesystemTransferEngine(LayerwiseTransferEngine):
                 been loaded then.
         """
         files = policy_files(Path(update_info.path), update_info.version)
-        absent = tensor_names(self._model_files()) - tensor_names(files)
-        if self.model_config.hf_text_config.tie_word_embeddings:
+        config = self.model_config.hf_text_config
+        ahead = layers_ahead(config.num_hidden_layers, getattr(config, "num_nextn_predict_layers", None) or 0)
+        expected = {name for name in tensor_names(self._model_files()) if not ahead.fullmatch(name)}
+        absent = expected - tensor_names(files)
+        if config.tie_word_embeddings:
             absent.discard("lm_head.weight")
         if absent:
             raise PolicyError(f"{update_info.path}: lacks {len(absent)} tensors of the model: {_some(absent)}")

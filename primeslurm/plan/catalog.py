@@ -90,6 +90,8 @@ class ModelFacts:
     mamba: Mamba | None = None
     quantization: str | None = None
     """How the checkpoint's weights are stored: fp8, int4, mxfp4; None for the model's dtype."""
+    fp8_blocks: bool = False
+    """Stored in E4M3 with one scale for each block of 128 x 128 weights."""
 
     @property
     def layers(self) -> int:
@@ -127,8 +129,8 @@ def catalog() -> dict[str, CatalogEntry]:
 
 def facts_of(config: Mapping[str, Any]) -> ModelFacts:
     """Read a Hugging Face config. Raises KeyError for one that is no decoder this knows."""
-    quantization = _quantization(config)
     text = config.get("text_config") or config
+    stored = config.get("quantization_config") or text.get("quantization_config") or {}
     hidden, heads = text["hidden_size"], text["num_attention_heads"]
     kinds = _layers(text)
     return ModelFacts(
@@ -154,7 +156,8 @@ def facts_of(config: Mapping[str, Any]) -> ModelFacts:
         mla=_mla(text),
         indexer=Indexer(text["index_n_heads"], text["index_head_dim"]) if "index_n_heads" in text else None,
         mamba=_mamba(text, kinds["mamba"]) if kinds["mamba"] else None,
-        quantization=quantization,
+        quantization=_quantization(stored),
+        fp8_blocks=_fp8_blocks(stored),
     )
 
 
@@ -169,11 +172,15 @@ def _attention_gate(text: Mapping[str, Any]) -> int:
     return int(heads) if text["model_type"] == "laguna" else 0
 
 
-def _quantization(config: Mapping[str, Any]) -> str | None:
-    found = config.get("quantization_config")
-    if not found:
+def _quantization(stored: Mapping[str, Any]) -> str | None:
+    if not stored:
         return None
-    return {"fp8": "fp8", "mxfp4": "mxfp4"}.get(found.get("quant_method"), f"int{found.get('bits', 4)}")
+    return {"fp8": "fp8", "mxfp4": "mxfp4"}.get(stored.get("quant_method", ""), f"int{stored.get('bits', 4)}")
+
+
+def _fp8_blocks(stored: Mapping[str, Any]) -> bool:
+    fp8 = stored.get("quant_method") == "fp8" and stored.get("fmt", "e4m3") == "e4m3"
+    return fp8 and stored.get("weight_block_size") == [128, 128]
 
 
 def _layers(text: Mapping[str, Any]) -> dict[str, int]:

@@ -17,7 +17,7 @@ from primeslurm.plan.gpus import GIB, Gpu, gpu_of
 from primeslurm.plan.model import NodeRole
 from primeslurm.plan.needs import Need, expert_ranks
 from primeslurm.plan.parameters import count
-from primeslurm.plan.trainer_memory import TrainerLayout, TrainerMemory, lora_parameters, trainer_memory
+from primeslurm.plan.trainer_memory import TrainerLayout, lora_parameters, trainer_memory
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.kv import NativeOffload
 from primeslurm.recipe.scheduling import DEFAULT_TIME
@@ -33,6 +33,8 @@ TYPICAL = 4
 """A typical rollout is a quarter of the longest one."""
 STORED_BYTES = {"fp8": 1.0, "mxfp4": 0.53, "int4": 0.56}
 """Per parameter with scales. A trained policy is bfloat16, whatever the checkpoint was."""
+STATE_BYTES = {"adamw": 8, "muon": 4, "sgd": 4, "sign_sgd": 0}
+"""Optimizer state of a parameter. (Muon leaves embedding and head to AdamW: a few per cent of a large model.)"""
 ENGINE_ROLES: dict[NodeRole, EngineRole] = {"inference": "engine", "prefill": "prefill", "decode": "decode"}
 
 
@@ -82,6 +84,9 @@ def trainer_layout(recipe: Recipe, gpus: int, facts: ModelFacts) -> TrainerLayou
         logit_tokens=trainer.memory.lm_head_chunk,
         lora_parameters=lora_parameters(facts, trainer.lora.rank) if trainer.lora else 0,
         dtype_bytes=2 if recipe.model.dtype == "bfloat16" else 4,
+        state_bytes=STATE_BYTES[trainer.optimizer.type],
+        reshard=p.reshard_after_forward,
+        staged=recipe.checkpoint.asynchronous,
     )
 
 
@@ -125,12 +130,8 @@ def _trainer_role(recipe: Recipe, need: Need, facts: ModelFacts, gpu: Gpu) -> Ro
         limit_gib=gpu.memory_gib,
         parts={name: _gib(size) for name, size in parts.items()},
         needed_gib=_gib(memory.total),
-        host_gib_per_node=_host(recipe, need, memory),
+        host_gib_per_node=_gib(memory.host * need.gpus),
     )
-
-
-def _host(recipe: Recipe, need: Need, memory: TrainerMemory) -> float:
-    return _gib(memory.host * need.gpus) if recipe.trainer.memory.optimizer_offload else 0.0
 
 
 def _amounts(recipe: Recipe, site: Site, needs: list[Need], facts: ModelFacts) -> list[Amount]:
@@ -153,9 +154,8 @@ def _amounts(recipe: Recipe, site: Site, needs: list[Need], facts: ModelFacts) -
 def _training(recipe: Recipe, train: Need, facts: ModelFacts) -> list[Amount]:
     total = count(facts).total
     trained = lora_parameters(facts, recipe.trainer.lora.rank) if recipe.trainer.lora else total
-    saved = Amount(
-        name="checkpoint", value=round(12 * trained / 1e9, 1), unit="GB", how="float32 masters and AdamW state"
-    )
+    size = (4 + STATE_BYTES[recipe.trainer.optimizer.type]) * trained
+    saved = Amount(name="checkpoint", value=round(size / 1e9, 1), unit="GB", how="float32 masters and optimizer state")
     gpu = gpu_of(train.kind)
     if gpu is None:
         return [saved]

@@ -20,20 +20,36 @@ class Capabilities:
     router_replay: bool = False
     head_chunks: bool = True
     """Logits in chunks of tokens."""
+    fp8_checkpoint: bool = False
+    """Checkpoints in E4M3 with one scale for each block of 128 x 128 weights load."""
+    text_only: bool = False
+    """Published without what sees images, so that engines, which insist on it, cannot take a new policy."""
+    offload: bool = True
+    """Activations, or masters and optimizer state, in host memory."""
 
 
 FAMILIES: dict[str, Capabilities] = {
-    "llama": Capabilities(cp=True, fp8=True, lora=True),
-    "qwen3": Capabilities(cp=True, fp8=True, lora=True),
-    "qwen3_moe": Capabilities(ep=True, cp=True, fp8=True, lora=True),
-    "glm4_moe": Capabilities(ep=True, cp=True, fp8=True, lora=True),
-    "minimax_m2": Capabilities(ep=True, cp=True, fp8=True, lora=True),
     "afmoe": Capabilities(ep=True, cp=True, fp8=True, lora=True),
+    "deepseek_v3": Capabilities(ep=True, cp=True, fp8_checkpoint=True, fp8=True, lora=True),
+    "glm4_moe": Capabilities(ep=True, cp=True, fp8=True, lora=True),
+    "glm_moe_dsa": Capabilities(ep=True, cp=True, fp8_checkpoint=True, fp8=True, lora=True),
+    "gpt_oss": Capabilities(ep=True, cp=True, fp8=True, lora=True),
+    "kimi_k2": Capabilities(ep=True, cp=True, fp8_checkpoint=True, fp8=True, lora=True),
+    "kimi_k25": Capabilities(ep=True, cp=True, text_only=True, fp8=True, lora=True),
     "laguna": Capabilities(ep=True, cp=True, fp8=True, lora=True),
+    "llama": Capabilities(cp=True, fp8=True, lora=True),
+    "minimax_m2": Capabilities(ep=True, cp=True, fp8=True, lora=True),
+    "nemotron_h": Capabilities(ep=True, fp8=True, lora=True),
+    "qwen3": Capabilities(cp=True, fp8_checkpoint=True, fp8=True, lora=True),
+    "qwen3_5": Capabilities(fp8=True, lora=True),
+    "qwen3_5_moe": Capabilities(ep=True, fp8=True, lora=True),
+    "qwen3_5_moe_text": Capabilities(ep=True, fp8=True, lora=True),
+    "qwen3_5_text": Capabilities(fp8=True, lora=True),
+    "qwen3_moe": Capabilities(ep=True, cp=True, fp8_checkpoint=True, fp8=True, lora=True),
 }
 """`model_type` of config.json to what works with our own implementation of it."""
 
-GENERIC = Capabilities(head_chunks=False)
+GENERIC = Capabilities(head_chunks=False, offload=False)
 """The implementation in transformers: sharded by FSDP, and nothing else."""
 
 

@@ -33,6 +33,12 @@ class TrainerLayout:
     """Trained parameters; 0 for all of the model."""
     dtype_bytes: int = 2
     """Bytes per element of compute."""
+    state_bytes: int = 8
+    """Optimizer state of a trained parameter: two float32 moments with AdamW."""
+    reshard: bool = True
+    """Whether gathered layers are given up after their forward pass."""
+    staged: bool = False
+    """Whether checkpoints are written from a copy in host memory."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +46,7 @@ class TrainerMemory:
     """Bytes on one trainer GPU, and in host memory for each of them."""
 
     weights: int
-    """This rank's shard of the float32 masters (bfloat16 copies, if the masters are in host memory)."""
+    """This rank's shard of the float32 masters."""
     gradients: int
     optimizer: int
     gathered: int
@@ -65,21 +71,23 @@ def trainer_memory(facts: ModelFacts, layout: TrainerLayout) -> TrainerMemory:
     """The peak of one trainer GPU.
 
     States: float32 masters, gradients and two AdamW moments, 16 bytes a parameter over the shard (Rajbhandari et al.,
-    ZeRO, arXiv 1910.02054, stage 3). With host masters the GPU keeps a bfloat16 copy and the gradients. With LoRA the
-    model is frozen: masters only.
+    ZeRO, arXiv 1910.02054, stage 3). With optimizer offload all three are in host memory. With LoRA the model is
+    frozen: masters only.
     """
     total = count(facts).total
     trained = layout.lora_parameters or total
-    offload = layout.optimizer_offload
-    weights = total * (layout.dtype_bytes if offload else 4)
+    masters, gradients, state = 4 * total, 4 * trained, layout.state_bytes * trained
+    on_host = masters + gradients + state if layout.optimizer_offload else 0
+    on_gpu = 0 if layout.optimizer_offload else 1
+    copies = masters + state if layout.staged else 0
     return TrainerMemory(
-        weights=weights // layout.shard,
-        gradients=4 * trained // layout.shard,
-        optimizer=0 if offload else 8 * trained // layout.shard,
+        weights=on_gpu * masters // layout.shard,
+        gradients=on_gpu * gradients // layout.shard,
+        optimizer=on_gpu * state // layout.shard,
         gathered=_gathered(facts, layout),
         activations=activation_bytes(facts, layout),
         logits=min(layout.tokens, layout.logit_tokens or layout.tokens) * facts.vocab * LOGIT_BYTES,
-        host=(4 * total + 8 * trained) // layout.shard if offload else 0,
+        host=(on_host + copies) // layout.shard + _waiting(facts, layout),
     )
 
 
@@ -102,10 +110,11 @@ def lora_parameters(facts: ModelFacts, rank: int) -> int:
 
 
 def _gathered(facts: ModelFacts, layout: TrainerLayout) -> int:
-    """Two layers in the compute dtype; gradients of one, and their float32 copy on the way to the reduction."""
+    """Two layers in the compute dtype, or all; gradients of one, and their float32 copy on the way to the reduction."""
     frozen = bool(layout.lora_parameters)
     gradients = 0 if frozen else layout.dtype_bytes + 4
-    layers = layer_gather_bytes(facts, layout.ep, 2 * layout.dtype_bytes + gradients)
+    copies = 2 if layout.reshard else facts.layers
+    layers = layer_gather_bytes(facts, layout.ep, copies * layout.dtype_bytes + gradients)
     ends = facts.vocab * facts.hidden * (layout.dtype_bytes + gradients)
     return layers + ends
 
@@ -114,13 +123,23 @@ def activation_bytes(facts: ModelFacts, layout: TrainerLayout) -> int:
     """What the forward pass keeps for the backward pass, and the working set of the layer that is recomputed.
 
     full: the input of every layer is kept, and one layer is recomputed. none: every layer keeps its tensors.
-    selective: half of them. Recomputed tensors meet their gradients, hence twice.
+    selective: half of them. Recomputed tensors meet their gradients, hence twice. With offload, two layers' are here.
     """
     inside = _layer_tensors(facts) * layout.dtype_bytes
-    inputs = facts.layers * facts.hidden * layout.dtype_bytes
-    kept = {"full": inputs, "selective": inputs + facts.layers * inside // 2, "none": facts.layers * inside}
-    saved = 0 if layout.activation_offload else kept[layout.checkpointing]
-    return layout.tokens * (saved + 2 * inside)
+    layers = 2 if layout.activation_offload else facts.layers
+    return layout.tokens * (layers * _kept(facts, layout) + 2 * inside)
+
+
+def _waiting(facts: ModelFacts, layout: TrainerLayout) -> int:
+    """Activations in host memory."""
+    return layout.tokens * facts.layers * _kept(facts, layout) if layout.activation_offload else 0
+
+
+def _kept(facts: ModelFacts, layout: TrainerLayout) -> int:
+    """Bytes that one layer keeps of a token for the backward pass."""
+    inside = _layer_tensors(facts) * layout.dtype_bytes
+    inputs = facts.hidden * layout.dtype_bytes
+    return {"full": inputs, "selective": inputs + inside // 2, "none": inside}[layout.checkpointing]
 
 
 def _layer_tensors(facts: ModelFacts) -> int:

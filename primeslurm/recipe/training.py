@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -26,17 +26,26 @@ class Model(Section):
 
 
 class Optimizer(Section):
-    """The optimizer, with linear warm-up and a constant, linear or cosine schedule."""
+    """The optimizer, with linear warm-up and a constant, linear or cosine schedule.
+
+    Muon trains the matrices of layers and experts, and AdamW the rest: embedding, head, norms and routers.
+    """
 
     type: Literal["adamw", "muon", "sgd", "sign_sgd"] = "adamw"
     lr: PositiveFloat = 1e-6
     betas: tuple[float, float] = (0.9, 0.95)
+    """Of AdamW."""
     eps: PositiveFloat = 1e-8
+    """Of AdamW."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Of Muon and SGD."""
     weight_decay: float = 0.0
     max_norm: PositiveFloat | None = 1.0
     """Global gradient norm is clipped to this; null = no clipping."""
     warmup_steps: NonNegativeInt = 0
     schedule: Literal["constant", "linear", "cosine"] = "constant"
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Where linear and cosine schedules end, as a part of lr."""
 
 
 class Loss(Section):
@@ -61,6 +70,8 @@ class Parallelism(Section):
     ep: PositiveInt = 1
     ep_backend: Literal["torch", "deepep"] = "torch"
     """How tokens reach their experts: torch's all-to-all, or DeepEP, which is better across nodes."""
+    reshard_after_forward: bool = True
+    """Give up a layer's gathered weights after its forward pass, and gather them again for the backward pass."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
 
 
@@ -68,9 +79,9 @@ class Memory(Section):
     """What is kept in host memory, or computed in pieces, so that a model fits."""
 
     optimizer_offload: bool = False
-    """Masters and optimizer state live in host memory."""
+    """Masters, gradients and optimizer state live in host memory, where the step is made. Not for Muon."""
     activation_offload: bool = False
-    """Saved activations wait in host memory for the backward pass."""
+    """What layers save waits in host memory for the backward pass; with full checkpointing that is their input."""
     lm_head_chunk: PositiveInt | None = None
     """Tokens whose logits exist at once. Default: all of them."""
 
@@ -110,6 +121,8 @@ class Checkpoint(Section):
     interval: PositiveInt = 10
     """Steps between checkpoints. The last step is always saved."""
     keep: PositiveInt = 2
+    asynchronous: bool = False
+    """Training goes on while a copy in host memory is written."""
 
 
 class Weights(Section):

@@ -161,7 +161,11 @@ def _phase(
         return end.outcome, end.reason + why
     if end is not None:
         state = job_state(job) if job else None
-        held = f"; Slurm holds it: `scontrol release {job.job_id}` lets it start" if state and "held" in state else ""
+        held = (
+            f"; Slurm holds it: `scontrol release {job.job_id}` lets it start"
+            if job and "held" in (state or "")
+            else ""
+        )
         return ("requeued", f"{end.reason}; job {state or 'starts again'}{held}")
     if fleet and now - fleet["time"] < SILENT_S:
         if ending := fleet.get("ending"):

@@ -4,57 +4,88 @@ from __future__ import annotations
 
 import logging
 import shutil
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from primeslurm.trainer import compat  # noqa: F401  isort: skip  (before torchtitan)
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from primeslurm.recipe.training import Checkpoint
+from primeslurm.trainer.progress import Progress
 from primeslurm.trainer.step import Learner
-from primeslurm.trainer.world import RankError, World
+from primeslurm.trainer.world import World
 from primeslurm.wire import checkpoints
 from primeslurm.wire.link import LinkError, TrainerLink
 
 log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class _Writing:
+    """A checkpoint on its way to the disk."""
+
+    step: int
+    began: float
+    done: Future[None]
+    """On rank 0 it includes COMMITTED, which waits for every rank's files."""
+
+
 class Checkpoints:
     """Saves, commits and restores one run's checkpoints. All ranks call each method together.
+
+    If asynchronous, a checkpoint is copied to host memory, and training goes on while a thread writes the copy. One is
+    written at a time: the next one waits.
 
     Args:
         link: to the orchestrator, which adds its part to each checkpoint; None for a task without one.
     """
 
     def __init__(self, run_dir: Path, attempt: int, config: Checkpoint, world: World, link: TrainerLink | None) -> None:
-        self.last = 0
-        """The last committed step; 0 if there is none."""
         self._run_dir = run_dir
         self._attempt = attempt
         self._config = config
         self._world = world
         self._link = link
+        self._saved = 0
+        self._writing: _Writing | None = None
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        # A group of its own: the thread's collectives must not meet those of the training loop.
+        self._group = dist.new_group(backend="gloo") if config.asynchronous else world.control
+        pinned = world.device.type == "cuda"
+        self._stager = DefaultStager(StagingOptions(pinned, False, False, pinned)) if config.asynchronous else None
 
-    def due(self, step: int, max_steps: int) -> bool:
-        """Whether `step` is one to save."""
-        return step % self._config.interval == 0 or step == max_steps
-
-    def save(self, step: int, learner: Learner) -> None:
-        """Save and commit `step`, then delete what is beyond `keep`.
+    def after(self, step: int, learner: Learner, progress: Progress) -> None:
+        """Commit what has been written meanwhile, and save `step` if it is one of the interval.
 
         Raises:
             RankError: the disk or the orchestrator failed; earlier checkpoints are intact.
         """
-        directory = checkpoints.step_dir(self._run_dir, step)
-        self._on_main(lambda: _clear(directory), f"checkpoint of step {step}")
-        try:
-            dcp.save(_state(learner), checkpoint_id=directory / "trainer", process_group=self._world.control)
-        except CheckpointException as error:  # a BaseException, raised on every rank
-            raise RankError(f"checkpoint of step {step} failed: {error}") from error
-        self._on_main(lambda: self._commit(directory, step), f"commit of step {step}")
-        self.last = step
+        if self._writing is not None and self._world.decide(int(self._writing.done.done())):
+            self._conclude(progress)
+        if step % self._config.interval == 0:
+            self._save(step, learner, progress)
+
+    def finish(self, step: int, learner: Learner, progress: Progress) -> None:
+        """Save `step` unless that has been done, and return when everything is committed. The last call.
+
+        Raises:
+            RankError: as from `after`.
+        """
+        if step > self._saved:
+            self._save(step, learner, progress)
+        self._conclude(progress)
+        self._thread.shutdown()
+        if self._stager is not None:
+            self._stager.close()
 
     def restore(self, learner: Learner) -> int:
         """Load the newest sound checkpoint. Returns its step, or 0 if there is none.
@@ -65,7 +96,7 @@ class Checkpoints:
         if step:
             directory = checkpoints.step_dir(self._run_dir, step) / "trainer"
             dcp.load(_state(learner), checkpoint_id=directory, process_group=self._world.control)
-        self.last = step
+        self._saved = step
         return step
 
     def _newest_sound(self) -> int:
@@ -78,10 +109,48 @@ class Checkpoints:
             directory.rename(directory.with_name(f"{directory.name}.damaged-{self._attempt}"))
         return 0
 
-    def _commit(self, directory: Path, step: int) -> None:
+    def _save(self, step: int, learner: Learner, progress: Progress) -> None:
+        self._conclude(progress)
+        directory = checkpoints.step_dir(self._run_dir, step)
+        began = time.monotonic()
+        with progress.phase("snapshot"):
+            self._on_main(lambda: self._begin(directory, step), f"checkpoint of step {step}")
+            state = {name: part.state_dict() for name, part in _state(learner).items()}
+            where: dict[str, Any] = {"checkpoint_id": directory / "trainer", "process_group": self._group}
+            write: Callable[[], object]
+            if self._stager is None:
+                write = partial(dcp.save, state, **where)
+            else:
+                write = cast(Future[Any], dcp.async_save(state, **where, async_stager=self._stager)).result
+        self._writing = _Writing(step, began, self._thread.submit(self._write, write, directory, step))
+        self._saved = step
+        if self._stager is None:
+            self._conclude(progress)
+
+    def _begin(self, directory: Path, step: int) -> None:
+        """The orchestrator's part comes first, while its state is that of `step`."""
+        _clear(directory)
         if self._link is not None:
             self._link.save(step, str(directory))
-        checkpoints.commit(directory, step, self._attempt)
+
+    def _write(self, write: Callable[[], object], directory: Path, step: int) -> None:
+        write()
+        if self._world.is_main:
+            checkpoints.commit(directory, step, self._attempt)
+
+    def _conclude(self, progress: Progress) -> None:
+        """Wait for the checkpoint that is being written, if any, and tell everyone that it is committed."""
+        if self._writing is None:
+            return
+        writing, self._writing = self._writing, None
+        doing = f"checkpoint of step {writing.step}"
+        with progress.phase("checkpoint"):
+            self._world.agree(_failure(writing.done), doing)
+            self._on_main(lambda: self._announce(writing.step), doing)
+        progress.took("checkpoint", time.monotonic() - writing.began)
+        progress.journal.event("committed", step=writing.step)
+
+    def _announce(self, step: int) -> None:
         if self._link is not None:
             self._link.committed(step)
         checkpoints.prune(self._run_dir, self._config.keep)
@@ -114,6 +183,15 @@ class _Trained:
 
 def _state(learner: Learner) -> dict[str, Any]:
     return {"model": _Trained(learner.policy.model), "optimizer": learner.optimizer, "scheduler": learner.scheduler}
+
+
+def _failure(done: Future[None]) -> OSError | None:
+    """Wait for a write; what went wrong, if anything did."""
+    try:
+        done.result()
+    except (CheckpointException, OSError) as error:  # the former is no Exception, and comes on every rank
+        return OSError(str(error))
+    return None
 
 
 def _clear(directory: Path) -> None:

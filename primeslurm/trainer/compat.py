@@ -9,14 +9,16 @@ On machines without CUDA:
 - there is no Triton, which torchtitan imports for an expert-parallel backend that we do not use
 - gloo lacks the pre-multiplied sum that FSDP uses for gradient scaling
 - compiling `create_block_mask` costs more than it saves
+- FSDP pins the host memory of offloaded parameters, which needs a device
 On all machines:
 - torchtitan's MoE state dict adapter cannot read placements of a mesh with a replicated dimension (HSDP)
 - torchtitan's grouped experts cast everything to bfloat16, whatever the compute dtype
 - torchtitan's modules take no further parameters once they are built: `declare`
 - torch has no public way to ask which part of a distributed tensor a rank holds: `local_region`
+- torch's reader of FP8 checkpoints wants an index file, which models in one file do not have
 With CUDA:
 - torchtitan asks for FlashAttention 3 or 4 by the GPU's generation; where that package is missing, torch's own
-  FlashAttention 2 does the same
+  FlashAttention 2 does the same, for values as wide as queries: narrower ones (latent attention) are padded
 """
 
 from __future__ import annotations
@@ -25,13 +27,18 @@ import importlib.util
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 import torch._utils
 import torch.nn.functional as F
+from safetensors import safe_open
+from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
@@ -76,7 +83,8 @@ import torchtitan.tools.utils as titan_utils  # noqa: E402
 from torchtitan.models.common.moe import GroupedExperts  # noqa: E402
 from torchtitan.models.utils import MoEStateDictAdapter  # noqa: E402
 
-if not ON_CPU and importlib.util.find_spec("flash_attn_interface") is None:
+_FLASH_ATTENTION_2 = not ON_CPU and importlib.util.find_spec("flash_attn_interface") is None
+if _FLASH_ATTENTION_2:
     _replace(titan_utils, "get_cuda_flash_attention_impl", lambda: None)
 
 
@@ -96,15 +104,25 @@ class DenseAttention(titan_attention.FlexAttention):
         attention_masks: BlockMask,
         scale: float | None = None,
         enable_gqa: bool = False,
+        out_transform: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
         **unsupported: Any,
     ) -> torch.Tensor:
-        """Queries, keys and values of shape [batch, length, heads, head_dim] to outputs of the queries' shape."""
+        """Queries, keys and values of shape [batch, length, heads, head_dim] to outputs of the queries' shape.
+
+        `out_transform` gets outputs and the log of each query's sum of exponentials, [batch, length, heads].
+        """
         if any(value is not None for value in unsupported.values()):
             raise NotImplementedError(f"dense attention does not support {', '.join(unsupported)}")
         q, k, v = (t.transpose(1, 2) for t in (q_BLNH, k_BLNH, v_BLNH))
         mask = create_mask(attention_masks.mask_mod, attention_masks.shape[0], 1, q.shape[2], k.shape[2], q.device.type)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
-        return out.transpose(1, 2)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa).transpose(
+            1, 2
+        )
+        if out_transform is None:
+            return out
+        scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).transpose(-1, -2)
+        scores = (scores * (q.shape[-1] ** -0.5 if scale is None else scale)).masked_fill(~mask, -torch.inf)
+        return out_transform(out, scores.logsumexp(dim=-1).transpose(1, 2))
 
 
 class Experts(GroupedExperts):
@@ -182,6 +200,22 @@ def _sum_gradients(model: torch.nn.Module) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
+def _pad_values(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any, **options: Any) -> Any:
+    width, missing = v.shape[-1], q.shape[-1] - v.shape[-1]
+    if not missing:
+        return _stock_varlen(q, k, v, *rest, **options)
+    result = _stock_varlen(q, k, F.pad(v, (0, missing)), *rest, **options)
+    return (result[0][..., :width], *result[1:]) if isinstance(result, tuple) else result[..., :width]
+
+
+def _map_files(self: QuantizedHuggingFaceStorageReader) -> None:
+    files: dict[str, str] = {}
+    for file in Path(self.path).glob("*.safetensors"):
+        with safe_open(file, framework="pt") as handle:
+            files.update(dict.fromkeys(handle.keys(), file.name))
+    self._build_weight_scale_mapping(files)
+
+
 def _expert_range(
     self: MoEStateDictAdapter, dim: int, dim_size: int, dtensor_placements: tuple[Any, ...], device_mesh: Any
 ) -> tuple[int, int]:
@@ -196,6 +230,10 @@ def _expert_range(
 
 
 _stock_expert_range = _replace(MoEStateDictAdapter, "_caculate_indices_from_placements", _expert_range)
+_replace(QuantizedHuggingFaceStorageReader, "_load_quantization_metadata", _map_files)
 if ON_CPU:
     _replace(titan_attention, "_compiled_create_block_mask", create_block_mask)
+    _replace(titan_fsdp, "CPUOffloadPolicy", partial(CPUOffloadPolicy, pin_memory=False))
     _disable_division = _replace(titan_fsdp, "disable_fsdp_gradient_division", _sum_gradients)
+if _FLASH_ATTENTION_2:
+    _stock_varlen = _replace(titan_attention, "varlen_attn", _pad_values)

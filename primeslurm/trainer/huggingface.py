@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from primeslurm.trainer import compat  # noqa: F401  isort: skip  (makes the FP8 reader read models in one file)
 import torch
 from safetensors import safe_open
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
+from transformers import AutoConfig, DeepseekV3Config
 
 INDEX = "model.safetensors.index.json"
+SCALE = "_scale_inv"
+"""What the name of an FP8 weight's scales has behind the weight's."""
+FP8_BLOCK = 128
 _COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model")
 
 
@@ -27,6 +35,54 @@ def locate(path: str) -> Path:
         raise FileNotFoundError(f"model.path = {path}: neither a directory nor a cached hub id") from error
 
 
+class KimiK2Config(DeepseekV3Config):
+    """Kimi-K2 is DeepSeek-V3 by another name, which transformers does not know."""
+
+    model_type = "kimi_k2"
+
+
+AutoConfig.register(KimiK2Config.model_type, KimiK2Config)
+
+
+def load_config(directory: Path) -> Any:
+    """The transformers config of a model directory.
+
+    Raises:
+        ValueError: no such model type, or weights stored in a way that is not read.
+    """
+    config = AutoConfig.from_pretrained(directory)
+    stored = _quantization(config)
+    if stored and not _is_block_fp8(stored):
+        method = stored.get("quant_method", "an unknown format")
+        raise ValueError(f"{directory}: weights stored in {method} are not read; convert them to bfloat16 first")
+    return config
+
+
+def is_quantized(config: Any) -> bool:
+    """Whether a config says that its model's weights are stored in fewer bits than they are computed in."""
+    return bool(_quantization(config))
+
+
+def _quantization(config: Any) -> Mapping[str, Any]:
+    stored = (getattr(part, "quantization_config", None) for part in (config, config.get_text_config()))
+    return next((found for found in stored if found), {})
+
+
+def _is_block_fp8(stored: Mapping[str, Any]) -> bool:
+    return (
+        stored.get("quant_method") == "fp8"
+        and stored.get("fmt", "e4m3") == "e4m3"
+        and stored.get("weight_block_size") == [FP8_BLOCK, FP8_BLOCK]
+    )
+
+
+def reader(directory: Path, config: Any) -> HuggingFaceStorageReader:
+    """What reads the tensors of a model directory, in float32 if they are stored in FP8."""
+    if is_quantized(config):
+        return QuantizedHuggingFaceStorageReader(str(directory), thread_count=4, block_size=FP8_BLOCK)
+    return HuggingFaceStorageReader(str(directory))
+
+
 def tensor_names(directory: Path) -> set[str]:
     """Names of all tensors in the directory's safetensors files."""
     names: set[str] = set()
@@ -37,12 +93,17 @@ def tensor_names(directory: Path) -> set[str]:
 
 
 def copy_companions(source: Path, target: Path, dtype: torch.dtype) -> None:
-    """Copy config, tokenizer and generation settings; the config then names `dtype`. Raises OSError."""
+    """Copy config, tokenizer and generation settings. Raises OSError.
+
+    The config then names `dtype` and no quantisation: what is published is not quantised, whatever it was made from.
+    """
     for pattern in _COMPANIONS:
         for file in source.glob(pattern):
             if file.name not in (INDEX, "MANIFEST.json"):
                 shutil.copyfile(file, target / file.name)
     config: dict[str, Any] = json.loads((source / "config.json").read_text())
     config.pop("torch_dtype", None)
+    for part in (config, config.get("text_config", {})):
+        part.pop("quantization_config", None)
     config["dtype"] = str(dtype).removeprefix("torch.")
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")

@@ -42,7 +42,7 @@ def token_logprobs(
     chosen = (hidden[mask], weight, labels[mask], temperatures[mask])
     if chunk is None:
         return _score(*chosen)
-    scores: Scores = _InChunks.apply(*chosen, chunk)  # type: ignore[no-untyped-call]
+    scores: Scores = _InChunks.apply(*chosen, chunk)
     return scores
 
 
@@ -81,7 +81,7 @@ class _InChunks(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, labels, temperatures = ctx.saved_tensors
         # float32: many chunks add up in it.
         grad_weight = torch.zeros_like(weight, dtype=torch.float32)

@@ -23,6 +23,7 @@ from torchtitan.models.common import Linear
 
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.training import Lora
+from primeslurm.trainer.dsa import SparseAttention
 
 A, B = "_lora_a", "_lora_b"
 EXPERTS = "experts"
@@ -89,10 +90,12 @@ def _add(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -
 def _targets(model: nn.Module, state_dict_adapter: Any) -> dict[str, str]:
     """Names of the modules that can have an adapter, each with the name that recipes know it by."""
     found: dict[str, str] = {}
+    # Sparse attention never calls this layer, only reads its weight.
+    absorbed = {f"{name}.wkv_b" for name, module in model.named_modules() if isinstance(module, SparseAttention)}
     for name, module in model.named_modules():
         if isinstance(module, compat.Experts):
             found[name] = EXPERTS
-        elif isinstance(module, Linear):
+        elif isinstance(module, Linear) and name not in absorbed:
             for hf_name in state_dict_adapter.to_hf({f"{name}.weight": module.weight}):
                 target = hf_name.removesuffix(".weight").rsplit(".")[-1]
                 if target not in _NEVER:

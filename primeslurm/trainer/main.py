@@ -39,7 +39,7 @@ def run(
         log.error("--device cuda, but torch %s sees no CUDA device", torch.__version__)
         return 1
     recipe = Recipe.model_validate_json(recipe_path.read_text())
-    world = join(interrupt, recipe.trainer.batch_timeout_s)
+    world = join(interrupt, recipe.trainer.batch_timeout_s, recipe.trainer.memory.optimizer_offload)
     try:
         code = _task(recipe, run_dir, attempt, orchestrator, world, journal).run()
     except (RankError, LinkError, FloatingPointError, FileNotFoundError, ValueError) as error:

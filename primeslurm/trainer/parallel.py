@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,14 +16,16 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.distributed.context_parallel.api import cp_shard
-from transformers import AutoConfig
 
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.training import Lora
 from primeslurm.trainer import fp8, huggingface, logprobs, lora, models
+from primeslurm.trainer.activation_offload import ActivationOffload
+from primeslurm.trainer.dsa import Context
 from primeslurm.trainer.loss import Targets
 from primeslurm.trainer.models import generic
 from primeslurm.trainer.world import World
+from primeslurm.wire.weights import layers_ahead
 
 _CHECKPOINTING: dict[str, Any] = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
 # Derived from other weights; some checkpoints carry them.
@@ -40,6 +43,10 @@ class Policy:
     """Every tensor name of the model in Hugging Face format, over all ranks."""
     source: Path
     """The directory the model was built from."""
+    dtype: torch.dtype
+    """Compute dtype; the parameters are float32."""
+    device: torch.device
+    """Where it computes; the parameters may be in host memory."""
     lora: Lora | None = None
     """How adapters are scaled, if adapters are all that is trained."""
 
@@ -95,7 +102,10 @@ class Policy:
         """Attention masks, and this context-parallel rank's part of the rows."""
         masks = self.model.get_attention_masks(positions)  # needs whole rows, so before they are split
         inputs = (tokens, positions, *beside)
-        if self.dims.cp_enabled:
+        if self.dims.cp_enabled and isinstance(masks, Context):
+            masks = masks.shard(self.dims.get_mesh("cp"), "headtail")
+            inputs, _ = cp_shard(self.dims.get_mesh("cp"), inputs, None, "headtail")
+        elif self.dims.cp_enabled:
             inputs, masks = cp_shard(self.dims.get_mesh("cp"), inputs, masks, "headtail")
         return masks, inputs
 
@@ -112,19 +122,26 @@ def build(recipe: Recipe, world: World) -> Policy:
         data_parallel_replicate_degree=layout.dp_replicate,
         context_parallel_degree=layout.cp,
         expert_parallel_degree=layout.ep,
+        fsdp_reshard_after_forward="default" if layout.reshard_after_forward else "never",
         # torchtitan's default backend needs a newer torch for more than one rank.
         spmd_backend="partial_dtensor",
     )
-    training = TrainingConfig(seq_len=recipe.seq_len, mixed_precision_param=recipe.model.dtype)
+    memory = recipe.trainer.memory
+    training = TrainingConfig(
+        seq_len=recipe.seq_len,
+        mixed_precision_param=recipe.model.dtype,
+        enable_cpu_offload=memory.optimizer_offload,
+    )
+    dtype = getattr(torch, recipe.model.dtype)
     dims = ParallelDims.from_config(parallelism, world.size)
     dist_utils.set_spmd_backend(parallelism.spmd_backend)
 
     source = huggingface.locate(recipe.model.path)
-    config = AutoConfig.from_pretrained(source)
+    config = huggingface.load_config(source)
     if models.is_generic(recipe.model.impl, config):
         model, adapter, hf_names = generic.build(config, dims, recipe, world.device)
-        policy = Policy(model, adapter, dims, hf_names, source)
-        _load(policy)
+        policy = Policy(model, adapter, dims, hf_names, source, dtype, world.device)
+        _load(policy, config)
         return policy
     # Varlen kernels are bfloat16 only and cannot split a sequence.
     flex = compat.ON_CPU or layout.cp > 1 or recipe.model.dtype != "bfloat16"
@@ -147,20 +164,22 @@ def build(recipe: Recipe, world: World) -> Policy:
         ac_config=_CHECKPOINTING[layout.activation_checkpointing],
         dump_folder="",
     )
-    model.to_empty(device=world.device.type)
+    model.to_empty(device="cpu" if memory.optimizer_offload else world.device.type)
     with torch.no_grad():
-        model.init_weights(buffer_device=None)  # computes the RoPE tables, draws adapters
+        model.init_weights(buffer_device=world.device)  # computes the RoPE tables, draws adapters
     model.train()
-    policy = Policy(model, adapter, dims, hf_names, source, recipe.trainer.lora)
-    _load(policy)
+    if memory.activation_offload:
+        ActivationOffload(world.device).install(model)
+    policy = Policy(model, adapter, dims, hf_names, source, dtype, world.device, recipe.trainer.lora)
+    _load(policy, config)
     return policy
 
 
-def _load(policy: Policy) -> None:
+def _load(policy: Policy, hf_config: Any) -> None:
     """Read this rank's shards from the HF files, and insist that files and model have the same tensors."""
-    _check_names(policy)
+    _check_names(policy, _ignored(hf_config, getattr(policy.adapter, "left_out", ())))
     tensors = policy.adapter.to_hf(policy.weights())
-    dcp.load(tensors, storage_reader=policy.adapter.get_hf_storage_reader(str(policy.source)))
+    dcp.load(tensors, storage_reader=huggingface.reader(policy.source, hf_config))
     loaded = policy.adapter.from_hf(tensors)
     missing = set(policy.weights()) - set(loaded)
     if missing:
@@ -170,8 +189,18 @@ def _load(policy: Policy) -> None:
         raise ValueError(f"{policy.source}: the model has no {', '.join(sorted(unknown))}")
 
 
-def _check_names(policy: Policy) -> None:
-    found = {name for name in huggingface.tensor_names(policy.source) if not name.endswith(_DERIVED)}
+def _ignored(hf_config: Any, left_out: tuple[str, ...]) -> re.Pattern[str]:
+    """Names of tensors that are no weights of the model, and those that are left out: layers that predict further
+    ahead, and what begins with one of `left_out`."""
+    text = hf_config.get_text_config()
+    ahead = layers_ahead(text.num_hidden_layers, getattr(text, "num_nextn_predict_layers", None) or 0).pattern
+    endings = _DERIVED + ((huggingface.SCALE,) if huggingface.is_quantized(hf_config) else ())
+    beginnings = [rf"{re.escape(beginning)}.*" for beginning in left_out]
+    return re.compile("|".join([ahead, *beginnings, *(rf".*{re.escape(ending)}" for ending in endings)]))
+
+
+def _check_names(policy: Policy, ignored: re.Pattern[str]) -> None:
+    found = {name for name in huggingface.tensor_names(policy.source) if not ignored.fullmatch(name)}
     if policy.model.enable_weight_tying:
         found.discard("lm_head.weight")
     missing, unknown = policy.hf_names - found, found - policy.hf_names

@@ -46,7 +46,7 @@ def _named(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
     for name in state:
         if name + adapters.A not in state:
             continue
-        a, b = (adapters.whole(state[name + suffix]) for suffix in (adapters.A, adapters.B))
+        a, b = (adapters.whole(state[name + suffix].to(policy.device)) for suffix in (adapters.A, adapters.B))
         for hf_name, part in policy.adapter.to_hf({name: b}).items():
             yield _name(hf_name, "B"), part
             if a.ndim == 2:

@@ -15,7 +15,7 @@ class Progress:
 
     def __init__(self, journal: Journal, record: bool) -> None:
         self.step = 0
-        self._journal = journal
+        self.journal = journal
         self._record = record
         self._seconds: dict[str, float] = defaultdict(float)
         self._last: dict[str, float] = {}
@@ -24,13 +24,17 @@ class Progress:
     def phase(self, name: str) -> Iterator[None]:
         """Spend the body's time on `name`."""
         if self._record:
-            self._journal.state(step=self.step, phase=name, seconds=dict(self._seconds), last_seconds=self._last)
+            self.journal.state(step=self.step, phase=name, seconds=dict(self._seconds), last_seconds=self._last)
         begin = time.monotonic()
         try:
             yield
         finally:
             self._last[name] = time.monotonic() - begin
             self._seconds[name] += self._last[name]
+
+    def took(self, name: str, seconds: float) -> None:
+        """Record how long the last `name` took as a whole, if it went on beside other phases."""
+        self._last[name] = seconds
 
     def seconds(self, name: str) -> float:
         """Seconds spent on a phase since the last `take`."""

@@ -19,6 +19,8 @@ from primeslurm.trainer.world import World
 from primeslurm.wire import checkpoints, weights
 
 _LAYER = re.compile(r"\.(\d+)\.")  # the first number in a name is that of its layer
+_EXACT = ("expert_bias_E",)
+"""Keeps its dtype: rounding a router's selection bias would change which experts it selects."""
 
 
 class Publisher:
@@ -106,8 +108,13 @@ def export(policy: Policy, dtype: torch.dtype) -> Iterator[dict[str, torch.Tenso
         match = _LAYER.search(name)
         layers.setdefault(int(match[1]) if match else -1, {})[name] = tensor
     for layer in sorted(layers):
-        merged = layers[layer] if policy.lora is None else lora.merge(layers[layer], policy.lora)
-        yield policy.adapter.to_hf({name: lora.whole(tensor.to(dtype)) for name, tensor in merged.items()})
+        # Offloaded masters visit the device: gathering is faster there.
+        tensors = {name: tensor.to(policy.device) for name, tensor in layers[layer].items()}
+        merged = tensors if policy.lora is None else lora.merge(tensors, policy.lora)
+        whole = {}
+        for name, tensor in merged.items():
+            whole[name] = lora.whole(tensor if name.endswith(_EXACT) else tensor.to(dtype))
+        yield policy.adapter.to_hf(whole)
 
 
 def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:

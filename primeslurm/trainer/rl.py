@@ -68,8 +68,7 @@ class RlTask:
                 break
             step += 1
             self._step(step, batch)
-        if step > self._saver.last:
-            self._save(step)
+        self._saver.finish(step, self._learner, self._progress)
         interrupted = choice is Choice.INTERRUPTED
         self._journal.event("stop", step=step, reason="interrupted" if interrupted else "finished")
         return exits.CHECKPOINTED if interrupted else 0
@@ -129,16 +128,10 @@ class RlTask:
             self._link.step_done(step, metrics)
             self._journal.event("step", step=step, loss=metrics["loss"], off_policy_kl=metrics["off_policy_kl"])
             log.info("step %d: %s", step, "  ".join(f"{k} {v:.4g}" for k, v in metrics.items()))
-        if self._saver.due(step, self._recipe.max_steps):
-            self._save(step)
+        self._saver.after(step, self._learner, self._progress)
 
     def _publish(self, version: int) -> Path:
         with self._progress.phase("publish"):
             path = self._publisher.publish(version)
         self._journal.event("published", version=version)
         return path
-
-    def _save(self, step: int) -> None:
-        with self._progress.phase("checkpoint"):
-            self._saver.save(step, self._learner)
-        self._journal.event("committed", step=step)

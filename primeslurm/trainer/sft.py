@@ -63,11 +63,9 @@ class SftTask:
             values = self._learner.train(self._batch(step), self._progress) | self._progress.take()
             if metrics is not None:
                 metrics.write(step, values)
-            if self._saver.due(step, self._recipe.max_steps):
-                self._save(step)
+            self._saver.after(step, self._learner, self._progress)
             interrupted = bool(self._world.decide(int(self._world.interrupt.requested())))
-        if step > self._saver.last:
-            self._save(step)
+        self._saver.finish(step, self._learner, self._progress)
         finished = step == self._recipe.max_steps
         if finished:
             self._publish(step)
@@ -94,11 +92,6 @@ class SftTask:
             path = self._publisher.publish(step)
         self._journal.event("published", version=step)
         log.info("published %s", path)
-
-    def _save(self, step: int) -> None:
-        with self._progress.phase("checkpoint"):
-            self._saver.save(step, self._learner)
-        self._journal.event("committed", step=step)
 
 
 class Metrics:

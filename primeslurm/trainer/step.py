@@ -9,10 +9,10 @@ from typing import Any
 from primeslurm.trainer import compat  # noqa: F401  isort: skip  (before torchtitan)
 import numpy as np
 import torch
-from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.distributed import utils as dist_utils
 
 from primeslurm.recipe.training import Optimizer
+from primeslurm.trainer import optimizers
 from primeslurm.trainer.loss import LossFunction, Targets
 from primeslurm.trainer.parallel import Policy
 from primeslurm.trainer.progress import Progress
@@ -31,8 +31,8 @@ class Learner:
         self._config = optimizer
         self._loss = loss
         self._world = world
-        self.optimizer = _optimizer(optimizer, policy.model)
-        self.scheduler = _schedule(optimizer, max_steps, self.optimizer)
+        self.optimizer = optimizers.build(optimizer, policy.model, policy.dtype)
+        self.scheduler = optimizers.schedule(optimizer, max_steps, self.optimizer)
 
     def train(self, batch: Batch, progress: Progress) -> dict[str, float]:
         """Train on this rank's share of a batch. All ranks call it together, with equally many rows.
@@ -47,7 +47,7 @@ class Learner:
         with progress.phase("forward_backward"):
             totals = self._accumulate(batch.rows, tokens)
         with progress.phase("optimizer"):
-            lr = float(self.optimizer.optimizers[0].param_groups[0]["lr"])
+            lr = self.optimizer.lr
             grad_norm = self._update()
         seconds = progress.seconds("forward_backward") + progress.seconds("optimizer")
         metrics = {name: value / tokens for name, value in totals.items()}
@@ -94,20 +94,6 @@ class Learner:
         self.scheduler.step()
         self.optimizer.zero_grad()
         return float(norm)
-
-
-def _optimizer(config: Optimizer, model: torch.nn.Module) -> Any:
-    adamw = default_adamw(lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay)
-    return adamw.build(model_parts=[model])
-
-
-def _schedule(config: Optimizer, max_steps: int, optimizer: Any) -> Any:
-    constant = config.schedule == "constant"
-    return LRSchedulersContainer.Config(
-        warmup_steps=config.warmup_steps,
-        decay_ratio=0.0 if constant else None,
-        decay_type="linear" if constant else config.schedule,
-    ).build(optimizers=optimizer, training_steps=max_steps)
 
 
 def _micro_batches(rows: Sequence[Row]) -> Iterator[dict[str, np.ndarray]]:

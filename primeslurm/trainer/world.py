@@ -76,11 +76,12 @@ class World:
         dist.destroy_process_group()
 
 
-def join(interrupt: Interrupt, patience_s: int) -> World:
+def join(interrupt: Interrupt, patience_s: int, host_tensors: bool = False) -> World:
     """Join the job described by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
 
     Args:
         patience_s: longest time that ranks wait for rank 0 between steps.
+        host_tensors: whether meshes must also reduce tensors in host memory.
     """
     device = torch.device("cpu")
     if not compat.ON_CPU:
@@ -88,7 +89,9 @@ def join(interrupt: Interrupt, patience_s: int) -> World:
             os.environ["LOCAL_RANK"] = "0"  # each rank sees only its own GPU; mesh set-up reads this variable
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    size = dist_utils.init_distributed(CommConfig(init_timeout_seconds=COLLECTIVE_TIMEOUT_S, trace_buf_size=0))
+    size = dist_utils.init_distributed(
+        CommConfig(init_timeout_seconds=COLLECTIVE_TIMEOUT_S, trace_buf_size=0), enable_cpu_backend=host_tensors
+    )
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=patience_s + COLLECTIVE_TIMEOUT_S))
     interrupt.share(dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False))
     return World(dist.get_rank(), size, device, control, interrupt)

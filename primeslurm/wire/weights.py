@@ -24,6 +24,15 @@ class WeightManifest(msgspec.Struct, frozen=True):
     files: list[FileRecord]
 
 
+def layers_ahead(layers: int, ahead: int) -> re.Pattern[str]:
+    """Names of the tensors that a checkpoint has beyond the model's `layers`: `ahead` layers for tokens further ahead.
+
+    Such layers (MTP) draft for speculative decoding; neither training nor an engine without drafts reads them.
+    """
+    numbers = "|".join(str(layers + index) for index in range(ahead))
+    return re.compile(rf"model\.layers\.({numbers})\..*")
+
+
 def version_dir(run_dir: Path, version: int) -> Path:
     """Where version `version` is published."""
     return run_dir / "weights" / f"v{version:06d}"

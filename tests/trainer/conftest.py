@@ -17,7 +17,9 @@ import pytest
 from primeslurm.recipe import Recipe
 from primeslurm.trainer import tiny
 from primeslurm.trainer.interrupt import SIGNAL, Interrupt
+from primeslurm.trainer.progress import Progress
 from primeslurm.trainer.world import World, join
+from primeslurm.wire.journal import Journal
 from primeslurm.wire.rollouts import Batch, BatchInfo, Row
 
 ROOT = Path(__file__).parents[2]
@@ -112,6 +114,11 @@ def make_batch(step: int, dp_rank: int = 0, dp_world: int = 1, rows: int = 4, se
     tokens = sum(int((row.mask & (row.positions != 0)).sum()) for row in everything)
     info = BatchInfo(step=step, dp_rank=dp_rank, dp_world=dp_world, loss_tokens=tokens)
     return Batch(info, everything[dp_rank::dp_world])
+
+
+def make_progress(directory: Path) -> Progress:
+    """Progress of a process that nobody watches."""
+    return Progress(Journal(directory, "test"), record=False)
 
 
 @pytest.fixture(scope="session")

@@ -11,13 +11,22 @@ import torch
 from transformers import (
     AfmoeConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    DeepseekV3Config,
     Glm4MoeConfig,
+    GlmMoeDsaConfig,
+    GptOssConfig,
     LagunaConfig,
     LlamaConfig,
     MiniMaxM2Config,
     MistralConfig,
     MixtralConfig,
+    NemotronHConfig,
     Qwen2Config,
+    Qwen3_5Config,
+    Qwen3_5MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -40,7 +49,79 @@ COMMON: dict[str, Any] = {
     # large enough for attention and routing to matter
     "initializer_range": 0.1,
 }
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 16,
+}
+QWEN3_5: dict[str, Any] = {
+    **COMMON,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 8,
+    "linear_conv_kernel_dim": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [2, 1, 1],
+        "mrope_interleaved": True,
+    },
+}
+VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 16,
+    "patch_size": 4,
+}
+IMAGES: dict[str, Any] = {
+    "image_token_id": 120,
+    "video_token_id": 121,
+    "vision_start_token_id": 122,
+    "vision_end_token_id": 123,
+}
+NEMOTRON: dict[str, Any] = {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
+    "mamba_num_heads": 4,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 16,
+    "chunk_size": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "moe_shared_expert_intermediate_size": 48,
+    "routed_scaling_factor": 2.5,
+}
 EXPERTS: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+MLA: dict[str, Any] = COMMON | {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "head_dim": 8,  # of rotary embeddings, for transformers
+    "v_head_dim": 16,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}
+GROUPS: dict[str, Any] = {"n_group": 4, "topk_group": 2}
+MLA_YARN = YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}
+# Few index heads leave many keys with a score of exactly zero: which of them are selected is then arbitrary.
+DSA: dict[str, Any] = MLA | {"num_hidden_layers": 4, "rms_norm_eps": 1e-5, "index_n_heads": 32, "index_head_dim": 16}
+SHARED: list[str] = ["full", "shared", "shared", "full"]
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -63,6 +144,26 @@ class Case:
 
 
 CASES = (
+    Case(
+        "gpt_oss",
+        # a window shorter than either document
+        lambda: GptOssConfig(
+            **COMMON, num_local_experts=8, num_experts_per_tok=2, sliding_window=16, rope_parameters=dict(YARN)
+        ),
+    ),
+    Case("nemotron_h", lambda: _nemotron()),
+    Case("nemotron_h-latent", lambda: _nemotron(moe_latent_size=16, n_group=4, topk_group=2)),
+    Case("qwen3_5_text", lambda: Qwen3_5TextConfig(**QWEN3_5)),
+    Case("qwen3_5_moe_text", lambda: Qwen3_5MoeTextConfig(**QWEN3_5, **EXPERTS, shared_expert_intermediate_size=48)),
+    Case("qwen3_5", lambda: Qwen3_5Config(text_config=dict(QWEN3_5), vision_config=dict(VISION), **IMAGES)),
+    Case(
+        "qwen3_5_moe",
+        lambda: Qwen3_5MoeConfig(
+            text_config=QWEN3_5 | EXPERTS | {"shared_expert_intermediate_size": 48},
+            vision_config=dict(VISION),
+            **IMAGES,
+        ),
+    ),
     Case("qwen3", lambda: Qwen3Config(**COMMON)),
     Case("qwen3-tied", lambda: Qwen3Config(**COMMON | {"tie_word_embeddings": True})),
     Case("qwen3_moe", lambda: Qwen3MoeConfig(**COMMON, **EXPERTS, norm_topk_prob=True)),
@@ -120,6 +221,10 @@ CASES = (
             moe_routed_scaling_factor=2.0,
         ),
     ),
+    Case("deepseek_v3", lambda: DeepseekV3Config(**MLA, **GROUPS, rope_parameters=MLA_YARN)),
+    Case("deepseek_v3-plain", lambda: DeepseekV3Config(**MLA | {"q_lora_rank": None, "n_group": 1, "topk_group": 1})),
+    Case("glm_moe_dsa", lambda: GlmMoeDsaConfig(**DSA, index_topk=16, indexer_types=SHARED)),
+    Case("glm_moe_dsa-short", lambda: GlmMoeDsaConfig(**DSA, index_topk=64)),
 )
 
 GENERIC_CASES = (
@@ -136,10 +241,17 @@ GENERIC_CASES = (
 """Families that only transformers has an implementation of."""
 
 
+def _nemotron(**options: Any) -> NemotronHConfig:
+    common = {name: value for name, value in COMMON.items() if name != "num_hidden_layers"}
+    return NemotronHConfig(**common, **NEMOTRON, **options)
+
+
 def write(case: Case, directory: Path) -> Path:
     """A random checkpoint of a case, with every tensor away from its initial value, biases and norms included."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(case.config(), dtype=torch.float32)
+    config = case.config()
+    kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+    model = kind.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for tensor in model.state_dict().values():
             tensor.add_(torch.randn_like(tensor) * 0.02)

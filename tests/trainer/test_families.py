@@ -23,7 +23,9 @@ FIRST = 40
 
 
 def test_the_tables_agree() -> None:
-    assert set(models.FAMILIES) == set(known.FAMILIES) == {case.config().model_type for case in CASES}
+    compared = {case.config().model_type for case in CASES}
+    # DeepSeek-V3 by other names: transformers has no model of the first, and the second sees images, too
+    assert set(models.FAMILIES) == set(known.FAMILIES) == compared | {"kimi_k2", "kimi_k25"}
 
 
 @pytest.mark.parametrize("case", (*CASES, *GENERIC_CASES), ids=lambda case: case.name)

@@ -13,6 +13,7 @@ from primeslurm.trainer.parallel import build
 from primeslurm.trainer.step import Learner
 from primeslurm.trainer.world import World
 from tests.trainer.conftest import make_batch, make_progress, make_recipe
+from tests.trainer.families import CASES, write
 
 ROWS, LENGTH, DIM, VOCABULARY = 2, 30, 8, 17
 
@@ -37,7 +38,7 @@ def scores(chunk: int | None, dtype: torch.dtype, trained: float = 0.7) -> list[
 @pytest.mark.parametrize("chunk", [1, 7, 1000])
 def test_chunks_equal_whole_logits(chunk: int) -> None:
     for mine, expected in zip(scores(chunk, torch.float32), scores(None, torch.float32), strict=True):
-        torch.testing.assert_close(mine, expected, atol=1e-6, rtol=1e-5)
+        torch.testing.assert_close(mine, expected, atol=5e-6, rtol=1e-5)
 
 
 def test_chunks_in_bfloat16_round_like_whole_logits() -> None:
@@ -52,14 +53,14 @@ def test_no_trained_token_is_no_gradient() -> None:
     assert all((gradient == 0).all() for gradient in gradients)
 
 
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_step_is_the_same_in_chunks(tied: bool, moe_model: Path, tied_model: Path, world: World) -> None:
+@pytest.mark.parametrize("name", ["qwen3-tied", "qwen3_moe"])
+def test_a_step_is_the_same_in_chunks(name: str, world: World, tmp_path: Path) -> None:
+    model = write(next(case for case in CASES if case.name == name), tmp_path / "model")
     metrics = []
     for chunk in (None, 13):
-        recipe = make_recipe(
-            tied_model if tied else moe_model, trainer={"memory": {"lm_head_chunk": chunk}, "optimizer": {"lr": 1e-3}}
-        )
+        trainer = {"memory": {"lm_head_chunk": chunk}, "optimizer": {"lr": 1e-3}}
+        recipe = make_recipe(model, trainer=trainer)
         learner = Learner(build(recipe, world), recipe.trainer.optimizer, 4, dppo(recipe.trainer.loss), world)
-        steps = [learner.train(make_batch(step), make_progress()) for step in (1, 2)]
+        steps = [learner.train(make_batch(step), make_progress(tmp_path)) for step in (1, 2)]
         metrics.append([step[name] for step in steps for name in ("loss", "entropy", "grad_norm")])
     assert metrics[1] == pytest.approx(metrics[0], rel=1e-5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from primeslurm.trainer.publish import Publisher
 from primeslurm.trainer.world import World
 from primeslurm.wire import weights
 from tests.trainer.conftest import SEQ_LEN, make_recipe
+from tests.trainer.families import CASES, MLA_YARN, YARN
 
 FIRST = 40
 """Length of the first document in the packed row."""
@@ -113,6 +115,26 @@ def test_a_missing_model_is_named(world: World) -> None:
         build(make_recipe(Path("/no/such/place")), world)
 
 
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "quantization mxfp4 "),
+        ("gpt_oss", {"attention_bias": False}, "attention_bias false "),
+        ("gpt_oss", {"rope_parameters": YARN | {"rope_type": "longrope"}}, "RoPE scaling longrope "),
+        ("gpt_oss", {"rope_parameters": YARN | {"mscale": 0.7}}, "RoPE option mscale "),
+        ("nemotron_h", {"tie_word_embeddings": True}, "tie_word_embeddings True "),
+        ("nemotron_h", {"mlp_hidden_act": "silu"}, "mlp_activation silu "),
+        ("qwen3_5_text", {"attention_bias": True}, "attention_bias True "),
+    ],
+)
+def test_what_a_family_lacks_is_named(family: str, change: dict[str, Any], message: str) -> None:
+    config = next(case for case in CASES if case.name == family).config()
+    for name, value in change.items():
+        setattr(config, name, value)
+    with pytest.raises(ValueError, match=f"{message}.*is not supported for {family}"):
+        models.spec(config, SEQ_LEN, "flex")
+
+
 def test_unsupported_configs_are_refused(moe_model: Path) -> None:
     from transformers import AutoConfig
 
@@ -120,6 +142,26 @@ def test_unsupported_configs_are_refused(moe_model: Path) -> None:
     config.attention_bias = True
     with pytest.raises(ValueError, match="attention_bias"):
         models.spec(config, SEQ_LEN, "flex")
-    config.model_type = "mistral"
-    with pytest.raises(ValueError, match=r"mistral is not supported \(supported: afmoe, glm4_moe, "):
+    config.model_type = "dinosaur"
+    with pytest.raises(ValueError, match=r"dinosaur is not supported \(supported: afmoe, "):
+        models.spec(config, SEQ_LEN, "flex")
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "text"),
+    [
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave false"),
+        ("deepseek_v3", {"rope_parameters": MLA_YARN | {"mscale": 0.7}}, "mscale_all_dim 1.0 beside mscale 0.7"),
+        ("deepseek_v3", {"rope_parameters": MLA_YARN | {"rope_type": "llama3"}}, "RoPE scaling llama3"),
+        ("glm_moe_dsa", {"indexer_types": ["shared"] * 4}, "indexer_types beginning with a shared one"),
+        ("glm_moe_dsa", {"mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]}, "dense layers after sparse ones"),
+    ],
+)
+def test_configs_of_latent_attention_that_are_not_built_are_refused(
+    case: str, change: dict[str, Any], text: str
+) -> None:
+    config = next(known for known in CASES if known.name == case).config()
+    for name, value in change.items():
+        setattr(config, name, value)
+    with pytest.raises(ValueError, match=text):
         models.spec(config, SEQ_LEN, "flex")

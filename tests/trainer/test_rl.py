@@ -147,7 +147,7 @@ def test_trains_publishes_and_commits(moe_model: Path, orchestrator: FakeOrchest
 def test_an_interrupt_while_waiting_checkpoints_and_the_next_attempt_continues(
     moe_model: Path, orchestrator: FakeOrchestrator, tmp_path: Path
 ) -> None:
-    recipe = make_recipe(moe_model, max_steps=4, checkpoint={"interval": 100})
+    recipe = make_recipe(moe_model, max_steps=4, checkpoint={"interval": 100, "asynchronous": True})
     run = Run(tmp_path, recipe, orchestrator)
     orchestrator.limit = 2
     ranks = run.start(size=2)
@@ -201,7 +201,7 @@ def test_a_refused_checkpoint_ends_the_attempt_without_a_commit(
     run = Run(tmp_path, make_recipe(moe_model, max_steps=3, checkpoint={"interval": 1}), orchestrator)
     orchestrator.refuse_save = True
     log = finish(run.start(), code=1)[0]
-    assert "commit of step 1 failed: rank 0: OSError: no space left on device" in log
+    assert "checkpoint of step 1 failed: rank 0: OSError: no space left on device" in log
     assert checkpoints.committed(tmp_path) == []
 
 

@@ -18,6 +18,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "LoRA": {"lora": {}},
     "router replay": {"router_replay": True},
     "logits in chunks": {"memory": {"lm_head_chunk": 64}},
+    "offload to host memory": {"memory": {"activation_offload": True}},
 }
 
 

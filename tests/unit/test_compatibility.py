@@ -156,7 +156,6 @@ EXAMPLES: dict[str, tuple[tuple[dict[str, Any], str, dict[str, Any]], tuple[dict
         (on(parallelism(ep=24), deployment={"train": {"nodes": 3}}), MOE, GPU),
         (on(parallelism(ep=8), deployment={"train": {"nodes": 3}}), MOE, GPU),
     ),
-    "trainer-ep-gpt-oss": ((parallelism(ep=2), OSS, GPU), (parallelism(ep=1), OSS, GPU)),
     "trainer-cp-mamba": ((parallelism(cp=2), HYBRID, GPU), (parallelism(cp=2), MOE, GPU)),
     "trainer-cp-divides": (
         (on(parallelism(cp=8), seq_len=1000), MOE, GPU),
@@ -170,6 +169,10 @@ EXAMPLES: dict[str, tuple[tuple[dict[str, Any], str, dict[str, Any]], tuple[dict
     "lora-files": (
         (on(trainer(lora={"save_adapter": True}), weights={"transport": "nccl"}), MOE, GPU),
         (on(trainer(lora={}), weights={"transport": "nccl"}), MOE, GPU),
+    ),
+    "lora-absorbed": (
+        (trainer(lora={"targets": ["q_a_proj", "kv_b_proj"]}), GLM, GPU),
+        (trainer(lora={"targets": ["q_a_proj"]}), GLM, GPU),
     ),
     "lora-targets": (
         (trainer(lora={"targets": ["q_prj"]}), MOE, GPU),

@@ -17,7 +17,7 @@ from tests.support.slurm_plans import group, plan
 PACKAGE = Path(__file__).parents[2] / "primeslurm"
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 UNSAFE_CALLS = {"torch.load", "np.load", "numpy.load", "yaml.load", "yaml.unsafe_load", "yaml.full_load"}
-LOADS_CHECKPOINTS = {"trainer/checkpoint.py", "trainer/parallel.py"}
+LOADS_CHECKPOINTS = {"trainer/checkpoint.py", "trainer/checkpoint_export.py", "trainer/parallel.py"}
 
 
 def findings(tree: ast.AST) -> set[str]:

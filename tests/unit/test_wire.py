@@ -118,6 +118,13 @@ def test_a_version_exists_once_its_manifest_does(tmp_path: Path) -> None:
     assert weights.damage(tmp_path) == [f"{tmp_path}: no readable MANIFEST.json"]
 
 
+def test_layers_that_predict_further_ahead_are_those_after_the_last() -> None:
+    names = [f"model.layers.{number}.input_layernorm.weight" for number in (6, 7, 60, 61, 62, 610)]
+    found = [name for name in names if weights.layers_ahead(61, 1).fullmatch(name)]
+    assert found == ["model.layers.61.input_layernorm.weight"]
+    assert not [name for name in names if weights.layers_ahead(61, 0).fullmatch(name)]
+
+
 def test_versions_that_are_needed_are_never_pruned(tmp_path: Path) -> None:
     for version in range(1, 7):
         publish(tmp_path, version)

@@ -68,8 +68,9 @@ def _host(needs: list[Need], estimate: Estimate) -> list[Finding]:
     there = next((need.kind.memory_gib for need in needs if need.role == "train"), None)
     if train is None or there is None or train.host_gib_per_node <= there:
         return []
-    text = f"does not fit: {train.host_gib_per_node:g} GiB of masters and optimizer on a node of {there:g} GiB"
-    return [Finding(level="error", field="trainer.memory.optimizer_offload", text=text, fix="more train nodes")]
+    what = "offloaded states and activations, and copies for asynchronous checkpoints"
+    text = f"does not fit: {train.host_gib_per_node:g} GiB of {what} on a node of {there:g} GiB"
+    return [Finding(level="error", field="trainer.memory", text=text, fix="more train nodes")]
 
 
 def _concurrency(recipe: Recipe, estimate: Estimate) -> list[Finding]:

@@ -51,11 +51,6 @@ def _ep_divides(case: Case) -> str:
     return f"{case.facts.experts.count} experts cannot be spread evenly over ep: {ep}"
 
 
-def _ep_gpt_oss(case: Case) -> str:
-    family = case.facts.family if case.facts else ""
-    return "gpt-oss is trained without EP" if family == "gpt_oss" and case.recipe.trainer.parallelism.ep > 1 else ""
-
-
 def _cp_mamba(case: Case) -> str:
     mamba = case.facts is not None and case.facts.mamba is not None
     return "Mamba layers need the whole sequence" if mamba and case.recipe.trainer.parallelism.cp > 1 else ""
@@ -97,6 +92,11 @@ def _lora_targets(case: Case) -> str:
     return f"no model has {', '.join(unknown)}{hint}" if unknown else ""
 
 
+def _lora_absorbed(case: Case) -> str:
+    lora, sparse = case.recipe.trainer.lora, case.facts is not None and case.facts.indexer is not None
+    return "sparse attention never calls kv_b_proj" if lora and sparse and "kv_b_proj" in (lora.targets or ()) else ""
+
+
 def _vision_dtype(case: Case) -> str:
     vision = case.facts is not None and case.facts.family in VISION_FAMILIES
     return "vision models are trained in bfloat16" if vision and case.recipe.model.dtype != "bfloat16" else ""
@@ -108,9 +108,8 @@ def _vision_truncation(case: Case) -> str:
 
 
 def _host_memory(case: Case) -> str:
-    if not case.recipe.trainer.memory.optimizer_offload or case.recipe.trainer.optimizer.type in ("adamw", "sign_sgd"):
-        return ""
-    return f"{case.recipe.trainer.optimizer.type} has no step on the host"
+    muon = case.recipe.trainer.optimizer.type == "muon"
+    return "Muon multiplies matrices" if muon and case.recipe.trainer.memory.optimizer_offload else ""
 
 
 _EP = "trainer.parallelism.ep"
@@ -123,8 +122,6 @@ TRAINER_RULES = (
     Rule("trainer-ep-dense", "error", _EP, "EP needs a model with experts", _ep_dense, "ep: 1", "torchtitan 0.3"),
     Rule("trainer-ep-divides", "error", _EP, "EP divides the number of experts", _ep_divides,
          "a divisor of the number of experts", "torchtitan 0.3, expert parallelism shards dimension 0"),
-    Rule("trainer-ep-gpt-oss", "error", _EP, "GPT-OSS: no EP in the trainer", _ep_gpt_oss, "ep: 1",
-         "prime-rl 0.6.0 docs, capability table"),
     Rule("trainer-cp-mamba", "error", _CP, "Nemotron-H: no CP", _cp_mamba, "cp: 1",
          "prime-rl 0.6.0 docs, capability table"),
     Rule("trainer-cp-divides", "error", _CP, "2 x CP divides seq_len", _cp_divides, "a multiple of 2 x cp",
@@ -138,10 +135,13 @@ TRAINER_RULES = (
          "save_adapter: false, or transport: filesystem", "engines get the merged policy, over any transport"),
     Rule("lora-targets", "error", "trainer.lora.targets", "LoRA targets exist", _lora_targets,
          f"valid: {', '.join(sorted(LORA_TARGETS))}", "prime-rl 0.6.0 ignores unknown names silently"),
+    Rule("lora-absorbed", "error", "trainer.lora.targets", "Sparse attention (DSA): no LoRA on kv_b_proj",
+         _lora_absorbed, "leave kv_b_proj out", "its weight is absorbed, so an adapter beside it would learn nothing"),
     Rule("vision-dtype", "error", "model.dtype", "Vision models: bfloat16 only", _vision_dtype, "dtype: bfloat16",
          "prime-rl 0.6.0 docs, VLM"),
     Rule("vision-truncation", "warning", "seq_len", "Vision samples fit into seq_len", _vision_truncation,
          "as long as the longest sample", "prime-rl 0.6.0 docs, VLM"),
-    Rule("offload-optimizer", "error", "trainer.memory.optimizer_offload", "Host optimizers: AdamW and SignSGD",
-         _host_memory, "optimizer.type: adamw", "prime-rl 0.6.0 validator"),
+    Rule("offload-optimizer", "error", "trainer.memory.optimizer_offload", "No Muon on the host",
+         _host_memory, "optimizer.type: adamw, sgd or sign_sgd",
+         "prime-rl 0.6.0 validator (AdamW and SignSGD alone there)"),
 )  # fmt: skip

@@ -22,15 +22,15 @@ class Gap:
 
 
 GAPS = (
-    Gap("trainer.optimizer.type", "optimizer but AdamW", lambda r: r.trainer.optimizer.type != "adamw", "adamw"),
     Gap("trainer.router_replay", "router replay", lambda r: r.trainer.router_replay, "false"),
     Gap("trainer.parallelism.ep_backend", "DeepEP", lambda r: r.trainer.parallelism.ep_backend != "torch", "torch"),
-    Gap("trainer.memory", "optimizer offload", lambda r: r.trainer.memory.optimizer_offload, "leave it out"),
-    Gap("trainer.memory", "activation offload", lambda r: r.trainer.memory.activation_offload, "leave it out"),
-    Gap("trainer.memory", "logits in chunks", lambda r: r.trainer.memory.lm_head_chunk, "leave it out"),
     Gap("weights.transport", "weight updates over NCCL", lambda r: r.task == "rl" and r.weights.transport == "nccl",
         "filesystem"),
 )  # fmt: skip
+
+
+def _offloads(recipe: Recipe) -> bool:
+    return recipe.trainer.memory.optimizer_offload or recipe.trainer.memory.activation_offload
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,7 @@ NEEDS = (
     FamilyNeed("trainer.router_replay", "router replay", lambda r: r.trainer.router_replay, "false", "router_replay"),
     FamilyNeed("trainer.memory", "logits in chunks", lambda r: r.trainer.memory.lm_head_chunk, "leave it out",
         "head_chunks"),
+    FamilyNeed("trainer.memory", "offload to host memory", _offloads, "leave it out", "offload"),
 )  # fmt: skip
 
 
@@ -59,8 +60,10 @@ def unbuilt(recipe: Recipe, facts: ModelFacts | None, family: str | None) -> lis
     found: list[Finding] = []
     if family is not None:
         found += _incapable(recipe, family)
-    if facts is not None and facts.quantization is not None:
-        text = f"the checkpoint is stored in {facts.quantization}, the trainer reads bfloat16 or float32"
+    if recipe.task == "rl" and family in FAMILIES and FAMILIES[family].text_only:
+        text = f"of {family} only the text model is trained and published; engines insist on the rest"
+        found.append(Finding(level="blocked", field="model.path", text=text, fix="task: sft"))
+    if facts is not None and (text := _unread(recipe, facts)):
         found.append(Finding(level="blocked", field="model.path", text=text, fix="convert it to bfloat16 first"))
     return found + [
         Finding(level="blocked", field=gap.field, text=f"the trainer has no {gap.what} yet", fix=gap.fix)
@@ -82,3 +85,16 @@ def _incapable(recipe: Recipe, family: str) -> list[Finding]:
         for need in NEEDS
         if need.asked(recipe) and not getattr(able, need.capability)
     ]
+
+
+def _unread(recipe: Recipe, facts: ModelFacts) -> str:
+    """Why a checkpoint that is stored in fewer bits cannot be trained."""
+    if facts.quantization is None:
+        return ""
+    if not (facts.fp8_blocks and facts.family in FAMILIES and FAMILIES[facts.family].fp8_checkpoint):
+        return (
+            f"the checkpoint is stored in {facts.quantization}, the trainer reads bfloat16, float32 or block-scale FP8"
+        )
+    if recipe.task == "rl":
+        return "engines that start from an FP8 checkpoint take FP8 updates, and policies are published in bfloat16"
+    return ""

@@ -7,17 +7,40 @@ from typing import Any
 
 from torchtitan.protocols.model_spec import ModelSpec
 
-from primeslurm.trainer.models import afmoe, glm4_moe, laguna, llama, minimax_m2, qwen3
+from primeslurm.trainer.models import (
+    afmoe,
+    deepseek_v3,
+    glm4_moe,
+    glm_moe_dsa,
+    gpt_oss,
+    kimi_k25,
+    laguna,
+    llama,
+    minimax_m2,
+    nemotron_h,
+    qwen3,
+    qwen3_5,
+)
 
 Builder = Callable[[Any, int, str], ModelSpec]
 FAMILIES: dict[str, Builder] = {
-    "llama": llama.spec,
-    "qwen3": qwen3.spec,
-    "qwen3_moe": qwen3.spec,
-    "glm4_moe": glm4_moe.spec,
-    "minimax_m2": minimax_m2.spec,
     "afmoe": afmoe.spec,
+    "deepseek_v3": deepseek_v3.spec,
+    "glm4_moe": glm4_moe.spec,
+    "glm_moe_dsa": glm_moe_dsa.spec,
+    "gpt_oss": gpt_oss.spec,
+    "kimi_k2": deepseek_v3.spec,
+    "kimi_k25": kimi_k25.spec,
     "laguna": laguna.spec,
+    "llama": llama.spec,
+    "minimax_m2": minimax_m2.spec,
+    "nemotron_h": nemotron_h.spec,
+    "qwen3": qwen3.spec,
+    "qwen3_5": qwen3_5.spec,
+    "qwen3_5_moe": qwen3_5.spec,
+    "qwen3_5_moe_text": qwen3_5.spec,
+    "qwen3_5_text": qwen3_5.spec,
+    "qwen3_moe": qwen3.spec,
 }
 
 

@@ -19,7 +19,8 @@ EXPERTS = dict.fromkeys(("w1_EFD", "w2_EDF", "w3_EFD"), MATRIX["weight"])
 
 def norm(hf: Any, dim: int) -> RMSNorm.Config:
     """An RMSNorm over `dim` values with the model's epsilon."""
-    return RMSNorm.Config(normalized_shape=dim, eps=hf.rms_norm_eps, param_init=NORM)
+    eps = hf.layer_norm_epsilon if hasattr(hf, "layer_norm_epsilon") else hf.rms_norm_eps
+    return RMSNorm.Config(normalized_shape=dim, eps=eps, param_init=NORM)
 
 
 def linear(inputs: int, outputs: int, bias: bool = False) -> Linear.Config:

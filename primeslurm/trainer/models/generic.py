@@ -184,27 +184,28 @@ def build(
     Raises:
         ValueError: the model or the parallelism does not fit.
     """
-    layout = recipe.trainer.parallelism
-    if layout.ep > 1 or layout.cp > 1 or recipe.trainer.memory.lm_head_chunk:
-        raise ValueError(f"{hf.model_type}: the transformers implementation has no EP, no CP and no logits in chunks")
+    layout, memory = recipe.trainer.parallelism, recipe.trainer.memory
+    offload = memory.optimizer_offload or memory.activation_offload
+    if layout.ep > 1 or layout.cp > 1 or memory.lm_head_chunk or offload:
+        raise ValueError(f"{hf.model_type}: the transformers implementation has no EP, CP, logits in chunks or offload")
     with torch.device("meta"):
         model = GenericModel(hf)
     adapter = GenericAdapter(model)
     hf_names = set(adapter.to_hf(model.state_dict()))
     if layout.activation_checkpointing != "none":
         model.inner.gradient_checkpointing_enable({"use_reentrant": False})
-    _shard(model, dims, TORCH_DTYPE_MAP[recipe.model.dtype])
+    _shard(model, dims, TORCH_DTYPE_MAP[recipe.model.dtype], layout.reshard_after_forward)
     model.to_empty(device=device)
     model.init_weights()
     model.train()
     return model, adapter, hf_names
 
 
-def _shard(model: GenericModel, dims: ParallelDims, dtype: torch.dtype) -> None:
+def _shard(model: GenericModel, dims: ParallelDims, dtype: torch.dtype, reshard: bool) -> None:
     mesh = dims.get_mesh(["dp_replicate", "fsdp"] if dims.dp_replicate_enabled else ["fsdp"])
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for block in model.modules():
         if isinstance(block, GradientCheckpointingLayer):
-            fully_shard(block, mesh=mesh, mp_policy=policy)
+            fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     fully_shard(model, mesh=mesh, mp_policy=policy)
     titan_fsdp.disable_fsdp_gradient_division(model)  # losses are divided by the tokens of all ranks

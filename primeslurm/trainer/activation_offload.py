@@ -1,0 +1,145 @@
+"""Activations that layers save for the backward pass wait for it in host memory.
+
+Copies run beside the computation, on streams of their own: to the host while the next layer computes, and back while
+the backward pass is still at the layer behind. What a layer saves is what activation checkpointing leaves of it; with
+`full` that is its input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+
+class _Saved:
+    """One tensor on its way to the host, there, or on its way back."""
+
+    def __init__(self, tensor: torch.Tensor, layer: _Layer) -> None:
+        self.layer = layer
+        self._device = tensor.device
+        self._host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        self._host.copy_(tensor, non_blocking=True)
+        self._fetched: torch.Tensor | None = None
+
+    def allocate(self) -> None:
+        """Make room on the device; the memory must be the computing stream's."""
+        self._fetched = torch.empty_like(self._host, device=self._device)
+
+    def fetch(self) -> None:
+        """Copy into that room, on the current stream."""
+        assert self._fetched is not None
+        self._fetched.copy_(self._host, non_blocking=True)
+
+    def take(self) -> torch.Tensor:
+        """The tensor, back on its device. It leaves the host when its graph does."""
+        if self._fetched is None:
+            self.allocate()
+            self.fetch()
+        tensor, self._fetched = self._fetched, None
+        assert tensor is not None
+        return tensor
+
+
+class _Layer:
+    """What one layer's forward pass saved."""
+
+    def __init__(self, before: _Layer | None) -> None:
+        self.before = before
+        self.weights: set[int] = set()
+        self.saved: list[_Saved] = []
+        self.leaving: list[torch.Tensor] = []
+        """Keeps device memory until it has been copied."""
+        self.copied: Any = None
+        self.returned: Any = None
+
+
+class ActivationOffload:
+    """Moves what a model's layers save. One forward pass, then its backward pass."""
+
+    def __init__(self, device: torch.device) -> None:
+        cuda = device.type == "cuda"
+        self._out = torch.cuda.Stream(device) if cuda else None
+        self._back = torch.cuda.Stream(device) if cuda else None
+        self._layer: _Layer | None = None
+
+    def install(self, model: Any) -> None:
+        """Run every layer of `model.layers` through this."""
+        layers = list(model.layers.values())
+        for index, layer in enumerate(layers):
+            layer.forward = self._around(layer, layer.forward, first=index == 0)
+
+    def _around(self, module: torch.nn.Module, forward: Callable[..., Any], first: bool) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return forward(*args, **kwargs)
+            layer = self._layer = _Layer(None if first else self._layer)
+            self._wait_for_the_one_before_last(layer)
+            layer.weights = _storages(module)
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+                result = forward(*args, **kwargs)
+            if self._out is not None:
+                layer.copied = self._out.record_event()
+            return result
+
+        return run
+
+    def _wait_for_the_one_before_last(self, layer: _Layer) -> None:
+        """At most two layers' activations are on the device: the copied one's, and those of the one that computes."""
+        previous = layer.before.before if layer.before is not None else None
+        if previous is not None and previous.copied is not None:
+            torch.cuda.current_stream().wait_event(previous.copied)
+            previous.leaving.clear()
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Saved:
+        layer = self._layer
+        assert layer is not None
+        # Weights are FSDP's to keep, and indices are small.
+        if isinstance(tensor, DTensor) or not tensor.is_floating_point() or _storage(tensor) in layer.weights:
+            return tensor
+        if self._out is not None:
+            self._out.wait_stream(torch.cuda.current_stream())
+            layer.leaving.append(tensor.detach())
+        with torch.cuda.stream(self._out):
+            saved = _Saved(tensor.detach(), layer)
+        layer.saved.append(saved)
+        return saved
+
+    def _unpack(self, saved: torch.Tensor | _Saved) -> torch.Tensor:
+        if isinstance(saved, torch.Tensor):
+            return saved
+        layer = saved.layer
+        self._bring_back(layer)
+        if layer.before is not None:
+            self._bring_back(layer.before)
+        if layer.returned is not None:
+            torch.cuda.current_stream().wait_event(layer.returned)
+        return saved.take()
+
+    def _bring_back(self, layer: _Layer) -> None:
+        """Start the copies of all that a layer saved, once."""
+        waiting, layer.saved = layer.saved, []
+        if self._back is None or not waiting:
+            return
+        computing = torch.cuda.current_stream()
+        computing.wait_event(layer.copied)
+        layer.leaving.clear()
+        for saved in waiting:
+            saved.allocate()
+        self._back.wait_stream(computing)
+        with torch.cuda.stream(self._back):
+            for saved in waiting:
+                saved.fetch()
+            layer.returned = self._back.record_event()
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _storages(module: torch.nn.Module) -> set[int]:
+    """Where a layer's parameters and buffers are right now: FSDP has just gathered them."""
+    tensors = [*module.parameters(), *module.buffers()]
+    return {_storage(tensor.to_local() if isinstance(tensor, DTensor) else tensor) for tensor in tensors}

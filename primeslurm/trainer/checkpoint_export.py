@@ -1,0 +1,111 @@
+"""A checkpoint as a Hugging Face model: one process without a GPU, one layer in memory at a time.
+
+    python -m primeslurm.trainer.checkpoint_export --recipe RESOLVED --checkpoint DIR --out DIR
+
+It does not matter how many ranks wrote the checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from primeslurm.recipe import Recipe
+from primeslurm.trainer import huggingface, models
+from primeslurm.trainer.models import generic
+
+_PREFIX = "model."
+"""Of the model's tensors in a checkpoint."""
+_LAYER = re.compile(r"\blayers\.(\d+)\.")
+
+
+def export(recipe: Recipe, checkpoint: Path, out: Path) -> None:
+    """Write a committed checkpoint's weights in the compute dtype to `out`, which must not exist.
+
+    Raises:
+        OSError: a file cannot be read or written.
+        ValueError: the checkpoint is not one of the recipe's model, or holds adapters alone.
+    """
+    if recipe.trainer.lora is not None:
+        raise ValueError("checkpoints of adapters hold no whole model; published versions, in weights/, do")
+    source = huggingface.locate(recipe.model.path)
+    adapter, expected = _adapter(recipe, huggingface.load_config(source))
+    dtype = getattr(torch, recipe.model.dtype)
+    partial = out.with_name(f".{out.name}.partial")
+    if partial.exists():
+        shutil.rmtree(partial)
+    partial.mkdir()
+    index: dict[str, str] = {}
+    for number, layer in enumerate(_layers(checkpoint / "trainer")):
+        tensors = adapter.to_hf({name: tensor.to(dtype) for name, tensor in layer.items()})
+        file = f"model-{number:05d}.safetensors"
+        save_file({name: t.contiguous() for name, t in tensors.items()}, partial / file, metadata={"format": "pt"})
+        index.update(dict.fromkeys(tensors, file))
+    if set(index) != expected:
+        raise ValueError(f"{checkpoint} and {source} differ in {sorted(set(index) ^ expected)[:5]}")
+    (partial / huggingface.INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}, indent=2) + "\n")
+    huggingface.copy_companions(source, partial, dtype)
+    partial.rename(out)
+
+
+def _adapter(recipe: Recipe, config: Any) -> tuple[Any, set[str]]:
+    """What turns our tensors into those of Hugging Face, and all of their names."""
+    adapter: Any
+    with torch.device("meta"):
+        if models.is_generic(recipe.model.impl, config):
+            model: Any = generic.GenericModel(config)
+            adapter = generic.GenericAdapter(model)
+        else:
+            spec = models.spec(config, recipe.seq_len, "flex")
+            model, adapter = spec.model.build(), spec.state_dict_adapter(spec.model, None)
+    return adapter, set(adapter.to_hf(model.state_dict()))
+
+
+def _layers(directory: Path) -> Iterator[dict[str, torch.Tensor]]:
+    """The model's tensors, what belongs to no layer first, then one layer at a time."""
+    stored = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
+    sizes = {
+        name.removeprefix(_PREFIX): entry
+        for name, entry in stored.items()
+        if name.startswith(_PREFIX) and isinstance(entry, TensorStorageMetadata)
+    }
+    layers: dict[int, list[str]] = {}
+    for name in sizes:
+        match = _LAYER.search(name)
+        layers.setdefault(int(match[1]) if match else -1, []).append(name)
+    for _, names in sorted(layers.items()):
+        tensors = {name: torch.empty(sizes[name].size, dtype=sizes[name].properties.dtype) for name in names}
+        dcp.load({_PREFIX.rstrip("."): tensors}, checkpoint_id=directory, no_dist=True)
+        yield tensors
+
+
+def main() -> int:
+    """The command line. Exit code 1 with one line on stderr if it fails."""
+    parser = argparse.ArgumentParser(prog="python -m primeslurm.trainer.checkpoint_export", description=__doc__)
+    parser.add_argument("--recipe", type=Path, required=True, help="resolved recipe, JSON")
+    parser.add_argument("--checkpoint", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    try:
+        recipe = Recipe.model_validate_json(arguments.recipe.read_text())
+        export(recipe, arguments.checkpoint, arguments.out)
+    except (OSError, SafetensorError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

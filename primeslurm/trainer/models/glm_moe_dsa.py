@@ -1,0 +1,134 @@
+"""GLM-5: DeepSeek-V3's layers with sparse attention, whose indexers some layers share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from primeslurm.trainer import compat  # noqa: F401  isort: skip  (before torchtitan)
+import torch
+from torchtitan.config import TORCH_DTYPE_MAP, CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing
+from torchtitan.distributed.fsdp import apply_fsdp_to_decoder
+from torchtitan.distributed.pipeline_parallel import pipeline_llm
+from torchtitan.models.common import Linear
+from torchtitan.models.common.nn_modules import LayerNorm
+from torchtitan.models.deepseek_v3 import DeepSeekV3Model
+from torchtitan.models.deepseek_v3.state_dict_adapter import DeepSeekV3StateDictAdapter
+from torchtitan.protocols.model_spec import ModelSpec
+
+from primeslurm.trainer.dsa import Context, Indexer, sparse
+from primeslurm.trainer.models.common import MATRIX, ends, refuse
+from primeslurm.trainer.models.deepseek_v3 import LATENT_EPS, layers
+
+
+def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
+    """The torchtitan spec of a GLM-5 config. Raises ValueError for features that are not implemented."""
+    refuse(
+        hf,
+        q_lora_rank="" if hf.q_lora_rank else "none",
+        indexer_types="beginning with a shared one" if hf.indexer_types[0] != "full" else "",
+        indexer_rope_interleave="" if getattr(hf, "indexer_rope_interleave", True) else "false",
+    )
+    built = layers(hf, seq_len, attention)
+    owner = 0
+    for index, layer in enumerate(built):
+        own = hf.indexer_types[index] == "full"
+        owner = index if own else owner
+        layer.attention = sparse(
+            layer.attention,
+            indexer=_indexer(hf) if own else None,
+            selected_by=owner,
+            shared=own and "shared" in hf.indexer_types[index + 1 : index + 2],
+            dense=seq_len <= hf.index_topk,
+        )
+    return ModelSpec(
+        name="glm_moe_dsa",
+        flavor=hf.model_type,
+        model=GlmModel.Config(**ends(hf), layers=built),
+        parallelize_fn=parallelize,
+        pipelining_fn=pipeline_llm,
+        post_optimizer_build_fn=None,  # as for DeepSeek-V3
+        state_dict_adapter=GlmStateDictAdapter,
+    )
+
+
+def _indexer(hf: Any) -> Indexer.Config:
+    def linear(inputs: int, outputs: int) -> Linear.Config:
+        return Linear.Config(in_features=inputs, out_features=outputs, param_init=MATRIX)
+
+    return Indexer.Config(
+        heads=hf.index_n_heads,
+        head_dim=hf.index_head_dim,
+        rope_dim=hf.qk_rope_head_dim,
+        top_k=hf.index_topk,
+        wq_b=linear(hf.q_lora_rank, hf.index_n_heads * hf.index_head_dim),
+        wk=linear(hf.hidden_size, hf.index_head_dim),
+        k_norm=LayerNorm.Config(normalized_shape=hf.index_head_dim, eps=LATENT_EPS),
+        weights_proj=linear(hf.hidden_size, hf.index_n_heads),
+    )
+
+
+class GlmModel(DeepSeekV3Model):
+    """DeepSeek-V3's decoder; in the place of attention masks goes what queries may see."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(DeepSeekV3Model.Config):
+        """As DeepSeek-V3's."""
+
+        def update_from_config(self, *, config: Any, **arguments: Any) -> None:
+            """Fill in how parameters and activations are spread over ranks."""
+            DeepSeekV3Model.Config.update_from_config(self, config=config, **arguments)
+            for layer in self.layers:
+                # made for attention that takes query, key and value
+                layer.attention.inner_attention.sharding_config = None
+
+    def get_attention_masks(self, positions: torch.Tensor) -> Context:
+        """What each query of packed rows may see."""
+        return Context.of(positions)
+
+
+class GlmStateDictAdapter(DeepSeekV3StateDictAdapter):
+    """DeepSeek-V3's names, and those of the indexers."""
+
+    def __init__(self, model_config: GlmModel.Config, hf_assets_path: str | None) -> None:
+        super().__init__(model_config, hf_assets_path)
+        for name in ("wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias", "weights_proj.weight"):
+            hf_name = f"model.layers.{{}}.self_attn.indexer.{name}"
+            self.from_hf_map[hf_name] = f"layers.{{}}.attention.indexer.{name}"
+
+
+def parallelize(
+    model: GlmModel,
+    *,
+    parallel_dims: ParallelDims,
+    training: TrainingConfig,
+    parallelism: ParallelismConfig,
+    compile_config: CompileConfig,
+    ac_config: ActivationCheckpointing.Config | None,
+    dump_folder: str,
+) -> GlmModel:
+    """Spread experts, checkpoint activations and shard, as torchtitan does for DeepSeek-V3.
+
+    Context parallelism needs nothing here: attention gathers through the context that it is given.
+    """
+    if compile_config.enable:
+        raise ValueError("sparse attention is not compiled")
+    if parallel_dims.ep_enabled:
+        model.parallelize(parallel_dims)
+    if ac_config is not None:
+        ac_config.build(dump_folder=dump_folder).apply(model)
+    replicate = ["dp_replicate"] if parallel_dims.dp_replicate_enabled else []
+    apply_fsdp_to_decoder(
+        model,
+        parallel_dims.get_mesh([*replicate, "fsdp"]),
+        param_dtype=TORCH_DTYPE_MAP[training.mixed_precision_param],
+        reduce_dtype=TORCH_DTYPE_MAP[training.mixed_precision_reduce],
+        pp_enabled=False,
+        cpu_offload=training.enable_cpu_offload,
+        reshard_after_forward_policy=parallelism.fsdp_reshard_after_forward,
+        ep_degree=parallel_dims.ep,
+        edp_mesh=parallel_dims.get_optional_mesh([*replicate, "efsdp"]) if parallel_dims.ep_enabled else None,
+    )
+    return model

@@ -1,0 +1,337 @@
+"""Qwen3.5 and Qwen3.5-MoE: gated delta nets, and gated attention in every fourth layer.
+
+They are trained on text. The vision encoder that released checkpoints have stays frozen, and is published as it was.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from primeslurm.trainer import compat  # noqa: F401  isort: skip  (before torchtitan)
+import torch
+from torch import nn
+from torchtitan.models.common import CosSinRoPE, Linear
+from torchtitan.models.common.attention import AttentionMasksType, BaseAttention
+from torchtitan.models.common.config_utils import (
+    get_attention_config,
+    make_ffn_config,
+    make_moe_config,
+    make_router_config,
+)
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.feed_forward import FeedForward, SigmoidGatedFeedForward
+from torchtitan.models.common.moe import GroupedExperts, MoE
+from torchtitan.models.qwen3 import parallelize_qwen3
+from torchtitan.protocols.model_spec import ModelSpec
+from torchtitan.protocols.module import Module
+from transformers import AutoModel
+
+from primeslurm.trainer.models.adapter import TableAdapter
+from primeslurm.trainer.models.common import EXPERTS, MATRIX, ends, linear, refuse, rope_theta
+from primeslurm.trainer.models.delta_net import DeltaNet
+from primeslurm.trainer.models.experts import routed, spread
+
+
+class OffsetNorm(Module):
+    """An RMSNorm whose weights are stored as differences from 1."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        dim: int
+        eps: float
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.eps = config.eps
+        self.weight = nn.Parameter(torch.empty(config.dim))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., dim] to the same."""
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return (normed * (1 + self.weight.float())).to(x.dtype)
+
+
+class GatedAttention(BaseAttention):
+    """Grouped-query attention with rotary embeddings for a part of each head, and a gate on what it returns."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseAttention.Config):
+        head_dim: int
+        wq: Linear.Config
+        """Queries, each head's followed by its gate."""
+        wk: Linear.Config
+        wv: Linear.Config
+        wo: Linear.Config
+        q_norm: OffsetNorm.Config
+        k_norm: OffsetNorm.Config
+        rope: CosSinRoPE.Config
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        self.rotary_dim = config.rope.dim
+        for name in ("wq", "wk", "wv", "wo", "q_norm", "k_norm", "rope", "inner_attention"):
+            setattr(self, name, getattr(config, name).build())
+
+    def forward(
+        self, x: torch.Tensor, attention_masks: AttentionMasksType | None, positions: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[rows, length, dim] to the same."""
+        q, gate = self.wq(x).unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
+        k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.wk, self.wv))
+        q, k = self._rotate(self.q_norm(q), self.k_norm(k), positions)
+        out = self.inner_attention(
+            q, k, v, attention_masks=attention_masks, scale=self.head_dim**-0.5, enable_gqa=q.shape[2] > k.shape[2]
+        )
+        return self.wo((out * torch.sigmoid(gate)).flatten(2))
+
+    def _rotate(
+        self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        (q, q_rest), (k, k_rest) = (x.tensor_split([self.rotary_dim], dim=-1) for x in (q, k))
+        q, k = self.rope(q, k, positions)
+        return torch.cat([q, q_rest], dim=-1), torch.cat([k, k_rest], dim=-1)
+
+
+class Block(Module):
+    """A delta net or attention, then a feed-forward network or experts."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        attention_norm: OffsetNorm.Config
+        ffn_norm: OffsetNorm.Config
+        attention: GatedAttention.Config | None = None
+        delta_net: DeltaNet.Config | None = None
+        feed_forward: FeedForward.Config | None = None
+        moe: MoE.Config | None = None
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        for name in ("attention_norm", "ffn_norm", "attention", "delta_net", "feed_forward", "moe"):
+            part = getattr(config, name)
+            setattr(self, name, None if part is None else part.build())
+        self.moe_enabled = config.moe is not None
+
+    def forward(
+        self, x: torch.Tensor, attention_masks: AttentionMasksType | None, positions: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[rows, length, dim] to the same."""
+        normed = self.attention_norm(x)
+        if self.attention is not None:
+            x = x + self.attention(normed, attention_masks, positions)
+        else:
+            x = x + self.delta_net(normed, positions)
+        after = self.feed_forward if self.moe is None else self.moe
+        return x + after(self.ffn_norm(x))
+
+
+class VisionEncoder(Module):
+    """The encoder of images as transformers has it, frozen."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        hf: Any
+        """A transformers config."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.encoder = AutoModel.from_config(config.hf).requires_grad_(False)
+
+
+class Model(Decoder):
+    """A decoder of such blocks, and maybe a vision encoder beside it."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Decoder.Config):
+        vision: VisionEncoder.Config | None = None
+
+        def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
+            """Fill in how modules are sharded."""
+            Decoder.Config.update_from_config(self, config=config, **kwargs)
+            for layer in self.layers:
+                if layer.moe is not None:
+                    spread(layer.moe, *EXPERTS)
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.vision = config.vision.build() if config.vision else None
+
+
+class Adapter(TableAdapter):
+    """Names of checkpoints of the language model alone."""
+
+    names = {
+        "model.embed_tokens.weight": "tok_embeddings.weight",
+        **{
+            f"model.layers.{{}}.{hf}": f"layers.{{}}.{ours}"
+            for hf, ours in {
+                "input_layernorm.weight": "attention_norm.weight",
+                "post_attention_layernorm.weight": "ffn_norm.weight",
+                "self_attn.q_proj.weight": "attention.wq.weight",
+                "self_attn.k_proj.weight": "attention.wk.weight",
+                "self_attn.v_proj.weight": "attention.wv.weight",
+                "self_attn.o_proj.weight": "attention.wo.weight",
+                "self_attn.q_norm.weight": "attention.q_norm.weight",
+                "self_attn.k_norm.weight": "attention.k_norm.weight",
+                "linear_attn.in_proj_qkv.weight": "delta_net.in_proj_qkv.weight",
+                "linear_attn.in_proj_z.weight": "delta_net.in_proj_z.weight",
+                "linear_attn.in_proj_a.weight": "delta_net.in_proj_a.weight",
+                "linear_attn.in_proj_b.weight": "delta_net.in_proj_b.weight",
+                "linear_attn.out_proj.weight": "delta_net.out_proj.weight",
+                "linear_attn.conv1d.weight": "delta_net.conv_weight",
+                "linear_attn.dt_bias": "delta_net.dt_bias",
+                "linear_attn.A_log": "delta_net.A_log",
+                "linear_attn.norm.weight": "delta_net.norm_weight",
+                "mlp.gate_proj.weight": "feed_forward.w1.weight",
+                "mlp.up_proj.weight": "feed_forward.w3.weight",
+                "mlp.down_proj.weight": "feed_forward.w2.weight",
+                "mlp.gate.weight": "moe.router.gate.weight",
+                "mlp.shared_expert.gate_proj.weight": "moe.shared_experts.w1.weight",
+                "mlp.shared_expert.up_proj.weight": "moe.shared_experts.w3.weight",
+                "mlp.shared_expert.down_proj.weight": "moe.shared_experts.w2.weight",
+                "mlp.shared_expert_gate.weight": "moe.shared_experts.gate.weight",
+                "mlp.experts.{}.gate_proj.weight": "moe.routed_experts.inner_experts.w1_EFD",
+                "mlp.experts.{}.up_proj.weight": "moe.routed_experts.inner_experts.w3_EFD",
+                "mlp.experts.{}.down_proj.weight": "moe.routed_experts.inner_experts.w2_EDF",
+            }.items()
+        },
+        "model.norm.weight": "norm.weight",
+        "lm_head.weight": "lm_head.weight",
+    }
+
+
+class WholeAdapter(Adapter):
+    """Names of checkpoints with a vision encoder."""
+
+    names = {name.replace("model.", "model.language_model.", 1): ours for name, ours in Adapter.names.items()}
+
+    def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Our tensors under checkpoint names. Raises KeyError for one that the table does not have."""
+        vision, rest = _divided(state_dict, _VISION)
+        return super().to_hf(rest) | {_HF_VISION + name: tensor for name, tensor in vision.items()}
+
+    def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
+        """What `to_hf` made, or a whole checkpoint, under our names. Raises KeyError for an unknown name."""
+        vision, rest = _divided(hf_state_dict, _HF_VISION)
+        return super().from_hf(rest) | {_VISION + name: tensor for name, tensor in vision.items()}
+
+
+_VISION, _HF_VISION = "vision.encoder.", "model.visual."
+
+
+def _divided(tensors: dict[str, Any], prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Those whose names begin with `prefix`, without it, and the others."""
+    inside = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    return inside, {name: tensor for name, tensor in tensors.items() if not name.startswith(prefix)}
+
+
+def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
+    """The torchtitan spec of a Qwen3.5 config. Raises ValueError for features that are not implemented."""
+    whole, hf = hf, hf.get_text_config()
+    refuse(
+        hf,
+        attention_bias=hf.attention_bias,
+        activation="" if hf.hidden_act == "silu" else hf.hidden_act,
+    )
+    layers = [_layer(hf, kind == "full_attention", seq_len, attention) for kind in hf.layer_types]
+    around = ends(hf) | {"norm": _norm(hf, hf.hidden_size), "enable_weight_tying": whole.tie_word_embeddings}
+    vision = None if whole is hf else VisionEncoder.Config(hf=whole.vision_config)
+    return ModelSpec(
+        name="qwen3_5",
+        flavor=whole.model_type,
+        model=Model.Config(**around, layers=layers, vision=vision),
+        parallelize_fn=parallelize_qwen3,
+        pipelining_fn=None,
+        post_optimizer_build_fn=None,
+        state_dict_adapter=WholeAdapter if vision else Adapter,
+    )
+
+
+def _layer(hf: Any, full_attention: bool, seq_len: int, backend: str) -> Block.Config:
+    moe = hasattr(hf, "num_experts")
+    return Block.Config(
+        attention_norm=_norm(hf, hf.hidden_size),
+        ffn_norm=_norm(hf, hf.hidden_size),
+        attention=_attention(hf, seq_len, backend) if full_attention else None,
+        delta_net=None if full_attention else _net(hf),
+        feed_forward=None if moe else _feed_forward(hf),
+        moe=_moe(hf) if moe else None,
+    )
+
+
+def _norm(hf: Any, dim: int) -> OffsetNorm.Config:
+    return OffsetNorm.Config(dim=dim, eps=hf.rms_norm_eps, param_init={"weight": nn.init.zeros_})
+
+
+def _attention(hf: Any, seq_len: int, backend: str) -> GatedAttention.Config:
+    queries, keys = hf.num_attention_heads * hf.head_dim, hf.num_key_value_heads * hf.head_dim
+    rotary = int(hf.head_dim * hf.rope_parameters.get("partial_rotary_factor", 1.0))
+    return GatedAttention.Config(
+        n_heads=hf.num_attention_heads,
+        head_dim=hf.head_dim,
+        wq=linear(hf.hidden_size, 2 * queries),
+        wk=linear(hf.hidden_size, keys),
+        wv=linear(hf.hidden_size, keys),
+        wo=linear(queries, hf.hidden_size),
+        q_norm=_norm(hf, hf.head_dim),
+        k_norm=_norm(hf, hf.head_dim),
+        # The sections of multimodal rotary embeddings all have the same positions in text.
+        rope=CosSinRoPE.Config(dim=rotary, max_seq_len=seq_len, theta=rope_theta(hf)),
+        inner_attention=get_attention_config(backend),
+    )
+
+
+def _net(hf: Any) -> DeltaNet.Config:
+    keys = hf.linear_num_key_heads * hf.linear_key_head_dim
+    values = hf.linear_num_value_heads * hf.linear_value_head_dim
+    return DeltaNet.Config(
+        in_proj_qkv=linear(hf.hidden_size, 2 * keys + values),
+        in_proj_z=linear(hf.hidden_size, values),
+        in_proj_a=linear(hf.hidden_size, hf.linear_num_value_heads),
+        in_proj_b=linear(hf.hidden_size, hf.linear_num_value_heads),
+        out_proj=linear(values, hf.hidden_size),
+        key_heads=hf.linear_num_key_heads,
+        value_heads=hf.linear_num_value_heads,
+        key_dim=hf.linear_key_head_dim,
+        value_dim=hf.linear_value_head_dim,
+        conv_width=hf.linear_conv_kernel_dim,
+        eps=hf.rms_norm_eps,
+        param_init={
+            **dict.fromkeys(("conv_weight", "dt_bias", "A_log"), nn.init.zeros_),
+            "norm_weight": nn.init.ones_,
+        },
+    )
+
+
+def _feed_forward(hf: Any) -> FeedForward.Config:
+    return make_ffn_config(
+        dim=hf.hidden_size, hidden_dim=hf.intermediate_size, w1_param_init=MATRIX, w2w3_param_init=MATRIX
+    )
+
+
+def _moe(hf: Any) -> MoE.Config:
+    width = hf.shared_expert_intermediate_size
+    experts = GroupedExperts.Config(
+        dim=hf.hidden_size, hidden_dim=hf.moe_intermediate_size, num_experts=hf.num_experts, param_init=EXPERTS
+    )
+    return make_moe_config(
+        num_experts=hf.num_experts,
+        load_balance_coeff=None,
+        router=make_router_config(
+            dim=hf.hidden_size,
+            num_experts=hf.num_experts,
+            gate_param_init=MATRIX,
+            top_k=hf.num_experts_per_tok,
+            score_func="softmax",
+            route_norm=True,
+        ),
+        routed_experts=routed(experts, hf.num_experts_per_tok),
+        shared_experts=SigmoidGatedFeedForward.Config(
+            w1=linear(hf.hidden_size, width),
+            w2=linear(width, hf.hidden_size),
+            w3=linear(hf.hidden_size, width),
+            gate=linear(hf.hidden_size, 1),
+        ),
+    )

@@ -1,0 +1,165 @@
+"""Layers with a running state, over packed rows: a document never sees the state that the one before it left.
+
+Everything is computed in chunks: within a chunk all pairs of positions at once, between chunks one state per head.
+That a document begins shows in `positions`, which restart at 0; no loop over documents, no copy to the host.
+
+Shapes: B rows, L positions, H heads, C chunks, l and s positions in a chunk.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """What a position of a chunk has in common with other positions, as masks."""
+
+    pairs: torch.Tensor
+    """[B, C, l, s]: s is not after l, and in the same document."""
+    entered: torch.Tensor
+    """[B, C, l]: in the document that the chunk before ended with, whose state it therefore sees."""
+    left: torch.Tensor
+    """[B, C, l]: in the document that the chunk ends with, into whose state it therefore goes."""
+
+
+def chunks(positions: torch.Tensor, size: int) -> Chunks:
+    """Masks for rows of `positions`, [B, L], in chunks of `size` (the last one filled up)."""
+    documents = in_chunks((positions == 0).cumsum(dim=1), size)
+    previous = F.pad(documents[:, :-1, -1:], (0, 0, 1, 0), value=-1)
+    causal = torch.ones(size, size, dtype=torch.bool, device=positions.device).tril()
+    return Chunks(
+        pairs=causal & (documents.unsqueeze(-1) == documents.unsqueeze(-2)),
+        entered=documents == previous,
+        left=documents == documents[..., -1:],
+    )
+
+
+def in_chunks(values: torch.Tensor, size: int) -> torch.Tensor:
+    """[B, L, ...] to [B, C, size, ...], filled up with zeros."""
+    missing = -values.shape[1] % size
+    filled = torch.cat([values, values.new_zeros(values.shape[0], missing, *values.shape[2:])], dim=1)
+    return filled.unflatten(1, (-1, size))
+
+
+def causal_conv(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, positions: torch.Tensor
+) -> torch.Tensor:
+    """A depthwise convolution over each document's past, and SiLU.
+
+    Args:
+        x: [B, L, channels].
+        weight: [channels, 1, width]; the last column is for the position itself.
+        bias: [channels].
+        positions: [B, L].
+    """
+    length, width = x.shape[1], weight.shape[-1]
+    out = x * weight[:, 0, -1]
+    for back in range(1, width):
+        earlier = F.pad(x, (0, 0, back, 0))[:, :length]
+        reachable = (positions >= back).unsqueeze(-1)
+        out = out + torch.where(reachable, earlier, 0) * weight[:, 0, -1 - back]
+    return F.silu(out if bias is None else out + bias)
+
+
+def state_space(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    decay: torch.Tensor,
+    b: torch.Tensor,
+    c: torch.Tensor,
+    positions: torch.Tensor,
+    size: int,
+) -> torch.Tensor:
+    """The selective state space of Mamba-2: state = exp(dt * decay) * state + dt * x b^T, and out = state c.
+
+    Args:
+        x: [B, L, H, head_dim].
+        dt: time steps, [B, L, H].
+        decay: of each head, negative, [H].
+        b, c: into and out of the state, [B, L, groups, state]; consecutive heads share a group.
+        positions: [B, L].
+        size: positions in a chunk.
+
+    Returns:
+        Outputs as float32, of the shape of x.
+    """
+    length, groups = x.shape[1], b.shape[2]
+    where = chunks(positions, size)
+    pairs, entered, left = (mask[:, :, None, None] for mask in (where.pairs, where.entered, where.left))
+    dt = dt.float()
+    # [B, C, groups, heads of a group, l, ...]
+    steps = in_chunks(dt * decay.float(), size).movedim(-1, 2).unflatten(2, (groups, -1))
+    x = in_chunks(x.float() * dt.unsqueeze(-1), size).movedim(-2, 2).unflatten(2, (groups, -1))
+    b, c = (in_chunks(values.float(), size).movedim(-2, 2).unsqueeze(3) for values in (b, c))
+
+    total = steps.cumsum(dim=-1)
+    between = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(~pairs, -torch.inf).exp()
+    inside = (c @ b.transpose(-1, -2) * between) @ x
+    to_end = (total[..., -1:] - total).masked_fill(~left, -torch.inf).exp()
+    added = b.transpose(-1, -2) @ (x * to_end.unsqueeze(-1))
+    from_start = total.masked_fill(~entered, -torch.inf).exp()
+
+    state = torch.zeros_like(added[:, 0])
+    entering = []
+    for index in range(added.shape[1]):
+        entering.append(state)
+        state = state * from_start[:, index, ..., -1:, None] + added[:, index]
+    out = inside + (c @ torch.stack(entering, dim=1)) * from_start.unsqueeze(-1)
+    return out.flatten(2, 3).movedim(2, -2).flatten(1, 2)[:, :length]
+
+
+def gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    log_decay: torch.Tensor,
+    beta: torch.Tensor,
+    positions: torch.Tensor,
+    size: int = 64,
+) -> torch.Tensor:
+    """The gated delta rule: state decays, forgets what it holds for k by beta, and learns v for k; out = q state.
+
+    Args:
+        q, k: [B, L, H, key_dim]; they are normalised here.
+        v: [B, L, H, value_dim].
+        log_decay: not positive, [B, L, H].
+        beta: in (0, 1), [B, L, H].
+        positions: [B, L].
+        size: positions in a chunk.
+
+    Returns:
+        Outputs as float32, of the shape of v.
+    """
+    length = v.shape[1]
+    where = chunks(positions, size)
+    pairs, entered, left = (mask.unsqueeze(2) for mask in (where.pairs, where.entered, where.left))
+    q, k = (values.float() * torch.rsqrt(values.float().square().sum(-1, keepdim=True) + 1e-6) for values in (q, k))
+    beta = beta.float().unsqueeze(-1)
+    q = q * q.shape[-1] ** -0.5
+    # [B, C, H, l, ...]
+    q, k, v_beta, k_beta = (in_chunks(x, size).movedim(-2, 2) for x in (q, k, v.float() * beta, k * beta))
+    total = in_chunks(log_decay.float(), size).movedim(-1, 2).cumsum(dim=-1)
+
+    between = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(~pairs, -torch.inf).exp()
+    from_start = total.masked_fill(~entered, -torch.inf).exp().unsqueeze(-1)
+    to_end = (total[..., -1:] - total).masked_fill(~left, -torch.inf).exp().unsqueeze(-1)
+    # What each position really learns, once for an empty state and once per unit of the state that enters the chunk.
+    system = k_beta @ k.transpose(-1, -2) * between
+    both = torch.cat([v_beta, k_beta * from_start], dim=-1)
+    learned, known = torch.linalg.solve_triangular(system, both, upper=False, unitriangular=True).split(
+        [v.shape[-1], k.shape[-1]], dim=-1
+    )
+    attention = q @ k.transpose(-1, -2) * between
+    read, write = q * from_start, (k * to_end).transpose(-1, -2)
+
+    state = q.new_zeros(*q.shape[:1], q.shape[2], q.shape[-1], v.shape[-1])
+    outs = []
+    for index in range(q.shape[1]):
+        new = learned[:, index] - known[:, index] @ state
+        outs.append(read[:, index] @ state + attention[:, index] @ new)
+        state = state * from_start[:, index, :, -1:] + write[:, index] @ new
+    return torch.stack(outs, dim=1).movedim(2, -2).flatten(1, 2)[:, :length]

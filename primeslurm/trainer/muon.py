@@ -1,0 +1,116 @@
+"""Muon for sharded matrices and stacks of matrices: momentum whose direction is made orthogonal.
+
+Update: K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024; scaled to the size of an
+AdamW update as in J. Liu et al., "Muon is Scalable for LLM Training", arXiv 2502.16982: both share a learning rate.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+_STEPS = 5
+_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+
+
+def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
+    """Each matrix [..., rows, columns] with its singular values moved close to 1, by five Newton-Schulz iterations."""
+    a, b, c = _COEFFICIENTS
+    tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.mT if tall else matrices
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-7)
+    for _ in range(_STEPS):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.mT if tall else x
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon over DTensors of two dimensions, or three: then the first one counts matrices, such as experts.
+
+    Whole matrices are needed. Those of equal shape exchange their shards, so that every rank orthogonalizes other ones;
+    stacks that are split between matrices stay where they are.
+
+    Args:
+        named: parameters with their names.
+        momentum: decay of the averaged gradient.
+        dtype: of the orthogonalization.
+    """
+
+    def __init__(
+        self,
+        named: Iterable[tuple[str, torch.Tensor]],
+        lr: float,
+        momentum: float,
+        weight_decay: float,
+        dtype: torch.dtype,
+    ) -> None:
+        super().__init__(named, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+        self._dtype = dtype
+
+    def step(self, closure: Any = None) -> None:
+        """Update every parameter that has a gradient. A collective."""
+        with torch.no_grad():
+            for group in self.param_groups:
+                for together in _bunches(group["params"]):
+                    self._update(together, group)
+
+    def _update(self, together: list[Any], group: dict[str, Any]) -> None:
+        momenta = [self._momentum(parameter, group["momentum"]) for parameter in together]
+        for parameter, direction in zip(together, self._directions(together, momenta), strict=True):
+            scale = 0.2 * math.sqrt(max(parameter.shape[-2:]))
+            local = parameter.to_local()
+            local.mul_(1 - group["lr"] * group["weight_decay"])
+            local.add_(direction, alpha=-group["lr"] * scale)
+
+    def _momentum(self, parameter: Any, momentum: float) -> torch.Tensor:
+        """This rank's shard of the averaged gradient, looked ahead by one step (Nesterov)."""
+        state = self.state[parameter]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(parameter)
+        average, gradient = state["momentum_buffer"].to_local(), parameter.grad.to_local()
+        average.lerp_(gradient, 1 - momentum)
+        return gradient.lerp(average, momentum)
+
+    def _directions(self, together: list[Any], momenta: list[torch.Tensor]) -> Iterable[torch.Tensor]:
+        first = together[0]
+        if first.ndim == 3:
+            return [self._direction(first, first.shape, first.placements, momenta[0])]
+        shape = torch.Size((len(together), *first.shape))
+        placements = [Shard(place.dim + 1) if isinstance(place, Shard) else place for place in first.placements]
+        return self._direction(first, shape, placements, torch.stack(momenta)).unbind()
+
+    def _direction(self, like: Any, shape: torch.Size, placements: Any, local: torch.Tensor) -> torch.Tensor:
+        """Orthogonalize a stack of which this rank holds `local`; its part of the result."""
+        mesh, stride = like.device_mesh, torch.empty(shape, device="meta").stride()
+        stack = DTensor.from_local(local.to(self._dtype), mesh, placements, shape=shape, stride=stride)
+        whole = stack.redistribute(placements=_whole(placements, like.ndim))
+        result = orthogonalize(whole.to_local())
+        back = DTensor.from_local(result, mesh, whole.placements, shape=shape, stride=stride)
+        return back.redistribute(placements=placements).to_local()
+
+
+def _whole(placements: Any, ndim: int) -> list[Any]:
+    """Placements of a stack [matrices, rows, columns] that split no matrix.
+
+    What was one matrix a parameter is exchanged for whole ones; experts that there are too few of are gathered.
+    """
+    place = Shard(0) if ndim == 2 else Replicate()
+    return [place if isinstance(old, Shard) and old.dim > 0 else old for old in placements]
+
+
+def _bunches(parameters: Iterable[Any]) -> Iterator[list[Any]]:
+    """Parameters to work on together: alike, and as many as there are ranks to share them."""
+    alike: dict[Any, list[Any]] = defaultdict(list)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            alike[parameter.shape, parameter.device_mesh, parameter.placements].append(parameter)
+    for (shape, mesh, _), found in alike.items():
+        size = mesh.size() if len(shape) == 2 else 1
+        for start in range(0, len(found), size):
+            yield found[start : start + size]

@@ -1,0 +1,41 @@
+"""Train a few steps on one GPU and print peak memory and seconds a step as JSON. Argument: a recipe."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+from primeslurm.recipe import Recipe
+from primeslurm.trainer.interrupt import Interrupt
+from primeslurm.trainer.loss import dppo
+from primeslurm.trainer.parallel import build
+from primeslurm.trainer.step import Learner
+from primeslurm.trainer.world import join
+from tests.trainer.conftest import make_batch, make_progress
+
+
+def main() -> None:
+    """Three steps; the first, which warms up, is not timed."""
+    import torch
+
+    path = Path(sys.argv[1])
+    recipe = Recipe.model_validate_json(path.read_text())
+    world = join(Interrupt(), 60, recipe.trainer.memory.optimizer_offload)
+    learner = Learner(build(recipe, world), recipe.trainer.optimizer, 9, dppo(recipe.trainer.loss), world)
+    progress = make_progress(path.parent)
+    losses = []
+    for step in (1, 2, 3):
+        if step == 2:
+            torch.cuda.synchronize()
+            began = time.monotonic()
+        losses.append(learner.train(make_batch(step, rows=1, seq_len=recipe.seq_len), progress)["loss"])
+    torch.cuda.synchronize()
+    seconds = (time.monotonic() - began) / 2
+    print("RESULT", json.dumps({"gb": world.peak_memory_bytes() / 1e9, "seconds": seconds, "losses": losses}))
+    world.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""Each switch that saves memory does, on a GPU, and leaves the loss alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from primeslurm.trainer import tiny
+from tests.trainer.conftest import finish, make_recipe, start_ranks
+
+torch = pytest.importorskip("torch")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+SEQ_LEN = 16384
+SWITCHES: dict[str, dict[str, Any]] = {
+    "selective": {"parallelism": {"activation_checkpointing": "selective"}},
+    "full": {"parallelism": {"activation_checkpointing": "full"}},
+    "full and activation_offload": {
+        "parallelism": {"activation_checkpointing": "full"},
+        "memory": {"activation_offload": True},
+    },
+    "lm_head_chunk": {"memory": {"lm_head_chunk": 1024}},
+    "optimizer_offload": {"memory": {"optimizer_offload": True}},
+    "sgd": {"optimizer": {"type": "sgd", "lr": 1e-6}},
+    "muon": {"optimizer": {"type": "muon", "lr": 1e-6}},
+}
+
+
+def measure(model: Path, directory: Path, **trainer: Any) -> dict[str, Any]:
+    """Peak memory, seconds a step and losses of one process."""
+    directory.mkdir()
+    config = {"path": str(model), "dtype": "bfloat16"}
+    recipe = make_recipe(model, model=config, seq_len=SEQ_LEN, trainer={"optimizer": {"lr": 1e-6}, **trainer})
+    path = directory / "recipe.json"
+    path.write_text(recipe.model_dump_json(by_alias=True))
+    (output,) = finish(start_ranks(1, "-m", "tests.gpu.memory_rank", str(path)))
+    result: dict[str, Any] = json.loads(next(line for line in output.splitlines() if line.startswith("RESULT"))[7:])
+    return result
+
+
+def test_every_switch_saves_memory(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=65536,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=24,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=64,
+        max_position_embeddings=SEQ_LEN,
+        tie_word_embeddings=False,
+    )
+    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(model)
+    tiny.tokenizer().save_pretrained(model)
+    plain = measure(model, tmp_path / "plain")
+    table = {"none": plain}
+    for number, (name, trainer) in enumerate(SWITCHES.items()):
+        table[name] = measure(model, tmp_path / str(number), **trainer)
+    print()
+    for name, row in table.items():
+        print(f"{name:28} {row['gb']:8.2f} GB {row['seconds']:8.3f} s/step  losses {row['losses']}")
+    for name, row in table.items():
+        assert row["losses"][0] == pytest.approx(plain["losses"][0], rel=2e-2, abs=2e-3), name
+        assert name == "none" or row["gb"] < plain["gb"], name
+    assert table["full"]["gb"] < table["selective"]["gb"]
+    assert table["full and activation_offload"]["gb"] < table["full"]["gb"]

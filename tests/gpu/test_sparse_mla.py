@@ -1,0 +1,97 @@
+"""Latent attention on a GPU in bfloat16, dense and sparse, against the CPU in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DeepseekV3Config, GlmMoeDsaConfig
+
+from primeslurm.trainer import dsa
+from primeslurm.trainer.interrupt import Interrupt
+from primeslurm.trainer.parallel import build
+from primeslurm.trainer.sparse_mla import dense_mla, sparse_mla
+from primeslurm.trainer.world import World, join
+from tests.trainer.conftest import SEQ_LEN, free_port, make_recipe, rank_environment
+from tests.trainer.families import DSA, GROUPS, MLA, SHARED, YARN, Case, write
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+QUERIES, KEYS, HEADS, RANK, ROPE, TOP_K = 256, 2048, 16, 512, 64, 512
+SCALE = (128 + ROPE) ** -0.5
+DENSE = {"first_k_dense_replace": 4}
+
+
+def test_forward_and_backward_equal_float32() -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((1, QUERIES, HEADS, RANK), (1, QUERIES, HEADS, ROPE), (1, KEYS, RANK), (1, KEYS, ROPE))
+    rounded = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
+    indices = torch.rand(1, QUERIES, KEYS, generator=generator).topk(TOP_K).indices.int()
+    indices[..., TOP_K // 2 :].masked_fill_(torch.rand(1, QUERIES, TOP_K // 2, generator=generator) < 0.5, -1)
+    weight = torch.randn(1, QUERIES, HEADS, RANK, generator=generator)
+
+    exact = [tensor.float().requires_grad_() for tensor in rounded]
+    expected = dense_mla(*exact, indices, SCALE)
+    wanted = torch.autograd.grad((expected * weight).sum(), exact)
+    tensors = [tensor.cuda().requires_grad_() for tensor in rounded]
+    out = sparse_mla(*tensors, indices.cuda(), SCALE)
+    gradients = torch.autograd.grad((out.float() * weight.cuda()).sum(), tensors)
+    assert out.dtype == torch.bfloat16
+    for mine, reference in zip((out, *gradients), (expected, *wanted), strict=True):
+        error = (mine.float().cpu() - reference).norm() / reference.norm()
+        assert error < 0.02, f"{float(error):.4f}"
+
+
+def test_keys_are_selected_as_in_float32() -> None:
+    generator = torch.Generator().manual_seed(0)
+    length, heads, width, top_k = 1024, 32, 128, 64
+    query = torch.randn(1, length, heads, width, generator=generator).bfloat16()
+    keys = torch.randn(1, length, width, generator=generator).bfloat16()
+    weight = torch.randn(1, length, heads, generator=generator)
+    context = dsa.Context.of(torch.cat([torch.arange(600), torch.arange(424)])[None])
+    expected = dsa.select(query.float(), keys.float(), weight, context, top_k)
+    moved = dsa.Context(context.first.cuda(), context.last.cuda())
+    found = dsa.select(query.cuda(), keys.cuda(), weight.cuda(), moved, top_k).cpu()
+    assert torch.equal(found >= 0, expected >= 0)
+    same = [len(set(a) & set(b)) / len(set(b)) for a, b in zip(found[0].tolist(), expected[0].tolist(), strict=True)]
+    assert min(same) > 0.9 and sum(same) / length > 0.999  # products are exact, the order of sums is not
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    """This process as the only rank of a trainer."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in rank_environment(0, 1, free_port()).items():
+            patch.setenv(name, value)
+        joined = join(Interrupt(), patience_s=60)
+        yield joined
+        joined.close()
+
+
+@pytest.mark.parametrize(
+    ("case", "tolerance"),
+    [
+        # Without experts: which of a tiny model's are chosen changes with the rounding, and so do all later layers.
+        (Case("deepseek_v3", lambda: DeepseekV3Config(**MLA | DENSE, **GROUPS, rope_parameters=YARN)), 0.03),
+        (Case("all keys", lambda: GlmMoeDsaConfig(**DSA | DENSE, index_topk=64)), 0.03),
+        # The same happens to keys.
+        (Case("some keys", lambda: GlmMoeDsaConfig(**DSA | DENSE, index_topk=16, indexer_types=SHARED)), 0.1),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_bfloat16_logits_are_near_those_of_transformers(
+    case: Case, tolerance: float, world: World, tmp_path: Path
+) -> None:
+    path = write(case, tmp_path)
+    tokens = torch.randint(3, 128, (1, SEQ_LEN), generator=torch.Generator().manual_seed(1))
+    positions = torch.arange(SEQ_LEN)[None]
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()(tokens).logits
+    policy = build(make_recipe(path, model={"path": str(path), "dtype": "bfloat16"}), world)
+    logits = policy.logits(tokens.to(world.device), positions.to(world.device))[0]
+    logits.float().square().mean().backward()
+    assert all(p.grad is not None for p in policy.model.parameters() if p.requires_grad)
+    error = (logits.detach().float().cpu() - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert error.median() < tolerance, f"{float(error.median()):.4f}"

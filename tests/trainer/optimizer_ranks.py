@@ -1,0 +1,95 @@
+"""One rank of the optimizers' test: trains with each of them, and resumes what one process has saved."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from primeslurm.trainer.checkpoint import Checkpoints
+from primeslurm.trainer.interrupt import Interrupt
+from primeslurm.trainer.loss import dppo
+from primeslurm.trainer.parallel import build
+from primeslurm.trainer.publish import Publisher
+from primeslurm.trainer.step import Learner
+from primeslurm.trainer.world import World, join
+from tests.trainer.conftest import make_batch, make_progress, make_recipe
+
+TYPES = ("adamw", "muon", "sgd", "sign_sgd")
+RATES = {"adamw": 1e-3, "muon": 1e-3, "sgd": 1.0, "sign_sgd": 1e-4}
+
+
+def train(directory: Path, model: Path, kind: str, ep: int, world: World) -> None:
+    """Three steps in `directory`, with a checkpoint after the second."""
+    learner, saver = prepare(directory, model, kind, ep, world)
+    steps(learner, saver, directory, 0, world)
+
+
+def resume(saved: Path, directory: Path, model: Path, kind: str, ep: int, world: World) -> None:
+    """The third step of the run in `saved`, published in `directory`."""
+    learner, saver = prepare(saved, model, kind, ep, world)
+    assert saver.restore(learner) == 2
+    steps(learner, None, directory, 2, world)
+
+
+def prepare(directory: Path, model: Path, kind: str, ep: int, world: World) -> tuple[Learner, Checkpoints]:
+    """A learner whose gradients are clipped, and what saves it."""
+    trainer: dict[str, Any] = {
+        "optimizer": {"type": kind, "lr": RATES[kind], "weight_decay": 0.1, "max_norm": 0.1, "schedule": "cosine"},
+        "parallelism": {"ep": ep},
+    }
+    recipe = make_recipe(model, trainer=trainer, checkpoint={"interval": 2})
+    policy = build(recipe, world)
+    learner = Learner(policy, recipe.trainer.optimizer, recipe.max_steps, dppo(recipe.trainer.loss), world)
+    return learner, Checkpoints(directory, 1, recipe.checkpoint, world, None)
+
+
+def steps(learner: Learner, saver: Checkpoints | None, directory: Path, done: int, world: World) -> None:
+    """Train up to step 3 and publish."""
+    import torch
+
+    progress = make_progress(directory)
+    policy = learner.policy
+    for step in range(done + 1, 4):
+        metrics = learner.train(make_batch(step, policy.dp_rank, policy.dp_world), progress)
+        assert metrics["grad_norm"] > 0.1, "clipping must be tested"
+        if saver is not None:
+            saver.after(step, learner, progress)
+    Publisher(policy, directory, torch.float32, 1, world).publish(3)
+
+
+def check_muon() -> None:
+    """However matrices are cut, and however many there are: every rank's part is that of the whole."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from primeslurm.trainer.muon import Muon, orthogonalize
+
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
+    generator = torch.Generator().manual_seed(0)
+    for shape, dim in (((5, 6), 0), ((3, 5, 6), 0), ((3, 5, 6), 1), ((3, 6, 5), 2)):
+        gradients = torch.randn((3, *shape), generator=generator)
+        parameters = [torch.nn.Parameter(distribute_tensor(torch.zeros(shape), mesh, [Shard(dim)])) for _ in gradients]
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = distribute_tensor(gradient, mesh, [Shard(dim)])
+        named = [(str(index), parameter) for index, parameter in enumerate(parameters)]
+        Muon(named, lr=1.0, momentum=0.0, weight_decay=0.0, dtype=torch.float32).step()
+        for (_, parameter), gradient in zip(named, gradients, strict=True):
+            expected = -0.2 * max(shape[-2:]) ** 0.5 * orthogonalize(gradient)
+            torch.testing.assert_close(parameter.full_tensor(), expected, atol=1e-5, rtol=1e-5)
+
+
+def main() -> None:
+    """Arguments: model, root directory of the runs."""
+    model, root = Path(sys.argv[1]), Path(sys.argv[2])
+    world = join(Interrupt(), patience_s=60)
+    check_muon()
+    for kind in TYPES:
+        train(root / "two" / kind, model, kind, 2, world)
+        resume(root / "one" / kind, root / "one-two" / kind, model, kind, 2, world)
+    world.close()
+
+
+if __name__ == "__main__":
+    main()

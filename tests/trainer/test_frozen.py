@@ -1,0 +1,43 @@
+"""What training leaves as the checkpoint has it: a router's selection bias, and the indexers of sparse attention."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from primeslurm.recipe.training import Checkpoint
+from primeslurm.trainer.checkpoint import Checkpoints
+from primeslurm.trainer.loss import dppo
+from primeslurm.trainer.parallel import build
+from primeslurm.trainer.progress import Progress
+from primeslurm.trainer.step import Learner
+from primeslurm.trainer.world import World
+from primeslurm.wire.journal import Journal
+from tests.trainer.conftest import make_batch, make_recipe
+from tests.trainer.families import CASES, write
+
+
+def test_glm5_trains_and_resumes_with_its_indexers_and_biases_unchanged(world: World, tmp_path: Path) -> None:
+    path = write(next(case for case in CASES if case.name == "glm_moe_dsa"), tmp_path / "model")
+    recipe = make_recipe(path)
+
+    def learner() -> Learner:
+        policy = build(recipe, world)
+        return Learner(policy, recipe.trainer.optimizer, recipe.max_steps, dppo(recipe.trainer.loss), world)
+
+    saver = Checkpoints(tmp_path, 1, Checkpoint(), world, None)
+    progress = Progress(Journal(tmp_path, "trainer"), record=False)
+    mine = learner()
+    before = {name: tensor.clone() for name, tensor in mine.policy.model.state_dict().items()}
+    mine.train(make_batch(1), progress)
+    saver.save(1, mine)
+    after = mine.policy.model.state_dict()
+    unchanged = {name for name, tensor in after.items() if torch.equal(tensor, before[name])}
+    assert unchanged == {name for name in before if ".indexer." in name or "expert_bias" in name}
+    # two indexers of five tensors, three layers with experts
+    assert len(unchanged) == 2 * 5 + 3
+
+    resumed = learner()
+    assert saver.restore(resumed) == 1
+    assert resumed.train(make_batch(2), progress)["loss"] == mine.train(make_batch(2), progress)["loss"]

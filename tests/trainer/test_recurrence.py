@@ -1,0 +1,78 @@
+"""Recurrent layers computed in chunks against the same computed token by token, document by document."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from primeslurm.trainer import compat  # noqa: F401  isort: skip  (before torchtitan)
+import pytest
+import torch
+
+from primeslurm.trainer.models.recurrence import causal_conv, gated_delta_rule, state_space
+
+DOCUMENTS = ((1, 16, 20, 9), (4, 3, 39))
+"""Lengths in two rows: within chunks of 16, over their borders, and starting on one."""
+LENGTH, HEADS, KEYS, VALUES = 46, 4, 8, 6
+POSITIONS = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in DOCUMENTS])
+
+
+def random(*shape: int) -> torch.Tensor:
+    """Float64 values that depend on the shape alone."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(2, LENGTH, *shape, generator=generator, dtype=torch.float64)
+
+
+def step_by_step(update: Callable[[int, int, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """Outputs [2, LENGTH, HEADS, VALUES] of `update(row, position, state) -> (state, output)`."""
+    rows = []
+    for row in range(2):
+        outputs = []
+        state = torch.zeros(HEADS, KEYS, VALUES, dtype=torch.float64)
+        for at in range(LENGTH):
+            if POSITIONS[row, at] == 0:
+                state = torch.zeros_like(state)
+            state, output = update(row, at, state)
+            outputs.append(output)
+        rows.append(torch.stack(outputs))
+    return torch.stack(rows)
+
+
+def test_state_space() -> None:
+    x, b, c = random(HEADS, VALUES), random(2, KEYS), random(2, KEYS).flip(1)
+    dt, decay = random(HEADS).abs(), -torch.arange(1.0, HEADS + 1)
+
+    def update(row: int, at: int, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        into, out = (values[row, at].repeat_interleave(HEADS // 2, dim=0) for values in (b, c))
+        state = torch.exp(dt[row, at] * decay)[:, None, None] * state
+        state = state + into[:, :, None] * (dt[row, at, :, None] * x[row, at])[:, None]
+        return state, (out[:, None] @ state)[:, 0]
+
+    got = state_space(x, dt, decay, b, c, POSITIONS, size=16)
+    torch.testing.assert_close(got, step_by_step(update).float(), atol=2e-5, rtol=1e-4)
+
+
+def test_gated_delta_rule() -> None:
+    q, k, v = random(HEADS, KEYS), random(HEADS, KEYS).flip(1), random(HEADS, VALUES)
+    log_decay, beta = -random(HEADS).abs(), torch.sigmoid(random(HEADS))
+
+    def update(row: int, at: int, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        query, key = (torch.nn.functional.normalize(values[row, at], dim=-1) for values in (q, k))
+        state = torch.exp(log_decay[row, at])[:, None, None] * state
+        wrong = v[row, at] - (key[:, None] @ state)[:, 0]
+        state = state + key[:, :, None] * (beta[row, at, :, None] * wrong)[:, None]
+        return state, (query[:, None] * KEYS**-0.5 @ state)[:, 0]
+
+    got = gated_delta_rule(q, k, v, log_decay, beta, POSITIONS, size=16)
+    torch.testing.assert_close(got, step_by_step(update).float(), atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_causal_conv(with_bias: bool) -> None:
+    x, weight = random(5), torch.randn(5, 1, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    bias = torch.arange(5.0, dtype=torch.float64) if with_bias else None
+    got = causal_conv(x, weight, bias, POSITIONS)
+    for row, lengths in enumerate(DOCUMENTS):
+        for document, expected in zip(got[row].split(lengths), x[row].split(lengths), strict=True):
+            past = torch.nn.functional.pad(expected.T, (3, 0))
+            one = torch.nn.functional.silu(torch.nn.functional.conv1d(past, weight, bias, groups=5)).T
+            torch.testing.assert_close(document, one)

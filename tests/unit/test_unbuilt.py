@@ -1,0 +1,80 @@
+"""What the trainer cannot read is found before a run: families, and how checkpoints are stored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from primeslurm.plan.catalog import catalog, facts_of
+from primeslurm.plan.checks.unbuilt import unbuilt
+from primeslurm.recipe import Recipe
+from tests.support.recipes import recipe_data
+
+MOE: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "vocab_size": 128,
+}
+BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+SFT: dict[str, Any] = {"task": "sft", "environments": [], "sft": {"data": {"type": "jsonl", "path": "data.jsonl"}}}
+
+
+def texts(config: dict[str, Any], **changes: Any) -> list[str]:
+    """What is found about a model with this config."""
+    found = unbuilt(Recipe.model_validate(recipe_data(**changes)), facts_of(config), config["model_type"])
+    return [f"{finding.level}: {finding.text}" for finding in found if finding.field == "model.path"]
+
+
+def test_an_unknown_family_is_named_with_those_that_are_known() -> None:
+    (finding,) = unbuilt(Recipe.model_validate(recipe_data()), None, "dinosaur")
+    assert finding.text == "model type 'dinosaur' is not one the trainer builds"
+    assert "qwen3_moe" in finding.fix.split(", ")
+
+
+def test_block_scale_fp8_is_read() -> None:
+    assert texts(MOE | {"quantization_config": BLOCKS}, **SFT) == []
+
+
+@pytest.mark.parametrize(
+    ("stored", "text"),
+    [
+        ({"quant_method": "fp8"}, "stored in fp8"),
+        (BLOCKS | {"weight_block_size": [64, 64]}, "stored in fp8"),
+        (BLOCKS | {"fmt": "e5m2"}, "stored in fp8"),
+        ({"quant_method": "compressed-tensors", "bits": 4}, "stored in int4"),
+    ],
+)
+def test_other_ways_to_store_weights_are_not(stored: dict[str, Any], text: str) -> None:
+    (found,) = texts(MOE | {"quantization_config": stored}, **SFT)
+    assert found.startswith("blocked: ") and text in found
+
+
+def test_engines_that_start_in_fp8_are_not_sent_bfloat16() -> None:
+    (found,) = texts(MOE | {"quantization_config": BLOCKS})
+    assert "engines that start from an FP8 checkpoint take FP8 updates" in found
+
+
+def test_glm5_is_a_model_the_trainer_builds() -> None:
+    facts = catalog()["zai-org/GLM-5.1"].facts
+    assert not [
+        f for f in unbuilt(Recipe.model_validate(recipe_data()), facts, facts.family) if f.field == "model.path"
+    ]
+
+
+def test_of_kimi_k2_7_only_the_text_model_is_trained() -> None:
+    config = {"model_type": "kimi_k25", "text_config": MOE}
+    assert texts(config, **SFT) == []
+    (found,) = texts(config)
+    assert "only the text model is trained" in found
+
+
+def test_the_text_config_says_how_weights_are_stored() -> None:
+    stored = {"quant_method": "compressed-tensors", "bits": 4}
+    (found,) = texts({"model_type": "kimi_k25", "text_config": MOE | {"quantization_config": stored}}, **SFT)
+    assert "stored in int4" in found
