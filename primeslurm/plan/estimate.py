@@ -185,8 +185,6 @@ def _update(recipe: Recipe, site: Site, train: Need, needs: list[Need], facts: M
     experts = float(parameters.experts * (1 if fp8 else element))
     projections = (parameters.attention + parameters.dense) * (1 if fp8 else element)
     common = projections + (parameters.total - parameters.experts - parameters.attention - parameters.dense) * element
-    if recipe.trainer.lora:
-        experts, common = 0.0, 2 * lora_parameters(facts, recipe.trainer.lora.rank)
     size = experts + common
     form = "FP8" if fp8 else recipe.model.dtype
     found = [Amount(name="policy", value=round(size / 1e9, 1), unit="GB", how=f"in {form}")]

@@ -80,11 +80,16 @@ class Memory(Section):
 
 
 class Lora(Section):
-    """Low-rank adapters instead of full training."""
+    """Low-rank adapters instead of full training. Engines get the model with its adapters added."""
 
-    rank: PositiveInt = 16
+    rank: PositiveInt = Field(16, multiple_of=8)
+    """A multiple of 8: the experts' grouped products need it."""
     alpha: PositiveFloat = 32.0
-    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "experts")
+    """A weight changes by alpha / rank times the product of its adapter's factors."""
+    targets: tuple[str, ...] | None = Field(None, min_length=1)
+    """Linear layers as the checkpoint names them (q_proj, down_proj ...), and `experts`. Default: all the model has."""
+    save_adapter: bool = False
+    """Also write the adapter alone, in PEFT's format, to `adapter/` within each published version."""
 
 
 class Trainer(Section):

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from primeslurm.trainer import compat  # noqa: F401  isort: skip  (before torchtitan)
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
@@ -164,8 +165,24 @@ class Checkpoints:
         self._world.agree(failure, doing)
 
 
+class _Trained:
+    """What of a model a checkpoint holds: not what is frozen, which stays as the model's files have it."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+
+    def state_dict(self) -> dict[str, Any]:
+        """Buffers and trained parameters."""
+        state = self._model.state_dict(keep_vars=True)
+        return {n: t.detach() for n, t in state.items() if t.requires_grad or not isinstance(t, torch.nn.Parameter)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` gave; DCP has made sure that it is complete."""
+        self._model.load_state_dict(state, strict=False)
+
+
 def _state(learner: Learner) -> dict[str, Any]:
-    return {"model": learner.policy.model, "optimizer": learner.optimizer, "scheduler": learner.scheduler}
+    return {"model": _Trained(learner.policy.model), "optimizer": learner.optimizer, "scheduler": learner.scheduler}
 
 
 def _failure(done: Future[None]) -> OSError | None:

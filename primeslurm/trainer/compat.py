@@ -14,6 +14,8 @@ On all machines:
 - torchtitan's MoE state dict adapter cannot read placements of a mesh with a replicated dimension (HSDP)
 - torchtitan's grouped experts cast everything to bfloat16, whatever the compute dtype
 - torch's collectives that autograd knows, and that activation checkpointing may save, have no public name yet
+- torchtitan's modules take no further parameters once they are built: `declare`
+- torch has no public way to ask which part of a distributed tensor a rank holds: `local_region`
 - torch's reader of FP8 checkpoints wants an index file, which models in one file do not have
 With CUDA:
 - torchtitan lets DeepEP guess how many multiprocessors to use, and has no setting for it
@@ -25,8 +27,8 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -42,6 +44,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 
 SUPPORTED = "0.3.0"
@@ -151,18 +154,36 @@ class Experts(GroupedExperts):
 
     def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
         """Tokens sorted by expert, [rows, dim], through their experts' SwiGLU."""
-        weights = (self.w1_EFD, self.w2_EDF, self.w3_EFD)
-        w1, w2, w3 = ((w.to_local() if isinstance(w, DTensor) else w).to(x_RD.dtype) for w in weights)
         offsets = torch.cumsum(num_tokens_per_expert_E, dim=0, dtype=torch.int32)
-        gate = self._grouped_mm(A=x_RD, B_t=w1.transpose(-2, -1), offs=offsets)
-        up = self._grouped_mm(A=x_RD, B_t=w3.transpose(-2, -1), offs=offsets)
-        return self._grouped_mm(A=F.silu(gate) * up, B_t=w2.transpose(-2, -1), offs=offsets)
+        gate = self.project("w1_EFD", x_RD, offsets)
+        up = self.project("w3_EFD", x_RD, offsets)
+        return self.project("w2_EDF", F.silu(gate) * up, offsets)
+
+    def project(self, name: str, x_RD: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """Rows sorted by expert, each times its expert's matrix of parameter `name`; experts end at `offsets`."""
+        return self._grouped_mm(A=x_RD, B_t=self.local(name, x_RD.dtype).transpose(-2, -1), offs=offsets)
+
+    def local(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """This rank's experts' part of parameter `name`, in a dtype."""
+        parameter = getattr(self, name)
+        return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).to(dtype)
 
 
-def swap(model_config: Any, base: Any, replacement: Any) -> None:
-    """Replace every `base.Config` below a model config by `replacement.Config` with the same values."""
-    for _, config, parent, attribute in list(model_config.traverse(base.Config)):
-        if type(config) is not base.Config:
+def local_region(tensor: DTensor) -> tuple[slice, ...]:
+    """Which part of a distributed tensor this rank holds."""
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+
+
+def swap(
+    model_config: Any, base: Any, replacement: Any, where: Callable[[str, Any], bool] = lambda name, config: True
+) -> None:
+    """Replace every `base.Config` below a model config by `replacement.Config` with the same values.
+
+    `where` is asked with each one's module name and config.
+    """
+    for name, config, parent, attribute in list(model_config.traverse(base.Config)):
+        if type(config) is not base.Config or not where(name, config):
             continue
         new = replacement.Config(**{f.name: getattr(config, f.name) for f in fields(config) if f.init})
         if isinstance(parent, list):
@@ -176,6 +197,20 @@ def set_deepep_sms(count: int) -> None:
     from torchtitan.distributed.deepep import deepep
 
     _replace(deepep, "_resolve_dispatch_num_sms", lambda *_: count)
+
+
+def declare(module: Any, initial: Mapping[str, Callable[..., Any]], like: Mapping[str, str]) -> None:
+    """Tell torchtitan about parameters that were added to a built module.
+
+    Args:
+        initial: what initialises each of them.
+        like: the parameter of the module whose place each of them shares.
+    """
+    module._param_init = {**module._param_init, **initial}
+    if module._sharding_config is not None:
+        states = module._sharding_config.state_shardings
+        places = {name: states[other] for name, other in like.items()}
+        module._sharding_config = replace(module._sharding_config, state_shardings=states | places)
 
 
 def adapt(model_config: Any) -> None:

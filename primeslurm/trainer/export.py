@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from primeslurm.trainer import lora
 from primeslurm.trainer.parallel import Policy
 from primeslurm.trainer.world import World
 
@@ -91,11 +92,10 @@ def _layers(policy: Policy, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
         match = _LAYER.search(name)
         layers.setdefault(int(match[1]) if match else -1, {})[name] = tensor
     for layer in sorted(layers):
-        yield {
-            # Offloaded masters visit the device: gathering is faster there.
-            name: tensor.to(policy.device, tensor.dtype if name.endswith(_EXACT) else dtype)
-            for name, tensor in layers[layer].items()
-        }
+        # Offloaded masters visit the device: gathering is faster there.
+        tensors = {name: tensor.to(policy.device) for name, tensor in layers[layer].items()}
+        merged = tensors if policy.lora is None else lora.merge(tensors, policy.lora)
+        yield {name: tensor if name.endswith(_EXACT) else tensor.to(dtype) for name, tensor in merged.items()}
 
 
 def _whole(tensor: Any) -> torch.Tensor:

@@ -16,7 +16,8 @@ from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
 from primeslurm.recipe import Recipe
-from primeslurm.trainer import deepep, huggingface, logprobs, models, replay, varlen
+from primeslurm.recipe.training import Lora
+from primeslurm.trainer import deepep, fp8, huggingface, logprobs, lora, models, replay, varlen
 from primeslurm.trainer.activation_offload import ActivationOffload
 from primeslurm.trainer.context_parallel import ContextParallel, Dims
 from primeslurm.trainer.loss import Targets
@@ -55,6 +56,12 @@ class Policy:
     """Where it computes; the parameters may be in host memory."""
     shared: ContextParallel | None = None
     """Who shares rows with this rank, if anyone does."""
+    lora: Lora | None = None
+    """How adapters are scaled, if adapters are all that is trained."""
+
+    def weights(self) -> dict[str, Any]:
+        """The model's own tensors, without adapters."""
+        return {name: tensor for name, tensor in self.model.state_dict().items() if not lora.is_adapter(name)}
 
     @property
     def dp_rank(self) -> int:
@@ -159,13 +166,15 @@ def build(recipe: Recipe, world: World, attention: Literal["varlen", "flex"] | N
     compat.adapt(spec.model)
     varlen.convert(spec.model)
     deepep.convert(spec.model, recipe)
+    fp8.convert(spec.model, recipe)
     logprobs.convert(spec.model, recipe)
     replay.convert(spec.model, recipe)
     spec.model.update_from_config(config=SimpleNamespace(parallelism=parallelism, training=training))
     adapter = spec.state_dict_adapter(spec.model, None)
     with torch.device("meta"):
         model = spec.model.build()
-    hf_names = set(adapter.to_hf(model.state_dict()))
+    lora.adapt(model, adapter, recipe)
+    hf_names = set(adapter.to_hf({name: t for name, t in model.state_dict().items() if not lora.is_adapter(name)}))
     shared = ContextParallel(layout.cp_style, dims.get_mesh("cp").get_group()) if layout.cp > 1 else None
     if shared:
         shared.attach(model)
@@ -180,11 +189,13 @@ def build(recipe: Recipe, world: World, attention: Literal["varlen", "flex"] | N
     )
     model.to_empty(device="cpu" if memory.optimizer_offload else world.device.type)
     with torch.no_grad():
-        model.init_weights(buffer_device=world.device)  # computes the RoPE tables
+        model.init_weights(buffer_device=world.device)  # computes the RoPE tables, draws adapters
     model.train()
     if memory.activation_offload:
         ActivationOffload(world.device).install(model)
-    policy = Policy(model, adapter, dims, hf_names, source, dtype, world.device, shared)
+    policy = Policy(
+        model, adapter, dims, hf_names, source, dtype, world.device, shared=shared, lora=recipe.trainer.lora
+    )
     _load(policy, config)
     return policy
 
@@ -192,13 +203,15 @@ def build(recipe: Recipe, world: World, attention: Literal["varlen", "flex"] | N
 def _load(policy: Policy, hf_config: Any) -> None:
     """Read this rank's shards from the HF files, and insist that files and model have the same tensors."""
     _check_names(policy, _ignored(hf_config, getattr(policy.adapter, "left_out", ())))
-    tensors = policy.adapter.to_hf(policy.model.state_dict())
+    tensors = policy.adapter.to_hf(policy.weights())
     dcp.load(tensors, storage_reader=huggingface.reader(policy.source, hf_config))
     loaded = policy.adapter.from_hf(tensors)
-    missing = set(policy.model.state_dict()) - set(loaded)
+    missing = set(policy.weights()) - set(loaded)
     if missing:
         raise ValueError(f"{policy.source}: nothing was loaded for {', '.join(sorted(missing))}")
-    policy.model.load_state_dict(loaded, strict=True)
+    unknown = policy.model.load_state_dict(loaded, strict=False).unexpected_keys
+    if unknown:
+        raise ValueError(f"{policy.source}: the model has no {', '.join(sorted(unknown))}")
 
 
 def _ignored(hf_config: Any, left_out: tuple[str, ...]) -> re.Pattern[str]:

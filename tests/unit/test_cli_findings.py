@@ -66,10 +66,10 @@ def test_a_served_model_needs_no_trainer(place: Path) -> None:
 
 
 def test_a_contradiction_ends_check_and_render_with_code_2_and_plan_shows_it(place: Path) -> None:
-    write(place, FITS, {"weights": {"transport": "nccl"}, "trainer": {"lora": {}}})
+    write(place, FITS, {"weights": {"transport": "nccl"}, "trainer": {"lora": {"save_adapter": True}}})
     checked = primeslurm("check", "r.yaml", cwd=place)
     assert checked.code == 2
-    assert "error: weights.transport: LoRA is published by files" in checked.err
+    assert "error: trainer.lora.save_adapter: Adapters are saved beside published files" in checked.err
     assert "1 errors" in checked.err
     as_json = primeslurm("check", "r.yaml", "--json", cwd=place)
     assert as_json.code == 2

@@ -177,11 +177,14 @@ EXAMPLES: dict[str, tuple[tuple[dict[str, Any], str, dict[str, Any]], tuple[dict
         (parallelism(cp=2, cp_style="allgather"), "linear attention", GPU),
         (parallelism(cp=2), "linear attention", GPU),
     ),
-    "trainer-fp8-gpu": ((trainer(fp8=True), MOE, CPU), (trainer(fp8=True), MOE, GPU)),
+    "trainer-fp8-gpu": (
+        (trainer(fp8=True), MOE, {"nodes": {"default": {"gres": "gpu:b200"}}}),
+        (trainer(fp8=True), MOE, GPU),
+    ),
     "fp8-both": ((trainer(fp8=True), MOE, GPU), (on(trainer(fp8=True), inference(quantization="fp8")), MOE, GPU)),
-    "lora-nccl": (
+    "lora-files": (
+        (on(trainer(lora={"save_adapter": True}), weights={"transport": "nccl"}), MOE, GPU),
         (on(trainer(lora={}), weights={"transport": "nccl"}), MOE, GPU),
-        (on(trainer(lora={}), weights={"transport": "filesystem"}), MOE, GPU),
     ),
     "lora-absorbed": (
         (trainer(lora={"targets": ["q_a_proj", "kv_b_proj"]}), GLM, GPU),
@@ -240,8 +243,8 @@ def test_a_small_recipe_breaks_no_rule() -> None:
 
 
 def test_all_findings_come_at_once() -> None:
-    changes = on(REPLAY, PD, MOONCAKE, trainer(lora={}), weights={"transport": "nccl"})
-    assert {"replay-disaggregated", "replay-offload", "lora-nccl"} <= broken(changes, MOE, GPU)
+    changes = on(REPLAY, PD, MOONCAKE, trainer(lora={"save_adapter": True}), weights={"transport": "nccl"})
+    assert {"replay-disaggregated", "replay-offload", "lora-files"} <= broken(changes, MOE, GPU)
 
 
 def test_engine_rules_are_silent_where_nothing_is_served() -> None:

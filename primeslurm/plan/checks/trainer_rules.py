@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
+
 from primeslurm.plan.checks.case import Case, Rule
 
 LINEAR_FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
@@ -99,8 +101,8 @@ def _fp8_gpu(case: Case) -> str:
         return ""
     if case.site.device == "cpu":
         return "CPUs have no FP8 kernels"
-    old = [gpu for gpu in case.gpus() if gpu.sm < 90]
-    return f"{old[0].name} is SM{old[0].sm}" if old else ""
+    other = [gpu for gpu in case.gpus() if gpu.sm != 90]
+    return f"{other[0].name} is SM{other[0].sm}" if other else ""
 
 
 def _fp8_match(case: Case) -> str:
@@ -112,20 +114,22 @@ def _fp8_match(case: Case) -> str:
     return f"the {one} compute in FP8, the {other} do not"
 
 
-def _lora_nccl(case: Case) -> str:
-    recipe = case.recipe
-    return "adapters are loaded from files" if recipe.trainer.lora and recipe.weights.transport == "nccl" else ""
+def _lora_files(case: Case) -> str:
+    lora, transport = case.recipe.trainer.lora, case.recipe.weights.transport
+    return "nothing is published to files" if lora and lora.save_adapter and transport == "nccl" else ""
 
 
 def _lora_targets(case: Case) -> str:
     lora = case.recipe.trainer.lora
-    unknown = [name for name in lora.targets if name not in LORA_TARGETS] if lora else []
-    return f"no model has {', '.join(unknown)}" if unknown else ""
+    unknown = [name for name in lora.targets or () if name not in LORA_TARGETS] if lora else []
+    near = [match for name in unknown for match in get_close_matches(name, LORA_TARGETS, n=1)]
+    hint = f"; did you mean {', '.join(near)}?" if near else ""
+    return f"no model has {', '.join(unknown)}{hint}" if unknown else ""
 
 
 def _lora_absorbed(case: Case) -> str:
     lora, sparse = case.recipe.trainer.lora, case.facts is not None and case.facts.indexer is not None
-    return "sparse attention never calls kv_b_proj" if lora and sparse and "kv_b_proj" in lora.targets else ""
+    return "sparse attention never calls kv_b_proj" if lora and sparse and "kv_b_proj" in (lora.targets or ()) else ""
 
 
 def _vision_dtype(case: Case) -> str:
@@ -167,13 +171,13 @@ TRAINER_RULES = (
          "a divisor of the number of heads, or cp_style: allgather", "Ulysses exchanges tokens for heads"),
     Rule("trainer-cp-linear", "error", "trainer.parallelism.cp_style", "Linear attention: CP by Ulysses only",
          _cp_linear, "cp_style: ulysses", "prime-rl 0.6.0 docs, capability table"),
-    Rule("trainer-fp8-gpu", "error", "trainer.fp8", "FP8 training needs SM90 or newer", _fp8_gpu, "fp8: false",
-         "DeepGEMM README; prime-rl 0.6.0 docs"),
+    Rule("trainer-fp8-gpu", "error", "trainer.fp8", "FP8 training needs SM90", _fp8_gpu, "fp8: false",
+         "DeepGEMM README: Blackwell's kernels want power-of-two scales"),
     Rule("fp8-both", "warning", "trainer.fp8", "Trainer and engines compute alike", _fp8_match,
          "set trainer.fp8 and inference.quantization alike: a mismatch raises the KL between them",
          "prime-rl 0.6.0 announcement"),
-    Rule("lora-nccl", "error", "weights.transport", "LoRA is published by files", _lora_nccl, "transport: filesystem",
-         "prime-rl 0.6.0 docs, LoRA; vLLM 0.32 /v1/load_lora_adapter"),
+    Rule("lora-files", "error", "trainer.lora.save_adapter", "Adapters are saved beside published files", _lora_files,
+         "save_adapter: false, or transport: filesystem", "engines get the merged policy, over any transport"),
     Rule("lora-targets", "error", "trainer.lora.targets", "LoRA targets exist", _lora_targets,
          f"valid: {', '.join(sorted(LORA_TARGETS))}", "prime-rl 0.6.0 ignores unknown names silently"),
     Rule("lora-absorbed", "error", "trainer.lora.targets", "Sparse attention (DSA): no LoRA on kv_b_proj",

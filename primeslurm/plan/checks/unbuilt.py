@@ -1,4 +1,4 @@
-"""What recipes may say but this version's trainer does not do yet: one row each, deleted when it is built."""
+"""What recipes may say but this version's trainer does not do, for the model at hand."""
 
 from __future__ import annotations
 
@@ -11,30 +11,18 @@ from primeslurm.plan.model import Finding
 from primeslurm.recipe import Recipe
 
 
-@dataclass(frozen=True)
-class Gap:
-    """A field, and when what it asks for is not built."""
-
-    field: str
-    what: str
-    asked: Callable[[Recipe], object]
-    fix: str
-
-
-GAPS = (
-    Gap("trainer.fp8", "FP8 training", lambda r: r.trainer.fp8, "false"),
-    Gap("trainer.lora", "LoRA", lambda r: r.trainer.lora, "leave it out"),
-)  # fmt: skip
-
-
 def _offloads(recipe: Recipe) -> bool:
     return recipe.trainer.memory.optimizer_offload or recipe.trainer.memory.activation_offload
 
 
 @dataclass(frozen=True)
-class FamilyNeed(Gap):
+class FamilyNeed:
     """A field that only some model families can follow."""
 
+    field: str
+    what: str
+    asked: Callable[[Recipe], object]
+    fix: str
     capability: str
     """Name of the field of `Capabilities`."""
 
@@ -60,11 +48,7 @@ def unbuilt(recipe: Recipe, facts: ModelFacts | None, family: str | None) -> lis
         found += _incapable(recipe, family)
     if facts is not None and (text := _unread(recipe, facts)):
         found.append(Finding(level="blocked", field="model.path", text=text, fix="convert it to bfloat16 first"))
-    return found + [
-        Finding(level="blocked", field=gap.field, text=f"the trainer has no {gap.what} yet", fix=gap.fix)
-        for gap in GAPS
-        if gap.asked(recipe)
-    ]
+    return found
 
 
 def _incapable(recipe: Recipe, family: str) -> list[Finding]:

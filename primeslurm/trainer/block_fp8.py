@@ -1,0 +1,147 @@
+"""Matrix products of block-scaled FP8 operands: quantisation, and what a backend has to compute.
+
+The scheme is that of DeepSeek-V3: e4m3 values with one float32 scale per block. Rows (activations, gradients) have
+blocks of 1x128, weights of 128x128, and the operands of a weight gradient of 128x1, because tokens are what it sums
+over. Scales are amax / 448, unrounded: powers of two (UE8M0) would cost precision for nothing on SM90.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+BLOCK = 128
+ROWS, COLUMNS, BLOCKS = (1, BLOCK), (BLOCK, 1), (BLOCK, BLOCK)
+LARGEST = torch.finfo(torch.float8_e4m3fn).max
+# An all-zero block needs some scale. The usual 1e-4 would round off gradients, which are divided by a batch's tokens.
+SMALLEST_AMAX = 1e-30
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """A matrix, or a stack of them: e4m3 data [..., n, k] and float32 scales [..., n / block[0], k / block[1]]."""
+
+    data: torch.Tensor
+    scales: torch.Tensor
+    block: tuple[int, int]
+
+    def transposed(self) -> Quantised:
+        """The transposed matrices, exactly: a block and its scale stay together."""
+        data = self.data.view(torch.uint8).mT.contiguous().view(torch.float8_e4m3fn)
+        return Quantised(data, self.scales.mT.contiguous(), self.block[::-1])
+
+    def values(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """What the data stand for."""
+        blocks = _blocked(self.data.to(dtype), self.block) * self.scales.to(dtype)[..., :, None, :, None]
+        return blocks.reshape(self.data.shape)
+
+
+def quantise(matrix: torch.Tensor, block: tuple[int, int]) -> Quantised:
+    """Quantise a matrix [..., n, k] whose n and k are multiples of the block's."""
+    if matrix.is_cuda:
+        from primeslurm.trainer import fp8_kernel  # needs Triton, which machines without CUDA lack
+
+        data, scales = fp8_kernel.quantise(matrix, block[0] == BLOCK, block[1] == BLOCK, SMALLEST_AMAX, LARGEST)
+        return Quantised(data, scales, block)
+    blocks = _blocked(matrix.float(), block)
+    scales = blocks.abs().amax((-3, -1), keepdim=True).clamp(min=SMALLEST_AMAX) / LARGEST
+    data = (blocks * scales.reciprocal()).to(torch.float8_e4m3fn).reshape(matrix.shape)
+    return Quantised(data, scales.squeeze(-1).squeeze(-2), block)
+
+
+def _blocked(matrix: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    *stack, n, k = matrix.shape
+    return matrix.reshape(*stack, n // block[0], block[0], k // block[1], block[1])
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Rows sorted by group, laid out anew so that every group begins and ends at a multiple of BLOCK."""
+
+    sizes: list[int]
+    """Rows of each group with its padding."""
+    places: torch.Tensor
+    """[rows] int64: the padded row of each row."""
+    owners: torch.Tensor
+    """[padded rows] int32: each padded row's group, -1 for padding."""
+
+    @classmethod
+    def of(cls, offsets: torch.Tensor) -> Groups:
+        """From the end of each group, [groups] int32. Waits for the device: the host has to know the sizes."""
+        counts = offsets.diff(prepend=offsets.new_zeros(1)).long()
+        padded = (counts + BLOCK - 1) // BLOCK * BLOCK
+        *sizes, rows = torch.cat([padded, offsets[-1:].long()]).tolist()
+        group = torch.arange(len(sizes), device=offsets.device).repeat_interleave(counts, output_size=rows)
+        shift = (padded.cumsum(0) - padded) - (offsets.long() - counts)
+        places = torch.arange(rows, device=offsets.device) + shift[group]
+        owners = torch.full((sum(sizes),), -1, dtype=torch.int32, device=offsets.device)
+        owners[places] = group.int()
+        return cls(sizes, places, owners)
+
+    def padded(self, matrix: torch.Tensor) -> torch.Tensor:
+        """[rows, k] to [padded rows, k], with zeros in between."""
+        result = matrix.new_zeros(len(self.owners), matrix.shape[1])
+        result[self.places] = matrix
+        return result
+
+    def ranges(self) -> Iterator[tuple[int, slice]]:
+        """Each group's number and padded rows."""
+        start = 0
+        for group, size in enumerate(self.sizes):
+            yield group, slice(start, start + size)
+            start += size
+
+
+class Backend(Protocol):
+    """Products of quantised operands, accumulated in float32."""
+
+    def product(self, a: Quantised, b: Quantised) -> torch.Tensor:
+        """a [m, k] in ROWS times b [n, k] in BLOCKS: [m, n]."""
+
+    def grouped_product(self, a: Quantised, b: Quantised, groups: Groups) -> torch.Tensor:
+        """a [padded rows, k] in ROWS, each row times its group's b [groups, n, k] in BLOCKS: [padded rows, n].
+
+        Padding rows of the result are undefined.
+        """
+
+    def outer(self, a: Quantised, b: Quantised) -> torch.Tensor:
+        """Sum over the rows of a [rows, n] and b [rows, k], both in COLUMNS: [n, k] in float32."""
+
+    def grouped_outer(self, a: Quantised, b: Quantised, groups: Groups) -> torch.Tensor:
+        """The same for each group of padded rows: [groups, n, k] in float32."""
+
+
+class Emulated:
+    """What the kernels compute, in float32: exact up to the order of summation. For machines without FP8."""
+
+    def product(self, a: Quantised, b: Quantised) -> torch.Tensor:
+        """See Backend."""
+        return a.values() @ b.values().mT
+
+    def grouped_product(self, a: Quantised, b: Quantised, groups: Groups) -> torch.Tensor:
+        """See Backend."""
+        rows, weights = a.values(), b.values()
+        return torch.cat([rows[part] @ weights[group].mT for group, part in groups.ranges()])
+
+    def outer(self, a: Quantised, b: Quantised) -> torch.Tensor:
+        """See Backend."""
+        return a.values().mT @ b.values()
+
+    def grouped_outer(self, a: Quantised, b: Quantised, groups: Groups) -> torch.Tensor:
+        """See Backend."""
+        left, right = a.values(), b.values()
+        return torch.stack([left[part].mT @ right[part] for _, part in groups.ranges()])
+
+
+@functools.cache
+def backend(device_type: str) -> Backend:
+    """DeepGEMM on CUDA, emulation elsewhere. Raises ValueError if this GPU has no such kernels."""
+    if device_type != "cuda":
+        return Emulated()
+    from primeslurm.trainer.deep_gemm import DeepGemm
+
+    return DeepGemm()

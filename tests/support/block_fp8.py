@@ -1,0 +1,51 @@
+"""Operands of block-scaled products, and what a backend's results are compared with."""
+
+from __future__ import annotations
+
+import torch
+
+from primeslurm.trainer.block_fp8 import BLOCKS, COLUMNS, ROWS, Groups, Quantised, quantise
+
+OFFSETS = (5, 5, 205, 205, 461)
+"""Ends of groups of 5, 0, 200, 0 and 256 rows."""
+
+
+def matrix(*shape: int, device: str = "cpu", seed: int = 0) -> torch.Tensor:
+    """Random bfloat16 values over some orders of magnitude, so that blocks need different scales."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(shape, generator=generator) * torch.logspace(-3, 1, shape[-1])
+    return values.bfloat16().to(device)
+
+
+def groups_and_rows(k: int, device: str, seed: int = 0) -> tuple[Groups, torch.Tensor]:
+    """Uneven and empty groups, and their padded rows."""
+    groups = Groups.of(torch.tensor(OFFSETS, dtype=torch.int32, device=device))
+    return groups, groups.padded(matrix(OFFSETS[-1], k, device=device, seed=seed))
+
+
+def exact_grouped_product(a: Quantised, b: Quantised, groups: Groups) -> torch.Tensor:
+    """In float64, without padding rows."""
+    rows, weights = a.values(torch.float64), b.values(torch.float64)
+    owners = groups.owners[groups.places].long()
+    return torch.einsum("rk,rnk->rn", rows[groups.places], weights[owners])
+
+
+def exact_grouped_outer(a: Quantised, b: Quantised, groups: Groups) -> torch.Tensor:
+    """In float64."""
+    member = torch.nn.functional.one_hot(groups.owners.long() + 1, len(groups.sizes) + 1)[:, 1:].double()
+    return torch.einsum("rg,rn,rk->gnk", member, a.values(torch.float64), b.values(torch.float64))
+
+
+def operands(device: str) -> tuple[Quantised, Quantised, Quantised, Quantised]:
+    """Rows [384, 256], weight [128, 256], and for a weight's gradient [384, 128] and [384, 256]."""
+    return (
+        quantise(matrix(384, 256, device=device), ROWS),
+        quantise(matrix(128, 256, device=device, seed=1), BLOCKS),
+        quantise(matrix(384, 128, device=device, seed=2), COLUMNS),
+        quantise(matrix(384, 256, device=device, seed=3), COLUMNS),
+    )
+
+
+def relative_error(found: torch.Tensor, exact: torch.Tensor) -> float:
+    """Of the whole, in the Frobenius norm."""
+    return float((found.double() - exact).norm() / exact.norm())

@@ -1,0 +1,171 @@
+"""Adapters: only they are trained and saved, engines get them merged, and other tools can load them alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from primeslurm.plan.catalog import facts_of
+from primeslurm.plan.families import capabilities
+from primeslurm.plan.trainer_memory import lora_parameters
+from primeslurm.recipe import Recipe
+from primeslurm.recipe.training import Checkpoint
+from primeslurm.trainer import lora
+from primeslurm.trainer.checkpoint import Checkpoints
+from primeslurm.trainer.loss import dppo
+from primeslurm.trainer.parallel import Policy, build
+from primeslurm.trainer.progress import Progress
+from primeslurm.trainer.publish import Publisher
+from primeslurm.trainer.step import Learner
+from primeslurm.trainer.world import World
+from primeslurm.wire import weights
+from primeslurm.wire.journal import Journal
+from tests.trainer.conftest import SEQ_LEN, make_batch, make_recipe
+from tests.trainer.families import CASES, Case, write
+
+ADAPTED = [case for case in CASES if capabilities(case.config().model_type, "auto").lora]
+ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
+
+
+def recipe_of(model: Path, **options: Any) -> Recipe:
+    """Adapters with a learning rate at which two steps change a lot."""
+    return make_recipe(model, trainer={"optimizer": {"lr": 2e-2}, "lora": {"rank": 8, "alpha": 16.0, **options}})
+
+
+def learner_of(recipe: Recipe, world: World) -> Learner:
+    return Learner(build(recipe, world), recipe.trainer.optimizer, recipe.max_steps, dppo(recipe.trainer.loss), world)
+
+
+def train(learner: Learner, directory: Path, *steps: int) -> list[float]:
+    """The loss of each step."""
+    progress = Progress(Journal(directory, "rank-0"), record=False)
+    return [learner.train(make_batch(step), progress)["loss"] for step in steps]
+
+
+def state_of(learner: Learner) -> dict[str, torch.Tensor]:
+    return {name: lora.whole(t).clone() for name, t in learner.policy.model.state_dict().items()}
+
+
+def whole_logits(policy: Policy, tokens: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = policy.logits(tokens, torch.arange(tokens.shape[1])[None])[0]
+    return logits
+
+
+@pytest.fixture(params=["dense", "moe"])
+def model(request: pytest.FixtureRequest, dense_model: Path, moe_model: Path) -> Path:
+    """A model directory of each family."""
+    return dense_model if request.param == "dense" else moe_model
+
+
+def test_only_adapters_are_trained(moe_model: Path, world: World, tmp_path: Path) -> None:
+    learner = learner_of(recipe_of(moe_model), world)
+    before = state_of(learner)
+    train(learner, tmp_path, 1, 2)
+    after = state_of(learner)
+    for name, tensor in before.items():
+        assert torch.equal(after[name], tensor) != lora.is_adapter(name), name
+
+
+@pytest.mark.parametrize("case", ADAPTED, ids=lambda case: case.name)
+def test_what_is_published_has_the_adapters_merged(case: Case, world: World, tmp_path: Path) -> None:
+    model = write(case, tmp_path / "model")
+    policy = build(recipe_of(model), world)
+    tokens = torch.randint(3, 128, (1, SEQ_LEN), generator=torch.Generator().manual_seed(1))
+    untrained = whole_logits(policy, tokens)
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        assert (untrained - reference(tokens).logits).abs().max() < case.tolerance, "a fresh adapter changes nothing"
+        for name, parameter in policy.model.named_parameters():
+            assert parameter.requires_grad == lora.is_adapter(name)
+            if name.endswith(lora.B):
+                parameter.normal_(std=0.02)
+    adapted = whole_logits(policy, tokens)
+    assert (adapted - untrained).abs().max() > 0.1
+    directory = Publisher(policy, tmp_path, torch.float32, 1, world).publish(2)
+    published = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    with torch.no_grad():
+        assert (published(tokens).logits - adapted).abs().max() < 2 * case.tolerance
+    assert not (directory / "adapter").exists()
+
+
+def test_a_checkpoint_holds_adapters_alone_and_training_goes_on_from_it(
+    moe_model: Path, world: World, tmp_path: Path
+) -> None:
+    recipe = recipe_of(moe_model)
+    learner = learner_of(recipe, world)
+    train(learner, tmp_path, 1)
+    Checkpoints(tmp_path, 1, Checkpoint(), world, None).save(1, learner)
+    reader = dcp.FileSystemReader(tmp_path / "checkpoints" / "step_000001" / "trainer")
+    saved = {name for name in reader.read_metadata().state_dict_metadata if not name.startswith("scheduler")}
+    assert saved and all("_lora_" in name or "param_groups" in name for name in saved)
+    assert any(name.startswith("model.") for name in saved) and any(name.startswith("optimizer.") for name in saved)
+
+    resumed = learner_of(recipe, world)
+    assert Checkpoints(tmp_path, 2, Checkpoint(), world, None).restore(resumed) == 1
+    assert train(resumed, tmp_path, 2, 3) == train(learner, tmp_path, 2, 3)
+
+
+def test_the_adapter_is_saved_in_pefts_format(moe_model: Path, world: World, tmp_path: Path) -> None:
+    learner = learner_of(recipe_of(moe_model, save_adapter=True), world)
+    train(learner, tmp_path, 1)
+    directory = Publisher(learner.policy, tmp_path, torch.float32, 1, world).publish(1)
+    config = json.loads((directory / "adapter" / "adapter_config.json").read_text())
+    assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 8, 16.0)
+    assert set(config["target_modules"]) == ATTENTION | {"gate_proj", "up_proj", "down_proj"}
+    adapter = load_file(directory / "adapter" / "adapter_model.safetensors")
+    base = load_file(moe_model / "model.safetensors")
+    merged: dict[str, torch.Tensor] = {}
+    for file in weights.version_dir(tmp_path, 1).glob("*.safetensors"):
+        merged |= load_file(file)
+    # 4 of attention, 3 of each of 8 experts, in 2 layers; each an A and a B
+    assert len(adapter) == 2 * (4 + 3 * 8) * 2
+    for name, weight in base.items():
+        prefix = f"base_model.model.{name.removesuffix('.weight')}"
+        if f"{prefix}.lora_A.weight" in adapter:
+            change = adapter[f"{prefix}.lora_B.weight"] @ adapter[f"{prefix}.lora_A.weight"] * 2.0
+            torch.testing.assert_close(merged[name], weight + change, atol=1e-6, rtol=1e-5, msg=name)
+            assert change.any()
+        else:
+            assert torch.equal(merged[name], weight), name
+
+
+def test_only_named_targets_get_an_adapter(moe_model: Path, world: World) -> None:
+    adapted = {
+        name for name in build(recipe_of(moe_model, targets=["o_proj"]), world).model.state_dict() if "lora" in name
+    }
+    assert adapted == {f"layers.{i}.attention.wo.weight_lora_{x}" for i in (0, 1) for x in "ab"}
+
+
+def test_names_that_the_model_does_not_have_are_refused_at_once(dense_model: Path, world: World) -> None:
+    with pytest.raises(ValueError, match="experts: this model has no such") as caught:
+        build(recipe_of(dense_model, targets=["experts", "q_prj", "o_proj"]), world)
+    assert "targets = q_prj: this model has no such layers (did you mean q_proj? valid: down_proj, gate" in str(
+        caught.value
+    )
+    assert "lm_head" not in str(caught.value)
+
+
+def test_the_plan_counts_as_many_parameters_as_there_are(model: Path, world: World) -> None:
+    policy = build(recipe_of(model), world)
+    facts = facts_of(json.loads((model / "config.json").read_text()))
+    trained = sum(p.numel() for p in policy.model.parameters() if p.requires_grad)
+    assert trained == lora_parameters(facts, 8)
+
+
+def test_adapters_are_drawn_from_the_recipes_seed(moe_model: Path, world: World) -> None:
+    first, again = (state_of(learner_of(recipe_of(moe_model), world)) for _ in range(2))
+    other = make_recipe(moe_model, seed=1, trainer={"lora": {"rank": 8}})
+    different = {n: lora.whole(t) for n, t in build(other, world).model.state_dict().items()}
+    drawn = [name for name in first if name.endswith(lora.A)]
+    for name in drawn:
+        assert torch.equal(first[name], again[name]) and not torch.equal(first[name], different[name])
+        assert not first[name.removesuffix(lora.A) + lora.B].any()
+    assert len({float(first[name].flatten()[0]) for name in drawn}) == len(drawn), "no two are alike"
