@@ -54,9 +54,15 @@ class Parallelism(Section):
 
     dp_replicate: PositiveInt = 1
     cp: PositiveInt = 1
+    """How many ranks share each row of tokens."""
+    cp_style: Literal["ulysses", "allgather"] = "ulysses"
+    """How attention sees the other ranks' tokens: by exchanging heads for tokens, or by gathering all keys and values
+    (often called ring attention)."""
     ep: PositiveInt = 1
     ep_backend: Literal["torch", "deepep"] = "torch"
     """How tokens reach their experts: torch's all-to-all, or DeepEP, which is better across nodes."""
+    deepep_num_sms: PositiveInt | None = None
+    """Streaming multiprocessors for DeepEP's kernels; experts lack what it takes. Default: DeepEP's estimate."""
     reshard_after_forward: bool = True
     """Give up a layer's gathered weights after its forward pass, and gather them again for the backward pass."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"

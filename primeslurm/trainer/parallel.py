@@ -6,21 +6,19 @@ import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 from primeslurm.trainer import compat  # isort: skip  (before torchtitan)
 import torch
 import torch.distributed.checkpoint as dcp
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
-from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
-from torchtitan.distributed.context_parallel.api import cp_shard
 
 from primeslurm.recipe import Recipe
-from primeslurm.trainer import huggingface, logprobs, models, replay
+from primeslurm.trainer import deepep, huggingface, logprobs, models, replay, varlen
 from primeslurm.trainer.activation_offload import ActivationOffload
-from primeslurm.trainer.dsa import Context
+from primeslurm.trainer.context_parallel import ContextParallel, Dims
 from primeslurm.trainer.loss import Targets
 from primeslurm.trainer.models import generic
 from primeslurm.trainer.world import World
@@ -31,13 +29,22 @@ _CHECKPOINTING: dict[str, Any] = {"none": None, "selective": SelectiveAC.Config(
 _DERIVED = ("rotary_emb.inv_freq",)
 
 
+MICRO_BATCH_TOKENS = 16384
+"""A micro batch is as many rows as fit into this many tokens, and at least one."""
+
+
+def micro_batch_rows(seq_len: int) -> int:
+    """Rows of `seq_len` tokens in a micro batch."""
+    return max(1, MICRO_BATCH_TOKENS // seq_len)
+
+
 @dataclass(frozen=True)
 class Policy:
     """The sharded model and what is needed to feed, load and export it."""
 
     model: Any
     adapter: Any
-    dims: ParallelDims
+    dims: Dims
     hf_names: set[str]
     """Every tensor name of the model in Hugging Face format, over all ranks."""
     source: Path
@@ -46,6 +53,8 @@ class Policy:
     """Compute dtype; the parameters are float32."""
     device: torch.device
     """Where it computes; the parameters may be in host memory."""
+    shared: ContextParallel | None = None
+    """Who shares rows with this rank, if anyone does."""
 
     @property
     def dp_rank(self) -> int:
@@ -99,27 +108,28 @@ class Policy:
     ) -> tuple[Any, Any]:
         """Attention masks, and this context-parallel rank's part of the rows; routers get their part of `routed`."""
         masks = self.model.get_attention_masks(positions)  # needs whole rows, so before they are split
-        inputs = (tokens, positions, *beside, *(() if routed is None else (replay.narrow(routed),)))
-        if self.dims.cp_enabled and isinstance(masks, Context):
-            masks = masks.shard(self.dims.get_mesh("cp"), "headtail")
-            inputs, _ = cp_shard(self.dims.get_mesh("cp"), inputs, None, "headtail")
-        elif self.dims.cp_enabled:
-            inputs, masks = cp_shard(self.dims.get_mesh("cp"), inputs, masks, "headtail")
+        inputs = [tokens, positions, *beside, *(() if routed is None else (replay.narrow(routed),))]
+        if self.shared:
+            masks = self.shared.masks(masks, tokens.shape[1])
+            inputs = [self.shared.piece(tensor) for tensor in inputs]
         replay.assign(self.model, None if routed is None else inputs[-1])
         return masks, inputs[: 2 + len(beside)]
 
 
-def build(recipe: Recipe, world: World) -> Policy:
+def build(recipe: Recipe, world: World, attention: Literal["varlen", "flex"] | None = None) -> Policy:
     """The recipe's model, sharded over `world`, with the weights of `recipe.model.path`.
+
+    Args:
+        attention: the kernel of attention layers, instead of the one that fits dtype and device.
 
     Raises:
         FileNotFoundError: there is no such model.
         ValueError: the model, the parallelism or the checkpoint does not fit.
     """
     layout = recipe.trainer.parallelism
+    # Context parallelism is ours: to torchtitan's model code a piece of a row is a row.
     parallelism = ParallelismConfig(
         data_parallel_replicate_degree=layout.dp_replicate,
-        context_parallel_degree=layout.cp,
         expert_parallel_degree=layout.ep,
         fsdp_reshard_after_forward="default" if layout.reshard_after_forward else "never",
         # torchtitan's default backend needs a newer torch for more than one rank.
@@ -127,12 +137,13 @@ def build(recipe: Recipe, world: World) -> Policy:
     )
     memory = recipe.trainer.memory
     training = TrainingConfig(
-        seq_len=recipe.seq_len,
+        seq_len=recipe.seq_len // layout.cp,
+        local_batch_size=micro_batch_rows(recipe.seq_len),
         mixed_precision_param=recipe.model.dtype,
         enable_cpu_offload=memory.optimizer_offload,
     )
     dtype = getattr(torch, recipe.model.dtype)
-    dims = ParallelDims.from_config(parallelism, world.size)
+    dims = Dims.of(layout, world.size, parallelism.spmd_backend)
     dist_utils.set_spmd_backend(parallelism.spmd_backend)
 
     source = huggingface.locate(recipe.model.path)
@@ -142,10 +153,12 @@ def build(recipe: Recipe, world: World) -> Policy:
         policy = Policy(model, adapter, dims, hf_names, source, dtype, world.device)
         _load(policy, config)
         return policy
-    # Varlen kernels are bfloat16 only and cannot split a sequence.
-    flex = compat.ON_CPU or layout.cp > 1 or recipe.model.dtype != "bfloat16"
-    spec = models.spec(config, recipe.seq_len, "flex" if flex else "varlen")
+    # Varlen kernels are bfloat16 only.
+    fitting = "flex" if compat.ON_CPU or recipe.model.dtype != "bfloat16" else "varlen"
+    spec = models.spec(config, recipe.seq_len, attention or fitting)
     compat.adapt(spec.model)
+    varlen.convert(spec.model)
+    deepep.convert(spec.model, recipe)
     logprobs.convert(spec.model, recipe)
     replay.convert(spec.model, recipe)
     spec.model.update_from_config(config=SimpleNamespace(parallelism=parallelism, training=training))
@@ -153,6 +166,9 @@ def build(recipe: Recipe, world: World) -> Policy:
     with torch.device("meta"):
         model = spec.model.build()
     hf_names = set(adapter.to_hf(model.state_dict()))
+    shared = ContextParallel(layout.cp_style, dims.get_mesh("cp").get_group()) if layout.cp > 1 else None
+    if shared:
+        shared.attach(model)
     model = spec.parallelize_fn(
         model,
         parallel_dims=dims,
@@ -168,7 +184,7 @@ def build(recipe: Recipe, world: World) -> Policy:
     model.train()
     if memory.activation_offload:
         ActivationOffload(world.device).install(model)
-    policy = Policy(model, adapter, dims, hf_names, source, dtype, world.device)
+    policy = Policy(model, adapter, dims, hf_names, source, dtype, world.device, shared)
     _load(policy, config)
     return policy
 

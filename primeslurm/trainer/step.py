@@ -14,13 +14,10 @@ from torchtitan.distributed import utils as dist_utils
 from primeslurm.recipe.training import Optimizer
 from primeslurm.trainer import optimizers
 from primeslurm.trainer.loss import LossFunction, Targets
-from primeslurm.trainer.parallel import Policy
+from primeslurm.trainer.parallel import Policy, micro_batch_rows
 from primeslurm.trainer.progress import Progress
 from primeslurm.trainer.world import World
 from primeslurm.wire.rollouts import Batch, Row, stack
-
-MICRO_BATCH_TOKENS = 16384
-"""A micro batch is as many rows as fit into this many tokens, and at least one."""
 
 
 class Learner:
@@ -99,7 +96,7 @@ class Learner:
 
 
 def _micro_batches(rows: Sequence[Row]) -> Iterator[dict[str, np.ndarray]]:
-    count = max(1, MICRO_BATCH_TOKENS // len(rows[0].token_ids))
+    count = micro_batch_rows(len(rows[0].token_ids))
     for start in range(0, len(rows), count):
         part = rows[start : start + count]
         yield stack(part)

@@ -90,7 +90,8 @@ def join(interrupt: Interrupt, patience_s: int, host_tensors: bool = False) -> W
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     size = dist_utils.init_distributed(
-        CommConfig(init_timeout_seconds=COLLECTIVE_TIMEOUT_S, trace_buf_size=0), enable_cpu_backend=host_tensors
+        CommConfig(init_timeout_seconds=COLLECTIVE_TIMEOUT_S, trace_buf_size=0),
+        enable_cpu_backend=host_tensors and device.type == "cuda",
     )
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=patience_s + COLLECTIVE_TIMEOUT_S))
     interrupt.share(dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False))

@@ -72,16 +72,17 @@ def test_fp8_blocks_are_dequantised(case: Case, world: World, tmp_path: Path) ->
     wider = Case(case.name, lambda: _wider(case.config()))
     meant = to_fp8(write(wider, tmp_path))
     found = exported(build(make_recipe(tmp_path), world))
-    experts = [tensor for name, tensor in meant.items() if name.endswith(("gate_proj.weight", ".w1.weight"))]
-    assert any(tensor.shape[0] > 128 and tensor.shape[0] % 128 for tensor in experts)
+    wide = (tensor for name, tensor in meant.items() if name.endswith(("up_proj.weight", ".w3.weight")))
+    assert any(tensor.shape[0] > 128 and tensor.shape[0] % 128 for tensor in wide)
     assert set(found) == set(meant)
     for name, tensor in meant.items():
         assert torch.equal(found[name], tensor), name
 
 
 def _wider(config: Any) -> Any:
-    config.intermediate_size = 200
-    config.moe_intermediate_size = 144
+    text = config.get_text_config()
+    text.intermediate_size = 200
+    text.moe_intermediate_size = 144
     return config
 
 
@@ -111,6 +112,15 @@ def test_layers_that_predict_further_ahead_are_left_out(world: World, tmp_path: 
     with pytest.raises(ValueError, match=r"unknown: model\.layers\.5\.eh_proj\.weight$"):
         build(make_recipe(path), world)
     change_config(path, num_nextn_predict_layers=2)
+    assert set(exported(build(make_recipe(path), world))) == set(tensors)
+
+
+@pytest.mark.parametrize("family", ["nemotron_h", "qwen3_5"])
+def test_modules_that_draft_are_left_out(family: str, world: World, tmp_path: Path) -> None:
+    path = write(BY_NAME[family], tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    draft = {"mtp.layers.0.eh_proj.weight": torch.zeros(2, 2)}
+    save_file(tensors | draft, path / "model.safetensors", metadata={"format": "pt"})
     assert set(exported(build(make_recipe(path), world))) == set(tensors)
 
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from primeslurm.trainer import models
+from primeslurm.trainer import compat, models
 from primeslurm.trainer.parallel import Policy, build
 from primeslurm.trainer.publish import Publisher
 from primeslurm.trainer.world import World
@@ -118,7 +118,6 @@ def test_a_missing_model_is_named(world: World) -> None:
 @pytest.mark.parametrize(
     ("family", "change", "message"),
     [
-        ("gpt_oss", {"quantization_config": {"quant_method": "mxfp4"}}, "quantization mxfp4 "),
         ("gpt_oss", {"attention_bias": False}, "attention_bias false "),
         ("gpt_oss", {"rope_parameters": YARN | {"rope_type": "longrope"}}, "RoPE scaling longrope "),
         ("gpt_oss", {"rope_parameters": YARN | {"mscale": 0.7}}, "RoPE option mscale "),
@@ -133,6 +132,12 @@ def test_what_a_family_lacks_is_named(family: str, change: dict[str, Any], messa
         setattr(config, name, value)
     with pytest.raises(ValueError, match=f"{message}.*is not supported for {family}"):
         models.spec(config, SEQ_LEN, "flex")
+
+
+def test_sinks_are_never_trained_through_a_kernel_without_their_gradient() -> None:
+    config = next(case for case in CASES if case.name == "gpt_oss").config()
+    for layer in models.spec(config, SEQ_LEN, "varlen").model.layers:
+        assert isinstance(layer.attention.inner_attention, compat.titan_attention.FlexAttention.Config)
 
 
 def test_unsupported_configs_are_refused(moe_model: Path) -> None:

@@ -10,7 +10,7 @@ from primeslurm.plan.catalog import facts_of
 from primeslurm.plan.estimate import MICRO_BATCH_TOKENS
 from primeslurm.plan.families import FAMILIES, GENERIC, capabilities
 from primeslurm.plan.parameters import count
-from primeslurm.trainer import models, step
+from primeslurm.trainer import models, parallel
 from tests.trainer.families import CASES, GENERIC_CASES, Case
 
 
@@ -38,4 +38,4 @@ def test_parameters_are_counted_as_they_are_built(case: Case) -> None:
 
 
 def test_micro_batches_are_as_large_as_the_estimate_assumes() -> None:
-    assert step.MICRO_BATCH_TOKENS == MICRO_BATCH_TOKENS
+    assert parallel.MICRO_BATCH_TOKENS == MICRO_BATCH_TOKENS

@@ -147,7 +147,12 @@ def test_trains_publishes_and_commits(moe_model: Path, orchestrator: FakeOrchest
 def test_an_interrupt_while_waiting_checkpoints_and_the_next_attempt_continues(
     moe_model: Path, orchestrator: FakeOrchestrator, tmp_path: Path
 ) -> None:
-    recipe = make_recipe(moe_model, max_steps=4, checkpoint={"interval": 100, "asynchronous": True})
+    recipe = make_recipe(
+        moe_model,
+        max_steps=4,
+        trainer={"optimizer": {"type": "muon"}},
+        checkpoint={"interval": 100, "asynchronous": True},
+    )
     run = Run(tmp_path, recipe, orchestrator)
     orchestrator.limit = 2
     ranks = run.start(size=2)
@@ -168,7 +173,13 @@ def test_an_interrupt_while_waiting_checkpoints_and_the_next_attempt_continues(
 def test_a_killed_attempt_resumes_at_the_last_commit(
     moe_model: Path, orchestrator: FakeOrchestrator, tmp_path: Path
 ) -> None:
-    recipe = make_recipe(moe_model, max_steps=3, checkpoint={"interval": 1, "keep": 5}, weights={"keep": 5})
+    recipe = make_recipe(
+        moe_model,
+        max_steps=3,
+        trainer={"memory": {"optimizer_offload": True}},
+        checkpoint={"interval": 1, "keep": 5},
+        weights={"keep": 5},
+    )
     run = Run(tmp_path, recipe, orchestrator)
     orchestrator.limit = 2
     ranks = run.start()

@@ -24,7 +24,6 @@ class Gap:
 GAPS = (
     Gap("trainer.fp8", "FP8 training", lambda r: r.trainer.fp8, "false"),
     Gap("trainer.lora", "LoRA", lambda r: r.trainer.lora, "leave it out"),
-    Gap("trainer.parallelism.ep_backend", "DeepEP", lambda r: r.trainer.parallelism.ep_backend != "torch", "torch"),
     Gap("weights.transport", "weight updates over NCCL", lambda r: r.task == "rl" and r.weights.transport == "nccl",
         "filesystem"),
 )  # fmt: skip
