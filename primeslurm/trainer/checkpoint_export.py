@@ -18,12 +18,13 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from primeslurm.recipe import Recipe
 from primeslurm.trainer import huggingface, models
+from primeslurm.trainer.export import EXACT
 from primeslurm.trainer.models import generic
 
 _PREFIX = "model."
@@ -48,13 +49,19 @@ def export(recipe: Recipe, checkpoint: Path, out: Path) -> None:
         shutil.rmtree(partial)
     partial.mkdir()
     index: dict[str, str] = {}
-    for number, layer in enumerate(_layers(checkpoint / "trainer")):
-        tensors = adapter.to_hf({name: tensor.to(dtype) for name, tensor in layer.items()})
-        file = f"model-{number:05d}.safetensors"
+
+    def write(tensors: dict[str, torch.Tensor], file: str) -> None:
         save_file({name: t.contiguous() for name, t in tensors.items()}, partial / file, metadata={"format": "pt"})
         index.update(dict.fromkeys(tensors, file))
-    if set(index) != expected:
-        raise ValueError(f"{checkpoint} and {source} differ in {sorted(set(index) ^ expected)[:5]}")
+
+    for number, layer in enumerate(_layers(checkpoint / "trainer")):
+        tensors = adapter.to_hf({name: _cast(name, tensor, dtype) for name, tensor in layer.items()})
+        if tensors:  # a layer may have nothing but buffers of our own
+            write(tensors, f"model-{number:05d}.safetensors")
+    if unknown := sorted(set(index) - expected):
+        raise ValueError(f"{source} has no {', '.join(unknown[:5])}")
+    if frozen := expected - set(index):
+        write(_frozen(source, frozen, dtype), "model-frozen.safetensors")
     (partial / huggingface.INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}, indent=2) + "\n")
     huggingface.copy_companions(source, partial, recipe.model.dtype, None)
     partial.rename(out)
@@ -62,15 +69,31 @@ def export(recipe: Recipe, checkpoint: Path, out: Path) -> None:
 
 def _adapter(recipe: Recipe, config: Any) -> tuple[Any, set[str]]:
     """What turns our tensors into those of Hugging Face, and all of their names."""
-    adapter: Any
-    with torch.device("meta"):
-        if models.is_generic(recipe.model.impl, config):
+    if models.is_generic(recipe.model.impl, config):
+        with torch.device("meta"):
             model: Any = generic.GenericModel(config)
-            adapter = generic.GenericAdapter(model)
-        else:
-            spec = models.spec(config, recipe.seq_len, "flex")
-            model, adapter = spec.model.build(), spec.state_dict_adapter(spec.model, None)
+        adapter: Any = generic.GenericAdapter(model)
+    else:
+        spec = models.spec(config, recipe.seq_len, "flex")
+        with torch.device("meta"):
+            model = spec.model.build()
+        adapter = spec.state_dict_adapter(spec.model, None)
     return adapter, set(adapter.to_hf(model.state_dict()))
+
+
+def _frozen(source: Path, names: set[str], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Tensors that were not trained, from the model's own files. Raises ValueError if one is not there either."""
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(source.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as handle:
+            found |= {name: _cast(name, handle.get_tensor(name), dtype) for name in names & set(handle.keys())}
+    if missing := sorted(names - set(found)):
+        raise ValueError(f"neither the checkpoint nor {source} has {', '.join(missing[:5])}")
+    return found
+
+
+def _cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor if name.endswith(EXACT) else tensor.to(dtype)
 
 
 def _layers(directory: Path) -> Iterator[dict[str, torch.Tensor]]:

@@ -20,7 +20,7 @@ from primeslurm.trainer.parallel import Policy
 from primeslurm.trainer.world import World
 
 _LAYER = re.compile(r"\.(\d+)\.")  # the first number in a name is that of its layer
-_EXACT = ("expert_bias_E", "e_score_correction_bias")
+EXACT = ("expert_bias_E", "e_score_correction_bias")
 """Keep their dtype: rounding a router's selection bias would change which experts it selects."""
 
 
@@ -95,7 +95,7 @@ def _layers(policy: Policy, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
         # Offloaded masters visit the device: gathering is faster there.
         tensors = {name: tensor.to(policy.device) for name, tensor in layers[layer].items()}
         merged = tensors if policy.lora is None else lora.merge(tensors, policy.lora)
-        yield {name: tensor if name.endswith(_EXACT) else tensor.to(dtype) for name, tensor in merged.items()}
+        yield {name: tensor if name.endswith(EXACT) else tensor.to(dtype) for name, tensor in merged.items()}
 
 
 def _whole(tensor: Any) -> torch.Tensor:

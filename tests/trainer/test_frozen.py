@@ -5,14 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 from primeslurm.recipe.training import Checkpoint
+from primeslurm.trainer import checkpoint_export
 from primeslurm.trainer.checkpoint import Checkpoints
 from primeslurm.trainer.loss import from_recipe
 from primeslurm.trainer.parallel import build
 from primeslurm.trainer.progress import Progress
 from primeslurm.trainer.step import Learner
 from primeslurm.trainer.world import World
+from primeslurm.wire import checkpoints
 from primeslurm.wire.journal import Journal
 from tests.trainer.conftest import make_batch, make_recipe
 from tests.trainer.families import CASES, write
@@ -37,6 +41,11 @@ def test_glm5_trains_and_resumes_with_its_indexers_and_biases_unchanged(world: W
     assert unchanged == {name for name in before if ".indexer." in name or "expert_bias" in name}
     # two indexers of five tensors, three layers with experts
     assert len(unchanged) == 2 * 5 + 3
+
+    checkpoint_export.export(recipe, checkpoints.step_dir(tmp_path, 1), tmp_path / "exported")
+    exported = load_file(tmp_path / "exported" / "model-frozen.safetensors")
+    assert exported and all(".indexer." in name for name in exported)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
 
     resumed = learner()
     assert saver.restore(resumed) == 1
