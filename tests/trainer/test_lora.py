@@ -102,7 +102,8 @@ def test_a_checkpoint_holds_adapters_alone_and_training_goes_on_from_it(
     recipe = recipe_of(moe_model)
     learner = learner_of(recipe, world)
     train(learner, tmp_path, 1)
-    Checkpoints(tmp_path, 1, Checkpoint(), world, None).save(1, learner)
+    progress = Progress(Journal(tmp_path, "rank-0"), record=False)
+    Checkpoints(tmp_path, 1, Checkpoint(), world, None).finish(1, learner, progress)
     reader = dcp.FileSystemReader(tmp_path / "checkpoints" / "step_000001" / "trainer")
     saved = {name for name in reader.read_metadata().state_dict_metadata if not name.startswith("scheduler")}
     assert saved and all("_lora_" in name or "param_groups" in name for name in saved)
