@@ -7,7 +7,6 @@ from dataclasses import fields
 from pathlib import Path
 
 from primeslurm.plan.checks.compatibility import as_markdown
-from primeslurm.plan.checks.unbuilt import GAPS
 from primeslurm.plan.families import FAMILIES, GENERIC, Capabilities
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.reference import markdown
@@ -20,22 +19,15 @@ def pages() -> dict[Path, str]:
     """Every generated page and its text."""
     recipe = f"# Recipe reference\n\n{WRITTEN} How to use it: [recipes](recipe.md).\n\n{markdown(Recipe)}"
     site = f"# Site reference\n\n{WRITTEN} How to use it: [sites](site.md).\n\n{markdown(Site)}"
-    gaps = "\n".join(f"| {gap.what} | `{gap.field}` | {gap.fix} |" for gap in GAPS)
     compatibility = f"""# What goes with what
 
 {WRITTEN} `primeslurm check RECIPE` applies all of it at once. Errors are refused, warnings are printed.
 
 {as_markdown()}
-### Not built yet
-
-A recipe may ask for these, and `plan`, `check` and `--dry-run` work with it; a real `submit` refuses it as `blocked`,
-`--emulate` runs it.
-
-| what | field | instead |
-|---|---|---|
-{gaps}
-
 ### Models that the trainer has
+
+What a family does not have may be asked for: `plan`, `check` and `--dry-run` work with it; a real `submit` refuses it
+as `blocked`, `--emulate` runs it.
 
 {_families()}
 

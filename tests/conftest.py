@@ -3,6 +3,31 @@
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from primeslurm.trainer.world import World
 
 # Processes of a run get this from their agent; those that tests start, from here.
 os.environ["PRIMESLURM_SECRET"] = "5ec7e7" * 10 + "5ec7"
+
+
+@pytest.fixture(scope="session")
+def world() -> Iterator[World]:
+    """This process as the only rank of a trainer."""
+    from primeslurm.trainer.interrupt import SIGNAL, Interrupt  # torch: only for those who ask
+    from primeslurm.trainer.world import join
+    from tests.support.processes import free_port
+    from tests.support.ranks import rank_environment
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in rank_environment(0, 1, free_port()).items():
+            patch.setenv(name, value)
+        joined = join(Interrupt(), patience_s=60)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {SIGNAL})  # processes that later tests start inherit the mask
+        yield joined
+        joined.close()

@@ -167,6 +167,9 @@ class EmulatedEngine:
         from primeslurm.wire.weights import MANIFEST, read_manifest  # only engines that outlive a step need it
 
         info = body["update_info"]
+        if "session" in info:  # the trainer sends, and has nothing to send
+            await asyncio.sleep(UPDATE_S)
+            return 200, {}
         directory = Path(info["path"])
         manifest = read_manifest(directory)
         if manifest is None or manifest.version != info["version"]:

@@ -19,7 +19,8 @@ from primeslurm.emulated.ranks import RankError, Ranks
 from primeslurm.recipe import Recipe
 from primeslurm.wire import checkpoints, exits, weights
 from primeslurm.wire.journal import Journal
-from primeslurm.wire.link import LinkError, TrainerLink
+from primeslurm.wire.link import LinkError, PolicyWanted, TrainerLink
+from primeslurm.wire.rollouts import Batch
 
 log = logging.getLogger("primeslurm.emulated.trainer")
 
@@ -73,29 +74,50 @@ class EmulatedTrainer:
         for newer in weights.published(self._run_dir):
             if newer > step:
                 shutil.rmtree(weights.version_dir(self._run_dir, newer))
-        path = self._recipe.model.path
         if step:
-            path = str(self._publish(step))
-        self._link.published(step, path)
+            self._hand_over(step)
+        else:
+            self._link.published(0, self._recipe.model.path)
         return step
 
     def _step(self, step: int) -> bool:
         """One step; False if there is nothing more to train."""
         self._journal.state(step=step - 1, phase="wait")
-        timeout_s = self._recipe.trainer.batch_timeout_s
-        batch = self._link.get_batch(step, 0, self._dp_world, timeout_s, self._ranks.interrupted)
+        batch = self._batch(step)
         if batch is None:
             return False
         self._journal.state(step=step, phase="train")
         spent = STEP_S + batch.info.loss_tokens / (TOKENS_PER_S_AND_RANK * self._world)
         time.sleep(spent)
-        path = self._publish(step)
-        self._link.published(step, str(path))
+        self._hand_over(step)
         self._link.step_done(step, {"loss": 1.0 / step, "loss_tokens": batch.info.loss_tokens, "seconds/train": spent})
         self._journal.event("step", step=step)
         if step % self._recipe.checkpoint.interval == 0 or step == self._recipe.max_steps:
             self._save(step)
         return True
+
+    def _batch(self, step: int) -> Batch | None:
+        timeout_s = self._recipe.trainer.batch_timeout_s
+        while True:
+            try:
+                return self._link.get_batch(step, 0, self._dp_world, timeout_s, self._ranks.interrupted)
+            except PolicyWanted:
+                self._serve(step - 1)
+
+    def _hand_over(self, version: int) -> None:
+        if self._recipe.weights.transport == "filesystem":
+            self._link.published(version, str(self._publish(version)))
+        else:
+            self._link.published(version, "")
+            self._serve(version)
+            if version == self._recipe.max_steps:
+                self._publish(version)
+
+    def _serve(self, version: int) -> None:
+        """Meet the engines as if to send them the policy."""
+        done, deadline = "", time.monotonic() + self._recipe.weights.timeout_s
+        while session := self._link.deliver(version, "emulated", self._world, done, deadline):
+            done = session.id
 
     def _publish(self, version: int) -> Path:
         final = weights.version_dir(self._run_dir, version)

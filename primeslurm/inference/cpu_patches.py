@@ -22,6 +22,7 @@ def apply() -> None:
     _map_experts_under_expert_parallelism()
     _add_variable_collectives()
     _offload_from_host_memory()
+    _return_routed_experts()
 
 
 def refresh_tied_lm_heads(model: torch.nn.Module) -> None:
@@ -96,6 +97,13 @@ def _offload_from_host_memory() -> None:
     from primeslurm.inference import cpu_offload
 
     cpu_offload.apply()
+
+
+def _return_routed_experts() -> None:
+    """vLLM captures routed experts only in a runner that needs Triton."""
+    from primeslurm.inference import cpu_routing
+
+    cpu_routing.apply()
 
 
 def _all_gatherv(

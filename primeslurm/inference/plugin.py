@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-TRANSFER_ENGINES = {"primeslurm_filesystem": ("primeslurm.inference.weights", "FilesystemTransferEngine")}
-"""Weight-transfer backends of ours: name for `--weight-transfer-config` to module and class, imported when used.
-
-A transport that streams tensors (NCCL) is one more `LayerwiseTransferEngine` and one more line here.
-"""
+TRANSFER_ENGINES = {
+    "primeslurm_filesystem": ("primeslurm.inference.weights", "FilesystemTransferEngine"),
+    "primeslurm_stream": ("primeslurm.inference.stream", "StreamTransferEngine"),
+}
+"""Weight-transfer backends of ours: name for `--weight-transfer-config` to module and class, imported when used."""
 
 _registered = False
 

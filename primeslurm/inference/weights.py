@@ -19,13 +19,14 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
+from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
 from primeslurm.inference import cpu_patches
-from primeslurm.wire.weights import MANIFEST, layers_ahead, read_manifest
+from primeslurm.wire.weights import FP8_BLOCK, FP8_SCALE, MANIFEST, layers_ahead, read_manifest
 
 
 class PolicyError(RuntimeError):
@@ -65,7 +66,13 @@ class LayerwiseTransferEngine(WeightTransferEngine):
 
     def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Load (Hugging Face name, tensor) pairs, in any order; host tensors are copied shard by shard."""
+        if not self._loads_fp8():
+            tensors = dequantised(tensors, self.model_config.dtype)
         self._loaded |= self.model.load_weights(tensors)
+
+    def _loads_fp8(self) -> bool:
+        """Whether the model was built for an FP8 checkpoint; if not, vLLM quantises what is loaded, or does not."""
+        return isinstance(self.vllm_config.quant_config, Fp8Config)
 
     def _roll_back_partial_layers(self) -> None:
         # A failed update leaves half-filled layers that vLLM would go on filling: the retry's tensors would be counted
@@ -156,6 +163,32 @@ def tensor_names(files: list[Path]) -> set[str]:
         with safe_open(path, framework="pt") as handle:
             names.update(handle.keys())
     return names
+
+
+def dequantised(tensors: Iterator[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """Weights in block-scaled FP8 as weights of `dtype`; all else as it is.
+
+    Raises:
+        PolicyError: a weight came without its scales, or scales without their weight.
+    """
+    alone: dict[str, torch.Tensor] = {}  # weights and scales whose other half has not come yet
+    for name, tensor in tensors:
+        weight = name.removesuffix(FP8_SCALE)
+        if weight == name and tensor.dtype != torch.float8_e4m3fn:
+            yield name, tensor
+        elif (other := alone.pop(weight, None)) is None:
+            alone[weight] = tensor
+        else:
+            pair = (other, tensor) if weight != name else (tensor, other)
+            yield weight, _unscaled(*pair).to(dtype)
+    if alone:
+        raise PolicyError(f"FP8 weights and their scales do not match: {_some(set(alone))}")
+
+
+def _unscaled(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    rows, columns = weight.shape
+    wide = scales.repeat_interleave(FP8_BLOCK, 0).repeat_interleave(FP8_BLOCK, 1)
+    return weight.float() * wide[:rows, :columns]
 
 
 def _tensors(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from primeslurm.orchestrator.groups import Group
 from primeslurm.orchestrator.packing import documents, loss_tokens, pack
+from primeslurm.recipe import Recipe
 from primeslurm.wire.rollouts import Batch, BatchInfo
 
 KEPT_STEPS = 2
@@ -15,10 +16,8 @@ KEPT_STEPS = 2
 class Batches:
     """Rows of every rank by step. Packing is deterministic, so a restart packs the same rows from the same groups."""
 
-    def __init__(self, seq_len: int, temperature: float, max_steps: int) -> None:
-        self._seq_len = seq_len
-        self._temperature = temperature
-        self._max_steps = max_steps
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
         self._groups: dict[int, list[Group]] = {}
         self._packed: dict[tuple[int, int], list[Batch]] = {}
 
@@ -42,7 +41,8 @@ class Batches:
         return self._packed[step, ranks][rank]
 
     def _pack(self, step: int, ranks: int) -> list[Batch]:
-        docs = documents(self._groups[step], self._seq_len, version=step - 1)
+        seq_len, max_steps, settings = self._recipe.seq_len, self._recipe.max_steps, self._recipe.orchestrator
+        docs = documents(self._groups[step], seq_len, step - 1, settings.advantages)
         total = loss_tokens(docs)
-        rows = pack(docs, self._seq_len, ranks, self._temperature)
-        return [Batch(BatchInfo(step, rank, ranks, total, self._max_steps), mine) for rank, mine in enumerate(rows)]
+        rows = pack(docs, seq_len, ranks, settings.sampling.temperature, settings.echo)
+        return [Batch(BatchInfo(step, rank, ranks, total, max_steps), mine) for rank, mine in enumerate(rows)]

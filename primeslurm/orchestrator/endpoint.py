@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import binascii
+import io
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
 import msgspec
+import numpy as np
 
-from primeslurm.wire import secret
+from primeslurm.wire import routed_experts, secret
+from primeslurm.wire.routed_experts import RoutedExperts
 
 GENERATE = "/inference/v1/generate"
 FIRST_RETRY_S = 0.25
@@ -20,6 +24,8 @@ LONGEST_RETRY_S = 5.0
 MOVE_POLL_S = 2.0
 LOADED_VERSION = "default"
 """What vLLM calls the weights it loaded at start, until it is told a version: version 0."""
+ROUTED_FROM = "routed_experts_prompt_start"
+"""Sampling parameter: routed experts are wanted from this position on (vLLM's name for it)."""
 
 
 class _VersionSpan(msgspec.Struct):
@@ -41,6 +47,7 @@ class _Choice(msgspec.Struct):
     logprobs: _Logprobs
     weight_versions: list[_VersionSpan]
     finish_reason: str | None = None
+    routed_experts: str | None = None
 
 
 class _Answer(msgspec.Struct):
@@ -70,13 +77,16 @@ class NoAnswerError(Exception):
 
 @dataclass(frozen=True)
 class Completion:
-    """What one request sampled; all lists have one entry per token."""
+    """What one request sampled; all lists have one entry per sampled token."""
 
     token_ids: list[int]
     logprobs: list[float]
     versions: list[int]
     """Policy version that sampled each token."""
     finish_reason: str | None = None
+    routed_experts: RoutedExperts | None = None
+    """Of prompt and sampled tokens together, from position `routed_from` on."""
+    routed_from: int = 0
 
 
 class GenerateEndpoint:
@@ -88,12 +98,14 @@ class GenerateEndpoint:
         where: the router's URL as it is now; a request that waits for an answer follows it when it changes.
         max_len: longest sequence an engine accepts; completions end there.
         timeout_s: longest wait for one answer, retries included.
+        routed: answers must say which experts each token was routed to.
     """
 
-    def __init__(self, where: Callable[[], str], max_len: int, timeout_s: float) -> None:
+    def __init__(self, where: Callable[[], str], max_len: int, timeout_s: float, routed: bool = False) -> None:
         self._where = where
         self._max_len = max_len
         self._timeout_s = timeout_s
+        self._routed = routed
         self._http = httpx.AsyncClient(
             timeout=httpx.Timeout(timeout_s, connect=10.0),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
@@ -108,12 +120,17 @@ class GenerateEndpoint:
         Raises:
             RefusedError: the request is wrong (4xx).
             NoAnswerError: no answer before the deadline.
-            msgspec.ValidationError: the answer lacks log-probabilities or policy versions.
+            msgspec.ValidationError: the answer lacks log-probabilities, policy versions or routed experts.
         """
         answer = await self._insist(path, self._request(body), headers)
         choice = msgspec.json.decode(answer.content, type=_Answer).choices[0]
         logprobs = [entry.logprob for entry in choice.logprobs.content]
-        return Completion(choice.token_ids, logprobs, _versions(choice), choice.finish_reason)
+        completion = Completion(choice.token_ids, logprobs, _versions(choice), choice.finish_reason)
+        if not self._routed:
+            return completion
+        first = body["sampling_params"].get(ROUTED_FROM, 0)
+        tokens = len(body["token_ids"]) + len(choice.token_ids) - first
+        return replace(completion, routed_experts=_routed_experts(choice, tokens), routed_from=first)
 
     async def close(self) -> None:
         """Close the connections."""
@@ -167,3 +184,14 @@ def _versions(choice: _Choice) -> list[int]:
     if len(versions) != len(choice.token_ids):
         raise msgspec.ValidationError(f"{len(versions)} policy versions for {len(choice.token_ids)} tokens")
     return versions
+
+
+def _routed_experts(choice: _Choice, tokens: int) -> RoutedExperts:
+    """vLLM sends a .npy file [tokens - 1, layers, top_k]: nothing was computed from the last token."""
+    if choice.routed_experts is None:
+        raise msgspec.ValidationError("no routed experts: the engine runs without --enable-return-routed-experts")
+    file = io.BytesIO(binascii.a2b_base64(choice.routed_experts))
+    found: RoutedExperts = np.lib.format.read_array(file, allow_pickle=False)  # type: ignore[no-untyped-call]
+    if len(found) != tokens - 1:
+        raise msgspec.ValidationError(f"routed experts of {len(found)} tokens instead of {tokens - 1}")
+    return routed_experts.join([found, None], [tokens - 1, 1], found)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import httpx
@@ -28,7 +28,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
 
 
 class Policy(msgspec.Struct, frozen=True):
-    """A policy version, and the directory that holds it (the model's own for version 0)."""
+    """A policy version, and the directory that holds it: the model's own for version 0, "" if the trainer sends it."""
 
     version: int
     path: str
@@ -68,7 +68,7 @@ class EngineClient:
     Args:
         where: base URL of the engine's HTTP server as it is now.
         model_path: what the engine was started from.
-        init_info: what `/init_weight_transfer_engine` is told; empty for the file system.
+        place: gives an engine its place in a session with the trainer, for versions that no directory holds.
         tries: how often an update is tried, with generation paused all the while.
         status_timeout_s: an engine that gives no status for this long counts as down.
     """
@@ -77,14 +77,14 @@ class EngineClient:
         self,
         where: Callable[[], str],
         model_path: str,
-        init_info: dict[str, Any] | None = None,
+        place: Callable[[int], Awaitable[dict[str, Any]]] | None = None,
         tries: int = 3,
         retry_s: float = 1.0,
         status_timeout_s: float = 5.0,
     ) -> None:
         self._where = where
         self._model_path = model_path
-        self._init_info = init_info or {}
+        self._place = place
         self._tries = tries
         self._retry_s = retry_s
         self._status_timeout_s = status_timeout_s
@@ -115,6 +115,7 @@ class EngineClient:
         Raises:
             EngineDownError: it is not there. No fault of the update: it will be met again.
             EngineUpdateError: it refused, or took longer than `timeout_s`. It was not resumed.
+            NoSenderError: the trainer would have to send the policy, and does not send now.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -150,25 +151,33 @@ class EngineClient:
             await self._post("/update_weight_version", timeout_s, {"new_version": str(policy.version)})
         if step is Step.UPDATE:
             if not status.initialized:
-                await self._post("/init_weight_transfer_engine", timeout_s, {"init_info": self._init_info})
-            # clear_cache would preempt every running request and prefill it anew
-            await self._post("/pause?mode=keep&clear_cache=false", timeout_s)
-            await self._update(policy, timeout_s)
+                await self._post("/init_weight_transfer_engine", timeout_s, {"init_info": {}})
+            info = await self._update_info(policy)  # generation goes on while the engine waits for its turn
+            if not status.paused:  # pausing twice would have engines that share experts run a step
+                # clear_cache would preempt every running request and prefill it anew
+                await self._post("/pause?mode=keep&clear_cache=false", timeout_s)
+            await self._update(policy, info, timeout_s)
         if step is Step.UPDATE or status.paused:
             await self._post("/resume", timeout_s)
         return step
 
-    async def _update(self, policy: Policy, timeout_s: float) -> None:
+    async def _update(self, policy: Policy, info: dict[str, Any], timeout_s: float) -> None:
         for attempt in range(1, self._tries + 1):
             try:
                 await self._post("/start_weight_update", timeout_s)
-                await self._post("/update_weights", timeout_s, {"update_info": msgspec.structs.asdict(policy)})
+                await self._post("/update_weights", timeout_s, {"update_info": info})
                 await self._post("/finish_weight_update", timeout_s, {"weight_version": str(policy.version)})
                 return
             except EngineUpdateError:
                 if attempt == self._tries:
                     raise
                 await asyncio.sleep(self._retry_s)
+                info = await self._update_info(policy)
+
+    async def _update_info(self, policy: Policy) -> dict[str, Any]:
+        if policy.path or self._place is None:
+            return msgspec.structs.asdict(policy)
+        return await self._place(policy.version)
 
     async def _post(self, path: str, timeout_s: float, body: dict[str, Any] | None = None) -> None:
         try:

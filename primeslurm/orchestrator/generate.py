@@ -1,16 +1,16 @@
 """Token-in, token-out for verifiers: the client through which its environments reach the engines.
 
 `verifiers.v1.clients.TrainClient` renders messages to token ids (extending the sampled tokens of earlier turns as they
-are), posts them to `/inference/v1/generate`, and records sampled tokens and log-probabilities in the trace. It neither
-keeps policy versions nor tries again, and reads another shape of log-probabilities than vLLM 0.32 sends. All three are
-mended behind the one thing it asks of its HTTP client: `post`.
+are), posts them to `/inference/v1/generate`, and records sampled tokens, log-probabilities and routed experts in the
+trace. It neither keeps policy versions nor tries again, and reads other shapes of log-probabilities and routed experts
+than vLLM 0.32 sends. All this is mended behind the one thing it asks of its HTTP client: `post`.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import httpx
@@ -53,7 +53,7 @@ class RendererEndpoint:
         Raises:
             APIStatusError: the request is wrong (4xx).
             APIConnectionError: no answer before the deadline.
-            msgspec.ValidationError: the answer lacks log-probabilities or policy versions.
+            msgspec.ValidationError: the answer lacks log-probabilities, policy versions or routed experts.
         """
         headers = dict(options["headers"])
         request = httpx.Request("POST", url)
@@ -64,7 +64,9 @@ class RendererEndpoint:
             raise APIStatusError(str(error), response=response, body=None) from error
         except NoAnswerError as error:
             raise APIConnectionError(message=str(error), request=request) from error
-        self._completions.setdefault(headers["X-Session-ID"], []).append(completion)
+        # The trace keeps the routed experts; they are too large to be kept twice.
+        kept = replace(completion, routed_experts=None)
+        self._completions.setdefault(headers["X-Session-ID"], []).append(kept)
         return _reply(completion)
 
     def take(self, session: str) -> list[Completion]:
@@ -85,13 +87,22 @@ class TokenClient(TrainClient):  # type: ignore[misc]
         model: the directory of the tokenizer.
         max_len: longest sequence an engine accepts.
         timeout_s: longest wait for one answer, retries included.
+        routed: answers must say which experts each token was routed to.
     """
 
-    def __init__(self, router: str, where: Callable[[], str], model: str, max_len: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        router: str,
+        where: Callable[[], str],
+        model: str,
+        max_len: int,
+        timeout_s: float,
+        routed: bool = False,
+    ) -> None:
         config = TrainClientConfig(base_url=f"http://{router}", api_key_var="UNUSED", renderer_model_name=model)
         super().__init__(config)
         self.key = config.model_dump_json()
-        self.endpoint = RendererEndpoint(config.base_url, GenerateEndpoint(where, max_len, timeout_s))
+        self.endpoint = RendererEndpoint(config.base_url, GenerateEndpoint(where, max_len, timeout_s, routed))
         self.client = self.endpoint
 
 
@@ -111,10 +122,20 @@ async def serving(env: vf.Env) -> AsyncIterator[dict[str, Any]]:
 
 
 def _reply(completion: Completion) -> Reply:
-    """`renderers` 0.1 reads the log-probabilities that vLLM sends in text mode: tokens as `token_id:N`."""
+    """`renderers` 0.1 reads the log-probabilities that vLLM sends in text mode: tokens as `token_id:N`.
+
+    It cuts routed experts out of the text of the answer, by how they begin: "data" must come first.
+    """
     content = [
         {"token": f"token_id:{token}", "logprob": logprob}
         for token, logprob in zip(completion.token_ids, completion.logprobs, strict=True)
     ]
-    fields = {"index": 0, "finish_reason": completion.finish_reason, "token_ids": completion.token_ids}
+    fields: dict[str, Any] = {
+        "index": 0,
+        "finish_reason": completion.finish_reason,
+        "token_ids": completion.token_ids,
+    }
+    if (routed := completion.routed_experts) is not None:
+        about = {"shape": routed.shape, "dtype": routed.dtype.str, "start": completion.routed_from}
+        fields["routed_experts"] = {"data": routed.data.cast("B"), **about}
     return Reply(msgspec.json.encode({"choices": [{**fields, "logprobs": {"content": content}}]}))

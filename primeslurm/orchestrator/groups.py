@@ -1,4 +1,4 @@
-"""A finished rollout group: all rollouts of one prompt, scored against one another (GRPO without the deviation)."""
+"""A finished rollout group: all rollouts of one prompt, scored against one another."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from primeslurm.recipe.rollouts import AdvantageRule
 from primeslurm.wire.rollouts import Rollout
 
 
@@ -39,14 +40,20 @@ class Group:
         """One reward per rollout."""
         return [branches[0].info.reward for branches in self.rollouts]
 
-    @property
-    def advantages(self) -> list[float]:
-        """Reward minus the group's mean, one per rollout.
+    def advantages(self, rule: AdvantageRule) -> list[float]:
+        """One per rollout, by a rule of the recipe.
 
+        grpo: reward minus the group's mean (arXiv 2402.03300 without its division by the deviation, which arXiv
+        2503.20783 shows to weigh prompts by how even their rewards are). max_rl: that over the mean (arXiv 2602.02710),
+        which makes it the gradient of the log of the success rate: the rarer success is, the more a success counts.
+        A mean of 0 or less has no logarithm, and gets zeros.
         A group whose rewards are all equal gets zeros: it fills its place in the batch but pulls the policy nowhere.
         """
         mean = sum(self.rewards) / len(self.rewards)
-        return [reward - mean for reward in self.rewards]
+        scale = 1.0
+        if rule == "max_rl":
+            scale = 1 / mean if mean > 0 else 0.0
+        return [(reward - mean) * scale for reward in self.rewards]
 
     @property
     def has_signal(self) -> bool:

@@ -11,6 +11,7 @@ orchestrator -> worker      Job | Cancel
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, chain
 from typing import Any
 
 import msgspec
@@ -19,8 +20,6 @@ from primeslurm.wire.frames import Frame
 from primeslurm.wire.rollouts import Rollout
 
 STATUS_INTERVAL_S = 1.0
-FRAMES_PER_SEQUENCE = 5
-"""A Rollout on the wire: its header and four arrays."""
 
 
 class RolloutFailed(Exception):
@@ -61,7 +60,8 @@ class Result(msgspec.Struct, frozen=True, tag=True):
     """A job ended. `error` is set if the rollout failed; there are no sequences then."""
 
     job: str
-    sequences: int = 0
+    frames: list[int] = []
+    """How many frames each sequence has."""
     error: str | None = None
 
 
@@ -71,13 +71,14 @@ ToOrchestrator = Status | Result
 
 def encode_result(job: str, sequences: Sequence[Rollout]) -> list[Frame]:
     """A finished job as wire frames."""
-    head = msgspec.msgpack.encode(Result(job, len(sequences)))
-    return [head, *(frame for sequence in sequences for frame in sequence.encode())]
+    encoded = [sequence.encode() for sequence in sequences]
+    head = msgspec.msgpack.encode(Result(job, [len(frames) for frames in encoded]))
+    return [head, *chain.from_iterable(encoded)]
 
 
 def decode_sequences(result: Result, frames: Sequence[Any]) -> tuple[Rollout, ...]:
     """The sequences of a Result from the frames that follow it. Raises ValueError if they do not fit."""
-    if len(frames) != result.sequences * FRAMES_PER_SEQUENCE:
-        raise ValueError(f"{len(frames)} frames for {result.sequences} sequences")
-    starts = range(0, len(frames), FRAMES_PER_SEQUENCE)
-    return tuple(Rollout.decode(frames[start : start + FRAMES_PER_SEQUENCE]) for start in starts)
+    if len(frames) != sum(result.frames):
+        raise ValueError(f"{len(frames)} frames for sequences of {result.frames}")
+    ends = accumulate(result.frames)
+    return tuple(Rollout.decode(frames[end - count : end]) for end, count in zip(ends, result.frames, strict=True))

@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from primeslurm.orchestrator.groups import Group
+from primeslurm.recipe.rollouts import AdvantageRule
+from primeslurm.wire import routed_experts
 from primeslurm.wire.rollouts import Bool, Float32, Int32, Rollout, Row
+from primeslurm.wire.routed_experts import RoutedExperts
 
 
 @dataclass(frozen=True)
 class Document:
-    """One sequence to train on. All arrays have shape [n_tokens]."""
+    """One sequence to train on. All arrays have shape [n_tokens], routed experts [n_tokens, layers, top_k]."""
 
     token_ids: Int32
     mask: Bool
     logprobs: Float32
     advantage: float
     on_policy: bool
+    observed: Bool | None = field(default=None, kw_only=True)
+    routed_experts: RoutedExperts | None = field(default=None, kw_only=True)
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
 
-def documents(groups: Sequence[Group], seq_len: int, version: int) -> list[Document]:
+def documents(groups: Sequence[Group], seq_len: int, version: int, rule: AdvantageRule) -> list[Document]:
     """All sequences of the groups, cut to seq_len, to be trained on policy `version`.
 
     A first token has no predecessor, so it is never trained.
@@ -35,31 +40,49 @@ def documents(groups: Sequence[Group], seq_len: int, version: int) -> list[Docum
     return [
         _document(branch, advantage, seq_len, version)
         for group in groups
-        for branches, advantage in zip(group.rollouts, group.advantages, strict=True)
+        for branches, advantage in zip(group.rollouts, group.advantages(rule), strict=True)
         for branch in branches
     ]
 
 
-def pack(docs: Sequence[Document], seq_len: int, ranks: int, temperature: float) -> list[list[Row]]:
+class _Common(NamedTuple):
+    """What holds for all rows of a batch."""
+
+    seq_len: int
+    temperature: float
+    echo_weight: float | None
+    routed: RoutedExperts | None
+
+
+def pack(
+    docs: Sequence[Document], seq_len: int, ranks: int, temperature: float, echo: float | None = None
+) -> list[list[Row]]:
     """Rows of each rank. First fit decreasing; rows are dealt so that the ranks' token counts are close.
 
     Args:
         docs: none longer than seq_len.
-        temperature: sampling temperature of every trained token.
+        temperature: sampling temperature of every sampled token.
+        echo: factor of the mean cross-entropy on observed tokens. None: they are not trained.
     """
     bins = _fit([len(doc) for doc in docs], seq_len)
     per_rank = max(1, -(-len(bins) // ranks))
+    routed = next((doc.routed_experts for doc in docs if doc.routed_experts is not None), None)
+    weight = None if echo is None else echo * max(1, loss_tokens(docs)) / max(1, _observed_tokens(docs))
+    common = _Common(seq_len, temperature, weight, routed)
     dealt = _deal([sum(len(docs[i]) for i in members) for members in bins], ranks, per_rank)
     return [
-        [_row([docs[i] for i in bins[b]], seq_len, temperature) for b in mine]
-        + [_row([], seq_len, temperature)] * (per_rank - len(mine))
+        [_row([docs[i] for i in bins[b]], common) for b in mine] + [_row([], common)] * (per_rank - len(mine))
         for mine in dealt
     ]
 
 
 def loss_tokens(docs: Sequence[Document]) -> int:
-    """Trained tokens of the whole batch."""
+    """Sampled tokens that are trained, in the whole batch."""
     return sum(int(doc.mask.sum()) for doc in docs)
+
+
+def _observed_tokens(docs: Sequence[Document]) -> int:
+    return sum(int(doc.observed.sum()) for doc in docs if doc.observed is not None)
 
 
 def _document(rollout: Rollout, advantage: float, seq_len: int, version: int) -> Document:
@@ -67,7 +90,15 @@ def _document(rollout: Rollout, advantage: float, seq_len: int, version: int) ->
     mask[:1] = False
     # A rollout that was in flight over an update has KV of the older policy even under its newer tokens.
     on_policy = rollout.info.opened_version == version and not rollout.is_mixed
-    return Document(rollout.token_ids[:seq_len], mask, rollout.logprobs[:seq_len], advantage, on_policy)
+    return Document(
+        rollout.token_ids[:seq_len],
+        mask,
+        rollout.logprobs[:seq_len],
+        advantage,
+        on_policy,
+        observed=None if rollout.observed is None else rollout.observed[:seq_len],
+        routed_experts=None if rollout.routed_experts is None else rollout.routed_experts[:seq_len],
+    )
 
 
 def _fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
@@ -95,20 +126,27 @@ def _deal(weights: Sequence[int], ranks: int, per_rank: int) -> list[list[int]]:
     return dealt
 
 
-def _row(docs: Sequence[Document], seq_len: int, temperature: float) -> Row:
-    padding = seq_len - sum(len(doc) for doc in docs)
+def _row(docs: Sequence[Document], common: _Common) -> Row:
+    padding = common.seq_len - sum(len(doc) for doc in docs)
     lengths = [*(len(doc) for doc in docs), padding]
 
     def joined(parts: Sequence[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
         whole: NDArray[Any] = np.concatenate([*parts, np.zeros(padding, dtype)])
         return whole.astype(dtype, copy=False)
 
+    observed = joined([np.zeros(len(doc)) if doc.observed is None else doc.observed for doc in docs], np.bool_)
+    weight, routed = common.echo_weight, common.routed
     return Row(
         token_ids=joined([doc.token_ids for doc in docs], np.int32),
         positions=np.concatenate([np.arange(length, dtype=np.int32) for length in lengths]),
         mask=joined([doc.mask for doc in docs], np.bool_),
         logprobs=joined([doc.logprobs for doc in docs], np.float32),
         advantages=joined([np.full(len(doc), doc.advantage, np.float32) for doc in docs], np.float32),
-        temperatures=np.full(seq_len, temperature, np.float32),
+        # cross-entropy is that of the policy itself, whatever it is sampled at
+        temperatures=np.where(observed, 1.0, common.temperature).astype(np.float32),
         on_policy=joined([np.full(len(doc), doc.on_policy, np.bool_) for doc in docs], np.bool_),
+        echo_weights=None if weight is None else np.where(observed, weight, 0.0).astype(np.float32),
+        routed_experts=None
+        if routed is None
+        else routed_experts.join([*(doc.routed_experts for doc in docs), None], lengths, routed),
     )

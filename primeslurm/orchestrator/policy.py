@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from primeslurm.orchestrator.delivery import NoSenderError
 from primeslurm.orchestrator.engines import (
     EngineClient,
     EngineDownError,
@@ -98,6 +99,18 @@ class Fleet:
         """Whether the engine is up, sound and not at the wanted policy."""
         return self.wanted is not None and self._views[name].state == "STALE" and not self.must_restart(name)
 
+    def needs_weights(self, name: str) -> bool:
+        """Whether the engine holds another policy than the wanted one, or none."""
+        return self.wanted is not None and self._views[name].version != self.wanted.version
+
+    def wanting(self) -> int:
+        """How many engines are up and not at the wanted policy, or on their way to it."""
+        return sum(view.state == "UPDATING" or self.needs_update(name) for name, view in self._views.items())
+
+    def held(self, name: str) -> None:
+        """An update of the engine did not begin: the trainer does not send now."""
+        self._enter(self._views[name], "STALE")
+
     def must_restart(self, name: str) -> bool:
         """Whether the engine that is up is one that failed an update."""
         view = self._views[name]
@@ -141,6 +154,7 @@ class PolicyLoop:
         before_update: called with a new version before any engine is paused for it, so that rollouts which become too
             old can be dropped while engines still run.
         after_update: called when every serving engine has acknowledged a new version.
+        sends: whether the trainer sends a version now; asked for policies that no directory holds.
     """
 
     def __init__(
@@ -151,6 +165,7 @@ class PolicyLoop:
         poll_s: float = 0.5,
         before_update: Hook = _no_hook,
         after_update: Hook = _no_hook,
+        sends: Callable[[int], bool] = lambda version: False,
     ) -> None:
         self.fleet = Fleet(engines)
         self._engines = dict(engines)
@@ -159,6 +174,7 @@ class PolicyLoop:
         self._poll_s = poll_s
         self._before_update = before_update
         self._after_update = after_update
+        self._sends = sends
         self._wake = {name: asyncio.Event() for name in engines}
         self._advanced = asyncio.Condition()
         self._announced: int | None = None
@@ -169,6 +185,11 @@ class PolicyLoop:
     def current_version(self) -> int | None:
         """Newest version that every serving engine has acknowledged."""
         return self.fleet.current_version
+
+    def wants_sender(self) -> bool:
+        """Whether engines wait for a policy that only the trainer can give them."""
+        wanted = self.fleet.wanted
+        return wanted is not None and not wanted.path and self.fleet.wanting() > 0
 
     async def publish(self, policy: Policy) -> None:
         """Make `policy` the wanted one; repeating it changes nothing. Raises ValueError for an older version."""
@@ -211,7 +232,7 @@ class PolicyLoop:
             await self._observe(name)
             if self.fleet.must_restart(name):
                 await self._restart(name)
-            elif self.fleet.needs_update(name):
+            elif self.fleet.needs_update(name) and self._can_update(name):
                 await self._update(name)
             after = self.fleet.report()[name]["state"]
             if after != before:
@@ -234,6 +255,11 @@ class PolicyLoop:
         self.fleet.seen(name, status)
         await self._announce()
 
+    def _can_update(self, name: str) -> bool:
+        policy = self.fleet.wanted
+        assert policy is not None
+        return bool(policy.path) or not self.fleet.needs_weights(name) or self._sends(policy.version)
+
     async def _update(self, name: str) -> None:
         policy = self.fleet.wanted
         assert policy is not None
@@ -244,6 +270,8 @@ class PolicyLoop:
         except EngineDownError as error:
             self.fleet.seen(name, None)
             self._journal.event("engine_lost", engine=name, version=policy.version, error=str(error))
+        except NoSenderError:
+            self.fleet.held(name)
         except EngineUpdateError as error:
             self.fleet.failed(name, str(error))
             self._journal.event("engine_update_failed", engine=name, version=policy.version, error=str(error))

@@ -9,13 +9,16 @@ context in the others.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import verifiers.v1 as vf
 
 from primeslurm.orchestrator.endpoint import Completion
 from primeslurm.orchestrator.jobs import Job, RolloutFailed
-from primeslurm.wire.rollouts import Rollout, RolloutInfo
+from primeslurm.wire import routed_experts
+from primeslurm.wire.rollouts import Bool, Rollout, RolloutInfo
+from primeslurm.wire.routed_experts import RoutedExperts
 
 
 def trainable_trace(episode: vf.Episode) -> vf.Trace:
@@ -34,8 +37,10 @@ def trainable_trace(episode: vf.Episode) -> vf.Trace:
     return traces[0]
 
 
-def sequences(job: Job, trace: vf.Trace, completions: Sequence[Completion], seconds: float) -> tuple[Rollout, ...]:
-    """The token sequences of a finished trace.
+def sequences(
+    job: Job, trace: vf.Trace, completions: Sequence[Completion], seconds: float, observed: bool
+) -> tuple[Rollout, ...]:
+    """The token sequences of a finished trace; `observed`: with the tokens that the environment answered marked.
 
     Raises:
         RolloutFailed: nothing was sampled, or a sampled message is not among the recorded completions.
@@ -61,7 +66,8 @@ def sequences(job: Job, trace: vf.Trace, completions: Sequence[Completion], seco
         path = [index[id(node)] for node in branch.nodes]
         if not branch.trainable or not any(i in versions and i not in trained for i in path):
             continue
-        result.append(_sequence(info, trace, path, versions, trained))
+        sequence = _sequence(info, trace, path, versions, trained)
+        result.append(replace(sequence, observed=_observed(trace, path, trained)) if observed else sequence)
         trained.update(path)
     return tuple(result)
 
@@ -86,7 +92,25 @@ def _sequence(
         np.array(mask, np.bool_),
         np.array(logprobs, np.float32),
         np.array(sampled_by, np.int32),
+        routed_experts=_routed_experts([trace.nodes[i] for i in path]),
     )
+
+
+def _observed(trace: vf.Trace, path: Sequence[int], trained: set[int]) -> Bool:
+    """Tokens of the environment's messages after the policy's first answer, each in one sequence only."""
+    parts, answered = [], False
+    for i in path:
+        node = trace.nodes[i]
+        parts.append(np.full(len(node.token_ids), answered and not node.sampled and i not in trained))
+        answered = answered or node.sampled
+    return np.concatenate(parts)
+
+
+def _routed_experts(nodes: Sequence[vf.MessageNode]) -> RoutedExperts | None:
+    """Of a path, if the engines returned any."""
+    parts = [node.routed_experts for node in nodes]
+    known = next((part for part in parts if part is not None), None)
+    return None if known is None else routed_experts.join(parts, [len(node.token_ids) for node in nodes], known)
 
 
 def _versions_by_node(trace: vf.Trace, completions: Sequence[Completion]) -> dict[int, list[int]]:

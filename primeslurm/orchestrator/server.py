@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from primeslurm.orchestrator.batches import Batches
+from primeslurm.orchestrator.delivery import Delivery
 from primeslurm.orchestrator.engines import EngineClient, Policy
 from primeslurm.orchestrator.metrics import MetricsLog, batch_metrics
 from primeslurm.orchestrator.place import Place
@@ -31,6 +32,7 @@ from primeslurm.wire.journal import Journal
 from primeslurm.wire.link import (
     Answer,
     Committed,
+    Deliver,
     GetBatch,
     OrchestratorLink,
     Published,
@@ -58,16 +60,25 @@ class Orchestrator:
         self._journal = Journal(place.attempt_dir, "orchestrator")
         self._progress = restore(place.run_dir, place.attempt)
         self._spool = Spool(place.run_dir / "rollouts")
-        self._batches = Batches(recipe.seq_len, recipe.orchestrator.sampling.temperature, recipe.max_steps)
+        self._batches = Batches(recipe)
         self._metrics = MetricsLog(recipe, place.run_dir, self._progress.done_step)
         self._dispatch = recover(recipe, place, self._progress, self._spool, self._batches)
         self._workers = Workers(place.env_bind, self._on_result, self._on_lost)
         self._link = OrchestratorLink(place.bind, self._handle)
         url = place.addresses.url
-        clients = {name: EngineClient(functools.partial(url, name), recipe.model.path) for name in place.engines}
         timeout = recipe.weights.timeout_s
+        self._delivery = Delivery(recipe.inference.parallel.tp, timeout)
+        clients = {
+            name: EngineClient(functools.partial(url, name), recipe.model.path, self._delivery.place)
+            for name in place.engines
+        }
         self._policy = PolicyLoop(
-            clients, self._journal, timeout, before_update=self._before_update, after_update=self._after_update
+            clients,
+            self._journal,
+            timeout,
+            before_update=self._before_update,
+            after_update=self._after_update,
+            sends=self._delivery.sends,
         )
         self._watch = Watch(recipe, self._journal, place.engine_urls)
         self._batch_formed = asyncio.Condition()
@@ -152,6 +163,8 @@ class Orchestrator:
                 return await self._get_batch(request)
             case Published():
                 await self._published(request)
+            case Deliver():
+                return await self._delivery.answer(request, self._policy.fleet.wanting, HOLD_S)
             case StepDone():
                 self._step_done(request)
             case Save():
@@ -165,9 +178,12 @@ class Orchestrator:
             return Answer("stop")
         if request.step > self._dispatch.step:
             raise ValueError(f"step {request.step} was asked for, but step {self._dispatch.step} is next")
+        self._delivery.close()
         deadline = time.monotonic() + HOLD_S
         async with self._batch_formed:
             while request.step == self._dispatch.step and not self._form_batch():
+                if self._policy.wants_sender():
+                    return Answer("deliver")
                 try:
                     async with asyncio.timeout(deadline - time.monotonic()):
                         await self._batch_formed.wait()
@@ -203,6 +219,8 @@ class Orchestrator:
         if known is not None and request.version <= known.version:
             return
         self._record(published=request)
+        if not request.path:
+            self._delivery.expect(request.version)
         self._watch.policy_wanted(request.version)
         await self._policy.publish(_policy(request))
 

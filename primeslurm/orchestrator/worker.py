@@ -63,8 +63,9 @@ class Worker:
     def _client(self, router: str) -> TokenClient:
         if router not in self._clients:
             where = functools.partial(self._addresses.url, router)
-            timeout_s = self._recipe.orchestrator.request_timeout_s
-            client = TokenClient(router, where, self._recipe.model.path, self._recipe.max_len, timeout_s)
+            recipe = self._recipe
+            timeout_s, routed = recipe.orchestrator.request_timeout_s, recipe.trainer.router_replay
+            client = TokenClient(router, where, recipe.model.path, recipe.max_len, timeout_s, routed)
             self._clients[router] = self._by_config[client.key] = client
         return self._clients[router]
 
@@ -79,7 +80,8 @@ class Worker:
             )
         finally:
             completions = [completion for trace in traces for completion in client.endpoint.take(trace)]
-        return sequences(job, trainable_trace(episode), completions, time.monotonic() - started)
+        observed = self._recipe.orchestrator.echo is not None
+        return sequences(job, trainable_trace(episode), completions, time.monotonic() - started, observed)
 
     def _sampling(self, job: Job) -> vf.SamplingConfig:
         wanted = self._recipe.orchestrator.sampling.model_dump(exclude_none=True)

@@ -44,6 +44,20 @@ class Mamba:
 
 
 @dataclass(frozen=True)
+class DeltaNets:
+    """Gated delta nets, in place of attention in some layers."""
+
+    layers: int
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    """Of one head."""
+    value_dim: int
+    """Of one head."""
+    conv: int
+
+
+@dataclass(frozen=True)
 class Experts:
     """The mixture of experts of a layer."""
 
@@ -88,6 +102,7 @@ class ModelFacts:
     mla: Mla | None = None
     indexer: Indexer | None = None
     mamba: Mamba | None = None
+    delta_nets: DeltaNets | None = None
     quantization: str | None = None
     """How the checkpoint's weights are stored: fp8, int4, mxfp4; None for the model's dtype."""
     fp8_blocks: bool = False
@@ -98,7 +113,7 @@ class ModelFacts:
         """Decoder layers, counted as the model's config does."""
         if self.mamba:
             return self.attention_layers + self.dense_layers + self.moe_layers + self.mamba.layers
-        return self.attention_layers
+        return self.attention_layers + (self.delta_nets.layers if self.delta_nets else 0)
 
 
 @dataclass(frozen=True)
@@ -156,18 +171,20 @@ def facts_of(config: Mapping[str, Any]) -> ModelFacts:
         mla=_mla(text),
         indexer=Indexer(text["index_n_heads"], text["index_head_dim"]) if "index_n_heads" in text else None,
         mamba=_mamba(text, kinds["mamba"]) if kinds["mamba"] else None,
+        delta_nets=_delta_nets(text),
         quantization=_quantization(stored),
         fp8_blocks=_fp8_blocks(stored),
     )
 
 
-_QK_NORM = ("qwen3", "qwen3_moe", "afmoe", "laguna")
+_QK_NORM = ("qwen3", "qwen3_moe", "afmoe", "laguna", "qwen3_5_text", "qwen3_5_moe_text")
+_GATED = ("afmoe", "qwen3_5_text", "qwen3_5_moe_text")
 
 
 def _attention_gate(text: Mapping[str, Any]) -> int:
     """The gate of families that have one: a value for each of the attention's outputs, or for each head."""
     heads = text["num_attention_heads"]
-    if text["model_type"] == "afmoe" or text.get("gating") == "per-element":
+    if text["model_type"] in _GATED or text.get("gating") == "per-element":
         return int(heads * text["head_dim"])
     return int(heads) if text["model_type"] == "laguna" else 0
 
@@ -192,7 +209,8 @@ def _layers(text: Mapping[str, Any]) -> dict[str, int]:
         return {name: blocks.count(block) for name, block in _BLOCKS.items()}
     layers = text["num_hidden_layers"]
     moe = sum(_is_moe(text, index) for index in range(layers)) if _expert_count(text) else 0
-    return {"attention": layers, "moe": moe, "dense": layers - moe, "mamba": 0}
+    nets = _delta_nets(text)
+    return {"attention": layers - (nets.layers if nets else 0), "moe": moe, "dense": layers - moe, "mamba": 0}
 
 
 _MARKS = {"attention": "*", "moe": "E", "dense": "-", "mamba": "M"}
@@ -235,3 +253,11 @@ def _mla(text: Mapping[str, Any]) -> Mla | None:
 def _mamba(text: Mapping[str, Any], layers: int) -> Mamba:
     names = ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel")
     return Mamba(layers, *(int(text[name]) for name in names))
+
+
+def _delta_nets(text: Mapping[str, Any]) -> DeltaNets | None:
+    if "linear_num_key_heads" not in text:
+        return None
+    names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+    layers = list(text["layer_types"]).count("linear_attention")
+    return DeltaNets(layers, *(int(text[f"linear_{name}"]) for name in names))

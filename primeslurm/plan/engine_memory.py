@@ -117,12 +117,18 @@ def _indexer_bytes(facts: ModelFacts) -> int:
 
 def _state(facts: ModelFacts, layout: EngineLayout) -> int:
     windows = facts.window_layers * (facts.window or 0) * _gqa_bytes(facts, layout)
-    if facts.mamba is None:
-        return windows
-    m = facts.mamba
-    ssm = m.heads * m.head_dim * m.state * 4
-    conv = (m.heads * m.head_dim + 2 * m.groups * m.state) * (m.conv - 1) * 2
-    return windows + m.layers * (ssm + conv) // layout.tp
+    recurrent = 0
+    if facts.mamba:
+        m = facts.mamba
+        ssm = m.heads * m.head_dim * m.state * 4
+        conv = (m.heads * m.head_dim + 2 * m.groups * m.state) * (m.conv - 1) * 2
+        recurrent += m.layers * (ssm + conv)
+    if facts.delta_nets:
+        d = facts.delta_nets
+        memory = d.value_heads * d.value_dim * d.key_dim * 4
+        conv = (2 * d.key_heads * d.key_dim + d.value_heads * d.value_dim) * (d.conv - 1) * 2
+        recurrent += d.layers * (memory + conv)
+    return windows + recurrent // layout.tp
 
 
 def _mla_parts(facts: ModelFacts) -> tuple[int, int]:

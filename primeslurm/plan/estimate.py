@@ -27,8 +27,8 @@ MICRO_BATCH_TOKENS = 16384
 """The trainer packs rows into a micro batch up to this many tokens, and at least one row."""
 MFU = 0.2
 """Share of the peak that a MoE trainer reaches: 15 to 25 % are published for 8xH200 and larger."""
-BROADCAST_SHARE = 0.5
-"""Share of the line rate that one broadcast to all engines reaches: Miles reports 58 s for GLM-5 over NCCL."""
+LINE_SHARE = 0.5
+"""Share of the line rate that sending a policy reaches; what a published broadcast of GLM-5 (58 s) reached."""
 TYPICAL = 4
 """A typical rollout is a quarter of the longest one."""
 STORED_BYTES = {"fp8": 1.0, "mxfp4": 0.53, "int4": 0.56}
@@ -144,7 +144,7 @@ def _amounts(recipe: Recipe, site: Site, needs: list[Need], facts: ModelFacts) -
     if train:
         found += _training(recipe, train, facts)
     if recipe.task == "rl" and train:
-        found += _update(recipe, site, train, facts)
+        found += _update(recipe, site, train, needs, facts)
         found += _replay(recipe, facts)
     found += _host_tier(recipe, needs, facts)
     found.append(Amount(name="GPU-hours", value=round(hours), unit="h", how=f"{gpus} GPUs for {time}"))
@@ -177,21 +177,38 @@ def _attention_flops(facts: ModelFacts, length: int) -> float:
     return 6.0 * (facts.attention_layers - facts.window_layers) * width * length
 
 
-def _update(recipe: Recipe, site: Site, train: Need, facts: ModelFacts) -> list[Amount]:
+def _update(recipe: Recipe, site: Site, train: Need, needs: list[Need], facts: ModelFacts) -> list[Amount]:
     """Bytes of one policy, and the seconds until every engine holds it."""
-    size = count(facts).total * (2 if recipe.model.dtype == "bfloat16" else 4)
-    found = [Amount(name="policy", value=round(size / 1e9, 1), unit="GB", how=f"in {recipe.model.dtype}")]
-    gpu = gpu_of(train.kind)
+    element = 2 if recipe.model.dtype == "bfloat16" else 4
+    fp8 = recipe.inference.quantization == "fp8"
+    parameters = count(facts)
+    experts = float(parameters.experts * (1 if fp8 else element))
+    projections = (parameters.attention + parameters.dense) * (1 if fp8 else element)
+    common = projections + (parameters.total - parameters.experts - parameters.attention - parameters.dense) * element
+    size = experts + common
+    form = "FP8" if fp8 else recipe.model.dtype
+    found = [Amount(name="policy", value=round(size / 1e9, 1), unit="GB", how=f"in {form}")]
     if recipe.weights.transport == "filesystem":
         speed = site.network.storage_gbytes_per_s * train.nodes
         how = f"written by {train.nodes} nodes and read, at {site.network.storage_gbytes_per_s:g} GB/s each"
         return [*found, Amount(name="weight update", value=round(2 * size / 1e9 / speed, 1), unit="s", how=how)]
+    return [*found, *_sending(recipe, site, train, needs, common, experts)]
+
+
+def _sending(recipe: Recipe, site: Site, train: Need, needs: list[Need], common: float, experts: float) -> list[Amount]:
+    """Trainer GPUs share what is sent; each engine GPU takes its own experts, and all else."""
+    gpu = gpu_of(train.kind)
     gbps = site.network.gbps_per_gpu or (gpu.nic_gbps if gpu else None)
     if gbps is None:
-        return found
-    seconds = size * 8 / (gbps * 1e9 * BROADCAST_SHARE)
-    how = f"broadcast by one rank at {BROADCAST_SHARE:.0%} of {gbps:g} Gbit/s"
-    return [*found, Amount(name="weight update", value=round(seconds, 1), unit="s", how=how)]
+        return []
+    engines = [need for need in needs if need.role in ENGINE_ROLES]
+    shares = [(need.nodes * need.gpus, common + experts / expert_ranks(recipe, need)) for need in engines]
+    sent = sum(gpus * share for gpus, share in shares) / max(1, train.nodes * train.gpus)
+    taken = max((share for _, share in shares), default=0.0)
+    seconds = max(sent, taken) * 8 / (gbps * 1e9 * LINE_SHARE)
+    speed = f"{LINE_SHARE:.0%} of {gbps:g} Gbit/s"
+    how = f"{sent / 1e9:.1f} GB from a trainer GPU, {taken / 1e9:.1f} GB to an engine GPU, at {speed}"
+    return [Amount(name="weight update", value=round(seconds, 1), unit="s", how=how)]
 
 
 def _replay(recipe: Recipe, facts: ModelFacts) -> list[Amount]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from primeslurm.plan.catalog import Mamba, Mla, ModelFacts
+from primeslurm.plan.catalog import DeltaNets, Mamba, Mla, ModelFacts
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Parameters:
     head: int
     """Output projection; 0 if it is the embedding."""
     attention: int
-    """Attention (and Mamba) of all layers."""
+    """Attention, Mamba and delta nets of all layers."""
     dense: int
     """Dense feed-forward networks and shared experts of all layers."""
     routers: int
@@ -56,10 +56,11 @@ def count(facts: ModelFacts) -> Parameters:
         shared += facts.moe_layers * 2 * facts.hidden * e.latent if e.latent else 0
         routers = facts.moe_layers * facts.hidden * e.count
     mamba = facts.mamba.layers * _mamba(facts.mamba, facts.hidden) if facts.mamba else 0
+    nets = facts.delta_nets.layers * _delta_net(facts.delta_nets, facts.hidden) if facts.delta_nets else 0
     return Parameters(
         embedding=ends,
         head=0 if facts.tied else ends,
-        attention=facts.attention_layers * _attention(facts) + mamba,
+        attention=facts.attention_layers * _attention(facts) + mamba + nets,
         dense=facts.dense_layers * matrices * facts.hidden * facts.dense_width + shared,
         routers=routers,
         experts=experts,
@@ -102,6 +103,11 @@ def _latent_attention(facts: ModelFacts, mla: Mla) -> int:
 def _mamba(mamba: Mamba, hidden: int) -> int:
     inner, mixed = mamba.heads * mamba.head_dim, 2 * mamba.groups * mamba.state
     return hidden * (2 * inner + mixed + mamba.heads) + inner * hidden + (inner + mixed) * (mamba.conv + 1)
+
+
+def _delta_net(nets: DeltaNets, hidden: int) -> int:
+    keys, values = nets.key_heads * nets.key_dim, nets.value_heads * nets.value_dim
+    return hidden * (2 * keys + 3 * values + 2 * nets.value_heads) + (2 * keys + values) * nets.conv
 
 
 def _norms(facts: ModelFacts) -> int:

@@ -72,7 +72,8 @@ class Inference(EngineSettings):
     kv_offload: Annotated[KvOffload, Field(discriminator="type")] | None = None
     """Further tiers of KV cache behind the GPU: CPU memory, then disk."""
     quantization: Literal["fp8"] | None = None
-    """fp8: weights are quantised as they are loaded. A checkpoint that is quantised already needs nothing here."""
+    """fp8: weights are quantised as they are loaded, in blocks of 128 x 128; policies already come in FP8. A checkpoint
+    that is quantised already needs nothing here."""
     kv_cache_dtype: Literal["auto", "fp8"] = "auto"
     deep_gemm: bool = False
     """Use DeepGEMM's kernels for FP8 layers and experts."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -40,6 +41,9 @@ class Sampling(Section):
     """New tokens per turn. Default: what seq_len leaves."""
 
 
+AdvantageRule = Literal["grpo", "max_rl"]
+
+
 class Orchestrator(Section):
     """Dispatch of rollouts and forming of batches."""
 
@@ -47,6 +51,12 @@ class Orchestrator(Section):
     """Rollouts per step; a multiple of group_size."""
     group_size: PositiveInt = 8
     """Rollouts of one prompt; advantages are relative to the group's mean."""
+    advantages: AdvantageRule = "grpo"
+    """grpo: reward minus the group's mean. max_rl: that over the mean, which favours rare success; rewards must not be
+    negative."""
+    echo: PositiveFloat | None = None
+    """Also train on what environments answered (tool and user messages after the policy's first answer), by
+    cross-entropy times this; 0.1 is usual. Default: those tokens are context only."""
     max_inflight_rollouts: PositiveInt | None = None
     """Rollouts in flight at once. Default: twice batch_size."""
     max_off_policy_steps: NonNegativeInt = 8

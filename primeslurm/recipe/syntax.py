@@ -201,6 +201,9 @@ Label = Annotated[str, _matching(re.compile(r"[A-Za-z0-9][\w.-]*"), "must be one
 EnvironmentId = Annotated[
     str, _matching(re.compile(r"[A-Za-z0-9][\w.@/-]*"), "must be the name of an environment, for example reverse-text")
 ]
+ImportPath = Annotated[
+    str, _matching(re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"), "must be package.module:function")
+]
 Directory = Annotated[
     str, _matching(re.compile(r"[^\\]*"), "Slurm takes a backslash as an escape in the names of its log files")
 ]

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from primeslurm.recipe.base import Section
+from primeslurm.recipe.losses import DppoLoss, Loss
 
 Dtype = Literal["float32", "bfloat16"]
 
@@ -48,28 +49,20 @@ class Optimizer(Section):
     """Where linear and cosine schedules end, as a part of lr."""
 
 
-class Loss(Section):
-    """Importance-weighted policy gradient, masked where the probability moved too far.
-
-    Per token, with d = trainer logprob - engine logprob, r = exp(d), dp = p_trainer - p_engine:
-    `-A * r * keep + kl_tau * d**2`; keep is false if A > 0 and dp > mask_high, or A <= 0 and dp < -mask_low.
-    """
-
-    type: Literal["dppo"] = "dppo"
-    mask_low: PositiveFloat = 0.2
-    mask_high: PositiveFloat = 0.2
-    adv_tau: PositiveFloat = 1.0
-    kl_tau: float = 1e-3
-
-
 class Parallelism(Section):
     """How the trainer's ranks are arranged: FSDP shards over what EP and CP leave."""
 
     dp_replicate: PositiveInt = 1
     cp: PositiveInt = 1
+    """How many ranks share each row of tokens."""
+    cp_style: Literal["ulysses", "allgather"] = "ulysses"
+    """How attention sees the other ranks' tokens: by exchanging heads for tokens, or by gathering all keys and values
+    (often called ring attention)."""
     ep: PositiveInt = 1
     ep_backend: Literal["torch", "deepep"] = "torch"
     """How tokens reach their experts: torch's all-to-all, or DeepEP, which is better across nodes."""
+    deepep_num_sms: PositiveInt | None = None
+    """Streaming multiprocessors for DeepEP's kernels; experts lack what it takes. Default: DeepEP's estimate."""
     reshard_after_forward: bool = True
     """Give up a layer's gathered weights after its forward pass, and gather them again for the backward pass."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
@@ -103,7 +96,7 @@ class Trainer(Section):
     """The torchtitan trainer."""
 
     optimizer: Optimizer = Optimizer()
-    loss: Loss = Loss()
+    loss: Annotated[Loss, Field(discriminator="type")] = DppoLoss()
     parallelism: Parallelism = Parallelism()
     memory: Memory = Memory()
     lora: Lora | None = None
@@ -129,6 +122,8 @@ class Weights(Section):
     """How a new policy reaches the engines."""
 
     transport: Literal["filesystem", "nccl"] = "filesystem"
+    """filesystem: trainer ranks write it side by side, engines read it. nccl: trainer ranks send it to the engines
+    between two steps (by gloo where there are only CPUs); only the last version is written."""
     keep: PositiveInt = 3
     """Published versions kept on disk (never fewer than engines still need)."""
     timeout_s: PositiveInt = 600

@@ -56,7 +56,7 @@ def export(recipe: Recipe, checkpoint: Path, out: Path) -> None:
     if set(index) != expected:
         raise ValueError(f"{checkpoint} and {source} differ in {sorted(set(index) ^ expected)[:5]}")
     (partial / huggingface.INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}, indent=2) + "\n")
-    huggingface.copy_companions(source, partial, dtype)
+    huggingface.copy_companions(source, partial, recipe.model.dtype, None)
     partial.rename(out)
 
 

@@ -15,10 +15,12 @@ On all machines:
 - torchtitan's grouped experts cast everything to bfloat16, whatever the compute dtype
 - torchtitan's modules take no further parameters once they are built: `declare`
 - torch has no public way to ask which part of a distributed tensor a rank holds: `local_region`
+- torch's collectives that autograd knows, and that activation checkpointing may save, have no public name yet
 - torch's reader of FP8 checkpoints wants an index file, which models in one file do not have
 With CUDA:
+- torchtitan lets DeepEP guess how many multiprocessors to use, and has no setting for it
 - torchtitan asks for FlashAttention 3 or 4 by the GPU's generation; where that package is missing, torch's own
-  FlashAttention 2 does the same, for values as wide as queries: narrower ones (latent attention) are padded
+  FlashAttention 2 does the same
 """
 
 from __future__ import annotations
@@ -35,8 +37,10 @@ from typing import Any
 
 import torch
 import torch._utils
+import torch.distributed._functional_collectives as collectives
 import torch.nn.functional as F
 from safetensors import safe_open
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Replicate
@@ -83,9 +87,25 @@ import torchtitan.tools.utils as titan_utils  # noqa: E402
 from torchtitan.models.common.moe import GroupedExperts  # noqa: E402
 from torchtitan.models.utils import MoEStateDictAdapter  # noqa: E402
 
-_FLASH_ATTENTION_2 = not ON_CPU and importlib.util.find_spec("flash_attn_interface") is None
-if _FLASH_ATTENTION_2:
+if not ON_CPU and importlib.util.find_spec("flash_attn_interface") is None:
     _replace(titan_utils, "get_cuda_flash_attention_impl", lambda: None)
+
+
+def all_gather(tensor: torch.Tensor, dim: int, group: ProcessGroup) -> torch.Tensor:
+    """Every rank's tensor, concatenated along `dim`. Gradients are summed, and scattered back."""
+    parts = _waited(collectives.all_gather_single(tensor.contiguous(), 0, group)).unflatten(0, (group.size(), -1))
+    return parts.movedim(0, dim).flatten(dim, dim + 1)
+
+
+def all_to_all(tensor: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
+    """Send slice i of the first dimension, one for each rank, to rank i; slice i of the result is from rank i."""
+    return _waited(collectives.all_to_all_single(tensor, None, None, group))
+
+
+def _waited(tensor: torch.Tensor) -> torch.Tensor:
+    # What follows may be compiled, and then cannot take a tensor that is still on its way. Only what a collective
+    # returns may wait like this: autograd loses what was computed from it.
+    return tensor.wait() if isinstance(tensor, collectives.AsyncCollectiveTensor) else tensor
 
 
 class DenseAttention(titan_attention.FlexAttention):
@@ -186,6 +206,13 @@ def declare(module: Any, initial: Mapping[str, Callable[..., Any]], like: Mappin
         module._sharding_config = replace(module._sharding_config, state_shardings=states | places)
 
 
+def set_deepep_sms(count: int) -> None:
+    """Give DeepEP's kernels this many streaming multiprocessors. DeepEP must be installed."""
+    from torchtitan.distributed.deepep import deepep
+
+    _replace(deepep, "_resolve_dispatch_num_sms", lambda *_: count)
+
+
 def adapt(model_config: Any) -> None:
     """Swap in the modules of this file where a model config needs them here."""
     swap(model_config, GroupedExperts, Experts)
@@ -198,14 +225,6 @@ def _sum_gradients(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, titan_fsdp.FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
-
-
-def _pad_values(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any, **options: Any) -> Any:
-    width, missing = v.shape[-1], q.shape[-1] - v.shape[-1]
-    if not missing:
-        return _stock_varlen(q, k, v, *rest, **options)
-    result = _stock_varlen(q, k, F.pad(v, (0, missing)), *rest, **options)
-    return (result[0][..., :width], *result[1:]) if isinstance(result, tuple) else result[..., :width]
 
 
 def _map_files(self: QuantizedHuggingFaceStorageReader) -> None:
@@ -235,5 +254,3 @@ if ON_CPU:
     _replace(titan_attention, "_compiled_create_block_mask", create_block_mask)
     _replace(titan_fsdp, "CPUOffloadPolicy", partial(CPUOffloadPolicy, pin_memory=False))
     _disable_division = _replace(titan_fsdp, "disable_fsdp_gradient_division", _sum_gradients)
-if _FLASH_ATTENTION_2:
-    _stock_varlen = _replace(titan_attention, "varlen_attn", _pad_values)

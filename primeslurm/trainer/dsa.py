@@ -10,12 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from primeslurm.trainer import compat  # noqa: F401  isort: skip  (before torchtitan)
+from primeslurm.trainer import compat  # isort: skip  (before torchtitan)
 import torch
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed import ProcessGroup
 from torch.library import custom_op
-from torchtitan.distributed.context_parallel.api import cp_shard
 from torchtitan.models.common import Linear
 from torchtitan.models.common.nn_modules import LayerNorm
 from torchtitan.models.deepseek_v3.model import Attention
@@ -35,10 +33,8 @@ class Context:
     """Index in its whole row of the first token of each query's document, [rows, local_len]."""
     last: torch.Tensor
     """Index of each query itself, [rows, local_len]."""
-    mesh: DeviceMesh | None = None
+    group: ProcessGroup | None = None
     """Ranks that hold the rest of the rows."""
-    order: torch.Tensor | None = None
-    """Where each token of a row is in what is gathered from `mesh`."""
     selections: dict[int, torch.Tensor] = field(default_factory=dict)
     """What a layer selected, for the layers that share it. By layer: activations are recomputed in another order."""
 
@@ -48,22 +44,14 @@ class Context:
         index = torch.arange(positions.shape[1], device=positions.device).expand_as(positions)
         return Context(index - positions, index)
 
-    def shard(self, mesh: DeviceMesh, balance: str | None) -> Context:
-        """This rank's part of whole rows, split as torchtitan's `cp_shard` does. A collective."""
-        (first, last), _ = cp_shard(mesh, (self.first, self.last.contiguous()), None, balance)
-        return Context(first, last, mesh, _gather(last[:1], mesh)[0].argsort())
+    def shard(self, group: ProcessGroup) -> Context:
+        """This rank's part of whole rows, of which each rank of the group has one contiguous piece."""
+        first, last = (part.chunk(group.size(), dim=1)[group.rank()] for part in (self.first, self.last))
+        return Context(first, last, group)
 
     def gather(self, keys: torch.Tensor) -> torch.Tensor:
-        """Per-token values [rows, local_len, values] of whole rows, in their order."""
-        if self.mesh is None or self.order is None:
-            return keys
-        return _gather(keys, self.mesh).index_select(1, self.order)
-
-
-def _gather(local: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """Concatenate over ranks along dimension 1; gradients are summed over ranks and scattered."""
-    whole = DTensor.from_local(local, mesh, [Shard(1)], run_check=False).redistribute(placements=[Replicate()])
-    return whole.to_local(grad_placements=[Partial()])
+        """Per-token values [rows, local_len, values] of whole rows; gradients are summed over ranks and scattered."""
+        return keys if self.group is None else compat.all_gather(keys, 1, self.group)
 
 
 class Indexer(Module):

@@ -9,16 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from primeslurm.trainer import compat  # noqa: F401  isort: skip  (makes the FP8 reader read models in one file)
-import torch
 from safetensors import safe_open
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
 from transformers import AutoConfig, DeepseekV3Config
 
+from primeslurm.wire.weights import FP8_BLOCK, FP8_SCALE
+
 INDEX = "model.safetensors.index.json"
-SCALE = "_scale_inv"
-"""What the name of an FP8 weight's scales has behind the weight's."""
-FP8_BLOCK = 128
 _COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model")
 
 
@@ -92,10 +90,16 @@ def tensor_names(directory: Path) -> set[str]:
     return names
 
 
-def copy_companions(source: Path, target: Path, dtype: torch.dtype) -> None:
+def fp8_names(directory: Path) -> frozenset[str]:
+    """Names of the weights that a model directory stores in FP8 with scales."""
+    names = tensor_names(directory)
+    return frozenset(name for name in names if name + FP8_SCALE in names)
+
+
+def copy_companions(source: Path, target: Path, dtype: str, quantization: dict[str, Any] | None) -> None:
     """Copy config, tokenizer and generation settings. Raises OSError.
 
-    The config then names `dtype` and no quantisation: what is published is not quantised, whatever it was made from.
+    The config then names dtype and quantisation of what is published, whatever it was made from.
     """
     for pattern in _COMPANIONS:
         for file in source.glob(pattern):
@@ -105,5 +109,7 @@ def copy_companions(source: Path, target: Path, dtype: torch.dtype) -> None:
     config.pop("torch_dtype", None)
     for part in (config, config.get("text_config", {})):
         part.pop("quantization_config", None)
-    config["dtype"] = str(dtype).removeprefix("torch.")
+    config["dtype"] = dtype
+    if quantization is not None:
+        config["quantization_config"] = quantization
     (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")

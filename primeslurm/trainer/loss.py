@@ -1,17 +1,20 @@
 """Losses over packed rows, summed over trained tokens; the caller divides by the batch's global token count.
 
 A loss takes the policy's log-probability and entropy of each trained token, [trained tokens] as `logprobs.py` computes
-them, and the targets of all positions: `targets.x[targets.mask]` is in the same order.
+them, and the targets of all positions: `targets.x[targets.mask]` is in the same order. A micro batch may have no
+trained token at all: sums of nothing are 0, and still reach every parameter in the backward pass.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
-from primeslurm.recipe.training import Loss
+from primeslurm.recipe.losses import CustomLoss, DppoLoss, IpoLoss, Loss, PolicyGradient
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,8 @@ class Targets:
     """The temperature it was sampled at."""
     on_policy: torch.Tensor
     """Whether the policy being trained sampled its whole rollout."""
+    echo_weights: torch.Tensor
+    """Above 0: the token was not sampled, and is trained by cross-entropy times this."""
 
 
 @dataclass(frozen=True)
@@ -42,41 +47,31 @@ class Sums:
 LossFunction = Callable[[torch.Tensor, torch.Tensor, Targets], Sums]
 
 
-def dppo(config: Loss) -> LossFunction:
-    """The policy-gradient loss described at `primeslurm.recipe.training.Loss`.
+def from_recipe(config: Loss) -> LossFunction:
+    """The loss that a recipe asks for, on sampled tokens, and cross-entropy on those that were only observed.
 
-    Its metrics: off_policy_kl = r - d - 1, which estimates KL(sampling policy || trainer) and is never negative;
-    mismatch_kl, the same over on-policy tokens alone, where only numerics differ; entropy; the
-    fractions masked because a probability rose (high) or fell (low) too far; importance_ratio = r.
+    Both add up, each over its own tokens. Metrics that every loss of sampled tokens has are added; echo_loss is the
+    part of the cross-entropy.
+
+    Raises:
+        ValueError: there is no such custom function.
     """
+    function = _function(config)
 
     def loss(logprobs: torch.Tensor, entropy: torch.Tensor, targets: Targets) -> Sums:
-        engine = targets.logprobs[targets.mask]
-        on_policy = targets.on_policy[targets.mask].float()
-        advantages = targets.advantages[targets.mask]
-        difference = logprobs - engine
-        ratio = difference.exp()
-        with torch.no_grad():
-            moved = logprobs.exp() - engine.exp()
-            too_high = (advantages > 0) & (moved > config.mask_high)
-            too_low = (advantages <= 0) & (moved < -config.mask_low)
-            keep = ~(too_high | too_low)
-            kl = torch.expm1(difference) - difference
-        per_token = -config.adv_tau * advantages * ratio * keep + config.kl_tau * difference**2
-        return Sums(
-            per_token.sum(),
-            {
-                "loss": per_token.detach().sum(),
-                "off_policy_kl": kl.sum(),
-                "mismatch_kl": (kl * on_policy).sum(),
-                "on_policy_fraction": on_policy.sum(),
-                "entropy": entropy.sum(),
-                "masked_fraction": (~keep).float().sum(),
-                "masked_high_fraction": too_high.float().sum(),
-                "masked_low_fraction": too_low.float().sum(),
-                "importance_ratio": ratio.detach().sum(),
-            },
-        )
+        weights = targets.echo_weights[targets.mask]
+        own = weights == 0
+        sampled = replace(targets, mask=targets.mask & (targets.echo_weights == 0))
+        sums = function(logprobs[own], entropy[own], sampled)
+        echo = -(weights * logprobs).sum()
+        total = sums.loss + echo
+        metrics = {
+            "loss": total.detach(),
+            "echo_loss": echo.detach(),
+            "entropy": entropy[own].sum(),
+            **_mismatch(logprobs[own].detach(), sampled),
+        }
+        return Sums(total, metrics | sums.metrics)
 
     return loss
 
@@ -84,3 +79,77 @@ def dppo(config: Loss) -> LossFunction:
 def cross_entropy(logprobs: torch.Tensor, entropy: torch.Tensor, targets: Targets) -> Sums:
     """Negative log-likelihood of the trained tokens."""
     return Sums(-logprobs.sum(), {"loss": -logprobs.detach().sum(), "entropy": entropy.sum()})
+
+
+def _function(config: Loss) -> LossFunction:
+    if isinstance(config, CustomLoss):
+        return _custom(config)
+    return partial(_policy_gradient, config)
+
+
+def _mismatch(logprobs: torch.Tensor, targets: Targets) -> dict[str, torch.Tensor]:
+    """How far the trainer is from the policy that sampled.
+
+    off_policy_kl = r - d - 1, whose expectation over sampled tokens is KL(sampling policy || trainer), and which is
+    never negative (k3 of Schulman, Approximating KL Divergence, 2020); mismatch_kl, the same over on-policy tokens
+    alone, where only numerics differ; importance_ratio = r.
+    """
+    difference = logprobs - targets.logprobs[targets.mask]
+    on_policy = targets.on_policy[targets.mask].float()
+    kl = torch.expm1(difference) - difference
+    return {
+        "off_policy_kl": kl.sum(),
+        "mismatch_kl": (kl * on_policy).sum(),
+        "on_policy_fraction": on_policy.sum(),
+        "importance_ratio": difference.exp().sum(),
+    }
+
+
+def _policy_gradient(
+    config: DppoLoss | IpoLoss, logprobs: torch.Tensor, entropy: torch.Tensor, targets: Targets
+) -> Sums:
+    """The policy gradient of `primeslurm.recipe.losses`.
+
+    r is neither clipped nor detached: A * r is the importance-sampling estimate of the advantage under the trainer, so
+    its gradient A * r * grad(log p) is unbiased although older policies sampled. The trust region is one of
+    probabilities rather than ratios (dp bounds the total variation; a ratio lets likely tokens move far and stops
+    unlikely ones at once), and it only drops terms: a masked token keeps the gradient of kl_tau * d**2 alone.
+    `dppo` (Divergence PPO, arXiv 2602.04879) drops those that would lead further out; `ipo` (INTELLECT Policy
+    Optimization, docs of prime-rl) also those that lead back, because a probability that differs so much is more
+    likely a fault than a step of learning.
+    Metrics: the fractions masked, in all, because the probability rose (high), and because it fell (low).
+    """
+    engine = targets.logprobs[targets.mask]
+    advantages = targets.advantages[targets.mask]
+    difference = logprobs - engine
+    with torch.no_grad():
+        too_high, too_low = _outside(config, logprobs.exp() - engine.exp(), advantages)
+        keep = ~(too_high | too_low)
+    policy_gradient = -config.adv_tau * advantages * difference.exp() * keep
+    return Sums(
+        (policy_gradient + config.kl_tau * difference**2).sum(),
+        {
+            "masked_fraction": (~keep).float().sum(),
+            "masked_high_fraction": too_high.float().sum(),
+            "masked_low_fraction": too_low.float().sum(),
+        },
+    )
+
+
+def _outside(
+    config: PolicyGradient, moved: torch.Tensor, advantages: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whether each token's probability rose, or fell, out of the trust region."""
+    if isinstance(config, DppoLoss):
+        return (advantages > 0) & (moved > config.mask_high), (advantages <= 0) & (moved < -config.mask_low)
+    assert isinstance(config, IpoLoss)
+    return moved > config.threshold, moved < -config.threshold
+
+
+def _custom(config: CustomLoss) -> LossFunction:
+    module, _, name = config.function.partition(":")
+    try:
+        function: LossFunction = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"trainer.loss.function: {config.function} cannot be imported: {error}") from error
+    return partial(function, **config.kwargs)

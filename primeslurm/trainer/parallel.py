@@ -6,30 +6,37 @@ import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 from primeslurm.trainer import compat  # isort: skip  (before torchtitan)
 import torch
 import torch.distributed.checkpoint as dcp
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
-from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
-from torchtitan.distributed.context_parallel.api import cp_shard
 
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.training import Lora
-from primeslurm.trainer import fp8, huggingface, logprobs, lora, models
+from primeslurm.trainer import deepep, fp8, huggingface, logprobs, lora, models, replay, varlen
 from primeslurm.trainer.activation_offload import ActivationOffload
-from primeslurm.trainer.dsa import Context
+from primeslurm.trainer.context_parallel import ContextParallel, Dims
 from primeslurm.trainer.loss import Targets
 from primeslurm.trainer.models import generic
 from primeslurm.trainer.world import World
-from primeslurm.wire.weights import layers_ahead
+from primeslurm.wire.weights import FP8_SCALE, layers_ahead
 
 _CHECKPOINTING: dict[str, Any] = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
 # Derived from other weights; some checkpoints carry them.
 _DERIVED = ("rotary_emb.inv_freq",)
+
+
+MICRO_BATCH_TOKENS = 16384
+"""A micro batch is as many rows as fit into this many tokens, and at least one."""
+
+
+def micro_batch_rows(seq_len: int) -> int:
+    """Rows of `seq_len` tokens in a micro batch."""
+    return max(1, MICRO_BATCH_TOKENS // seq_len)
 
 
 @dataclass(frozen=True)
@@ -38,7 +45,7 @@ class Policy:
 
     model: Any
     adapter: Any
-    dims: ParallelDims
+    dims: Dims
     hf_names: set[str]
     """Every tensor name of the model in Hugging Face format, over all ranks."""
     source: Path
@@ -47,6 +54,8 @@ class Policy:
     """Compute dtype; the parameters are float32."""
     device: torch.device
     """Where it computes; the parameters may be in host memory."""
+    shared: ContextParallel | None = None
+    """Who shares rows with this rank, if anyone does."""
     lora: Lora | None = None
     """How adapters are scaled, if adapters are all that is trained."""
 
@@ -66,61 +75,68 @@ class Policy:
         mesh = self.dims.get_optional_mesh("batch")
         return 1 if mesh is None else int(mesh.size())
 
-    def logits(self, tokens: torch.Tensor, positions: torch.Tensor, *beside: torch.Tensor) -> tuple[Any, ...]:
+    def logits(
+        self, tokens: torch.Tensor, positions: torch.Tensor, *beside: torch.Tensor, routed: torch.Tensor | None = None
+    ) -> tuple[Any, ...]:
         """Run the model on packed rows.
 
         Args:
             tokens: [rows, seq_len].
             positions: [rows, seq_len], restarting at 0 with every document.
             beside: more tensors of that shape, to be split over context-parallel ranks in the same way.
+            routed: experts to replay, [rows, seq_len, layers, top_k] as in `wire.routed_experts`.
 
         Returns:
             Logits [rows, local_len, vocab], then `beside` as [rows, local_len].
         """
-        masks, (tokens, positions, *beside_local) = self._local(tokens, positions, *beside)
+        masks, (tokens, positions, *beside_local) = self._local(routed, tokens, positions, *beside)
         return (self.model(tokens, positions=positions, attention_masks=masks), *beside_local)
 
     def score(
-        self, tokens: torch.Tensor, positions: torch.Tensor, targets: Targets
+        self, tokens: torch.Tensor, positions: torch.Tensor, targets: Targets, routed: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, Targets]:
         """Run the model on packed rows, and return what a loss takes.
 
         Args:
-            tokens, positions: as for `logits`.
+            tokens, positions, routed: as for `logits`.
             targets: of shape [rows, seq_len].
 
         Returns:
             Log-probabilities and entropies [trained tokens], and the targets of this rank's part of the rows.
         """
         beside = [getattr(targets, field.name) for field in fields(targets)]
-        masks, (tokens, positions, *beside_local) = self._local(tokens, positions, *beside)
+        masks, (tokens, positions, *beside_local) = self._local(routed, tokens, positions, *beside)
         local = Targets(*beside_local)
         with self.model.lm_head.scoring(local.labels, local.temperatures, local.mask):
             return (*self.model(tokens, positions=positions, attention_masks=masks), local)
 
-    def _local(self, tokens: torch.Tensor, positions: torch.Tensor, *beside: torch.Tensor) -> tuple[Any, Any]:
-        """Attention masks, and this context-parallel rank's part of the rows."""
+    def _local(
+        self, routed: torch.Tensor | None, tokens: torch.Tensor, positions: torch.Tensor, *beside: torch.Tensor
+    ) -> tuple[Any, Any]:
+        """Attention masks, and this context-parallel rank's part of the rows; routers get their part of `routed`."""
         masks = self.model.get_attention_masks(positions)  # needs whole rows, so before they are split
-        inputs = (tokens, positions, *beside)
-        if self.dims.cp_enabled and isinstance(masks, Context):
-            masks = masks.shard(self.dims.get_mesh("cp"), "headtail")
-            inputs, _ = cp_shard(self.dims.get_mesh("cp"), inputs, None, "headtail")
-        elif self.dims.cp_enabled:
-            inputs, masks = cp_shard(self.dims.get_mesh("cp"), inputs, masks, "headtail")
-        return masks, inputs
+        inputs = [tokens, positions, *beside, *(() if routed is None else (replay.narrow(routed),))]
+        if self.shared:
+            masks = self.shared.masks(masks, tokens.shape[1])
+            inputs = [self.shared.piece(tensor) for tensor in inputs]
+        replay.assign(self.model, None if routed is None else inputs[-1])
+        return masks, inputs[: 2 + len(beside)]
 
 
-def build(recipe: Recipe, world: World) -> Policy:
+def build(recipe: Recipe, world: World, attention: Literal["varlen", "flex"] | None = None) -> Policy:
     """The recipe's model, sharded over `world`, with the weights of `recipe.model.path`.
+
+    Args:
+        attention: the kernel of attention layers, instead of the one that fits dtype and device.
 
     Raises:
         FileNotFoundError: there is no such model.
         ValueError: the model, the parallelism or the checkpoint does not fit.
     """
     layout = recipe.trainer.parallelism
+    # Context parallelism is ours: to torchtitan's model code a piece of a row is a row.
     parallelism = ParallelismConfig(
         data_parallel_replicate_degree=layout.dp_replicate,
-        context_parallel_degree=layout.cp,
         expert_parallel_degree=layout.ep,
         fsdp_reshard_after_forward="default" if layout.reshard_after_forward else "never",
         # torchtitan's default backend needs a newer torch for more than one rank.
@@ -128,12 +144,13 @@ def build(recipe: Recipe, world: World) -> Policy:
     )
     memory = recipe.trainer.memory
     training = TrainingConfig(
-        seq_len=recipe.seq_len,
+        seq_len=recipe.seq_len // layout.cp,
+        local_batch_size=micro_batch_rows(recipe.seq_len),
         mixed_precision_param=recipe.model.dtype,
         enable_cpu_offload=memory.optimizer_offload,
     )
     dtype = getattr(torch, recipe.model.dtype)
-    dims = ParallelDims.from_config(parallelism, world.size)
+    dims = Dims.of(layout, world.size, parallelism.spmd_backend)
     dist_utils.set_spmd_backend(parallelism.spmd_backend)
 
     source = huggingface.locate(recipe.model.path)
@@ -143,18 +160,24 @@ def build(recipe: Recipe, world: World) -> Policy:
         policy = Policy(model, adapter, dims, hf_names, source, dtype, world.device)
         _load(policy, config)
         return policy
-    # Varlen kernels are bfloat16 only and cannot split a sequence.
-    flex = compat.ON_CPU or layout.cp > 1 or recipe.model.dtype != "bfloat16"
-    spec = models.spec(config, recipe.seq_len, "flex" if flex else "varlen")
+    # Varlen kernels are bfloat16 only.
+    fitting = "flex" if compat.ON_CPU or recipe.model.dtype != "bfloat16" else "varlen"
+    spec = models.spec(config, recipe.seq_len, attention or fitting)
     compat.adapt(spec.model)
     fp8.convert(spec.model, recipe)
+    varlen.convert(spec.model)
+    deepep.convert(spec.model, recipe)
     logprobs.convert(spec.model, recipe)
+    replay.convert(spec.model, recipe)
     spec.model.update_from_config(config=SimpleNamespace(parallelism=parallelism, training=training))
     adapter = spec.state_dict_adapter(spec.model, None)
     with torch.device("meta"):
         model = spec.model.build()
     lora.adapt(model, adapter, recipe)
     hf_names = set(adapter.to_hf({name: t for name, t in model.state_dict().items() if not lora.is_adapter(name)}))
+    shared = ContextParallel(layout.cp_style, dims.get_mesh("cp").get_group()) if layout.cp > 1 else None
+    if shared:
+        shared.attach(model)
     model = spec.parallelize_fn(
         model,
         parallel_dims=dims,
@@ -170,7 +193,7 @@ def build(recipe: Recipe, world: World) -> Policy:
     model.train()
     if memory.activation_offload:
         ActivationOffload(world.device).install(model)
-    policy = Policy(model, adapter, dims, hf_names, source, dtype, world.device, recipe.trainer.lora)
+    policy = Policy(model, adapter, dims, hf_names, source, dtype, world.device, shared, recipe.trainer.lora)
     _load(policy, config)
     return policy
 
@@ -194,7 +217,7 @@ def _ignored(hf_config: Any, left_out: tuple[str, ...]) -> re.Pattern[str]:
     ahead, and what begins with one of `left_out`."""
     text = hf_config.get_text_config()
     ahead = layers_ahead(text.num_hidden_layers, getattr(text, "num_nextn_predict_layers", None) or 0).pattern
-    endings = _DERIVED + ((huggingface.SCALE,) if huggingface.is_quantized(hf_config) else ())
+    endings = _DERIVED + ((FP8_SCALE,) if huggingface.is_quantized(hf_config) else ())
     beginnings = [rf"{re.escape(beginning)}.*" for beginning in left_out]
     return re.compile("|".join([ahead, *beginnings, *(rf".*{re.escape(ending)}" for ending in endings)]))
 

@@ -1,43 +1,45 @@
-"""Publish a policy: Hugging Face safetensors, one file a layer, in a directory that appears complete or not at all."""
+"""Publish a policy: Hugging Face safetensors in a directory that appears complete or not at all.
+
+Every rank writes what it hands on (`export.parts`), side by side with the others; no rank holds the model.
+"""
 
 from __future__ import annotations
 
 import json
-import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from primeslurm.trainer import huggingface, lora, peft
+from primeslurm.trainer import huggingface, peft
+from primeslurm.trainer.encoding import Encoding
+from primeslurm.trainer.export import parts
 from primeslurm.trainer.parallel import Policy
 from primeslurm.trainer.world import World
-from primeslurm.wire import checkpoints, weights
+from primeslurm.wire import checkpoints, manifest, weights
+from primeslurm.wire.manifest import FileRecord
 
-_LAYER = re.compile(r"\.(\d+)\.")  # the first number in a name is that of its layer
-_EXACT = ("expert_bias_E",)
-"""Keeps its dtype: rounding a router's selection bias would change which experts it selects."""
+FILE_BYTES = 2 * 2**30
+"""A rank begins a new file when one has reached this size: so much of its share is in host memory at once."""
 
 
 class Publisher:
     """Writes versions of a policy below `<run>/weights`. All ranks call each method together.
 
     Args:
-        dtype: of the published tensors.
+        encoding: of the published tensors.
         keep: how many of the newest versions stay; so does every version that a committed checkpoint needs.
     """
 
-    def __init__(self, policy: Policy, run_dir: Path, dtype: torch.dtype, keep: int, world: World) -> None:
+    def __init__(self, policy: Policy, run_dir: Path, encoding: Encoding, keep: int, world: World) -> None:
         self._policy = policy
         self._run_dir = run_dir
-        self._dtype = dtype
+        self._encoding = encoding
         self._keep = keep
         self._world = world
-        self._saves_adapter = policy.lora is not None and policy.lora.save_adapter
 
     def publish(self, version: int) -> Path:
         """Write the policy as `version` and return its directory.
@@ -48,11 +50,18 @@ class Publisher:
         final = weights.version_dir(self._run_dir, version)
         partial = final.with_name(f".{final.name}.partial")
         self._world.agree(_attempt(lambda: _fresh(partial)) if self._world.is_main else None, f"publishing v{version}")
-        index, failure = self._write_tensors(partial)
-        self._world.agree(failure, f"publishing v{version}")
-        adapter = peft.tensors(self._policy, self._dtype) if self._saves_adapter else {}
+        share = _Share(partial, self._world.rank)
+        self._write(share)
+        self._world.agree(share.failure, f"publishing v{version}")
+        written = self._world.collect((share.index, share.records))
+        saves_adapter = self._policy.lora is not None and self._policy.lora.save_adapter
+        adapter = peft.tensors(self._policy, self._encoding.dtype) if saves_adapter else {}
+        failure = None
         if self._world.is_main:
-            failure = _attempt(lambda: self._complete(partial, final, version, index, adapter))
+            if self._policy.lora is not None and adapter:
+                lora = self._policy.lora
+                failure = _attempt(lambda: peft.write(partial / "adapter", adapter, lora, self._policy.source))
+            failure = failure or _attempt(lambda: self._complete(partial, final, version, written))
         self._world.agree(failure, f"publishing v{version}")
         return final
 
@@ -69,59 +78,74 @@ class Publisher:
         directory = weights.version_dir(self._run_dir, version)
         return bool(self._world.decide(int(self._world.is_main and not weights.damage(directory))))
 
-    def _write_tensors(self, directory: Path) -> tuple[dict[str, str], OSError | None]:
-        """Gather layer by layer, spread the writing over the ranks. A rank that cannot write still gathers along."""
-        index: dict[str, str] = {}
-        failure: OSError | None = None
-        for number, tensors in enumerate(export(self._policy, self._dtype)):
-            name = f"model-{number:05d}.safetensors"
-            index.update(dict.fromkeys(tensors, name))
-            if number % self._world.size == self._world.rank and failure is None:
-                failure = _attempt(lambda t=tensors, n=name: _save(t, directory / n))
-        return index, failure
+    def _write(self, share: _Share) -> None:
+        """Layer by layer. A rank that cannot write still gathers along."""
+        for layer in parts(self._policy, self._encoding.dtype, self._world):
+            for part in layer:
+                whole = part.whole()
+                if part.mine:
+                    share.add(self._encoding.encode(part.name, whole))
+        share.flush()
 
     def _complete(
-        self, partial: Path, final: Path, version: int, index: dict[str, str], adapter: dict[str, torch.Tensor]
+        self, partial: Path, final: Path, version: int, written: list[tuple[dict[str, str], list[FileRecord]]]
     ) -> None:
-        if set(index) != self._policy.hf_names:
-            raise RuntimeError(f"export and model differ in {sorted(set(index) ^ self._policy.hf_names)[:5]}")
-        huggingface.copy_companions(self._policy.source, partial, self._dtype)
-        document = {"metadata": {}, "weight_map": index}
+        index = {name: file for names, _ in written for name, file in names.items()}
+        self._check(index, sum(len(names) for names, _ in written))
+        quantization = self._encoding.quantization(set(index))
+        huggingface.copy_companions(self._policy.source, partial, self._encoding.dtype_name, quantization)
+        document = {"metadata": {}, "weight_map": dict(sorted(index.items()))}
         (partial / huggingface.INDEX).write_text(json.dumps(document, indent=2) + "\n")
-        if self._policy.lora is not None and adapter:
-            peft.write(partial / "adapter", adapter, self._policy.lora, self._policy.source)
-        weights.complete(partial, version, str(self._dtype).removeprefix("torch."))
+        records = [record for _, files in written for record in files]
+        weights.complete(partial, version, self._encoding.dtype_name, records)
         _remove(final)
         partial.rename(final)
         needed = {version, *checkpoints.committed(self._run_dir)}
         weights.prune(self._run_dir, self._keep, needed)
 
-
-def export(policy: Policy, dtype: torch.dtype) -> Iterator[dict[str, torch.Tensor]]:
-    """Whole tensors under Hugging Face names, one layer at a time, on every rank (a collective).
-
-    The first dictionary holds what belongs to no layer. At most one layer is gathered at a time. Adapters are added to
-    their weights.
-    """
-    layers: dict[int, dict[str, Any]] = {}
-    for name, tensor in policy.model.state_dict().items():  # detached from autograd
-        match = _LAYER.search(name)
-        layers.setdefault(int(match[1]) if match else -1, {})[name] = tensor
-    for layer in sorted(layers):
-        # Offloaded masters visit the device: gathering is faster there.
-        tensors = {name: tensor.to(policy.device) for name, tensor in layers[layer].items()}
-        merged = tensors if policy.lora is None else lora.merge(tensors, policy.lora)
-        whole = {}
-        for name, tensor in merged.items():
-            whole[name] = lora.whole(tensor if name.endswith(_EXACT) else tensor.to(dtype))
-        yield policy.adapter.to_hf(whole)
+    def _check(self, index: dict[str, str], written: int) -> None:
+        names = {name for name in index if not name.endswith(weights.FP8_SCALE)}
+        if names != self._policy.hf_names:
+            raise RuntimeError(f"export and model differ in {sorted(names ^ self._policy.hf_names)[:5]}")
+        if written != len(index):
+            raise RuntimeError(f"{written - len(index)} tensors were written by more than one rank")
 
 
-def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    save_file({name: tensor.contiguous().cpu() for name, tensor in tensors.items()}, path, metadata={"format": "pt"})
+class _Share:
+    """The files of one rank. After a failure nothing more is written."""
+
+    def __init__(self, directory: Path, rank: int) -> None:
+        self.index: dict[str, str] = {}
+        """Tensor name to file name."""
+        self.records: list[FileRecord] = []
+        self.failure: OSError | None = None
+        self._directory = directory
+        self._rank = rank
+        self._held: dict[str, torch.Tensor] = {}
+        self._bytes = 0
+
+    def add(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Take tensors to host memory, and write when there is enough."""
+        for name, tensor in tensors.items():
+            self._held[name] = tensor.contiguous().cpu()
+            self._bytes += tensor.nbytes
+        if self._bytes >= FILE_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is held, if anything is."""
+        if self._held and self.failure is None:
+            self.failure = _attempt(self._save)
+        self._held, self._bytes = {}, 0
+
+    def _save(self) -> None:
+        name = f"model-{self._rank:05d}-{len(self.records):05d}.safetensors"
+        save_file(self._held, self._directory / name, metadata={"format": "pt"})
+        self.records += manifest.describe(self._directory, [self._directory / name])
+        self.index |= dict.fromkeys(self._held, name)
 
 
-def _attempt(action: Any) -> OSError | None:
+def _attempt(action: Callable[[], object]) -> OSError | None:
     """The OSError that `action` raises, if any; safetensors wraps its own."""
     try:
         action()

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import enum
 import logging
-from pathlib import Path
 
 from primeslurm.recipe import Recipe
 from primeslurm.trainer.checkpoint import Checkpoints
+from primeslurm.trainer.handover import Handover
 from primeslurm.trainer.progress import Progress
-from primeslurm.trainer.publish import Publisher
 from primeslurm.trainer.step import Learner
 from primeslurm.trainer.world import World
-from primeslurm.wire import exits, weights
+from primeslurm.wire import exits
 from primeslurm.wire.journal import Journal
-from primeslurm.wire.link import LinkError, TrainerLink
+from primeslurm.wire.link import LinkError, PolicyWanted, TrainerLink
 from primeslurm.wire.rollouts import Batch
 
 log = logging.getLogger(__name__)
@@ -27,6 +26,8 @@ class Choice(enum.IntEnum):
     FINISHED = 1
     INTERRUPTED = 2
     FAILED = 3
+    SERVE = 4
+    """Engines have to be given the current policy before there can be a batch."""
 
 
 class RlTask:
@@ -35,18 +36,16 @@ class RlTask:
     def __init__(
         self,
         recipe: Recipe,
-        run_dir: Path,
         learner: Learner,
-        publisher: Publisher,
+        handover: Handover,
         saver: Checkpoints,
         world: World,
         link: TrainerLink,
         journal: Journal,
     ) -> None:
         self._recipe = recipe
-        self._run_dir = run_dir
         self._learner = learner
-        self._publisher = publisher
+        self._handover = handover
         self._saver = saver
         self._world = world
         self._link = link
@@ -64,6 +63,10 @@ class RlTask:
         while step < self._recipe.max_steps:
             with self._progress.phase("wait"):
                 choice, batch = self._next(step + 1)
+            if choice is Choice.SERVE:
+                with self._progress.phase("publish"):
+                    self._handover.serve(step)
+                continue
             if batch is None:
                 break
             step += 1
@@ -74,17 +77,11 @@ class RlTask:
         return exits.CHECKPOINTED if interrupted else 0
 
     def _resume(self) -> int:
-        """Load the newest checkpoint, and make sure that its policy is published."""
+        """Load the newest checkpoint, and have engines take its policy."""
         self._progress.step = step = self._saver.restore(self._learner)
         self._journal.event("loaded", step=step)
-        self._publisher.discard_after(step)
-        path = self._recipe.model.path
-        if step:
-            if not self._publisher.is_sound(step):
-                self._publish(step)
-            path = str(weights.version_dir(self._run_dir, step))
-        if self._world.is_main:
-            self._link.published(step, path)
+        with self._progress.phase("publish"):
+            self._handover.resume(step)
         return step
 
     def _next(self, step: int) -> tuple[Choice, Batch | None]:
@@ -93,6 +90,8 @@ class RlTask:
         if self._world.is_main:
             try:
                 choice, batch = self._ask(step)
+            except PolicyWanted:
+                choice = Choice.SERVE
             except LinkError as error:
                 choice, failure = Choice.FAILED, error
         choice = Choice(self._world.decide(choice))
@@ -120,18 +119,16 @@ class RlTask:
     def _step(self, step: int, batch: Batch) -> None:
         self._progress.step = step
         metrics = self._learner.train(batch, self._progress)
-        path = self._publish(step)
+        self._publish(step)
         # Checkpoint seconds are those since the last report: a step is reported before it is saved.
         metrics |= self._progress.take()
         if self._world.is_main:
-            self._link.published(step, str(path))
             self._link.step_done(step, metrics)
             self._journal.event("step", step=step, loss=metrics["loss"], off_policy_kl=metrics["off_policy_kl"])
             log.info("step %d: %s", step, "  ".join(f"{k} {v:.4g}" for k, v in metrics.items()))
         self._saver.after(step, self._learner, self._progress)
 
-    def _publish(self, version: int) -> Path:
+    def _publish(self, version: int) -> None:
         with self._progress.phase("publish"):
-            path = self._publisher.publish(version)
+            self._handover.publish(version)
         self._journal.event("published", version=version)
-        return path

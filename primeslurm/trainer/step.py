@@ -14,13 +14,10 @@ from torchtitan.distributed import utils as dist_utils
 from primeslurm.recipe.training import Optimizer
 from primeslurm.trainer import optimizers
 from primeslurm.trainer.loss import LossFunction, Targets
-from primeslurm.trainer.parallel import Policy
+from primeslurm.trainer.parallel import Policy, micro_batch_rows
 from primeslurm.trainer.progress import Progress
 from primeslurm.trainer.world import World
-from primeslurm.wire.rollouts import Batch, Row
-
-MICRO_BATCH_TOKENS = 16384
-"""A micro batch is as many rows as fit into this many tokens, and at least one."""
+from primeslurm.wire.rollouts import Batch, Row, stack
 
 
 class Learner:
@@ -77,9 +74,11 @@ class Learner:
         tokens, positions = row["token_ids"].long(), row["positions"].long()
         labels, label_positions = _next_token(tokens), _next_token(positions)
         # A position of 0 starts another document (or is past the row's end): these logits do not predict it.
-        mask = _next_token(row["mask"]) & (label_positions != 0)
-        rest = (_next_token(row[name]) for name in ("logprobs", "advantages", "temperatures", "on_policy"))
-        return self._loss(*self.policy.score(tokens, positions, Targets(labels, mask, *rest)))
+        echo = _next_token(row["echo_weights"]) if "echo_weights" in row else torch.zeros_like(row["logprobs"])
+        mask = (_next_token(row["mask"]) | (echo > 0)) & (label_positions != 0)
+        given = {name: _next_token(row[name]) for name in ("logprobs", "advantages", "temperatures", "on_policy")}
+        targets = Targets(labels=labels, mask=mask, echo_weights=echo, **given)
+        return self._loss(*self.policy.score(tokens, positions, targets, row.get("routed_experts")))
 
     def _update(self) -> float:
         norm = dist_utils.clip_grad_norm_(
@@ -97,10 +96,10 @@ class Learner:
 
 
 def _micro_batches(rows: Sequence[Row]) -> Iterator[dict[str, np.ndarray]]:
-    count = max(1, MICRO_BATCH_TOKENS // len(rows[0].token_ids))
+    count = micro_batch_rows(len(rows[0].token_ids))
     for start in range(0, len(rows), count):
         part = rows[start : start + count]
-        yield {name: np.stack([getattr(row, name) for row in part]) for name in part[0].__dataclass_fields__}
+        yield stack(part)
 
 
 def _next_token(values: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,7 @@ import os
 import resource
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 from primeslurm.trainer import compat  # isort: skip  (before torchtitan)
 import torch
@@ -17,6 +17,7 @@ from torchtitan.distributed import utils as dist_utils
 from primeslurm.trainer.interrupt import Interrupt
 
 COLLECTIVE_TIMEOUT_S = 600
+T = TypeVar("T")
 
 
 class RankError(Exception):
@@ -36,6 +37,8 @@ class World:
     device: torch.device
     control: Any
     interrupt: Interrupt
+    store: str
+    """host:port of rank 0's store, which other processes can join."""
 
     @property
     def is_main(self) -> bool:
@@ -54,11 +57,22 @@ class World:
 
     def agree(self, error: Exception | None, doing: str) -> None:
         """Raise RankError on every rank if any rank brings an error."""
-        errors: list[str | None] = [None] * self.size
-        dist.all_gather_object(errors, str(error) if error else None, group=self.control)
+        errors = self.collect(str(error) if error else None)
         failed = [f"rank {rank}: {text}" for rank, text in enumerate(errors) if text]
         if failed:
             raise RankError(f"{doing} failed: {'; '.join(failed)}") from error
+
+    def collect(self, value: T) -> list[T]:
+        """Every rank's value, by rank, on every rank."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.control)
+        return values
+
+    def share(self, value: T) -> T:
+        """Rank 0's value, on every rank."""
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self.control)
+        return values[0]
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
         """Element-wise sum over all ranks."""
@@ -90,8 +104,10 @@ def join(interrupt: Interrupt, patience_s: int, host_tensors: bool = False) -> W
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     size = dist_utils.init_distributed(
-        CommConfig(init_timeout_seconds=COLLECTIVE_TIMEOUT_S, trace_buf_size=0), enable_cpu_backend=host_tensors
+        CommConfig(init_timeout_seconds=COLLECTIVE_TIMEOUT_S, trace_buf_size=0),
+        enable_cpu_backend=host_tensors and device.type == "cuda",
     )
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=patience_s + COLLECTIVE_TIMEOUT_S))
-    interrupt.share(dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False))
-    return World(dist.get_rank(), size, device, control, interrupt)
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    interrupt.share(dist.TCPStore(host, port, is_master=False))
+    return World(dist.get_rank(), size, device, control, interrupt, f"{host}:{port}")

@@ -5,8 +5,9 @@ lost answer changes nothing. A dead peer shows as silence: the client closes its
 until its own deadline.
 
 requests (trainer -> orchestrator)            answers
-  GetBatch(step, dp_rank, dp_world)           frames of a Batch | Wait | Stop
-  Published(version, path)                    Ok      a new policy is complete on the file system
+  GetBatch(step, dp_rank, dp_world)           frames of a Batch | Wait | Stop | Deliver: engines want the policy first
+  Published(version, path)                    Ok      a new policy is complete on the file system, or can be sent
+  Deliver(version, store, senders, done)      Session: engines that wait for it | Wait | Ok: none does
   StepDone(step, metrics)                     Ok      metrics of the optimizer step
   Save(step, directory)                       Ok      the orchestrator has written its part of the checkpoint
   Committed(step)                             Ok      COMMITTED is on disk
@@ -36,10 +37,22 @@ class GetBatch(msgspec.Struct, frozen=True, tag=True):
 
 
 class Published(msgspec.Struct, frozen=True, tag=True):
-    """Policy `version` (made by step `version`) is complete under `path`."""
+    """Policy `version` (made by step `version`) is complete under `path`, or (if empty) is sent to who wants it."""
 
     version: int
     path: str
+
+
+class Deliver(msgspec.Struct, frozen=True, tag=True):
+    """The trainer is ready to send policy `version`, and stays so while it asks.
+
+    `store` (host:port) is where it meets engines, `senders` its number of ranks, `done` the last session it dealt with.
+    """
+
+    version: int
+    store: str
+    senders: int
+    done: str = ""
 
 
 class StepDone(msgspec.Struct, frozen=True, tag=True):
@@ -62,18 +75,32 @@ class Committed(msgspec.Struct, frozen=True, tag=True):
     step: int
 
 
-Request = GetBatch | Published | StepDone | Save | Committed
+Request = GetBatch | Published | Deliver | StepDone | Save | Committed
+
+
+class Session(msgspec.Struct, frozen=True):
+    """Trainer ranks and engine workers that meet once, to hand over a policy. Senders are the first `senders` ranks."""
+
+    id: str
+    senders: int
+    size: int
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """kind: batch (frames follow), ok, wait (ask again), stop (no more batches), error (text says why)."""
+    """kind: batch (frames follow), ok, wait (ask again), stop (no more batches), error (text says why),
+    deliver (engines want the policy before the next batch), session (come to it)."""
 
     kind: str
     text: str = ""
+    session: Session | None = None
 
 
 class LinkError(Exception):
     """The peer did not answer before the deadline, or refused."""
+
+
+class PolicyWanted(Exception):
+    """There is no batch yet, and engines wait to be sent the current policy."""
 
 
 class TrainerLink:
@@ -104,6 +131,7 @@ class TrainerLink:
 
         Raises:
             LinkError: nothing came for `timeout_s`.
+            PolicyWanted: engines have to be sent the policy; then ask again.
         """
         deadline = time.monotonic() + timeout_s
         while not interrupted():
@@ -112,13 +140,27 @@ class TrainerLink:
                 return Batch.decode(rest)
             if answer.kind == "stop":
                 return None
+            if answer.kind == "deliver":
+                raise PolicyWanted
             if time.monotonic() > deadline:
                 raise LinkError(f"no batch for step {step} within {timeout_s:.0f} s")
         return None
 
     def published(self, version: int, path: str) -> None:
-        """Announce a complete policy."""
+        """Announce a policy: complete under `path`, or (if empty) to be sent."""
         self._ask(Published(version, path))
+
+    def deliver(self, version: int, store: str, senders: int, done: str, deadline: float) -> Session | None:
+        """The next session in which engines are sent `version`; None if no engine waits for it.
+
+        Args:
+            done: the session that was dealt with last.
+            deadline: time.monotonic() after which None is returned in any case.
+        """
+        while True:
+            answer, _ = self._ask(Deliver(version, store, senders, done))
+            if answer.kind != "wait" or time.monotonic() > deadline:
+                return answer.session
 
     def step_done(self, step: int, metrics: dict[str, float]) -> None:
         """Report a trained step."""

@@ -9,7 +9,7 @@ trained.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import msgspec
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from primeslurm.wire import frames
 from primeslurm.wire.frames import Frame
+from primeslurm.wire.routed_experts import RoutedExperts
 
 Int32 = NDArray[np.int32]
 Float32 = NDArray[np.float32]
@@ -43,25 +44,22 @@ class RolloutInfo(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Rollout:
-    """One finished rollout. All arrays have shape [n_tokens]."""
+    """One finished rollout. All arrays have shape [n_tokens], routed experts [n_tokens, layers, top_k]."""
 
     info: RolloutInfo
     token_ids: Int32
     mask: Bool
     logprobs: Float32
     versions: Int32
+    observed: Bool | None = field(default=None, kw_only=True)
+    """Tokens that the environment answered after the policy's first ones; None unless they are trained too."""
+    routed_experts: RoutedExperts | None = field(default=None, kw_only=True)
+    """None unless the trainer replays them."""
 
     def encode(self) -> list[Frame]:
-        """As wire frames."""
-        return frames.encode(
-            self.info,
-            {
-                "token_ids": self.token_ids,
-                "mask": self.mask,
-                "logprobs": self.logprobs,
-                "versions": self.versions,
-            },
-        )
+        """As wire frames: one buffer per array there is."""
+        found = {spec.name: getattr(self, spec.name) for spec in fields(self) if spec.name != "info"}
+        return frames.encode(self.info, {name: array for name, array in found.items() if array is not None})
 
     @classmethod
     def decode(cls, message: Sequence[Any]) -> Rollout:
@@ -98,9 +96,21 @@ class Row:
     on_policy: Bool
     """Of a rollout that the policy being trained sampled from its first token to its last: here, trainer and engine
     logprobs must agree."""
+    echo_weights: Float32 | None = None
+    """Factor of the cross-entropy on tokens that are trained by it, 0 elsewhere, such that it is right when the sum of
+    all losses is divided by `loss_tokens`. None unless there are such tokens in the batch."""
+    routed_experts: RoutedExperts | None = None
+    """[seq_len, layers, top_k]; None unless the trainer replays them. All rows of a batch have them, or none."""
+
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """What there is, by name."""
+        found = {spec.name: getattr(self, spec.name) for spec in fields(self)}
+        return {name: array for name, array in found.items() if array is not None}
 
 
-ROW_FIELDS = ("token_ids", "positions", "mask", "logprobs", "advantages", "temperatures", "on_policy")
+def stack(rows: Sequence[Row]) -> dict[str, NDArray[Any]]:
+    """Each array of some rows as one [rows, seq_len, ...]."""
+    return {name: np.stack([getattr(row, name) for row in rows]) for name in rows[0].arrays()}
 
 
 class BatchInfo(msgspec.Struct, frozen=True):
@@ -110,7 +120,7 @@ class BatchInfo(msgspec.Struct, frozen=True):
     dp_rank: int
     dp_world: int
     loss_tokens: int
-    """Trained tokens of the whole batch over all ranks: the loss is normalised by this."""
+    """Sampled tokens that are trained, in the whole batch over all ranks: the loss is normalised by this."""
     max_steps: int = 0
 
 
@@ -122,14 +132,12 @@ class Batch:
     rows: list[Row] = field(default_factory=list)
 
     def encode(self) -> list[Frame]:
-        """As wire frames: one stacked [rows, seq_len] array per field."""
-        return frames.encode(
-            self.info, {name: np.stack([getattr(row, name) for row in self.rows]) for name in ROW_FIELDS}
-        )
+        """As wire frames: one stacked [rows, seq_len, ...] array per field."""
+        return frames.encode(self.info, stack(self.rows))
 
     @classmethod
     def decode(cls, message: Sequence[Any]) -> Batch:
         """From wire frames."""
         info, arrays = frames.decode(message, BatchInfo)
         count = len(arrays["token_ids"])
-        return cls(info, [Row(**{name: arrays[name][i] for name in ROW_FIELDS}) for i in range(count)])
+        return cls(info, [Row(**{name: array[i] for name, array in arrays.items()}) for i in range(count)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -12,6 +13,10 @@ from primeslurm.wire import manifest
 from primeslurm.wire.manifest import FileRecord
 
 MANIFEST = "MANIFEST.json"
+FP8_BLOCK = 128
+"""Rows and columns of a block of an FP8 weight, which share a scale."""
+FP8_SCALE = "_scale_inv"
+"""What follows the name of an FP8 weight in the name of its scales."""
 _NAME = re.compile(r"^v(\d{6,})$")
 
 
@@ -38,11 +43,16 @@ def version_dir(run_dir: Path, version: int) -> Path:
     return run_dir / "weights" / f"v{version:06d}"
 
 
-def complete(directory: Path, version: int, dtype: str) -> WeightManifest:
-    """Describe every file of `directory` in a manifest: from here on the version exists."""
-    files = [p for p in directory.iterdir() if p.is_file() and p.name != MANIFEST and not p.name.startswith(".")]
-    described = manifest.describe(directory, files)
-    value = WeightManifest(version=version, layout="hf", dtype=dtype, files=described)
+def complete(directory: Path, version: int, dtype: str, described: Sequence[FileRecord] = ()) -> WeightManifest:
+    """Describe every file of `directory` in a manifest: from here on the version exists.
+
+    Args:
+        described: records of files that their writers made; only the others are read.
+    """
+    done = {MANIFEST, *(record.name for record in described)}
+    files = [p for p in directory.iterdir() if p.is_file() and p.name not in done and not p.name.startswith(".")]
+    records = sorted([*described, *manifest.describe(directory, files)], key=lambda record: record.name)
+    value = WeightManifest(version=version, layout="hf", dtype=dtype, files=records)
     manifest.write(directory / MANIFEST, value)
     return value
 

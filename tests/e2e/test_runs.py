@@ -29,7 +29,7 @@ def test_prefill_and_decode_learn_asynchronously(demo: Demo) -> None:
 
 
 def test_killed_engines_and_routers_come_back(demo: Demo) -> None:
-    run = demo.submit("reverse_text_replicas.yaml")
+    run = demo.submit("reverse_text_replicas.yaml", "--set", "weights.transport=nccl")
     before = demo.wait(run, lambda status: (status["metrics"].get("step") or 0) >= 4)
     victim = process(before, "engine-r1-0")
     os.kill(victim["pid"], signal.SIGKILL)

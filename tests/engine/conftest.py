@@ -22,7 +22,7 @@ from tests.support.processes import Server, Zygote, start_router
 StartEngine = Callable[..., Server]
 
 
-def tiny_recipe(model: Path, **inference: Any) -> Recipe:
+def tiny_recipe(model: Path, transport: str = "filesystem", **inference: Any) -> Recipe:
     """A recipe for a tiny model, for command lines."""
     return Recipe.model_validate(
         {
@@ -32,6 +32,7 @@ def tiny_recipe(model: Path, **inference: Any) -> Recipe:
             "model": {"path": str(model), "dtype": "float32"},
             "environments": [{"id": "reverse-text"}],
             "inference": {"kv_cache_bytes": 32 * 2**20, **inference},
+            "weights": {"transport": transport},
         }
     )
 

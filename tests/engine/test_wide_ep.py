@@ -22,9 +22,11 @@ pytestmark = pytest.mark.engine
 PROMPT = [2, 5, 9, 14, 7, 3, 21]
 
 
-def start_ranks(zygote: Zygote, model: Path, size: int, role: EngineRole = "engine") -> list[Server]:
+def start_ranks(
+    zygote: Zygote, model: Path, size: int, role: EngineRole = "engine", transport: str = "filesystem"
+) -> list[Server]:
     """The engines of one expert-parallel group. They wait for one another, so none is waited for here."""
-    recipe = tiny_recipe(model, expert_parallel=True)
+    recipe = tiny_recipe(model, transport, expert_parallel=True)
     port = free_port()
     servers = []
     for rank in range(size):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from primeslurm.recipe import Recipe
 from primeslurm.trainer.interrupt import Interrupt
-from primeslurm.trainer.loss import dppo
+from primeslurm.trainer.loss import from_recipe
 from primeslurm.trainer.parallel import build
 from primeslurm.trainer.step import Learner
 from primeslurm.trainer.world import join
@@ -23,7 +23,7 @@ def main() -> None:
     path = Path(sys.argv[1])
     recipe = Recipe.model_validate_json(path.read_text())
     world = join(Interrupt(), 60, recipe.trainer.memory.optimizer_offload)
-    learner = Learner(build(recipe, world), recipe.trainer.optimizer, 9, dppo(recipe.trainer.loss), world)
+    learner = Learner(build(recipe, world), recipe.trainer.optimizer, 9, from_recipe(recipe.trainer.loss), world)
     progress = make_progress(path.parent)
     losses = []
     for step in (1, 2, 3):

@@ -15,7 +15,7 @@ from primeslurm.trainer.parallel import build
 from primeslurm.trainer.sparse_mla import dense_mla, sparse_mla
 from primeslurm.trainer.world import World, join
 from tests.trainer.conftest import SEQ_LEN, free_port, make_recipe, rank_environment
-from tests.trainer.families import DSA, GROUPS, MLA, SHARED, YARN, Case, write
+from tests.trainer.families import DSA, GROUPS, MLA, MLA_YARN, SHARED, Case, write
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -74,7 +74,7 @@ def world() -> Iterator[World]:
     ("case", "tolerance"),
     [
         # Without experts: which of a tiny model's are chosen changes with the rounding, and so do all later layers.
-        (Case("deepseek_v3", lambda: DeepseekV3Config(**MLA | DENSE, **GROUPS, rope_parameters=YARN)), 0.03),
+        (Case("deepseek_v3", lambda: DeepseekV3Config(**MLA | DENSE, **GROUPS, rope_parameters=MLA_YARN)), 0.03),
         (Case("all keys", lambda: GlmMoeDsaConfig(**DSA | DENSE, index_topk=64)), 0.03),
         # The same happens to keys.
         (Case("some keys", lambda: GlmMoeDsaConfig(**DSA | DENSE, index_topk=16, indexer_types=SHARED)), 0.1),

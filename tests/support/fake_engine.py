@@ -7,12 +7,15 @@ Sampling is deterministic per request: token i of a completion has log-probabili
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
 import threading
 import uuid
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from aiohttp import web
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -47,13 +50,17 @@ class FakeEngine:
         mistakes: how many leading letters of every other answer are wrong.
         delay_s: how long a completion takes.
         broken: answers 500 to this many generate requests first.
+        routed: answers say that the token at position p went to expert p % 200, in each of 3 layers, 2 places.
     """
 
-    def __init__(self, tokenizer: Path, mistakes: int = 1, delay_s: float = 0.01, broken: int = 0) -> None:
+    def __init__(
+        self, tokenizer: Path, mistakes: int = 1, delay_s: float = 0.01, broken: int = 0, routed: bool = False
+    ) -> None:
         self._tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer)
         self._mistakes = mistakes
         self._delay_s = delay_s
         self.broken = broken
+        self._routed = routed
         self.version: int | None = None
         self.paused = False
         self.updates = 0
@@ -128,6 +135,9 @@ class FakeEngine:
             },
             "weight_versions": [{"version": str(v), "start": a, "end": b} for v, a, b in spans],
         }
+        if self._routed:
+            first_row = body["sampling_params"].get("routed_experts_prompt_start", 0)
+            choice["routed_experts"] = _routed(first_row, len(body["token_ids"]) + len(tokens) - 1)
         return web.json_response({"request_id": "generate-tokens-1", "choices": [choice]})
 
     def _sample(self, prompt: list[int], number: int) -> list[int]:
@@ -161,3 +171,10 @@ class FakeEngine:
         return web.Response(
             text='vllm:num_requests_running{engine="0"} 2.0\nvllm:num_requests_waiting{engine="0"} 1.0\n'
         )
+
+
+def _routed(start: int, end: int) -> str:
+    rows = np.arange(start, end) % 200
+    file = io.BytesIO()
+    np.save(file, np.broadcast_to(rows[:, None, None], (len(rows), 3, 2)).astype(np.uint8))
+    return base64.b64encode(file.getvalue()).decode()

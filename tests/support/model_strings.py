@@ -13,6 +13,8 @@ KEY = "KEY1"
 """A key for mappings: a name of a variable, an option and a node."""
 WORD = "x1"
 """A string that most required fields accept."""
+OTHER_WORDS = {"function": "package.module:x1"}
+"""Required fields that do not, and what they accept."""
 
 
 def places(model: type[BaseModel], path: Path = ()) -> Iterator[tuple[Path, dict[str, Any]]]:
@@ -31,7 +33,7 @@ def _required(model: type[BaseModel]) -> dict[str, Any]:
         if name == "type":
             found[name] = info.default
         elif info.is_required():
-            found[info.alias or name] = _sample(info.annotation)
+            found[info.alias or name] = OTHER_WORDS.get(name) or _sample(info.annotation)
     return found
 
 

@@ -3,46 +3,26 @@
 from __future__ import annotations
 
 import os
-import signal
-import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from primeslurm.trainer import compat  # noqa: F401  isort: skip  (before torchtitan)
 import numpy as np
 import pytest
 
 from primeslurm.recipe import Recipe
 from primeslurm.trainer import tiny
-from primeslurm.trainer.interrupt import SIGNAL, Interrupt
 from primeslurm.trainer.progress import Progress
-from primeslurm.trainer.world import World, join
 from primeslurm.wire.journal import Journal
 from primeslurm.wire.rollouts import Batch, BatchInfo, Row
+from primeslurm.wire.routed_experts import RoutedExperts
+from tests.support.processes import free_port
+from tests.support.ranks import rank_environment
 
 ROOT = Path(__file__).parents[2]
 SEQ_LEN = 64
-
-
-def free_port() -> int:
-    """A TCP port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def rank_environment(rank: int, size: int, port: int) -> dict[str, str]:
-    """What an agent sets for one rank."""
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(size),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-    }
 
 
 def start_ranks(size: int, *command: str) -> list[subprocess.Popen[str]]:
@@ -91,8 +71,8 @@ def make_recipe(path: Path, /, **sections: Any) -> Recipe:
     return Recipe.model_validate(base | sections)
 
 
-def make_row(rng: np.random.Generator, seq_len: int = SEQ_LEN) -> Row:
-    """Two random documents and some padding."""
+def make_row(rng: np.random.Generator, seq_len: int = SEQ_LEN, routed: bool = False) -> Row:
+    """Two random documents and some padding; `routed`: with experts that the engines chose for most tokens."""
     lengths = [seq_len // 2, seq_len // 4, seq_len - seq_len // 2 - seq_len // 4]
     mask = rng.random(seq_len) < 0.7
     mask[-lengths[-1] :] = False
@@ -104,13 +84,23 @@ def make_row(rng: np.random.Generator, seq_len: int = SEQ_LEN) -> Row:
         advantages=np.where(mask, rng.normal(size=seq_len), 0).astype(np.float32),
         temperatures=np.where(mask, 0.8, 0).astype(np.float32),
         on_policy=np.repeat([True, False], [seq_len // 2, seq_len - seq_len // 2]),
+        routed_experts=make_choices(rng, seq_len) if routed else None,
     )
 
 
-def make_batch(step: int, dp_rank: int = 0, dp_world: int = 1, rows: int = 4, seq_len: int = SEQ_LEN) -> Batch:
+def make_choices(rng: np.random.Generator, tokens: int) -> RoutedExperts:
+    """Random experts for `moe_model`: 2 layers, 2 of 8; of every fourth token nothing is known."""
+    choices = rng.random((tokens, 2, 8)).argsort(-1)[..., :2].astype(np.uint8)
+    choices[rng.random(tokens) < 0.25] = 255
+    return choices
+
+
+def make_batch(
+    step: int, dp_rank: int = 0, dp_world: int = 1, rows: int = 4, seq_len: int = SEQ_LEN, routed: bool = False
+) -> Batch:
     """One rank's share of a batch that depends only on `step`."""
     rng = np.random.default_rng(step)
-    everything = [make_row(rng, seq_len) for _ in range(rows)]
+    everything = [make_row(rng, seq_len, routed) for _ in range(rows)]
     tokens = sum(int((row.mask & (row.positions != 0)).sum()) for row in everything)
     info = BatchInfo(step=step, dp_rank=dp_rank, dp_world=dp_world, loss_tokens=tokens)
     return Batch(info, everything[dp_rank::dp_world])
@@ -135,15 +125,3 @@ def dense_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models") / "dense"
     tiny.write_model(path, "qwen3", hidden=32)
     return path
-
-
-@pytest.fixture(scope="session")
-def world() -> Iterator[World]:
-    """This process as the only rank of a trainer."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in rank_environment(0, 1, free_port()).items():
-            patch.setenv(name, value)
-        joined = join(Interrupt(), patience_s=60)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {SIGNAL})  # processes that later tests start inherit the mask
-        yield joined
-        joined.close()

@@ -165,6 +165,18 @@ CASES = (
         ),
     ),
     Case("qwen3", lambda: Qwen3Config(**COMMON)),
+    Case(
+        "qwen3-yarn",
+        lambda: Qwen3Config(
+            **COMMON,
+            rope_parameters={
+                "rope_type": "yarn",
+                "rope_theta": 1e4,
+                "factor": 8.0,
+                "original_max_position_embeddings": 16,
+            },
+        ),
+    ),
     Case("qwen3-tied", lambda: Qwen3Config(**COMMON | {"tie_word_embeddings": True})),
     Case("qwen3_moe", lambda: Qwen3MoeConfig(**COMMON, **EXPERTS, norm_topk_prob=True)),
     Case(

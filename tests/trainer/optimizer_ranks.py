@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from primeslurm.trainer.checkpoint import Checkpoints
+from primeslurm.trainer.encoding import Encoding
 from primeslurm.trainer.interrupt import Interrupt
-from primeslurm.trainer.loss import dppo
+from primeslurm.trainer.loss import from_recipe
 from primeslurm.trainer.parallel import build
 from primeslurm.trainer.publish import Publisher
 from primeslurm.trainer.step import Learner
@@ -40,7 +41,7 @@ def prepare(directory: Path, model: Path, kind: str, ep: int, world: World) -> t
     }
     recipe = make_recipe(model, trainer=trainer, checkpoint={"interval": 2})
     policy = build(recipe, world)
-    learner = Learner(policy, recipe.trainer.optimizer, recipe.max_steps, dppo(recipe.trainer.loss), world)
+    learner = Learner(policy, recipe.trainer.optimizer, recipe.max_steps, from_recipe(recipe.trainer.loss), world)
     return learner, Checkpoints(directory, 1, recipe.checkpoint, world, None)
 
 
@@ -55,27 +56,35 @@ def steps(learner: Learner, saver: Checkpoints | None, directory: Path, done: in
         assert metrics["grad_norm"] > 0.1, "clipping must be tested"
         if saver is not None:
             saver.after(step, learner, progress)
-    Publisher(policy, directory, torch.float32, 1, world).publish(3)
+    Publisher(policy, directory, Encoding(torch.float32), 1, world).publish(3)
 
 
 def check_muon() -> None:
     """However matrices are cut, and however many there are: every rank's part is that of the whole."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     from primeslurm.trainer.muon import Muon, orthogonalize
 
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
+    fsdp = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
+    hsdp = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "fsdp"))
     generator = torch.Generator().manual_seed(0)
-    for shape, dim in (((5, 6), 0), ((3, 5, 6), 0), ((3, 5, 6), 1), ((3, 6, 5), 2)):
+    for shape, mesh, placements in (
+        ((5, 6), fsdp, [Shard(0)]),
+        ((5, 6), hsdp, [Replicate(), Shard(0)]),
+        ((3, 5, 6), fsdp, [Shard(0)]),
+        ((3, 5, 6), fsdp, [Shard(1)]),
+        ((3, 6, 5), fsdp, [Shard(2)]),
+    ):
         gradients = torch.randn((3, *shape), generator=generator)
-        parameters = [torch.nn.Parameter(distribute_tensor(torch.zeros(shape), mesh, [Shard(dim)])) for _ in gradients]
+        zeros = torch.zeros(shape)
+        parameters: list[Any] = [torch.nn.Parameter(distribute_tensor(zeros, mesh, placements)) for _ in gradients]
         for parameter, gradient in zip(parameters, gradients, strict=True):
-            parameter.grad = distribute_tensor(gradient, mesh, [Shard(dim)])
+            parameter.grad = distribute_tensor(gradient, mesh, placements)
         named = [(str(index), parameter) for index, parameter in enumerate(parameters)]
         Muon(named, lr=1.0, momentum=0.0, weight_decay=0.0, dtype=torch.float32).step()
-        for (_, parameter), gradient in zip(named, gradients, strict=True):
+        for parameter, gradient in zip(parameters, gradients, strict=True):
             expected = -0.2 * max(shape[-2:]) ** 0.5 * orthogonalize(gradient)
             torch.testing.assert_close(parameter.full_tensor(), expected, atol=1e-5, rtol=1e-5)
 

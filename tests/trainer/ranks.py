@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 
 from primeslurm.recipe import Recipe
+from primeslurm.trainer.encoding import Encoding
 from primeslurm.trainer.interrupt import Interrupt
-from primeslurm.trainer.loss import dppo
+from primeslurm.trainer.loss import from_recipe
 from primeslurm.trainer.parallel import build
 from primeslurm.trainer.progress import Progress
 from primeslurm.trainer.publish import Publisher
@@ -23,13 +24,14 @@ def train(recipe: Recipe, out: Path, world: World) -> list[dict[str, float]]:
     import torch
 
     policy = build(recipe, world)
-    learner = Learner(policy, recipe.trainer.optimizer, recipe.max_steps, dppo(recipe.trainer.loss), world)
+    learner = Learner(policy, recipe.trainer.optimizer, recipe.max_steps, from_recipe(recipe.trainer.loss), world)
     progress = Progress(Journal(out, f"rank-{world.rank}"), record=False)
     metrics = []
     for step in range(1, recipe.max_steps + 1):
-        batch = make_batch(step, policy.dp_rank, policy.dp_world, seq_len=recipe.seq_len)
+        routed = recipe.trainer.router_replay
+        batch = make_batch(step, policy.dp_rank, policy.dp_world, seq_len=recipe.seq_len, routed=routed)
         metrics.append(learner.train(batch, progress))
-    Publisher(policy, out, torch.float32, 1, world).publish(recipe.max_steps)
+    Publisher(policy, out, Encoding(torch.float32), 1, world).publish(recipe.max_steps)
     return metrics
 
 

@@ -13,10 +13,10 @@ import torch
 from torch.distributed.checkpoint import state_dict_saver
 
 from primeslurm.trainer.checkpoint import Checkpoints
-from primeslurm.trainer.loss import dppo
+from primeslurm.trainer.export import export
+from primeslurm.trainer.loss import from_recipe
 from primeslurm.trainer.parallel import build
 from primeslurm.trainer.progress import Progress
-from primeslurm.trainer.publish import export
 from primeslurm.trainer.step import Learner
 from primeslurm.trainer.world import RankError, World
 from primeslurm.wire import checkpoints
@@ -55,7 +55,9 @@ class Run:
         recipe = make_recipe(
             model, trainer={"optimizer": {"lr": 1e-2}}, checkpoint={"interval": 2, "asynchronous": True}
         )
-        self.learner = Learner(build(recipe, world), recipe.trainer.optimizer, 9, dppo(recipe.trainer.loss), world)
+        self.learner = Learner(
+            build(recipe, world), recipe.trainer.optimizer, 9, from_recipe(recipe.trainer.loss), world
+        )
         self.saver = Checkpoints(directory, attempt, recipe.checkpoint, world, None)
         self.progress: Progress = make_progress(directory)
 

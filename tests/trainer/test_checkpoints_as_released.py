@@ -11,15 +11,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from primeslurm.plan import families
-from primeslurm.trainer import huggingface
+from primeslurm.trainer.encoding import Encoding
+from primeslurm.trainer.export import export
 from primeslurm.trainer.parallel import Policy, build
-from primeslurm.trainer.publish import Publisher, export
+from primeslurm.trainer.publish import Publisher
 from primeslurm.trainer.world import World
+from primeslurm.wire.weights import FP8_SCALE
 from tests.trainer.conftest import SEQ_LEN, make_recipe
 from tests.trainer.families import CASES, Case, write
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-KEPT = ("embed_tokens", "lm_head", "mlp.gate.", "norm", "weights_proj")
+KEPT = ("embed_tokens", "lm_head", "mlp.gate.", "moe.gate.", "norm", "weights_proj")
 """Parts of the names of tensors that are not quantised."""
 BY_NAME = {case.name: case for case in CASES}
 
@@ -51,7 +53,7 @@ def to_fp8(directory: Path) -> dict[str, torch.Tensor]:
         if tensor.ndim != 2 or any(part in name for part in KEPT):
             stored[name] = meant[name] = tensor
         else:
-            stored[name], stored[name + huggingface.SCALE], meant[name] = quantise(tensor)
+            stored[name], stored[name + FP8_SCALE], meant[name] = quantise(tensor)
     save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
     change_config(directory, quantization_config=FP8)
     return meant
@@ -72,22 +74,23 @@ def test_fp8_blocks_are_dequantised(case: Case, world: World, tmp_path: Path) ->
     wider = Case(case.name, lambda: _wider(case.config()))
     meant = to_fp8(write(wider, tmp_path))
     found = exported(build(make_recipe(tmp_path), world))
-    assert any(tensor.shape[0] > 128 and tensor.shape[0] % 128 for name, tensor in meant.items() if "gate_proj" in name)
+    assert any(tensor.shape[0] > 128 and tensor.shape[0] % 128 for name, tensor in meant.items() if "embed" not in name)
     assert set(found) == set(meant)
     for name, tensor in meant.items():
         assert torch.equal(found[name], tensor), name
 
 
 def _wider(config: Any) -> Any:
-    config.intermediate_size = 200
-    config.moe_intermediate_size = 144
+    text = config.get_text_config()
+    text.intermediate_size = 200
+    text.moe_intermediate_size = 144
     return config
 
 
 def test_a_policy_from_fp8_is_published_as_not_quantised(world: World, tmp_path: Path) -> None:
     source = write(BY_NAME["qwen3"], tmp_path / "source")
     meant = to_fp8(source)
-    path = Publisher(build(make_recipe(source), world), tmp_path, torch.float32, 1, world).publish(1)
+    path = Publisher(build(make_recipe(source), world), tmp_path, Encoding(torch.float32), 1, world).publish(1)
     assert "quantization_config" not in json.loads((path / "config.json").read_text())
     published = {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
     assert set(published) == set(meant)
@@ -110,6 +113,15 @@ def test_layers_that_predict_further_ahead_are_left_out(world: World, tmp_path: 
     with pytest.raises(ValueError, match=r"unknown: model\.layers\.5\.eh_proj\.weight$"):
         build(make_recipe(path), world)
     change_config(path, num_nextn_predict_layers=2)
+    assert set(exported(build(make_recipe(path), world))) == set(tensors)
+
+
+@pytest.mark.parametrize("family", ["nemotron_h", "qwen3_5"])
+def test_modules_that_draft_are_left_out(family: str, world: World, tmp_path: Path) -> None:
+    path = write(BY_NAME[family], tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    draft = {"mtp.layers.0.eh_proj.weight": torch.zeros(2, 2)}
+    save_file(tensors | draft, path / "model.safetensors", metadata={"format": "pt"})
     assert set(exported(build(make_recipe(path), world))) == set(tensors)
 
 
@@ -146,9 +158,10 @@ def test_the_text_model_of_kimi_k25_is_deepseek_v3(world: World, tmp_path: Path)
     assert all(torch.equal(found[name], tensor) for name, tensor in named.items())
 
 
-def test_the_selection_bias_is_published_exactly(world: World, tmp_path: Path) -> None:
-    path = write(BY_NAME["deepseek_v3"], tmp_path)
-    policy = build(make_recipe(path), world)
+@pytest.mark.parametrize(("family", "impl"), [("deepseek_v3", "custom"), ("glm4_moe", "hf")])
+def test_the_selection_bias_is_published_exactly(family: str, impl: str, world: World, tmp_path: Path) -> None:
+    path = write(BY_NAME[family], tmp_path)
+    policy = build(make_recipe(path, model={"path": str(path), "dtype": "bfloat16", "impl": impl}), world)
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
     published = {key: tensor for layer in export(policy, torch.bfloat16) for key, tensor in layer.items()}
     assert torch.equal(published[name], load_file(path / "model.safetensors")[name])

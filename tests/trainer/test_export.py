@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from primeslurm.trainer.checkpoint import Checkpoints
-from primeslurm.trainer.loss import dppo
+from primeslurm.trainer.encoding import Encoding
+from primeslurm.trainer.loss import from_recipe
 from primeslurm.trainer.parallel import build
 from primeslurm.trainer.publish import Publisher
 from primeslurm.trainer.step import Learner
@@ -29,9 +30,9 @@ def test_export_equals_what_was_published(moe_model: Path, world: World, tmp_pat
     run, out = tmp_path / "run", tmp_path / "model"
     recipe = make_recipe(moe_model, model={"path": str(moe_model), "dtype": "bfloat16"}, checkpoint={"interval": 1})
     policy = build(recipe, world)
-    learner = Learner(policy, recipe.trainer.optimizer, 4, dppo(recipe.trainer.loss), world)
+    learner = Learner(policy, recipe.trainer.optimizer, 4, from_recipe(recipe.trainer.loss), world)
     saver, progress = Checkpoints(run, 1, recipe.checkpoint, world, None), make_progress(run)
-    publisher = Publisher(policy, run, torch.bfloat16, 3, world)
+    publisher = Publisher(policy, run, Encoding(torch.bfloat16), 3, world)
     for step in (1, 2):
         learner.train(make_batch(step), progress)
         publisher.publish(step)

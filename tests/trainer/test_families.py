@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, Qwen3NextConfig
 
 from primeslurm.plan import families as known
 from primeslurm.trainer import models
+from primeslurm.trainer.export import export
 from primeslurm.trainer.models.generic import GenericModel
 from primeslurm.trainer.parallel import build
-from primeslurm.trainer.publish import export
 from primeslurm.trainer.world import World
 from tests.trainer.conftest import SEQ_LEN, make_recipe
 from tests.trainer.families import CASES, GENERIC_CASES, Case, write

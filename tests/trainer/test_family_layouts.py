@@ -14,16 +14,14 @@ from primeslurm.plan.families import capabilities
 from primeslurm.recipe import Recipe
 from primeslurm.trainer.world import World
 from primeslurm.wire import weights
-from tests.trainer.conftest import finish, make_recipe, start_ranks
+from tests.trainer.conftest import SEQ_LEN, finish, make_recipe, start_ranks
 from tests.trainer.families import CASES, GENERIC_CASES, Case, write
 from tests.trainer.ranks import train
 
-SEQ_LEN = 256  # context parallelism splits rows into blocks of 128
 COMPARED = ("loss", "off_policy_kl", "mismatch_kl", "entropy", "masked_fraction", "grad_norm")
-SPLIT = [
-    case for case in (*CASES, *GENERIC_CASES) if case.name in ("llama", "glm4_moe", "minimax_m2", "afmoe", "laguna")
-]
-SPLIT += [case for case in GENERIC_CASES if case.name in ("mixtral", "qwen2")]
+FIRST = {case.config().model_type: case for case in reversed((*CASES, *GENERIC_CASES))}
+SPLIT = [case for case in (*CASES, *GENERIC_CASES) if case in FIRST.values()]
+"""A case of every family."""
 
 
 def recipe(path: Path, case: Case, size: int) -> Recipe:

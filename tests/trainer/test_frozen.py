@@ -8,7 +8,7 @@ import torch
 
 from primeslurm.recipe.training import Checkpoint
 from primeslurm.trainer.checkpoint import Checkpoints
-from primeslurm.trainer.loss import dppo
+from primeslurm.trainer.loss import from_recipe
 from primeslurm.trainer.parallel import build
 from primeslurm.trainer.progress import Progress
 from primeslurm.trainer.step import Learner
@@ -24,14 +24,14 @@ def test_glm5_trains_and_resumes_with_its_indexers_and_biases_unchanged(world: W
 
     def learner() -> Learner:
         policy = build(recipe, world)
-        return Learner(policy, recipe.trainer.optimizer, recipe.max_steps, dppo(recipe.trainer.loss), world)
+        return Learner(policy, recipe.trainer.optimizer, recipe.max_steps, from_recipe(recipe.trainer.loss), world)
 
     saver = Checkpoints(tmp_path, 1, Checkpoint(), world, None)
     progress = Progress(Journal(tmp_path, "trainer"), record=False)
     mine = learner()
     before = {name: tensor.clone() for name, tensor in mine.policy.model.state_dict().items()}
     mine.train(make_batch(1), progress)
-    saver.save(1, mine)
+    saver.finish(1, mine, progress)
     after = mine.policy.model.state_dict()
     unchanged = {name for name, tensor in after.items() if torch.equal(tensor, before[name])}
     assert unchanged == {name for name in before if ".indexer." in name or "expert_bias" in name}

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from primeslurm.trainer.logprobs import token_logprobs
-from primeslurm.trainer.loss import dppo
+from primeslurm.trainer.loss import from_recipe
 from primeslurm.trainer.parallel import build
 from primeslurm.trainer.step import Learner
 from primeslurm.trainer.world import World
@@ -60,7 +60,7 @@ def test_a_step_is_the_same_in_chunks(name: str, world: World, tmp_path: Path) -
     for chunk in (None, 13):
         trainer = {"memory": {"lm_head_chunk": chunk}, "optimizer": {"lr": 1e-3}}
         recipe = make_recipe(model, trainer=trainer)
-        learner = Learner(build(recipe, world), recipe.trainer.optimizer, 4, dppo(recipe.trainer.loss), world)
+        learner = Learner(build(recipe, world), recipe.trainer.optimizer, 4, from_recipe(recipe.trainer.loss), world)
         steps = [learner.train(make_batch(step), make_progress(tmp_path)) for step in (1, 2)]
         metrics.append([step[name] for step in steps for name in ("loss", "entropy", "grad_norm")])
     assert metrics[1] == pytest.approx(metrics[0], rel=1e-5)

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from primeslurm.recipe.training import Loss
+from primeslurm.recipe.losses import CustomLoss, DppoLoss, IpoLoss
 from primeslurm.trainer.logprobs import token_logprobs
-from primeslurm.trainer.loss import LossFunction, Sums, Targets, cross_entropy, dppo
+from primeslurm.trainer.loss import LossFunction, Sums, Targets, cross_entropy, from_recipe
 
 ROWS, LENGTH, VOCABULARY = 3, 60, 11
 
@@ -28,6 +28,7 @@ def make_targets(seed: int = 0) -> tuple[torch.Tensor, Targets]:
         advantages=torch.where(mask, torch.randn(shape, generator=generator), 0),
         temperatures=torch.where(mask, 0.5 + torch.rand(shape, generator=generator), 0),
         on_policy=torch.rand(shape, generator=generator) < 0.5,
+        echo_weights=torch.zeros(shape),
     )
     return logits, targets
 
@@ -39,44 +40,64 @@ def evaluate(function: LossFunction, logits: torch.Tensor, targets: Targets) -> 
     return function(*scores, targets)
 
 
-def reference(logits: torch.Tensor, targets: Targets, config: Loss) -> dict[str, float]:
-    """Token by token, in float64."""
-    sums = dict.fromkeys(("loss", "off_policy_kl", "mismatch_kl", "entropy", "masked_fraction", "high", "low"), 0.0)
+def reference(
+    logits: torch.Tensor, targets: Targets, config: DppoLoss | IpoLoss
+) -> tuple[dict[str, float], torch.Tensor]:
+    """The sums, token by token in float64, and the gradient of the loss with respect to the logits."""
+    sums = dict.fromkeys(("off_policy_kl", "mismatch_kl", "importance_ratio", "entropy", "high", "low"), 0.0)
+    exact = logits.detach().double().requires_grad_()
+    total = torch.zeros((), dtype=torch.float64)
     for row, column in np.argwhere(targets.mask.numpy()):
-        scaled = logits[row, column].detach().double().numpy() / targets.temperatures[row, column].double().item()
-        probabilities = np.exp(scaled - scaled.max())
-        probabilities /= probabilities.sum()
-        p = probabilities[targets.labels[row, column]]
-        q = np.exp(targets.logprobs[row, column].double().item())
-        advantage = targets.advantages[row, column].double().item()
-        d = np.log(p) - np.log(q)
-        high = advantage > 0 and p - q > config.mask_high
-        low = advantage <= 0 and p - q < -config.mask_low
-        keep = not (high or low)
-        sums["loss"] += -config.adv_tau * advantage * (p / q) * keep + config.kl_tau * d**2
-        sums["off_policy_kl"] += p / q - d - 1
-        sums["mismatch_kl"] += (p / q - d - 1) * targets.on_policy[row, column].item()
-        sums["entropy"] += -(probabilities * np.log(probabilities)).sum()
-        sums["masked_fraction"] += not keep
+        distribution = (exact[row, column] / targets.temperatures[row, column].double()).softmax(-1)
+        p = distribution[targets.labels[row, column]]
+        log_q = targets.logprobs[row, column].double()
+        q = log_q.exp()
+        d = p.log() - log_q
+        advantage = targets.advantages[row, column].item()
+        moved = (p - q).item()
+        if isinstance(config, DppoLoss):
+            high, low = advantage > 0 and moved > config.mask_high, advantage <= 0 and moved < -config.mask_low
+        else:
+            high, low = moved > config.threshold, moved < -config.threshold
+        keep = 0.0 if high or low else 1.0
+        total = total - config.adv_tau * advantage * (p / q) * keep + config.kl_tau * d**2
+        kl = (p / q - d - 1).item()
+        sums["off_policy_kl"] += kl
+        sums["mismatch_kl"] += kl * targets.on_policy[row, column].item()
+        sums["importance_ratio"] += (p / q).item()
+        sums["entropy"] -= (distribution * distribution.log()).sum().item()
         sums["high"] += high
         sums["low"] += low
-    return sums
+    total.backward()
+    assert exact.grad is not None
+    return sums | {"loss": total.item()}, exact.grad
 
 
-@pytest.mark.parametrize("config", [Loss(), Loss(mask_low=0.05, mask_high=0.1, adv_tau=2.0, kl_tau=0.1)])
-def test_dppo_equals_the_formula(config: Loss) -> None:
+@pytest.mark.parametrize(
+    "config",
+    [
+        DppoLoss(),
+        DppoLoss(mask_low=0.05, mask_high=0.1, adv_tau=2.0, kl_tau=0.1),
+        IpoLoss(),
+        IpoLoss(threshold=0.05, adv_tau=0.5, kl_tau=0.01),
+    ],
+    ids=lambda config: f"{config.type}-{config.kl_tau}",
+)
+def test_policy_gradients_equal_the_formula(config: DppoLoss | IpoLoss) -> None:
     logits, targets = make_targets()
-    expected = reference(logits, targets, config)
+    expected, gradient = reference(logits, targets, config)
     assert expected["high"] > 0 and expected["low"] > 0, "the data must exercise both masks"
-    sums = evaluate(dppo(config), logits, targets)
+    sums = evaluate(from_recipe(config), logits, targets)
+    sums.loss.backward()
     assert sums.loss.item() == pytest.approx(expected["loss"], rel=1e-5)
-    for name in ("off_policy_kl", "mismatch_kl"):
-        assert sums.metrics[name].item() == pytest.approx(expected[name], rel=1e-5)
+    assert logits.grad is not None
+    torch.testing.assert_close(logits.grad.double(), gradient, atol=1e-5, rtol=1e-4)
+    for name in ("loss", "off_policy_kl", "mismatch_kl", "importance_ratio", "entropy"):
+        assert sums.metrics[name].item() == pytest.approx(expected[name], rel=1e-5), name
     assert sums.metrics["on_policy_fraction"].item() == (targets.on_policy & targets.mask).sum().item()
-    assert sums.metrics["entropy"].item() == pytest.approx(expected["entropy"], rel=1e-5)
     assert sums.metrics["masked_high_fraction"].item() == expected["high"]
     assert sums.metrics["masked_low_fraction"].item() == expected["low"]
-    assert sums.metrics["masked_fraction"].item() == expected["masked_fraction"]
+    assert sums.metrics["masked_fraction"].item() == expected["high"] + expected["low"]
 
 
 def test_masked_tokens_give_only_the_kl_gradient() -> None:
@@ -86,7 +107,7 @@ def test_masked_tokens_give_only_the_kl_gradient() -> None:
         p = (logits / targets.temperatures.unsqueeze(-1)).softmax(-1).gather(-1, targets.labels.unsqueeze(-1))[..., 0]
     moved = p - q
     masked = targets.mask & (((targets.advantages > 0) & (moved > 0.2)) | ((targets.advantages <= 0) & (moved < -0.2)))
-    evaluate(dppo(Loss(kl_tau=0.0)), logits, targets).loss.backward()
+    evaluate(from_recipe(DppoLoss(kl_tau=0.0)), logits, targets).loss.backward()
     assert logits.grad is not None
     assert masked.any()
     assert (logits.grad[masked] == 0).all()
@@ -99,7 +120,7 @@ def test_equal_policies_have_no_mismatch_and_the_plain_policy_gradient() -> None
     scaled = logits.detach() / targets.temperatures.unsqueeze(-1)
     own = scaled.log_softmax(-1).gather(-1, targets.labels.unsqueeze(-1))[..., 0]
     same = replace(targets, logprobs=own)
-    sums = evaluate(dppo(Loss()), logits, same)
+    sums = evaluate(from_recipe(DppoLoss()), logits, same)
     assert sums.metrics["off_policy_kl"].item() == pytest.approx(0, abs=1e-5)
     assert sums.metrics["masked_fraction"].item() == 0
     assert sums.loss.item() == pytest.approx(-targets.advantages[targets.mask].sum().item(), rel=1e-5)
@@ -108,7 +129,7 @@ def test_equal_policies_have_no_mismatch_and_the_plain_policy_gradient() -> None
 def test_a_micro_batch_without_trained_tokens_still_has_a_gradient() -> None:
     logits, targets = make_targets()
     nothing = replace(targets, mask=torch.zeros_like(targets.mask))
-    for function in (dppo(Loss()), cross_entropy):
+    for function in (from_recipe(DppoLoss()), from_recipe(IpoLoss()), cross_entropy):
         logits.grad = None
         evaluate(function, logits, nothing).loss.backward()
         assert logits.grad is not None and (logits.grad == 0).all()
@@ -119,3 +140,50 @@ def test_cross_entropy_equals_torch() -> None:
     ones = replace(targets, temperatures=torch.ones_like(targets.temperatures))
     expected = torch.nn.functional.cross_entropy(logits[targets.mask], targets.labels[targets.mask], reduction="sum")
     assert evaluate(cross_entropy, logits, ones).loss.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_observed_tokens_add_their_weighted_cross_entropy_and_nothing_else() -> None:
+    logits, targets = make_targets()
+    function = from_recipe(DppoLoss())
+    observed = ~targets.mask & (torch.arange(LENGTH) % 2 == 0)
+    weights = torch.where(observed, 0.1 + targets.labels / 10, 0)
+    both = replace(
+        targets,
+        mask=targets.mask | observed,
+        echo_weights=weights,
+        temperatures=torch.where(observed, 1.0, targets.temperatures),
+    )
+    sums = evaluate(function, logits, both)
+    sums.loss.backward()
+    found, logits.grad = logits.grad, None
+    alone = evaluate(function, logits, targets)
+    nll = -logits.double().log_softmax(-1).gather(-1, targets.labels.unsqueeze(-1))[..., 0]
+    expected = (weights * nll)[observed].sum()
+    (alone.loss + expected).backward()
+    assert sums.metrics["echo_loss"].item() == pytest.approx(expected.item(), rel=1e-5)
+    assert sums.loss.item() == pytest.approx(alone.loss.item() + expected.item(), rel=1e-5)
+    assert found is not None and logits.grad is not None
+    torch.testing.assert_close(found, logits.grad, atol=1e-5, rtol=1e-4)
+    for name in alone.metrics.keys() - {"loss", "echo_loss"}:
+        assert sums.metrics[name].item() == pytest.approx(alone.metrics[name].item(), rel=1e-5), name
+
+
+def reinforce(logprobs: torch.Tensor, entropy: torch.Tensor, targets: Targets, bonus: float) -> Sums:
+    """What a user might write."""
+    loss = -(targets.advantages[targets.mask] * logprobs).sum()
+    return Sums(loss, {"bonus": bonus * entropy.sum()})
+
+
+def test_a_function_of_ones_own_is_found_by_its_import_path() -> None:
+    logits, targets = make_targets()
+    config = CustomLoss(function=f"{__name__}:reinforce", kwargs={"bonus": 2.0})
+    sums = evaluate(from_recipe(config), logits, targets)
+    scaled = logits.detach() / targets.temperatures.unsqueeze(-1)
+    chosen = scaled.log_softmax(-1).gather(-1, targets.labels.unsqueeze(-1))[..., 0]
+    expected = -(targets.advantages * chosen)[targets.mask].sum().item()
+    assert sums.loss.item() == sums.metrics["loss"].item() == pytest.approx(expected, rel=1e-5)
+    assert sums.metrics["bonus"].item() == pytest.approx(2 * sums.metrics["entropy"].item())
+    assert sums.metrics["off_policy_kl"].item() > 0
+    for missing in ("no_such_package.losses:f", f"{__name__}:no_such_function"):
+        with pytest.raises(ValueError, match=f"{missing} cannot be imported"):
+            from_recipe(CustomLoss(function=missing))

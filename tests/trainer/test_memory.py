@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from primeslurm.trainer import activation_offload
-from primeslurm.trainer.loss import dppo
+from primeslurm.trainer.export import export
+from primeslurm.trainer.loss import from_recipe
 from primeslurm.trainer.parallel import build
-from primeslurm.trainer.publish import export
 from primeslurm.trainer.step import Learner
 from primeslurm.trainer.world import World
 from tests.trainer.conftest import SEQ_LEN, make_batch, make_progress, make_recipe
@@ -23,7 +23,7 @@ def train(model: Path, directory: Path, world: World, **trainer: Any) -> Result:
     """Losses and gradient norms of two steps of two micro batches, and the weights after them."""
     recipe = make_recipe(model, trainer={"optimizer": {"lr": 1e-3}, **trainer})
     policy = build(recipe, world)
-    learner = Learner(policy, recipe.trainer.optimizer, 4, dppo(recipe.trainer.loss), world)
+    learner = Learner(policy, recipe.trainer.optimizer, 4, from_recipe(recipe.trainer.loss), world)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("primeslurm.trainer.step.MICRO_BATCH_TOKENS", 2 * SEQ_LEN)
         metrics = [learner.train(make_batch(step), make_progress(directory)) for step in (1, 2)]

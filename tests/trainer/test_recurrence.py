@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from primeslurm.trainer import compat  # noqa: F401  isort: skip  (before torchtitan)
 import pytest
 import torch
 

@@ -30,6 +30,8 @@ class FakeOrchestrator:
         self.stop_at: int | None = None
         self.requests: list[link.Request] = []
         self.refuse_save = False
+        self.deliver_at: int | None = None
+        """Step before which engines want the current policy again."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -48,6 +50,9 @@ class FakeOrchestrator:
         if not isinstance(request, link.GetBatch) or request not in self.requests:
             self.requests.append(request)
         if isinstance(request, link.GetBatch):
+            if request.step == self.deliver_at:
+                self.deliver_at = None
+                return link.Answer("deliver")
             if request.step == self.stop_at:
                 return link.Answer("stop")
             if request.step > self.limit:
@@ -147,7 +152,12 @@ def test_trains_publishes_and_commits(moe_model: Path, orchestrator: FakeOrchest
 def test_an_interrupt_while_waiting_checkpoints_and_the_next_attempt_continues(
     moe_model: Path, orchestrator: FakeOrchestrator, tmp_path: Path
 ) -> None:
-    recipe = make_recipe(moe_model, max_steps=4, checkpoint={"interval": 100, "asynchronous": True})
+    recipe = make_recipe(
+        moe_model,
+        max_steps=4,
+        trainer={"optimizer": {"type": "muon"}},
+        checkpoint={"interval": 100, "asynchronous": True},
+    )
     run = Run(tmp_path, recipe, orchestrator)
     orchestrator.limit = 2
     ranks = run.start(size=2)
@@ -168,7 +178,13 @@ def test_an_interrupt_while_waiting_checkpoints_and_the_next_attempt_continues(
 def test_a_killed_attempt_resumes_at_the_last_commit(
     moe_model: Path, orchestrator: FakeOrchestrator, tmp_path: Path
 ) -> None:
-    recipe = make_recipe(moe_model, max_steps=3, checkpoint={"interval": 1, "keep": 5}, weights={"keep": 5})
+    recipe = make_recipe(
+        moe_model,
+        max_steps=3,
+        trainer={"memory": {"optimizer_offload": True}},
+        checkpoint={"interval": 1, "keep": 5},
+        weights={"keep": 5},
+    )
     run = Run(tmp_path, recipe, orchestrator)
     orchestrator.limit = 2
     ranks = run.start()
@@ -193,6 +209,18 @@ def test_the_orchestrator_ends_the_run(moe_model: Path, orchestrator: FakeOrches
     orchestrator.stop_at = 2
     finish(run.start())
     assert checkpoints.committed(tmp_path) == [1]
+
+
+def test_policies_are_sent_when_they_are_new_and_when_engines_come_late(
+    moe_model: Path, orchestrator: FakeOrchestrator, tmp_path: Path
+) -> None:
+    recipe = make_recipe(moe_model, max_steps=2, checkpoint={"interval": 100}, weights={"transport": "nccl"})
+    orchestrator.deliver_at = 2
+    finish(Run(tmp_path, recipe, orchestrator).start())
+    published = [(r.version, r.path) for r in orchestrator.of(link.Published)]
+    assert published == [(0, str(moe_model)), (1, ""), (2, "")]
+    assert [r.version for r in orchestrator.of(link.Deliver)] == [1, 1, 2]
+    assert weights.published(tmp_path) == [2], "only what the run has made is written"
 
 
 def test_a_refused_checkpoint_ends_the_attempt_without_a_commit(

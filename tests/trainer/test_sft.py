@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 from primeslurm.recipe import Recipe
 from primeslurm.trainer import data, tiny
 from primeslurm.trainer.checkpoint import Checkpoints
+from primeslurm.trainer.encoding import Encoding
 from primeslurm.trainer.loss import cross_entropy
 from primeslurm.trainer.parallel import build
 from primeslurm.trainer.publish import Publisher
@@ -46,7 +47,7 @@ def train(recipe: Recipe, run_dir: Path, world: World, attempt: int = 1) -> list
     assert recipe.sft is not None
     policy = build(recipe, world)
     learner = Learner(policy, recipe.trainer.optimizer, recipe.max_steps, cross_entropy, world)
-    publisher = Publisher(policy, run_dir, torch.float32, recipe.weights.keep, world)
+    publisher = Publisher(policy, run_dir, Encoding(torch.float32), recipe.weights.keep, world)
     saver = Checkpoints(run_dir, attempt, recipe.checkpoint, world, None)
     examples = data.load(Path(recipe.sft.data.path), AutoTokenizer.from_pretrained(policy.source), recipe.seq_len)
     journal = Journal(run_dir / "attempts" / str(attempt), "trainer-rank-0")

@@ -84,7 +84,6 @@ EXAMPLES: dict[str, tuple[tuple[dict[str, Any], str, dict[str, Any]], tuple[dict
         (on(PD, inference(env={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"})), MOE, GPU),
         (inference(env={"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}), MOE, GPU),
     ),
-    "nccl-cpu": (({"weights": {"transport": "nccl"}}, MOE, CPU), ({"weights": {"transport": "nccl"}}, MOE, GPU)),
     "hybrid-disaggregated": ((PD, HYBRID, GPU), (PD, MOE, GPU)),
     "hybrid-offload": ((MOONCAKE, HYBRID, GPU), (MOONCAKE, MOE, GPU)),
     "ep-dense": ((EP, DENSE, GPU), (EP, MOE, GPU)),
@@ -151,6 +150,15 @@ EXAMPLES: dict[str, tuple[tuple[dict[str, Any], str, dict[str, Any]], tuple[dict
         (parallelism(ep_backend="deepep", ep=8), MOE, GPU),
         (on(parallelism(ep_backend="deepep", ep=8), trainer(optimizer={"max_norm": None})), MOE, GPU),
     ),
+    "deepep-gpu": (
+        (parallelism(ep_backend="deepep", ep=2), MOE, CPU),
+        (parallelism(ep_backend="deepep", ep=2), MOE, GPU),
+    ),
+    "deepep-version": ((parallelism(ep_backend="deepep", ep=2), MOE, GPU), (parallelism(ep=2), MOE, GPU)),
+    "deepep-sms": (
+        (parallelism(ep=2, deepep_num_sms=20), MOE, GPU),
+        (parallelism(ep=2, deepep_num_sms=20, ep_backend="deepep"), MOE, GPU),
+    ),
     "trainer-ep-dense": ((parallelism(ep=2), DENSE, GPU), (parallelism(ep=2), MOE, GPU)),
     "trainer-ep-divides": (
         (on(parallelism(ep=24), deployment={"train": {"nodes": 3}}), MOE, GPU),
@@ -158,8 +166,16 @@ EXAMPLES: dict[str, tuple[tuple[dict[str, Any], str, dict[str, Any]], tuple[dict
     ),
     "trainer-cp-mamba": ((parallelism(cp=2), HYBRID, GPU), (parallelism(cp=2), MOE, GPU)),
     "trainer-cp-divides": (
+        (on(parallelism(cp=8), seq_len=1004), MOE, GPU),
         (on(parallelism(cp=8), seq_len=1000), MOE, GPU),
-        (on(parallelism(cp=8), seq_len=1024), MOE, GPU),
+    ),
+    "trainer-cp-heads": (
+        (parallelism(cp=8), "odd heads", GPU),
+        (parallelism(cp=8, cp_style="allgather"), "odd heads", GPU),
+    ),
+    "trainer-cp-linear": (
+        (parallelism(cp=2, cp_style="allgather"), "linear attention", GPU),
+        (parallelism(cp=2), "linear attention", GPU),
     ),
     "trainer-fp8-gpu": (
         (trainer(fp8=True), MOE, {"nodes": {"default": {"gres": "gpu:b200"}}}),
@@ -191,8 +207,9 @@ EXAMPLES: dict[str, tuple[tuple[dict[str, Any], str, dict[str, Any]], tuple[dict
 
 
 def facts_of(model: str) -> ModelFacts:
-    if model == "vision":
-        return replace(catalog()[MOE].facts, family="qwen3_vl_moe")
+    if model in ("vision", "linear attention"):
+        family = {"vision": "qwen3_vl_moe", "linear attention": "qwen3_next"}[model]
+        return replace(catalog()[MOE].facts, family=family)
     return replace(catalog()[DENSE].facts, heads=20) if model == "odd heads" else catalog()[model].facts
 
 

@@ -24,6 +24,26 @@ GLM, QWEN = catalog()["zai-org/GLM-5.1"].facts, catalog()["Qwen/Qwen3-30B-A3B"].
 BF16 = EngineLayout(1, 1, 2, 2, False, 8192, True, None)
 SHARDED = TrainerLayout(shard=8, ep=1, tokens=16384, checkpointing="full")
 
+QWEN_3_5_35B_A3B: dict[str, Any] = {
+    "model_type": "qwen3_5_moe_text",
+    "vocab_size": 248320,
+    "hidden_size": 2048,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_experts_per_tok": 8,
+    "num_experts": 256,
+    "layer_types": [*["linear_attention"] * 3, "full_attention"] * 10,
+}
+
 
 @pytest.mark.parametrize("name", catalog())
 def test_parameters_are_those_published(name: str) -> None:
@@ -50,6 +70,15 @@ def test_kv_bytes_per_token_follow_the_kind_of_attention() -> None:
     assert kv_bytes_per_token(GLM, BF16) == 78 * ((512 + 64) * 2 + 132)
     assert kv_bytes_per_token(GLM, replace(BF16, tp=8)) == kv_bytes_per_token(GLM, BF16)
     assert kv_bytes_per_token(GLM, replace(BF16, fp8_kv=True)) == 78 * (656 + 132)
+
+
+def test_delta_nets_have_a_state_instead_of_keys_and_values() -> None:
+    facts = facts_of({"model_type": "qwen3_5_moe", "text_config": QWEN_3_5_35B_A3B})
+    assert facts.layers == 40
+    assert count(facts).total == pytest.approx(34_660_610_688, rel=1e-5), "what transformers builds of it"
+    assert kv_bytes_per_token(facts, BF16) == 10 * 2 * 2 * 256 * 2
+    state = 30 * (32 * 128 * 128 * 4 + (2 * 16 * 128 + 32 * 128) * 3 * 2)
+    assert engine_memory(facts, BF16, 140 * GIB, 0.9).state_per_sequence == state
 
 
 def test_sliding_windows_and_mamba_state_belong_to_the_sequence() -> None:
@@ -180,10 +209,15 @@ def test_routed_experts_of_a_batch_are_21_gigabytes_for_the_large_glm5_run() -> 
     assert found["routed experts"] == pytest.approx(20.9, abs=0.1)  # 624 bytes x 131,072 x 256
 
 
-def test_a_broadcast_of_glm5_takes_a_minute_with_adapters_too() -> None:
-    for trainer in ({}, {"lora": {"rank": 8}}):  # engines get the merged policy
-        assert amounts(weights={"transport": "nccl"}, trainer=trainer)["weight update"] == pytest.approx(59.5, abs=0.5)
-    assert amounts(trainer={"lora": {"rank": 8}})["checkpoint"] < amounts()["checkpoint"] / 50
+def test_sending_all_of_glm5_takes_a_minute_and_its_own_experts_to_each_gpu_much_less() -> None:
+    assert amounts(weights={"transport": "nccl"})["weight update"] == pytest.approx(59.5, abs=0.5)
+    wide = amounts(weights={"transport": "nccl"}, inference={"expert_parallel": True})["weight update"]
+    assert 59.5 / 8 < wide < 59.5 / 6, "an eighth of the experts, and all that is no expert"
+    halved = amounts(weights={"transport": "nccl"}, inference={"quantization": "fp8"})["weight update"]
+    assert halved == pytest.approx(59.5 / 2, rel=0.02)
+    adapters = {"lora": {"rank": 8}}
+    assert amounts(trainer=adapters)["policy"] == amounts()["policy"], "engines get the merged policy"
+    assert amounts(trainer=adapters)["checkpoint"] < amounts()["checkpoint"] / 50
 
 
 def test_host_tiers_are_shared_with_mooncake_and_apart_without() -> None:

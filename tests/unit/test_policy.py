@@ -146,3 +146,22 @@ def test_states_keep_the_time_they_were_entered(fleet: Fleet, clock: Clock) -> N
     clock.now = 120
     fleet.seen("a", engine(1))
     assert fleet.report()["a"]["since"] == 110
+
+
+def test_a_policy_that_is_sent_is_wanted_by_every_engine_that_is_up_and_sound(fleet: Fleet) -> None:
+    sent = Policy(1, "")
+    fleet.want(V0)
+    assert fleet.wanting() == 0, "nobody is up"
+    fleet.seen("a", engine(0))
+    fleet.seen("b", engine(0))
+    fleet.want(sent)
+    assert fleet.wanting() == 2 and fleet.needs_weights("a")
+    fleet.updating("a")
+    fleet.failed("b", "refused")
+    assert fleet.wanting() == 1, "b has to be restarted first"
+    fleet.held("a")
+    assert states(fleet)["a"] == "STALE" and fleet.needs_update("a"), "it waits for the trainer to send"
+    fleet.seen("a", engine(1, paused=True))
+    assert fleet.needs_update("a") and not fleet.needs_weights("a"), "it only has to be resumed"
+    fleet.updated("a", 1)
+    assert fleet.wanting() == 0

@@ -32,8 +32,8 @@ def texts(config: dict[str, Any], **changes: Any) -> list[str]:
 
 
 def test_an_unknown_family_is_named_with_those_that_are_known() -> None:
-    (finding,) = unbuilt(Recipe.model_validate(recipe_data()), None, "dinosaur")
-    assert finding.text == "model type 'dinosaur' is not one the trainer builds"
+    (finding,) = unbuilt(Recipe.model_validate(recipe_data(model={"impl": "custom"})), None, "dinosaur")
+    assert finding.text == "the trainer has no implementation of its own for model type 'dinosaur'"
     assert "qwen3_moe" in finding.fix.split(", ")
 
 
@@ -53,6 +53,11 @@ def test_block_scale_fp8_is_read() -> None:
 def test_other_ways_to_store_weights_are_not(stored: dict[str, Any], text: str) -> None:
     (found,) = texts(MOE | {"quantization_config": stored}, **SFT)
     assert found.startswith("blocked: ") and text in found
+
+
+def test_the_implementation_in_transformers_reads_no_fp8() -> None:
+    (found,) = texts(MOE | {"quantization_config": BLOCKS}, **SFT, model={"impl": "hf"})
+    assert found.startswith("blocked: the checkpoint is stored in fp8")
 
 
 def test_engines_that_start_in_fp8_are_not_sent_bfloat16() -> None:

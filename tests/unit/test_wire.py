@@ -8,18 +8,21 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primeslurm.wire import checkpoints, frames, weights
+from primeslurm.orchestrator import jobs
+from primeslurm.wire import checkpoints, frames, routed_experts, weights
 from primeslurm.wire.files import read_json, write_atomic, write_json
 from primeslurm.wire.journal import Journal
 from primeslurm.wire.link import Answer, GetBatch, LinkError, OrchestratorLink, Published, Request, TrainerLink
-from primeslurm.wire.rollouts import ROW_FIELDS, Batch, BatchInfo, Rollout, RolloutInfo, Row
+from primeslurm.wire.rollouts import Batch, BatchInfo, Rollout, RolloutInfo, Row
 
 arrays = st.dictionaries(
     st.text(min_size=1, max_size=8),
@@ -63,10 +66,40 @@ def test_rollouts_know_the_versions_of_their_tokens(versions: list[int], oldest:
     assert (found.oldest_version, found.is_mixed, found.info) == (oldest, mixed, rollout(versions).info)
 
 
+ROW = {"token_ids": np.int32, "positions": np.int32, "mask": np.bool_, "logprobs": np.float32}
+ROW |= {"advantages": np.float32, "temperatures": np.float32, "on_policy": np.bool_}
+
+
 def batch(step: int = 1) -> Batch:
-    kinds = {"token_ids": np.int32, "positions": np.int32, "mask": np.bool_, "on_policy": np.bool_}
-    rows = [Row(**{name: np.full(4, i, kinds.get(name, np.float32)) for name in ROW_FIELDS}) for i in range(2)]
+    rows = [Row(**{name: np.full(4, i, kind) for name, kind in ROW.items()}) for i in range(2)]
     return Batch(BatchInfo(step, 0, 1, 8), rows)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_routed_experts_travel_with_rollouts_and_batches_if_there_are_any(dtype: type) -> None:
+    choices = np.arange(4 * 3 * 2, dtype=dtype).reshape(4, 3, 2)
+    plain = rollout([-1, -1, 3, 3])
+    both = (replace(plain, routed_experts=choices), plain)
+    head, *buffers = [bytes(frame) for frame in jobs.encode_result("j", both)]
+    result = msgspec.msgpack.decode(head, type=jobs.Result)
+    routed, without = jobs.decode_sequences(result, buffers)
+    assert routed.routed_experts is not None and routed.routed_experts.dtype == dtype
+    assert np.array_equal(routed.routed_experts, choices) and without.routed_experts is None
+    with pytest.raises(ValueError, match="10 frames for sequences of"):
+        jobs.decode_sequences(result, buffers[1:])
+
+    sent = Batch(batch().info, [replace(row, routed_experts=choices + i) for i, row in enumerate(batch().rows)])
+    for i, row in enumerate(Batch.decode([bytes(frame) for frame in sent.encode()]).rows):
+        assert row.routed_experts is not None and row.routed_experts.dtype == dtype
+        assert np.array_equal(row.routed_experts, choices + i)
+
+
+def test_unknown_routed_experts_are_all_ones() -> None:
+    part = np.arange(4, dtype=np.uint16).reshape(2, 1, 2)
+    joined = routed_experts.join([None, part, None], [1, 2, 1], part)
+    assert joined.tolist() == [[[65535, 65535]], [[0, 1]], [[2, 3]], [[65535, 65535]]]
+    with pytest.raises(ValueError, match="uint8"):
+        routed_experts.join([part.astype(np.uint8)], [2], part)
 
 
 def test_atomic_writes_leave_the_old_content_when_they_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +249,8 @@ def test_batches_come_until_there_are_no_more(server: Server) -> None:
     assert found is not None
     assert found.info == batch(1).info
     for row, expected in zip(found.rows, batch().rows, strict=True):
-        assert all(np.array_equal(getattr(row, name), getattr(expected, name)) for name in ROW_FIELDS)
+        assert all(np.array_equal(getattr(row, name), getattr(expected, name)) for name in ROW)
+        assert row.routed_experts is None
     assert link.get_batch(3, 0, 1, timeout_s=5) is None
     link.close()
 

@@ -109,11 +109,6 @@ def _pinned_memory(case: Case) -> str:
     return "registered KV memory would move" if moving and pinned else ""
 
 
-def _nccl_cpu(case: Case) -> str:
-    nccl = case.recipe.weights.transport == "nccl"
-    return f"{case.site.name} has no CUDA" if nccl and case.site.device == "cpu" else ""
-
-
 def _hybrid_disaggregated(case: Case) -> str:
     mamba = case.facts is not None and case.facts.mamba is not None
     return "Mamba state must move with the KV, which is not proven here" if mamba and case.disaggregated else ""
@@ -157,8 +152,6 @@ JOINT_RULES = (
          "lower it; native counts for every engine of a node, mooncake once for each node", "site file"),
     Rule("pinned-memory", "error", "inference.env", "KV transfer excludes expandable segments", _pinned_memory,
          "PYTORCH_CUDA_ALLOC_CONF without expandable_segments:True", "vLLM 0.32 config/vllm.py; vllm#40812"),
-    Rule("nccl-cpu", "error", "weights.transport", "NCCL needs CUDA", _nccl_cpu, "transport: filesystem",
-         "vLLM 0.32, pynccl"),
     Rule("hybrid-disaggregated", "warning", "deployment.inference.type", "Mamba hybrids: P/D is unproven",
          _hybrid_disaggregated, "type: multi_node, to be safe", "not tried"),
     Rule("hybrid-offload", "warning", _OFFLOAD, "Mamba hybrids: KV offload is unproven", _hybrid_offload,

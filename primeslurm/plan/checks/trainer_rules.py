@@ -6,6 +6,7 @@ from difflib import get_close_matches
 
 from primeslurm.plan.checks.case import Case, Rule
 
+LINEAR_FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 VISION_FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 LORA_TARGETS = frozenset(
     {
@@ -40,6 +41,25 @@ def _deepep_clips(case: Case) -> str:
     return f"gradients are clipped to {clips:g} with ep_backend: deepep" if deepep and clips is not None else ""
 
 
+def _deepep_gpu(case: Case) -> str:
+    if case.recipe.trainer.parallelism.ep_backend != "deepep":
+        return ""
+    if case.site.device == "cpu":
+        return "CPUs have no DeepEP"
+    old = [gpu for gpu in case.gpus() if gpu.sm < 90]
+    return f"{old[0].name} is SM{old[0].sm}" if old else ""
+
+
+def _deepep_version(case: Case) -> str:
+    deepep = case.recipe.trainer.parallelism.ep_backend == "deepep"
+    return "third_party/deepep builds 1.2.1, which has no ElasticBuffer" if deepep else ""
+
+
+def _deepep_sms(case: Case) -> str:
+    p = case.recipe.trainer.parallelism
+    return "only DeepEP has this setting" if p.deepep_num_sms and p.ep_backend != "deepep" else ""
+
+
 def _ep_dense(case: Case) -> str:
     return "the model has no experts" if case.dense and case.recipe.trainer.parallelism.ep > 1 else ""
 
@@ -58,7 +78,22 @@ def _cp_mamba(case: Case) -> str:
 
 def _cp_divides(case: Case) -> str:
     cp, length = case.recipe.trainer.parallelism.cp, case.recipe.seq_len
-    return f"{length} tokens cannot be cut into 2 x cp = {2 * cp} equal pieces" if cp > 1 and length % (2 * cp) else ""
+    return f"{length} tokens cannot be cut into {cp} equal pieces" if length % cp else ""
+
+
+def _cp_heads(case: Case) -> str:
+    p = case.recipe.trainer.parallelism
+    # Sparse attention is split over queries, whatever the style.
+    if case.facts is None or case.facts.indexer or p.cp_style != "ulysses" or case.facts.heads % p.cp == 0:
+        return ""
+    return f"{case.facts.heads} attention heads cannot be spread evenly over cp: {p.cp}"
+
+
+def _cp_linear(case: Case) -> str:
+    p = case.recipe.trainer.parallelism
+    linear = case.facts is not None and case.facts.family in LINEAR_FAMILIES
+    asked = linear and p.cp > 1 and p.cp_style == "allgather"
+    return "linear attention layers have no keys to gather, only a state over the whole sequence" if asked else ""
 
 
 def _fp8_gpu(case: Case) -> str:
@@ -119,13 +154,23 @@ TRAINER_RULES = (
          "set ep, or ep_backend: torch", "prime-rl 0.6.0 validator"),
     Rule("deepep-clipping", "error", "trainer.optimizer.max_norm", "DeepEP excludes gradient clipping", _deepep_clips,
          "max_norm: null", "prime-rl 0.6.0 docs, advanced"),
+    Rule("deepep-gpu", "error", "trainer.parallelism.ep_backend", "DeepEP needs SM90 or newer", _deepep_gpu,
+         "ep_backend: torch", "DeepEP README"),
+    Rule("deepep-version", "warning", "trainer.parallelism.ep_backend", "The trainer needs DeepEP 2", _deepep_version,
+         "install deep_ep >= 2.0 for the trainer; it ends at once without", "torchtitan 0.3"),
+    Rule("deepep-sms", "error", "trainer.parallelism.deepep_num_sms", "Multiprocessors are set for DeepEP", _deepep_sms,
+         "leave it out, or ep_backend: deepep", "torchtitan 0.3"),
     Rule("trainer-ep-dense", "error", _EP, "EP needs a model with experts", _ep_dense, "ep: 1", "torchtitan 0.3"),
     Rule("trainer-ep-divides", "error", _EP, "EP divides the number of experts", _ep_divides,
          "a divisor of the number of experts", "torchtitan 0.3, expert parallelism shards dimension 0"),
     Rule("trainer-cp-mamba", "error", _CP, "Nemotron-H: no CP", _cp_mamba, "cp: 1",
          "prime-rl 0.6.0 docs, capability table"),
-    Rule("trainer-cp-divides", "error", _CP, "2 x CP divides seq_len", _cp_divides, "a multiple of 2 x cp",
-         "torchtitan 0.3, head-tail load balancer"),
+    Rule("trainer-cp-divides", "error", _CP, "CP divides seq_len", _cp_divides, "a divisor of seq_len",
+         "every rank holds an equal piece of each row"),
+    Rule("trainer-cp-heads", "error", _CP, "Ulysses: CP divides the attention heads", _cp_heads,
+         "a divisor of the number of heads, or cp_style: allgather", "Ulysses exchanges tokens for heads"),
+    Rule("trainer-cp-linear", "error", "trainer.parallelism.cp_style", "Linear attention: CP by Ulysses only",
+         _cp_linear, "cp_style: ulysses", "prime-rl 0.6.0 docs, capability table"),
     Rule("trainer-fp8-gpu", "error", "trainer.fp8", "FP8 training needs SM90", _fp8_gpu, "fp8: false",
          "DeepGEMM README: Blackwell's kernels want power-of-two scales"),
     Rule("fp8-both", "warning", "trainer.fp8", "Trainer and engines compute alike", _fp8_match,

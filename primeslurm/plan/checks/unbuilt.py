@@ -1,4 +1,4 @@
-"""What recipes may say but this version's trainer does not do yet: one row each, deleted when it is built."""
+"""What recipes may say but the trainer does not do with every model family."""
 
 from __future__ import annotations
 
@@ -11,32 +11,18 @@ from primeslurm.plan.model import Finding
 from primeslurm.recipe import Recipe
 
 
-@dataclass(frozen=True)
-class Gap:
-    """A field, and when what it asks for is not built."""
-
-    field: str
-    what: str
-    asked: Callable[[Recipe], object]
-    fix: str
-
-
-GAPS = (
-    Gap("trainer.router_replay", "router replay", lambda r: r.trainer.router_replay, "false"),
-    Gap("trainer.parallelism.ep_backend", "DeepEP", lambda r: r.trainer.parallelism.ep_backend != "torch", "torch"),
-    Gap("weights.transport", "weight updates over NCCL", lambda r: r.task == "rl" and r.weights.transport == "nccl",
-        "filesystem"),
-)  # fmt: skip
-
-
 def _offloads(recipe: Recipe) -> bool:
     return recipe.trainer.memory.optimizer_offload or recipe.trainer.memory.activation_offload
 
 
 @dataclass(frozen=True)
-class FamilyNeed(Gap):
+class FamilyNeed:
     """A field that only some model families can follow."""
 
+    field: str
+    what: str
+    asked: Callable[[Recipe], object]
+    fix: str
     capability: str
     """Name of the field of `Capabilities`."""
 
@@ -60,16 +46,9 @@ def unbuilt(recipe: Recipe, facts: ModelFacts | None, family: str | None) -> lis
     found: list[Finding] = []
     if family is not None:
         found += _incapable(recipe, family)
-    if recipe.task == "rl" and family in FAMILIES and FAMILIES[family].text_only:
-        text = f"of {family} only the text model is trained and published; engines insist on the rest"
-        found.append(Finding(level="blocked", field="model.path", text=text, fix="task: sft"))
     if facts is not None and (text := _unread(recipe, facts)):
         found.append(Finding(level="blocked", field="model.path", text=text, fix="convert it to bfloat16 first"))
-    return found + [
-        Finding(level="blocked", field=gap.field, text=f"the trainer has no {gap.what} yet", fix=gap.fix)
-        for gap in GAPS
-        if gap.asked(recipe)
-    ]
+    return found
 
 
 def _incapable(recipe: Recipe, family: str) -> list[Finding]:
@@ -79,6 +58,9 @@ def _incapable(recipe: Recipe, family: str) -> list[Finding]:
         text = f"the trainer has no implementation of its own for model type {family!r}"
         fix = f"impl: auto or hf, or a model type of {', '.join(FAMILIES)}"
         return [Finding(level="blocked", field="model.impl", text=text, fix=fix)]
+    if able.text_only and recipe.task == "rl":
+        text = f"of {family} only the text model is trained and published; engines insist on the rest"
+        return [Finding(level="blocked", field="model.path", text=text, fix="task: sft")]
     whose = "the transformers implementation" if able is GENERIC else "the trainer's implementation"
     return [
         Finding(level="blocked", field=need.field, text=f"{whose} of {family!r} has no {need.what}", fix=need.fix)
@@ -91,7 +73,8 @@ def _unread(recipe: Recipe, facts: ModelFacts) -> str:
     """Why a checkpoint that is stored in fewer bits cannot be trained."""
     if facts.quantization is None:
         return ""
-    if not (facts.fp8_blocks and facts.family in FAMILIES and FAMILIES[facts.family].fp8_checkpoint):
+    able = capabilities(facts.family, recipe.model.impl)
+    if not (facts.fp8_blocks and able is not None and able.fp8_checkpoint):
         return (
             f"the checkpoint is stored in {facts.quantization}, the trainer reads bfloat16, float32 or block-scale FP8"
         )

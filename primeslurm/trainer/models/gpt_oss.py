@@ -9,7 +9,7 @@ from primeslurm.trainer import compat  # noqa: F401  isort: skip  (before torcht
 import torch
 from torch import nn
 from torchtitan.models.common import CosSinRoPE
-from torchtitan.models.common.attention import QKVLinear, VarlenAttention
+from torchtitan.models.common.attention import QKVLinear
 from torchtitan.models.common.config_utils import get_attention_config, make_moe_config, make_router_config
 from torchtitan.models.common.moe import GroupedExperts
 from torchtitan.models.gpt_oss.model import Attention, GptOssModel, GptOssTransformerBlock
@@ -98,10 +98,12 @@ class Adapter(TableAdapter):
 
 
 def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
-    """The torchtitan spec of a GPT-OSS config. Raises ValueError for features that are not implemented."""
+    """The torchtitan spec of a GPT-OSS config. Raises ValueError for features that are not implemented.
+
+    `attention` changes nothing: only flex attention can train sinks.
+    """
     refuse(
         hf,
-        quantization=_quantization(hf),
         attention_bias="" if hf.attention_bias else "false",
         activation="" if hf.hidden_act == "silu" else hf.hidden_act,
     )
@@ -110,7 +112,7 @@ def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
         GptOssTransformerBlock.Config(
             attention_norm=norm(hf, hf.hidden_size),
             ffn_norm=norm(hf, hf.hidden_size),
-            attention=_attention(hf, kind, rope, attention),
+            attention=_attention(hf, kind, rope),
             moe=_moe(hf),
         )
         for kind in hf.layer_types
@@ -124,12 +126,6 @@ def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
         post_optimizer_build_fn=None,
         state_dict_adapter=Adapter,
     )
-
-
-def _quantization(hf: Any) -> str:
-    found = getattr(hf, "quantization_config", None) or {}
-    method = found.get("quant_method", "") if isinstance(found, dict) else found.quant_method
-    return f"{method} (convert the checkpoint to bfloat16)" if method else ""
 
 
 def _rope(hf: Any, seq_len: int) -> CosSinRoPE.Config:
@@ -152,11 +148,7 @@ def _rope(hf: Any, seq_len: int) -> CosSinRoPE.Config:
     )
 
 
-def _attention(hf: Any, kind: str, rope: CosSinRoPE.Config, backend: str) -> Attention.Config:
-    window = hf.sliding_window if kind == "sliding_attention" else None
-    inner = get_attention_config(backend)
-    if window is not None and isinstance(inner, VarlenAttention.Config):
-        inner = replace(inner, window_size=(window - 1, 0))  # flex has the window in its mask
+def _attention(hf: Any, kind: str, rope: CosSinRoPE.Config) -> Attention.Config:
     return Attention.Config(
         n_heads=hf.num_attention_heads,
         n_kv_heads=hf.num_key_value_heads,
@@ -168,8 +160,9 @@ def _attention(hf: Any, kind: str, rope: CosSinRoPE.Config, backend: str) -> Att
             wkv=linear(hf.hidden_size, hf.num_key_value_heads * hf.head_dim, bias=True),
         ),
         wo=linear(hf.num_attention_heads * hf.head_dim, hf.hidden_size, bias=True),
-        sliding_window_size=window,
-        inner_attention=inner,
+        sliding_window_size=hf.sliding_window if kind == "sliding_attention" else None,
+        # Sinks scale outputs by the log-sum-exp of the scores. Varlen kernels return it, but drop its gradient.
+        inner_attention=get_attention_config("flex"),
         rope=replace(rope),
         param_init={"sinks": nn.init.zeros_},
     )

@@ -1,4 +1,4 @@
-"""A decoder with grouped-query attention in the variants that families without a torchtitan model need.
+"""A decoder with grouped-query attention, in the variants that families have of it.
 
 Beyond the usual: attention may be gated, see only a window, normalise queries and keys by head or over all heads, or
 go without rotary embeddings; a block may normalise what its two halves put out as well as what they take in.

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from primeslurm.orchestrator.batches import Batches
 from primeslurm.orchestrator.groups import Group
 from primeslurm.orchestrator.packing import Document, documents, loss_tokens, pack
+from primeslurm.recipe import Recipe
 from primeslurm.wire.rollouts import Rollout, RolloutInfo, Row
 
 SEQ_LEN = 32
@@ -66,10 +68,54 @@ def group(lengths: list[int], rewards: list[float]) -> Group:
 
 
 def test_long_sequences_are_cut_and_advantages_are_centred() -> None:
-    docs = documents([group([5, 2 * SEQ_LEN], [1.0, 0.0])], SEQ_LEN, version=0)
+    docs = documents([group([5, 2 * SEQ_LEN], [1.0, 0.0])], SEQ_LEN, 0, "grpo")
     assert [len(doc) for doc in docs] == [5, SEQ_LEN]
     assert [doc.advantage for doc in docs] == [0.5, -0.5]
     assert loss_tokens(docs) == 4 + SEQ_LEN - 1
+
+
+def test_advantages_follow_the_rule() -> None:
+    lengths = [2] * 4
+    rare = group(lengths, [0.0, 0.0, 0.0, 2.0])
+    assert rare.advantages("grpo") == [-0.5, -0.5, -0.5, 1.5]
+    assert rare.advantages("max_rl") == [-1.0, -1.0, -1.0, 3.0]
+    assert group(lengths, [0.5] * 4).advantages("max_rl") == [0.0] * 4
+    assert group(lengths, [-1.0, 0.0, 0.0, 1.0]).advantages("max_rl") == [0.0] * 4
+    assert [doc.advantage for doc in documents([rare], SEQ_LEN, 0, "max_rl")] == [-1.0, -1.0, -1.0, 3.0]
+
+
+def test_observed_tokens_get_the_weight_that_makes_their_mean_count() -> None:
+    whole = group([8, 12], [1.0, 0.0])
+    first, second = (branches[0] for branches in whole.rollouts)
+    observed = np.arange(8) >= 6
+    marked = replace(first, mask=~observed, observed=observed)  # 5 trained tokens, and 11 in the second
+    docs = documents([replace(whole, rollouts=((marked,), (second,)))], SEQ_LEN, 0, "grpo")
+    (row,) = pack(docs, SEQ_LEN, 1, 0.5, echo=0.1)[0]
+    assert row.echo_weights is not None
+    assert row.echo_weights.sum() == pytest.approx(0.1 * 16)
+    assert sorted(set(row.echo_weights.tolist())) == pytest.approx([0, 0.1 * 16 / 2])
+    assert (row.temperatures == np.where(row.echo_weights > 0, 1.0, 0.5)).all()
+    assert not (row.mask & (row.echo_weights > 0)).any()
+    assert pack(docs, SEQ_LEN, 1, 0.5)[0][0].echo_weights is None
+
+
+def test_routed_experts_stay_with_their_tokens() -> None:
+    whole = group([6, 3 * SEQ_LEN, 5], [1.0, 0.0, 0.0])
+    first, second, third = (branches[0] for branches in whole.rollouts)
+
+    def choices(length: int, start: int) -> np.ndarray:
+        return (np.arange(start, start + length, dtype=np.uint16)[:, None, None] + np.zeros((3, 2), np.uint16)).copy()
+
+    # the third comes from before the run replayed
+    replayed = [replace(first, routed_experts=choices(6, 100)), replace(second, routed_experts=choices(96, 500)), third]
+    docs = documents([replace(whole, rollouts=tuple((r,) for r in replayed))], SEQ_LEN, 0, "grpo")
+    long, short = (rows[0] for rows in pack(docs, SEQ_LEN, 2, 1.0))
+    assert long.routed_experts is not None and short.routed_experts is not None
+    assert long.routed_experts.shape == (SEQ_LEN, 3, 2) and long.routed_experts.dtype == np.uint16
+    assert long.routed_experts[:, 2, 1].tolist() == list(range(500, 500 + SEQ_LEN))
+    unknown = [65535] * (SEQ_LEN - 6)
+    assert short.routed_experts[:, 1, 0].tolist() == [*range(100, 106), *unknown]
+    assert all(row.routed_experts is None for rows in pack(docs[2:], SEQ_LEN, 2, 1.0) for row in rows)
 
 
 def test_only_rollouts_of_the_trained_version_alone_are_on_policy() -> None:
@@ -77,15 +123,17 @@ def test_only_rollouts_of_the_trained_version_alone_are_on_policy() -> None:
     mixed = whole.rollouts[1][0]
     versions = np.array([0, 0, 0, 1, 1, 1], np.int32)
     groups = [replace(whole, rollouts=(whole.rollouts[0], (replace(mixed, versions=versions),)))]
-    assert [doc.on_policy for doc in documents(groups, SEQ_LEN, version=0)] == [True, False]
-    assert [doc.on_policy for doc in documents(groups, SEQ_LEN, version=1)] == [False, False]
-    row = pack(documents(groups, SEQ_LEN, version=0), SEQ_LEN, 1, 1.0)[0][0]
+    assert [doc.on_policy for doc in documents(groups, SEQ_LEN, 0, "grpo")] == [True, False]
+    assert [doc.on_policy for doc in documents(groups, SEQ_LEN, 1, "grpo")] == [False, False]
+    row = pack(documents(groups, SEQ_LEN, 0, "grpo"), SEQ_LEN, 1, 1.0)[0][0]
     assert row.on_policy.tolist() == [True] * 6 + [False] * (SEQ_LEN - 6)
 
 
 def test_a_batch_is_the_same_whenever_it_is_asked_for() -> None:
     groups = [group([5, 9, 30], [1.0, 0.0, 0.0])]
-    first, second = Batches(SEQ_LEN, 1.0, 10), Batches(SEQ_LEN, 1.0, 10)
+    fields = {"name": "test", "max_steps": 10, "seq_len": SEQ_LEN, "model": {"path": "m"}}
+    recipe = Recipe.model_validate(fields | {"environments": [{"id": "reverse-text"}]})
+    first, second = Batches(recipe), Batches(recipe)
     for batches in (first, second):
         batches.add(1, [Group.from_bytes(g.to_bytes()) for g in groups])
     for rank in range(2):

@@ -19,7 +19,7 @@ def test_a_group_comes_back_as_it_was(tmp_path: Path) -> None:
     assert Spool(tmp_path).put(made)
     (again,) = Spool(tmp_path).load()
     assert again.to_bytes() == made.to_bytes()
-    assert again.advantages == [-0.375, 0.375] and again.has_signal
+    assert again.advantages("grpo") == [-0.375, 0.375] and again.has_signal
     Spool(tmp_path).delete(["g", "never-there"])
     assert Spool(tmp_path).load() == []
 

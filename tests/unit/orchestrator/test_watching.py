@@ -177,6 +177,6 @@ async def test_a_damaged_result_is_a_failed_rollout(peers: Peers) -> None:
     socket = peers.connect()
     await peers.tell(socket, Status("e", 0, "x", []))
     await peers.workers.send(job("a"))
-    await peers.tell(socket, Result("a", sequences=2), b"only one frame")
+    await peers.tell(socket, Result("a", frames=[5, 5]), b"only one frame")
     ((name, outcome),) = peers.results
     assert name == "a" and "damaged" in str(outcome)

@@ -6,6 +6,7 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import verifiers.v1 as vf
@@ -121,17 +122,20 @@ class TwoTurnEnv(vf.Env[TwoTurnConfig]):  # type: ignore[misc]
 @pytest.mark.parametrize("stable", [True, False])
 async def test_turns_extend_the_sampled_tokens_or_branch(tokenizer: Path, tmp_path: Path, stable: bool) -> None:
     """A template that renders old answers otherwise than they were sampled makes a second branch."""
-    made = recipe(tokenizer)
     if not stable:
         write_tokenizer(tmp_path, answers_end="??")
-        made = recipe(tmp_path)
+    made = recipe(
+        tokenizer if stable else tmp_path,
+        trainer={"router_replay": True},
+        orchestrator={"batch_size": 8, "group_size": 4, "request_timeout_s": 5, "echo": 0.1},
+    )
     environments.load("reverse-text", {})
-    with FakeEngine(tokenizer) as engine:
+    with FakeEngine(tokenizer, routed=True) as engine:
         engine.version = 3
         worker = Worker(made, made.environments[0], 0, "inproc://nobody", AddressBook(Path("/nowhere")))
         worker._env = TwoTurnEnv(TwoTurnConfig(taskset={"id": "reverse-text"}, interception={"type": "server"}))
         async with serving(worker._env) as clients:
-            client = TokenClient(ROUTER, lambda: engine.url, made.model.path, made.max_len, 5)
+            client = TokenClient(ROUTER, lambda: engine.url, made.model.path, made.max_len, 5, routed=True)
             worker._clients[ROUTER] = clients[client.key] = client
             found = await worker._rollout(Job("j", "g", "reverse-text", 0, 3, ROUTER, "run.1:3"))
     assert len(found) == (1 if stable else 2)
@@ -144,6 +148,24 @@ async def test_turns_extend_the_sampled_tokens_or_branch(tokenizer: Path, tmp_pa
     assert sum(int(rollout.mask.sum()) for rollout in found) == sum(engine.sampled), (
         "each sampled token is trained once"
     )
+    fast = PreTrainedTokenizerFast.from_pretrained(tokenizer)
+    heard = [rollout.token_ids[rollout.observed] for rollout in found if rollout.observed is not None]
+    assert len(heard) == len(found), "all are marked, or none"
+    text = fast.decode(np.concatenate(heard)).replace(" ", "")
+    assert "again" in text if stable else not text, "a branch that begins with a rewritten conversation answers nothing"
+    assert not any((rollout.mask & rollout.observed).any() for rollout in found)
+    for rollout in found:  # the last token of an answer is routed only when another turn follows it
+        assert rollout.routed_experts is not None and rollout.routed_experts.shape == (len(rollout.token_ids), 3, 2)
+        assert rollout.routed_experts[:, 2, 1].tolist() == [*range(len(rollout.token_ids) - 1), 255]
+
+
+async def test_engines_that_do_not_say_their_experts_are_found_out(tokenizer: Path) -> None:
+    with FakeEngine(tokenizer) as engine:
+        engine.version = 3
+        endpoint = GenerateEndpoint(lambda: engine.url, 64, timeout_s=5, routed=True)
+        with pytest.raises(msgspec.ValidationError, match="--enable-return-routed-experts"):
+            await endpoint.generate({"token_ids": endpoint_prompt(tokenizer), "sampling_params": {}}, {})
+        await endpoint.close()
 
 
 async def test_a_request_follows_its_router_to_another_node(tokenizer: Path) -> None:

@@ -1,0 +1,172 @@
+"""Seconds of a policy update by files and sent, on CPUs: `python -m benchmarks.weight_update [--write]` (a minute).
+
+One trainer rank and one real vLLM engine, with the demo's model. An update is split into what the trainer needs to make
+the policy available (`publish`: write files, or describe what it sends), `transfer` and `load` in the engine, and
+`pause`: how long the engine does not generate. Sent tensors are loaded as they arrive, so transfer is part of load.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("PRIMESLURM_SECRET", "0" * 64)
+
+import torch
+
+from primeslurm.orchestrator.delivery import Delivery
+from primeslurm.orchestrator.engines import EngineClient, Policy
+from primeslurm.recipe import Recipe
+from primeslurm.trainer import tiny
+from primeslurm.trainer.encoding import Encoding
+from primeslurm.trainer.interrupt import SIGNAL, Interrupt
+from primeslurm.trainer.parallel import build
+from primeslurm.trainer.publish import Publisher
+from primeslurm.trainer.sender import Sender
+from primeslurm.trainer.world import World, join
+from primeslurm.wire.link import Answer, OrchestratorLink, Request, TrainerLink
+from tests.support.engine_commands import engine_command
+from tests.support.processes import Server, free_port, start_process
+from tests.support.ranks import rank_environment
+
+RESULT = Path(__file__).resolve().parent / "results" / "weight_update.json"
+UPDATES = 8
+
+
+class TimedClient(EngineClient):
+    """Remembers when each request to the engine began and how long it took."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.requests: dict[str, tuple[float, float]] = {}
+
+    async def _post(self, path: str, timeout_s: float, body: dict[str, Any] | None = None) -> None:
+        begun = time.monotonic()
+        await super()._post(path, timeout_s, body)
+        self.requests[path.partition("?")[0]] = (begun, time.monotonic() - begun)
+
+    def split(self) -> dict[str, float]:
+        """Seconds of the last update."""
+        load = self.requests["/update_weights"][1] + self.requests["/finish_weight_update"][1]
+        resumed = sum(self.requests["/resume"])
+        return {"load": load, "pause": resumed - self.requests["/pause"][0]}
+
+
+def recipe(model: Path, transport: str) -> Recipe:
+    """The demo's, as far as engines are concerned."""
+    return Recipe.model_validate(
+        {
+            "name": "weight-update",
+            "max_steps": 1,
+            "seq_len": 256,
+            "model": {"path": str(model), "dtype": "float32"},
+            "environments": [{"id": "reverse-text"}],
+            "inference": {"kv_cache_bytes": 32 * 2**20},
+            "weights": {"transport": transport},
+        }
+    )
+
+
+def start(asked: Recipe, log: Path) -> Server:
+    """The engine."""
+    server = start_process(engine_command(asked, "cpu", "engine", sys.executable), {}, log)
+    server.wait("/primeslurm/status")
+    return server
+
+
+async def by_files(model: Path, directory: Path, world: World) -> list[dict[str, float]]:
+    """Publish and load."""
+    asked = recipe(model, "filesystem")
+    publisher = Publisher(build(asked, world), directory, Encoding(torch.float32), 2, world)
+    server = start(asked, directory / "files.log")
+    client = TimedClient(lambda: server.url, str(model))
+    rows = []
+    try:
+        for version in range(1, UPDATES + 1):
+            begun = time.monotonic()
+            path = publisher.publish(version)
+            published = time.monotonic() - begun
+            await client.apply(Policy(version, str(path)), 60)
+            rows.append({"publish": published, "transfer": 0.0, **client.split(), "total": time.monotonic() - begun})
+    finally:
+        server.stop()
+    return rows
+
+
+async def by_sending(model: Path, directory: Path, world: World) -> list[dict[str, float]]:
+    """Send and load."""
+    asked = recipe(model, "nccl")
+    delivery, wanting = Delivery(workers=1, timeout_s=60), [0]
+
+    async def handle(request: Request) -> Answer:
+        return await delivery.answer(request, lambda: wanting[0], 4)  # type: ignore[arg-type]
+
+    address = f"tcp://127.0.0.1:{free_port()}"
+    serving = asyncio.create_task(OrchestratorLink(address, handle).serve())
+    sender = Sender(build(asked, world), Encoding(torch.float32), TrainerLink(address), world, 60)
+    server = start(asked, directory / "sent.log")
+    client = TimedClient(lambda: server.url, str(model), delivery.place)
+    rows = []
+    try:
+        for version in range(1, UPDATES + 1):
+            wanting[0] = 1
+            delivery.expect(version)
+            begun = time.monotonic()
+            sending = asyncio.create_task(asyncio.to_thread(sender.serve, version))
+            await client.apply(Policy(version, ""), 60)
+            total, wanting[0] = time.monotonic() - begun, 0
+            await sending
+            rows.append({"publish": 0.0, "transfer": client.requests["/update_weights"][1], **client.split()})
+            rows[-1]["total"] = total
+    finally:
+        server.stop()
+        serving.cancel()
+    return rows
+
+
+def main() -> None:
+    """Measure both, print, and with --write keep the result."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true", help=f"write {RESULT.name}")
+    options = parser.parse_args()
+    os.environ |= rank_environment(0, 1, free_port())
+    world = join(Interrupt(), patience_s=60)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {SIGNAL})
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        tiny.write_model(directory / "model")
+        found = {
+            "filesystem": asyncio.run(by_files(directory / "model", directory, world)),
+            "nccl": asyncio.run(by_sending(directory / "model", directory, world)),
+        }
+        size = sum(file.stat().st_size for file in (directory / "model").glob("*.safetensors"))
+    world.close()
+    seconds = {
+        transport: {part: round(statistics.median(row[part] for row in rows[1:]), 3) for part in rows[0]}
+        for transport, rows in found.items()
+    }
+    result = {
+        "command": "python -m benchmarks.weight_update --write",
+        "machine": f"{os.cpu_count()} CPU cores, shared with other work; nccl is gloo between CPUs",
+        "load_1m": round(load, 1),
+        "megabytes": round(size / 1e6, 2),
+        "updates": UPDATES - 1,
+        "median_seconds": seconds,
+    }
+    print(json.dumps(result, indent=2))
+    if options.write:
+        RESULT.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,103 @@
+"""A policy in Hugging Face format: every tensor of it, and which rank hands it on.
+
+Experts that a rank owns come out of the state dict adapter as that rank's own tensors: nobody gathers them. Every other
+tensor is gathered by itself, by the ranks that hold its shards, who take turns in handing one on.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from primeslurm.trainer import lora
+from primeslurm.trainer.parallel import Policy
+from primeslurm.trainer.world import World
+
+_LAYER = re.compile(r"\.(\d+)\.")  # the first number in a name is that of its layer
+_EXACT = ("expert_bias_E", "e_score_correction_bias")
+"""Keep their dtype: rounding a router's selection bias would change which experts it selects."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One tensor in Hugging Face format, as far as this rank has to do with it."""
+
+    name: str
+    mine: bool
+    """Whether this rank hands it on. Over all ranks, one does."""
+    sharded: Any
+    """Its shape and dtype are those of the whole."""
+
+    def whole(self) -> torch.Tensor:
+        """The whole tensor (a collective of the ranks that have this part, in the order of parts)."""
+        return _whole(self.sharded)
+
+
+def parts(policy: Policy, dtype: torch.dtype, world: World) -> Iterator[list[Part]]:
+    """What this rank hands on or helps to gather, layer by layer; what belongs to no layer comes first."""
+    turns = _Turns(world, policy.dims)
+    for state in _layers(policy, dtype):
+        sharded = {name: tensor for name, tensor in state.items() if isinstance(tensor, DTensor)}
+        everywhere = {name: tensor for name, tensor in state.items() if name not in sharded}
+        layer = [Part(name, turns.owns(tensor), tensor) for name, tensor in policy.adapter.to_hf(sharded).items()]
+        layer += [Part(name, turns.takes(), tensor) for name, tensor in policy.adapter.to_hf(everywhere).items()]
+        yield layer
+
+
+def export(policy: Policy, dtype: torch.dtype) -> Iterator[dict[str, torch.Tensor]]:
+    """Whole tensors under Hugging Face names, one layer at a time, on every rank (a collective).
+
+    The first dictionary holds what belongs to no layer. For looking at small models: each rank gathers whole layers,
+    experts included.
+    """
+    for state in _layers(policy, dtype):
+        yield policy.adapter.to_hf({name: _whole(tensor) for name, tensor in state.items()})
+
+
+class _Turns:
+    """Whose turn it is to hand on a tensor. Ranks that share tensors have them in the same order, and so agree."""
+
+    def __init__(self, world: World, dims: Any) -> None:
+        self._world = world
+        replicas = dims.get_optional_mesh("dp_replicate")
+        self._first_replica = replicas is None or replicas.get_local_rank() == 0
+        self._turns: Counter[tuple[int, ...]] = Counter()
+
+    def owns(self, tensor: Any) -> bool:
+        """For a tensor that came out of sharded ones: this rank's own, or still sharded."""
+        if not isinstance(tensor, DTensor):
+            return self._first_replica
+        return self._next(tuple(tensor.device_mesh.mesh.flatten().tolist()))
+
+    def takes(self) -> bool:
+        """For a tensor that every rank has."""
+        return self._next(tuple(range(self._world.size)))
+
+    def _next(self, ranks: tuple[int, ...]) -> bool:
+        owner = ranks[self._turns[ranks] % len(ranks)]
+        self._turns[ranks] += 1
+        return owner == self._world.rank
+
+
+def _layers(policy: Policy, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
+    """The policy's state dict on its device and in `dtype`, layer by layer; what belongs to no layer comes first."""
+    layers: dict[int, dict[str, Any]] = {}
+    for name, tensor in policy.model.state_dict().items():  # detached from autograd
+        match = _LAYER.search(name)
+        layers.setdefault(int(match[1]) if match else -1, {})[name] = tensor
+    for layer in sorted(layers):
+        # Offloaded masters visit the device: gathering is faster there.
+        state = {name: tensor.to(policy.device) for name, tensor in layers[layer].items()}
+        if policy.lora is not None:
+            state = lora.merge(state, policy.lora)
+        yield {name: tensor if name.endswith(_EXACT) else tensor.to(dtype) for name, tensor in state.items()}
+
+
+def _whole(tensor: Any) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,91 @@
+"""How engines get the policy: from files that the trainer publishes, or sent by the trainer itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+from primeslurm.trainer.publish import Publisher
+from primeslurm.trainer.sender import Sender
+from primeslurm.trainer.world import World
+from primeslurm.wire import weights
+from primeslurm.wire.link import TrainerLink
+
+
+class Handover(Protocol):
+    """All ranks call each method together. All raise RankError if a disk, the orchestrator or a rank failed."""
+
+    def resume(self, version: int) -> None:
+        """Make engines take `version`, which a checkpoint was loaded from; 0 is the model they have loaded."""
+
+    def publish(self, version: int) -> None:
+        """Make engines take `version`, which was just trained."""
+
+    def serve(self, version: int) -> None:
+        """Give `version` to engines that came since, and wait for it."""
+
+
+class ByFiles:
+    """Every version is published; engines read it, whenever they come."""
+
+    def __init__(self, publisher: Publisher, run_dir: Path, model: str, link: TrainerLink, world: World) -> None:
+        self._publisher = publisher
+        self._run_dir = run_dir
+        self._model = model
+        self._link = link
+        self._world = world
+
+    def resume(self, version: int) -> None:
+        """Publish `version` again only if its files are gone or damaged."""
+        self._publisher.discard_after(version)
+        if version and not self._publisher.is_sound(version):
+            self._publisher.publish(version)
+        self._announce(version, str(weights.version_dir(self._run_dir, version)) if version else self._model)
+
+    def publish(self, version: int) -> None:
+        """Write the version, then announce it."""
+        self._announce(version, str(self._publisher.publish(version)))
+
+    def serve(self, version: int) -> None:
+        """Nothing to do: the files are there."""
+
+    def _announce(self, version: int, path: str) -> None:
+        if self._world.is_main:
+            self._link.published(version, path)
+
+
+class BySending:
+    """Versions go from trainer to engines directly. Only the last one is published, as what the run has made."""
+
+    def __init__(
+        self, sender: Sender, publisher: Publisher, last: int, model: str, link: TrainerLink, world: World
+    ) -> None:
+        self._sender = sender
+        self._publisher = publisher
+        self._last = last
+        self._model = model
+        self._link = link
+        self._world = world
+
+    def resume(self, version: int) -> None:
+        """Send what the checkpoint holds."""
+        self._publisher.discard_after(version)
+        if version:
+            self._hand_over(version)
+        elif self._world.is_main:
+            self._link.published(0, self._model)
+
+    def publish(self, version: int) -> None:
+        """Send the version to all engines that are up."""
+        self._hand_over(version)
+
+    def serve(self, version: int) -> None:
+        """Send the version again."""
+        self._sender.serve(version)
+
+    def _hand_over(self, version: int) -> None:
+        if self._world.is_main:
+            self._link.published(version, "")
+        self._sender.serve(version)
+        if version == self._last:
+            self._publisher.publish(version)

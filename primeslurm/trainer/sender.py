@@ -1,0 +1,147 @@
+"""The trainer's end of `wire.stream`: all ranks send the policy to the engines that ask for it, between two steps."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import torch
+
+from primeslurm.trainer.encoding import Encoding
+from primeslurm.trainer.export import Part, parts
+from primeslurm.trainer.parallel import Policy
+from primeslurm.trainer.world import World
+from primeslurm.wire.link import LinkError, Session, TrainerLink
+from primeslurm.wire.stream import Catalogue, Channel, Experts, Store, StreamError, TensorInfo, outgoing, pack
+
+log = logging.getLogger(__name__)
+
+
+class Sender:
+    """Sends the policy as it is. All ranks call it together.
+
+    Args:
+        link: of rank 0, to the orchestrator; other ranks do not use theirs.
+        timeout_s: longest wait within a session, and longest time in which engines are served at all.
+    """
+
+    def __init__(self, policy: Policy, encoding: Encoding, link: TrainerLink, world: World, timeout_s: float) -> None:
+        self._policy = policy
+        self._encoding = encoding
+        self._link = link
+        self._world = world
+        self._timeout_s = timeout_s
+        self._store: Store | None = None
+        self._catalogue: Catalogue = []
+
+    def serve(self, version: int) -> int:
+        """Send `version` to every engine that waits for it. Returns the number of sessions that succeeded.
+
+        A session that fails is not ours to repeat: engines that still want the policy ask for another.
+
+        Raises:
+            RankError: the orchestrator is gone.
+        """
+        deadline = time.monotonic() + self._timeout_s
+        done, succeeded = "", 0
+        while (session := self._next(version, done, deadline)) is not None:
+            succeeded += self._send(version, session)
+            done = session.id
+        return succeeded
+
+    def _next(self, version: int, done: str, deadline: float) -> Session | None:
+        session, failure = None, None
+        if self._world.is_main:
+            try:
+                session = self._link.deliver(version, self._world.store, self._world.size, done, deadline)
+            except LinkError as error:
+                failure = error
+        self._world.agree(failure, f"sending v{version}")
+        return self._world.share(session)
+
+    def _send(self, version: int, session: Session) -> bool:
+        if self._store is None:
+            self._store = Store(self._world.store, self._timeout_s)
+            self._catalogue = self._describe()
+            if self._world.is_main:
+                self._store.put_catalogue(self._catalogue)
+        begun = time.monotonic()
+        channel, failure = None, None
+        try:
+            channel = Channel(session, self._world.rank, self._store, self._world.device, self._timeout_s)
+        except StreamError as error:
+            failure = error
+        if not self._all_well(version, failure):
+            if channel is not None:
+                channel.fail("a trainer rank could not connect")
+            return False
+        assert channel is not None
+        sent = _Outbox(channel, self._catalogue, self._world.rank, self._world.device)
+        for number, layer in enumerate(parts(self._policy, self._encoding.dtype, self._world)):
+            sent.put(number, self._tensors(layer))
+        well = self._all_well(version, sent.failure)
+        if sent.failure is None:
+            channel.close()
+        if well and self._world.is_main:
+            engines = session.size - session.senders
+            log.info("v%d: sent to %d workers in %.2f s", version, engines, time.monotonic() - begun)
+        return well
+
+    def _tensors(self, layer: list[Part]) -> dict[str, torch.Tensor]:
+        """What this rank sends of a layer; gathering the rest with the others."""
+        tensors: dict[str, torch.Tensor] = {}
+        for part in layer:
+            whole = part.whole()
+            if part.mine:
+                tensors |= self._encoding.encode(part.name, whole)
+        return tensors
+
+    def _describe(self) -> Catalogue:
+        """What all ranks send, by layer. Nothing is gathered for it."""
+        mine = []
+        for layer in parts(self._policy, self._encoding.dtype, self._world):
+            infos: list[TensorInfo] = []
+            for part in (part for part in layer if part.mine):
+                likeness = torch.empty(part.sharded.shape, dtype=part.sharded.dtype, device="meta")
+                for name, tensor in self._encoding.encode(part.name, likeness).items():
+                    dtype = str(tensor.dtype).removeprefix("torch.")
+                    infos.append(TensorInfo(name, dtype, tuple(tensor.shape), self._world.rank))
+            mine.append(infos)
+        ranks = self._world.collect(mine)
+        return [[info for layer in layers for info in layer] for layers in zip(*ranks, strict=True)]
+
+    def _all_well(self, version: int, failure: StreamError | None) -> bool:
+        failed = [text for text in self._world.collect(str(failure) if failure else "") if text]
+        if failed and self._world.is_main:
+            log.warning("v%d did not reach every engine: %s", version, "; ".join(sorted(set(failed))))
+        return not failed
+
+
+class _Outbox:
+    """One rank's messages in a session. After a failure nothing more is sent."""
+
+    def __init__(self, channel: Channel, catalogue: Catalogue, rank: int, device: torch.device) -> None:
+        self.failure: StreamError | None = None
+        self._channel = channel
+        self._catalogue = catalogue
+        self._rank = rank
+        self._device = device
+        self._experts: list[tuple[int, Experts]] = [(r, channel.experts(r)) for r in channel.receivers]
+
+    def put(self, layer: int, tensors: dict[str, torch.Tensor]) -> None:
+        """Send what this rank has of a layer to everyone who needs it."""
+        if self.failure is not None:
+            return
+        packed: dict[tuple[str, ...], torch.Tensor] = {}  # receivers that need the same get the same bytes
+        messages = []
+        for receiver, experts in self._experts:
+            for message in outgoing(self._catalogue[layer], self._rank, experts):
+                names = tuple(info.name for info in message)
+                if names not in packed:
+                    packed[names] = pack(message, tensors, self._device)
+                messages.append((receiver, packed[names]))
+        try:
+            self._channel.send(messages)
+        except StreamError as error:
+            self.failure = error
+            self._channel.fail(f"rank {self._rank}: {error}")

@@ -1,0 +1,34 @@
+"""An engine that was not built for an FP8 checkpoint takes an FP8 policy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from primeslurm.inference.weights import PolicyError, dequantised
+from primeslurm.trainer.encoding import Encoding, quantize
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["weights first", "scales first"])
+def test_weights_find_their_scales_in_any_order(order: int) -> None:
+    torch.manual_seed(0)
+    encoding = Encoding(torch.bfloat16, fp8=True)
+    sent = {f"layers.{i}.up_proj.weight": torch.randn(200, 130).bfloat16() for i in range(3)} | {"norm": torch.ones(4)}
+    encoded = {key: value for name, tensor in sent.items() for key, value in encoding.encode(name, tensor).items()}
+    taken = dict(dequantised(iter(list(encoded.items())[::order]), torch.bfloat16))
+    assert set(taken) == set(sent)
+    assert torch.equal(taken["norm"], sent["norm"])
+    for name in sent.keys() - {"norm"}:
+        assert taken[name].dtype == torch.bfloat16
+        again, _ = quantize(taken[name])
+        assert torch.equal(again.view(torch.uint8), encoded[name].view(torch.uint8)), "quantised again it is the same"
+
+
+def test_a_weight_without_scales_is_refused() -> None:
+    weight, scales = quantize(torch.randn(8, 8))
+    with pytest.raises(PolicyError, match="up_proj"):
+        list(dequantised(iter([("up_proj.weight", weight)]), torch.bfloat16))
+    with pytest.raises(PolicyError, match="up_proj"):
+        list(dequantised(iter([("up_proj.weight_scale_inv", scales)]), torch.bfloat16))

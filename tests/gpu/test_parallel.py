@@ -1,0 +1,106 @@
+"""Layouts of two GPUs against one, and attention kernels against dense attention, in bfloat16."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from primeslurm.trainer import compat  # noqa: F401  isort: skip  (before torchtitan)
+from torchtitan.models.common.attention import VarlenMetadata, create_varlen_metadata_for_document
+
+from primeslurm.trainer import varlen
+from primeslurm.trainer.context_parallel import local_documents
+from tests.trainer.families import CASES, write
+from tests.trainer.gradients import Layout, compare
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+TOLERANCE = {"qwen3": 0.03, "qwen3_moe": 0.15, "gpt_oss": 0.15}
+"""Of the norm of a gradient's difference to the norm of the gradient: bfloat16 has 8 bits, and changes some routes."""
+TWO_GPUS = [
+    Layout(case, parallelism, "varlen", "bfloat16")
+    for case, parallelism in (
+        ("qwen3", {}),
+        ("qwen3", {"dp_replicate": 2}),
+        ("qwen3", {"cp": 2, "cp_style": "ulysses"}),
+        ("qwen3", {"cp": 2, "cp_style": "allgather"}),
+        ("qwen3", {"cp": 2, "activation_checkpointing": "selective"}),
+        ("qwen3_moe", {}),
+        ("qwen3_moe", {"ep": 2}),
+        ("qwen3_moe", {"ep": 2, "cp": 2, "activation_checkpointing": "full"}),
+        ("gpt_oss", {"cp": 2}),
+    )
+]
+FLEX_TWO_GPUS = [
+    Layout("qwen3", {"cp": 2, "cp_style": style}, "flex", "bfloat16") for style in ("ulysses", "allgather")
+]
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the models, and their gradients on one GPU with varlen attention."""
+    directory = tmp_path_factory.mktemp("gradients")
+    for case in CASES:
+        if case.name in TOLERANCE:
+            write(case, directory / case.name)
+    one_gpu = [Layout(case, attention="varlen", dtype="bfloat16") for case in TOLERANCE]
+    compare(1, one_gpu, directory, "--write")
+    return directory
+
+
+def check(size: int, layouts: list[Layout], references: Path) -> None:
+    """Fail with all layouts that are too far from one GPU."""
+    found = list(zip(layouts, compare(size, layouts, references), strict=True))
+    print("\n".join(f"{difference:.4f} {layout}" for layout, difference in found))
+    assert not [(str(layout), difference) for layout, difference in found if difference > TOLERANCE[layout.case]]
+
+
+def test_flex_equals_varlen(references: Path) -> None:
+    check(1, [Layout(case, attention="flex", dtype="bfloat16") for case in ("qwen3", "gpt_oss")], references)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_equal_one(references: Path) -> None:
+    check(2, TWO_GPUS, references)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_gpus_with_flex_equal_one(references: Path) -> None:
+    check(2, FLEX_TWO_GPUS, references)
+
+
+@pytest.mark.parametrize("window", [(-1, 0), (40, 0)])
+@pytest.mark.parametrize(("size", "value_size"), [(64, 64), (192, 128)])
+@pytest.mark.parametrize("rank", [None, 0, 2])
+def test_the_kernel_equals_dense_attention(
+    rank: int | None, size: int, value_size: int, window: tuple[int, int]
+) -> None:
+    lengths = (100, 28, 256)
+    positions = torch.cat([torch.arange(n) for n in lengths])[None].cuda()
+    documents: VarlenMetadata = create_varlen_metadata_for_document(positions)
+    queries = keys = sum(lengths)
+    if rank is not None:
+        local = local_documents(documents, keys, rank, 4)
+        documents, queries, (first, end) = local.metadata, keys // 4, local.keys[0]
+        keys = end - first
+    torch.manual_seed(0)
+    shapes = ((queries, 8, size), (keys, 2, size), (keys, 2, value_size))
+    tensors = [torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_() for shape in shapes]
+    exact = [tensor.detach().float().requires_grad_() for tensor in tensors]
+    out, lse = varlen.flash(*tensors, documents, None, window)
+    expected, expected_lse = varlen.dense(*exact, documents, None, window)
+    torch.testing.assert_close(out.float(), expected, atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(lse.float(), expected_lse, atol=2e-2, rtol=2e-2)
+    weights = torch.randn_like(expected)
+    (out * weights).sum().backward()
+    (expected * weights).sum().backward()
+    for mine, other in zip(tensors, exact, strict=True):
+        assert mine.grad is not None and other.grad is not None
+        difference = torch.linalg.vector_norm(mine.grad.float() - other.grad)
+        assert difference < 0.02 * torch.linalg.vector_norm(other.grad)

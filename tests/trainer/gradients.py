@@ -1,0 +1,119 @@
+"""Gradients of one batch under a layout, and the program of one rank that compares them with a reference."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+
+from primeslurm.trainer.interrupt import Interrupt
+from primeslurm.trainer.parallel import Policy, build
+from primeslurm.trainer.world import World, join
+from tests.trainer.conftest import SEQ_LEN, finish, make_recipe, start_ranks
+
+MARK = "GRADIENTS "
+ROWS = 4
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One line of a table: a model, and how it is spread over ranks."""
+
+    case: str
+    """Name in `families.CASES`."""
+    parallelism: dict[str, Any] = field(default_factory=dict)
+    attention: str = "flex"
+    dtype: str = "float32"
+
+    def __str__(self) -> str:
+        settings = "-".join(f"{name}={value}" for name, value in self.parallelism.items())
+        return f"{self.case}-{settings or 'fsdp'}-{self.attention}"
+
+
+def gradients(layout: Layout, directory: Path, world: World) -> dict[str, torch.Tensor]:
+    """The whole gradient of every parameter, on every rank, for one batch that depends on nothing."""
+    model = {"path": str(directory / layout.case), "dtype": layout.dtype}
+    recipe = make_recipe(directory / layout.case, model=model, trainer={"parallelism": layout.parallelism})
+    policy = build(recipe, world, layout.attention)
+    share = [part[policy.dp_rank :: policy.dp_world].to(world.device) for part in _batch()]
+    for rows in (slice(0, 1), slice(1, None)):  # a micro batch of one row is a case of its own
+        micro = [part[rows] for part in share]
+        if len(micro[0]):
+            _loss(policy, *micro).backward()
+    return {name: _whole(parameter) for name, parameter in policy.model.named_parameters() if parameter.requires_grad}
+
+
+def _batch() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    tokens, labels = (torch.randint(3, 128, (ROWS, SEQ_LEN), generator=generator) for _ in range(2))
+    weights = torch.randn(ROWS, SEQ_LEN, generator=generator)
+    firsts = [SEQ_LEN // 8 + 13 * row for row in range(ROWS)]  # documents of all lengths, in all pieces
+    positions = torch.stack([torch.cat([torch.arange(first), torch.arange(SEQ_LEN - first)]) for first in firsts])
+    return [tokens, positions, labels, weights]
+
+
+def _loss(policy: Policy, *batch: torch.Tensor) -> torch.Tensor:
+    logits, labels, weights = policy.logits(*batch)
+    losses = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="none")
+    return (losses * weights.flatten()).sum() / (ROWS * SEQ_LEN)
+
+
+def _whole(parameter: torch.nn.Parameter) -> torch.Tensor:
+    assert parameter.grad is not None
+    grad = parameter.grad
+    return (grad.full_tensor() if isinstance(grad, DTensor) else grad).detach().float().cpu()
+
+
+def worst(mine: dict[str, torch.Tensor], expected: dict[str, torch.Tensor], order: float) -> float:
+    """The largest difference of any parameter's gradient, relative to that gradient; both measured by a vector norm.
+
+    Args:
+        order: of the norm; infinity compares the largest elements.
+    """
+    mine = {name.replace("_checkpoint_wrapped_module.", ""): tensor for name, tensor in mine.items()}
+    assert set(mine) == set(expected)
+
+    def size(tensor: torch.Tensor) -> float:
+        return float(torch.linalg.vector_norm(tensor, order))
+
+    return max(size(mine[name] - expected[name]) / (size(expected[name]) or 1.0) for name in expected)
+
+
+def compare(size: int, layouts: list[Layout], directory: Path, *options: str) -> list[float]:
+    """Run all layouts in one set of ranks. Returns each one's worst difference on any rank."""
+    table = directory / f"layouts-{size}.json"
+    table.write_text(json.dumps([asdict(layout) for layout in layouts]))
+    outputs = finish(start_ranks(size, "-m", "tests.trainer.gradients", str(table), *options))
+    lines = [[line for line in output.splitlines() if line.startswith(MARK)] for output in outputs]
+    return [max(float(line.split()[1]) for line in same) for same in zip(*lines, strict=True)]
+
+
+def main() -> None:
+    """One rank. With --write, the gradients of each layout become the reference for its case."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("table", type=Path)
+    parser.add_argument("--write", action="store_true")
+    arguments = parser.parse_args()
+    directory = arguments.table.parent
+    world = join(Interrupt(), patience_s=60)
+    for settings in json.loads(arguments.table.read_text()):
+        layout = Layout(**settings)
+        mine = gradients(layout, directory, world)
+        reference = directory / f"{layout.case}.pt"
+        if arguments.write:
+            torch.save(mine, reference)
+        else:
+            # Rounding to bfloat16 may send a token to another expert: a large change of few elements.
+            order = torch.inf if layout.dtype == "float32" else 2
+            print(f"{MARK}{worst(mine, torch.load(reference), order):.2e} {layout}", flush=True)
+    world.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""Observed tokens are trained beside the sampled ones, from the batch to the metrics."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from primeslurm.recipe.losses import DppoLoss
+from primeslurm.trainer.loss import from_recipe
+from primeslurm.trainer.parallel import build
+from primeslurm.trainer.progress import Progress
+from primeslurm.trainer.step import Learner
+from primeslurm.trainer.world import World
+from primeslurm.wire.journal import Journal
+from primeslurm.wire.rollouts import Batch
+from tests.trainer.conftest import make_batch, make_recipe
+
+
+def test_observed_tokens_are_trained_too(dense_model: Path, world: World, tmp_path: Path) -> None:
+    recipe = make_recipe(dense_model)
+    policy = build(recipe, world)
+    plain = make_batch(1)
+    rows = []
+    for row in plain.rows:
+        observed = ~row.mask & (np.arange(len(row.mask)) % 3 == 0)
+        weights = np.where(observed, 0.25, 0).astype(np.float32)
+        rows.append(replace(row, echo_weights=weights, temperatures=np.where(observed, 1, row.temperatures)))
+    expected = 0.0
+    for row in rows:
+        tokens, positions = (torch.from_numpy(array).long()[None] for array in (row.token_ids, row.positions))
+        with torch.no_grad():
+            logprobs = policy.logits(tokens, positions)[0].log_softmax(-1)
+        nll = -logprobs[0, :-1].gather(-1, tokens[0, 1:, None])[:, 0].numpy()
+        trained = row.positions[1:] > 0  # a document's first token never is
+        expected += float((row.echo_weights[1:] * nll)[trained].sum())
+
+    learner = Learner(policy, recipe.trainer.optimizer, recipe.max_steps, from_recipe(DppoLoss()), world)
+    metrics = learner.train(Batch(plain.info, rows), Progress(Journal(tmp_path, "rank-0"), record=False))
+    assert metrics["echo_loss"] == pytest.approx(expected / plain.info.loss_tokens, rel=1e-4)
+    assert metrics["entropy"] > 1, "of sampled tokens alone"

@@ -1,0 +1,107 @@
+"""Published and sent policies are exact in every layout, and no rank gathers what it need not."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from transformers import Qwen3MoeConfig
+
+from primeslurm.orchestrator.delivery import Delivery
+from primeslurm.wire import link, stream, weights
+from tests.trainer.conftest import finish, free_port, make_recipe, start_ranks
+from tests.trainer.families import COMMON, EXPERTS, Case, write
+
+RANKS = 4
+LAYOUTS: dict[str, dict[str, int]] = {
+    "fsdp": {},
+    "fsdp-ep": {"ep": 2},  # experts are sharded over two meshes
+    "hsdp-ep": {"dp_replicate": 2, "ep": 2},
+    "cp-ep": {"cp": 2, "ep": 4},
+    "few-experts": {"ep": 2},  # fewer experts than ranks: each expert is sharded
+}
+
+
+def read(directory: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def take(place: dict[str, Any], worker: int, experts: stream.Experts) -> dict[str, torch.Tensor]:
+    """An engine's worker."""
+    session = link.Session(place["session"], place["senders"], place["size"])
+    store, cpu = stream.Store(place["store"], 60), torch.device("cpu")
+    channel = stream.Channel(session, place["first_rank"] + worker, store, cpu, 60, experts)
+    tensors = stream.receive(channel, store.catalogue(), session.senders, experts, cpu)
+    found = {name: tensor.clone() for name, tensor in tensors}
+    channel.close()
+    return found
+
+
+class Orchestrator:
+    """Answers the trainer's ranks, and sends two workers into each session: each holds half of the experts."""
+
+    def __init__(self, experts: list[int]) -> None:
+        self.address = f"tcp://127.0.0.1:{free_port()}"
+        self.received: list[list[dict[str, torch.Tensor]]] = []
+        self._delivery = Delivery(workers=2, timeout_s=60)
+        self._experts = iter(experts)
+        self._wanting = 0
+
+    async def run(self, command: list[str]) -> list[str]:
+        """Start the ranks, serve them, and return what they printed."""
+        serving = asyncio.create_task(link.OrchestratorLink(self.address, self._handle).serve())
+        ranks = start_ranks(RANKS, *command)
+        outputs = await asyncio.to_thread(finish, ranks)
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+        return outputs
+
+    async def _handle(self, request: link.Request) -> link.Answer:
+        assert isinstance(request, link.Deliver)
+        if not request.done and not self._wanting:
+            self._wanting = 1
+            self._delivery.expect(request.version)
+            self._task = asyncio.create_task(self._take(request.version))
+        return await self._delivery.answer(request, lambda: self._wanting, 4)
+
+    async def _take(self, version: int) -> None:
+        place = await self._delivery.place(version)
+        half = next(self._experts) // 2
+        held = (frozenset(range(half)), frozenset(range(half, 2 * half)))
+        workers = [asyncio.to_thread(take, place, worker, experts) for worker, experts in enumerate(held)]
+        self.received.append(list(await asyncio.gather(*workers)))
+        self._wanting = 0
+
+
+async def test_every_layout_hands_over_the_policy_it_loaded(tmp_path: Path) -> None:
+    models = {"many": tmp_path / "many", "few": tmp_path / "few"}
+    write(Case("many", lambda: Qwen3MoeConfig(**COMMON, **EXPERTS)), models["many"])
+    write(Case("few", lambda: Qwen3MoeConfig(**COMMON, **EXPERTS | {"num_experts": 2})), models["few"])
+    sources = {name: models["few" if name == "few-experts" else "many"] for name in LAYOUTS}
+    for name, parallelism in LAYOUTS.items():
+        recipe = make_recipe(sources[name], trainer={"parallelism": parallelism})
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "recipe.json").write_text(recipe.model_dump_json(by_alias=True))
+    orchestrator = Orchestrator([2 if name == "few-experts" else 8 for name in LAYOUTS])
+    directories = [str(tmp_path / name) for name in LAYOUTS]
+    outputs = await orchestrator.run(["-m", "tests.trainer.handing_over", orchestrator.address, *directories])
+
+    printed = [json.loads(line.split(" ", 1)[1]) for out in outputs for line in out.splitlines() if "GATHERED" in line]
+    for (name, source), received in zip(sources.items(), orchestrator.received, strict=True):
+        original = read(source)
+        published = weights.version_dir(tmp_path / name, 1)
+        assert weights.damage(published) == []
+        assert len(list(published.glob("*.safetensors"))) == RANKS, "every rank writes its share"
+        found = read(published)
+        for whole in (found, received[0] | received[1]):
+            assert set(whole) == set(original), name
+            assert all(torch.equal(whole[key], original[key]) for key in original), name
+        assert any(key not in received[0] for key in original), "experts of the other worker are not sent"
+        largest = max(count for layout, count in printed if layout == name)
+        experts = name == "few-experts"
+        allowed = [tensor.numel() for key, tensor in original.items() if experts or ".experts." not in key]
+        assert largest <= max(allowed), f"{name}: a rank gathered more than a tensor of its own"

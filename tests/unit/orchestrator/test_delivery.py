@@ -1,0 +1,114 @@
+"""How engines and the trainer come together for a session."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from primeslurm.orchestrator.delivery import GATHER_S, PATIENCE_S, Delivery, NoSenderError
+from primeslurm.wire.link import Answer, Deliver
+
+HOLD_S = 0.5
+
+
+class Clock:
+    """A clock that is moved by hand."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Meeting:
+    """A trainer of two ranks, and engines of four workers."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.delivery = Delivery(workers=4, timeout_s=60, clock=self.clock)
+        self.wanting = 0
+
+    async def ask(self, version: int = 1, done: str = "") -> Answer:
+        request = Deliver(version, "node:29500", 2, done)
+        return await self.delivery.answer(request, lambda: self.wanting, HOLD_S)
+
+    async def come(self, version: int = 1) -> asyncio.Task[dict[str, Any]]:
+        """An engine that wants the policy and waits for its place."""
+        task = asyncio.create_task(self.delivery.place(version))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        return task
+
+
+@pytest.fixture
+def meeting() -> Meeting:
+    return Meeting()
+
+
+async def test_all_engines_that_want_the_policy_share_a_session(meeting: Meeting) -> None:
+    meeting.delivery.expect(1)
+    meeting.wanting = 2
+    engines = [await meeting.come(), await meeting.come()]
+    answer = await meeting.ask()
+    assert answer.kind == "session" and answer.session is not None
+    assert (answer.session.senders, answer.session.size) == (2, 10)
+    places = [await engine for engine in engines]
+    assert [place["first_rank"] for place in places] == [2, 6]
+    assert {(place["session"], place["store"]) for place in places} == {(answer.session.id, "node:29500")}
+
+    assert await meeting.ask() == answer, "an announcement that was lost is repeated"
+    meeting.wanting = 0
+    assert (await meeting.ask(done=answer.session.id)).kind == "ok"
+    assert not meeting.delivery.sends(1)
+
+
+async def test_a_session_does_not_wait_for_long_for_an_engine_that_is_late(meeting: Meeting) -> None:
+    meeting.wanting = 2
+    meeting.delivery.expect(1)
+    await meeting.come()
+    asking = asyncio.create_task(meeting.ask())
+    await asyncio.sleep(0.3)
+    assert not asking.done()
+    meeting.clock.now += GATHER_S
+    answer = await asking
+    assert answer.session is not None and answer.session.size == 6
+
+    late = await meeting.come()
+    meeting.clock.now += GATHER_S
+    again = await meeting.ask(done=answer.session.id)
+    assert again.session is not None and again.session.id != answer.session.id
+    assert (await late)["session"] == again.session.id
+
+
+async def test_the_trainer_waits_while_an_engine_is_on_its_way(meeting: Meeting) -> None:
+    meeting.wanting = 1
+    asking = asyncio.create_task(meeting.ask())
+    await asyncio.sleep(0.3)
+    assert not asking.done()
+    meeting.clock.now += 2 * HOLD_S
+    assert (await asking).kind == "wait"
+
+
+async def test_an_engine_does_not_wait_for_a_trainer_that_does_something_else(meeting: Meeting) -> None:
+    with pytest.raises(NoSenderError, match="version 1"):
+        await meeting.delivery.place(1)
+    meeting.delivery.expect(1)
+    assert meeting.delivery.sends(1) and not meeting.delivery.sends(2)
+    with pytest.raises(NoSenderError, match="version 2"):
+        await meeting.delivery.place(2)
+    meeting.clock.now += PATIENCE_S
+    assert not meeting.delivery.sends(1), "it promised to ask, and never did"
+
+
+async def test_an_engine_that_gave_up_has_no_place(meeting: Meeting) -> None:
+    meeting.delivery.expect(1)
+    meeting.wanting = 1
+    gone = await meeting.come()
+    gone.cancel()
+    await asyncio.gather(gone, return_exceptions=True)
+    stays = await meeting.come()
+    answer = await meeting.ask()
+    assert answer.session is not None and answer.session.size == 6
+    assert (await stays)["first_rank"] == 2
