@@ -20,7 +20,7 @@ from primeslurm.recipe.training import Checkpoint
 from primeslurm.trainer import lora
 from primeslurm.trainer.checkpoint import Checkpoints
 from primeslurm.trainer.encoding import Encoding
-from primeslurm.trainer.loss import dppo
+from primeslurm.trainer.loss import from_recipe
 from primeslurm.trainer.parallel import Policy, build
 from primeslurm.trainer.progress import Progress
 from primeslurm.trainer.publish import Publisher
@@ -41,7 +41,9 @@ def recipe_of(model: Path, **options: Any) -> Recipe:
 
 
 def learner_of(recipe: Recipe, world: World) -> Learner:
-    return Learner(build(recipe, world), recipe.trainer.optimizer, recipe.max_steps, dppo(recipe.trainer.loss), world)
+    return Learner(
+        build(recipe, world), recipe.trainer.optimizer, recipe.max_steps, from_recipe(recipe.trainer.loss), world
+    )
 
 
 def train(learner: Learner, directory: Path, *steps: int) -> list[float]:
