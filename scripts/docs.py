@@ -26,8 +26,8 @@ def pages() -> dict[Path, str]:
 {as_markdown()}
 ### Models that the trainer has
 
-A recipe may ask a family for what it cannot do, and `plan`, `check` and `--dry-run` work with it; a real `submit`
-refuses it as `blocked`, `--emulate` runs it.
+What a family does not have may be asked for: `plan`, `check` and `--dry-run` work with it; a real `submit` refuses it
+as `blocked`, `--emulate` runs it.
 
 {_families()}
 

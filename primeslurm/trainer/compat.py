@@ -13,9 +13,9 @@ On machines without CUDA:
 On all machines:
 - torchtitan's MoE state dict adapter cannot read placements of a mesh with a replicated dimension (HSDP)
 - torchtitan's grouped experts cast everything to bfloat16, whatever the compute dtype
-- torch's collectives that autograd knows, and that activation checkpointing may save, have no public name yet
 - torchtitan's modules take no further parameters once they are built: `declare`
 - torch has no public way to ask which part of a distributed tensor a rank holds: `local_region`
+- torch's collectives that autograd knows, and that activation checkpointing may save, have no public name yet
 - torch's reader of FP8 checkpoints wants an index file, which models in one file do not have
 With CUDA:
 - torchtitan lets DeepEP guess how many multiprocessors to use, and has no setting for it
@@ -192,13 +192,6 @@ def swap(
             setattr(parent, attribute, new)
 
 
-def set_deepep_sms(count: int) -> None:
-    """Give DeepEP's kernels this many streaming multiprocessors. DeepEP must be installed."""
-    from torchtitan.distributed.deepep import deepep
-
-    _replace(deepep, "_resolve_dispatch_num_sms", lambda *_: count)
-
-
 def declare(module: Any, initial: Mapping[str, Callable[..., Any]], like: Mapping[str, str]) -> None:
     """Tell torchtitan about parameters that were added to a built module.
 
@@ -211,6 +204,13 @@ def declare(module: Any, initial: Mapping[str, Callable[..., Any]], like: Mappin
         states = module._sharding_config.state_shardings
         places = {name: states[other] for name, other in like.items()}
         module._sharding_config = replace(module._sharding_config, state_shardings=states | places)
+
+
+def set_deepep_sms(count: int) -> None:
+    """Give DeepEP's kernels this many streaming multiprocessors. DeepEP must be installed."""
+    from torchtitan.distributed.deepep import deepep
+
+    _replace(deepep, "_resolve_dispatch_num_sms", lambda *_: count)
 
 
 def adapt(model_config: Any) -> None:

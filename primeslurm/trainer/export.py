@@ -93,9 +93,10 @@ def _layers(policy: Policy, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
         layers.setdefault(int(match[1]) if match else -1, {})[name] = tensor
     for layer in sorted(layers):
         # Offloaded masters visit the device: gathering is faster there.
-        tensors = {name: tensor.to(policy.device) for name, tensor in layers[layer].items()}
-        merged = tensors if policy.lora is None else lora.merge(tensors, policy.lora)
-        yield {name: tensor if name.endswith(EXACT) else tensor.to(dtype) for name, tensor in merged.items()}
+        state = {name: tensor.to(policy.device) for name, tensor in layers[layer].items()}
+        if policy.lora is not None:
+            state = lora.merge(state, policy.lora)
+        yield {name: tensor if name.endswith(EXACT) else tensor.to(dtype) for name, tensor in state.items()}
 
 
 def _whole(tensor: Any) -> torch.Tensor:

@@ -164,9 +164,9 @@ def build(recipe: Recipe, world: World, attention: Literal["varlen", "flex"] | N
     fitting = "flex" if compat.ON_CPU or recipe.model.dtype != "bfloat16" else "varlen"
     spec = models.spec(config, recipe.seq_len, attention or fitting)
     compat.adapt(spec.model)
+    fp8.convert(spec.model, recipe)
     varlen.convert(spec.model)
     deepep.convert(spec.model, recipe)
-    fp8.convert(spec.model, recipe)
     logprobs.convert(spec.model, recipe)
     replay.convert(spec.model, recipe)
     spec.model.update_from_config(config=SimpleNamespace(parallelism=parallelism, training=training))
@@ -193,9 +193,7 @@ def build(recipe: Recipe, world: World, attention: Literal["varlen", "flex"] | N
     model.train()
     if memory.activation_offload:
         ActivationOffload(world.device).install(model)
-    policy = Policy(
-        model, adapter, dims, hf_names, source, dtype, world.device, shared=shared, lora=recipe.trainer.lora
-    )
+    policy = Policy(model, adapter, dims, hf_names, source, dtype, world.device, shared, recipe.trainer.lora)
     _load(policy, config)
     return policy
 

@@ -40,7 +40,6 @@ class Publisher:
         self._encoding = encoding
         self._keep = keep
         self._world = world
-        self._saves_adapter = policy.lora is not None and policy.lora.save_adapter
 
     def publish(self, version: int) -> Path:
         """Write the policy as `version` and return its directory.
@@ -55,10 +54,14 @@ class Publisher:
         self._write(share)
         self._world.agree(share.failure, f"publishing v{version}")
         written = self._world.collect((share.index, share.records))
-        adapter = peft.tensors(self._policy, self._encoding.dtype) if self._saves_adapter else {}
+        saves_adapter = self._policy.lora is not None and self._policy.lora.save_adapter
+        adapter = peft.tensors(self._policy, self._encoding.dtype) if saves_adapter else {}
         failure = None
         if self._world.is_main:
-            failure = _attempt(lambda: self._complete(partial, final, version, written, adapter))
+            if self._policy.lora is not None and adapter:
+                lora = self._policy.lora
+                failure = _attempt(lambda: peft.write(partial / "adapter", adapter, lora, self._policy.source))
+            failure = failure or _attempt(lambda: self._complete(partial, final, version, written))
         self._world.agree(failure, f"publishing v{version}")
         return final
 
@@ -85,12 +88,7 @@ class Publisher:
         share.flush()
 
     def _complete(
-        self,
-        partial: Path,
-        final: Path,
-        version: int,
-        written: list[tuple[dict[str, str], list[FileRecord]]],
-        adapter: dict[str, torch.Tensor],
+        self, partial: Path, final: Path, version: int, written: list[tuple[dict[str, str], list[FileRecord]]]
     ) -> None:
         index = {name: file for names, _ in written for name, file in names.items()}
         self._check(index, sum(len(names) for names, _ in written))
@@ -98,8 +96,6 @@ class Publisher:
         huggingface.copy_companions(self._policy.source, partial, self._encoding.dtype_name, quantization)
         document = {"metadata": {}, "weight_map": dict(sorted(index.items()))}
         (partial / huggingface.INDEX).write_text(json.dumps(document, indent=2) + "\n")
-        if self._policy.lora is not None and adapter:
-            peft.write(partial / "adapter", adapter, self._policy.lora, self._policy.source)
         records = [record for _, files in written for record in files]
         weights.complete(partial, version, self._encoding.dtype_name, records)
         _remove(final)

@@ -19,7 +19,8 @@ from primeslurm.recipe import Recipe
 from primeslurm.recipe.training import Checkpoint
 from primeslurm.trainer import lora
 from primeslurm.trainer.checkpoint import Checkpoints
-from primeslurm.trainer.loss import dppo
+from primeslurm.trainer.encoding import Encoding
+from primeslurm.trainer.loss import from_recipe
 from primeslurm.trainer.parallel import Policy, build
 from primeslurm.trainer.progress import Progress
 from primeslurm.trainer.publish import Publisher
@@ -40,7 +41,9 @@ def recipe_of(model: Path, **options: Any) -> Recipe:
 
 
 def learner_of(recipe: Recipe, world: World) -> Learner:
-    return Learner(build(recipe, world), recipe.trainer.optimizer, recipe.max_steps, dppo(recipe.trainer.loss), world)
+    return Learner(
+        build(recipe, world), recipe.trainer.optimizer, recipe.max_steps, from_recipe(recipe.trainer.loss), world
+    )
 
 
 def train(learner: Learner, directory: Path, *steps: int) -> list[float]:
@@ -89,7 +92,7 @@ def test_what_is_published_has_the_adapters_merged(case: Case, world: World, tmp
                 parameter.normal_(std=0.02)
     adapted = whole_logits(policy, tokens)
     assert (adapted - untrained).abs().max() > 0.1
-    directory = Publisher(policy, tmp_path, torch.float32, 1, world).publish(2)
+    directory = Publisher(policy, tmp_path, Encoding(torch.float32), 1, world).publish(2)
     published = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     with torch.no_grad():
         assert (published(tokens).logits - adapted).abs().max() < 2 * case.tolerance
@@ -102,7 +105,8 @@ def test_a_checkpoint_holds_adapters_alone_and_training_goes_on_from_it(
     recipe = recipe_of(moe_model)
     learner = learner_of(recipe, world)
     train(learner, tmp_path, 1)
-    Checkpoints(tmp_path, 1, Checkpoint(), world, None).save(1, learner)
+    progress = Progress(Journal(tmp_path, "rank-0"), record=False)
+    Checkpoints(tmp_path, 1, Checkpoint(), world, None).finish(1, learner, progress)
     reader = dcp.FileSystemReader(tmp_path / "checkpoints" / "step_000001" / "trainer")
     saved = {name for name in reader.read_metadata().state_dict_metadata if not name.startswith("scheduler")}
     assert saved and all("_lora_" in name or "param_groups" in name for name in saved)
@@ -116,7 +120,7 @@ def test_a_checkpoint_holds_adapters_alone_and_training_goes_on_from_it(
 def test_the_adapter_is_saved_in_pefts_format(moe_model: Path, world: World, tmp_path: Path) -> None:
     learner = learner_of(recipe_of(moe_model, save_adapter=True), world)
     train(learner, tmp_path, 1)
-    directory = Publisher(learner.policy, tmp_path, torch.float32, 1, world).publish(1)
+    directory = Publisher(learner.policy, tmp_path, Encoding(torch.float32), 1, world).publish(1)
     config = json.loads((directory / "adapter" / "adapter_config.json").read_text())
     assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 8, 16.0)
     assert set(config["target_modules"]) == ATTENTION | {"gate_proj", "up_proj", "down_proj"}

@@ -215,9 +215,9 @@ def test_sending_all_of_glm5_takes_a_minute_and_its_own_experts_to_each_gpu_much
     assert 59.5 / 8 < wide < 59.5 / 6, "an eighth of the experts, and all that is no expert"
     halved = amounts(weights={"transport": "nccl"}, inference={"quantization": "fp8"})["weight update"]
     assert halved == pytest.approx(59.5 / 2, rel=0.02)
-    adapters = amounts(trainer={"lora": {"rank": 8}})
-    assert adapters["policy"] == amounts()["policy"], "engines get the merged policy"
-    assert adapters["checkpoint"] < amounts()["checkpoint"] / 50
+    adapters = {"lora": {"rank": 8}}
+    assert amounts(trainer=adapters)["policy"] == amounts()["policy"], "engines get the merged policy"
+    assert amounts(trainer=adapters)["checkpoint"] < amounts()["checkpoint"] / 50
 
 
 def test_host_tiers_are_shared_with_mooncake_and_apart_without() -> None:

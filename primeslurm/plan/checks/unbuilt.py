@@ -1,4 +1,4 @@
-"""What recipes may say but this version's trainer does not do, for the model at hand."""
+"""What recipes may say but the trainer does not do with every model family."""
 
 from __future__ import annotations
 
