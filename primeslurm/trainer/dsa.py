@@ -125,14 +125,17 @@ def _select(
     last: torch.Tensor,
     top_k: int,
 ) -> torch.Tensor:
-    rows, length, heads, _ = query.shape
+    rows, length, heads, width = query.shape
     whole = keys.shape[1]
+    if query.is_cuda and query.dtype == torch.bfloat16 and width & (width - 1) == 0:
+        return _select_on_gpu(query, keys, weight, first, last, top_k)
     index = torch.arange(whole, device=keys.device)
     selected = torch.empty(rows, length, min(top_k, whole), dtype=torch.int32, device=keys.device)
     step = max(1, SCORES // (rows * heads * whole))
     for start in range(0, length, step):
         part = slice(start, start + step)
-        per_head = _products(query[:, part].flatten(1, 2), keys).relu_().view(-1, heads, whole)
+        products = torch.bmm(query[:, part].flatten(1, 2).float(), keys.float().transpose(1, 2))
+        per_head = products.relu_().view(-1, heads, whole)
         scores = (weight[:, part].reshape(-1, 1, heads) @ per_head).view(rows, -1, whole)
         visible = (index >= first[:, part, None]) & (index <= last[:, part, None])
         best = scores.masked_fill_(~visible, float("-inf")).topk(selected.shape[-1], -1)
@@ -140,15 +143,30 @@ def _select(
     return selected
 
 
+def _select_on_gpu(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    weight: torch.Tensor,
+    first: torch.Tensor,
+    last: torch.Tensor,
+    top_k: int,
+) -> torch.Tensor:
+    from primeslurm.trainer.index_kernel import index_scores
+
+    rows, length = query.shape[:2]
+    selected = torch.empty(rows, length, min(top_k, keys.shape[1]), dtype=torch.int32, device=keys.device)
+    step = max(1, SCORES // keys.shape[1])
+    for row in range(rows):
+        for start in range(0, length, step):
+            part = slice(start, start + step)
+            seen = first[row, part], last[row, part]
+            best = index_scores(query[row, part], keys[row], weight[row, part], *seen).topk(selected.shape[-1], -1)
+            selected[row, part] = best.indices.masked_fill(best.values.isneginf(), -1).int()
+    return selected
+
+
 # An operator of its own: selective activation checkpointing would otherwise keep the scores of every chunk.
 _select_keys = custom_op("primeslurm::select_keys", _select, mutates_args=())
-
-
-def _products(query: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """query @ keys^T in float32, which CUDA does without converting its inputs first."""
-    if query.is_cuda and query.dtype != torch.float32:
-        return torch.bmm(query, keys.transpose(1, 2), out_dtype=torch.float32)
-    return torch.bmm(query.float(), keys.float().transpose(1, 2))
 
 
 class SparseMla(Module):

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit
 def _quantise_tile(
     source: Any,
     data: Any,

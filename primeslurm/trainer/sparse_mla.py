@@ -1,8 +1,9 @@
 """Latent attention over the keys that an indexer selected.
 
 In absorbed form: each head's query is taken into the space of the compressed keys, which all heads share, so attention
-has one key and value head. `sparse_mla` gathers the selected keys of a few queries at a time; `dense_mla` computes the
-same from all scores, faster for short rows and quadratic in memory. Both take
+has one key and value head. `sparse_mla` reads the selected keys where they are (on GPUs, by Triton kernels) or gathers
+those of a few queries at a time; `dense_mla` computes the same from all scores, faster for short rows and quadratic in
+memory. Both take
 
     q_latent   [rows, queries, heads, rank]    absorbed queries
     q_rope     [rows, queries, heads, rope]    their rotary part
@@ -65,6 +66,10 @@ def _forward(
     query: torch.Tensor, keys: torch.Tensor, where: torch.Tensor, rank: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Outputs [queries, heads, rank] and the log of the softmax's denominators [queries, heads, 1]."""
+    if _has_kernel(query, rank):
+        from primeslurm.trainer import sparse_mla_kernel
+
+        return sparse_mla_kernel.forward(query, keys, where, rank, scale)
     out = query.new_empty(*query.shape[:2], rank)
     normaliser = query.new_empty(*query.shape[:2], 1, dtype=torch.float32)
     for part in _chunks(len(query)):
@@ -86,6 +91,10 @@ def _backward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of the queries and, summed in float32, of the keys."""
     rank = grad.shape[-1]
+    if _has_kernel(query, rank):
+        from primeslurm.trainer import sparse_mla_kernel
+
+        return sparse_mla_kernel.backward(grad, query, keys, where, out, normaliser, scale)
     grad_query = torch.empty_like(query)
     grad_keys = torch.zeros_like(keys, dtype=torch.float32)
     for part in _chunks(len(query)):
@@ -99,6 +108,13 @@ def _backward(
         grad_gathered[..., :rank] += weights.to(query.dtype).transpose(1, 2) @ grad[part]
         grad_keys.index_add_(0, where[part].clamp(min=0).flatten(), grad_gathered.flatten(0, 1))
     return grad_query, grad_keys.to(keys.dtype)
+
+
+def _has_kernel(query: torch.Tensor, rank: int) -> bool:
+    """Whether the Triton kernels take these: bfloat16 on a GPU, with sizes that are powers of two."""
+    rope = query.shape[-1] - rank
+    powers = rank & (rank - 1) == 0 and rope & (rope - 1) == 0
+    return query.is_cuda and query.dtype == torch.bfloat16 and powers and rank >= 32 and rope >= 16
 
 
 def _chunks(queries: int) -> Iterator[slice]:

@@ -11,7 +11,6 @@ from transformers import AutoModelForCausalLM
 from primeslurm.trainer.parallel import build
 from primeslurm.trainer.world import World
 from tests.trainer.conftest import make_recipe
-from tests.trainer.conftest import world as world
 from tests.trainer.families import CASES, GENERIC_CASES, Case, write
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

@@ -13,7 +13,6 @@ from primeslurm.trainer.models.recurrence import gated_delta_rule, state_space
 from primeslurm.trainer.parallel import build
 from primeslurm.trainer.world import World
 from tests.trainer.conftest import make_recipe
-from tests.trainer.conftest import world as world
 from tests.trainer.families import CASES, Case, write
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]

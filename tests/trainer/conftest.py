@@ -25,13 +25,17 @@ ROOT = Path(__file__).parents[2]
 SEQ_LEN = 64
 
 
+def _python_path() -> str:
+    return os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+
+
 def start_ranks(size: int, *command: str) -> list[subprocess.Popen[str]]:
     """`python command...` once per rank."""
     port = free_port()
     return [
         subprocess.Popen(
             [sys.executable, *command],
-            env=os.environ | {"PYTHONPATH": str(ROOT)} | rank_environment(rank, size, port),
+            env=os.environ | {"PYTHONPATH": _python_path()} | rank_environment(rank, size, port),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

@@ -1,0 +1,96 @@
+"""DSA's attention at GLM-5's shape on one GPU: the indexer, sparse attention forward and backward, and dense beside it.
+
+Usage: python benchmarks/sparse_attention.py OUT.json [LENGTH ...]     One NVIDIA GPU.
+One document of LENGTH tokens, 64 heads, 512 + 64 values a key, 2,048 of them selected, bfloat16.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from primeslurm.trainer import dsa, sparse_mla
+
+HEADS, RANK, ROPE, TOP_K = 64, 512, 64, 2048
+INDEX_HEADS, INDEX_WIDTH = 32, 128
+SCALE = (192 + ROPE) ** -0.5
+DENSE_UP_TO = 8192
+"""All scores of a longer row do not fit."""
+ROUNDS = 3
+
+
+def measure(what: Callable[[], Any]) -> dict[str, float]:
+    """Seconds (best of some) and peak memory beyond what was there."""
+    what()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    seconds = []
+    for _ in range(ROUNDS):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        what()
+        end.record()
+        torch.cuda.synchronize()
+        seconds.append(begin.elapsed_time(end) / 1e3)
+    peak = torch.cuda.max_memory_allocated() - before
+    return {"seconds": round(min(seconds), 4), "peak_gb": round(peak / 1e9, 2)}
+
+
+def attention(attend: sparse_mla.Attend, indices: torch.Tensor, length: int) -> dict[str, Any]:
+    """Forward, and forward with backward."""
+    shapes = ((1, length, HEADS, RANK), (1, length, HEADS, ROPE), (1, length, RANK), (1, length, ROPE))
+    tensors = [torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_() for shape in shapes]
+    weight = torch.randn(shapes[0], device="cuda", dtype=torch.bfloat16)
+
+    def forward() -> None:
+        with torch.no_grad():
+            attend(*tensors, indices, SCALE)
+
+    def both() -> None:
+        torch.autograd.grad(attend(*tensors, indices, SCALE), tensors, weight)
+
+    return {"forward": measure(forward), "forward_backward": measure(both)}
+
+
+def selection(length: int) -> tuple[dict[str, float], torch.Tensor]:
+    """What the indexer costs, and the keys that it selects."""
+    query = torch.randn(1, length, INDEX_HEADS, INDEX_WIDTH, device="cuda", dtype=torch.bfloat16)
+    keys = torch.randn(1, length, INDEX_WIDTH, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(1, length, INDEX_HEADS, device="cuda")
+    context = dsa.Context.of(torch.arange(length, device="cuda")[None])
+    cost = measure(lambda: dsa.select(query, keys, weight, context, TOP_K))
+    return cost, dsa.select(query, keys, weight, context, TOP_K)
+
+
+def at(length: int) -> dict[str, Any]:
+    """One row of one document."""
+    found: dict[str, Any] = {"length": length}
+    found["select"], indices = selection(length)
+    found["sparse"] = attention(sparse_mla.sparse_mla, indices, length)
+    # score and value products of the selected keys; the backward pass has five products for two
+    flops = 2 * HEADS * (2 * RANK + ROPE) * int((indices >= 0).sum())
+    found["sparse"]["forward_tflops"] = round(flops / found["sparse"]["forward"]["seconds"] / 1e12, 1)
+    if length <= DENSE_UP_TO:
+        found["dense"] = attention(sparse_mla.dense_mla, indices, length)
+    return found
+
+
+def main() -> None:
+    """Measure each length and write the result."""
+    lengths = [int(length) for length in sys.argv[2:]] or [4096, 8192, 16384, 65536, 131072]
+    torch.manual_seed(0)
+    result = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "lengths": []}
+    for length in lengths:
+        result["lengths"].append(at(length))
+        Path(sys.argv[1]).write_text(json.dumps(result, indent=2) + "\n")
+        print(json.dumps(result["lengths"][-1]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

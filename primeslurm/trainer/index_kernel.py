@@ -1,0 +1,81 @@
+"""Scores of DSA's indexer on NVIDIA GPUs, as a Triton kernel: summed over heads before anything is stored.
+
+A score is the sum over heads of weight x relu(query . key), as in DeepSeek-V3.2-Exp's report (equation 1). One program
+computes a tile of queries x keys; a tile that no query of it may see is only filled with -inf.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+QUERIES, KEYS = 64, 128
+"""A tile."""
+
+
+def index_scores(
+    query: torch.Tensor, keys: torch.Tensor, weight: torch.Tensor, first: torch.Tensor, last: torch.Tensor
+) -> torch.Tensor:
+    """Scores [queries, keys] in float32, -inf for keys outside of first .. last.
+
+    Args:
+        query: [queries, heads, head_dim], bfloat16; head_dim is a power of two.
+        keys: [keys, head_dim], bfloat16.
+        weight: [queries, heads], float32.
+        first, last: the keys that each query may see, [queries].
+    """
+    queries, heads, size = query.shape
+    scores = torch.empty(queries, len(keys), dtype=torch.float32, device=keys.device)
+    _scores_kernel[(triton.cdiv(queries, QUERIES), triton.cdiv(len(keys), KEYS))](
+        query.contiguous(),
+        keys.contiguous(),
+        weight.contiguous(),
+        first.contiguous(),
+        last.contiguous(),
+        scores,
+        queries,
+        len(keys),
+        heads,
+        SIZE=size,
+        QUERIES=QUERIES,
+        KEYS=KEYS,
+        num_warps=8,
+        num_stages=3,
+    )
+    return scores
+
+
+@triton.jit
+def _scores_kernel(  # type: ignore[no-untyped-def]
+    query,
+    keys,
+    weight,
+    first,
+    last,
+    scores,
+    queries,
+    length,
+    heads,
+    SIZE: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64) * QUERIES + tl.arange(0, QUERIES)
+    index = tl.program_id(1) * KEYS + tl.arange(0, KEYS)
+    there, inside = token < queries, index < length
+    begin = tl.load(first + token, mask=there, other=1)
+    end = tl.load(last + token, mask=there, other=0)
+    visible = (index[None, :] >= begin[:, None]) & (index[None, :] <= end[:, None])
+    total = tl.zeros([QUERIES, KEYS], tl.float32)
+    if tl.max(visible.to(tl.int32)) > 0:
+        column = tl.arange(0, SIZE)
+        key = tl.load(keys + index[:, None].to(tl.int64) * SIZE + column[None, :], mask=inside[:, None], other=0.0)
+        for head in range(heads):
+            place = token * heads + head
+            mine = tl.load(query + place[:, None] * SIZE + column[None, :], mask=there[:, None], other=0.0)
+            share = tl.load(weight + place, mask=there, other=0.0)
+            total += tl.maximum(tl.dot(mine, tl.trans(key)), 0.0) * share[:, None]
+    total = tl.where(visible, total, float("-inf"))
+    target = scores + token[:, None] * length + index[None, :]
+    tl.store(target, total, mask=there[:, None] & inside[None, :])
