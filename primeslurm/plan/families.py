@@ -16,7 +16,7 @@ class Capabilities:
     fp8: bool = False
     """Block-scale FP8 matrix products."""
     lora: bool = False
-    """Adapters on linear layers and experts."""
+    """Adapters on linear layers, and on experts that are SwiGLU without biases."""
     router_replay: bool = False
     head_chunks: bool = True
     """Logits in chunks of tokens."""
@@ -30,21 +30,21 @@ class Capabilities:
 
 FAMILIES: dict[str, Capabilities] = {
     "afmoe": Capabilities(ep=True, cp=True, fp8_checkpoint=True, router_replay=True, fp8=True, lora=True),
-    "deepseek_v3": Capabilities(ep=True, cp=True, fp8_checkpoint=True, router_replay=True),
+    "deepseek_v3": Capabilities(ep=True, cp=True, fp8_checkpoint=True, router_replay=True, fp8=True, lora=True),
     "glm4_moe": Capabilities(ep=True, cp=True, fp8_checkpoint=True, router_replay=True, fp8=True, lora=True),
-    "glm_moe_dsa": Capabilities(ep=True, cp=True, fp8_checkpoint=True, router_replay=True),
-    "gpt_oss": Capabilities(ep=True, cp=True, router_replay=True),
+    "glm_moe_dsa": Capabilities(ep=True, cp=True, fp8_checkpoint=True, router_replay=True, lora=True),
+    "gpt_oss": Capabilities(ep=True, cp=True, router_replay=True, lora=True),
     "kimi_k2": Capabilities(ep=True, cp=True, fp8_checkpoint=True, router_replay=True),
     "kimi_k25": Capabilities(ep=True, cp=True, router_replay=True, text_only=True),
     "laguna": Capabilities(ep=True, cp=True, router_replay=True, fp8_checkpoint=True, fp8=True, lora=True),
     "llama": Capabilities(cp=True, fp8_checkpoint=True, fp8=True, lora=True),
     "minimax_m2": Capabilities(ep=True, cp=True, router_replay=True, fp8_checkpoint=True, fp8=True, lora=True),
-    "nemotron_h": Capabilities(ep=True, fp8_checkpoint=True, router_replay=True),
+    "nemotron_h": Capabilities(ep=True, fp8_checkpoint=True, router_replay=True, lora=True),
     "qwen3": Capabilities(cp=True, fp8_checkpoint=True, fp8=True, lora=True),
-    "qwen3_5": Capabilities(fp8_checkpoint=True),
-    "qwen3_5_moe": Capabilities(ep=True, fp8_checkpoint=True, router_replay=True),
-    "qwen3_5_moe_text": Capabilities(ep=True, fp8_checkpoint=True, router_replay=True),
-    "qwen3_5_text": Capabilities(fp8_checkpoint=True),
+    "qwen3_5": Capabilities(fp8_checkpoint=True, lora=True),
+    "qwen3_5_moe": Capabilities(ep=True, fp8_checkpoint=True, router_replay=True, lora=True),
+    "qwen3_5_moe_text": Capabilities(ep=True, fp8_checkpoint=True, router_replay=True, lora=True),
+    "qwen3_5_text": Capabilities(fp8_checkpoint=True, fp8=True, lora=True),
     "qwen3_moe": Capabilities(ep=True, cp=True, fp8_checkpoint=True, router_replay=True, fp8=True, lora=True),
 }
 """`model_type` of config.json to what works with our own implementation of it."""
