@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def _quantise_tile(
-    source: Any,
-    data: Any,
-    scales: Any,
-    n: Any,
-    k: Any,
+def _quantise_tile(  # type: ignore[no-untyped-def]
+    source,
+    data,
+    scales,
+    n,
+    k,
     TALL: tl.constexpr,
     WIDE: tl.constexpr,
     SMALLEST: tl.constexpr,
     LARGEST: tl.constexpr,
-) -> None:
+):
     """One tile of 128 x 128: a block, or 128 of them."""
     tile_n, tile_k, stack = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     rows, columns = tile_n * 128 + tl.arange(0, 128), tile_k * 128 + tl.arange(0, 128)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,10 +22,11 @@ EXPERT = "layers.0.mlp.experts.{}.up_proj.weight"
 
 def tensors() -> dict[str, torch.Tensor]:
     """Odd sizes and mixed dtypes: every message needs padding."""
-    torch.manual_seed(0)
-    found = {EXPERT.format(i): torch.randn(3, 5).bfloat16() for i in range(4)}
-    found |= {EXPERT.format(i) + "_scale_inv": torch.randn(1, 1) for i in range(4)}
-    return found | {"layers.0.norm.weight": torch.randn(7), "head.weight": torch.randn(3, 3).to(torch.float8_e4m3fn)}
+    generator = torch.Generator().manual_seed(0)  # its own: threads draw at the same time
+    draw = partial(torch.randn, generator=generator)
+    found = {EXPERT.format(i): draw(3, 5).bfloat16() for i in range(4)}
+    found |= {EXPERT.format(i) + "_scale_inv": draw(1, 1) for i in range(4)}
+    return found | {"layers.0.norm.weight": draw(7), "head.weight": draw(3, 3).to(torch.float8_e4m3fn)}
 
 
 def catalogue(senders: int) -> list[list[TensorInfo]]:
