@@ -16,12 +16,15 @@ def kill_node(cluster: Cluster, name: str) -> None:
     """A node loses power: its slurmd, the daemons of its steps and all that they run are gone, and Slurm finds out."""
     daemon = next(daemon for daemon in cluster.daemons if daemon.name == name)
     daemon.send(signal.SIGKILL)
-    # Step daemons first: they would report the death of their tasks to the controller.
     tasks = _tasks(cluster, name)
     parents = {_parent(pid) for pid in tasks}
-    for pid in [pid for pid in parents if pid is not None and _comm(pid) == "slurmstepd"] + tasks:
-        if process := Process.of("job", pid):
-            process.send(signal.SIGKILL)
+    found = [pid for pid in parents if pid is not None and _comm(pid) == "slurmstepd"] + tasks
+    processes = [process for pid in found if (process := Process.of("job", pid))]
+    # All at once, as without power: an srun or a step daemon would tell others of the first one's death, and end them.
+    for process in processes:
+        process.send(signal.SIGSTOP)
+    for process in processes:
+        process.send(signal.SIGKILL)
     argv = ["scontrol", "update", f"nodename={name}", "state=down", "reason=lost power"]
     subprocess.run(argv, env={**os.environ, "SLURM_CONF": str(cluster.spec.slurm_conf)}, check=True)
 
