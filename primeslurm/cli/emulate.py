@@ -78,6 +78,6 @@ def _spec(recipe: Recipe) -> ClusterSpec:
     name = f"emulate-{re.sub(r'[^a-z0-9-]', '-', recipe.name)}"[:31].rstrip("-")
     spec = ClusterSpec(name, default_directory(name), Path("runs").absolute())
     needs = needs_of(recipe, site(spec, Place(0)))
-    control = sum(need.nodes for need in needs if need.role == "control")
+    control = sum(need.nodes + need.spares for need in needs if need.role == "control")
     total = sum(need.nodes + need.spares for need in needs)
     return replace(spec, nodes=total - control, control_nodes=control)
