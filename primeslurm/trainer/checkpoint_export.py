@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -24,12 +23,11 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from primeslurm.recipe import Recipe
 from primeslurm.trainer import huggingface, models
-from primeslurm.trainer.export import EXACT
+from primeslurm.trainer.export import by_layer, cast
 from primeslurm.trainer.models import generic
 
 _PREFIX = "model."
 """Of the model's tensors in a checkpoint."""
-_LAYER = re.compile(r"\blayers\.(\d+)\.")
 
 
 def export(recipe: Recipe, checkpoint: Path, out: Path) -> None:
@@ -55,7 +53,7 @@ def export(recipe: Recipe, checkpoint: Path, out: Path) -> None:
         index.update(dict.fromkeys(tensors, file))
 
     for number, layer in enumerate(_layers(checkpoint / "trainer")):
-        tensors = adapter.to_hf({name: _cast(name, tensor, dtype) for name, tensor in layer.items()})
+        tensors = adapter.to_hf({name: cast(name, tensor, dtype) for name, tensor in layer.items()})
         if tensors:  # a layer may have nothing but buffers of our own
             write(tensors, f"model-{number:05d}.safetensors")
     if unknown := sorted(set(index) - expected):
@@ -86,14 +84,10 @@ def _frozen(source: Path, names: set[str], dtype: torch.dtype) -> dict[str, torc
     found: dict[str, torch.Tensor] = {}
     for file in sorted(source.glob("*.safetensors")):
         with safe_open(file, framework="pt") as handle:
-            found |= {name: _cast(name, handle.get_tensor(name), dtype) for name in names & set(handle.keys())}
+            found |= {name: cast(name, handle.get_tensor(name), dtype) for name in names & set(handle.keys())}
     if missing := sorted(names - set(found)):
         raise ValueError(f"neither the checkpoint nor {source} has {', '.join(missing[:5])}")
     return found
-
-
-def _cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return tensor if name.endswith(EXACT) else tensor.to(dtype)
 
 
 def _layers(directory: Path) -> Iterator[dict[str, torch.Tensor]]:
@@ -104,11 +98,7 @@ def _layers(directory: Path) -> Iterator[dict[str, torch.Tensor]]:
         for name, entry in stored.items()
         if name.startswith(_PREFIX) and isinstance(entry, TensorStorageMetadata)
     }
-    layers: dict[int, list[str]] = {}
-    for name in sizes:
-        match = _LAYER.search(name)
-        layers.setdefault(int(match[1]) if match else -1, []).append(name)
-    for _, names in sorted(layers.items()):
+    for names in by_layer(sizes):
         tensors = {name: torch.empty(sizes[name].size, dtype=sizes[name].properties.dtype) for name in names}
         dcp.load({_PREFIX.rstrip("."): tensors}, checkpoint_id=directory, no_dist=True)
         yield tensors

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from primeslurm.trainer.parallel import Policy
 from primeslurm.trainer.world import World
 
 _LAYER = re.compile(r"\.(\d+)\.")  # the first number in a name is that of its layer
-EXACT = ("expert_bias_E", "e_score_correction_bias")
+_EXACT = ("expert_bias_E", "e_score_correction_bias")
 """Keep their dtype: rounding a router's selection bias would change which experts it selects."""
 
 
@@ -36,7 +36,7 @@ class Part:
 
     def whole(self) -> torch.Tensor:
         """The whole tensor (a collective of the ranks that have this part, in the order of parts)."""
-        return _whole(self.sharded)
+        return lora.whole(self.sharded)
 
 
 def parts(policy: Policy, dtype: torch.dtype, world: World) -> Iterator[list[Part]]:
@@ -57,7 +57,21 @@ def export(policy: Policy, dtype: torch.dtype) -> Iterator[dict[str, torch.Tenso
     experts included.
     """
     for state in _layers(policy, dtype):
-        yield policy.adapter.to_hf({name: _whole(tensor) for name, tensor in state.items()})
+        yield policy.adapter.to_hf({name: lora.whole(tensor) for name, tensor in state.items()})
+
+
+def by_layer(names: Iterable[str]) -> list[list[str]]:
+    """Names of a state dict, those of a layer together; what belongs to no layer comes first."""
+    layers: dict[int, list[str]] = {}
+    for name in names:
+        match = _LAYER.search(name)
+        layers.setdefault(int(match[1]) if match else -1, []).append(name)
+    return [layers[layer] for layer in sorted(layers)]
+
+
+def cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor in the dtype in which it leaves the trainer."""
+    return tensor if name.endswith(_EXACT) else tensor.to(dtype)
 
 
 class _Turns:
@@ -87,17 +101,10 @@ class _Turns:
 
 def _layers(policy: Policy, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
     """The policy's state dict on its device and in `dtype`, layer by layer; what belongs to no layer comes first."""
-    layers: dict[int, dict[str, Any]] = {}
-    for name, tensor in policy.model.state_dict().items():  # detached from autograd
-        match = _LAYER.search(name)
-        layers.setdefault(int(match[1]) if match else -1, {})[name] = tensor
-    for layer in sorted(layers):
+    everything = policy.model.state_dict()  # detached from autograd
+    for names in by_layer(everything):
         # Offloaded masters visit the device: gathering is faster there.
-        state = {name: tensor.to(policy.device) for name, tensor in layers[layer].items()}
+        state = {name: everything[name].to(policy.device) for name in names}
         if policy.lora is not None:
             state = lora.merge(state, policy.lora)
-        yield {name: tensor if name.endswith(EXACT) else tensor.to(dtype) for name, tensor in state.items()}
-
-
-def _whole(tensor: Any) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        yield {name: cast(name, tensor, dtype) for name, tensor in state.items()}
