@@ -56,7 +56,8 @@ def engine_layout(recipe: Recipe, role: EngineRole, ep: int, facts: ModelFacts) 
     """How engines of a role are cut, with the experts spread over `ep` GPUs."""
     settings, inference = settings_of(recipe, role), recipe.inference
     element = 2 if recipe.model.dtype == "bfloat16" else 4
-    stored = STORED_BYTES.get(facts.quantization or "", element) if recipe.task == "serve" else element
+    as_stored = recipe.task == "serve" or facts.fp8_blocks
+    stored = STORED_BYTES.get(facts.quantization or "", element) if as_stored else element
     return EngineLayout(
         tp=inference.parallel.tp,
         ep=ep,
@@ -180,7 +181,7 @@ def _attention_flops(facts: ModelFacts, length: int) -> float:
 def _update(recipe: Recipe, site: Site, train: Need, needs: list[Need], facts: ModelFacts) -> list[Amount]:
     """Bytes of one policy, and the seconds until every engine holds it."""
     element = 2 if recipe.model.dtype == "bfloat16" else 4
-    fp8 = recipe.inference.quantization == "fp8"
+    fp8 = recipe.inference.quantization == "fp8" or facts.fp8_blocks
     parameters = count(facts)
     experts = float(parameters.experts * (1 if fp8 else element))
     projections = (parameters.attention + parameters.dense) * (1 if fp8 else element)

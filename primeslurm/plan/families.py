@@ -34,7 +34,7 @@ FAMILIES: dict[str, Capabilities] = {
     "glm4_moe": Capabilities(ep=True, cp=True, fp8_checkpoint=True, router_replay=True, fp8=True, lora=True),
     "glm_moe_dsa": Capabilities(ep=True, cp=True, fp8_checkpoint=True, router_replay=True, lora=True, fp8=True),
     "gpt_oss": Capabilities(ep=True, cp=True, router_replay=True, lora=True, fp8=True),
-    "kimi_k2": Capabilities(ep=True, cp=True, fp8_checkpoint=True, router_replay=True, fp8=True),
+    "kimi_k2": Capabilities(ep=True, cp=True, fp8_checkpoint=True, router_replay=True, fp8=True, lora=True),
     "kimi_k25": Capabilities(ep=True, cp=True, router_replay=True, text_only=True, fp8=True),
     "laguna": Capabilities(ep=True, cp=True, router_replay=True, fp8_checkpoint=True, fp8=True, lora=True),
     "llama": Capabilities(cp=True, fp8_checkpoint=True, fp8=True, lora=True),

@@ -20,6 +20,9 @@ _PRODUCTS = re.compile(
     r"(experts\..*|\w+_proj|kv_a_proj_with_mqa|in_proj_qkv|in_proj_z|indexer\.wq_b)\.weight$"
 )
 
+_EXACT = ("expert_bias_E", "expert_bias", "e_score_correction_bias")
+"""Keep their dtype: rounding a router's selection bias would change which experts it selects."""
+
 
 def in_fp8(name: str) -> bool:
     """Whether a weight of this name in a checkpoint is an operand of FP8 products, where anything is.
@@ -31,6 +34,11 @@ def in_fp8(name: str) -> bool:
     return _PRODUCTS.search(name) is not None
 
 
+def cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor in the dtype in which it leaves the trainer."""
+    return tensor if name.endswith(_EXACT) else tensor.to(dtype)
+
+
 @dataclass(frozen=True)
 class Encoding:
     """What becomes of a tensor that leaves the trainer.
@@ -39,7 +47,7 @@ class Encoding:
         dtype: of all tensors, or with `fp8` of those that engines do not compute in FP8.
         fp8: projections and experts leave in FP8.
         stored: what engines' own checkpoint stores in FP8: exactly these weights leave in FP8, whatever `fp8` says.
-            They are quantised as they are trained, in float32, so that what did not change is what engines began with.
+            They are quantised from float32, so that what did not change is what engines began with.
     """
 
     dtype: torch.dtype
@@ -51,10 +59,15 @@ class Encoding:
         """`dtype` as config.json names it."""
         return str(self.dtype).removeprefix("torch.")
 
+    @property
+    def gathered(self) -> torch.dtype:
+        """What tensors have to be in before they are encoded."""
+        return torch.float32 if self.stored else self.dtype
+
     def encode(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         """A tensor as what leaves the trainer, by name."""
         if not self._in_fp8(name, tensor):
-            return {name: tensor}
+            return {name: cast(name, tensor, self.dtype)}
         quantised = quantise(tensor, BLOCKS)
         return {name: quantised.data, name + FP8_SCALE: quantised.scales}
 
@@ -76,4 +89,3 @@ class Encoding:
         if self.stored:
             return name in self.stored
         return self.fp8 and tensor.ndim == 2 and in_fp8(name)
-

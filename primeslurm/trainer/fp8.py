@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from primeslurm.trainer import compat  # isort: skip  (before torchtitan)
+from primeslurm.trainer import compat  # noqa: F401  isort: skip  (before torchtitan)
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -118,7 +118,7 @@ class FP8Experts:
 
 
 @functools.cache
-def _mixed(experts: type) -> Any:
+def _mixed(experts: Any) -> Any:
     return type(f"FP8{experts.__name__}", (FP8Experts, experts), {})
 
 
@@ -130,7 +130,8 @@ def adapt(model: nn.Module, state_dict_adapter: Any, stored: frozenset[str]) -> 
     """
     for name, module in model.named_modules():
         if isinstance(module, GroupedExperts):
-            module.__class__ = _mixed(type(module))
+            kind: Any = type(module)
+            module.__class__ = _mixed(kind)
         elif type(module) is Linear:
             names = state_dict_adapter.to_hf({f"{name}.weight": module.weight})
             if any(in_fp8(hf) and (not stored or hf in stored) for hf in names):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,17 +36,22 @@ def rounding(values: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
 TOKENS = torch.randint(3, 128, (1, SEQ_LEN), generator=torch.Generator().manual_seed(1))
 POSITIONS = torch.arange(SEQ_LEN)[None]
 IN_FP8 = [c for c in CASES if "-" not in c.name and capabilities(c.config().model_type, "auto").fp8]
+KEPT = {"lm_head", "router.gate", "shared_experts.gate", "indexer.wk", "indexer.weights_proj"} | {
+    f"delta_net.in_proj_{name}" for name in "ab"
+}
 # A selection of keys cannot be replayed, so all of them are selected.
 SIZES = {"hidden_size": 160, "intermediate_size": 200, "moe_intermediate_size": 144, "index_topk": SEQ_LEN}
 
 
+@pytest.mark.parametrize("shape", [(256, 384), (200, 130)])
 @pytest.mark.parametrize("block", [ROWS, COLUMNS, BLOCKS])
-def test_each_block_is_scaled_by_its_largest_value(block: tuple[int, int]) -> None:
-    values = matrix(256, 384)
+def test_each_block_is_scaled_by_its_largest_value(block: tuple[int, int], shape: tuple[int, int]) -> None:
+    values = matrix(*shape)
     values[:128, :128] = 0
     found = quantise(values, block)
-    for i in range(256 // block[0]):
-        for j in range(384 // block[1]):
+    assert found.scales.shape == (-(-shape[0] // block[0]), -(-shape[1] // block[1]))
+    for i in range(found.scales.shape[0]):
+        for j in range(found.scales.shape[1]):
             part = (slice(i * block[0], (i + 1) * block[0]), slice(j * block[1], (j + 1) * block[1]))
             scale = max(values[part].float().abs().max(), torch.tensor(1e-30)) / 448
             assert found.scales[i, j] == scale
@@ -168,7 +172,7 @@ def routes(policy: Policy) -> torch.Tensor:
     return taken
 
 
-def check(module: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+def is_exact(module: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
     """After a linear layer's forward pass: it is the product of what FP8 makes of its operands."""
     rows, weight = (quantise(t, block) for t, block in ((inputs[0].detach(), ROWS), (module.weight.detach(), BLOCKS)))
     exactly = rows.values(torch.float64) @ weight.values(torch.float64).T
@@ -178,7 +182,7 @@ def check(module: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -
 
 
 @pytest.mark.parametrize("case", IN_FP8, ids=lambda case: case.name)
-def test_a_model_computes_in_fp8_what_engines_do_and_is_near_to_itself(case: Case, world: World, tmp_path: Path) -> None:
+def test_a_model_computes_in_fp8_what_engines_do(case: Case, world: World, tmp_path: Path) -> None:
     model = write(widened(case), tmp_path)
     replays = capabilities(case.config().model_type, "auto").router_replay
     plain = build(make_recipe(model, trainer={"router_replay": replays}), world)
@@ -188,14 +192,31 @@ def test_a_model_computes_in_fp8_what_engines_do_and_is_near_to_itself(case: Cas
     kept = set()
     for name, module in policy.model.named_modules():
         if isinstance(module, fp8.FP8Linear):
-            module.register_forward_hook(check)
+            module.register_forward_hook(is_exact)
         elif isinstance(module, Linear):
             kept.add(".".join(name.split(".")[-2:]))
         elif isinstance(module, GroupedExperts):
             assert isinstance(module, fp8.FP8Experts)
-    print(case.name, kept)
+    assert "lm_head" in kept and kept <= KEPT
     found, theirs = run(policy, routed)
-    diff=(found-logits).norm(dim=-1)/logits.norm(dim=-1)
-    cos={n: float(torch.cosine_similarity(theirs[n].flatten(), g.flatten(),dim=0)) for n,g in gradients.items() if g.norm()>0}
-    w=sorted(cos.items(), key=lambda t:t[1])[:4]
-    print(case.name, "median", float(diff.median()), "max", float(diff.max()), float((found-logits).norm()/logits.norm()), w)
+    # A product is off by 3 to 4 %, and a random model damps none of it from layer to layer.
+    assert 0.01 < relative_error(found, logits.double()) < 0.15
+    assert theirs.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        assert torch.cosine_similarity(theirs[name].flatten(), gradient.flatten(), dim=0) > 0.95, name
+
+
+def test_what_attention_absorbs_is_rounded_and_has_the_weights_gradient() -> None:
+    weight = matrix(200, 160).float().requires_grad_()
+    gradient = matrix(200, 160, seed=1).float()
+    found = fp8.rounded(weight)
+    found.backward(gradient)
+    assert torch.equal(found, quantise(weight.detach(), BLOCKS).values())
+    assert torch.equal(weight.grad, gradient)
+
+
+def test_only_what_a_checkpoint_stores_in_fp8_computes_in_it(world: World, tmp_path: Path) -> None:
+    policy = build(make_recipe(write(next(case for case in CASES if case.name == "qwen3"), tmp_path)), world)
+    fp8.adapt(policy.model, policy.adapter, frozenset({"model.layers.0.mlp.up_proj.weight", "lm_head.weight"}))
+    names = [name for name, module in policy.model.named_modules() if isinstance(module, fp8.FP8Linear)]
+    assert names == ["layers.0.feed_forward.w3"]
