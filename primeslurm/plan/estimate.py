@@ -32,7 +32,7 @@ LINE_SHARE = 0.5
 TYPICAL = 4
 """A typical rollout is a quarter of the longest one."""
 STORED_BYTES = {"fp8": 1.0, "mxfp4": 0.53, "int4": 0.56}
-"""Per parameter with scales. A trained policy is bfloat16, whatever the checkpoint was."""
+"""Per parameter with scales. A trained policy is bfloat16, unless the checkpoint was in FP8 blocks."""
 STATE_BYTES = {"adamw": 8, "muon": 4, "sgd": 4, "sign_sgd": 0}
 """Optimizer state of a parameter. (Muon leaves embedding and head to AdamW: a few per cent of a large model.)"""
 ENGINE_ROLES: dict[NodeRole, EngineRole] = {"inference": "engine", "prefill": "prefill", "decode": "decode"}
