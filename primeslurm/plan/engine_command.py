@@ -205,6 +205,9 @@ def _engine_env(
             env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # or vLLM moves the worker to a process of its own
     if recipe.inference.deep_gemm:
         env |= {"VLLM_USE_DEEP_GEMM": "1", "VLLM_MOE_USE_DEEP_GEMM": "1"}
+    if recipe.task == "rl" and recipe.trainer.fp8:
+        # vLLM rounds scales up to powers of two even on SM90, whose kernels do not need it. The trainer does not.
+        env["VLLM_USE_DEEP_GEMM_E8M0"] = "0"
     if settings.dbo:
         env["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the other runner has no dual batch overlap
     return {**env, **kv.engine_env(recipe, role, device, dp.rank), **settings.env}
