@@ -60,9 +60,10 @@ def test_state_space() -> None:
     torch.testing.assert_close(got, step_by_step(update).float(), atol=2e-5, rtol=1e-4)
 
 
-def test_gated_delta_rule() -> None:
+@pytest.mark.parametrize("strength", [0.0, 10.0])
+def test_gated_delta_rule(strength: float) -> None:
     q, k, v = random(HEADS, KEYS), random(HEADS, KEYS).flip(1), random(HEADS, VALUES)
-    log_decay, beta = -random(HEADS).abs(), torch.sigmoid(random(HEADS))
+    log_decay, beta = (-strength - random(HEADS).abs()).requires_grad_(), torch.sigmoid(random(HEADS))
 
     def update(row: int, at: int, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         query, key = (torch.nn.functional.normalize(values[row, at], dim=-1) for values in (q, k))
@@ -72,7 +73,12 @@ def test_gated_delta_rule() -> None:
         return state, (query[:, None] * KEYS**-0.5 @ state)[:, 0]
 
     got = in_two(lambda *inputs, state: gated_delta_rule(*inputs, state, size=16), q, k, v, log_decay, beta)
-    torch.testing.assert_close(got, step_by_step(update).float(), atol=2e-5, rtol=1e-4)
+    expected = step_by_step(update)
+    torch.testing.assert_close(got, expected.float(), atol=2e-5, rtol=1e-4)
+    weights = random(HEADS, VALUES).flip(2)
+    mine, theirs = (torch.autograd.grad((out * weights).sum(), log_decay)[0] for out in (got, expected))
+    # However little is left to learn of strong decays, rounding is less.
+    assert (mine - theirs).abs().max() < 1e-5 * theirs.abs().max()
 
 
 @pytest.mark.parametrize("with_bias", [False, True])

@@ -47,6 +47,19 @@ def in_chunks(values: torch.Tensor, size: int) -> torch.Tensor:
     return filled.unflatten(1, (-1, size))
 
 
+def decays(total: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
+    """How much of what position s added is left at position l, [..., l, s]; 0 where l does not see s.
+
+    Args:
+        total: sums of log decays from a chunk's beginning, [..., l].
+        pairs: who sees whom, [..., l, s].
+    """
+    # A position's own share does not depend on decays: left in, its large gradient would cancel but for rounding,
+    # which is more than the gradients of strong decays are.
+    passed = (total.unsqueeze(-1) - total.unsqueeze(-2)).tril(-1)
+    return passed.masked_fill(~pairs, -torch.inf).exp()
+
+
 def causal_conv(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, positions: torch.Tensor, before: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -107,7 +120,7 @@ def state_space(
     b, c = (in_chunks(values.float(), size).movedim(-2, 2).unsqueeze(3) for values in (b, c))
 
     total = steps.cumsum(dim=-1)
-    between = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(~pairs, -torch.inf).exp()
+    between = decays(total, pairs)
     inside = (c @ b.transpose(-1, -2) * between) @ x
     to_end = (total[..., -1:] - total).masked_fill(~left, -torch.inf).exp()
     added = b.transpose(-1, -2) @ (x * to_end.unsqueeze(-1))
@@ -157,7 +170,7 @@ def gated_delta_rule(
     q, k, v_beta, k_beta = (in_chunks(x, size).movedim(-2, 2) for x in (q, k, v.float() * beta, k * beta))
     total = in_chunks(log_decay.float(), size).movedim(-1, 2).cumsum(dim=-1)
 
-    between = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(~pairs, -torch.inf).exp()
+    between = decays(total, pairs)
     from_start = total.masked_fill(~entered, -torch.inf).exp().unsqueeze(-1)
     to_end = (total[..., -1:] - total).masked_fill(~left, -torch.inf).exp().unsqueeze(-1)
     # What each position really learns, once for an empty state and once per unit of the state that enters the chunk.
