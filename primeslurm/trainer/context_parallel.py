@@ -13,7 +13,7 @@ many short documents, among which causal attention is nearly balanced anyway.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -103,7 +103,8 @@ class ContextParallel:
         Raises ValueError for what cannot be split in this style.
         """
         wrap = _ulysses if self.style == "ulysses" else _allgather
-        for module in model.modules():
+        modules: Iterable[Any] = model.modules()
+        for module in modules:
             if isinstance(module, FlexAttention | VarlenAttention):
                 module.forward = wrap(module.forward, self.group)
             elif isinstance(module, HeadScan):
