@@ -13,7 +13,7 @@ many short documents, among which causal attention is nearly balanced anyway.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -103,19 +103,18 @@ class ContextParallel:
         Raises ValueError for what cannot be split in this style.
         """
         wrap = _ulysses if self.style == "ulysses" else _allgather
-        modules: Iterable[Any] = model.modules()
-        for module in modules:
+        for module in model.modules():
             if isinstance(module, FlexAttention | VarlenAttention):
                 module.forward = wrap(module.forward, self.group)
             elif isinstance(module, HeadScan):
-                self._check(module)
-                module.forward = _recurrence(module.forward, self.group)
+                self._attach_scan(module)
 
-    def _check(self, scan: HeadScan) -> None:
+    def _attach_scan(self, scan: Any) -> None:
         if self.style != "ulysses":
             raise ValueError(f"cp_style: {self.style} has nothing to gather for recurrent layers; use ulysses")
         if scan.heads % self.group.size():
             raise ValueError(f"cp: {self.group.size()} does not divide the {scan.heads} heads of recurrent layers")
+        scan.forward = _recurrence(scan.forward, self.group)
 
 
 def _ulysses(attend: Attend, group: ProcessGroup) -> Attend:
