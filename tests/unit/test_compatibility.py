@@ -245,8 +245,7 @@ def test_a_rule_fires_on_what_breaks_it_and_not_on_what_keeps_it(name: str) -> N
 def test_recurrent_heads_that_do_not_divide_are_told_what_does() -> None:
     found = conflicts(case(on(parallelism(cp=8), seq_len=1024), "odd recurrent heads", GPU))
     (text,) = [finding.text for finding in found if "recurrent" in finding.text]
-    assert text.endswith("32 heads of attention and 12 of recurrent layers cannot both be spread evenly over cp: 8; "
-                         "nearest: 4")  # fmt: skip
+    assert "12 of recurrent layers" in text and text.endswith("cp: 8; nearest: 4")
 
 
 def test_a_small_recipe_breaks_no_rule() -> None:
