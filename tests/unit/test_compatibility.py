@@ -242,6 +242,12 @@ def test_a_rule_fires_on_what_breaks_it_and_not_on_what_keeps_it(name: str) -> N
     assert name not in broken(*keeps)
 
 
+def test_recurrent_heads_that_do_not_divide_are_told_what_does() -> None:
+    found = conflicts(case(on(parallelism(cp=8), seq_len=1024), "odd recurrent heads", GPU))
+    (text,) = [finding.text for finding in found if "recurrent" in finding.text]
+    assert "12 of recurrent layers" in text and text.endswith("cp: 8; nearest: 4")
+
+
 def test_a_small_recipe_breaks_no_rule() -> None:
     assert broken({}, MOE, GPU) == set()
 
