@@ -9,7 +9,7 @@ one, the engines and routers on it are given up as long as some replica still se
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,6 +44,8 @@ class Fleet:
 
     plan: Plan
     started_at: float
+    hosts: Sequence[str] = ()
+    """Names of the job's nodes, by rank; empty where nobody knows them before their agents report."""
     agents: dict[int, AgentReport] = field(default_factory=dict)
     """By rank."""
     seen_at: dict[int, float] = field(default_factory=dict)
@@ -73,6 +75,12 @@ class Fleet:
         if marker != self.progress or not self.progress_at:
             self.progress, self.progress_at = marker, now
 
+    def observe_exits(self, exits: Mapping[str, str], now: float) -> None:
+        """Take in nodes whose task has ended, and how: without a heartbeat, its agent has never run."""
+        for rank, name in enumerate(self.hosts):
+            if name in exits and rank not in self.agents and rank not in self.gone:
+                self._lose(rank, f"no agent could be started: {exits[name]}", now)
+
     def agent_of(self, node: int) -> AgentReport | None:
         """The heartbeat of the agent that plays a node, once it does."""
         report = self.agents.get(self.seats.rank_of.get(node, -1))
@@ -100,6 +108,7 @@ class Fleet:
 
     def decide(self, now: float) -> Ending | None:
         """Replace, restart and give up what must be; the reason to end the attempt now, or None."""
+        self._unheard(now)
         if not self.seats.generation:
             return self._unfit(now) or self._take_seats(now)
         return (
@@ -118,7 +127,7 @@ class Fleet:
 
     def _take_seats(self, now: float) -> Ending | None:
         if self.seats.short(self.gone):
-            return Ending(Outcome.FAILED, "; ".join(self.gone.values()), next(iter(self.gone.values())).split(":")[0])
+            return Ending(Outcome.FAILED, "; ".join(self.gone.values()), self._name(next(iter(self.gone))))
         undecided = sorted(set(range(self.plan.allocated)) - self._fit() - set(self.gone))
         late = now - self.started_at > NODE_START_S
         if self._enough_since is None and Seats(self.plan).fill(self._fit()):
@@ -127,7 +136,7 @@ class Fleet:
         if undecided and not late and not patient:
             return None
         if not self.seats.fill(self._fit()):
-            names = [self.agents[rank].name if rank in self.agents else f"rank {rank}" for rank in undecided]
+            names = [self._name(rank) for rank in undecided]
             reason = f"no sign of nodes {', '.join(names)} within {NODE_START_S:.0f} s"
             return Ending(Outcome.FAILED, reason, names[0])
         spares = sorted(self.agents[rank].name for rank in self._fit() if self.seats.node_of(rank) is None)
@@ -152,6 +161,12 @@ class Fleet:
                 return ending
         return None
 
+    def _unheard(self, now: float) -> None:
+        """Agents that have never reported, whether they are needed or not."""
+        if now - self.started_at > NODE_START_S:
+            for rank in sorted(set(range(self.plan.allocated)) - set(self.agents) - set(self.gone)):
+                self._lose(rank, f"no sign of its agent within {NODE_START_S:.0f} s", now)
+
     def _missing(self, now: float) -> Ending | None:
         for rank in sorted(set(self.seen_at) - set(self.gone)):
             silence = now - self.seen_at[rank]
@@ -161,9 +176,14 @@ class Fleet:
                 return ending
         return None
 
+    def _name(self, rank: int) -> str:
+        if rank in self.agents:
+            return self.agents[rank].name
+        return self.hosts[rank] if rank < len(self.hosts) else f"rank {rank}"
+
     def _lose(self, rank: int, why: str, now: float, *, blame: bool = True) -> Ending | None:
         """Do without an agent: a spare takes its place, or what ran there is given up, or the attempt ends."""
-        name = self.agents[rank].name
+        name = self._name(rank)
         reason = f"node {name}: {why}"
         self.gone[rank] = reason
         self.news.append(News("node_lost", {"node": name, "rank": rank, "reason": why}, name if blame else None))

@@ -156,6 +156,10 @@ class RunDirectory:
         value = read_json(self.path / "lock.json")
         return value if isinstance(value, dict) else {}
 
+    def job_output(self, job_id: str) -> Path:
+        """What the batch script, srun and the agents of a job of Slurm print."""
+        return self.path / f"slurm-{job_id}.out"
+
     @property
     def run_id(self) -> str:
         """The run's unique id."""

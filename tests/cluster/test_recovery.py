@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from primeslurm.node.entry import AgentTask
 from primeslurm.plan.model import Health, HetGroup, JobOptions, Node, Plan, Process, Replica, Totals
 from primeslurm.recipe.site import Site
 from primeslurm.run.directory import Attempt, JobRecord, RunDirectory
+from primeslurm.run.doctor import diagnose
 from primeslurm.run.ledger import Ledger
 from primeslurm.run.summary import events
 from primeslurm.slurm.cluster import Cluster
@@ -155,8 +157,18 @@ def start(cluster: Cluster, tmp_path: Path) -> Iterator[Callable[..., Job]]:
     site = Site.model_validate(yaml.safe_load(cluster.spec.site_file.read_text()))
     jobs: list[Job] = []
 
-    def submit_plan(*, replicas: int, spares: int, layout: str = "single", without_address: str | None = None) -> Job:
+    def submit_plan(
+        *,
+        replicas: int,
+        spares: int,
+        layout: str = "single",
+        without_address: str | None = None,
+        prologue: str = "",
+        python: str = sys.executable,
+    ) -> Job:
         plan = make_plan(tmp_path / "runs" / "toy", site, replicas, spares, layout)
+        job = plan.job.model_copy(update={"prologue": (prologue,) if prologue else ()})
+        plan = plan.model_copy(update={"job": job, "python": python})
         addresses = {name: address for name, address in plan.addresses.items() if name != without_address}
         jobs.append(Job(cluster, plan.model_copy(update={"addresses": addresses})))
         return jobs[-1]
@@ -220,6 +232,35 @@ def test_a_node_that_is_not_fit_is_left_out(cluster: Cluster, start: Callable[..
     assert checked[bad] == "unfit" and sorted(checked.values()) == ["fit", "fit", "unfit"]
     assert max(event["seconds"] for event in job.events("preflight")) < 30
     job.finish()
+
+
+def test_nodes_where_no_agent_can_be_started(cluster: Cluster, start: Callable[..., Job], tmp_path: Path) -> None:
+    """One that srun does not reach costs an attempt; one where the agent ends at once, no more than a spare."""
+    _, unreached, broken, *_ = cluster.spec.gpu_names
+    wrapper = tmp_path / "python"
+    later = f'[ $SLURMD_NODENAME = {broken} ] && [ -n "$SLURM_RESTART_COUNT" ]'
+    wrapper.write_text(f'#!/bin/bash\n{later} && exit 127\nexec {sys.executable} "$@"\n')
+    wrapper.chmod(0o755)
+    first_start = f"touch {tmp_path}/began; until [ -e {tmp_path}/crashed ]; do sleep 0.1; done"
+    job = start(replicas=1, spares=1, prologue=first_start, python=str(wrapper))
+    job.wait((tmp_path / "began").exists)
+    next(daemon for daemon in cluster.daemons if daemon.name == unreached).send(signal.SIGKILL)
+    (tmp_path / "crashed").touch()
+    job.wait(lambda: job.run.attempt(1).end())
+    end = job.run.attempt(1).end()
+    assert end is not None and (end.outcome, end.suspect, end.requeued) == ("failed", unreached, True)
+    kill_node(cluster, unreached)  # Slurm finds out at once, instead of after SlurmdTimeout
+
+    job.wait(lambda: job.attempt.number == 2)
+    job.wait_for("engine-r0-0", "router-0", "orchestrator")
+    lost = [(event["node"], event["reason"].partition(":")[0]) for event in job.events("node_lost")]
+    assert lost == [(broken, "no agent could be started")]
+    job.finish()
+    assert [attempt.number for attempt in job.run.attempts()] == [1, 2]
+    bad = {entry.node: entry.reason for entry in Ledger(job.run.path.parent).entries(time.time())}
+    assert set(bad) == {unreached, broken}
+    found = diagnose(job.run, job.run.attempt(1), lambda _: None).first
+    assert found is not None and (found.failure.component, found.failure.node) == (f"node {unreached}", unreached)
 
 
 def test_a_het_job_survives_a_node_as_well(cluster: Cluster, start: Callable[..., Job]) -> None:

@@ -222,13 +222,13 @@ def test_nodes_go_to_fit_agents_in_order_and_the_rest_are_spares() -> None:
 def test_without_a_spare_a_node_that_is_not_fit_ends_the_attempt() -> None:
     agents = Agents((process(name="a"),), (process(name="b", node=1),))
     agents.unfit = {1: "no space"}
-    assert agents.decide(1.0) == Ending(Outcome.FAILED, "node n1: no space", "node n1")
+    assert agents.decide(1.0) == Ending(Outcome.FAILED, "node n1: no space", "n1")
 
 
 def test_the_head_s_own_node_has_no_spare() -> None:
     agents = Agents((process(name="a"),), spares=1)
     agents.unfit = {0: "no space"}
-    assert agents.decide(1.0) == Ending(Outcome.FAILED, "node n0: no space", "node n0")
+    assert agents.decide(1.0) == Ending(Outcome.FAILED, "node n0: no space", "n0")
 
 
 def test_a_spare_that_is_late_is_not_waited_for_long() -> None:
@@ -244,7 +244,31 @@ def test_a_node_that_never_reports_ends_the_attempt() -> None:
     agents.silent = {1}
     assert agents.decide(NODE_START_S) is None
     ending = agents.decide(NODE_START_S + 1)
-    assert ending == Ending(Outcome.FAILED, "no sign of nodes rank 1 within 300 s", "rank 1")
+    assert ending == Ending(Outcome.FAILED, "node rank 1: no sign of its agent within 300 s", "rank 1")
+
+
+def test_a_spare_that_never_reports_is_a_bad_node_in_the_end() -> None:
+    agents = Agents((process(name="a"),), spares=1)
+    agents.fleet.hosts = ("n0", "n1")
+    agents.silent = {1}
+    for now in (0.0, 1.0, 2.0 + SPARE_WAIT_S, NODE_START_S + 1):
+        assert agents.decide(now) is None
+    assert [item.blamed for item in agents.fleet.news if item.kind == "node_lost"] == ["n1"]
+
+
+def test_a_node_whose_agent_cannot_be_started_is_not_waited_for() -> None:
+    agents = Agents((process(name="a"),), (process(name="b", node=1),), spares=1)
+    agents.fleet.hosts = ("n0", "n1", "n2")
+    agents.silent = {1}
+    assert agents.decide(0.0) is None and not agents.fleet.seats.generation
+    exits = {"n1": "Exited with exit code 127", "n2": "Exited with exit code 1"}  # n2 has reported: it is known anyway
+    agents.fleet.observe_exits(exits, 1.0)
+    agents.fleet.observe_exits(exits, 2.0)
+    assert agents.decide(2.0) is None
+    assert agents.fleet.seats.rank_of == {0: 0, 1: 2}
+    reason = "no agent could be started: Exited with exit code 127"
+    assert agents.news("node_lost") == [{"node": "n1", "rank": 1, "reason": reason}]
+    assert [item.blamed for item in agents.fleet.news] == ["n1", None]
 
 
 def test_a_silent_node_ends_the_attempt_and_is_named() -> None:
