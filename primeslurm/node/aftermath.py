@@ -60,6 +60,7 @@ def main(run_dir: str, code: int) -> None:
             rank = names.index(name) if name in names else None
             journal.event("node_lost", node=name, rank=rank, reason=reason)
             remember_bad_node(plan, attempt, name, reason, journal)
+    journal.event("ending", outcome=ending.outcome, reason=ending.reason, suspect=ending.suspect)
     if conclude(plan, run, attempt, ending, journal):
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # requeueing ends this script as well, but not at once
         client.requeue(job_id)

@@ -25,7 +25,7 @@ NODE_START_S = 300.0
 SPARE_WAIT_S = 30.0
 """Longest wait for the rest once there are enough fit nodes."""
 _EXPENDABLE = ("engine", "prefill", "decode", "router", "store")
-_REPLACEABLE = (*_EXPENDABLE, "environment")
+_REPLACEABLE = (*_EXPENDABLE, "environment", "trainer")
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,8 @@ class Fleet:
         self.units: dict[str, Unit] = units_of(self.plan)
         self._processes = {process.name: process for process in self.plan.processes()}
         self._enough_since: float | None = None
+        self._died_at: dict[str, float] = {}
+        """By unit: when the first of its processes was seen to have ended for good."""
 
     def observe(self, report: AgentReport, now: float) -> None:
         """Take in a heartbeat. Freshness counts from when its content last changed, by this head's own clock."""
@@ -115,7 +117,7 @@ class Fleet:
             self._unfit(now)
             or self._missing(now)
             or self._restart_units(now)
-            or self._dead_process()
+            or self._dead_process(now)
             or self._complete()
             or self._stalled(now)
         )
@@ -252,21 +254,37 @@ class Fleet:
 
     def _restart_unit(self, unit: Unit, reason: str, now: float) -> None:
         unit.restart(now)
+        self._died_at.pop(unit.name, None)
         self.news.append(News("unit_restart", {"unit": unit.name, "generation": unit.generation, "reason": reason}))
 
-    def _dead_process(self) -> Ending | None:
+    def _dead_process(self, now: float) -> Ending | None:
         for process in self.plan.processes():
             report = self.report(process.name)
             if report is None or report.state != ProcessState.FAILED or process.name in self.lost:
                 continue
+            unit = self.units.get(process.unit or "")
+            if unit is not None and report.generation < unit.generation:
+                continue  # it is about to be started again
             reason = f"{process.name} {_died(report)}"
             if report.exit_code == exits.CHECKPOINTED:
                 return Ending(Outcome.PREEMPTED, f"{process.name} checkpointed and stopped", process.name)
             if report.exit_code == exits.STALLED:
                 return Ending(Outcome.FAILED, f"{process.name} saw no progress: see its events", process.name)
+            if unit is not None and self._may_miss_a_node(unit, now):
+                continue
             if ending := self._give_up([process.name], reason, process.name):
                 return ending
         return None
+
+    def _may_miss_a_node(self, unit: Unit, now: float) -> bool:
+        """Whether a process may have ended because the node of another one is gone, which a spare could replace.
+
+        Processes notice that long before the head does. It knows better once all of these nodes were heard of again.
+        """
+        died_at = self._died_at.setdefault(unit.name, now)
+        nodes = {process.node for process in unit.members}
+        unheard = [node for node in nodes if self.seen_at[self.seats.rank_of[node]] <= died_at]
+        return any(self.seats.spare(node, self._fit()) is not None for node in unheard)
 
     def _complete(self) -> Ending | None:
         last: tuple[Process, ...] = tuple(p for p in self.plan.processes() if p.role in ("trainer", "orchestrator"))

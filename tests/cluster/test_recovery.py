@@ -254,7 +254,7 @@ def test_nodes_where_no_agent_can_be_started(cluster: Cluster, start: Callable[.
     job.wait(lambda: job.attempt.number == 2)
     job.wait_for("engine-r0-0", "router-0", "orchestrator")
     lost = [(event["node"], event["reason"].partition(":")[0]) for event in job.events("node_lost")]
-    assert lost == [(broken, "no agent could be started")]
+    assert lost == [(unreached, "no agent could be started"), (broken, "no agent could be started")]
     job.finish()
     assert [attempt.number for attempt in job.run.attempts()] == [1, 2]
     bad = {entry.node: entry.reason for entry in Ledger(job.run.path.parent).entries(time.time())}

@@ -204,6 +204,16 @@ def test_operators_words(report: ProcessReport | None, suspect: bool, expected: 
     assert fleet_state(process(), report, suspect=suspect, lost=True) is FleetState.LOST
 
 
+@pytest.mark.parametrize("code", [0, 1])
+def test_a_trainer_rank_starts_again_with_a_new_generation_of_its_unit(code: int) -> None:
+    s = Supervision(process("trainer", "attempt", health=False))
+    s.started(0.0)
+    s.exited(1.0, code, ending=False)
+    for order in (None, UnitOrder(0, hold=False), UnitOrder(1, hold=True)):
+        assert s.tick(2.0, prerequisites=True, ready=False, order=order) == "nothing"
+    assert s.tick(2.0, prerequisites=True, ready=False, order=UnitOrder(1, hold=False)) == "start"
+
+
 def test_a_dead_trainer_is_dead_not_lost() -> None:
     report = ProcessReport(state="failed")
     assert fleet_state(process("trainer", "attempt"), report, suspect=False, lost=False) is FleetState.DEAD
@@ -339,11 +349,57 @@ def test_one_engine_of_a_replica_may_be_lost() -> None:
 
 
 def test_what_has_no_spare_ends_with_its_node() -> None:
-    trainer = process("trainer", "attempt", "t", health=False, node=1)
-    agents = Agents((process(name="a"),), (trainer,), spares=1)
+    orchestrator = process("orchestrator", name="orchestrator", health=False, node=1)
+    agents = Agents((process(name="a"),), (orchestrator,), spares=1)
     agents.seated()
     agents.silent = {1}
     assert agents.decide(91.0) == Ending(Outcome.FAILED, "node n1: has been silent for 91 s", "n1")
+
+
+def trainer_of_two(spares: int) -> Agents:
+    """A trainer with a rank on each of nodes 1 and 2."""
+    ranks = [process("trainer", "attempt", f"t{i}", health=False, node=i + 1) for i in (0, 1)]
+    members = [(rank.model_copy(update={"unit": "trainer"}),) for rank in ranks]
+    agents = Agents((process("orchestrator", name="orchestrator"),), *members, spares=spares)
+    agents.seated()
+    return agents
+
+
+DIED = ProcessReport(state="failed", exit_code=1)
+
+
+def test_a_trainer_whose_node_is_lost_moves_to_a_spare_as_one() -> None:
+    agents = trainer_of_two(spares=1)
+    agents.silent = {2}
+    agents.states = {"t0": DIED}  # it has noticed the loss long before the head does
+    for now in (5.0, 30.0, 90.0):
+        assert agents.decide(now) is None and not agents.fleet.orders
+    assert agents.decide(91.0) is None
+    assert agents.fleet.orders == {"trainer": UnitOrder(1, hold=True)}
+    agents.states["t1"] = ProcessReport(state="waiting")  # on the spare
+    assert agents.decide(91.0 + BACKOFF_S[0]) is None
+    assert agents.fleet.seats.rank_of[2] == 3
+    assert agents.fleet.orders == {"trainer": UnitOrder(1, hold=False)}
+    agents.states = {"t0": fallen(1, "ready"), "t1": fallen(1, "ready")}
+    assert agents.decide(95.0) is None
+    agents.states["t0"] = msgspec.structs.replace(DIED, generation=1)
+    assert agents.decide(96.0) == Ending(Outcome.FAILED, "t0 ended with exit code 1", "t0")
+
+
+@pytest.mark.parametrize("spares", [0, 1])
+def test_a_trainer_rank_that_dies_by_itself_ends_the_attempt(spares: int) -> None:
+    """At once without a spare; with one, when the other nodes have been heard of since."""
+    agents = trainer_of_two(spares)
+    agents.states = {"t0": DIED}
+    expected = Ending(Outcome.FAILED, "t0 ended with exit code 1", "t0")
+    assert agents.decide(10.0) == (None if spares else expected)
+    assert agents.decide(11.0) == expected
+
+
+def test_a_trainer_node_without_a_spare_ends_the_attempt() -> None:
+    agents = trainer_of_two(spares=0)
+    agents.silent = {2}
+    assert agents.decide(91.0) == Ending(Outcome.FAILED, "node n2: has been silent for 91 s", "n2")
 
 
 def unit_of_two(**options: int) -> Agents:
