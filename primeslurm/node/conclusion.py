@@ -16,7 +16,7 @@ from primeslurm.slurm.client import SlurmClient
 from primeslurm.wire import checkpoints
 from primeslurm.wire.journal import Journal
 
-EXCLUDE_TRIES = 10
+EXCLUDE_S = 10.0
 
 
 def conclude(plan: Plan, run: RunDirectory, attempt: Attempt, ending: Ending, journal: Journal) -> bool:
@@ -69,12 +69,14 @@ def nodes_to_avoid(plan: Plan) -> str | None:
 def keep_away_from_bad_nodes(plan: Plan, job_id: str) -> None:
     """Tell Slurm which nodes a job that was just requeued must not get.
 
-    More than one try: Slurm ends the step meanwhile, and its SIGTERM meets `scontrol` as well.
+    More than one try: Slurm ends the step meanwhile, and its SIGTERM meets `scontrol` as well. Not for long: the job
+    does not start again before this process has ended.
     """
     hostlist = nodes_to_avoid(plan)
     if hostlist is None:
         return
-    for _ in range(EXCLUDE_TRIES):
+    deadline = time.monotonic() + EXCLUDE_S
+    while time.monotonic() < deadline:
         try:
             SlurmClient().exclude(job_id, hostlist)
             return
