@@ -15,6 +15,7 @@ from typing import Any
 
 from primeslurm.node.reports import AgentReport, Ending, Fitness, Outcome, ProcessReport, UnitOrder
 from primeslurm.node.seats import Seats
+from primeslurm.node.states import how_it_died
 from primeslurm.node.supervisor import ProcessState
 from primeslurm.node.units import Unit, units_of
 from primeslurm.plan.model import Plan, Process, Replica
@@ -24,6 +25,9 @@ NODE_START_S = 300.0
 """Longest wait for every node's agent to report."""
 SPARE_WAIT_S = 30.0
 """Longest wait for the rest once there are enough fit nodes."""
+VERDICT_S = 5.0
+"""With a spare at hand, the death of one of the trainer's ranks ends the attempt only if all of their nodes were heard
+of so much later: it takes a moment to find that a GPU has failed."""
 _EXPENDABLE = ("engine", "prefill", "decode", "router", "store")
 _REPLACEABLE = (*_EXPENDABLE, "environment", "trainer")
 
@@ -241,7 +245,7 @@ class Fleet:
             if fallen is not None:
                 report = reports[fallen.name]
                 assert report is not None
-                reason = f"{fallen.name} {_died(report)}"
+                reason = f"{fallen.name} {how_it_died(report)}"
                 if unit.exhausted:
                     reason += f"; its unit {unit.name} was restarted {unit.restarts} times"
                     if ending := self._give_up([fallen.name], reason, unit.name):
@@ -265,7 +269,7 @@ class Fleet:
             unit = self.units.get(process.unit or "")
             if unit is not None and report.generation < unit.generation:
                 continue  # it is about to be started again
-            reason = f"{process.name} {_died(report)}"
+            reason = f"{process.name} {how_it_died(report)}"
             if report.exit_code == exits.CHECKPOINTED:
                 return Ending(Outcome.PREEMPTED, f"{process.name} checkpointed and stopped", process.name)
             if report.exit_code == exits.STALLED:
@@ -277,13 +281,13 @@ class Fleet:
         return None
 
     def _may_miss_a_node(self, unit: Unit, now: float) -> bool:
-        """Whether a process may have ended because the node of another one is gone, which a spare could replace.
-
-        Processes notice that long before the head does. It knows better once all of these nodes were heard of again.
-        """
+        """Whether a process may have ended because a node of its unit is gone or broken, which a spare could replace."""
         died_at = self._died_at.setdefault(unit.name, now)
-        nodes = {process.node for process in unit.members}
-        unheard = [node for node in nodes if self.seen_at[self.seats.rank_of[node]] <= died_at]
+        unheard = [
+            node
+            for node in {process.node for process in unit.members}
+            if self.seen_at[self.seats.rank_of[node]] <= died_at + VERDICT_S
+        ]
         return any(self.seats.spare(node, self._fit()) is not None for node in unheard)
 
     def _complete(self) -> Ending | None:
@@ -298,10 +302,3 @@ class Fleet:
         if self.progress_at and now - self.progress_at > limit:
             return Ending(Outcome.FAILED, f"no progress for {now - self.progress_at:.0f} s", "orchestrator")
         return None
-
-
-def _died(report: ProcessReport) -> str:
-    code = report.exit_code
-    how = f"was ended by signal {-code}" if code is not None and code < 0 else f"ended with exit code {code}"
-    again = f" after {report.restarts} restarts" if report.restarts else ""
-    return how + again + (f" ({report.reason})" if report.reason else "")

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primeslurm.node.fleet import NODE_START_S, SPARE_WAIT_S, Fleet
+from primeslurm.node.fleet import NODE_START_S, SPARE_WAIT_S, VERDICT_S, Fleet
 from primeslurm.node.reports import AgentReport, Ending, Fitness, Outcome, ProcessReport, UnitOrder
 from primeslurm.node.requeue import should_requeue
 from primeslurm.node.resolve import UnknownPlaceholder, resolve
@@ -393,7 +393,17 @@ def test_a_trainer_rank_that_dies_by_itself_ends_the_attempt(spares: int) -> Non
     agents.states = {"t0": DIED}
     expected = Ending(Outcome.FAILED, "t0 ended with exit code 1", "t0")
     assert agents.decide(10.0) == (None if spares else expected)
-    assert agents.decide(11.0) == expected
+    assert agents.decide(10.0 + VERDICT_S) == (None if spares else expected)
+    assert agents.decide(11.0 + VERDICT_S) == expected
+
+
+def test_a_trainer_rank_whose_gpu_failed_moves_to_a_spare() -> None:
+    agents = trainer_of_two(spares=1)
+    agents.states = {"t1": DIED}
+    assert agents.decide(10.0) is None
+    agents.unfit = {2: "GPU 3 has 2 uncorrected ECC errors"}
+    assert agents.decide(12.0) is None
+    assert agents.fleet.seats.rank_of[2] == 3 and agents.fleet.orders == {"trainer": UnitOrder(1, hold=True)}
 
 
 def test_a_trainer_node_without_a_spare_ends_the_attempt() -> None:
