@@ -281,14 +281,13 @@ class Fleet:
         return None
 
     def _may_miss_a_node(self, unit: Unit, now: float) -> bool:
-        """Whether a process may have ended because a node of its unit is gone or broken, which a spare could replace."""
+        """Whether a process may have died of a node of its unit that is gone or broken, and that a spare can replace."""
         died_at = self._died_at.setdefault(unit.name, now)
-        unheard = [
-            node
-            for node in {process.node for process in unit.members}
-            if self.seen_at[self.seats.rank_of[node]] <= died_at + VERDICT_S
-        ]
-        return any(self.seats.spare(node, self._fit()) is not None for node in unheard)
+        return any(
+            self.seen_at[self.seats.rank_of[process.node]] <= died_at + VERDICT_S
+            and self.seats.spare(process.node, self._fit()) is not None
+            for process in unit.members
+        )
 
     def _complete(self) -> Ending | None:
         last: tuple[Process, ...] = tuple(p for p in self.plan.processes() if p.role in ("trainer", "orchestrator"))
