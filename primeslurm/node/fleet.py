@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from primeslurm.node.reports import AgentReport, Ending, Fitness, Outcome, ProcessReport, UnitOrder
+from primeslurm.node.reports import AgentReport, Ending, Fitness, News, Outcome, ProcessReport, UnitOrder
 from primeslurm.node.seats import Seats
 from primeslurm.node.states import how_it_died
 from primeslurm.node.supervisor import ProcessState
@@ -30,16 +30,6 @@ VERDICT_S = 5.0
 of so much later: it takes a moment to find that a GPU has failed."""
 _EXPENDABLE = ("engine", "prefill", "decode", "router", "store")
 _REPLACEABLE = (*_EXPENDABLE, "environment", "trainer")
-
-
-@dataclass(frozen=True)
-class News:
-    """Something that happened, for the journal."""
-
-    kind: str
-    fields: dict[str, Any]
-    blamed: str | None = None
-    """Name of a node that is to blame, for the bad-node ledger."""
 
 
 @dataclass
@@ -281,7 +271,7 @@ class Fleet:
         return None
 
     def _may_miss_a_node(self, unit: Unit, now: float) -> bool:
-        """Whether a process may have died of a node of its unit that is gone or broken, and that a spare can replace."""
+        """Whether a process may have died of a node of its unit that is gone or broken, and can be replaced."""
         died_at = self._died_at.setdefault(unit.name, now)
         return any(
             self.seen_at[self.seats.rank_of[process.node]] <= died_at + VERDICT_S
