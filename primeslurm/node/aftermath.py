@@ -1,4 +1,4 @@
-"""After a step that failed, in the batch script: `python -m primeslurm.node.aftermath RUN_DIR CODE`.
+"""After a step that failed, in the batch script: `python -m primeslurm.node.aftermath RUN_DIR CODE SRUN ...`.
 
 Usually the head has recorded how the attempt ended. It cannot where no head was there to do so: srun ends all tasks
 when it cannot reach a single node to start one.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from primeslurm.node.conclusion import conclude, keep_away_from_bad_nodes, remem
 from primeslurm.node.reports import Ending, Outcome
 from primeslurm.run.directory import EndRecord, RunDirectory
 from primeslurm.slurm.client import SlurmClient
-from primeslurm.slurm.launch import launch_failures, node_names, restarts
+from primeslurm.slurm.launch import NODES, launch_failures, node_names, restarts, spares_suffice, step_without
 from primeslurm.wire.journal import Journal
 
 
@@ -39,37 +40,71 @@ def ending_of_step(end: EndRecord | None, job_state: str, code: int, unreached: 
     return Ending(Outcome.FAILED, f"srun ended with exit code {code}, and no agent has said why", "job")
 
 
-def main(run_dir: str, code: int) -> None:
-    """Record the end of an attempt that has ended without a word, and requeue its job as after any other failure.
+class Aftermath:
+    """What this job has left to do. Raises ClusterError, RunError, OSError.
 
-    Raises ClusterError, RunError.
+    Args:
+        run: the run that the job belongs to.
+        step: srun's command line.
     """
-    job_id, start = os.environ["SLURM_JOB_ID"], restarts(os.environ)
-    run, client = RunDirectory(Path(run_dir)), SlurmClient()
-    attempt = enter(run, first_of_job(run, job_id) + start, wait_s=0.0)
-    job = client.job(job_id)
-    unreached = launch_failures(run.job_output(job_id).read_text(errors="replace"), start)
-    ending = ending_of_step(attempt.end(), job.state if job else "", code, unreached)
-    if ending is None:
-        return
-    plan, journal = attempt.plan(), Journal(attempt.path, "batch")
-    names = node_names(plan, os.environ)
-    if len(unreached) < len(names):  # what befalls all of them is no node's fault
-        for name, why in unreached.items():
+
+    def __init__(self, run: RunDirectory, step: list[str]) -> None:
+        self._job_id, self._start = os.environ["SLURM_JOB_ID"], restarts(os.environ)
+        self._run, self._step, self._client = run, step, SlurmClient()
+        self._attempt = enter(run, first_of_job(run, self._job_id) + self._start, wait_s=0.0)
+        self._plan = self._attempt.plan()
+        self._names = node_names(self._plan, os.environ)
+        self._lost: set[str] = set()
+        self._journal = Journal(self._attempt.path, "batch")
+
+    def see_to(self, code: int) -> int:
+        """Start the attempt again on the nodes that are left, or requeue the job. Returns the last step's exit code."""
+        while code:
+            output = self._run.job_output(self._job_id).read_text(errors="replace")
+            unreached = launch_failures(output, self._start)
+            job = self._client.job(self._job_id)
+            ending = ending_of_step(self._attempt.end(), job.state if job else "", code, unreached)
+            if ending is None:
+                break
+            news = unreached.keys() - self._lost
+            self._lost |= news
+            if len(unreached) < len(self._names):  # what befalls all of them is no node's fault
+                self._blame({name: unreached[name] for name in sorted(news)})
+            begun = bool(self._attempt.roster().seats)
+            if not news or begun or not spares_suffice(self._plan, self._names, self._lost):
+                self._end(ending)
+                break
+            code = self._launch_again()
+        return code
+
+    def _blame(self, nodes: dict[str, str]) -> None:
+        for name, why in nodes.items():
             reason = f"no agent could be started: {why}"
-            rank = names.index(name) if name in names else None
-            journal.event("node_lost", node=name, rank=rank, reason=reason)
-            remember_bad_node(plan, attempt, name, reason, journal)
-    journal.event("ending", outcome=ending.outcome, reason=ending.reason, suspect=ending.suspect)
-    if conclude(plan, run, attempt, ending, journal):
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # requeueing ends this script as well, but not at once
-        client.requeue(job_id)
-        keep_away_from_bad_nodes(plan, job_id)
+            self._journal.event("node_lost", node=name, rank=self._names.index(name), reason=reason)
+            remember_bad_node(self._plan, self._attempt, name, reason, self._journal)
+
+    def _launch_again(self) -> int:
+        self._journal.event("launched_again", without=sorted(self._lost))
+        self._attempt.forget_agents()
+        argv = step_without(self._plan, self._names, self._lost, self._step)
+        return subprocess.run(argv, env={**os.environ, NODES: ",".join(self._names)}, check=False).returncode
+
+    def _end(self, ending: Ending) -> None:
+        self._journal.event("ending", outcome=ending.outcome, reason=ending.reason, suspect=ending.suspect)
+        if conclude(self._plan, self._run, self._attempt, ending, self._journal):
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # requeueing ends this script as well, but not at once
+            self._client.requeue(self._job_id)
+            keep_away_from_bad_nodes(self._plan, self._job_id)
+
+
+def main(run_dir: str, code: str, *step: str) -> int:
+    """Returns the exit code of the last step."""
+    try:
+        return Aftermath(RunDirectory(Path(run_dir)), list(step)).see_to(int(code))
+    except (ClusterError, RunError, OSError) as error:
+        print(f"primeslurm: {error}", file=sys.stderr)
+        return int(code)
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1], int(sys.argv[2]))
-    except (ClusterError, RunError, OSError) as error:
-        print(f"primeslurm: {error}", file=sys.stderr)
-    sys.exit(int(sys.argv[2]))
+    sys.exit(main(*sys.argv[1:]))

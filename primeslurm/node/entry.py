@@ -50,6 +50,9 @@ class AgentTask:
         run = RunDirectory(Path(self.run_dir))
         attempt = self._attempt(run, rank)
         plan = attempt.plan()
+        names = node_names(plan, os.environ)
+        if (name := os.environ.get("SLURMD_NODENAME")) in names:  # a step may do without some nodes of the job
+            rank = names.index(name)
         self._agent = NodeAgent(plan, rank, attempt, run.run_id, plan.python)
         self._threads = [threading.Thread(target=self._agent.run, name="agent", daemon=True)]
         if rank == 0:

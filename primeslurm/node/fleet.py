@@ -73,9 +73,14 @@ class Fleet:
 
     def observe_exits(self, exits: Mapping[str, str], now: float) -> None:
         """Take in nodes whose task has ended, and how: without a heartbeat, its agent has never run."""
-        for rank, name in enumerate(self.hosts):
-            if name in exits and rank not in self.agents and rank not in self.gone:
+        for rank in self.unheard:
+            if (name := self._name(rank)) in exits:
                 self._lose(rank, f"no agent could be started: {exits[name]}", now)
+
+    @property
+    def unheard(self) -> list[int]:
+        """Ranks whose agents have not reported yet."""
+        return sorted(set(range(self.plan.allocated)) - set(self.agents) - set(self.gone))
 
     def agent_of(self, node: int) -> AgentReport | None:
         """The heartbeat of the agent that plays a node, once it does."""
@@ -104,7 +109,7 @@ class Fleet:
 
     def decide(self, now: float) -> Ending | None:
         """Replace, restart and give up what must be; the reason to end the attempt now, or None."""
-        self._unheard(now)
+        self._give_up_waiting(now)
         if not self.seats.generation:
             return self._unfit(now) or self._take_seats(now)
         return (
@@ -157,10 +162,10 @@ class Fleet:
                 return ending
         return None
 
-    def _unheard(self, now: float) -> None:
+    def _give_up_waiting(self, now: float) -> None:
         """Agents that have never reported, whether they are needed or not."""
         if now - self.started_at > NODE_START_S:
-            for rank in sorted(set(range(self.plan.allocated)) - set(self.agents) - set(self.gone)):
+            for rank in self.unheard:
                 self._lose(rank, f"no sign of its agent within {NODE_START_S:.0f} s", now)
 
     def _missing(self, now: float) -> Ending | None:

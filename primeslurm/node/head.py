@@ -18,7 +18,7 @@ from primeslurm.node.walltime import MARGIN_S, end_of_job, ends_too_late, second
 from primeslurm.plan.model import Plan
 from primeslurm.run.directory import Attempt, RunDirectory
 from primeslurm.run.roster import Roster, Seat
-from primeslurm.slurm.launch import early_exits, node_names, restarts
+from primeslurm.slurm.launch import early_exits, launch_failures, node_names, restarts
 from primeslurm.wire.addresses import Addresses
 from primeslurm.wire.files import Watched, write_json
 from primeslurm.wire.journal import Journal
@@ -75,8 +75,8 @@ class Head(threading.Thread):
             if (value := file.changed()) is not None:
                 self.fleet.observe(msgspec.convert(value, AgentReport), now)
         self._observe_progress(now)
-        if len(self.fleet.agents) < len(self.fleet.hosts):
-            self.fleet.observe_exits(self._early_exits(), now)
+        if self.fleet.hosts and self.fleet.unheard:
+            self.fleet.observe_exits(self._not_started(), now)
         if self.ending is None and (found := self._asked_to_end(now) or self.fleet.decide(now)):
             self.ending, self._ending_at = found, now
             self.journal.event("ending", outcome=found.outcome, reason=found.reason, suspect=found.suspect)
@@ -101,13 +101,14 @@ class Head(threading.Thread):
             return Ending(Outcome.PREEMPTED, reason)
         return self._asked
 
-    def _early_exits(self) -> dict[str, str]:
+    def _not_started(self) -> dict[str, str]:
         """srun says so at once where an agent cannot be started; without that, only its silence would tell."""
         try:
             output = self._job_output.read_text(errors="replace")
         except OSError:
             return {}
-        return early_exits(output, restarts(os.environ))
+        start = restarts(os.environ)
+        return launch_failures(output, start) | early_exits(output, start)
 
     def _observe_progress(self, now: float) -> None:
         state = self.attempt.state("orchestrator" if self.plan.task == "rl" else "trainer-rank-0")

@@ -164,11 +164,10 @@ def start(cluster: Cluster, tmp_path: Path) -> Iterator[Callable[..., Job]]:
         layout: str = "single",
         without_address: str | None = None,
         prologue: str = "",
-        python: str = sys.executable,
     ) -> Job:
         plan = make_plan(tmp_path / "runs" / "toy", site, replicas, spares, layout)
         job = plan.job.model_copy(update={"prologue": (prologue,) if prologue else ()})
-        plan = plan.model_copy(update={"job": job, "python": python})
+        plan = plan.model_copy(update={"job": job})
         addresses = {name: address for name, address in plan.addresses.items() if name != without_address}
         jobs.append(Job(cluster, plan.model_copy(update={"addresses": addresses})))
         return jobs[-1]
@@ -234,33 +233,36 @@ def test_a_node_that_is_not_fit_is_left_out(cluster: Cluster, start: Callable[..
     job.finish()
 
 
-def test_nodes_where_no_agent_can_be_started(cluster: Cluster, start: Callable[..., Job], tmp_path: Path) -> None:
-    """One that srun does not reach costs an attempt; one where the agent ends at once, no more than a spare."""
-    _, unreached, broken, *_ = cluster.spec.gpu_names
-    wrapper = tmp_path / "python"
-    later = f'[ $SLURMD_NODENAME = {broken} ] && [ -n "$SLURM_RESTART_COUNT" ]'
-    wrapper.write_text(f'#!/bin/bash\n{later} && exit 127\nexec {sys.executable} "$@"\n')
-    wrapper.chmod(0o755)
+@pytest.mark.parametrize(("replicas", "spares"), [(1, 1), (2, 0)], ids=["spare", "no-spare"])
+def test_a_node_where_no_agent_can_be_started(
+    replicas: int, spares: int, cluster: Cluster, start: Callable[..., Job], tmp_path: Path
+) -> None:
+    """Its slurmd is gone when the job's step begins, of which Slurm knows nothing yet."""
+    lost = cluster.spec.gpu_names[1]
     first_start = f"touch {tmp_path}/began; until [ -e {tmp_path}/crashed ]; do sleep 0.1; done"
-    job = start(replicas=1, spares=1, prologue=first_start, python=str(wrapper))
+    job = start(replicas=replicas, spares=spares, prologue=first_start)
     job.wait((tmp_path / "began").exists)
-    next(daemon for daemon in cluster.daemons if daemon.name == unreached).send(signal.SIGKILL)
+    next(daemon for daemon in cluster.daemons if daemon.name == lost).send(signal.SIGKILL)
     (tmp_path / "crashed").touch()
-    job.wait(lambda: job.run.attempt(1).end())
-    end = job.run.attempt(1).end()
-    assert end is not None and (end.outcome, end.suspect, end.requeued) == ("failed", unreached, True)
-    kill_node(cluster, unreached)  # Slurm finds out at once, instead of after SlurmdTimeout
-
-    job.wait(lambda: job.attempt.number == 2)
-    job.wait_for("engine-r0-0", "router-0", "orchestrator")
-    lost = [(event["node"], event["reason"].partition(":")[0]) for event in job.events("node_lost")]
-    assert lost == [(unreached, "no agent could be started"), (broken, "no agent could be started")]
+    if spares:
+        job.wait(lambda: job.events("launched_again"))
+        kill_node(cluster, lost)  # Slurm finds out, and the job goes on
+    else:
+        job.wait(lambda: job.attempt.end())
+        end = job.attempt.end()
+        assert end is not None and (end.outcome, end.suspect, end.requeued) == ("failed", lost, True)
+        kill_node(cluster, lost)  # or it would start again only after SlurmdTimeout
+        job.wait(lambda: job.attempt.number == 2)
+    job.wait_for(*(process.name for process in job.plan.processes()))
+    assert lost not in [seat.name for seat in job.attempt.roster().seats.values()]
     job.finish()
-    assert [attempt.number for attempt in job.run.attempts()] == [1, 2]
-    bad = {entry.node: entry.reason for entry in Ledger(job.run.path.parent).entries(time.time())}
-    assert set(bad) == {unreached, broken}
-    found = diagnose(job.run, job.run.attempt(1), lambda _: None).first
-    assert found is not None and (found.failure.component, found.failure.node) == (f"node {unreached}", unreached)
+    last = job.attempt.end()
+    assert last is not None and last.outcome == "completed"
+    assert [attempt.number for attempt in job.run.attempts()] == ([1] if spares else [1, 2])
+    assert {entry.node for entry in Ledger(job.run.path.parent).entries(time.time())} == {lost}
+    found = diagnose(job.run, job.run.attempt(1), lambda _: None)
+    failure = found.recovered[0] if spares else found.first and found.first.failure
+    assert failure is not None and (failure.component, failure.node) == (f"node {lost}", lost)
 
 
 def test_a_het_job_survives_a_node_as_well(cluster: Cluster, start: Callable[..., Job]) -> None:

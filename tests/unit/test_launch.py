@@ -9,8 +9,9 @@ import pytest
 from primeslurm.node.aftermath import ending_of_step
 from primeslurm.node.attempts import enter, first_of_job
 from primeslurm.node.reports import Ending, Outcome
+from primeslurm.plan.model import Plan
 from primeslurm.run.directory import EndRecord, JobRecord, RunDirectory
-from primeslurm.slurm.launch import early_exits, launch_failures, node_names
+from primeslurm.slurm.launch import NODES, early_exits, launch_failures, node_names, spares_suffice, step_without
 from tests.support.plans import plan_of
 from tests.support.slurm_plans import group, plan
 
@@ -40,6 +41,36 @@ def test_names_of_the_nodes_by_rank(tmp_path: Path) -> None:
     het = plan(tmp_path, group(0, "control"), group(1, "train", 2))
     environ = {"SLURM_JOB_NODELIST_HET_GROUP_0": "c1", "SLURM_JOB_NODELIST_HET_GROUP_1": "n[3-4]"}
     assert node_names(het, environ) == ("c1", "n3", "n4")
+
+
+def needing(given: Plan, *nodes: int) -> Plan:
+    """A plan whose groups need so many of their nodes, and have the rest as spares."""
+    needed = [node for node in given.nodes if node.index_in_group < nodes[node.group]]
+    return given.model_copy(update={"nodes": tuple(needed)})
+
+
+def test_a_job_begins_without_nodes_that_spares_replace(tmp_path: Path) -> None:
+    single, names = needing(plan(tmp_path, group(0, "all", 4)), 3), ("n0", "n1", "n2", "n3")
+    assert spares_suffice(single, names, {"n2"})
+    assert not spares_suffice(single, names, {"n1", "n2"}), "there is one spare"
+    assert not spares_suffice(single, names, {"n0"}), "the head has none"
+    assert not spares_suffice(single, (), {"n2"}), "nobody knows the nodes"
+    het = needing(plan(tmp_path, group(0, "control", 2), group(1, "train", 2)), 1, 2)
+    assert spares_suffice(het, names, {"n1"}) and not spares_suffice(het, names, {"n2"})
+    alone = needing(plan(tmp_path, group(0, "control", 1), group(1, "train", 3)), 1, 2)
+    assert not spares_suffice(alone, names, {"n3"}), "Slurm ends a job with a component of one node"
+
+
+def test_the_step_on_the_nodes_that_are_left(tmp_path: Path) -> None:
+    names = ("n0", "n1", "n2", "n3")
+    single = ["srun", "--nodes=3", "--ntasks=3", "--nodelist=n0,n2,n3", "--label", "python", "x"]
+    assert step_without(plan(tmp_path, group(0, "all", 4)), names, {"n1"}, ["srun", "--label", "python", "x"]) == single
+    het = plan(tmp_path, group(0, "control", 2), group(1, "train", 2))
+    first = ["srun", "--het-group=0", "--nodes=2", "--ntasks=2", "--nodelist=n0,n1", "--label", "python", "x"]
+    second = [":", "--het-group=1", "--nodes=1", "--ntasks=1", "--nodelist=n3", "--label", "python", "x"]
+    step = ["srun", "--het-group=0,1", "--label", "python", "x"]
+    assert step_without(het, names, {"n2"}, step) == [*first, *second]
+    assert node_names(het, {NODES: ",".join(names)}) == names
 
 
 RECORD = EndRecord("failed", "x", "y", None, requeued=True, why_not_requeued="", time=0.0)

@@ -141,7 +141,10 @@ def test_only_a_step_that_failed_has_an_aftermath(tmp_path: Path) -> None:
     for program in (tmp_path / "srun", python):
         program.chmod(0o755)
     script = render(PLANS["quoting"].model_copy(update={"python": str(python), "job": PLANS["het"].job}))
-    for code, expected in ((0, []), (9, ["-m", "primeslurm.node.aftermath", "/runs/it's 100% $x", "9"])):
+    aftermath = ["-m", "primeslurm.node.aftermath", "/runs/it's 100% $x", "9"]
+    step = ["srun", "--het-group=0,1", *["--ntasks-per-node=1", "--cpu-bind=none", "--kill-on-bad-exit=0"]]
+    step += ["--label", "--unbuffered", str(python), "-u", "-m", "submitit.core._submit", "/runs/it's 100% $x/submitit"]
+    for code, expected in ((0, []), (9, [*aftermath, *step])):
         environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CODE": str(code)}
         seen = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=True)
         assert seen.stdout.splitlines() == ["primeslurm: start 0", *expected]
