@@ -16,7 +16,7 @@ from primeslurm.slurm.client import SlurmClient
 from primeslurm.wire import checkpoints
 from primeslurm.wire.journal import Journal
 
-EXCLUDE_S = 10.0
+EXCLUDE_S = 5.0
 
 
 def conclude(plan: Plan, run: RunDirectory, attempt: Attempt, ending: Ending, journal: Journal) -> bool:

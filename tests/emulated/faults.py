@@ -299,10 +299,11 @@ FAULTS = (
     ),
     Fault(
         "two nodes down",
-        "both nodes with trainer ranks lose power, and there is one spare",
-        _lose_nodes("trainer-rank-0", "trainer-rank-2"),
+        "a node with trainer ranks and one with prefill engines lose power; there are no spares for them",
+        _lose_nodes("trainer-rank-2", "prefill-r1-0"),
         ends_attempt=True,
         repair=_revive_nodes,
+        options=("--set", "deployment.spares.train=0"),
     ),
     Fault(
         "head agent killed",
