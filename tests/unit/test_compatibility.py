@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from primeslurm.plan.catalog import ModelFacts, catalog
+from primeslurm.plan.catalog import DeltaNets, ModelFacts, catalog
 from primeslurm.plan.checks.case import Case, Rule
 from primeslurm.plan.checks.compatibility import GROUPS, conflicts
 from primeslurm.plan.needs import needs_of
@@ -124,10 +124,7 @@ EXAMPLES: dict[str, tuple[tuple[dict[str, Any], str, dict[str, Any]], tuple[dict
         (inference(quantization="fp8"), MOE, {"nodes": {"default": {"gpu": "a100"}}}),
         (inference(quantization="fp8"), MOE, {"nodes": {"default": {"gpu": "h100"}}}),
     ),
-    "quantised-twice": (
-        (on(inference(quantization="fp8"), task="serve", environments=[]), OSS, GPU),
-        (on(inference(quantization="fp8"), task="serve", environments=[]), MOE, GPU),
-    ),
+    "quantised-twice": ((inference(quantization="fp8"), "FP8 blocks", GPU), (inference(quantization="fp8"), OSS, GPU)),
     "deep-gemm-fp8": (
         (inference(deep_gemm=True), MOE, GPU),
         (inference(deep_gemm=True, quantization="fp8"), MOE, GPU),
@@ -164,7 +161,6 @@ EXAMPLES: dict[str, tuple[tuple[dict[str, Any], str, dict[str, Any]], tuple[dict
         (on(parallelism(ep=24), deployment={"train": {"nodes": 3}}), MOE, GPU),
         (on(parallelism(ep=8), deployment={"train": {"nodes": 3}}), MOE, GPU),
     ),
-    "trainer-cp-mamba": ((parallelism(cp=2), HYBRID, GPU), (parallelism(cp=2), MOE, GPU)),
     "trainer-cp-divides": (
         (on(parallelism(cp=8), seq_len=1004), MOE, GPU),
         (on(parallelism(cp=8), seq_len=1000), MOE, GPU),
@@ -173,9 +169,13 @@ EXAMPLES: dict[str, tuple[tuple[dict[str, Any], str, dict[str, Any]], tuple[dict
         (parallelism(cp=8), "odd heads", GPU),
         (parallelism(cp=8, cp_style="allgather"), "odd heads", GPU),
     ),
-    "trainer-cp-linear": (
-        (parallelism(cp=2, cp_style="allgather"), "linear attention", GPU),
-        (parallelism(cp=2), "linear attention", GPU),
+    "trainer-cp-recurrent-heads": (
+        (on(parallelism(cp=8), seq_len=1024), "odd recurrent heads", GPU),
+        (on(parallelism(cp=8), seq_len=1024), HYBRID, GPU),
+    ),
+    "trainer-cp-recurrent-style": (
+        (parallelism(cp=2, cp_style="allgather"), HYBRID, GPU),
+        (parallelism(cp=2), HYBRID, GPU),
     ),
     "trainer-fp8-gpu": (
         (trainer(fp8=True), MOE, {"nodes": {"default": {"gres": "gpu:b200"}}}),
@@ -207,9 +207,13 @@ EXAMPLES: dict[str, tuple[tuple[dict[str, Any], str, dict[str, Any]], tuple[dict
 
 
 def facts_of(model: str) -> ModelFacts:
-    if model in ("vision", "linear attention"):
-        family = {"vision": "qwen3_vl_moe", "linear attention": "qwen3_next"}[model]
-        return replace(catalog()[MOE].facts, family=family)
+    if model == "vision":
+        return replace(catalog()[MOE].facts, family="qwen3_vl_moe")
+    if model == "odd recurrent heads":
+        nets = DeltaNets(layers=3, key_heads=4, value_heads=12, key_dim=128, value_dim=128, conv=4)
+        return replace(catalog()[MOE].facts, delta_nets=nets)
+    if model == "FP8 blocks":
+        return replace(catalog()[MOE].facts, quantization="fp8", fp8_blocks=True)
     return replace(catalog()[DENSE].facts, heads=20) if model == "odd heads" else catalog()[model].facts
 
 
@@ -250,3 +254,9 @@ def test_all_findings_come_at_once() -> None:
 def test_engine_rules_are_silent_where_nothing_is_served() -> None:
     changes = on(inference(eplb=True), task="sft", sft={"data": {"type": "jsonl", "path": "x"}}, environments=[])
     assert not broken(changes, MOE, GPU)
+
+
+def test_what_is_served_as_it_is_stored_is_not_quantised_again_either() -> None:
+    serve = on(inference(quantization="fp8"), task="serve", environments=[])
+    assert "quantised-twice" in broken(serve, OSS, GPU)
+    assert "quantised-twice" not in broken(serve, MOE, GPU)

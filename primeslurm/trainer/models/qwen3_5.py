@@ -15,7 +15,6 @@ from torchtitan.models.common import CosSinRoPE, Linear
 from torchtitan.models.common.attention import AttentionMasksType, BaseAttention
 from torchtitan.models.common.config_utils import (
     get_attention_config,
-    make_ffn_config,
     make_moe_config,
     make_router_config,
 )
@@ -28,7 +27,7 @@ from torchtitan.protocols.module import Module
 from transformers import AutoModel
 
 from primeslurm.trainer.models.adapter import TableAdapter
-from primeslurm.trainer.models.common import EXPERTS, MATRIX, ends, linear, refuse, rope_theta
+from primeslurm.trainer.models.common import EXPERTS, MATRIX, build_parts, ends, ffn, linear, refuse, rope_theta
 from primeslurm.trainer.models.delta_net import DeltaNet
 from primeslurm.trainer.models.experts import routed, spread
 
@@ -72,8 +71,7 @@ class GatedAttention(BaseAttention):
         super().__init__()
         self.head_dim = config.head_dim
         self.rotary_dim = config.rope.dim
-        for name in ("wq", "wk", "wv", "wo", "q_norm", "k_norm", "rope", "inner_attention"):
-            setattr(self, name, getattr(config, name).build())
+        build_parts(self, config, "wq", "wk", "wv", "wo", "q_norm", "k_norm", "rope", "inner_attention")
 
     def forward(
         self, x: torch.Tensor, attention_masks: AttentionMasksType | None, positions: torch.Tensor | None = None
@@ -109,9 +107,7 @@ class Block(Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        for name in ("attention_norm", "ffn_norm", "attention", "delta_net", "feed_forward", "moe"):
-            part = getattr(config, name)
-            setattr(self, name, None if part is None else part.build())
+        build_parts(self, config, "attention_norm", "ffn_norm", "attention", "delta_net", "feed_forward", "moe")
         self.moe_enabled = config.moe is not None
 
     def forward(
@@ -161,8 +157,6 @@ class Model(Decoder):
 
 class Adapter(TableAdapter):
     """Names of checkpoints of the language model alone."""
-
-    left_out = ("mtp.",)  # drafts of further tokens
 
     names = {
         "model.embed_tokens.weight": "tok_embeddings.weight",
@@ -258,7 +252,7 @@ def _layer(hf: Any, full_attention: bool, seq_len: int, backend: str) -> Block.C
         ffn_norm=_norm(hf, hf.hidden_size),
         attention=_attention(hf, seq_len, backend) if full_attention else None,
         delta_net=None if full_attention else _net(hf),
-        feed_forward=None if moe else _feed_forward(hf),
+        feed_forward=None if moe else ffn(hf, hf.intermediate_size),
         moe=_moe(hf) if moe else None,
     )
 
@@ -304,12 +298,6 @@ def _net(hf: Any) -> DeltaNet.Config:
             **dict.fromkeys(("conv_weight", "dt_bias", "A_log"), nn.init.zeros_),
             "norm_weight": nn.init.ones_,
         },
-    )
-
-
-def _feed_forward(hf: Any) -> FeedForward.Config:
-    return make_ffn_config(
-        dim=hf.hidden_size, hidden_dim=hf.intermediate_size, w1_param_init=MATRIX, w2w3_param_init=MATRIX
     )
 
 
