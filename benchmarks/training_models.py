@@ -8,7 +8,7 @@ from typing import Any
 from transformers import GlmMoeDsaConfig, Qwen3Config, Qwen3MoeConfig
 
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12}
-"""Dense bfloat16 operations a second by a part of the GPU's name (NVIDIA's data sheets, SXM, half of "with sparsity")."""
+"""Dense bfloat16 operations a second by a part of the GPU's name (data sheets of the SXM boards, without sparsity)."""
 
 
 @dataclass(frozen=True)
