@@ -37,8 +37,11 @@ def test_forward_and_backward_equal_float32() -> None:
     wanted = torch.autograd.grad((expected * weight).sum(), exact)
     tensors = [tensor.cuda().requires_grad_() for tensor in rounded]
     out = sparse_mla(*tensors, indices.cuda(), SCALE)
-    gradients = torch.autograd.grad((out.float() * weight.cuda()).sum(), tensors)
+    product = (out.float() * weight.cuda()).sum()
+    gradients = torch.autograd.grad(product, tensors, retain_graph=True)
     assert out.dtype == torch.bfloat16
+    again = torch.autograd.grad(product, tensors)
+    assert all(torch.equal(first, second) for first, second in zip(gradients, again, strict=True))
     for mine, reference in zip((out, *gradients), (expected, *wanted), strict=True):
         error = (mine.float().cpu() - reference).norm() / reference.norm()
         assert error < 0.02, f"{float(error):.4f}"
