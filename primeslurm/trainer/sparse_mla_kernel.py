@@ -165,7 +165,7 @@ def _gather(keys, where, slot, selected, HALF: tl.constexpr, ROPE: tl.constexpr)
 
 
 @triton.jit
-def _products(low, high, rope, k_low, k_high, k_rope):  # type: ignore[no-untyped-def]
+def _products(low, high, rope, k_low, k_high, k_rope):
     """Scores [heads, slots] of a query's heads and keys, unscaled."""
     scores = tl.dot(low, tl.trans(k_low))
     scores = tl.dot(high, tl.trans(k_high), scores)
