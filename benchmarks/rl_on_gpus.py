@@ -124,7 +124,7 @@ def report(steps: Sequence[Mapping[str, Any]], happened: Sequence[Mapping[str, A
 
 
 def _median(values: Sequence[float]) -> float | None:
-    return round(statistics.median(values), 6) if values else None
+    return float(f"{statistics.median(values):.4g}") if values else None
 
 
 def main() -> None:

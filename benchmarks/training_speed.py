@@ -51,7 +51,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--fp8", action="store_true", help="of ours")
     parser.add_argument("--steps", type=int, default=10, help=f"that are timed, after {WARM_UP}")
     parser.add_argument("--against", choices=["torchtitan"])
-    parser.add_argument("--out", type=Path, help="also write the result there")
+    parser.add_argument("--out", type=Path, help="also write the result there; the last option")
     return parser.parse_args(words)
 
 
@@ -231,7 +231,7 @@ def main() -> None:
     world = join(Interrupt(), 600)
     settings = {name: value for name, value in vars(options).items() if name not in ("out", "dtype")}
     result = {
-        "command": " ".join(["python -m benchmarks.training_speed", *sys.argv[1:]]),
+        "command": " ".join(["python -m benchmarks.training_speed", *sys.argv[1:]]).partition(" --out ")[0],
         "machine": f"{os.cpu_count()} x {platform.machine()}, load {os.getloadavg()[0]:.1f} at the start",
         "versions": {name: version(name) for name in ("torch", "torchtitan")},
         **settings,
