@@ -28,9 +28,10 @@ Sample = tuple[dict[str, torch.Tensor], torch.Tensor]
 class TitanStep(Trainer):
     """A `Trainer` of which only what `train_step` uses is set up: no data, checkpoints, metrics or compilation."""
 
-    def __init__(self, flavor: str, layers: int, recipe: Recipe, rows: int, world: World) -> None:
+    def __init__(self, flavor: str, config: Any, recipe: Recipe, rows: int, world: World) -> None:
         """Args:
         flavor: of torchtitan's Qwen3 models.
+        config: how many layers, and how large a vocabulary, the model has.
         recipe: dtype, lengths, layout and chunks of the head's loss; its model is not looked at.
         rows: of each data-parallel rank.
         """
@@ -55,7 +56,7 @@ class TitanStep(Trainer):
         self.parallel_dims = ParallelDims.from_config(parallelism, world.size)
         self.gradient_accumulation_steps = rows // per_pass
         self.num_pipeline_parallel_microbatches = 1
-        self.model_parts = [self._model(flavor, layers, attention(layout.cp), layout.activation_checkpointing)]
+        self.model_parts = [self._model(flavor, config, attention(layout.cp), layout.activation_checkpointing)]
         self.loss_fn = _loss(recipe, per_pass, self.model_parts[0])
         self.optimizers = default_adamw(lr=recipe.trainer.optimizer.lr).build(model_parts=self.model_parts)
         schedule = LRSchedulersContainer.Config(warmup_steps=0)
@@ -66,9 +67,11 @@ class TitanStep(Trainer):
         self.metrics_processor = SimpleNamespace(should_log=lambda step: False)
         self.checkpointer = SimpleNamespace(maybe_wait_for_staging=lambda: None)
 
-    def _model(self, flavor: str, layers: int, backend: str, checkpointing: str) -> Any:
+    def _model(self, flavor: str, config: Any, backend: str, checkpointing: str) -> Any:
         spec = model_registry(flavor, attn_backend=backend)
-        spec.model.layers = spec.model.layers[:layers]
+        spec.model.layers = spec.model.layers[: config.num_hidden_layers]
+        spec.model.vocab_size = config.vocab_size
+        spec.model.tok_embeddings.num_embeddings = spec.model.lm_head.out_features = config.vocab_size
         if compat.ON_CPU:
             compat.adapt(spec.model)
         spec.model.update_from_config(config=self.config)

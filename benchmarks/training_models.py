@@ -13,18 +13,20 @@ PEAK_FLOPS = {"H200": 989e12, "H100": 989e12}
 
 @dataclass(frozen=True)
 class Shape:
-    """A model of full width; how many layers and experts it has is up to the memory."""
+    """A model of full width; how many layers, experts and words it has is up to the memory."""
 
     config: type
     settings: dict[str, Any]
     flavor: str | None
     """torchtitan's name of the same shape, if it has it."""
 
-    def build(self, layers: int, experts: int | None) -> Any:
-        """The transformers config with this many layers, and experts if not all of them."""
+    def build(self, layers: int, experts: int | None, vocabulary: int | None) -> Any:
+        """The transformers config with this many layers, and of the rest as much as the model has, unless given."""
         counts: dict[str, Any] = {"num_hidden_layers": layers}
         if experts is not None:
             counts["num_local_experts" if self.config is GlmMoeDsaConfig else "num_experts"] = experts
+        if vocabulary is not None:
+            counts["vocab_size"] = vocabulary
         return self.config(**self.settings | counts)
 
 

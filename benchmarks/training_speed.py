@@ -37,6 +37,9 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shape", choices=["qwen3_30b_a3b", "qwen3_4b", "glm5", "tiny"], default="tiny")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--experts", type=int, help="fewer than the model has; a token meets as many as ever")
+    parser.add_argument(
+        "--vocab", type=int, help="a smaller vocabulary, so that few layers do not stand beside a whole head"
+    )
     parser.add_argument("--seq", type=int, default=512, help="tokens of a row, which is one document")
     parser.add_argument("--rows", type=int, default=1, help="of each data-parallel rank")
     parser.add_argument("--ranks", type=int, default=1)
@@ -126,7 +129,7 @@ def torchtitans(options: argparse.Namespace, recipe: Any, flavor: str, config: A
     from benchmarks.titan_step import TitanStep
     from primeslurm.trainer.parallel import micro_batch_rows
 
-    trainer = TitanStep(flavor, options.layers, recipe, options.rows, world)
+    trainer = TitanStep(flavor, config, recipe, options.rows, world)
     per_pass = min(options.rows, micro_batch_rows(options.seq))
     tokens = torch.randint(0, config.vocab_size, (options.rows, options.seq + 1))
     positions = torch.arange(options.seq).expand(per_pass, -1)
@@ -180,7 +183,7 @@ def measure(options: argparse.Namespace, world: Any) -> dict[str, Any]:
     shape = SHAPES[options.shape]
     if options.against and (shape.flavor is None or options.experts or options.optimizer != "adamw"):
         raise SystemExit("--against torchtitan: it has no GLM-5, all experts, and of these optimizers AdamW")
-    config = shape.build(options.layers, options.experts)
+    config = shape.build(options.layers, options.experts, options.vocab)
     recipe = make_recipe(options, world.device.type == "cpu")
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as directory:
