@@ -37,9 +37,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shape", choices=["qwen3_30b_a3b", "qwen3_4b", "glm5", "tiny"], default="tiny")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--experts", type=int, help="fewer than the model has; a token meets as many as ever")
-    parser.add_argument(
-        "--vocab", type=int, help="a smaller vocabulary, so that few layers do not stand beside a whole head"
-    )
+    parser.add_argument("--vocab", type=int, help="words, so that few layers do not stand beside a whole head")
     parser.add_argument("--seq", type=int, default=512, help="tokens of a row, which is one document")
     parser.add_argument("--rows", type=int, default=1, help="of each data-parallel rank")
     parser.add_argument("--ranks", type=int, default=1)
