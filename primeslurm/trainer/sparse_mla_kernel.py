@@ -69,14 +69,14 @@ def backward(
     grad, query, keys, where = (tensor.contiguous() for tensor in (grad, query, keys, where))
     grad_query = torch.empty_like(query)
     grad_keys = torch.zeros(keys.shape, dtype=torch.float32, device=keys.device)
-    mean = (grad.float() * out.float()).sum(-1)
     heads, selected = query.shape[1], where.shape[1]
     values = 2 * heads + keys.shape[1] * triton.cdiv(heads, _block_heads(heads))
     step = max(1, BUFFER_BYTES // (selected * values * keys.element_size()))
     for start in range(0, len(query), step):
         part = slice(start, start + step)
+        mean = (grad[part].float() * out[part].float()).sum(-1)
         weights, slopes = _queries(
-            grad[part], query[part], keys, where[part], normaliser[part], mean[part], grad_query[part], scale
+            grad[part], query[part], keys, where[part], normaliser[part], mean, grad_query[part], scale
         )
         shares = _shares(grad[part], query[part], weights, slopes)
         _add_up(shares, where[part], grad_keys, grad.shape[-1])

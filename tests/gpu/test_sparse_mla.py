@@ -24,7 +24,9 @@ SCALE = (128 + ROPE) ** -0.5
 DENSE = {"first_k_dense_replace": 4}
 
 
-def test_forward_and_backward_equal_float32() -> None:
+@pytest.mark.parametrize("buffer_bytes", [2**32, 2**26])
+def test_forward_and_backward_equal_float32(buffer_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("primeslurm.trainer.sparse_mla_kernel.BUFFER_BYTES", buffer_bytes)
     generator = torch.Generator().manual_seed(0)
     shapes = ((1, QUERIES, HEADS, RANK), (1, QUERIES, HEADS, ROPE), (1, KEYS, RANK), (1, KEYS, ROPE))
     rounded = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
