@@ -39,12 +39,12 @@ FAMILIES: dict[str, Capabilities] = {
     "laguna": Capabilities(ep=True, cp=True, router_replay=True, fp8_checkpoint=True, fp8=True, lora=True),
     "llama": Capabilities(cp=True, fp8_checkpoint=True, fp8=True, lora=True),
     "minimax_m2": Capabilities(ep=True, cp=True, router_replay=True, fp8_checkpoint=True, fp8=True, lora=True),
-    "nemotron_h": Capabilities(ep=True, fp8_checkpoint=True, router_replay=True, lora=True, fp8=True),
+    "nemotron_h": Capabilities(ep=True, cp=True, fp8_checkpoint=True, router_replay=True, lora=True, fp8=True),
     "qwen3": Capabilities(cp=True, fp8_checkpoint=True, fp8=True, lora=True),
-    "qwen3_5": Capabilities(fp8_checkpoint=True, lora=True, fp8=True),
-    "qwen3_5_moe": Capabilities(ep=True, fp8_checkpoint=True, router_replay=True, lora=True, fp8=True),
-    "qwen3_5_moe_text": Capabilities(ep=True, fp8_checkpoint=True, router_replay=True, lora=True, fp8=True),
-    "qwen3_5_text": Capabilities(fp8_checkpoint=True, fp8=True, lora=True),
+    "qwen3_5": Capabilities(cp=True, fp8_checkpoint=True, lora=True, fp8=True),
+    "qwen3_5_moe": Capabilities(ep=True, cp=True, fp8_checkpoint=True, router_replay=True, lora=True, fp8=True),
+    "qwen3_5_moe_text": Capabilities(ep=True, cp=True, fp8_checkpoint=True, router_replay=True, lora=True, fp8=True),
+    "qwen3_5_text": Capabilities(cp=True, fp8_checkpoint=True, fp8=True, lora=True),
     "qwen3_moe": Capabilities(ep=True, cp=True, fp8_checkpoint=True, router_replay=True, fp8=True, lora=True),
 }
 """`model_type` of config.json to what works with our own implementation of it."""

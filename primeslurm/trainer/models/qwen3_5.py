@@ -27,7 +27,7 @@ from torchtitan.protocols.module import Module
 from transformers import AutoModel
 
 from primeslurm.trainer.models.adapter import TableAdapter
-from primeslurm.trainer.models.common import EXPERTS, MATRIX, ends, ffn, linear, refuse, rope_theta
+from primeslurm.trainer.models.common import EXPERTS, MATRIX, build_parts, ends, ffn, linear, refuse, rope_theta
 from primeslurm.trainer.models.delta_net import DeltaNet
 from primeslurm.trainer.models.experts import routed, spread
 
@@ -71,8 +71,7 @@ class GatedAttention(BaseAttention):
         super().__init__()
         self.head_dim = config.head_dim
         self.rotary_dim = config.rope.dim
-        for name in ("wq", "wk", "wv", "wo", "q_norm", "k_norm", "rope", "inner_attention"):
-            setattr(self, name, getattr(config, name).build())
+        build_parts(self, config, "wq", "wk", "wv", "wo", "q_norm", "k_norm", "rope", "inner_attention")
 
     def forward(
         self, x: torch.Tensor, attention_masks: AttentionMasksType | None, positions: torch.Tensor | None = None
@@ -108,9 +107,7 @@ class Block(Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        for name in ("attention_norm", "ffn_norm", "attention", "delta_net", "feed_forward", "moe"):
-            part = getattr(config, name)
-            setattr(self, name, None if part is None else part.build())
+        build_parts(self, config, "attention_norm", "ffn_norm", "attention", "delta_net", "feed_forward", "moe")
         self.moe_enabled = config.moe is not None
 
     def forward(
@@ -160,8 +157,6 @@ class Model(Decoder):
 
 class Adapter(TableAdapter):
     """Names of checkpoints of the language model alone."""
-
-    left_out = ("mtp.",)  # drafts of further tokens
 
     names = {
         "model.embed_tokens.weight": "tok_embeddings.weight",
