@@ -29,11 +29,13 @@ class TitanStep(Trainer):
     """A `Trainer` of which only what `train_step` uses is set up: no data, checkpoints, metrics or compilation."""
 
     def __init__(self, flavor: str, config: Any, recipe: Recipe, rows: int, world: World) -> None:
-        """Args:
-        flavor: of torchtitan's Qwen3 models.
-        config: how many layers, and how large a vocabulary, the model has.
-        recipe: dtype, lengths, layout and chunks of the head's loss; its model is not looked at.
-        rows: of each data-parallel rank.
+        """Build the model and all that trains it.
+
+        Args:
+            flavor: of torchtitan's Qwen3 models.
+            config: how many layers, and how large a vocabulary, the model has.
+            recipe: dtype, lengths, layout and chunks of the head's loss; its model is not looked at.
+            rows: of each data-parallel rank.
         """
         layout = recipe.trainer.parallelism
         self.device = world.device

@@ -3,11 +3,10 @@
     python -m benchmarks.training_speed --shape tiny --against torchtitan
     python -m benchmarks.training_speed --shape qwen3_30b_a3b --layers 8 --ranks 2 --ep 2 --seq 16384 --out R.json
 
-Starts `--ranks` processes on this machine, on GPUs if it has any. Weights and tokens are random, nothing is read from
-files or the network. Ours is the step that runs train with: `Learner.train` with the recipe's loss, from arrays in
-host memory to updated weights and metrics. The other is torchtitan's `Trainer.train_step`, uncompiled. Both have their
-models in memory at once and take turns, so whatever else the machine does hits both. The ratio is that of the medians:
-of elapsed time on GPUs, on CPUs of the processor time that rank 0 used, which other processes disturb less.
+Starts `--ranks` processes on this machine, on GPUs if it has any; weights and tokens are random. Ours is the step that
+runs train with: `Learner.train` with the recipe's loss, from arrays in host memory to updated weights and metrics. The
+other is torchtitan's `Trainer.train_step`, uncompiled. Both have their models in memory at once and take turns. The
+ratio is that of medians: of elapsed time on GPUs, on CPUs of rank 0's processor time, which others disturb less.
 """
 
 from __future__ import annotations
@@ -129,6 +128,8 @@ def torchtitans(options: argparse.Namespace, recipe: Any, flavor: str, config: A
 
     trainer = TitanStep(flavor, config, recipe, options.rows, world)
     per_pass = min(options.rows, micro_batch_rows(options.seq))
+    if options.rows % per_pass:
+        raise SystemExit(f"--against torchtitan: --rows beyond {per_pass} must be a multiple of it")
     tokens = torch.randint(0, config.vocab_size, (options.rows, options.seq + 1))
     positions = torch.arange(options.seq).expand(per_pass, -1)
 
