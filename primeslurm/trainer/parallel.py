@@ -135,6 +135,24 @@ def build(recipe: Recipe, world: World, attention: Literal["varlen", "flex"] | N
         FileNotFoundError: there is no such model.
         ValueError: the model, the parallelism or the checkpoint does not fit.
     """
+    source = huggingface.locate(recipe.model.path)
+    config = huggingface.load_config(source)
+    policy = assemble(config, source, recipe, world, attention)
+    _load(policy, config)
+    return policy
+
+
+def assemble(
+    config: Any, source: Path, recipe: Recipe, world: World, attention: Literal["varlen", "flex"] | None = None
+) -> Policy:
+    """The model of a transformers config, sharded over `world`; no weights are read from `source`.
+
+    Args:
+        attention: as for `build`.
+
+    Raises:
+        ValueError: the model or the parallelism does not fit.
+    """
     layout = recipe.trainer.parallelism
     # Context parallelism is ours: to torchtitan's model code a piece of a row is a row.
     parallelism = ParallelismConfig(
@@ -155,13 +173,9 @@ def build(recipe: Recipe, world: World, attention: Literal["varlen", "flex"] | N
     dims = Dims.of(layout, world.size, parallelism.spmd_backend)
     dist_utils.set_spmd_backend(parallelism.spmd_backend)
 
-    source = huggingface.locate(recipe.model.path)
-    config = huggingface.load_config(source)
     if models.is_generic(recipe.model.impl, config):
         model, adapter, hf_names = generic.build(config, dims, recipe, world.device)
-        policy = Policy(model, adapter, dims, hf_names, source, dtype, world.device)
-        _load(policy, config)
-        return policy
+        return Policy(model, adapter, dims, hf_names, source, dtype, world.device)
     # Varlen kernels are bfloat16 only.
     fitting = "flex" if compat.ON_CPU or recipe.model.dtype != "bfloat16" else "varlen"
     spec = models.spec(config, recipe.seq_len, attention or fitting)
@@ -197,9 +211,7 @@ def build(recipe: Recipe, world: World, attention: Literal["varlen", "flex"] | N
     model.train()
     if memory.activation_offload:
         ActivationOffload(world.device).install(model)
-    policy = Policy(model, adapter, dims, hf_names, source, dtype, world.device, shared, recipe.trainer.lora, stored)
-    _load(policy, config)
-    return policy
+    return Policy(model, adapter, dims, hf_names, source, dtype, world.device, shared, recipe.trainer.lora, stored)
 
 
 def _load(policy: Policy, hf_config: Any) -> None:

@@ -151,7 +151,6 @@ EXAMPLES: dict[str, tuple[tuple[dict[str, Any], str, dict[str, Any]], tuple[dict
         (parallelism(ep_backend="deepep", ep=2), MOE, CPU),
         (parallelism(ep_backend="deepep", ep=2), MOE, GPU),
     ),
-    "deepep-version": ((parallelism(ep_backend="deepep", ep=2), MOE, GPU), (parallelism(ep=2), MOE, GPU)),
     "deepep-sms": (
         (parallelism(ep=2, deepep_num_sms=20), MOE, GPU),
         (parallelism(ep=2, deepep_num_sms=20, ep_backend="deepep"), MOE, GPU),

@@ -50,11 +50,6 @@ def _deepep_gpu(case: Case) -> str:
     return f"{old[0].name} is SM{old[0].sm}" if old else ""
 
 
-def _deepep_version(case: Case) -> str:
-    deepep = case.recipe.trainer.parallelism.ep_backend == "deepep"
-    return "third_party/deepep builds 1.2.1, which has no ElasticBuffer" if deepep else ""
-
-
 def _deepep_sms(case: Case) -> str:
     p = case.recipe.trainer.parallelism
     return "only DeepEP has this setting" if p.deepep_num_sms and p.ep_backend != "deepep" else ""
@@ -174,8 +169,6 @@ TRAINER_RULES = (
          "max_norm: null", "prime-rl 0.6.0 docs, advanced"),
     Rule("deepep-gpu", "error", "trainer.parallelism.ep_backend", "DeepEP needs SM90 or newer", _deepep_gpu,
          "ep_backend: torch", "DeepEP README"),
-    Rule("deepep-version", "warning", "trainer.parallelism.ep_backend", "The trainer needs DeepEP 2", _deepep_version,
-         "install deep_ep >= 2.0 for the trainer; it ends at once without", "torchtitan 0.3"),
     Rule("deepep-sms", "error", "trainer.parallelism.deepep_num_sms", "Multiprocessors are set for DeepEP", _deepep_sms,
          "leave it out, or ep_backend: deepep", "torchtitan 0.3"),
     Rule("trainer-ep-dense", "error", _EP, "EP needs a model with experts", _ep_dense, "ep: 1", "torchtitan 0.3"),
