@@ -25,7 +25,7 @@ NODE_START_S = 300.0
 SPARE_WAIT_S = 30.0
 """Longest wait for the rest once there are enough fit nodes."""
 _EXPENDABLE = ("engine", "prefill", "decode", "router", "store")
-_REPLACEABLE = (*_EXPENDABLE, "environment")
+_REPLACEABLE = (*_EXPENDABLE, "environment", "teacher")
 
 
 @dataclass(frozen=True)
