@@ -41,9 +41,9 @@ def documents(
     A first token has no predecessor, so it is never trained.
 
     Every token has its rollout's advantage, but for opd (on-policy distillation: MiniLLM, arXiv 2306.08543, and GKD,
-    arXiv 2306.13649, in the form of Lu et al., Thinking Machines Lab 2025, without a return over later tokens): there it
-    has the teacher's log-probability minus the engine's, whose expectation over sampled tokens is -KL(policy ||
-    teacher), plus `opd_reward` times its rollout's.
+    arXiv 2306.13649, in the form of Thinking Machines Lab, On-Policy Distillation, 2025: no return over later tokens).
+    There it has the teacher's log-probability minus the engine's, whose mean over sampled tokens estimates
+    -KL(policy || teacher), plus `opd_reward` times its rollout's.
 
     Raises:
         ValueError: opd, and a group that no teacher was asked about.

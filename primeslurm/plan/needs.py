@@ -88,7 +88,9 @@ def _asks(recipe: Recipe) -> list[_Ask]:
 
 def _teacher_ask(recipe: Recipe) -> list[_Ask]:
     teacher = recipe.teacher
-    return [_Ask("teacher", "teacher", teacher.nodes, teacher.gpus_per_node)] if isinstance(teacher, TeacherEngines) else []
+    if not isinstance(teacher, TeacherEngines):
+        return []
+    return [_Ask("teacher", "teacher", teacher.nodes, teacher.gpus_per_node)]
 
 
 def _place(recipe: Recipe, ask: _Ask, site: Site, problems: list[Violation]) -> Need | None:

@@ -55,7 +55,7 @@ class Orchestrator(Section):
     """grpo: reward minus the group's mean. max_rl: that over the mean, which favours rare success; rewards must not be
     negative. opd (on-policy distillation): each token's log-probability by the teacher minus the engine's."""
     opd_reward: NonNegativeFloat = 0.0
-    """With `advantages: opd`: also the reward minus the group's mean, times this. Default: rewards are only reported."""
+    """With `advantages: opd`: also the reward minus the group's mean, times this. 0: rewards are only reported."""
     echo: PositiveFloat | None = None
     """Also train on what environments answered (tool and user messages after the policy's first answer), by
     cross-entropy times this; 0.1 is usual. Default: those tokens are context only."""

@@ -126,7 +126,9 @@ def _hybrid_offload(case: Case) -> str:
 def _teacher_temperature(case: Case) -> str:
     sampling = case.recipe.orchestrator.sampling
     plain = sampling.temperature == 1 and sampling.top_p == 1 and sampling.top_k < 1
-    return "the policy's log-probabilities are those of what it samples from" if case.recipe.teacher and not plain else ""
+    return (
+        "the policy's log-probabilities are those of what it samples from" if case.recipe.teacher and not plain else ""
+    )
 
 
 _REPLAY = "trainer.router_replay"
