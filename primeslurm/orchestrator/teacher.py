@@ -100,13 +100,13 @@ class Teacher:
             pause = min(2 * pause, LONGEST_RETRY_S)
 
     def _engine(self) -> str | None:
-        """The engine with the fewest requests, of those that answered last, if there are any."""
+        """The engine with the fewest requests; one that failed lately only if all did, the one longest ago first."""
         try:
             urls = self._where()
         except LookupError:  # nothing is published yet
             return None
         now = self._clock()
-        return min(urls, key=lambda url: (self._avoided.get(url, now) > now, self._inflight[url]), default=None)
+        return min(urls, key=lambda url: (max(now, self._avoided.get(url, now)), self._inflight[url]), default=None)
 
     async def _try(self, url: str, body: dict[str, object]) -> httpx.Response | None:
         """One try; None if it has to be tried again."""
