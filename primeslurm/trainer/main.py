@@ -11,7 +11,7 @@ import torch
 from transformers import AutoTokenizer
 
 from primeslurm.recipe import Recipe
-from primeslurm.trainer import data, huggingface, loss
+from primeslurm.trainer import data, loss
 from primeslurm.trainer.checkpoint import Checkpoints
 from primeslurm.trainer.encoding import Encoding
 from primeslurm.trainer.handover import ByFiles, BySending, Handover
@@ -85,4 +85,4 @@ def _encoding(recipe: Recipe, policy: Policy) -> Encoding:
     dtype = getattr(torch, recipe.model.dtype)
     if recipe.task == "sft":
         return Encoding(dtype)
-    return Encoding(dtype, recipe.inference.quantization == "fp8", huggingface.fp8_names(policy.source))
+    return Encoding(dtype, recipe.inference.quantization == "fp8", policy.stored_fp8)
