@@ -22,9 +22,10 @@ pytestmark = pytest.mark.engine
 
 @pytest.fixture
 def teacher(zygote: Zygote, tmp_path: Path) -> Iterator[tuple[Path, Server]]:
-    """Another model than the policy, with the tokenizer of it, served as a plan would."""
+    """Another model than the policy, with its tokenizer, served as a plan would; it reads 16 tokens at a time."""
     directory = make_model(tmp_path / "teacher", seed=99)
     settings = {"type": "engines", "path": str(directory), "dtype": "float32", "kv_cache_bytes": 2**24}
+    settings |= {"max_num_batched_tokens": 16, "vllm_extra": {"max_num_seqs": 8}}
     recipe = Recipe.model_validate(recipe_data(orchestrator={"advantages": "opd"}, teacher=settings))
     alone = served(recipe)
     assert alone is not None
