@@ -54,8 +54,8 @@ class _Answer(msgspec.Struct):
     choices: list[_Choice]
 
 
-class _Moved(Exception):
-    """The router listens elsewhere now."""
+class MovedError(Exception):
+    """Whoever was asked listens elsewhere now, or nowhere."""
 
 
 class RefusedError(Exception):
@@ -151,7 +151,7 @@ class GenerateEndpoint:
         while True:
             try:
                 answer = await self._try(path, request, headers)
-            except (httpx.HTTPError, _Moved) as error:
+            except (httpx.HTTPError, MovedError) as error:
                 problem = f"{type(error).__name__}: {error}"
             else:
                 if answer.is_success:
@@ -165,16 +165,31 @@ class GenerateEndpoint:
             pause = min(2 * pause, LONGEST_RETRY_S)
 
     async def _try(self, path: str, request: dict[str, Any], headers: dict[str, str]) -> httpx.Response:
-        """One try. A node that is gone never answers: when its router has moved, waiting for it is over."""
         where = self._where()
-        answer = asyncio.create_task(self._http.post(where + path, json=request, headers=headers))
-        try:
-            while not (await asyncio.wait({answer}, timeout=MOVE_POLL_S))[0]:
-                if self._where() != where:
-                    raise _Moved(f"{where} has moved to {self._where()}")
-            return answer.result()
-        finally:
-            answer.cancel()
+        return await post_while(self._http, where + path, lambda: self._where() == where, request, headers)
+
+
+async def post_while(
+    http: httpx.AsyncClient,
+    url: str,
+    stays: Callable[[], bool],
+    body: dict[str, Any],
+    headers: dict[str, str] | None = None,
+) -> httpx.Response:
+    """Post JSON. A node that is gone never answers: waiting is over once `stays` says so.
+
+    Raises:
+        MovedError: nobody is to be expected at `url` any more.
+        httpx.HTTPError: no answer.
+    """
+    answer = asyncio.create_task(http.post(url, json=body, headers=headers))
+    try:
+        while not (await asyncio.wait({answer}, timeout=MOVE_POLL_S))[0]:
+            if not stays():
+                raise MovedError(f"{url} has moved")
+        return answer.result()
+    finally:
+        answer.cancel()
 
 
 def _versions(choice: _Choice) -> list[int]:

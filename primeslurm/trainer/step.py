@@ -73,11 +73,13 @@ class Learner:
     def _micro_batch(self, row: dict[str, torch.Tensor]) -> Any:
         tokens, positions = row["token_ids"].long(), row["positions"].long()
         labels, label_positions = _next_token(tokens), _next_token(positions)
+        # What a batch may lack is 0.
+        optional = {name: torch.zeros_like(row["logprobs"]) for name in ("echo_weights", "ref_logprobs")}
+        names = ("logprobs", "advantages", "temperatures", "on_policy", *optional)
+        given = {name: _next_token((optional | row)[name]) for name in names}
         # A position of 0 starts another document (or is past the row's end): these logits do not predict it.
-        echo = _next_token(row["echo_weights"]) if "echo_weights" in row else torch.zeros_like(row["logprobs"])
-        mask = (_next_token(row["mask"]) | (echo > 0)) & (label_positions != 0)
-        given = {name: _next_token(row[name]) for name in ("logprobs", "advantages", "temperatures", "on_policy")}
-        targets = Targets(labels=labels, mask=mask, echo_weights=echo, **given)
+        mask = (_next_token(row["mask"]) | (given["echo_weights"] > 0)) & (label_positions != 0)
+        targets = Targets(labels=labels, mask=mask, **given)
         return self._loss(*self.policy.score(tokens, positions, targets, row.get("routed_experts")))
 
     def _update(self) -> float:

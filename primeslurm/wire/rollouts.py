@@ -55,6 +55,8 @@ class Rollout:
     """Tokens that the environment answered after the policy's first ones; None unless they are trained too."""
     routed_experts: RoutedExperts | None = field(default=None, kw_only=True)
     """None unless the trainer replays them."""
+    ref_logprobs: Float32 | None = field(default=None, kw_only=True)
+    """The teacher's log-probabilities of the sampled tokens, 0 elsewhere; None until it was asked."""
 
     def encode(self) -> list[Frame]:
         """As wire frames: one buffer per array there is."""
@@ -101,6 +103,8 @@ class Row:
     all losses is divided by `loss_tokens`. None unless there are such tokens in the batch."""
     routed_experts: RoutedExperts | None = None
     """[seq_len, layers, top_k]; None unless the trainer replays them. All rows of a batch have them, or none."""
+    ref_logprobs: Float32 | None = None
+    """The teacher's log-probabilities of the trained tokens. None without a teacher."""
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         """What there is, by name."""

@@ -24,6 +24,9 @@ CPU = {"device": "cpu"}
 REPLAY: dict[str, Any] = {"trainer": {"router_replay": True}}
 PD: dict[str, Any] = {"deployment": {"inference": {"type": "disaggregated"}}}
 MOONCAKE: dict[str, Any] = {"inference": {"kv_offload": {"type": "mooncake", "cpu": {"bytes": 2**38}}}}
+TEACHER: dict[str, Any] = {
+    "teacher": {"type": "engines", "path": "/models/teacher"}, "orchestrator": {"advantages": "opd"}
+}  # fmt: skip
 EP: dict[str, Any] = {"inference": {"expert_parallel": True}}
 
 
@@ -192,6 +195,10 @@ EXAMPLES: dict[str, tuple[tuple[dict[str, Any], str, dict[str, Any]], tuple[dict
     "lora-targets": (
         (trainer(lora={"targets": ["q_prj"]}), MOE, GPU),
         (trainer(lora={"targets": ["q_proj"]}), MOE, GPU),
+    ),
+    "teacher-temperature": (
+        (on(TEACHER, orchestrator={"sampling": {"temperature": 0.7}}), MOE, GPU),
+        (TEACHER, MOE, GPU),
     ),
     "vision-dtype": (
         ({"model": {"dtype": "float32"}}, "vision", GPU),
