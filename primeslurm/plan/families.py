@@ -24,6 +24,8 @@ class Capabilities:
     """Checkpoints in E4M3 with one scale for each block of 128 x 128 weights load."""
     text_only: bool = False
     """Published without what sees images, so that engines, which insist on it, cannot take a new policy."""
+    images: bool = False
+    """A vision encoder beside the language model."""
     offload: bool = True
     """Activations, or masters and optimizer state, in host memory."""
 
@@ -41,11 +43,13 @@ FAMILIES: dict[str, Capabilities] = {
     "minimax_m2": Capabilities(ep=True, cp=True, router_replay=True, fp8_checkpoint=True, fp8=True, lora=True),
     "nemotron_h": Capabilities(ep=True, fp8_checkpoint=True, router_replay=True, lora=True),
     "qwen3": Capabilities(cp=True, fp8_checkpoint=True, fp8=True, lora=True),
-    "qwen3_5": Capabilities(fp8_checkpoint=True, lora=True),
-    "qwen3_5_moe": Capabilities(ep=True, fp8_checkpoint=True, router_replay=True, lora=True),
+    "qwen3_5": Capabilities(fp8_checkpoint=True, lora=True, images=True),
+    "qwen3_5_moe": Capabilities(ep=True, fp8_checkpoint=True, router_replay=True, lora=True, images=True),
     "qwen3_5_moe_text": Capabilities(ep=True, fp8_checkpoint=True, router_replay=True, lora=True),
     "qwen3_5_text": Capabilities(fp8_checkpoint=True, fp8=True, lora=True),
     "qwen3_moe": Capabilities(ep=True, cp=True, fp8_checkpoint=True, router_replay=True, fp8=True, lora=True),
+    "qwen3_vl": Capabilities(cp=True, lora=True, images=True),
+    "qwen3_vl_moe": Capabilities(ep=True, cp=True, router_replay=True, images=True),
 }
 """`model_type` of config.json to what works with our own implementation of it."""
 

@@ -12,6 +12,13 @@ from primeslurm.recipe.losses import DppoLoss, Loss
 Dtype = Literal["float32", "bfloat16"]
 
 
+class Vlm(Section):
+    """Training on images, of a model that has a vision encoder."""
+
+    freeze_vision_encoder: bool = True
+    """The encoder stays as the checkpoint has it; only the language model is trained."""
+
+
 class Model(Section):
     """The policy model."""
 
@@ -24,6 +31,8 @@ class Model(Section):
     needs memory quadratic in seq_len and has FSDP alone. `auto`: our own where it has the model type."""
     max_len: PositiveInt | None = None
     """Longest sequence an engine accepts. Default: seq_len."""
+    vlm: Vlm | None = None
+    """Train on images, too. Default: on text alone, whatever the model could see."""
 
 
 class Optimizer(Section):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -21,7 +21,8 @@ from primeslurm.trainer import deepep, fp8, huggingface, logprobs, lora, models,
 from primeslurm.trainer.activation_offload import ActivationOffload
 from primeslurm.trainer.context_parallel import ContextParallel, Dims
 from primeslurm.trainer.loss import Targets
-from primeslurm.trainer.models import generic
+from primeslurm.trainer.models import generic, vision
+from primeslurm.trainer.models.vision import VisionInput
 from primeslurm.trainer.world import World
 from primeslurm.wire.weights import FP8_SCALE, layers_ahead
 
@@ -76,7 +77,12 @@ class Policy:
         return 1 if mesh is None else int(mesh.size())
 
     def logits(
-        self, tokens: torch.Tensor, positions: torch.Tensor, *beside: torch.Tensor, routed: torch.Tensor | None = None
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        *beside: torch.Tensor,
+        routed: torch.Tensor | None = None,
+        images: VisionInput | None = None,
     ) -> tuple[Any, ...]:
         """Run the model on packed rows.
 
@@ -85,42 +91,60 @@ class Policy:
             positions: [rows, seq_len], restarting at 0 with every document.
             beside: more tensors of that shape, to be split over context-parallel ranks in the same way.
             routed: experts to replay, [rows, seq_len, layers, top_k] as in `wire.routed_experts`.
+            images: what is in the rows of them. All ranks give some, or none does.
 
         Returns:
             Logits [rows, local_len, vocab], then `beside` as [rows, local_len].
         """
-        masks, (tokens, positions, *beside_local) = self._local(routed, tokens, positions, *beside)
-        return (self.model(tokens, positions=positions, attention_masks=masks), *beside_local)
+        inputs, beside_local = self._local(routed, images, tokens, positions, *beside)
+        return (self.model(**inputs), *beside_local)
 
     def score(
-        self, tokens: torch.Tensor, positions: torch.Tensor, targets: Targets, routed: torch.Tensor | None = None
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        targets: Targets,
+        routed: torch.Tensor | None = None,
+        images: VisionInput | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, Targets]:
         """Run the model on packed rows, and return what a loss takes.
 
         Args:
-            tokens, positions, routed: as for `logits`.
+            tokens, positions, routed, images: as for `logits`.
             targets: of shape [rows, seq_len].
 
         Returns:
             Log-probabilities and entropies [trained tokens], and the targets of this rank's part of the rows.
         """
         beside = [getattr(targets, field.name) for field in fields(targets)]
-        masks, (tokens, positions, *beside_local) = self._local(routed, tokens, positions, *beside)
+        inputs, beside_local = self._local(routed, images, tokens, positions, *beside)
         local = Targets(*beside_local)
         with self.model.lm_head.scoring(local.labels, local.temperatures, local.mask):
-            return (*self.model(tokens, positions=positions, attention_masks=masks), local)
+            return (*self.model(**inputs), local)
 
     def _local(
-        self, routed: torch.Tensor | None, tokens: torch.Tensor, positions: torch.Tensor, *beside: torch.Tensor
-    ) -> tuple[Any, Any]:
-        """Attention masks, and this context-parallel rank's part of the rows; routers get their part of `routed`."""
+        self,
+        routed: torch.Tensor | None,
+        images: VisionInput | None,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        *beside: torch.Tensor,
+    ) -> tuple[dict[str, Any], list[torch.Tensor]]:
+        """What the model is called with, and `beside`, of this context-parallel rank's part of the rows.
+
+        Routers get their part of `routed`.
+        """
         masks = self.model.get_attention_masks(positions)  # needs whole rows, so before they are split
-        inputs = [tokens, positions, *beside, *(() if routed is None else (replay.narrow(routed),))]
+        piece = self.shared.piece if self.shared else lambda tensor: tensor
         if self.shared:
             masks = self.shared.masks(masks, tokens.shape[1])
-            inputs = [self.shared.piece(tensor) for tensor in inputs]
-        replay.assign(self.model, None if routed is None else inputs[-1])
-        return masks, inputs[: 2 + len(beside)]
+        replay.assign(self.model, None if routed is None else piece(replay.narrow(routed)))
+        inputs = {"tokens": piece(tokens), "positions": piece(positions), "attention_masks": masks}
+        if images is not None:
+            inputs["images"] = replace(
+                images, features=piece(images.features), coordinates=piece(images.coordinates)
+            )
+        return inputs, [piece(tensor) for tensor in beside]
 
 
 def build(recipe: Recipe, world: World, attention: Literal["varlen", "flex"] | None = None) -> Policy:
@@ -169,6 +193,7 @@ def build(recipe: Recipe, world: World, attention: Literal["varlen", "flex"] | N
     deepep.convert(spec.model, recipe)
     logprobs.convert(spec.model, recipe)
     replay.convert(spec.model, recipe)
+    vision.convert(spec.model, recipe)
     spec.model.update_from_config(config=SimpleNamespace(parallelism=parallelism, training=training))
     adapter = spec.state_dict_adapter(spec.model, None)
     with torch.device("meta"):
