@@ -7,13 +7,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from primeslurm.trainer import compat  # noqa: F401  isort: skip  (before torchtitan)
-import numpy as np
 import torch
 from torchtitan.distributed import utils as dist_utils
 
 from primeslurm.recipe.training import Optimizer
 from primeslurm.trainer import optimizers
+from primeslurm.trainer.images import vision_input
 from primeslurm.trainer.loss import LossFunction, Targets
+from primeslurm.trainer.models.vision import VisionInput
 from primeslurm.trainer.parallel import Policy, micro_batch_rows
 from primeslurm.trainer.progress import Progress
 from primeslurm.trainer.world import World
@@ -42,7 +43,7 @@ class Learner:
         """
         tokens = max(1, batch.info.loss_tokens)
         with progress.phase("forward_backward"):
-            totals = self._accumulate(batch.rows, tokens)
+            totals = self._accumulate(batch, tokens)
         with progress.phase("optimizer"):
             lr = self.optimizer.lr
             grad_norm = self._update()
@@ -60,17 +61,20 @@ class Learner:
             "peak_memory_gb": self._world.peak_memory_bytes() / 1e9,
         }
 
-    def _accumulate(self, rows: Sequence[Row], tokens: int) -> dict[str, float]:
+    def _accumulate(self, batch: Batch, tokens: int) -> dict[str, float]:
         totals: dict[str, torch.Tensor] = {}
-        for arrays in _micro_batches(rows):
-            sums = self._micro_batch({name: torch.from_numpy(a).to(self._world.device) for name, a in arrays.items()})
+        device, encoder = self._world.device, self.policy.model.vision if batch.info.has_images else None
+        for rows in _micro_batches(batch.rows):
+            arrays = {name: torch.from_numpy(array).to(device) for name, array in stack(rows).items()}
+            # Either all ranks run the encoder or none does: its weights are gathered from all of them.
+            sums = self._micro_batch(arrays, vision_input(rows, encoder, device) if encoder else None)
             (sums.loss / tokens).backward()
             for name, value in sums.metrics.items():
                 totals[name] = totals[name] + value if name in totals else value
         reduced = self._world.sum(torch.stack(list(totals.values()))).tolist()
         return dict(zip(totals, reduced, strict=True))
 
-    def _micro_batch(self, row: dict[str, torch.Tensor]) -> Any:
+    def _micro_batch(self, row: dict[str, torch.Tensor], images: VisionInput | None) -> Any:
         tokens, positions = row["token_ids"].long(), row["positions"].long()
         labels, label_positions = _next_token(tokens), _next_token(positions)
         # A position of 0 starts another document (or is past the row's end): these logits do not predict it.
@@ -78,7 +82,7 @@ class Learner:
         mask = (_next_token(row["mask"]) | (echo > 0)) & (label_positions != 0)
         given = {name: _next_token(row[name]) for name in ("logprobs", "advantages", "temperatures", "on_policy")}
         targets = Targets(labels=labels, mask=mask, echo_weights=echo, **given)
-        return self._loss(*self.policy.score(tokens, positions, targets, row.get("routed_experts")))
+        return self._loss(*self.policy.score(tokens, positions, targets, row.get("routed_experts"), images))
 
     def _update(self) -> float:
         norm = dist_utils.clip_grad_norm_(
@@ -95,11 +99,9 @@ class Learner:
         return float(norm)
 
 
-def _micro_batches(rows: Sequence[Row]) -> Iterator[dict[str, np.ndarray]]:
+def _micro_batches(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
     count = micro_batch_rows(len(rows[0].token_ids))
-    for start in range(0, len(rows), count):
-        part = rows[start : start + count]
-        yield stack(part)
+    return (rows[start : start + count] for start in range(0, len(rows), count))
 
 
 def _next_token(values: torch.Tensor) -> torch.Tensor:

@@ -81,6 +81,18 @@ class Rollout:
 
 
 @dataclass(frozen=True)
+class Images:
+    """The images of a row, as a vision encoder takes them."""
+
+    pixels: Float32
+    """[patches, values], the patches of all images one after the other."""
+    grids: Int32
+    """[images, 3]: how many patches each has in time, height and width."""
+    starts: Int32
+    """[images]: index of the first of the tokens that stand for each, in ascending order."""
+
+
+@dataclass(frozen=True)
 class Row:
     """One packed row of exactly seq_len tokens.
 
@@ -101,10 +113,11 @@ class Row:
     all losses is divided by `loss_tokens`. None unless there are such tokens in the batch."""
     routed_experts: RoutedExperts | None = None
     """[seq_len, layers, top_k]; None unless the trainer replays them. All rows of a batch have them, or none."""
+    images: Images | None = None
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """What there is, by name."""
-        found = {spec.name: getattr(self, spec.name) for spec in fields(self)}
+        """What there is for each token, by name."""
+        found = {spec.name: getattr(self, spec.name) for spec in fields(self) if spec.name != "images"}
         return {name: array for name, array in found.items() if array is not None}
 
 
@@ -122,6 +135,8 @@ class BatchInfo(msgspec.Struct, frozen=True):
     loss_tokens: int
     """Sampled tokens that are trained, in the whole batch over all ranks: the loss is normalised by this."""
     max_steps: int = 0
+    has_images: bool = False
+    """Whether any row of the whole batch has images, over all ranks."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +147,7 @@ class Batch:
     rows: list[Row] = field(default_factory=list)
 
     def encode(self) -> list[Frame]:
-        """As wire frames: one stacked [rows, seq_len, ...] array per field."""
+        """As wire frames: one stacked [rows, seq_len, ...] array per field. Rows with images are not sent."""
         return frames.encode(self.info, stack(self.rows))
 
     @classmethod

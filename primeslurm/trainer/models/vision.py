@@ -50,8 +50,12 @@ class VisionEncoder(Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.encoder = AutoModel.from_config(config.hf).requires_grad_(not config.frozen)
+        hf = config.hf
+        self.encoder = AutoModel.from_config(hf).requires_grad_(not config.frozen)
         self.frozen = config.frozen
+        self.merge = int(hf.spatial_merge_size)
+        """A token stands for so many patches in height, and as many in width."""
+        self.patch_values = int(hf.in_channels * hf.temporal_patch_size * hf.patch_size**2)
 
     def forward(self, pixels: torch.Tensor, grids: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The features of all images, [tokens, dim], and those that are added after the first layers of the decoder."""
