@@ -140,7 +140,11 @@ class Weights(Section):
 
 
 class JsonlData(Section):
-    """Chat or prompt/completion pairs, one JSON object a line: {"messages": [...]} or {"prompt", "completion"}."""
+    """Chat or prompt/completion pairs, one JSON object a line: {"messages": [...]} or {"prompt", "completion"}.
+
+    With `model.vlm`, a message's content may be a list of {"type": "text", "text"} and {"type": "image", "image"}; an
+    image is a path relative to the file, or a data URI.
+    """
 
     type: Literal["jsonl"] = "jsonl"
     path: str

@@ -17,6 +17,7 @@ from primeslurm.trainer.encoding import Encoding
 from primeslurm.trainer.handover import ByFiles, BySending, Handover
 from primeslurm.trainer.interrupt import Interrupt
 from primeslurm.trainer.parallel import Policy, build
+from primeslurm.trainer.pictures import PictureReader
 from primeslurm.trainer.publish import Publisher
 from primeslurm.trainer.rl import RlTask
 from primeslurm.trainer.sender import Sender
@@ -76,8 +77,11 @@ def _task(
     if recipe.sft is None:
         raise ValueError("task sft needs an sft section")
     tokenizer = AutoTokenizer.from_pretrained(policy.source)
-    examples = data.load(Path(recipe.sft.data.path), tokenizer, recipe.seq_len)
-    return SftTask(recipe, run_dir, learner, publisher, saver, world, examples, journal)
+    reader = None
+    if recipe.model.vlm is not None:
+        reader = PictureReader(policy.source, huggingface.load_config(policy.source).image_token_id)
+    examples = data.load(Path(recipe.sft.data.path), tokenizer, recipe.seq_len, reader)
+    return SftTask(recipe, run_dir, learner, publisher, saver, world, examples, reader, journal)
 
 
 def _encoding(recipe: Recipe, policy: Policy) -> Encoding:

@@ -141,9 +141,7 @@ class Policy:
         replay.assign(self.model, None if routed is None else piece(replay.narrow(routed)))
         inputs = {"tokens": piece(tokens), "positions": piece(positions), "attention_masks": masks}
         if images is not None:
-            inputs["images"] = replace(
-                images, features=piece(images.features), coordinates=piece(images.coordinates)
-            )
+            inputs["images"] = replace(images, features=piece(images.features), coordinates=piece(images.coordinates))
         return inputs, [piece(tensor) for tensor in beside]
 
 

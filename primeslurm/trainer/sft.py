@@ -12,6 +12,7 @@ from typing import Any
 from primeslurm.recipe import Recipe
 from primeslurm.trainer import data
 from primeslurm.trainer.checkpoint import Checkpoints
+from primeslurm.trainer.pictures import PictureReader
 from primeslurm.trainer.progress import Progress
 from primeslurm.trainer.publish import Publisher
 from primeslurm.trainer.step import Learner
@@ -19,6 +20,7 @@ from primeslurm.trainer.world import World
 from primeslurm.wire import exits
 from primeslurm.wire.files import write_atomic
 from primeslurm.wire.journal import Journal
+from primeslurm.wire.rollouts import Batch
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +37,7 @@ class SftTask:
         saver: Checkpoints,
         world: World,
         examples: Sequence[data.Example],
+        reader: PictureReader | None,
         journal: Journal,
     ) -> None:
         self._recipe = recipe
@@ -44,6 +47,7 @@ class SftTask:
         self._saver = saver
         self._world = world
         self._examples = examples
+        self._reader = reader
         self._journal = journal
         self._progress = Progress(journal, record=world.is_main)
 
@@ -72,7 +76,19 @@ class SftTask:
         self._journal.event("stop", step=step, reason="finished" if finished else "interrupted")
         return 0 if finished else exits.CHECKPOINTED
 
-    def _batch(self, step: int) -> Any:
+    def _batch(self, step: int) -> Batch:
+        if self._reader is None:
+            return self._rows(step)
+        batch, failure = None, None
+        try:
+            batch = self._rows(step)
+        except (OSError, ValueError) as error:
+            failure = error
+        self._world.agree(failure, f"reading the images of step {step}")
+        assert batch is not None
+        return batch
+
+    def _rows(self, step: int) -> Batch:
         assert self._recipe.sft is not None
         policy = self._learner.policy
         return data.batch(
@@ -83,6 +99,7 @@ class SftTask:
             self._recipe.seed,
             policy.dp_rank,
             policy.dp_world,
+            self._reader,
         )
 
     def _publish(self, step: int) -> None:

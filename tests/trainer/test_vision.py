@@ -14,11 +14,13 @@ from primeslurm.trainer.images import vision_input
 from primeslurm.trainer.parallel import Policy, build
 from primeslurm.trainer.world import World
 from primeslurm.wire.rollouts import Row
-from tests.trainer.conftest import SEQ_LEN, make_recipe
+from tests.trainer.conftest import make_recipe
 from tests.trainer.families import CASES, IMAGES, Case, reference_of, write
 from tests.trainer.pictures import DOCUMENTS, document, packed
 
 SEEING = [case for case in CASES if hasattr(case.config(), "vision_config")]
+
+
 def vlm_recipe(path: Path, trainer: dict[str, Any] | None = None, freeze: bool = True) -> Recipe:
     """A recipe that trains on images."""
     model = {"path": str(path), "dtype": "float32", "vlm": {"freeze_vision_encoder": freeze}}

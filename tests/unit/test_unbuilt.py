@@ -79,6 +79,13 @@ def test_of_kimi_k2_7_only_the_text_model_is_trained() -> None:
     assert "only the text model is trained" in found
 
 
+def test_images_are_learned_from_in_sft_alone() -> None:
+    images = {"model": {"vlm": {}}}
+    recipes = [Recipe.model_validate(recipe_data(**changes)) for changes in (images, images | SFT)]
+    rl, sft = ([f for f in unbuilt(recipe, None, "qwen3_vl") if f.field == "model.vlm"] for recipe in recipes)
+    assert [finding.level for finding in rl] == ["blocked"] and not sft
+
+
 def test_the_text_config_says_how_weights_are_stored() -> None:
     stored = {"quant_method": "compressed-tensors", "bits": 4}
     (found,) = texts({"model_type": "kimi_k25", "text_config": MOE | {"quantization_config": stored}}, **SFT)

@@ -33,6 +33,7 @@ NEEDS = (
     FamilyNeed("trainer.fp8", "FP8", lambda r: r.trainer.fp8, "false", "fp8"),
     FamilyNeed("trainer.lora", "LoRA", lambda r: r.trainer.lora, "leave it out", "lora"),
     FamilyNeed("trainer.router_replay", "router replay", lambda r: r.trainer.router_replay, "false", "router_replay"),
+    FamilyNeed("model.vlm", "training on images", lambda r: r.model.vlm, "leave it out", "images"),
     FamilyNeed("trainer.memory", "logits in chunks", lambda r: r.trainer.memory.lm_head_chunk, "leave it out",
         "head_chunks"),
     FamilyNeed("trainer.memory", "offload to host memory", _offloads, "leave it out", "offload"),
@@ -44,6 +45,9 @@ def unbuilt(recipe: Recipe, facts: ModelFacts | None, family: str | None) -> lis
     if recipe.task == "serve":
         return []
     found: list[Finding] = []
+    if recipe.model.vlm is not None and recipe.task == "rl":
+        text = "rollouts carry no images: models learn from them in task sft alone"
+        found.append(Finding(level="blocked", field="model.vlm", text=text, fix="leave it out, or task: sft"))
     if family is not None:
         found += _incapable(recipe, family)
     if facts is not None and (text := _unread(recipe, facts)):

@@ -131,6 +131,7 @@ class Model(vision.Decoder):
                 if layer.moe is not None:
                     spread(layer.moe, *EXPERTS)
 
+
 class Adapter(TableAdapter):
     """Names of checkpoints of the language model alone."""
 

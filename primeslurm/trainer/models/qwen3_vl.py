@@ -36,7 +36,7 @@ class Adapter(vision.SeeingAdapter):
 
 
 class MoeAdapter(vision.SeeingAdapter):
-    """Names of Qwen3-VL-MoE checkpoints, which stack a layer's experts: [experts, in, out], gate and up side by side."""
+    """Names of Qwen3-VL-MoE checkpoints, which stack a layer's experts: [experts, in, out], gate beside up."""
 
     names = renamed(DECODER | {hf: ours for hf, ours in MOE.items() if ".experts." not in hf}, _BELOW)
 
