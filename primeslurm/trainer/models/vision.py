@@ -38,6 +38,11 @@ class VisionInput:
     coordinates: torch.Tensor
     """[rows, length, 3]: positions of a token in time, height and width; equal in text."""
 
+    def spread(self, outputs: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
+        """What tokens get of the encoder's outputs [tokens of images, dim], or else of `text`: [rows, length, dim]."""
+        own = outputs.to(text.dtype)[self.features.clamp(min=0)]
+        return torch.where((self.features >= 0).unsqueeze(-1), own, text)
+
 
 class VisionEncoder(Module):
     """The encoder of images as transformers has it."""
@@ -81,13 +86,13 @@ class Decoder(titan.Decoder):
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.vision = config.vision.build() if config.vision else None
+        self.vision: Any = config.vision.build() if config.vision else None
 
     def forward(
         self,
         tokens: torch.Tensor,
-        positions: torch.Tensor | None = None,
-        attention_masks: Any = None,
+        positions: torch.Tensor,
+        attention_masks: Any,
         images: VisionInput | None = None,
     ) -> Any:
         """Tokens [rows, length] to what the head makes of them.
@@ -96,22 +101,16 @@ class Decoder(titan.Decoder):
         token, [rows, length, 4].
         """
         hidden = self.tok_embeddings(tokens)
-        deep: tuple[torch.Tensor, ...] = ()
+        deep: list[torch.Tensor] = []
         if images is not None:
-            features, *deep = self.vision(images.pixels, images.grids)
-            seen = (images.features >= 0).unsqueeze(-1)
-            hidden = torch.where(seen, _of_tokens(features, images, hidden), hidden)
+            first, *deep = self.vision(images.pixels, images.grids)
+            hidden = images.spread(first, hidden)
             positions = torch.cat([positions.unsqueeze(-1), images.coordinates], dim=-1)
         for index, layer in enumerate(self.layers.values()):
             hidden = layer(hidden, attention_masks, positions)
-            if index < len(deep):
-                hidden = hidden + torch.where(seen, _of_tokens(deep[index], images, hidden), 0)
+            if images is not None and index < len(deep):
+                hidden = hidden + images.spread(deep[index], hidden.new_zeros(()))
         return self.lm_head(self.norm(hidden))
-
-
-def _of_tokens(features: torch.Tensor, images: VisionInput, like: torch.Tensor) -> torch.Tensor:
-    """Each token's feature; any where it has none."""
-    return features.to(like.dtype)[images.features.clamp(min=0)]
 
 
 def document_positions(positions: torch.Tensor) -> torch.Tensor:
