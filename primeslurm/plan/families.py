@@ -22,8 +22,6 @@ class Capabilities:
     """Logits in chunks of tokens."""
     fp8_checkpoint: bool = False
     """Checkpoints in E4M3 with one scale for each block of 128 x 128 weights load."""
-    text_only: bool = False
-    """Published without what sees images, so that engines, which insist on it, cannot take a new policy."""
     images: bool = False
     """A vision encoder beside the language model."""
     offload: bool = True
@@ -37,7 +35,7 @@ FAMILIES: dict[str, Capabilities] = {
     "glm_moe_dsa": Capabilities(ep=True, cp=True, fp8_checkpoint=True, router_replay=True, lora=True),
     "gpt_oss": Capabilities(ep=True, cp=True, router_replay=True, lora=True),
     "kimi_k2": Capabilities(ep=True, cp=True, fp8_checkpoint=True, router_replay=True),
-    "kimi_k25": Capabilities(ep=True, cp=True, router_replay=True, text_only=True),
+    "kimi_k25": Capabilities(ep=True, cp=True, router_replay=True),
     "laguna": Capabilities(ep=True, cp=True, router_replay=True, fp8_checkpoint=True, fp8=True, lora=True),
     "llama": Capabilities(cp=True, fp8_checkpoint=True, fp8=True, lora=True),
     "minimax_m2": Capabilities(ep=True, cp=True, router_replay=True, fp8_checkpoint=True, fp8=True, lora=True),

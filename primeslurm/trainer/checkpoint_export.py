@@ -41,6 +41,8 @@ def export(recipe: Recipe, checkpoint: Path, out: Path) -> None:
         raise ValueError("checkpoints of adapters hold no whole model; published versions, in weights/, do")
     source = huggingface.locate(recipe.model.path)
     adapter, expected = _adapter(recipe, huggingface.load_config(source))
+    beside: tuple[str, ...] = getattr(adapter, "unchanged", ())
+    expected |= {name for name in huggingface.tensor_names(source) if name.startswith(beside)}
     dtype = getattr(torch, recipe.model.dtype)
     partial = out.with_name(f".{out.name}.partial")
     if partial.exists():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -48,7 +49,7 @@ class Policy:
     adapter: Any
     dims: Dims
     hf_names: set[str]
-    """Every tensor name of the model in Hugging Face format, over all ranks."""
+    """Every tensor name of the checkpoint in Hugging Face format, over all ranks."""
     source: Path
     """The directory the model was built from."""
     dtype: torch.dtype
@@ -59,6 +60,8 @@ class Policy:
     """Who shares rows with this rank, if anyone does."""
     lora: Lora | None = None
     """How adapters are scaled, if adapters are all that is trained."""
+    unchanged: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """What the checkpoint has beside the model, and engines insist on; on rank 0 alone."""
 
     def weights(self) -> dict[str, Any]:
         """The model's own tensors, without adapters."""
@@ -116,7 +119,7 @@ class Policy:
         Returns:
             Log-probabilities and entropies [trained tokens], and the targets of this rank's part of the rows.
         """
-        beside = [getattr(targets, field.name) for field in fields(targets)]
+        beside = [getattr(targets, spec.name) for spec in fields(targets)]
         inputs, beside_local = self._local(routed, images, tokens, positions, *beside)
         local = Targets(*beside_local)
         with self.model.lm_head.scoring(local.labels, local.temperatures, local.mask):
@@ -216,14 +219,17 @@ def build(recipe: Recipe, world: World, attention: Literal["varlen", "flex"] | N
     model.train()
     if memory.activation_offload:
         ActivationOffload(world.device).install(model)
-    policy = Policy(model, adapter, dims, hf_names, source, dtype, world.device, shared, recipe.trainer.lora)
+    beside: tuple[str, ...] = getattr(adapter, "unchanged", ())
+    hf_names |= {name for name in huggingface.tensor_names(source) if name.startswith(beside)}
+    unchanged = huggingface.tensors_beginning(source, beside) if world.is_main else {}
+    policy = Policy(model, adapter, dims, hf_names, source, dtype, world.device, shared, recipe.trainer.lora, unchanged)
     _load(policy, config)
     return policy
 
 
 def _load(policy: Policy, hf_config: Any) -> None:
     """Read this rank's shards from the HF files, and insist that files and model have the same tensors."""
-    _check_names(policy, _ignored(hf_config, getattr(policy.adapter, "left_out", ())))
+    _check_names(policy, _ignored(hf_config))
     tensors = policy.adapter.to_hf(policy.weights())
     dcp.load(tensors, storage_reader=huggingface.reader(policy.source, hf_config))
     loaded = policy.adapter.from_hf(tensors)
@@ -235,14 +241,12 @@ def _load(policy: Policy, hf_config: Any) -> None:
         raise ValueError(f"{policy.source}: the model has no {', '.join(sorted(unknown))}")
 
 
-def _ignored(hf_config: Any, left_out: tuple[str, ...]) -> re.Pattern[str]:
-    """Names of tensors that are no weights of the model, and those that are left out: layers that predict further
-    ahead, and what begins with one of `left_out`."""
+def _ignored(hf_config: Any) -> re.Pattern[str]:
+    """Names of tensors that are no weights of the model, and of layers that predict further ahead."""
     text = hf_config.get_text_config()
     ahead = layers_ahead(text.num_hidden_layers, getattr(text, "num_nextn_predict_layers", None) or 0).pattern
     endings = _DERIVED + ((FP8_SCALE,) if huggingface.is_quantized(hf_config) else ())
-    beginnings = [rf"{re.escape(beginning)}.*" for beginning in left_out]
-    return re.compile("|".join([ahead, *beginnings, *(rf".*{re.escape(ending)}" for ending in endings)]))
+    return re.compile("|".join([ahead, *(rf".*{re.escape(ending)}" for ending in endings)]))
 
 
 def _check_names(policy: Policy, ignored: re.Pattern[str]) -> None:

@@ -72,13 +72,6 @@ def test_glm5_is_a_model_the_trainer_builds() -> None:
     ]
 
 
-def test_of_kimi_k2_7_only_the_text_model_is_trained() -> None:
-    config = {"model_type": "kimi_k25", "text_config": MOE}
-    assert texts(config, **SFT) == []
-    (found,) = texts(config)
-    assert "only the text model is trained" in found
-
-
 def test_images_are_learned_from_in_sft_alone() -> None:
     images = {"model": {"vlm": {}}}
     recipes = [Recipe.model_validate(recipe_data(**changes)) for changes in (images, images | SFT)]

@@ -156,6 +156,7 @@ def test_layers_that_predict_further_ahead_are_those_after_the_last() -> None:
     found = [name for name in names if weights.layers_ahead(61, 1).fullmatch(name)]
     assert found == ["model.layers.61.input_layernorm.weight"]
     assert not [name for name in names if weights.layers_ahead(61, 0).fullmatch(name)]
+    assert weights.layers_ahead(61, 0).fullmatch("mtp.layers.0.input_layernorm.weight")
 
 
 def test_versions_that_are_needed_are_never_pruned(tmp_path: Path) -> None:

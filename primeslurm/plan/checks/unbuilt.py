@@ -62,9 +62,6 @@ def _incapable(recipe: Recipe, family: str) -> list[Finding]:
         text = f"the trainer has no implementation of its own for model type {family!r}"
         fix = f"impl: auto or hf, or a model type of {', '.join(FAMILIES)}"
         return [Finding(level="blocked", field="model.impl", text=text, fix=fix)]
-    if able.text_only and recipe.task == "rl":
-        text = f"of {family} only the text model is trained and published; engines insist on the rest"
-        return [Finding(level="blocked", field="model.path", text=text, fix="task: sft")]
     whose = "the transformers implementation" if able is GENERIC else "the trainer's implementation"
     return [
         Finding(level="blocked", field=need.field, text=f"{whose} of {family!r} has no {need.what}", fix=need.fix)

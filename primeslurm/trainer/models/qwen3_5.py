@@ -135,8 +135,6 @@ class Model(vision.Decoder):
 class Adapter(TableAdapter):
     """Names of checkpoints of the language model alone."""
 
-    left_out = ("mtp.",)  # drafts of further tokens
-
     names = {
         "model.embed_tokens.weight": "tok_embeddings.weight",
         **{
@@ -180,7 +178,6 @@ class Adapter(TableAdapter):
 class WholeAdapter(vision.SeeingAdapter):
     """Names of checkpoints with a vision encoder."""
 
-    left_out = Adapter.left_out
     names = renamed(Adapter.names, {"model.": "model.language_model."})
 
 
