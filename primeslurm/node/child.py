@@ -50,11 +50,8 @@ class Child:
         return self._popen.pid
 
     def poll(self) -> int | None:
-        """The exit code once it ended (negative: by that signal). What it left in its group is then killed."""
-        code = self._popen.poll()
-        if code is not None:
-            self._signal_group(signal.SIGKILL)
-        return code
+        """The exit code once it ended (negative: by that signal). What it left in its group lives on."""
+        return self._popen.poll()
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to the process alone."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from primeslurm.node.child import Child
@@ -13,12 +14,18 @@ from primeslurm.node.network import free_port
 from primeslurm.node.outfit import Outfit
 from primeslurm.node.reports import FleetView, ProcessReport
 from primeslurm.node.resolve import resolve
+from primeslurm.node.shared_memory import SharedMemory
 from primeslurm.node.supervisor import ProcessState, Supervision
 from primeslurm.plan.model import Node, Plan, Process
 from primeslurm.run.directory import Attempt
 from primeslurm.wire.addresses import Addresses
 from primeslurm.wire.journal import Journal
 from primeslurm.wire.secret import generate_token, read
+
+LOOK_S = 30.0
+"""Between two looks at the shared memory of what runs."""
+UNLINK_S = 5.0
+"""What is killed at the end is gone after so long, GPU drivers' work included."""
 
 Command = tuple[tuple[str, ...], dict[str, str], dict[str, str], frozenset[str]]
 """What a process is started with: argv, environment, files, and which of the processes that it needs were given up."""
@@ -54,6 +61,8 @@ class Crew:
         self._secrets = _secrets(plan)
         self._journal = journal
         self._started_with: dict[str, Command] = {}
+        self._shared_memory = SharedMemory()
+        self._looked_at = 0.0
 
     def is_known(self, addresses: Addresses) -> bool:
         """Whether this crew's own addresses are published, and not still those of a node that it replaces."""
@@ -64,11 +73,10 @@ class Crew:
 
     def reap(self, now: float, *, ending: bool) -> list[Process]:
         """Take note of what has ended; returns it."""
+        codes = {name: code for name, child in self.children.items() if (code := child.poll()) is not None}
+        self._clear(codes)
         ended = []
-        for name, child in list(self.children.items()):
-            code = child.poll()
-            if code is None:
-                continue
+        for name, code in codes.items():
             del self.children[name]
             if probe := self.probes.pop(name, None):
                 probe.stop()
@@ -78,10 +86,14 @@ class Crew:
                 "exited", name=name, code=code, state=supervision.state, reason=supervision.reason or None
             )
             ended.append(supervision.process)
+        self._shared_memory.unlink()
         return ended
 
     def tick(self, now: float, view: FleetView, addresses: Addresses) -> None:
         """Start and end what the head's view and the time ask for."""
+        if now - self._looked_at >= LOOK_S:
+            self._looked_at = now
+            self._look(self.children)
         ready, lost = set(view.ready), set(view.lost)
         for supervision in self.supervised.values():
             process = supervision.process
@@ -119,17 +131,22 @@ class Crew:
 
     def terminate(self) -> None:
         """SIGTERM to everything."""
+        self._look(self.children)
         for child in self.children.values():
             child.terminate()
 
     def kill(self) -> None:
         """SIGKILL to everything."""
+        self._look(self.children)
         for child in self.children.values():
             child.kill()
 
     def close(self) -> None:
         """SIGKILL to everything that is left, and remove what was made for it."""
-        self.kill()
+        self._clear(self.children)
+        deadline = time.monotonic() + UNLINK_S
+        while not self._shared_memory.unlink() and time.monotonic() < deadline:
+            time.sleep(0.1)
         self._outfit.remove_scratch()
 
     def reports(self) -> dict[str, ProcessReport]:
@@ -164,7 +181,18 @@ class Crew:
 
     def _kill(self, name: str) -> None:
         if child := self.children.get(name):
+            self._look([name])
             child.kill()
+
+    def _clear(self, names: Collection[str]) -> None:
+        """Kill what is left of groups of processes; what they had in shared memory is nobody's then."""
+        self._look(names)
+        for name in names:
+            self.children[name].kill()
+            self._shared_memory.ended(self.children[name].pid)
+
+    def _look(self, names: Collection[str]) -> None:
+        self._shared_memory.look([self.children[name].pid for name in names])
 
     def _start(self, supervision: Supervision, now: float, addresses: Addresses, generation: int) -> None:
         process = supervision.process

@@ -107,6 +107,8 @@ class ModelFacts:
     """How the checkpoint's weights are stored: fp8, int4, mxfp4; None for the model's dtype."""
     fp8_blocks: bool = False
     """Stored in E4M3 with one scale for each block of 128 x 128 weights."""
+    fp8_powers: bool = False
+    """These scales are powers of two (UE8M0)."""
 
     @property
     def layers(self) -> int:
@@ -174,6 +176,7 @@ def facts_of(config: Mapping[str, Any]) -> ModelFacts:
         delta_nets=_delta_nets(text),
         quantization=_quantization(stored),
         fp8_blocks=_fp8_blocks(stored),
+        fp8_powers=stored.get("scale_fmt") == "ue8m0",
     )
 
 

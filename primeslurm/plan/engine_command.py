@@ -28,6 +28,9 @@ START_TIMEOUT_S = 3600
 """Longest time from an engine's start to its first answer: a trillion parameters are read, and kernels compiled."""
 QUANTIZATION = {"fp8": "fp8_per_block"}
 """The recipe's word to vLLM's: in the blocks of 128 x 128 that DeepGEMM and the trainer compute in."""
+UNQUANTISED = ("*.in_proj_a", "*.in_proj_b")
+"""By the names of checkpoints: vLLM would quantise these weights. Released FP8 checkpoints do not, and the trainer does
+not (`trainer.encoding.in_fp8`); what else stays in full precision there, vLLM keeps so by itself."""
 TRANSFER_BACKENDS = {"filesystem": "primeslurm_filesystem", "nccl": "primeslurm_stream"}
 """Weight transport of the recipe to vLLM's name of the backend (registered by inference.plugin)."""
 
@@ -150,6 +153,7 @@ def _model_options(recipe: Recipe, settings: EngineSettings) -> dict[str, object
         "max_num_seqs": settings.max_num_seqs,
         "max_num_batched_tokens": settings.max_num_batched_tokens,
         "quantization": QUANTIZATION[inference.quantization] if inference.quantization else None,
+        "quantization_config": {"ignore": UNQUANTISED} if inference.quantization else None,
         "kv_cache_dtype": None if inference.kv_cache_dtype == "auto" else inference.kv_cache_dtype,
         "enable_return_routed_experts": recipe.trainer.router_replay or None,
         "tool_call_parser": tool_call,
@@ -205,6 +209,9 @@ def _engine_env(
             env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # or vLLM moves the worker to a process of its own
     if recipe.inference.deep_gemm:
         env |= {"VLLM_USE_DEEP_GEMM": "1", "VLLM_MOE_USE_DEEP_GEMM": "1"}
+    if recipe.task == "rl" and recipe.trainer.fp8:
+        # vLLM rounds scales up to powers of two even on SM90, whose kernels do not need it. The trainer does not.
+        env["VLLM_USE_DEEP_GEMM_E8M0"] = "0"
     if settings.dbo:
         env["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the other runner has no dual batch overlap
     return {**env, **kv.engine_env(recipe, role, device, dp.rank), **settings.env}

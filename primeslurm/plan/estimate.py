@@ -32,7 +32,7 @@ LINE_SHARE = 0.5
 TYPICAL = 4
 """A typical rollout is a quarter of the longest one."""
 STORED_BYTES = {"fp8": 1.0, "mxfp4": 0.53, "int4": 0.56}
-"""Per parameter with scales. A trained policy is bfloat16, whatever the checkpoint was."""
+"""Per parameter with scales. A trained policy is bfloat16, unless the checkpoint was in FP8 blocks."""
 STATE_BYTES = {"adamw": 8, "muon": 4, "sgd": 4, "sign_sgd": 0}
 """Optimizer state of a parameter. (Muon leaves embedding and head to AdamW: a few per cent of a large model.)"""
 ENGINE_ROLES: dict[NodeRole, EngineRole] = {"inference": "engine", "prefill": "prefill", "decode": "decode"}
@@ -56,7 +56,8 @@ def engine_layout(recipe: Recipe, role: EngineRole, ep: int, facts: ModelFacts) 
     """How engines of a role are cut, with the experts spread over `ep` GPUs."""
     settings, inference = settings_of(recipe, role), recipe.inference
     element = 2 if recipe.model.dtype == "bfloat16" else 4
-    stored = STORED_BYTES.get(facts.quantization or "", element) if recipe.task == "serve" else element
+    as_stored = recipe.task == "serve" or facts.fp8_blocks
+    stored = STORED_BYTES.get(facts.quantization or "", element) if as_stored else element
     return EngineLayout(
         tp=inference.parallel.tp,
         ep=ep,
@@ -180,7 +181,7 @@ def _attention_flops(facts: ModelFacts, length: int) -> float:
 def _update(recipe: Recipe, site: Site, train: Need, needs: list[Need], facts: ModelFacts) -> list[Amount]:
     """Bytes of one policy, and the seconds until every engine holds it."""
     element = 2 if recipe.model.dtype == "bfloat16" else 4
-    fp8 = recipe.inference.quantization == "fp8"
+    fp8 = recipe.inference.quantization == "fp8" or facts.fp8_blocks
     parameters = count(facts)
     experts = float(parameters.experts * (1 if fp8 else element))
     projections = (parameters.attention + parameters.dense) * (1 if fp8 else element)

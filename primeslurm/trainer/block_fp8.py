@@ -1,8 +1,9 @@
-"""Matrix products of block-scaled FP8 operands: quantisation, and what a backend has to compute.
+"""Matrix products of block-scaled FP8 operands: the quantiser, and what a backend has to compute.
 
 The scheme is that of DeepSeek-V3: e4m3 values with one float32 scale per block. Rows (activations, gradients) have
 blocks of 1x128, weights of 128x128, and the operands of a weight gradient of 128x1, because tokens are what it sums
-over. Scales are amax / 448, unrounded: powers of two (UE8M0) would cost precision for nothing on SM90.
+over. Scales are amax / 448, unrounded: powers of two (UE8M0) would cost precision for nothing on SM90. Values are
+multiplied by the reciprocal of their scale, as vLLM does where it quantises weights by itself.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 
-BLOCK = 128
+from primeslurm.wire.weights import FP8_BLOCK
+
+BLOCK = FP8_BLOCK
 ROWS, COLUMNS, BLOCKS = (1, BLOCK), (BLOCK, 1), (BLOCK, BLOCK)
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 # An all-zero block needs some scale. The usual 1e-4 would round off gradients, which are divided by a batch's tokens.
@@ -23,7 +27,10 @@ SMALLEST_AMAX = 1e-30
 
 @dataclass(frozen=True)
 class Quantised:
-    """A matrix, or a stack of them: e4m3 data [..., n, k] and float32 scales [..., n / block[0], k / block[1]]."""
+    """A matrix, or a stack of them: e4m3 data [..., n, k] and float32 scales, one for each block.
+
+    Blocks that reach beyond the matrix are cut off there.
+    """
 
     data: torch.Tensor
     scales: torch.Tensor
@@ -36,26 +43,24 @@ class Quantised:
 
     def values(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """What the data stand for."""
-        blocks = _blocked(self.data.to(dtype), self.block) * self.scales.to(dtype)[..., :, None, :, None]
-        return blocks.reshape(self.data.shape)
+        rows, columns = self.data.shape[-2:]
+        scales = self.scales.to(dtype).repeat_interleave(self.block[0], -2).repeat_interleave(self.block[1], -1)
+        return self.data.to(dtype) * scales[..., :rows, :columns]
 
 
 def quantise(matrix: torch.Tensor, block: tuple[int, int]) -> Quantised:
-    """Quantise a matrix [..., n, k] whose n and k are multiples of the block's."""
+    """Quantise a matrix [..., n, k]."""
     if matrix.is_cuda:
         from primeslurm.trainer import fp8_kernel  # needs Triton, which machines without CUDA lack
 
         data, scales = fp8_kernel.quantise(matrix, block[0] == BLOCK, block[1] == BLOCK, SMALLEST_AMAX, LARGEST)
         return Quantised(data, scales, block)
-    blocks = _blocked(matrix.float(), block)
+    rows, columns = matrix.shape[-2:]
+    filled = F.pad(matrix.float(), (0, -columns % block[1], 0, -rows % block[0]))
+    blocks = filled.unflatten(-1, (-1, block[1])).unflatten(-3, (-1, block[0]))
     scales = blocks.abs().amax((-3, -1), keepdim=True).clamp(min=SMALLEST_AMAX) / LARGEST
-    data = (blocks * scales.reciprocal()).to(torch.float8_e4m3fn).reshape(matrix.shape)
-    return Quantised(data, scales.squeeze(-1).squeeze(-2), block)
-
-
-def _blocked(matrix: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
-    *stack, n, k = matrix.shape
-    return matrix.reshape(*stack, n // block[0], block[0], k // block[1], block[1])
+    data = (blocks * scales.reciprocal()).view_as(filled)[..., :rows, :columns].to(torch.float8_e4m3fn)
+    return Quantised(data.contiguous(), scales.squeeze(-1).squeeze(-2), block)
 
 
 @dataclass(frozen=True)

@@ -23,15 +23,19 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from primeslurm.recipe import Recipe
 from primeslurm.trainer import huggingface, models
-from primeslurm.trainer.export import by_layer, cast
+from primeslurm.trainer.encoding import Encoding, cast
+from primeslurm.trainer.export import by_layer
 from primeslurm.trainer.models import generic
+from primeslurm.wire.weights import FP8_SCALE
 
 _PREFIX = "model."
 """Of the model's tensors in a checkpoint."""
 
 
 def export(recipe: Recipe, checkpoint: Path, out: Path) -> None:
-    """Write a committed checkpoint's weights in the compute dtype to `out`, which must not exist.
+    """Write a committed checkpoint's weights to `out`, which must not exist.
+
+    They are in the compute dtype. A run whose engines started from an FP8 checkpoint gets such a checkpoint.
 
     Raises:
         OSError: a file cannot be read or written.
@@ -43,7 +47,8 @@ def export(recipe: Recipe, checkpoint: Path, out: Path) -> None:
     adapter, expected = _adapter(recipe, huggingface.load_config(source))
     beside: tuple[str, ...] = getattr(adapter, "unchanged", ())
     expected |= {name for name in huggingface.tensor_names(source) if name.startswith(beside)}
-    dtype = getattr(torch, recipe.model.dtype)
+    stored = huggingface.fp8_names(source) if recipe.task == "rl" else frozenset()
+    encoding = Encoding(getattr(torch, recipe.model.dtype), stored=stored)
     partial = out.with_name(f".{out.name}.partial")
     if partial.exists():
         shutil.rmtree(partial)
@@ -55,15 +60,16 @@ def export(recipe: Recipe, checkpoint: Path, out: Path) -> None:
         index.update(dict.fromkeys(tensors, file))
 
     for number, layer in enumerate(_layers(checkpoint / "trainer")):
-        tensors = adapter.to_hf({name: cast(name, tensor, dtype) for name, tensor in layer.items()})
+        encoded = (encoding.encode(name, tensor) for name, tensor in adapter.to_hf(layer).items())
+        tensors = {name: tensor for parts in encoded for name, tensor in parts.items()}
         if tensors:  # a layer may have nothing but buffers of our own
             write(tensors, f"model-{number:05d}.safetensors")
-    if unknown := sorted(set(index) - expected):
+    if unknown := sorted({name.removesuffix(FP8_SCALE) for name in index} - expected):
         raise ValueError(f"{source} has no {', '.join(unknown[:5])}")
     if frozen := expected - set(index):
-        write(_frozen(source, frozen, dtype), "model-frozen.safetensors")
+        write(_frozen(source, frozen, encoding.dtype), "model-frozen.safetensors")
     (partial / huggingface.INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}, indent=2) + "\n")
-    huggingface.copy_companions(source, partial, recipe.model.dtype, None)
+    huggingface.copy_companions(source, partial, encoding.dtype_name, encoding.quantization(set(index)))
     partial.rename(out)
 
 

@@ -19,6 +19,7 @@ from torchtitan.models.common.nn_modules import LayerNorm
 from torchtitan.models.deepseek_v3.model import Attention
 from torchtitan.protocols.module import Module
 
+from primeslurm.trainer.fp8 import FP8Linear, rounded
 from primeslurm.trainer.sparse_mla import dense_mla, sparse_mla
 
 SCORES = 2**28
@@ -237,8 +238,9 @@ class SparseAttention(Attention):
         own = torch.cat([self.kv_norm(latent), k_rope.squeeze(2)], -1)
         keys, indices = self._select(x, compressed, own, attention_masks, positions)
         latent, k_rope = keys.split([self.kv_lora_rank, self.qk_rope_head_dim], -1)
-        # The weight itself: what absorbs it never calls the projection.
-        out = self.inner_attention(q_nope, q_rope, latent, k_rope, self.wkv_b.weight, indices, self.softmax_scale)
+        # The weight itself: what absorbs it never calls the projection. Engines absorb what they quantised.
+        up = rounded(self.wkv_b.weight) if isinstance(self.wkv_b, FP8Linear) else self.wkv_b.weight
+        out = self.inner_attention(q_nope, q_rope, latent, k_rope, up, indices, self.softmax_scale)
         result: torch.Tensor = self.wo(out.flatten(2))
         return result
 

@@ -1,4 +1,4 @@
-"""In which format tensors leave the trainer: in the model's dtype, or in block-scaled FP8 where engines compute in it.
+"""Which weights are in FP8, and in which format tensors leave the trainer.
 
 FP8 is the format of Hugging Face's FP8 checkpoints: `weight` in e4m3 and `weight_scale_inv`, one float32 for each block
 of 128 x 128. It takes half the bytes of bfloat16, and quantising it again in the same blocks changes nothing.
@@ -6,19 +6,37 @@ of 128 x 128. It takes half the bytes of bfloat16, and quantising it again in th
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
-from primeslurm.wire.weights import FP8_BLOCK, FP8_SCALE
+from primeslurm.trainer.block_fp8 import BLOCK, BLOCKS, quantise
+from primeslurm.wire.weights import FP8_SCALE
 
-_FP8 = torch.float8_e4m3fn
-_LARGEST = torch.finfo(_FP8).max
-_TINIEST = 1e-12
-"""Least scale: a block of zeros has one, too."""
-_PROJECTIONS = ("_proj.weight", "_proj_with_mqa.weight")
+_PRODUCTS = re.compile(
+    r"(^|\.)(?!eh_proj|weights_proj)"
+    r"(experts\..*|\w+_proj|kv_a_proj_with_mqa|in_proj_qkv|in_proj_z|indexer\.wq_b)\.weight$"
+)
+
+_EXACT = ("expert_bias_E", "expert_bias", "e_score_correction_bias")
+"""Keep their dtype: rounding a router's selection bias would change which experts it selects."""
+
+
+def in_fp8(name: str) -> bool:
+    """Whether a weight of this name in a checkpoint is an operand of FP8 products, where anything is.
+
+    Projections and experts are. What stays in full precision is small or sensitive, and engines keep it so, too:
+    embeddings, head and norms; routers and the gate of shared experts; of Mamba and delta nets the convolution, decay
+    and step sizes; of sparse attention's indexer all but its queries; what drafts further tokens; what sees images.
+    """
+    return _PRODUCTS.search(name) is not None
+
+
+def cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor in the dtype in which it leaves the trainer."""
+    return tensor if name.endswith(_EXACT) else tensor.to(dtype)
 
 
 @dataclass(frozen=True)
@@ -29,6 +47,7 @@ class Encoding:
         dtype: of all tensors, or with `fp8` of those that engines do not compute in FP8.
         fp8: projections and experts leave in FP8.
         stored: what engines' own checkpoint stores in FP8: exactly these weights leave in FP8, whatever `fp8` says.
+            They are quantised from float32, so that what did not change is what engines began with.
     """
 
     dtype: torch.dtype
@@ -40,12 +59,17 @@ class Encoding:
         """`dtype` as config.json names it."""
         return str(self.dtype).removeprefix("torch.")
 
+    @property
+    def gathered(self) -> torch.dtype:
+        """What tensors have to be in before they are encoded."""
+        return torch.float32 if self.stored else self.dtype
+
     def encode(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         """A tensor as what leaves the trainer, by name."""
         if not self._in_fp8(name, tensor):
-            return {name: tensor}
-        weight, scales = quantize(tensor)
-        return {name: weight, name + FP8_SCALE: scales}
+            return {name: cast(name, tensor, self.dtype)}
+        quantised = quantise(tensor, BLOCKS)
+        return {name: quantised.data, name + FP8_SCALE: quantised.scales}
 
     def quantization(self, names: set[str]) -> dict[str, Any] | None:
         """config.json's `quantization_config` of a model with tensors `names`, if there is one."""
@@ -57,22 +81,11 @@ class Encoding:
             "quant_method": "fp8",
             "fmt": "e4m3",
             "activation_scheme": "dynamic",
-            "weight_block_size": [FP8_BLOCK, FP8_BLOCK],
+            "weight_block_size": [BLOCK, BLOCK],
             "modules_to_not_convert": kept,
         }
 
     def _in_fp8(self, name: str, tensor: torch.Tensor) -> bool:
         if self.stored:
             return name in self.stored
-        matrix = tensor.ndim == 2 and name.endswith(".weight")
-        return self.fp8 and matrix and (name.endswith(_PROJECTIONS) or ".experts." in name)
-
-
-def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A matrix in e4m3, and the float32 scale of each block by which it has to be multiplied."""
-    rows, columns = weight.shape
-    padded = F.pad(weight.float(), (0, -columns % FP8_BLOCK, 0, -rows % FP8_BLOCK))
-    blocks = padded.view(padded.shape[0] // FP8_BLOCK, FP8_BLOCK, padded.shape[1] // FP8_BLOCK, FP8_BLOCK)
-    scales = (blocks.abs().amax(dim=(1, 3)) / _LARGEST).clamp(min=_TINIEST)
-    scaled = (blocks / scales[:, None, :, None]).view_as(padded)[:rows, :columns]
-    return scaled.to(_FP8), scales
+        return self.fp8 and tensor.ndim == 2 and in_fp8(name)

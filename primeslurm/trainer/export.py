@@ -16,12 +16,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from primeslurm.trainer import lora
+from primeslurm.trainer.encoding import cast
 from primeslurm.trainer.parallel import Policy
 from primeslurm.trainer.world import World
 
 _LAYER = re.compile(r"\.(\d+)\.")  # the first number in a name is that of its layer
-_EXACT = ("expert_bias_E", "e_score_correction_bias")
-"""Keep their dtype: rounding a router's selection bias would change which experts it selects."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +68,6 @@ def by_layer(names: Iterable[str]) -> list[list[str]]:
         match = _LAYER.search(name)
         layers.setdefault(int(match[1]) if match else -1, []).append(name)
     return [layers[layer] for layer in sorted(layers)]
-
-
-def cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor in the dtype in which it leaves the trainer."""
-    return tensor if name.endswith(_EXACT) else tensor.to(dtype)
 
 
 class _Turns:

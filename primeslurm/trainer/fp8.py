@@ -1,28 +1,24 @@
 """Training in block-scaled FP8: linear layers and experts whose forward pass and both gradients are FP8 products.
 
 Masters stay float32; the compute copies that FSDP gathers are quantised whenever they are used, as engines quantise
-what is published to them, so trainer and engines multiply the same numbers.
+what is published to them, so trainer and engines multiply the same numbers. Which layers these are says
+`encoding.in_fp8`. Kernels take multiples of 128 only; what is smaller is filled up with zeros, which changes no scale.
 """
 
 from __future__ import annotations
 
-import logging
-import re
-from dataclasses import dataclass
+import functools
 from typing import Any
 
-from primeslurm.trainer import compat  # isort: skip  (before torchtitan)
+from primeslurm.trainer import compat  # noqa: F401  isort: skip  (before torchtitan)
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torchtitan.models.common import Linear
+from torchtitan.models.common.moe import GroupedExperts
 
-from primeslurm.recipe import Recipe
 from primeslurm.trainer.block_fp8 import BLOCK, BLOCKS, COLUMNS, ROWS, Groups, backend, quantise
-
-log = logging.getLogger(__name__)
-
-# Small and sensitive; engines keep them in full precision too.
-_KEPT = re.compile(r"(^|\.)(lm_head|eh_proj|router\.gate|shared_expert_gate|weights_proj|in_proj_a|in_proj_b)$")
+from primeslurm.trainer.encoding import in_fp8
 
 
 class _LinearProduct(torch.autograd.Function):
@@ -38,7 +34,7 @@ class _LinearProduct(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             for_rows = _times(gradient, quantise(weight, BLOCKS).transposed())
         if ctx.needs_input_grad[1]:
-            left, right = (quantise(_filled(t.flatten(0, -2)), COLUMNS) for t in (gradient, rows))
+            left, right = (quantise(_filled(t.flatten(0, -2), -2), COLUMNS) for t in (gradient, rows))
             for_weight = backend(rows.device.type).outer(left, right).to(weight.dtype)
         return for_rows, for_weight
 
@@ -62,14 +58,31 @@ class _GroupedProduct(torch.autograd.Function):
         return for_rows, for_weight, None
 
 
+class _Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        return quantise(weight, BLOCKS).values().to(weight.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
 def linear_product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """rows [..., k] times weight [n, k]: [..., n]; n and k are multiples of BLOCK."""
-    return _LinearProduct.apply(rows, weight)
+    """rows [..., k] times weight [n, k]: [..., n]."""
+    product: torch.Tensor = _LinearProduct.apply(_filled(rows, -1), _filled(weight, -1, -2))
+    return product[..., : len(weight)]
 
 
 def grouped_product(rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """rows [rows, k], each times the weight [groups, n, k] of its group: [rows, n]. A group ends at its offset."""
-    return _GroupedProduct.apply(rows, weight, offsets)
+    product: torch.Tensor = _GroupedProduct.apply(_filled(rows, -1), _filled(weight, -1, -2), offsets)
+    return product[..., : weight.shape[1]]
+
+
+def rounded(weight: torch.Tensor) -> torch.Tensor:
+    """What a quantised weight stands for; its gradient is the weight's. For weights that are used without a product."""
+    return _Rounded.apply(weight)
 
 
 def _times(rows: torch.Tensor, weight: Any) -> torch.Tensor:
@@ -82,17 +95,14 @@ def _grouped_times(rows: torch.Tensor, weight: Any, groups: Groups) -> torch.Ten
     return product[groups.places].to(rows.dtype)
 
 
-def _filled(matrix: torch.Tensor) -> torch.Tensor:
-    """With zero rows up to a multiple of BLOCK."""
-    return F.pad(matrix, (0, 0, 0, -len(matrix) % BLOCK))
+def _filled(tensor: torch.Tensor, *dims: int) -> torch.Tensor:
+    """With zeros at the end of dimensions -1 or -2 up to a multiple of BLOCK."""
+    columns, rows = (-tensor.shape[dim] % BLOCK if dim in dims else 0 for dim in (-1, -2))
+    return F.pad(tensor, (0, columns, 0, rows)) if columns or rows else tensor
 
 
 class FP8Linear(Linear):
     """Linear in block-scaled FP8; a bias is added in the compute dtype."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(Linear.Config):
-        pass
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[..., in_features] to [..., out_features]."""
@@ -100,32 +110,29 @@ class FP8Linear(Linear):
         return product if self.bias is None else product + self.bias
 
 
-class FP8Experts(compat.Experts):
-    """Grouped experts in block-scaled FP8."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(compat.Experts.Config):
-        pass
+class FP8Experts:
+    """Mixed into a class of grouped experts: their products in block-scaled FP8. Biases are added as they are there."""
 
     def _grouped_mm(self, *, A: torch.Tensor, B_t: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
         return grouped_product(A, B_t.transpose(-2, -1), offs)
 
 
-def convert(model_config: Any, recipe: Recipe) -> None:
-    """Swap in FP8 layers where the recipe asks for them and the scheme fits; others are logged by name, once."""
-    if not recipe.trainer.fp8:
-        return
-    unfit: set[str] = set()
+@functools.cache
+def _mixed(experts: Any) -> Any:
+    return type(f"FP8{experts.__name__}", (FP8Experts, experts), {})
 
-    def fits(name: str, *sizes: int) -> bool:
-        if _KEPT.search(name):
-            return False
-        if any(size % BLOCK for size in sizes):
-            unfit.add(re.sub(r"\.\d+\.", ".*.", name))
-            return False
-        return True
 
-    compat.swap(model_config, Linear, FP8Linear, lambda name, c: fits(name, c.in_features, c.out_features))
-    compat.swap(model_config, compat.Experts, FP8Experts, lambda name, c: fits(name, c.dim, c.hidden_dim))
-    if unfit:
-        log.warning("not in FP8, because a size is no multiple of %d: %s", BLOCK, ", ".join(sorted(unfit)))
+def adapt(model: nn.Module, state_dict_adapter: Any, stored: frozenset[str]) -> None:
+    """Have a model's projections and experts compute in FP8. Call it before the model is split over ranks.
+
+    Args:
+        stored: names of what the model's checkpoint stores in FP8, if it does: no other projection is one of FP8 then.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, GroupedExperts):
+            kind: Any = type(module)
+            module.__class__ = _mixed(kind)
+        elif type(module) is Linear:
+            names = state_dict_adapter.to_hf({f"{name}.weight": module.weight})
+            if any(in_fp8(hf) and (not stored or hf in stored) for hf in names):
+                module.__class__ = FP8Linear

@@ -89,4 +89,4 @@ def _encoding(recipe: Recipe, policy: Policy) -> Encoding:
     dtype = getattr(torch, recipe.model.dtype)
     if recipe.task == "sft":
         return Encoding(dtype)
-    return Encoding(dtype, recipe.inference.quantization == "fp8", huggingface.fp8_names(policy.source))
+    return Encoding(dtype, recipe.inference.quantization == "fp8", policy.stored_fp8)

@@ -62,6 +62,8 @@ class Policy:
     """How adapters are scaled, if adapters are all that is trained."""
     unchanged: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """What the checkpoint has beside the model, and engines insist on; on rank 0 alone."""
+    stored_fp8: frozenset[str] = frozenset()
+    """Names of the weights that the source stores in FP8."""
 
     def weights(self) -> dict[str, Any]:
         """The model's own tensors, without adapters."""
@@ -189,7 +191,6 @@ def build(recipe: Recipe, world: World, attention: Literal["varlen", "flex"] | N
     fitting = "flex" if compat.ON_CPU or recipe.model.dtype != "bfloat16" else "varlen"
     spec = models.spec(config, recipe.seq_len, attention or fitting)
     compat.adapt(spec.model)
-    fp8.convert(spec.model, recipe)
     varlen.convert(spec.model)
     deepep.convert(spec.model, recipe)
     logprobs.convert(spec.model, recipe)
@@ -199,6 +200,9 @@ def build(recipe: Recipe, world: World, attention: Literal["varlen", "flex"] | N
     adapter = spec.state_dict_adapter(spec.model, None)
     with torch.device("meta"):
         model = spec.model.build()
+    stored = huggingface.fp8_names(source) if huggingface.is_quantized(config) else frozenset()
+    if recipe.trainer.fp8:
+        fp8.adapt(model, adapter, stored)
     lora.adapt(model, adapter, recipe)
     hf_names = set(adapter.to_hf({name: t for name, t in model.state_dict().items() if not lora.is_adapter(name)}))
     shared = ContextParallel(layout.cp_style, dims.get_mesh("cp").get_group()) if layout.cp > 1 else None
@@ -221,8 +225,19 @@ def build(recipe: Recipe, world: World, attention: Literal["varlen", "flex"] | N
         ActivationOffload(world.device).install(model)
     beside: tuple[str, ...] = getattr(adapter, "unchanged", ())
     hf_names |= {name for name in huggingface.tensor_names(source) if name.startswith(beside)}
-    unchanged = huggingface.tensors_beginning(source, beside) if world.is_main else {}
-    policy = Policy(model, adapter, dims, hf_names, source, dtype, world.device, shared, recipe.trainer.lora, unchanged)
+    policy = Policy(
+        model,
+        adapter,
+        dims,
+        hf_names,
+        source,
+        dtype,
+        world.device,
+        shared,
+        recipe.trainer.lora,
+        huggingface.tensors_beginning(source, beside) if world.is_main else {},
+        stored,
+    )
     _load(policy, config)
     return policy
 

@@ -80,7 +80,7 @@ class Publisher:
 
     def _write(self, share: _Share) -> None:
         """Layer by layer. A rank that cannot write still gathers along."""
-        for layer in parts(self._policy, self._encoding.dtype, self._world):
+        for layer in parts(self._policy, self._encoding.gathered, self._world):
             for part in layer:
                 whole = part.whole()
                 if part.mine:

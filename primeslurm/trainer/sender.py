@@ -77,7 +77,7 @@ class Sender:
             return False
         assert channel is not None
         sent = _Outbox(channel, self._catalogue, self._world.rank, self._world.device)
-        for number, layer in enumerate(parts(self._policy, self._encoding.dtype, self._world)):
+        for number, layer in enumerate(parts(self._policy, self._encoding.gathered, self._world)):
             sent.put(number, self._tensors(layer))
         well = self._all_well(version, sent.failure)
         if sent.failure is None:
@@ -99,7 +99,7 @@ class Sender:
     def _describe(self) -> Catalogue:
         """What all ranks send, by layer. Nothing is gathered for it."""
         mine = []
-        for layer in parts(self._policy, self._encoding.dtype, self._world):
+        for layer in parts(self._policy, self._encoding.gathered, self._world):
             infos: list[TensorInfo] = []
             for part in (part for part in layer if part.mine):
                 likeness = torch.empty(part.sharded.shape, dtype=part.sharded.dtype, device="meta")

@@ -30,6 +30,27 @@ def test_vllm_parses_the_options(model: Path, device, role) -> None:
     assert (args.kv_transfer_config is not None) == (role != "engine")
 
 
+def test_vllm_keeps_in_full_precision_what_the_trainer_does(model: Path) -> None:
+    from vllm.config.quantization import resolve_quantization_config
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.model_executor.layers.linear import LinearBase
+    from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    argv = engine_command(tiny_recipe(model, quantization="fp8"), "cuda", "engine", "python").argv[3:]
+    parts = [fill(part, {"host": "127.0.0.1", "port:http": "1234"}) for part in argv]
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args(parts)
+    config = OnlineQuantizationConfig(resolve_quantization_config(args.quantization, args.quantization_config))
+    # of its module for Qwen3.5, which cannot be imported without torchvision
+    config.packed_modules_mapping = {
+        "in_proj_ba": ["in_proj_b", "in_proj_a"],
+        "in_proj_qkvz": ["in_proj_qkv", "in_proj_z"],
+    }
+    for name, quantised in {"in_proj_ba": False, "in_proj_qkvz": True, "out_proj": True}.items():
+        found = config.resolve_quant_method_cls(LinearBase, f"model.layers.0.linear_attn.{name}")
+        assert (found is not None) == quantised, name
+
+
 def test_vllm_has_every_parser_that_we_name() -> None:
     from vllm.reasoning import ReasoningParserManager
     from vllm.tool_parsers import ToolParserManager

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from primeslurm.inference.weights import PolicyError, dequantised
-from primeslurm.trainer.encoding import Encoding, quantize
+from primeslurm.trainer.block_fp8 import BLOCKS, quantise
+from primeslurm.trainer.encoding import Encoding
 
 pytestmark = pytest.mark.engine
 
@@ -22,12 +23,15 @@ def test_weights_find_their_scales_in_any_order(order: int) -> None:
     assert torch.equal(taken["norm"], sent["norm"])
     for name in sent.keys() - {"norm"}:
         assert taken[name].dtype == torch.bfloat16
-        again, _ = quantize(taken[name])
-        assert torch.equal(again.view(torch.uint8), encoded[name].view(torch.uint8)), "quantised again it is the same"
+        again = quantise(taken[name], BLOCKS)
+        assert torch.equal(again.data.view(torch.uint8), encoded[name].view(torch.uint8)), (
+            "quantised again it is the same"
+        )
 
 
 def test_a_weight_without_scales_is_refused() -> None:
-    weight, scales = quantize(torch.randn(8, 8))
+    quantised = quantise(torch.randn(8, 8), BLOCKS)
+    weight, scales = quantised.data, quantised.scales
     with pytest.raises(PolicyError, match="up_proj"):
         list(dequantised(iter([("up_proj.weight", weight)]), torch.bfloat16))
     with pytest.raises(PolicyError, match="up_proj"):

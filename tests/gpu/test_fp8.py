@@ -25,7 +25,7 @@ TOLERANCE = {"bfloat16": 4e-3, "float32": 1e-3}
 
 
 def test_the_quantiser_is_that_of_the_cpu() -> None:
-    for shape, block in (((256, 384), ROWS), ((130, 256), ROWS), ((256, 130), COLUMNS), ((3, 256, 384), BLOCKS)):
+    for shape, block in (((256, 384), ROWS), ((130, 256), ROWS), ((256, 130), COLUMNS), ((3, 200, 130), BLOCKS)):
         values = matrix(*shape)
         values[..., :128, :128] = 0
         here, there = quantise(values, block), quantise(values.cuda(), block)
@@ -63,15 +63,16 @@ def test_grouped_product_and_gradients_with_uneven_and_empty_groups() -> None:
     assert not outer[1].any() and not outer[3].any()
 
 
-def test_layers_on_the_gpu_equal_their_emulation() -> None:
+@pytest.mark.parametrize(("n", "k"), [(128, 256), (160, 200)], ids=["whole blocks", "cut off"])
+def test_layers_on_the_gpu_equal_their_emulation(n: int, k: int) -> None:
     offsets = torch.tensor(OFFSETS, dtype=torch.int32)
     results = []
     for device in ("cuda", "cpu"):
-        x = matrix(OFFSETS[-1], 256, device=device).requires_grad_()
-        w = matrix(128, 256, device=device, seed=1).requires_grad_()
-        e = matrix(5, 128, 256, device=device, seed=3).requires_grad_()
+        x = matrix(OFFSETS[-1], k, device=device).requires_grad_()
+        w = matrix(n, k, device=device, seed=1).requires_grad_()
+        e = matrix(5, n, k, device=device, seed=3).requires_grad_()
         out = fp8.linear_product(x, w) + fp8.grouped_product(x, e, offsets.to(device))
-        out.backward(matrix(OFFSETS[-1], 128, device=device, seed=2))
+        out.backward(matrix(OFFSETS[-1], n, device=device, seed=2))
         results.append([t.detach().cpu() for t in (out, x.grad, w.grad, e.grad)])
     for gpu, cpu in zip(*results, strict=True):
         assert relative_error(gpu, cpu.double()) < 2 * TOLERANCE["bfloat16"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import sys
 import time
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from primeslurm.wire.link import Answer, Deliver, OrchestratorLink, Request, Tra
 from tests.support.engine_commands import engine_command
 from tests.support.generate import generate, logprobs, tokens
 from tests.support.processes import Server, free_port, start_process
+from tests.trainer.as_released import to_fp8
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 GPUS = torch.cuda.device_count()
@@ -99,9 +101,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [make_model(root / str(seed), seed) for seed in range(3)]
 
 
-@pytest.fixture(params=[None, "fp8"], ids=["bf16", "fp8"])
+@pytest.fixture(params=["bf16", "fp8", "from fp8"])
 def engine(request: pytest.FixtureRequest, models: list[Path], tmp_path: Path) -> Iterator[tuple[Server, Recipe]]:
-    asked = recipe(models[0], quantization=request.param)
+    model = models[0]
+    if request.param == "from fp8":
+        model = shutil.copytree(model, tmp_path / "released")
+        to_fp8(model)
+    asked = recipe(model, quantization="fp8" if request.param == "fp8" else None)
     server = start_engine(asked, tmp_path / "engine.log")
     yield server, asked
     server.stop()
@@ -109,14 +115,15 @@ def engine(request: pytest.FixtureRequest, models: list[Path], tmp_path: Path) -
 
 @pytest.mark.skipif(GPUS < 2, reason="needs two GPUs: trainer and engine")
 async def test_an_engine_computes_with_what_another_gpu_sent(engine, models: list[Path], world) -> None:
+    from primeslurm.trainer import huggingface
     from primeslurm.trainer.encoding import Encoding
     from primeslurm.trainer.parallel import build
     from primeslurm.trainer.sender import Sender
 
     server, asked = engine
-    fp8 = asked.inference.quantization == "fp8"
+    fp8, stored = asked.inference.quantization == "fp8", huggingface.fp8_names(Path(asked.model.path))
     delivery, wanting = Delivery(workers=1, timeout_s=120), 1
-    client = EngineClient(lambda: server.url, str(models[0]), delivery.place)
+    client = EngineClient(lambda: server.url, asked.model.path, delivery.place)
     address = f"tcp://127.0.0.1:{free_port()}"
 
     async def handle(request: Request) -> Answer:
@@ -124,12 +131,12 @@ async def test_an_engine_computes_with_what_another_gpu_sent(engine, models: lis
         return await delivery.answer(request, lambda: wanting, 4)
 
     serving = asyncio.create_task(OrchestratorLink(address, handle).serve())
-    await client.apply(Policy(0, str(models[0])), 120)
+    await client.apply(Policy(0, asked.model.path), 120)
     seconds, mean = [], []
     for version, model in enumerate([models[1], models[2]], start=1):
         before = generate(server.url, PROMPT, 64, salt=f"before:{version}")
         policy = build(asked.model_copy(update={"model": asked.model.model_copy(update={"path": str(model)})}), world)
-        sender = Sender(policy, Encoding(torch.bfloat16, fp8=fp8), TrainerLink(address), world, 120)
+        sender = Sender(policy, Encoding(torch.bfloat16, fp8, stored), TrainerLink(address), world, 120)
         wanting = 1
         delivery.expect(version)
         begun = time.monotonic()
@@ -146,7 +153,12 @@ async def test_an_engine_computes_with_what_another_gpu_sent(engine, models: lis
         mean.append([round(float(wrong.abs().mean()), 4), round(float(right.abs().mean()), 4)])
         del policy, sender
         torch.cuda.empty_cache()
-    print("RESULT", json.dumps({"fp8": fp8, "gigabytes": size / 1e9, "seconds": seconds, "difference": mean}))
+    print(
+        "RESULT",
+        json.dumps(
+            {"fp8": fp8, "from_fp8": bool(stored), "gigabytes": size / 1e9, "seconds": seconds, "difference": mean}
+        ),
+    )
     serving.cancel()
     await asyncio.gather(serving, return_exceptions=True)
     for wrong, right in mean:

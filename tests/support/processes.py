@@ -22,6 +22,7 @@ from typing import Any
 
 import httpx
 
+from primeslurm.node.shared_memory import SharedMemory
 from primeslurm.plan.commands import Command
 from primeslurm.wire import secret
 
@@ -87,9 +88,15 @@ class Server:
         return True
 
     def kill(self) -> None:
-        """SIGKILL to the whole group, and wait until it is gone."""
+        """SIGKILL to the whole group, and wait until it and its shared memory are gone."""
+        memory = SharedMemory()
+        memory.look([self.pid])
         self._signal(signal.SIGKILL)
         self._gone(10)
+        memory.ended(self.pid)
+        deadline = time.monotonic() + 10
+        while not memory.unlink() and time.monotonic() < deadline:
+            time.sleep(0.02)
 
     def stop(self) -> None:
         """SIGTERM to the group, SIGKILL if it does not heed it."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import subprocess
@@ -112,13 +111,3 @@ def tails(run: RunDirectory, lines: int = 15) -> str:
     """The ends of all logs of the newest attempt."""
     logs = sorted((run.latest().path / "logs").rglob("*.log"))
     return "\n".join(f"== {log.name}\n" + "\n".join(log.read_text().splitlines()[-lines:]) for log in logs)
-
-
-def mapped() -> set[Path]:
-    """Names in /dev/shm that a living process has mapped: its semaphores and shared memory."""
-    found: set[Path] = set()
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        with contextlib.suppress(OSError):  # The process has ended meanwhile.
-            lines = (line.split(maxsplit=5) for line in maps.read_text().splitlines() if "/dev/shm/" in line)
-            found |= {Path(line[5]) for line in lines}
-    return found

@@ -23,7 +23,6 @@ def main() -> None:
 
     world = join(Interrupt(), patience_s=60)
     link = TrainerLink(sys.argv[1])
-    encoding = Encoding(torch.float32)
     gather = DTensor.full_tensor
     gathered = []
 
@@ -35,6 +34,7 @@ def main() -> None:
     DTensor.full_tensor = counted  # type: ignore[method-assign]
     for directory in map(Path, sys.argv[2:]):
         policy = build(Recipe.model_validate_json((directory / "recipe.json").read_text()), world)
+        encoding = Encoding(torch.float32, stored=policy.stored_fp8)
         Publisher(policy, directory, encoding, 1, world).publish(1)
         print("GATHERED", json.dumps([directory.name, max(gathered)]), flush=True)
         gathered.clear()

@@ -11,53 +11,23 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from primeslurm.plan import families
+from primeslurm.trainer import checkpoint_export
+from primeslurm.trainer.checkpoint import Checkpoints
 from primeslurm.trainer.encoding import Encoding
 from primeslurm.trainer.export import export
+from primeslurm.trainer.loss import from_recipe
 from primeslurm.trainer.parallel import Policy, build
 from primeslurm.trainer.publish import Publisher
+from primeslurm.trainer.step import Learner
 from primeslurm.trainer.world import World
-from primeslurm.wire import weights
-from primeslurm.wire.weights import FP8_SCALE
-from tests.trainer.conftest import SEQ_LEN, make_recipe
+from primeslurm.wire import checkpoints, weights
+from tests.trainer.as_released import FP8, assert_stored_alike, change_config, tensors, to_fp8
+from tests.trainer.conftest import SEQ_LEN, make_batch, make_progress, make_recipe
 from tests.trainer.families import CASES, Case, write
 
-FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-KEPT = ("embed_tokens", "lm_head", "mlp.gate.", "moe.gate.", "norm", "weights_proj")
-"""Parts of the names of tensors that are not quantised."""
+RELEASED = ("qwen3_moe", "deepseek_v3", "glm_moe_dsa", "minimax_m2")
+"""Families whose publishers release them in FP8."""
 BY_NAME = {case.name: case for case in CASES}
-
-
-def change_config(directory: Path, **values: Any) -> None:
-    """Set values of config.json."""
-    path = directory / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
-
-
-def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """E4M3 values, the scale of each block of 128 x 128, and what the two stand for, block by block."""
-    rows, columns = weight.shape
-    scales = torch.empty(-(-rows // 128), -(-columns // 128))
-    values, meant = torch.empty(weight.shape, dtype=torch.float8_e4m3fn), torch.empty(weight.shape)
-    for i in range(scales.shape[0]):
-        for j in range(scales.shape[1]):
-            block = slice(128 * i, 128 * (i + 1)), slice(128 * j, 128 * (j + 1))
-            scales[i, j] = weight[block].abs().max() / 448
-            values[block] = (weight[block] / scales[i, j]).to(torch.float8_e4m3fn)
-            meant[block] = values[block].float() * scales[i, j]
-    return values, scales, meant
-
-
-def to_fp8(directory: Path) -> dict[str, torch.Tensor]:
-    """Quantise a checkpoint in place. Returns what its tensors then mean."""
-    stored, meant = {}, {}
-    for name, tensor in load_file(directory / "model.safetensors").items():
-        if tensor.ndim != 2 or any(part in name for part in KEPT):
-            stored[name] = meant[name] = tensor
-        else:
-            stored[name], stored[name + FP8_SCALE], meant[name] = quantise(tensor)
-    save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
-    change_config(directory, quantization_config=FP8)
-    return meant
 
 
 def exported(policy: Policy) -> dict[str, torch.Tensor]:
@@ -93,8 +63,52 @@ def test_a_policy_from_fp8_is_published_as_not_quantised(world: World, tmp_path:
     meant = to_fp8(source)
     path = Publisher(build(make_recipe(source), world), tmp_path, Encoding(torch.float32), 1, world).publish(1)
     assert "quantization_config" not in json.loads((path / "config.json").read_text())
-    published = {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
-    assert set(published) == set(meant)
+    assert set(tensors(path)) == set(meant)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.name in RELEASED], ids=lambda c: c.name)
+def test_a_policy_from_fp8_goes_to_engines_as_it_came_to_them(case: Case, world: World, tmp_path: Path) -> None:
+    source = write(Case(case.name, lambda: _wider(case.config())), tmp_path / "source")
+    to_fp8(source)
+    policy = build(make_recipe(source, model={"path": str(source), "dtype": "bfloat16"}), world)
+    path = Publisher(policy, tmp_path, Encoding(torch.bfloat16, stored=policy.stored_fp8), 1, world).publish(1)
+    released = tensors(source)
+    expected = {name: t.bfloat16() if name in _unquantised(released) else t for name, t in released.items()}
+    assert_stored_alike(tensors(path), expected)
+    config = json.loads((path / "config.json").read_text())
+    assert (config["dtype"], config["quantization_config"] | FP8) == ("bfloat16", config["quantization_config"])
+    modules = {name.removesuffix(".weight") for name in _unquantised(released) if name.endswith(".weight")}
+    assert set(config["quantization_config"]["modules_to_not_convert"]) == modules
+
+
+def _unquantised(released: dict[str, torch.Tensor]) -> set[str]:
+    """What is published in the compute dtype: neither FP8, nor scales, nor a router's bias."""
+    return {
+        name
+        for name, tensor in released.items()
+        if tensor.dtype != torch.float8_e4m3fn and not name.endswith(("_scale_inv", "e_score_correction_bias"))
+    }
+
+
+def test_an_export_of_such_a_run_is_in_fp8_as_what_it_published(world: World, tmp_path: Path) -> None:
+    source = write(Case("wide", lambda: _wider(BY_NAME["qwen3_moe"].config())), tmp_path / "source")
+    to_fp8(source)
+    run, out = tmp_path / "run", tmp_path / "out"
+    recipe = make_recipe(source, model={"path": str(source), "dtype": "bfloat16"}, checkpoint={"interval": 1})
+    policy = build(recipe, world)
+    learner = Learner(policy, recipe.trainer.optimizer, 4, from_recipe(recipe.trainer.loss), world)
+    progress = make_progress(run)
+    learner.train(make_batch(1), progress)
+    path = Publisher(policy, run, Encoding(torch.bfloat16, stored=policy.stored_fp8), 1, world).publish(1)
+    Checkpoints(run, 1, recipe.checkpoint, world, None).after(1, learner, progress)
+    checkpoint_export.export(recipe, checkpoints.step_dir(run, 1), out)
+    found, expected = tensors(out), tensors(path)
+    assert set(found) == set(expected) == set(tensors(source))
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
+    configs = [json.loads((directory / "config.json").read_text())["quantization_config"] for directory in (out, path)]
+    assert configs[0] == configs[1]
 
 
 @pytest.mark.parametrize("change", [{"weight_block_size": None}, {"quant_method": "mxfp4"}, {"fmt": "e5m2"}])
@@ -126,15 +140,26 @@ def test_modules_that_draft_are_left_out(family: str, world: World, tmp_path: Pa
     assert set(exported(build(make_recipe(path), world))) == set(tensors)
 
 
-def test_kimi_k2_is_deepseek_v3(world: World, tmp_path: Path) -> None:
+@pytest.mark.parametrize("trainer", [{}, {"fp8": True, "lora": {"rank": 8}}], ids=["plain", "fp8 and adapters"])
+def test_kimi_k2_is_deepseek_v3(trainer: dict[str, Any], world: World, tmp_path: Path) -> None:
     path = write(BY_NAME["deepseek_v3"], tmp_path)
+    recipe = make_recipe(path, trainer=trainer)
+    deepseek = build(recipe, world)
+    change_config(path, model_type="kimi_k2", auto_map={"AutoConfig": "configuration_deepseek.DeepseekV3Config"})
+    kimi = build(recipe, world)
+    same_model(kimi, deepseek)
+
+
+def same_model(one: Policy, other: Policy) -> None:
+    """Layers of the same kinds, the same trained parameters and the same logits."""
+    for mine, theirs in zip(one.model.named_modules(), other.model.named_modules(), strict=True):
+        assert (mine[0], type(mine[1])) == (theirs[0], type(theirs[1]))
+    for name, parameter in other.model.named_parameters():
+        assert one.model.get_parameter(name).requires_grad == parameter.requires_grad
     tokens = torch.randint(3, 128, (1, SEQ_LEN), generator=torch.Generator().manual_seed(1))
     positions = torch.arange(SEQ_LEN)[None]
     with torch.no_grad():
-        expected = build(make_recipe(path), world).logits(tokens, positions)[0]
-        change_config(path, model_type="kimi_k2", auto_map={"AutoConfig": "configuration_deepseek.DeepseekV3Config"})
-        kimi = build(make_recipe(path), world).logits(tokens, positions)[0]
-    assert torch.equal(kimi, expected)
+        assert torch.equal(one.logits(tokens, positions)[0], other.logits(tokens, positions)[0])
 
 
 def test_the_text_model_of_kimi_k25_is_deepseek_v3(world: World, tmp_path: Path) -> None:
@@ -148,15 +173,11 @@ def test_the_text_model_of_kimi_k25_is_deepseek_v3(world: World, tmp_path: Path)
     text = json.loads((plain / "config.json").read_text()) | {"model_type": "kimi_k2"}
     (kimi / "config.json").write_text(json.dumps({"model_type": "kimi_k25", "text_config": text}))
 
-    tokens = torch.randint(3, 128, (1, SEQ_LEN), generator=torch.Generator().manual_seed(1))
-    positions = torch.arange(SEQ_LEN)[None]
+    same_model(*(build(make_recipe(path, trainer={"fp8": True}), world) for path in (kimi, plain)))
     policy = build(make_recipe(kimi), world)
-    with torch.no_grad():
-        expected = build(make_recipe(plain), world).logits(tokens, positions)[0]
-        assert torch.equal(policy.logits(tokens, positions)[0], expected)
+    same_model(policy, build(make_recipe(plain), world))
     Publisher(policy, tmp_path, Encoding(torch.float32), 1, world).publish(1)
-    files = weights.version_dir(tmp_path, 1).glob("*.safetensors")
-    found = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    found = tensors(weights.version_dir(tmp_path, 1))
     assert set(found) == set(named | vision)
     assert all(torch.equal(found[name], tensor) for name, tensor in (named | vision).items())
 

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig
 
-from primeslurm.trainer.encoding import Encoding, quantize
+from primeslurm.trainer.block_fp8 import BLOCKS, quantise
+from primeslurm.trainer.encoding import Encoding, in_fp8
 from primeslurm.trainer.parallel import build
 from primeslurm.trainer.publish import Publisher
 from primeslurm.trainer.world import World
@@ -21,31 +22,16 @@ from tests.trainer.families import COMMON, EXPERTS, Case, write
 WIDE = COMMON | {"hidden_size": 192, "intermediate_size": 256}
 
 
-def dequantised(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """By definition: each element times the scale of its block."""
-    rows = torch.arange(weight.shape[0]) // weights.FP8_BLOCK
-    columns = torch.arange(weight.shape[1]) // weights.FP8_BLOCK
-    return weight.float() * scales[rows][:, columns]
-
-
 @pytest.mark.parametrize("shape", [(128, 128), (256, 384), (200, 130), (3, 5)])
 def test_a_rounding_error_is_at_most_a_sixteenth_and_does_not_grow(shape: tuple[int, int]) -> None:
     torch.manual_seed(0)
     matrix = torch.randn(shape) * torch.logspace(-4, 0, shape[1])
-    weight, scales = quantize(matrix)
-    assert weight.dtype == torch.float8_e4m3fn and weight.shape == matrix.shape
-    assert scales.shape == (-(-shape[0] // 128), -(-shape[1] // 128)) and scales.dtype == torch.float32
-    rounded = dequantised(weight, scales)
-    smallest_normal = scales.max() * 2**-6
-    torch.testing.assert_close(rounded, matrix, rtol=1 / 16, atol=float(smallest_normal) / 16)
-    again, same = quantize(rounded)
-    assert torch.equal(again.view(torch.uint8), weight.view(torch.uint8))
-    torch.testing.assert_close(same, scales)
-
-
-def test_a_block_of_zeros_stays_zero() -> None:
-    weight, scales = quantize(torch.zeros(128, 128))
-    assert dequantised(weight, scales).abs().max() == 0
+    first = quantise(matrix, BLOCKS)
+    smallest_normal = first.scales.max() * 2**-6
+    torch.testing.assert_close(first.values(), matrix, rtol=1 / 16, atol=float(smallest_normal) / 16)
+    again = quantise(first.values(), BLOCKS)
+    assert torch.equal(again.data.view(torch.uint8), first.data.view(torch.uint8))
+    torch.testing.assert_close(again.scales, first.scales, rtol=2**-23, atol=0)
 
 
 def test_a_policy_published_in_fp8(world: World, tmp_path: Path) -> None:
@@ -62,10 +48,52 @@ def test_a_policy_published_in_fp8(world: World, tmp_path: Path) -> None:
     assert set(published) == set(original) | {name + weights.FP8_SCALE for name in halved}
     for name, tensor in original.items():
         if name in halved:
-            expected = dequantised(*quantize(tensor.bfloat16()))
-            assert torch.equal(dequantised(published[name], published[name + weights.FP8_SCALE]), expected), name
+            expected = quantise(tensor.bfloat16(), BLOCKS)
+            assert torch.equal(published[name].view(torch.uint8), expected.data.view(torch.uint8)), name
+            assert torch.equal(published[name + weights.FP8_SCALE], expected.scales), name
         else:
             assert torch.equal(published[name], tensor.bfloat16()), name
     config = json.loads((path / "config.json").read_text())["quantization_config"]
     assert (config["quant_method"], config["weight_block_size"]) == ("fp8", [128, 128])
     assert {"lm_head", "model.layers.0.mlp.gate"} <= set(config["modules_to_not_convert"])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.self_attn.kv_a_proj_with_mqa.weight",
+        "model.layers.0.self_attn.indexer.wq_b.weight",
+        "model.layers.0.self_attn.gate_proj.weight",
+        "model.layers.0.mlp.gate_proj.weight",
+        "model.layers.0.mlp.experts.12.down_proj.weight",
+        "model.layers.0.block_sparse_moe.experts.12.w1.weight",
+        "model.layers.0.linear_attn.in_proj_qkv.weight",
+        "backbone.layers.0.mixer.in_proj.weight",
+        "backbone.layers.0.mixer.fc1_latent_proj.weight",
+    ],
+)
+def test_projections_and_experts_are_in_fp8(name: str) -> None:
+    assert in_fp8(name)
+    assert not in_fp8(name.replace(".weight", ".bias"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "lm_head.weight",
+        "model.embed_tokens.weight",
+        "model.layers.0.mlp.gate.weight",
+        "model.layers.0.mlp.router.gate.weight",
+        "model.layers.0.mlp.shared_expert_gate.weight",
+        "model.layers.0.mlp.experts.e_score_correction_bias",
+        "model.layers.0.self_attn.indexer.wk.weight",
+        "model.layers.0.self_attn.indexer.weights_proj.weight",
+        "model.layers.0.self_attn.q_norm.weight",
+        "model.layers.0.linear_attn.in_proj_a.weight",
+        "model.layers.0.linear_attn.conv1d.weight",
+        "model.layers.61.eh_proj.weight",
+        "model.visual.blocks.0.attn.proj.weight",
+    ],
+)
+def test_what_is_small_or_sensitive_is_not(name: str) -> None:
+    assert not in_fp8(name)

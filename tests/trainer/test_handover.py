@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig
 
 from primeslurm.orchestrator.delivery import Delivery
 from primeslurm.wire import link, stream, weights
+from tests.trainer.as_released import assert_stored_alike, tensors, to_fp8
 from tests.trainer.conftest import finish, free_port, make_recipe, start_ranks
 from tests.trainer.families import COMMON, EXPERTS, Case, write
 
@@ -23,11 +23,8 @@ LAYOUTS: dict[str, dict[str, int]] = {
     "hsdp-ep": {"dp_replicate": 2, "ep": 2},
     "cp-ep": {"cp": 2, "ep": 4},
     "few-experts": {"ep": 2},  # fewer experts than ranks: each expert is sharded
+    "fp8": {"ep": 2},  # from a checkpoint in FP8
 }
-
-
-def read(directory: Path) -> dict[str, torch.Tensor]:
-    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 def take(place: dict[str, Any], worker: int, experts: stream.Experts) -> dict[str, torch.Tensor]:
@@ -78,10 +75,12 @@ class Orchestrator:
 
 
 async def test_every_layout_hands_over_the_policy_it_loaded(tmp_path: Path) -> None:
-    models = {"many": tmp_path / "many", "few": tmp_path / "few"}
+    models = {name: tmp_path / f"model-{name}" for name in ("many", "few", "fp8")}
     write(Case("many", lambda: Qwen3MoeConfig(**COMMON, **EXPERTS)), models["many"])
     write(Case("few", lambda: Qwen3MoeConfig(**COMMON, **EXPERTS | {"num_experts": 2})), models["few"])
-    sources = {name: models["few" if name == "few-experts" else "many"] for name in LAYOUTS}
+    write(Case("fp8", lambda: Qwen3MoeConfig(**COMMON | {"hidden_size": 192}, **EXPERTS)), models["fp8"])
+    to_fp8(models["fp8"])
+    sources = {name: models[{"few-experts": "few", "fp8": "fp8"}.get(name, "many")] for name in LAYOUTS}
     for name, parallelism in LAYOUTS.items():
         recipe = make_recipe(sources[name], trainer={"parallelism": parallelism})
         (tmp_path / name).mkdir()
@@ -92,14 +91,13 @@ async def test_every_layout_hands_over_the_policy_it_loaded(tmp_path: Path) -> N
 
     printed = [json.loads(line.split(" ", 1)[1]) for out in outputs for line in out.splitlines() if "GATHERED" in line]
     for (name, source), received in zip(sources.items(), orchestrator.received, strict=True):
-        original = read(source)
+        original = tensors(source)
         published = weights.version_dir(tmp_path / name, 1)
         assert weights.damage(published) == []
         assert len(list(published.glob("*.safetensors"))) == RANKS, "every rank writes its share"
-        found = read(published)
+        found = tensors(published)
         for whole in (found, received[0] | received[1]):
-            assert set(whole) == set(original), name
-            assert all(torch.equal(whole[key], original[key]) for key in original), name
+            assert_stored_alike(whole, original)
         assert any(key not in received[0] for key in original), "experts of the other worker are not sent"
         largest = max(count for layout, count in printed if layout == name)
         experts = name == "few-experts"

@@ -134,6 +134,28 @@ def test_a_killed_engine_is_restarted_in_place_on_its_port(start: Callable[..., 
     assert running.head.ending is None
 
 
+def test_shared_memory_of_a_killed_engine_is_freed(start: Callable[..., Running], tmp_path: Path) -> None:
+    name = Path(f"/dev/shm/primeslurm-test-{tmp_path.name}-{os.getpid()}")
+    worker = python(
+        "import mmap, os, sys, time\n"
+        "if os.fork(): time.sleep(600)\n"  # The engine; its worker has the memory.
+        "file = open(f'{sys.argv[1]}-{os.getpid()}', 'w+b'); file.truncate(4096)\n"
+        "mapped = mmap.mmap(file.fileno(), 0)\n"
+        "open(sys.argv[2], 'a').close(); time.sleep(600)",
+        str(name),
+        str(tmp_path / "mapped"),
+    )
+    running = start([process("engine-0", 0, worker)])
+    running.wait((tmp_path / "mapped").exists)
+    [first] = name.parent.glob(name.name + "-*")
+    os.kill(int(str(running.wait_state("engine-0", "ready")["pid"])), signal.SIGKILL)
+    running.wait(lambda: not first.exists())
+    running.wait(lambda: list(name.parent.glob(name.name + "-*")))
+    running.agents[0].end(Ending(Outcome.CANCELLED, "test", "test"))
+    running.join()
+    assert list(name.parent.glob(name.name + "-*")) == []
+
+
 def test_a_process_that_keeps_dying_ends_the_attempt(start: Callable[..., Running]) -> None:
     running = start((process("bad", 0, python("raise SystemExit(3)"), max_restarts=1),))
     running.join()

@@ -111,6 +111,13 @@ def test_extra_options_replace_and_add() -> None:
     assert argv[argv.index("--allowed-origins") :][:3] == ("--allowed-origins", "a", "b")
 
 
+def test_engines_of_an_fp8_trainer_scale_as_it_does() -> None:
+    it = recipe(quantization="fp8")
+    assert "VLLM_USE_DEEP_GEMM_E8M0" not in engine_command(it, "cuda", "engine", "python").env
+    fp8 = it.model_copy(update={"trainer": it.trainer.model_copy(update={"fp8": True})})
+    assert engine_command(fp8, "cuda", "engine", "python").env["VLLM_USE_DEEP_GEMM_E8M0"] == "0"
+
+
 def test_own_environment_wins_and_the_role_s_wins_over_that() -> None:
     it = recipe(env={"OMP_NUM_THREADS": "4", "A": "all"}, prefill={"env": {"A": "prefill"}})
     assert engine_command(it, "cpu", "engine", "python").env["OMP_NUM_THREADS"] == "4"

@@ -125,10 +125,7 @@ EXAMPLES: dict[str, tuple[tuple[dict[str, Any], str, dict[str, Any]], tuple[dict
         (inference(quantization="fp8"), MOE, {"nodes": {"default": {"gpu": "a100"}}}),
         (inference(quantization="fp8"), MOE, {"nodes": {"default": {"gpu": "h100"}}}),
     ),
-    "quantised-twice": (
-        (on(inference(quantization="fp8"), task="serve", environments=[]), OSS, GPU),
-        (on(inference(quantization="fp8"), task="serve", environments=[]), MOE, GPU),
-    ),
+    "quantised-twice": ((inference(quantization="fp8"), "FP8 blocks", GPU), (inference(quantization="fp8"), OSS, GPU)),
     "deep-gemm-fp8": (
         (inference(deep_gemm=True), MOE, GPU),
         (inference(deep_gemm=True, quantization="fp8"), MOE, GPU),
@@ -214,6 +211,8 @@ def facts_of(model: str) -> ModelFacts:
     if model in ("vision", "linear attention"):
         family = {"vision": "qwen3_vl_moe", "linear attention": "qwen3_next"}[model]
         return replace(catalog()[MOE].facts, family=family)
+    if model == "FP8 blocks":
+        return replace(catalog()[MOE].facts, quantization="fp8", fp8_blocks=True)
     return replace(catalog()[DENSE].facts, heads=20) if model == "odd heads" else catalog()[model].facts
 
 
@@ -254,3 +253,9 @@ def test_all_findings_come_at_once() -> None:
 def test_engine_rules_are_silent_where_nothing_is_served() -> None:
     changes = on(inference(eplb=True), SFT)
     assert not broken(changes, MOE, GPU)
+
+
+def test_what_is_served_as_it_is_stored_is_not_quantised_again_either() -> None:
+    serve = on(inference(quantization="fp8"), task="serve", environments=[])
+    assert "quantised-twice" in broken(serve, OSS, GPU)
+    assert "quantised-twice" not in broken(serve, MOE, GPU)

@@ -13,6 +13,7 @@ from benchmarks.memory_model import TRAINER_ROWS, predicted_gib
 from primeslurm.plan.catalog import CATALOG, catalog, facts_of
 from primeslurm.plan.checks import model_files, review
 from primeslurm.plan.engine_memory import EngineLayout, engine_memory, kv_bytes_per_token, low_latency_bytes
+from primeslurm.plan.estimate import engine_layout
 from primeslurm.plan.gpus import GIB, GPUS, gpu_of
 from primeslurm.plan.parameters import count
 from primeslurm.plan.trainer_memory import TrainerLayout, layer_gather_bytes, trainer_memory
@@ -207,6 +208,12 @@ def amounts(**changes: Any) -> dict[str, float]:
 def test_routed_experts_of_a_batch_are_21_gigabytes_for_the_large_glm5_run() -> None:
     found = amounts(seq_len=131072, orchestrator={"batch_size": 256}, trainer={"router_replay": True})
     assert found["routed experts"] == pytest.approx(20.9, abs=0.1)  # 624 bytes x 131,072 x 256
+
+
+def test_engines_from_fp8_blocks_stay_in_fp8_when_the_model_is_trained() -> None:
+    recipe = Recipe.model_validate(recipe_data(model={"path": "m", "dtype": "bfloat16"}))
+    for stored, size in (({"quantization": "fp8", "fp8_blocks": True}, 1.0), ({"quantization": "mxfp4"}, 2)):
+        assert engine_layout(recipe, "engine", 1, replace(GLM, **stored)).weight_bytes == size
 
 
 def test_sending_all_of_glm5_takes_a_minute_and_its_own_experts_to_each_gpu_much_less() -> None:

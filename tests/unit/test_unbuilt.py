@@ -60,9 +60,15 @@ def test_the_implementation_in_transformers_reads_no_fp8() -> None:
     assert found.startswith("blocked: the checkpoint is stored in fp8")
 
 
-def test_engines_that_start_in_fp8_are_not_sent_bfloat16() -> None:
-    (found,) = texts(MOE | {"quantization_config": BLOCKS})
-    assert "engines that start from an FP8 checkpoint take FP8 updates" in found
+def test_engines_that_start_in_fp8_are_sent_fp8() -> None:
+    assert texts(MOE | {"quantization_config": BLOCKS}) == []
+
+
+def test_scales_that_are_powers_of_two_are_read_but_not_published() -> None:
+    powers = MOE | {"quantization_config": BLOCKS | {"scale_fmt": "ue8m0"}}
+    assert texts(powers, **SFT) == []
+    (found,) = texts(powers)
+    assert found.startswith("blocked: its scales are powers of two")
 
 
 def test_glm5_is_a_model_the_trainer_builds() -> None:

@@ -141,8 +141,8 @@ def _fp8_gpu(case: Case) -> str:
 
 
 def _quantised_twice(case: Case) -> str:
-    """A trained policy is bfloat16, whatever the checkpoint was."""
-    stored = case.facts.quantization if case.facts and not case.trains else None
+    """Of what is trained, engines see only what the trainer can read."""
+    stored = case.facts.quantization if case.facts and (case.facts.fp8_blocks or not case.trains) else None
     return f"the checkpoint is {stored} already" if stored and case.recipe.inference.quantization else ""
 
 

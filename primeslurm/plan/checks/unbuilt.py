@@ -79,6 +79,6 @@ def _unread(recipe: Recipe, facts: ModelFacts) -> str:
         return (
             f"the checkpoint is stored in {facts.quantization}, the trainer reads bfloat16, float32 or block-scale FP8"
         )
-    if recipe.task == "rl":
-        return "engines that start from an FP8 checkpoint take FP8 updates, and policies are published in bfloat16"
+    if recipe.task == "rl" and facts.fp8_powers:
+        return "its scales are powers of two, and policies are published with scales that are not"
     return ""

@@ -12,8 +12,8 @@ from torchtitan.protocols.model_spec import ModelSpec
 
 from primeslurm.trainer.models import gqa
 from primeslurm.trainer.models.adapter import TableAdapter
-from primeslurm.trainer.models.common import MATRIX, ffn, linear, norm, refuse, silu_only
-from primeslurm.trainer.models.moe import sigmoid_moe
+from primeslurm.trainer.models.common import MATRIX, linear, norm, refuse, silu_only
+from primeslurm.trainer.models.moe import dense_or_moe
 from primeslurm.trainer.models.names import DECODER, MOE, renamed
 from primeslurm.trainer.models.rotary import rotary
 
@@ -83,15 +83,12 @@ def _layer(hf: Any, index: int, attention: str) -> gqa.Block.Config:
         ),
         post_attention_norm=norm(hf, hf.hidden_size),
         ffn_norm=norm(hf, hf.hidden_size),
-        feed_forward=ffn(hf, hf.intermediate_size) if dense else None,
-        moe=None
-        if dense
-        else sigmoid_moe(
+        post_ffn_norm=norm(hf, hf.hidden_size),
+        **dense_or_moe(
             hf,
+            dense,
             experts=hf.num_experts,
-            width=hf.moe_intermediate_size,
             shared_width=hf.moe_intermediate_size * hf.num_shared_experts,
             scale=hf.route_scale,
         ),
-        post_ffn_norm=norm(hf, hf.hidden_size),
     )

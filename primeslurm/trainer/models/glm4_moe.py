@@ -9,8 +9,8 @@ from torchtitan.protocols.model_spec import ModelSpec
 
 from primeslurm.trainer.models import gqa
 from primeslurm.trainer.models.adapter import TableAdapter
-from primeslurm.trainer.models.common import ffn, norm, refuse, silu_only
-from primeslurm.trainer.models.moe import sigmoid_moe
+from primeslurm.trainer.models.common import norm, refuse, silu_only
+from primeslurm.trainer.models.moe import dense_or_moe
 from primeslurm.trainer.models.names import DECODER, MOE
 from primeslurm.trainer.models.rotary import rotary
 
@@ -35,13 +35,10 @@ def _layer(hf: Any, index: int, attention: str) -> gqa.Block.Config:
         attention_norm=norm(hf, hf.hidden_size),
         attention=gqa.attention(hf, attention, bias=hf.attention_bias, rope=rotary(hf), **qk_norm),
         ffn_norm=norm(hf, hf.hidden_size),
-        feed_forward=ffn(hf, hf.intermediate_size) if dense else None,
-        moe=None
-        if dense
-        else sigmoid_moe(
+        **dense_or_moe(
             hf,
+            dense,
             experts=hf.n_routed_experts,
-            width=hf.moe_intermediate_size,
             shared_width=hf.moe_intermediate_size * hf.n_shared_experts,
             normalise=hf.norm_topk_prob,
             scale=hf.routed_scaling_factor,

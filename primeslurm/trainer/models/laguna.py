@@ -9,8 +9,8 @@ from torchtitan.protocols.model_spec import ModelSpec
 
 from primeslurm.trainer.models import gqa
 from primeslurm.trainer.models.adapter import TableAdapter
-from primeslurm.trainer.models.common import ffn, linear, norm, refuse, silu_only
-from primeslurm.trainer.models.moe import sigmoid_moe
+from primeslurm.trainer.models.common import linear, norm, refuse, silu_only
+from primeslurm.trainer.models.moe import dense_or_moe
 from primeslurm.trainer.models.names import DECODER, MOE, renamed
 from primeslurm.trainer.models.rotary import rotary
 
@@ -54,13 +54,10 @@ def _layer(hf: Any, index: int, attention: str) -> gqa.Block.Config:
             gate_activation="softplus",
         ),
         ffn_norm=norm(hf, hf.hidden_size),
-        feed_forward=ffn(hf, hf.intermediate_size) if dense else None,
-        moe=None
-        if dense
-        else sigmoid_moe(
+        **dense_or_moe(
             hf,
+            dense,
             experts=hf.num_experts,
-            width=hf.moe_intermediate_size,
             shared_width=hf.shared_expert_intermediate_size,
             scale=hf.moe_routed_scaling_factor,
         ),

@@ -58,3 +58,10 @@ def sigmoid_moe(
         ),
         shared_experts=ffn(hf, shared_width) if shared_width else None,
     )
+
+
+def dense_or_moe(hf: Any, dense: bool, **experts: Any) -> dict[str, Any]:
+    """The second half of a `gqa.Block.Config`: a dense network, or experts, of which `sigmoid_moe` is told the rest."""
+    if dense:
+        return {"feed_forward": ffn(hf, hf.intermediate_size)}
+    return {"moe": sigmoid_moe(hf, width=hf.moe_intermediate_size, **experts)}

@@ -15,7 +15,6 @@ from torchtitan.models.common import Linear
 from torchtitan.models.common.attention import AttentionMasksType, BaseAttention
 from torchtitan.models.common.config_utils import (
     get_attention_config,
-    make_ffn_config,
     make_moe_config,
     make_router_config,
 )
@@ -26,7 +25,7 @@ from torchtitan.protocols.module import Module
 
 from primeslurm.trainer.models import vision
 from primeslurm.trainer.models.adapter import TableAdapter
-from primeslurm.trainer.models.common import EXPERTS, MATRIX, ends, linear, refuse
+from primeslurm.trainer.models.common import EXPERTS, MATRIX, ends, ffn, linear, refuse
 from primeslurm.trainer.models.delta_net import DeltaNet
 from primeslurm.trainer.models.experts import routed, spread
 from primeslurm.trainer.models.names import renamed
@@ -210,7 +209,7 @@ def _layer(hf: Any, full_attention: bool, backend: str) -> Block.Config:
         ffn_norm=_norm(hf, hf.hidden_size),
         attention=_attention(hf, backend) if full_attention else None,
         delta_net=None if full_attention else _net(hf),
-        feed_forward=None if moe else _feed_forward(hf),
+        feed_forward=None if moe else ffn(hf, hf.intermediate_size),
         moe=_moe(hf) if moe else None,
     )
 
@@ -254,12 +253,6 @@ def _net(hf: Any) -> DeltaNet.Config:
             **dict.fromkeys(("conv_weight", "dt_bias", "A_log"), nn.init.zeros_),
             "norm_weight": nn.init.ones_,
         },
-    )
-
-
-def _feed_forward(hf: Any) -> FeedForward.Config:
-    return make_ffn_config(
-        dim=hf.hidden_size, hidden_dim=hf.intermediate_size, w1_param_init=MATRIX, w2w3_param_init=MATRIX
     )
 
 

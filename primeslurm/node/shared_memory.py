@@ -1,0 +1,88 @@
+"""Shared memory that outlives killed processes: names in /dev/shm fill the node's memory until somebody unlinks them.
+
+A killed engine leaves its KV cache in host memory there (hundreds of GB where it is offloaded), workers their queues,
+Python's semaphores their names. Only what processes of a group were seen to have mapped is removed, once nobody has it
+mapped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+DIRECTORY = Path("/dev/shm")
+
+Inode = int
+
+
+class SharedMemory:
+    """What the processes of a node's process groups have mapped in /dev/shm."""
+
+    def __init__(self) -> None:
+        self._seen: dict[int, set[Inode]] = {}
+        self._left: set[Inode] = set()
+
+    def look(self, groups: Collection[int]) -> None:
+        """Take note of what groups have mapped now. For before they may be killed: dead processes have no maps."""
+        for group, inodes in mapped_by(groups).items():
+            self._seen.setdefault(group, set()).update(inodes)
+
+    def ended(self, group: int) -> None:
+        """A group was killed: from now on what it had mapped is left over."""
+        self._left |= self._seen.pop(group, set())
+
+    def unlink(self) -> bool:
+        """Remove the names of what is left over and that no living process has mapped; whether that was all."""
+        names = names_of(self._left)
+        used = set[Inode]().union(*map(_maps, _processes())) if names else set()
+        for path, inode in names.items():
+            if inode not in used:
+                with contextlib.suppress(OSError):
+                    path.unlink()
+        self._left &= used.intersection(names.values())
+        return not self._left
+
+
+def mapped_by(groups: Collection[int]) -> dict[int, set[Inode]]:
+    """Files of /dev/shm that the processes of each process group have mapped, whatever their names are now."""
+    found: dict[int, set[Inode]] = {}
+    for process in _processes() if groups else ():
+        group = _group_of(process)
+        if group is not None and group in groups:
+            found.setdefault(group, set()).update(_maps(process))
+    return found
+
+
+def names_of(inodes: Collection[Inode]) -> dict[Path, Inode]:
+    """Names in /dev/shm that these files still have, of this user's."""
+    found: dict[Path, Inode] = {}
+    for path in DIRECTORY.iterdir() if inodes else ():
+        with contextlib.suppress(OSError):
+            status = path.stat(follow_symlinks=False)
+            if status.st_ino in inodes and status.st_uid == os.geteuid():
+                found[path] = status.st_ino
+    return found
+
+
+def _maps(process: Path) -> set[Inode]:
+    """What one process (its directory in /proc) has mapped; nothing if it is gone or somebody else's."""
+    try:
+        device = DIRECTORY.stat().st_dev
+        wanted = f"{os.major(device):02x}:{os.minor(device):02x}"
+        fields = (line.split(maxsplit=5) for line in (process / "maps").read_text().splitlines())
+        return {int(field[4]) for field in fields if field[3] == wanted}
+    except OSError:
+        return set()
+
+
+def _processes() -> Iterator[Path]:
+    return Path("/proc").glob("[0-9]*")
+
+
+def _group_of(process: Path) -> int | None:
+    try:
+        return int((process / "stat").read_text().rpartition(")")[2].split()[2])
+    except OSError:
+        return None

@@ -1,0 +1,68 @@
+"""Turning checkpoints into such as are released: in block-scale FP8."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from primeslurm.wire.weights import FP8_SCALE
+
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+KEPT = ("embed_tokens", "lm_head", "mlp.gate.", "moe.gate.", "norm", "weights_proj")
+"""Parts of the names of tensors that are not quantised."""
+
+
+def tensors(directory: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a model directory."""
+    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def change_config(directory: Path, **values: Any) -> None:
+    """Set values of config.json."""
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | values))
+
+
+def quantise(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """E4M3 values, the scale of each block of 128 x 128, and what the two stand for, block by block."""
+    rows, columns = weight.shape
+    scales = torch.empty(-(-rows // 128), -(-columns // 128))
+    values, meant = torch.empty(weight.shape, dtype=torch.float8_e4m3fn), torch.empty(weight.shape)
+    for i in range(scales.shape[0]):
+        for j in range(scales.shape[1]):
+            block = slice(128 * i, 128 * (i + 1)), slice(128 * j, 128 * (j + 1))
+            scales[i, j] = weight[block].abs().max() / 448
+            values[block] = (weight[block] / scales[i, j]).to(torch.float8_e4m3fn)
+            meant[block] = values[block].float() * scales[i, j]
+    return values, scales, meant
+
+
+def to_fp8(directory: Path) -> dict[str, torch.Tensor]:
+    """Quantise a checkpoint in place. Returns what its tensors then mean."""
+    stored, meant = {}, {}
+    for name, tensor in load_file(directory / "model.safetensors").items():
+        if tensor.ndim != 2 or any(part in name for part in KEPT):
+            stored[name] = meant[name] = tensor
+        else:
+            stored[name], stored[name + FP8_SCALE], meant[name] = quantise(tensor)
+    save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
+    change_config(directory, quantization_config=FP8)
+    return meant
+
+
+def assert_stored_alike(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """The same names, shapes and dtypes, and the same bits but for the last one of scales.
+
+    The largest value of a block is 448 times its scale, rounded: not every scale can be told from that.
+    """
+    assert set(found) == set(expected)
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype, name
+        if name.endswith(FP8_SCALE):
+            torch.testing.assert_close(found[name], tensor, rtol=2**-23, atol=0, msg=name)
+        else:
+            assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
