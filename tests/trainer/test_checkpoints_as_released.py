@@ -164,10 +164,10 @@ def same_model(one: Policy, other: Policy) -> None:
 
 def test_the_text_model_of_kimi_k25_is_deepseek_v3(world: World, tmp_path: Path) -> None:
     plain = write(BY_NAME["deepseek_v3"], tmp_path / "plain")
-    tensors = load_file(plain / "model.safetensors")
+    stored = load_file(plain / "model.safetensors")
     kimi = tmp_path / "kimi"
     kimi.mkdir()
-    named = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+    named = {f"language_model.{name}": tensor for name, tensor in stored.items()}
     vision = {f"{part}.weight": torch.randn(2, 2) for part in ("vision_tower.patch_embed", "mm_projector.pre_norm")}
     save_file(named | vision, kimi / "model.safetensors", metadata={"format": "pt"})
     text = json.loads((plain / "config.json").read_text()) | {"model_type": "kimi_k2"}
