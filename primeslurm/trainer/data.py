@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from primeslurm.trainer.pictures import Picture, PictureReader, expand
-from primeslurm.wire.rollouts import Batch, BatchInfo, Bool, Images, Int32, Row
+from primeslurm.trainer.pictures import PictureReader, expand
+from primeslurm.wire.rollouts import Batch, BatchInfo, Bool, Int32, Picture, Row, whole
 
 log = logging.getLogger(__name__)
 
@@ -27,11 +27,8 @@ class Example:
 
     def cut(self, length: int) -> Example:
         """No more than the first `length` tokens; an image that would not be whole goes with all that follows it."""
-        for picture in self.pictures:
-            if picture.start < length < picture.end:
-                length = picture.start
-        whole = tuple(picture for picture in self.pictures if picture.end <= length)
-        return Example(self.token_ids[:length], self.mask[:length], whole)
+        length, pictures = whole(self.pictures, length)
+        return Example(self.token_ids[:length], self.mask[:length], pictures)
 
 
 def load(path: Path, tokenizer: Any, seq_len: int, reader: PictureReader | None = None) -> list[Example]:
@@ -77,13 +74,8 @@ def batch(
     seed: int,
     dp_rank: int,
     dp_world: int,
-    reader: PictureReader | None = None,
 ) -> Batch:
-    """The rows of one rank for `step` (first step: 1). Every rank gets the same number of rows.
-
-    Raises:
-        OSError, ValueError: an image cannot be read any more.
-    """
+    """The rows of one rank for `step` (first step: 1). Every rank gets the same number of rows."""
     chosen = [examples[i] for i in _indices(len(examples), (step - 1) * batch_size, batch_size, seed)]
     rows = _pack(chosen, seq_len)
     rows += [[] for _ in range(-len(rows) % dp_world)]
@@ -95,7 +87,7 @@ def batch(
         loss_tokens=sum(int(example.mask[1:].sum()) for example in chosen),
         has_images=any(example.pictures for example in chosen),
     )
-    return Batch(info, [_row(documents, seq_len, reader) for documents in rows[dp_rank::dp_world]])
+    return Batch(info, [_row(documents, seq_len) for documents in rows[dp_rank::dp_world]])
 
 
 def _tokenize(record: dict[str, Any], tokenizer: Any, directory: Path, reader: PictureReader | None) -> Example:
@@ -169,7 +161,8 @@ def _pack(examples: Sequence[Example], seq_len: int) -> list[list[Example]]:
     return rows
 
 
-def _row(documents: Sequence[Example], seq_len: int, reader: PictureReader | None) -> Row:
+def _row(documents: Sequence[Example], seq_len: int) -> Row:
+    firsts = np.cumsum([0, *(len(d.token_ids) for d in documents)])
     padding = seq_len - sum(len(d.token_ids) for d in documents)
     lengths = [*(len(d.token_ids) for d in documents), padding]
     empty = np.zeros(padding, np.int32)
@@ -181,14 +174,5 @@ def _row(documents: Sequence[Example], seq_len: int, reader: PictureReader | Non
         advantages=np.zeros(seq_len, np.float32),
         temperatures=np.ones(seq_len, np.float32),
         on_policy=np.zeros(seq_len, np.bool_),
-        images=_images(documents, reader) if reader else None,
+        pictures=tuple(p.moved(first) for first, d in zip(firsts, documents, strict=False) for p in d.pictures),
     )
-
-
-def _images(documents: Sequence[Example], reader: PictureReader) -> Images | None:
-    firsts = np.cumsum([0, *(len(d.token_ids) for d in documents)])
-    placed = [(first + p.start, p) for first, d in zip(firsts, documents, strict=False) for p in d.pictures]
-    if not placed:
-        return None
-    pixels, grids = zip(*(reader.read(picture) for _, picture in placed), strict=True)
-    return Images(np.concatenate(pixels), np.stack(grids), np.array([start for start, _ in placed], np.int32))

@@ -3,24 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from primeslurm.trainer import compat  # noqa: F401  isort: skip  (before torchtitan)
 import numpy as np
 import torch
 
 from primeslurm.trainer.models.vision import VisionEncoder, VisionInput
-from primeslurm.wire.rollouts import Images, Int32, Row
+from primeslurm.trainer.pictures import PictureReader
+from primeslurm.wire.rollouts import Float32, Int32, Row
 
 
-def vision_input(rows: Sequence[Row], encoder: VisionEncoder, device: torch.device) -> VisionInput:
-    """The images of some rows together. Without any, the encoder gets a blank one, whose features nothing reads."""
+@dataclass(frozen=True)
+class Images:
+    """The images of a row, as a vision encoder takes them."""
+
+    pixels: Float32
+    """[patches, values], the patches of all images one after the other."""
+    grids: Int32
+    """[images, 3]: how many patches each has in time, height and width."""
+    starts: Int32
+    """[images]: index of the first of the tokens that stand for each, in ascending order."""
+
+
+def read(row: Row, reader: PictureReader) -> Images | None:
+    """Decode the images of a row, if it has any.
+
+    Raises:
+        OSError, ValueError: as `PictureReader.read`.
+    """
+    if not row.pictures:
+        return None
+    pixels, grids = zip(*map(reader.read, row.pictures), strict=True)
+    return Images(np.concatenate(pixels), np.stack(grids), np.array([p.start for p in row.pictures], np.int32))
+
+
+def vision_input(
+    rows: Sequence[Row], images: Sequence[Images | None], encoder: VisionEncoder, device: torch.device
+) -> VisionInput:
+    """The images of each of some rows together. Without any, the encoder gets a blank one, which nothing reads."""
     merge = encoder.merge
-    found = [row.images for row in rows if row.images is not None and len(row.images.starts)]
-    pixels = [images.pixels for images in found] or [np.zeros((merge**2, encoder.patch_values), np.float32)]
-    grids = [images.grids for images in found] or [np.array([[1, merge, merge]], np.int32)]
+    found = [one for one in images if one is not None]
+    pixels = [one.pixels for one in found] or [np.zeros((merge**2, encoder.patch_values), np.float32)]
+    grids = [one.grids for one in found] or [np.array([[1, merge, merge]], np.int32)]
     features, coordinates, used = [], [], 0
-    for row in rows:
-        placed, spread = place(row.positions, row.images, merge)
+    for row, one in zip(rows, images, strict=True):
+        placed, spread = place(row.positions, one, merge)
         features.append(np.where(placed < 0, -1, placed + used))
         coordinates.append(spread)
         used += int((placed >= 0).sum())

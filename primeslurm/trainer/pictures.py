@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,21 +12,9 @@ import numpy as np
 from PIL import Image, ImageOps
 from transformers import AutoImageProcessor
 
-from primeslurm.wire.rollouts import Bool, Float32, Int32
+from primeslurm.wire.rollouts import Bool, Float32, Int32, Picture
 
 _INLINE = "data:image/"
-
-
-@dataclass(frozen=True)
-class Picture:
-    """An image of a tokenized conversation, not yet decoded."""
-
-    source: str
-    """Path of a file, or a data URI."""
-    start: int
-    """Index of the first of the tokens that stand for it."""
-    end: int
-    """Index of the token after the last of them."""
 
 
 class PictureReader:

@@ -12,7 +12,6 @@ from typing import Any
 from primeslurm.recipe import Recipe
 from primeslurm.trainer import data
 from primeslurm.trainer.checkpoint import Checkpoints
-from primeslurm.trainer.pictures import PictureReader
 from primeslurm.trainer.progress import Progress
 from primeslurm.trainer.publish import Publisher
 from primeslurm.trainer.step import Learner
@@ -37,7 +36,6 @@ class SftTask:
         saver: Checkpoints,
         world: World,
         examples: Sequence[data.Example],
-        reader: PictureReader | None,
         journal: Journal,
     ) -> None:
         self._recipe = recipe
@@ -47,7 +45,6 @@ class SftTask:
         self._saver = saver
         self._world = world
         self._examples = examples
-        self._reader = reader
         self._journal = journal
         self._progress = Progress(journal, record=world.is_main)
 
@@ -77,18 +74,6 @@ class SftTask:
         return 0 if finished else exits.CHECKPOINTED
 
     def _batch(self, step: int) -> Batch:
-        if self._reader is None:
-            return self._rows(step)
-        batch, failure = None, None
-        try:
-            batch = self._rows(step)
-        except (OSError, ValueError) as error:
-            failure = error
-        self._world.agree(failure, f"reading the images of step {step}")
-        assert batch is not None
-        return batch
-
-    def _rows(self, step: int) -> Batch:
         assert self._recipe.sft is not None
         policy = self._learner.policy
         return data.batch(
@@ -99,7 +84,6 @@ class SftTask:
             self._recipe.seed,
             policy.dp_rank,
             policy.dp_world,
-            self._reader,
         )
 
     def _publish(self, step: int) -> None:

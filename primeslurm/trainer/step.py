@@ -12,23 +12,37 @@ from torchtitan.distributed import utils as dist_utils
 
 from primeslurm.recipe.training import Optimizer
 from primeslurm.trainer import optimizers
-from primeslurm.trainer.images import vision_input
+from primeslurm.trainer.images import read, vision_input
 from primeslurm.trainer.loss import LossFunction, Targets
 from primeslurm.trainer.models.vision import VisionInput
 from primeslurm.trainer.parallel import Policy, micro_batch_rows
+from primeslurm.trainer.pictures import PictureReader
 from primeslurm.trainer.progress import Progress
 from primeslurm.trainer.world import World
 from primeslurm.wire.rollouts import Batch, Row, stack
 
 
 class Learner:
-    """The policy with its optimizer and schedule."""
+    """The policy with its optimizer and schedule.
 
-    def __init__(self, policy: Policy, optimizer: Optimizer, max_steps: int, loss: LossFunction, world: World) -> None:
+    Args:
+        reader: of images; None if it is trained on text alone.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        optimizer: Optimizer,
+        max_steps: int,
+        loss: LossFunction,
+        world: World,
+        reader: PictureReader | None = None,
+    ) -> None:
         self.policy = policy
         self._config = optimizer
         self._loss = loss
         self._world = world
+        self._reader = reader
         self.optimizer = optimizers.build(optimizer, policy.model, policy.dtype)
         self.scheduler = optimizers.schedule(optimizer, max_steps, self.optimizer)
 
@@ -40,6 +54,7 @@ class Learner:
 
         Raises:
             FloatingPointError: the gradient is not finite; the weights are unchanged.
+            OSError, ValueError: an image cannot be read.
         """
         tokens = max(1, batch.info.loss_tokens)
         with progress.phase("forward_backward"):
@@ -63,16 +78,21 @@ class Learner:
 
     def _accumulate(self, batch: Batch, tokens: int) -> dict[str, float]:
         totals: dict[str, torch.Tensor] = {}
-        device, encoder = self._world.device, self.policy.model.vision if batch.info.has_images else None
         for rows in _micro_batches(batch.rows):
-            arrays = {name: torch.from_numpy(array).to(device) for name, array in stack(rows).items()}
+            arrays = {name: torch.from_numpy(a).to(self._world.device) for name, a in stack(rows).items()}
             # Either all ranks run the encoder or none does: its weights are gathered from all of them.
-            sums = self._micro_batch(arrays, vision_input(rows, encoder, device) if encoder else None)
+            sums = self._micro_batch(arrays, self._images(rows) if batch.info.has_images else None)
             (sums.loss / tokens).backward()
             for name, value in sums.metrics.items():
                 totals[name] = totals[name] + value if name in totals else value
         reduced = self._world.sum(torch.stack(list(totals.values()))).tolist()
         return dict(zip(totals, reduced, strict=True))
+
+    def _images(self, rows: Sequence[Row]) -> VisionInput:
+        if self._reader is None:
+            raise ValueError("the batch has images, but `model.vlm` is not set")
+        images = [read(row, self._reader) for row in rows]
+        return vision_input(rows, images, self.policy.model.vision, self._world.device)
 
     def _micro_batch(self, row: dict[str, torch.Tensor], images: VisionInput | None) -> Any:
         tokens, positions = row["token_ids"].long(), row["positions"].long()

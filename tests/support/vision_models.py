@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoTokenizer, Qwen3VLConfig, Qwen3VLForConditionalGeneration
+from transformers import AutoConfig, AutoTokenizer, Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from tests.support.models import VOCAB_SIZE, make_tokenizer
 
@@ -45,6 +46,8 @@ SPECIAL = {
     "vision_start_token_id": "<|vision_start|>",
     "vision_end_token_id": "<|vision_end|>",
 }
+CHAT = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
+CHAT += ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "</think>")
 _PATCHES = {
     "patch_size": 16,
     "temporal_patch_size": 2,
@@ -68,7 +71,7 @@ def make_vision_model(directory: Path, seed: int) -> Path:
     torch.manual_seed(seed)
     make_tokenizer(directory)
     tokenizer = AutoTokenizer.from_pretrained(directory)
-    tokenizer.add_special_tokens({"additional_special_tokens": list(SPECIAL.values())})
+    tokenizer.add_special_tokens({"additional_special_tokens": [*SPECIAL.values(), *CHAT]})
     tokenizer.save_pretrained(directory)
     special = {name: tokenizer.convert_tokens_to_ids(token) for name, token in SPECIAL.items()}
     config = Qwen3VLConfig(text_config=dict(TEXT), vision_config=dict(VISION), **special)
@@ -78,9 +81,20 @@ def make_vision_model(directory: Path, seed: int) -> Path:
     return directory
 
 
-def reference_logprobs(directory: Path, token_ids: list[int]) -> list[float]:
-    """Log-probability of each token but the first, by transformers."""
+def image_token(directory: Path) -> int:
+    """What stands for an image."""
+    return int(AutoConfig.from_pretrained(directory).image_token_id)
+
+
+def reference_logprobs(directory: Path, token_ids: list[int], pixels: Any = None, grid: Any = None) -> list[float]:
+    """Log-probability of each token but the first, by transformers; with one image, if its patches are given."""
     model = Qwen3VLForConditionalGeneration.from_pretrained(directory, dtype=torch.float32).eval()
+    ids = torch.tensor([token_ids])
+    image: dict[str, Any] = {}
+    if pixels is not None:
+        kinds = (ids == model.config.image_token_id).int()
+        image = {"pixel_values": torch.tensor(pixels), "image_grid_thw": torch.tensor([grid.tolist()])}
+        image["mm_token_type_ids"] = kinds
     with torch.no_grad():
-        logprobs = model(torch.tensor([token_ids])).logits[0].log_softmax(-1)
+        logprobs = model(ids, **image).logits[0].log_softmax(-1)
     return [float(logprobs[i, token]) for i, token in enumerate(token_ids[1:])]

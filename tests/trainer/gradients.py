@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
-from primeslurm.trainer.images import vision_input
+from primeslurm.trainer.images import Images, vision_input
 from primeslurm.trainer.interrupt import Interrupt
 from primeslurm.trainer.models.vision import VisionInput
 from primeslurm.trainer.parallel import Policy, build
@@ -50,22 +51,23 @@ def gradients(layout: Layout, directory: Path, world: World) -> dict[str, torch.
     recipe = make_recipe(directory / layout.case, model=model, trainer={"parallelism": layout.parallelism})
     policy = build(recipe, world, layout.attention)
     mine = slice(policy.dp_rank, None, policy.dp_world)
-    rows = _rows()[mine] if layout.images else []
-    share = [part[mine].to(world.device) for part in _batch(_rows() if layout.images else [])]
+    rows, found = zip(*_rows(), strict=True) if layout.images else ((), ())
+    share = [part[mine].to(world.device) for part in _batch(rows)]
     for some in (slice(0, 1), slice(1, None)):  # a micro batch of one row is a case of its own
         micro = [part[some] for part in share]
         if len(micro[0]):
-            images = vision_input(rows[some], policy.model.vision, world.device) if rows else None
+            seen = rows[mine][some], found[mine][some]
+            images = vision_input(*seen, policy.model.vision, world.device) if rows else None
             _loss(policy, images, *micro).backward()
     return {name: _whole(parameter) for name, parameter in policy.model.named_parameters() if parameter.requires_grad}
 
 
-def _rows() -> list[Row]:
+def _rows() -> list[tuple[Row, Images]]:
     """Every other row has images: with two ranks that share no rows, one sees none."""
     return [packed(DOCUMENTS if index % 2 == 0 else ((), ()), seed=10 * index) for index in range(ROWS)]
 
 
-def _batch(rows: list[Row]) -> list[torch.Tensor]:
+def _batch(rows: Sequence[Row]) -> list[torch.Tensor]:
     """Tokens, positions, labels, weights; the former two as in `rows`, if there are any."""
     generator = torch.Generator().manual_seed(5)
     tokens, labels = (torch.randint(3, 128, (ROWS, SEQ_LEN), generator=generator) for _ in range(2))

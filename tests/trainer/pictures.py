@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from primeslurm.wire.rollouts import Images, Row
+from primeslurm.trainer.images import Images
+from primeslurm.wire.rollouts import Row
 from tests.trainer.conftest import SEQ_LEN
 from tests.trainer.families import IMAGES
 
@@ -29,7 +30,7 @@ def document(grids: tuple[Grid, ...], seed: int) -> tuple[np.ndarray, Images]:
     return np.array(tokens, np.int32), Images(pixels, grid_array, np.array(starts, np.int32))
 
 
-def packed(documents: tuple[tuple[Grid, ...], ...], seed: int = 0) -> Row:
+def packed(documents: tuple[tuple[Grid, ...], ...], seed: int = 0) -> tuple[Row, Images]:
     """Documents in a row, and padding."""
     parts = [document(grids, seed + index) for index, grids in enumerate(documents)]
     lengths = [len(tokens) for tokens, _ in parts]
@@ -43,7 +44,7 @@ def packed(documents: tuple[tuple[Grid, ...], ...], seed: int = 0) -> Row:
     zeros = np.zeros(SEQ_LEN, np.float32)
     mask = np.arange(SEQ_LEN) < SEQ_LEN - padding
     tokens = np.concatenate([*(tokens for tokens, _ in parts), np.zeros(padding, np.int32)])
-    return Row(
+    row = Row(
         token_ids=tokens,
         positions=np.concatenate([np.arange(length, dtype=np.int32) for length in (*lengths, padding)]),
         mask=mask & (tokens < 100),
@@ -51,5 +52,5 @@ def packed(documents: tuple[tuple[Grid, ...], ...], seed: int = 0) -> Row:
         advantages=zeros,
         temperatures=zeros + 1,
         on_policy=zeros.astype(bool),
-        images=images,
     )
+    return row, images

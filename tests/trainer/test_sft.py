@@ -49,13 +49,13 @@ def train(
     """Run SFT in this process; returns metrics.jsonl."""
     assert recipe.sft is not None
     policy = build(recipe, world)
-    learner = Learner(policy, recipe.trainer.optimizer, recipe.max_steps, cross_entropy, world)
+    learner = Learner(policy, recipe.trainer.optimizer, recipe.max_steps, cross_entropy, world, reader)
     publisher = Publisher(policy, run_dir, Encoding(torch.float32), recipe.weights.keep, world)
     saver = Checkpoints(run_dir, attempt, recipe.checkpoint, world, None)
     tokenizer = AutoTokenizer.from_pretrained(policy.source)
     examples = data.load(Path(recipe.sft.data.path), tokenizer, recipe.seq_len, reader)
     journal = Journal(run_dir / "attempts" / str(attempt), "trainer-rank-0")
-    assert SftTask(recipe, run_dir, learner, publisher, saver, world, examples, reader, journal).run() == 0
+    assert SftTask(recipe, run_dir, learner, publisher, saver, world, examples, journal).run() == 0
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 

@@ -17,9 +17,11 @@ from transformers import AutoTokenizer
 
 from primeslurm.recipe import Recipe
 from primeslurm.trainer import data
+from primeslurm.trainer.images import read
 from primeslurm.trainer.parallel import build
 from primeslurm.trainer.pictures import PictureReader
 from primeslurm.trainer.world import World
+from primeslurm.wire.rollouts import Batch
 from tests.trainer.conftest import SEQ_LEN, make_recipe
 from tests.trainer.families import CASES, IMAGES, write
 from tests.trainer.test_sft import final_weights, sft_recipe, train
@@ -96,13 +98,14 @@ def test_placeholders_are_as_many_as_the_tokens_of_their_image(
     assert text.count(f"{START}{IMAGE * 2}{END}") == 2 and not blind.pictures
     assert AutoTokenizer.from_pretrained(model).decode(seeing.token_ids[seeing.mask]) == "x<|im_end|>"
 
-    batch = data.batch([blind, seeing], 1, 2, SEQ_LEN, 0, 0, 1, reader)
-    (row,) = batch.rows
-    assert batch.info.has_images and row.images is not None
-    assert row.images.grids.tolist() == [[1, 2, 4]] * 2
-    for start in row.images.starts:
+    batch = data.batch([blind, seeing], 1, 2, SEQ_LEN, 0, 0, 1)
+    (row,) = Batch.decode(batch.encode()).rows
+    images = read(row, reader)
+    assert batch.info.has_images and images is not None
+    assert images.grids.tolist() == [[1, 2, 4]] * 2
+    for start in images.starts:
         assert (row.token_ids[start - 1 : start + 3] == [122, 120, 120, 123]).all()
-    red, blue = np.split(row.images.pixels.reshape(16, 3, -1), 2)
+    red, blue = np.split(images.pixels.reshape(16, 3, -1), 2)
     for pixels, colour in ((red, "r"), (blue, "b")):
         np.testing.assert_allclose(pixels.mean((0, 2)), np.array(COLOURS[colour]) / 127.5 - 1, atol=1e-5)
 

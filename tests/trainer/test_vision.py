@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from primeslurm.recipe import Recipe
-from primeslurm.trainer.images import vision_input
+from primeslurm.trainer.images import Images, vision_input
 from primeslurm.trainer.parallel import Policy, build
 from primeslurm.trainer.world import World
 from primeslurm.wire.rollouts import Row
@@ -27,9 +27,10 @@ def vlm_recipe(path: Path, trainer: dict[str, Any] | None = None, freeze: bool =
     return make_recipe(path, model=model, **({"trainer": trainer} if trainer else {}))
 
 
-def logits(policy: Policy, *rows: Row) -> torch.Tensor:
+def logits(policy: Policy, *with_images: tuple[Row, Images]) -> torch.Tensor:
+    rows, found = zip(*with_images, strict=True)
     tokens, positions = (torch.from_numpy(np.stack([getattr(r, n) for r in rows])) for n in ("token_ids", "positions"))
-    images = vision_input(rows, policy.model.vision, policy.device)
+    images = vision_input(rows, found, policy.model.vision, policy.device)
     with torch.no_grad():
         return policy.logits(tokens.long(), positions.long(), images=images)[0]
 

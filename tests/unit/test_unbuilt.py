@@ -78,11 +78,15 @@ def test_glm5_is_a_model_the_trainer_builds() -> None:
     ]
 
 
-def test_images_are_learned_from_in_sft_alone() -> None:
-    images = {"model": {"vlm": {}}}
-    recipes = [Recipe.model_validate(recipe_data(**changes)) for changes in (images, images | SFT)]
-    rl, sft = ([f for f in unbuilt(recipe, None, "qwen3_vl") if f.field == "model.vlm"] for recipe in recipes)
-    assert [finding.level for finding in rl] == ["blocked"] and not sft
+def test_rollouts_with_images_need_whole_engines_and_a_frozen_encoder() -> None:
+    def fields(trained: bool, **changes: Any) -> set[str]:
+        recipe = recipe_data(model={"vlm": {"freeze_vision_encoder": not trained}}, **changes)
+        found = unbuilt(Recipe.model_validate(recipe), None, "qwen3_vl")
+        return {finding.field for finding in found if finding.level == "blocked"}
+
+    apart = {"deployment": {"inference": {"type": "disaggregated"}}}
+    assert fields(False) == fields(True, **SFT) == set()
+    assert fields(True, **apart) == {"model.vlm.freeze_vision_encoder", "deployment.inference.type"}
 
 
 def test_the_text_config_says_how_weights_are_stored() -> None:

@@ -9,6 +9,7 @@ from primeslurm.plan.catalog import ModelFacts
 from primeslurm.plan.families import FAMILIES, GENERIC, capabilities
 from primeslurm.plan.model import Finding
 from primeslurm.recipe import Recipe
+from primeslurm.recipe.deployment import Disaggregated
 
 
 def _offloads(recipe: Recipe) -> bool:
@@ -45,13 +46,27 @@ def unbuilt(recipe: Recipe, facts: ModelFacts | None, family: str | None) -> lis
     if recipe.task == "serve":
         return []
     found: list[Finding] = []
-    if recipe.model.vlm is not None and recipe.task == "rl":
-        text = "rollouts carry no images: models learn from them in task sft alone"
-        found.append(Finding(level="blocked", field="model.vlm", text=text, fix="leave it out, or task: sft"))
+    found += _unseen(recipe)
     if family is not None:
         found += _incapable(recipe, family)
     if facts is not None and (text := _unread(recipe, facts)):
         found.append(Finding(level="blocked", field="model.path", text=text, fix="convert it to bfloat16 first"))
+    return found
+
+
+def _unseen(recipe: Recipe) -> list[Finding]:
+    """What is not built of reinforcement learning on images."""
+    vlm = recipe.model.vlm
+    if vlm is None or recipe.task != "rl":
+        return []
+    found = []
+    if not vlm.freeze_vision_encoder:
+        text = "engines keep what their encoder made of an image, over updates of the policy"
+        found.append(Finding(level="blocked", field="model.vlm.freeze_vision_encoder", text=text, fix="true"))
+    if isinstance(recipe.deployment.inference, Disaggregated):
+        text = "images do not reach engines that only decode"
+        fix = "type: multi_node"
+        found.append(Finding(level="blocked", field="deployment.inference.type", text=text, fix=fix))
     return found
 
 
