@@ -29,7 +29,7 @@ PROMPT = [5, 9, 14, 7, 33, 21]
 ROUTER = "router-0"
 
 
-async def look(server: Server, model: Path, images: Path) -> Rollout:
+async def look(router: Server, model: Path, images: Path) -> Rollout:
     """One rollout of the environment with an image."""
     sys.modules["looking"] = looking
     recipe = Recipe.model_validate(
@@ -43,7 +43,7 @@ async def look(server: Server, model: Path, images: Path) -> Rollout:
     )
     worker = Worker(recipe, recipe.environments[0], 0, "inproc://nobody", AddressBook(Path("/nowhere")), images)
     async with serving(worker._env) as clients:
-        client = TokenClient(ROUTER, lambda: server.url, str(model), recipe.max_len, 60, images=True)
+        client = TokenClient(ROUTER, lambda: router.url, str(model), recipe.max_len, 60, images=True)
         worker._clients[ROUTER] = clients[client.key] = client
         (rollout,) = await worker._rollout(Job("j", "g", "looking", 0, 1, ROUTER, "run.1:1"))
         await client.endpoint.close()
@@ -51,7 +51,7 @@ async def look(server: Server, model: Path, images: Path) -> Rollout:
 
 
 async def test_after_an_update_text_and_images_are_seen_as_the_trainer_sees_them(
-    zygote, client, tmp_path: Path
+    zygote, client, open_router, tmp_path: Path
 ) -> None:
     models = [make_vision_model(tmp_path / f"m{seed}", seed) for seed in (0, 1)]
     policy = Policy(1, str(publish(models[1], tmp_path, 1)))
@@ -61,7 +61,9 @@ async def test_after_an_update_text_and_images_are_seen_as_the_trainer_sees_them
         server.wait("/primeslurm/status")
         await client(server).apply(policy, timeout_s=120)
         answer = generate(server.url, PROMPT, 16, temperature=1.0, seed=5)
-        rollout = await look(server, models[0], tmp_path / "images")
+        router = open_router([server])
+        router.wait("/health")
+        rollout = await look(router, models[0], tmp_path / "images")
     finally:
         server.stop()
     expected = reference_logprobs(models[1], PROMPT + tokens(answer))[len(PROMPT) - 1 :]
