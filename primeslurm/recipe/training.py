@@ -66,7 +66,7 @@ class Parallelism(Section):
     """How many ranks share each row of tokens."""
     cp_style: Literal["ulysses", "allgather"] = "ulysses"
     """How attention sees the other ranks' tokens: by exchanging heads for tokens, or by gathering all keys and values
-    (often called ring attention)."""
+    (often called ring attention), which models with recurrent layers do not have."""
     ep: PositiveInt = 1
     ep_backend: Literal["torch", "deepep"] = "torch"
     """How tokens reach their experts: torch's all-to-all, or DeepEP, which is better across nodes."""

@@ -30,10 +30,9 @@ class WeightManifest(msgspec.Struct, frozen=True):
 
 
 def layers_ahead(layers: int, ahead: int) -> re.Pattern[str]:
-    """Names of the tensors that a checkpoint has beyond the model's `layers`: `ahead` layers for tokens further ahead.
+    """Names of a checkpoint's tensors for tokens further ahead: `ahead` layers beyond its `layers`, or a module `mtp`.
 
-    Such layers (MTP) draft for speculative decoding; neither training nor an engine without drafts reads them. Some
-    families number them on, others name them `mtp`.
+    They draft for speculative decoding; neither training nor an engine without drafts reads them.
     """
     numbers = "|".join(str(layers + index) for index in range(ahead))
     return re.compile(rf"(model\.layers\.({numbers})|mtp)\..*")

@@ -41,6 +41,10 @@ TWO_RANKS = [
     # attention sinks
     Layout("gpt_oss", {"cp": 2, "ep": 2}, "varlen"),
     Layout("gpt_oss", {"cp": 2, "cp_style": "allgather"}),
+    # recurrent layers: states of whole rows, more heads of values than of keys, groups; recomputed within recomputed
+    Layout("qwen3_5_text", {"cp": 2}, "varlen"),
+    Layout("qwen3_5_moe_text", {"cp": 2, "ep": 2, "activation_checkpointing": "full"}),
+    Layout("nemotron_h", {"cp": 2, "ep": 2, "activation_checkpointing": "selective"}, "varlen"),
     # windows, and several masks
     Layout("afmoe", {"cp": 2, "ep": 2}, "varlen"),
     Layout("afmoe", {"cp": 2, "cp_style": "allgather"}, "varlen"),
@@ -56,6 +60,10 @@ FOUR_RANKS = [
     Layout("qwen3_moe", {"dp_replicate": 2, "cp": 2, "ep": 2}, "varlen"),
     Layout("qwen3", {"cp": 4}, "varlen"),
     Layout("glm_moe_dsa", {"cp": 2, "ep": 4}),
+    # fewer heads of keys, and fewer groups, than ranks
+    Layout("qwen3_5_text", {"cp": 4}, "varlen"),
+    Layout("nemotron_h", {"cp": 4, "ep": 4}, "varlen"),
+    Layout("nemotron_h", {"cp": 2, "ep": 2}),
 ]
 
 

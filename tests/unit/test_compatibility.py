@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from primeslurm.plan.catalog import ModelFacts, catalog
+from primeslurm.plan.catalog import DeltaNets, ModelFacts, catalog
 from primeslurm.plan.checks.case import Case, Rule
 from primeslurm.plan.checks.compatibility import GROUPS, conflicts
 from primeslurm.plan.needs import needs_of
@@ -162,7 +162,6 @@ EXAMPLES: dict[str, tuple[tuple[dict[str, Any], str, dict[str, Any]], tuple[dict
         (on(parallelism(ep=24), deployment={"train": {"nodes": 3}}), MOE, GPU),
         (on(parallelism(ep=8), deployment={"train": {"nodes": 3}}), MOE, GPU),
     ),
-    "trainer-cp-mamba": ((parallelism(cp=2), HYBRID, GPU), (parallelism(cp=2), MOE, GPU)),
     "trainer-cp-divides": (
         (on(parallelism(cp=8), seq_len=1004), MOE, GPU),
         (on(parallelism(cp=8), seq_len=1000), MOE, GPU),
@@ -171,9 +170,13 @@ EXAMPLES: dict[str, tuple[tuple[dict[str, Any], str, dict[str, Any]], tuple[dict
         (parallelism(cp=8), "odd heads", GPU),
         (parallelism(cp=8, cp_style="allgather"), "odd heads", GPU),
     ),
-    "trainer-cp-linear": (
-        (parallelism(cp=2, cp_style="allgather"), "linear attention", GPU),
-        (parallelism(cp=2), "linear attention", GPU),
+    "trainer-cp-recurrent-heads": (
+        (on(parallelism(cp=8), seq_len=1024), "odd recurrent heads", GPU),
+        (on(parallelism(cp=8), seq_len=1024), HYBRID, GPU),
+    ),
+    "trainer-cp-recurrent-style": (
+        (parallelism(cp=2, cp_style="allgather"), HYBRID, GPU),
+        (parallelism(cp=2), HYBRID, GPU),
     ),
     "trainer-fp8-gpu": (
         (trainer(fp8=True), MOE, {"nodes": {"default": {"gres": "gpu:b200"}}}),
@@ -208,9 +211,11 @@ EXAMPLES: dict[str, tuple[tuple[dict[str, Any], str, dict[str, Any]], tuple[dict
 
 
 def facts_of(model: str) -> ModelFacts:
-    if model in ("vision", "linear attention"):
-        family = {"vision": "qwen3_vl_moe", "linear attention": "qwen3_next"}[model]
-        return replace(catalog()[MOE].facts, family=family)
+    if model == "vision":
+        return replace(catalog()[MOE].facts, family="qwen3_vl_moe")
+    if model == "odd recurrent heads":
+        nets = DeltaNets(layers=3, key_heads=4, value_heads=12, key_dim=128, value_dim=128, conv=4)
+        return replace(catalog()[MOE].facts, delta_nets=nets)
     if model == "FP8 blocks":
         return replace(catalog()[MOE].facts, quantization="fp8", fp8_blocks=True)
     return replace(catalog()[DENSE].facts, heads=20) if model == "odd heads" else catalog()[model].facts

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from difflib import get_close_matches
+from math import gcd
 
 from primeslurm.plan.checks.case import Case, Rule
 
-LINEAR_FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 VISION_FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 LORA_TARGETS = frozenset(
     {
@@ -71,11 +71,6 @@ def _ep_divides(case: Case) -> str:
     return f"{case.facts.experts.count} experts cannot be spread evenly over ep: {ep}"
 
 
-def _cp_mamba(case: Case) -> str:
-    mamba = case.facts is not None and case.facts.mamba is not None
-    return "Mamba layers need the whole sequence" if mamba and case.recipe.trainer.parallelism.cp > 1 else ""
-
-
 def _cp_divides(case: Case) -> str:
     cp, length = case.recipe.trainer.parallelism.cp, case.recipe.seq_len
     return f"{length} tokens cannot be cut into {cp} equal pieces" if length % cp else ""
@@ -83,17 +78,40 @@ def _cp_divides(case: Case) -> str:
 
 def _cp_heads(case: Case) -> str:
     p = case.recipe.trainer.parallelism
-    # Sparse attention is split over queries, whatever the style.
-    if case.facts is None or case.facts.indexer or p.cp_style != "ulysses" or case.facts.heads % p.cp == 0:
+    # Sparse attention is split over queries, whatever the style; recurrent layers have a rule of their own.
+    if case.facts is None or case.facts.indexer or _recurrent_heads(case):
+        return ""
+    if p.cp_style != "ulysses" or case.facts.heads % p.cp == 0:
         return ""
     return f"{case.facts.heads} attention heads cannot be spread evenly over cp: {p.cp}"
 
 
-def _cp_linear(case: Case) -> str:
+def _recurrent_heads(case: Case) -> int:
+    """Heads of Mamba-2 layers or delta nets; 0 if there are none."""
+    if case.facts is None:
+        return 0
+    nets, mamba = case.facts.delta_nets, case.facts.mamba
+    return nets.value_heads if nets else mamba.heads if mamba else 0
+
+
+def _cp_recurrent_heads(case: Case) -> str:
+    p, heads = case.recipe.trainer.parallelism, _recurrent_heads(case)
+    if case.facts is None or not heads or p.cp_style != "ulysses":
+        return ""
+    both = gcd(heads, case.facts.heads)
+    if both % p.cp == 0:
+        return ""
+    nearest = max(divisor for divisor in range(1, p.cp) if both % divisor == 0)
+    return (
+        f"{case.facts.heads} heads of attention and {heads} of recurrent layers cannot both be spread evenly over "
+        f"cp: {p.cp}; nearest: {nearest}"
+    )
+
+
+def _cp_recurrent_style(case: Case) -> str:
     p = case.recipe.trainer.parallelism
-    linear = case.facts is not None and case.facts.family in LINEAR_FAMILIES
-    asked = linear and p.cp > 1 and p.cp_style == "allgather"
-    return "linear attention layers have no keys to gather, only a state over the whole sequence" if asked else ""
+    asked = _recurrent_heads(case) and p.cp > 1 and p.cp_style == "allgather"
+    return "recurrent layers have no keys to gather, only a state over the whole sequence" if asked else ""
 
 
 def _fp8_gpu(case: Case) -> str:
@@ -165,14 +183,14 @@ TRAINER_RULES = (
     Rule("trainer-ep-dense", "error", _EP, "EP needs a model with experts", _ep_dense, "ep: 1", "torchtitan 0.3"),
     Rule("trainer-ep-divides", "error", _EP, "EP divides the number of experts", _ep_divides,
          "a divisor of the number of experts", "torchtitan 0.3, expert parallelism shards dimension 0"),
-    Rule("trainer-cp-mamba", "error", _CP, "Nemotron-H: no CP", _cp_mamba, "cp: 1",
-         "prime-rl 0.6.0 docs, capability table"),
     Rule("trainer-cp-divides", "error", _CP, "CP divides seq_len", _cp_divides, "a divisor of seq_len",
          "every rank holds an equal piece of each row"),
     Rule("trainer-cp-heads", "error", _CP, "Ulysses: CP divides the attention heads", _cp_heads,
          "a divisor of the number of heads, or cp_style: allgather", "Ulysses exchanges tokens for heads"),
-    Rule("trainer-cp-linear", "error", "trainer.parallelism.cp_style", "Linear attention: CP by Ulysses only",
-         _cp_linear, "cp_style: ulysses", "prime-rl 0.6.0 docs, capability table"),
+    Rule("trainer-cp-recurrent-heads", "error", _CP, "Ulysses: CP divides the heads of recurrent layers, too",
+         _cp_recurrent_heads, "a divisor of both numbers of heads", "Ulysses exchanges tokens for heads"),
+    Rule("trainer-cp-recurrent-style", "error", "trainer.parallelism.cp_style", "Recurrent layers: CP by Ulysses only",
+         _cp_recurrent_style, "cp_style: ulysses", "a state depends on all tokens before it"),
     Rule("trainer-fp8-gpu", "error", "trainer.fp8", "FP8 training needs SM90", _fp8_gpu, "fp8: false",
          "DeepGEMM README: Blackwell's kernels want power-of-two scales"),
     Rule("fp8-both", "warning", "trainer.fp8", "Trainer and engines compute alike", _fp8_match,

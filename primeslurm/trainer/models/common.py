@@ -33,6 +33,13 @@ def ffn(hf: Any, width: int) -> FeedForward.Config:
     return make_ffn_config(dim=hf.hidden_size, hidden_dim=width, w1_param_init=MATRIX, w2w3_param_init=MATRIX)
 
 
+def build_parts(module: nn.Module, config: Any, *names: str) -> None:
+    """Build configs as parts of a module, under their own names; where one is None, so is the part."""
+    for name in names:
+        part = getattr(config, name)
+        setattr(module, name, None if part is None else part.build())
+
+
 def ends(hf: Any) -> dict[str, Any]:
     """What every decoder config has before and after its layers: embedding, final norm, head, tying."""
     return {

@@ -25,7 +25,7 @@ from torchtitan.protocols.module import Module
 
 from primeslurm.trainer.models import vision
 from primeslurm.trainer.models.adapter import TableAdapter
-from primeslurm.trainer.models.common import EXPERTS, MATRIX, ends, ffn, linear, refuse
+from primeslurm.trainer.models.common import EXPERTS, MATRIX, build_parts, ends, ffn, linear, refuse
 from primeslurm.trainer.models.delta_net import DeltaNet
 from primeslurm.trainer.models.experts import routed, spread
 from primeslurm.trainer.models.names import renamed
@@ -70,8 +70,7 @@ class GatedAttention(BaseAttention):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        for name in ("wq", "wk", "wv", "wo", "q_norm", "k_norm", "rope", "inner_attention"):
-            setattr(self, name, getattr(config, name).build())
+        build_parts(self, config, "wq", "wk", "wv", "wo", "q_norm", "k_norm", "rope", "inner_attention")
 
     def forward(
         self, x: torch.Tensor, attention_masks: AttentionMasksType | None, positions: torch.Tensor | None = None
@@ -100,9 +99,7 @@ class Block(Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        for name in ("attention_norm", "ffn_norm", "attention", "delta_net", "feed_forward", "moe"):
-            part = getattr(config, name)
-            setattr(self, name, None if part is None else part.build())
+        build_parts(self, config, "attention_norm", "ffn_norm", "attention", "delta_net", "feed_forward", "moe")
         self.moe_enabled = config.moe is not None
 
     def forward(
