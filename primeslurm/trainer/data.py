@@ -124,7 +124,7 @@ def _fitting(example: Example, seq_len: int) -> Example | None:
 
 def _plain(message: dict[str, Any], sources: list[str]) -> dict[str, Any]:
     """A message with nothing but {"type": "image"} where an image is; the images go to `sources`."""
-    if not isinstance(message["content"], list):
+    if not isinstance(message, dict) or not isinstance(message.get("content"), list):
         return message
     parts: list[dict[str, Any]] = []
     for part in message["content"]:
