@@ -87,6 +87,7 @@ def test_rollouts_with_images_need_whole_engines_and_a_frozen_encoder() -> None:
     apart = {"deployment": {"inference": {"type": "disaggregated"}}}
     assert fields(False) == fields(True, **SFT) == set()
     assert fields(True, **apart) == {"model.vlm.freeze_vision_encoder", "deployment.inference.type"}
+    assert fields(False, inference={"router": {"type": "llm-d"}}) == {"inference.router.type"}
 
 
 def test_the_text_config_says_how_weights_are_stored() -> None:

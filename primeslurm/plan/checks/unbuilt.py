@@ -10,6 +10,7 @@ from primeslurm.plan.families import FAMILIES, GENERIC, capabilities
 from primeslurm.plan.model import Finding
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.deployment import Disaggregated
+from primeslurm.recipe.routers import VllmRouter
 
 
 def _offloads(recipe: Recipe) -> bool:
@@ -64,9 +65,12 @@ def _unseen(recipe: Recipe) -> list[Finding]:
         text = "engines keep what their encoder made of an image, over updates of the policy"
         found.append(Finding(level="blocked", field="model.vlm.freeze_vision_encoder", text=text, fix="true"))
     if isinstance(recipe.deployment.inference, Disaggregated):
-        text = "images do not reach engines that only decode"
+        text = "rollouts with images were not tried with prefill and decode apart"
         fix = "type: multi_node"
         found.append(Finding(level="blocked", field="deployment.inference.type", text=text, fix=fix))
+    if not isinstance(recipe.inference.router, VllmRouter):
+        text = f"rollouts with images were not tried behind {recipe.inference.router.type}"
+        found.append(Finding(level="blocked", field="inference.router.type", text=text, fix="vllm-router"))
     return found
 
 
