@@ -28,6 +28,7 @@ TEACHER: dict[str, Any] = {
     "teacher": {"type": "engines", "path": "/models/teacher"}, "orchestrator": {"advantages": "opd"}
 }  # fmt: skip
 EP: dict[str, Any] = {"inference": {"expert_parallel": True}}
+SFT: dict[str, Any] = {"task": "sft", "environments": [], "sft": {"data": {"type": "jsonl", "path": "x"}}}
 
 
 def on(*parts: dict[str, Any], **changes: Any) -> dict[str, Any]:
@@ -204,7 +205,10 @@ EXAMPLES: dict[str, tuple[tuple[dict[str, Any], str, dict[str, Any]], tuple[dict
         ({"model": {"dtype": "float32"}}, "vision", GPU),
         ({"model": {"dtype": "bfloat16"}}, "vision", GPU),
     ),
-    "vision-truncation": (({}, "vision", GPU), ({}, MOE, GPU)),
+    "vision-lora": (
+        (on(trainer(lora={}), model={"vlm": {"freeze_vision_encoder": False}}), "vision", GPU),
+        (on(trainer(lora={}), model={"vlm": {}}), "vision", GPU),
+    ),
     "offload-optimizer": (
         (trainer(optimizer={"type": "muon"}, memory={"optimizer_offload": True}), MOE, GPU),
         (trainer(optimizer={"type": "adamw"}, memory={"optimizer_offload": True}), MOE, GPU),
@@ -264,7 +268,7 @@ def test_all_findings_come_at_once() -> None:
 
 
 def test_engine_rules_are_silent_where_nothing_is_served() -> None:
-    changes = on(inference(eplb=True), task="sft", sft={"data": {"type": "jsonl", "path": "x"}}, environments=[])
+    changes = on(inference(eplb=True), SFT)
     assert not broken(changes, MOE, GPU)
 
 

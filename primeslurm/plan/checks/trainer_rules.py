@@ -150,9 +150,11 @@ def _vision_dtype(case: Case) -> str:
     return "vision models are trained in bfloat16" if vision and case.recipe.model.dtype != "bfloat16" else ""
 
 
-def _vision_truncation(case: Case) -> str:
-    vision = case.facts is not None and case.facts.family in VISION_FAMILIES
-    return f"samples longer than {case.recipe.seq_len} tokens lose whole images" if vision else ""
+def _vision_lora(case: Case) -> str:
+    vlm, lora = case.recipe.model.vlm, case.recipe.trainer.lora
+    return (
+        "adapters alone are trained, and the encoder has none" if vlm and not vlm.freeze_vision_encoder and lora else ""
+    )
 
 
 def _host_memory(case: Case) -> str:
@@ -195,8 +197,8 @@ TRAINER_RULES = (
          _lora_absorbed, "leave kv_b_proj out", "its weight is absorbed, so an adapter beside it would learn nothing"),
     Rule("vision-dtype", "error", "model.dtype", "Vision models: bfloat16 only", _vision_dtype, "dtype: bfloat16",
          "prime-rl 0.6.0 docs, VLM"),
-    Rule("vision-truncation", "warning", "seq_len", "Vision samples fit into seq_len", _vision_truncation,
-         "as long as the longest sample", "prime-rl 0.6.0 docs, VLM"),
+    Rule("vision-lora", "error", "model.vlm.freeze_vision_encoder", "LoRA: the vision encoder is frozen", _vision_lora,
+         "freeze_vision_encoder: true, or leave lora out", "prime-rl 0.6.0 validator"),
     Rule("offload-optimizer", "error", "trainer.memory.optimizer_offload", "No Muon on the host",
          _host_memory, "optimizer.type: adamw, sgd or sign_sgd",
          "prime-rl 0.6.0 validator (AdamW and SignSGD alone there)"),
