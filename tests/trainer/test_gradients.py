@@ -30,6 +30,7 @@ TWO_RANKS = [
     Layout("qwen3_vl", {"cp": 2, "activation_checkpointing": "full"}, images=True),
     Layout("qwen3_vl_moe", {"cp": 2, "ep": 2, "cp_style": "allgather"}, images=True),
     Layout("qwen3_5", images=True),
+    Layout("qwen3_5", {"cp": 2}, images=True),
     Layout("qwen3-tied", {"dp_replicate": 2}),
     Layout("llama", {"cp": 2}, "varlen"),
     Layout("glm4_moe", {"cp": 2, "ep": 2}, "varlen"),
