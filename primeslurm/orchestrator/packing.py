@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from primeslurm.orchestrator.groups import Group
 from primeslurm.recipe.rollouts import AdvantageRule
 from primeslurm.wire import routed_experts
-from primeslurm.wire.rollouts import Bool, Float32, Int32, Rollout, Row
+from primeslurm.wire.rollouts import Bool, Float32, Int32, Picture, Rollout, Row, whole
 from primeslurm.wire.routed_experts import RoutedExperts
 
 
@@ -28,6 +28,7 @@ class Document:
     observed: Bool | None = field(default=None, kw_only=True)
     routed_experts: RoutedExperts | None = field(default=None, kw_only=True)
     ref_logprobs: Float32 | None = field(default=None, kw_only=True)
+    pictures: tuple[Picture, ...] = field(default=(), kw_only=True)
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -101,24 +102,26 @@ def _observed_tokens(docs: Sequence[Document]) -> int:
 
 
 def _document(rollout: Rollout, advantage: float, seq_len: int, version: int, distilled: bool) -> Document:
-    mask = rollout.mask[:seq_len].copy()
+    length, pictures = whole(rollout.info.pictures, seq_len)
+    mask = rollout.mask[:length].copy()
     mask[:1] = False
     advantages = np.full(len(mask), advantage, np.float32)
     if distilled:
         if rollout.ref_logprobs is None:
             raise ValueError(f"rollout {rollout.info.id}: no teacher was asked about it")
-        advantages += np.where(mask, rollout.ref_logprobs[:seq_len] - rollout.logprobs[:seq_len], 0)
+        advantages += np.where(mask, rollout.ref_logprobs[:length] - rollout.logprobs[:length], 0)
     # A rollout that was in flight over an update has KV of the older policy even under its newer tokens.
     on_policy = rollout.info.opened_version == version and not rollout.is_mixed
     return Document(
-        rollout.token_ids[:seq_len],
+        rollout.token_ids[:length],
         mask,
-        rollout.logprobs[:seq_len],
+        rollout.logprobs[:length],
         advantages,
         on_policy,
-        observed=None if rollout.observed is None else rollout.observed[:seq_len],
-        routed_experts=None if rollout.routed_experts is None else rollout.routed_experts[:seq_len],
-        ref_logprobs=None if rollout.ref_logprobs is None else rollout.ref_logprobs[:seq_len],
+        observed=None if rollout.observed is None else rollout.observed[:length],
+        routed_experts=None if rollout.routed_experts is None else rollout.routed_experts[:length],
+        ref_logprobs=None if rollout.ref_logprobs is None else rollout.ref_logprobs[:length],
+        pictures=pictures,
     )
 
 
@@ -150,6 +153,7 @@ def _deal(weights: Sequence[int], ranks: int, per_rank: int) -> list[list[int]]:
 def _row(docs: Sequence[Document], common: _Common) -> Row:
     padding = common.seq_len - sum(len(doc) for doc in docs)
     lengths = [*(len(doc) for doc in docs), padding]
+    firsts = np.cumsum([0, *lengths])
 
     def joined(parts: Sequence[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
         whole: NDArray[Any] = np.concatenate([*parts, np.zeros(padding, dtype)])
@@ -171,6 +175,7 @@ def _row(docs: Sequence[Document], common: _Common) -> Row:
         if routed is None
         else routed_experts.join([*(doc.routed_experts for doc in docs), None], lengths, routed),
         ref_logprobs=joined([_referred(doc) for doc in docs], np.float32) if common.referred else None,
+        pictures=tuple(p.moved(first) for first, doc in zip(firsts, docs, strict=False) for p in doc.pictures),
     )
 
 

@@ -3,7 +3,8 @@
 Two styles. `ulysses`: an all-to-all gives each rank whole rows of some heads before attention, another one its piece of
 all heads after it. `allgather`: each rank gathers all keys and values of a layer, and attends from its own queries; the
 backward pass reduce-scatters their gradients. Ulysses moves less and balances causal attention by itself, but needs as
-many query heads as ranks; all-gather does not.
+many query heads as ranks; all-gather does not. Layers with a recurrence exist in the first style alone: there is no
+state to gather, only one that the tokens before have made.
 
 Pieces are contiguous, not head and tail: Ulysses and layers with a recurrence need rows in order, and packed rows have
 many short documents, among which causal attention is nearly balanced anyway.
@@ -25,9 +26,11 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention, VarlenMetadata, create_attention_mask
 
 from primeslurm.recipe.training import Parallelism
+from primeslurm.trainer.models.scan import HeadScan, Parameters, Tensors
 
 Style = Literal["ulysses", "allgather"]
 Attend = Callable[..., torch.Tensor]
+Scan = Callable[[Tensors, Parameters, torch.Tensor], torch.Tensor]
 
 
 class Dims(ParallelDims):
@@ -95,11 +98,23 @@ class ContextParallel:
         return local_documents(masks, seq_len, self.group.rank(), self.group.size())
 
     def attach(self, model: torch.nn.Module) -> None:
-        """Make the attention of a model that is not sharded yet see other ranks' tokens."""
+        """Make attention and recurrences of a model that is not sharded yet see other ranks' tokens.
+
+        Raises ValueError for what cannot be split in this style.
+        """
         wrap = _ulysses if self.style == "ulysses" else _allgather
         for module in model.modules():
             if isinstance(module, FlexAttention | VarlenAttention):
                 module.forward = wrap(module.forward, self.group)
+            elif isinstance(module, HeadScan):
+                self._attach_scan(module)
+
+    def _attach_scan(self, scan: Any) -> None:
+        if self.style != "ulysses":
+            raise ValueError(f"cp_style: {self.style} has nothing to gather for recurrent layers; use ulysses")
+        if scan.heads % self.group.size():
+            raise ValueError(f"cp: {self.group.size()} does not divide the {scan.heads} heads of recurrent layers")
+        scan.forward = _recurrence(scan.forward, self.group)
 
 
 def _ulysses(attend: Attend, group: ProcessGroup) -> Attend:
@@ -134,9 +149,26 @@ def _allgather(attend: Attend, group: ProcessGroup) -> Attend:
     return forward
 
 
-def replicated(tensor: torch.Tensor, ranks: int) -> torch.Tensor:
-    """Keys or values [rows, length, heads, size] with each head as often as it takes to give all ranks equally many."""
-    return tensor.repeat_interleave(ranks // math.gcd(tensor.shape[2], ranks), dim=2)
+def _recurrence(scan: Scan, group: ProcessGroup) -> Scan:
+    def forward(by_token: Tensors, by_head: Parameters, positions: torch.Tensor) -> torch.Tensor:
+        ranks = group.size()
+        rows = whole_rows([replicated(tensor, ranks) for tensor in by_token], group)
+        # Other heads' parameters get no gradient here; FSDP adds up what the ranks have.
+        own = [
+            None if tensor is None else replicated(tensor, ranks, dim=0).chunk(ranks)[group.rank()]
+            for tensor in by_head
+        ]
+        return all_heads(scan(rows, own, compat.all_gather(positions, 1, group)), group)
+
+    return forward
+
+
+def replicated(tensor: torch.Tensor, ranks: int, dim: int = 2) -> torch.Tensor:
+    """A tensor with each head, along `dim`, as often as it takes to give all ranks equally many.
+
+    Consecutive heads share a key, a value or a group, so what a rank gets is what its own heads share.
+    """
+    return tensor.repeat_interleave(ranks // math.gcd(tensor.shape[dim], ranks), dim=dim)
 
 
 def whole_rows(pieces: Sequence[torch.Tensor], group: ProcessGroup) -> list[torch.Tensor]:

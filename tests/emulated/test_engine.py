@@ -83,6 +83,7 @@ async def test_it_serves_only_a_confirmed_policy_and_takes_a_new_one(start: Star
     assert await control.apply(Policy(0, "/models/tiny"), 10) is Step.CONFIRM
     assert server.status_code("/health") == 200
     assert await control.apply(publish(tmp_path, 3), 10) is Step.UPDATE
+    assert control.seconds["pause"] > control.seconds["load"] > 0 and control.seconds["wait"] >= 0
     answer = generate(server.url, [5, 6, 7], 4)
     assert len(tokens(answer)) == 4 and spans(answer) == [(3, 0, 4)]
     status = await control.status()

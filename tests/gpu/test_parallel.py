@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
 ]
 
-TOLERANCE = {"qwen3": 0.03, "qwen3_moe": 0.15, "gpt_oss": 0.15}
+TOLERANCE = {"qwen3": 0.03, "qwen3_moe": 0.15, "gpt_oss": 0.15, "qwen3_5_text": 0.15, "nemotron_h": 0.15}
 """Of the norm of a gradient's difference to the norm of the gradient: bfloat16 has 8 bits, and changes some routes."""
 TWO_GPUS = [
     Layout(case, parallelism, "varlen", "bfloat16")
@@ -35,6 +35,8 @@ TWO_GPUS = [
         ("qwen3_moe", {"ep": 2}),
         ("qwen3_moe", {"ep": 2, "cp": 2, "activation_checkpointing": "full"}),
         ("gpt_oss", {"cp": 2}),
+        ("qwen3_5_text", {"cp": 2}),
+        ("nemotron_h", {"ep": 2, "cp": 2}),
     )
 ]
 FLEX_TWO_GPUS = [

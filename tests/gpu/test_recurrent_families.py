@@ -28,11 +28,13 @@ def _random(*shape: int) -> torch.Tensor:
 
 def _ssm(x: torch.Tensor, dt: torch.Tensor, b: torch.Tensor, c: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
     decay = -torch.arange(1.0, 9.0, device=x.device)
-    return state_space(x, dt.abs(), decay, b, c, at, size=128)
+    state = torch.zeros(1, 8, 128, 64, device=x.device)
+    return state_space(x, dt.abs(), decay, b, c, at, state, size=128)[0]
 
 
 def _delta(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gates: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-    return gated_delta_rule(q, k, v, -gates.abs(), torch.sigmoid(gates), at)
+    state = torch.zeros(1, 8, 128, 128, device=q.device)
+    return gated_delta_rule(q, k, v, -gates.abs(), torch.sigmoid(gates), at, state, size=64)[0]
 
 
 @pytest.mark.parametrize(

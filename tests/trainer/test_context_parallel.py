@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,6 +14,7 @@ from primeslurm.trainer import compat  # noqa: F401  isort: skip  (before torcht
 from torchtitan.models.common.attention import create_varlen_metadata_for_document
 
 from primeslurm.trainer import context_parallel
+from primeslurm.trainer.models.delta_net import DeltaScan
 from primeslurm.trainer.varlen import VarlenAttention, visible
 from primeslurm.trainer.world import World
 
@@ -71,6 +75,21 @@ def test_what_is_made_of_outputs_and_scores_stays(style: context_parallel.Style,
     found = shared[0](q, k, v, attention_masks=masks, out_transform=weigh)
     torch.testing.assert_close(found, expected)
     assert not torch.allclose(expected, alone[0](q, k, v, attention_masks=documents))
+
+
+@pytest.mark.parametrize(
+    ("style", "ranks", "problem"),
+    [
+        ("allgather", 2, "cp_style: allgather has nothing to gather for recurrent layers"),
+        ("ulysses", 3, "cp: 3 does not divide the 4 heads of recurrent layers"),
+    ],
+)
+def test_recurrent_layers_that_cannot_be_split_are_refused(
+    style: context_parallel.Style, ranks: int, problem: str
+) -> None:
+    group: Any = SimpleNamespace(size=lambda: ranks)  # torch's own needs as many processes
+    with pytest.raises(ValueError, match=problem):
+        context_parallel.ContextParallel(style, group).attach(torch.nn.Sequential(DeltaScan(4, 16)))
 
 
 @pytest.mark.parametrize(("heads", "ranks", "copies"), [(8, 4, 1), (2, 4, 2), (1, 8, 8), (6, 4, 2), (4, 1, 1)])

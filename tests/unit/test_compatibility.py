@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from primeslurm.plan.catalog import ModelFacts, catalog
+from primeslurm.plan.catalog import DeltaNets, ModelFacts, catalog
 from primeslurm.plan.checks.case import Case, Rule
 from primeslurm.plan.checks.compatibility import GROUPS, conflicts
 from primeslurm.plan.needs import needs_of
@@ -28,6 +28,7 @@ TEACHER: dict[str, Any] = {
     "teacher": {"type": "engines", "path": "/models/teacher"}, "orchestrator": {"advantages": "opd"}
 }  # fmt: skip
 EP: dict[str, Any] = {"inference": {"expert_parallel": True}}
+SFT: dict[str, Any] = {"task": "sft", "environments": [], "sft": {"data": {"type": "jsonl", "path": "x"}}}
 
 
 def on(*parts: dict[str, Any], **changes: Any) -> dict[str, Any]:
@@ -154,7 +155,6 @@ EXAMPLES: dict[str, tuple[tuple[dict[str, Any], str, dict[str, Any]], tuple[dict
         (parallelism(ep_backend="deepep", ep=2), MOE, CPU),
         (parallelism(ep_backend="deepep", ep=2), MOE, GPU),
     ),
-    "deepep-version": ((parallelism(ep_backend="deepep", ep=2), MOE, GPU), (parallelism(ep=2), MOE, GPU)),
     "deepep-sms": (
         (parallelism(ep=2, deepep_num_sms=20), MOE, GPU),
         (parallelism(ep=2, deepep_num_sms=20, ep_backend="deepep"), MOE, GPU),
@@ -164,7 +164,6 @@ EXAMPLES: dict[str, tuple[tuple[dict[str, Any], str, dict[str, Any]], tuple[dict
         (on(parallelism(ep=24), deployment={"train": {"nodes": 3}}), MOE, GPU),
         (on(parallelism(ep=8), deployment={"train": {"nodes": 3}}), MOE, GPU),
     ),
-    "trainer-cp-mamba": ((parallelism(cp=2), HYBRID, GPU), (parallelism(cp=2), MOE, GPU)),
     "trainer-cp-divides": (
         (on(parallelism(cp=8), seq_len=1004), MOE, GPU),
         (on(parallelism(cp=8), seq_len=1000), MOE, GPU),
@@ -173,9 +172,13 @@ EXAMPLES: dict[str, tuple[tuple[dict[str, Any], str, dict[str, Any]], tuple[dict
         (parallelism(cp=8), "odd heads", GPU),
         (parallelism(cp=8, cp_style="allgather"), "odd heads", GPU),
     ),
-    "trainer-cp-linear": (
-        (parallelism(cp=2, cp_style="allgather"), "linear attention", GPU),
-        (parallelism(cp=2), "linear attention", GPU),
+    "trainer-cp-recurrent-heads": (
+        (on(parallelism(cp=8), seq_len=1024), "odd recurrent heads", GPU),
+        (on(parallelism(cp=8), seq_len=1024), HYBRID, GPU),
+    ),
+    "trainer-cp-recurrent-style": (
+        (parallelism(cp=2, cp_style="allgather"), HYBRID, GPU),
+        (parallelism(cp=2), HYBRID, GPU),
     ),
     "trainer-fp8-gpu": (
         (trainer(fp8=True), MOE, {"nodes": {"default": {"gres": "gpu:b200"}}}),
@@ -202,7 +205,10 @@ EXAMPLES: dict[str, tuple[tuple[dict[str, Any], str, dict[str, Any]], tuple[dict
         ({"model": {"dtype": "float32"}}, "vision", GPU),
         ({"model": {"dtype": "bfloat16"}}, "vision", GPU),
     ),
-    "vision-truncation": (({}, "vision", GPU), ({}, MOE, GPU)),
+    "vision-lora": (
+        (on(trainer(lora={}), model={"vlm": {"freeze_vision_encoder": False}}), "vision", GPU),
+        (on(trainer(lora={}), model={"vlm": {}}), "vision", GPU),
+    ),
     "offload-optimizer": (
         (trainer(optimizer={"type": "muon"}, memory={"optimizer_offload": True}), MOE, GPU),
         (trainer(optimizer={"type": "adamw"}, memory={"optimizer_offload": True}), MOE, GPU),
@@ -211,9 +217,11 @@ EXAMPLES: dict[str, tuple[tuple[dict[str, Any], str, dict[str, Any]], tuple[dict
 
 
 def facts_of(model: str) -> ModelFacts:
-    if model in ("vision", "linear attention"):
-        family = {"vision": "qwen3_vl_moe", "linear attention": "qwen3_next"}[model]
-        return replace(catalog()[MOE].facts, family=family)
+    if model == "vision":
+        return replace(catalog()[MOE].facts, family="qwen3_vl_moe")
+    if model == "odd recurrent heads":
+        nets = DeltaNets(layers=3, key_heads=4, value_heads=12, key_dim=128, value_dim=128, conv=4)
+        return replace(catalog()[MOE].facts, delta_nets=nets)
     if model == "FP8 blocks":
         return replace(catalog()[MOE].facts, quantization="fp8", fp8_blocks=True)
     return replace(catalog()[DENSE].facts, heads=20) if model == "odd heads" else catalog()[model].facts
@@ -244,6 +252,12 @@ def test_a_rule_fires_on_what_breaks_it_and_not_on_what_keeps_it(name: str) -> N
     assert name not in broken(*keeps)
 
 
+def test_recurrent_heads_that_do_not_divide_are_told_what_does() -> None:
+    found = conflicts(case(on(parallelism(cp=8), seq_len=1024), "odd recurrent heads", GPU))
+    (text,) = [finding.text for finding in found if "recurrent" in finding.text]
+    assert "12 of recurrent layers" in text and text.endswith("cp: 8; nearest: 4")
+
+
 def test_a_small_recipe_breaks_no_rule() -> None:
     assert broken({}, MOE, GPU) == set()
 
@@ -254,7 +268,7 @@ def test_all_findings_come_at_once() -> None:
 
 
 def test_engine_rules_are_silent_where_nothing_is_served() -> None:
-    changes = on(inference(eplb=True), task="sft", sft={"data": {"type": "jsonl", "path": "x"}}, environments=[])
+    changes = on(inference(eplb=True), SFT)
     assert not broken(changes, MOE, GPU)
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from difflib import get_close_matches
+from math import gcd
 
 from primeslurm.plan.checks.case import Case, Rule
 
-LINEAR_FAMILIES = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 VISION_FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 LORA_TARGETS = frozenset(
     {
@@ -50,11 +50,6 @@ def _deepep_gpu(case: Case) -> str:
     return f"{old[0].name} is SM{old[0].sm}" if old else ""
 
 
-def _deepep_version(case: Case) -> str:
-    deepep = case.recipe.trainer.parallelism.ep_backend == "deepep"
-    return "third_party/deepep builds 1.2.1, which has no ElasticBuffer" if deepep else ""
-
-
 def _deepep_sms(case: Case) -> str:
     p = case.recipe.trainer.parallelism
     return "only DeepEP has this setting" if p.deepep_num_sms and p.ep_backend != "deepep" else ""
@@ -71,11 +66,6 @@ def _ep_divides(case: Case) -> str:
     return f"{case.facts.experts.count} experts cannot be spread evenly over ep: {ep}"
 
 
-def _cp_mamba(case: Case) -> str:
-    mamba = case.facts is not None and case.facts.mamba is not None
-    return "Mamba layers need the whole sequence" if mamba and case.recipe.trainer.parallelism.cp > 1 else ""
-
-
 def _cp_divides(case: Case) -> str:
     cp, length = case.recipe.trainer.parallelism.cp, case.recipe.seq_len
     return f"{length} tokens cannot be cut into {cp} equal pieces" if length % cp else ""
@@ -83,17 +73,40 @@ def _cp_divides(case: Case) -> str:
 
 def _cp_heads(case: Case) -> str:
     p = case.recipe.trainer.parallelism
-    # Sparse attention is split over queries, whatever the style.
-    if case.facts is None or case.facts.indexer or p.cp_style != "ulysses" or case.facts.heads % p.cp == 0:
+    # Sparse attention is split over queries, whatever the style; recurrent layers have a rule of their own.
+    if case.facts is None or case.facts.indexer or _recurrent_heads(case):
+        return ""
+    if p.cp_style != "ulysses" or case.facts.heads % p.cp == 0:
         return ""
     return f"{case.facts.heads} attention heads cannot be spread evenly over cp: {p.cp}"
 
 
-def _cp_linear(case: Case) -> str:
+def _recurrent_heads(case: Case) -> int:
+    """Heads of Mamba-2 layers or delta nets; 0 if there are none."""
+    if case.facts is None:
+        return 0
+    nets, mamba = case.facts.delta_nets, case.facts.mamba
+    return nets.value_heads if nets else mamba.heads if mamba else 0
+
+
+def _cp_recurrent_heads(case: Case) -> str:
+    p, heads = case.recipe.trainer.parallelism, _recurrent_heads(case)
+    if case.facts is None or not heads or p.cp_style != "ulysses":
+        return ""
+    both = gcd(heads, case.facts.heads)
+    if both % p.cp == 0:
+        return ""
+    nearest = max(divisor for divisor in range(1, p.cp) if both % divisor == 0)
+    return (
+        f"{case.facts.heads} heads of attention and {heads} of recurrent layers cannot both be spread evenly over "
+        f"cp: {p.cp}; nearest: {nearest}"
+    )
+
+
+def _cp_recurrent_style(case: Case) -> str:
     p = case.recipe.trainer.parallelism
-    linear = case.facts is not None and case.facts.family in LINEAR_FAMILIES
-    asked = linear and p.cp > 1 and p.cp_style == "allgather"
-    return "linear attention layers have no keys to gather, only a state over the whole sequence" if asked else ""
+    asked = _recurrent_heads(case) and p.cp > 1 and p.cp_style == "allgather"
+    return "recurrent layers have no keys to gather, only a state over the whole sequence" if asked else ""
 
 
 def _fp8_gpu(case: Case) -> str:
@@ -137,9 +150,11 @@ def _vision_dtype(case: Case) -> str:
     return "vision models are trained in bfloat16" if vision and case.recipe.model.dtype != "bfloat16" else ""
 
 
-def _vision_truncation(case: Case) -> str:
-    vision = case.facts is not None and case.facts.family in VISION_FAMILIES
-    return f"samples longer than {case.recipe.seq_len} tokens lose whole images" if vision else ""
+def _vision_lora(case: Case) -> str:
+    vlm, lora = case.recipe.model.vlm, case.recipe.trainer.lora
+    return (
+        "adapters alone are trained, and the encoder has none" if vlm and not vlm.freeze_vision_encoder and lora else ""
+    )
 
 
 def _host_memory(case: Case) -> str:
@@ -156,21 +171,19 @@ TRAINER_RULES = (
          "max_norm: null", "prime-rl 0.6.0 docs, advanced"),
     Rule("deepep-gpu", "error", "trainer.parallelism.ep_backend", "DeepEP needs SM90 or newer", _deepep_gpu,
          "ep_backend: torch", "DeepEP README"),
-    Rule("deepep-version", "warning", "trainer.parallelism.ep_backend", "The trainer needs DeepEP 2", _deepep_version,
-         "install deep_ep >= 2.0 for the trainer; it ends at once without", "torchtitan 0.3"),
     Rule("deepep-sms", "error", "trainer.parallelism.deepep_num_sms", "Multiprocessors are set for DeepEP", _deepep_sms,
          "leave it out, or ep_backend: deepep", "torchtitan 0.3"),
     Rule("trainer-ep-dense", "error", _EP, "EP needs a model with experts", _ep_dense, "ep: 1", "torchtitan 0.3"),
     Rule("trainer-ep-divides", "error", _EP, "EP divides the number of experts", _ep_divides,
          "a divisor of the number of experts", "torchtitan 0.3, expert parallelism shards dimension 0"),
-    Rule("trainer-cp-mamba", "error", _CP, "Nemotron-H: no CP", _cp_mamba, "cp: 1",
-         "prime-rl 0.6.0 docs, capability table"),
     Rule("trainer-cp-divides", "error", _CP, "CP divides seq_len", _cp_divides, "a divisor of seq_len",
          "every rank holds an equal piece of each row"),
     Rule("trainer-cp-heads", "error", _CP, "Ulysses: CP divides the attention heads", _cp_heads,
          "a divisor of the number of heads, or cp_style: allgather", "Ulysses exchanges tokens for heads"),
-    Rule("trainer-cp-linear", "error", "trainer.parallelism.cp_style", "Linear attention: CP by Ulysses only",
-         _cp_linear, "cp_style: ulysses", "prime-rl 0.6.0 docs, capability table"),
+    Rule("trainer-cp-recurrent-heads", "error", _CP, "Ulysses: CP divides the heads of recurrent layers, too",
+         _cp_recurrent_heads, "a divisor of both numbers of heads", "Ulysses exchanges tokens for heads"),
+    Rule("trainer-cp-recurrent-style", "error", "trainer.parallelism.cp_style", "Recurrent layers: CP by Ulysses only",
+         _cp_recurrent_style, "cp_style: ulysses", "a state depends on all tokens before it"),
     Rule("trainer-fp8-gpu", "error", "trainer.fp8", "FP8 training needs SM90", _fp8_gpu, "fp8: false",
          "DeepGEMM README: Blackwell's kernels want power-of-two scales"),
     Rule("fp8-both", "warning", "trainer.fp8", "Trainer and engines compute alike", _fp8_match,
@@ -184,8 +197,8 @@ TRAINER_RULES = (
          _lora_absorbed, "leave kv_b_proj out", "its weight is absorbed, so an adapter beside it would learn nothing"),
     Rule("vision-dtype", "error", "model.dtype", "Vision models: bfloat16 only", _vision_dtype, "dtype: bfloat16",
          "prime-rl 0.6.0 docs, VLM"),
-    Rule("vision-truncation", "warning", "seq_len", "Vision samples fit into seq_len", _vision_truncation,
-         "as long as the longest sample", "prime-rl 0.6.0 docs, VLM"),
+    Rule("vision-lora", "error", "model.vlm.freeze_vision_encoder", "LoRA: the vision encoder is frozen", _vision_lora,
+         "freeze_vision_encoder: true, or leave lora out", "prime-rl 0.6.0 validator"),
     Rule("offload-optimizer", "error", "trainer.memory.optimizer_offload", "No Muon on the host",
          _host_memory, "optimizer.type: adamw, sgd or sign_sgd",
          "prime-rl 0.6.0 validator (AdamW and SignSGD alone there)"),

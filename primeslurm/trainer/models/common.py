@@ -33,6 +33,13 @@ def ffn(hf: Any, width: int) -> FeedForward.Config:
     return make_ffn_config(dim=hf.hidden_size, hidden_dim=width, w1_param_init=MATRIX, w2w3_param_init=MATRIX)
 
 
+def build_parts(module: nn.Module, config: Any, *names: str) -> None:
+    """Build configs as parts of a module, under their own names; where one is None, so is the part."""
+    for name in names:
+        part = getattr(config, name)
+        setattr(module, name, None if part is None else part.build())
+
+
 def ends(hf: Any) -> dict[str, Any]:
     """What every decoder config has before and after its layers: embedding, final norm, head, tying."""
     return {
@@ -57,11 +64,3 @@ def refuse(hf: Any, **features: object) -> None:
 def silu_only(hf: Any) -> dict[str, str]:
     """What to `refuse` of a config whose feed-forward networks are built as SwiGLU."""
     return {"activation": "" if hf.hidden_act == "silu" else hf.hidden_act}
-
-
-def rope_theta(hf: Any) -> float:
-    """Base of plain rotary embeddings. Raises ValueError if the config asks for a scaled kind."""
-    rope = hf.rope_parameters or {}
-    kind = rope.get("rope_type", "default")
-    refuse(hf, **{"RoPE scaling": "" if kind == "default" else kind})
-    return float(rope["rope_theta"])

@@ -11,7 +11,32 @@ from torch import nn
 from torchtitan.models.common import Linear
 from torchtitan.protocols.module import Module
 
-from primeslurm.trainer.models.recurrence import causal_conv, gated_delta_rule
+from primeslurm.trainer.models.recurrence import gated_delta_rule
+from primeslurm.trainer.models.scan import NO_BIASES, HeadScan, Tensors, in_parts
+
+CHUNK = 64
+"""Positions in a chunk of the scan; a matter of speed alone."""
+
+
+class DeltaScan(HeadScan):
+    """Short convolutions and the gated delta rule."""
+
+    def recur(
+        self, mixed: Tensors, rest: Tensors, parameters: Tensors, positions: torch.Tensor, state: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As the parent's; the rest is what decay and beta are made of."""
+        (q, k, v), (a, b), (dt_bias, a_log) = mixed, rest, parameters
+        sharing = v.shape[2] // q.shape[2]
+        return gated_delta_rule(
+            q.repeat_interleave(sharing, dim=2),
+            k.repeat_interleave(sharing, dim=2),
+            v,
+            log_decay=-a_log.float().exp() * F.softplus(a.float() + dt_bias.float()),
+            beta=torch.sigmoid(b),
+            positions=positions,
+            state=state,
+            size=self.chunk,
+        )
 
 
 class DeltaNet(Module):
@@ -38,6 +63,8 @@ class DeltaNet(Module):
         self.config = config
         keys, values = config.key_heads * config.key_dim, config.value_heads * config.value_dim
         self.widths = (keys, keys, values)
+        self.head_dims = (config.key_dim, config.key_dim, config.value_dim)
+        self.scan = DeltaScan(config.value_heads, CHUNK)
         self.in_proj_qkv = config.in_proj_qkv.build()
         self.in_proj_z = config.in_proj_z.build()
         self.in_proj_a = config.in_proj_a.build()
@@ -50,25 +77,19 @@ class DeltaNet(Module):
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """[rows, length, dim] to the same; state and convolution begin anew where `positions` are 0."""
-        config = self.config
-        dims = (config.key_dim, config.key_dim, config.value_dim)
-        mixed = causal_conv(self.in_proj_qkv(x), self.conv_weight, None, positions)
-        q, k, v = (
-            part.unflatten(-1, (-1, dim)) for part, dim in zip(mixed.split(self.widths, dim=-1), dims, strict=True)
-        )
-        step = F.softplus(self.in_proj_a(x).float() + self.dt_bias.float())
-        out = gated_delta_rule(
-            q.repeat_interleave(config.value_heads // config.key_heads, dim=2),
-            k.repeat_interleave(config.value_heads // config.key_heads, dim=2),
-            v,
-            log_decay=-self.A_log.float().exp() * step,
-            beta=torch.sigmoid(self.in_proj_b(x)),
-            positions=positions,
-        )
-        gate = self.in_proj_z(x).unflatten(-1, (-1, config.value_dim))
-        return self.out_proj(self._norm(out, gate).flatten(2).to(x.dtype))
+        mixed = self._by_head(self.in_proj_qkv(x), dim=-1)
+        by_head = (*self._by_head(self.conv_weight.squeeze(1), dim=0), *NO_BIASES, self.dt_bias, self.A_log)
+        out = self.scan((*mixed, self.in_proj_a(x), self.in_proj_b(x)), by_head, positions)
+        gate = self.in_proj_z(x).unflatten(-1, (-1, self.config.value_dim))
+        return self.out_proj(in_parts(self._gated, (), (out, gate)).flatten(2))
 
-    def _norm(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
-        """RMSNorm within each head, before the gate."""
+    def _by_head(self, channels: torch.Tensor, dim: int) -> list[torch.Tensor]:
+        """Channels of queries, keys and values, each as heads times their size."""
+        parts = channels.split(self.widths, dim=dim)
+        return [part.unflatten(dim, (-1, size)) for part, size in zip(parts, self.head_dims, strict=True)]
+
+    def _gated(self, _: Tensors, inputs: Tensors) -> tuple[torch.Tensor, Tensors]:
+        """RMSNorm within each head, before the gate; in the gate's dtype."""
+        x, gate = inputs
         normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config.eps)
-        return self.norm_weight.float() * normed * F.silu(gate.float())
+        return (self.norm_weight.float() * normed * F.silu(gate.float())).to(gate.dtype), ()

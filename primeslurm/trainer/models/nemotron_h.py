@@ -7,9 +7,7 @@ from typing import Any
 
 from primeslurm.trainer import compat  # noqa: F401  isort: skip  (before torchtitan)
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torchtitan.models.common import Linear
 from torchtitan.models.common.attention import AttentionMasksType, GQAttention
 from torchtitan.models.common.config_utils import (
     get_attention_config,
@@ -18,18 +16,17 @@ from torchtitan.models.common.config_utils import (
     make_router_config,
 )
 from torchtitan.models.common.decoder import Decoder
-from torchtitan.models.common.moe import GroupedExperts, MoE, RoutedExperts
+from torchtitan.models.common.moe import MoE
 from torchtitan.models.common.nn_modules import RMSNorm
 from torchtitan.models.qwen3 import parallelize_qwen3
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 
+from primeslurm.trainer.models import relu2
 from primeslurm.trainer.models.adapter import TableAdapter
-from primeslurm.trainer.models.common import MATRIX, ends, linear, norm, refuse
-from primeslurm.trainer.models.experts import local, routed, spread
+from primeslurm.trainer.models.common import MATRIX, build_parts, ends, linear, norm, refuse
+from primeslurm.trainer.models.experts import routed, spread
 from primeslurm.trainer.models.mamba import Mamba2
-
-_EXPERTS = ("w1_EFD", "w2_EDF")
 
 
 class NoPositions(Module):
@@ -49,70 +46,6 @@ class NoPositions(Module):
         return query, key
 
 
-class FeedForward(Module):
-    """Two matrices and a squared ReLU."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(Module.Config):
-        w1: Linear.Config
-        w2: Linear.Config
-
-    def __init__(self, config: Config) -> None:
-        super().__init__()
-        self.w1 = config.w1.build()
-        self.w2 = config.w2.build()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., dim] to the same."""
-        return self.w2(F.relu(self.w1(x)).square())
-
-
-class Experts(GroupedExperts):
-    """Experts of two matrices and a squared ReLU."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(GroupedExperts.Config):
-        pass
-
-    def __init__(self, config: Config) -> None:
-        Module.__init__(self)  # not the parent's parameters
-        self.num_experts = config.num_experts
-        self.w1_EFD = nn.Parameter(torch.empty(config.num_experts, config.hidden_dim, config.dim))
-        self.w2_EDF = nn.Parameter(torch.empty(config.num_experts, config.dim, config.hidden_dim))
-
-    def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
-        """Tokens sorted by expert, [rows, dim], through their experts."""
-        w1, w2 = (local(getattr(self, name), x_RD.dtype).transpose(-2, -1) for name in _EXPERTS)
-        offsets = torch.cumsum(num_tokens_per_expert_E, dim=0, dtype=torch.int32)
-        hidden = F.relu(self._grouped_mm(A=x_RD, B_t=w1, offs=offsets)).square()
-        return self._grouped_mm(A=hidden, B_t=w2, offs=offsets)
-
-
-class LatentExperts(RoutedExperts):
-    """Experts that compute in a narrower space: fewer bytes between ranks, fewer weights."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(RoutedExperts.Config):
-        down: Linear.Config
-        up: Linear.Config
-
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        self.down = config.down.build()
-        self.up = config.up.build()
-
-    def forward(
-        self,
-        x_BLD: torch.Tensor,
-        topk_scores_BLK: torch.Tensor,
-        topk_expert_ids_BLK: torch.Tensor,
-        num_local_tokens_per_expert_E: torch.Tensor,
-    ) -> torch.Tensor:
-        """What each token's experts make of it."""
-        narrow = super().forward(self.down(x_BLD), topk_scores_BLK, topk_expert_ids_BLK, num_local_tokens_per_expert_E)
-        return self.up(narrow)
-
-
 class Block(Module):
     """A norm and one of four kinds of layer, added to the residual."""
 
@@ -121,15 +54,12 @@ class Block(Module):
         norm: RMSNorm.Config
         mamba: Mamba2.Config | None = None
         attention: GQAttention.Config | None = None
-        feed_forward: FeedForward.Config | None = None
+        feed_forward: relu2.FeedForward.Config | None = None
         moe: MoE.Config | None = None
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.norm = config.norm.build()
-        for name in ("mamba", "attention", "feed_forward", "moe"):
-            part = getattr(config, name)
-            setattr(self, name, None if part is None else part.build())
+        build_parts(self, config, "norm", "mamba", "attention", "feed_forward", "moe")
         self.moe_enabled = config.moe is not None
 
     def forward(
@@ -154,13 +84,11 @@ class Model(Decoder):
             Decoder.Config.update_from_config(self, config=config, **kwargs)
             for layer in self.layers:
                 if layer.moe is not None:
-                    spread(layer.moe, *_EXPERTS)
+                    spread(layer.moe, *relu2.PARAMETERS)
 
 
 class Adapter(TableAdapter):
     """Names of Nemotron-H checkpoints."""
-
-    left_out = ("mtp.",)  # drafts of further tokens
 
     names = {
         "backbone.embeddings.weight": "tok_embeddings.weight",
@@ -264,21 +192,21 @@ def _attention(hf: Any, backend: str) -> GQAttention.Config:
     )
 
 
-def _feed_forward(hf: Any, width: int) -> FeedForward.Config:
-    return FeedForward.Config(w1=linear(hf.hidden_size, width), w2=linear(width, hf.hidden_size))
+def _feed_forward(hf: Any, width: int) -> relu2.FeedForward.Config:
+    return relu2.FeedForward.Config(w1=linear(hf.hidden_size, width), w2=linear(width, hf.hidden_size))
 
 
 def _moe(hf: Any) -> MoE.Config:
     latent = hf.moe_latent_size
-    experts = Experts.Config(
+    experts = relu2.Experts.Config(
         dim=latent or hf.hidden_size,
         hidden_dim=hf.moe_intermediate_size,
         num_experts=hf.n_routed_experts,
-        param_init=dict.fromkeys(_EXPERTS, MATRIX["weight"]),
+        param_init=dict.fromkeys(relu2.PARAMETERS, MATRIX["weight"]),
     )
     if latent:
         through = {"down": linear(hf.hidden_size, latent), "up": linear(latent, hf.hidden_size)}
-        routed_experts = routed(experts, hf.num_experts_per_tok, LatentExperts, **through)
+        routed_experts = routed(experts, hf.num_experts_per_tok, relu2.LatentExperts, **through)
     else:
         routed_experts = routed(experts, hf.num_experts_per_tok)
     grouped = hf.n_group > 1

@@ -1,7 +1,8 @@
 """Layers with a running state, over packed rows: a document never sees the state that the one before it left.
 
 Everything is computed in chunks: within a chunk all pairs of positions at once, between chunks one state per head.
-That a document begins shows in `positions`, which restart at 0; no loop over documents, no copy to the host.
+That a document begins shows in `positions`, which restart at 0; no loop over documents, no copy to the host. Every
+function takes what an earlier part of the rows left, and returns what a later part needs.
 
 Shapes: B rows, L positions, H heads, C chunks, l and s positions in a chunk.
 """
@@ -21,7 +22,8 @@ class Chunks:
     pairs: torch.Tensor
     """[B, C, l, s]: s is not after l, and in the same document."""
     entered: torch.Tensor
-    """[B, C, l]: in the document that the chunk before ended with, whose state it therefore sees."""
+    """[B, C, l]: in the document that the chunk before ended with, whose state it therefore sees. In the first chunk:
+    in no document that begins in these rows."""
     left: torch.Tensor
     """[B, C, l]: in the document that the chunk ends with, into whose state it therefore goes."""
 
@@ -29,7 +31,7 @@ class Chunks:
 def chunks(positions: torch.Tensor, size: int) -> Chunks:
     """Masks for rows of `positions`, [B, L], in chunks of `size` (the last one filled up)."""
     documents = in_chunks((positions == 0).cumsum(dim=1), size)
-    previous = F.pad(documents[:, :-1, -1:], (0, 0, 1, 0), value=-1)
+    previous = F.pad(documents[:, :-1, -1:], (0, 0, 1, 0))
     causal = torch.ones(size, size, dtype=torch.bool, device=positions.device).tril()
     return Chunks(
         pairs=causal & (documents.unsqueeze(-1) == documents.unsqueeze(-2)),
@@ -45,24 +47,42 @@ def in_chunks(values: torch.Tensor, size: int) -> torch.Tensor:
     return filled.unflatten(1, (-1, size))
 
 
+def decays(total: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
+    """How much of what position s added is left at position l, [..., l, s]; 0 where l does not see s.
+
+    Args:
+        total: sums of log decays from a chunk's beginning, [..., l].
+        pairs: who sees whom, [..., l, s].
+    """
+    # A position's own share does not depend on decays: left in, its large gradient would cancel but for rounding,
+    # which is more than the gradients of strong decays are.
+    passed = (total.unsqueeze(-1) - total.unsqueeze(-2)).tril(-1)
+    return passed.masked_fill(~pairs, -torch.inf).exp()
+
+
 def causal_conv(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, positions: torch.Tensor
-) -> torch.Tensor:
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, positions: torch.Tensor, before: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """A depthwise convolution over each document's past, and SiLU.
 
     Args:
-        x: [B, L, channels].
-        weight: [channels, 1, width]; the last column is for the position itself.
-        bias: [channels].
+        x: [B, L, H, channels].
+        weight: [H, channels, width]; the last column is for the position itself.
+        bias: [H, channels].
         positions: [B, L].
+        before: the width - 1 inputs before x.
+
+    Returns:
+        Outputs, and the last width - 1 inputs.
     """
     length, width = x.shape[1], weight.shape[-1]
-    out = x * weight[:, 0, -1]
+    inputs = torch.cat([before, x], dim=1)
+    out = x * weight[..., -1]
     for back in range(1, width):
-        earlier = F.pad(x, (0, 0, back, 0))[:, :length]
-        reachable = (positions >= back).unsqueeze(-1)
-        out = out + torch.where(reachable, earlier, 0) * weight[:, 0, -1 - back]
-    return F.silu(out if bias is None else out + bias)
+        earlier = inputs[:, width - 1 - back :][:, :length]
+        reachable = (positions >= back)[..., None, None]
+        out = out + torch.where(reachable, earlier, 0) * weight[..., -1 - back]
+    return F.silu(out if bias is None else out + bias), inputs[:, length:].clone()
 
 
 def state_space(
@@ -72,8 +92,9 @@ def state_space(
     b: torch.Tensor,
     c: torch.Tensor,
     positions: torch.Tensor,
+    state: torch.Tensor,
     size: int,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The selective state space of Mamba-2: state = exp(dt * decay) * state + dt * x b^T, and out = state c.
 
     Args:
@@ -82,10 +103,12 @@ def state_space(
         decay: of each head, negative, [H].
         b, c: into and out of the state, [B, L, groups, state]; consecutive heads share a group.
         positions: [B, L].
+        state: that the rows before left, [B, H, state, head_dim].
         size: positions in a chunk.
 
     Returns:
-        Outputs as float32, of the shape of x.
+        Outputs as float32, of the shape of x, and the state that these rows leave. If `size` does not divide L, no
+        state that anything could follow on.
     """
     length, groups = x.shape[1], b.shape[2]
     where = chunks(positions, size)
@@ -97,19 +120,19 @@ def state_space(
     b, c = (in_chunks(values.float(), size).movedim(-2, 2).unsqueeze(3) for values in (b, c))
 
     total = steps.cumsum(dim=-1)
-    between = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(~pairs, -torch.inf).exp()
+    between = decays(total, pairs)
     inside = (c @ b.transpose(-1, -2) * between) @ x
     to_end = (total[..., -1:] - total).masked_fill(~left, -torch.inf).exp()
     added = b.transpose(-1, -2) @ (x * to_end.unsqueeze(-1))
     from_start = total.masked_fill(~entered, -torch.inf).exp()
 
-    state = torch.zeros_like(added[:, 0])
+    state = state.unflatten(1, (groups, -1))
     entering = []
     for index in range(added.shape[1]):
         entering.append(state)
         state = state * from_start[:, index, ..., -1:, None] + added[:, index]
     out = inside + (c @ torch.stack(entering, dim=1)) * from_start.unsqueeze(-1)
-    return out.flatten(2, 3).movedim(2, -2).flatten(1, 2)[:, :length]
+    return out.flatten(2, 3).movedim(2, -2).flatten(1, 2)[:, :length], state.flatten(1, 2)
 
 
 def gated_delta_rule(
@@ -119,8 +142,9 @@ def gated_delta_rule(
     log_decay: torch.Tensor,
     beta: torch.Tensor,
     positions: torch.Tensor,
-    size: int = 64,
-) -> torch.Tensor:
+    state: torch.Tensor,
+    size: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The gated delta rule: state decays, forgets what it holds for k by beta, and learns v for k; out = q state.
 
     Args:
@@ -129,10 +153,12 @@ def gated_delta_rule(
         log_decay: not positive, [B, L, H].
         beta: in (0, 1), [B, L, H].
         positions: [B, L].
+        state: that the rows before left, [B, H, key_dim, value_dim].
         size: positions in a chunk.
 
     Returns:
-        Outputs as float32, of the shape of v.
+        Outputs as float32, of the shape of v, and the state that these rows leave. If `size` does not divide L, no
+        state that anything could follow on.
     """
     length = v.shape[1]
     where = chunks(positions, size)
@@ -144,7 +170,7 @@ def gated_delta_rule(
     q, k, v_beta, k_beta = (in_chunks(x, size).movedim(-2, 2) for x in (q, k, v.float() * beta, k * beta))
     total = in_chunks(log_decay.float(), size).movedim(-1, 2).cumsum(dim=-1)
 
-    between = (total.unsqueeze(-1) - total.unsqueeze(-2)).masked_fill(~pairs, -torch.inf).exp()
+    between = decays(total, pairs)
     from_start = total.masked_fill(~entered, -torch.inf).exp().unsqueeze(-1)
     to_end = (total[..., -1:] - total).masked_fill(~left, -torch.inf).exp().unsqueeze(-1)
     # What each position really learns, once for an empty state and once per unit of the state that enters the chunk.
@@ -156,10 +182,9 @@ def gated_delta_rule(
     attention = q @ k.transpose(-1, -2) * between
     read, write = q * from_start, (k * to_end).transpose(-1, -2)
 
-    state = q.new_zeros(*q.shape[:1], q.shape[2], q.shape[-1], v.shape[-1])
     outs = []
     for index in range(q.shape[1]):
         new = learned[:, index] - known[:, index] @ state
         outs.append(read[:, index] @ state + attention[:, index] @ new)
         state = state * from_start[:, index, :, -1:] + write[:, index] @ new
-    return torch.stack(outs, dim=1).movedim(2, -2).flatten(1, 2)[:, :length]
+    return torch.stack(outs, dim=1).movedim(2, -2).flatten(1, 2)[:, :length], state
