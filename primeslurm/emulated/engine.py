@@ -20,7 +20,7 @@ from urllib.parse import parse_qs
 
 from primeslurm.emulated import http
 from primeslurm.emulated.metrics import exposition
-from primeslurm.emulated.scheduler import Request, Scheduler
+from primeslurm.emulated.scheduler import PREFILL_TOKENS_PER_S, Request, Scheduler
 from primeslurm.inference.admission import App, Receive, Scope, SecretGate, Send
 from primeslurm.inference.gate import VersionGate
 
@@ -28,6 +28,8 @@ TICK_S = 0.1
 """Requests finish on ticks: short against what a request takes."""
 KV_BLOCKS = 2048
 MAX_RUNNING = 64
+BATCHED_TOKENS = 8192
+"""Of the real engine, in a step. With fewer, prefill is slower by as much; more make it no faster."""
 VOCABULARY = 1000
 EOS = 2
 MEAN_ANSWER_TOKENS = 24.0
@@ -47,13 +49,22 @@ class EmulatedEngine:
         max_len: longest sequence, in tokens.
         blocks: KV blocks.
         seed: of lengths and tokens.
+        batched_tokens: that a step of the real engine computes at most.
     """
 
-    def __init__(self, served: str, max_len: int, blocks: int = KV_BLOCKS, seed: int = 0) -> None:
+    def __init__(
+        self,
+        served: str,
+        max_len: int,
+        blocks: int = KV_BLOCKS,
+        seed: int = 0,
+        batched_tokens: int = BATCHED_TOKENS,
+    ) -> None:
         self._served = served
         self._max_len = max_len
         self._random = random.Random(seed)
-        self._scheduler = Scheduler(max(blocks, max_len // 16 + 2), MAX_RUNNING)
+        speed = PREFILL_TOKENS_PER_S * min(1.0, batched_tokens / BATCHED_TOKENS)
+        self._scheduler = Scheduler(max(blocks, max_len // 16 + 2), MAX_RUNNING, speed)
         self._waiters: dict[Request, asyncio.Future[None]] = {}
         self._work = asyncio.Event()
         self._paused = False
@@ -231,12 +242,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--served-model-name", default="model")
     parser.add_argument("--max-model-len", type=int, required=True)
     parser.add_argument("--num-gpu-blocks-override", type=int, default=KV_BLOCKS)
+    parser.add_argument("--max-num-batched-tokens", type=int, default=BATCHED_TOKENS)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--middleware", default="", help="engines that are trained for have the version gate")
     options, _ = parser.parse_known_args(argv)
     # engines of one deployment share a seed, and must not all answer alike
     seed = hash((options.seed, options.host, options.port))
-    engine = EmulatedEngine(options.served_model_name, options.max_model_len, options.num_gpu_blocks_override, seed)
+    sizes = (options.max_model_len, options.num_gpu_blocks_override, seed, options.max_num_batched_tokens)
+    engine = EmulatedEngine(options.served_model_name, *sizes)
     asyncio.run(serve(options.host, options.port, engine, gated=options.middleware.endswith("VersionGate")))
 
 

@@ -11,8 +11,8 @@ def exposition(scheduler: Scheduler) -> str:
     by_source = "prompt_tokens_by_source_total"
     values: dict[str, float] = {
         "num_requests_running": len(scheduler.running),
-        "num_requests_waiting": len(scheduler.waiting),
-        "num_requests_waiting_by_reason|reason=capacity": len(scheduler.waiting),
+        "num_requests_waiting": scheduler.held,
+        "num_requests_waiting_by_reason|reason=capacity": scheduler.held,
         "kv_cache_usage_perc": scheduler.used_blocks / scheduler.blocks,
         "prompt_tokens_total": counts["prompt_tokens"],
         "generation_tokens_total": counts["generation_tokens"],

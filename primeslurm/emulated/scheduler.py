@@ -1,6 +1,7 @@
 """What an emulated engine's batch does over time: queue, KV blocks, prefill, decode, preemption. Pure, clock injected.
 
-Prefill is shared by all that wait for it, in order of arrival; decode runs for all at once and slows down with load.
+Prefill serves requests in order of arrival, and lets in no more than it can begin with in a turn; decode runs for all
+at once and slows down with load.
 """
 
 from __future__ import annotations
@@ -55,16 +56,20 @@ class Scheduler:
     Args:
         blocks: KV blocks of the engine.
         max_running: requests that run at once; more wait.
+        prefill_tokens_per_s: how fast prompts are computed.
     """
 
-    def __init__(self, blocks: int, max_running: int) -> None:
+    def __init__(self, blocks: int, max_running: int, prefill_tokens_per_s: float = PREFILL_TOKENS_PER_S) -> None:
         self.blocks = blocks
         self.version = "default"
         """Policy version that samples now."""
         self.running: list[Request] = []
         self.waiting: deque[Request] = deque()
+        self.held = 0
+        """Requests that there was no room for in the last turn. Others only wait for the next turn to begin."""
         self.counts: Counter[str] = Counter()
         self._max_running = max_running
+        self._prefill_tokens_per_s = prefill_tokens_per_s
         self._cache = PrefixCache(blocks)
 
     @property
@@ -94,24 +99,28 @@ class Scheduler:
 
     def advance(self, seconds: float) -> list[Request]:
         """Let time pass. Returns the requests that finished."""
-        self._admit()
+        self._admit(seconds)
         self._prefill(seconds)
         self._decode(seconds)
         done = [sequence for sequence in self.running if sequence.sampled >= sequence.target]
         self.running = [sequence for sequence in self.running if sequence.sampled < sequence.target]
+        self.held = len(self.waiting)
         return done
 
     def finished(self, sequence: Request, tokens: Sequence[int]) -> None:
         """Tell which tokens were sampled, for the prefix cache."""
         self._cache.hold(sequence.salt, [*sequence.prompt, *tokens])
 
-    def _admit(self) -> None:
-        free = self.blocks - self.used_blocks
-        while self.waiting and len(self.running) < self._max_running and self.waiting[0].blocks <= free:
+    def _admit(self, seconds: float) -> None:
+        seconds -= sum(sequence.prefill_left for sequence in self.running)
+        while self.waiting and seconds > 0 and self._fits(self.waiting[0]):
             sequence = self.waiting.popleft()
-            free -= sequence.blocks
             sequence.prefill_left = self._prefill_seconds(sequence)
+            seconds -= sequence.prefill_left
             self.running.append(sequence)
+
+    def _fits(self, sequence: Request) -> bool:
+        return len(self.running) < self._max_running and self.used_blocks + sequence.blocks <= self.blocks
 
     def _prefill_seconds(self, sequence: Request) -> float:
         hit = self._cache.hit(sequence.salt, sequence.prompt)
@@ -124,7 +133,7 @@ class Scheduler:
             self.counts["external_hits"] += missing
             return missing / TRANSFER_TOKENS_PER_S
         self.counts["computed_tokens"] += missing
-        return missing / PREFILL_TOKENS_PER_S
+        return missing / self._prefill_tokens_per_s
 
     def _prefill(self, seconds: float) -> None:
         for sequence in self.running:

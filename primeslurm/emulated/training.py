@@ -49,6 +49,7 @@ class EmulatedTrainer:
         self._dp_world = max(1, world // recipe.trainer.parallelism.cp)
         self._journal = Journal(run_dir / "attempts" / str(attempt), "trainer-rank-0")
         self._saved = 0
+        self._announced = 0
 
     def run(self) -> int:
         """Train until max_steps, the orchestrator's stop, or an interrupt. Returns the exit code.
@@ -71,13 +72,13 @@ class EmulatedTrainer:
     def _resume(self) -> int:
         self._saved = step = checkpoints.newest(self._run_dir) or 0
         self._journal.event("loaded", step=step)
-        for newer in weights.published(self._run_dir):
-            if newer > step:
-                shutil.rmtree(weights.version_dir(self._run_dir, newer))
         if step:
             self._hand_over(step)
         else:
-            self._link.published(0, self._recipe.model.path)
+            self._announced = self._link.published(0, self._recipe.model.path)
+        for newer in weights.published(self._run_dir):
+            if newer > self._announced:
+                shutil.rmtree(weights.version_dir(self._run_dir, newer))
         return step
 
     def _step(self, step: int) -> bool:
@@ -106,7 +107,8 @@ class EmulatedTrainer:
 
     def _hand_over(self, version: int) -> None:
         if self._recipe.weights.transport == "filesystem":
-            self._link.published(version, str(self._publish(version)))
+            if version > self._announced:
+                self._announced = self._link.published(version, str(self._publish(version)))
         else:
             self._link.published(version, "")
             self._serve(version)

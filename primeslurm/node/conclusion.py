@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 
+from primeslurm.errors import ClusterError
 from primeslurm.node.reports import Ending, Outcome
 from primeslurm.node.requeue import should_requeue
 from primeslurm.plan.model import Plan
 from primeslurm.run.directory import Attempt, EndRecord, RunDirectory
 from primeslurm.run.ledger import Ledger
+from primeslurm.slurm.client import SlurmClient
 from primeslurm.wire import checkpoints
 from primeslurm.wire.journal import Journal
+
+EXCLUDE_S = 5.0
 
 
 def conclude(plan: Plan, run: RunDirectory, attempt: Attempt, ending: Ending, journal: Journal) -> bool:
@@ -59,3 +64,22 @@ def nodes_to_avoid(plan: Plan) -> str | None:
     bad = tuple(entry.node for entry in Ledger(Path(plan.run_dir).parent).entries(time.time()))
     job = plan.job.model_copy(update={"avoid": bad})
     return job.excluded if bad else None
+
+
+def keep_away_from_bad_nodes(plan: Plan, job_id: str) -> None:
+    """Tell Slurm which nodes a job that was just requeued must not get.
+
+    More than one try: Slurm ends the step meanwhile, and its SIGTERM meets `scontrol` as well. Not for long: the job
+    does not start again before this process has ended.
+    """
+    hostlist = nodes_to_avoid(plan)
+    if hostlist is None:
+        return
+    deadline = time.monotonic() + EXCLUDE_S
+    while time.monotonic() < deadline:
+        try:
+            SlurmClient().exclude(job_id, hostlist)
+            return
+        except ClusterError as error:
+            print(f"job {job_id} is not kept away from {hostlist} yet: {error}", file=sys.stderr, flush=True)
+            time.sleep(1.0)

@@ -14,17 +14,16 @@ from types import FrameType
 import submitit
 from submitit.helpers import DelayedSubmission
 
-from primeslurm.errors import ClusterError
 from primeslurm.node.agent import NodeAgent
-from primeslurm.node.conclusion import conclude, nodes_to_avoid, remember_bad_node
+from primeslurm.node.attempts import PLAN_WAIT_S, enter
+from primeslurm.node.conclusion import conclude, keep_away_from_bad_nodes, remember_bad_node
 from primeslurm.node.head import Head
 from primeslurm.node.reports import Ending, Outcome
 from primeslurm.plan.model import Plan
 from primeslurm.run.directory import BY_SIGTERM, Attempt, RunDirectory
 from primeslurm.slurm.client import SlurmClient
+from primeslurm.slurm.launch import node_names, restarts
 
-PLAN_WAIT_S = 120.0
-EXCLUDE_TRIES = 10
 DEPUTY_S = 3.0
 """Between two agents that look after a job whose head is gone."""
 
@@ -51,6 +50,9 @@ class AgentTask:
         run = RunDirectory(Path(self.run_dir))
         attempt = self._attempt(run, rank)
         plan = attempt.plan()
+        names = node_names(plan, os.environ)
+        if (name := os.environ.get("SLURMD_NODENAME")) in names:  # a step may do without some nodes of the job
+            rank = names.index(name)
         self._agent = NodeAgent(plan, rank, attempt, run.run_id, plan.python)
         self._threads = [threading.Thread(target=self._agent.run, name="agent", daemon=True)]
         if rank == 0:
@@ -82,9 +84,8 @@ class AgentTask:
 
     def _avoid_bad_nodes(self, plan: Plan) -> None:
         """Only a waiting job can be told, and submitit requeues after `checkpoint`: it is when this process ends."""
-        hostlist = nodes_to_avoid(plan)
-        if hostlist is not None and plan.executor == "slurm":
-            atexit.register(_keep_away_from, submitit.JobEnvironment().job_id, hostlist)
+        if plan.executor == "slurm":
+            atexit.register(keep_away_from_bad_nodes, plan, submitit.JobEnvironment().job_id)
 
     def _requeue_without_head(self, plan: Plan, run: RunDirectory, attempt: Attempt, rank: int) -> None:
         """The head's node is gone, and the batch script with it: nothing but another agent can end or requeue the job.
@@ -98,13 +99,11 @@ class AgentTask:
         ending = self._agent.ending
         assert ending is not None
         job_id, client = submitit.JobEnvironment().job_id, SlurmClient()
-        head = attempt.heartbeat(0, attempt.roster())
-        if head is not None:
-            remember_bad_node(plan, attempt, head["name"], "it was the head, and fell silent", self._agent.journal)
+        if names := node_names(plan, os.environ):
+            remember_bad_node(plan, attempt, names[0], "it was the head, and fell silent", self._agent.journal)
         if conclude(plan, run, attempt, ending, self._agent.journal):
             client.requeue(job_id)
-            if hostlist := nodes_to_avoid(plan):
-                _keep_away_from(job_id, hostlist)
+            keep_away_from_bad_nodes(plan, job_id)
         else:
             client.cancel(job_id)
 
@@ -112,17 +111,8 @@ class AgentTask:
         """This attempt's directory; after a requeue the head makes it from the one before."""
         # Slurm also requeues by itself (a dead node), without checkpoint(): its own count is the right one there.
         in_slurm = os.environ.get("SUBMITIT_EXECUTOR") == "slurm"
-        restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0")) if in_slurm else self.restarts
-        attempt = run.attempt(self.first_attempt + restarts)
-        if rank == 0 and not attempt.plan_file.is_file():
-            previous = run.latest()
-            attempt.prepare(previous.plan())
-            if job := previous.job():
-                attempt.record_job(job)
-        deadline = time.monotonic() + PLAN_WAIT_S
-        while not attempt.plan_file.is_file() and time.monotonic() < deadline:
-            time.sleep(0.5)
-        return attempt
+        number = self.first_attempt + (restarts(os.environ) if in_slurm else self.restarts)
+        return enter(run, number, wait_s=PLAN_WAIT_S if rank else 0.0)
 
     def _join(self) -> None:
         # Short waits: a signal handler only runs between them.
@@ -143,14 +133,3 @@ class AgentTask:
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__init__(**state)  # type: ignore[misc]
-
-
-def _keep_away_from(job_id: str, hostlist: str) -> None:
-    """More than one try: Slurm ends the step meanwhile, and its SIGTERM meets `scontrol` as well."""
-    for _ in range(EXCLUDE_TRIES):
-        try:
-            SlurmClient().exclude(job_id, hostlist)
-            return
-        except ClusterError as error:
-            print(f"job {job_id} is not kept away from {hostlist} yet: {error}", file=sys.stderr, flush=True)
-            time.sleep(1.0)

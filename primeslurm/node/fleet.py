@@ -9,12 +9,13 @@ one, the engines and routers on it are given up as long as some replica still se
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from primeslurm.node.reports import AgentReport, Ending, Fitness, Outcome, ProcessReport, UnitOrder
+from primeslurm.node.reports import AgentReport, Ending, Fitness, News, Outcome, ProcessReport, UnitOrder
 from primeslurm.node.seats import Seats
+from primeslurm.node.states import how_it_died
 from primeslurm.node.supervisor import ProcessState
 from primeslurm.node.units import Unit, units_of
 from primeslurm.plan.model import Plan, Process, Replica
@@ -24,18 +25,11 @@ NODE_START_S = 300.0
 """Longest wait for every node's agent to report."""
 SPARE_WAIT_S = 30.0
 """Longest wait for the rest once there are enough fit nodes."""
+VERDICT_S = 5.0
+"""With a spare at hand, the death of one of the trainer's ranks ends the attempt only if all of their nodes were heard
+of so much later: it takes a moment to find that a GPU has failed."""
 _EXPENDABLE = ("engine", "prefill", "decode", "router", "store")
-_REPLACEABLE = (*_EXPENDABLE, "environment")
-
-
-@dataclass(frozen=True)
-class News:
-    """Something that happened, for the journal."""
-
-    kind: str
-    fields: dict[str, Any]
-    blamed: str | None = None
-    """Name of a node that is to blame, for the bad-node ledger."""
+_REPLACEABLE = (*_EXPENDABLE, "environment", "trainer")
 
 
 @dataclass
@@ -44,6 +38,8 @@ class Fleet:
 
     plan: Plan
     started_at: float
+    hosts: Sequence[str] = ()
+    """Names of the job's nodes, by rank; empty where nobody knows them before their agents report."""
     agents: dict[int, AgentReport] = field(default_factory=dict)
     """By rank."""
     seen_at: dict[int, float] = field(default_factory=dict)
@@ -60,6 +56,8 @@ class Fleet:
         self.units: dict[str, Unit] = units_of(self.plan)
         self._processes = {process.name: process for process in self.plan.processes()}
         self._enough_since: float | None = None
+        self._died_at: dict[str, float] = {}
+        """By unit: when the first of its processes was seen to have ended for good."""
 
     def observe(self, report: AgentReport, now: float) -> None:
         """Take in a heartbeat. Freshness counts from when its content last changed, by this head's own clock."""
@@ -72,6 +70,17 @@ class Fleet:
         """Take in a value that changes whenever the run gets on (finished rollouts, version, step)."""
         if marker != self.progress or not self.progress_at:
             self.progress, self.progress_at = marker, now
+
+    def observe_exits(self, exits: Mapping[str, str], now: float) -> None:
+        """Take in nodes whose task has ended, and how: without a heartbeat, its agent has never run."""
+        for rank in self.unheard:
+            if (name := self._name(rank)) in exits:
+                self._lose(rank, f"no agent could be started: {exits[name]}", now)
+
+    @property
+    def unheard(self) -> list[int]:
+        """Ranks whose agents have not reported yet."""
+        return sorted(set(range(self.plan.allocated)) - set(self.agents) - set(self.gone))
 
     def agent_of(self, node: int) -> AgentReport | None:
         """The heartbeat of the agent that plays a node, once it does."""
@@ -100,13 +109,14 @@ class Fleet:
 
     def decide(self, now: float) -> Ending | None:
         """Replace, restart and give up what must be; the reason to end the attempt now, or None."""
+        self._give_up_waiting(now)
         if not self.seats.generation:
             return self._unfit(now) or self._take_seats(now)
         return (
             self._unfit(now)
             or self._missing(now)
             or self._restart_units(now)
-            or self._dead_process()
+            or self._dead_process(now)
             or self._complete()
             or self._stalled(now)
         )
@@ -118,7 +128,7 @@ class Fleet:
 
     def _take_seats(self, now: float) -> Ending | None:
         if self.seats.short(self.gone):
-            return Ending(Outcome.FAILED, "; ".join(self.gone.values()), next(iter(self.gone.values())).split(":")[0])
+            return Ending(Outcome.FAILED, "; ".join(self.gone.values()), self._name(next(iter(self.gone))))
         undecided = sorted(set(range(self.plan.allocated)) - self._fit() - set(self.gone))
         late = now - self.started_at > NODE_START_S
         if self._enough_since is None and Seats(self.plan).fill(self._fit()):
@@ -127,7 +137,7 @@ class Fleet:
         if undecided and not late and not patient:
             return None
         if not self.seats.fill(self._fit()):
-            names = [self.agents[rank].name if rank in self.agents else f"rank {rank}" for rank in undecided]
+            names = [self._name(rank) for rank in undecided]
             reason = f"no sign of nodes {', '.join(names)} within {NODE_START_S:.0f} s"
             return Ending(Outcome.FAILED, reason, names[0])
         spares = sorted(self.agents[rank].name for rank in self._fit() if self.seats.node_of(rank) is None)
@@ -152,6 +162,12 @@ class Fleet:
                 return ending
         return None
 
+    def _give_up_waiting(self, now: float) -> None:
+        """Agents that have never reported, whether they are needed or not."""
+        if now - self.started_at > NODE_START_S:
+            for rank in self.unheard:
+                self._lose(rank, f"no sign of its agent within {NODE_START_S:.0f} s", now)
+
     def _missing(self, now: float) -> Ending | None:
         for rank in sorted(set(self.seen_at) - set(self.gone)):
             silence = now - self.seen_at[rank]
@@ -161,9 +177,14 @@ class Fleet:
                 return ending
         return None
 
+    def _name(self, rank: int) -> str:
+        if rank in self.agents:
+            return self.agents[rank].name
+        return self.hosts[rank] if rank < len(self.hosts) else f"rank {rank}"
+
     def _lose(self, rank: int, why: str, now: float, *, blame: bool = True) -> Ending | None:
         """Do without an agent: a spare takes its place, or what ran there is given up, or the attempt ends."""
-        name = self.agents[rank].name
+        name = self._name(rank)
         reason = f"node {name}: {why}"
         self.gone[rank] = reason
         self.news.append(News("node_lost", {"node": name, "rank": rank, "reason": why}, name if blame else None))
@@ -219,7 +240,7 @@ class Fleet:
             if fallen is not None:
                 report = reports[fallen.name]
                 assert report is not None
-                reason = f"{fallen.name} {_died(report)}"
+                reason = f"{fallen.name} {how_it_died(report)}"
                 if unit.exhausted:
                     reason += f"; its unit {unit.name} was restarted {unit.restarts} times"
                     if ending := self._give_up([fallen.name], reason, unit.name):
@@ -232,21 +253,36 @@ class Fleet:
 
     def _restart_unit(self, unit: Unit, reason: str, now: float) -> None:
         unit.restart(now)
+        self._died_at.pop(unit.name, None)
         self.news.append(News("unit_restart", {"unit": unit.name, "generation": unit.generation, "reason": reason}))
 
-    def _dead_process(self) -> Ending | None:
+    def _dead_process(self, now: float) -> Ending | None:
         for process in self.plan.processes():
             report = self.report(process.name)
             if report is None or report.state != ProcessState.FAILED or process.name in self.lost:
                 continue
-            reason = f"{process.name} {_died(report)}"
+            unit = self.units.get(process.unit or "")
+            if unit is not None and report.generation < unit.generation:
+                continue  # it is about to be started again
+            reason = f"{process.name} {how_it_died(report)}"
             if report.exit_code == exits.CHECKPOINTED:
                 return Ending(Outcome.PREEMPTED, f"{process.name} checkpointed and stopped", process.name)
             if report.exit_code == exits.STALLED:
                 return Ending(Outcome.FAILED, f"{process.name} saw no progress: see its events", process.name)
+            if unit is not None and self._may_miss_a_node(unit, now):
+                continue
             if ending := self._give_up([process.name], reason, process.name):
                 return ending
         return None
+
+    def _may_miss_a_node(self, unit: Unit, now: float) -> bool:
+        """Whether a process may have died of a node of its unit that is gone or broken, and can be replaced."""
+        died_at = self._died_at.setdefault(unit.name, now)
+        return any(
+            self.seen_at[self.seats.rank_of[process.node]] <= died_at + VERDICT_S
+            and self.seats.spare(process.node, self._fit()) is not None
+            for process in unit.members
+        )
 
     def _complete(self) -> Ending | None:
         last: tuple[Process, ...] = tuple(p for p in self.plan.processes() if p.role in ("trainer", "orchestrator"))
@@ -260,10 +296,3 @@ class Fleet:
         if self.progress_at and now - self.progress_at > limit:
             return Ending(Outcome.FAILED, f"no progress for {now - self.progress_at:.0f} s", "orchestrator")
         return None
-
-
-def _died(report: ProcessReport) -> str:
-    code = report.exit_code
-    how = f"was ended by signal {-code}" if code is not None and code < 0 else f"ended with exit code {code}"
-    again = f" after {report.restarts} restarts" if report.restarts else ""
-    return how + again + (f" ({report.reason})" if report.reason else "")

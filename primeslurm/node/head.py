@@ -18,6 +18,7 @@ from primeslurm.node.walltime import MARGIN_S, end_of_job, ends_too_late, second
 from primeslurm.plan.model import Plan
 from primeslurm.run.directory import Attempt, RunDirectory
 from primeslurm.run.roster import Roster, Seat
+from primeslurm.slurm.launch import early_exits, launch_failures, node_names, restarts
 from primeslurm.wire.addresses import Addresses
 from primeslurm.wire.files import Watched, write_json
 from primeslurm.wire.journal import Journal
@@ -41,7 +42,8 @@ class Head(threading.Thread):
         self.plan: Plan = agent.plan
         self.attempt: Attempt = agent.attempt
         self.run_directory = run
-        self.fleet = Fleet(agent.plan, started_at=time.time())
+        self.fleet = Fleet(agent.plan, started_at=time.time(), hosts=node_names(agent.plan, os.environ))
+        self._job_output = run.job_output(os.environ.get("SLURM_JOB_ID", ""))
         self.journal = Journal(agent.attempt.path, "head")
         self.ending: Ending | None = None
         self._heartbeats = {rank: Watched(self.attempt.agent_file(rank)) for rank in range(self.plan.allocated)}
@@ -73,6 +75,8 @@ class Head(threading.Thread):
             if (value := file.changed()) is not None:
                 self.fleet.observe(msgspec.convert(value, AgentReport), now)
         self._observe_progress(now)
+        if self.fleet.hosts and self.fleet.unheard:
+            self.fleet.observe_exits(self._not_started(), now)
         if self.ending is None and (found := self._asked_to_end(now) or self.fleet.decide(now)):
             self.ending, self._ending_at = found, now
             self.journal.event("ending", outcome=found.outcome, reason=found.reason, suspect=found.suspect)
@@ -96,6 +100,15 @@ class Head(threading.Thread):
             reason = f"time limit: a last checkpoint may take {stop_s:.0f} s, more than Slurm's warning leaves"
             return Ending(Outcome.PREEMPTED, reason)
         return self._asked
+
+    def _not_started(self) -> dict[str, str]:
+        """srun says so at once where an agent cannot be started; without that, only its silence would tell."""
+        try:
+            output = self._job_output.read_text(errors="replace")
+        except OSError:
+            return {}
+        start = restarts(os.environ)
+        return launch_failures(output, start) | early_exits(output, start)
 
     def _observe_progress(self, now: float) -> None:
         state = self.attempt.state("orchestrator" if self.plan.task == "rl" else "trainer-rank-0")

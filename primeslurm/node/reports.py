@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 import msgspec
 
@@ -26,6 +27,16 @@ class Ending:
     outcome: Outcome
     reason: str
     suspect: str = ""
+
+
+@dataclass(frozen=True)
+class News:
+    """Something that happened, for the journal."""
+
+    kind: str
+    fields: dict[str, Any]
+    blamed: str | None = None
+    """Name of a node that is to blame, for the bad-node ledger."""
 
 
 class ProcessReport(msgspec.Struct, frozen=True):

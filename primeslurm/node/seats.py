@@ -40,11 +40,15 @@ class Seats:
         self.rank_of, self.generation = found, self.generation + 1
         return True
 
-    def replace(self, node: int, fit: Collection[int]) -> int | None:
-        """Give a node to the first fit spare of its group; returns its rank, or None if there is none."""
+    def spare(self, node: int, fit: Collection[int]) -> int | None:
+        """The first fit spare of a node's group, or None if there is none."""
         taken = set(self.rank_of.values())
         group = self.plan.nodes[node].group
-        spare = next((rank for rank in self.plan.ranks(group) if rank in fit and rank not in taken), None)
+        return next((rank for rank in self.plan.ranks(group) if rank in fit and rank not in taken), None)
+
+    def replace(self, node: int, fit: Collection[int]) -> int | None:
+        """Give a node to the first fit spare of its group; returns its rank, or None if there is none."""
+        spare = self.spare(node, fit)
         if spare is not None:
             self.rank_of[node], self.generation = spare, self.generation + 1
         return spare

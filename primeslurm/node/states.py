@@ -52,3 +52,11 @@ def fleet_state(process: Process, report: ProcessReport | None, *, suspect: bool
         ProcessState.BACKOFF: FleetState.RESTARTING,
         ProcessState.FALLEN: FleetState.RESTARTING,
     }.get(ProcessState(report.state), FleetState.DONE)
+
+
+def how_it_died(report: ProcessReport) -> str:
+    """What follows the name of a process that has ended, in words."""
+    code = report.exit_code
+    how = f"was ended by signal {-code}" if code is not None and code < 0 else f"ended with exit code {code}"
+    again = f" after {report.restarts} restarts" if report.restarts else ""
+    return how + again + (f" ({report.reason})" if report.reason else "")

@@ -36,6 +36,8 @@ class ProcessState(StrEnum):
     """Ended because the attempt ends."""
 
 
+_OVER = (ProcessState.FALLEN, ProcessState.FAILED, ProcessState.DONE)
+"""Only a new generation of its unit starts it again."""
 Decision = Literal["start", "kill", "nothing"]
 
 
@@ -80,7 +82,7 @@ class Supervision:
             return "nothing"
         if self.state is ProcessState.WAITING:
             return "start"
-        if self.state is ProcessState.FALLEN and order is not None and order.generation > self.generation:
+        if self.state in _OVER and order is not None and order.generation > self.generation:
             return "start"
         if self.state is ProcessState.BACKOFF:
             wait = BACKOFF_S[min(self.restarts, len(BACKOFF_S)) - 1]

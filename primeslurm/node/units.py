@@ -1,7 +1,9 @@
 """Units: processes that live and die together, on one node or on several. Pure: reports and a clock in, orders out.
 
 When a member dies, the unit's generation rises: agents end what is left of the older one, and start all members of the
-new one together as soon as nothing of the old one runs any more and the back-off is over.
+new one together as soon as nothing of the old one runs any more and the back-off is over. Engines of a unit do so for
+any death; the ranks of a trainer only when a spare takes the place of a node of theirs: whatever else ends one of them
+ends the attempt.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from primeslurm.node.reports import ProcessReport, UnitOrder
 from primeslurm.node.supervisor import BACKOFF_S, STABLE_S, ProcessState
 from primeslurm.plan.model import Plan, Process
 
-_ENDED = (ProcessState.WAITING, ProcessState.FALLEN)
+_ENDED = (ProcessState.WAITING, ProcessState.FALLEN, ProcessState.FAILED, ProcessState.DONE)
 
 
 @dataclass

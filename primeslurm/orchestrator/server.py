@@ -162,8 +162,10 @@ class Orchestrator:
             case GetBatch():
                 return await self._get_batch(request)
             case Published():
-                await self._published(request)
+                return Answer("ok", version=await self._published(request))
             case Deliver():
+                if self._is_outdated(request.version):
+                    return Answer("ok")
                 return await self._delivery.answer(request, self._policy.fleet.wanting, HOLD_S)
             case StepDone():
                 self._step_done(request)
@@ -214,15 +216,22 @@ class Orchestrator:
         self._journal.event("batch", step=step, reward=row["reward/mean"], staleness=row["staleness/max"])
         return True
 
-    async def _published(self, request: Published) -> None:
+    def _is_outdated(self, version: int) -> bool:
+        """Whether a trainer that was started again repeats steps, and offers a policy that nobody wants any more."""
+        known = self._progress.published
+        return known is not None and version < known.version
+
+    async def _published(self, request: Published) -> int:
+        """Make engines want the policy; returns the newest one."""
         known = self._progress.published
         if known is not None and request.version <= known.version:
-            return
+            return known.version
         self._record(published=request)
         if not request.path:
             self._delivery.expect(request.version)
         self._watch.policy_wanted(request.version)
         await self._policy.publish(_policy(request))
+        return request.version
 
     def _step_done(self, request: StepDone) -> None:
         if request.step <= self._progress.done_step:

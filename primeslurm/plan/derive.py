@@ -94,6 +94,7 @@ def _trainer(recipe: Recipe, site: Site, slots: list[Slot]) -> int:
                 trainer_command(recipe, site, rank=rank, local_rank=local, world=world),
                 gpus=(local,),
                 restart="attempt",
+                unit="trainer" if world > 1 else None,
                 after=("orchestrator",) if recipe.task == "rl" else (),
             )
             rank += 1

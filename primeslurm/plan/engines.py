@@ -113,6 +113,7 @@ def _place_group(recipe: Recipe, site: Site, replica: int, group: _Group, names:
                 port="http",
                 path=ENGINE_READY if recipe.task == "rl" else "/health",
                 start_timeout_s=START_TIMEOUT_S,
+                hang_timeout_s=recipe.inference.hang_timeout_s,
             ),
             after=_stores(slot),
         )

@@ -55,7 +55,7 @@ class Process(Section):
     """in_place: restarted by its agent with back-off. unit: together with all processes of its `unit`. attempt: its
     death ends the attempt."""
     unit: str | None = None
-    """Processes of one unit only work together, for example the ranks of an expert-parallel group."""
+    """Processes of one unit only work together, such as ranks of an expert-parallel group or of the trainer."""
     max_restarts: int = 5
     health: Health | None = None
     files: dict[str, str] = {}

@@ -82,5 +82,7 @@ class Inference(EngineSettings):
     tool_call_parser: str | None = None
     """vLLM's parser of tool calls. Default: with task serve by the model's family, where known; rollouts need none."""
     reasoning_parser: str | None = None
+    hang_timeout_s: PositiveInt = 60
+    """An engine that was ready and answers nothing at all for so many seconds hangs, and is restarted."""
     prefill: EngineSettings = EngineSettings()
     decode: EngineSettings = EngineSettings()

@@ -81,7 +81,8 @@ def _balance(prefill: Load, decode: Load, p: int, d: int) -> Advice | None:
     )
     if prefill_full and decode.kv_usage_mean < ROOM_KV and _waiting(decode) < WAITING_PER_ENGINE:
         return _advice("prefill", _more(p, TARGET / max(decode.kv_usage_mean, 0.01)), d, p, d, prefill, decode)
-    if decode_full and prefill.busy_mean < IDLE_BUSY and _waiting(prefill) < WAITING_PER_ENGINE:
+    # Requests come in bursts: some wait for a moment even at a prefill engine that has nothing to do most of the time.
+    if decode_full and prefill.busy_mean < IDLE_BUSY:
         wanted = max(1, math.ceil(p * prefill.busy_mean / TARGET))
         if wanted < p:
             return _advice("decode", wanted, d, p, d, prefill, decode)

@@ -86,6 +86,12 @@ class Attempt:
         seat = roster.seats.get(node)
         return (read_json(self.agent_file(seat.rank)) if seat else None) or {}
 
+    def forget_agents(self) -> None:
+        """Remove what agents and head have told each other, before others of this attempt begin anew."""
+        told = (self.fleet_file, self.addresses_file, self.roster_file, self.path / "preflight.json")
+        for path in (*told, *(self.path / "agents").glob("*.json")):
+            path.unlink(missing_ok=True)
+
     def prepare(self, plan: Plan) -> None:
         """Make the directory and write the plan, last."""
         for name in ("agents", "events", "state", "logs"):
@@ -155,6 +161,10 @@ class RunDirectory:
         """lock.json: run id, versions, hashes."""
         value = read_json(self.path / "lock.json")
         return value if isinstance(value, dict) else {}
+
+    def job_output(self, job_id: str) -> Path:
+        """What the batch script, srun and the agents of a job of Slurm print."""
+        return self.path / f"slurm-{job_id}.out"
 
     @property
     def run_id(self) -> str:

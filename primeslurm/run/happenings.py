@@ -83,10 +83,12 @@ def _started(event: Event) -> Happening | None:
 
 
 def _ending(event: Event) -> Happening | None:
-    if event.get("process") != "head":
+    if event.get("process") not in ("head", "batch"):
         return None  # every agent repeats it
     level: Level = "error" if event.get("outcome") == "failed" else "info"
-    return Happening(event["time"], "head", f"ends the attempt as {event['outcome']}: {event['reason']}", level)
+    return Happening(
+        event["time"], event["process"], f"ends the attempt as {event['outcome']}: {event['reason']}", level
+    )
 
 
 def _ended(event: Event) -> Happening:
@@ -148,6 +150,9 @@ _WORDS: dict[str, Callable[[Event], Happening | None]] = {
     "gpu_failed": lambda e: _of_node(e, f"a GPU failed{_because(_failed(e))}", "error"),
     "node_lost": lambda e: Happening(
         e["time"], f"node {e.get('node')}", f"is lost{_because(e.get('reason'))}", "warning"
+    ),
+    "launched_again": lambda e: Happening(
+        e["time"], "batch", f"starts all agents again without {', '.join(e.get('without', []))}", "warning"
     ),
     "node_replaced": lambda e: Happening(e["time"], f"node {e.get('node')}", f"is replaced by {e.get('by')}"),
     "given_up": _given_up,

@@ -11,6 +11,7 @@ import jinja2
 from primeslurm.errors import UsageError, Violation
 from primeslurm.plan.model import Plan
 from primeslurm.recipe.base import Section
+from primeslurm.slurm.launch import MARK
 from primeslurm.slurm.options import sbatch_lines
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -33,12 +34,15 @@ def render(plan: Plan) -> str:
         keep_trailing_newline=True,
     )
     environment.filters["quote"] = lambda value: shlex.quote(str(value))
+    python = (*plan.job.launcher, plan.python)
     return environment.get_template("job.sbatch.j2").render(
         plan=plan,
         components=[(group, sbatch_lines(plan, group)) for group in plan.groups],
         environment=exports(plan),
         srun=(*_step_options(plan), *plan.job.srun),
-        command=(*plan.job.launcher, plan.python, "-u", "-m", "submitit.core._submit", submitit_folder(plan)),
+        mark=MARK,
+        command=(*python, "-u", "-m", "submitit.core._submit", submitit_folder(plan)),
+        aftermath=(*python, "-m", "primeslurm.node.aftermath", plan.run_dir),
     )
 
 

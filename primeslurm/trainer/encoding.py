@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from primeslurm.recipe import Recipe
 from primeslurm.trainer.block_fp8 import BLOCK, BLOCKS, quantise
 from primeslurm.wire.weights import FP8_SCALE
 
@@ -89,3 +90,14 @@ class Encoding:
         if self.stored:
             return name in self.stored
         return self.fp8 and tensor.ndim == 2 and in_fp8(name)
+
+
+def published(recipe: Recipe, stored: frozenset[str]) -> Encoding:
+    """What becomes of the policies of a run whose model is stored in FP8 as far as `stored` says.
+
+    Engines get what they compute in; what SFT has made is not quantised.
+    """
+    dtype = getattr(torch, recipe.model.dtype)
+    if recipe.task == "sft":
+        return Encoding(dtype)
+    return Encoding(dtype, recipe.inference.quantization == "fp8", stored)

@@ -34,24 +34,26 @@ class ByFiles:
         self._model = model
         self._link = link
         self._world = world
+        self._announced = 0
+        """Engines may read any version up to this one: it stays as it is, also when its step is repeated."""
 
     def resume(self, version: int) -> None:
         """Publish `version` again only if its files are gone or damaged."""
-        self._publisher.discard_after(version)
         if version and not self._publisher.is_sound(version):
             self._publisher.publish(version)
         self._announce(version, str(weights.version_dir(self._run_dir, version)) if version else self._model)
+        self._publisher.discard_after(self._announced)
 
     def publish(self, version: int) -> None:
         """Write the version, then announce it."""
-        self._announce(version, str(self._publisher.publish(version)))
+        if version > self._announced:
+            self._announce(version, str(self._publisher.publish(version)))
 
     def serve(self, version: int) -> None:
         """Nothing to do: the files are there."""
 
     def _announce(self, version: int, path: str) -> None:
-        if self._world.is_main:
-            self._link.published(version, path)
+        self._announced = self._world.decide(self._link.published(version, path) if self._world.is_main else 0)
 
 
 class BySending:

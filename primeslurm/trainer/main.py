@@ -13,10 +13,10 @@ from transformers import AutoTokenizer
 from primeslurm.recipe import Recipe
 from primeslurm.trainer import data, loss
 from primeslurm.trainer.checkpoint import Checkpoints
-from primeslurm.trainer.encoding import Encoding
+from primeslurm.trainer.encoding import published
 from primeslurm.trainer.handover import ByFiles, BySending, Handover
 from primeslurm.trainer.interrupt import Interrupt
-from primeslurm.trainer.parallel import Policy, build
+from primeslurm.trainer.parallel import build
 from primeslurm.trainer.publish import Publisher
 from primeslurm.trainer.rl import RlTask
 from primeslurm.trainer.sender import Sender
@@ -61,7 +61,8 @@ def _task(
     policy = build(recipe, world)
     function = loss.from_recipe(recipe.trainer.loss) if recipe.task == "rl" else loss.cross_entropy
     learner = Learner(policy, recipe.trainer.optimizer, recipe.max_steps, function, world)
-    publisher = Publisher(policy, run_dir, _encoding(recipe, policy), recipe.weights.keep, world)
+    encoding = published(recipe, policy.stored_fp8)
+    publisher = Publisher(policy, run_dir, encoding, recipe.weights.keep, world)
     saver = Checkpoints(run_dir, attempt, recipe.checkpoint, world, link)
     if recipe.task == "rl":
         if link is None:
@@ -70,7 +71,7 @@ def _task(
         if recipe.weights.transport == "filesystem":
             handover = ByFiles(publisher, run_dir, recipe.model.path, link, world)
         else:
-            sender = Sender(policy, _encoding(recipe, policy), link, world, recipe.weights.timeout_s)
+            sender = Sender(policy, encoding, link, world, recipe.weights.timeout_s)
             handover = BySending(sender, publisher, recipe.max_steps, recipe.model.path, link, world)
         return RlTask(recipe, learner, handover, saver, world, link, journal)
     if recipe.sft is None:
@@ -78,11 +79,3 @@ def _task(
     tokenizer = AutoTokenizer.from_pretrained(policy.source)
     examples = data.load(Path(recipe.sft.data.path), tokenizer, recipe.seq_len)
     return SftTask(recipe, run_dir, learner, publisher, saver, world, examples, journal)
-
-
-def _encoding(recipe: Recipe, policy: Policy) -> Encoding:
-    """Engines get what they compute in; what SFT has made is not quantised."""
-    dtype = getattr(torch, recipe.model.dtype)
-    if recipe.task == "sft":
-        return Encoding(dtype)
-    return Encoding(dtype, recipe.inference.quantization == "fp8", policy.stored_fp8)

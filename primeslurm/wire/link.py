@@ -93,6 +93,8 @@ class Answer(msgspec.Struct, frozen=True):
     kind: str
     text: str = ""
     session: Session | None = None
+    version: int | None = None
+    """To Published: the newest policy that was announced in this attempt."""
 
 
 class LinkError(Exception):
@@ -146,9 +148,14 @@ class TrainerLink:
                 raise LinkError(f"no batch for step {step} within {timeout_s:.0f} s")
         return None
 
-    def published(self, version: int, path: str) -> None:
-        """Announce a policy: complete under `path`, or (if empty) to be sent."""
-        self._ask(Published(version, path))
+    def published(self, version: int, path: str) -> int:
+        """Announce a policy: complete under `path`, or (if empty) to be sent.
+
+        Returns the newest one that was announced in this attempt: newer than `version` if the trainer was started again
+        from a checkpoint, and repeats steps.
+        """
+        answer, _ = self._ask(Published(version, path))
+        return version if answer.version is None else answer.version
 
     def deliver(self, version: int, store: str, senders: int, done: str, deadline: float) -> Session | None:
         """The next session in which engines are sent `version`; None if no engine waits for it.

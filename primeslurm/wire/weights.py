@@ -30,12 +30,12 @@ class WeightManifest(msgspec.Struct, frozen=True):
 
 
 def layers_ahead(layers: int, ahead: int) -> re.Pattern[str]:
-    """Names of the tensors that a checkpoint has beyond the model's `layers`: `ahead` layers for tokens further ahead.
+    """Names of a checkpoint's tensors for tokens further ahead: `ahead` layers beyond its `layers`, or a module `mtp`.
 
-    Such layers (MTP) draft for speculative decoding; neither training nor an engine without drafts reads them.
+    They draft for speculative decoding; neither training nor an engine without drafts reads them.
     """
     numbers = "|".join(str(layers + index) for index in range(ahead))
-    return re.compile(rf"model\.layers\.({numbers})\..*")
+    return re.compile(rf"(model\.layers\.({numbers})|mtp)\..*")
 
 
 def version_dir(run_dir: Path, version: int) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from primeslurm.node.entry import AgentTask
 from primeslurm.plan.model import Health, HetGroup, JobOptions, Node, Plan, Process, Replica, Totals
 from primeslurm.recipe.site import Site
 from primeslurm.run.directory import Attempt, JobRecord, RunDirectory
+from primeslurm.run.doctor import diagnose
 from primeslurm.run.ledger import Ledger
 from primeslurm.run.summary import events
 from primeslurm.slurm.cluster import Cluster
@@ -155,8 +157,17 @@ def start(cluster: Cluster, tmp_path: Path) -> Iterator[Callable[..., Job]]:
     site = Site.model_validate(yaml.safe_load(cluster.spec.site_file.read_text()))
     jobs: list[Job] = []
 
-    def submit_plan(*, replicas: int, spares: int, layout: str = "single", without_address: str | None = None) -> Job:
+    def submit_plan(
+        *,
+        replicas: int,
+        spares: int,
+        layout: str = "single",
+        without_address: str | None = None,
+        prologue: str = "",
+    ) -> Job:
         plan = make_plan(tmp_path / "runs" / "toy", site, replicas, spares, layout)
+        job = plan.job.model_copy(update={"prologue": (prologue,) if prologue else ()})
+        plan = plan.model_copy(update={"job": job})
         addresses = {name: address for name, address in plan.addresses.items() if name != without_address}
         jobs.append(Job(cluster, plan.model_copy(update={"addresses": addresses})))
         return jobs[-1]
@@ -220,6 +231,38 @@ def test_a_node_that_is_not_fit_is_left_out(cluster: Cluster, start: Callable[..
     assert checked[bad] == "unfit" and sorted(checked.values()) == ["fit", "fit", "unfit"]
     assert max(event["seconds"] for event in job.events("preflight")) < 30
     job.finish()
+
+
+@pytest.mark.parametrize(("replicas", "spares"), [(1, 1), (2, 0)], ids=["spare", "no-spare"])
+def test_a_node_where_no_agent_can_be_started(
+    replicas: int, spares: int, cluster: Cluster, start: Callable[..., Job], tmp_path: Path
+) -> None:
+    """Its slurmd is gone when the job's step begins, of which Slurm knows nothing yet."""
+    lost = cluster.spec.gpu_names[1]
+    first_start = f"touch {tmp_path}/began; until [ -e {tmp_path}/crashed ]; do sleep 0.1; done"
+    job = start(replicas=replicas, spares=spares, prologue=first_start)
+    job.wait((tmp_path / "began").exists)
+    next(daemon for daemon in cluster.daemons if daemon.name == lost).send(signal.SIGKILL)
+    (tmp_path / "crashed").touch()
+    if spares:
+        job.wait(lambda: job.events("launched_again"))
+        kill_node(cluster, lost)  # Slurm finds out, and the job goes on
+    else:
+        job.wait(lambda: job.attempt.end())
+        end = job.attempt.end()
+        assert end is not None and (end.outcome, end.suspect, end.requeued) == ("failed", lost, True)
+        kill_node(cluster, lost)  # or it would start again only after SlurmdTimeout
+        job.wait(lambda: job.attempt.number == 2)
+    job.wait_for(*(process.name for process in job.plan.processes()))
+    assert lost not in [seat.name for seat in job.attempt.roster().seats.values()]
+    job.finish()
+    last = job.attempt.end()
+    assert last is not None and last.outcome == "completed"
+    assert [attempt.number for attempt in job.run.attempts()] == ([1] if spares else [1, 2])
+    assert {entry.node for entry in Ledger(job.run.path.parent).entries(time.time())} == {lost}
+    found = diagnose(job.run, job.run.attempt(1), lambda _: None)
+    failure = found.recovered[0] if spares else found.first and found.first.failure
+    assert failure is not None and (failure.component, failure.node) == (f"node {lost}", lost)
 
 
 def test_a_het_job_survives_a_node_as_well(cluster: Cluster, start: Callable[..., Job]) -> None:

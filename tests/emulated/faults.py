@@ -18,6 +18,7 @@ import httpx
 
 from primeslurm.orchestrator.watch import STATE_INTERVAL_S
 from primeslurm.run.ledger import Ledger
+from primeslurm.run.records import events
 from primeslurm.run.status import RunStatus
 from primeslurm.wire import secret
 from primeslurm.wire.files import read_json
@@ -42,6 +43,8 @@ class Fault:
     """None: it depends on what is being written just then."""
     repair: Callable[[Deployment], None] | None = None
     repair_late: bool = False
+    repeats: bool = False
+    """Steps that were not committed yet are trained again, within the attempt."""
     options: tuple[str, ...] = ()
     """Of `submit`, for a fault that needs a run of its own."""
 
@@ -105,6 +108,8 @@ def _cost(fault: Fault, before: Snapshot, after: Snapshot, seconds: float, deplo
     if again:
         end = deployment.run.attempt(after.attempt - 1).end()
         resumed = (end.committed_step if end else None) or before.committed
+    elif fault.repeats:
+        resumed = _loaded(deployment)
     gone = before.groups.keys() - after.groups.keys() - after.trained - before.trained
     valid = [name for name in gone if before.groups[name] <= resumed]
     return Cost(
@@ -118,6 +123,12 @@ def _cost(fault: Fault, before: Snapshot, after: Snapshot, seconds: float, deplo
         finished_rollouts_lost=len(gone) - len(valid),
         committed_rollouts_lost=len(valid),
     )
+
+
+def _loaded(deployment: Deployment) -> int:
+    """The step that the trainer was last started from."""
+    loaded = [event for event in events(deployment.run) if event["kind"] == "loaded"]
+    return int(loaded[-1]["step"])
 
 
 def _next_attempt(deployment: Deployment) -> Seen:
@@ -279,11 +290,20 @@ FAULTS = (
         repair_late=True,
     ),
     Fault(
+        "trainer node down",
+        "a node with trainer ranks loses power; a spare takes its place, the ranks start again from the last commit",
+        _lose_nodes("trainer-rank-2"),
+        repeats=True,
+        repair=_revive_nodes,
+        repair_late=True,
+    ),
+    Fault(
         "two nodes down",
-        "a node with trainer ranks and one with prefill engines lose power",
+        "a node with trainer ranks and one with prefill engines lose power; there are no spares for them",
         _lose_nodes("trainer-rank-2", "prefill-r1-0"),
         ends_attempt=True,
         repair=_revive_nodes,
+        options=("--set", "deployment.spares.train=0"),
     ),
     Fault(
         "head agent killed",

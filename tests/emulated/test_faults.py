@@ -30,4 +30,4 @@ def test_fault(deployment: Deployment, fault: Fault) -> None:
     assert fault.ends_attempt is None or fault.ends_attempt == (cost.new_attempts > 0), cost
     assert cost.committed_steps_lost == 0 and cost.committed_rollouts_lost == 0, cost
     if cost.new_attempts == 0:
-        assert cost.steps_repeated == 0 and cost.finished_rollouts_lost == 0, cost
+        assert (fault.repeats or cost.steps_repeated == 0) and cost.finished_rollouts_lost == 0, cost

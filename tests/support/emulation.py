@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+import yaml
 
 from primeslurm.cli.runs import job_query
 from primeslurm.orchestrator.groups import Group
@@ -27,6 +28,8 @@ ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "tests" / "emulated" / "small.yaml"
 SLOW_FILES = ROOT / "tests" / "emulated" / "slow_files"
 PATIENCE_S = 240.0
+NODE_SILENT_S = 20
+"""Longer than the disk of this deployment is full, and less than the half minute of other embedded clusters."""
 OVER = ("completed", "failed", "cancelled")
 
 
@@ -67,6 +70,8 @@ class Deployment:
         # a file system of its own, and a small one, that a test can fill
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=640m", "tmpfs", self.runs], check=True)
         self.cluster: Cluster = up(spec)[0]
+        site = yaml.safe_load(spec.site_file.read_text())
+        spec.site_file.write_text(yaml.safe_dump(site | {"node_silent_s": NODE_SILENT_S}))
         self._current: RunDirectory | None = None
         self._serial = 0
 

@@ -18,9 +18,11 @@ def kill_node(cluster: Cluster, name: str) -> None:
     daemon.send(signal.SIGKILL)
     tasks = _tasks(cluster, name)
     parents = {_parent(pid) for pid in tasks}
-    found = [pid for pid in parents if pid is not None and _comm(pid) == "slurmstepd"] + tasks
+    found = sorted(tasks, key=_depth, reverse=True)
+    found += [pid for pid in parents if pid is not None and _comm(pid) == "slurmstepd"]
     processes = [process for pid in found if (process := Process.of("job", pid))]
     # All at once, as without power: an srun or a step daemon would tell others of the first one's death, and end them.
+    # Children first: when a parent dies, the kernel wakes those of its children that are stopped, and sends SIGHUP.
     for process in processes:
         process.send(signal.SIGSTOP)
     for process in processes:
@@ -72,6 +74,12 @@ def _parent(pid: int) -> int | None:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     except OSError:
         return None
+
+
+def _depth(pid: int) -> int:
+    """Ancestors of a process."""
+    parent = _parent(pid)
+    return 0 if not parent else 1 + _depth(parent)
 
 
 def _comm(pid: int) -> str:

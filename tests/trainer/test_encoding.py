@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import Qwen3MoeConfig
 
 from primeslurm.trainer.block_fp8 import BLOCKS, quantise
-from primeslurm.trainer.encoding import Encoding, in_fp8
+from primeslurm.trainer.encoding import Encoding, in_fp8, published
 from primeslurm.trainer.parallel import build
 from primeslurm.trainer.publish import Publisher
 from primeslurm.trainer.world import World
@@ -40,19 +40,19 @@ def test_a_policy_published_in_fp8(world: World, tmp_path: Path) -> None:
         1
     )
     original = load_file(source / "model.safetensors")
-    published = {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
-    halved = {name for name in published if name + weights.FP8_SCALE in published}
+    found = {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    halved = {name for name in found if name + weights.FP8_SCALE in found}
     assert {name.rsplit(".", 2)[-2] for name in halved} == {
         "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
     }  # fmt: skip
-    assert set(published) == set(original) | {name + weights.FP8_SCALE for name in halved}
+    assert set(found) == set(original) | {name + weights.FP8_SCALE for name in halved}
     for name, tensor in original.items():
         if name in halved:
             expected = quantise(tensor.bfloat16(), BLOCKS)
-            assert torch.equal(published[name].view(torch.uint8), expected.data.view(torch.uint8)), name
-            assert torch.equal(published[name + weights.FP8_SCALE], expected.scales), name
+            assert torch.equal(found[name].view(torch.uint8), expected.data.view(torch.uint8)), name
+            assert torch.equal(found[name + weights.FP8_SCALE], expected.scales), name
         else:
-            assert torch.equal(published[name], tensor.bfloat16()), name
+            assert torch.equal(found[name], tensor.bfloat16()), name
     config = json.loads((path / "config.json").read_text())["quantization_config"]
     assert (config["quant_method"], config["weight_block_size"]) == ("fp8", [128, 128])
     assert {"lm_head", "model.layers.0.mlp.gate"} <= set(config["modules_to_not_convert"])
@@ -97,3 +97,14 @@ def test_projections_and_experts_are_in_fp8(name: str) -> None:
 )
 def test_what_is_small_or_sensitive_is_not(name: str) -> None:
     assert not in_fp8(name)
+
+
+def test_engines_get_what_they_compute_in_and_sft_publishes_the_compute_dtype() -> None:
+    stored = frozenset({"model.layers.0.mlp.up_proj.weight"})
+    model, none = Path("model"), frozenset[str]()
+    assert published(make_recipe(model), none) == Encoding(torch.float32)
+    asked = make_recipe(model, inference={"quantization": "fp8"})
+    assert published(asked, none) == Encoding(torch.float32, fp8=True)
+    assert published(make_recipe(model), stored) == Encoding(torch.float32, stored=stored)
+    sft = make_recipe(model, task="sft", environments=[], sft={"data": {"path": "data.jsonl"}})
+    assert published(sft, stored) == Encoding(torch.float32)

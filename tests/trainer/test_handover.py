@@ -11,6 +11,11 @@ import torch
 from transformers import Qwen3MoeConfig
 
 from primeslurm.orchestrator.delivery import Delivery
+from primeslurm.trainer.encoding import Encoding
+from primeslurm.trainer.handover import ByFiles
+from primeslurm.trainer.parallel import build
+from primeslurm.trainer.publish import Publisher
+from primeslurm.trainer.world import World
 from primeslurm.wire import link, stream, weights
 from tests.trainer.as_released import assert_stored_alike, tensors, to_fp8
 from tests.trainer.conftest import finish, free_port, make_recipe, start_ranks
@@ -103,3 +108,39 @@ async def test_every_layout_hands_over_the_policy_it_loaded(tmp_path: Path) -> N
         experts = name == "few-experts"
         allowed = [tensor.numel() for key, tensor in original.items() if experts or ".experts." not in key]
         assert largest <= max(allowed), f"{name}: a rank gathered more than a tensor of its own"
+
+
+async def test_a_trainer_that_starts_again_leaves_what_engines_may_read(
+    moe_model: Path, world: World, tmp_path: Path
+) -> None:
+    publisher = Publisher(build(make_recipe(moe_model), world), tmp_path, Encoding(torch.float32), 9, world)
+    address = f"tcp://127.0.0.1:{free_port()}"
+    told: list[int] = []
+
+    async def handle(request: link.Request) -> link.Answer:
+        assert isinstance(request, link.Published)
+        told.append(request.version)
+        return link.Answer("ok", version=max(told))
+
+    def train(committed: int, last: int) -> None:
+        by_files = ByFiles(publisher, tmp_path, str(moe_model), link.TrainerLink(address), world)
+        by_files.resume(committed)
+        for version in range(committed + 1, last + 1):
+            by_files.publish(version)
+
+    def written() -> dict[int, int]:
+        found = weights.published(tmp_path)
+        return {v: (weights.version_dir(tmp_path, v) / weights.MANIFEST).stat().st_mtime_ns for v in found}
+
+    serving = asyncio.create_task(link.OrchestratorLink(address, handle).serve())
+    await asyncio.to_thread(train, 0, 3)
+    before = written()
+    await asyncio.to_thread(train, 1, 4)
+    assert told == [0, 1, 2, 3, 1, 4]
+    after = written()
+    assert list(after) == [1, 2, 3, 4] and after | before == after
+    told.clear()  # a new attempt
+    await asyncio.to_thread(train, 2, 2)
+    assert list(written()) == [1, 2]
+    serving.cancel()
+    await asyncio.gather(serving, return_exceptions=True)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primeslurm.node.fleet import NODE_START_S, SPARE_WAIT_S, Fleet
+from primeslurm.node.fleet import NODE_START_S, SPARE_WAIT_S, VERDICT_S, Fleet
 from primeslurm.node.reports import AgentReport, Ending, Fitness, Outcome, ProcessReport, UnitOrder
 from primeslurm.node.requeue import should_requeue
 from primeslurm.node.resolve import UnknownPlaceholder, resolve
@@ -204,6 +204,16 @@ def test_operators_words(report: ProcessReport | None, suspect: bool, expected: 
     assert fleet_state(process(), report, suspect=suspect, lost=True) is FleetState.LOST
 
 
+@pytest.mark.parametrize("code", [0, 1])
+def test_a_trainer_rank_starts_again_with_a_new_generation_of_its_unit(code: int) -> None:
+    s = Supervision(process("trainer", "attempt", health=False))
+    s.started(0.0)
+    s.exited(1.0, code, ending=False)
+    for order in (None, UnitOrder(0, hold=False), UnitOrder(1, hold=True)):
+        assert s.tick(2.0, prerequisites=True, ready=False, order=order) == "nothing"
+    assert s.tick(2.0, prerequisites=True, ready=False, order=UnitOrder(1, hold=False)) == "start"
+
+
 def test_a_dead_trainer_is_dead_not_lost() -> None:
     report = ProcessReport(state="failed")
     assert fleet_state(process("trainer", "attempt"), report, suspect=False, lost=False) is FleetState.DEAD
@@ -222,13 +232,13 @@ def test_nodes_go_to_fit_agents_in_order_and_the_rest_are_spares() -> None:
 def test_without_a_spare_a_node_that_is_not_fit_ends_the_attempt() -> None:
     agents = Agents((process(name="a"),), (process(name="b", node=1),))
     agents.unfit = {1: "no space"}
-    assert agents.decide(1.0) == Ending(Outcome.FAILED, "node n1: no space", "node n1")
+    assert agents.decide(1.0) == Ending(Outcome.FAILED, "node n1: no space", "n1")
 
 
 def test_the_head_s_own_node_has_no_spare() -> None:
     agents = Agents((process(name="a"),), spares=1)
     agents.unfit = {0: "no space"}
-    assert agents.decide(1.0) == Ending(Outcome.FAILED, "node n0: no space", "node n0")
+    assert agents.decide(1.0) == Ending(Outcome.FAILED, "node n0: no space", "n0")
 
 
 def test_a_spare_that_is_late_is_not_waited_for_long() -> None:
@@ -244,7 +254,31 @@ def test_a_node_that_never_reports_ends_the_attempt() -> None:
     agents.silent = {1}
     assert agents.decide(NODE_START_S) is None
     ending = agents.decide(NODE_START_S + 1)
-    assert ending == Ending(Outcome.FAILED, "no sign of nodes rank 1 within 300 s", "rank 1")
+    assert ending == Ending(Outcome.FAILED, "node rank 1: no sign of its agent within 300 s", "rank 1")
+
+
+def test_a_spare_that_never_reports_is_a_bad_node_in_the_end() -> None:
+    agents = Agents((process(name="a"),), spares=1)
+    agents.fleet.hosts = ("n0", "n1")
+    agents.silent = {1}
+    for now in (0.0, 1.0, 2.0 + SPARE_WAIT_S, NODE_START_S + 1):
+        assert agents.decide(now) is None
+    assert [item.blamed for item in agents.fleet.news if item.kind == "node_lost"] == ["n1"]
+
+
+def test_a_node_whose_agent_cannot_be_started_is_not_waited_for() -> None:
+    agents = Agents((process(name="a"),), (process(name="b", node=1),), spares=1)
+    agents.fleet.hosts = ("n0", "n1", "n2")
+    agents.silent = {1}
+    assert agents.decide(0.0) is None and not agents.fleet.seats.generation
+    exits = {"n1": "Exited with exit code 127", "n2": "Exited with exit code 1"}  # n2 has reported: it is known anyway
+    agents.fleet.observe_exits(exits, 1.0)
+    agents.fleet.observe_exits(exits, 2.0)
+    assert agents.decide(2.0) is None
+    assert agents.fleet.seats.rank_of == {0: 0, 1: 2}
+    reason = "no agent could be started: Exited with exit code 127"
+    assert agents.news("node_lost") == [{"node": "n1", "rank": 1, "reason": reason}]
+    assert [item.blamed for item in agents.fleet.news] == ["n1", None]
 
 
 def test_a_silent_node_ends_the_attempt_and_is_named() -> None:
@@ -315,11 +349,67 @@ def test_one_engine_of_a_replica_may_be_lost() -> None:
 
 
 def test_what_has_no_spare_ends_with_its_node() -> None:
-    trainer = process("trainer", "attempt", "t", health=False, node=1)
-    agents = Agents((process(name="a"),), (trainer,), spares=1)
+    orchestrator = process("orchestrator", name="orchestrator", health=False, node=1)
+    agents = Agents((process(name="a"),), (orchestrator,), spares=1)
     agents.seated()
     agents.silent = {1}
     assert agents.decide(91.0) == Ending(Outcome.FAILED, "node n1: has been silent for 91 s", "n1")
+
+
+def trainer_of_two(spares: int) -> Agents:
+    """A trainer with a rank on each of nodes 1 and 2."""
+    ranks = [process("trainer", "attempt", f"t{i}", health=False, node=i + 1) for i in (0, 1)]
+    members = [(rank.model_copy(update={"unit": "trainer"}),) for rank in ranks]
+    agents = Agents((process("orchestrator", name="orchestrator"),), *members, spares=spares)
+    agents.seated()
+    return agents
+
+
+DIED = ProcessReport(state="failed", exit_code=1)
+
+
+def test_a_trainer_whose_node_is_lost_moves_to_a_spare_as_one() -> None:
+    agents = trainer_of_two(spares=1)
+    agents.silent = {2}
+    agents.states = {"t0": DIED}  # it has noticed the loss long before the head does
+    for now in (5.0, 30.0, 90.0):
+        assert agents.decide(now) is None and not agents.fleet.orders
+    assert agents.decide(91.0) is None
+    assert agents.fleet.orders == {"trainer": UnitOrder(1, hold=True)}
+    agents.states["t1"] = ProcessReport(state="waiting")  # on the spare
+    assert agents.decide(91.0 + BACKOFF_S[0]) is None
+    assert agents.fleet.seats.rank_of[2] == 3
+    assert agents.fleet.orders == {"trainer": UnitOrder(1, hold=False)}
+    agents.states = {"t0": fallen(1, "ready"), "t1": fallen(1, "ready")}
+    assert agents.decide(95.0) is None
+    agents.states["t0"] = msgspec.structs.replace(DIED, generation=1)
+    assert agents.decide(96.0) == Ending(Outcome.FAILED, "t0 ended with exit code 1", "t0")
+
+
+@pytest.mark.parametrize("spares", [0, 1])
+def test_a_trainer_rank_that_dies_by_itself_ends_the_attempt(spares: int) -> None:
+    """At once without a spare; with one, when the other nodes have been heard of since."""
+    agents = trainer_of_two(spares)
+    agents.states = {"t0": DIED}
+    expected = Ending(Outcome.FAILED, "t0 ended with exit code 1", "t0")
+    assert agents.decide(10.0) == (None if spares else expected)
+    assert agents.decide(10.0 + VERDICT_S) == (None if spares else expected)
+    assert agents.decide(11.0 + VERDICT_S) == expected
+
+
+def test_a_trainer_rank_whose_gpu_failed_moves_to_a_spare() -> None:
+    agents = trainer_of_two(spares=1)
+    agents.states = {"t1": DIED}
+    assert agents.decide(10.0) is None
+    agents.unfit = {2: "GPU 3 has 2 uncorrected ECC errors"}
+    assert agents.decide(12.0) is None
+    assert agents.fleet.seats.rank_of[2] == 3 and agents.fleet.orders == {"trainer": UnitOrder(1, hold=True)}
+
+
+def test_a_trainer_node_without_a_spare_ends_the_attempt() -> None:
+    agents = trainer_of_two(spares=0)
+    agents.silent = {2}
+    assert agents.decide(91.0) == Ending(Outcome.FAILED, "node n2: has been silent for 91 s", "n2")
 
 
 def unit_of_two(**options: int) -> Agents:

@@ -38,6 +38,14 @@ CHECKS = [{"level": "ok", "text": "fine"}, {"level": "failed", "text": "GPU 3 ha
             ("head", "all 2 nodes are there, 1 more are spares", "info"),
         ),
         ({"kind": "node_lost", "node": "n1", "reason": "ECC"}, ("node n1", "is lost: ECC", "warning")),
+        (
+            {"kind": "launched_again", "process": "batch", "without": ["n1", "n2"]},
+            ("batch", "starts all agents again without n1, n2", "warning"),
+        ),
+        (
+            {"kind": "ending", "process": "batch", "outcome": "failed", "reason": "why"},
+            ("batch", "ends the attempt as failed: why", "error"),
+        ),
         ({"kind": "node_replaced", "node": "n1", "by": "n2"}, ("node n1", "is replaced by n2", "info")),
         (
             {"kind": "given_up", "processes": list("abcde"), "reason": "node n1: ECC"},

@@ -153,7 +153,7 @@ def _check_plan(plan: Plan, directory: Path, tools: Path) -> None:
     (directory / "job.sbatch").write_text(script)
     environment = {"PATH": f"{tools}:{os.environ['PATH']}"}
     done = subprocess.run(["bash", "job.sbatch"], cwd=directory, env=environment, capture_output=True, check=False)
-    assert (done.returncode, done.stderr, done.stdout) == (0, b"", b"")
+    assert (done.returncode, done.stderr, done.stdout) == (0, b"", b"primeslurm: start 0\n")
     assert not (directory / CANARY).exists()
     argv = (directory / "srun.argv").read_bytes().decode().split("\0")[:-1]
     agent = [*plan.job.launcher, plan.python, "-u", "-m", "submitit.core._submit", f"{plan.run_dir}/submitit"]

@@ -116,6 +116,7 @@ def test_bash_sees_quoted_values_unchanged(tmp_path: Path) -> None:
     seen = subprocess.run(["bash", script], env={"PATH": path}, capture_output=True, text=True, check=True)
     assert seen.stderr == ""
     assert seen.stdout.splitlines() == [
+        "primeslurm: start 0",
         WEIRD,
         "[]",
         "slurm",
@@ -131,6 +132,22 @@ def test_bash_sees_quoted_values_unchanged(tmp_path: Path) -> None:
         "submitit.core._submit",
         "/runs/it's 100% $x/submitit",
     ]
+
+
+def test_only_a_step_that_failed_has_an_aftermath(tmp_path: Path) -> None:
+    (tmp_path / "srun").write_text("#!/bin/bash\nexit $CODE\n")
+    python = tmp_path / "python"
+    python.write_text('#!/bin/bash\nprintf "%s\\n" "$@"\n')
+    for program in (tmp_path / "srun", python):
+        program.chmod(0o755)
+    script = render(PLANS["quoting"].model_copy(update={"python": str(python), "job": PLANS["het"].job}))
+    aftermath = ["-m", "primeslurm.node.aftermath", "/runs/it's 100% $x", "9"]
+    step = ["srun", "--het-group=0,1", *["--ntasks-per-node=1", "--cpu-bind=none", "--kill-on-bad-exit=0"]]
+    step += ["--label", "--unbuffered", str(python), "-u", "-m", "submitit.core._submit", "/runs/it's 100% $x/submitit"]
+    for code, expected in ((0, []), (9, [*aftermath, *step])):
+        environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "CODE": str(code)}
+        seen = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=True)
+        assert seen.stdout.splitlines() == ["primeslurm: start 0", *expected]
 
 
 @pytest.mark.parametrize(

@@ -151,11 +151,12 @@ def test_a_version_exists_once_its_manifest_does(tmp_path: Path) -> None:
     assert weights.damage(tmp_path) == [f"{tmp_path}: no readable MANIFEST.json"]
 
 
-def test_layers_that_predict_further_ahead_are_those_after_the_last() -> None:
-    names = [f"model.layers.{number}.input_layernorm.weight" for number in (6, 7, 60, 61, 62, 610)]
+def test_tensors_for_tokens_further_ahead_are_layers_after_the_last_or_a_module_of_their_own() -> None:
+    draft = "mtp.layers.0.input_layernorm.weight"
+    names = [f"model.layers.{number}.input_layernorm.weight" for number in (6, 7, 60, 61, 62, 610)] + [draft]
     found = [name for name in names if weights.layers_ahead(61, 1).fullmatch(name)]
-    assert found == ["model.layers.61.input_layernorm.weight"]
-    assert not [name for name in names if weights.layers_ahead(61, 0).fullmatch(name)]
+    assert found == ["model.layers.61.input_layernorm.weight", draft]
+    assert [name for name in names if weights.layers_ahead(61, 0).fullmatch(name)] == [draft]
 
 
 def test_versions_that_are_needed_are_never_pruned(tmp_path: Path) -> None:

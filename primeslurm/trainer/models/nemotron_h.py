@@ -90,8 +90,6 @@ class Model(Decoder):
 class Adapter(TableAdapter):
     """Names of Nemotron-H checkpoints."""
 
-    left_out = ("mtp.",)  # drafts of further tokens
-
     names = {
         "backbone.embeddings.weight": "tok_embeddings.weight",
         "backbone.layers.{}.norm.weight": "layers.{}.norm.weight",

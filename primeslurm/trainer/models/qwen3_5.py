@@ -158,8 +158,6 @@ class Model(Decoder):
 class Adapter(TableAdapter):
     """Names of checkpoints of the language model alone."""
 
-    left_out = ("mtp.",)  # drafts of further tokens
-
     names = {
         "model.embed_tokens.weight": "tok_embeddings.weight",
         **{

@@ -1,0 +1,40 @@
+"""Which attempt of a run a job is in, and its directory."""
+
+from __future__ import annotations
+
+import time
+
+from primeslurm.run.directory import Attempt, RunDirectory
+
+PLAN_WAIT_S = 120.0
+_POLL_S = 0.5
+
+
+def enter(run: RunDirectory, number: int, *, wait_s: float) -> Attempt:
+    """An attempt with its plan. After a requeue it is made from the one before, by the head: others wait for it.
+
+    They make it themselves when there is still none after `wait_s` seconds, as without a head there never will be.
+    Raises RunError if the run has no attempt at all.
+    """
+    attempt = run.attempt(number)
+    deadline = time.monotonic() + wait_s
+    while not attempt.plan_file.is_file():
+        if time.monotonic() >= deadline:
+            _make(run, attempt)
+            break
+        time.sleep(_POLL_S)
+    return attempt
+
+
+def first_of_job(run: RunDirectory, job_id: str) -> int:
+    """Number of the attempt that a job began with. Raises RunError if the run has no attempt at all."""
+    jobs = {attempt.number: attempt.job() for attempt in run.attempts()}
+    own = [number for number, job in jobs.items() if job is not None and job.job_id == job_id]
+    return min(own, default=run.latest().number)
+
+
+def _make(run: RunDirectory, attempt: Attempt) -> None:
+    previous = run.latest()
+    attempt.prepare(previous.plan())
+    if job := previous.job():
+        attempt.record_job(job)

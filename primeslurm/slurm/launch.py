@@ -1,0 +1,73 @@
+"""Tasks that could not be started: what the job's output tells of them, and the step without their nodes. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+
+from primeslurm.plan.model import Plan
+from primeslurm.slurm.nodelists import expand
+
+MARK = "primeslurm: start"
+"""Begins a line of the job's output, before the number of times that Slurm has requeued the job: what follows belongs
+to that start."""
+NODES = "PRIMESLURM_NODES"
+"""Variable of a step that does without some nodes: the names of all nodes of the job, by rank."""
+_LAUNCH = re.compile(r"^srun: error: Task launch for \S+ failed on node (\S+): (.+)$", re.MULTILINE)
+_EXIT = re.compile(r"^srun: error: (\S+): tasks? [\d,-]+: (Exited with exit code \d+)$", re.MULTILINE)
+
+
+def restarts(environ: Mapping[str, str]) -> int:
+    """How often Slurm has requeued the job that this process belongs to."""
+    return int(environ.get("SLURM_RESTART_COUNT", "0"))
+
+
+def node_names(plan: Plan, environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Names of the job's nodes, in order of rank; empty outside a job of Slurm."""
+    if NODES in environ:
+        return tuple(environ[NODES].split(","))
+    single = len(plan.groups) == 1
+    names = ("SLURM_JOB_NODELIST" if single else f"SLURM_JOB_NODELIST_HET_GROUP_{g.index}" for g in plan.groups)
+    found = [name for variable in names for name in expand(environ.get(variable, ""))]
+    return tuple(found) if len(found) == plan.allocated else ()
+
+
+def launch_failures(output: str, start: int) -> dict[str, str]:
+    """Nodes that srun could not reach in the newest start of the job, with its reason. It then ends all other tasks."""
+    return dict(_LAUNCH.findall(_since(output, start)))
+
+
+def early_exits(output: str, start: int) -> dict[str, str]:
+    """Nodes whose task has ended badly by itself in the newest start of the job, with how."""
+    found = _EXIT.findall(_since(output, start))
+    return {name: how for hostlist, how in found for name in expand(hostlist)}
+
+
+def spares_suffice(plan: Plan, names: Sequence[str], lost: Collection[str]) -> bool:
+    """Whether the job can begin without some of its nodes: not without the head's, and only if others do their work."""
+    if not names or names[0] in lost or not plan.survives_nodes:
+        return False
+    needed = {group.index: sum(node.group == group.index for node in plan.nodes) for group in plan.groups}
+    return all(len(_left(plan, names, lost, group)) >= count for group, count in needed.items())
+
+
+def step_without(plan: Plan, names: Sequence[str], lost: Collection[str], step: Sequence[str]) -> list[str]:
+    """The command line of a step (srun, its options, its command) on all nodes but those that are lost."""
+    program, *words = [word for word in step if not word.startswith("--het-group=")]
+    het = len(plan.groups) > 1
+    argv = [program]
+    for group in plan.groups:
+        left = _left(plan, names, lost, group.index)
+        argv += [":"] if group.index else []
+        argv += [f"--het-group={group.index}"] if het else []
+        argv += [f"--nodes={len(left)}", f"--ntasks={len(left)}", f"--nodelist={','.join(left)}", *words]
+    return argv
+
+
+def _left(plan: Plan, names: Sequence[str], lost: Collection[str], group: int) -> list[str]:
+    return [names[rank] for rank in plan.ranks(group) if names[rank] not in lost]
+
+
+def _since(output: str, start: int) -> str:
+    _, mark, rest = output.rpartition(f"{MARK} {start}\n")
+    return rest if mark else ""
