@@ -112,6 +112,8 @@ def _queue(status: RunStatus) -> Text | None:
     if "ready_groups" not in progress:
         return None
     text = f"{progress['ready_groups']} groups ready, {progress.get('open_groups', 0)} open, "
+    if unscored := progress.get("unscored_groups"):
+        text += f"{unscored} at the teacher, "
     return Text.assemble(("queue ", "dim"), text + f"{progress.get('inflight', 0)} rollouts in flight")
 
 

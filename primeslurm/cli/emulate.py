@@ -20,6 +20,7 @@ from primeslurm.plan.needs import needs_of
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.load import load_recipe
 from primeslurm.recipe.scheduling import Slurm
+from primeslurm.recipe.teacher import ServedTeacher
 from primeslurm.slurm.cluster import default_directory, up
 from primeslurm.slurm.cluster_config import ClusterSpec, Place, site
 
@@ -38,6 +39,9 @@ def load_emulated(
     recipe = load_recipe(recipe_file, [*(overrides or []), *named])
     if recipe.task != "rl":
         raise UsageError([Violation("task", recipe.task, "only rl runs have stand-ins", "use the local executor")])
+    if isinstance(recipe.teacher, ServedTeacher):
+        why = "has no stand-in, and what stand-ins sample means nothing to it"
+        raise UsageError([Violation("teacher.type", recipe.teacher.type, why, "nearest: engines")])
     kept = {field: getattr(recipe.slurm, field) for field in KEPT_SLURM_FIELDS}
     recipe = recipe.model_copy(update={"slurm": Slurm(**kept)})
     if site_file is not None:

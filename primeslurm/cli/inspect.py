@@ -139,4 +139,6 @@ def _totals(plan: Plan) -> str:
         parts.insert(1, f"{t.spares} spare nodes")
     if plan.task != "sft":
         parts += [f"{t.inference_nodes} inference nodes", f"{t.engines} engines", f"{t.routers} routers"]
+    if t.teacher_engines:
+        parts.append(f"{t.teacher_engines} teacher engines")
     return ", ".join(parts)

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from primeslurm.errors import UsageError, Violation
-from primeslurm.plan.checks import absent_data, advise, model_files, review, with_absolute_paths
+from primeslurm.plan.checks import absent_data, advise, model_files, review, teacher_problems, with_absolute_paths
 from primeslurm.plan.derive import derive
 from primeslurm.plan.local import local_site
 from primeslurm.plan.model import Finding, Plan
@@ -85,7 +85,7 @@ def load(
         raise UsageError(problems)
     model = model_files(recipe)
     if need_files:
-        problems += model.problems
+        problems += [*model.problems, *teacher_problems(recipe)]
     if site is None:
         raise UsageError(problems)
     site = site.model_copy(update={"python": site.python or sys.executable})

@@ -75,6 +75,7 @@ class EmulatedEngine:
             ("GET", "/metrics"): self._metrics,
             ("GET", "/is_paused"): self._is_paused,
             ("POST", "/inference/v1/generate"): self._generate,
+            ("POST", "/v1/completions"): self._complete,
             ("POST", "/pause"): self._pause,
             ("POST", "/resume"): self._resume,
             ("POST", "/init_weight_transfer_engine"): self._ok,
@@ -124,6 +125,15 @@ class EmulatedEngine:
         if transfer.get("do_remote_decode"):
             answer["kv_transfer_params"] = self._handover(request)
         return 200, answer
+
+    async def _complete(self, body: dict[str, Any], query: dict[str, list[str]]) -> tuple[int, object]:
+        """As a teacher: random log-probabilities of the prompt, and one token."""
+        prompt = body["prompt"]
+        if len(prompt) >= self._max_len:
+            return 400, {"error": f"a prompt of {len(prompt)} tokens does not fit in {self._max_len}"}
+        await self._finish(Request(prompt, "", 1))
+        given = [{str(token): {"logprob": -self._random.expovariate(1.0), "rank": 1}} for token in prompt[1:]]
+        return 200, {"choices": [{"index": 0, "text": "", "prompt_logprobs": [None, *given]}]}
 
     async def _finish(self, request: Request) -> None:
         done = asyncio.get_running_loop().create_future()

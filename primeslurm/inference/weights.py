@@ -70,6 +70,11 @@ class LayerwiseTransferEngine(WeightTransferEngine):
             tensors = dequantised(tensors, self.model_config.dtype)
         self._loaded |= self.model.load_weights(tensors)
 
+    def has_tied_embeddings(self) -> bool:
+        """Whether the head is the embedding. Of a model with parts, the whole's config says so, if it says anything."""
+        whole, text = self.model_config.hf_config, self.model_config.hf_text_config
+        return bool(getattr(whole, "tie_word_embeddings", getattr(text, "tie_word_embeddings", False)))
+
     def _loads_fp8(self) -> bool:
         """Whether the model was built for an FP8 checkpoint; if not, vLLM quantises what is loaded, or does not."""
         return isinstance(self.vllm_config.quant_config, Fp8Config)
@@ -87,7 +92,7 @@ class LayerwiseTransferEngine(WeightTransferEngine):
             finalize_layerwise_reload(self.model, self.model_config)
 
     def _tied_parameters(self) -> set[str]:
-        if not self.model_config.hf_text_config.tie_word_embeddings:
+        if not self.has_tied_embeddings():
             return set()
         heads = [name for name, module in self.model.named_modules() if isinstance(module, ParallelLMHead)]
         return {f"{head}.weight" for head in heads}
@@ -127,7 +132,7 @@ class FilesystemTransferEngine(LayerwiseTransferEngine):
         ahead = layers_ahead(config.num_hidden_layers, getattr(config, "num_nextn_predict_layers", None) or 0)
         expected = {name for name in tensor_names(self._model_files()) if not ahead.fullmatch(name)}
         absent = expected - tensor_names(files)
-        if config.tie_word_embeddings:
+        if self.has_tied_embeddings():
             absent.discard("lm_head.weight")
         if absent:
             raise PolicyError(f"{update_info.path}: lacks {len(absent)} tensors of the model: {_some(absent)}")

@@ -29,7 +29,7 @@ VERDICT_S = 5.0
 """With a spare at hand, the death of one of the trainer's ranks ends the attempt only if all of their nodes were heard
 of so much later: it takes a moment to find that a GPU has failed."""
 _EXPENDABLE = ("engine", "prefill", "decode", "router", "store")
-_REPLACEABLE = (*_EXPENDABLE, "environment", "trainer")
+_REPLACEABLE = (*_EXPENDABLE, "environment", "trainer", "teacher")
 
 
 @dataclass

@@ -93,7 +93,7 @@ class Preflight:
             "its network": self._network,
             "its GPUs": self._gpu,
             "its file systems": self._files,
-            "the model": self._model,
+            "the models": self._models,
             "the head's files": self._reference,
             "the clock": self._clock,
         }
@@ -141,17 +141,21 @@ class Preflight:
         run_dir = Path(self._plan.run_dir)
         return [checks.writable_check(self._attempt.path, self._rank), *checks.space_checks(run_dir, self._tmp)]
 
-    def _model(self) -> list[Check]:
+    def _models(self) -> list[Check]:
         if self._plan.emulated:
             return [Check("model", "ok", "skipped: stand-ins load none")]
         recipe = read_json(Path(self._plan.run_dir) / "recipe.resolved.json")
         if recipe is None:
             return []
-        path = recipe["model"]["path"]
+        teacher = recipe.get("teacher") or {}
+        paths = [recipe["model"]["path"], *([teacher["path"]] if teacher.get("type") == "engines" else [])]
+        return [self._model(path) for path in paths]
+
+    def _model(self, path: str) -> Check:
         directory = model_directory(path)
         if directory is None:
-            return [Check("model", "failed", f"there is no model {path}", "put it on the shared file system")]
-        return [checks.model_check(directory)]
+            return Check("model", "failed", f"there is no model {path}", "put it on the shared file system")
+        return checks.model_check(directory)
 
     def _reference(self) -> list[Check]:
         value = self._wait_for(Watched(self._attempt.path / "preflight.json"), HEAD_WAIT_S)

@@ -42,7 +42,8 @@ class Batches:
 
     def _pack(self, step: int, ranks: int) -> list[Batch]:
         seq_len, max_steps, settings = self._recipe.seq_len, self._recipe.max_steps, self._recipe.orchestrator
-        docs = documents(self._groups[step], seq_len, step - 1, settings.advantages)
+        docs = documents(self._groups[step], seq_len, step - 1, settings.advantages, settings.opd_reward)
         total = loss_tokens(docs)
         rows = pack(docs, seq_len, ranks, settings.sampling.temperature, settings.echo)
-        return [Batch(BatchInfo(step, rank, ranks, total, max_steps), mine) for rank, mine in enumerate(rows)]
+        seen = any(doc.pictures for doc in docs)
+        return [Batch(BatchInfo(step, rank, ranks, total, max_steps, seen), mine) for rank, mine in enumerate(rows)]

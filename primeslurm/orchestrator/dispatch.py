@@ -95,6 +95,8 @@ class Dispatcher:
         self.counts: Counter[str] = Counter()
         self.ready: list[Group] = []
         self.open: dict[str, OpenGroup] = {}
+        self.unscored: dict[str, Group] = {}
+        """Complete groups that wait for the teacher."""
         self._routers = list(routers)
         self._salt = salt
         self._incarnation = incarnation
@@ -173,19 +175,29 @@ class Dispatcher:
 
     def add_ready(self, group: Group) -> bool:
         """A complete group waits for a batch. False if it is too old already, and was dropped."""
-        if group.opened_version < self.limits.oldest_version(self.step):
-            self._count_stale(len(group.rollouts))
+        if not self._take(group):
             return False
-        self._taken.add(group.id)
         self.ready.append(group)
         return True
+
+    def add_unscored(self, group: Group) -> bool:
+        """A complete group waits for the teacher. False if it is too old already, and was dropped."""
+        if not self._take(group):
+            return False
+        self.unscored[group.id] = group
+        return True
+
+    def scored(self, group: Group) -> bool:
+        """The teacher was asked about a group: it waits for a batch now. False if it was dropped meanwhile."""
+        return self.unscored.pop(group.id, None) is not None and self.add_ready(group)
 
     def sweep(self, step: int) -> tuple[list[Group], list[str]]:
         """Drop what is too old for `step`. Returns the dropped complete groups, and the jobs to cancel."""
         oldest = self.limits.oldest_version(step)
-        stale = [group for group in self.ready if group.opened_version < oldest]
+        stale = [group for group in (*self.ready, *self.unscored.values()) if group.opened_version < oldest]
         self.ready = [group for group in self.ready if group.opened_version >= oldest]
         for group in stale:
+            self.unscored.pop(group.id, None)
             self._count_stale(len(group.rollouts))
         cancelled = []
         for open_group in [g for g in self.open.values() if g.version < oldest]:
@@ -208,7 +220,7 @@ class Dispatcher:
         self.ready[:0] = groups
 
     def _may_open(self) -> bool:
-        started = len(self.ready) + len(self.open)
+        started = len(self.ready) + len(self.unscored) + len(self.open)
         if started >= self.limits.groups_ahead:
             return False
         step = self.step + started // self.limits.groups_per_batch
@@ -271,6 +283,13 @@ class Dispatcher:
         if why == "stale":
             self.counts["rollouts_dropped_stale"] += len(jobs) + len(group.done)
         return jobs
+
+    def _take(self, group: Group) -> bool:
+        if group.opened_version < self.limits.oldest_version(self.step):
+            self._count_stale(len(group.rollouts))
+            return False
+        self._taken.add(group.id)
+        return True
 
     def _count_stale(self, rollouts: int) -> None:
         self.counts["groups_dropped_stale"] += 1

@@ -52,10 +52,12 @@ class _Choice(msgspec.Struct):
 
 class _Answer(msgspec.Struct):
     choices: list[_Choice]
+    prompt_token_ids: list[int] | None = None
+    mm_placeholders: dict[str, list[dict[str, int]]] | None = None
 
 
-class _Moved(Exception):
-    """The router listens elsewhere now."""
+class MovedError(Exception):
+    """Whoever was asked listens elsewhere now, or nowhere."""
 
 
 class RefusedError(Exception):
@@ -87,6 +89,10 @@ class Completion:
     routed_experts: RoutedExperts | None = None
     """Of prompt and sampled tokens together, from position `routed_from` on."""
     routed_from: int = 0
+    prompt_ids: list[int] | None = None
+    """The prompt with as many placeholders as its images have tokens; None without images."""
+    placeholders: dict[str, list[dict[str, int]]] | None = None
+    """`offset` and `length` in it of each image."""
 
 
 class GenerateEndpoint:
@@ -122,14 +128,22 @@ class GenerateEndpoint:
             NoAnswerError: no answer before the deadline.
             msgspec.ValidationError: the answer lacks log-probabilities, policy versions or routed experts.
         """
-        answer = await self._insist(path, self._request(body), headers)
-        choice = msgspec.json.decode(answer.content, type=_Answer).choices[0]
+        posted = await self._insist(path, self._request(body), headers)
+        answer = msgspec.json.decode(posted.content, type=_Answer)
+        choice = answer.choices[0]
         logprobs = [entry.logprob for entry in choice.logprobs.content]
-        completion = Completion(choice.token_ids, logprobs, _versions(choice), choice.finish_reason)
+        completion = Completion(
+            choice.token_ids,
+            logprobs,
+            _versions(choice),
+            choice.finish_reason,
+            prompt_ids=answer.prompt_token_ids,
+            placeholders=answer.mm_placeholders,
+        )
         if not self._routed:
             return completion
         first = body["sampling_params"].get(ROUTED_FROM, 0)
-        tokens = len(body["token_ids"]) + len(choice.token_ids) - first
+        tokens = len(completion.prompt_ids or body["token_ids"]) + len(choice.token_ids) - first
         return replace(completion, routed_experts=_routed_experts(choice, tokens), routed_from=first)
 
     async def close(self) -> None:
@@ -141,7 +155,8 @@ class GenerateEndpoint:
         room = self._max_len - len(body["token_ids"])
         if room < 1:
             raise RefusedError(f"a prompt of {len(body['token_ids'])} tokens leaves no room in {self._max_len}", 400)
-        sampling["max_tokens"] = min(sampling.get("max_tokens") or room, room)
+        if "content_parts" not in body:  # how many tokens images take, only the engine knows
+            sampling["max_tokens"] = min(sampling.get("max_tokens") or room, room)
         sampling["logprobs"] = 0  # the sampled token's own, no alternatives
         return {**body, "model": None, "sampling_params": sampling, "stream": False}
 
@@ -151,7 +166,7 @@ class GenerateEndpoint:
         while True:
             try:
                 answer = await self._try(path, request, headers)
-            except (httpx.HTTPError, _Moved) as error:
+            except (httpx.HTTPError, MovedError) as error:
                 problem = f"{type(error).__name__}: {error}"
             else:
                 if answer.is_success:
@@ -165,16 +180,31 @@ class GenerateEndpoint:
             pause = min(2 * pause, LONGEST_RETRY_S)
 
     async def _try(self, path: str, request: dict[str, Any], headers: dict[str, str]) -> httpx.Response:
-        """One try. A node that is gone never answers: when its router has moved, waiting for it is over."""
         where = self._where()
-        answer = asyncio.create_task(self._http.post(where + path, json=request, headers=headers))
-        try:
-            while not (await asyncio.wait({answer}, timeout=MOVE_POLL_S))[0]:
-                if self._where() != where:
-                    raise _Moved(f"{where} has moved to {self._where()}")
-            return answer.result()
-        finally:
-            answer.cancel()
+        return await post_while(self._http, where + path, lambda: self._where() == where, request, headers)
+
+
+async def post_while(
+    http: httpx.AsyncClient,
+    url: str,
+    stays: Callable[[], bool],
+    body: dict[str, Any],
+    headers: dict[str, str] | None = None,
+) -> httpx.Response:
+    """Post JSON. A node that is gone never answers: waiting is over once `stays` says so.
+
+    Raises:
+        MovedError: nobody is to be expected at `url` any more.
+        httpx.HTTPError: no answer.
+    """
+    answer = asyncio.create_task(http.post(url, json=body, headers=headers))
+    try:
+        while not (await asyncio.wait({answer}, timeout=MOVE_POLL_S))[0]:
+            if not stays():
+                raise MovedError(f"{url} has moved")
+        return answer.result()
+    finally:
+        answer.cancel()
 
 
 def _versions(choice: _Choice) -> list[int]:

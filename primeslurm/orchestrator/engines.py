@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -88,6 +89,8 @@ class EngineClient:
         self._tries = tries
         self._retry_s = retry_s
         self._status_timeout_s = status_timeout_s
+        self.seconds: dict[str, float] = {}
+        """Of the last update: `wait` for the trainer's turn to send, `load` (and transfer), `pause` of generation."""
         # No connection is kept: uvicorn closes them after a failed request, and the next one would meet a dead one.
         self._http = _client(keep=0)
         # The exception: with hundreds of engines, connecting anew for every look would keep a core busy.
@@ -152,12 +155,18 @@ class EngineClient:
         if step is Step.UPDATE:
             if not status.initialized:
                 await self._post("/init_weight_transfer_engine", timeout_s, {"init_info": {}})
+            asked = time.monotonic()
             info = await self._update_info(policy)  # generation goes on while the engine waits for its turn
+            told = time.monotonic()
             if not status.paused:  # pausing twice would have engines that share experts run a step
                 # clear_cache would preempt every running request and prefill it anew
                 await self._post("/pause?mode=keep&clear_cache=false", timeout_s)
+            paused = time.monotonic()
             await self._update(policy, info, timeout_s)
-        if step is Step.UPDATE or status.paused:
+            loaded = time.monotonic()
+            await self._post("/resume", timeout_s)
+            self.seconds = {"wait": told - asked, "load": loaded - paused, "pause": time.monotonic() - told}
+        elif status.paused:
             await self._post("/resume", timeout_s)
         return step
 

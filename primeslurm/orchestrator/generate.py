@@ -8,19 +8,30 @@ than vLLM 0.32 sends. All this is mended behind the one thing it asks of its HTT
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import httpx
 import msgspec
 import verifiers.v1 as vf
 from openai import APIConnectionError, APIStatusError
+from renderers import RendererConfig
+from renderers.configs import DefaultRendererConfig, Qwen3VLRendererConfig, Qwen35RendererConfig
 from verifiers.v1.clients import TrainClient, TrainClientConfig
 from verifiers.v1.interception import InterceptionServer
 
 from primeslurm.orchestrator.endpoint import Completion, GenerateEndpoint, NoAnswerError, RefusedError
+
+_SEEING: dict[str, Callable[[], RendererConfig]] = {
+    "qwen3_vl": Qwen3VLRendererConfig,
+    "qwen3_vl_moe": Qwen3VLRendererConfig,
+    "qwen3_5": Qwen35RendererConfig,
+    "qwen3_5_moe": Qwen35RendererConfig,
+}
 
 
 @dataclass(frozen=True)
@@ -65,7 +76,7 @@ class RendererEndpoint:
         except NoAnswerError as error:
             raise APIConnectionError(message=str(error), request=request) from error
         # The trace keeps the routed experts; they are too large to be kept twice.
-        kept = replace(completion, routed_experts=None)
+        kept = replace(completion, routed_experts=None, prompt_ids=None, placeholders=None)
         self._completions.setdefault(headers["X-Session-ID"], []).append(kept)
         return _reply(completion)
 
@@ -88,6 +99,7 @@ class TokenClient(TrainClient):  # type: ignore[misc]
         max_len: longest sequence an engine accepts.
         timeout_s: longest wait for one answer, retries included.
         routed: answers must say which experts each token was routed to.
+        images: messages may have images; raises ValueError if the model is none whose messages `renderers` renders.
     """
 
     def __init__(
@@ -98,12 +110,27 @@ class TokenClient(TrainClient):  # type: ignore[misc]
         max_len: int,
         timeout_s: float,
         routed: bool = False,
+        images: bool = False,
     ) -> None:
-        config = TrainClientConfig(base_url=f"http://{router}", api_key_var="UNUSED", renderer_model_name=model)
+        config = TrainClientConfig(
+            base_url=f"http://{router}",
+            api_key_var="UNUSED",
+            renderer_model_name=model,
+            # By itself `renderers` knows a model by its id on the hub, and refuses to render text for one that sees.
+            renderer=_seeing(Path(model)) if images else DefaultRendererConfig(),
+        )
         super().__init__(config)
         self.key = config.model_dump_json()
         self.endpoint = RendererEndpoint(config.base_url, GenerateEndpoint(where, max_len, timeout_s, routed))
         self.client = self.endpoint
+
+
+def _seeing(model: Path) -> RendererConfig:
+    """How messages with images are rendered for a model."""
+    kind = json.loads((model / "config.json").read_bytes())["model_type"]
+    if kind not in _SEEING:
+        raise ValueError(f"messages with images are rendered for {', '.join(_SEEING)}, not for {kind}")
+    return _SEEING[kind]()
 
 
 @asynccontextmanager
@@ -138,4 +165,7 @@ def _reply(completion: Completion) -> Reply:
     if (routed := completion.routed_experts) is not None:
         about = {"shape": routed.shape, "dtype": routed.dtype.str, "start": completion.routed_from}
         fields["routed_experts"] = {"data": routed.data.cast("B"), **about}
-    return Reply(msgspec.json.encode({"choices": [{**fields, "logprobs": {"content": content}}]}))
+    answer: dict[str, Any] = {"choices": [{**fields, "logprobs": {"content": content}}]}
+    if completion.prompt_ids is not None:
+        answer |= {"prompt_token_ids": completion.prompt_ids, "mm_placeholders": completion.placeholders}
+    return Reply(msgspec.json.encode(answer))

@@ -48,6 +48,7 @@ class Group:
         which makes it the gradient of the log of the success rate: the rarer success is, the more a success counts.
         A mean of 0 or less has no logarithm, and gets zeros.
         A group whose rewards are all equal gets zeros: it fills its place in the batch but pulls the policy nowhere.
+        opd: as grpo; what its tokens get besides is theirs alone (`packing.documents`).
         """
         mean = sum(self.rewards) / len(self.rewards)
         scale = 1.0
@@ -59,6 +60,11 @@ class Group:
     def has_signal(self) -> bool:
         """Whether any two rewards differ."""
         return len(set(self.rewards)) > 1
+
+    @property
+    def scored(self) -> bool:
+        """Whether the teacher's log-probabilities are there."""
+        return all(branch.ref_logprobs is not None for branches in self.rollouts for branch in branches)
 
     @property
     def newest_version(self) -> int:

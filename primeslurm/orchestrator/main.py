@@ -28,6 +28,7 @@ def main(argv: list[str] | None = None) -> int:
         env_bind=options.env_bind,
         routers=options.routers.split(","),
         engines=options.engines.split(","),
+        teachers=options.teachers.split(",") if options.teachers else (),
     )
     try:
         asyncio.run(_run(recipe, place))
@@ -64,4 +65,5 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--env-bind", required=True, help="ZMQ address for the environment workers")
     parser.add_argument("--routers", required=True, help="process names, comma-separated")
     parser.add_argument("--engines", required=True, help="process names, comma-separated")
+    parser.add_argument("--teachers", default="", help="process names, comma-separated")
     return parser

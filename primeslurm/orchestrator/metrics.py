@@ -17,6 +17,7 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 from primeslurm.orchestrator.groups import Group
 from primeslurm.recipe import Recipe
 from primeslurm.wire.files import write_atomic
+from primeslurm.wire.rollouts import Rollout
 
 Row = dict[str, float]
 
@@ -44,8 +45,16 @@ def batch_metrics(groups: Sequence[Group], step: int, seq_len: int) -> Row:
         "rollouts/seconds_mean": np.mean([branch.info.seconds for branch in branches]),
         "groups/zero_signal": np.mean([not group.has_signal for group in groups]),
         **_by_environment(groups),
+        **_distance(branches),
     }
     return {name: float(value) for name, value in row.items()}
+
+
+def _distance(branches: Sequence[Rollout]) -> Row:
+    """teacher/kl: mean of log p_engine - log p_teacher over sampled tokens, an estimate of KL(policy || teacher)."""
+    asked = [(branch, branch.ref_logprobs) for branch in branches if branch.ref_logprobs is not None]
+    gaps = [(branch.logprobs - ref)[branch.mask] for branch, ref in asked]
+    return {"teacher/kl": float(np.concatenate(gaps).mean())} if gaps else {}
 
 
 def _by_environment(groups: Sequence[Group]) -> Row:

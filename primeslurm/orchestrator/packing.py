@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from primeslurm.orchestrator.groups import Group
 from primeslurm.recipe.rollouts import AdvantageRule
 from primeslurm.wire import routed_experts
-from primeslurm.wire.rollouts import Bool, Float32, Int32, Rollout, Row
+from primeslurm.wire.rollouts import Bool, Float32, Int32, Picture, Rollout, Row, whole
 from primeslurm.wire.routed_experts import RoutedExperts
 
 
@@ -23,22 +23,36 @@ class Document:
     token_ids: Int32
     mask: Bool
     logprobs: Float32
-    advantage: float
+    advantages: Float32
     on_policy: bool
     observed: Bool | None = field(default=None, kw_only=True)
     routed_experts: RoutedExperts | None = field(default=None, kw_only=True)
+    ref_logprobs: Float32 | None = field(default=None, kw_only=True)
+    pictures: tuple[Picture, ...] = field(default=(), kw_only=True)
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
 
-def documents(groups: Sequence[Group], seq_len: int, version: int, rule: AdvantageRule) -> list[Document]:
+def documents(
+    groups: Sequence[Group], seq_len: int, version: int, rule: AdvantageRule, opd_reward: float = 0.0
+) -> list[Document]:
     """All sequences of the groups, cut to seq_len, to be trained on policy `version`.
 
     A first token has no predecessor, so it is never trained.
+
+    Every token has its rollout's advantage, but for opd (on-policy distillation: MiniLLM, arXiv 2306.08543, and GKD,
+    arXiv 2306.13649, in the form of Thinking Machines Lab, On-Policy Distillation, 2025: no return over later tokens).
+    There it has the teacher's log-probability minus the engine's, whose mean over sampled tokens estimates
+    -KL(policy || teacher), plus `opd_reward` times its rollout's.
+
+    Raises:
+        ValueError: opd, and a group that no teacher was asked about.
     """
+    distilled = rule == "opd"
+    share = opd_reward if distilled else 1.0
     return [
-        _document(branch, advantage, seq_len, version)
+        _document(branch, share * advantage, seq_len, version, distilled)
         for group in groups
         for branches, advantage in zip(group.rollouts, group.advantages(rule), strict=True)
         for branch in branches
@@ -52,6 +66,7 @@ class _Common(NamedTuple):
     temperature: float
     echo_weight: float | None
     routed: RoutedExperts | None
+    referred: bool
 
 
 def pack(
@@ -68,7 +83,8 @@ def pack(
     per_rank = max(1, -(-len(bins) // ranks))
     routed = next((doc.routed_experts for doc in docs if doc.routed_experts is not None), None)
     weight = None if echo is None else echo * max(1, loss_tokens(docs)) / max(1, _observed_tokens(docs))
-    common = _Common(seq_len, temperature, weight, routed)
+    referred = any(doc.ref_logprobs is not None for doc in docs)
+    common = _Common(seq_len, temperature, weight, routed, referred)
     dealt = _deal([sum(len(docs[i]) for i in members) for members in bins], ranks, per_rank)
     return [
         [_row([docs[i] for i in bins[b]], common) for b in mine] + [_row([], common)] * (per_rank - len(mine))
@@ -85,19 +101,27 @@ def _observed_tokens(docs: Sequence[Document]) -> int:
     return sum(int(doc.observed.sum()) for doc in docs if doc.observed is not None)
 
 
-def _document(rollout: Rollout, advantage: float, seq_len: int, version: int) -> Document:
-    mask = rollout.mask[:seq_len].copy()
+def _document(rollout: Rollout, advantage: float, seq_len: int, version: int, distilled: bool) -> Document:
+    length, pictures = whole(rollout.info.pictures, seq_len)
+    mask = rollout.mask[:length].copy()
     mask[:1] = False
+    advantages = np.full(len(mask), advantage, np.float32)
+    if distilled:
+        if rollout.ref_logprobs is None:
+            raise ValueError(f"rollout {rollout.info.id}: no teacher was asked about it")
+        advantages += np.where(mask, rollout.ref_logprobs[:length] - rollout.logprobs[:length], 0)
     # A rollout that was in flight over an update has KV of the older policy even under its newer tokens.
     on_policy = rollout.info.opened_version == version and not rollout.is_mixed
     return Document(
-        rollout.token_ids[:seq_len],
+        rollout.token_ids[:length],
         mask,
-        rollout.logprobs[:seq_len],
-        advantage,
+        rollout.logprobs[:length],
+        advantages,
         on_policy,
-        observed=None if rollout.observed is None else rollout.observed[:seq_len],
-        routed_experts=None if rollout.routed_experts is None else rollout.routed_experts[:seq_len],
+        observed=None if rollout.observed is None else rollout.observed[:length],
+        routed_experts=None if rollout.routed_experts is None else rollout.routed_experts[:length],
+        ref_logprobs=None if rollout.ref_logprobs is None else rollout.ref_logprobs[:length],
+        pictures=pictures,
     )
 
 
@@ -129,6 +153,7 @@ def _deal(weights: Sequence[int], ranks: int, per_rank: int) -> list[list[int]]:
 def _row(docs: Sequence[Document], common: _Common) -> Row:
     padding = common.seq_len - sum(len(doc) for doc in docs)
     lengths = [*(len(doc) for doc in docs), padding]
+    firsts = np.cumsum([0, *lengths])
 
     def joined(parts: Sequence[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
         whole: NDArray[Any] = np.concatenate([*parts, np.zeros(padding, dtype)])
@@ -141,7 +166,7 @@ def _row(docs: Sequence[Document], common: _Common) -> Row:
         positions=np.concatenate([np.arange(length, dtype=np.int32) for length in lengths]),
         mask=joined([doc.mask for doc in docs], np.bool_),
         logprobs=joined([doc.logprobs for doc in docs], np.float32),
-        advantages=joined([np.full(len(doc), doc.advantage, np.float32) for doc in docs], np.float32),
+        advantages=joined([doc.advantages for doc in docs], np.float32),
         # cross-entropy is that of the policy itself, whatever it is sampled at
         temperatures=np.where(observed, 1.0, common.temperature).astype(np.float32),
         on_policy=joined([np.full(len(doc), doc.on_policy, np.bool_) for doc in docs], np.bool_),
@@ -149,4 +174,10 @@ def _row(docs: Sequence[Document], common: _Common) -> Row:
         routed_experts=None
         if routed is None
         else routed_experts.join([*(doc.routed_experts for doc in docs), None], lengths, routed),
+        ref_logprobs=joined([_referred(doc) for doc in docs], np.float32) if common.referred else None,
+        pictures=tuple(p.moved(first) for first, doc in zip(firsts, docs, strict=False) for p in doc.pictures),
     )
+
+
+def _referred(doc: Document) -> Float32:
+    return np.zeros(len(doc), np.float32) if doc.ref_logprobs is None else doc.ref_logprobs

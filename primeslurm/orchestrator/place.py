@@ -22,6 +22,7 @@ class Place:
     routers: Sequence[str]
     """Process names, as those of the engines: where they listen is in `addresses`."""
     engines: Sequence[str]
+    teachers: Sequence[str] = ()
 
     @property
     def attempt_dir(self) -> Path:

@@ -277,8 +277,11 @@ class PolicyLoop:
             self._journal.event("engine_update_failed", engine=name, version=policy.version, error=str(error))
         else:
             self.fleet.updated(name, policy.version)
-            seconds = round(time.monotonic() - began, 3)
-            self._journal.event("engine_updated", engine=name, version=policy.version, by=step.value, seconds=seconds)
+            spent = {"seconds": time.monotonic() - began}
+            if step is Step.UPDATE:
+                spent |= {f"{part}_s": seconds for part, seconds in self._engines[name].seconds.items()}
+            rounded = {part: round(seconds, 3) for part, seconds in spent.items()}
+            self._journal.event("engine_updated", engine=name, version=policy.version, by=step.value, **rounded)
         await self._announce()
 
     async def _apply(self, name: str, policy: Policy) -> Step:

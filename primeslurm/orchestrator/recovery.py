@@ -21,7 +21,7 @@ def recover(recipe: Recipe, place: Place, progress: Progress, spool: Spool, batc
     """Fill `batches` with what the trainer may still ask for, and the dispatcher with the groups that are still fresh.
 
     Deleted from the spool are groups of committed steps, groups that are too old, and groups with tokens of a policy
-    newer than the one we resume from: the step that made it was undone.
+    newer than the one we resume from: the step that made it was undone. Groups without the teacher's part wait for it.
     """
     dispatch = Dispatcher(
         limits(recipe),
@@ -34,11 +34,13 @@ def recover(recipe: Recipe, place: Place, progress: Progress, spool: Spool, batc
         taken={name for ids in progress.batches.values() for name in ids},
     )
     groups = {group.id: group for group in spool.load()}
-    _recover_batches(checkpoints.newest(place.run_dir) or 0, progress, groups, spool, batches)
+    ready = {group.id for group in groups.values() if recipe.teacher is None or group.scored}
+    _recover_batches(checkpoints.newest(place.run_dir) or 0, progress, groups, ready, spool, batches)
     newest = progress.published.version if progress.published else progress.done_step
-    for group in groups.values():
-        if group.newest_version > newest or not dispatch.add_ready(group):
-            spool.delete([group.id])
+    for name, group in groups.items():
+        add = dispatch.add_ready if name in ready else dispatch.add_unscored
+        if group.newest_version > newest or not add(group):
+            spool.delete([name])
     return dispatch
 
 
@@ -56,14 +58,15 @@ def limits(recipe: Recipe) -> Limits:
 
 
 def _recover_batches(
-    committed: int, progress: Progress, groups: dict[str, Group], spool: Spool, batches: Batches
+    committed: int, progress: Progress, groups: dict[str, Group], ready: set[str], spool: Spool, batches: Batches
 ) -> None:
-    """Takes the groups of known batches out of `groups`."""
+    """Takes the groups of known batches out of `groups`; they must be among those that are `ready`."""
     for step, ids in sorted(progress.batches.items()):
         found = [groups.pop(name) for name in ids if name in groups]
         if step <= committed:
             spool.delete(ids)
-        elif len(found) == len(ids):
+        elif ready.issuperset(ids):
             batches.add(step, found)
         else:
-            log.error("%d groups of step %d are lost: its batch cannot be given again", len(ids) - len(found), step)
+            lost = len(set(ids) - ready)
+            log.error("%d groups of step %d are lost: its batch cannot be given again", lost, step)

@@ -11,13 +11,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import verifiers.v1 as vf
 
 from primeslurm.orchestrator.endpoint import Completion
 from primeslurm.orchestrator.jobs import Job, RolloutFailed
 from primeslurm.wire import routed_experts
-from primeslurm.wire.rollouts import Bool, Rollout, RolloutInfo
+from primeslurm.wire.rollouts import Bool, Picture, Rollout, RolloutInfo
 from primeslurm.wire.routed_experts import RoutedExperts
 
 
@@ -87,7 +88,7 @@ def _sequence(
             logprobs.append(logprob)
             sampled_by.append(version)
     return Rollout(
-        info,
+        msgspec.structs.replace(info, pictures=_pictures(trace, path)),
         np.array(tokens, np.int32),
         np.array(mask, np.bool_),
         np.array(logprobs, np.float32),
@@ -101,9 +102,29 @@ def _observed(trace: vf.Trace, path: Sequence[int], trained: set[int]) -> Bool:
     parts, answered = [], False
     for i in path:
         node = trace.nodes[i]
-        parts.append(np.full(len(node.token_ids), answered and not node.sampled and i not in trained))
+        words = ~np.isin(node.token_ids, list(trace.mm_token_type_id_map))
+        parts.append(words & (answered and not node.sampled and i not in trained))
         answered = answered or node.sampled
     return np.concatenate(parts)
+
+
+def _pictures(trace: vf.Trace, path: Sequence[int]) -> tuple[Picture, ...]:
+    """The images of a path. Raises RolloutFailed if they are not as many as there are places for them."""
+    sources: list[str] = []
+    runs: list[tuple[int, int]] = []
+    first = 0
+    for node in (trace.nodes[i] for i in path):
+        content = node.message.content
+        if isinstance(content, list):
+            sources += [part.image_url.url for part in content if part.type == "image_url"]
+        if not node.sampled:
+            places = np.isin(node.token_ids, list(trace.mm_token_type_id_map)).astype(np.int8)
+            edges = np.flatnonzero(np.diff(places, prepend=0, append=0)) + first
+            runs += [(int(start), int(end)) for start, end in edges.reshape(-1, 2)]
+        first += len(node.token_ids)
+    if len(sources) != len(runs):
+        raise RolloutFailed(f"{len(sources)} images in messages, but {len(runs)} in their tokens")
+    return tuple(Picture(source, start, end) for source, (start, end) in zip(sources, runs, strict=True))
 
 
 def _routed_experts(nodes: Sequence[vf.MessageNode]) -> RoutedExperts | None:

@@ -18,11 +18,13 @@ import msgspec
 from primeslurm.orchestrator.batches import Batches
 from primeslurm.orchestrator.delivery import Delivery
 from primeslurm.orchestrator.engines import EngineClient, Policy
+from primeslurm.orchestrator.groups import Group
 from primeslurm.orchestrator.metrics import MetricsLog, batch_metrics
 from primeslurm.orchestrator.place import Place
 from primeslurm.orchestrator.policy import PolicyLoop
 from primeslurm.orchestrator.progress import CHECKPOINT_PART, PROGRESS, Progress, restore
 from primeslurm.orchestrator.recovery import recover
+from primeslurm.orchestrator.scoring import scoring_of
 from primeslurm.orchestrator.spool import Spool
 from primeslurm.orchestrator.watch import Watch
 from primeslurm.orchestrator.workers import Workers
@@ -81,6 +83,7 @@ class Orchestrator:
             sends=self._delivery.sends,
         )
         self._watch = Watch(recipe, self._journal, place.engine_urls)
+        self._scoring = scoring_of(recipe, place, self._dispatch.unscored.values(), self._on_scored)
         self._batch_formed = asyncio.Condition()
         self._wake = asyncio.Event()
         self._cancelled: list[str] = []
@@ -100,6 +103,8 @@ class Orchestrator:
                     tasks.create_task(part)
                     for part in (self._link.serve(), self._workers.serve(), self._policy.run(), self._watch.scrape())
                 ]
+                if self._scoring is not None:
+                    background.append(tasks.create_task(self._scoring.run(self._journal)))
                 if self._progress.published:
                     await self._policy.publish(_policy(self._progress.published))
                 await self._loop()
@@ -239,6 +244,7 @@ class Orchestrator:
         groups = self._batches.groups(request.step) or []
         row = batch_metrics(groups, request.step, self._recipe.seq_len) if groups else {}
         row |= self._watch.step_metrics(self._dispatch, self._policy.current_version)
+        row |= self._scoring.take_metrics() if self._scoring else {}
         row |= {f"trainer/{name}": value for name, value in request.metrics.items()}
         try:
             self._metrics.write(request.step, row)
@@ -265,17 +271,29 @@ class Orchestrator:
             return
         self._watch.rollout_finished(outcome)
         group = self._dispatch.finished(job, outcome)
-        if group is not None:
-            self._spool.put(group)
+        if group is None:
+            return
+        self._spool.put(group)
+        if self._scoring is None:
             self._dispatch.add_ready(group)
-            if len(self._dispatch.ready) >= self._dispatch.limits.groups_per_batch:
-                self._background_notify()
+            self._notify_if_enough()
+        elif self._dispatch.add_unscored(group):
+            self._scoring.add(group)
+
+    def _on_scored(self, group: Group) -> None:
+        if self._dispatch.scored(group):
+            self._spool.put(group)
+            self._wake.set()
+            self._notify_if_enough()
 
     def _on_lost(self, job: str) -> None:
         if self._dispatch.runs(job):
             self._dispatch.lost(job)
 
-    def _background_notify(self) -> None:
+    def _notify_if_enough(self) -> None:
+        if len(self._dispatch.ready) < self._dispatch.limits.groups_per_batch:
+            return
+
         async def notify() -> None:
             async with self._batch_formed:
                 self._batch_formed.notify_all()
@@ -285,6 +303,8 @@ class Orchestrator:
     def _sweep(self, step: int) -> None:
         stale, cancelled = self._dispatch.sweep(step)
         self._spool.delete(group.id for group in stale)
+        if self._scoring is not None:
+            self._scoring.drop(stale)
         self._cancelled += cancelled
 
     async def _before_update(self, version: int) -> None:
@@ -329,6 +349,8 @@ class Orchestrator:
         missing = {environment.label for environment in self._recipe.environments} - self._workers.environments
         if missing:
             return f"no worker of environment {', '.join(sorted(missing))}"
+        if self._dispatch.unscored:
+            return f"teacher ({len(self._dispatch.unscored)} groups wait for its log-probabilities)"
         if self._dispatch.inflight:
             return f"{self._dispatch.inflight} rollouts that are in flight, through {', '.join(self._dispatch.routers)}"
         if self._watch.trained_step is not None:
@@ -345,6 +367,7 @@ class Orchestrator:
             "ready_groups": len(dispatch.ready),
             "ready_rollouts": len(dispatch.ready) * dispatch.limits.group_size,
             "open_groups": len(dispatch.open),
+            "unscored_groups": len(dispatch.unscored),
             "counts": dict(dispatch.counts),
             "engines": self._policy.fleet.report(),
             "environments": sorted(self._workers.environments),

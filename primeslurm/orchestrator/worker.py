@@ -20,6 +20,7 @@ from primeslurm.orchestrator import environments
 from primeslurm.orchestrator.generate import TokenClient, serving
 from primeslurm.orchestrator.job_runner import JobRunner
 from primeslurm.orchestrator.jobs import Job
+from primeslurm.orchestrator.pictures import stored
 from primeslurm.orchestrator.sequences import sequences, trainable_trace
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.rollouts import Environment
@@ -37,12 +38,20 @@ class Worker:
         number: which of the environment's workers this is.
         address: the orchestrator's ZMQ address.
         addresses: where the routers are.
+        images: directory on the shared file system for what rollouts see.
     """
 
     def __init__(
-        self, recipe: Recipe, environment: Environment, number: int, address: str, addresses: AddressBook
+        self,
+        recipe: Recipe,
+        environment: Environment,
+        number: int,
+        address: str,
+        addresses: AddressBook,
+        images: Path,
     ) -> None:
         self._recipe = recipe
+        self._images = images
         self._addresses = addresses
         options = {"interception": {"type": "server"}, **dict(environment.args.get(environments.ENV_KEY, {}))}  # type: ignore[call-overload]
         self._env = environments.load(environment.id, {**environment.args, environments.ENV_KEY: options})
@@ -65,7 +74,8 @@ class Worker:
             where = functools.partial(self._addresses.url, router)
             recipe = self._recipe
             timeout_s, routed = recipe.orchestrator.request_timeout_s, recipe.trainer.router_replay
-            client = TokenClient(router, where, recipe.model.path, recipe.max_len, timeout_s, routed)
+            images = recipe.model.vlm is not None
+            client = TokenClient(router, where, recipe.model.path, recipe.max_len, timeout_s, routed, images)
             self._clients[router] = self._by_config[client.key] = client
         return self._clients[router]
 
@@ -81,7 +91,8 @@ class Worker:
         finally:
             completions = [completion for trace in traces for completion in client.endpoint.take(trace)]
         observed = self._recipe.orchestrator.echo is not None
-        return sequences(job, trainable_trace(episode), completions, time.monotonic() - started, observed)
+        found = sequences(job, trainable_trace(episode), completions, time.monotonic() - started, observed)
+        return tuple(stored(rollout, self._images) for rollout in found)
 
     def _sampling(self, job: Job) -> vf.SamplingConfig:
         wanted = self._recipe.orchestrator.sampling.model_dump(exclude_none=True)
@@ -106,9 +117,10 @@ def main(argv: list[str] | None = None) -> None:
     environment = next(e for e in recipe.environments if e.label == options.environment)
     # verifiers keeps each rollout's working directory below the home directory: a killed worker would leave them there
     subprocess_runtime.CACHE_DIR = options.attempt_dir / "environments" / f"{environment.label}-{options.worker}"
-    addresses = AddressBook(options.attempt_dir)
+    addresses, images = AddressBook(options.attempt_dir), options.attempt_dir.resolve().parents[1] / "images"
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(Worker(recipe, environment, options.worker, options.orchestrator, addresses).run())
+        worker = Worker(recipe, environment, options.worker, options.orchestrator, addresses, images)
+        asyncio.run(worker.run())
 
 
 if __name__ == "__main__":

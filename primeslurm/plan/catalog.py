@@ -169,7 +169,7 @@ def facts_of(config: Mapping[str, Any]) -> ModelFacts:
         attention_gate=_attention_gate(text),
         attention_bias=bool(text.get("attention_bias")),
         qk_norm=text["model_type"] in _QK_NORM or bool(text.get("use_qk_norm")),
-        tied=bool(text.get("tie_word_embeddings")),
+        tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings"))),
         mla=_mla(text),
         indexer=Indexer(text["index_n_heads"], text["index_head_dim"]) if "index_n_heads" in text else None,
         mamba=_mamba(text, kinds["mamba"]) if kinds["mamba"] else None,
@@ -180,7 +180,16 @@ def facts_of(config: Mapping[str, Any]) -> ModelFacts:
     )
 
 
-_QK_NORM = ("qwen3", "qwen3_moe", "afmoe", "laguna", "qwen3_5_text", "qwen3_5_moe_text")
+_QK_NORM = (
+    "qwen3",
+    "qwen3_moe",
+    "afmoe",
+    "laguna",
+    "qwen3_5_text",
+    "qwen3_5_moe_text",
+    "qwen3_vl_text",
+    "qwen3_vl_moe_text",
+)
 _GATED = ("afmoe", "qwen3_5_text", "qwen3_5_moe_text")
 
 

@@ -9,9 +9,9 @@ from primeslurm.recipe import Recipe, Site
 RECIPE = "${run_dir}/recipe.resolved.json"
 
 
-def orchestrator_command(recipe: Recipe, engines: list[str], routers: list[str]) -> Command:
+def orchestrator_command(engines: list[str], routers: list[str], teachers: list[str]) -> Command:
     """The one orchestrator, on the head node."""
-    argv = (
+    argv: tuple[str, ...] = (
         "${python}",
         "-m",
         "primeslurm.orchestrator",
@@ -32,6 +32,8 @@ def orchestrator_command(recipe: Recipe, engines: list[str], routers: list[str])
         "--engines",
         ",".join(engines),
     )
+    if teachers:
+        argv += ("--teachers", ",".join(teachers))
     return Command(argv=argv, env={}, ports=("wire", "envs"))
 
 

@@ -11,7 +11,9 @@ from primeslurm.plan.engines import place_inference
 from primeslurm.plan.model import Plan, Replica, Totals
 from primeslurm.plan.needs import Need, check_local, needs_of
 from primeslurm.plan.slots import Slot
+from primeslurm.plan.teacher import place_teacher
 from primeslurm.recipe import Recipe, Site
+from primeslurm.recipe.teacher import ServedTeacher
 
 
 def derive(recipe: Recipe, site: Site, run_dir: Path, *, local: bool = False) -> Plan:
@@ -31,9 +33,10 @@ def derive(recipe: Recipe, site: Site, run_dir: Path, *, local: bool = False) ->
         check_local(site, needs)
     slots = _slots(recipe, site, needs, local)
     replicas = place_inference(recipe, site, slots)
+    teachers = place_teacher(recipe, site, slots)
     trainer_gpus = _trainer(recipe, site, slots)
     if recipe.task == "rl":
-        _control(recipe, slots, replicas)
+        _control(recipe, slots, replicas, teachers)
     return Plan(
         schema=1,
         run=recipe.name,
@@ -47,13 +50,13 @@ def derive(recipe: Recipe, site: Site, run_dir: Path, *, local: bool = False) ->
         groups=jobs.groups(recipe, needs),
         nodes=tuple(slot.node() for slot in slots),
         replicas=tuple(replicas),
-        totals=_totals(slots, needs, replicas, trainer_gpus),
+        totals=_totals(slots, needs, replicas, trainer_gpus, len(teachers)),
         env=jobs.environment(site),
         library_path=site.library_path,
         interface=site.network.interface,
         hcas=site.network.hcas,
         addresses=site.network.addresses,
-        pass_env=tuple(dict.fromkeys((*site.pass_env, *recipe.pass_env))),
+        pass_env=tuple(dict.fromkeys((*site.pass_env, *recipe.pass_env, *_key(recipe)))),
         node_silent_s=site.node_silent_s,
         bad_node_hours=site.bad_node_hours,
         stall_timeout_s=recipe.orchestrator.stall_timeout_s,
@@ -101,17 +104,26 @@ def _trainer(recipe: Recipe, site: Site, slots: list[Slot]) -> int:
     return world
 
 
-def _control(recipe: Recipe, slots: list[Slot], replicas: list[Replica]) -> None:
+def _control(recipe: Recipe, slots: list[Slot], replicas: list[Replica], teachers: list[str]) -> None:
     head = slots[0]
     engines = [name for replica in replicas for name in replica.engines]
-    head.add("orchestrator", "orchestrator", orchestrator_command(recipe, engines, [r.router for r in replicas]))
+    routers = [replica.router for replica in replicas]
+    head.add("orchestrator", "orchestrator", orchestrator_command(engines, routers, teachers))
     for environment in recipe.environments:
         for worker in range(environment.workers):
             name = f"environment-{environment.label}-{worker}"
             head.add(name, "environment", environment_command(environment.label, worker), after=("orchestrator",))
 
 
-def _totals(slots: list[Slot], needs: list[Need], replicas: list[Replica], trainer_gpus: int) -> Totals:
+def _key(recipe: Recipe) -> tuple[str, ...]:
+    """The variable that holds the key of a teacher served elsewhere."""
+    teacher = recipe.teacher
+    return (teacher.key_env,) if isinstance(teacher, ServedTeacher) and teacher.key_env else ()
+
+
+def _totals(
+    slots: list[Slot], needs: list[Need], replicas: list[Replica], trainer_gpus: int, teacher_engines: int
+) -> Totals:
     return Totals(
         nodes=len(slots),
         spares=sum(need.spares for need in needs),
@@ -120,4 +132,5 @@ def _totals(slots: list[Slot], needs: list[Need], replicas: list[Replica], train
         engines=sum(len(replica.engines) for replica in replicas),
         inference_nodes=sum(slot.role in ("inference", "prefill", "decode") for slot in slots),
         routers=len(replicas),
+        teacher_engines=teacher_engines,
     )

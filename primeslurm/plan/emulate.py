@@ -11,6 +11,7 @@ STAND_INS: dict[Role, str] = {
     "trainer": "primeslurm.emulated.trainer",
     "environment": "primeslurm.emulated.environment",
     "store": "primeslurm.emulated.store",
+    "teacher": "primeslurm.emulated.engine",
 }
 """Module that is started in place of a role's own, with the same arguments."""
 

@@ -47,8 +47,8 @@ def estimate(recipe: Recipe, site: Site, needs: list[Need], facts: ModelFacts, s
             continue
         if need.role == "train":
             roles.append(_trainer_role(recipe, need, facts, gpu))
-        else:
-            roles.append(_engine_role(recipe, need, facts, gpu))
+        elif need.role in ENGINE_ROLES:
+            roles.append(engine_role(recipe, need, facts, gpu))
     return Estimate(source=source, roles=tuple(roles), amounts=tuple(_amounts(recipe, site, needs, facts)))
 
 
@@ -91,7 +91,8 @@ def trainer_layout(recipe: Recipe, gpus: int, facts: ModelFacts) -> TrainerLayou
     )
 
 
-def _engine_role(recipe: Recipe, need: Need, facts: ModelFacts, gpu: Gpu) -> RoleMemory:
+def engine_role(recipe: Recipe, need: Need, facts: ModelFacts, gpu: Gpu) -> RoleMemory:
+    """The memory of one GPU of a role that runs engines."""
     role = ENGINE_ROLES[need.role]
     settings = settings_of(recipe, role)
     share = settings.gpu_memory_utilization or GPU_MEMORY_UTILIZATION

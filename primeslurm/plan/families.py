@@ -22,8 +22,8 @@ class Capabilities:
     """Logits in chunks of tokens."""
     fp8_checkpoint: bool = False
     """Checkpoints in E4M3 with one scale for each block of 128 x 128 weights load."""
-    text_only: bool = False
-    """Published without what sees images, so that engines, which insist on it, cannot take a new policy."""
+    images: bool = False
+    """A vision encoder beside the language model."""
     offload: bool = True
     """Activations, or masters and optimizer state, in host memory."""
 
@@ -35,17 +35,21 @@ FAMILIES: dict[str, Capabilities] = {
     "glm_moe_dsa": Capabilities(ep=True, cp=True, fp8_checkpoint=True, router_replay=True, lora=True, fp8=True),
     "gpt_oss": Capabilities(ep=True, cp=True, router_replay=True, lora=True, fp8=True),
     "kimi_k2": Capabilities(ep=True, cp=True, fp8_checkpoint=True, router_replay=True, fp8=True, lora=True),
-    "kimi_k25": Capabilities(ep=True, cp=True, router_replay=True, text_only=True, fp8=True),
+    "kimi_k25": Capabilities(ep=True, cp=True, router_replay=True, fp8=True),
     "laguna": Capabilities(ep=True, cp=True, router_replay=True, fp8_checkpoint=True, fp8=True, lora=True),
     "llama": Capabilities(cp=True, fp8_checkpoint=True, fp8=True, lora=True),
     "minimax_m2": Capabilities(ep=True, cp=True, router_replay=True, fp8_checkpoint=True, fp8=True, lora=True),
     "nemotron_h": Capabilities(ep=True, cp=True, fp8_checkpoint=True, router_replay=True, lora=True, fp8=True),
     "qwen3": Capabilities(cp=True, fp8_checkpoint=True, fp8=True, lora=True),
-    "qwen3_5": Capabilities(cp=True, fp8_checkpoint=True, lora=True, fp8=True),
-    "qwen3_5_moe": Capabilities(ep=True, cp=True, fp8_checkpoint=True, router_replay=True, lora=True, fp8=True),
+    "qwen3_5": Capabilities(cp=True, fp8_checkpoint=True, lora=True, fp8=True, images=True),
+    "qwen3_5_moe": Capabilities(
+        ep=True, cp=True, fp8_checkpoint=True, router_replay=True, lora=True, fp8=True, images=True
+    ),
     "qwen3_5_moe_text": Capabilities(ep=True, cp=True, fp8_checkpoint=True, router_replay=True, lora=True, fp8=True),
     "qwen3_5_text": Capabilities(cp=True, fp8_checkpoint=True, fp8=True, lora=True),
     "qwen3_moe": Capabilities(ep=True, cp=True, fp8_checkpoint=True, router_replay=True, fp8=True, lora=True),
+    "qwen3_vl": Capabilities(cp=True, lora=True, images=True),
+    "qwen3_vl_moe": Capabilities(ep=True, cp=True, router_replay=True, images=True),
 }
 """`model_type` of config.json to what works with our own implementation of it."""
 

@@ -133,7 +133,7 @@ def _submissions(recipe: Recipe, site: Site) -> tuple[tuple[str, Submission], ..
 
 
 def _placements(recipe: Recipe, site: Site) -> Iterator[tuple[str, Placement]]:
-    for role in ("control", "train", "inference", "prefill", "decode"):
+    for role in ("control", "train", "inference", "prefill", "decode", "teacher"):
         yield f"slurm.{role}", getattr(recipe.slurm, role)
     for role, kind in site.nodes.items():
         yield f"site {site.name}: nodes.{role}", kind

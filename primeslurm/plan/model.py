@@ -18,9 +18,9 @@ from pydantic import Field
 from primeslurm.plan.forecast import Estimate
 from primeslurm.recipe.base import Section
 
-Role = Literal["orchestrator", "environment", "trainer", "engine", "prefill", "decode", "router", "store"]
+Role = Literal["orchestrator", "environment", "trainer", "engine", "prefill", "decode", "router", "store", "teacher"]
 Restart = Literal["in_place", "unit", "attempt"]
-NodeRole = Literal["control", "train", "inference", "prefill", "decode"]
+NodeRole = Literal["control", "train", "inference", "prefill", "decode", "teacher"]
 
 
 class Health(Section):
@@ -155,6 +155,7 @@ class Totals(Section):
     engines: int
     inference_nodes: int
     routers: int
+    teacher_engines: int = 0
 
 
 class Finding(Section):

@@ -9,6 +9,7 @@ from primeslurm.plan.model import NodeRole
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.deployment import Disaggregated
 from primeslurm.recipe.site import NodeKind
+from primeslurm.recipe.teacher import TeacherEngines
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ def needs_of(recipe: Recipe, site: Site) -> list[Need]:
     problems: list[Violation] = []
     needs = [need for ask in _asks(recipe) if (need := _place(recipe, ask, site, problems))]
     problems += _engine_problems(recipe, needs) + _expert_problems(recipe, needs) + _router_problems(recipe, needs)
-    problems += _trainer_problems(recipe, needs)
+    problems += _trainer_problems(recipe, needs) + _teacher_problems(recipe, needs)
     partitions = sorted({need.kind.partition for need in needs})
     if recipe.deployment.layout == "single" and len(partitions) > 1:
         why = f"one allocation cannot span partitions {', '.join(partitions)}"
@@ -73,14 +74,23 @@ def _asks(recipe: Recipe) -> list[_Ask]:
     # In a single allocation the control processes share the first trainer node.
     control = [_Ask("control", "deployment", 1, 0)] if deployment.layout == "het" else []
     first = [*control, train] if recipe.task == "rl" else []
+    teacher = _teacher_ask(recipe)
     where, replicas = "deployment.inference", inference.num_replicas
     if isinstance(inference, Disaggregated):
         p, d = inference.prefill, inference.decode
         prefill = _Ask("prefill", f"{where}.prefill", p.nodes * replicas, p.gpus_per_node, p.nodes)
         decode = _Ask("decode", f"{where}.decode", d.nodes * replicas, d.gpus_per_node, d.nodes)
-        return [*first, prefill, decode]
+        return [*first, prefill, decode, *teacher]
     per_replica = inference.nodes_per_replica
-    return [*first, _Ask("inference", where, per_replica * replicas, inference.gpus_per_node, per_replica)]
+    engines = _Ask("inference", where, per_replica * replicas, inference.gpus_per_node, per_replica)
+    return [*first, engines, *teacher]
+
+
+def _teacher_ask(recipe: Recipe) -> list[_Ask]:
+    teacher = recipe.teacher
+    if not isinstance(teacher, TeacherEngines):
+        return []
+    return [_Ask("teacher", "teacher", teacher.nodes, teacher.gpus_per_node)]
 
 
 def _place(recipe: Recipe, ask: _Ask, site: Site, problems: list[Violation]) -> Need | None:
@@ -185,6 +195,14 @@ def _trainer_problems(recipe: Recipe, needs: list[Need]) -> list[Violation]:
         why = f"must divide the {shard} GPUs of one FSDP group"
         return [Violation("trainer.parallelism.ep", str(p.ep), why, f"nearest: {_nearest_divisor(shard, p.ep)}")]
     return []
+
+
+def _teacher_problems(recipe: Recipe, needs: list[Need]) -> list[Violation]:
+    teacher, gpus = recipe.teacher, next((need.gpus for need in needs if need.role == "teacher"), 0)
+    if not isinstance(teacher, TeacherEngines) or not gpus or gpus % teacher.tp == 0:
+        return []
+    why = f"must divide the {gpus} GPUs of each teacher node"
+    return [Violation("teacher.tp", str(teacher.tp), why, f"nearest: {_nearest_divisor(gpus, teacher.tp)}")]
 
 
 def _nearest_divisor(number: int, wanted: int) -> int:

@@ -80,6 +80,7 @@ class Spares(Section):
     inference: NonNegativeInt = 0
     prefill: NonNegativeInt = 0
     decode: NonNegativeInt = 0
+    teacher: NonNegativeInt = 0
 
 
 class Deployment(Section):

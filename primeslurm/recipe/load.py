@@ -145,6 +145,11 @@ def _violation(model: type[BaseModel], details: Any, source: str) -> Violation:
         return Violation(path, _show(details["input"]), "no such key", suggestion(path.rsplit(".", 1)[-1], names))
     if kind == "missing":
         return Violation(path, "", f"is required but missing in {source}")
+    if kind == "union_tag_not_found":
+        tags = [
+            tag for member in _members(_field(parent, details["loc"][-1]) if parent else None) if (tag := _tag(member))
+        ]
+        return Violation(f"{path}.type", "", f"is required but missing in {source}", suggestion("", tags))
     if kind in {"literal_error", "union_tag_invalid"}:
         expected = str(context.get("expected") or context.get("expected_tags", ""))
         valid = [part.strip(" '\"") for part in expected.replace(" or ", ", ").split(",")]

@@ -17,6 +17,9 @@ class PolicyGradient(Section):
     """Factor of the advantages."""
     kl_tau: float = 1e-3
     """Factor of d**2, which holds the trainer to the sampling policy on every token, masked or not."""
+    ref_kl: PositiveFloat | None = None
+    """Factor of an estimate of KL(trainer || teacher), which holds the trainer to a `teacher`. With u the teacher's
+    log-probability minus the trainer's: `ref_kl * r * (exp(u) - 1 - u)`, masked as if u were the advantage."""
 
 
 class DppoLoss(PolicyGradient):

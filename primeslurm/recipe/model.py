@@ -12,6 +12,7 @@ from primeslurm.recipe.inference import Inference
 from primeslurm.recipe.rollouts import Environment, Orchestrator
 from primeslurm.recipe.scheduling import Monitor, Slurm
 from primeslurm.recipe.syntax import EnvironmentName
+from primeslurm.recipe.teacher import Teacher
 from primeslurm.recipe.training import Checkpoint, Model, Sft, Trainer, Weights
 
 RunName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]
@@ -38,6 +39,8 @@ class Recipe(Section):
     environments: tuple[Environment, ...] = ()
     orchestrator: Orchestrator = Orchestrator()
     inference: Inference = Inference()
+    teacher: Teacher | None = None
+    """A frozen model that `trainer.loss.ref_kl` or `orchestrator.advantages: opd` asks for log-probabilities."""
     sft: Sft | None = None
     deployment: Deployment = Deployment()
     slurm: Slurm = Slurm()

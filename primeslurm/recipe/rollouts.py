@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from primeslurm.recipe.base import Section
 from primeslurm.recipe.syntax import EnvironmentId, Label
@@ -41,7 +41,7 @@ class Sampling(Section):
     """New tokens per turn. Default: what seq_len leaves."""
 
 
-AdvantageRule = Literal["grpo", "max_rl"]
+AdvantageRule = Literal["grpo", "max_rl", "opd"]
 
 
 class Orchestrator(Section):
@@ -53,7 +53,9 @@ class Orchestrator(Section):
     """Rollouts of one prompt; advantages are relative to the group's mean."""
     advantages: AdvantageRule = "grpo"
     """grpo: reward minus the group's mean. max_rl: that over the mean, which favours rare success; rewards must not be
-    negative."""
+    negative. opd (on-policy distillation): each token's log-probability by the teacher minus the engine's."""
+    opd_reward: NonNegativeFloat = 0.0
+    """With `advantages: opd`: also the reward minus the group's mean, times this. 0: rewards are only reported."""
     echo: PositiveFloat | None = None
     """Also train on what environments answered (tool and user messages after the policy's first answer), by
     cross-entropy times this; 0.1 is usual. Default: those tokens are context only."""

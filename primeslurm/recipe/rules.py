@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from primeslurm.errors import Violation
+from primeslurm.recipe.losses import CustomLoss
 from primeslurm.recipe.model import Recipe
 
 
 def violations(recipe: Recipe) -> list[Violation]:
     """Everything in the recipe that contradicts something else in it."""
     found = {"rl": _rl, "sft": _sft, "serve": _serve}[recipe.task](recipe)
+    found += _teacher(recipe)
     max_len = recipe.model.max_len
     if max_len is not None and max_len < recipe.seq_len:
         found.append(Violation("model.max_len", str(max_len), f"is shorter than seq_len = {recipe.seq_len}"))
@@ -54,3 +56,29 @@ def _sft(recipe: Recipe) -> list[Violation]:
     if recipe.sft is None:
         return [Violation("sft", "", "task sft needs this section", "add `sft: {data: {type: jsonl, path: ...}}`")]
     return []
+
+
+def _teacher(recipe: Recipe) -> list[Violation]:
+    """A teacher is there if, and only if, something asks for it."""
+    loss, teacher = recipe.trainer.loss, recipe.teacher
+    if teacher is not None and recipe.task != "rl":
+        return [Violation("teacher", teacher.type, f"task {recipe.task} samples nothing for it", "leave it out")]
+    if recipe.task != "rl":
+        return []
+    found: list[Violation] = []
+    ref_kl = None if isinstance(loss, CustomLoss) else loss.ref_kl
+    opd, reward = recipe.orchestrator.advantages == "opd", recipe.orchestrator.opd_reward
+    if reward and not opd:
+        why = f"advantages: {recipe.orchestrator.advantages} are the reward's already"
+        found.append(Violation("orchestrator.opd_reward", f"{reward:g}", why, "leave it out, or advantages: opd"))
+    if teacher is not None:
+        if ref_kl is None and not opd and not isinstance(loss, CustomLoss):
+            fix = "set trainer.loss.ref_kl or orchestrator.advantages: opd, or leave it out"
+            found.append(Violation("teacher", teacher.type, "nothing asks for its log-probabilities", fix))
+        return found
+    fix = "add `teacher: {type: engines, path: ...}`"
+    if ref_kl is not None:
+        found.append(Violation("trainer.loss.ref_kl", f"{ref_kl:g}", "needs a teacher", fix))
+    if opd:
+        found.append(Violation("orchestrator.advantages", "opd", "needs a teacher", fix))
+    return found

@@ -133,6 +133,7 @@ class Slurm(Submission):
     inference: Component = Component()
     prefill: Component = Component()
     decode: Component = Component()
+    teacher: Component = Component()
 
 
 class Wandb(Section):

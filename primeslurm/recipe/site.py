@@ -59,7 +59,8 @@ class Site(Section):
     python: str | None = None
     """Python of the environment on the nodes. Default: the one that submits."""
     nodes: dict[str, NodeKind]
-    """Kinds of node by role: control, train, inference, prefill, decode; `default` serves roles not named."""
+    """Kinds of node by role: control, train, inference, prefill, decode, teacher (default: inference); `default` serves
+    roles not named."""
     slurm: Submission = Submission()
     """Options of every job, unless its recipe says otherwise."""
     modules: tuple[Module, ...] = ()
@@ -85,4 +86,5 @@ class Site(Section):
 
     def kind(self, role: str) -> NodeKind | None:
         """The kind of node that serves a role, or None."""
-        return self.nodes.get(role) or self.nodes.get("default")
+        names = (role, "inference", "default") if role == "teacher" else (role, "default")
+        return next((self.nodes[name] for name in names if name in self.nodes), None)

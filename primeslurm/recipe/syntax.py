@@ -197,6 +197,12 @@ EnvironmentName = Annotated[
 OptionName = Annotated[
     str, _matching(re.compile(r"[A-Za-z][\w-]*"), "must be the long name of an option, with underscores")
 ]
+HttpUrl = Annotated[
+    str,
+    _matching(
+        re.compile(r"https?://[^\s/?#]+(/[^\s?#]*)?"), "must be an http or https URL, for example http://host:8000/v1"
+    ),
+]
 Label = Annotated[str, _matching(re.compile(r"[A-Za-z0-9][\w.-]*"), "must be one word of letters, digits and . _ -")]
 EnvironmentId = Annotated[
     str, _matching(re.compile(r"[A-Za-z0-9][\w.@/-]*"), "must be the name of an environment, for example reverse-text")

@@ -12,6 +12,13 @@ from primeslurm.recipe.losses import DppoLoss, Loss
 Dtype = Literal["float32", "bfloat16"]
 
 
+class Vlm(Section):
+    """Training on images, of a model that has a vision encoder."""
+
+    freeze_vision_encoder: bool = True
+    """The encoder stays as the checkpoint has it; only the language model is trained."""
+
+
 class Model(Section):
     """The policy model."""
 
@@ -24,6 +31,8 @@ class Model(Section):
     needs memory quadratic in seq_len and has FSDP alone. `auto`: our own where it has the model type."""
     max_len: PositiveInt | None = None
     """Longest sequence an engine accepts. Default: seq_len."""
+    vlm: Vlm | None = None
+    """Train on images, too. Default: on text alone, whatever the model could see."""
 
 
 class Optimizer(Section):
@@ -131,7 +140,11 @@ class Weights(Section):
 
 
 class JsonlData(Section):
-    """Chat or prompt/completion pairs, one JSON object a line: {"messages": [...]} or {"prompt", "completion"}."""
+    """Chat or prompt/completion pairs, one JSON object a line: {"messages": [...]} or {"prompt", "completion"}.
+
+    With `model.vlm`, a message's content may be a list of {"type": "text", "text"} and {"type": "image", "image"}; an
+    image is a path relative to the file, or a data URI.
+    """
 
     type: Literal["jsonl"] = "jsonl"
     path: str

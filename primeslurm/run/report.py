@@ -71,7 +71,11 @@ _CHARTS: tuple[tuple[str, str, tuple[tuple[str, str], ...], bool], ...] = (
     (
         "KL",
         "nats per token",
-        (("same policy, trainer to engines", "trainer/mismatch_kl"), ("off policy", "trainer/off_policy_kl")),
+        (
+            ("same policy, trainer to engines", "trainer/mismatch_kl"),
+            ("off policy", "trainer/off_policy_kl"),
+            ("policy to teacher", "teacher/kl"),
+        ),
         True,
     ),
     ("Loss", "per token", (("loss", "trainer/loss"),), False),

@@ -45,6 +45,8 @@ def export(recipe: Recipe, checkpoint: Path, out: Path) -> None:
         raise ValueError("checkpoints of adapters hold no whole model; published versions, in weights/, do")
     source = huggingface.locate(recipe.model.path)
     adapter, expected = _adapter(recipe, huggingface.load_config(source))
+    beside: tuple[str, ...] = getattr(adapter, "unchanged", ())
+    expected |= {name for name in huggingface.tensor_names(source) if name.startswith(beside)}
     stored = huggingface.fp8_names(source) if recipe.task == "rl" else frozenset()
     encoding = Encoding(getattr(torch, recipe.model.dtype), stored=stored)
     partial = out.with_name(f".{out.name}.partial")

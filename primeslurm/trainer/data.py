@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from primeslurm.wire.rollouts import Batch, BatchInfo, Bool, Int32, Row
+from primeslurm.trainer.pictures import PictureReader, expand
+from primeslurm.wire.rollouts import Batch, BatchInfo, Bool, Int32, Picture, Row, whole
 
 log = logging.getLogger(__name__)
 
@@ -22,16 +23,26 @@ class Example:
 
     token_ids: Int32
     mask: Bool
+    pictures: tuple[Picture, ...] = ()
+
+    def cut(self, length: int) -> Example:
+        """No more than the first `length` tokens; an image that would not be whole goes with all that follows it."""
+        length, pictures = whole(self.pictures, length)
+        return Example(self.token_ids[:length], self.mask[:length], pictures)
 
 
-def load(path: Path, tokenizer: Any, seq_len: int) -> list[Example]:
+def load(path: Path, tokenizer: Any, seq_len: int, reader: PictureReader | None = None) -> list[Example]:
     """Read {"messages": [...]} (the last message is trained) or {"prompt", "completion"}, one a line.
 
-    Examples longer than `seq_len` are left out, and counted in the log.
+    Examples longer than `seq_len` are left out, and counted in the log. Those with images are cut instead, as long as
+    something to be trained is left of them.
+
+    Args:
+        reader: None if the model is trained on text alone.
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: a line is neither form, or no example is left.
+        ValueError: a line is neither form, has an image that cannot be read, or no example is left.
     """
     examples = []
     too_long = 0
@@ -39,13 +50,15 @@ def load(path: Path, tokenizer: Any, seq_len: int) -> list[Example]:
         if not line.strip():
             continue
         try:
-            example = _tokenize(json.loads(line), tokenizer)
+            example = _tokenize(json.loads(line), tokenizer, path.parent, reader)
+        except OSError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from error
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{path}, line {number}: {error!r}") from error
-        if len(example.token_ids) > seq_len:
+        if (fitting := _fitting(example, seq_len)) is None:
             too_long += 1
         else:
-            examples.append(example)
+            examples.append(fitting)
     if too_long:
         log.warning("%s: left out %d examples of more than %d tokens", path, too_long, seq_len)
     if not examples:
@@ -54,22 +67,33 @@ def load(path: Path, tokenizer: Any, seq_len: int) -> list[Example]:
 
 
 def batch(
-    examples: Sequence[Example], step: int, batch_size: int, seq_len: int, seed: int, dp_rank: int, dp_world: int
+    examples: Sequence[Example],
+    step: int,
+    batch_size: int,
+    seq_len: int,
+    seed: int,
+    dp_rank: int,
+    dp_world: int,
 ) -> Batch:
     """The rows of one rank for `step` (first step: 1). Every rank gets the same number of rows."""
     chosen = [examples[i] for i in _indices(len(examples), (step - 1) * batch_size, batch_size, seed)]
-    rows = [_row(documents, seq_len) for documents in _pack(chosen, seq_len)]
-    while len(rows) % dp_world:
-        rows.append(_row([], seq_len))
-    # A document's first token is never trained, so it does not count.
-    tokens = sum(int(example.mask[1:].sum()) for example in chosen)
-    info = BatchInfo(step=step, dp_rank=dp_rank, dp_world=dp_world, loss_tokens=tokens)
-    return Batch(info, rows[dp_rank::dp_world])
+    rows = _pack(chosen, seq_len)
+    rows += [[] for _ in range(-len(rows) % dp_world)]
+    info = BatchInfo(
+        step=step,
+        dp_rank=dp_rank,
+        dp_world=dp_world,
+        # A document's first token is never trained, so it does not count.
+        loss_tokens=sum(int(example.mask[1:].sum()) for example in chosen),
+        has_images=any(example.pictures for example in chosen),
+    )
+    return Batch(info, [_row(documents, seq_len) for documents in rows[dp_rank::dp_world]])
 
 
-def _tokenize(record: dict[str, Any], tokenizer: Any) -> Example:
+def _tokenize(record: dict[str, Any], tokenizer: Any, directory: Path, reader: PictureReader | None) -> Example:
+    sources: list[str] = []
     if "messages" in record:
-        messages = record["messages"]
+        messages = [_plain(message, sources) for message in record["messages"]]
         prompt = tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
         text = tokenizer.apply_chat_template(messages, tokenize=False)
         if not text.startswith(prompt):
@@ -81,8 +105,38 @@ def _tokenize(record: dict[str, Any], tokenizer: Any) -> Example:
         prompt, completion = record["prompt"], record["completion"] + tokenizer.eos_token
     prompt_ids = tokenizer.encode(prompt, add_special_tokens=False)
     completion_ids = tokenizer.encode(completion, add_special_tokens=False)
-    mask = [False] * len(prompt_ids) + [True] * len(completion_ids)
-    return Example(np.asarray(prompt_ids + completion_ids, np.int32), np.asarray(mask))
+    token_ids = np.asarray(prompt_ids + completion_ids, np.int32)
+    mask = np.arange(len(token_ids)) >= len(prompt_ids)
+    if reader is None:
+        if sources:
+            raise ValueError("it has images, but `model.vlm` is not set")
+        return Example(token_ids, mask)
+    return Example(*expand(token_ids, mask, sources, directory, reader))
+
+
+def _fitting(example: Example, seq_len: int) -> Example | None:
+    """What of an example is trained; None if nothing is."""
+    if not example.pictures:
+        return example if len(example.token_ids) <= seq_len else None
+    shorter = example.cut(seq_len)
+    return shorter if shorter.mask[1:].any() else None
+
+
+def _plain(message: dict[str, Any], sources: list[str]) -> dict[str, Any]:
+    """A message with nothing but {"type": "image"} where an image is; the images go to `sources`."""
+    if not isinstance(message, dict) or not isinstance(message.get("content"), list):
+        return message
+    parts: list[dict[str, Any]] = []
+    for part in message["content"]:
+        if part["type"] in ("image", "image_url"):
+            source = part[part["type"]]
+            sources.append(source if isinstance(source, str) else source["url"])
+            parts.append({"type": "image"})
+        elif part["type"] == "text":
+            parts.append(part)
+        else:
+            raise ValueError(f"content of type {part['type']!r}: only text, image and image_url are known")
+    return message | {"content": parts}
 
 
 def _indices(count: int, start: int, size: int, seed: int) -> Iterator[int]:
@@ -108,6 +162,7 @@ def _pack(examples: Sequence[Example], seq_len: int) -> list[list[Example]]:
 
 
 def _row(documents: Sequence[Example], seq_len: int) -> Row:
+    firsts = np.cumsum([0, *(len(d.token_ids) for d in documents)])
     padding = seq_len - sum(len(d.token_ids) for d in documents)
     lengths = [*(len(d.token_ids) for d in documents), padding]
     empty = np.zeros(padding, np.int32)
@@ -119,4 +174,5 @@ def _row(documents: Sequence[Example], seq_len: int) -> Row:
         advantages=np.zeros(seq_len, np.float32),
         temperatures=np.ones(seq_len, np.float32),
         on_policy=np.zeros(seq_len, np.bool_),
+        pictures=tuple(p.moved(first) for first, d in zip(firsts, documents, strict=False) for p in d.pictures),
     )

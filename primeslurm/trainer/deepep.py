@@ -24,7 +24,7 @@ def convert(model_config: Any, recipe: Recipe) -> None:
     except ImportError as error:
         raise ValueError(
             "trainer.parallelism.ep_backend = deepep: the trainer needs the Python package deep_ep, 2.0 or newer "
-            "(1.x, which engines use, has no ElasticBuffer); without it, set ep_backend: torch"
+            "(third_party/deepep builds it); without it, set ep_backend: torch"
         ) from error
     compat.swap(model_config, AllToAllTokenDispatcher, DeepEPTokenDispatcher)
     if layout.deepep_num_sms is not None:

@@ -41,12 +41,14 @@ class Part:
 def parts(policy: Policy, dtype: torch.dtype, world: World) -> Iterator[list[Part]]:
     """What this rank hands on or helps to gather, layer by layer; what belongs to no layer comes first."""
     turns = _Turns(world, policy.dims)
+    beside = [Part(name, True, cast(name, t.to(policy.device), dtype)) for name, t in policy.unchanged.items()]
     for state in _layers(policy, dtype):
         sharded = {name: tensor for name, tensor in state.items() if isinstance(tensor, DTensor)}
         everywhere = {name: tensor for name, tensor in state.items() if name not in sharded}
         layer = [Part(name, turns.owns(tensor), tensor) for name, tensor in policy.adapter.to_hf(sharded).items()]
         layer += [Part(name, turns.takes(), tensor) for name, tensor in policy.adapter.to_hf(everywhere).items()]
-        yield layer
+        yield layer + beside
+        beside = []
 
 
 def export(policy: Policy, dtype: torch.dtype) -> Iterator[dict[str, torch.Tensor]]:

@@ -18,8 +18,8 @@ class Handover(Protocol):
     def resume(self, version: int) -> None:
         """Make engines take `version`, which a checkpoint was loaded from; 0 is the model they have loaded."""
 
-    def publish(self, version: int) -> None:
-        """Make engines take `version`, which was just trained."""
+    def publish(self, version: int) -> float:
+        """Make engines take `version`, which was just trained. Returns the seconds for which it was sent."""
 
     def serve(self, version: int) -> None:
         """Give `version` to engines that came since, and wait for it."""
@@ -44,10 +44,11 @@ class ByFiles:
         self._announce(version, str(weights.version_dir(self._run_dir, version)) if version else self._model)
         self._publisher.discard_after(self._announced)
 
-    def publish(self, version: int) -> None:
+    def publish(self, version: int) -> float:
         """Write the version, then announce it."""
         if version > self._announced:
             self._announce(version, str(self._publisher.publish(version)))
+        return 0.0
 
     def serve(self, version: int) -> None:
         """Nothing to do: the files are there."""
@@ -77,9 +78,10 @@ class BySending:
         elif self._world.is_main:
             self._link.published(0, self._model)
 
-    def publish(self, version: int) -> None:
+    def publish(self, version: int) -> float:
         """Send the version to all engines that are up."""
         self._hand_over(version)
+        return self._sender.seconds
 
     def serve(self, version: int) -> None:
         """Send the version again."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from primeslurm.trainer import compat  # noqa: F401  isort: skip  (makes the FP8 reader read models in one file)
+import torch
 from safetensors import safe_open
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
@@ -88,6 +89,15 @@ def tensor_names(directory: Path) -> set[str]:
         with safe_open(file, framework="pt") as handle:
             names.update(handle.keys())
     return names
+
+
+def tensors_beginning(directory: Path, beginnings: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    """The tensors of a model directory whose names begin with one of `beginnings`, as they are stored."""
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as handle:
+            found |= {name: handle.get_tensor(name) for name in handle.keys() if name.startswith(beginnings)}  # noqa: SIM118
+    return found
 
 
 def fp8_names(directory: Path) -> frozenset[str]:

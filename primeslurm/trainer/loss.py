@@ -34,6 +34,8 @@ class Targets:
     """Whether the policy being trained sampled its whole rollout."""
     echo_weights: torch.Tensor
     """Above 0: the token was not sampled, and is trained by cross-entropy times this."""
+    ref_logprobs: torch.Tensor
+    """The teacher's log-probability of the token, where it was sampled; 0 without a teacher."""
 
 
 @dataclass(frozen=True)
@@ -117,23 +119,43 @@ def _policy_gradient(
     `dppo` (Divergence PPO, arXiv 2602.04879) drops those that would lead further out; `ipo` (INTELLECT Policy
     Optimization, docs of prime-rl) also those that lead back, because a probability that differs so much is more
     likely a fault than a step of learning.
-    Metrics: the fractions masked, in all, because the probability rose (high), and because it fell (low).
+    Metrics: the fractions masked, in all, because the probability rose (high), and because it fell (low); and those of
+    `_reference_kl`, with ref_kl.
     """
     engine = targets.logprobs[targets.mask]
     advantages = targets.advantages[targets.mask]
     difference = logprobs - engine
-    with torch.no_grad():
-        too_high, too_low = _outside(config, logprobs.exp() - engine.exp(), advantages)
-        keep = ~(too_high | too_low)
-    policy_gradient = -config.adv_tau * advantages * difference.exp() * keep
-    return Sums(
-        (policy_gradient + config.kl_tau * difference**2).sum(),
-        {
-            "masked_fraction": (~keep).float().sum(),
-            "masked_high_fraction": too_high.float().sum(),
-            "masked_low_fraction": too_low.float().sum(),
-        },
-    )
+    moved = logprobs.detach().exp() - engine.exp()
+    too_high, too_low = _outside(config, moved, advantages)
+    keep = ~(too_high | too_low)
+    loss = (config.kl_tau * difference**2 - config.adv_tau * advantages * difference.exp() * keep).sum()
+    metrics = {
+        "masked_fraction": (~keep).float().sum(),
+        "masked_high_fraction": too_high.float().sum(),
+        "masked_low_fraction": too_low.float().sum(),
+    }
+    if config.ref_kl is None:
+        return Sums(loss, metrics)
+    reference = _reference_kl(config, logprobs, difference, moved, targets)
+    return Sums(loss + config.ref_kl * reference.loss, metrics | reference.metrics)
+
+
+def _reference_kl(
+    config: DppoLoss | IpoLoss, logprobs: torch.Tensor, difference: torch.Tensor, moved: torch.Tensor, targets: Targets
+) -> Sums:
+    """KL(trainer || teacher), from tokens that an older policy sampled: r * (exp(u) - 1 - u).
+
+    u is the teacher's log-probability minus the trainer's. exp(u) - 1 - u is never negative, and its mean over the
+    trainer's own samples is the KL (k3 of Schulman, Approximating KL Divergence, 2020). Its gradient alone would be
+    that of KL(teacher || trainer); weighted by r, which is not detached, value and gradient are unbiased for samples of
+    the engine (DeepSeek-V3.2, arXiv 2512.02556). The gradient is -r * u * grad(log p): a policy gradient with the
+    advantage u (as the ref_kl loss of prime-rl has it), so the trust region drops the same terms as for one.
+    Metric: ref_kl, the estimate with all terms.
+    """
+    towards = targets.ref_logprobs[targets.mask] - logprobs
+    kl = difference.exp() * (torch.expm1(towards) - towards)
+    too_high, too_low = _outside(config, moved, towards.detach())
+    return Sums((kl * ~(too_high | too_low)).sum(), {"ref_kl": kl.detach().sum()})
 
 
 def _outside(

@@ -11,12 +11,13 @@ import torch
 from transformers import AutoTokenizer
 
 from primeslurm.recipe import Recipe
-from primeslurm.trainer import data, loss
+from primeslurm.trainer import data, huggingface, loss
 from primeslurm.trainer.checkpoint import Checkpoints
 from primeslurm.trainer.encoding import published
 from primeslurm.trainer.handover import ByFiles, BySending, Handover
 from primeslurm.trainer.interrupt import Interrupt
 from primeslurm.trainer.parallel import build
+from primeslurm.trainer.pictures import PictureReader
 from primeslurm.trainer.publish import Publisher
 from primeslurm.trainer.rl import RlTask
 from primeslurm.trainer.sender import Sender
@@ -45,7 +46,7 @@ def run(
     world = join(interrupt, recipe.trainer.batch_timeout_s, recipe.trainer.memory.optimizer_offload)
     try:
         code = _task(recipe, run_dir, attempt, orchestrator, world, journal).run()
-    except (RankError, LinkError, FloatingPointError, FileNotFoundError, ValueError) as error:
+    except (RankError, LinkError, FloatingPointError, OSError, ValueError) as error:
         log.error("%s: %s", type(error).__name__, error)
         journal.event("stop", reason=str(error))
         return 1
@@ -60,7 +61,10 @@ def _task(
     link = TrainerLink(orchestrator) if orchestrator else None
     policy = build(recipe, world)
     function = loss.from_recipe(recipe.trainer.loss) if recipe.task == "rl" else loss.cross_entropy
-    learner = Learner(policy, recipe.trainer.optimizer, recipe.max_steps, function, world)
+    reader = None
+    if recipe.model.vlm is not None:
+        reader = PictureReader(policy.source, huggingface.load_config(policy.source).image_token_id)
+    learner = Learner(policy, recipe.trainer.optimizer, recipe.max_steps, function, world, reader)
     encoding = published(recipe, policy.stored_fp8)
     publisher = Publisher(policy, run_dir, encoding, recipe.weights.keep, world)
     saver = Checkpoints(run_dir, attempt, recipe.checkpoint, world, link)
@@ -77,5 +81,5 @@ def _task(
     if recipe.sft is None:
         raise ValueError("task sft needs an sft section")
     tokenizer = AutoTokenizer.from_pretrained(policy.source)
-    examples = data.load(Path(recipe.sft.data.path), tokenizer, recipe.seq_len)
+    examples = data.load(Path(recipe.sft.data.path), tokenizer, recipe.seq_len, reader)
     return SftTask(recipe, run_dir, learner, publisher, saver, world, examples, journal)

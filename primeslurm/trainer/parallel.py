@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -21,7 +22,8 @@ from primeslurm.trainer import deepep, fp8, huggingface, logprobs, lora, models,
 from primeslurm.trainer.activation_offload import ActivationOffload
 from primeslurm.trainer.context_parallel import ContextParallel, Dims
 from primeslurm.trainer.loss import Targets
-from primeslurm.trainer.models import generic
+from primeslurm.trainer.models import generic, vision
+from primeslurm.trainer.models.vision import VisionInput
 from primeslurm.trainer.world import World
 from primeslurm.wire.weights import FP8_SCALE, layers_ahead
 
@@ -47,7 +49,7 @@ class Policy:
     adapter: Any
     dims: Dims
     hf_names: set[str]
-    """Every tensor name of the model in Hugging Face format, over all ranks."""
+    """Every tensor name of the checkpoint in Hugging Face format, over all ranks."""
     source: Path
     """The directory the model was built from."""
     dtype: torch.dtype
@@ -58,6 +60,8 @@ class Policy:
     """Who shares rows with this rank, if anyone does."""
     lora: Lora | None = None
     """How adapters are scaled, if adapters are all that is trained."""
+    unchanged: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """What the checkpoint has beside the model, and engines insist on; on rank 0 alone."""
     stored_fp8: frozenset[str] = frozenset()
     """Names of the weights that the source stores in FP8."""
 
@@ -78,7 +82,12 @@ class Policy:
         return 1 if mesh is None else int(mesh.size())
 
     def logits(
-        self, tokens: torch.Tensor, positions: torch.Tensor, *beside: torch.Tensor, routed: torch.Tensor | None = None
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        *beside: torch.Tensor,
+        routed: torch.Tensor | None = None,
+        images: VisionInput | None = None,
     ) -> tuple[Any, ...]:
         """Run the model on packed rows.
 
@@ -87,42 +96,58 @@ class Policy:
             positions: [rows, seq_len], restarting at 0 with every document.
             beside: more tensors of that shape, to be split over context-parallel ranks in the same way.
             routed: experts to replay, [rows, seq_len, layers, top_k] as in `wire.routed_experts`.
+            images: what is in the rows of them. All ranks give some, or none does.
 
         Returns:
             Logits [rows, local_len, vocab], then `beside` as [rows, local_len].
         """
-        masks, (tokens, positions, *beside_local) = self._local(routed, tokens, positions, *beside)
-        return (self.model(tokens, positions=positions, attention_masks=masks), *beside_local)
+        inputs, beside_local = self._local(routed, images, tokens, positions, *beside)
+        return (self.model(**inputs), *beside_local)
 
     def score(
-        self, tokens: torch.Tensor, positions: torch.Tensor, targets: Targets, routed: torch.Tensor | None = None
+        self,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        targets: Targets,
+        routed: torch.Tensor | None = None,
+        images: VisionInput | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, Targets]:
         """Run the model on packed rows, and return what a loss takes.
 
         Args:
-            tokens, positions, routed: as for `logits`.
+            tokens, positions, routed, images: as for `logits`.
             targets: of shape [rows, seq_len].
 
         Returns:
             Log-probabilities and entropies [trained tokens], and the targets of this rank's part of the rows.
         """
-        beside = [getattr(targets, field.name) for field in fields(targets)]
-        masks, (tokens, positions, *beside_local) = self._local(routed, tokens, positions, *beside)
+        beside = [getattr(targets, spec.name) for spec in fields(targets)]
+        inputs, beside_local = self._local(routed, images, tokens, positions, *beside)
         local = Targets(*beside_local)
         with self.model.lm_head.scoring(local.labels, local.temperatures, local.mask):
-            return (*self.model(tokens, positions=positions, attention_masks=masks), local)
+            return (*self.model(**inputs), local)
 
     def _local(
-        self, routed: torch.Tensor | None, tokens: torch.Tensor, positions: torch.Tensor, *beside: torch.Tensor
-    ) -> tuple[Any, Any]:
-        """Attention masks, and this context-parallel rank's part of the rows; routers get their part of `routed`."""
+        self,
+        routed: torch.Tensor | None,
+        images: VisionInput | None,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        *beside: torch.Tensor,
+    ) -> tuple[dict[str, Any], list[torch.Tensor]]:
+        """What the model is called with, and `beside`, of this context-parallel rank's part of the rows.
+
+        Routers get their part of `routed`.
+        """
         masks = self.model.get_attention_masks(positions)  # needs whole rows, so before they are split
-        inputs = [tokens, positions, *beside, *(() if routed is None else (replay.narrow(routed),))]
+        piece = self.shared.piece if self.shared else lambda tensor: tensor
         if self.shared:
             masks = self.shared.masks(masks, tokens.shape[1])
-            inputs = [self.shared.piece(tensor) for tensor in inputs]
-        replay.assign(self.model, None if routed is None else inputs[-1])
-        return masks, inputs[: 2 + len(beside)]
+        replay.assign(self.model, None if routed is None else piece(replay.narrow(routed)))
+        inputs = {"tokens": piece(tokens), "positions": piece(positions), "attention_masks": masks}
+        if images is not None:
+            inputs["images"] = replace(images, features=piece(images.features), coordinates=piece(images.coordinates))
+        return inputs, [piece(tensor) for tensor in beside]
 
 
 def build(recipe: Recipe, world: World, attention: Literal["varlen", "flex"] | None = None) -> Policy:
@@ -134,6 +159,24 @@ def build(recipe: Recipe, world: World, attention: Literal["varlen", "flex"] | N
     Raises:
         FileNotFoundError: there is no such model.
         ValueError: the model, the parallelism or the checkpoint does not fit.
+    """
+    source = huggingface.locate(recipe.model.path)
+    config = huggingface.load_config(source)
+    policy = _with_unchanged(assemble(config, source, recipe, world, attention), world)
+    _load(policy, config)
+    return policy
+
+
+def assemble(
+    config: Any, source: Path, recipe: Recipe, world: World, attention: Literal["varlen", "flex"] | None = None
+) -> Policy:
+    """The model of a transformers config, sharded over `world`; no weights are read from `source`.
+
+    Args:
+        attention: as for `build`.
+
+    Raises:
+        ValueError: the model or the parallelism does not fit.
     """
     layout = recipe.trainer.parallelism
     # Context parallelism is ours: to torchtitan's model code a piece of a row is a row.
@@ -155,13 +198,9 @@ def build(recipe: Recipe, world: World, attention: Literal["varlen", "flex"] | N
     dims = Dims.of(layout, world.size, parallelism.spmd_backend)
     dist_utils.set_spmd_backend(parallelism.spmd_backend)
 
-    source = huggingface.locate(recipe.model.path)
-    config = huggingface.load_config(source)
     if models.is_generic(recipe.model.impl, config):
         model, adapter, hf_names = generic.build(config, dims, recipe, world.device)
-        policy = Policy(model, adapter, dims, hf_names, source, dtype, world.device)
-        _load(policy, config)
-        return policy
+        return Policy(model, adapter, dims, hf_names, source, dtype, world.device)
     # Varlen kernels are bfloat16 only.
     fitting = "flex" if compat.ON_CPU or recipe.model.dtype != "bfloat16" else "varlen"
     spec = models.spec(config, recipe.seq_len, attention or fitting)
@@ -170,6 +209,7 @@ def build(recipe: Recipe, world: World, attention: Literal["varlen", "flex"] | N
     deepep.convert(spec.model, recipe)
     logprobs.convert(spec.model, recipe)
     replay.convert(spec.model, recipe)
+    vision.convert(spec.model, recipe)
     spec.model.update_from_config(config=SimpleNamespace(parallelism=parallelism, training=training))
     adapter = spec.state_dict_adapter(spec.model, None)
     with torch.device("meta"):
@@ -197,14 +237,33 @@ def build(recipe: Recipe, world: World, attention: Literal["varlen", "flex"] | N
     model.train()
     if memory.activation_offload:
         ActivationOffload(world.device).install(model)
-    policy = Policy(model, adapter, dims, hf_names, source, dtype, world.device, shared, recipe.trainer.lora, stored)
-    _load(policy, config)
-    return policy
+    return Policy(
+        model,
+        adapter,
+        dims,
+        hf_names,
+        source,
+        dtype,
+        world.device,
+        shared,
+        recipe.trainer.lora,
+        stored_fp8=stored,
+    )
+
+
+def _with_unchanged(policy: Policy, world: World) -> Policy:
+    """With what the checkpoint has beside the model, if anybody insists on it."""
+    beginnings: tuple[str, ...] = getattr(policy.adapter, "unchanged", ())
+    if not beginnings:
+        return policy
+    names = {name for name in huggingface.tensor_names(policy.source) if name.startswith(beginnings)}
+    unchanged = huggingface.tensors_beginning(policy.source, beginnings) if world.is_main else {}
+    return replace(policy, hf_names=policy.hf_names | names, unchanged=unchanged)
 
 
 def _load(policy: Policy, hf_config: Any) -> None:
     """Read this rank's shards from the HF files, and insist that files and model have the same tensors."""
-    _check_names(policy, _ignored(hf_config, getattr(policy.adapter, "left_out", ())))
+    _check_names(policy, _ignored(hf_config))
     tensors = policy.adapter.to_hf(policy.weights())
     dcp.load(tensors, storage_reader=huggingface.reader(policy.source, hf_config))
     loaded = policy.adapter.from_hf(tensors)
@@ -216,14 +275,12 @@ def _load(policy: Policy, hf_config: Any) -> None:
         raise ValueError(f"{policy.source}: the model has no {', '.join(sorted(unknown))}")
 
 
-def _ignored(hf_config: Any, left_out: tuple[str, ...]) -> re.Pattern[str]:
-    """Names of tensors that are no weights of the model, and those that are left out: layers that predict further
-    ahead, and what begins with one of `left_out`."""
+def _ignored(hf_config: Any) -> re.Pattern[str]:
+    """Names of tensors that are no weights of the model, and of layers that predict further ahead."""
     text = hf_config.get_text_config()
     ahead = layers_ahead(text.num_hidden_layers, getattr(text, "num_nextn_predict_layers", None) or 0).pattern
     endings = _DERIVED + ((FP8_SCALE,) if huggingface.is_quantized(hf_config) else ())
-    beginnings = [rf"{re.escape(beginning)}.*" for beginning in left_out]
-    return re.compile("|".join([ahead, *beginnings, *(rf".*{re.escape(ending)}" for ending in endings)]))
+    return re.compile("|".join([ahead, *(rf".*{re.escape(ending)}" for ending in endings)]))
 
 
 def _check_names(policy: Policy, ignored: re.Pattern[str]) -> None:

@@ -130,5 +130,5 @@ class RlTask:
 
     def _publish(self, version: int) -> None:
         with self._progress.phase("publish"):
-            self._handover.publish(version)
-        self._journal.event("published", version=version)
+            sent_s = self._handover.publish(version)
+        self._journal.event("published", version=version, sent_s=round(sent_s, 3))

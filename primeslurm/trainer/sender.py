@@ -31,6 +31,8 @@ class Sender:
         self._link = link
         self._world = world
         self._timeout_s = timeout_s
+        self.seconds = 0.0
+        """How long the last session that succeeded took."""
         self._store: Store | None = None
         self._catalogue: Catalogue = []
 
@@ -82,9 +84,10 @@ class Sender:
         well = self._all_well(version, sent.failure)
         if sent.failure is None:
             channel.close()
+        if well:
+            self.seconds = time.monotonic() - begun
         if well and self._world.is_main:
-            engines = session.size - session.senders
-            log.info("v%d: sent to %d workers in %.2f s", version, engines, time.monotonic() - begun)
+            log.info("v%d: sent to %d workers in %.2f s", version, session.size - session.senders, self.seconds)
         return well
 
     def _tensors(self, layer: list[Part]) -> dict[str, torch.Tensor]:

@@ -19,6 +19,7 @@ from primeslurm.trainer.world import World
 from primeslurm.wire import exits
 from primeslurm.wire.files import write_atomic
 from primeslurm.wire.journal import Journal
+from primeslurm.wire.rollouts import Batch
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +73,7 @@ class SftTask:
         self._journal.event("stop", step=step, reason="finished" if finished else "interrupted")
         return 0 if finished else exits.CHECKPOINTED
 
-    def _batch(self, step: int) -> Any:
+    def _batch(self, step: int) -> Batch:
         assert self._recipe.sft is not None
         policy = self._learner.policy
         return data.batch(

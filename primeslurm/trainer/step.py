@@ -7,27 +7,42 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from primeslurm.trainer import compat  # noqa: F401  isort: skip  (before torchtitan)
-import numpy as np
 import torch
 from torchtitan.distributed import utils as dist_utils
 
 from primeslurm.recipe.training import Optimizer
 from primeslurm.trainer import optimizers
+from primeslurm.trainer.images import read, vision_input
 from primeslurm.trainer.loss import LossFunction, Targets
+from primeslurm.trainer.models.vision import VisionInput
 from primeslurm.trainer.parallel import Policy, micro_batch_rows
+from primeslurm.trainer.pictures import PictureReader
 from primeslurm.trainer.progress import Progress
 from primeslurm.trainer.world import World
 from primeslurm.wire.rollouts import Batch, Row, stack
 
 
 class Learner:
-    """The policy with its optimizer and schedule."""
+    """The policy with its optimizer and schedule.
 
-    def __init__(self, policy: Policy, optimizer: Optimizer, max_steps: int, loss: LossFunction, world: World) -> None:
+    Args:
+        reader: of images; None if it is trained on text alone.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        optimizer: Optimizer,
+        max_steps: int,
+        loss: LossFunction,
+        world: World,
+        reader: PictureReader | None = None,
+    ) -> None:
         self.policy = policy
         self._config = optimizer
         self._loss = loss
         self._world = world
+        self._reader = reader
         self.optimizer = optimizers.build(optimizer, policy.model, policy.dtype)
         self.scheduler = optimizers.schedule(optimizer, max_steps, self.optimizer)
 
@@ -39,10 +54,11 @@ class Learner:
 
         Raises:
             FloatingPointError: the gradient is not finite; the weights are unchanged.
+            OSError, ValueError: an image cannot be read.
         """
         tokens = max(1, batch.info.loss_tokens)
         with progress.phase("forward_backward"):
-            totals = self._accumulate(batch.rows, tokens)
+            totals = self._accumulate(batch, tokens)
         with progress.phase("optimizer"):
             lr = self.optimizer.lr
             grad_norm = self._update()
@@ -60,25 +76,35 @@ class Learner:
             "peak_memory_gb": self._world.peak_memory_bytes() / 1e9,
         }
 
-    def _accumulate(self, rows: Sequence[Row], tokens: int) -> dict[str, float]:
+    def _accumulate(self, batch: Batch, tokens: int) -> dict[str, float]:
         totals: dict[str, torch.Tensor] = {}
-        for arrays in _micro_batches(rows):
-            sums = self._micro_batch({name: torch.from_numpy(a).to(self._world.device) for name, a in arrays.items()})
+        for rows in _micro_batches(batch.rows):
+            arrays = {name: torch.from_numpy(a).to(self._world.device) for name, a in stack(rows).items()}
+            # Either all ranks run the encoder or none does: its weights are gathered from all of them.
+            sums = self._micro_batch(arrays, self._images(rows) if batch.info.has_images else None)
             (sums.loss / tokens).backward()
             for name, value in sums.metrics.items():
                 totals[name] = totals[name] + value if name in totals else value
         reduced = self._world.sum(torch.stack(list(totals.values()))).tolist()
         return dict(zip(totals, reduced, strict=True))
 
-    def _micro_batch(self, row: dict[str, torch.Tensor]) -> Any:
+    def _images(self, rows: Sequence[Row]) -> VisionInput:
+        if self._reader is None:
+            raise ValueError("the batch has images, but `model.vlm` is not set")
+        images = [read(row, self._reader) for row in rows]
+        return vision_input(rows, images, self.policy.model.vision, self._world.device)
+
+    def _micro_batch(self, row: dict[str, torch.Tensor], images: VisionInput | None) -> Any:
         tokens, positions = row["token_ids"].long(), row["positions"].long()
         labels, label_positions = _next_token(tokens), _next_token(positions)
+        # What a batch may lack is 0.
+        optional = {name: torch.zeros_like(row["logprobs"]) for name in ("echo_weights", "ref_logprobs")}
+        names = ("logprobs", "advantages", "temperatures", "on_policy", *optional)
+        given = {name: _next_token((optional | row)[name]) for name in names}
         # A position of 0 starts another document (or is past the row's end): these logits do not predict it.
-        echo = _next_token(row["echo_weights"]) if "echo_weights" in row else torch.zeros_like(row["logprobs"])
-        mask = (_next_token(row["mask"]) | (echo > 0)) & (label_positions != 0)
-        given = {name: _next_token(row[name]) for name in ("logprobs", "advantages", "temperatures", "on_policy")}
-        targets = Targets(labels=labels, mask=mask, echo_weights=echo, **given)
-        return self._loss(*self.policy.score(tokens, positions, targets, row.get("routed_experts")))
+        mask = (_next_token(row["mask"]) | (given["echo_weights"] > 0)) & (label_positions != 0)
+        targets = Targets(labels=labels, mask=mask, **given)
+        return self._loss(*self.policy.score(tokens, positions, targets, row.get("routed_experts"), images))
 
     def _update(self) -> float:
         norm = dist_utils.clip_grad_norm_(
@@ -95,11 +121,9 @@ class Learner:
         return float(norm)
 
 
-def _micro_batches(rows: Sequence[Row]) -> Iterator[dict[str, np.ndarray]]:
+def _micro_batches(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
     count = micro_batch_rows(len(rows[0].token_ids))
-    for start in range(0, len(rows), count):
-        part = rows[start : start + count]
-        yield stack(part)
+    return (rows[start : start + count] for start in range(0, len(rows), count))
 
 
 def _next_token(values: torch.Tensor) -> torch.Tensor:

@@ -25,6 +25,29 @@ Float32 = NDArray[np.float32]
 Bool = NDArray[np.bool_]
 
 
+class Picture(msgspec.Struct, frozen=True):
+    """An image in a sequence of tokens. Who trains on it decodes it."""
+
+    source: str
+    """Path of a file, or a data URI."""
+    start: int
+    """Index of the first of the tokens that stand for it."""
+    end: int
+    """Index of the token after the last of them."""
+
+    def moved(self, by: int) -> Picture:
+        """The same, `by` tokens further on."""
+        return Picture(self.source, self.start + int(by), self.end + int(by))
+
+
+def whole(pictures: Sequence[Picture], length: int) -> tuple[int, tuple[Picture, ...]]:
+    """Where a sequence of at most `length` tokens has to end so that no image is cut, and its images."""
+    for picture in pictures:
+        if picture.start < length < picture.end:
+            length = picture.start
+    return length, tuple(picture for picture in pictures if picture.end <= length)
+
+
 class RolloutInfo(msgspec.Struct, frozen=True):
     """Everything about a rollout but its tokens."""
 
@@ -40,6 +63,8 @@ class RolloutInfo(msgspec.Struct, frozen=True):
     seconds: float = 0.0
     error: str | None = None
     """Set if the rollout failed; it is then never trained on."""
+    pictures: tuple[Picture, ...] = ()
+    """Its images, in order."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +80,8 @@ class Rollout:
     """Tokens that the environment answered after the policy's first ones; None unless they are trained too."""
     routed_experts: RoutedExperts | None = field(default=None, kw_only=True)
     """None unless the trainer replays them."""
+    ref_logprobs: Float32 | None = field(default=None, kw_only=True)
+    """The teacher's log-probabilities of the sampled tokens, 0 elsewhere; None until it was asked."""
 
     def encode(self) -> list[Frame]:
         """As wire frames: one buffer per array there is."""
@@ -101,10 +128,14 @@ class Row:
     all losses is divided by `loss_tokens`. None unless there are such tokens in the batch."""
     routed_experts: RoutedExperts | None = None
     """[seq_len, layers, top_k]; None unless the trainer replays them. All rows of a batch have them, or none."""
+    ref_logprobs: Float32 | None = None
+    """The teacher's log-probabilities of the trained tokens. None without a teacher."""
+    pictures: tuple[Picture, ...] = ()
+    """Its images, in order."""
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """What there is, by name."""
-        found = {spec.name: getattr(self, spec.name) for spec in fields(self)}
+        """What there is for each token, by name."""
+        found = {spec.name: getattr(self, spec.name) for spec in fields(self) if spec.name != "pictures"}
         return {name: array for name, array in found.items() if array is not None}
 
 
@@ -122,6 +153,16 @@ class BatchInfo(msgspec.Struct, frozen=True):
     loss_tokens: int
     """Sampled tokens that are trained, in the whole batch over all ranks: the loss is normalised by this."""
     max_steps: int = 0
+    has_images: bool = False
+    """Whether any row of the whole batch has images, over all ranks."""
+
+
+class _Header(msgspec.Struct, frozen=True):
+    """What is sent of a batch beside arrays."""
+
+    info: BatchInfo
+    pictures: list[tuple[Picture, ...]]
+    """Of each row."""
 
 
 @dataclass(frozen=True)
@@ -133,11 +174,13 @@ class Batch:
 
     def encode(self) -> list[Frame]:
         """As wire frames: one stacked [rows, seq_len, ...] array per field."""
-        return frames.encode(self.info, stack(self.rows))
+        return frames.encode(_Header(self.info, [row.pictures for row in self.rows]), stack(self.rows))
 
     @classmethod
     def decode(cls, message: Sequence[Any]) -> Batch:
         """From wire frames."""
-        info, arrays = frames.decode(message, BatchInfo)
-        count = len(arrays["token_ids"])
-        return cls(info, [Row(**{name: array[i] for name, array in arrays.items()}) for i in range(count)])
+        header, arrays = frames.decode(message, _Header)
+        pictures = enumerate(header.pictures)
+        return cls(
+            header.info, [Row(**{name: array[i] for name, array in arrays.items()}, pictures=p) for i, p in pictures]
+        )

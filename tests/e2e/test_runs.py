@@ -28,16 +28,24 @@ def test_prefill_and_decode_learn_asynchronously(demo: Demo) -> None:
     assert checkpoints.damage(checkpoints.step_dir(run.path, STEPS)) == []
 
 
-def test_killed_engines_and_routers_come_back(demo: Demo) -> None:
-    run = demo.submit("reverse_text_replicas.yaml", "--set", "weights.transport=nccl")
+def test_killed_engines_routers_and_teachers_come_back(demo: Demo, model: Path) -> None:
+    """Held to the model that it starts from; rewards are what it learns from."""
+    teacher = f"teacher={{type: engines, path: {model}, dtype: float32, gpus_per_node: 1}}"
+    settings = ("weights.transport=nccl", teacher, "trainer.loss={type: dppo, ref_kl: 0.01}")
+    run = demo.submit("reverse_text_replicas.yaml", *(word for setting in settings for word in ("--set", setting)))
     before = demo.wait(run, lambda status: (status["metrics"].get("step") or 0) >= 4)
     victim = process(before, "engine-r1-0")
-    os.kill(victim["pid"], signal.SIGKILL)
-    demo.wait(run, lambda status: process(status, "engine-r1-0")["restarts"] == 1)
+    for pid in (victim["pid"], process(before, "teacher-0")["pid"]):
+        os.kill(pid, signal.SIGKILL)
+    for name in ("engine-r1-0", "teacher-0"):
+        demo.wait(run, lambda status, name=name: process(status, name)["restarts"] == 1)
     os.kill(process(before, "router-0")["pid"], signal.SIGKILL)
     demo.wait(run, lambda status: process(status, "router-0")["restarts"] == 1)
     demo.finish(run)
     check_learning(run, STEPS)
+    table = rows(run.path)
+    assert abs(table[0]["teacher/kl"]) < 1e-4, "the first policy is the teacher"
+    assert all(row["teacher/kl"] > 0.01 and row["trainer/ref_kl"] > 0.01 for row in table[-5:])
     updates = [e for e in events_of(run, "engine_updated") if e["engine"] == "engine-r1-0"]
     restarted = next(e for e in events_of(run, "started") if e["name"] == "engine-r1-0" and e["restarts"] == 1)
     after = [e for e in updates if e["time"] > restarted["time"]]

@@ -19,6 +19,7 @@ from safetensors.numpy import save_file
 from primeslurm.emulated.environment import EmulatedEnvironment
 from primeslurm.orchestrator.engines import EngineClient, EngineDownError, EngineUpdateError, Policy, Step
 from primeslurm.orchestrator.jobs import Job
+from primeslurm.orchestrator.teacher import Teacher, TeacherError
 from primeslurm.plan.commands import Workers
 from primeslurm.plan.emulate import STAND_INS
 from primeslurm.plan.routers import router_command
@@ -82,6 +83,7 @@ async def test_it_serves_only_a_confirmed_policy_and_takes_a_new_one(start: Star
     assert await control.apply(Policy(0, "/models/tiny"), 10) is Step.CONFIRM
     assert server.status_code("/health") == 200
     assert await control.apply(publish(tmp_path, 3), 10) is Step.UPDATE
+    assert control.seconds["pause"] > control.seconds["load"] > 0 and control.seconds["wait"] >= 0
     answer = generate(server.url, [5, 6, 7], 4)
     assert len(tokens(answer)) == 4 and spans(answer) == [(3, 0, 4)]
     status = await control.status()
@@ -110,6 +112,20 @@ async def test_requests_in_flight_wait_through_an_update(start: Start, tmp_path:
     versions = [version for version, _, _ in spans(await running)]
     assert versions == [0, 1]
     await control.close()
+
+
+async def test_it_answers_as_a_teacher(start: Start) -> None:
+    server = start()
+    await client(server).apply(Policy(0, "/models/tiny"), 10)
+    teacher = Teacher(lambda: [f"{server.url}/v1"], httpx.AsyncClient(headers=secret.header()))
+    found = await teacher.logprobs(list(range(5, 300)))
+    assert found.shape == (295,) and found[0] == 0 and (found[1:] < 0).all()
+    assert metric(server.url, "vllm:generation_tokens_total") == 1, (
+        "a prefill, and the one token that has to be asked for"
+    )
+    with pytest.raises(TeacherError, match="does not fit in 512"):
+        await teacher.logprobs([5] * 512)
+    await teacher.close()
 
 
 async def test_a_hanging_engine_counts_as_down_and_ends_on_a_signal(start: Start) -> None:

@@ -20,6 +20,8 @@ def test_only_the_modules_of_stand_ins_differ() -> None:
     shape = {
         "deployment": {"inference": {"type": "disaggregated", "num_replicas": 2}},
         "inference": {"kv_offload": {"type": "mooncake", "cpu": {"bytes": 2**30}}},
+        "teacher": {"type": "engines", "path": "/models/teacher"},
+        "trainer": {"loss": {"type": "dppo", "ref_kl": 0.1}},
     }
     real = derive(Recipe.model_validate(recipe_data(**shape)), site(), Path("/shared/runs/x"))
     emulated = emulate(real)

@@ -28,24 +28,26 @@ def place() -> Iterator[Path]:
         yield Path(directory)
 
 
-def test_glm5_on_28_nodes(place: Path) -> None:
+def test_glm5_on_28_nodes_and_one_for_a_teacher(place: Path) -> None:
     if shutil.which("slurmctld") is None or os.geteuid() != 0:
         pytest.skip("needs Slurm's daemons and root")
     env = {key: value for key, value in os.environ.items() if not key.startswith("COVERAGE_")}
     env |= {"HOME": str(place), "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "primeslurm", "submit", ROOT / "recipes" / "glm5_pd.yaml", "--emulate", "--wait"]
-    options = ["--name", "g", "--set", f"max_steps={STEPS}"]
+    settings = [f"max_steps={STEPS}", "teacher={type: engines, path: /models/teacher}", "orchestrator.advantages=opd"]
+    options = ["--name", "g", *(word for setting in settings for word in ("--set", setting))]
     done = subprocess.run(
         [*map(str, command), *options], cwd=place, env=env, capture_output=True, text=True, timeout=840, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     run = RunDirectory(place / "runs" / "g")
     plan, end = run.attempt(1).plan(), run.attempt(1).end()
-    assert (plan.totals.nodes, plan.totals.gpus, plan.totals.engines) == (29, 224, 128)
+    assert (plan.totals.nodes, plan.totals.gpus, plan.totals.engines) == (30, 232, 128)
     assert end is not None and (end.outcome, end.committed_step) == ("completed", STEPS)
     happened = events(run)
     assert sum(event["kind"] == "started" for event in happened) == len(plan.processes()), "something was restarted"
     assert [row["step"] for row in rows(run.path)] == list(range(1, STEPS + 1))
+    assert all(row["teacher/tokens"] > 0 for row in rows(run.path)[1:]) and plan.totals.teacher_engines == 8
     assert {e["engine"] for e in happened if e["kind"] == "engine_updated" and e["version"] == STEPS} == {
         p.name for p in plan.processes() if p.role in ("prefill", "decode")
     }

@@ -1,19 +1,43 @@
-"""A whole run on real engines behind the real router; only the trainer is a script."""
+"""A whole run on real engines behind the real router, with a real teacher; only the trainer is a script."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from primeslurm.plan.teacher import served
+from primeslurm.recipe import Recipe
+from tests.support.engine_commands import engine_command
 from tests.support.models import make_model, publish, reference_logprobs
+from tests.support.processes import Server, Zygote
+from tests.support.recipes import recipe_data
 from tests.support.scripted_run import OFF_POLICY, STEPS, Run
 
 pytestmark = pytest.mark.engine
 
 
-def test_trained_tokens_are_what_the_engines_sampled(start_engine, open_router, model: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def teacher(zygote: Zygote, tmp_path: Path) -> Iterator[tuple[Path, Server]]:
+    """Another model than the policy, with its tokenizer, served as a plan would; it reads 16 tokens at a time."""
+    directory = make_model(tmp_path / "teacher", seed=99)
+    settings = {"type": "engines", "path": str(directory), "dtype": "float32", "kv_cache_bytes": 2**24}
+    settings |= {"max_num_batched_tokens": 16, "vllm_extra": {"max_num_seqs": 8}}
+    recipe = Recipe.model_validate(recipe_data(orchestrator={"advantages": "opd"}, teacher=settings))
+    alone = served(recipe)
+    assert alone is not None
+    server = zygote.start(engine_command(alone, "cpu", "engine", sys.executable))
+    server.wait("/health")
+    yield directory, server
+    server.stop()
+
+
+def test_trained_tokens_are_what_the_engines_sampled(
+    start_engine, open_router, model: Path, teacher: tuple[Path, Server], tmp_path: Path
+) -> None:
     servers = {"prefill-r0-0": start_engine("prefill"), "decode-r0-0": start_engine("decode")}
     router = open_router(prefill=[servers["prefill-r0-0"]], decode=[servers["decode-r0-0"]])
     policies = {0: model, **{v: make_model(tmp_path / f"policy{v}", seed=v) for v in range(1, STEPS + 1)}}
@@ -22,7 +46,13 @@ def test_trained_tokens_are_what_the_engines_sampled(start_engine, open_router, 
         return publish(policies[version], run_dir, version) if version else model
 
     engines = {name: server.url for name, server in servers.items()}
-    run = Run(tmp_path, model, [router.url], engines, weights, {"model": {"path": str(model), "dtype": "float32"}})
+    teacher_model, teacher_server = teacher
+    changes = {
+        "model": {"path": str(model), "dtype": "float32"},
+        "teacher": {"type": "engines", "path": str(teacher_model)},
+        "trainer": {"loss": {"type": "dppo", "ref_kl": 0.1}},
+    }
+    run = Run(tmp_path, model, [router.url], engines, weights, changes, {"teacher-0": teacher_server.url})
     run.start("orchestrator")
     run.start("worker")
     link = run.link()
@@ -37,11 +67,15 @@ def test_trained_tokens_are_what_the_engines_sampled(start_engine, open_router, 
     rows = run.metrics()
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert all(row["staleness/max"] <= OFF_POLICY for row in rows)
+    assert all(row["teacher/kl"] > 0.1 for row in rows), "another model than the policy"
     for row in first[0].rows:  # sampled by version 0, as are all rollouts of the first step
         for start, end in documents(row.positions):
             expected = reference_logprobs(model, row.token_ids[start:end].tolist())
             trained = row.mask[start:end]
             assert np.abs(np.array(expected)[trained[1:]] - row.logprobs[start:end][trained]).max(initial=0) < 0.02
+            teachers = np.array(reference_logprobs(teacher_model, row.token_ids[start:end].tolist()))[trained[1:]]
+            assert np.abs(teachers - row.ref_logprobs[start:end][trained]).max(initial=0) < 1e-4
+            assert not row.ref_logprobs[start:end][~trained].any()
 
 
 def documents(positions: np.ndarray) -> list[tuple[int, int]]:

@@ -1,7 +1,8 @@
 """FakeEngine: an HTTP server that speaks an engine's routes, with a sampler that knows the answer to `Reverse: `.
 
 It stands beside the tests with real vLLM servers, for what those cannot show in seconds: kills, restarts, long runs.
-Sampling is deterministic per request: token i of a completion has log-probability -(i + 1) / 8.
+Sampling is deterministic per request: token i of a completion has log-probability -(i + 1) / 8. As a teacher, it gives
+the token at position i of a prompt -i / 16.
 """
 
 from __future__ import annotations
@@ -65,6 +66,8 @@ class FakeEngine:
         self.paused = False
         self.updates = 0
         self.requests: list[dict[str, Any]] = []
+        self.busy = self.busiest = 0
+        """Requests to it as a teacher: now, and at most."""
         self.sessions: list[str] = []
         self.sampled: list[int] = []
         """Number of tokens of each completion."""
@@ -91,6 +94,7 @@ class FakeEngine:
         asyncio.set_event_loop(self._loop)
         app = web.Application()
         app.router.add_post("/inference/v1/generate", self._generate)
+        app.router.add_post("/v1/completions", self._complete)
         app.router.add_get("/primeslurm/status", self._status)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_post("/{control}", self._control)
@@ -139,6 +143,21 @@ class FakeEngine:
             first_row = body["sampling_params"].get("routed_experts_prompt_start", 0)
             choice["routed_experts"] = _routed(first_row, len(body["token_ids"]) + len(tokens) - 1)
         return web.json_response({"request_id": "generate-tokens-1", "choices": [choice]})
+
+    async def _complete(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        if self.broken > 0:
+            self.broken -= 1
+            return web.json_response({"error": "broken"}, status=500)
+        self.requests.append(body)
+        self.busy += 1
+        self.busiest = max(self.busiest, self.busy)
+        await asyncio.sleep(self._delay_s)
+        self.busy -= 1
+        if max(body["prompt"]) >= len(self._tokenizer):
+            return web.json_response({"error": "a token is out of vocabulary"}, status=400)
+        given = [{str(token): {"logprob": -i / 16, "rank": 1}} for i, token in enumerate(body["prompt"])]
+        return web.json_response({"choices": [{"index": 0, "prompt_logprobs": [None, *given[1:]]}]})
 
     def _sample(self, prompt: list[int], number: int) -> list[int]:
         text = self._tokenizer.decode(prompt, skip_special_tokens=False).replace(" ", "")

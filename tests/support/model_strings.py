@@ -13,7 +13,7 @@ KEY = "KEY1"
 """A key for mappings: a name of a variable, an option and a node."""
 WORD = "x1"
 """A string that most required fields accept."""
-OTHER_WORDS = {"function": "package.module:x1"}
+OTHER_WORDS = {"function": "package.module:x1", "base_url": "http://x1"}
 """Required fields that do not, and what they accept."""
 
 

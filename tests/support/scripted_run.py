@@ -53,6 +53,8 @@ class Run:
     """Put the weights of a version into the run directory; returns where they are."""
     changes: dict[str, Any] = field(default_factory=dict)
     """Of the recipe."""
+    teachers: dict[str, str] = field(default_factory=dict)
+    """URL by process name."""
     attempt: int = 1
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     trained: dict[int, list[list[int]]] = field(default_factory=dict)
@@ -80,14 +82,14 @@ class Run:
     def start(self, name: str) -> None:
         publish_addresses(
             self.run_dir / "attempts" / str(self.attempt),
-            {f"router-{i}": url for i, url in enumerate(self.routers)} | self.engines,
+            {f"router-{i}": url for i, url in enumerate(self.routers)} | self.engines | self.teachers,
         )
         common = ["--recipe", str(self.recipe)]
         if name == "orchestrator":
             command = ["primeslurm.orchestrator", *common, "--run-dir", str(self.run_dir), "--run-id", "test-1"]
             command += ["--attempt", str(self.attempt), "--bind", self.wire, "--env-bind", self.envs]
             command += ["--routers", ",".join(f"router-{i}" for i in range(len(self.routers)))]
-            command += ["--engines", ",".join(self.engines)]
+            command += ["--engines", ",".join(self.engines), "--teachers", ",".join(self.teachers)]
         else:
             command = ["primeslurm.orchestrator.worker", *common, "--environment", "reverse-text", "--worker", "0"]
             command += [

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AfmoeConfig,
     AutoModelForCausalLM,
@@ -29,6 +30,8 @@ from transformers import (
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3VLConfig,
+    Qwen3VLMoeConfig,
 )
 
 from primeslurm.trainer import tiny
@@ -89,6 +92,15 @@ IMAGES: dict[str, Any] = {
     "vision_start_token_id": 122,
     "vision_end_token_id": 123,
 }
+QWEN3_VL: dict[str, Any] = COMMON | {
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": [4, 2, 2],
+        "mrope_interleaved": True,
+    },
+}
+DEEPSTACK: dict[str, Any] = VISION | {"depth": 2, "deepstack_visual_indexes": [1, 0]}
 NEMOTRON: dict[str, Any] = {
     "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
     "mamba_num_heads": 4,
@@ -179,6 +191,14 @@ CASES = (
     ),
     Case("qwen3-tied", lambda: Qwen3Config(**COMMON | {"tie_word_embeddings": True})),
     Case("qwen3_moe", lambda: Qwen3MoeConfig(**COMMON, **EXPERTS, norm_topk_prob=True)),
+    Case("qwen3_vl", lambda: Qwen3VLConfig(text_config=dict(QWEN3_VL), vision_config=dict(DEEPSTACK), **IMAGES)),
+    Case(
+        "qwen3_vl_moe",
+        # no expert is square: transformers tells by their shape which way round they are stored
+        lambda: Qwen3VLMoeConfig(
+            text_config=QWEN3_VL | EXPERTS | {"moe_intermediate_size": 24}, vision_config=dict(DEEPSTACK), **IMAGES
+        ),
+    ),
     Case(
         "llama",
         lambda: LlamaConfig(**COMMON, attention_bias=True, rope_parameters=LLAMA3),
@@ -258,15 +278,27 @@ def _nemotron(**options: Any) -> NemotronHConfig:
     return NemotronHConfig(**common, **NEMOTRON, **options)
 
 
+def reference_of(case: Case) -> Any:
+    """The class of transformers that loads a case's checkpoint whole."""
+    return AutoModelForImageTextToText if hasattr(case.config(), "vision_config") else AutoModelForCausalLM
+
+
 def write(case: Case, directory: Path) -> Path:
     """A random checkpoint of a case, with every tensor away from its initial value, biases and norms included."""
     torch.manual_seed(0)
-    config = case.config()
-    kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
-    model = kind.from_config(config, dtype=torch.float32)
+    model = reference_of(case).from_config(case.config(), dtype=torch.float32)
     with torch.no_grad():
         for tensor in model.state_dict().values():
             tensor.add_(torch.randn_like(tensor) * 0.02)
     model.save_pretrained(directory)
+    if case.name == "qwen3_vl_moe":
+        _transpose_experts(directory / "model.safetensors")
     tiny.tokenizer().save_pretrained(directory)
     return directory
+
+
+def _transpose_experts(file: Path) -> None:
+    """As they are released: transformers writes them the other way round."""
+    tensors = load_file(file)
+    stacks = {name: tensor.mT.contiguous() for name, tensor in tensors.items() if ".experts." in name}
+    save_file(tensors | stacks, file, metadata={"format": "pt"})

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
+from primeslurm.trainer.images import Images, vision_input
 from primeslurm.trainer.interrupt import Interrupt
+from primeslurm.trainer.models.vision import VisionInput
 from primeslurm.trainer.parallel import Policy, build
 from primeslurm.trainer.world import World, join
+from primeslurm.wire.rollouts import Row
 from tests.trainer.conftest import SEQ_LEN, finish, make_recipe, start_ranks
+from tests.trainer.pictures import DOCUMENTS, packed
 
 MARK = "GRADIENTS "
 ROWS = 4
@@ -30,6 +36,8 @@ class Layout:
     parallelism: dict[str, Any] = field(default_factory=dict)
     attention: str = "flex"
     dtype: str = "float32"
+    images: bool = False
+    """Some rows have images, and their encoder is trained, too."""
 
     def __str__(self) -> str:
         settings = "-".join(f"{name}={value}" for name, value in self.parallelism.items())
@@ -38,28 +46,42 @@ class Layout:
 
 def gradients(layout: Layout, directory: Path, world: World) -> dict[str, torch.Tensor]:
     """The whole gradient of every parameter, on every rank, for one batch that depends on nothing."""
-    model = {"path": str(directory / layout.case), "dtype": layout.dtype}
+    vlm = {"freeze_vision_encoder": False} if layout.images else None
+    model = {"path": str(directory / layout.case), "dtype": layout.dtype, "vlm": vlm}
     recipe = make_recipe(directory / layout.case, model=model, trainer={"parallelism": layout.parallelism})
     policy = build(recipe, world, layout.attention)
-    share = [part[policy.dp_rank :: policy.dp_world].to(world.device) for part in _batch()]
-    for rows in (slice(0, 1), slice(1, None)):  # a micro batch of one row is a case of its own
-        micro = [part[rows] for part in share]
+    mine = slice(policy.dp_rank, None, policy.dp_world)
+    rows, found = zip(*_rows(), strict=True) if layout.images else ((), ())
+    share = [part[mine].to(world.device) for part in _batch(rows)]
+    for some in (slice(0, 1), slice(1, None)):  # a micro batch of one row is a case of its own
+        micro = [part[some] for part in share]
         if len(micro[0]):
-            _loss(policy, *micro).backward()
+            seen = rows[mine][some], found[mine][some]
+            images = vision_input(*seen, policy.model.vision, world.device) if rows else None
+            _loss(policy, images, *micro).backward()
     return {name: _whole(parameter) for name, parameter in policy.model.named_parameters() if parameter.requires_grad}
 
 
-def _batch() -> list[torch.Tensor]:
+def _rows() -> list[tuple[Row, Images]]:
+    """Every other row has images: with two ranks that share no rows, one sees none."""
+    return [packed(DOCUMENTS if index % 2 == 0 else ((), ()), seed=10 * index) for index in range(ROWS)]
+
+
+def _batch(rows: Sequence[Row]) -> list[torch.Tensor]:
+    """Tokens, positions, labels, weights; the former two as in `rows`, if there are any."""
     generator = torch.Generator().manual_seed(5)
     tokens, labels = (torch.randint(3, 128, (ROWS, SEQ_LEN), generator=generator) for _ in range(2))
     weights = torch.randn(ROWS, SEQ_LEN, generator=generator)
     firsts = [SEQ_LEN // 8 + 13 * row for row in range(ROWS)]  # documents of all lengths, in all pieces
     positions = torch.stack([torch.cat([torch.arange(first), torch.arange(SEQ_LEN - first)]) for first in firsts])
+    if rows:
+        tokens = torch.from_numpy(np.stack([row.token_ids for row in rows])).long()
+        positions = torch.from_numpy(np.stack([row.positions for row in rows])).long()
     return [tokens, positions, labels, weights]
 
 
-def _loss(policy: Policy, *batch: torch.Tensor) -> torch.Tensor:
-    logits, labels, weights = policy.logits(*batch)
+def _loss(policy: Policy, images: VisionInput | None, *batch: torch.Tensor) -> torch.Tensor:
+    logits, labels, weights = policy.logits(*batch, images=images)
     losses = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="none")
     return (losses * weights.flatten()).sum() / (ROWS * SEQ_LEN)
 

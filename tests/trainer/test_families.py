@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Qwen3NextConfig
+from transformers import Qwen3NextConfig
 
 from primeslurm.plan import families as known
 from primeslurm.trainer import models
@@ -16,7 +16,7 @@ from primeslurm.trainer.models.generic import GenericModel
 from primeslurm.trainer.parallel import build
 from primeslurm.trainer.world import World
 from tests.trainer.conftest import SEQ_LEN, make_recipe
-from tests.trainer.families import CASES, GENERIC_CASES, Case, write
+from tests.trainer.families import CASES, GENERIC_CASES, Case, reference_of, write
 
 FIRST = 40
 """Length of the first document in the packed row."""
@@ -34,7 +34,7 @@ def test_logits_and_round_trip(case: Case, world: World, tmp_path: Path) -> None
     policy = build(make_recipe(path), world)
     tokens = torch.randint(3, 128, (1, SEQ_LEN), generator=torch.Generator().manual_seed(1))
     positions = torch.cat([torch.arange(FIRST), torch.arange(SEQ_LEN - FIRST)])[None]
-    reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    reference = reference_of(case).from_pretrained(path, dtype=torch.float32).eval()
     with torch.no_grad():
         packed = policy.logits(tokens, positions)[0]
         alone = torch.cat([reference(part).logits for part in (tokens[:, :FIRST], tokens[:, FIRST:])], dim=1)

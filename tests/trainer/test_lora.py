@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from primeslurm.plan.catalog import facts_of
 from primeslurm.plan.families import capabilities
@@ -29,7 +28,7 @@ from primeslurm.trainer.world import World
 from primeslurm.wire import weights
 from primeslurm.wire.journal import Journal
 from tests.trainer.conftest import SEQ_LEN, make_batch, make_recipe
-from tests.trainer.families import CASES, Case, write
+from tests.trainer.families import CASES, Case, reference_of, write
 
 ADAPTED = [case for case in CASES if capabilities(case.config().model_type, "auto").lora]
 ATTENTION = {"q_proj", "k_proj", "v_proj", "o_proj"}
@@ -83,7 +82,7 @@ def test_what_is_published_has_the_adapters_merged(case: Case, world: World, tmp
     policy = build(recipe_of(model), world)
     tokens = torch.randint(3, 128, (1, SEQ_LEN), generator=torch.Generator().manual_seed(1))
     untrained = whole_logits(policy, tokens)
-    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    reference = reference_of(case).from_pretrained(model, dtype=torch.float32)
     with torch.no_grad():
         assert (untrained - reference(tokens).logits).abs().max() < case.tolerance, "a fresh adapter changes nothing"
         for name, parameter in policy.model.named_parameters():
@@ -93,7 +92,7 @@ def test_what_is_published_has_the_adapters_merged(case: Case, world: World, tmp
     adapted = whole_logits(policy, tokens)
     assert (adapted - untrained).abs().max() > 0.1
     directory = Publisher(policy, tmp_path, Encoding(torch.float32), 1, world).publish(2)
-    published = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    published = reference_of(case).from_pretrained(directory, dtype=torch.float32)
     with torch.no_grad():
         assert (published(tokens).logits - adapted).abs().max() < 2 * case.tolerance
     assert not (directory / "adapter").exists()

@@ -29,6 +29,7 @@ def make_targets(seed: int = 0) -> tuple[torch.Tensor, Targets]:
         temperatures=torch.where(mask, 0.5 + torch.rand(shape, generator=generator), 0),
         on_policy=torch.rand(shape, generator=generator) < 0.5,
         echo_weights=torch.zeros(shape),
+        ref_logprobs=torch.where(mask, -3 * torch.rand(shape, generator=generator), 0),
     )
     return logits, targets
 
@@ -44,7 +45,7 @@ def reference(
     logits: torch.Tensor, targets: Targets, config: DppoLoss | IpoLoss
 ) -> tuple[dict[str, float], torch.Tensor]:
     """The sums, token by token in float64, and the gradient of the loss with respect to the logits."""
-    sums = dict.fromkeys(("off_policy_kl", "mismatch_kl", "importance_ratio", "entropy", "high", "low"), 0.0)
+    sums = dict.fromkeys(("off_policy_kl", "mismatch_kl", "importance_ratio", "entropy", "high", "low", "ref_kl"), 0.0)
     exact = logits.detach().double().requires_grad_()
     total = torch.zeros((), dtype=torch.float64)
     for row, column in np.argwhere(targets.mask.numpy()):
@@ -55,12 +56,14 @@ def reference(
         d = p.log() - log_q
         advantage = targets.advantages[row, column].item()
         moved = (p - q).item()
-        if isinstance(config, DppoLoss):
-            high, low = advantage > 0 and moved > config.mask_high, advantage <= 0 and moved < -config.mask_low
-        else:
-            high, low = moved > config.threshold, moved < -config.threshold
+        high, low = outside(config, advantage, moved)
         keep = 0.0 if high or low else 1.0
         total = total - config.adv_tau * advantage * (p / q) * keep + config.kl_tau * d**2
+        towards = targets.ref_logprobs[row, column].double() - p.log()
+        ref_kl = (p / q) * (towards.exp() - 1 - towards)
+        sums["ref_kl"] += ref_kl.item()
+        if config.ref_kl and not any(outside(config, towards.item(), moved)):
+            total = total + config.ref_kl * ref_kl
         kl = (p / q - d - 1).item()
         sums["off_policy_kl"] += kl
         sums["mismatch_kl"] += kl * targets.on_policy[row, column].item()
@@ -73,6 +76,13 @@ def reference(
     return sums | {"loss": total.item()}, exact.grad
 
 
+def outside(config: DppoLoss | IpoLoss, advantage: float, moved: float) -> tuple[bool, bool]:
+    """Whether a probability rose, or fell, too far for a token of this advantage."""
+    if isinstance(config, DppoLoss):
+        return advantage > 0 and moved > config.mask_high, advantage <= 0 and moved < -config.mask_low
+    return moved > config.threshold, moved < -config.threshold
+
+
 @pytest.mark.parametrize(
     "config",
     [
@@ -80,8 +90,10 @@ def reference(
         DppoLoss(mask_low=0.05, mask_high=0.1, adv_tau=2.0, kl_tau=0.1),
         IpoLoss(),
         IpoLoss(threshold=0.05, adv_tau=0.5, kl_tau=0.01),
+        DppoLoss(ref_kl=0.3),
+        IpoLoss(ref_kl=2.0),
     ],
-    ids=lambda config: f"{config.type}-{config.kl_tau}",
+    ids=lambda config: f"{config.type}-{config.kl_tau}-{config.ref_kl}",
 )
 def test_policy_gradients_equal_the_formula(config: DppoLoss | IpoLoss) -> None:
     logits, targets = make_targets()
@@ -98,6 +110,39 @@ def test_policy_gradients_equal_the_formula(config: DppoLoss | IpoLoss) -> None:
     assert sums.metrics["masked_high_fraction"].item() == expected["high"]
     assert sums.metrics["masked_low_fraction"].item() == expected["low"]
     assert sums.metrics["masked_fraction"].item() == expected["high"] + expected["low"]
+    if config.ref_kl:
+        assert sums.metrics["ref_kl"].item() == pytest.approx(expected["ref_kl"], rel=1e-5)
+
+
+def test_the_kl_to_the_teacher_and_its_gradient_are_exact_in_the_mean() -> None:
+    """Every token of a vocabulary, as often as the engine samples it, against KL(trainer || teacher) itself."""
+    generator = torch.Generator().manual_seed(1)
+    trainer, engine, teacher = (torch.randn(VOCABULARY, generator=generator).double() for _ in range(3))
+    trainer.requires_grad_()
+    q = engine.softmax(0)
+    every = torch.arange(VOCABULARY)[None]
+    shape = (1, VOCABULARY)
+    targets = Targets(
+        labels=every,
+        mask=torch.ones(shape, dtype=torch.bool),
+        logprobs=q.log()[None],
+        advantages=torch.zeros(shape),
+        temperatures=torch.ones(shape),
+        on_policy=torch.zeros(shape, dtype=torch.bool),
+        echo_weights=torch.zeros(shape),
+        ref_logprobs=teacher.log_softmax(0)[None],
+    )
+    function = from_recipe(DppoLoss(kl_tau=0.0, ref_kl=1.0, mask_low=9.0, mask_high=9.0))
+
+    def of_token(token: int) -> torch.Tensor:
+        one = replace(targets, mask=every == token)
+        return function(trainer.log_softmax(0)[token][None], torch.zeros(1), one).loss
+
+    mean = sum(q[token] * of_token(token) for token in range(VOCABULARY))
+    p = trainer.log_softmax(0)
+    exact = (p.exp() * (p - teacher.log_softmax(0))).sum()
+    torch.testing.assert_close(mean, exact)
+    torch.testing.assert_close(torch.autograd.grad(mean, trainer), torch.autograd.grad(exact, trainer))
 
 
 def test_masked_tokens_give_only_the_kl_gradient() -> None:

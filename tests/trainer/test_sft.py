@@ -18,6 +18,7 @@ from primeslurm.trainer.checkpoint import Checkpoints
 from primeslurm.trainer.encoding import Encoding
 from primeslurm.trainer.loss import cross_entropy
 from primeslurm.trainer.parallel import build
+from primeslurm.trainer.pictures import PictureReader
 from primeslurm.trainer.publish import Publisher
 from primeslurm.trainer.sft import SftTask
 from primeslurm.trainer.step import Learner
@@ -35,21 +36,24 @@ def demonstrations(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def sft_recipe(model: Path, demonstrations: Path, **sections: Any) -> Recipe:
+def sft_recipe(model: Path, demonstrations: Path, /, **sections: Any) -> Recipe:
     """Constant learning rate: a run in two parts is then the same as one."""
     sft = {"data": {"path": str(demonstrations)}, "batch_size": 8}
     base: dict[str, Any] = {"task": "sft", "sft": sft, "environments": [], "monitor": {"tensorboard": False}}
     return make_recipe(model, **(base | sections))
 
 
-def train(recipe: Recipe, run_dir: Path, world: World, attempt: int = 1) -> list[dict[str, float]]:
+def train(
+    recipe: Recipe, run_dir: Path, world: World, attempt: int = 1, reader: PictureReader | None = None
+) -> list[dict[str, float]]:
     """Run SFT in this process; returns metrics.jsonl."""
     assert recipe.sft is not None
     policy = build(recipe, world)
-    learner = Learner(policy, recipe.trainer.optimizer, recipe.max_steps, cross_entropy, world)
+    learner = Learner(policy, recipe.trainer.optimizer, recipe.max_steps, cross_entropy, world, reader)
     publisher = Publisher(policy, run_dir, Encoding(torch.float32), recipe.weights.keep, world)
     saver = Checkpoints(run_dir, attempt, recipe.checkpoint, world, None)
-    examples = data.load(Path(recipe.sft.data.path), AutoTokenizer.from_pretrained(policy.source), recipe.seq_len)
+    tokenizer = AutoTokenizer.from_pretrained(policy.source)
+    examples = data.load(Path(recipe.sft.data.path), tokenizer, recipe.seq_len, reader)
     journal = Journal(run_dir / "attempts" / str(attempt), "trainer-rank-0")
     assert SftTask(recipe, run_dir, learner, publisher, saver, world, examples, journal).run() == 0
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

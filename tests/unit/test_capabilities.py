@@ -17,14 +17,15 @@ ASKED: dict[str, dict[str, Any]] = {
     "FP8": {"fp8": True},
     "LoRA": {"lora": {}},
     "router replay": {"router_replay": True},
+    "training on images": {"vlm": {}},
     "logits in chunks": {"memory": {"lm_head_chunk": 64}},
     "offload to host memory": {"memory": {"activation_offload": True}},
 }
 
 
-def texts(family: str, impl: str, **trainer: Any) -> list[str]:
+def texts(family: str, impl: str, vlm: Any = None, **trainer: Any) -> list[str]:
     """What is found about the family."""
-    model = {"path": "m", "impl": impl}
+    model = {"path": "m", "impl": impl, "vlm": vlm}
     recipe = Recipe.model_validate(recipe_data(trainer=trainer) | {"model": model})
     return [finding.text for finding in unbuilt(recipe, None, family) if "mplementation" in finding.text]
 

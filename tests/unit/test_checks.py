@@ -19,6 +19,7 @@ from primeslurm.run.directory import RunDirectory
 from primeslurm.wire.files import write_json
 from primeslurm.wire.journal import Journal
 from tests.support.plans import plan_of, python
+from tests.support.recipes import model_dir
 
 # As `nvidia-smi --format=csv,noheader,nounits` prints them: index, uuid, MiB used, uncorrected errors.
 SOUND = ["0", "GPU-a", "4", "0"]
@@ -181,6 +182,15 @@ def test_a_node_that_sees_another_plan_is_not_fit(plan: Plan, tmp_path: Path) ->
     found = preflight(plan, 1, tmp_path)
     found.start()
     assert verdict(found) == (Fitness.UNFIT, f"{attempt.plan_file} differs from what the head sees")
+
+
+def test_the_teacher_s_files_are_looked_at_as_well(plan: Plan, tmp_path: Path) -> None:
+    model = model_dir(tmp_path)
+    teacher = {"type": "engines", "path": str(tmp_path / "none")}
+    write_json(Path(plan.run_dir) / "recipe.resolved.json", {"model": {"path": str(model)}, "teacher": teacher})
+    found = preflight(plan, 0, tmp_path)
+    found.start()
+    assert verdict(found) == (Fitness.UNFIT, f"there is no model {tmp_path / 'none'}")
 
 
 def test_a_check_that_hangs_makes_a_node_unfit(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

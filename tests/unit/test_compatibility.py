@@ -24,7 +24,11 @@ CPU = {"device": "cpu"}
 REPLAY: dict[str, Any] = {"trainer": {"router_replay": True}}
 PD: dict[str, Any] = {"deployment": {"inference": {"type": "disaggregated"}}}
 MOONCAKE: dict[str, Any] = {"inference": {"kv_offload": {"type": "mooncake", "cpu": {"bytes": 2**38}}}}
+TEACHER: dict[str, Any] = {
+    "teacher": {"type": "engines", "path": "/models/teacher"}, "orchestrator": {"advantages": "opd"}
+}  # fmt: skip
 EP: dict[str, Any] = {"inference": {"expert_parallel": True}}
+SFT: dict[str, Any] = {"task": "sft", "environments": [], "sft": {"data": {"type": "jsonl", "path": "x"}}}
 
 
 def on(*parts: dict[str, Any], **changes: Any) -> dict[str, Any]:
@@ -151,7 +155,6 @@ EXAMPLES: dict[str, tuple[tuple[dict[str, Any], str, dict[str, Any]], tuple[dict
         (parallelism(ep_backend="deepep", ep=2), MOE, CPU),
         (parallelism(ep_backend="deepep", ep=2), MOE, GPU),
     ),
-    "deepep-version": ((parallelism(ep_backend="deepep", ep=2), MOE, GPU), (parallelism(ep=2), MOE, GPU)),
     "deepep-sms": (
         (parallelism(ep=2, deepep_num_sms=20), MOE, GPU),
         (parallelism(ep=2, deepep_num_sms=20, ep_backend="deepep"), MOE, GPU),
@@ -194,11 +197,18 @@ EXAMPLES: dict[str, tuple[tuple[dict[str, Any], str, dict[str, Any]], tuple[dict
         (trainer(lora={"targets": ["q_prj"]}), MOE, GPU),
         (trainer(lora={"targets": ["q_proj"]}), MOE, GPU),
     ),
+    "teacher-temperature": (
+        (on(TEACHER, orchestrator={"sampling": {"temperature": 0.7}}), MOE, GPU),
+        (TEACHER, MOE, GPU),
+    ),
     "vision-dtype": (
         ({"model": {"dtype": "float32"}}, "vision", GPU),
         ({"model": {"dtype": "bfloat16"}}, "vision", GPU),
     ),
-    "vision-truncation": (({}, "vision", GPU), ({}, MOE, GPU)),
+    "vision-lora": (
+        (on(trainer(lora={}), model={"vlm": {"freeze_vision_encoder": False}}), "vision", GPU),
+        (on(trainer(lora={}), model={"vlm": {}}), "vision", GPU),
+    ),
     "offload-optimizer": (
         (trainer(optimizer={"type": "muon"}, memory={"optimizer_offload": True}), MOE, GPU),
         (trainer(optimizer={"type": "adamw"}, memory={"optimizer_offload": True}), MOE, GPU),
@@ -258,7 +268,7 @@ def test_all_findings_come_at_once() -> None:
 
 
 def test_engine_rules_are_silent_where_nothing_is_served() -> None:
-    changes = on(inference(eplb=True), task="sft", sft={"data": {"type": "jsonl", "path": "x"}}, environments=[])
+    changes = on(inference(eplb=True), SFT)
     assert not broken(changes, MOE, GPU)
 
 

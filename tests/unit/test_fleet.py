@@ -412,6 +412,20 @@ def test_a_trainer_node_without_a_spare_ends_the_attempt() -> None:
     assert agents.decide(91.0) == Ending(Outcome.FAILED, "node n2: has been silent for 91 s", "n2")
 
 
+@pytest.mark.parametrize("spares", [0, 1])
+def test_a_teacher_moves_to_a_spare_and_is_never_done_without(spares: int) -> None:
+    serving = (process("router", name="router-0"), process(name="engine-r0-0"))
+    teachers = [(process("teacher", name=f"teacher-{i}", node=i + 1),) for i in (0, 1)]
+    agents = Agents(serving, *teachers, spares=spares, replicas=(replica(0, "engine-r0-0"),))
+    fleet = agents.seated()
+    agents.silent = {2}
+    ending = agents.decide(91.0)
+    if spares:
+        assert ending is None and fleet.seats.rank_of == {0: 0, 1: 1, 2: 3} and not fleet.lost
+    else:
+        assert ending == Ending(Outcome.FAILED, "node n2: has been silent for 91 s", "n2")
+
+
 def unit_of_two(**options: int) -> Agents:
     """A unit over nodes 1 and 2, and another replica on the head's node."""
     members = [(process(name=f"engine-r0-{i}", node=i + 1, unit="r0"),) for i in (0, 1)]

@@ -44,6 +44,7 @@ HOSTILE = st.lists(st.sampled_from(FRAGMENTS), min_size=1, max_size=3).map("".jo
 GOOD_BEGINNINGS = {
     **{"extra": "--wckey=", "mounts": "/data", "library_path": "/opt/x", "runs": "/shared", "time": "01:00:00"},
     **{"time_min": "01:00:00", "mem": "1G", "mem_per_gpu": "1G", "switches": "1", "dependency": "afterok:1"},
+    "base_url": "http://x1",
 }
 """Beginnings that the syntax of a field asks for; `x1` for others."""
 RECORD = '#!/bin/bash\nprintf "%s\\0" "$@" > {name}.argv\nenv -0 > {name}.env\n'
@@ -84,6 +85,8 @@ def test_recipe(
     data = merge(merge(recipe_data(), data), {"name": "test-run", "model": {"path": "/models/tiny"}})
     if data.get("inference", {}).get("router", {}).get("type") == "dynamo":
         data |= {"task": "serve", "environments": []}  # it cannot train
+    if "teacher" in data:
+        data = merge(data, {"orchestrator": {"advantages": "opd"}})  # or it is refused
     text = yaml.safe_dump(model_strings.put(merge(data, _parents(data, path)), path, value))
     try:
         (tmp_path / "r.yaml").write_text(text)

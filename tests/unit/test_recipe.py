@@ -61,6 +61,39 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"model": {"max_len": 64}}, ["model.max_len = 64: is shorter than seq_len = 128"]),
     ({"task": "sft"}, ["sft: task sft needs this section (add `sft: {{data: {{type: jsonl, path: ...}}}}`)"]),
     ({"task": "serve"}, ["environments = reverse-text: task serve runs none (leave them out, or task: rl)"]),
+    (
+        {"orchestrator": {"advantages": "opd"}, "trainer": {"loss": {"type": "ipo", "ref_kl": 0.1}}},
+        [
+            "trainer.loss.ref_kl = 0.1: needs a teacher (add `teacher: {{type: engines, path: ...}}`)",
+            "orchestrator.advantages = opd: needs a teacher (add `teacher: {{type: engines, path: ...}}`)",
+        ],
+    ),
+    (
+        {"teacher": {"type": "engines", "path": "x"}, "orchestrator": {"opd_reward": 0.5}},
+        [
+            "orchestrator.opd_reward = 0.5: advantages: grpo are the reward's already"
+            " (leave it out, or advantages: opd)",
+            "teacher = engines: nothing asks for its log-probabilities"
+            " (set trainer.loss.ref_kl or orchestrator.advantages: opd, or leave it out)",
+        ],
+    ),
+    (
+        {"task": "serve", "environments": [], "teacher": {"type": "engines", "path": "x"}},
+        ["teacher = engines: task serve samples nothing for it (leave it out)"],
+    ),
+    (
+        {"task": "sft", "sft": {"data": {"type": "jsonl", "path": "x"}}, "teacher": {"type": "engines", "path": "x"}},
+        ["teacher = engines: task sft samples nothing for it (leave it out)"],
+    ),
+    (
+        {"teacher": {"type": "engine", "path": "x"}},
+        ["teacher = 'engine': is not a valid choice (did you mean engines?)"],
+    ),
+    ({"teacher": {"path": "x"}}, ["teacher.type: is required but missing in {path} (valid: engines, served)"]),
+    (
+        {"teacher": {"type": "served", "base_url": "teacher:8000", "model": "m"}},
+        ["teacher.base_url = 'teacher:8000': must be an http or https URL, for example http://host:8000/v1"],
+    ),
     ({"slurm": {"time": "soon"}}, ["slurm.time = 'soon': must be HH:MM:SS or D-HH:MM:SS, in quotes"]),
     ({"name": "Bad Name"}, ["name = 'Bad Name': string should match pattern '^[a-z0-9][a-z0-9._-]{{0,62}}$'"]),
     ({"schema": 2}, ["schema = 2: is not a valid choice (valid: 1)"]),

@@ -26,10 +26,7 @@ NAMED = re.compile(r"^# (\d+) H200 (?:nodes?|GPUs)", re.MULTILINE)
 
 BLOCKED = {
     "gpt_oss_120b": ["the checkpoint is stored in mxfp4, the trainer reads bfloat16, float32 or block-scale FP8"],
-    "kimi_k2_7_pd": [
-        "of kimi_k25 only the text model is trained and published; engines insist on the rest",
-        "the checkpoint is stored in int4, the trainer reads bfloat16, float32 or block-scale FP8",
-    ],
+    "kimi_k2_7_pd": ["the checkpoint is stored in int4, the trainer reads bfloat16, float32 or block-scale FP8"],
 }
 """Recipes that this version's trainer cannot run, and why."""
 

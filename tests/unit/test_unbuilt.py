@@ -78,11 +78,16 @@ def test_glm5_is_a_model_the_trainer_builds() -> None:
     ]
 
 
-def test_of_kimi_k2_7_only_the_text_model_is_trained() -> None:
-    config = {"model_type": "kimi_k25", "text_config": MOE}
-    assert texts(config, **SFT) == []
-    (found,) = texts(config)
-    assert "only the text model is trained" in found
+def test_rollouts_with_images_need_whole_engines_and_a_frozen_encoder() -> None:
+    def fields(trained: bool, **changes: Any) -> set[str]:
+        recipe = recipe_data(model={"vlm": {"freeze_vision_encoder": not trained}}, **changes)
+        found = unbuilt(Recipe.model_validate(recipe), None, "qwen3_vl")
+        return {finding.field for finding in found if finding.level == "blocked"}
+
+    apart = {"deployment": {"inference": {"type": "disaggregated"}}}
+    assert fields(False) == fields(True, **SFT) == set()
+    assert fields(True, **apart) == {"model.vlm.freeze_vision_encoder", "deployment.inference.type"}
+    assert fields(False, inference={"router": {"type": "llm-d"}}) == {"inference.router.type"}
 
 
 def test_the_text_config_says_how_weights_are_stored() -> None:

@@ -9,6 +9,7 @@ from primeslurm.plan.checks.case import Case
 from primeslurm.plan.checks.compatibility import conflicts
 from primeslurm.plan.checks.files import absent_data, model_directory, model_files, with_absolute_paths
 from primeslurm.plan.checks.review import review
+from primeslurm.plan.checks.teacher import teacher_problems
 
 __all__ = [
     "Case",
@@ -18,5 +19,6 @@ __all__ = [
     "model_directory",
     "model_files",
     "review",
+    "teacher_problems",
     "with_absolute_paths",
 ]

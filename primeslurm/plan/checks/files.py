@@ -12,6 +12,7 @@ from primeslurm.errors import Violation
 from primeslurm.plan.catalog import ModelFacts, catalog, facts_of
 from primeslurm.plan.model import Finding
 from primeslurm.recipe import Recipe
+from primeslurm.recipe.teacher import TeacherEngines
 
 
 def model_directory(path: str) -> Path | None:
@@ -88,10 +89,12 @@ def _too_long(recipe: Recipe, limit: int | None) -> list[Violation]:
 
 
 def with_absolute_paths(recipe: Recipe) -> Recipe:
-    """The recipe with its model and data as absolute paths, where they exist here: processes run elsewhere."""
+    """The recipe with its models and data as absolute paths, where they exist here: processes run elsewhere."""
     update: dict[str, object] = {}
     if (directory := model_directory(recipe.model.path)) is not None:
         update["model"] = recipe.model.model_copy(update={"path": str(directory)})
+    if isinstance(recipe.teacher, TeacherEngines) and (directory := model_directory(recipe.teacher.path)) is not None:
+        update["teacher"] = recipe.teacher.model_copy(update={"path": str(directory)})
     if recipe.sft is not None:
         data = recipe.sft.data.model_copy(update={"path": str(Path(recipe.sft.data.path).resolve())})
         update["sft"] = recipe.sft.model_copy(update={"data": data})

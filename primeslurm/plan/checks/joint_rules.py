@@ -123,6 +123,14 @@ def _hybrid_offload(case: Case) -> str:
     )
 
 
+def _teacher_temperature(case: Case) -> str:
+    sampling = case.recipe.orchestrator.sampling
+    plain = sampling.temperature == 1 and sampling.top_p == 1 and sampling.top_k < 1
+    return (
+        "the policy's log-probabilities are those of what it samples from" if case.recipe.teacher and not plain else ""
+    )
+
+
 _REPLAY = "trainer.router_replay"
 _OFFLOAD = "inference.kv_offload"
 JOINT_RULES = (
@@ -156,4 +164,6 @@ JOINT_RULES = (
          _hybrid_disaggregated, "type: multi_node, to be safe", "not tried"),
     Rule("hybrid-offload", "warning", _OFFLOAD, "Mamba hybrids: KV offload is unproven", _hybrid_offload,
          "leave it out, to be safe", "not tried"),
+    Rule("teacher-temperature", "warning", "orchestrator.sampling", "A teacher answers at temperature 1",
+         _teacher_temperature, "temperature: 1, and neither top_p nor top_k", "vLLM 0.32: prompt_logprobs"),
 )  # fmt: skip

@@ -7,6 +7,7 @@ from primeslurm.plan.checks.capacity import capacity
 from primeslurm.plan.checks.case import Case
 from primeslurm.plan.checks.compatibility import conflicts
 from primeslurm.plan.checks.files import ModelFiles
+from primeslurm.plan.checks.teacher import review_teacher
 from primeslurm.plan.checks.unbuilt import unbuilt
 from primeslurm.plan.estimate import estimate
 from primeslurm.plan.forecast import Estimate
@@ -23,10 +24,14 @@ def review(recipe: Recipe, site: Site, model: ModelFiles) -> tuple[list[Finding]
     found += unbuilt(recipe, model.facts, model.family)
     if model.absent:
         found.append(model.absent)
+    of_teacher, memory = review_teacher(recipe, site, needs)
+    found += of_teacher
     if model.facts is None:
         return found, None
     worked_out = estimate(recipe, site, needs, model.facts, model.source)
-    return found + capacity(recipe, needs, worked_out) + _unknown_gpus(site, needs), worked_out
+    found += capacity(recipe, needs, worked_out) + _unknown_gpus(site, needs)
+    roles = (*worked_out.roles, *([memory] if memory else []))
+    return found, worked_out.model_copy(update={"roles": roles})
 
 
 def _unknown_gpus(site: Site, needs: list[Need]) -> list[Finding]:

@@ -50,11 +50,6 @@ def _deepep_gpu(case: Case) -> str:
     return f"{old[0].name} is SM{old[0].sm}" if old else ""
 
 
-def _deepep_version(case: Case) -> str:
-    deepep = case.recipe.trainer.parallelism.ep_backend == "deepep"
-    return "third_party/deepep builds 1.2.1, which has no ElasticBuffer" if deepep else ""
-
-
 def _deepep_sms(case: Case) -> str:
     p = case.recipe.trainer.parallelism
     return "only DeepEP has this setting" if p.deepep_num_sms and p.ep_backend != "deepep" else ""
@@ -155,9 +150,11 @@ def _vision_dtype(case: Case) -> str:
     return "vision models are trained in bfloat16" if vision and case.recipe.model.dtype != "bfloat16" else ""
 
 
-def _vision_truncation(case: Case) -> str:
-    vision = case.facts is not None and case.facts.family in VISION_FAMILIES
-    return f"samples longer than {case.recipe.seq_len} tokens lose whole images" if vision else ""
+def _vision_lora(case: Case) -> str:
+    vlm, lora = case.recipe.model.vlm, case.recipe.trainer.lora
+    return (
+        "adapters alone are trained, and the encoder has none" if vlm and not vlm.freeze_vision_encoder and lora else ""
+    )
 
 
 def _host_memory(case: Case) -> str:
@@ -174,8 +171,6 @@ TRAINER_RULES = (
          "max_norm: null", "prime-rl 0.6.0 docs, advanced"),
     Rule("deepep-gpu", "error", "trainer.parallelism.ep_backend", "DeepEP needs SM90 or newer", _deepep_gpu,
          "ep_backend: torch", "DeepEP README"),
-    Rule("deepep-version", "warning", "trainer.parallelism.ep_backend", "The trainer needs DeepEP 2", _deepep_version,
-         "install deep_ep >= 2.0 for the trainer; it ends at once without", "torchtitan 0.3"),
     Rule("deepep-sms", "error", "trainer.parallelism.deepep_num_sms", "Multiprocessors are set for DeepEP", _deepep_sms,
          "leave it out, or ep_backend: deepep", "torchtitan 0.3"),
     Rule("trainer-ep-dense", "error", _EP, "EP needs a model with experts", _ep_dense, "ep: 1", "torchtitan 0.3"),
@@ -202,8 +197,8 @@ TRAINER_RULES = (
          _lora_absorbed, "leave kv_b_proj out", "its weight is absorbed, so an adapter beside it would learn nothing"),
     Rule("vision-dtype", "error", "model.dtype", "Vision models: bfloat16 only", _vision_dtype, "dtype: bfloat16",
          "prime-rl 0.6.0 docs, VLM"),
-    Rule("vision-truncation", "warning", "seq_len", "Vision samples fit into seq_len", _vision_truncation,
-         "as long as the longest sample", "prime-rl 0.6.0 docs, VLM"),
+    Rule("vision-lora", "error", "model.vlm.freeze_vision_encoder", "LoRA: the vision encoder is frozen", _vision_lora,
+         "freeze_vision_encoder: true, or leave lora out", "prime-rl 0.6.0 validator"),
     Rule("offload-optimizer", "error", "trainer.memory.optimizer_offload", "No Muon on the host",
          _host_memory, "optimizer.type: adamw, sgd or sign_sgd",
          "prime-rl 0.6.0 validator (AdamW and SignSGD alone there)"),

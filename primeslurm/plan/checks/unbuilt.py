@@ -9,6 +9,8 @@ from primeslurm.plan.catalog import ModelFacts
 from primeslurm.plan.families import FAMILIES, GENERIC, capabilities
 from primeslurm.plan.model import Finding
 from primeslurm.recipe import Recipe
+from primeslurm.recipe.deployment import Disaggregated
+from primeslurm.recipe.routers import VllmRouter
 
 
 def _offloads(recipe: Recipe) -> bool:
@@ -33,6 +35,7 @@ NEEDS = (
     FamilyNeed("trainer.fp8", "FP8", lambda r: r.trainer.fp8, "false", "fp8"),
     FamilyNeed("trainer.lora", "LoRA", lambda r: r.trainer.lora, "leave it out", "lora"),
     FamilyNeed("trainer.router_replay", "router replay", lambda r: r.trainer.router_replay, "false", "router_replay"),
+    FamilyNeed("model.vlm", "training on images", lambda r: r.model.vlm, "leave it out", "images"),
     FamilyNeed("trainer.memory", "logits in chunks", lambda r: r.trainer.memory.lm_head_chunk, "leave it out",
         "head_chunks"),
     FamilyNeed("trainer.memory", "offload to host memory", _offloads, "leave it out", "offload"),
@@ -44,10 +47,30 @@ def unbuilt(recipe: Recipe, facts: ModelFacts | None, family: str | None) -> lis
     if recipe.task == "serve":
         return []
     found: list[Finding] = []
+    found += _unseen(recipe)
     if family is not None:
         found += _incapable(recipe, family)
     if facts is not None and (text := _unread(recipe, facts)):
         found.append(Finding(level="blocked", field="model.path", text=text, fix="convert it to bfloat16 first"))
+    return found
+
+
+def _unseen(recipe: Recipe) -> list[Finding]:
+    """What is not built of reinforcement learning on images."""
+    vlm = recipe.model.vlm
+    if vlm is None or recipe.task != "rl":
+        return []
+    found = []
+    if not vlm.freeze_vision_encoder:
+        text = "engines keep what their encoder made of an image, over updates of the policy"
+        found.append(Finding(level="blocked", field="model.vlm.freeze_vision_encoder", text=text, fix="true"))
+    if isinstance(recipe.deployment.inference, Disaggregated):
+        text = "rollouts with images were not tried with prefill and decode apart"
+        fix = "type: multi_node"
+        found.append(Finding(level="blocked", field="deployment.inference.type", text=text, fix=fix))
+    if not isinstance(recipe.inference.router, VllmRouter):
+        text = f"rollouts with images were not tried behind {recipe.inference.router.type}"
+        found.append(Finding(level="blocked", field="inference.router.type", text=text, fix="vllm-router"))
     return found
 
 
@@ -58,9 +81,6 @@ def _incapable(recipe: Recipe, family: str) -> list[Finding]:
         text = f"the trainer has no implementation of its own for model type {family!r}"
         fix = f"impl: auto or hf, or a model type of {', '.join(FAMILIES)}"
         return [Finding(level="blocked", field="model.impl", text=text, fix=fix)]
-    if able.text_only and recipe.task == "rl":
-        text = f"of {family} only the text model is trained and published; engines insist on the rest"
-        return [Finding(level="blocked", field="model.path", text=text, fix="task: sft")]
     whose = "the transformers implementation" if able is GENERIC else "the trainer's implementation"
     return [
         Finding(level="blocked", field=need.field, text=f"{whose} of {family!r} has no {need.what}", fix=need.fix)

@@ -21,6 +21,7 @@ from primeslurm.trainer.models import (
     nemotron_h,
     qwen3,
     qwen3_5,
+    qwen3_vl,
 )
 
 Builder = Callable[[Any, int, str], ModelSpec]
@@ -42,6 +43,8 @@ FAMILIES: dict[str, Builder] = {
     "qwen3_5_moe_text": qwen3_5.spec,
     "qwen3_5_text": qwen3_5.spec,
     "qwen3_moe": qwen3.spec,
+    "qwen3_vl": qwen3_vl.spec,
+    "qwen3_vl_moe": qwen3_vl.spec,
 }
 
 

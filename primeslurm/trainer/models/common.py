@@ -64,11 +64,3 @@ def refuse(hf: Any, **features: object) -> None:
 def silu_only(hf: Any) -> dict[str, str]:
     """What to `refuse` of a config whose feed-forward networks are built as SwiGLU."""
     return {"activation": "" if hf.hidden_act == "silu" else hf.hidden_act}
-
-
-def rope_theta(hf: Any) -> float:
-    """Base of plain rotary embeddings. Raises ValueError if the config asks for a scaled kind."""
-    rope = hf.rope_parameters or {}
-    kind = rope.get("rope_type", "default")
-    refuse(hf, **{"RoPE scaling": "" if kind == "default" else kind})
-    return float(rope["rope_theta"])

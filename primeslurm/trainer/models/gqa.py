@@ -26,12 +26,12 @@ from torchtitan.models.common.attention import (
     get_sliding_window_mask_mod,
 )
 from torchtitan.models.common.config_utils import get_attention_config
-from torchtitan.models.common.decoder import Decoder, TransformerBlock
+from torchtitan.models.common.decoder import TransformerBlock
 from torchtitan.models.common.moe_sharding import set_moe_sharding_config
 from torchtitan.models.common.nn_modules import RMSNorm
-from torchtitan.models.qwen3 import parallelize_qwen3
 from torchtitan.protocols.model_spec import ModelSpec
 
+from primeslurm.trainer.models import vision
 from primeslurm.trainer.models.adapter import TableAdapter
 from primeslurm.trainer.models.common import ends, linear
 from primeslurm.trainer.models.rotary import Rotary
@@ -128,14 +128,14 @@ class Block(TransformerBlock):
         return x + (h if self.post_ffn_norm is None else self.post_ffn_norm(h))
 
 
-class Model(Decoder):
+class Model(vision.Decoder):
     """Embedding, blocks, norm and head. Not made for tensor parallelism."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(Decoder.Config):
+    class Config(vision.Decoder.Config):
         def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
             """Prepare the experts for the parallelism of `config`."""
-            Decoder.Config.update_from_config(self, config=config, **kwargs)
+            vision.Decoder.Config.update_from_config(self, config=config, **kwargs)
             for layer in self.layers:
                 if layer.moe is not None:
                     set_moe_sharding_config(
@@ -204,7 +204,7 @@ def model_spec(hf: Any, layers: Sequence[Block.Config], adapter: type[TableAdapt
         name="gqa",
         flavor=hf.model_type,
         model=Model.Config(**ends(hf) | changes, layers=list(layers)),
-        parallelize_fn=parallelize_qwen3,
+        parallelize_fn=vision.parallelize,
         pipelining_fn=pipeline_llm,
         # Nothing moves the biases of routers: engines choose experts by the checkpoint's.
         post_optimizer_build_fn=None,

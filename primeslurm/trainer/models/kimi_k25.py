@@ -1,4 +1,4 @@
-"""The text model of Kimi-K2.5 to K2.7, which is DeepSeek-V3's. What sees images is neither loaded nor published."""
+"""The text model of Kimi-K2.5 to K2.7, which is DeepSeek-V3's. What sees images is published as it was."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
 class KimiStateDictAdapter(DeepSeekV3StateDictAdapter):
     """DeepSeek-V3's names below `language_model`."""
 
-    left_out = ("vision_tower.", "mm_projector.")
+    unchanged = ("vision_tower.", "mm_projector.")
     """How names of tensors begin that are not the text model's."""
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,8 @@ class Qwen3Adapter(TableAdapter):
 
 def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
     """The torchtitan spec of a Qwen3 config. Raises ValueError for features that are not implemented."""
-    refuse(hf, attention_bias=hf.attention_bias, use_sliding_window=hf.use_sliding_window, **silu_only(hf))
+    window = getattr(hf, "use_sliding_window", False)  # Qwen3-VL has none
+    refuse(hf, attention_bias=hf.attention_bias, use_sliding_window=window, **silu_only(hf))
     layers = [_layer(hf, index, attention) for index in range(hf.num_hidden_layers)]
     return gqa.model_spec(hf, layers, Qwen3Adapter)
 
@@ -59,7 +60,7 @@ def _moe(hf: Any) -> MoE.Config:
             gate_param_init=MATRIX,
             top_k=hf.num_experts_per_tok,
             score_func="softmax",
-            route_norm=hf.norm_topk_prob,
+            route_norm=getattr(hf, "norm_topk_prob", True),  # Qwen3-VL has no choice
         ),
         routed_experts=make_routed_experts_config(
             dim=hf.hidden_size,

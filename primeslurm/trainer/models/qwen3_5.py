@@ -1,6 +1,6 @@
 """Qwen3.5 and Qwen3.5-MoE: gated delta nets, and gated attention in every fourth layer.
 
-They are trained on text. The vision encoder that released checkpoints have stays frozen, and is published as it was.
+Released checkpoints have a vision encoder as well.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ from typing import Any
 from primeslurm.trainer import compat  # noqa: F401  isort: skip  (before torchtitan)
 import torch
 from torch import nn
-from torchtitan.models.common import CosSinRoPE, Linear
+from torchtitan.models.common import Linear
 from torchtitan.models.common.attention import AttentionMasksType, BaseAttention
 from torchtitan.models.common.config_utils import (
     get_attention_config,
     make_moe_config,
     make_router_config,
 )
-from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.feed_forward import FeedForward, SigmoidGatedFeedForward
 from torchtitan.models.common.moe import GroupedExperts, MoE
-from torchtitan.models.qwen3 import parallelize_qwen3
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
-from transformers import AutoModel
 
+from primeslurm.trainer.models import vision
 from primeslurm.trainer.models.adapter import TableAdapter
-from primeslurm.trainer.models.common import EXPERTS, MATRIX, build_parts, ends, ffn, linear, refuse, rope_theta
+from primeslurm.trainer.models.common import EXPERTS, MATRIX, build_parts, ends, ffn, linear, refuse
 from primeslurm.trainer.models.delta_net import DeltaNet
 from primeslurm.trainer.models.experts import routed, spread
+from primeslurm.trainer.models.names import renamed
+from primeslurm.trainer.models.rotary import Rotary, rotary
 
 
 class OffsetNorm(Module):
@@ -65,12 +65,11 @@ class GatedAttention(BaseAttention):
         wo: Linear.Config
         q_norm: OffsetNorm.Config
         k_norm: OffsetNorm.Config
-        rope: CosSinRoPE.Config
+        rope: Rotary.Config
 
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.head_dim = config.head_dim
-        self.rotary_dim = config.rope.dim
         build_parts(self, config, "wq", "wk", "wv", "wo", "q_norm", "k_norm", "rope", "inner_attention")
 
     def forward(
@@ -79,18 +78,11 @@ class GatedAttention(BaseAttention):
         """[rows, length, dim] to the same."""
         q, gate = self.wq(x).unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
         k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.wk, self.wv))
-        q, k = self._rotate(self.q_norm(q), self.k_norm(k), positions)
+        q, k = self.rope(self.q_norm(q), self.k_norm(k), positions)
         out = self.inner_attention(
             q, k, v, attention_masks=attention_masks, scale=self.head_dim**-0.5, enable_gqa=q.shape[2] > k.shape[2]
         )
         return self.wo((out * torch.sigmoid(gate)).flatten(2))
-
-    def _rotate(
-        self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        (q, q_rest), (k, k_rest) = (x.tensor_split([self.rotary_dim], dim=-1) for x in (q, k))
-        q, k = self.rope(q, k, positions)
-        return torch.cat([q, q_rest], dim=-1), torch.cat([k, k_rest], dim=-1)
 
 
 class Block(Module):
@@ -118,41 +110,22 @@ class Block(Module):
         if self.attention is not None:
             x = x + self.attention(normed, attention_masks, positions)
         else:
-            x = x + self.delta_net(normed, positions)
+            x = x + self.delta_net(normed, vision.document_positions(positions))
         after = self.feed_forward if self.moe is None else self.moe
         return x + after(self.ffn_norm(x))
 
 
-class VisionEncoder(Module):
-    """The encoder of images as transformers has it, frozen."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(Module.Config):
-        hf: Any
-        """A transformers config."""
-
-    def __init__(self, config: Config) -> None:
-        super().__init__()
-        self.encoder = AutoModel.from_config(config.hf).requires_grad_(False)
-
-
-class Model(Decoder):
+class Model(vision.Decoder):
     """A decoder of such blocks, and maybe a vision encoder beside it."""
 
     @dataclass(kw_only=True, slots=True)
-    class Config(Decoder.Config):
-        vision: VisionEncoder.Config | None = None
-
+    class Config(vision.Decoder.Config):
         def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
             """Fill in how modules are sharded."""
-            Decoder.Config.update_from_config(self, config=config, **kwargs)
+            vision.Decoder.Config.update_from_config(self, config=config, **kwargs)
             for layer in self.layers:
                 if layer.moe is not None:
                     spread(layer.moe, *EXPERTS)
-
-    def __init__(self, config: Config) -> None:
-        super().__init__(config)
-        self.vision = config.vision.build() if config.vision else None
 
 
 class Adapter(TableAdapter):
@@ -198,29 +171,10 @@ class Adapter(TableAdapter):
     }
 
 
-class WholeAdapter(Adapter):
+class WholeAdapter(vision.SeeingAdapter):
     """Names of checkpoints with a vision encoder."""
 
-    names = {name.replace("model.", "model.language_model.", 1): ours for name, ours in Adapter.names.items()}
-
-    def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Our tensors under checkpoint names. Raises KeyError for one that the table does not have."""
-        vision, rest = _divided(state_dict, _VISION)
-        return super().to_hf(rest) | {_HF_VISION + name: tensor for name, tensor in vision.items()}
-
-    def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
-        """What `to_hf` made, or a whole checkpoint, under our names. Raises KeyError for an unknown name."""
-        vision, rest = _divided(hf_state_dict, _HF_VISION)
-        return super().from_hf(rest) | {_VISION + name: tensor for name, tensor in vision.items()}
-
-
-_VISION, _HF_VISION = "vision.encoder.", "model.visual."
-
-
-def _divided(tensors: dict[str, Any], prefix: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Those whose names begin with `prefix`, without it, and the others."""
-    inside = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-    return inside, {name: tensor for name, tensor in tensors.items() if not name.startswith(prefix)}
+    names = renamed(Adapter.names, {"model.": "model.language_model."})
 
 
 def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
@@ -231,26 +185,26 @@ def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
         attention_bias=hf.attention_bias,
         activation="" if hf.hidden_act == "silu" else hf.hidden_act,
     )
-    layers = [_layer(hf, kind == "full_attention", seq_len, attention) for kind in hf.layer_types]
+    layers = [_layer(hf, kind == "full_attention", attention) for kind in hf.layer_types]
     around = ends(hf) | {"norm": _norm(hf, hf.hidden_size), "enable_weight_tying": whole.tie_word_embeddings}
-    vision = None if whole is hf else VisionEncoder.Config(hf=whole.vision_config)
+    encoder = None if whole is hf else vision.VisionEncoder.Config(hf=whole.vision_config)
     return ModelSpec(
         name="qwen3_5",
         flavor=whole.model_type,
-        model=Model.Config(**around, layers=layers, vision=vision),
-        parallelize_fn=parallelize_qwen3,
+        model=Model.Config(**around, layers=layers, vision=encoder),
+        parallelize_fn=vision.parallelize,
         pipelining_fn=None,
         post_optimizer_build_fn=None,
-        state_dict_adapter=WholeAdapter if vision else Adapter,
+        state_dict_adapter=WholeAdapter if encoder else Adapter,
     )
 
 
-def _layer(hf: Any, full_attention: bool, seq_len: int, backend: str) -> Block.Config:
+def _layer(hf: Any, full_attention: bool, backend: str) -> Block.Config:
     moe = hasattr(hf, "num_experts")
     return Block.Config(
         attention_norm=_norm(hf, hf.hidden_size),
         ffn_norm=_norm(hf, hf.hidden_size),
-        attention=_attention(hf, seq_len, backend) if full_attention else None,
+        attention=_attention(hf, backend) if full_attention else None,
         delta_net=None if full_attention else _net(hf),
         feed_forward=None if moe else ffn(hf, hf.intermediate_size),
         moe=_moe(hf) if moe else None,
@@ -261,9 +215,8 @@ def _norm(hf: Any, dim: int) -> OffsetNorm.Config:
     return OffsetNorm.Config(dim=dim, eps=hf.rms_norm_eps, param_init={"weight": nn.init.zeros_})
 
 
-def _attention(hf: Any, seq_len: int, backend: str) -> GatedAttention.Config:
+def _attention(hf: Any, backend: str) -> GatedAttention.Config:
     queries, keys = hf.num_attention_heads * hf.head_dim, hf.num_key_value_heads * hf.head_dim
-    rotary = int(hf.head_dim * hf.rope_parameters.get("partial_rotary_factor", 1.0))
     return GatedAttention.Config(
         n_heads=hf.num_attention_heads,
         head_dim=hf.head_dim,
@@ -273,8 +226,7 @@ def _attention(hf: Any, seq_len: int, backend: str) -> GatedAttention.Config:
         wo=linear(queries, hf.hidden_size),
         q_norm=_norm(hf, hf.head_dim),
         k_norm=_norm(hf, hf.head_dim),
-        # The sections of multimodal rotary embeddings all have the same positions in text.
-        rope=CosSinRoPE.Config(dim=rotary, max_seq_len=seq_len, theta=rope_theta(hf)),
+        rope=rotary(hf),
         inner_attention=get_attention_config(backend),
     )
 

@@ -29,6 +29,8 @@ class Rotary(Module):
         inverse_frequencies: tuple[float, ...]
         scale: float = 1.0
         """Factor of sine and cosine (YaRN's attention factor)."""
+        axes: tuple[int, ...] = ()
+        """Which position of an image's tokens turns each of these frequencies: 0 time, 1 height, 2 width."""
 
     inverse_frequencies: torch.Tensor
 
@@ -40,8 +42,12 @@ class Rotary(Module):
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries and keys of shape [batch, length, heads, head_dim], rotated by positions [batch, length]."""
-        angles = positions[..., None, None].float() * self.inverse_frequencies
+        """Queries and keys of shape [batch, length, heads, head_dim], rotated by positions.
+
+        These are [batch, length], or with images [batch, length, 4], as `vision.Decoder` has them.
+        """
+        own = positions.unsqueeze(-1) if positions.ndim == 2 else positions[..., 1:][..., self.config.axes]
+        angles = own.unsqueeze(-2).float() * self.inverse_frequencies
         angles = torch.cat([angles, angles], dim=-1)
         table = torch.cat([angles.cos(), angles.sin()], dim=-1) * self.config.scale
         size = angles.shape[-1]
@@ -64,7 +70,20 @@ def rotary(hf: Any, layer_type: str | None = None) -> Rotary.Config:
     refuse(hf, **{"RoPE scaling": "" if kind in KINDS else kind})
     if kind != "default":
         frequencies, scale = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"), layer_type=layer_type)
-        return Rotary.Config(inverse_frequencies=tuple(frequencies.tolist()), scale=scale)
+        return Rotary.Config(inverse_frequencies=tuple(frequencies.tolist()), scale=scale, axes=_axes(hf, parameters))
     size = int(hf.head_dim * parameters.get("partial_rotary_factor", 1.0))
     exponents = torch.arange(0, size, 2, dtype=torch.float) / size
-    return Rotary.Config(inverse_frequencies=tuple((1.0 / parameters["rope_theta"] ** exponents).tolist()))
+    frequencies = 1.0 / parameters["rope_theta"] ** exponents
+    return Rotary.Config(inverse_frequencies=tuple(frequencies.tolist()), axes=_axes(hf, parameters))
+
+
+def _axes(hf: Any, parameters: Any) -> tuple[int, ...]:
+    """Frequencies take turns: time, height, width, time ... until those of height and width have theirs."""
+    sections = parameters.get("mrope_section")
+    if sections is None:
+        return ()
+    refuse(hf, **{"RoPE in sections": not parameters.get("mrope_interleaved", True)})
+    axes = [0] * sum(sections)
+    for axis in (1, 2):
+        axes[axis : 3 * sections[axis] : 3] = [axis] * len(axes[axis : 3 * sections[axis] : 3])
+    return tuple(axes)

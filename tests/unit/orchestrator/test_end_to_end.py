@@ -6,7 +6,9 @@ import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.support.fake_engine import FakeEngine, write_tokenizer
@@ -16,13 +18,14 @@ from tests.support.scripted_run import OFF_POLICY, STEPS, Run, publish_addresses
 class FakeRun(Run):
     """A Run on one FakeEngine, which is its own router."""
 
-    def __init__(self, engine: FakeEngine, root: Path) -> None:
+    def __init__(self, engine: FakeEngine, root: Path, changes: dict[str, Any] | None = None) -> None:
         super().__init__(
             root,
             root / "model",
             [engine.url],
             {"engine-r0-0": engine.url},
             lambda run_dir, version: run_dir / str(version),
+            changes or {},
         )
         self.engine = engine
 
@@ -127,6 +130,49 @@ def test_a_new_attempt_continues_at_the_last_commit(run: FakeRun) -> None:
     assert run.processes["orchestrator"].wait(180) == 0, run.logs()
     check_whole_run(run)
     assert {request["cache_salt"].split(":")[0] for request in run.engine.requests} == {"test-1.1", "test-1.2"}
+
+
+def test_a_teacher_that_comes_late_and_a_restart_lose_nothing(tmp_path: Path) -> None:
+    tokenizer = write_tokenizer(tmp_path / "model")
+    with FakeEngine(tokenizer, delay_s=0.05) as engine, FakeEngine(tokenizer) as teacher:
+        batches = {"batch_size": 8, "group_size": 4, "max_off_policy_steps": OFF_POLICY}
+        changes = {
+            "max_steps": 2,
+            "teacher": {"type": "engines", "path": "/models/teacher"},
+            "orchestrator": {**batches, "advantages": "opd", "opd_reward": 0.5},
+        }
+        run = FakeRun(engine, tmp_path, changes)
+        run.teachers["teacher-0"] = "http://127.0.0.1:9"
+        run.start("orchestrator")
+        run.start("worker")
+        link = run.link()
+        try:
+            run.publish(link, 0)
+            spool = run.run_dir / "rollouts"
+            while len(list(spool.glob("*.group"))) < 4:
+                time.sleep(0.1)
+            state = run.run_dir / "attempts/1/state/orchestrator.json"
+            while json.loads(state.read_text())["unscored_groups"] < 4:
+                time.sleep(0.1)
+            run.kill("orchestrator")
+            run.teachers["teacher-0"] = teacher.url
+            run.start("orchestrator")
+            sampled = len(engine.requests)
+            for batch in run.batch(link, 1):
+                for row in batch.rows:
+                    assert row.ref_logprobs is not None
+                    assert (row.ref_logprobs == np.where(row.mask, -row.positions / 16, 0)).all()
+                    gap = (row.advantages - row.ref_logprobs + row.logprobs)[row.mask]
+                    assert (np.abs(gap) <= 0.5).all() and gap.any(), "half the reward, less the group's mean"
+            assert len(engine.requests) == sampled, "what was sampled before the restart is what is trained"
+            for step in (1, 2):
+                run.train(link, step)
+            assert run.processes["orchestrator"].wait(180) == 0, run.logs()
+        finally:
+            run.stop()
+    rows = run.metrics()
+    assert all(row["teacher/kl"] != 0 for row in rows)
+    assert sum(row["teacher/tokens"] for row in rows) > 0 and sum(row["teacher/seconds"] for row in rows) > 0
 
 
 def test_a_run_goes_on_without_a_replica_that_was_given_up(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ def document(start: int, length: int) -> Document:
     tokens = np.arange(start, start + length, dtype=np.int32)
     mask = tokens % 3 == 0
     mask[:1] = False
-    return Document(tokens, mask, -tokens.astype(np.float32), float(start), on_policy=False)
+    return Document(tokens, mask, -tokens.astype(np.float32), np.full(length, start, np.float32), on_policy=False)
 
 
 def found(row: Row) -> list[tuple[list[int], list[bool], list[float], set[float]]]:
@@ -51,7 +51,7 @@ def test_every_token_is_in_one_place(lengths: list[int], ranks: int) -> None:
     assert all((row.temperatures == np.float32(0.7)).all() for row in rows)
     pieces = sorted(piece for row in rows for piece in found(row) if any(piece[0]))
     expected = sorted(
-        (doc.token_ids.tolist(), doc.mask.tolist(), doc.logprobs.tolist(), {doc.advantage}) for doc in docs
+        (doc.token_ids.tolist(), doc.mask.tolist(), doc.logprobs.tolist(), set(doc.advantages.tolist())) for doc in docs
     )
     assert pieces == expected
     assert sum(int(row.mask.sum()) for row in rows) == loss_tokens(docs)
@@ -70,7 +70,7 @@ def group(lengths: list[int], rewards: list[float]) -> Group:
 def test_long_sequences_are_cut_and_advantages_are_centred() -> None:
     docs = documents([group([5, 2 * SEQ_LEN], [1.0, 0.0])], SEQ_LEN, 0, "grpo")
     assert [len(doc) for doc in docs] == [5, SEQ_LEN]
-    assert [doc.advantage for doc in docs] == [0.5, -0.5]
+    assert [set(doc.advantages.tolist()) for doc in docs] == [{0.5}, {-0.5}]
     assert loss_tokens(docs) == 4 + SEQ_LEN - 1
 
 
@@ -81,7 +81,47 @@ def test_advantages_follow_the_rule() -> None:
     assert rare.advantages("max_rl") == [-1.0, -1.0, -1.0, 3.0]
     assert group(lengths, [0.5] * 4).advantages("max_rl") == [0.0] * 4
     assert group(lengths, [-1.0, 0.0, 0.0, 1.0]).advantages("max_rl") == [0.0] * 4
-    assert [doc.advantage for doc in documents([rare], SEQ_LEN, 0, "max_rl")] == [-1.0, -1.0, -1.0, 3.0]
+    found = [doc.advantages.tolist() for doc in documents([rare], SEQ_LEN, 0, "max_rl")]
+    assert found == [[-1.0] * 2, [-1.0] * 2, [-1.0] * 2, [3.0] * 2]
+
+
+def scored(whole: Group) -> Group:
+    """The token at position i has the log-probability -i / 4 by the teacher."""
+    rollouts = []
+    for (branch,) in whole.rollouts:
+        ref = np.where(branch.mask, -np.arange(len(branch.mask)) / 4, 0).astype(np.float32)
+        rollouts.append((replace(branch, ref_logprobs=ref),))
+    return replace(whole, rollouts=tuple(rollouts))
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_distillation_gives_every_token_its_distance_to_the_teacher(share: float) -> None:
+    long = 2 * SEQ_LEN
+    whole = group([5, long], [1.0, 0.0])
+    (first,), (second,) = whole.rollouts
+    first = replace(first, mask=np.array([False, False, True, True, False]))
+    whole = replace(whole, rollouts=((first,), (second,)))
+    docs = documents([scored(whole)], SEQ_LEN, 0, "opd", share)
+    for doc, reward in zip(docs, [0.5, -0.5], strict=True):
+        position = np.arange(len(doc), dtype=np.float64)
+        exact = np.where(doc.mask, -position / 4 - doc.logprobs.astype(np.float64), 0) + share * reward
+        assert doc.advantages.dtype == np.float32
+        assert np.abs(doc.advantages - exact).max() < 1e-6
+    assert not docs[0].advantages[[0, 1, 4]].any() or share, "tokens that are not trained are not distilled"
+    with pytest.raises(ValueError, match="r0: no teacher was asked"):
+        documents([whole], SEQ_LEN, 0, "opd")
+
+
+def test_the_teachers_part_stays_with_its_tokens() -> None:
+    whole = group([6, 3 * SEQ_LEN], [1.0, 0.0])
+    docs = documents([scored(whole)], SEQ_LEN, 0, "grpo")
+    assert {tuple(set(doc.advantages.tolist())) for doc in docs} == {(0.5,), (-0.5,)}
+    long, short, padding = (rows[0] for rows in pack(docs, SEQ_LEN, 3, 1.0))
+    assert long.ref_logprobs is not None and short.ref_logprobs is not None and padding.ref_logprobs is not None
+    assert long.ref_logprobs.tolist() == [-i / 4 for i in range(SEQ_LEN)]
+    assert short.ref_logprobs.tolist() == [*(-i / 4 for i in range(6)), *[0.0] * (SEQ_LEN - 6)]
+    assert not padding.ref_logprobs.any()
+    assert pack(documents([whole], SEQ_LEN, 0, "grpo"), SEQ_LEN, 1, 1.0)[0][0].ref_logprobs is None
 
 
 def test_observed_tokens_get_the_weight_that_makes_their_mean_count() -> None:

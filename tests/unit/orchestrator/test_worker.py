@@ -45,7 +45,7 @@ ROUTER = "router-0"
 
 async def rollouts(engine: FakeEngine, made: Recipe, example: int = 0) -> tuple[Rollout, ...]:
     """One job, run by a Worker."""
-    worker = Worker(made, made.environments[0], 0, "inproc://nobody", AddressBook(Path("/nowhere")))
+    worker = Worker(made, made.environments[0], 0, "inproc://nobody", AddressBook(Path("/nowhere")), Path("/nowhere"))
     job = Job("j", "g", "reverse-text", example, 3, ROUTER, "run.1:3")
     async with serving(worker._env) as clients:
         timeout_s = made.orchestrator.request_timeout_s
@@ -132,7 +132,9 @@ async def test_turns_extend_the_sampled_tokens_or_branch(tokenizer: Path, tmp_pa
     environments.load("reverse-text", {})
     with FakeEngine(tokenizer, routed=True) as engine:
         engine.version = 3
-        worker = Worker(made, made.environments[0], 0, "inproc://nobody", AddressBook(Path("/nowhere")))
+        worker = Worker(
+            made, made.environments[0], 0, "inproc://nobody", AddressBook(Path("/nowhere")), Path("/nowhere")
+        )
         worker._env = TwoTurnEnv(TwoTurnConfig(taskset={"id": "reverse-text"}, interception={"type": "server"}))
         async with serving(worker._env) as clients:
             client = TokenClient(ROUTER, lambda: engine.url, made.model.path, made.max_len, 5, routed=True)

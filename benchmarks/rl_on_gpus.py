@@ -1,0 +1,154 @@
+"""The whole loop on GPUs: mismatch of trainer and engines, and the seconds of a policy update, in a few cells.
+
+    python -m benchmarks.rl_on_gpus OUT.json [CELL ...]
+
+Needs two GPUs, for the cells with prefill and decode apart three; a cell takes one to two minutes. Without names all
+cells are run that the GPUs suffice for. Each is a run of its own (`primeslurm submit --local`) from the same random
+Qwen3-MoE, whose sizes are multiples of an FP8 block; what is reported comes from the records of that run.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from primeslurm.run.directory import RunDirectory
+from primeslurm.run.records import events, rows
+
+HERE = Path(__file__).resolve().parent
+CONFIG: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "moe_intermediate_size": 512,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.04,
+    "bos_token_id": None,
+    "pad_token_id": 0,
+    "eos_token_id": 2,
+}
+REPLAY = {"trainer.router_replay": "true"}
+FP8 = {"trainer.fp8": "true", "inference.quantization": "fp8"}
+SKIPPED = 2
+"""Updates at the beginning, which connect and compile."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run."""
+
+    recipe: str
+    gpus: int
+    settings: Mapping[str, str]
+
+
+CELLS = {
+    "bf16": Cell("rl_on_two_gpus.yaml", 2, {}),
+    "bf16-replay": Cell("rl_on_two_gpus.yaml", 2, REPLAY),
+    "fp8": Cell("rl_on_two_gpus.yaml", 2, FP8),
+    "fp8-replay": Cell("rl_on_two_gpus.yaml", 2, FP8 | REPLAY),
+    "bf16-disaggregated": Cell("rl_on_gpus.yaml", 3, {}),
+    "fp8-disaggregated": Cell("rl_on_gpus.yaml", 3, FP8),
+}
+
+
+def make_model(directory: Path) -> None:
+    """A random model with the demo's tokenizer."""
+    import torch
+    from transformers import GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    from primeslurm.trainer import tiny
+
+    torch.manual_seed(0)
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**CONFIG)).to(torch.bfloat16)
+    with torch.no_grad():  # well separated scores: rounding then changes few choices of experts
+        for name, parameter in model.named_parameters():
+            if name.endswith("mlp.gate.weight"):
+                parameter.normal_(std=0.5)
+    model.save_pretrained(directory)
+    tiny.tokenizer().save_pretrained(directory)
+    GenerationConfig(eos_token_id=2, pad_token_id=0).save_pretrained(directory)
+
+
+def run(name: str, cell: Cell, model: Path) -> dict[str, Any]:
+    """Run a cell and report what it left behind."""
+    run_name = f"{name}-{time.strftime('%H%M%S')}"
+    settings = {"model.path": str(model), **cell.settings}
+    options = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    submit = ["-m", "primeslurm", "submit", str(HERE / cell.recipe), "--local", "--wait", "--name", run_name, *options]
+    code = subprocess.call([sys.executable, *submit])
+    directory = RunDirectory(Path("runs") / run_name)
+    return {"exit_code": code, "settings": dict(cell.settings), **report(rows(directory.path), events(directory))}
+
+
+def report(steps: Sequence[Mapping[str, Any]], happened: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Medians over the steps and updates of a run.
+
+    `publish` is the trainer's part of an update, `transfer` that of it in which tensors are sent; `load` (while they
+    arrive) and `pause` are those of the engine that took longest.
+    """
+    kl = [row["trainer/mismatch_kl"] for row in steps if "trainer/mismatch_kl" in row]
+    slowest: dict[int, dict[str, float]] = {}
+    for event in happened:
+        if event["kind"] == "engine_updated" and "load_s" in event:
+            seen = slowest.setdefault(event["version"], {"load": 0.0, "pause": 0.0})
+            for part in seen:
+                seen[part] = max(seen[part], event[f"{part}_s"])
+    parts = {
+        "publish": [row["trainer/seconds/publish"] for row in steps if "trainer/seconds/publish" in row],
+        "transfer": [event["sent_s"] for event in happened if event["kind"] == "published"],
+        **{part: [found[part] for _, found in sorted(slowest.items())] for part in ("load", "pause")},
+    }
+    return {
+        "steps": len(steps),
+        "mismatch_kl": {"median": _median(kl), "max": max(kl, default=None)},
+        "update_seconds": {part: _median(values[SKIPPED:] or values) for part, values in parts.items()},
+        "step_seconds": _median([row["throughput/step_seconds"] for row in steps][SKIPPED:]),
+    }
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return float(f"{statistics.median(values):.4g}") if values else None
+
+
+def main() -> None:
+    """Run the cells, and write after each what there is."""
+    import torch
+
+    gpus = torch.cuda.device_count()
+    out = Path(sys.argv[1])
+    names = sys.argv[2:] or [name for name, cell in CELLS.items() if cell.gpus <= gpus]
+    model = Path(".primeslurm/rl-on-gpus").resolve()
+    make_model(model)
+    result: dict[str, Any] = {
+        "command": " ".join(["python -m benchmarks.rl_on_gpus", *sys.argv[1:]]),
+        "machine": f"{gpus} x {torch.cuda.get_device_name()}, one host, local executor",
+        "versions": {name: version(name) for name in ("torch", "torchtitan", "vllm")},
+        "model": CONFIG,
+        "bytes": sum(file.stat().st_size for file in model.glob("*.safetensors")),
+        "cells": {},
+    }
+    for name in names:
+        result["cells"][name] = run(name, CELLS[name], model)
+        out.write_text(json.dumps(result, indent=2) + "\n")
+        print(name, json.dumps(result["cells"][name]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""torchtitan's own training step, on its own model: what ours is timed beside."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any, Literal
+
+from primeslurm.trainer import compat  # isort: skip  (before torchtitan)
+import torch
+from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.models.qwen3 import model_registry
+from torchtitan.trainer import Trainer
+
+from primeslurm.recipe import Recipe
+from primeslurm.trainer.parallel import micro_batch_rows
+from primeslurm.trainer.world import World
+
+_CHECKPOINTING: dict[str, Any] = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
+Sample = tuple[dict[str, torch.Tensor], torch.Tensor]
+
+
+class TitanStep(Trainer):
+    """A `Trainer` of which only what `train_step` uses is set up: no data, checkpoints, metrics or compilation."""
+
+    def __init__(self, flavor: str, config: Any, recipe: Recipe, rows: int, world: World) -> None:
+        """Build the model and all that trains it.
+
+        Args:
+            flavor: of torchtitan's Qwen3 models.
+            config: how many layers, and how large a vocabulary, the model has.
+            recipe: dtype, lengths, layout and chunks of the head's loss; its model is not looked at.
+            rows: of each data-parallel rank.
+        """
+        layout = recipe.trainer.parallelism
+        self.device = world.device
+        per_pass = min(rows, micro_batch_rows(recipe.seq_len))
+        training = TrainingConfig(
+            seq_len=recipe.seq_len,
+            local_batch_size=per_pass,
+            mixed_precision_param=recipe.model.dtype,
+            max_norm=recipe.trainer.optimizer.max_norm or float("inf"),
+            disable_cuda_graphs=True,
+        )
+        parallelism = ParallelismConfig(
+            data_parallel_replicate_degree=layout.dp_replicate,
+            context_parallel_degree=layout.cp,
+            expert_parallel_degree=layout.ep,
+            fsdp_reshard_after_forward="default" if layout.reshard_after_forward else "never",
+            spmd_backend="partial_dtensor",
+        )
+        self.config = SimpleNamespace(training=training, parallelism=parallelism)
+        self.parallel_dims = ParallelDims.from_config(parallelism, world.size)
+        self.gradient_accumulation_steps = rows // per_pass
+        self.num_pipeline_parallel_microbatches = 1
+        self.model_parts = [self._model(flavor, config, attention(layout.cp), layout.activation_checkpointing)]
+        self.loss_fn = _loss(recipe, per_pass, self.model_parts[0])
+        self.optimizers = default_adamw(lr=recipe.trainer.optimizer.lr).build(model_parts=self.model_parts)
+        schedule = LRSchedulersContainer.Config(warmup_steps=0)
+        self.lr_schedulers = schedule.build(optimizers=self.optimizers, training_steps=10_000)
+        self.train_context = dist_utils.get_spmd_context(parallel_dims=self.parallel_dims)
+        self.fwd_bwd_fn = self._forward_backward_body
+        self.step = self.ntokens_seen = 0
+        self.metrics_processor = SimpleNamespace(should_log=lambda step: False)
+        self.checkpointer = SimpleNamespace(maybe_wait_for_staging=lambda: None)
+
+    def _model(self, flavor: str, config: Any, backend: str, checkpointing: str) -> Any:
+        spec = model_registry(flavor, attn_backend=backend)
+        spec.model.layers = spec.model.layers[: config.num_hidden_layers]
+        spec.model.vocab_size = config.vocab_size
+        spec.model.tok_embeddings.num_embeddings = spec.model.lm_head.out_features = config.vocab_size
+        if compat.ON_CPU:
+            compat.adapt(spec.model)
+        spec.model.update_from_config(config=self.config)
+        self.model_config = spec.model
+        with torch.device("meta"):
+            model = spec.model.build()
+        model = spec.parallelize_fn(
+            model,
+            parallel_dims=self.parallel_dims,
+            training=self.config.training,
+            parallelism=self.config.parallelism,
+            compile_config=CompileConfig(enable=False),
+            ac_config=_CHECKPOINTING[checkpointing],
+            dump_folder="",
+        )
+        model.to_empty(device=self.device.type)
+        with torch.no_grad():
+            model.init_weights(buffer_device=None)
+        return model.train()
+
+    def train(self, samples: Iterator[Sample]) -> None:
+        """One optimizer step on the next samples, each of as many rows as are computed at once."""
+        self.step += 1
+        self.train_step(samples)
+
+
+def attention(cp: int) -> Literal["flex", "varlen"]:
+    """The attention that torchtitan has here: varlen is bfloat16 on GPUs, and not split over ranks."""
+    return "flex" if compat.ON_CPU or cp > 1 else "varlen"
+
+
+def _loss(recipe: Recipe, rows: int, model: Any) -> Any:
+    chunk = recipe.trainer.memory.lm_head_chunk
+    if chunk is None:
+        return CrossEntropyLoss.Config().build()
+    tokens = rows * recipe.seq_len // recipe.trainer.parallelism.cp
+    loss = ChunkedLossWrapper.Config(num_chunks=max(1, tokens // chunk)).build()
+    loss.set_lm_head(model.lm_head)
+    model._skip_lm_head = True
+    return loss

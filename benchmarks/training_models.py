@@ -1,0 +1,113 @@
+"""Shapes of models whose training is timed, and how many operations a token of them costs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import GlmMoeDsaConfig, Qwen3Config, Qwen3MoeConfig
+
+PEAK_FLOPS = {"H200": 989e12, "H100": 989e12}
+"""Dense bfloat16 operations a second by a part of the GPU's name (data sheets of the SXM boards, without sparsity)."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model of full width; how many layers, experts and words it has is up to the memory."""
+
+    config: type
+    settings: dict[str, Any]
+    flavor: str | None
+    """torchtitan's name of the same shape, if it has it."""
+
+    def build(self, layers: int, experts: int | None, vocabulary: int | None) -> Any:
+        """The transformers config with this many layers, and of the rest as much as the model has, unless given."""
+        counts: dict[str, Any] = {"num_hidden_layers": layers}
+        if experts is not None:
+            counts["num_local_experts" if self.config is GlmMoeDsaConfig else "num_experts"] = experts
+        if vocabulary is not None:
+            counts["vocab_size"] = vocabulary
+        return self.config(**self.settings | counts)
+
+
+_QWEN3: dict[str, Any] = {
+    "vocab_size": 151936,
+    "head_dim": 128,
+    "num_attention_heads": 32,
+    "max_position_embeddings": 262144,
+    "rope_theta": 1e6,
+    "rms_norm_eps": 1e-6,
+}
+_EXPERTS: dict[str, Any] = {
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+}
+SHAPES = {
+    "qwen3_30b_a3b": Shape(
+        Qwen3MoeConfig,
+        _QWEN3 | _EXPERTS | {"hidden_size": 2048, "num_key_value_heads": 4, "num_experts": 128},
+        "30B-A3B",
+    ),
+    "qwen3_4b": Shape(
+        Qwen3Config,
+        _QWEN3
+        | {"hidden_size": 2560, "num_key_value_heads": 8, "intermediate_size": 9728, "tie_word_embeddings": True},
+        "4B",
+    ),
+    # transformers' defaults are GLM-5's. All layers have experts: of the whole model's, 75 of 78 have.
+    "glm5": Shape(GlmMoeDsaConfig, {"first_k_dense_replace": 0}, None),
+    "tiny": Shape(
+        Qwen3MoeConfig,
+        _QWEN3
+        | _EXPERTS
+        | {
+            "vocab_size": 2048,
+            "hidden_size": 256,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 8,
+            "num_experts": 64,
+        },
+        "debugmodel_moe",
+    ),
+}
+
+
+def matrix_flops(model: Any, config: Any) -> float:
+    """Operations a token costs in the products with weights, forward and backward.
+
+    Six for each weight that a token meets (two forward, two for each of both gradients; Kaplan et al. 2020,
+    https://arxiv.org/abs/2001.08361, table 1), two where it is frozen. Embeddings are looked up, and only count where
+    the head shares them. A token meets as many experts as it is sent to.
+    """
+    experts = getattr(config, "num_experts", None) or getattr(config, "n_routed_experts", 0)
+    total = 0.0
+    for name, parameter in model.named_parameters():
+        if parameter.ndim < 2 or ("tok_embeddings" in name and not config.tie_word_embeddings):
+            continue
+        share = config.num_experts_per_tok / experts if "routed_experts" in name else 1.0
+        total += (6 if parameter.requires_grad else 2) * share * parameter.numel()
+    return total
+
+
+def attention_flops(config: Any, length: int, causal: bool) -> float:
+    """Operations a token costs in products of queries, keys and values, forward and backward; mean of a document.
+
+    Three times those of the forward pass, without recomputation (Chowdhery et al. 2022,
+    https://arxiv.org/abs/2204.02311, appendix B).
+
+    Args:
+        length: of the document.
+        causal: count the keys that a token sees; otherwise all of them, as torchtitan and many others do.
+    """
+    heads, layers = config.num_attention_heads, config.num_hidden_layers
+    seen = (length + 1) / 2 if causal else float(length)
+    if not hasattr(config, "index_topk"):
+        return 3 * layers * 2 * heads * 2 * config.head_dim * seen
+    # Absorbed: keys are compressed keys and rotary parts, values the compressed keys. The frozen indexer runs forward.
+    top = min(config.index_topk, length)
+    chosen = top - top * (top - 1) / (2 * length)  # mean of min(i, top) over i = 1 .. length
+    width = 2 * config.kv_lora_rank + config.qk_rope_head_dim
+    indexers = config.indexer_types.count("full")
+    return 3 * layers * 2 * heads * width * chosen + indexers * 2 * config.index_n_heads * config.index_head_dim * seen

@@ -1,0 +1,250 @@
+"""Seconds, tokens a second, MFU and memory of our training step, and of torchtitan's beside it.
+
+    python -m benchmarks.training_speed --shape tiny --against torchtitan
+    python -m benchmarks.training_speed --shape qwen3_30b_a3b --layers 8 --ranks 2 --ep 2 --seq 16384 --out R.json
+
+Starts `--ranks` processes on this machine, on GPUs if it has any; weights and tokens are random. Ours is the step that
+runs train with: `Learner.train` with the recipe's loss, from arrays in host memory to updated weights and metrics. The
+other is torchtitan's `Trainer.train_step`, uncompiled. Both have their models in memory at once and take turns. The
+ratio is that of medians: of elapsed time on GPUs, on CPUs of rank 0's processor time, which others disturb less.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+WARM_UP = 2
+Step = Callable[[], None]
+
+
+def arguments(words: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.training_speed", description=__doc__.splitlines()[0])
+    parser.add_argument("--shape", choices=["qwen3_30b_a3b", "qwen3_4b", "glm5", "tiny"], default="tiny")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--experts", type=int, help="fewer than the model has; a token meets as many as ever")
+    parser.add_argument("--vocab", type=int, help="words, so that few layers do not stand beside a whole head")
+    parser.add_argument("--seq", type=int, default=512, help="tokens of a row, which is one document")
+    parser.add_argument("--rows", type=int, default=1, help="of each data-parallel rank")
+    parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--dp-replicate", type=int, default=1)
+    parser.add_argument("--ep", type=int, default=1)
+    parser.add_argument("--cp", type=int, default=1)
+    parser.add_argument("--cp-style", choices=["ulysses", "allgather"], default="ulysses")
+    parser.add_argument("--checkpointing", choices=["none", "selective", "full"], default="full")
+    parser.add_argument("--optimizer", choices=["adamw", "sgd", "sign_sgd", "muon"], default="adamw")
+    parser.add_argument("--lm-head-chunk", type=int)
+    parser.add_argument("--dtype", choices=["bfloat16", "float32"], help="default: bfloat16 on GPUs, float32 on CPUs")
+    parser.add_argument("--fp8", action="store_true", help="of ours")
+    parser.add_argument("--steps", type=int, default=10, help=f"that are timed, after {WARM_UP}")
+    parser.add_argument("--against", choices=["torchtitan"])
+    parser.add_argument("--out", type=Path, help="also write the result there; the last option")
+    return parser.parse_args(words)
+
+
+def make_recipe(options: argparse.Namespace, on_cpu: bool) -> Any:
+    """The recipe that a run with these options would have."""
+    from primeslurm.recipe import Recipe
+
+    parallelism = {
+        "dp_replicate": options.dp_replicate,
+        "ep": options.ep,
+        "cp": options.cp,
+        "cp_style": options.cp_style,
+        "activation_checkpointing": options.checkpointing,
+    }
+    trainer = {
+        "parallelism": parallelism,
+        "optimizer": {"type": options.optimizer, "lr": 1e-5},
+        "memory": {"lm_head_chunk": options.lm_head_chunk},
+        "fp8": options.fp8,
+    }
+    model = {"path": options.shape, "dtype": options.dtype or ("float32" if on_cpu else "bfloat16")}
+    sections = {"seq_len": options.seq, "model": model, "trainer": trainer}
+    return Recipe.model_validate({"name": "training-speed", "environments": [{"id": "none"}], **sections})
+
+
+def ours(recipe: Any, config: Any, rows: int, world: Any, directory: Path) -> tuple[Step, Any]:
+    """Our step on random rows, and the policy."""
+    from primeslurm.trainer.loss import from_recipe
+    from primeslurm.trainer.parallel import assemble
+    from primeslurm.trainer.progress import Progress
+    from primeslurm.trainer.step import Learner
+    from primeslurm.wire.journal import Journal
+
+    policy = assemble(config, Path(recipe.model.path), recipe, world)
+    learner = Learner(policy, recipe.trainer.optimizer, 10_000, from_recipe(recipe.trainer.loss), world)
+    batch = random_batch(recipe.seq_len, config.vocab_size, rows, policy.dp_rank, policy.dp_world)
+    progress = Progress(Journal(directory, f"rank-{world.rank}"), record=world.is_main)
+
+    def step() -> None:
+        learner.train(batch, progress)
+
+    return step, policy
+
+
+def random_batch(seq_len: int, vocabulary: int, rows: int, dp_rank: int, dp_world: int) -> Any:
+    """Rows of one document each, of which every token but the first is trained."""
+    import numpy as np
+
+    from primeslurm.wire.rollouts import Batch, BatchInfo, Row
+
+    rng = np.random.default_rng(dp_rank)
+    made = [
+        Row(
+            token_ids=rng.integers(0, vocabulary, seq_len, dtype=np.int32),
+            positions=np.arange(seq_len, dtype=np.int32),
+            mask=np.arange(seq_len) > 0,
+            logprobs=np.full(seq_len, -math.log(vocabulary), np.float32),
+            advantages=rng.normal(size=seq_len).astype(np.float32),
+            temperatures=np.ones(seq_len, np.float32),
+            on_policy=np.ones(seq_len, np.bool_),
+        )
+        for _ in range(rows)
+    ]
+    info = BatchInfo(step=1, dp_rank=dp_rank, dp_world=dp_world, loss_tokens=dp_world * rows * (seq_len - 1))
+    return Batch(info, made)
+
+
+def torchtitans(options: argparse.Namespace, recipe: Any, flavor: str, config: Any, world: Any) -> tuple[Step, Any]:
+    """torchtitan's step on random rows, and its model."""
+    import torch
+
+    from benchmarks.titan_step import TitanStep
+    from primeslurm.trainer.parallel import micro_batch_rows
+
+    trainer = TitanStep(flavor, config, recipe, options.rows, world)
+    per_pass = min(options.rows, micro_batch_rows(options.seq))
+    if options.rows % per_pass:
+        raise SystemExit(f"--against torchtitan: --rows beyond {per_pass} must be a multiple of it")
+    tokens = torch.randint(0, config.vocab_size, (options.rows, options.seq + 1))
+    positions = torch.arange(options.seq).expand(per_pass, -1)
+
+    def samples() -> Iterator[Any]:
+        for part in tokens.split(per_pass):
+            yield {"input": part[:, :-1].contiguous(), "positions": positions}, part[:, 1:].contiguous()
+
+    return lambda: trainer.train(samples()), trainer.model_parts[0]
+
+
+def take_turns(steps: Mapping[str, Step], count: int, world: Any) -> dict[str, list[tuple[float, float]]]:
+    """Of each timed step: seconds elapsed, and seconds of processor time. All ranks begin each together."""
+    import torch
+
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
+    for _ in range(count):
+        for name, step in steps.items():
+            world.barrier()
+            began, used = time.perf_counter(), time.process_time()
+            step()
+            if world.device.type == "cuda":
+                torch.cuda.synchronize()
+            used = time.process_time() - used
+            world.barrier()
+            times[name].append((time.perf_counter() - began, used))
+    return times
+
+
+def warmed_up(make: Callable[[], tuple[Step, Any]], world: Any) -> tuple[Step, Any, float | None]:
+    """A step that has been made a few times, its model, and the GPU memory that it all took at its peak, in GB."""
+    import torch
+
+    on_gpu = world.device.type == "cuda"
+    before = torch.cuda.memory_allocated() if on_gpu else 0
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    step, model = make()
+    for _ in range(WARM_UP):
+        step()
+    peak = (torch.cuda.max_memory_allocated() - before) / 1e9 if on_gpu else None
+    return step, model, peak
+
+
+def measure(options: argparse.Namespace, world: Any) -> dict[str, Any]:
+    """What all ranks together find; the same on each."""
+    import torch
+
+    from benchmarks.training_models import PEAK_FLOPS, SHAPES, attention_flops, matrix_flops
+
+    shape = SHAPES[options.shape]
+    if options.against and (shape.flavor is None or options.experts or options.optimizer != "adamw"):
+        raise SystemExit("--against torchtitan: it has no GLM-5, all experts, and of these optimizers AdamW")
+    config = shape.build(options.layers, options.experts, options.vocab)
+    recipe = make_recipe(options, world.device.type == "cpu")
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as directory:
+        step, policy, peak = warmed_up(lambda: ours(recipe, config, options.rows, world, Path(directory)), world)
+        steps, peaks = {"ours": step}, {"ours": peak}
+        if options.against and shape.flavor:
+            flavor = shape.flavor
+            made = warmed_up(lambda: torchtitans(options, recipe, flavor, config, world), world)
+            steps["torchtitan"], model, peaks["torchtitan"] = made
+            assert _count(model) == _count(policy.model), "both train the same shape"
+        times = take_turns(steps, options.steps, world)
+    tokens = policy.dp_world * options.rows * options.seq
+    matrices = matrix_flops(policy.model, config)
+    causal, whole = (matrices + attention_flops(config, options.seq, causal) for causal in (True, False))
+    gpu = torch.cuda.get_device_name() if world.device.type == "cuda" else None
+    ceiling = next((flops for name, flops in PEAK_FLOPS.items() if gpu and name in gpu), None)
+    found: dict[str, Any] = {"parameters": _count(policy.model), "flops_per_token": causal, "tokens_per_step": tokens}
+    medians = {name: [statistics.median(kind) for kind in zip(*each, strict=True)] for name, each in times.items()}
+    for name, (median, used) in medians.items():
+        found[name] = {
+            "seconds": round(median, 4),
+            "processor_s": round(used, 4),
+            "tokens_per_s": round(tokens / median, 1),
+            "peak_gb": None if peaks[name] is None else round(max(world.collect(peaks[name])), 2),
+        }
+        if ceiling:
+            per_s = tokens / median / world.size / ceiling
+            found[name] |= {"mfu": round(causal * per_s, 4), "mfu_all_keys": round(whole * per_s, 4)}
+    if options.against:
+        clock = 0 if gpu else 1
+        found["speed_ratio"] = round(medians["torchtitan"][clock] / medians["ours"][clock], 4)
+    return found | {"gpu": gpu, "dtype": recipe.model.dtype}
+
+
+def _count(model: Any) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def main() -> None:
+    """Start the ranks; each then comes here again, with its rank in the environment."""
+    options = arguments()
+    if "RANK" not in os.environ:
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks)]
+        sys.exit(subprocess.call([sys.executable, *launch, "-m", "benchmarks.training_speed", *sys.argv[1:]]))
+    from primeslurm.trainer.interrupt import Interrupt
+    from primeslurm.trainer.world import join
+
+    world = join(Interrupt(), 600)
+    settings = {name: value for name, value in vars(options).items() if name not in ("out", "dtype")}
+    result = {
+        "command": " ".join(["python -m benchmarks.training_speed", *sys.argv[1:]]).partition(" --out ")[0],
+        "machine": f"{os.cpu_count()} x {platform.machine()}, load {os.getloadavg()[0]:.1f} at the start",
+        "versions": {name: version(name) for name in ("torch", "torchtitan")},
+        **settings,
+        **measure(options, world),
+    }
+    if world.is_main:
+        print(json.dumps(result, indent=2))
+        if options.out:
+            options.out.write_text(json.dumps(result, indent=2) + "\n")
+    world.close()
+
+
+if __name__ == "__main__":
+    main()

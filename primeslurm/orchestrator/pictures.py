@@ -1,0 +1,44 @@
+"""Images of rollouts: as files of the run, each once, however many rollouts have seen it."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from primeslurm.orchestrator.jobs import RolloutFailed
+from primeslurm.wire.files import write_atomic
+from primeslurm.wire.rollouts import Rollout
+
+_INLINE = "data:image/"
+
+
+def stored(rollout: Rollout, directory: Path) -> Rollout:
+    """The rollout with its images, which are data URIs, as files of `directory`, named by what is in them.
+
+    Raises:
+        RolloutFailed: an image is none.
+        OSError: a file cannot be written.
+    """
+    if not rollout.info.pictures:
+        return rollout
+    pictures = tuple(msgspec.structs.replace(p, source=str(_file(p.source, directory))) for p in rollout.info.pictures)
+    return replace(rollout, info=msgspec.structs.replace(rollout.info, pictures=pictures))
+
+
+def _file(source: str, directory: Path) -> Path:
+    if not source.startswith(_INLINE):
+        raise RolloutFailed(f"an image must be a data URI, not {source[:80]}")
+    try:
+        data = base64.b64decode(source.partition(",")[2], validate=True)
+    except binascii.Error as error:
+        raise RolloutFailed(f"an image is no base64: {error}") from error
+    path = directory / hashlib.sha256(data).hexdigest()
+    if not path.exists():
+        directory.mkdir(exist_ok=True)
+        write_atomic(path, data)
+    return path

@@ -1,0 +1,148 @@
+"""The teacher over HTTP: token ids to `/v1/completions`, the log-probability of each of them back."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import httpx
+import msgspec
+import numpy as np
+
+from primeslurm.errors import PrimeslurmError
+from primeslurm.orchestrator.endpoint import FIRST_RETRY_S, LONGEST_RETRY_S, MovedError, post_while
+from primeslurm.orchestrator.place import Place
+from primeslurm.recipe import Recipe
+from primeslurm.recipe.teacher import ServedTeacher
+from primeslurm.wire import exits, secret
+from primeslurm.wire.rollouts import Float32
+
+AVOID_S = 5.0
+"""An engine that failed a request gets no other for this long, as long as there are others."""
+_AGAIN = (408, 425, 429)
+"""Statuses of 4xx that are not about the request."""
+
+
+class TeacherError(PrimeslurmError):
+    """The teacher refuses, or does not answer what it was asked. It would do so every time: the attempt ends."""
+
+    exit_code = exits.STALLED
+
+
+class _Logprob(msgspec.Struct):
+    logprob: float
+
+
+class _Choice(msgspec.Struct):
+    prompt_logprobs: list[dict[str, _Logprob] | None]
+
+
+class _Answer(msgspec.Struct):
+    choices: list[_Choice]
+
+
+class Teacher:
+    """A frozen model, on one engine or several.
+
+    Args:
+        where: base URLs (`.../v1`) of its engines as they are now. Each request goes to the one with the fewest.
+        http: with the headers that admit to it.
+        model: the name it is served by; None: whatever is served.
+    """
+
+    def __init__(
+        self,
+        where: Callable[[], Sequence[str]],
+        http: httpx.AsyncClient,
+        model: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._where = where
+        self._http = http
+        self._model = model
+        self._clock = clock
+        self._inflight: Counter[str] = Counter()
+        self._avoided: dict[str, float] = {}
+
+    async def logprobs(self, token_ids: Sequence[int]) -> Float32:
+        """The log-probability of each token, given those before it; 0 for the first. Waits as long as it takes.
+
+        Raises:
+            TeacherError: it refuses the request, or its answer has no log-probabilities.
+        """
+        # No token is wanted, but one is the least that can be asked for; it is not even turned into text.
+        body = {"prompt": list(token_ids), "max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
+        answer = await self._insist(body if self._model is None else body | {"model": self._model})
+        try:
+            found = msgspec.json.decode(answer.content, type=_Answer).choices[0].prompt_logprobs
+            given = zip(token_ids[1:], found[1:], strict=True)
+            values = [0.0, *((entry or {})[str(token)].logprob for token, entry in given)]
+        except (msgspec.MsgspecError, LookupError, ValueError, TypeError) as error:
+            raise TeacherError(f"{answer.url}: no log-probabilities of the prompt: {error!r}") from error
+        return np.array(values, np.float32)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    async def _insist(self, body: dict[str, object]) -> httpx.Response:
+        pause = FIRST_RETRY_S
+        while True:
+            url = self._engine()
+            answer = await self._try(url, body) if url else None
+            if answer is not None:
+                return answer
+            await asyncio.sleep(pause * random.uniform(0.5, 1.5))
+            pause = min(2 * pause, LONGEST_RETRY_S)
+
+    def _engine(self) -> str | None:
+        """The engine with the fewest requests; one that failed lately only if all did, the one longest ago first."""
+        try:
+            urls = self._where()
+        except LookupError:  # nothing is published yet
+            return None
+        now = self._clock()
+        return min(urls, key=lambda url: (max(now, self._avoided.get(url, now)), self._inflight[url]), default=None)
+
+    async def _try(self, url: str, body: dict[str, object]) -> httpx.Response | None:
+        """One try; None if it has to be tried again."""
+        self._inflight[url] += 1
+        try:
+            answer = await post_while(self._http, f"{url}/completions", lambda: url in self._where(), body)
+        except (httpx.HTTPError, MovedError):
+            answer = None
+        finally:
+            self._inflight[url] -= 1
+        if answer is not None and answer.is_success:
+            self._avoided.pop(url, None)
+            return answer
+        if answer is not None and answer.is_client_error and answer.status_code not in _AGAIN:
+            raise TeacherError(f"{url}: the teacher refuses: {answer.status_code} {answer.text[:500]}")
+        self._avoided[url] = self._clock() + AVOID_S
+        return None
+
+
+def teacher_of(recipe: Recipe, place: Place) -> Teacher:
+    """The recipe's teacher, which it must have. Raises TeacherError: the variable of its key is not set."""
+    teacher = recipe.teacher
+    assert teacher is not None
+    timeout = httpx.Timeout(recipe.orchestrator.request_timeout_s, connect=10.0)
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+    if not isinstance(teacher, ServedTeacher):
+        # plain HTTP: no certificates to load
+        http = httpx.AsyncClient(timeout=timeout, limits=limits, headers=secret.header(), trust_env=False, verify=False)
+        return Teacher(lambda: [f"{place.addresses.url(name)}/v1" for name in place.teachers], http)
+    headers = {"Authorization": f"Bearer {_key(teacher.key_env)}"} if teacher.key_env else {}
+    http = httpx.AsyncClient(timeout=timeout, limits=limits, headers=headers)
+    return Teacher(lambda: [teacher.base_url.rstrip("/")], http, teacher.model)
+
+
+def _key(variable: str) -> str:
+    key = os.environ.get(variable)
+    if not key:
+        raise TeacherError(f"{variable}, the key of the teacher, is not set")
+    return key

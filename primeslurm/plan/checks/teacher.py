@@ -1,0 +1,108 @@
+"""What is said about the teacher: as of any served model, and that it reads the policy's tokens."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from primeslurm.errors import Violation
+from primeslurm.plan.checks.capacity import capacity
+from primeslurm.plan.checks.case import Case
+from primeslurm.plan.checks.compatibility import conflicts
+from primeslurm.plan.checks.files import model_directory, model_files
+from primeslurm.plan.estimate import engine_role
+from primeslurm.plan.forecast import Estimate, RoleMemory
+from primeslurm.plan.gpus import gpu_of
+from primeslurm.plan.model import Finding
+from primeslurm.plan.needs import Need
+from primeslurm.plan.teacher import served
+from primeslurm.recipe import Recipe, Site
+
+TOKENIZER = "tokenizer.json"
+_FIELDS = (("inference.parallel.tp", "teacher.tp"), ("inference", "teacher"), ("model", "teacher"))
+"""Fields of the recipe that would serve the teacher, and where they are in the run's own; the first that fits."""
+_MORE_MEMORY = "raise teacher.tp, or quantization: fp8"
+
+
+def review_teacher(recipe: Recipe, site: Site, needs: list[Need]) -> tuple[list[Finding], RoleMemory | None]:
+    """What is wrong or doubtful about the teacher's engines, and their memory where model and GPUs are known."""
+    alone = served(recipe)
+    if alone is None:
+        return [], None
+    # As a recipe of its own, the teacher's nodes are its one inference replica.
+    own = [replace(need, role="inference", nodes_per_replica=need.nodes) for need in needs if need.role == "teacher"]
+    model = model_files(alone)
+    found = conflicts(Case(alone, site, own, model.facts))
+    if model.absent:
+        found.append(model.absent)
+    gpu = gpu_of(own[0].kind) if own and site.device == "cuda" else None
+    memory = None
+    if gpu is not None and model.facts is not None:
+        memory = engine_role(alone, own[0], model.facts, gpu)
+        found += [
+            finding.model_copy(update={"fix": _MORE_MEMORY})
+            for finding in capacity(alone, own, Estimate(source=model.source, roles=(memory,)))
+        ]
+        memory = memory.model_copy(update={"role": "teacher"})
+    return [finding.model_copy(update={"field": _here(finding.field)}) for finding in found], memory
+
+
+def teacher_problems(recipe: Recipe) -> list[Violation]:
+    """Why the teacher's files cannot be used."""
+    alone = served(recipe)
+    if alone is None:
+        return []
+    found = [
+        Violation("seq_len", str(recipe.seq_len), f"the teacher: {p.why}", f"nearest: {_limit(p.fix)}")
+        if p.field == "seq_len"
+        else Violation(_here(p.field), p.value, p.why, p.fix)
+        for p in model_files(alone).problems
+    ]
+    return found + _tokenizer_problems(recipe.model.path, alone.model.path)
+
+
+def _limit(fix: str) -> int:
+    """The longest seq_len that leaves room for one token more."""
+    return int(fix.removeprefix("nearest: ")) - 1
+
+
+def _here(field: str) -> str:
+    for theirs, ours in _FIELDS:
+        if field == theirs or field.startswith(f"{theirs}."):
+            return ours + field.removeprefix(theirs)
+    return field
+
+
+def _tokenizer_problems(policy: str, teacher: str) -> list[Violation]:
+    """The teacher is asked about token ids, so an id must mean the same to both. Checked where both files are here."""
+    mine, theirs = (_vocabulary(path) for path in (policy, teacher))
+    if mine is None or theirs is None or mine == theirs:
+        return []
+    differing = sum(theirs.get(token) != number for token, number in mine.items())
+    differing += sum(token not in mine for token in theirs)
+    why = f"its tokenizer is not the policy's: {differing} tokens differ"
+    return [Violation("teacher.path", teacher, why, "a model with the vocabulary of model.path")]
+
+
+def _vocabulary(path: str) -> dict[str, int] | None:
+    """Token to id; None if there is no such file, or it is of another kind."""
+    directory = model_directory(path)
+    content = _json(directory / TOKENIZER) if directory else None
+    if content is None:
+        return None
+    try:
+        vocabulary = content["model"]["vocab"]
+        if isinstance(vocabulary, list):  # Unigram: (token, score) in order of the ids
+            vocabulary = {entry[0]: number for number, entry in enumerate(vocabulary)}
+        return {**vocabulary, **{token["content"]: token["id"] for token in content.get("added_tokens", ())}}
+    except (KeyError, TypeError, IndexError):
+        return None
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,79 @@
+"""An engine of a model that sees images takes a new policy, and rollouts bring what the trainer needs of an image."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from primeslurm.orchestrator.engines import Policy
+from primeslurm.orchestrator.generate import TokenClient, serving
+from primeslurm.orchestrator.jobs import Job
+from primeslurm.orchestrator.worker import Worker
+from primeslurm.recipe import Recipe
+from primeslurm.trainer.pictures import PictureReader
+from primeslurm.wire.addresses import AddressBook
+from primeslurm.wire.rollouts import Rollout
+from tests.engine.conftest import tiny_engine
+from tests.support import looking
+from tests.support.generate import generate, logprobs, tokens
+from tests.support.models import publish
+from tests.support.processes import Server
+from tests.support.vision_models import image_token, make_vision_model, reference_logprobs
+
+pytest.importorskip("torchvision", reason="vLLM's models that see images need it", exc_type=ImportError)
+pytestmark = pytest.mark.engine
+PROMPT = [5, 9, 14, 7, 33, 21]
+ROUTER = "router-0"
+
+
+async def look(router: Server, model: Path, images: Path) -> Rollout:
+    """One rollout of the environment with an image."""
+    sys.modules["looking"] = looking
+    recipe = Recipe.model_validate(
+        {
+            "name": "test",
+            "seq_len": 256,
+            "model": {"path": str(model), "vlm": {}},
+            "environments": [{"id": "looking"}],
+            "orchestrator": {"batch_size": 1, "group_size": 1, "sampling": {"max_tokens": 8}},
+        }
+    )
+    worker = Worker(recipe, recipe.environments[0], 0, "inproc://nobody", AddressBook(Path("/nowhere")), images)
+    async with serving(worker._env) as clients:
+        client = TokenClient(ROUTER, lambda: router.url, str(model), recipe.max_len, 60, images=True)
+        worker._clients[ROUTER] = clients[client.key] = client
+        (rollout,) = await worker._rollout(Job("j", "g", "looking", 0, 1, ROUTER, "run.1:1"))
+        await client.endpoint.close()
+    return rollout
+
+
+async def test_after_an_update_text_and_images_are_seen_as_the_trainer_sees_them(
+    zygote, client, open_router, tmp_path: Path
+) -> None:
+    models = [make_vision_model(tmp_path / f"m{seed}", seed) for seed in (0, 1)]
+    policy = Policy(1, str(publish(models[1], tmp_path, 1)))
+    few = {"limit_mm_per_prompt": {"image": 1, "video": 0}}
+    server = zygote.start(tiny_engine(models[0], vllm_extra=few), {})
+    try:
+        server.wait("/primeslurm/status")
+        await client(server).apply(policy, timeout_s=120)
+        answer = generate(server.url, PROMPT, 16, temperature=1.0, seed=5)
+        router = open_router([server])
+        router.wait("/health")
+        rollout = await look(router, models[0], tmp_path / "images")
+    finally:
+        server.stop()
+    expected = reference_logprobs(models[1], PROMPT + tokens(answer))[len(PROMPT) - 1 :]
+    assert logprobs(answer) == pytest.approx(expected, abs=1e-4)
+
+    (picture,) = rollout.info.pictures
+    assert Path(picture.source).parent == tmp_path / "images"
+    placeholders = np.flatnonzero(rollout.token_ids == image_token(models[0]))
+    assert placeholders.tolist() == list(range(picture.start, picture.end)) and len(placeholders) == 6
+    pixels, grid = PictureReader(models[0], image_token(models[0])).read(picture)
+    seen = [0.0, *reference_logprobs(models[1], rollout.token_ids.tolist(), pixels, grid)]
+    assert rollout.mask.any()
+    np.testing.assert_allclose(rollout.logprobs[rollout.mask], np.array(seen)[rollout.mask], atol=1e-4)

@@ -1,0 +1,19 @@
+"""The benchmark of training steps on a GPU: it runs there, in bfloat16 with torchtitan beside it, and in FP8."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.training_speed import arguments, measure
+from primeslurm.trainer.world import World
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
+
+
+@pytest.mark.parametrize("extra", [["--against", "torchtitan"], ["--fp8"]], ids=["torchtitan", "fp8"])
+def test_a_step_is_measured(extra: list[str], world: World) -> None:
+    found = measure(arguments(["--layers", "2", "--seq", "1024", "--steps", "3", *extra]), world)
+    assert found["dtype"] == "bfloat16" and found["ours"]["peak_gb"] > 0
+    if "H200" in found["gpu"]:
+        assert 0 < found["ours"]["mfu"] < found["ours"]["mfu_all_keys"] < 1

@@ -1,0 +1,56 @@
+"""Packed rows of random text with random images in it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from primeslurm.trainer.images import Images
+from primeslurm.wire.rollouts import Row
+from tests.trainer.conftest import SEQ_LEN
+from tests.trainer.families import IMAGES
+
+MERGE, PATCH_VALUES = 2, 3 * 2 * 4 * 4
+Grid = tuple[int, int]
+DOCUMENTS: tuple[tuple[Grid, ...], ...] = (((4, 6), (2, 2)), (), ((6, 4),))
+"""Patches in height and width of the images of each document: two, none and one."""
+
+
+def document(grids: tuple[Grid, ...], seed: int) -> tuple[np.ndarray, Images]:
+    """Random text with random images in it."""
+    rng = np.random.default_rng(seed)
+    tokens, starts = list(rng.integers(3, 100, 3)), []
+    for height, width in grids:
+        tokens.append(IMAGES["vision_start_token_id"])
+        starts.append(len(tokens))
+        tokens += [IMAGES["image_token_id"]] * (height * width // MERGE**2)
+        tokens += [IMAGES["vision_end_token_id"], *rng.integers(3, 100, 4)]
+    patches = sum(height * width for height, width in grids)
+    pixels = rng.normal(size=(patches, PATCH_VALUES)).astype(np.float32)
+    grid_array = np.array([(1, *grid) for grid in grids], np.int32).reshape(-1, 3)
+    return np.array(tokens, np.int32), Images(pixels, grid_array, np.array(starts, np.int32))
+
+
+def packed(documents: tuple[tuple[Grid, ...], ...], seed: int = 0) -> tuple[Row, Images]:
+    """Documents in a row, and padding."""
+    parts = [document(grids, seed + index) for index, grids in enumerate(documents)]
+    lengths = [len(tokens) for tokens, _ in parts]
+    padding = SEQ_LEN - sum(lengths)
+    firsts = np.cumsum([0, *lengths[:-1]])
+    images = Images(
+        np.concatenate([images.pixels for _, images in parts]),
+        np.concatenate([images.grids for _, images in parts]),
+        np.concatenate([images.starts + first for (_, images), first in zip(parts, firsts, strict=True)]),
+    )
+    zeros = np.zeros(SEQ_LEN, np.float32)
+    mask = np.arange(SEQ_LEN) < SEQ_LEN - padding
+    tokens = np.concatenate([*(tokens for tokens, _ in parts), np.zeros(padding, np.int32)])
+    row = Row(
+        token_ids=tokens,
+        positions=np.concatenate([np.arange(length, dtype=np.int32) for length in (*lengths, padding)]),
+        mask=mask & (tokens < 100),
+        logprobs=zeros,
+        advantages=zeros,
+        temperatures=zeros + 1,
+        on_policy=zeros.astype(bool),
+    )
+    return row, images

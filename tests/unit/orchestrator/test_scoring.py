@@ -1,0 +1,196 @@
+"""Groups on their way through the teacher, over HTTP, with engines that fail and come back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from primeslurm.orchestrator.batches import Batches
+from primeslurm.orchestrator.dispatch import Dispatcher, Limits
+from primeslurm.orchestrator.groups import Group
+from primeslurm.orchestrator.metrics import batch_metrics
+from primeslurm.orchestrator.place import Place
+from primeslurm.orchestrator.progress import Progress
+from primeslurm.orchestrator.recovery import recover
+from primeslurm.orchestrator.scoring import Scoring
+from primeslurm.orchestrator.spool import Spool
+from primeslurm.orchestrator.teacher import Teacher, TeacherError, teacher_of
+from primeslurm.recipe import Recipe
+from primeslurm.wire.journal import Journal
+from primeslurm.wire.rollouts import Rollout
+from tests.support.fake_engine import FakeEngine, write_tokenizer
+from tests.support.recipes import recipe_data
+from tests.unit.orchestrator.test_packing import group
+
+SEQ_LEN = 32
+RECIPE = Recipe.model_validate(
+    recipe_data(orchestrator={"advantages": "opd"}, teacher={"type": "engines", "path": "/models/teacher"})
+)
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[FakeEngine]:
+    with FakeEngine(write_tokenizer(tmp_path / "model")) as made:
+        yield made
+
+
+def teacher(*urls: str) -> Teacher:
+    return Teacher(lambda: [f"{url}/v1" for url in urls], httpx.AsyncClient(timeout=5))
+
+
+@contextlib.asynccontextmanager
+async def running(scoring: Scoring, journal: Path) -> AsyncIterator[asyncio.Task[None]]:
+    task = asyncio.create_task(scoring.run(Journal(journal, "orchestrator")))
+    yield task
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def test_it_says_how_likely_each_token_is(engine: FakeEngine) -> None:
+    found = await teacher(engine.url).logprobs([5, 6, 5, 5])
+    assert found.dtype == np.float32 and found.tolist() == [0.0, -1 / 16, -2 / 16, -3 / 16]
+    (request,) = engine.requests
+    assert request == {"prompt": [5, 6, 5, 5], "max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
+
+
+async def test_it_is_asked_until_it_answers(engine: FakeEngine) -> None:
+    engine.broken = 1
+    gone = "http://127.0.0.1:9"
+    several = teacher(gone, engine.url)
+    assert (await several.logprobs([5, 6]))[1] == -1 / 16
+    await asyncio.gather(*(several.logprobs([5, 6]) for _ in range(8)))  # the one that is gone has the fewest requests
+    assert len(engine.requests) == 9
+    where: list[str] = []
+    later = Teacher(lambda: [*where], httpx.AsyncClient(timeout=5))
+    asked = asyncio.create_task(later.logprobs([5, 6]))
+    await asyncio.sleep(0.05)
+    where.append(f"{engine.url}/v1")
+    assert (await asked)[1] == -1 / 16
+
+
+async def test_what_it_refuses_ends_the_run_with_the_reason(engine: FakeEngine, tmp_path: Path) -> None:
+    with pytest.raises(TeacherError, match=r"400.*out of vocabulary"):
+        await teacher(engine.url).logprobs([5, 9999])
+    scoring = Scoring(teacher(engine.url), 2, SEQ_LEN, lambda group: None)
+    whole = group([3], [1.0])
+    (branch,) = whole.rollouts[0]
+    scoring.add(replace(whole, rollouts=((replace(branch, token_ids=branch.token_ids + 9999),),)))
+    with pytest.raises(ExceptionGroup) as caught:
+        async with running(scoring, tmp_path) as task:
+            await task
+    assert caught.group_contains(TeacherError)
+    assert '"suspect":"teacher"' in (tmp_path / "events" / "orchestrator.jsonl").read_text().replace(" ", "")
+
+
+async def test_a_server_without_log_probabilities_is_no_teacher() -> None:
+    async def answer(request: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, json={"choices": [{"index": 0, "text": "x"}]})
+
+    http = httpx.AsyncClient(transport=httpx.MockTransport(answer))
+    with pytest.raises(TeacherError, match="no log-probabilities of the prompt"):
+        await Teacher(lambda: ["http://t/v1"], http, "m").logprobs([5, 6])
+
+
+def test_a_served_teacher_needs_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    served = {"type": "served", "base_url": "http://t/v1/", "model": "m", "key_env": "TEACHER_KEY"}
+    recipe = Recipe.model_validate(recipe_data(orchestrator={"advantages": "opd"}, teacher=served))
+    place = Place(tmp_path, 1, "run", "", "", ["router-0"], ["engine-r0-0"])
+    monkeypatch.delenv("TEACHER_KEY", raising=False)
+    with pytest.raises(TeacherError, match="TEACHER_KEY"):
+        teacher_of(recipe, place)
+    monkeypatch.setenv("TEACHER_KEY", "k")
+    made = teacher_of(recipe, place)
+    assert made._http.headers["Authorization"] == "Bearer k" and made._where() == ["http://t/v1"]
+
+
+async def test_only_sampled_tokens_of_trained_length_are_kept(engine: FakeEngine, tmp_path: Path) -> None:
+    done: list[Group] = []
+    scoring = Scoring(teacher(engine.url), 2, SEQ_LEN, done.append)
+    whole = group([6, 3 * SEQ_LEN, 2, 2, 2], [1.0, 0.0, 0.5, 0.5, 0.5])
+    (first,) = whole.rollouts[0]
+    first = replace(first, mask=np.array([False, False, True, True, False, True]))
+    whole = replace(whole, rollouts=((first,), *whole.rollouts[1:]))
+    assert not whole.scored
+    scoring.add(whole)
+    async with running(scoring, tmp_path):
+        await until(lambda: done)
+    (found,) = done
+    short, long, *_ = (branch.ref_logprobs for (branch,) in found.rollouts)
+    assert found.scored and short is not None and long is not None
+    assert short.tolist() == [0, 0, -2 / 16, -3 / 16, 0, -5 / 16]
+    assert long[:SEQ_LEN].tolist() == [-i / 16 for i in range(SEQ_LEN)] and not long[SEQ_LEN:].any()
+    assert engine.busiest == 2 and max(len(request["prompt"]) for request in engine.requests) == SEQ_LEN
+    row = scoring.take_metrics()
+    assert row["teacher/tokens"] == 6 + SEQ_LEN + 3 * 2 and row["teacher/seconds"] > 0 and row["teacher/waiting"] == 0
+    assert scoring.take_metrics()["teacher/tokens"] == 0
+    gaps = [(b.logprobs - b.ref_logprobs)[b.mask] for (b,) in found.rollouts if b.ref_logprobs is not None]
+    assert batch_metrics([found], 1, SEQ_LEN)["teacher/kl"] == pytest.approx(np.concatenate(gaps).mean())
+    assert "teacher/kl" not in batch_metrics([whole], 1, SEQ_LEN)
+
+
+async def test_a_dropped_group_costs_no_more(engine: FakeEngine, tmp_path: Path) -> None:
+    done: list[Group] = []
+    engine._delay_s = 30
+    scoring = Scoring(teacher(engine.url), 1, SEQ_LEN, done.append)
+    groups = [replace(group([3], [1.0]), id=f"g{number}") for number in range(3)]
+    async with running(scoring, tmp_path):
+        for one in groups:
+            scoring.add(one)
+        scoring.drop(groups[1:2])  # nobody asks about it yet
+        await until(lambda: engine.requests)
+        engine._delay_s = 0
+        scoring.drop([groups[0], group([3], [1.0])])
+        await until(lambda: done)
+    assert [one.id for one in done] == ["g2"]
+
+
+def test_groups_at_the_teacher_count_as_started_and_grow_too_old() -> None:
+    fields = {"group_size": 1, "batch_size": 1, "max_inflight": 1, "max_steps": 9, "ratios": {"e": 1.0}}
+    made = Dispatcher(Limits(max_off_policy_steps=1, **fields), ["router-0"], "run.1", "i")  # type: ignore[arg-type]
+    made.version = 0
+    whole = replace(group([3], [1.0]), id="e-00000000")
+    scored = replace(whole, rollouts=((replace(whole.rollouts[0][0], ref_logprobs=np.zeros(3, np.float32)),),))
+    assert made.add_unscored(whole) and made.add_unscored(replace(whole, id="e-00000001"))
+    assert made.next_job({"e"}) is None, "two batches are on their way"
+    assert made.scored(scored) and [one.scored for one in made.ready] == [True]
+    assert not made.scored(scored), "it is at the teacher no longer"
+    stale, _ = made.sweep(3)
+    assert {one.id for one in stale} == {"e-00000000", "e-00000001"} and not made.unscored and not made.ready
+    job = made.next_job({"e"})
+    assert job is None or job.group not in ("e-00000000", "e-00000001")
+
+
+def test_spooled_groups_survive_with_and_without_the_teachers_part(tmp_path: Path) -> None:
+    place = Place(tmp_path, 1, "run", "", "", ["router-0"], ["engine-r0-0"])
+    spool = Spool(tmp_path / "rollouts")
+    plain = replace(group([3, 5], [1.0, 0.0]), id="plain")
+
+    def asked(one: Rollout) -> Rollout:
+        return replace(one, ref_logprobs=np.arange(len(one.token_ids), dtype=np.float32))
+
+    scored = replace(plain, id="scored", rollouts=tuple((asked(one),) for (one,) in plain.rollouts))
+    for one in (plain, scored, replace(scored, id="batch"), replace(plain, id="broken")):
+        spool.put(one)
+    progress = Progress(1, 3, batches={1: ["batch"], 2: ["broken"]})
+    batches = Batches(RECIPE)
+    made = recover(RECIPE, place, progress, spool, batches)
+    assert [one.id for one in made.ready] == ["scored"] and list(made.unscored) == ["plain"]
+    again = made.ready[0].rollouts[1][0].ref_logprobs
+    assert again is not None and again.tolist() == [0, 1, 2, 3, 4]
+    assert batches.get(1, 0, 1) is not None and batches.groups(2) is None
+    without = RECIPE.model_copy(update={"teacher": None})
+    assert {one.id for one in recover(without, place, progress, spool, Batches(without)).ready} == {"plain", "scored"}
