@@ -62,7 +62,7 @@ def gradients(layout: Layout, directory: Path, world: World) -> dict[str, torch.
     return {name: _whole(parameter) for name, parameter in policy.model.named_parameters() if parameter.requires_grad}
 
 
-def _rows() -> list[tuple[Row, Images]]:
+def _rows() -> list[tuple[Row, Images | None]]:
     """Every other row has images: with two ranks that share no rows, one sees none."""
     return [packed(DOCUMENTS if index % 2 == 0 else ((), ()), seed=10 * index) for index in range(ROWS)]
 

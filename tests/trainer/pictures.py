@@ -30,7 +30,7 @@ def document(grids: tuple[Grid, ...], seed: int) -> tuple[np.ndarray, Images]:
     return np.array(tokens, np.int32), Images(pixels, grid_array, np.array(starts, np.int32))
 
 
-def packed(documents: tuple[tuple[Grid, ...], ...], seed: int = 0) -> tuple[Row, Images]:
+def packed(documents: tuple[tuple[Grid, ...], ...], seed: int = 0) -> tuple[Row, Images | None]:
     """Documents in a row, and padding."""
     parts = [document(grids, seed + index) for index, grids in enumerate(documents)]
     lengths = [len(tokens) for tokens, _ in parts]
@@ -53,4 +53,4 @@ def packed(documents: tuple[tuple[Grid, ...], ...], seed: int = 0) -> tuple[Row,
         temperatures=zeros + 1,
         on_policy=zeros.astype(bool),
     )
-    return row, images
+    return row, images if any(documents) else None

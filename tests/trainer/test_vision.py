@@ -27,7 +27,7 @@ def vlm_recipe(path: Path, trainer: dict[str, Any] | None = None, freeze: bool =
     return make_recipe(path, model=model, **({"trainer": trainer} if trainer else {}))
 
 
-def logits(policy: Policy, *with_images: tuple[Row, Images]) -> torch.Tensor:
+def logits(policy: Policy, *with_images: tuple[Row, Images | None]) -> torch.Tensor:
     rows, found = zip(*with_images, strict=True)
     tokens, positions = (torch.from_numpy(np.stack([getattr(r, n) for r in rows])) for n in ("token_ids", "positions"))
     images = vision_input(rows, found, policy.model.vision, policy.device)
