@@ -2,7 +2,8 @@
 
 A CPU is enough (minutes): bytes are counted, not allocated by a GPU. One row of LENGTH tokens, bfloat16, the layers of
 Qwen3.5-35B-A3B (gated delta net) and Nemotron-3-Nano (Mamba-2) at full width. Counted is every tensor that autograd
-saves while the layer runs forward, each storage once, parameters left out. Prints JSON.
+saves while the layer runs forward, each storage once, parameters left out; and beside it, for the first length, what
+it would save if nothing were computed anew. Prints JSON.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from typing import Any
+from unittest.mock import patch
 
 from primeslurm.trainer import compat  # noqa: F401  isort: skip  (before torchtitan)
 import torch
@@ -17,6 +19,7 @@ from torch import nn
 from transformers import NemotronHConfig, Qwen3_5MoeTextConfig
 
 from primeslurm.trainer import models
+from primeslurm.trainer.models import scan
 
 SMALL = {"vocab_size": 64, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 128}
 QWEN = Qwen3_5MoeTextConfig(
@@ -68,14 +71,21 @@ def kept(mixer: nn.Module, width: int, length: int) -> int:
     return sum(storage.nbytes() for storage in saved.values())
 
 
+def per_token(config: Any, part: str, length: int) -> int:
+    """Bytes kept of a token by a new layer."""
+    return round(kept(layer(config, part), config.hidden_size, length) / length)
+
+
 def main() -> None:
     """Measure each layer at each length."""
-    lengths = [int(argument) for argument in sys.argv[1:]] or [4096, 8192, 16384]
-    bytes_per_token = {
-        name: {length: round(kept(layer(config, part), config.hidden_size, length) / length) for length in lengths}
-        for name, (config, part) in LAYERS.items()
-    }
-    print(json.dumps({"torch": torch.__version__, "bytes_per_token": bytes_per_token}, indent=2))
+    lengths = [int(argument) for argument in sys.argv[1:]] or [4096]
+    results: dict[str, Any] = {"command": "python benchmarks/recurrence_memory.py", "torch": torch.__version__}
+    for name, (config, part) in LAYERS.items():
+        result = {f"bytes_per_token_of_{length}": per_token(config, part, length) for length in lengths}
+        with patch.object(scan, "checkpoint", lambda function, *tensors, **_: function(*tensors)):
+            result["bytes_per_token_all_saved"] = per_token(config, part, lengths[0])
+        results[name] = result
+    print(json.dumps(results, indent=2))
 
 
 if __name__ == "__main__":

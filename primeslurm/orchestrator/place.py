@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -38,3 +39,11 @@ class Place:
         """URL by name of every engine that was not given up."""
         lost = self.addresses.lost
         return {name: self.addresses.url(name) for name in self.engines if name not in lost}
+
+    def teacher_urls(self) -> list[str]:
+        """URLs of the teacher's engines, without those that are on no node yet."""
+        found = []
+        for name in self.teachers:
+            with suppress(LookupError):
+                found.append(self.addresses.url(name))
+        return found

@@ -49,7 +49,7 @@ class Teacher:
     """A frozen model, on one engine or several.
 
     Args:
-        where: base URLs (`.../v1`) of its engines as they are now. Each request goes to the one with the fewest.
+        where: base URLs (`.../v1`) of its engines, those that are known now. Requests go to the one with the fewest.
         http: with the headers that admit to it.
         model: the name it is served by; None: whatever is served.
     """
@@ -101,12 +101,9 @@ class Teacher:
 
     def _engine(self) -> str | None:
         """The engine with the fewest requests; one that failed lately only if all did, the one longest ago first."""
-        try:
-            urls = self._where()
-        except LookupError:  # nothing is published yet
-            return None
         now = self._clock()
-        return min(urls, key=lambda url: (max(now, self._avoided.get(url, now)), self._inflight[url]), default=None)
+        since = {url: max(now, self._avoided.get(url, now)) for url in self._where()}
+        return min(since, key=lambda url: (since[url], self._inflight[url]), default=None)
 
     async def _try(self, url: str, body: dict[str, object]) -> httpx.Response | None:
         """One try; None if it has to be tried again."""
@@ -135,7 +132,7 @@ def teacher_of(recipe: Recipe, place: Place) -> Teacher:
     if not isinstance(teacher, ServedTeacher):
         # plain HTTP: no certificates to load
         http = httpx.AsyncClient(timeout=timeout, limits=limits, headers=secret.header(), trust_env=False, verify=False)
-        return Teacher(lambda: [f"{place.addresses.url(name)}/v1" for name in place.teachers], http)
+        return Teacher(lambda: [f"{url}/v1" for url in place.teacher_urls()], http)
     headers = {"Authorization": f"Bearer {_key(teacher.key_env)}"} if teacher.key_env else {}
     http = httpx.AsyncClient(timeout=timeout, limits=limits, headers=headers)
     return Teacher(lambda: [teacher.base_url.rstrip("/")], http, teacher.model)

@@ -18,6 +18,7 @@ import triton.language as tl
 LOG2_E = 1.4426950408889634
 MAX_HEADS = 64
 """Heads of one program: more would not fit into its registers."""
+CHUNK = 4096
 _CONFIGS = [
     triton.Config({"BLOCK": block}, num_warps=warps, num_stages=stages)
     for block, warps, stages in ((64, 8, 1), (32, 8, 2), (32, 8, 1), (64, 8, 2), (32, 4, 1), (16, 8, 2))
@@ -62,7 +63,9 @@ def backward(
     rank = grad.shape[-1]
     grad_query = torch.empty_like(query, memory_format=torch.contiguous_format)
     grad_keys = torch.zeros(keys.shape, dtype=torch.float32, device=keys.device)
-    mean = (grad.float() * out.float()).sum(-1)
+    # some queries at a time: all products in float32 would be 50 GB with 131,072 queries of 64 heads
+    parts = zip(grad.split(CHUNK), out.split(CHUNK), strict=True)
+    mean = torch.cat([(mine.float() * other.float()).sum(-1) for mine, other in parts])
     block_heads = _block_heads(heads)
     _backward_kernel[(queries, triton.cdiv(heads, block_heads))](
         grad.contiguous(),

@@ -197,6 +197,10 @@ EXAMPLES: dict[str, tuple[tuple[dict[str, Any], str, dict[str, Any]], tuple[dict
         (trainer(lora={"targets": ["q_prj"]}), MOE, GPU),
         (trainer(lora={"targets": ["q_proj"]}), MOE, GPU),
     ),
+    "teacher-images": (
+        (on(TEACHER, model={"vlm": {"freeze_vision_encoder": True}}), MOE, GPU),
+        (TEACHER, MOE, GPU),
+    ),
     "teacher-temperature": (
         (on(TEACHER, orchestrator={"sampling": {"temperature": 0.7}}), MOE, GPU),
         (TEACHER, MOE, GPU),

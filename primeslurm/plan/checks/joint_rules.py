@@ -126,9 +126,12 @@ def _hybrid_offload(case: Case) -> str:
 def _teacher_temperature(case: Case) -> str:
     sampling = case.recipe.orchestrator.sampling
     plain = sampling.temperature == 1 and sampling.top_p == 1 and sampling.top_k < 1
-    return (
-        "the policy's log-probabilities are those of what it samples from" if case.recipe.teacher and not plain else ""
-    )
+    asked = case.recipe.teacher is not None
+    return "the policy's are those of what it samples from" if asked and not plain else ""
+
+
+def _teacher_images(case: Case) -> str:
+    return "it is asked by token ids alone" if case.recipe.teacher and case.recipe.model.vlm else ""
 
 
 _REPLAY = "trainer.router_replay"
@@ -166,4 +169,6 @@ JOINT_RULES = (
          "leave it out, to be safe", "not tried"),
     Rule("teacher-temperature", "warning", "orchestrator.sampling", "A teacher answers at temperature 1",
          _teacher_temperature, "temperature: 1, and neither top_p nor top_k", "vLLM 0.32: prompt_logprobs"),
+    Rule("teacher-images", "error", "teacher", "A teacher sees no images", _teacher_images,
+         "leave it out, or model.vlm", "orchestrator.teacher"),
 )  # fmt: skip

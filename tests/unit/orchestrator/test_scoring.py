@@ -27,6 +27,7 @@ from primeslurm.wire.journal import Journal
 from primeslurm.wire.rollouts import Rollout
 from tests.support.fake_engine import FakeEngine, write_tokenizer
 from tests.support.recipes import recipe_data
+from tests.support.scripted_run import publish_addresses
 from tests.unit.orchestrator.test_packing import group
 
 SEQ_LEN = 32
@@ -115,6 +116,14 @@ def test_a_served_teacher_needs_its_key(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv("TEACHER_KEY", "k")
     made = teacher_of(recipe, place)
     assert made._http.headers["Authorization"] == "Bearer k" and made._where() == ["http://t/v1"]
+
+
+def test_engines_are_asked_where_they_are_now(tmp_path: Path) -> None:
+    place = Place(tmp_path, 1, "run", "", "", ["router-0"], ["engine-r0-0"], ["teacher-0", "teacher-1"])
+    made = teacher_of(RECIPE, place)
+    assert made._where() == [], "nothing is published yet"
+    publish_addresses(place.attempt_dir, {"teacher-1": "http://127.0.0.1:7"})
+    assert made._where() == ["http://127.0.0.1:7/v1"], "the other one has no node"
 
 
 async def test_only_sampled_tokens_of_trained_length_are_kept(engine: FakeEngine, tmp_path: Path) -> None:
