@@ -89,20 +89,23 @@ class Server:
 
     def kill(self) -> None:
         """SIGKILL to the whole group, and wait until it and its shared memory are gone."""
+        self._end(signal.SIGKILL)
+
+    def stop(self) -> None:
+        """SIGTERM to the group, SIGKILL to what does not heed it."""
+        self._end(signal.SIGTERM)
+
+    def _end(self, first: signal.Signals) -> None:
         memory = SharedMemory()
         memory.look([self.pid])
+        self._signal(first)
+        self._gone(10)
         self._signal(signal.SIGKILL)
         self._gone(10)
         memory.ended(self.pid)
         deadline = time.monotonic() + 10
         while not memory.unlink() and time.monotonic() < deadline:
             time.sleep(0.02)
-
-    def stop(self) -> None:
-        """SIGTERM to the group, SIGKILL if it does not heed it."""
-        self._signal(signal.SIGTERM)
-        if not self._gone(10):
-            self.kill()
 
     def wait_gone(self, timeout_s: float) -> bool:
         """Whether the process ends by itself in time."""
