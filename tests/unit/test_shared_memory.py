@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from primeslurm.node.shared_memory import SharedMemory, names_of
+from primeslurm.node.shared_memory import SharedMemory, mapped_by, names_of
 
 MAP = (
     "import mmap, sys, time\n"
@@ -42,17 +42,19 @@ def start(code: str, *args: str) -> subprocess.Popen[str]:
     return process
 
 
-def kill(process: subprocess.Popen[str]) -> None:
+def killed(process: subprocess.Popen[str]) -> SharedMemory:
+    """What was seen of a process before it was killed."""
+    memory = SharedMemory()
+    memory.look([process.pid])
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+    memory.ended(process.pid)
+    return memory
 
 
 def test_a_killed_process_leaves_nothing(name: Path) -> None:
     process = start(MAP, str(name))
-    memory = SharedMemory()
-    memory.look([process.pid])
-    kill(process)
-    memory.ended(process.pid)
+    memory = killed(process)
     assert name.exists()
     assert memory.unlink()
     assert not name.exists()
@@ -60,12 +62,10 @@ def test_a_killed_process_leaves_nothing(name: Path) -> None:
 
 def test_a_semaphore_has_another_name_where_it_is_mapped() -> None:
     process = start(SEMAPHORE)
-    memory = SharedMemory()
-    memory.look([process.pid])
-    kill(process)
-    [left] = names_of(memory._seen[process.pid])
+    mapped = mapped_by([process.pid])[process.pid]
+    memory = killed(process)
+    [left] = names_of(mapped)
     assert left.name.startswith("sem.mp-")
-    memory.ended(process.pid)
     assert memory.unlink()
     assert not left.exists()
 
@@ -74,10 +74,7 @@ def test_what_another_process_has_mapped_stays(name: Path) -> None:
     process = start(MAP, str(name))
     with name.open("r+b") as file:
         other = mmap.mmap(file.fileno(), 0)
-    memory = SharedMemory()
-    memory.look([process.pid])
-    kill(process)
-    memory.ended(process.pid)
+    memory = killed(process)
     assert not memory.unlink()
     assert name.exists()
     other.close()
@@ -88,9 +85,6 @@ def test_what_another_process_has_mapped_stays(name: Path) -> None:
 def test_what_the_group_did_not_map_stays(name: Path) -> None:
     name.write_bytes(b"somebody else's")
     process = start(SEMAPHORE)
-    memory = SharedMemory()
-    memory.look([process.pid])
-    kill(process)
-    memory.ended(process.pid)
+    memory = killed(process)
     assert memory.unlink()
     assert name.exists()
