@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import time
@@ -101,25 +100,6 @@ class Cluster:
         end(job_processes(self.spec.slurm_conf), grace_s=2.0)
         end(self.daemons, grace_s=5.0)
         shutil.rmtree(self.spec.directory)
-
-    def crash(self, daemon: str) -> None:
-        """SIGKILL slurmctld, or the slurmd of a node by its name; its tasks live on. `restart` brings it back.
-
-        Raises KeyError if there is no such daemon.
-        """
-        process = {process.name: process for process in self.daemons}[daemon]
-        process.send(signal.SIGKILL)
-        while process.alive:
-            time.sleep(0.02)
-        self.daemons.remove(process)
-        self._save()
-
-    def restart(self, daemon: str) -> None:
-        """Start a daemon that has crashed. Raises ClusterError if it does not come up."""
-        if daemon == "slurmctld":
-            self._start_slurmctld()
-        else:
-            self._start_node(daemon)
 
     def _wait_for_no_jobs(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
