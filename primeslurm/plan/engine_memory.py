@@ -77,14 +77,15 @@ def weight_bytes(facts: ModelFacts, layout: EngineLayout) -> int:
 
     Linear layers are cut by tensor parallelism, except for what MLA compresses with and the indexer, which every rank
     holds. Experts are cut over the expert-parallel ranks, or by tensor parallelism without them. Embedding, output,
-    routers and norms are never quantised. vLLM keeps a second, absorbed copy of MLA's value and key up-projections.
+    routers, norms and the encoder of images are never quantised. vLLM keeps a second, absorbed copy of MLA's value and
+    key up-projections.
     """
     p = count(facts)
     replicated, absorbed = _mla_parts(facts)
     scale = 4 / FP8_BLOCK if layout.weight_bytes == 1 else 0
     linear = (p.attention - replicated + p.dense) / layout.tp + replicated
     experts = p.experts / (layout.ep if layout.ep > 1 else layout.tp)
-    plain = (p.embedding + p.head + absorbed) / layout.tp + p.routers + p.norms
+    plain = (p.embedding + p.head + absorbed + p.vision) / layout.tp + p.routers + p.norms
     return int((linear + experts) * (layout.weight_bytes + scale) + plain * layout.dtype_bytes)
 
 
