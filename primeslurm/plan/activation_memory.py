@@ -23,7 +23,7 @@ class Layers:
     none: int
     """Kept of a token without activation checkpointing."""
     selective: int
-    """Kept of a token with it: the input, and about half of the matrix products."""
+    """Kept of a token with it: the input, and about half of all else."""
     full: int
     """Kept of a token with it: the input alone."""
     working: int
@@ -43,7 +43,7 @@ class Mixer:
     kept: int
     """Of a token."""
     selective: int
-    """Of a token, with selective checkpointing."""
+    """Of a token, with selective checkpointing, which keeps every other matrix product."""
     part: int
     """While a part is computed anew."""
 
@@ -73,7 +73,7 @@ def delta_net(nets: DeltaNets, hidden: int, dtype_bytes: int) -> Mixer:
     """A gated delta net.
 
     Kept are its input, what is projected from it, the float32 output of the recurrence, that output gated, and of every
-    part the state and the ends of the convolutions that it begins with. Inside of a part, each head has 15 float32
+    part the state and the ends of convolutions that it begins with. Inside of a part, each head has 15 float32
     copies of keys, 5.5 of values, 5 of the pairs of a chunk, and a state for each chunk: counted as autograd saves them.
     """
     keys, values = nets.key_heads * nets.key_dim, nets.value_heads * nets.value_dim
@@ -83,7 +83,7 @@ def delta_net(nets: DeltaNets, hidden: int, dtype_bytes: int) -> Mixer:
     heads = nets.value_heads * (60 * nets.key_dim + 22 * nets.value_dim + 20 * DELTA_CHUNK)
     return Mixer(
         kept=(hidden + projected + values) * dtype_bytes + 4 * values + begun,
-        selective=(2 * hidden + channels) * dtype_bytes,
+        selective=(hidden + channels + nets.value_heads) * dtype_bytes,
         part=PART_TOKENS * (_convolved(channels, nets.conv, dtype_bytes) + heads + state // DELTA_CHUNK),
     )
 
