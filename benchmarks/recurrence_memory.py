@@ -1,9 +1,9 @@
 """What a recurrent layer keeps of a row for its backward pass: `python -m benchmarks.recurrence_memory [--write]`.
 
-A CPU is enough (seconds): bytes of fake tensors are counted. One row, bfloat16, the layers of Qwen3.5-35B-A3B (gated
-delta net) and Nemotron-3-Nano (Mamba-2) at full width, under each kind of activation checkpointing; beside it what would
-be kept if no part were computed anew, and the most that the backward pass takes of the layer with the norm before it.
-Parameters are left out. Prints JSON.
+A CPU is enough (a minute): bytes of fake tensors are counted. One row, bfloat16, the layers of Qwen3.5-35B-A3B (gated
+delta net) and Nemotron-3-Nano (Mamba-2) at full width, under each kind of activation checkpointing; beside it what
+would be kept if no part were computed anew, and the most that the backward pass takes of the layer with the norm before
+it. Parameters are left out. Prints JSON.
 """
 
 from __future__ import annotations

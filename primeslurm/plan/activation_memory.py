@@ -55,17 +55,18 @@ def layers_of(facts: ModelFacts, dtype_bytes: int) -> list[Layers]:
     """
     attention, network = _attention(facts), _feed_forward(facts)
     if facts.mamba:
+        mixer = mamba(facts.mamba, facts.hidden, dtype_bytes)
         found = [
             _plain(facts.attention_layers, attention + 2 * facts.hidden, facts, dtype_bytes),
             _plain(facts.dense_layers + facts.moe_layers, network + 2 * facts.hidden, facts, dtype_bytes),
-            _recurrent(facts.mamba.layers, mamba(facts.mamba, facts.hidden, dtype_bytes), 2 * facts.hidden, facts, dtype_bytes),
+            _recurrent(facts.mamba.layers, mixer, 2 * facts.hidden, facts, dtype_bytes),
         ]
     else:
         inside = network + 4 * facts.hidden
         found = [_plain(facts.attention_layers, attention + inside, facts, dtype_bytes)]
         if facts.delta_nets:
-            net = delta_net(facts.delta_nets, facts.hidden, dtype_bytes)
-            found.append(_recurrent(facts.delta_nets.layers, net, inside, facts, dtype_bytes))
+            mixer = delta_net(facts.delta_nets, facts.hidden, dtype_bytes)
+            found.append(_recurrent(facts.delta_nets.layers, mixer, inside, facts, dtype_bytes))
     return [layers for layers in found if layers.count]
 
 
@@ -74,7 +75,7 @@ def delta_net(nets: DeltaNets, hidden: int, dtype_bytes: int) -> Mixer:
 
     Kept are its input, what is projected from it, the float32 output of the recurrence, that output gated, and of every
     part the state and the ends of convolutions that it begins with. Inside of a part, each head has 15 float32
-    copies of keys, 5.5 of values, 5 of the pairs of a chunk, and a state for each chunk: counted as autograd saves them.
+    copies of keys, 5.5 of values, 5 of the pairs of a chunk, and a state for each chunk: as many as autograd saves.
     """
     keys, values = nets.key_heads * nets.key_dim, nets.value_heads * nets.value_dim
     channels, state = 2 * keys + values, 4 * nets.value_heads * nets.key_dim * nets.value_dim
@@ -92,7 +93,7 @@ def mamba(layers: Mamba, hidden: int, dtype_bytes: int) -> Mixer:
     """A Mamba-2 layer; kept is what a gated delta net keeps.
 
     Inside of a part, each head has nine float32 copies of values, two of what goes into and comes out of the state, two
-    of the pairs of a chunk, and two states for each chunk: counted as autograd saves them.
+    of the pairs of a chunk, and two states for each chunk: as many as autograd saves.
     """
     values, mixed = layers.heads * layers.head_dim, 2 * layers.groups * layers.state
     channels, state = values + mixed, 4 * values * layers.state
@@ -115,7 +116,7 @@ class Images:
     features: int
     """What the language model gets of it."""
     ends: int
-    """Kept by all but the blocks for the backward pass: of the patch's embedding, and of what patches become as tokens."""
+    """Kept for the backward pass by all but the blocks: by its embedding, and by what makes tokens of patches."""
     block: int
     """Kept by a block."""
     input: int

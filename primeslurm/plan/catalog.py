@@ -289,7 +289,8 @@ def _mla(text: Mapping[str, Any]) -> Mla | None:
 
 def _mamba(text: Mapping[str, Any], layers: int) -> Mamba:
     names = ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel")
-    return Mamba(layers, *(int(text[name]) for name in names), chunk=int(text.get("chunk_size", 128)))
+    sizes = [int(text[name]) for name in names]
+    return Mamba(layers, *(*sizes, int(text.get("chunk_size", 128))))
 
 
 def _delta_nets(text: Mapping[str, Any]) -> DeltaNets | None:

@@ -40,7 +40,7 @@ class Parameters:
 
     @property
     def active(self) -> int:
-        """Those in the matrix products of one token of text: the embedding is a look-up, unless it is the output too."""
+        """Those in the matrix products of a token of text: the embedding is a look-up, unless it is the output too."""
         return self.language - self.experts + self.active_experts - (self.embedding if self.head else 0)
 
     @property
@@ -126,8 +126,8 @@ def _norms(facts: ModelFacts) -> int:
 
 
 def _vision(vision: Vision) -> int:
-    """Linear layers and norms have biases. What several patches become as one token passes a network as wide as they are
-    together, one for each output."""
+    """Linear layers and norms have biases. Patches that become one token pass a network as wide as they are together,
+    one for each output."""
     hidden, width, merged = vision.hidden, vision.width, vision.hidden * vision.patches
     block = 4 * hidden * (hidden + 1) + 2 * hidden * width + width + hidden + 4 * hidden
     embedding = hidden * (vision.patch_values + 1) + hidden * vision.positions

@@ -14,7 +14,7 @@ class MatrixProductsAC(SelectiveAC):
     """torchtitan's selective checkpointing, but products of batches of matrices are not kept.
 
     In our models these are pairs of positions inside the parts of recurrent layers, which are computed anew anyway, and
-    queries that latent attention has absorbed its up-projection into: several times as large as all else in their layers.
+    queries that latent attention has absorbed its up-projection into: larger than all else that their layers keep.
     """
 
     @dataclass(kw_only=True, slots=True)

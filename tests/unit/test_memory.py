@@ -155,7 +155,9 @@ def test_hybrid_models_keep_what_each_kind_of_layer_keeps() -> None:
     assert (attention.count, nets.count) == (10, 30)
     assert attention.full == nets.full == 2048 * 2
     assert nets.none - attention.none == recurrent("gated_delta_net")[0].kept - (2 * 16 * 256 + 2 * 2 * 256) * 2
-    none, full = (trainer_memory(QWEN_3_5, replace(SHARDED, checkpointing=kind)).activations for kind in ("none", "full"))
+    none, full = (
+        trainer_memory(QWEN_3_5, replace(SHARDED, checkpointing=kind)).activations for kind in ("none", "full")
+    )
     assert none - full == 16384 * (10 * (attention.none - attention.full) + 30 * (nets.none - nets.full))
 
 
