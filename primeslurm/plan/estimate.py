@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from primeslurm.plan.catalog import ModelFacts
 from primeslurm.plan.commands import EngineRole
 from primeslurm.plan.engine_command import GPU_MEMORY_UTILIZATION, settings_of
@@ -98,12 +100,13 @@ def _frozen_vision(recipe: Recipe) -> bool:
     return recipe.model.vlm is None or recipe.model.vlm.freeze_vision_encoder
 
 
-def engine_role(recipe: Recipe, need: Need, facts: ModelFacts, gpu: Gpu) -> RoleMemory:
-    """The memory of one GPU of a role that runs engines."""
+def engine_role(recipe: Recipe, need: Need, facts: ModelFacts, gpu: Gpu, prompt_logprobs: bool = False) -> RoleMemory:
+    """The memory of one GPU of a role that runs engines, which may be asked for log-probabilities of prompts."""
     role = ENGINE_ROLES[need.role]
     settings = settings_of(recipe, role)
     share = settings.gpu_memory_utilization or GPU_MEMORY_UTILIZATION
     layout = engine_layout(recipe, role, expert_ranks(recipe, need), facts)
+    layout = replace(layout, prompt_logprobs=prompt_logprobs)
     memory = engine_memory(facts, layout, gpu.memory_gib * GIB, share)
     kv = settings.kv_cache_bytes or memory.kv
     memory = EngineMemory(memory.weights, memory.reserve, kv, memory.kv_per_token, memory.state_per_sequence)

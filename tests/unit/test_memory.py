@@ -13,7 +13,13 @@ from benchmarks.memory_model import TRAINER_ROWS, predicted_gib
 from primeslurm.plan.activation_memory import Mixer, delta_net, images_of, layers_of, mamba
 from primeslurm.plan.catalog import CATALOG, Mamba, Vision, catalog, facts_of
 from primeslurm.plan.checks import model_files, review
-from primeslurm.plan.engine_memory import EngineLayout, engine_memory, kv_bytes_per_token, low_latency_bytes
+from primeslurm.plan.engine_memory import (
+    EngineLayout,
+    engine_memory,
+    kv_bytes_per_token,
+    low_latency_bytes,
+    prompt_logit_bytes,
+)
 from primeslurm.plan.estimate import engine_layout
 from primeslurm.plan.gpus import GIB, GPUS, gpu_of
 from primeslurm.plan.parameters import count
@@ -225,6 +231,25 @@ def test_weights_that_stay_gathered_are_the_whole_model() -> None:
     assert trainer_memory(QWEN, replace(SHARDED, reshard=False, ep=8)).gathered < kept / 4
 
 
+def test_logits_of_prompts_are_those_that_vllm_has_at_once() -> None:
+    measured = json.loads((RESULTS / "memory_model.json").read_bytes())["prompt_logits_of_vllm"]
+    facts = replace(QWEN, vocab=measured["vocab"])
+    steps = [replace(BF16, batched_tokens=tokens) for tokens in (measured["tokens"], 2 * measured["tokens"])]
+    assert [prompt_logit_bytes(facts, layout) for layout in steps] == pytest.approx([measured["bytes"]] * 2, rel=1e-3)
+
+
+def test_log_probabilities_of_prompts_take_the_place_of_sampling() -> None:
+    asked = [replace(BF16, prompt_logprobs=True, tp=tp, dtype_bytes=size) for tp, size in ((1, 2), (8, 2), (8, 4))]
+    more = [
+        engine_memory(QWEN, layout, 140 * GIB, 0.9).reserve
+        - engine_memory(QWEN, replace(layout, prompt_logprobs=False), 140 * GIB, 0.9).reserve
+        for layout in asked
+    ]
+    sampling = 1024 * QWEN.vocab * 8
+    assert more == [0, 0, prompt_logit_bytes(QWEN, asked[2]) - sampling]
+    assert 0 < more[2] < sampling
+
+
 def test_low_latency_buffers_grow_with_tokens_and_experts() -> None:
     assert low_latency_bytes(GLM, 96) / 1e9 == pytest.approx(1.2, abs=0.05)
     assert low_latency_bytes(GLM, 8192) > 100e9
@@ -267,6 +292,13 @@ def test_a_model_that_does_not_fit_is_refused_with_the_reason() -> None:
     assert trainer.startswith("error deployment.train: does not fit: needs 2365.8 of 139.8 GiB a GPU")
     assert "optimizer 692.8" in trainer
     assert engines.startswith("error inference: does not fit: weights 1")
+
+
+def test_a_trained_encoder_of_images_is_named_where_it_does_not_fit() -> None:
+    vlm = {"model": {"vlm": {"freeze_vision_encoder": False}}, "task": "sft", "seq_len": 32768}
+    sft = {"sft": {"data": {"type": "jsonl", "path": "data.jsonl"}}, "environments": []}
+    (text,) = found(merge(vlm, sft), "Qwen/Qwen3-VL-30B-A3B-Instruct")
+    assert "images 1" in text
 
 
 def test_a_sequence_longer_than_the_kv_cache_is_refused() -> None:
