@@ -127,13 +127,17 @@ def lora_parameters(facts: ModelFacts, rank: int) -> int:
 
 
 def _gathered(facts: ModelFacts, layout: TrainerLayout) -> int:
-    """Two layers in the compute dtype, or all; gradients of one, and their float32 copy on the way to the reduction."""
+    """Two layers in the compute dtype, or all; gradients of one, and their float32 copy on the way to the reduction.
+
+    An encoder of images is gathered, block by block, when no layer is: only one that stays gathered counts.
+    """
     frozen = bool(layout.lora_parameters)
     gradients = 0 if frozen else layout.dtype_bytes + 4
     copies = 2 if layout.reshard else facts.layers
     layers = layer_gather_bytes(facts, layout.ep, copies * layout.dtype_bytes + gradients)
     ends = facts.vocab * facts.hidden * (layout.dtype_bytes + gradients)
-    return layers + ends
+    encoder = 0 if layout.reshard or not layout.images else count(facts).vision * layout.dtype_bytes
+    return layers + ends + encoder
 
 
 def activation_bytes(facts: ModelFacts, layout: TrainerLayout) -> int:

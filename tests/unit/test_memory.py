@@ -250,6 +250,13 @@ def test_log_probabilities_of_prompts_take_the_place_of_sampling() -> None:
     assert 0 < more[2] < sampling
 
 
+def test_an_encoder_that_sees_stays_gathered_with_the_layers() -> None:
+    kept = replace(SHARDED, reshard=False)
+    blind, seeing = (trainer_memory(VL, replace(kept, images=images)).gathered for images in (False, True))
+    assert seeing - blind == 2 * count(VL).vision
+    assert trainer_memory(VL, replace(SHARDED, images=True)).gathered == trainer_memory(VL, SHARDED).gathered
+
+
 def test_low_latency_buffers_grow_with_tokens_and_experts() -> None:
     assert low_latency_bytes(GLM, 96) / 1e9 == pytest.approx(1.2, abs=0.05)
     assert low_latency_bytes(GLM, 8192) > 100e9
