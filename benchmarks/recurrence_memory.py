@@ -66,22 +66,28 @@ class _Layer(nn.Module):
         return self.mixer(row, positions) if self.norm is None else row + self.mixer(self.norm(row), positions)
 
 
-def measure(config: Any, length: int, name: str, norm: str | None = None, checkpointing: str = "none") -> Passes:
-    """A forward and backward pass of one row through the recurrent layer of a model's first layer.
+def built(config: Any, name: str, norm: str | None, checkpointing: str) -> nn.Module:
+    """The recurrent layer of a model's first layer in bfloat16, not initialised; called with rows and positions.
 
     Args:
         name: of the recurrent layer.
-        norm: name of the norm before it, if that is measured too.
+        norm: name of the norm before it, if that is to be part of it.
+        checkpointing: none, selective or full.
     """
-    policy = POLICIES[checkpointing]
-    with FakeTensorMode(allow_non_fake_inputs=True), ExitStack() as after:
+    spec, policy = models.spec(config, 64, "flex").model.layers[0], POLICIES[checkpointing]
+    with ExitStack() as after:
         after.callback(torch.set_default_dtype, torch.get_default_dtype())
         torch.set_default_dtype(torch.bfloat16)
-        spec = models.spec(config, 64, "flex").model.layers[0]
         layer: nn.Module = _Layer(getattr(spec, name).build(), getattr(spec, norm).build() if norm else None)
-        if policy is not None:
-            layer = policy.build(dump_folder="")._wrap_block(layer, base_fqn="layers.0")
-        row, positions = torch.empty(1, length, config.hidden_size, requires_grad=True), torch.arange(length)[None]
+    return layer if policy is None else policy.build(dump_folder="")._wrap_block(layer, base_fqn="layers.0")
+
+
+def measure(config: Any, length: int, name: str, norm: str | None = None, checkpointing: str = "none") -> Passes:
+    """A forward and backward pass of one row through what `built` returns."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        layer = built(config, name, norm, checkpointing)
+        row = torch.empty(1, length, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+        positions = torch.arange(length)[None]
         return passes(layer, lambda: (layer(row, positions),), [row, positions])
 
 
