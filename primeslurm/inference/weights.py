@@ -26,6 +26,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
 from primeslurm.inference import cpu_patches
+from primeslurm.inference.experts import incomplete_experts
 from primeslurm.wire.weights import FP8_BLOCK, FP8_SCALE, MANIFEST, layers_ahead, read_manifest
 
 
@@ -57,6 +58,8 @@ class LayerwiseTransferEngine(WeightTransferEngine):
         missing = self._expected - self._loaded
         if missing:
             raise PolicyError(f"{len(missing)} parameters were not given: {_some(missing)}")
+        if partial := set(incomplete_experts(self.model)):
+            raise PolicyError(f"experts of {len(partial)} layers were not all given: {_some(partial)}")
         finalize_layerwise_reload(self.model, self.model_config)
         if current_platform.is_cpu():
             cpu_patches.refresh_tied_lm_heads(self.model)
@@ -65,7 +68,10 @@ class LayerwiseTransferEngine(WeightTransferEngine):
         """Nothing outlives an update."""
 
     def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Load (Hugging Face name, tensor) pairs, in any order; host tensors are copied shard by shard."""
+        """Load (Hugging Face name, tensor) pairs, in any order; host tensors are copied shard by shard.
+
+        A matrix for each of the worker's experts may come as one stack, as `HeldExperts.loadable` makes it.
+        """
         if not self._loads_fp8():
             tensors = dequantised(tensors, self.model_config.dtype)
         self._loaded |= self.model.load_weights(tensors)
@@ -191,9 +197,9 @@ def dequantised(tensors: Iterator[tuple[str, torch.Tensor]], dtype: torch.dtype)
 
 
 def _unscaled(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    rows, columns = weight.shape
-    wide = scales.repeat_interleave(FP8_BLOCK, 0).repeat_interleave(FP8_BLOCK, 1)
-    return weight.float() * wide[:rows, :columns]
+    rows, columns = weight.shape[-2:]
+    wide = scales.repeat_interleave(FP8_BLOCK, -2).repeat_interleave(FP8_BLOCK, -1)
+    return weight.float() * wide[..., :rows, :columns]
 
 
 def _tensors(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
