@@ -1,0 +1,155 @@
+"""vLLM's own expert layers take a worker's experts as one stack: the same parameters, and counted as completely.
+
+If one of these fails after a change of vLLM, look at `RoutedExperts`: `weight_loader`, which takes [experts, rows,
+columns] as `full_load`, `load_weights`, which takes the name of one expert for what it is, and at the layerwise reload,
+which counts elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
+from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
+from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info, record_metadata_for_reloading
+
+from primeslurm.inference.experts import HeldExperts, held_experts, incomplete_experts
+from primeslurm.trainer.encoding import Encoding
+from primeslurm.wire.messages import Named, stacked
+
+pytestmark = pytest.mark.engine
+PREFIX = "model.layers.0.mlp.experts"
+EXPERTS, HIDDEN, INTERMEDIATE = 8, 256, 512
+SHAPES = {"gate": (INTERMEDIATE, HIDDEN), "up": (INTERMEDIATE, HIDDEN), "down": (HIDDEN, INTERMEDIATE)}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "tp": {"tp": (1, 2)},
+    "ep": {"ep": (1, 2)},
+    "ep, dealt out": {"ep": (1, 2), "placement": "round_robin"},
+}
+
+
+def make_layer(
+    fp8: bool, tp: tuple[int, int] = (0, 1), ep: tuple[int, int] = (0, 1), placement: Any = "linear"
+) -> RoutedExperts:
+    """The experts of one layer on one rank of a tensor- or expert-parallel group, ready to be loaded anew."""
+    parallel = FusedMoEParallelConfig(
+        tp_rank=tp[0],
+        tp_size=tp[1],
+        ep_rank=ep[0],
+        ep_size=ep[1],
+        use_ep=ep[1] > 1,
+        dp_rank=0,
+        dp_size=1,
+        pcp_rank=0,
+        pcp_size=1,
+        sp_size=1,
+        all2all_backend="allgather_reducescatter",
+        enable_eplb=False,
+    )
+    manager = ExpertMapManager(16, 2, EXPERTS, 0, None, parallel, placement, enable_eplb=False)
+    config = FusedMoEConfig(
+        num_experts=EXPERTS,
+        num_logical_experts=EXPERTS,
+        num_local_experts=manager.local_num_experts,
+        experts_per_token=2,
+        hidden_dim=HIDDEN,
+        intermediate_size=INTERMEDIATE,
+        activation=MoEActivation.SILU,
+        device="cpu",
+        routing_method=RoutingMethodType.Renormalize,
+        moe_parallel_config=parallel,
+        in_dtype=torch.bfloat16,
+    )
+    quantisation = Fp8Config(True, "dynamic", None, [128, 128]) if fp8 else None
+    layer = RoutedExperts(PREFIX, torch.bfloat16, config, quantisation, manager)
+    layer.quant_method.process_weights_after_loading = lambda layer: None  # what kernels make of it is not the loader's
+    record_metadata_for_reloading(layer)
+    return layer
+
+
+def sent(fp8: bool) -> list[Named]:
+    """All experts as a trainer sends them."""
+    generator = torch.Generator().manual_seed(0)
+    experts = stacked(
+        (f"{PREFIX}.{expert}.{name}_proj.weight", torch.randn(shape, generator=generator).bfloat16())
+        for expert in range(EXPERTS)
+        for name, shape in SHAPES.items()
+    )
+    encoding = Encoding(torch.bfloat16, fp8)
+    return [Named(name, tensor, item.experts) for item in experts for name, tensor in encoding.encode(*item).items()]
+
+
+def part(item: Named, experts: tuple[int, ...]) -> Named:
+    """What a worker is sent of it."""
+    return Named(item.name, item.tensor[list(experts)], experts)
+
+
+def load(layer: RoutedExperts, pairs: list[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Within vLLM's layerwise reload. Returns the layer's parameters."""
+    initialize_layerwise_reload(layer)
+    list(layer.load_weights((name.removeprefix(f"{PREFIX}."), tensor) for name, tensor in pairs))
+    return {name: parameter.clone() for name, parameter in layer.named_parameters()}
+
+
+@pytest.fixture(autouse=True)
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What layers look up while they are made."""
+    monkeypatch.setattr("vllm.distributed.get_tensor_model_parallel_world_size", lambda: 1)
+    with set_current_vllm_config(VllmConfig()):
+        yield
+
+
+@pytest.mark.parametrize("fp8", [False, True], ids=["bfloat16", "FP8"])
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_a_stack_loads_as_its_experts_do(layout: dict[str, Any], fp8: bool) -> None:
+    layer, alone = make_layer(fp8, **layout), make_layer(fp8, **layout)
+    held = held_experts(layer, enable_eplb=False)
+    assert held.order is not None and len(held.order) == EXPERTS // layout.get("ep", (0, 1))[1]
+    assert held.wanted == (frozenset(held.order) if "ep" in layout else None)
+    items = [part(item, held.order) for item in sent(fp8)]
+    pairs = [pair for item in items for pair in held.loadable(item)]
+    assert len(pairs) == len(items) == (6 if fp8 else 3), "one call for each stack"
+
+    found = load(layer, pairs)
+    expected = load(alone, [pair for item in items for pair in item.each()])
+    assert incomplete_experts(layer) == incomplete_experts(alone) == []
+    assert found.keys() == expected.keys() and len(found) == (4 if fp8 else 2)
+    for name, tensor in expected.items():
+        assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
+        assert tensor.float().abs().sum() > 0
+
+
+def test_experts_that_were_not_all_given_are_noticed() -> None:
+    layer = make_layer(fp8=False)
+    held = held_experts(layer, enable_eplb=False)
+    gate, up, down = sent(fp8=False)
+    items = [gate, part(up, tuple(range(EXPERTS - 1))), down]
+    load(layer, [pair for item in items for pair in held.loadable(item)])
+    assert incomplete_experts(layer) == [PREFIX]
+
+    again = make_layer(fp8=False)
+    load(again, [pair for item in (gate, down) for pair in held.loadable(item)])
+    assert incomplete_experts(again) == [PREFIX]
+    assert get_layerwise_info(again).load_numel == EXPERTS * 2 * HIDDEN * INTERMEDIATE
+
+
+def test_what_cannot_be_loaded_whole_is_loaded_one_by_one() -> None:
+    padded = make_layer(fp8=False)
+    padded.moe_config.tp_shard_with_padding = True
+    assert held_experts(padded, enable_eplb=False) == HeldExperts(None, None)
+    assert held_experts(make_layer(fp8=False, ep=(1, 2)), enable_eplb=True) == HeldExperts(None, None)
+    differing = torch.nn.ModuleList([make_layer(fp8=False, ep=(rank, 2)) for rank in range(2)])
+    assert held_experts(differing, enable_eplb=False) == HeldExperts(None, None)
+
+    bias = Named(f"{PREFIX}.{{}}.up_proj.bias", torch.ones(EXPERTS, INTERMEDIATE), tuple(range(EXPERTS)))
+    held = HeldExperts(None, tuple(range(EXPERTS)))
+    assert len(list(held.loadable(bias))) == EXPERTS
