@@ -29,6 +29,9 @@ from primeslurm.inference import cpu_patches
 from primeslurm.inference.experts import incomplete_experts
 from primeslurm.wire.weights import FP8_BLOCK, FP8_SCALE, MANIFEST, layers_ahead, read_manifest
 
+_ELEMENTS_AT_ONCE = 2**25
+"""How much of a stack of FP8 weights is in float32 at a time."""
+
 
 class PolicyError(RuntimeError):
     """A published policy is incomplete or does not fit the model. The engine must not resume on it."""
@@ -191,15 +194,21 @@ def dequantised(tensors: Iterator[tuple[str, torch.Tensor]], dtype: torch.dtype)
             alone[weight] = tensor
         else:
             pair = (other, tensor) if weight != name else (tensor, other)
-            yield weight, _unscaled(*pair).to(dtype)
+            yield weight, _unscaled(*pair, dtype)
     if alone:
         raise PolicyError(f"FP8 weights and their scales do not match: {_some(set(alone))}")
 
 
-def _unscaled(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def _unscaled(weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Of a matrix, or of a stack of them; some at a time, as engines have little memory to spare."""
     rows, columns = weight.shape[-2:]
-    wide = scales.repeat_interleave(FP8_BLOCK, -2).repeat_interleave(FP8_BLOCK, -1)
-    return weight.float() * wide[..., :rows, :columns]
+    result = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    at_once = max(1, _ELEMENTS_AT_ONCE // (rows * columns))
+    stacks = (tensor.view(-1, *tensor.shape[-2:]).split(at_once) for tensor in (result, weight, scales))
+    for target, data, scale in zip(*stacks, strict=True):
+        wide = scale.repeat_interleave(FP8_BLOCK, -2).repeat_interleave(FP8_BLOCK, -1)
+        target.copy_(data.float() * wide[..., :rows, :columns])
+    return result
 
 
 def _tensors(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
