@@ -46,8 +46,11 @@ class LayerwiseTransferEngine(WeightTransferEngine):
     def start_weight_update(self) -> None:
         """Make the model ready to be loaded anew."""
         self._roll_back_partial_layers()
-        initialize_layerwise_reload(self.model)
-        self._expected = {name for name, _ in self.model.named_parameters()} - self._tied_parameters()
+        first_names = {name for name, _ in self.model.named_parameters()}
+        every_name = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        initialize_layerwise_reload(self.model)  # of a parameter with two names it makes two
+        aliases = every_name - first_names
+        self._expected = {name for name, _ in self.model.named_parameters()} - aliases - self._tied_parameters()
         self._loaded: set[str] = set()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ which counts elements.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,9 +20,11 @@ from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoE
 from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
-from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info, record_metadata_for_reloading
+from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
+from vllm.model_executor.models.utils import AutoWeightsLoader
 
 from primeslurm.inference.experts import HeldExperts, held_experts, incomplete_experts
+from primeslurm.inference.weights import FilesystemTransferEngine, PolicyError
 from primeslurm.trainer.encoding import Encoding
 from primeslurm.wire.messages import Named, stacked
 
@@ -128,18 +131,52 @@ def test_a_stack_loads_as_its_experts_do(layout: dict[str, Any], fp8: bool) -> N
         assert tensor.float().abs().sum() > 0
 
 
-def test_experts_that_were_not_all_given_are_noticed() -> None:
-    layer = make_layer(fp8=False)
-    held = held_experts(layer, enable_eplb=False)
-    gate, up, down = sent(fp8=False)
-    items = [gate, part(up, tuple(range(EXPERTS - 1))), down]
-    load(layer, [pair for item in items for pair in held.loadable(item)])
-    assert incomplete_experts(layer) == [PREFIX]
+class Model(torch.nn.Module):
+    """A layer of experts with a bias for their selection, which the router has, too, under another name."""
 
-    again = make_layer(fp8=False)
-    load(again, [pair for item in (gate, down) for pair in held.loadable(item)])
-    assert incomplete_experts(again) == [PREFIX]
-    assert get_layerwise_info(again).load_numel == EXPERTS * 2 * HIDDEN * INTERMEDIATE
+    def __init__(self) -> None:
+        super().__init__()
+        self.expert_bias = torch.nn.Parameter(torch.zeros(EXPERTS), requires_grad=False)
+        self.experts = make_layer(fp8=False)
+        self.experts.e_score_correction_bias = self.expert_bias
+        record_metadata_for_reloading(self)
+
+    def load_weights(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> set[str]:
+        return AutoWeightsLoader(self).load_weights(tensors)
+
+
+def make_engine() -> FilesystemTransferEngine:
+    """An engine around such a model, without vLLM's worker."""
+    engine = FilesystemTransferEngine.__new__(FilesystemTransferEngine)
+    config = SimpleNamespace(tie_word_embeddings=False)
+    engine.model_config = SimpleNamespace(hf_config=config, hf_text_config=config, dtype=torch.bfloat16)
+    engine.vllm_config = SimpleNamespace(quant_config=None)
+    engine.model = Model()
+    return engine
+
+
+def update(engine: FilesystemTransferEngine, items: list[Named]) -> None:
+    """One update by these stacks and a bias of ones."""
+    held = held_experts(engine.model, enable_eplb=False)
+    engine.start_weight_update()
+    pairs = [pair for item in items for pair in held.loadable(item)]
+    named = [(name.replace(PREFIX, "experts"), tensor) for name, tensor in pairs]
+    engine.load(iter([*named, ("expert_bias", torch.ones(EXPERTS))]))
+    engine.finish_weight_update()
+
+
+def test_an_engine_takes_all_experts_or_refuses() -> None:
+    engine = make_engine()
+    gate, up, down = sent(fp8=False)
+    for incomplete in ([gate, part(up, tuple(range(EXPERTS - 1))), down], [gate, down]):
+        with pytest.raises(PolicyError, match=rf"experts of 1 layers were not all given: {PREFIX}"):
+            update(engine, incomplete)
+    update(engine, [down, up, gate])
+    experts = engine.model.experts
+    assert torch.equal(experts.w13_weight, torch.cat([gate.tensor, up.tensor], dim=1))
+    assert torch.equal(experts.w2_weight, down.tensor)
+    assert experts.e_score_correction_bias is engine.model.expert_bias
+    assert torch.equal(engine.model.expert_bias, torch.ones(EXPERTS))
 
 
 def test_what_cannot_be_loaded_whole_is_loaded_one_by_one() -> None:
