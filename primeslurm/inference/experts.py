@@ -47,18 +47,18 @@ def held_experts(model: torch.nn.Module, enable_eplb: bool) -> HeldExperts:
         return HeldExperts(None, None)
     order = slots.pop()
     wanted = None if any(layer.expert_map_manager.expert_map is None for layer in layers) else frozenset(order)
-    is_whole = order == tuple(sorted(order)) and not any(map(_is_padded, layers))
+    is_whole = order == tuple(sorted(order)) and not any(map(_shared_beside, layers))
     return HeldExperts(wanted, order if is_whole else None)
 
 
 def incomplete_experts(model: torch.nn.Module) -> list[str]:
     """Layers whose experts were not given entirely since the layerwise reload began.
 
-    vLLM counts what it has copied, and takes a layer for loaded when all was; not so where parameters are padded.
+    vLLM counts what it has copied, and takes a layer for loaded when all was. That tells nothing of a layer whose
+    parameters are padded: padding is never loaded.
     """
-    return [
-        layer.layer_name for layer in _layers(model) if get_layerwise_info(layer).can_load() and not _is_padded(layer)
-    ]
+    counted = (layer for layer in _layers(model) if not (_is_padded(layer) or _shared_beside(layer)))
+    return [layer.layer_name for layer in counted if get_layerwise_info(layer).can_load()]
 
 
 def _layers(model: torch.nn.Module) -> list[RoutedExperts]:
@@ -74,12 +74,16 @@ def _by_slot(layer: RoutedExperts) -> tuple[int, ...]:
     return tuple(held[slots[held].argsort()].tolist())
 
 
+def _shared_beside(layer: RoutedExperts) -> bool:
+    """Whether parameters have rows for shared experts, too."""
+    return layer.expert_map_manager.num_fused_shared_experts > 0
+
+
 def _is_padded(layer: RoutedExperts) -> bool:
-    """Whether parameters are larger than what is loaded into them, or hold more than routed experts."""
+    """Whether parameters are larger than what is loaded into them."""
     config = layer.moe_config
     return (
         config.tp_shard_with_padding
         or config.hidden_dim != config.hidden_dim_unpadded
         or config.intermediate_size_per_partition * config.tp_size != config.intermediate_size
-        or layer.expert_map_manager.num_fused_shared_experts > 0
     )

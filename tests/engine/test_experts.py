@@ -14,12 +14,16 @@ from typing import Any
 import pytest
 import torch
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.config.quantization import resolve_quantization_config
+from vllm.distributed import parallel_state
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig, FusedMoEParallelConfig, RoutingMethodType
 from vllm.model_executor.layers.fused_moe.expert_map_manager import ExpertMapManager
+from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
-from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
 from vllm.model_executor.models.utils import AutoWeightsLoader
 
@@ -35,13 +39,20 @@ SHAPES = {"gate": (INTERMEDIATE, HIDDEN), "up": (INTERMEDIATE, HIDDEN), "down": 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "whole": {},
     "tp": {"tp": (1, 2)},
+    "tp, padded to FP8 blocks": {"tp": (5, 8)},
     "ep": {"ep": (1, 2)},
     "ep, dealt out": {"ep": (1, 2), "placement": "round_robin"},
 }
+FORMATS: dict[str, QuantizationConfig | None] = {
+    "bfloat16": None,
+    "FP8": Fp8Config(True, "dynamic", None, [128, 128]),
+    "to FP8": OnlineQuantizationConfig(resolve_quantization_config("fp8_per_block", None)),
+}
+"""What a model is built for: weights as they are, a checkpoint in FP8, and weights that vLLM quantises."""
 
 
 def make_layer(
-    fp8: bool, tp: tuple[int, int] = (0, 1), ep: tuple[int, int] = (0, 1), placement: Any = "linear"
+    kind: str = "bfloat16", tp: tuple[int, int] = (0, 1), ep: tuple[int, int] = (0, 1), placement: Any = "linear"
 ) -> RoutedExperts:
     """The experts of one layer on one rank of a tensor- or expert-parallel group, ready to be loaded anew."""
     parallel = FusedMoEParallelConfig(
@@ -72,9 +83,11 @@ def make_layer(
         moe_parallel_config=parallel,
         in_dtype=torch.bfloat16,
     )
-    quantisation = Fp8Config(True, "dynamic", None, [128, 128]) if fp8 else None
-    layer = RoutedExperts(PREFIX, torch.bfloat16, config, quantisation, manager)
-    layer.quant_method.process_weights_after_loading = lambda layer: None  # what kernels make of it is not the loader's
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parallel_state, "get_tp_group", lambda: SimpleNamespace(world_size=tp[1]))  # FP8 looks there
+        layer = RoutedExperts(PREFIX, torch.bfloat16, config, FORMATS[kind], manager)
+    # What kernels make of the weights is not the loader's, but for the padding.
+    layer.quant_method.process_weights_after_loading = getattr(layer.quant_method, "_zero_padding", lambda layer: None)
     record_metadata_for_reloading(layer)
     return layer
 
@@ -100,32 +113,32 @@ def load(layer: RoutedExperts, pairs: list[tuple[str, torch.Tensor]]) -> dict[st
     """Within vLLM's layerwise reload. Returns the layer's parameters."""
     initialize_layerwise_reload(layer)
     list(layer.load_weights((name.removeprefix(f"{PREFIX}."), tensor) for name, tensor in pairs))
+    assert incomplete_experts(layer) == []
+    finalize_layerwise_reload(layer, None)
     return {name: parameter.clone() for name, parameter in layer.named_parameters()}
 
 
 @pytest.fixture(autouse=True)
-def one_rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What layers look up while they are made."""
-    monkeypatch.setattr("vllm.distributed.get_tensor_model_parallel_world_size", lambda: 1)
+def configured() -> Iterator[None]:
+    """Layers are made and processed with a configuration of vLLM's."""
     with set_current_vllm_config(VllmConfig()):
         yield
 
 
-@pytest.mark.parametrize("fp8", [False, True], ids=["bfloat16", "FP8"])
+@pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-def test_a_stack_loads_as_its_experts_do(layout: dict[str, Any], fp8: bool) -> None:
-    layer, alone = make_layer(fp8, **layout), make_layer(fp8, **layout)
+def test_a_stack_loads_as_its_experts_do(layout: dict[str, Any], kind: str) -> None:
+    layer, alone = make_layer(kind, **layout), make_layer(kind, **layout)
     held = held_experts(layer, enable_eplb=False)
     assert held.order is not None and len(held.order) == EXPERTS // layout.get("ep", (0, 1))[1]
     assert held.wanted == (frozenset(held.order) if "ep" in layout else None)
-    items = [part(item, held.order) for item in sent(fp8)]
+    items = [part(item, held.order) for item in sent(fp8=kind == "FP8")]
     pairs = [pair for item in items for pair in held.loadable(item)]
-    assert len(pairs) == len(items) == (6 if fp8 else 3), "one call for each stack"
+    assert len(pairs) == len(items) == (6 if kind == "FP8" else 3), "one call for each stack"
 
     found = load(layer, pairs)
     expected = load(alone, [pair for item in items for pair in item.each()])
-    assert incomplete_experts(layer) == incomplete_experts(alone) == []
-    assert found.keys() == expected.keys() and len(found) == (4 if fp8 else 2)
+    assert found.keys() == expected.keys() and len(found) == (4 if kind == "FP8" else 2)
     for name, tensor in expected.items():
         assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
         assert tensor.float().abs().sum() > 0
@@ -137,7 +150,7 @@ class Model(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.expert_bias = torch.nn.Parameter(torch.zeros(EXPERTS), requires_grad=False)
-        self.experts = make_layer(fp8=False)
+        self.experts = make_layer()
         self.experts.e_score_correction_bias = self.expert_bias
         record_metadata_for_reloading(self)
 
@@ -147,11 +160,9 @@ class Model(torch.nn.Module):
 
 def make_engine() -> FilesystemTransferEngine:
     """An engine around such a model, without vLLM's worker."""
-    engine = FilesystemTransferEngine.__new__(FilesystemTransferEngine)
+    engine = FilesystemTransferEngine(None, VllmConfig(), torch.device("cpu"), Model())
     config = SimpleNamespace(tie_word_embeddings=False)
     engine.model_config = SimpleNamespace(hf_config=config, hf_text_config=config, dtype=torch.bfloat16)
-    engine.vllm_config = SimpleNamespace(quant_config=None)
-    engine.model = Model()
     return engine
 
 
@@ -180,11 +191,11 @@ def test_an_engine_takes_all_experts_or_refuses() -> None:
 
 
 def test_what_cannot_be_loaded_whole_is_loaded_one_by_one() -> None:
-    padded = make_layer(fp8=False)
-    padded.moe_config.tp_shard_with_padding = True
-    assert held_experts(padded, enable_eplb=False) == HeldExperts(None, None)
-    assert held_experts(make_layer(fp8=False, ep=(1, 2)), enable_eplb=True) == HeldExperts(None, None)
-    differing = torch.nn.ModuleList([make_layer(fp8=False, ep=(rank, 2)) for rank in range(2)])
+    beside = make_layer()
+    beside.expert_map_manager.num_fused_shared_experts = 1
+    assert held_experts(beside, enable_eplb=False).order is None
+    assert held_experts(make_layer(ep=(1, 2)), enable_eplb=True) == HeldExperts(None, None)
+    differing = torch.nn.ModuleList([make_layer(ep=(rank, 2)) for rank in range(2)])
     assert held_experts(differing, enable_eplb=False) == HeldExperts(None, None)
 
     bias = Named(f"{PREFIX}.{{}}.up_proj.bias", torch.ones(EXPERTS, INTERMEDIATE), tuple(range(EXPERTS)))
