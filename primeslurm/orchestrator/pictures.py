@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import hashlib
 from dataclasses import replace
 from pathlib import Path
@@ -11,10 +9,9 @@ from pathlib import Path
 import msgspec
 
 from primeslurm.orchestrator.jobs import RolloutFailed
+from primeslurm.wire import data_uri
 from primeslurm.wire.files import write_atomic
 from primeslurm.wire.rollouts import Rollout
-
-_INLINE = "data:image/"
 
 
 def stored(rollout: Rollout, directory: Path) -> Rollout:
@@ -31,12 +28,10 @@ def stored(rollout: Rollout, directory: Path) -> Rollout:
 
 
 def _file(source: str, directory: Path) -> Path:
-    if not source.startswith(_INLINE):
-        raise RolloutFailed(f"an image must be a data URI, not {source[:80]}")
     try:
-        data = base64.b64decode(source.partition(",")[2], validate=True)
-    except binascii.Error as error:
-        raise RolloutFailed(f"an image is no base64: {error}") from error
+        data = data_uri.decode(source)
+    except ValueError as error:
+        raise RolloutFailed(str(error)) from error
     path = directory / hashlib.sha256(data).hexdigest()
     if not path.exists():
         directory.mkdir(exist_ok=True)

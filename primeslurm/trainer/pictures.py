@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import base64
 import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 from transformers import AutoImageProcessor
 
+from primeslurm.wire import data_uri
 from primeslurm.wire.rollouts import Bool, Float32, Int32, Picture
-
-_INLINE = "data:image/"
 
 
 class PictureReader:
@@ -36,7 +34,12 @@ class PictureReader:
             raise ValueError(f"{directory}: no image processor (preprocessor_config.json)") from error
 
     def tokens(self, source: str) -> int:
-        """How many tokens stand for an image; decodes no more than its header. Raises OSError."""
+        """How many tokens stand for an image; decodes no more than its header.
+
+        Raises:
+            OSError: the image cannot be read.
+            ValueError: it is a data URI that cannot be decoded.
+        """
         with _open(source) as image:
             width, height = image.size
         patches = self._processor.get_number_of_image_patches(height, width, {})
@@ -47,14 +50,15 @@ class PictureReader:
 
         Raises:
             OSError: the image cannot be read.
-            ValueError: it is not the image that was there when the conversation was tokenized.
+            ValueError: it is not the image that was there when the conversation was tokenized, or is a data URI that
+                cannot be decoded.
         """
         with _open(picture.source) as image:
             upright = ImageOps.exif_transpose(image).convert("RGB")
         made = self._processor(images=[upright], return_tensors="np")
         pixels, grid = made["pixel_values"], made["image_grid_thw"][0]
         if len(pixels) // self._processor.merge_size**2 != picture.end - picture.start:
-            raise ValueError(f"{_shown(picture.source)}: has changed its size since training began")
+            raise ValueError(f"{data_uri.shown(picture.source)}: has changed its size since training began")
         return pixels.astype(np.float32), grid.astype(np.int32)
 
 
@@ -69,12 +73,12 @@ def expand(
 
     Raises:
         OSError: an image cannot be read.
-        ValueError: there are more or fewer placeholders than images.
+        ValueError: there are more or fewer placeholders than images, or a data URI cannot be decoded.
     """
     places = np.flatnonzero(token_ids == reader.token)
     if len(places) != len(sources):
         raise ValueError(f"{len(sources)} images, but the chat template renders placeholders for {len(places)}")
-    found = [source if source.startswith(_INLINE) else str(directory / source) for source in sources]
+    found = [source if data_uri.is_inline(source) else str(directory / source) for source in sources]
     counts = np.ones(len(token_ids), np.int64)
     counts[places] = [reader.tokens(source) for source in found]
     ends = np.cumsum(counts)
@@ -87,10 +91,9 @@ def expand(
 
 
 def _open(source: str) -> Image.Image:
-    if source.startswith(_INLINE):
-        return Image.open(io.BytesIO(base64.b64decode(source.partition(",")[2])))
-    return Image.open(source)
-
-
-def _shown(source: str) -> str:
-    return source[:40] + "..." if source.startswith(_INLINE) else source
+    if not data_uri.is_inline(source):
+        return Image.open(source)
+    try:
+        return Image.open(io.BytesIO(data_uri.decode(source)))
+    except UnidentifiedImageError:
+        raise UnidentifiedImageError(f"cannot identify image {data_uri.shown(source)}") from None
