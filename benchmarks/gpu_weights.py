@@ -101,7 +101,7 @@ def write_model(directory: Path, options: argparse.Namespace) -> Path:
 
 def recipe(model: Path, inference: dict[str, Any]) -> Recipe:
     """Engines that are sent their policies."""
-    room = {"gpu_memory_utilization": 0.7} if GPUS else {"kv_cache_bytes": 32 * 2**20}
+    room = {"gpu_memory_utilization": 0.7} if GPUS else {"kv_cache_bytes": 2**29}
     return Recipe.model_validate(
         {
             "name": "gpu-weights",
@@ -150,7 +150,7 @@ async def updates(asked: Recipe, directory: Path, world: World, count: int) -> l
             await client.apply(Policy(version, ""), 300)
             total, wanting = time.monotonic() - begun, 0
             await sending
-            row = {"total": total, "sender": sender.seconds, **client.split()}
+            row = {"total": total, "sent": sender.seconds, "connecting": sender.connecting, **client.split()}
             rows.append({part: round(seconds, 3) for part, seconds in row.items()})
     finally:
         server.stop()

@@ -35,6 +35,8 @@ class Sender:
         self._timeout_s = timeout_s
         self.seconds = 0.0
         """How long the last session that succeeded took."""
+        self.connecting = 0.0
+        """How much of it before everybody was connected."""
         self._store: Store | None = None
         self._catalogue: Catalogue = []
 
@@ -80,6 +82,7 @@ class Sender:
                 channel.fail("a trainer rank could not connect")
             return False
         assert channel is not None
+        connecting = time.monotonic() - begun
         sent = _Outbox(channel, self._catalogue, self._world.rank, self._world.device)
         for number, layer in enumerate(parts(self._policy, self._encoding.gathered, self._world)):
             sent.put(number, self._tensors(layer))
@@ -87,9 +90,10 @@ class Sender:
         if sent.failure is None:
             channel.close()
         if well:
-            self.seconds = time.monotonic() - begun
+            self.seconds, self.connecting = time.monotonic() - begun, connecting
         if well and self._world.is_main:
-            log.info("v%d: sent to %d workers in %.2f s", version, session.size - session.senders, self.seconds)
+            workers, took = session.size - session.senders, (self.seconds, self.connecting)
+            log.info("v%d: sent to %d workers in %.2f s, of which %.2f s to connect", version, workers, *took)
         return well
 
     def _tensors(self, layer: list[Part]) -> dict[str, torch.Tensor]:
