@@ -14,11 +14,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import utils as dist_utils
-from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.training import Lora
-from primeslurm.trainer import deepep, fp8, huggingface, logprobs, lora, models, replay, varlen
+from primeslurm.trainer import deepep, fp8, huggingface, logprobs, lora, models, recompute, replay, varlen
 from primeslurm.trainer.activation_offload import ActivationOffload
 from primeslurm.trainer.context_parallel import ContextParallel, Dims
 from primeslurm.trainer.loss import Targets
@@ -27,7 +26,6 @@ from primeslurm.trainer.models.vision import VisionInput
 from primeslurm.trainer.world import World, to_device
 from primeslurm.wire.weights import FP8_SCALE, layers_ahead
 
-_CHECKPOINTING: dict[str, Any] = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
 # Derived from other weights; some checkpoints carry them.
 _DERIVED = ("rotary_emb.inv_freq",)
 
@@ -235,7 +233,7 @@ def assemble(
         training=training,
         parallelism=parallelism,
         compile_config=CompileConfig(enable=False),
-        ac_config=_CHECKPOINTING[layout.activation_checkpointing],
+        ac_config=recompute.POLICIES[layout.activation_checkpointing],
         dump_folder="",
     )
     model.to_empty(device="cpu" if memory.optimizer_offload else world.device.type)
