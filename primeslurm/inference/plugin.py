@@ -23,10 +23,13 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
+    from primeslurm.inference import reloads
+
     if current_platform.is_cpu():
         from primeslurm.inference import cpu_patches
 
         cpu_patches.apply()
+    reloads.load_selection_bias()
     for name, (module, class_name) in TRANSFER_ENGINES.items():
         WeightTransferEngineFactory.register_engine(name, module, class_name)
     _registered = True

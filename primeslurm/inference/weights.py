@@ -21,11 +21,11 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
-from primeslurm.inference import cpu_patches
+from primeslurm.inference import cpu_patches, reloads
 from primeslurm.inference.experts import incomplete_experts
 from primeslurm.wire.weights import FP8_BLOCK, FP8_SCALE, MANIFEST, layers_ahead, read_manifest
 
@@ -48,7 +48,7 @@ class LayerwiseTransferEngine(WeightTransferEngine):
         self._roll_back_partial_layers()
         first_names = {name for name, _ in self.model.named_parameters()}
         every_name = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
-        initialize_layerwise_reload(self.model)  # of a parameter with two names it makes two
+        reloads.begin(self.model)  # of a parameter with two names it makes two
         aliases = every_name - first_names
         self._expected = {name for name, _ in self.model.named_parameters()} - aliases - self._tied_parameters()
         self._loaded: set[str] = set()
