@@ -79,7 +79,7 @@ def _copy_whole(layer: RoutedExperts) -> None:
 def _load_copies(layer: RoutedExperts) -> None:
     """Give the loader what GPT-OSS copies into experts' parameters, which is lost on the meta device."""
     for parameter in layer.parameters(recurse=False):
-        parameter.copy_ = functools.partial(_load_once, parameter)  # type: ignore[method-assign]
+        parameter.copy_ = functools.partial(_load_once, parameter)
 
 
 def _load_once(parameter: Any, tensor: torch.Tensor) -> None:

@@ -1,0 +1,145 @@
+"""An update gives an engine of any family exactly the weights that it would have begun with.
+
+Models are built as an engine's worker builds them, and not run: of some families vLLM has no kernels for CPUs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import parallel_state
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.layers.fused_moe import config as experts_config
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.model_loader import get_model
+from vllm.model_executor.models import registry
+from vllm.platforms import current_platform
+from vllm.platforms.cpu import CpuPlatform
+
+from primeslurm.inference.experts import held_experts
+from primeslurm.inference.plugin import register
+from primeslurm.inference.weights import FilesystemTransferEngine
+from primeslurm.plan.families import FAMILIES
+from primeslurm.wire.messages import stacked
+from tests.trainer.families import CASES, write
+
+pytestmark = pytest.mark.engine
+SELECTION: dict[str, Any] = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+RELEASED: dict[str, dict[str, Any]] = {
+    "afmoe": {"score_func": "sigmoid", "route_norm": True, "n_group": 1, "topk_group": 1},
+    "deepseek_v3": SELECTION,
+    "glm_moe_dsa": SELECTION | {"index_topk_pattern": "FSSF"},
+    "minimax_m2": {"rotary_dim": 8, "use_routing_bias": True, "scoring_func": "sigmoid"},
+}
+"""What releases' configs say, and those that transformers writes do not."""
+NEED_TORCHVISION = {name for name in FAMILIES if name.startswith(("qwen3_5", "qwen3_vl"))}
+NOT_COMPARED = ("kimi_k2", "kimi_k25")
+"""DeepSeek-V3 by another name, and below it."""
+
+
+class Gpu:
+    """The platform, but that it has all kinds of experts."""
+
+    def __getattr__(self, name: str) -> Any:
+        return (lambda: True) if name == "is_xpu" else getattr(current_platform, name)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """This process as the only worker, that builds models which it could not run."""
+    register()
+    attention = CpuPlatform.get_attn_backend_cls
+
+    def dense(backend: Any, attn_selector_config: Any, num_heads: int | None = None) -> str:
+        return attention(backend, attn_selector_config._replace(use_sparse=False), num_heads)
+
+    with pytest.MonkeyPatch.context() as patch, set_current_vllm_config(VllmConfig()):
+        patch.setattr(torch.accelerator, "empty_cache", lambda: None)
+        patch.setattr(registry, "_run_in_subprocess", lambda inspect: inspect())
+        patch.setattr(CpuPlatform, "get_attn_backend_cls", staticmethod(dense))
+        patch.setattr(experts_config, "current_platform", Gpu())
+        for supports in ("_supports_no_act_and_mul", "_supports_activation"):
+            patch.setattr(CPUUnquantizedExperts, supports, lambda *_: True)
+        store = tmp_path_factory.mktemp("group") / "store"
+        parallel_state.init_distributed_environment(1, 0, f"file://{store}", 0, "gloo")
+        parallel_state.initialize_model_parallel()
+        yield
+        parallel_state.destroy_model_parallel()
+        parallel_state.destroy_distributed_environment()
+
+
+def checkpoint(family: str, directory: Path) -> dict[str, torch.Tensor]:
+    """Writes a tiny one. Returns its tensors."""
+    (case,) = (case for case in CASES if case.name == family)
+    write(case, directory)
+    config = directory / "config.json"
+    settings = json.loads(config.read_text()) | RELEASED.get(family, {})
+    settings.get("text_config", settings).setdefault("norm_topk_prob", True)
+    config.write_text(json.dumps(settings))
+    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def make_engine(model: Path) -> FilesystemTransferEngine:
+    """As in an engine's worker."""
+    arguments = EngineArgs(model=str(model), dtype="float32", enforce_eager=True, max_model_len=256)
+    config = arguments.create_engine_config()
+    with set_current_vllm_config(config):
+        return FilesystemTransferEngine(None, config, torch.device("cpu"), get_model(vllm_config=config))
+
+
+def update(engine: FilesystemTransferEngine, tensors: dict[str, torch.Tensor], in_stacks: bool) -> None:
+    """One update, by what trainers send or as it is in files."""
+    held = held_experts(engine.model, enable_eplb=False)
+    sent = (pair for item in stacked(tensors.items()) for pair in held.loadable(item))
+    with set_current_vllm_config(engine.vllm_config):
+        engine.start_weight_update()
+        engine.load(sent if in_stacks else iter(tensors.items()))
+        engine.finish_weight_update()
+
+
+def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """All that a model computes with and that is made of a checkpoint; of packed matrices, a product with them."""
+    found = dict(model.named_parameters(remove_duplicate=False))
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if key.startswith("W_") and isinstance(value, torch.Tensor):  # what latent attention multiplies with
+                found[f"{name}.{key}"] = value
+        if hasattr(module, "cpu_linear"):
+            width = module.embedding_dim if hasattr(module, "embedding_dim") else module.input_size
+            found[f"{name}()"] = module.cpu_linear(torch.arange(1.0, width + 1)[None], module.weight, None)
+    return {name: tensor.detach().clone() for name, tensor in found.items() if tensor.numel()}
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - NOT_COMPARED))
+def test_an_update_of_every_family(family: str, tmp_path: Path) -> None:
+    if family in NEED_TORCHVISION and find_spec("torchvision") is None:
+        pytest.skip("vLLM's models that see images need torchvision")
+    first = checkpoint(family, tmp_path)
+    engine = make_engine(tmp_path)
+    begun_with = weights(engine.model)
+
+    update(engine, {name: tensor + 0.5 for name, tensor in first.items()}, in_stacks=True)
+    second = weights(engine.model)
+    assert second.keys() == begun_with.keys()
+    assert [name for name, tensor in second.items() if torch.equal(tensor, begun_with[name])] == []
+
+    update(engine, first, in_stacks=False)
+    third = weights(engine.model)
+    assert [name for name, tensor in third.items() if not torch.equal(tensor, begun_with[name])] == []
+
+
+def test_laguna_begins_with_its_selection_bias(tmp_path: Path) -> None:
+    first = checkpoint("laguna", tmp_path)
+    (bias,) = (tensor for name, tensor in first.items() if name.endswith("e_score_correction_bias"))
+    engine = make_engine(tmp_path)
+    (experts,) = (module for name, module in engine.model.named_modules() if name.endswith(".routed_experts"))
+    assert torch.equal(experts.e_score_correction_bias, bias)
+    assert bias.any()
