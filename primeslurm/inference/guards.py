@@ -23,5 +23,5 @@ def changed(what: str) -> RuntimeError:
     import vllm
 
     return RuntimeError(
-        f"vLLM {vllm.__version__}: {what}. primeslurm fixes vLLM 0.32 on CPU; see primeslurm/inference/cpu_*.py"
+        f"vLLM {vllm.__version__}: {what}. primeslurm fixes vLLM 0.32; see primeslurm/inference/cpu_*.py and reloads.py"
     )

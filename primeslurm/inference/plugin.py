@@ -12,7 +12,9 @@ _registered = False
 
 
 def register() -> None:
-    """Register our transfer engines and, on CPU, the fixes of `cpu_patches`. Calling it again changes nothing.
+    """Register our transfer engines and the fix of `reloads`; on CPU, those of `cpu_patches`, too.
+
+    Calling it again changes nothing.
 
     Raises:
         RuntimeError: vLLM is not the version that a fix was written for.
