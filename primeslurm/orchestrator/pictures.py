@@ -12,7 +12,7 @@ import msgspec
 
 from primeslurm.orchestrator.jobs import RolloutFailed
 from primeslurm.wire.files import write_atomic
-from primeslurm.wire.rollouts import Rollout
+from primeslurm.wire.rollouts import Picture, Rollout
 
 _INLINE = "data:image/"
 
@@ -26,19 +26,24 @@ def stored(rollout: Rollout, directory: Path) -> Rollout:
     """
     if not rollout.info.pictures:
         return rollout
-    pictures = tuple(msgspec.structs.replace(p, source=str(_file(p.source, directory))) for p in rollout.info.pictures)
+    pictures = tuple(_as_file(picture, directory) for picture in rollout.info.pictures)
     return replace(rollout, info=msgspec.structs.replace(rollout.info, pictures=pictures))
 
 
-def _file(source: str, directory: Path) -> Path:
-    if not source.startswith(_INLINE):
-        raise RolloutFailed(f"an image must be a data URI, not {source[:80]}")
-    try:
-        data = base64.b64decode(source.partition(",")[2], validate=True)
-    except binascii.Error as error:
-        raise RolloutFailed(f"an image is no base64: {error}") from error
-    path = directory / hashlib.sha256(data).hexdigest()
+def _as_file(picture: Picture, directory: Path) -> Picture:
+    data = _data(picture.source)
+    digest = hashlib.sha256(data).hexdigest()
+    path = directory / digest
     if not path.exists():
         directory.mkdir(exist_ok=True)
         write_atomic(path, data)
-    return path
+    return msgspec.structs.replace(picture, source=str(path), sha256=digest)
+
+
+def _data(source: str) -> bytes:
+    if not source.startswith(_INLINE):
+        raise RolloutFailed(f"an image must be a data URI, not {source[:80]}")
+    try:
+        return base64.b64decode(source.partition(",")[2], validate=True)
+    except binascii.Error as error:
+        raise RolloutFailed(f"an image is no base64: {error}") from error

@@ -30,7 +30,7 @@ def read(row: Row, reader: PictureReader) -> Images | None:
     """Decode the images of a row, if it has any.
 
     Raises:
-        OSError, ValueError: as `PictureReader.read`.
+        OSError, ValueError: as for `PictureReader.read`.
     """
     if not row.pictures:
         return None

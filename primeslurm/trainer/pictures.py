@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 from transformers import AutoImageProcessor
 
 from primeslurm.wire.rollouts import Bool, Float32, Int32, Picture
@@ -36,25 +38,29 @@ class PictureReader:
             raise ValueError(f"{directory}: no image processor (preprocessor_config.json)") from error
 
     def tokens(self, source: str) -> int:
-        """How many tokens stand for an image; decodes no more than its header. Raises OSError."""
-        with _open(source) as image:
+        """How many tokens stand for an image; decodes no more than its header.
+
+        Raises:
+            FileNotFoundError, ValueError: the image cannot be read.
+        """
+        with _naming(source), _open(source) as image:
             width, height = image.size
-        patches = self._processor.get_number_of_image_patches(height, width, {})
+            patches = self._processor.get_number_of_image_patches(height, width, {})
         return int(patches) // self._processor.merge_size**2
 
     def read(self, picture: Picture) -> tuple[Float32, Int32]:
         """The patches of an image [patches, values], and how many there are in time, height and width.
 
         Raises:
-            OSError: the image cannot be read.
-            ValueError: it is not the image that was there when the conversation was tokenized.
+            FileNotFoundError, ValueError: the image cannot be read, or it is not the one that the tokens were made of.
         """
-        with _open(picture.source) as image:
-            upright = ImageOps.exif_transpose(image).convert("RGB")
-        made = self._processor(images=[upright], return_tensors="np")
+        with _naming(picture.source):
+            made = self._processor(images=[_decoded(picture)], return_tensors="np")
         pixels, grid = made["pixel_values"], made["image_grid_thw"][0]
-        if len(pixels) // self._processor.merge_size**2 != picture.end - picture.start:
-            raise ValueError(f"{_shown(picture.source)}: has changed its size since training began")
+        tokens, wanted = len(pixels) // self._processor.merge_size**2, picture.end - picture.start
+        if tokens != wanted:
+            why = "it has changed, or engines and trainer have different image processors"
+            raise ValueError(f"image {_shown(picture.source)}: {wanted} tokens stand for it, not {tokens}: {why}")
         return pixels.astype(np.float32), grid.astype(np.int32)
 
 
@@ -68,8 +74,7 @@ def expand(
         sources: its images in order; paths are relative to `directory`.
 
     Raises:
-        OSError: an image cannot be read.
-        ValueError: there are more or fewer placeholders than images.
+        OSError, ValueError: an image cannot be read, or there are more or fewer placeholders than images.
     """
     places = np.flatnonzero(token_ids == reader.token)
     if len(places) != len(sources):
@@ -86,10 +91,35 @@ def expand(
     return repeated, np.repeat(mask, counts) & (repeated != reader.token), pictures
 
 
+def _decoded(picture: Picture) -> Image.Image:
+    """An image with its right side up. Raises ValueError if it is another one, OSError and more if it is none."""
+    source = picture.source
+    data = _inline(source) if source.startswith(_INLINE) else Path(source).read_bytes()
+    if picture.sha256 is not None and hashlib.sha256(data).hexdigest() != picture.sha256:
+        raise ValueError("it has changed since the rollout")
+    with Image.open(io.BytesIO(data)) as image:
+        return ImageOps.exif_transpose(image).convert("RGB")
+
+
 def _open(source: str) -> Image.Image:
-    if source.startswith(_INLINE):
-        return Image.open(io.BytesIO(base64.b64decode(source.partition(",")[2])))
-    return Image.open(source)
+    return Image.open(io.BytesIO(_inline(source)) if source.startswith(_INLINE) else source)
+
+
+def _inline(source: str) -> bytes:
+    return base64.b64decode(source.partition(",")[2])
+
+
+@contextmanager
+def _naming(source: str) -> Iterator[None]:
+    """What goes wrong with an image, with its source. A missing file's error has it already."""
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except UnidentifiedImageError as error:  # says which object, not which file
+        raise ValueError(f"image {_shown(source)}: no image of a known kind") from error
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise ValueError(f"image {_shown(source)}: {error}") from error
 
 
 def _shown(source: str) -> str:

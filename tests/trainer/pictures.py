@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 from primeslurm.trainer.images import Images
 from primeslurm.wire.rollouts import Row
 from tests.trainer.conftest import SEQ_LEN
-from tests.trainer.families import CASES, IMAGES, write
+from tests.trainer.families import CASES, IMAGES, Case, write
 
 START, IMAGE, END = "<|reserved_23|>", "<|reserved_21|>", "<|reserved_24|>"
 """The tokens of IMAGES as the tiny tokenizer spells them."""
@@ -37,9 +37,14 @@ DOCUMENTS: tuple[tuple[Grid, ...], ...] = (((4, 6), (2, 2)), (), ((6, 4),))
 """Patches in height and width of the images of each document: two, none and one."""
 
 
+def case_of(name: str) -> Case:
+    """The case of `families.CASES` of this name."""
+    return next(case for case in CASES if case.name == name)
+
+
 def write_seeing(name: str, directory: Path) -> Path:
-    """A case of `families.CASES` with what reads its images and renders its conversations."""
-    path = write(next(case for case in CASES if case.name == name), directory)
+    """A checkpoint of a case with what reads its images and renders its conversations."""
+    path = write(case_of(name), directory)
     tokenizer = AutoTokenizer.from_pretrained(path)
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(path)
