@@ -16,7 +16,6 @@ from primeslurm.trainer.models.names import DECODER, MOE, renamed
 
 _BELOW = {"model.": "model.language_model."}
 _OURS = "layers.{}.moe.routed_experts.inner_experts."
-_THEIRS = "model.language_model.layers.{}.mlp.experts."
 
 
 def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
@@ -39,6 +38,8 @@ class MoeAdapter(vision.SeeingAdapter):
     """Names of Qwen3-VL-MoE checkpoints, which stack a layer's experts: [experts, in, out], gate beside up."""
 
     names = renamed(DECODER | {hf: ours for hf, ours in MOE.items() if ".experts." not in hf}, _BELOW)
+    stacked_experts = "model.language_model.layers.{}.mlp.experts"
+    """Module that holds the experts of a layer; `{}` is the layer."""
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Our tensors under checkpoint names. Raises KeyError for one that the table does not have."""
@@ -46,12 +47,12 @@ class MoeAdapter(vision.SeeingAdapter):
         converted = super().to_hf({name: t for name, t in state_dict.items() if name not in experts})
         for name, gate in experts.items():
             prefix, kind = name.rsplit(".", 1)
-            theirs = _THEIRS.format(prefix.split(".")[1])
+            theirs = self.stacked_experts.format(prefix.split(".")[1])
             if kind == "w1_EFD":
                 up = experts[f"{prefix}.w3_EFD"]
-                converted[theirs + "gate_up_proj"] = _locally(lambda g, u: torch.cat([g, u], 1).mT, gate, up)
+                converted[f"{theirs}.gate_up_proj"] = _locally(lambda g, u: torch.cat([g, u], 1).mT, gate, up)
             elif kind == "w2_EDF":
-                converted[theirs + "down_proj"] = _locally(lambda down: down.mT, gate)
+                converted[f"{theirs}.down_proj"] = _locally(lambda down: down.mT, gate)
         return converted
 
     def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
