@@ -1,8 +1,8 @@
 """Adapters in the format of Hugging Face's PEFT, which transformers and vLLM load.
 
-Tensors are `base_model.model.<module>.lora_A.weight` [rank, in] and `lora_B.weight` [out, rank]. Experts are named as
-in the model's checkpoint, one by one or stacked. A stack has one adapter for gate and up together, below
-`<experts>.base_layer`, and one for down, below `<experts>` itself: A is [experts * rank, in], B [out, rank * experts].
+Tensors are `base_model.model.<module>.lora_A.weight` [rank, in] and `lora_B.weight` [out, rank]. Experts are named one
+by one, or, in families whose checkpoints may stack them, stacked: gate and up have an adapter together, below
+`<experts>.base_layer`, and down has one below `<experts>`; A is [experts * rank, in], B [out, rank * experts].
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from safetensors.torch import save_file
 
 from primeslurm.recipe.training import Lora
 from primeslurm.trainer import lora as adapters
+from primeslurm.trainer.models import stacked
 from primeslurm.trainer.parallel import Policy
 
 _GATE, _DOWN, _UP = adapters.EXPERT_WEIGHTS
-_STACKED = "experts.gate_up_proj", "experts.down_proj"
+_STACKS = f"experts.{stacked.GATE_UP}", f"experts.{stacked.DOWN}"
 Factors = tuple[torch.Tensor, torch.Tensor]
 """A [..., in, rank] and B [..., out, rank]."""
 
@@ -48,9 +49,9 @@ def write(directory: Path, named: dict[str, torch.Tensor], lora: Lora, base: Pat
         "inference_mode": True,
     }
     if "experts" in modules:
-        gate_up, _ = _STACKED
+        gate_up, _ = _STACKS
         config |= {
-            "target_parameters": _STACKED,
+            "target_parameters": _STACKS,
             "rank_pattern": {gate_up: 2 * lora.rank},
             "alpha_pattern": {gate_up: 2 * lora.alpha},
         }
@@ -59,12 +60,12 @@ def write(directory: Path, named: dict[str, torch.Tensor], lora: Lora, base: Pat
 
 def _named(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
     state = policy.model.state_dict()
-    stacked: str | None = getattr(policy.adapter, "stacked_experts", None)
+    stacks = stacked.stacked(policy.adapter)
     for name in state:
         if name + adapters.A not in state:
             continue
-        if stacked and name.endswith(adapters.EXPERT_WEIGHTS):
-            yield from _of_stack(policy, state, name, stacked.format(name.split(".")[1]))
+        if stacks and name.endswith(adapters.EXPERT_WEIGHTS):
+            yield from _of_stack(policy, state, name, stacks.experts.format(name.split(".")[1]))
             continue
         a, b = _factors(policy, state, name)
         for hf_name, part in policy.adapter.to_hf({name: b}).items():
