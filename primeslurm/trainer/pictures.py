@@ -92,13 +92,23 @@ def expand(
 
 
 def _decoded(picture: Picture) -> Image.Image:
-    """An image with its right side up. Raises ValueError if it is another one, OSError and more if it is none."""
+    """An image as engines see it. Raises ValueError if it is another one, OSError and more if it is none."""
     source = picture.source
     data = _inline(source) if source.startswith(_INLINE) else Path(source).read_bytes()
     if picture.sha256 is not None and hashlib.sha256(data).hexdigest() != picture.sha256:
         raise ValueError("it has changed since the rollout")
     with Image.open(io.BytesIO(data)) as image:
-        return ImageOps.exif_transpose(image).convert("RGB")
+        return _on_white(ImageOps.exif_transpose(image))
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    """In RGB; what is behind a transparent image is white."""
+    if image.mode == "RGB" or not image.has_transparency_data:
+        return image.convert("RGB")
+    image = image.convert("RGBA")
+    opaque = Image.new("RGB", image.size, "white")
+    opaque.paste(image, mask=image.getchannel("A"))
+    return opaque
 
 
 def _open(source: str) -> Image.Image:
