@@ -51,6 +51,7 @@ def arguments(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--fp8", action="store_true", help="of ours")
     parser.add_argument("--steps", type=int, default=10, help=f"that are timed, after {WARM_UP}")
     parser.add_argument("--against", choices=["torchtitan"])
+    parser.add_argument("--profile", type=Path, help="directory for tables of where rank 0's time goes in another step")
     parser.add_argument("--out", type=Path, help="also write the result there; the last option")
     return parser.parse_args(words)
 
@@ -158,6 +159,24 @@ def take_turns(steps: Mapping[str, Step], count: int, world: Any) -> dict[str, l
     return times
 
 
+def profile(steps: Mapping[str, Step], directory: Path, world: Any) -> None:
+    """Make each step once more, and write down its operations and kernels, the longest first."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiler
+
+    on_gpu = world.device.type == "cuda"
+    order = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+    kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    for name, step in steps.items():
+        world.barrier()
+        with profiler(activities=kinds, acc_events=True) as found:
+            step()
+        if world.is_main:
+            directory.mkdir(parents=True, exist_ok=True)
+            table = found.key_averages().table(sort_by=order, row_limit=60, max_name_column_width=90)
+            (directory / f"{name}.txt").write_text(table + "\n")
+
+
 def warmed_up(make: Callable[[], tuple[Step, Any]], world: Any) -> tuple[Step, Any, float | None]:
     """A step that has been made a few times, its model, and the GPU memory that it all took at its peak, in GB."""
     import torch
@@ -194,6 +213,8 @@ def measure(options: argparse.Namespace, world: Any) -> dict[str, Any]:
             steps["torchtitan"], model, peaks["torchtitan"] = made
             assert _count(model) == _count(policy.model), "both train the same shape"
         times = take_turns(steps, options.steps, world)
+        if options.profile:
+            profile(steps, options.profile, world)
     tokens = policy.dp_world * options.rows * options.seq
     matrices = matrix_flops(policy.model, config)
     causal, whole = (matrices + attention_flops(config, options.seq, causal) for causal in (True, False))
@@ -231,7 +252,7 @@ def main() -> None:
     from primeslurm.trainer.world import join
 
     world = join(Interrupt(), 600)
-    settings = {name: value for name, value in vars(options).items() if name not in ("out", "dtype")}
+    settings = {name: value for name, value in vars(options).items() if name not in ("out", "dtype", "profile")}
     result = {
         "command": " ".join(["python -m benchmarks.training_speed", *sys.argv[1:]]).partition(" --out ")[0],
         "machine": f"{os.cpu_count()} x {platform.machine()}, load {os.getloadavg()[0]:.1f} at the start",

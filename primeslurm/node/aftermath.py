@@ -70,8 +70,7 @@ class Aftermath:
             self._lost |= news
             if len(unreached) < len(self._names):  # what befalls all of them is no node's fault
                 self._blame({name: unreached[name] for name in sorted(news)})
-            begun = bool(self._attempt.roster().seats)
-            if not news or begun or not spares_suffice(self._plan, self._names, self._lost):
+            if not news or not spares_suffice(self._plan, self._names, self._lost):
                 self._end(ending)
                 break
             code = self._launch_again()
@@ -84,6 +83,7 @@ class Aftermath:
             remember_bad_node(self._plan, self._attempt, name, reason, self._journal)
 
     def _launch_again(self) -> int:
+        """A head may have seated the nodes that are left already: srun gives it seconds before it ends all tasks."""
         self._journal.event("launched_again", without=sorted(self._lost))
         self._attempt.forget_agents()
         argv = step_without(self._plan, self._names, self._lost, self._step)

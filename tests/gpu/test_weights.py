@@ -71,7 +71,12 @@ def recipe(model: Path, **inference: Any) -> Recipe:
             "model": {"path": str(model), "dtype": "bfloat16"},
             "environments": [{"id": "reverse-text"}],
             "weights": {"transport": "nccl", "timeout_s": 120},
-            "inference": {"enforce_eager": True, "gpu_memory_utilization": 0.3, **inference},
+            "inference": {
+                "enforce_eager": True,
+                "gpu_memory_utilization": 0.3,
+                "kv_cache_bytes": 2**31,
+                **inference,
+            },
         }
     )
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from primeslurm.node.aftermath import ending_of_step
+from primeslurm.node.aftermath import Aftermath, ending_of_step
 from primeslurm.node.attempts import enter, first_of_job
 from primeslurm.node.reports import Ending, Outcome
 from primeslurm.plan.model import Plan
-from primeslurm.run.directory import EndRecord, JobRecord, RunDirectory
+from primeslurm.run.directory import Attempt, EndRecord, JobRecord, RunDirectory
+from primeslurm.run.roster import Roster, Seat
 from primeslurm.slurm.launch import NODES, early_exits, launch_failures, node_names, spares_suffice, step_without
+from primeslurm.wire.files import write_json
 from tests.support.plans import plan_of
 from tests.support.slurm_plans import group, plan
 
@@ -94,6 +98,49 @@ def test_a_step_that_failed(
 ) -> None:
     expected = None if reason is None else Ending(Outcome.FAILED, reason, suspect)
     assert ending_of_step(end, state, 7, unreached) == expected
+
+
+@pytest.fixture
+def fake_srun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Writes down how it was called, in a job of four nodes that Slurm says is running; its step succeeds."""
+    scripts = tmp_path / "bin"
+    scripts.mkdir()
+    for name, line in (
+        ("scontrol", "echo JobId=5 Partition=gpu JobState=RUNNING Reason=None Restarts=0 StartTime=now"),
+        ("srun", f'echo "$@" >> {tmp_path}/called'),
+    ):
+        (scripts / name).write_text(f"#!/bin/sh\n{line}\n")
+        (scripts / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(scripts), prepend=os.pathsep)
+    for variable, value in (("JOB_ID", "5"), ("RESTART_COUNT", "0"), ("JOB_NODELIST", "n[0-3]")):
+        monkeypatch.setenv(f"SLURM_{variable}", value)
+    return scripts / "srun"
+
+
+@pytest.fixture
+def stopped(tmp_path: Path) -> Attempt:
+    """An attempt with a spare whose step srun has ended, because it did not reach n2."""
+    run = RunDirectory(tmp_path / "run")
+    attempt = run.attempt(1)
+    attempt.prepare(needing(plan(run.path, group(0, "all", 4)), 3))
+    attempt.record_job(JobRecord("5", "slurm", 0.0))
+    said = "srun: error: Task launch for StepId=5.0 failed on node n2: Communication connection failure"
+    run.job_output("5").write_text(f"primeslurm: start 0\n{said}\n")
+    return attempt
+
+
+@pytest.mark.parametrize("seated", [False, True])
+def test_the_step_starts_again_also_after_a_head_has_seated_the_others(
+    seated: bool, stopped: Attempt, fake_srun: Path, tmp_path: Path
+) -> None:
+    """On a slow machine the head reads what srun says before srun ends it."""
+    if seated:
+        roster = Roster(1, {0: Seat(0, "n0"), 1: Seat(1, "n1"), 2: Seat(3, "n3")})
+        write_json(stopped.roster_file, msgspec.to_builtins(roster))
+    assert Aftermath(RunDirectory(tmp_path / "run"), [str(fake_srun), "--label", "agent"]).see_to(1) == 0
+    assert (tmp_path / "called").read_text() == "--nodes=3 --ntasks=3 --nodelist=n0,n1,n3 --label agent\n"
+    assert not stopped.roster().seats, "of heads that are gone"
+    assert stopped.end() is None
 
 
 def test_an_attempt_that_no_head_has_made_is_made_by_those_who_waited(tmp_path: Path) -> None:
