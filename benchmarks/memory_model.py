@@ -3,7 +3,8 @@
 Trainer rows are prime-rl's published peaks (BENCHMARKS.md of January and February 2026: torch's reserved memory, no CP
 or EP, full activation recompute; LM head in pieces of about 8192 x 8192 logits for RL and LoRA, whole for SFT). Two
 constants of the model (bytes per logit, copies of a routed token) were chosen with these rows in view. With --measure:
-parameters that transformers builds from the same configs, and KV cache that vLLM allocates on the CPU for a tiny model.
+parameters that transformers builds from the same configs, KV cache that vLLM allocates on the CPU for a tiny model, and
+logits of prompts that its runner for GPUs has at once.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from primeslurm.plan.catalog import CATALOG, catalog, facts_of
-from primeslurm.plan.engine_memory import EngineLayout, kv_bytes_per_token
+from primeslurm.plan.engine_memory import EngineLayout, kv_bytes_per_token, prompt_logit_bytes
 from primeslurm.plan.gpus import GIB
 from primeslurm.plan.parameters import count
 from primeslurm.plan.trainer_memory import TrainerLayout, lora_parameters, trainer_memory
@@ -95,7 +96,11 @@ def main() -> None:
     command = "python benchmarks/memory_model.py --measure --write"
     result = {"command": command, "trainer_gib": {**summary, "rows": rows}, "parameters": parameters}
     if options.measure:
-        result |= {"built_by_transformers": built_parameters(), "kv_cache_of_vllm": kv_cache()}
+        result |= {
+            "built_by_transformers": built_parameters(),
+            "kv_cache_of_vllm": kv_cache(),
+            "prompt_logits_of_vllm": prompt_logits(),
+        }
     text = json.dumps(result, indent=2) + "\n"
     print(text, end="")
     if options.write:
@@ -105,16 +110,18 @@ def main() -> None:
 def built_parameters() -> list[dict[str, object]]:
     """Parameters of the models that transformers builds (on no device) from the catalog's configs."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     rows: list[dict[str, object]] = []
     for name, entry in json.loads(CATALOG.read_bytes()).items():
-        config = dict(entry["config"].get("text_config", entry["config"]))
+        seeing = "vision_config" in entry["config"]
+        config = dict(entry["config"] if seeing else entry["config"].get("text_config", entry["config"]))
         config.pop("quantization_config", None)
         if config["model_type"] == "kimi_k2":
             config["model_type"] = "deepseek_v3"  # the same architecture, which transformers has itself
+        built_by = AutoModelForImageTextToText if seeing else AutoModelForCausalLM
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
+            model = built_by.from_config(AutoConfig.for_model(**config))
         built, counted = sum(p.numel() for p in model.parameters()), count(facts_of(config)).total
         rows.append({"model": name, "built": built, "counted": counted, "error_percent": _percent(counted, built)})
     return rows
@@ -137,6 +144,32 @@ def kv_cache() -> dict[str, object]:
     per_token = kv_bytes_per_token(facts, EngineLayout(1, 1, 2, 2, False, 8192, False, None))
     predicted = size // per_token
     return {"bytes": size, "tokens": allocated, "predicted": predicted, "error_percent": _percent(predicted, allocated)}
+
+
+def prompt_logits() -> dict[str, object]:
+    """What vLLM's loop over tokens of prompts has at once; its Triton kernel, which makes no logits, is left out."""
+    from types import SimpleNamespace
+    from unittest.mock import patch
+
+    import torch
+    from vllm.v1.worker.gpu.sample import prompt_logprob
+
+    from benchmarks.live_memory import LiveMemory
+
+    def gathered(logits: torch.Tensor, _: int, sampled: torch.Tensor, **__: object) -> SimpleNamespace:
+        ids = sampled.unsqueeze(-1)
+        return SimpleNamespace(logprob_token_ids=ids, logprobs=logits.gather(-1, ids), selected_token_ranks=sampled)
+
+    facts = catalog()["Qwen/Qwen3-0.6B"].facts
+    head, hidden = torch.randn(facts.vocab, 8, dtype=torch.bfloat16), torch.randn(4096, 8, dtype=torch.bfloat16)
+    tokens = torch.randint(0, facts.vocab, (len(hidden),))
+    score = prompt_logprob.compute_prompt_logprobs_with_chunking
+    kernel = patch.object(prompt_logprob, "compute_topk_scores", gathered)
+    with kernel, LiveMemory([head, hidden, tokens]) as memory:
+        score(tokens, hidden, lambda piece: torch.nn.functional.linear(piece, head), 0)
+    predicted = prompt_logit_bytes(facts, EngineLayout(1, 1, 2, 2, False, len(hidden), False, None))
+    measured = {"tokens": len(hidden), "vocab": facts.vocab, "bytes": memory.peak}
+    return measured | {"predicted": predicted, "error_percent": _percent(predicted, memory.peak)}
 
 
 def _percent(predicted: float, measured: float) -> float:

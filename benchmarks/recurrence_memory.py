@@ -1,27 +1,33 @@
-"""What one recurrent layer keeps of a row for its backward pass: `python benchmarks/recurrence_memory.py [LENGTH ...]`.
+"""What a recurrent layer keeps of a row for its backward pass: `python -m benchmarks.recurrence_memory [--write]`.
 
-A CPU is enough (minutes): bytes are counted, not allocated by a GPU. One row of LENGTH tokens, bfloat16, the layers of
-Qwen3.5-35B-A3B (gated delta net) and Nemotron-3-Nano (Mamba-2) at full width. Counted is every tensor that autograd
-saves while the layer runs forward, each storage once, parameters left out; and beside it, for the first length, what
-it would save if nothing were computed anew. Prints JSON.
+A CPU is enough (a minute): bytes of fake tensors are counted. One row, bfloat16, the layers of Qwen3.5-35B-A3B (gated
+delta net) and Nemotron-3-Nano (Mamba-2) at full width, under each kind of activation checkpointing; beside it what
+would be kept if no part were computed anew, and the most that the backward pass takes of the layer with the norm before
+it. Parameters are left out. Prints JSON.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 from primeslurm.trainer import compat  # noqa: F401  isort: skip  (before torchtitan)
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import NemotronHConfig, Qwen3_5MoeTextConfig
 
+from benchmarks.live_memory import Passes, passes
 from primeslurm.trainer import models
 from primeslurm.trainer.models import scan
+from primeslurm.trainer.recompute import POLICIES
 
-SMALL = {"vocab_size": 64, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 128}
+RESULT = Path(__file__).resolve().parent / "results" / "recurrence_memory.json"
+SMALL = {"vocab_size": 64, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 128, "num_hidden_layers": 1}
 QWEN = Qwen3_5MoeTextConfig(
     **SMALL,
     hidden_size=2048,
@@ -30,7 +36,6 @@ QWEN = Qwen3_5MoeTextConfig(
     linear_key_head_dim=128,
     linear_value_head_dim=128,
     layer_types=["linear_attention"],
-    num_hidden_layers=1,
 )
 NEMOTRON = NemotronHConfig(
     **SMALL,
@@ -42,50 +47,74 @@ NEMOTRON = NemotronHConfig(
     chunk_size=128,
     layers_block_type=["linear_attention"],
 )
-LAYERS = {"gated_delta_net": (QWEN, "delta_net"), "mamba_2": (NEMOTRON, "mamba")}
+LAYERS = {"gated_delta_net": (QWEN, "delta_net", "attention_norm"), "mamba_2": (NEMOTRON, "mamba", "norm")}
+"""Of each kind a model, and the names of the layer and of the norm before it."""
+LENGTH = 16384
+SHORT = 4096
+"""As short as that where nothing is computed anew."""
 
 
-def layer(config: Any, name: str) -> nn.Module:
-    """The mixer of a model's first layer, random."""
-    mixer: nn.Module = getattr(models.spec(config, 64, "flex").model.layers[0], name).build()
-    for parameter in mixer.parameters():
-        nn.init.normal_(parameter, std=0.02)
-    return mixer.bfloat16()
+class _Layer(nn.Module):
+    """A recurrent layer alone, or after its norm and beside the residual."""
+
+    def __init__(self, mixer: nn.Module, norm: nn.Module | None) -> None:
+        super().__init__()
+        self.mixer = mixer
+        self.norm = norm
+
+    def forward(self, row: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return self.mixer(row, positions) if self.norm is None else row + self.mixer(self.norm(row), positions)
 
 
-def kept(mixer: nn.Module, width: int, length: int) -> int:
-    """Bytes that the forward pass of one row leaves behind for the backward pass."""
-    owned = {parameter.untyped_storage().data_ptr() for parameter in mixer.parameters()}
-    saved: dict[int, torch.UntypedStorage] = {}
+def built(config: Any, name: str, norm: str | None, checkpointing: str) -> nn.Module:
+    """The recurrent layer of a model's first layer in bfloat16, not initialised; called with rows and positions.
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in owned:
-            saved[storage.data_ptr()] = storage
-        return tensor
-
-    row = torch.randn(1, length, width, dtype=torch.bfloat16, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        out = mixer(row, torch.arange(length)[None])
-    out.float().sum().backward()
-    return sum(storage.nbytes() for storage in saved.values())
+    Args:
+        name: of the recurrent layer.
+        norm: name of the norm before it, if that is to be part of it.
+        checkpointing: none, selective or full.
+    """
+    spec, policy = models.spec(config, 64, "flex").model.layers[0], POLICIES[checkpointing]
+    with ExitStack() as after:
+        after.callback(torch.set_default_dtype, torch.get_default_dtype())
+        torch.set_default_dtype(torch.bfloat16)
+        layer: nn.Module = _Layer(getattr(spec, name).build(), getattr(spec, norm).build() if norm else None)
+    return layer if policy is None else policy.build(dump_folder="")._wrap_block(layer, base_fqn="layers.0")
 
 
-def per_token(config: Any, part: str, length: int) -> int:
-    """Bytes kept of a token by a new layer."""
-    return round(kept(layer(config, part), config.hidden_size, length) / length)
+def measure(config: Any, length: int, name: str, norm: str | None = None, checkpointing: str = "none") -> Passes:
+    """A forward and backward pass of one row through what `built` returns."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        layer = built(config, name, norm, checkpointing)
+        row = torch.empty(1, length, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+        positions = torch.arange(length)[None]
+        return passes(layer, lambda: (layer(row, positions),), [row, positions])
+
+
+def per_token(config: Any, found: Passes, length: int) -> int:
+    """Bytes kept of a token, with the layer's input and its position."""
+    return round(found.kept / length) + config.hidden_size * 2 + 8
 
 
 def main() -> None:
-    """Measure each layer at each length."""
-    lengths = [int(argument) for argument in sys.argv[1:]] or [4096]
-    results: dict[str, Any] = {"command": "python benchmarks/recurrence_memory.py", "torch": torch.__version__}
-    for name, (config, part) in LAYERS.items():
-        result = {f"bytes_per_token_of_{length}": per_token(config, part, length) for length in lengths}
+    """Measure each layer."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true", help=f"write {RESULT.name}")
+    options = parser.parse_args()
+    results: dict[str, Any] = {"command": "python -m benchmarks.recurrence_memory --write", "torch": torch.__version__}
+    for kind, (config, name, norm) in LAYERS.items():
+        kept = {each: measure(config, LENGTH, name, checkpointing=each) for each in POLICIES}
         with patch.object(scan, "checkpoint", lambda function, *tensors, **_: function(*tensors)):
-            result["bytes_per_token_all_saved"] = per_token(config, part, lengths[0])
-        results[name] = result
-    print(json.dumps(results, indent=2))
+            whole = measure(config, SHORT, name)
+        results[kind] = {
+            "bytes_per_token": {each: per_token(config, found, LENGTH) for each, found in kept.items()},
+            "bytes_per_token_all_saved": per_token(config, whole, SHORT),
+            f"peak_bytes_of_{LENGTH}": measure(config, LENGTH, name, norm, "full").backward,
+        }
+    text = json.dumps(results, indent=2) + "\n"
+    print(text, end="")
+    if options.write:
+        RESULT.write_text(text)
 
 
 if __name__ == "__main__":

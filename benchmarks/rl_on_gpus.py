@@ -44,7 +44,12 @@ CONFIG: dict[str, Any] = {
     "eos_token_id": 2,
 }
 REPLAY = {"trainer.router_replay": "true"}
-FP8 = {"trainer.fp8": "true", "inference.quantization": "fp8"}
+FP8 = {
+    "trainer.fp8": "true",
+    "inference.quantization": "fp8",
+    # Compiling DeepGEMM's kernels for every size that there may be takes minutes; few are met here.
+    "inference.env.VLLM_DEEP_GEMM_WARMUP": "skip",
+}
 SKIPPED = 2
 """Updates at the beginning, which connect and compile."""
 

@@ -6,17 +6,15 @@ One document of LENGTH tokens, 64 heads, 512 + 64 values a key, 2,048 of them se
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks import sparse_mla_by_key
-from primeslurm.trainer import dsa, sparse_mla, sparse_mla_kernel
+from primeslurm.trainer import dsa, sparse_mla
 
 HEADS, RANK, ROPE, TOP_K = 64, 512, 64, 2048
 INDEX_HEADS, INDEX_WIDTH = 32, 128
@@ -70,17 +68,6 @@ def selection(length: int) -> tuple[dict[str, float], torch.Tensor]:
     return cost, dsa.select(query, keys, weight, context, TOP_K)
 
 
-@contextlib.contextmanager
-def by_key() -> Iterator[None]:
-    """With the backward pass that adds gradients up key by key."""
-    kept = sparse_mla_kernel.backward
-    sparse_mla_kernel.backward = sparse_mla_by_key.backward
-    try:
-        yield
-    finally:
-        sparse_mla_kernel.backward = kept
-
-
 def at(length: int) -> dict[str, Any]:
     """One row of one document."""
     found: dict[str, Any] = {"length": length}
@@ -88,8 +75,6 @@ def at(length: int) -> dict[str, Any]:
     found["sparse"] = attention(sparse_mla.sparse_mla, indices, length)
     # score and value products of the selected keys; the backward pass has five products for two
     flops = 2 * HEADS * (2 * RANK + ROPE) * int((indices >= 0).sum())
-    with by_key():
-        found["sparse_by_key"] = attention(sparse_mla.sparse_mla, indices, length)
     found["sparse"]["forward_tflops"] = round(flops / found["sparse"]["forward"]["seconds"] / 1e12, 1)
     if length <= DENSE_UP_TO:
         found["dense"] = attention(sparse_mla.dense_mla, indices, length)

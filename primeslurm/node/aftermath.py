@@ -15,6 +15,7 @@ from pathlib import Path
 from primeslurm.errors import ClusterError, RunError
 from primeslurm.node.attempts import enter, first_of_job
 from primeslurm.node.conclusion import conclude, keep_away_from_bad_nodes, remember_bad_node
+from primeslurm.node.job_output import JobOutput
 from primeslurm.node.reports import Ending, Outcome
 from primeslurm.run.directory import EndRecord, RunDirectory
 from primeslurm.slurm.client import SlurmClient
@@ -49,44 +50,45 @@ class Aftermath:
     """
 
     def __init__(self, run: RunDirectory, step: list[str]) -> None:
-        self._job_id, self._start = os.environ["SLURM_JOB_ID"], restarts(os.environ)
+        self._job_id, start = os.environ["SLURM_JOB_ID"], restarts(os.environ)
         self._run, self._step, self._client = run, step, SlurmClient()
-        self._attempt = enter(run, first_of_job(run, self._job_id) + self._start, wait_s=0.0)
+        self._attempt = enter(run, first_of_job(run, self._job_id) + start, wait_s=0.0)
         self._plan = self._attempt.plan()
         self._names = node_names(self._plan, os.environ)
-        self._lost: set[str] = set()
+        self._output = JobOutput(run.job_output(self._job_id), start)
+        self._unreached: dict[str, str] = {}
+        """Nodes on which no task could be started, and why."""
         self._journal = Journal(self._attempt.path, "batch")
 
     def see_to(self, code: int) -> int:
         """Start the attempt again on the nodes that are left, or requeue the job. Returns the last step's exit code."""
         while code:
-            output = self._run.job_output(self._job_id).read_text(errors="replace")
-            unreached = launch_failures(output, self._start)
+            told = launch_failures(self._output.news())
+            news = {name: why for name, why in told.items() if name not in self._unreached}
+            self._unreached |= news
             job = self._client.job(self._job_id)
-            ending = ending_of_step(self._attempt.end(), job.state if job else "", code, unreached)
+            ending = ending_of_step(self._attempt.end(), job.state if job else "", code, self._unreached)
             if ending is None:
                 break
-            news = unreached.keys() - self._lost
-            self._lost |= news
-            if len(unreached) < len(self._names):  # what befalls all of them is no node's fault
-                self._blame({name: unreached[name] for name in sorted(news)})
-            if not news or not spares_suffice(self._plan, self._names, self._lost):
+            if len(self._unreached) < len(self._names):  # what befalls all of them is no node's fault
+                self._blame(news)
+            if not news or not spares_suffice(self._plan, self._names, self._unreached):
                 self._end(ending)
                 break
             code = self._launch_again()
         return code
 
     def _blame(self, nodes: dict[str, str]) -> None:
-        for name, why in nodes.items():
+        for name, why in sorted(nodes.items()):
             reason = f"no agent could be started: {why}"
             self._journal.event("node_lost", node=name, rank=self._names.index(name), reason=reason)
             remember_bad_node(self._plan, self._attempt, name, reason, self._journal)
 
     def _launch_again(self) -> int:
         """A head may have seated the nodes that are left already: srun gives it seconds before it ends all tasks."""
-        self._journal.event("launched_again", without=sorted(self._lost))
+        self._journal.event("launched_again", without=sorted(self._unreached))
         self._attempt.forget_agents()
-        argv = step_without(self._plan, self._names, self._lost, self._step)
+        argv = step_without(self._plan, self._names, self._unreached, self._step)
         return subprocess.run(argv, env={**os.environ, NODES: ",".join(self._names)}, check=False).returncode
 
     def _end(self, ending: Ending) -> None:

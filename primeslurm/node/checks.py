@@ -30,12 +30,14 @@ CACHED_S = 60.0
 SLOW_S = 5.0
 """A file system that takes longer than this for a small file is slow."""
 
+Level = Literal["ok", "warning", "failed"]
+
 
 class Check(msgspec.Struct, frozen=True):
     """What one check found."""
 
     name: str
-    level: Literal["ok", "warning", "failed"]
+    level: Level
     text: str
     fix: str = ""
 
@@ -152,7 +154,7 @@ def writable_check(directory: Path, rank: int) -> Check:
     seconds = time.monotonic() - began
     if not same:
         return Check("shared file system", "failed", f"{directory} does not give back what is written to it")
-    level: Literal["ok", "warning"] = "warning" if seconds > SLOW_S else "ok"
+    level: Level = "warning" if seconds > SLOW_S else "ok"
     return Check("shared file system", level, f"a small file takes {seconds:.2f} s")
 
 
@@ -161,7 +163,7 @@ def space_checks(run_dir: Path, tmp: Path) -> list[Check]:
     found = []
     for name, path in (("run directory", run_dir), ("temporary directory", tmp)):
         free = shutil.disk_usage(path).free
-        level: Literal["ok", "warning", "failed"] = "ok" if free >= ENOUGH_FREE else "warning"
+        level: Level = "ok" if free >= ENOUGH_FREE else "warning"
         if free < LEAST_FREE:
             level = "failed"
         found.append(Check("space", level, f"{free / GIB:.1f} GiB free in the {name} {path}"))
@@ -171,7 +173,7 @@ def space_checks(run_dir: Path, tmp: Path) -> list[Check]:
 def memory_limit_checks(hcas: Sequence[str]) -> list[Check]:
     """Shared memory for vLLM and NCCL, and locked memory for RDMA."""
     shm = shutil.disk_usage("/dev/shm").total
-    level: Literal["ok", "warning"] = "ok" if shm >= ENOUGH_SHM else "warning"
+    level: Level = "ok" if shm >= ENOUGH_SHM else "warning"
     found = [Check("/dev/shm", level, f"{shm / GIB:.1f} GiB")]
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if hcas and limit != resource.RLIM_INFINITY:

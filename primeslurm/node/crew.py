@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
@@ -144,9 +143,7 @@ class Crew:
     def close(self) -> None:
         """SIGKILL to everything that is left, and remove what was made for it."""
         self._clear(self.children)
-        deadline = time.monotonic() + UNLINK_S
-        while not self._shared_memory.unlink() and time.monotonic() < deadline:
-            time.sleep(0.1)
+        self._shared_memory.unlink_within(UNLINK_S)
         self._outfit.remove_scratch()
 
     def reports(self) -> dict[str, ProcessReport]:

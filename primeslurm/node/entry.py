@@ -34,6 +34,7 @@ class AgentTask:
     Args:
         run_dir: the run's directory on the shared file system.
         first_attempt: number of the attempt that was submitted; every requeue adds one.
+        restarts: how often the local executor has started the agents again. Slurm keeps a count of its own.
     """
 
     def __init__(self, run_dir: str, first_attempt: int, restarts: int = 0) -> None:

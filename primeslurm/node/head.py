@@ -11,6 +11,7 @@ import msgspec
 from primeslurm.node.agent import NodeAgent
 from primeslurm.node.conclusion import conclude, remember_bad_node
 from primeslurm.node.fleet import Fleet
+from primeslurm.node.job_output import JobOutput
 from primeslurm.node.reports import AgentReport, Ending, FleetView, Outcome
 from primeslurm.node.states import fleet_state
 from primeslurm.node.supervisor import ProcessState
@@ -43,7 +44,7 @@ class Head(threading.Thread):
         self.attempt: Attempt = agent.attempt
         self.run_directory = run
         self.fleet = Fleet(agent.plan, started_at=time.time(), hosts=node_names(agent.plan, os.environ))
-        self._job_output = run.job_output(os.environ.get("SLURM_JOB_ID", ""))
+        self._job_output = JobOutput(run.job_output(os.environ.get("SLURM_JOB_ID", "")), restarts(os.environ))
         self.journal = Journal(agent.attempt.path, "head")
         self.ending: Ending | None = None
         self._heartbeats = {rank: Watched(self.attempt.agent_file(rank)) for rank in range(self.plan.allocated)}
@@ -76,7 +77,7 @@ class Head(threading.Thread):
                 self.fleet.observe(msgspec.convert(value, AgentReport), now)
         self._observe_progress(now)
         if self.fleet.hosts and self.fleet.unheard:
-            self.fleet.observe_exits(self._not_started(), now)
+            self.fleet.observe_exits(self._just_ended(), now)
         if self.ending is None and (found := self._asked_to_end(now) or self.fleet.decide(now)):
             self.ending, self._ending_at = found, now
             self.journal.event("ending", outcome=found.outcome, reason=found.reason, suspect=found.suspect)
@@ -101,14 +102,13 @@ class Head(threading.Thread):
             return Ending(Outcome.PREEMPTED, reason)
         return self._asked
 
-    def _not_started(self) -> dict[str, str]:
+    def _just_ended(self) -> dict[str, str]:
         """srun says so at once where an agent cannot be started; without that, only its silence would tell."""
         try:
-            output = self._job_output.read_text(errors="replace")
+            news = self._job_output.news()
         except OSError:
             return {}
-        start = restarts(os.environ)
-        return launch_failures(output, start) | early_exits(output, start)
+        return launch_failures(news) | early_exits(news)
 
     def _observe_progress(self, now: float) -> None:
         state = self.attempt.state("orchestrator" if self.plan.task == "rl" else "trainer-rank-0")

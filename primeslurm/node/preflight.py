@@ -16,7 +16,7 @@ from primeslurm.node.fabric import find_hcas
 from primeslurm.node.network import NetworkError, own_address
 from primeslurm.node.reports import Fitness
 from primeslurm.plan.checks.files import model_directory
-from primeslurm.plan.model import Plan
+from primeslurm.plan.model import Node, Plan
 from primeslurm.run.directory import Attempt
 from primeslurm.run.versions import installed
 from primeslurm.wire.files import Watched, digest, read_json, write_json
@@ -84,9 +84,13 @@ class Preflight:
     @property
     def _gpus(self) -> int:
         """GPUs that the widest part of this node's group uses."""
+        return max((len({gpu for p in node.processes for gpu in p.gpus}) for node in self._parts), default=0)
+
+    @property
+    def _parts(self) -> list[Node]:
+        """Nodes of the Plan that this one may be given to play: those of its group."""
         group = self._plan.group_of_rank(self._rank).index
-        nodes = [node for node in self._plan.nodes if node.group == group]
-        return max((len({gpu for p in node.processes for gpu in p.gpus}) for node in nodes), default=0)
+        return [node for node in self._plan.nodes if node.group == group]
 
     def _run(self) -> None:
         parts = {
@@ -114,9 +118,7 @@ class Preflight:
             address = own_address(self._name, self._plan.interface, self._plan.addresses)
         except NetworkError as error:
             return [Check("address", "failed", str(error))]
-        group = self._plan.group_of_rank(self._rank).index
-        nodes = [node for node in self._plan.nodes if node.group == group]
-        ports = {port for node in nodes for process in node.processes for port in process.ports.values()}
+        ports = {port for node in self._parts for process in node.processes for port in process.ports.values()}
         return [checks.port_check(address, sorted(ports))]
 
     def _gpu(self) -> list[Check]:

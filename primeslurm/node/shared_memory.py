@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
 DIRECTORY = Path("/dev/shm")
+_POLL_S = 0.05
 
 Inode = int
 
@@ -43,6 +45,16 @@ class SharedMemory:
                     path.unlink()
         self._left &= used.intersection(names.values())
         return not self._left
+
+    def unlink_within(self, timeout_s: float) -> bool:
+        """`unlink` until that was all, for at most `timeout_s`: what is killed lets go of its memory a moment later.
+
+        Returns whether it was all.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not (done := self.unlink()) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        return done
 
 
 def mapped_by(groups: Collection[int]) -> dict[int, set[Inode]]:

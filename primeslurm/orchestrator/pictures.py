@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
 import hashlib
 from dataclasses import replace
 from pathlib import Path
@@ -11,10 +9,9 @@ from pathlib import Path
 import msgspec
 
 from primeslurm.orchestrator.jobs import RolloutFailed
+from primeslurm.wire import data_uri
 from primeslurm.wire.files import write_atomic
 from primeslurm.wire.rollouts import Picture, Rollout
-
-_INLINE = "data:image/"
 
 
 def stored(rollout: Rollout, directory: Path) -> Rollout:
@@ -31,19 +28,13 @@ def stored(rollout: Rollout, directory: Path) -> Rollout:
 
 
 def _as_file(picture: Picture, directory: Path) -> Picture:
-    data = _data(picture.source)
+    try:
+        data = data_uri.decode(picture.source)
+    except ValueError as error:
+        raise RolloutFailed(str(error)) from error
     digest = hashlib.sha256(data).hexdigest()
     path = directory / digest
     if not path.exists():
         directory.mkdir(exist_ok=True)
         write_atomic(path, data)
     return msgspec.structs.replace(picture, source=str(path), sha256=digest)
-
-
-def _data(source: str) -> bytes:
-    if not source.startswith(_INLINE):
-        raise RolloutFailed(f"an image must be a data URI, not {source[:80]}")
-    try:
-        return base64.b64decode(source.partition(",")[2], validate=True)
-    except binascii.Error as error:
-        raise RolloutFailed(f"an image is no base64: {error}") from error

@@ -6,14 +6,19 @@ for a restart within an attempt. Steps name their groups only; the groups themse
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from primeslurm.errors import RunError
+from primeslurm.orchestrator.dispatch import Dispatcher
 from primeslurm.wire import checkpoints
 from primeslurm.wire.files import write_atomic
 from primeslurm.wire.link import Published
+
+log = logging.getLogger(__name__)
 
 CHECKPOINT_PART = "orchestrator.bin"
 PROGRESS = "rollouts/progress.bin"
@@ -67,3 +72,35 @@ def restore(run_dir: Path, attempt: int) -> Progress:
         published=None,
         batches={s: groups for s, groups in saved.batches.items() if s <= step},
     )
+
+
+class ProgressFile:
+    """The record of a running orchestrator: on disk before anybody is told what follows from it.
+
+    Args:
+        path: of the file.
+        progress: where it continues.
+        dispatch: whose positions go into every record.
+    """
+
+    def __init__(self, path: Path, progress: Progress, dispatch: Dispatcher) -> None:
+        self.now = progress
+        self._path, self._dispatch = path, dispatch
+
+    def snapshot(self) -> Progress:
+        """The record with the dispatcher's present positions."""
+        return msgspec.structs.replace(self.now, cursors=self._dispatch.cursors, unfinished=self._dispatch.unfinished)
+
+    def record(self, **changes: Any) -> None:
+        """Put changes on disk, and only then make them. Raises OSError, and nothing has changed then."""
+        progress = msgspec.structs.replace(self.snapshot(), **changes)
+        progress.save(self._path)
+        self.now = progress
+
+    def note(self, **changes: Any) -> None:
+        """Make changes even if the disk is full: a restart that does not know them repeats work, and loses nothing."""
+        try:
+            self.record(**changes)
+        except OSError as error:
+            log.warning("%s is not on disk: %s", ", ".join(changes), error)
+            self.now = msgspec.structs.replace(self.snapshot(), **changes)

@@ -13,8 +13,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from primeslurm.orchestrator.batches import Batches
 from primeslurm.orchestrator.delivery import Delivery
 from primeslurm.orchestrator.engines import EngineClient, Policy
@@ -22,10 +20,11 @@ from primeslurm.orchestrator.groups import Group
 from primeslurm.orchestrator.metrics import MetricsLog, batch_metrics
 from primeslurm.orchestrator.place import Place
 from primeslurm.orchestrator.policy import PolicyLoop
-from primeslurm.orchestrator.progress import CHECKPOINT_PART, PROGRESS, Progress, restore
+from primeslurm.orchestrator.progress import CHECKPOINT_PART, PROGRESS, ProgressFile, restore
 from primeslurm.orchestrator.recovery import recover
 from primeslurm.orchestrator.scoring import scoring_of
 from primeslurm.orchestrator.spool import Spool
+from primeslurm.orchestrator.suspect import suspect
 from primeslurm.orchestrator.watch import Watch
 from primeslurm.orchestrator.workers import Workers
 from primeslurm.recipe import Recipe
@@ -60,11 +59,12 @@ class Orchestrator:
         self._recipe = recipe
         self._place = place
         self._journal = Journal(place.attempt_dir, "orchestrator")
-        self._progress = restore(place.run_dir, place.attempt)
+        progress = restore(place.run_dir, place.attempt)
         self._spool = Spool(place.run_dir / "rollouts")
         self._batches = Batches(recipe)
-        self._metrics = MetricsLog(recipe, place.run_dir, self._progress.done_step)
-        self._dispatch = recover(recipe, place, self._progress, self._spool, self._batches)
+        self._metrics = MetricsLog(recipe, place.run_dir, progress.done_step)
+        self._dispatch = recover(recipe, place, progress, self._spool, self._batches)
+        self._progress = ProgressFile(place.run_dir / PROGRESS, progress, self._dispatch)
         self._workers = Workers(place.env_bind, self._on_result, self._on_lost)
         self._link = OrchestratorLink(place.bind, self._handle)
         url = place.addresses.url
@@ -96,7 +96,7 @@ class Orchestrator:
         Raises:
             StallError: nothing moved for the recipe's stall timeout.
         """
-        self._journal.event("orchestrator_up", step=self._progress.next_step, ready=len(self._dispatch.ready))
+        self._journal.event("orchestrator_up", step=self._progress.now.next_step, ready=len(self._dispatch.ready))
         try:
             async with asyncio.TaskGroup() as tasks:
                 background = [
@@ -105,8 +105,8 @@ class Orchestrator:
                 ]
                 if self._scoring is not None:
                     background.append(tasks.create_task(self._scoring.run(self._journal)))
-                if self._progress.published:
-                    await self._policy.publish(_policy(self._progress.published))
+                if self._progress.now.published:
+                    await self._policy.publish(_policy(self._progress.now.published))
                 await self._loop()
                 self._watch.write_state(self._state())
                 await asyncio.sleep(LINGER_S)
@@ -114,7 +114,7 @@ class Orchestrator:
                     task.cancel()
         finally:
             self._metrics.close()
-        self._journal.event("orchestrator_done", step=self._progress.done_step)
+        self._journal.event("orchestrator_done", step=self._progress.now.done_step)
 
     async def _loop(self) -> None:
         while not self._complete():
@@ -152,7 +152,7 @@ class Orchestrator:
     def _complete(self) -> bool:
         """The last step is committed, and its policy is on the engines or has been for too long on the way."""
         last = self._recipe.max_steps
-        published = self._progress.published
+        published = self._progress.now.published
         if published is None or published.version < last or checkpoints.newest(self._place.run_dir) != last:
             return False
         if self._final_policy_at is None:
@@ -175,7 +175,7 @@ class Orchestrator:
             case StepDone():
                 self._step_done(request)
             case Save():
-                self._snapshot().save(Path(request.directory) / CHECKPOINT_PART)
+                self._progress.snapshot().save(Path(request.directory) / CHECKPOINT_PART)
             case Committed():
                 self._committed(request.step)
         return Answer("ok")
@@ -208,9 +208,9 @@ class Orchestrator:
         groups = self._dispatch.cut()
         if groups is None:
             return False
-        batches = {**self._progress.batches, step: [group.id for group in groups]}
+        batches = {**self._progress.now.batches, step: [group.id for group in groups]}
         try:
-            self._record(next_step=step + 1, batches=batches)
+            self._progress.record(next_step=step + 1, batches=batches)
         except OSError as error:
             log.warning("the batch of step %d is held back, it cannot be recorded: %s", step, error)
             self._dispatch.uncut(groups)
@@ -223,15 +223,15 @@ class Orchestrator:
 
     def _is_outdated(self, version: int) -> bool:
         """Whether a trainer that was started again repeats steps, and offers a policy that nobody wants any more."""
-        known = self._progress.published
+        known = self._progress.now.published
         return known is not None and version < known.version
 
     async def _published(self, request: Published) -> int:
         """Make engines want the policy; returns the newest one."""
-        known = self._progress.published
+        known = self._progress.now.published
         if known is not None and request.version <= known.version:
             return known.version
-        self._record(published=request)
+        self._progress.record(published=request)
         if not request.path:
             self._delivery.expect(request.version)
         self._watch.policy_wanted(request.version)
@@ -239,7 +239,7 @@ class Orchestrator:
         return request.version
 
     def _step_done(self, request: StepDone) -> None:
-        if request.step <= self._progress.done_step:
+        if request.step <= self._progress.now.done_step:
             return
         groups = self._batches.groups(request.step) or []
         row = batch_metrics(groups, request.step, self._recipe.seq_len) if groups else {}
@@ -250,13 +250,13 @@ class Orchestrator:
             self._metrics.write(request.step, row)
         except OSError as error:
             log.warning("metrics of step %d are lost: %s", request.step, error)
-        self._note(done_step=request.step)
+        self._progress.note(done_step=request.step)
         self._watch.step_done(request.step, row)
 
     def _committed(self, step: int) -> None:
-        gone = {s: ids for s, ids in self._progress.batches.items() if s <= step}
+        gone = {s: ids for s, ids in self._progress.now.batches.items() if s <= step}
         self._spool.delete(name for ids in gone.values() for name in ids)
-        self._note(batches={s: ids for s, ids in self._progress.batches.items() if s > step})
+        self._progress.note(batches={s: ids for s, ids in self._progress.now.batches.items() if s > step})
 
     # rollouts
 
@@ -318,49 +318,16 @@ class Orchestrator:
         self._wake.set()
         self._watch.policy_current(version)
 
-    # what survives
-
-    def _snapshot(self) -> Progress:
-        return msgspec.structs.replace(
-            self._progress, cursors=self._dispatch.cursors, unfinished=self._dispatch.unfinished
-        )
-
-    def _record(self, **changes: Any) -> None:
-        """Put changes on disk, and only then make them. Raises OSError, and nothing has changed then."""
-        progress = msgspec.structs.replace(self._snapshot(), **changes)
-        progress.save(self._place.run_dir / PROGRESS)
-        self._progress = progress
-
-    def _note(self, **changes: Any) -> None:
-        """Make changes even if the disk is full: a restart that does not know them repeats work, and loses nothing."""
-        try:
-            self._record(**changes)
-        except OSError as error:
-            log.warning("%s is not on disk: %s", ", ".join(changes), error)
-            self._progress = msgspec.structs.replace(self._snapshot(), **changes)
-
     # what is seen from outside
 
     def _suspect(self) -> str:
-        """Who keeps the run from moving, in words."""
-        late = {name: view["state"] for name, view in self._policy.fleet.report().items() if view["state"] != "CURRENT"}
-        if late:
-            return "engines " + ", ".join(f"{name} ({state})" for name, state in late.items())
-        missing = {environment.label for environment in self._recipe.environments} - self._workers.environments
-        if missing:
-            return f"no worker of environment {', '.join(sorted(missing))}"
-        if self._dispatch.unscored:
-            return f"teacher ({len(self._dispatch.unscored)} groups wait for its log-probabilities)"
-        if self._dispatch.inflight:
-            return f"{self._dispatch.inflight} rollouts that are in flight, through {', '.join(self._dispatch.routers)}"
-        if self._watch.trained_step is not None:
-            return f"trainer (has the batch of step {self._watch.trained_step})"
-        return "trainer (asks for nothing)"
+        engines, environments = self._policy.fleet.report(), self._workers.environments
+        return suspect(engines, environments, self._dispatch, self._watch.trained_step)
 
     def _state(self) -> dict[str, Any]:
         dispatch = self._dispatch
         return {
-            "step": self._progress.done_step,
+            "step": self._progress.now.done_step,
             "max_steps": self._recipe.max_steps,
             "version": self._policy.current_version,
             "inflight": dispatch.inflight,

@@ -41,6 +41,8 @@ class Mamba:
     state: int
     groups: int
     conv: int
+    chunk: int
+    """Positions that are computed at once."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,27 @@ class Experts:
     """Intermediate size of the shared experts together; 0 without."""
     latent: int | None
     """Width that experts compute in, where it is not the model's."""
+
+
+@dataclass(frozen=True)
+class Vision:
+    """The encoder of images beside a language model."""
+
+    depth: int
+    """Blocks."""
+    hidden: int
+    width: int
+    """Intermediate size of a block."""
+    patch_values: int
+    """Numbers that a patch of an image consists of."""
+    patches: int
+    """Patches that a token stands for."""
+    positions: int
+    """Places that have an embedding."""
+    out: int
+    """Width of what it makes of a token."""
+    outputs: int
+    """How often it makes something of a token: once, and once more for each layer that hands on its own features."""
 
 
 @dataclass(frozen=True)
@@ -103,6 +126,7 @@ class ModelFacts:
     indexer: Indexer | None = None
     mamba: Mamba | None = None
     delta_nets: DeltaNets | None = None
+    vision: Vision | None = None
     quantization: str | None = None
     """How the checkpoint's weights are stored: fp8, int4, mxfp4; None for the model's dtype."""
     fp8_blocks: bool = False
@@ -174,6 +198,7 @@ def facts_of(config: Mapping[str, Any]) -> ModelFacts:
         indexer=Indexer(text["index_n_heads"], text["index_head_dim"]) if "index_n_heads" in text else None,
         mamba=_mamba(text, kinds["mamba"]) if kinds["mamba"] else None,
         delta_nets=_delta_nets(text),
+        vision=_vision(config),
         quantization=_quantization(stored),
         fp8_blocks=_fp8_blocks(stored),
         fp8_powers=stored.get("scale_fmt") == "ue8m0",
@@ -264,7 +289,8 @@ def _mla(text: Mapping[str, Any]) -> Mla | None:
 
 def _mamba(text: Mapping[str, Any], layers: int) -> Mamba:
     names = ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel")
-    return Mamba(layers, *(int(text[name]) for name in names))
+    sizes = [int(text[name]) for name in names]
+    return Mamba(layers, *(*sizes, int(text.get("chunk_size", 128))))
 
 
 def _delta_nets(text: Mapping[str, Any]) -> DeltaNets | None:
@@ -273,3 +299,36 @@ def _delta_nets(text: Mapping[str, Any]) -> DeltaNets | None:
     names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
     layers = list(text["layer_types"]).count("linear_attention")
     return DeltaNets(layers, *(int(text[f"linear_{name}"]) for name in names))
+
+
+_SEEING = {"qwen3_vl": (8, 16, 24), "qwen3_vl_moe": (8, 16, 24), "qwen3_5": (), "qwen3_5_moe": ()}
+"""Families whose encoder of images is trained or at least run, and its layers that hand on features of their own."""
+_ENCODER = {
+    "depth": 27,
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "in_channels": 3,
+    "patch_size": 16,
+    "temporal_patch_size": 2,
+    "spatial_merge_size": 2,
+    "num_position_embeddings": 2304,
+    "out_hidden_size": 3584,
+}
+"""What transformers takes for what a config leaves out."""
+
+
+def _vision(config: Mapping[str, Any]) -> Vision | None:
+    found, family = config.get("vision_config"), config["model_type"]
+    if found is None or family not in _SEEING:
+        return None
+    v = {name: int(found.get(name, default)) for name, default in _ENCODER.items()}
+    return Vision(
+        depth=v["depth"],
+        hidden=v["hidden_size"],
+        width=v["intermediate_size"],
+        patch_values=v["in_channels"] * v["temporal_patch_size"] * v["patch_size"] ** 2,
+        patches=v["spatial_merge_size"] ** 2,
+        positions=v["num_position_embeddings"],
+        out=v["out_hidden_size"],
+        outputs=1 + len(found.get("deepstack_visual_indexes", _SEEING[family])),
+    )

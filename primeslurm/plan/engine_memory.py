@@ -14,6 +14,8 @@ GRAPH_BYTES = GIB
 """CUDA graphs: vLLM reports 0.5 to 2 GiB, by model and number of captured sizes."""
 DEFAULT_BATCHED_TOKENS = 8192
 """vLLM's max_num_batched_tokens for an API server on a GPU with 70 GiB or more."""
+PROMPT_TOKENS = 1024
+"""Tokens of prompts whose logits vLLM's runner for GPUs computes at once, if their log-probabilities are asked for."""
 FP8_BLOCK = 128 * 128
 DEEPEP_BUFFER_BYTES = 2 * GIB
 """DeepEP's high-throughput buffers: NVLink and RDMA, 1 GiB each (VLLM_DEEPEP_BUFFER_SIZE_MB)."""
@@ -34,6 +36,8 @@ class EngineLayout:
     batched_tokens: int
     cuda_graphs: bool
     all2all: str | None
+    prompt_logprobs: bool = False
+    """Whether requests ask how likely the tokens of their prompts are."""
 
 
 @dataclass(frozen=True)
@@ -77,14 +81,15 @@ def weight_bytes(facts: ModelFacts, layout: EngineLayout) -> int:
 
     Linear layers are cut by tensor parallelism, except for what MLA compresses with and the indexer, which every rank
     holds. Experts are cut over the expert-parallel ranks, or by tensor parallelism without them. Embedding, output,
-    routers and norms are never quantised. vLLM keeps a second, absorbed copy of MLA's value and key up-projections.
+    routers, norms and the encoder of images are never quantised. vLLM keeps a second, absorbed copy of MLA's value and
+    key up-projections.
     """
     p = count(facts)
     replicated, absorbed = _mla_parts(facts)
     scale = 4 / FP8_BLOCK if layout.weight_bytes == 1 else 0
     linear = (p.attention - replicated + p.dense) / layout.tp + replicated
     experts = p.experts / (layout.ep if layout.ep > 1 else layout.tp)
-    plain = (p.embedding + p.head + absorbed) / layout.tp + p.routers + p.norms
+    plain = (p.embedding + p.head + absorbed + p.vision) / layout.tp + p.routers + p.norms
     return int((linear + experts) * (layout.weight_bytes + scale) + plain * layout.dtype_bytes)
 
 
@@ -149,7 +154,7 @@ def _reserve(facts: ModelFacts, layout: EngineLayout) -> int:
 
 
 def _activations(facts: ModelFacts, layout: EngineLayout) -> int:
-    """Peak of a forward pass over the largest batch: one layer's tensors, and logits of the sampled positions.
+    """Peak of a forward pass over the largest batch: one layer's tensors, and logits of sampled positions or prompts.
 
     A token of a MoE layer exists top_k times: its input, two intermediate results and its output.
     """
@@ -160,7 +165,16 @@ def _activations(facts: ModelFacts, layout: EngineLayout) -> int:
     attention = 3 * facts.heads * facts.head_dim / layout.tp
     tensors = layout.batched_tokens * (4 * facts.hidden + max(widest, attention)) * layout.dtype_bytes
     logits = min(layout.batched_tokens, 1024) * facts.vocab * 4 * 2
-    return int(tensors + logits)
+    return int(tensors + max(logits, prompt_logit_bytes(facts, layout) if layout.prompt_logprobs else 0))
+
+
+def prompt_logit_bytes(facts: ModelFacts, layout: EngineLayout) -> int:
+    """Logits of prompts: those of some tokens are still there while those of the next ones are computed.
+
+    With tensor parallelism each rank has its own part of these, all parts as they came, and all in order.
+    """
+    copies = 2 if layout.tp == 1 else 3 + 1 / layout.tp
+    return int(min(layout.batched_tokens, PROMPT_TOKENS) * facts.vocab * layout.dtype_bytes * copies)
 
 
 def _buffers(facts: ModelFacts, layout: EngineLayout) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from primeslurm.plan.catalog import ModelFacts
 from primeslurm.plan.commands import EngineRole
 from primeslurm.plan.engine_command import GPU_MEMORY_UTILIZATION, settings_of
@@ -17,7 +19,7 @@ from primeslurm.plan.gpus import GIB, Gpu, gpu_of
 from primeslurm.plan.model import NodeRole
 from primeslurm.plan.needs import Need, expert_ranks
 from primeslurm.plan.parameters import count
-from primeslurm.plan.trainer_memory import TrainerLayout, lora_parameters, trainer_memory
+from primeslurm.plan.trainer_memory import TrainerLayout, lora_parameters, trained_parameters, trainer_memory
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.kv import NativeOffload
 from primeslurm.recipe.scheduling import DEFAULT_TIME
@@ -88,15 +90,23 @@ def trainer_layout(recipe: Recipe, gpus: int, facts: ModelFacts) -> TrainerLayou
         state_bytes=STATE_BYTES[trainer.optimizer.type],
         reshard=p.reshard_after_forward,
         staged=recipe.checkpoint.asynchronous,
+        cp=p.cp,
+        images=recipe.model.vlm is not None,
+        frozen_vision=_frozen_vision(recipe),
     )
 
 
-def engine_role(recipe: Recipe, need: Need, facts: ModelFacts, gpu: Gpu) -> RoleMemory:
-    """The memory of one GPU of a role that runs engines."""
+def _frozen_vision(recipe: Recipe) -> bool:
+    return recipe.model.vlm is None or recipe.model.vlm.freeze_vision_encoder
+
+
+def engine_role(recipe: Recipe, need: Need, facts: ModelFacts, gpu: Gpu, prompt_logprobs: bool = False) -> RoleMemory:
+    """The memory of one GPU of a role that runs engines, which may be asked for log-probabilities of prompts."""
     role = ENGINE_ROLES[need.role]
     settings = settings_of(recipe, role)
     share = settings.gpu_memory_utilization or GPU_MEMORY_UTILIZATION
     layout = engine_layout(recipe, role, expert_ranks(recipe, need), facts)
+    layout = replace(layout, prompt_logprobs=prompt_logprobs)
     memory = engine_memory(facts, layout, gpu.memory_gib * GIB, share)
     kv = settings.kv_cache_bytes or memory.kv
     memory = EngineMemory(memory.weights, memory.reserve, kv, memory.kv_per_token, memory.state_per_sequence)
@@ -123,6 +133,7 @@ def _trainer_role(recipe: Recipe, need: Need, facts: ModelFacts, gpu: Gpu) -> Ro
         "optimizer": memory.optimizer,
         "gathered": memory.gathered,
         "activations": memory.activations,
+        "images": memory.images,
         "logits": memory.logits,
     }
     return RoleMemory(
@@ -154,8 +165,8 @@ def _amounts(recipe: Recipe, site: Site, needs: list[Need], facts: ModelFacts) -
 
 
 def _training(recipe: Recipe, train: Need, facts: ModelFacts) -> list[Amount]:
-    total = count(facts).total
-    trained = lora_parameters(facts, recipe.trainer.lora.rank) if recipe.trainer.lora else total
+    adapters = lora_parameters(facts, recipe.trainer.lora.rank) if recipe.trainer.lora else 0
+    trained = trained_parameters(facts, adapters, _frozen_vision(recipe))
     size = (4 + STATE_BYTES[recipe.trainer.optimizer.type]) * trained
     saved = Amount(name="checkpoint", value=round(size / 1e9, 1), unit="GB", how="float32 masters and optimizer state")
     gpu = gpu_of(train.kind)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from primeslurm.plan.catalog import DeltaNets, Mamba, Mla, ModelFacts
+from primeslurm.plan.catalog import DeltaNets, Mamba, Mla, ModelFacts, Vision
 
 
 @dataclass(frozen=True)
@@ -25,21 +25,28 @@ class Parameters:
     norms: int
     active_experts: int
     """Routed experts that one token passes."""
+    vision: int
+    """The encoder of images."""
+
+    @property
+    def language(self) -> int:
+        """All but the encoder of images."""
+        return self.embedding + self.head + self.attention + self.dense + self.routers + self.experts + self.norms
 
     @property
     def total(self) -> int:
         """All of them."""
-        return self.embedding + self.head + self.attention + self.dense + self.routers + self.experts + self.norms
+        return self.language + self.vision
 
     @property
     def active(self) -> int:
-        """Those in the matrix products of one token: the embedding is a look-up, unless it is the output too."""
-        return self.total - self.experts + self.active_experts - (self.embedding if self.head else 0)
+        """Those in the matrix products of a token of text: the embedding is a look-up, unless it is the output too."""
+        return self.language - self.experts + self.active_experts - (self.embedding if self.head else 0)
 
     @property
     def layers(self) -> int:
-        """All but embedding and output."""
-        return self.total - self.embedding - self.head
+        """All of the language model but embedding and output."""
+        return self.language - self.embedding - self.head
 
 
 def count(facts: ModelFacts) -> Parameters:
@@ -66,6 +73,7 @@ def count(facts: ModelFacts) -> Parameters:
         experts=experts,
         norms=_norms(facts),
         active_experts=active,
+        vision=_vision(facts.vision) if facts.vision else 0,
     )
 
 
@@ -115,3 +123,14 @@ def _norms(facts: ModelFacts) -> int:
     heads = 2 * facts.head_dim if facts.qk_norm else 0
     ranks = facts.mla.q_rank + facts.mla.kv_rank if facts.mla else 0
     return facts.hidden * (per_layer * facts.layers + 1) + facts.attention_layers * (heads + ranks)
+
+
+def _vision(vision: Vision) -> int:
+    """Linear layers and norms have biases. Patches that become one token pass a network as wide as they are together,
+    one for each output."""
+    hidden, width, merged = vision.hidden, vision.width, vision.hidden * vision.patches
+    block = 4 * hidden * (hidden + 1) + 2 * hidden * width + width + hidden + 4 * hidden
+    embedding = hidden * (vision.patch_values + 1) + hidden * vision.positions
+    merger = merged * (merged + 1) + (merged + 1) * vision.out
+    norms = 2 * hidden + (vision.outputs - 1) * 2 * merged
+    return vision.depth * block + embedding + vision.outputs * merger + norms

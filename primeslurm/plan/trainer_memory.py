@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from primeslurm.plan.activation_memory import images_of, layers_of
 from primeslurm.plan.catalog import ModelFacts
 from primeslurm.plan.gpus import GIB
 from primeslurm.plan.parameters import count, largest_layer
@@ -39,6 +40,12 @@ class TrainerLayout:
     """Whether gathered layers are given up after their forward pass."""
     staged: bool = False
     """Whether checkpoints are written from a copy in host memory."""
+    cp: int = 1
+    """Ranks that share each row. They share no images: each sees those of all its tokens."""
+    images: bool = False
+    """Whether rows have images."""
+    frozen_vision: bool = True
+    """Whether the encoder of images stays as it is."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,8 @@ class TrainerMemory:
     gathered: int
     """The layer that computes and the next one that is prefetched, unsharded, with gradients before reduction."""
     activations: int
+    images: int
+    """What the encoder keeps, as if every token stood for a part of an image."""
     logits: int
     host: int
 
@@ -59,7 +68,7 @@ class TrainerMemory:
     def allocated(self) -> int:
         """What torch allocates at the peak."""
         states = self.weights + self.gradients + self.optimizer
-        return states + self.gathered + self.activations + self.logits
+        return states + self.gathered + self.activations + self.images + self.logits
 
     @property
     def total(self) -> int:
@@ -74,21 +83,29 @@ def trainer_memory(facts: ModelFacts, layout: TrainerLayout) -> TrainerMemory:
     ZeRO, arXiv 1910.02054, stage 3). With optimizer offload all three are in host memory. With LoRA the model is
     frozen: masters only.
     """
-    total = count(facts).total
-    trained = layout.lora_parameters or total
+    total, trained = count(facts).total, trained_parameters(facts, layout.lora_parameters, layout.frozen_vision)
     masters, gradients, state = 4 * total, 4 * trained, layout.state_bytes * trained
     on_host = masters + gradients + state if layout.optimizer_offload else 0
     on_gpu = 0 if layout.optimizer_offload else 1
     copies = masters + state if layout.staged else 0
+    activations = activation_bytes(facts, layout)
+    logits = min(layout.tokens, layout.logit_tokens or layout.tokens) * facts.vocab * LOGIT_BYTES
     return TrainerMemory(
         weights=on_gpu * masters // layout.shard,
         gradients=on_gpu * gradients // layout.shard,
         optimizer=on_gpu * state // layout.shard,
         gathered=_gathered(facts, layout),
-        activations=activation_bytes(facts, layout),
-        logits=min(layout.tokens, layout.logit_tokens or layout.tokens) * facts.vocab * LOGIT_BYTES,
+        activations=activations,
+        images=image_bytes(facts, layout, beside=activations + logits),
+        logits=logits,
         host=(on_host + copies) // layout.shard + _waiting(facts, layout),
     )
+
+
+def trained_parameters(facts: ModelFacts, adapters: int, frozen_vision: bool) -> int:
+    """Parameters that have gradients: those of adapters, if there are any, or of all that is not frozen."""
+    parameters = count(facts)
+    return adapters or (parameters.language if frozen_vision else parameters.total)
 
 
 def layer_gather_bytes(facts: ModelFacts, ep: int, bytes_per_parameter: int) -> int:
@@ -110,48 +127,51 @@ def lora_parameters(facts: ModelFacts, rank: int) -> int:
 
 
 def _gathered(facts: ModelFacts, layout: TrainerLayout) -> int:
-    """Two layers in the compute dtype, or all; gradients of one, and their float32 copy on the way to the reduction."""
+    """Two layers in the compute dtype, or all; gradients of one, and their float32 copy on the way to the reduction.
+
+    An encoder of images is gathered, block by block, when no layer is: only one that stays gathered counts.
+    """
     frozen = bool(layout.lora_parameters)
     gradients = 0 if frozen else layout.dtype_bytes + 4
     copies = 2 if layout.reshard else facts.layers
     layers = layer_gather_bytes(facts, layout.ep, copies * layout.dtype_bytes + gradients)
     ends = facts.vocab * facts.hidden * (layout.dtype_bytes + gradients)
-    return layers + ends
+    encoder = 0 if layout.reshard or not layout.images else count(facts).vision * layout.dtype_bytes
+    return layers + ends + encoder
 
 
 def activation_bytes(facts: ModelFacts, layout: TrainerLayout) -> int:
     """What the forward pass keeps for the backward pass, and the working set of the layer that is recomputed.
 
-    full: the input of every layer is kept, and one layer is recomputed. none: every layer keeps its tensors.
-    selective: half of them. Recomputed tensors meet their gradients, hence twice. With offload, two layers' are here.
+    With offload, two layers' are here. Ranks that share rows share the heads of recurrent layers, too.
     """
-    inside = _layer_tensors(facts) * layout.dtype_bytes
-    layers = 2 if layout.activation_offload else facts.layers
-    return layout.tokens * (layers * _kept(facts, layout) + 2 * inside)
+    kinds = layers_of(facts, layout.dtype_bytes)
+    kept = sum(layers.count * layers.kept(layout.checkpointing) for layers in kinds)
+    if layout.activation_offload:
+        kept = 2 * max(layers.kept(layout.checkpointing) for layers in kinds)
+    return layout.tokens * kept + max(layout.tokens * layers.working + layers.part // layout.cp for layers in kinds)
+
+
+def image_bytes(facts: ModelFacts, layout: TrainerLayout, beside: int) -> int:
+    """What images take beside their tokens, if every token stands for a part of one.
+
+    The encoder works before and after all layers of the language model, when what these take, `beside`, is not there:
+    only more than that counts. A frozen one keeps nothing but its results.
+    """
+    if facts.vision is None or not layout.images:
+        return 0
+    each = images_of(facts.vision, layout.dtype_bytes)
+    patches = layout.tokens * layout.cp * facts.vision.patches
+    kept = each.pixels + each.features
+    if not layout.frozen_vision:
+        blocks = each.block if layout.checkpointing == "none" else each.input
+        kept += each.ends + facts.vision.depth * blocks
+    return patches * kept + max(0, patches * each.block - beside)
 
 
 def _waiting(facts: ModelFacts, layout: TrainerLayout) -> int:
     """Activations in host memory."""
-    return layout.tokens * facts.layers * _kept(facts, layout) if layout.activation_offload else 0
-
-
-def _kept(facts: ModelFacts, layout: TrainerLayout) -> int:
-    """Bytes that one layer keeps of a token for the backward pass."""
-    inside = _layer_tensors(facts) * layout.dtype_bytes
-    inputs = facts.hidden * layout.dtype_bytes
-    return {"full": inputs, "selective": inputs + inside // 2, "none": inside}[layout.checkpointing]
-
-
-def _layer_tensors(facts: ModelFacts) -> int:
-    """Elements per token that one layer computes: projections of attention, then its feed-forward network."""
-    if facts.mla:
-        m = facts.mla
-        attention = facts.heads * (2 * (m.nope + m.rope) + 2 * m.value) + m.q_rank + m.kv_rank
-    else:
-        attention = 2 * facts.heads * facts.head_dim + 2 * facts.kv_heads * facts.head_dim
-    feed_forward = 3 * facts.dense_width if facts.dense_layers else 0
-    if facts.experts:
-        e = facts.experts
-        routed = e.top_k * (4 * (e.latent or facts.hidden) + 3 * e.width)  # in and out, in token and in expert order
-        feed_forward = max(feed_forward, routed + 3 * e.shared_width)
-    return attention + feed_forward + 4 * facts.hidden
+    if not layout.activation_offload:
+        return 0
+    kinds = layers_of(facts, layout.dtype_bytes)
+    return layout.tokens * sum(layers.count * layers.kept(layout.checkpointing) for layers in kinds)

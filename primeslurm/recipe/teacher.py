@@ -38,7 +38,8 @@ class TeacherEngines(_Asked):
     kv_cache_bytes: PositiveInt | None = None
     """KV cache per GPU in bytes. Default: what gpu_memory_utilization leaves; on CPU 256 MiB."""
     max_num_batched_tokens: PositiveInt = 2048
-    """Tokens of one engine step. Logits of all of them exist at once, in memory that vLLM does not set aside."""
+    """Tokens of one engine step. However many they are, vLLM has the logits of 1,024 of them at once, and of 1,024
+    before these."""
     env: dict[EnvironmentName, str] = {}
     """Environment variables."""
     vllm_extra: dict[OptionName, object] = {}

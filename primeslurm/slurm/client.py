@@ -173,14 +173,6 @@ class SlurmClient:
         """Keep a waiting job, with all its components, away from nodes; in place of those that it kept away from."""
         self._run("scontrol", "update", f"jobid={job_id}", f"ExcNodeList={hostlist}")
 
-    def signal(self, job_id: str, name: str) -> None:
-        """Send a signal (for example USR2) to every task of a job, not to its batch script."""
-        self._run("scancel", f"--signal={name}", job_id)
-
-    def hostnames(self, hostlist: str) -> list[str]:
-        """Slurm's own expansion of a host list."""
-        return self._run("scontrol", "show", "hostnames", hostlist).split()
-
     def _run(self, *argv: str) -> str:
         if self._slurm_conf is not None and not Path(self._slurm_conf).is_file():
             # Slurm's commands would look for a controller in the DNS, for a minute.

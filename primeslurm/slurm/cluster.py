@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import socket
 import subprocess
 import time
@@ -21,6 +20,7 @@ from primeslurm.slurm import cluster_config as config
 from primeslurm.slurm.client import SlurmClient
 from primeslurm.slurm.cluster_config import ClusterSpec
 from primeslurm.slurm.daemons import Process, end, job_processes
+from primeslurm.wire.files import write_json
 
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol")
 _STATE = "cluster.json"
@@ -102,25 +102,6 @@ class Cluster:
         end(self.daemons, grace_s=5.0)
         shutil.rmtree(self.spec.directory)
 
-    def crash(self, daemon: str) -> None:
-        """SIGKILL slurmctld, or the slurmd of a node by its name; its tasks live on. `restart` brings it back.
-
-        Raises KeyError if there is no such daemon.
-        """
-        process = {process.name: process for process in self.daemons}[daemon]
-        process.send(signal.SIGKILL)
-        while process.alive:
-            time.sleep(0.02)
-        self.daemons.remove(process)
-        self._save()
-
-    def restart(self, daemon: str) -> None:
-        """Start a daemon that has crashed. Raises ClusterError if it does not come up."""
-        if daemon == "slurmctld":
-            self._start_slurmctld()
-        else:
-            self._start_node(daemon)
-
     def _wait_for_no_jobs(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         while job_processes(self.spec.slurm_conf) and time.monotonic() < deadline:
@@ -129,9 +110,7 @@ class Cluster:
     def _save(self) -> None:
         spec = {key: str(value) if isinstance(value, Path) else value for key, value in asdict(self.spec).items()}
         data = {"spec": spec, "place": self.place.index, "daemons": [asdict(daemon) for daemon in self.daemons]}
-        temporary = self.spec.directory / (_STATE + ".new")
-        temporary.write_text(json.dumps(data, indent=2) + "\n")
-        temporary.replace(self.spec.directory / _STATE)
+        write_json(self.spec.directory / _STATE, data)
 
     def _write_files(self) -> None:
         spec, place = self.spec, self.place
@@ -193,13 +172,10 @@ class Cluster:
         self._wait(self.client.ping, _START_TIMEOUT_S, "slurmctld does not answer")
 
     def _start_nodes(self) -> None:
-        for name in self.spec.control_names + self.spec.gpu_names:
-            self._start_node(name)
-
-    def _start_node(self, name: str) -> None:
         directory = self.spec.directory
-        argv = ["slurmd", "-f", str(self.spec.slurm_conf), "-N", name]
-        self._start(name, argv, directory / "pid" / name, directory / "log" / f"{name}.log")
+        for name in self.spec.control_names + self.spec.gpu_names:
+            argv = ["slurmd", "-f", str(self.spec.slurm_conf), "-N", name]
+            self._start(name, argv, directory / "pid" / name, directory / "log" / f"{name}.log")
 
     def _wait_for_nodes(self) -> None:
         self._wait(self._all_idle, _IDLE_TIMEOUT_S, "not all nodes became idle")

@@ -25,6 +25,9 @@ PLACES = 36
 # Slurm holds a requeued job back until the credentials of its last start have expired. Its default of 120 s is a long
 # time to look at an idle cluster; a launch on a busy machine still has to fit into this.
 CRED_EXPIRE_S = 10
+NODE_SILENT_S = 30
+"""A cluster's nodes share a local file system, which shows every change at once, but also the cores of one machine: a
+second a node, where that is more."""
 
 
 @dataclass(frozen=True)
@@ -99,11 +102,6 @@ class ClusterSpec:
         if len(self.name) <= MAX_PREFIX:
             return self.name
         return f"{self.name[:3]}{zlib.crc32(self.name.encode()) & 0xFFF:03x}"
-
-
-NODE_SILENT_S = 30
-"""Its nodes share a local file system, which shows every change at once, but also the cores of one machine: a second a
-node, where that is more."""
 
 
 @dataclass(frozen=True)

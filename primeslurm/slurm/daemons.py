@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -32,11 +33,9 @@ class Process:
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal, unless the process has ended."""
-        if self.alive:
-            try:
+        with contextlib.suppress(ProcessLookupError):
+            if self.alive:
                 os.kill(self.pid, number)
-            except ProcessLookupError:
-                return
 
 
 def _started(pid: int) -> int | None:

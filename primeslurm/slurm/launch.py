@@ -32,15 +32,20 @@ def node_names(plan: Plan, environ: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(found) if len(found) == plan.allocated else ()
 
 
-def launch_failures(output: str, start: int) -> dict[str, str]:
-    """Nodes that srun could not reach in the newest start of the job, with its reason. It then ends all other tasks."""
-    return dict(_LAUNCH.findall(_since(output, start)))
+def since_start(output: str, start: int) -> str | None:
+    """What of the job's output follows the mark of a start; None without this mark."""
+    _, mark, rest = output.rpartition(f"{MARK} {start}\n")
+    return rest if mark else None
 
 
-def early_exits(output: str, start: int) -> dict[str, str]:
-    """Nodes whose task has ended badly by itself in the newest start of the job, with how."""
-    found = _EXIT.findall(_since(output, start))
-    return {name: how for hostlist, how in found for name in expand(hostlist)}
+def launch_failures(output: str) -> dict[str, str]:
+    """Nodes that srun could not reach, with its reason, by the output of one start. It then ends all other tasks."""
+    return dict(_LAUNCH.findall(output))
+
+
+def early_exits(output: str) -> dict[str, str]:
+    """Nodes whose task has ended badly by itself, with how, by the output of one start."""
+    return {name: how for hostlist, how in _EXIT.findall(output) for name in expand(hostlist)}
 
 
 def spares_suffice(plan: Plan, names: Sequence[str], lost: Collection[str]) -> bool:
@@ -66,8 +71,3 @@ def step_without(plan: Plan, names: Sequence[str], lost: Collection[str], step: 
 
 def _left(plan: Plan, names: Sequence[str], lost: Collection[str], group: int) -> list[str]:
     return [names[rank] for rank in plan.ranks(group) if names[rank] not in lost]
-
-
-def _since(output: str, start: int) -> str:
-    _, mark, rest = output.rpartition(f"{MARK} {start}\n")
-    return rest if mark else ""

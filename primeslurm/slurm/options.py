@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from primeslurm.plan.model import HetGroup, Plan
+from primeslurm.run.directory import RunDirectory
 
 Options = dict[str, object]
 """Long name of an option to its value. None or False: left out. True: an option without a value."""
@@ -30,12 +31,6 @@ def quote(value: str) -> str:
     if value and all(character.isalnum() or character in "-_=./,:@%+" for character in value):
         return value
     return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
-
-
-def output_pattern(plan: Plan) -> str:
-    """Output of the batch script and of all agents, with Slurm's %j for the job id."""
-    # Slurm expands % in file names; %% is a plain one.
-    return str(Path(plan.run_dir)).replace("%", "%%") + "/slurm-%j.out"
 
 
 def _word(name: str, value: object) -> str:
@@ -79,8 +74,14 @@ def _behaviour(plan: Plan) -> Options:
         "signal": f"USR2@{job.signal_s}",
         "requeue" if job.requeue else "no-requeue": True,
         "open-mode": "append",
-        "output": output_pattern(plan),
+        "output": _output_pattern(plan),
     }
+
+
+def _output_pattern(plan: Plan) -> str:
+    """`RunDirectory.job_output`, with Slurm's %j for the job id."""
+    # Slurm expands % in file names; %% is a plain one.
+    return str(RunDirectory(Path(plan.run_dir.replace("%", "%%"))).job_output("%j"))
 
 
 def _once(plan: Plan) -> Options:

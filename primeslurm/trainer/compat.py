@@ -19,8 +19,8 @@ On all machines:
 - torch's reader of FP8 checkpoints wants an index file, which models in one file do not have
 With CUDA:
 - torchtitan lets DeepEP guess how many multiprocessors to use, and has no setting for it
-- torchtitan asks for FlashAttention 3 or 4 by the GPU's generation; where that package is missing, torch's own
-  FlashAttention 2 does the same
+- torchtitan asks for FlashAttention 3 or 4 by the GPU's generation, whether that package is installed or not:
+  `flash_attention.best`
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFa
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.attention._fa4 import register_flash_attention_fa4
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 
 SUPPORTED = "0.3.0"
@@ -87,8 +88,11 @@ import torchtitan.tools.utils as titan_utils  # noqa: E402
 from torchtitan.models.common.moe import GroupedExperts  # noqa: E402
 from torchtitan.models.utils import MoEStateDictAdapter  # noqa: E402
 
-if not ON_CPU and importlib.util.find_spec("flash_attn_interface") is None:
-    _replace(titan_utils, "get_cuda_flash_attention_impl", lambda: None)
+from primeslurm.trainer import flash_attention  # noqa: E402
+
+if not ON_CPU:
+    _best = partial(flash_attention.best, titan_utils.get_cuda_flash_attention_impl, register_flash_attention_fa4)
+    _replace(titan_utils, "get_cuda_flash_attention_impl", _best)
 
 
 def all_gather(tensor: torch.Tensor, dim: int, group: ProcessGroup) -> torch.Tensor:

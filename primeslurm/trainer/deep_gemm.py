@@ -50,26 +50,18 @@ class DeepGemm:
 
     def outer(self, a: Quantised, b: Quantised) -> torch.Tensor:
         """See Backend."""
-        result = a.data.new_zeros(a.data.shape[1], b.data.shape[1], dtype=torch.float32)
+        result = a.data.new_zeros(a.data.shape[0], b.data.shape[0], dtype=torch.float32)
         # The kernel only adds to a float32 result.
-        self._library.fp8_gemm_nt(_pair(a.transposed()), _pair(b.transposed()), result, c=result, recipe=_OUTER)
+        self._library.fp8_gemm_nt(_pair(a), _pair(b), result, c=result, recipe=_OUTER)
         return result
 
     def grouped_outer(self, a: Quantised, b: Quantised, groups: Groups) -> torch.Tensor:
         """See Backend."""
-        result = a.data.new_zeros(len(groups.sizes), a.data.shape[1], b.data.shape[1], dtype=torch.float32)
-        sizes = torch.tensor(groups.sizes, dtype=torch.int32, device=result.device)
-        left, right = _flat(a, groups), _flat(b, groups)
-        self._library.k_grouped_fp8_gemm_nt_contiguous(left, right, result, groups.sizes, sizes, result, recipe=_OUTER)
+        result = a.data.new_zeros(len(groups.sizes), len(a.scales), len(b.scales), dtype=torch.float32)
+        sizes = groups.sizes, groups.bounds.diff()
+        self._library.k_grouped_fp8_gemm_nt_contiguous(_pair(a), _pair(b), result, *sizes, result, recipe=_OUTER)
         return result
 
 
 def _pair(matrix: Quantised) -> tuple[torch.Tensor, torch.Tensor]:
     return matrix.data, matrix.scales
-
-
-def _flat(matrix: Quantised, groups: Groups) -> tuple[torch.Tensor, torch.Tensor]:
-    """[rows, n] as the grouped kernel wants it: one group after another, each transposed to [n, rows], all flat."""
-    data = matrix.data.view(torch.uint8)
-    flat = torch.cat([data[part].mT.flatten() for _, part in groups.ranges()])
-    return flat.view(torch.float8_e4m3fn), matrix.scales.mT

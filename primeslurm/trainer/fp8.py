@@ -17,7 +17,16 @@ from torch import nn
 from torchtitan.models.common import Linear
 from torchtitan.models.common.moe import GroupedExperts
 
-from primeslurm.trainer.block_fp8 import BLOCK, BLOCKS, COLUMNS, ROWS, Groups, backend, quantise
+from primeslurm.trainer.block_fp8 import (
+    BLOCK,
+    BLOCKS,
+    ROWS,
+    Groups,
+    backend,
+    quantise,
+    quantise_groups,
+    quantise_groups_transposed,
+)
 from primeslurm.trainer.encoding import in_fp8
 
 
@@ -32,9 +41,9 @@ class _LinearProduct(torch.autograd.Function):
         rows, weight = ctx.saved_tensors
         for_rows = for_weight = None
         if ctx.needs_input_grad[0]:
-            for_rows = _times(gradient, quantise(weight, BLOCKS).transposed())
+            for_rows = _times(gradient, quantise(weight.mT, BLOCKS))
         if ctx.needs_input_grad[1]:
-            left, right = (quantise(_filled(t.flatten(0, -2), -2), COLUMNS) for t in (gradient, rows))
+            left, right = (quantise(_filled(t.flatten(0, -2), -2).mT, ROWS) for t in (gradient, rows))
             for_weight = backend(rows.device.type).outer(left, right).to(weight.dtype)
         return for_rows, for_weight
 
@@ -51,9 +60,9 @@ class _GroupedProduct(torch.autograd.Function):
         rows, weight = ctx.saved_tensors
         for_rows = for_weight = None
         if ctx.needs_input_grad[0]:
-            for_rows = _grouped_times(gradient, quantise(weight, BLOCKS).transposed(), ctx.groups)
+            for_rows = _grouped_times(gradient, quantise(weight.mT, BLOCKS), ctx.groups)
         if ctx.needs_input_grad[1]:
-            left, right = (quantise(ctx.groups.padded(t), COLUMNS) for t in (gradient, rows))
+            left, right = (quantise_groups_transposed(t, ctx.groups) for t in (gradient, rows))
             for_weight = backend(rows.device.type).grouped_outer(left, right, ctx.groups).to(weight.dtype)
         return for_rows, for_weight, None
 
@@ -91,8 +100,8 @@ def _times(rows: torch.Tensor, weight: Any) -> torch.Tensor:
 
 
 def _grouped_times(rows: torch.Tensor, weight: Any, groups: Groups) -> torch.Tensor:
-    product = backend(rows.device.type).grouped_product(quantise(groups.padded(rows), ROWS), weight, groups)
-    return product[groups.places].to(rows.dtype)
+    product = backend(rows.device.type).grouped_product(quantise_groups(rows, groups), weight, groups)
+    return product.index_select(0, groups.places).to(rows.dtype)
 
 
 def _filled(tensor: torch.Tensor, *dims: int) -> torch.Tensor:

@@ -22,7 +22,7 @@ def token_logprobs(
     weight: torch.Tensor,
     labels: torch.Tensor,
     temperatures: torch.Tensor,
-    mask: torch.Tensor,
+    places: torch.Tensor,
     chunk: int | None,
 ) -> Scores:
     """Log-probability of each trained token at its sampling temperature, and the entropy it was drawn at.
@@ -30,16 +30,16 @@ def token_logprobs(
     Args:
         hidden: [rows, len, dim], what the head reads.
         weight: [vocab, dim], the head's.
-        labels: [rows, len], the token that each position predicts.
-        temperatures: [rows, len].
-        mask: [rows, len], whether that token is trained; nothing is computed for the others.
+        labels: [trained tokens].
+        temperatures: [trained tokens].
+        places: [trained tokens] int64, which of the rows * len positions predict them. Nothing is computed for others.
         chunk: logits of this many tokens exist at once, and are computed anew in the backward pass. None: of all of
             them, kept for the backward pass.
 
     Returns:
         Two float32 tensors [trained tokens]; the entropy carries no gradient.
     """
-    chosen = (hidden[mask], weight, labels[mask], temperatures[mask])
+    chosen = (hidden.flatten(0, 1).index_select(0, places), weight, labels, temperatures)
     if chunk is None:
         return _score(*chosen)
     scores: Scores = _InChunks.apply(*chosen, chunk)
@@ -139,9 +139,9 @@ class Head(Linear):
         self._targets: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
 
     @contextmanager
-    def scoring(self, labels: torch.Tensor, temperatures: torch.Tensor, mask: torch.Tensor) -> Iterator[None]:
+    def scoring(self, labels: torch.Tensor, temperatures: torch.Tensor, places: torch.Tensor) -> Iterator[None]:
         """Within the body the model returns `token_logprobs` instead of logits."""
-        self._targets = labels, temperatures, mask
+        self._targets = labels, temperatures, places
         try:
             yield
         finally:

@@ -1,15 +1,15 @@
 """Losses over packed rows, summed over trained tokens; the caller divides by the batch's global token count.
 
 A loss takes the policy's log-probability and entropy of each trained token, [trained tokens] as `logprobs.py` computes
-them, and the targets of all positions: `targets.x[targets.mask]` is in the same order. A micro batch may have no
-trained token at all: sums of nothing are 0, and still reach every parameter in the backward pass.
+them, and the targets of the same tokens. A micro batch may have no trained token at all: sums of nothing are 0, and
+still reach every parameter in the backward pass.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
 from functools import partial
 
 import torch
@@ -19,12 +19,10 @@ from primeslurm.recipe.losses import CustomLoss, DppoLoss, IpoLoss, Loss, Policy
 
 @dataclass(frozen=True)
 class Targets:
-    """What each position is trained towards. All tensors are [rows, len]."""
+    """What is trained towards: tensors [rows, len] of all positions, or [trained tokens], as losses get them."""
 
     labels: torch.Tensor
-    """The token that this position predicts."""
-    mask: torch.Tensor
-    """Whether that token is trained."""
+    """The token that a position predicts."""
     logprobs: torch.Tensor
     """The engine's log-probability of it."""
     advantages: torch.Tensor
@@ -32,10 +30,15 @@ class Targets:
     """The temperature it was sampled at."""
     on_policy: torch.Tensor
     """Whether the policy being trained sampled its whole rollout."""
-    echo_weights: torch.Tensor
-    """Above 0: the token was not sampled, and is trained by cross-entropy times this."""
     ref_logprobs: torch.Tensor
     """The teacher's log-probability of the token, where it was sampled; 0 without a teacher."""
+    echo_weights: torch.Tensor | None = None
+    """Above 0: the token was not sampled, and is trained by cross-entropy times this. None: all were sampled."""
+
+    def apply(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Targets:
+        """The same with every tensor changed."""
+        values = {spec.name: getattr(self, spec.name) for spec in fields(self)}
+        return Targets(**{name: None if value is None else change(value) for name, value in values.items()})
 
 
 @dataclass(frozen=True)
@@ -60,20 +63,21 @@ def from_recipe(config: Loss) -> LossFunction:
     """
     function = _function(config)
 
+    def sampled_loss(logprobs: torch.Tensor, entropy: torch.Tensor, targets: Targets) -> Sums:
+        sums = function(logprobs, entropy, targets)
+        metrics = {"entropy": entropy.sum(), **_mismatch(logprobs.detach(), targets)}
+        return Sums(sums.loss, metrics | sums.metrics)
+
     def loss(logprobs: torch.Tensor, entropy: torch.Tensor, targets: Targets) -> Sums:
-        weights = targets.echo_weights[targets.mask]
-        own = weights == 0
-        sampled = replace(targets, mask=targets.mask & (targets.echo_weights == 0))
-        sums = function(logprobs[own], entropy[own], sampled)
-        echo = -(weights * logprobs).sum()
+        weights = targets.echo_weights
+        if weights is None:
+            sums, echo = sampled_loss(logprobs, entropy, targets), logprobs.new_zeros(())
+        else:
+            own = weights == 0
+            sums = sampled_loss(logprobs[own], entropy[own], targets.apply(lambda tensor: tensor[own]))
+            echo = -(weights * logprobs).sum()
         total = sums.loss + echo
-        metrics = {
-            "loss": total.detach(),
-            "echo_loss": echo.detach(),
-            "entropy": entropy[own].sum(),
-            **_mismatch(logprobs[own].detach(), sampled),
-        }
-        return Sums(total, metrics | sums.metrics)
+        return Sums(total, {"loss": total.detach(), "echo_loss": echo.detach()} | sums.metrics)
 
     return loss
 
@@ -96,8 +100,8 @@ def _mismatch(logprobs: torch.Tensor, targets: Targets) -> dict[str, torch.Tenso
     never negative (k3 of Schulman, Approximating KL Divergence, 2020); mismatch_kl, the same over on-policy tokens
     alone, where only numerics differ; importance_ratio = r.
     """
-    difference = logprobs - targets.logprobs[targets.mask]
-    on_policy = targets.on_policy[targets.mask].float()
+    difference = logprobs - targets.logprobs
+    on_policy = targets.on_policy.float()
     kl = torch.expm1(difference) - difference
     return {
         "off_policy_kl": kl.sum(),
@@ -122,8 +126,8 @@ def _policy_gradient(
     Metrics: the fractions masked, in all, because the probability rose (high), and because it fell (low); and those of
     `_reference_kl`, with ref_kl.
     """
-    engine = targets.logprobs[targets.mask]
-    advantages = targets.advantages[targets.mask]
+    engine = targets.logprobs
+    advantages = targets.advantages
     difference = logprobs - engine
     moved = logprobs.detach().exp() - engine.exp()
     too_high, too_low = _outside(config, moved, advantages)
@@ -152,7 +156,7 @@ def _reference_kl(
     advantage u (as the ref_kl loss of prime-rl has it), so the trust region drops the same terms as for one.
     Metric: ref_kl, the estimate with all terms.
     """
-    towards = targets.ref_logprobs[targets.mask] - logprobs
+    towards = targets.ref_logprobs - logprobs
     kl = difference.exp() * (torch.expm1(towards) - towards)
     too_high, too_low = _outside(config, moved, towards.detach())
     return Sums((kl * ~(too_high | too_low)).sum(), {"ref_kl": kl.detach().sum()})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -14,21 +14,19 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import utils as dist_utils
-from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.training import Lora
-from primeslurm.trainer import deepep, fp8, huggingface, logprobs, lora, models, replay, varlen
+from primeslurm.trainer import deepep, fp8, huggingface, logprobs, lora, models, recompute, replay, varlen
 from primeslurm.trainer.activation_offload import ActivationOffload
 from primeslurm.trainer.context_parallel import ContextParallel, Dims
 from primeslurm.trainer.loss import Targets
 from primeslurm.trainer.models import generic, vision
 from primeslurm.trainer.models.stacked import as_stored
 from primeslurm.trainer.models.vision import VisionInput
-from primeslurm.trainer.world import World
+from primeslurm.trainer.world import World, to_device
 from primeslurm.wire.weights import FP8_SCALE, layers_ahead
 
-_CHECKPOINTING: dict[str, Any] = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
 # Derived from other weights; some checkpoints carry them.
 _DERIVED = ("rotary_emb.inv_freq",)
 
@@ -109,6 +107,7 @@ class Policy:
         self,
         tokens: torch.Tensor,
         positions: torch.Tensor,
+        mask: torch.Tensor,
         targets: Targets,
         routed: torch.Tensor | None = None,
         images: VisionInput | None = None,
@@ -117,16 +116,22 @@ class Policy:
 
         Args:
             tokens, positions, routed, images: as for `logits`.
-            targets: of shape [rows, seq_len].
+            mask: whether the token that a position predicts is trained, [rows, seq_len], in host memory: a device would
+                have to be waited for to know how many are.
+            targets: of shape [rows, seq_len], in host memory.
 
         Returns:
-            Log-probabilities and entropies [trained tokens], and the targets of this rank's part of the rows.
+            Log-probabilities, entropies and targets [trained tokens] of this rank's part of the rows.
         """
-        beside = [getattr(targets, spec.name) for spec in fields(targets)]
-        inputs, beside_local = self._local(routed, images, tokens, positions, *beside)
-        local = Targets(*beside_local)
-        with self.model.lm_head.scoring(local.labels, local.temperatures, local.mask):
-            return (*self.model(**inputs), local)
+        inputs, (mask,) = self._local(routed, images, tokens, positions, mask)
+        places = mask.flatten().nonzero().squeeze(1)
+        trained = targets.apply(lambda tensor: to_device(self._piece(tensor).flatten()[places], self.device))
+        with self.model.lm_head.scoring(trained.labels, trained.temperatures, to_device(places, self.device)):
+            return (*self.model(**inputs), trained)
+
+    def _piece(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This context-parallel rank's part of a tensor [rows, seq_len, ...]."""
+        return self.shared.piece(tensor) if self.shared else tensor
 
     def _local(
         self,
@@ -141,14 +146,14 @@ class Policy:
         Routers get their part of `routed`.
         """
         masks = self.model.get_attention_masks(positions)  # needs whole rows, so before they are split
-        piece = self.shared.piece if self.shared else lambda tensor: tensor
         if self.shared:
             masks = self.shared.masks(masks, tokens.shape[1])
-        replay.assign(self.model, None if routed is None else piece(replay.narrow(routed)))
-        inputs = {"tokens": piece(tokens), "positions": piece(positions), "attention_masks": masks}
+        replay.assign(self.model, None if routed is None else self._piece(replay.narrow(routed)))
+        inputs = {"tokens": self._piece(tokens), "positions": self._piece(positions), "attention_masks": masks}
         if images is not None:
-            inputs["images"] = replace(images, features=piece(images.features), coordinates=piece(images.coordinates))
-        return inputs, [piece(tensor) for tensor in beside]
+            features, coordinates = self._piece(images.features), self._piece(images.coordinates)
+            inputs["images"] = replace(images, features=features, coordinates=coordinates)
+        return inputs, [self._piece(tensor) for tensor in beside]
 
 
 def build(recipe: Recipe, world: World, attention: Literal["varlen", "flex"] | None = None) -> Policy:
@@ -229,7 +234,7 @@ def assemble(
         training=training,
         parallelism=parallelism,
         compile_config=CompileConfig(enable=False),
-        ac_config=_CHECKPOINTING[layout.activation_checkpointing],
+        ac_config=recompute.POLICIES[layout.activation_checkpointing],
         dump_folder="",
     )
     model.to_empty(device="cpu" if memory.optimizer_offload else world.device.type)

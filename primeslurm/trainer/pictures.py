@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import io
 from collections.abc import Iterator, Sequence
@@ -14,9 +13,8 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 from transformers import AutoImageProcessor
 
+from primeslurm.wire import data_uri
 from primeslurm.wire.rollouts import Bool, Float32, Int32, Picture
-
-_INLINE = "data:image/"
 
 
 class PictureReader:
@@ -41,9 +39,10 @@ class PictureReader:
         """How many tokens stand for an image; decodes no more than its header.
 
         Raises:
-            FileNotFoundError, ValueError: the image cannot be read.
+            OSError, ValueError: the image cannot be read.
         """
-        with _naming(source), _open(source) as image:
+        stored = io.BytesIO(data_uri.decode(source)) if data_uri.is_inline(source) else source
+        with _naming(source), Image.open(stored) as image:
             width, height = image.size
             patches = self._processor.get_number_of_image_patches(height, width, {})
         return int(patches) // self._processor.merge_size**2
@@ -52,15 +51,19 @@ class PictureReader:
         """The patches of an image [patches, values], and how many there are in time, height and width.
 
         Raises:
-            FileNotFoundError, ValueError: the image cannot be read, or it is not the one that the tokens were made of.
+            OSError, ValueError: the image cannot be read, or it is not the one that the tokens were made of.
         """
-        with _naming(picture.source):
-            made = self._processor(images=[_decoded(picture)], return_tensors="np")
+        source = picture.source
+        data = data_uri.decode(source) if data_uri.is_inline(source) else Path(source).read_bytes()
+        with _naming(source):
+            if picture.sha256 is not None and hashlib.sha256(data).hexdigest() != picture.sha256:
+                raise ValueError("it has changed since the rollout")
+            made = self._processor(images=[_decoded(data)], return_tensors="np")
         pixels, grid = made["pixel_values"], made["image_grid_thw"][0]
         tokens, wanted = len(pixels) // self._processor.merge_size**2, picture.end - picture.start
         if tokens != wanted:
             why = "it has changed, or engines and trainer have different image processors"
-            raise ValueError(f"image {_shown(picture.source)}: {wanted} tokens stand for it, not {tokens}: {why}")
+            raise ValueError(f"image {data_uri.shown(source)}: {wanted} tokens stand for it, not {tokens}: {why}")
         return pixels.astype(np.float32), grid.astype(np.int32)
 
 
@@ -79,7 +82,7 @@ def expand(
     places = np.flatnonzero(token_ids == reader.token)
     if len(places) != len(sources):
         raise ValueError(f"{len(sources)} images, but the chat template renders placeholders for {len(places)}")
-    found = [source if source.startswith(_INLINE) else str(directory / source) for source in sources]
+    found = [source if data_uri.is_inline(source) else str(directory / source) for source in sources]
     counts = np.ones(len(token_ids), np.int64)
     counts[places] = [reader.tokens(source) for source in found]
     ends = np.cumsum(counts)
@@ -91,12 +94,8 @@ def expand(
     return repeated, np.repeat(mask, counts) & (repeated != reader.token), pictures
 
 
-def _decoded(picture: Picture) -> Image.Image:
-    """An image as engines see it. Raises ValueError if it is another one, OSError and more if it is none."""
-    source = picture.source
-    data = _inline(source) if source.startswith(_INLINE) else Path(source).read_bytes()
-    if picture.sha256 is not None and hashlib.sha256(data).hexdigest() != picture.sha256:
-        raise ValueError("it has changed since the rollout")
+def _decoded(data: bytes) -> Image.Image:
+    """An image as engines see it. Raises what Pillow raises if it is none."""
     with Image.open(io.BytesIO(data)) as image:
         return _on_white(ImageOps.exif_transpose(image))
 
@@ -111,14 +110,6 @@ def _on_white(image: Image.Image) -> Image.Image:
     return opaque
 
 
-def _open(source: str) -> Image.Image:
-    return Image.open(io.BytesIO(_inline(source)) if source.startswith(_INLINE) else source)
-
-
-def _inline(source: str) -> bytes:
-    return base64.b64decode(source.partition(",")[2])
-
-
 @contextmanager
 def _naming(source: str) -> Iterator[None]:
     """What goes wrong with an image, with its source. A missing file's error has it already."""
@@ -127,10 +118,6 @@ def _naming(source: str) -> Iterator[None]:
     except FileNotFoundError:
         raise
     except UnidentifiedImageError as error:  # says which object, not which file
-        raise ValueError(f"image {_shown(source)}: no image of a known kind") from error
+        raise ValueError(f"image {data_uri.shown(source)}: no image of a known kind") from error
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
-        raise ValueError(f"image {_shown(source)}: {error}") from error
-
-
-def _shown(source: str) -> str:
-    return source[:40] + "..." if source.startswith(_INLINE) else source
+        raise ValueError(f"image {data_uri.shown(source)}: {error}") from error

@@ -92,9 +92,9 @@ def _backward(
     """Gradients of the queries and, summed in float32, of the keys."""
     rank = grad.shape[-1]
     if _has_kernel(query, rank):
-        from primeslurm.trainer import sparse_mla_kernel
+        from primeslurm.trainer import sparse_mla_backward
 
-        return sparse_mla_kernel.backward(grad, query, keys, where, out, normaliser, scale)
+        return sparse_mla_backward.backward(grad, query, keys, where, out, normaliser, scale)
     grad_query = torch.empty_like(query)
     grad_keys = torch.zeros_like(keys, dtype=torch.float32)
     for part in _chunks(len(query)):

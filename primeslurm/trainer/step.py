@@ -18,7 +18,7 @@ from primeslurm.trainer.models.vision import VisionInput
 from primeslurm.trainer.parallel import Policy, micro_batch_rows
 from primeslurm.trainer.pictures import PictureReader
 from primeslurm.trainer.progress import Progress
-from primeslurm.trainer.world import World
+from primeslurm.trainer.world import World, to_device
 from primeslurm.wire.rollouts import Batch, Row, stack
 
 
@@ -80,7 +80,7 @@ class Learner:
     def _accumulate(self, batch: Batch, tokens: int) -> dict[str, float]:
         totals: dict[str, torch.Tensor] = {}
         for rows in _micro_batches(batch.rows):
-            arrays = {name: torch.from_numpy(a).to(self._world.device) for name, a in stack(rows).items()}
+            arrays = {name: torch.from_numpy(array) for name, array in stack(rows).items()}
             # Either all ranks run the encoder or none does: its weights are gathered from all of them.
             sums = self._micro_batch(arrays, self._images(rows) if batch.info.has_images else None)
             (sums.loss / tokens).backward()
@@ -102,16 +102,22 @@ class Learner:
         return vision_input(rows, images, self.policy.model.vision, self._world.device)
 
     def _micro_batch(self, row: dict[str, torch.Tensor], images: VisionInput | None) -> Any:
-        tokens, positions = row["token_ids"].long(), row["positions"].long()
-        labels, label_positions = _next_token(tokens), _next_token(positions)
-        # What a batch may lack is 0.
-        optional = {name: torch.zeros_like(row["logprobs"]) for name in ("echo_weights", "ref_logprobs")}
-        names = ("logprobs", "advantages", "temperatures", "on_policy", *optional)
-        given = {name: _next_token((optional | row)[name]) for name in names}
+        following = {name: _next_token(tensor) for name, tensor in row.items() if tensor.ndim == 2}
+        targets = Targets(
+            labels=following["token_ids"].long(),
+            ref_logprobs=following.get("ref_logprobs", torch.zeros_like(row["logprobs"])),
+            echo_weights=following.get("echo_weights"),
+            **{name: following[name] for name in ("logprobs", "advantages", "temperatures", "on_policy")},
+        )
+        mask = following["mask"]
+        if targets.echo_weights is not None:
+            mask = mask | (targets.echo_weights > 0)
         # A position of 0 starts another document (or is past the row's end): these logits do not predict it.
-        mask = (_next_token(row["mask"]) | (given["echo_weights"] > 0)) & (label_positions != 0)
-        targets = Targets(labels=labels, mask=mask, **given)
-        return self._loss(*self.policy.score(tokens, positions, targets, row.get("routed_experts"), images))
+        mask = mask & (following["positions"] != 0)
+        names = ("token_ids", "positions", "routed_experts")
+        tokens, positions, routed = (to_device(row[n], self._world.device) if n in row else None for n in names)
+        assert tokens is not None and positions is not None
+        return self._loss(*self.policy.score(tokens.long(), positions.long(), mask, targets, routed, images))
 
     def _update(self) -> float:
         norm = dist_utils.clip_grad_norm_(

@@ -90,6 +90,11 @@ class World:
         dist.destroy_process_group()
 
 
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of host memory on a device. Pinned first, or the host would wait for what the device has yet to do."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
 def join(interrupt: Interrupt, patience_s: int, host_tensors: bool = False) -> World:
     """Join the job described by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
 

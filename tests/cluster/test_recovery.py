@@ -164,9 +164,10 @@ def start(cluster: Cluster, tmp_path: Path) -> Iterator[Callable[..., Job]]:
         layout: str = "single",
         without_address: str | None = None,
         prologue: str = "",
+        launcher: tuple[str, ...] = (),
     ) -> Job:
         plan = make_plan(tmp_path / "runs" / "toy", site, replicas, spares, layout)
-        job = plan.job.model_copy(update={"prologue": (prologue,) if prologue else ()})
+        job = plan.job.model_copy(update={"prologue": (prologue,) if prologue else (), "launcher": launcher})
         plan = plan.model_copy(update={"job": job})
         addresses = {name: address for name, address in plan.addresses.items() if name != without_address}
         jobs.append(Job(cluster, plan.model_copy(update={"addresses": addresses})))
@@ -263,6 +264,20 @@ def test_a_node_where_no_agent_can_be_started(
     found = diagnose(job.run, job.run.attempt(1), lambda _: None)
     failure = found.recovered[0] if spares else found.first and found.first.failure
     assert failure is not None and (failure.component, failure.node) == (f"node {lost}", lost)
+
+
+def test_a_node_where_the_agent_ends_at_once(cluster: Cluster, start: Callable[..., Job], tmp_path: Path) -> None:
+    """It is not waited for: srun says so in the job's output, some time after the head has begun to read that."""
+    bad = cluster.spec.gpu_names[1]
+    launcher = tmp_path / "launcher"
+    launcher.write_text(f'#!/bin/sh\n[ "$SLURMD_NODENAME" != {bad} ] || {{ sleep 3; exit 127; }}\nexec "$@"\n')
+    launcher.chmod(0o755)
+    job = start(replicas=1, spares=1, launcher=(str(launcher),))
+    job.wait_for("engine-r0-0", "router-0")
+    (lost,) = job.events("node_lost")
+    assert lost["node"] == bad and lost["reason"] == "no agent could be started: Exited with exit code 127"
+    assert job.node_of(1) != bad
+    job.finish()
 
 
 def test_a_het_job_survives_a_node_as_well(cluster: Cluster, start: Callable[..., Job]) -> None:

@@ -17,6 +17,7 @@ from primeslurm.slurm.cluster import Cluster
 from primeslurm.slurm.executor import submit
 from primeslurm.slurm.render import render
 from tests.cluster.toy import ToyAgent, notes
+from tests.support.faults import warn
 from tests.support.slurm_plans import group, plan
 
 pytestmark = pytest.mark.cluster
@@ -91,7 +92,7 @@ def test_a_het_job_requeues_itself(cluster: Cluster, run_dir: Path) -> None:
 def test_usr2_requeues_a_single_job(cluster: Cluster, run_dir: Path) -> None:
     job_id = start(cluster, make(run_dir, group(0, "all", 2, gpus=2)), requeue_itself=False)
     wait(lambda: len(said(run_dir, "start")) == 2)
-    cluster.client.signal(job_id, "USR2")
+    warn(cluster, job_id)
     job = wait_for_end(cluster, job_id)
     assert (job.state, job.restarts) == ("COMPLETED", 1)
     assert sorted(note["rank"] for note in said(run_dir, "USR2")) == [0, 1]

@@ -23,7 +23,7 @@ from primeslurm.run.status import RunStatus
 from primeslurm.wire import secret
 from primeslurm.wire.files import read_json
 from tests.support.emulation import Deployment, Snapshot
-from tests.support.faults import kill_controller, kill_node, revive_controller, revive_node
+from tests.support.faults import kill_controller, kill_node, revive_controller, revive_node, warn
 
 Seen = Callable[[RunStatus], bool]
 
@@ -178,7 +178,7 @@ def _kill_for_good(name: str) -> Callable[[Deployment], Seen]:
 def _preempt(deployment: Deployment) -> Seen:
     seen, job = _next_attempt(deployment), deployment.run.latest().job()
     assert job is not None
-    deployment.cluster.client.signal(job.job_id, "USR2")
+    warn(deployment.cluster, job.job_id)
     return seen
 
 

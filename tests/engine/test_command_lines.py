@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from primeslurm.plan.engine_memory import PROMPT_TOKENS
 from primeslurm.plan.parsers import FAMILIES
 from tests.engine.conftest import tiny_recipe
 from tests.support.engine_commands import engine_command
@@ -49,6 +50,12 @@ def test_vllm_keeps_in_full_precision_what_the_trainer_does(model: Path) -> None
     for name, quantised in {"in_proj_ba": False, "in_proj_qkvz": True, "out_proj": True}.items():
         found = config.resolve_quant_method_cls(LinearBase, f"model.layers.0.linear_attn.{name}")
         assert (found is not None) == quantised, name
+
+
+def test_vllm_computes_logits_of_prompts_in_pieces_as_large_as_the_estimate_assumes() -> None:
+    from vllm.v1.worker.gpu.sample import prompt_logprob
+
+    assert prompt_logprob.CHUNK_SIZE == PROMPT_TOKENS
 
 
 def test_vllm_has_every_parser_that_we_name() -> None:

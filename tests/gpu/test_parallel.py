@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from primeslurm.trainer import compat  # noqa: F401  isort: skip  (before torchtitan)
+from primeslurm.trainer import compat  # isort: skip  (before torchtitan)
+from torch.nn.attention import activate_flash_attention_impl, current_flash_attention_impl
 from torchtitan.models.common.attention import VarlenMetadata, create_varlen_metadata_for_document
 
 from primeslurm.trainer import varlen
@@ -77,12 +78,23 @@ def test_two_gpus_with_flex_equal_one(references: Path) -> None:
     check(2, FLEX_TWO_GPUS, references)
 
 
+@pytest.fixture
+def newest() -> None:
+    """The attention kernels that a model of this GPU is built with."""
+    wanted = compat.titan_utils.get_cuda_flash_attention_impl()
+    if wanted is not None and current_flash_attention_impl() != wanted:
+        activate_flash_attention_impl(wanted)
+
+
+@pytest.mark.usefixtures("newest")
 @pytest.mark.parametrize("window", [(-1, 0), (40, 0)])
 @pytest.mark.parametrize(("size", "value_size"), [(64, 64), (192, 128)])
 @pytest.mark.parametrize("rank", [None, 0, 2])
 def test_the_kernel_equals_dense_attention(
     rank: int | None, size: int, value_size: int, window: tuple[int, int]
 ) -> None:
+    if torch.cuda.get_device_capability()[0] == 9:
+        assert current_flash_attention_impl() in ("FA3", "FA4")
     lengths = (100, 28, 256)
     positions = torch.cat([torch.arange(n) for n in lengths])[None].cuda()
     documents: VarlenMetadata = create_varlen_metadata_for_document(positions)

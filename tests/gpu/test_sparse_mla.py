@@ -24,13 +24,9 @@ SCALE = (128 + ROPE) ** -0.5
 DENSE = {"first_k_dense_replace": 4}
 
 
-@pytest.mark.parametrize("buffer_bytes", [None, 2**32, 2**26], ids=["atomics", "by key", "by key in parts"])
-def test_forward_and_backward_equal_float32(buffer_bytes: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    if buffer_bytes is not None:
-        from benchmarks import sparse_mla_by_key
-
-        monkeypatch.setattr("primeslurm.trainer.sparse_mla_kernel.backward", sparse_mla_by_key.backward)
-        monkeypatch.setattr(sparse_mla_by_key, "BUFFER_BYTES", buffer_bytes)
+@pytest.mark.parametrize("buffer_bytes", [2**32, 2**26], ids=["at once", "in parts"])
+def test_forward_and_backward_equal_float32(buffer_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("primeslurm.trainer.sparse_mla_backward.BUFFER_BYTES", buffer_bytes)
     generator = torch.Generator().manual_seed(0)
     shapes = ((1, QUERIES, HEADS, RANK), (1, QUERIES, HEADS, ROPE), (1, KEYS, RANK), (1, KEYS, ROPE))
     rounded = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
@@ -46,9 +42,8 @@ def test_forward_and_backward_equal_float32(buffer_bytes: int | None, monkeypatc
     product = (out.float() * weight.cuda()).sum()
     gradients = torch.autograd.grad(product, tensors, retain_graph=True)
     assert out.dtype == torch.bfloat16
-    if buffer_bytes is not None:
-        again = torch.autograd.grad(product, tensors)
-        assert all(torch.equal(first, second) for first, second in zip(gradients, again, strict=True))
+    again = torch.autograd.grad(product, tensors)
+    assert all(torch.equal(first, second) for first, second in zip(gradients, again, strict=True))
     for mine, reference in zip((out, *gradients), (expected, *wanted), strict=True):
         error = (mine.float().cpu() - reference).norm() / reference.norm()
         assert error < 0.02, f"{float(error):.4f}"

@@ -75,6 +75,7 @@ def recipe(model: Path, **inference: Any) -> Recipe:
                 "enforce_eager": True,
                 "gpu_memory_utilization": 0.3,
                 "kv_cache_bytes": 2**31,
+                "env": {"VLLM_DEEP_GEMM_WARMUP": "skip"},  # compiling kernels of all sizes takes minutes
                 **inference,
             },
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from primeslurm.trainer.block_fp8 import BLOCKS, COLUMNS, ROWS, Groups, Quantised, quantise
+from primeslurm.trainer.block_fp8 import BLOCKS, ROWS, Groups, Quantised, quantise
 
 OFFSETS = (5, 5, 205, 205, 461)
 """Ends of groups of 5, 0, 200, 0 and 256 rows."""
@@ -18,9 +18,9 @@ def matrix(*shape: int, device: str = "cpu", seed: int = 0) -> torch.Tensor:
 
 
 def groups_and_rows(k: int, device: str, seed: int = 0) -> tuple[Groups, torch.Tensor]:
-    """Uneven and empty groups, and their padded rows."""
+    """Uneven and empty groups, and their rows."""
     groups = Groups.of(torch.tensor(OFFSETS, dtype=torch.int32, device=device))
-    return groups, groups.padded(matrix(OFFSETS[-1], k, device=device, seed=seed))
+    return groups, matrix(OFFSETS[-1], k, device=device, seed=seed)
 
 
 def exact_grouped_product(a: Quantised, b: Quantised, groups: Groups) -> torch.Tensor:
@@ -30,19 +30,20 @@ def exact_grouped_product(a: Quantised, b: Quantised, groups: Groups) -> torch.T
     return torch.einsum("rk,rnk->rn", rows[groups.places], weights[owners])
 
 
-def exact_grouped_outer(a: Quantised, b: Quantised, groups: Groups) -> torch.Tensor:
-    """In float64."""
+def exact_grouped_outer(a: torch.Tensor, b: torch.Tensor, groups: Groups) -> torch.Tensor:
+    """Of what FP8 makes of rows that are not quantised yet, in float64."""
     member = torch.nn.functional.one_hot(groups.owners.long() + 1, len(groups.sizes) + 1)[:, 1:].double()
-    return torch.einsum("rg,rn,rk->gnk", member, a.values(torch.float64), b.values(torch.float64))
+    left, right = (quantise(groups.padded(t).mT, ROWS).values(torch.float64) for t in (a, b))
+    return torch.einsum("rg,nr,kr->gnk", member, left, right)
 
 
 def operands(device: str) -> tuple[Quantised, Quantised, Quantised, Quantised]:
-    """Rows [384, 256], weight [128, 256], and for a weight's gradient [384, 128] and [384, 256]."""
+    """Rows [384, 256], weight [128, 256], and for a weight's gradient [128, 384] and [256, 384]."""
     return (
         quantise(matrix(384, 256, device=device), ROWS),
         quantise(matrix(128, 256, device=device, seed=1), BLOCKS),
-        quantise(matrix(384, 128, device=device, seed=2), COLUMNS),
-        quantise(matrix(384, 256, device=device, seed=3), COLUMNS),
+        quantise(matrix(384, 128, device=device, seed=2).mT, ROWS),
+        quantise(matrix(384, 256, device=device, seed=3).mT, ROWS),
     )
 
 

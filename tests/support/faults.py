@@ -27,8 +27,7 @@ def kill_node(cluster: Cluster, name: str) -> None:
         process.send(signal.SIGSTOP)
     for process in processes:
         process.send(signal.SIGKILL)
-    argv = ["scontrol", "update", f"nodename={name}", "state=down", "reason=lost power"]
-    subprocess.run(argv, env={**os.environ, "SLURM_CONF": str(cluster.spec.slurm_conf)}, check=True)
+    _slurm(cluster, "scontrol", "update", f"nodename={name}", "state=down", "reason=lost power")
 
 
 def revive_node(cluster: Cluster, name: str) -> None:
@@ -46,10 +45,18 @@ def revive_controller(cluster: Cluster) -> None:
     _revive(cluster, "slurmctld", "slurmctld")
 
 
+def warn(cluster: Cluster, job_id: str) -> None:
+    """USR2 to every task of a job, not to its batch script, as before a time limit or preemption."""
+    _slurm(cluster, "scancel", "--signal=USR2", job_id)
+
+
+def _slurm(cluster: Cluster, *argv: str) -> None:
+    subprocess.run(argv, env={**os.environ, "SLURM_CONF": str(cluster.spec.slurm_conf)}, check=True)
+
+
 def _revive(cluster: Cluster, name: str, *argv: str) -> None:
     pid_file = cluster.spec.directory / "pid" / name
-    conf = str(cluster.spec.slurm_conf)
-    subprocess.run([*argv, "-f", conf], env={**os.environ, "SLURM_CONF": conf}, check=True)
+    _slurm(cluster, *argv, "-f", str(cluster.spec.slurm_conf))
     deadline = time.monotonic() + 10
     while (started := Process.of(name, int(pid_file.read_text() or 0))) is None:
         assert time.monotonic() < deadline

@@ -103,9 +103,7 @@ class Server:
         self._signal(signal.SIGKILL)
         self._gone(10)
         memory.ended(self.pid)
-        deadline = time.monotonic() + 10
-        while not memory.unlink() and time.monotonic() < deadline:
-            time.sleep(0.02)
+        memory.unlink_within(10)
 
     def wait_gone(self, timeout_s: float) -> bool:
         """Whether the process ends by itself in time."""

@@ -14,7 +14,15 @@ from torchtitan.models.common.moe import GroupedExperts
 
 from primeslurm.plan.families import capabilities
 from primeslurm.trainer import fp8
-from primeslurm.trainer.block_fp8 import BLOCKS, COLUMNS, ROWS, Emulated, Groups, quantise
+from primeslurm.trainer.block_fp8 import (
+    BLOCKS,
+    ROWS,
+    Emulated,
+    Groups,
+    quantise,
+    quantise_groups,
+    quantise_groups_transposed,
+)
 from primeslurm.trainer.parallel import Policy, build
 from primeslurm.trainer.replay import ReplayRouter
 from primeslurm.trainer.world import World
@@ -44,7 +52,7 @@ SIZES = {"hidden_size": 160, "intermediate_size": 200, "moe_intermediate_size": 
 
 
 @pytest.mark.parametrize("shape", [(256, 384), (200, 130)])
-@pytest.mark.parametrize("block", [ROWS, COLUMNS, BLOCKS])
+@pytest.mark.parametrize("block", [ROWS, BLOCKS])
 def test_each_block_is_scaled_by_its_largest_value(block: tuple[int, int], shape: tuple[int, int]) -> None:
     values = matrix(*shape)
     values[:128, :128] = 0
@@ -59,8 +67,8 @@ def test_each_block_is_scaled_by_its_largest_value(block: tuple[int, int], shape
                 found.data[part].float(), (values[part].float() * (1 / scale)).to(found.data.dtype).float()
             )
     assert ((found.values(torch.float64) - values.double()).abs() <= rounding(values, block)).all()
-    back = found.transposed()
-    assert torch.equal(back.values(), found.values().T)
+    view = quantise(values.T.contiguous().T, block)
+    assert view.data.is_contiguous() and torch.equal(view.values(), found.values())
 
 
 def test_gradients_that_are_tiny_keep_their_precision() -> None:
@@ -74,18 +82,45 @@ def test_emulated_products_are_those_of_the_quantised_operands() -> None:
     product = Emulated().product(rows, weight)
     assert relative_error(product, rows.values(torch.float64) @ weight.values(torch.float64).T) < 1e-6
     outer = Emulated().outer(left, right)
-    assert relative_error(outer, left.values(torch.float64).T @ right.values(torch.float64)) < 1e-6
+    assert relative_error(outer, left.values(torch.float64) @ right.values(torch.float64).T) < 1e-6
+
+
+def test_groups_are_padded_to_whole_blocks() -> None:
+    offsets = torch.tensor(OFFSETS, dtype=torch.int32)
+    groups = Groups.of(offsets)
+    assert groups.sizes == [128, 0, 256, 0, 256] and groups.bounds.tolist() == [0, 128, 128, 384, 384, 640]
+    assert groups is Groups.of(offsets)
+    padding = [*range(5, 128), *range(328, 384)]
+    assert groups.sources.eq(-1).nonzero().flatten().tolist() == padding
+    assert groups.owners.eq(-1).nonzero().flatten().tolist() == padding
+    assert groups.sources[groups.places].tolist() == list(range(OFFSETS[-1]))
+    assert groups.owners[groups.places].tolist() == [0] * 5 + [2] * 200 + [4] * 256
+
+
+def test_groups_are_quantised_one_by_one() -> None:
+    groups, rows = exact.groups_and_rows(200, "cpu")
+    straight, flat = quantise_groups(rows, groups), quantise_groups_transposed(rows, groups)
+    assert torch.equal(straight.values()[groups.places], quantise(rows, ROWS).values())
+    assert not straight.values()[groups.owners < 0].any()
+    data, blocks = flat.data.float(), flat.scales
+    for part in (rows[:5], rows[5:205], rows[205:]):
+        padded = torch.nn.functional.pad(part, (0, 0, 0, -len(part) % 128))
+        expected = quantise(padded.T.contiguous(), ROWS)
+        assert torch.equal(data[: padded.numel()], expected.data.float().flatten())
+        assert torch.equal(blocks[:, : len(padded) // 128], expected.scales)
+        data, blocks = data[padded.numel() :], blocks[:, len(padded) // 128 :]
+    assert not data.numel() and not blocks.numel()
 
 
 def test_emulated_grouped_products_with_uneven_and_empty_groups() -> None:
     groups, rows = exact.groups_and_rows(256, "cpu")
-    assert groups.sizes == [128, 0, 256, 0, 256]
-    a, b = quantise(rows, ROWS), quantise(matrix(5, 128, 256, seed=1), BLOCKS)
+    a, b = quantise_groups(rows, groups), quantise(matrix(5, 128, 256, seed=1), BLOCKS)
     product = Emulated().grouped_product(a, b, groups)[groups.places]
     assert relative_error(product, exact.exact_grouped_product(a, b, groups)) < 1e-6
-    left, right = quantise(exact.groups_and_rows(128, "cpu", seed=2)[1], COLUMNS), quantise(rows, COLUMNS)
+    upstream = matrix(OFFSETS[-1], 128, seed=2)
+    left, right = (quantise_groups_transposed(t, groups) for t in (upstream, rows))
     outer = Emulated().grouped_outer(left, right, groups)
-    assert relative_error(outer, exact.exact_grouped_outer(left, right, groups)) < 1e-6
+    assert relative_error(outer, exact.exact_grouped_outer(upstream, rows, groups)) < 1e-6
     assert not outer[1].any() and not outer[3].any()
 
 

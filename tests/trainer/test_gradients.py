@@ -9,7 +9,7 @@ import torch
 
 from primeslurm.trainer.world import World
 from tests.trainer.families import CASES, write
-from tests.trainer.gradients import Layout, compare, gradients
+from tests.trainer.gradients import Layout, compare, gradients, worst
 
 TOLERANCE = 5e-6
 
@@ -102,3 +102,9 @@ def test_two_ranks_equal_one(layout: Layout, two_ranks: dict[str, float]) -> Non
 @pytest.mark.parametrize("layout", FOUR_RANKS, ids=str)
 def test_four_ranks_equal_one(layout: Layout, four_ranks: dict[str, float]) -> None:
     assert four_ranks[str(layout)] < TOLERANCE
+
+
+@pytest.mark.parametrize("case", ["qwen3_5_text", "nemotron_h", "glm_moe_dsa"])
+def test_what_selective_checkpointing_computes_anew_is_the_same(case: str, references: Path, world: World) -> None:
+    selective = gradients(Layout(case, {"activation_checkpointing": "selective"}), references, world)
+    assert worst(selective, torch.load(references / f"{case}.pt"), torch.inf) < TOLERANCE

@@ -27,7 +27,8 @@ def scores(chunk: int | None, dtype: torch.dtype, trained: float = 0.7) -> list[
     labels = torch.randint(0, VOCABULARY, shape, generator=generator)
     temperatures = 0.5 + torch.rand(shape, generator=generator)
     mask = torch.rand(shape, generator=generator) < trained
-    logprobs, entropy = token_logprobs(hidden, weight, labels, temperatures, mask, chunk)
+    places = mask.flatten().nonzero().squeeze(1)
+    logprobs, entropy = token_logprobs(hidden, weight, labels[mask], temperatures[mask], places, chunk)
     assert logprobs.dtype == entropy.dtype == torch.float32
     assert not entropy.requires_grad
     (logprobs * torch.randn(logprobs.shape, generator=generator)).sum().backward()

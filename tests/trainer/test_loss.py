@@ -15,40 +15,41 @@ from primeslurm.trainer.loss import LossFunction, Sums, Targets, cross_entropy, 
 ROWS, LENGTH, VOCABULARY = 3, 60, 11
 
 
-def make_targets(seed: int = 0) -> tuple[torch.Tensor, Targets]:
-    """Random logits whose engine log-probs are far enough off that some tokens are masked on either side."""
+def make_targets(seed: int = 0) -> tuple[torch.Tensor, Targets, torch.Tensor]:
+    """Random logits whose engine log-probs are far enough off that some tokens are masked on either side.
+
+    And their targets, with the mask of those that are trained.
+    """
     generator = torch.Generator().manual_seed(seed)
     shape = (ROWS, LENGTH)
     logits = (3 * torch.randn(*shape, VOCABULARY, generator=generator)).requires_grad_()
     mask = torch.rand(shape, generator=generator) < 0.7
     targets = Targets(
         labels=torch.randint(0, VOCABULARY, shape, generator=generator),
-        mask=mask,
         logprobs=torch.where(mask, -3 * torch.rand(shape, generator=generator), 0),
         advantages=torch.where(mask, torch.randn(shape, generator=generator), 0),
         temperatures=torch.where(mask, 0.5 + torch.rand(shape, generator=generator), 0),
         on_policy=torch.rand(shape, generator=generator) < 0.5,
-        echo_weights=torch.zeros(shape),
         ref_logprobs=torch.where(mask, -3 * torch.rand(shape, generator=generator), 0),
     )
-    return logits, targets
+    return logits, targets, mask
 
 
-def evaluate(function: LossFunction, logits: torch.Tensor, targets: Targets) -> Sums:
+def evaluate(function: LossFunction, logits: torch.Tensor, targets: Targets, mask: torch.Tensor) -> Sums:
     """A loss of logits: an identity for a head makes them hidden states."""
-    head = torch.eye(VOCABULARY)
-    scores = token_logprobs(logits, head, targets.labels, targets.temperatures, targets.mask, None)
-    return function(*scores, targets)
+    head, trained = torch.eye(VOCABULARY), targets.apply(lambda tensor: tensor[mask])
+    places = mask.flatten().nonzero().squeeze(1)
+    return function(*token_logprobs(logits, head, trained.labels, trained.temperatures, places, None), trained)
 
 
 def reference(
-    logits: torch.Tensor, targets: Targets, config: DppoLoss | IpoLoss
+    logits: torch.Tensor, targets: Targets, mask: torch.Tensor, config: DppoLoss | IpoLoss
 ) -> tuple[dict[str, float], torch.Tensor]:
     """The sums, token by token in float64, and the gradient of the loss with respect to the logits."""
     sums = dict.fromkeys(("off_policy_kl", "mismatch_kl", "importance_ratio", "entropy", "high", "low", "ref_kl"), 0.0)
     exact = logits.detach().double().requires_grad_()
     total = torch.zeros((), dtype=torch.float64)
-    for row, column in np.argwhere(targets.mask.numpy()):
+    for row, column in np.argwhere(mask.numpy()):
         distribution = (exact[row, column] / targets.temperatures[row, column].double()).softmax(-1)
         p = distribution[targets.labels[row, column]]
         log_q = targets.logprobs[row, column].double()
@@ -96,17 +97,17 @@ def outside(config: DppoLoss | IpoLoss, advantage: float, moved: float) -> tuple
     ids=lambda config: f"{config.type}-{config.kl_tau}-{config.ref_kl}",
 )
 def test_policy_gradients_equal_the_formula(config: DppoLoss | IpoLoss) -> None:
-    logits, targets = make_targets()
-    expected, gradient = reference(logits, targets, config)
+    logits, targets, mask = make_targets()
+    expected, gradient = reference(logits, targets, mask, config)
     assert expected["high"] > 0 and expected["low"] > 0, "the data must exercise both masks"
-    sums = evaluate(from_recipe(config), logits, targets)
+    sums = evaluate(from_recipe(config), logits, targets, mask)
     sums.loss.backward()
     assert sums.loss.item() == pytest.approx(expected["loss"], rel=1e-5)
     assert logits.grad is not None
     torch.testing.assert_close(logits.grad.double(), gradient, atol=1e-5, rtol=1e-4)
     for name in ("loss", "off_policy_kl", "mismatch_kl", "importance_ratio", "entropy"):
         assert sums.metrics[name].item() == pytest.approx(expected[name], rel=1e-5), name
-    assert sums.metrics["on_policy_fraction"].item() == (targets.on_policy & targets.mask).sum().item()
+    assert sums.metrics["on_policy_fraction"].item() == (targets.on_policy & mask).sum().item()
     assert sums.metrics["masked_high_fraction"].item() == expected["high"]
     assert sums.metrics["masked_low_fraction"].item() == expected["low"]
     assert sums.metrics["masked_fraction"].item() == expected["high"] + expected["low"]
@@ -124,18 +125,16 @@ def test_the_kl_to_the_teacher_and_its_gradient_are_exact_in_the_mean() -> None:
     shape = (1, VOCABULARY)
     targets = Targets(
         labels=every,
-        mask=torch.ones(shape, dtype=torch.bool),
         logprobs=q.log()[None],
         advantages=torch.zeros(shape),
         temperatures=torch.ones(shape),
         on_policy=torch.zeros(shape, dtype=torch.bool),
-        echo_weights=torch.zeros(shape),
         ref_logprobs=teacher.log_softmax(0)[None],
     )
     function = from_recipe(DppoLoss(kl_tau=0.0, ref_kl=1.0, mask_low=9.0, mask_high=9.0))
 
     def of_token(token: int) -> torch.Tensor:
-        one = replace(targets, mask=every == token)
+        one = targets.apply(lambda tensor: tensor[every == token])
         return function(trainer.log_softmax(0)[token][None], torch.zeros(1), one).loss
 
     mean = sum(q[token] * of_token(token) for token in range(VOCABULARY))
@@ -146,62 +145,60 @@ def test_the_kl_to_the_teacher_and_its_gradient_are_exact_in_the_mean() -> None:
 
 
 def test_masked_tokens_give_only_the_kl_gradient() -> None:
-    logits, targets = make_targets()
+    logits, targets, mask = make_targets()
     with torch.no_grad():
         q = torch.exp(targets.logprobs)
         p = (logits / targets.temperatures.unsqueeze(-1)).softmax(-1).gather(-1, targets.labels.unsqueeze(-1))[..., 0]
     moved = p - q
-    masked = targets.mask & (((targets.advantages > 0) & (moved > 0.2)) | ((targets.advantages <= 0) & (moved < -0.2)))
-    evaluate(from_recipe(DppoLoss(kl_tau=0.0)), logits, targets).loss.backward()
+    masked = mask & (((targets.advantages > 0) & (moved > 0.2)) | ((targets.advantages <= 0) & (moved < -0.2)))
+    evaluate(from_recipe(DppoLoss(kl_tau=0.0)), logits, targets, mask).loss.backward()
     assert logits.grad is not None
     assert masked.any()
     assert (logits.grad[masked] == 0).all()
-    assert (logits.grad[~targets.mask] == 0).all()
-    assert (logits.grad[targets.mask & ~masked].abs().sum(-1) > 0).all()
+    assert (logits.grad[~mask] == 0).all()
+    assert (logits.grad[mask & ~masked].abs().sum(-1) > 0).all()
 
 
 def test_equal_policies_have_no_mismatch_and_the_plain_policy_gradient() -> None:
-    logits, targets = make_targets()
+    logits, targets, mask = make_targets()
     scaled = logits.detach() / targets.temperatures.unsqueeze(-1)
     own = scaled.log_softmax(-1).gather(-1, targets.labels.unsqueeze(-1))[..., 0]
     same = replace(targets, logprobs=own)
-    sums = evaluate(from_recipe(DppoLoss()), logits, same)
+    sums = evaluate(from_recipe(DppoLoss()), logits, same, mask)
     assert sums.metrics["off_policy_kl"].item() == pytest.approx(0, abs=1e-5)
     assert sums.metrics["masked_fraction"].item() == 0
-    assert sums.loss.item() == pytest.approx(-targets.advantages[targets.mask].sum().item(), rel=1e-5)
+    assert sums.loss.item() == pytest.approx(-targets.advantages[mask].sum().item(), rel=1e-5)
 
 
 def test_a_micro_batch_without_trained_tokens_still_has_a_gradient() -> None:
-    logits, targets = make_targets()
-    nothing = replace(targets, mask=torch.zeros_like(targets.mask))
+    logits, targets, mask = make_targets()
     for function in (from_recipe(DppoLoss()), from_recipe(IpoLoss()), cross_entropy):
         logits.grad = None
-        evaluate(function, logits, nothing).loss.backward()
+        evaluate(function, logits, targets, torch.zeros_like(mask)).loss.backward()
         assert logits.grad is not None and (logits.grad == 0).all()
 
 
 def test_cross_entropy_equals_torch() -> None:
-    logits, targets = make_targets()
+    logits, targets, mask = make_targets()
     ones = replace(targets, temperatures=torch.ones_like(targets.temperatures))
-    expected = torch.nn.functional.cross_entropy(logits[targets.mask], targets.labels[targets.mask], reduction="sum")
-    assert evaluate(cross_entropy, logits, ones).loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    expected = torch.nn.functional.cross_entropy(logits[mask], targets.labels[mask], reduction="sum")
+    assert evaluate(cross_entropy, logits, ones, mask).loss.item() == pytest.approx(expected.item(), rel=1e-6)
 
 
 def test_observed_tokens_add_their_weighted_cross_entropy_and_nothing_else() -> None:
-    logits, targets = make_targets()
+    logits, targets, mask = make_targets()
     function = from_recipe(DppoLoss())
-    observed = ~targets.mask & (torch.arange(LENGTH) % 2 == 0)
+    observed = ~mask & (torch.arange(LENGTH) % 2 == 0)
     weights = torch.where(observed, 0.1 + targets.labels / 10, 0)
     both = replace(
         targets,
-        mask=targets.mask | observed,
         echo_weights=weights,
         temperatures=torch.where(observed, 1.0, targets.temperatures),
     )
-    sums = evaluate(function, logits, both)
+    sums = evaluate(function, logits, both, mask | observed)
     sums.loss.backward()
     found, logits.grad = logits.grad, None
-    alone = evaluate(function, logits, targets)
+    alone = evaluate(function, logits, targets, mask)
     nll = -logits.double().log_softmax(-1).gather(-1, targets.labels.unsqueeze(-1))[..., 0]
     expected = (weights * nll)[observed].sum()
     (alone.loss + expected).backward()
@@ -215,17 +212,17 @@ def test_observed_tokens_add_their_weighted_cross_entropy_and_nothing_else() -> 
 
 def reinforce(logprobs: torch.Tensor, entropy: torch.Tensor, targets: Targets, bonus: float) -> Sums:
     """What a user might write."""
-    loss = -(targets.advantages[targets.mask] * logprobs).sum()
+    loss = -(targets.advantages * logprobs).sum()
     return Sums(loss, {"bonus": bonus * entropy.sum()})
 
 
 def test_a_function_of_ones_own_is_found_by_its_import_path() -> None:
-    logits, targets = make_targets()
+    logits, targets, mask = make_targets()
     config = CustomLoss(function=f"{__name__}:reinforce", kwargs={"bonus": 2.0})
-    sums = evaluate(from_recipe(config), logits, targets)
+    sums = evaluate(from_recipe(config), logits, targets, mask)
     scaled = logits.detach() / targets.temperatures.unsqueeze(-1)
     chosen = scaled.log_softmax(-1).gather(-1, targets.labels.unsqueeze(-1))[..., 0]
-    expected = -(targets.advantages * chosen)[targets.mask].sum().item()
+    expected = -(targets.advantages * chosen)[mask].sum().item()
     assert sums.loss.item() == sums.metrics["loss"].item() == pytest.approx(expected, rel=1e-5)
     assert sums.metrics["bonus"].item() == pytest.approx(2 * sums.metrics["entropy"].item())
     assert sums.metrics["off_policy_kl"].item() > 0

@@ -6,11 +6,13 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from primeslurm.plan import activation_memory
 from primeslurm.plan.catalog import facts_of
 from primeslurm.plan.estimate import MICRO_BATCH_TOKENS
 from primeslurm.plan.families import FAMILIES, GENERIC, capabilities
 from primeslurm.plan.parameters import count
 from primeslurm.trainer import models, parallel
+from primeslurm.trainer.models import delta_net, scan
 from tests.trainer.families import CASES, GENERIC_CASES, Case, reference_of
 
 
@@ -32,11 +34,17 @@ COUNTED = [case for case in (*CASES, *GENERIC_CASES) if case.name != "glm_moe_ds
 def test_parameters_are_counted_as_they_are_built(case: Case) -> None:
     config = case.config()
     with torch.device("meta"):
-        parameters = reference_of(case).from_config(config).named_parameters()
-    # Encoders of images are not counted.
-    built = sum(parameter.numel() for name, parameter in parameters if ".visual." not in name)
+        parameters = dict(reference_of(case).from_config(config).named_parameters())
+    seeing = {name for name in parameters if ".visual." in name}
+    built = sum(parameters[name].numel() for name in parameters.keys() - seeing)
+    counted = count(facts_of(config.to_dict()))
     # Biases of some projections, norms behind sublayers and layers with other numbers of heads are left out.
-    assert count(facts_of(config.to_dict())).total == pytest.approx(built, rel=0.05)
+    assert counted.language == pytest.approx(built, rel=0.05)
+    assert counted.vision == sum(parameters[name].numel() for name in seeing)
+
+
+def test_parts_of_recurrent_layers_are_as_large_as_the_estimate_assumes() -> None:
+    assert (scan.PART_TOKENS, delta_net.CHUNK) == (activation_memory.PART_TOKENS, activation_memory.DELTA_CHUNK)
 
 
 def test_micro_batches_are_as_large_as_the_estimate_assumes() -> None:

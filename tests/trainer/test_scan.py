@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
+from benchmarks.live_memory import passes
 from primeslurm.trainer import models
 from primeslurm.trainer.models import scan
+from primeslurm.trainer.recompute import POLICIES
 from tests.trainer.families import CASES
 
 LENGTH = 250
@@ -70,3 +73,32 @@ def test_what_is_inside_a_part_is_not_kept(case_name: str, part: str, monkeypatc
     # As if there were no parts.
     monkeypatch.setattr(scan, "checkpoint", lambda function, *tensors, **options: function(*tensors))
     assert 4 * bounded < run(mixer).kept
+
+
+class Decoder(nn.Module):
+    """One layer, where activation checkpointing looks for layers."""
+
+    def __init__(self, mixer: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({"0": mixer})
+
+    def forward(self, row: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layers["0"](row, POSITIONS)
+        return out
+
+
+def once(decoder: Decoder, row: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return (decoder(row),)
+
+
+@pytest.mark.parametrize(("case_name", "part"), LAYERS)
+def test_checkpointing_of_whole_layers_keeps_less_than_they_do_themselves(case_name: str, part: str) -> None:
+    kept = {}
+    for name, policy in POLICIES.items():
+        decoder = Decoder(layer(case_name, part))
+        if policy is not None:
+            policy.build(dump_folder="").apply(decoder)
+        row = torch.randn(2, LENGTH, 32, requires_grad=True)
+        kept[name] = passes(decoder, partial(once, decoder, row), [row, POSITIONS]).kept
+    assert kept["full"] == 0, "of the inputs alone"
+    assert 0 < kept["selective"] < kept["none"]

@@ -10,6 +10,7 @@ import pytest
 
 from primeslurm.node.aftermath import Aftermath, ending_of_step
 from primeslurm.node.attempts import enter, first_of_job
+from primeslurm.node.job_output import JobOutput
 from primeslurm.node.reports import Ending, Outcome
 from primeslurm.plan.model import Plan
 from primeslurm.run.directory import Attempt, EndRecord, JobRecord, RunDirectory
@@ -31,11 +32,34 @@ srun: error: n001: task 0: Killed
 """
 
 
-def test_what_srun_says_of_the_newest_start_of_the_job() -> None:
-    assert launch_failures(OUTPUT, 1) == {"n003": "Communication connection failure"}
+def test_what_srun_says_of_the_newest_start_of_the_job(tmp_path: Path) -> None:
+    path = tmp_path / "slurm-7.out"
+    path.write_text(OUTPUT)
+    lines = JobOutput(path, 1).news()
+    assert launch_failures(lines) == {"n003": "Communication connection failure"}
     codes = {"n002": 127, "n005": 2, "n007": 2, "n008": 2}
-    assert early_exits(OUTPUT, 1) == {name: f"Exited with exit code {code}" for name, code in codes.items()}
-    assert early_exits(OUTPUT, 2) == launch_failures(OUTPUT, 2) == {}
+    assert early_exits(lines) == {name: f"Exited with exit code {code}" for name, code in codes.items()}
+    assert JobOutput(path, 2).news() == ""
+
+
+def test_the_output_of_a_start_is_read_once_and_in_whole_lines(tmp_path: Path) -> None:
+    path = tmp_path / "slurm-7.out"
+    output = JobOutput(path, 1)
+    with pytest.raises(FileNotFoundError):
+        output.news()
+    pieces = (  # what is appended, and what is new then
+        (b"primeslurm: start 0\nold\nprimeslurm: sta", ""),
+        (b"rt 1", ""),
+        (b"1\nprimeslurm: start 1\nfirst", ""),
+        (b"\nsecond \xc3", "first\n"),
+        (b"", ""),
+        (b"\xa4\nthird\n", "second \N{LATIN SMALL LETTER A WITH DIAERESIS}\nthird\n"),
+        (b"", ""),
+    )
+    for piece, news in pieces:
+        with path.open("ab") as handle:
+            handle.write(piece)
+        assert output.news() == news
 
 
 def test_names_of_the_nodes_by_rank(tmp_path: Path) -> None:

@@ -10,9 +10,16 @@ from typing import Any
 import pytest
 
 from benchmarks.memory_model import TRAINER_ROWS, predicted_gib
-from primeslurm.plan.catalog import CATALOG, catalog, facts_of
+from primeslurm.plan.activation_memory import Mixer, delta_net, images_of, layers_of, mamba
+from primeslurm.plan.catalog import CATALOG, Mamba, Vision, catalog, facts_of
 from primeslurm.plan.checks import model_files, review
-from primeslurm.plan.engine_memory import EngineLayout, engine_memory, kv_bytes_per_token, low_latency_bytes
+from primeslurm.plan.engine_memory import (
+    EngineLayout,
+    engine_memory,
+    kv_bytes_per_token,
+    low_latency_bytes,
+    prompt_logit_bytes,
+)
 from primeslurm.plan.estimate import engine_layout
 from primeslurm.plan.gpus import GIB, GPUS, gpu_of
 from primeslurm.plan.parameters import count
@@ -21,6 +28,7 @@ from primeslurm.recipe import Recipe
 from primeslurm.recipe.load import merge
 from tests.support.recipes import model_dir, recipe_data, site
 
+RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
 GLM, QWEN = catalog()["zai-org/GLM-5.1"].facts, catalog()["Qwen/Qwen3-30B-A3B"].facts
 BF16 = EngineLayout(1, 1, 2, 2, False, 8192, True, None)
 SHARDED = TrainerLayout(shard=8, ep=1, tokens=16384, checkpointing="full")
@@ -74,7 +82,7 @@ def test_kv_bytes_per_token_follow_the_kind_of_attention() -> None:
 
 
 def test_delta_nets_have_a_state_instead_of_keys_and_values() -> None:
-    facts = facts_of({"model_type": "qwen3_5_moe", "text_config": QWEN_3_5_35B_A3B})
+    facts = QWEN_3_5
     assert facts.layers == 40
     assert count(facts).total == pytest.approx(34_660_610_688, rel=1e-5), "what transformers builds of it"
     assert kv_bytes_per_token(facts, BF16) == 10 * 2 * 2 * 256 * 2
@@ -125,6 +133,93 @@ def test_offloaded_activations_leave_two_layers_behind() -> None:
     assert away.host == QWEN.layers * layer
 
 
+QWEN_3_5 = facts_of({"model_type": "qwen3_5_moe", "text_config": QWEN_3_5_35B_A3B})
+NEMOTRON_3_NANO = Mamba(layers=23, heads=64, head_dim=64, state=128, groups=8, conv=4, chunk=128)
+
+
+def recurrent(name: str) -> tuple[Mixer, dict[str, Any]]:
+    """A layer of `benchmarks/recurrence_memory.py`: as it is estimated, and as it was measured."""
+    assert QWEN_3_5.delta_nets is not None
+    estimated = {"gated_delta_net": delta_net(QWEN_3_5.delta_nets, 2048, 2), "mamba_2": mamba(NEMOTRON_3_NANO, 2688, 2)}
+    return estimated[name], json.loads((RESULTS / "recurrence_memory.json").read_bytes())[name]
+
+
+@pytest.mark.parametrize("name", ["gated_delta_net", "mamba_2"])
+def test_recurrent_layers_keep_and_take_what_was_measured(name: str) -> None:
+    mixer, measured = recurrent(name)
+    kept = measured["bytes_per_token"]
+    assert mixer.kept == pytest.approx(kept["none"], rel=1e-3)
+    assert mixer.selective == pytest.approx(kept["selective"], rel=1e-3)
+    all_saved = mixer.kept + mixer.part / 2048
+    assert all_saved == pytest.approx(measured["bytes_per_token_all_saved"], rel=0.05)
+    peak = measured["peak_bytes_of_16384"]
+    assert peak < 16384 * 2 * mixer.kept + mixer.part < 1.25 * peak
+
+
+def test_hybrid_models_keep_what_each_kind_of_layer_keeps() -> None:
+    attention, nets = layers_of(QWEN_3_5, 2)
+    assert (attention.count, nets.count) == (10, 30)
+    assert attention.full == nets.full == 2048 * 2
+    assert nets.none - attention.none == recurrent("gated_delta_net")[0].kept - (2 * 16 * 256 + 2 * 2 * 256) * 2
+    none, full = (
+        trainer_memory(QWEN_3_5, replace(SHARDED, checkpointing=kind)).activations for kind in ("none", "full")
+    )
+    assert none - full == 16384 * (10 * (attention.none - attention.full) + 30 * (nets.none - nets.full))
+
+
+def test_context_parallelism_divides_the_parts_of_recurrent_layers_too() -> None:
+    whole = replace(SHARDED, tokens=131072)
+    shared = replace(whole, tokens=131072 // 4, cp=4)
+    assert trainer_memory(QWEN_3_5, whole).activations == 4 * trainer_memory(QWEN_3_5, shared).activations
+
+
+def encoder(name: str) -> tuple[Vision, dict[str, Any]]:
+    """An encoder of `benchmarks/vision_memory.py`, four blocks deep, and the bytes a patch that were measured."""
+    vision = {"depth": 4, "out_hidden_size": 2048} | (
+        {"deepstack_visual_indexes": [0, 1, 2]} if name == "qwen3_vl_moe" else {}
+    )
+    found = facts_of({"model_type": name, "text_config": QWEN_3_5_35B_A3B, "vision_config": vision}).vision
+    assert found is not None
+    return found, json.loads((RESULTS / "vision_memory.json").read_bytes())["bytes_per_patch"][name]
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl_moe", "qwen3_5_moe"])
+def test_vision_encoders_keep_and_take_what_was_measured(name: str) -> None:
+    vision, measured = encoder(name)
+    each = images_of(vision, 2)
+    assert each.block == pytest.approx(measured["frozen"]["forward"], rel=0.05)
+    assert each.ends + vision.depth * each.block == pytest.approx(measured["none"]["kept"], rel=0.05)
+    assert each.ends + vision.depth * each.input == pytest.approx(measured["full"]["kept"], rel=0.05)
+    backward = measured["full"]["backward"]
+    assert backward < each.ends + vision.depth * each.input + each.block < 2.1 * backward
+
+
+VL = catalog()["Qwen/Qwen3-VL-30B-A3B-Instruct"].facts
+
+
+def test_a_frozen_encoder_has_weights_and_no_gradients() -> None:
+    frozen, trained = (trainer_memory(VL, replace(SHARDED, frozen_vision=frozen)) for frozen in (True, False))
+    size = count(VL).vision
+    assert size == 538_631_408, "what transformers builds of it"
+    assert frozen.weights == trained.weights == 4 * count(VL).total // 8
+    assert trained.gradients - frozen.gradients == pytest.approx(4 * size / 8, rel=1e-6)
+    assert trained.optimizer - frozen.optimizer == pytest.approx(8 * size / 8, rel=1e-6)
+    assert frozen.images == trained.images == 0, "rows of text"
+
+
+def test_images_are_not_shared_by_ranks_that_share_rows() -> None:
+    assert VL.vision is not None
+    each, patches = images_of(VL.vision, 2), 16384 * 4
+    rows = replace(SHARDED, images=True)
+    whole, shared = (trainer_memory(VL, replace(rows, tokens=16384 // cp, cp=cp)) for cp in (1, 4))
+    assert whole.images == shared.images == patches * (each.pixels + each.features)
+    trained = [
+        trainer_memory(VL, replace(rows, frozen_vision=False, checkpointing=kind)).images for kind in ("full", "none")
+    ]
+    kept = [each.pixels + each.features + each.ends + 27 * size for size in (each.input, each.block)]
+    assert trained == [patches * size for size in kept]
+
+
 def test_optimizers_differ_in_their_state() -> None:
     states = [trainer_memory(QWEN, replace(SHARDED, state_bytes=size)).optimizer for size in (8, 4, 0)]
     assert states == [2 * states[1], states[1], 0]
@@ -134,6 +229,32 @@ def test_weights_that_stay_gathered_are_the_whole_model() -> None:
     kept = trainer_memory(QWEN, replace(SHARDED, reshard=False)).gathered
     assert kept > 2 * 0.95 * count(QWEN).total
     assert trainer_memory(QWEN, replace(SHARDED, reshard=False, ep=8)).gathered < kept / 4
+
+
+def test_logits_of_prompts_are_those_that_vllm_has_at_once() -> None:
+    measured = json.loads((RESULTS / "memory_model.json").read_bytes())["prompt_logits_of_vllm"]
+    facts = replace(QWEN, vocab=measured["vocab"])
+    steps = [replace(BF16, batched_tokens=tokens) for tokens in (measured["tokens"], 2 * measured["tokens"])]
+    assert [prompt_logit_bytes(facts, layout) for layout in steps] == pytest.approx([measured["bytes"]] * 2, rel=1e-3)
+
+
+def test_log_probabilities_of_prompts_take_the_place_of_sampling() -> None:
+    asked = [replace(BF16, prompt_logprobs=True, tp=tp, dtype_bytes=size) for tp, size in ((1, 2), (8, 2), (8, 4))]
+    more = [
+        engine_memory(QWEN, layout, 140 * GIB, 0.9).reserve
+        - engine_memory(QWEN, replace(layout, prompt_logprobs=False), 140 * GIB, 0.9).reserve
+        for layout in asked
+    ]
+    sampling = 1024 * QWEN.vocab * 8
+    assert more == [0, 0, prompt_logit_bytes(QWEN, asked[2]) - sampling]
+    assert 0 < more[2] < sampling
+
+
+def test_an_encoder_that_sees_stays_gathered_with_the_layers() -> None:
+    kept = replace(SHARDED, reshard=False)
+    blind, seeing = (trainer_memory(VL, replace(kept, images=images)).gathered for images in (False, True))
+    assert seeing - blind == 2 * count(VL).vision
+    assert trainer_memory(VL, replace(SHARDED, images=True)).gathered == trainer_memory(VL, SHARDED).gathered
 
 
 def test_low_latency_buffers_grow_with_tokens_and_experts() -> None:
@@ -178,6 +299,13 @@ def test_a_model_that_does_not_fit_is_refused_with_the_reason() -> None:
     assert trainer.startswith("error deployment.train: does not fit: needs 2365.8 of 139.8 GiB a GPU")
     assert "optimizer 692.8" in trainer
     assert engines.startswith("error inference: does not fit: weights 1")
+
+
+def test_a_trained_encoder_of_images_is_named_where_it_does_not_fit() -> None:
+    vlm = {"model": {"vlm": {"freeze_vision_encoder": False}}, "task": "sft", "seq_len": 32768}
+    sft = {"sft": {"data": {"type": "jsonl", "path": "data.jsonl"}}, "environments": []}
+    (text,) = found(merge(vlm, sft), "Qwen/Qwen3-VL-30B-A3B-Instruct")
+    assert "images 1" in text
 
 
 def test_a_sequence_longer_than_the_kv_cache_is_refused() -> None:

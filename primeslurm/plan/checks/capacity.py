@@ -38,6 +38,7 @@ _REMEDIES = {
     "optimizer": _STATES,
     "gathered": "raise trainer.parallelism.ep: experts then stay where they are",
     "activations": "raise trainer.parallelism.cp, activation_checkpointing: full, or memory.activation_offload: true",
+    "images": "model.vlm.freeze_vision_encoder: true, activation_checkpointing: full, or a shorter seq_len",
     "logits": "trainer.memory.lm_head_chunk: 2048",
 }
 

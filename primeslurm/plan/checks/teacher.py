@@ -40,7 +40,7 @@ def review_teacher(recipe: Recipe, site: Site, needs: list[Need]) -> tuple[list[
     gpu = gpu_of(own[0].kind) if own and site.device == "cuda" else None
     memory = None
     if gpu is not None and model.facts is not None:
-        memory = engine_role(alone, own[0], model.facts, gpu)
+        memory = engine_role(alone, own[0], model.facts, gpu, prompt_logprobs=True)
         found += [
             finding.model_copy(update={"fix": _MORE_MEMORY})
             for finding in capacity(alone, own, Estimate(source=model.source, roles=(memory,)))

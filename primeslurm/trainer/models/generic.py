@@ -58,9 +58,9 @@ class GenericModel(nn.Module):
         return self
 
     @contextmanager
-    def scoring(self, labels: torch.Tensor, temperatures: torch.Tensor, mask: torch.Tensor) -> Iterator[None]:
+    def scoring(self, labels: torch.Tensor, temperatures: torch.Tensor, places: torch.Tensor) -> Iterator[None]:
         """Within the body, calls return log-probabilities and entropies instead of logits, as for `logprobs.Head`."""
-        self._targets = labels, temperatures, mask
+        self._targets = labels, temperatures, places
         try:
             yield
         finally:
@@ -73,8 +73,8 @@ class GenericModel(nn.Module):
         ).logits
         if self._targets is None:
             return logits
-        labels, temperatures, mask = self._targets
-        return logit_scores(logits[mask], labels[mask], temperatures[mask])
+        labels, temperatures, places = self._targets
+        return logit_scores(logits.flatten(0, 1).index_select(0, places), labels, temperatures)
 
     def get_attention_masks(self, positions: torch.Tensor) -> Any:
         """Which tokens see which, [rows, 1, length, length]; one for each kind of layer where windows differ."""

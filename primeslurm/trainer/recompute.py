@@ -1,0 +1,30 @@
+"""What layers keep for the backward pass, and what they compute anew: `activation_checkpointing` of the recipe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from primeslurm.trainer import compat  # noqa: F401  isort: skip  (before torchtitan)
+import torch
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+
+
+class MatrixProductsAC(SelectiveAC):
+    """torchtitan's selective checkpointing, but products of batches of matrices are not kept.
+
+    In our models these are pairs of positions inside the parts of recurrent layers, which are computed anew anyway, and
+    queries that latent attention has absorbed its up-projection into: larger than all else that their layers keep.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(SelectiveAC.Config):
+        pass
+
+    def get_save_ops(self) -> set[Any]:
+        """Operations whose results are kept."""
+        return set(super().get_save_ops()) - {torch.ops.aten.bmm.default}
+
+
+POLICIES: dict[str, Any] = {"none": None, "selective": MatrixProductsAC.Config(), "full": FullAC.Config()}
+"""By its name in recipes, torchtitan's setting; None for nothing."""

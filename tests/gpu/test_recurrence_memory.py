@@ -1,0 +1,43 @@
+"""Recurrent layers take as much of a GPU as `primeslurm plan` says."""
+
+from __future__ import annotations
+
+import pytest
+
+from primeslurm.plan.activation_memory import Mixer, delta_net, mamba
+from primeslurm.plan.catalog import DeltaNets, Mamba
+
+torch = pytest.importorskip("torch")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
+LENGTH = 16384
+ESTIMATED: dict[str, Mixer] = {
+    "gated_delta_net": delta_net(DeltaNets(30, 16, 32, 128, 128, 4), 2048, 2),
+    "mamba_2": mamba(Mamba(23, 64, 64, 128, 8, 4, 128), 2688, 2),
+}
+
+
+@pytest.mark.parametrize("kind", ESTIMATED)
+def test_a_layer_that_is_computed_anew_takes_what_is_estimated(kind: str) -> None:
+    from benchmarks.recurrence_memory import LAYERS, built
+
+    config, name, norm = LAYERS[kind]
+    layer = built(config, name, norm, "full").cuda()
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.02)
+        parameter.grad = torch.zeros_like(parameter)
+    row = torch.randn(1, LENGTH, config.hidden_size, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    positions = torch.arange(LENGTH, device="cuda")[None]
+    before = torch.cuda.memory_allocated()
+    out = layer(row, positions)
+    kept = torch.cuda.memory_allocated() - before
+    assert kept < 1.1 * out.nbytes, "its output, and no more of what is inside"
+    torch.cuda.reset_peak_memory_stats()
+    out.backward(torch.ones_like(out))
+    taken = torch.cuda.max_memory_allocated() - before - 2 * out.nbytes
+    estimated = LENGTH * 2 * ESTIMATED[kind].kept + ESTIMATED[kind].part
+    print(f"{kind}: {taken / 1e9:.2f} GB, estimated {estimated / 1e9:.2f} GB")
+    assert 0.6 * estimated < taken < 1.1 * estimated

@@ -1,0 +1,43 @@
+"""Data URIs of images: what is decoded, and what is said of those that cannot be."""
+
+from __future__ import annotations
+
+import base64
+
+import pytest
+
+from primeslurm.wire.data_uri import decode, is_inline, shown
+
+DATA = bytes(range(256))
+
+
+def test_an_image_is_decoded_with_and_without_line_breaks() -> None:
+    for text in (base64.b64encode(DATA), base64.encodebytes(DATA)):
+        source = "data:image/png;base64," + text.decode()
+        assert is_inline(source) and decode(source) == DATA
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("images/a.png", "images/a.png: an image must be a data URI"),
+        ("data:text/plain;base64,QUFB", "data:text/plain;base64,QUFB: an image must be a data URI"),
+        ("data:image/svg+xml,<svg/>", "data:image/svg+xml,<svg/>: an image must be in base64"),
+        ("data:image/png;base64,QUF", "data:image/png;base64,QUF: an image is no base64: Incorrect padding"),
+        ("data:image/png;base64,Q*F=", "an image is no base64: "),
+        ("data:image/png;base64", "an image must be in base64"),
+    ],
+)
+def test_what_cannot_be_decoded_is_named(source: str, why: str) -> None:
+    with pytest.raises(ValueError) as raised:
+        decode(source)
+    assert why in str(raised.value)
+
+
+def test_messages_name_files_whole_and_no_more_than_the_beginning_of_data_uris() -> None:
+    path, source = "a/" * 100, "data:image/png;base64," + "A" * 1000
+    assert shown(path) == path and shown("data:image/png,A") == "data:image/png,A"
+    assert len(shown(source)) == 83 and source.startswith(shown(source).removesuffix("..."))
+    with pytest.raises(ValueError) as raised:
+        decode(source + "*")
+    assert len(str(raised.value)) < 200
