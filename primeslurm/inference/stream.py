@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
-from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.utils.nccl import unpinned_nccl_env
 
+from primeslurm.inference.experts import held_experts
 from primeslurm.inference.weights import LayerwiseTransferEngine, PolicyError
 from primeslurm.wire.link import Session
-from primeslurm.wire.stream import Channel, Experts, Store, StreamError, receive
+from primeslurm.wire.stream import Channel, Store, StreamError, receive
 
 
 @dataclass
@@ -53,25 +53,16 @@ class StreamTransferEngine(LayerwiseTransferEngine):
         try:
             store = Store(update_info.store, update_info.timeout_s)
             with unpinned_nccl_env():  # the trainer has none of the settings that vLLM makes for its own groups
-                experts = self._experts()
-                channel = Channel(session, rank, store, self.device, update_info.timeout_s, experts)
+                held = held_experts(self.model, self.parallel_config.enable_eplb)
+                channel = Channel(session, rank, store, self.device, update_info.timeout_s, held.wanted)
         except StreamError as error:
             raise PolicyError(f"v{update_info.version}: {error}") from error
         try:
-            self.load(receive(channel, store.catalogue(), session.senders, experts, self.device))
+            received = receive(channel, store.catalogue(), session.senders, held.wanted, self.device)
+            self.load(pair for item in received for pair in held.loadable(item))
         except BaseException as error:
             channel.fail(f"rank {rank}: {error}")
             if isinstance(error, StreamError):
                 raise PolicyError(f"v{update_info.version}: {error}") from error
             raise
         channel.close()
-
-    def _experts(self) -> Experts:
-        """The experts that this worker holds; None for all, also if they move between workers."""
-        if self.parallel_config.enable_eplb:
-            return None
-        maps = [m.expert_map_manager.expert_map for m in self.model.modules() if isinstance(m, RoutedExperts)]
-        if not maps or any(found is None for found in maps):
-            return None
-        held = {frozenset((found >= 0).nonzero().flatten().tolist()) for found in maps}
-        return held.pop() if len(held) == 1 else None

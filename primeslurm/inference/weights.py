@@ -26,7 +26,11 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
 from primeslurm.inference import cpu_patches
+from primeslurm.inference.experts import incomplete_experts
 from primeslurm.wire.weights import FP8_BLOCK, FP8_SCALE, MANIFEST, absent, layers_ahead, read_manifest
+
+_ELEMENTS_AT_ONCE = 2**25
+"""How much of a stack of FP8 weights is in float32 at a time."""
 
 
 class PolicyError(RuntimeError):
@@ -42,8 +46,11 @@ class LayerwiseTransferEngine(WeightTransferEngine):
     def start_weight_update(self) -> None:
         """Make the model ready to be loaded anew."""
         self._roll_back_partial_layers()
-        initialize_layerwise_reload(self.model)
-        self._expected = {name for name, _ in self.model.named_parameters()} - self._tied_parameters()
+        first_names = {name for name, _ in self.model.named_parameters()}
+        every_name = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        initialize_layerwise_reload(self.model)  # of a parameter with two names it makes two
+        aliases = every_name - first_names
+        self._expected = {name for name, _ in self.model.named_parameters()} - aliases - self._tied_parameters()
         self._loaded: set[str] = set()
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
@@ -57,6 +64,8 @@ class LayerwiseTransferEngine(WeightTransferEngine):
         missing = self._expected - self._loaded
         if missing:
             raise PolicyError(f"{len(missing)} parameters were not given: {_some(missing)}")
+        if partial := set(incomplete_experts(self.model)):
+            raise PolicyError(f"experts of {len(partial)} layers were not all given: {_some(partial)}")
         finalize_layerwise_reload(self.model, self.model_config)
         if current_platform.is_cpu():
             cpu_patches.refresh_tied_lm_heads(self.model)
@@ -65,7 +74,10 @@ class LayerwiseTransferEngine(WeightTransferEngine):
         """Nothing outlives an update."""
 
     def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Load (Hugging Face name, tensor) pairs, in any order; host tensors are copied shard by shard."""
+        """Load (Hugging Face name, tensor) pairs, in any order; host tensors are copied shard by shard.
+
+        A matrix for each of the worker's experts may come as one stack, as `HeldExperts.loadable` makes it.
+        """
         if not self._loads_fp8():
             tensors = dequantised(tensors, self.model_config.dtype)
         self._loaded |= self.model.load_weights(tensors)
@@ -185,15 +197,21 @@ def dequantised(tensors: Iterator[tuple[str, torch.Tensor]], dtype: torch.dtype)
             alone[weight] = tensor
         else:
             pair = (other, tensor) if weight != name else (tensor, other)
-            yield weight, _unscaled(*pair).to(dtype)
+            yield weight, _unscaled(*pair, dtype)
     if alone:
         raise PolicyError(f"FP8 weights and their scales do not match: {_some(set(alone))}")
 
 
-def _unscaled(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    rows, columns = weight.shape
-    wide = scales.repeat_interleave(FP8_BLOCK, 0).repeat_interleave(FP8_BLOCK, 1)
-    return weight.float() * wide[:rows, :columns]
+def _unscaled(weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Of a matrix, or of a stack of them; some at a time, as engines have little memory to spare."""
+    rows, columns = weight.shape[-2:]
+    result = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    at_once = max(1, _ELEMENTS_AT_ONCE // (rows * columns))
+    stacks = (tensor.view(-1, *tensor.shape[-2:]).split(at_once) for tensor in (result, weight, scales))
+    for target, data, scale in zip(*stacks, strict=True):
+        wide = scale.repeat_interleave(FP8_BLOCK, -2).repeat_interleave(FP8_BLOCK, -1)
+        target.copy_(data.float() * wide[..., :rows, :columns])
+    return result
 
 
 def _tensors(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:

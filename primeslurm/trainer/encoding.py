@@ -7,6 +7,7 @@ of 128 x 128. It takes half the bytes of bfloat16, and quantising it again in th
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,9 +66,11 @@ class Encoding:
         """What tensors have to be in before they are encoded."""
         return torch.float32 if self.stored else self.dtype
 
-    def encode(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        """A tensor as what leaves the trainer, by name."""
-        if not self._in_fp8(name, tensor):
+    def encode(self, name: str, tensor: torch.Tensor, experts: Sequence[int] = ()) -> dict[str, torch.Tensor]:
+        """A tensor, or a stack of experts under a name with `{}` for their number, as what leaves the trainer."""
+        # A layer's experts are in one format: engines hold them so.
+        alone = (name.format(experts[0]), tensor[0]) if experts else (name, tensor)
+        if not self._in_fp8(*alone):
             return {name: cast(name, tensor, self.dtype)}
         quantised = quantise(tensor, BLOCKS)
         return {name: quantised.data, name + FP8_SCALE: quantised.scales}

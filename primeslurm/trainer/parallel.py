@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 from primeslurm.trainer import compat  # isort: skip  (before torchtitan)
+import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
@@ -124,9 +125,10 @@ class Policy:
             Log-probabilities, entropies and targets [trained tokens] of this rank's part of the rows.
         """
         inputs, (mask,) = self._local(routed, images, tokens, positions, mask)
-        places = mask.flatten().nonzero().squeeze(1)
-        trained = targets.apply(lambda tensor: to_device(self._piece(tensor).flatten()[places], self.device))
-        with self.model.lm_head.scoring(trained.labels, trained.temperatures, to_device(places, self.device)):
+        places = to_device(torch.from_numpy(np.flatnonzero(mask.numpy())), self.device)
+        local = targets.apply(lambda tensor: to_device(self._piece(tensor), self.device))
+        trained = local.apply(lambda tensor: tensor.flatten().index_select(0, places))
+        with self.model.lm_head.scoring(trained.labels, trained.temperatures, places):
             return (*self.model(**inputs), trained)
 
     def _piece(self, tensor: torch.Tensor) -> torch.Tensor:

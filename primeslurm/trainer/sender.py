@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -12,7 +13,8 @@ from primeslurm.trainer.export import Part, parts
 from primeslurm.trainer.parallel import Policy
 from primeslurm.trainer.world import World
 from primeslurm.wire.link import LinkError, Session, TrainerLink
-from primeslurm.wire.stream import Catalogue, Channel, Experts, Store, StreamError, TensorInfo, outgoing, pack
+from primeslurm.wire.messages import Catalogue, Experts, Message, Named, TensorInfo, outgoing, pack, stacked
+from primeslurm.wire.stream import Channel, Store, StreamError
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +35,8 @@ class Sender:
         self._timeout_s = timeout_s
         self.seconds = 0.0
         """How long the last session that succeeded took."""
+        self.connecting = 0.0
+        """How much of it before everybody was connected."""
         self._store: Store | None = None
         self._catalogue: Catalogue = []
 
@@ -78,6 +82,7 @@ class Sender:
                 channel.fail("a trainer rank could not connect")
             return False
         assert channel is not None
+        connecting = time.monotonic() - begun
         sent = _Outbox(channel, self._catalogue, self._world.rank, self._world.device)
         for number, layer in enumerate(parts(self._policy, self._encoding.gathered, self._world)):
             sent.put(number, self._tensors(layer))
@@ -85,33 +90,35 @@ class Sender:
         if sent.failure is None:
             channel.close()
         if well:
-            self.seconds = time.monotonic() - begun
+            self.seconds, self.connecting = time.monotonic() - begun, connecting
         if well and self._world.is_main:
-            log.info("v%d: sent to %d workers in %.2f s", version, session.size - session.senders, self.seconds)
+            workers, took = session.size - session.senders, (self.seconds, self.connecting)
+            log.info("v%d: sent to %d workers in %.2f s, of which %.2f s to connect", version, workers, *took)
         return well
 
     def _tensors(self, layer: list[Part]) -> dict[str, torch.Tensor]:
         """What this rank sends of a layer; gathering the rest with the others."""
-        tensors: dict[str, torch.Tensor] = {}
-        for part in layer:
-            whole = part.whole()
-            if part.mine:
-                tensors |= self._encoding.encode(part.name, whole)
-        return tensors
+        wholes = ((part, part.whole()) for part in layer)
+        return {sent.name: sent.tensor for sent in self._encoded((p.name, whole) for p, whole in wholes if p.mine)}
 
     def _describe(self) -> Catalogue:
         """What all ranks send, by layer. Nothing is gathered for it."""
         mine = []
         for layer in parts(self._policy, self._encoding.gathered, self._world):
-            infos: list[TensorInfo] = []
-            for part in (part for part in layer if part.mine):
-                likeness = torch.empty(part.sharded.shape, dtype=part.sharded.dtype, device="meta")
-                for name, tensor in self._encoding.encode(part.name, likeness).items():
-                    dtype = str(tensor.dtype).removeprefix("torch.")
-                    infos.append(TensorInfo(name, dtype, tuple(tensor.shape), self._world.rank))
-            mine.append(infos)
+            shapes = [(part.name, part.sharded.shape, part.sharded.dtype) for part in layer if part.mine]
+            likenesses = ((name, torch.empty(shape, dtype=dtype, device="meta")) for name, shape, dtype in shapes)
+            mine.append([self._info(sent) for sent in self._encoded(likenesses)])
         ranks = self._world.collect(mine)
         return [[info for layer in layers for info in layer] for layers in zip(*ranks, strict=True)]
+
+    def _encoded(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Named]:
+        for name, tensor, experts in stacked(tensors):
+            for encoded_name, encoded in self._encoding.encode(name, tensor, experts).items():
+                yield Named(encoded_name, encoded, experts)
+
+    def _info(self, sent: Named) -> TensorInfo:
+        dtype = str(sent.tensor.dtype).removeprefix("torch.")
+        return TensorInfo(sent.name, dtype, tuple(sent.tensor.shape), self._world.rank, sent.experts)
 
     def _all_well(self, version: int, failure: StreamError | None) -> bool:
         failed = [text for text in self._world.collect(str(failure) if failure else "") if text]
@@ -135,14 +142,13 @@ class _Outbox:
         """Send what this rank has of a layer to everyone who needs it."""
         if self.failure is not None:
             return
-        packed: dict[tuple[str, ...], torch.Tensor] = {}  # receivers that need the same get the same bytes
+        packed: dict[Message, torch.Tensor] = {}  # receivers that need the same get the same bytes
         messages = []
         for receiver, experts in self._experts:
             for message in outgoing(self._catalogue[layer], self._rank, experts):
-                names = tuple(info.name for info in message)
-                if names not in packed:
-                    packed[names] = pack(message, tensors, self._device)
-                messages.append((receiver, packed[names]))
+                if message not in packed:
+                    packed[message] = pack(message, tensors, self._device)
+                messages.append((receiver, packed[message]))
         try:
             self._channel.send(messages)
         except StreamError as error:

@@ -14,6 +14,9 @@ from torch.nn.attention.varlen import AuxRequest, varlen_attn
 from torchtitan.models.common import attention as titan
 from torchtitan.models.common.attention import VarlenMetadata
 
+_SIZES = (64, 128, 256)
+"""Of heads, for which newer kernels are known to compile."""
+
 OutTransform = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -69,25 +72,39 @@ def flash(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Tensors [tokens, heads, size] to outputs, and log-sum-exp [heads, tokens]. Computes in bfloat16."""
     second_generation = current_flash_attention_impl() in (None, "FA2")
-    value_size = v.shape[-1]
-    if second_generation and value_size < k.shape[-1]:
-        v = F.pad(v, (0, k.shape[-1] - value_size))  # FlashAttention 2 knows one head size
+    value_size, scale = v.shape[-1], scale if scale is not None else q.shape[-1] ** -0.5
+    q, k, v = (tensor.bfloat16() for tensor in (q, k, v))
+    if second_generation:
+        v = _wide(v, k.shape[-1])  # FlashAttention 2 knows one head size
+    elif not _is_latent(q, k, v):
+        size = next(size for size in _SIZES if size >= max(k.shape[-1], value_size))
+        q, k, v = (_wide(tensor, size) for tensor in (q, k, v))
     out, lse = varlen_attn(
-        q.bfloat16(),
-        k.bfloat16(),
-        v.bfloat16(),
+        q,
+        k,
+        v,
         documents.cu_seq_q,
         documents.cu_seq_k,
         documents.max_q,
         documents.max_k,
         return_aux=AuxRequest(lse=True),
-        scale=scale if scale is not None else q.shape[-1] ** -0.5,
+        scale=scale,
         window_size=window,
         enable_gqa=q.shape[1] != k.shape[1],
         # FlashAttention 2 now and then makes NaN when it chooses the number of splits itself.
         num_splits=1 if second_generation else None,
     )
     return out[..., :value_size], lse
+
+
+def _is_latent(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether heads are those of latent attention: with other sizes, values must be as wide as keys."""
+    return q.shape[1:] == k.shape[1:] and (k.shape[-1], v.shape[-1]) == (192, 128)
+
+
+def _wide(tensor: torch.Tensor, size: int) -> torch.Tensor:
+    """With zeros at the end of every head: they add nothing to scores."""
+    return F.pad(tensor, (0, size - tensor.shape[-1])) if tensor.shape[-1] < size else tensor
 
 
 def dense(

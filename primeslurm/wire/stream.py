@@ -14,11 +14,9 @@ session's time-out.
 from __future__ import annotations
 
 import contextlib
-import math
-import re
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -27,43 +25,16 @@ import torch
 import torch.distributed as dist
 
 from primeslurm.wire.link import Session
+from primeslurm.wire.messages import Catalogue, Experts, Named, buffer, outgoing, unpack
 
 _PREFIX = "primeslurm/weights"
-_EXPERT = re.compile(r"\.experts\.(\d+)\.")
-_ALIGNMENT = 16
 _POLL_S = 0.0005
 _LOOK_S = 1.0
 """How often a wait looks whether somebody else has failed."""
 
-Experts = frozenset[int] | None
-"""Which experts a receiver holds; None = all."""
-
 
 class StreamError(RuntimeError):
     """A session failed: somebody did not come, left, or took too long."""
-
-
-class TensorInfo(msgspec.Struct, frozen=True, array_like=True):
-    """One tensor of the catalogue."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    sender: int
-
-    @property
-    def bytes(self) -> int:
-        """Its size."""
-        return int(getattr(torch, self.dtype).itemsize) * math.prod(self.shape)
-
-    @property
-    def room(self) -> int:
-        """Its size in a message, where the next tensor starts aligned."""
-        return -(-self.bytes // _ALIGNMENT) * _ALIGNMENT
-
-
-Catalogue = list[list[TensorInfo]]
-"""By layer. The layers' order is the order of sending."""
 
 
 class Store:
@@ -190,53 +161,17 @@ class Channel:
             return "the trainer's store is gone"
 
 
-def outgoing(layer: Sequence[TensorInfo], sender: int, experts: Experts) -> list[list[TensorInfo]]:
-    """The messages of a layer from one sender to a receiver that holds `experts`: what all get, then its experts."""
-    mine = [info for info in layer if info.sender == sender]
-    common = [info for info in mine if not _EXPERT.search(info.name)]
-    own = [info for info in mine if (found := _EXPERT.search(info.name)) and _holds(experts, int(found[1]))]
-    return [message for message in (common, own) if message]
-
-
-def pack(message: Sequence[TensorInfo], tensors: dict[str, torch.Tensor], device: torch.device) -> torch.Tensor:
-    """The bytes of a message."""
-    data = _buffer(message, device)
-    for info, place in _places(message, data):
-        place.view(getattr(torch, info.dtype)).copy_(tensors[info.name].reshape(-1))
-    return data
-
-
-def unpack(message: Sequence[TensorInfo], data: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors in the bytes of a message, as views."""
-    for info, place in _places(message, data):
-        yield info.name, place.view(getattr(torch, info.dtype)).view(info.shape)
-
-
 def receive(
     channel: Channel, catalogue: Catalogue, senders: int, experts: Experts, device: torch.device
-) -> Iterator[tuple[str, torch.Tensor]]:
+) -> Iterator[Named]:
     """Everything that a receiver with `experts` needs, as it comes, layer by layer. Raises StreamError."""
     for layer in catalogue:
-        messages = [(sender, message) for sender in range(senders) for message in outgoing(layer, sender, experts)]
-        data = [_buffer(message, device) for _, message in messages]
-        channel.receive((sender, buffer) for (sender, _), buffer in zip(messages, data, strict=True))
-        for (_, message), buffer in zip(messages, data, strict=True):
-            yield from unpack(message, buffer)
-
-
-def _places(message: Sequence[TensorInfo], data: torch.Tensor) -> Iterator[tuple[TensorInfo, torch.Tensor]]:
-    start = 0
-    for info in message:
-        yield info, data[start : start + info.bytes]
-        start += info.room
-
-
-def _buffer(message: Sequence[TensorInfo], device: torch.device) -> torch.Tensor:
-    return torch.empty(sum(info.room for info in message), dtype=torch.uint8, device=device)
-
-
-def _holds(experts: Experts, expert: int) -> bool:
-    return experts is None or expert in experts
+        incoming = [(sender, message) for sender in range(senders) for message in outgoing(layer, sender, experts)]
+        data = [(message, buffer(message, device)) for _, message in incoming]
+        channel.receive((sender, room) for (sender, _), (_, room) in zip(incoming, data, strict=True))
+        found = unpack(data)
+        del data  # of experts that were joined, nobody needs it any more
+        yield from found
 
 
 def _group(store: Any, rank: int, size: int, device: torch.device, timeout: timedelta) -> Any:

@@ -88,10 +88,12 @@ def newest() -> None:
 
 @pytest.mark.usefixtures("newest")
 @pytest.mark.parametrize("window", [(-1, 0), (40, 0)])
-@pytest.mark.parametrize(("size", "value_size"), [(64, 64), (192, 128)])
+@pytest.mark.parametrize(
+    ("size", "value_size", "kv_heads"), [(64, 64, 2), (192, 128, 8), (192, 128, 2), (256, 256, 2), (48, 32, 8)]
+)
 @pytest.mark.parametrize("rank", [None, 0, 2])
 def test_the_kernel_equals_dense_attention(
-    rank: int | None, size: int, value_size: int, window: tuple[int, int]
+    rank: int | None, size: int, value_size: int, kv_heads: int, window: tuple[int, int]
 ) -> None:
     if torch.cuda.get_device_capability()[0] == 9:
         assert current_flash_attention_impl() in ("FA3", "FA4")
@@ -104,7 +106,7 @@ def test_the_kernel_equals_dense_attention(
         documents, queries, (first, end) = local.metadata, keys // 4, local.keys[0]
         keys = end - first
     torch.manual_seed(0)
-    shapes = ((queries, 8, size), (keys, 2, size), (keys, 2, value_size))
+    shapes = ((queries, 8, size), (keys, kv_heads, size), (keys, kv_heads, value_size))
     tensors = [torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_() for shape in shapes]
     exact = [tensor.detach().float().requires_grad_() for tensor in tensors]
     out, lse = varlen.flash(*tensors, documents, None, window)

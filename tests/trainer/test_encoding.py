@@ -108,3 +108,16 @@ def test_engines_get_what_they_compute_in_and_sft_publishes_the_compute_dtype() 
     assert published(make_recipe(model), stored) == Encoding(torch.float32, stored=stored)
     sft = make_recipe(model, task="sft", environments=[], sft={"data": {"path": "data.jsonl"}})
     assert published(sft, stored) == Encoding(torch.float32)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_stack_of_experts_is_encoded_as_each_of_them(fp8: bool) -> None:
+    encoding = Encoding(torch.bfloat16, fp8)
+    pattern, experts = "model.layers.0.mlp.experts.{}.up_proj.weight", (2, 5, 7)
+    stack = torch.randn(3, 200, 130)
+    found = encoding.encode(pattern, stack, experts)
+    assert set(found) == ({pattern, pattern + weights.FP8_SCALE} if fp8 else {pattern})
+    for row, expert in enumerate(experts):
+        for name, tensor in encoding.encode(pattern.format(expert), stack[row]).items():
+            whole = found[name.replace(f".{expert}.", ".{}.")]
+            assert torch.equal(whole[row].view(torch.uint8), tensor.view(torch.uint8))

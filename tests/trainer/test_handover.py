@@ -17,6 +17,7 @@ from primeslurm.trainer.parallel import build
 from primeslurm.trainer.publish import Publisher
 from primeslurm.trainer.world import World
 from primeslurm.wire import link, stream, weights
+from primeslurm.wire.messages import Experts
 from tests.trainer.as_released import assert_stored_alike, tensors, to_fp8
 from tests.trainer.conftest import finish, free_port, make_recipe, start_ranks
 from tests.trainer.families import COMMON, EXPERTS, Case, write
@@ -32,13 +33,13 @@ LAYOUTS: dict[str, dict[str, int]] = {
 }
 
 
-def take(place: dict[str, Any], worker: int, experts: stream.Experts) -> dict[str, torch.Tensor]:
+def take(place: dict[str, Any], worker: int, experts: Experts) -> dict[str, torch.Tensor]:
     """An engine's worker."""
     session = link.Session(place["session"], place["senders"], place["size"])
     store, cpu = stream.Store(place["store"], 60), torch.device("cpu")
     channel = stream.Channel(session, place["first_rank"] + worker, store, cpu, 60, experts)
-    tensors = stream.receive(channel, store.catalogue(), session.senders, experts, cpu)
-    found = {name: tensor.clone() for name, tensor in tensors}
+    received = stream.receive(channel, store.catalogue(), session.senders, experts, cpu)
+    found = {name: tensor.clone() for item in received for name, tensor in item.each()}
     channel.close()
     return found
 

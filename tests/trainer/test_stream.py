@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from primeslurm.wire.link import Session
-from primeslurm.wire.stream import Channel, Experts, Store, StreamError, TensorInfo, outgoing, pack, receive
+from primeslurm.wire.messages import Experts, Named, TensorInfo, outgoing, pack, stacked
+from primeslurm.wire.stream import Channel, Store, StreamError, receive
 from tests.trainer.conftest import free_port
 
 CPU = torch.device("cpu")
@@ -29,11 +30,17 @@ def tensors() -> dict[str, torch.Tensor]:
     return found | {"layers.0.norm.weight": draw(7), "head.weight": draw(3, 3).to(torch.float8_e4m3fn)}
 
 
+def share(sender: int, senders: int) -> list[Named]:
+    """What a sender has. They take turns, so that a receiver has to bring experts in order again."""
+    return list(stacked(list(tensors().items())[sender::senders]))
+
+
 def catalogue(senders: int) -> list[list[TensorInfo]]:
-    """Two layers; senders take turns."""
+    """Two layers."""
     infos = [
-        TensorInfo(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), number % senders)
-        for number, (name, tensor) in enumerate(tensors().items())
+        TensorInfo(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), sender, experts)
+        for sender in range(senders)
+        for name, tensor, experts in share(sender, senders)
     ]
     return [[info for info in infos if "head" in info.name], [info for info in infos if "head" not in info.name]]
 
@@ -49,10 +56,11 @@ def address() -> str:
 
 def send(session: Session, rank: int, address: str) -> None:
     channel = Channel(session, rank, Store(address, 10), CPU, 10)
+    mine = {item.name: item.tensor for item in share(rank, session.senders)}
     try:
         for layer in catalogue(session.senders):
             messages = [
-                (receiver, pack(message, tensors(), CPU))
+                (receiver, pack(message, mine, CPU))
                 for receiver in channel.receivers
                 for message in outgoing(layer, rank, channel.experts(receiver))
             ]
@@ -66,9 +74,8 @@ def send(session: Session, rank: int, address: str) -> None:
 def take(session: Session, rank: int, address: str, experts: Experts) -> dict[str, torch.Tensor]:
     store = Store(address, 10)
     channel = Channel(session, rank, store, CPU, 10, experts)
-    found = {
-        name: tensor.clone() for name, tensor in receive(channel, store.catalogue(), session.senders, experts, CPU)
-    }
+    received = list(receive(channel, store.catalogue(), session.senders, experts, CPU))
+    found = {name: tensor.clone() for item in received for name, tensor in item.each()}
     channel.close()
     return found
 
