@@ -145,7 +145,7 @@ def test_experts_that_checkpoints_stack_have_stacked_adapters(name: str, world: 
     case = next(case for case in CASES if case.name == name)
     model = write(case, tmp_path / "model")
     learner = learner_of(recipe_of(model, save_adapter=True), world)
-    train(learner, tmp_path, 1, 2)
+    train(learner, tmp_path, 1)
     directory = Publisher(learner.policy, tmp_path, Encoding(torch.float32), 1, world).publish(1)
     config = json.loads((directory / "adapter" / "adapter_config.json").read_text())
     assert config["target_parameters"] == ["experts.gate_up_proj", "experts.down_proj"]
