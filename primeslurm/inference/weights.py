@@ -27,7 +27,7 @@ from vllm.platforms import current_platform
 
 from primeslurm.inference import cpu_patches, reloads
 from primeslurm.inference.experts import incomplete_experts
-from primeslurm.wire.weights import FP8_BLOCK, FP8_SCALE, MANIFEST, layers_ahead, read_manifest
+from primeslurm.wire.weights import FP8_BLOCK, FP8_SCALE, MANIFEST, absent, layers_ahead, read_manifest
 
 _ELEMENTS_AT_ONCE = 2**25
 """How much of a stack of FP8 weights is in float32 at a time."""
@@ -143,11 +143,11 @@ class FilesystemTransferEngine(LayerwiseTransferEngine):
         config = self.model_config.hf_text_config
         ahead = layers_ahead(config.num_hidden_layers, getattr(config, "num_nextn_predict_layers", None) or 0)
         expected = {name for name in tensor_names(self._model_files()) if not ahead.fullmatch(name)}
-        absent = expected - tensor_names(files)
+        lacking = absent(expected, tensor_names(files))
         if self.has_tied_embeddings():
-            absent.discard("lm_head.weight")
-        if absent:
-            raise PolicyError(f"{update_info.path}: lacks {len(absent)} tensors of the model: {_some(absent)}")
+            lacking.discard("lm_head.weight")
+        if lacking:
+            raise PolicyError(f"{update_info.path}: lacks {len(lacking)} tensors of the model: {_some(lacking)}")
         self.load(_tensors(files))
 
     def _model_files(self) -> list[Path]:

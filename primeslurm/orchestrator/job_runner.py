@@ -54,17 +54,30 @@ class JobRunner:
         self._socket.connect(address)
 
     async def serve(self) -> None:
-        """Serve until cancelled."""
-        beat = asyncio.create_task(self._beat())
+        """Serve until cancelled.
+
+        Raises:
+            SecretError: another run listens at the orchestrator's address. Started again, the worker finds its own
+                there, or the run starts again with other ports.
+        """
+        parts = [asyncio.create_task(part) for part in (self._beat(), self._listen(), secret.refused(self._socket))]
         try:
-            while True:
-                self._handle(msgspec.msgpack.decode(await self._socket.recv(), type=ToWorker))
+            await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
+            if parts[-1].done():
+                raise secret.SecretError(f"{parts[-1].result()}: another run listens there")
+            await asyncio.gather(*(part for part in parts if part.done()))
         finally:
-            beat.cancel()
+            for part in parts:
+                part.cancel()
+            await asyncio.gather(*parts, return_exceptions=True)
             for task in self._jobs.values():
                 task.cancel()
             await asyncio.gather(*self._jobs.values(), return_exceptions=True)
             self._socket.close()
+
+    async def _listen(self) -> None:
+        while True:
+            self._handle(msgspec.msgpack.decode(await self._socket.recv(), type=ToWorker))
 
     def _handle(self, message: ToWorker) -> None:
         if isinstance(message, Cancel):

@@ -11,7 +11,7 @@ import msgspec
 from primeslurm.orchestrator.jobs import RolloutFailed
 from primeslurm.wire import data_uri
 from primeslurm.wire.files import write_atomic
-from primeslurm.wire.rollouts import Rollout
+from primeslurm.wire.rollouts import Picture, Rollout
 
 
 def stored(rollout: Rollout, directory: Path) -> Rollout:
@@ -23,17 +23,18 @@ def stored(rollout: Rollout, directory: Path) -> Rollout:
     """
     if not rollout.info.pictures:
         return rollout
-    pictures = tuple(msgspec.structs.replace(p, source=str(_file(p.source, directory))) for p in rollout.info.pictures)
+    pictures = tuple(_as_file(picture, directory) for picture in rollout.info.pictures)
     return replace(rollout, info=msgspec.structs.replace(rollout.info, pictures=pictures))
 
 
-def _file(source: str, directory: Path) -> Path:
+def _as_file(picture: Picture, directory: Path) -> Picture:
     try:
-        data = data_uri.decode(source)
+        data = data_uri.decode(picture.source)
     except ValueError as error:
         raise RolloutFailed(str(error)) from error
-    path = directory / hashlib.sha256(data).hexdigest()
+    digest = hashlib.sha256(data).hexdigest()
+    path = directory / digest
     if not path.exists():
         directory.mkdir(exist_ok=True)
         write_atomic(path, data)
-    return path
+    return msgspec.structs.replace(picture, source=str(path), sha256=digest)

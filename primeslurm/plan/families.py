@@ -49,7 +49,7 @@ FAMILIES: dict[str, Capabilities] = {
     "qwen3_5_text": Capabilities(cp=True, fp8_checkpoint=True, fp8=True, lora=True),
     "qwen3_moe": Capabilities(ep=True, cp=True, fp8_checkpoint=True, router_replay=True, fp8=True, lora=True),
     "qwen3_vl": Capabilities(cp=True, lora=True, fp8=True, images=True),
-    "qwen3_vl_moe": Capabilities(ep=True, cp=True, router_replay=True, fp8=True, images=True),
+    "qwen3_vl_moe": Capabilities(ep=True, cp=True, router_replay=True, lora=True, fp8=True, images=True),
 }
 """`model_type` of config.json to what works with our own implementation of it."""
 

@@ -98,7 +98,8 @@ class Lora(Section):
     targets: tuple[str, ...] | None = Field(None, min_length=1)
     """Linear layers as the checkpoint names them (q_proj, down_proj ...), and `experts`. Default: all the model has."""
     save_adapter: bool = False
-    """Also write the adapter alone, in PEFT's format, to `adapter/` within each published version."""
+    """Also write the adapter alone, in PEFT's format, to `adapter/` within each published version. Where vLLM wants the
+    adapters of experts stacked (Qwen3-VL-MoE, Qwen3.5-MoE with images), that of gate and up has twice the rank."""
 
 
 class Trainer(Section):

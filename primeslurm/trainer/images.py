@@ -11,6 +11,7 @@ import torch
 
 from primeslurm.trainer.models.vision import VisionEncoder, VisionInput
 from primeslurm.trainer.pictures import PictureReader
+from primeslurm.trainer.world import to_device
 from primeslurm.wire.rollouts import Float32, Int32, Row
 
 
@@ -30,7 +31,7 @@ def read(row: Row, reader: PictureReader) -> Images | None:
     """Decode the images of a row, if it has any.
 
     Raises:
-        OSError, ValueError: as `PictureReader.read`.
+        OSError, ValueError: as for `PictureReader.read`.
     """
     if not row.pictures:
         return None
@@ -53,10 +54,10 @@ def vision_input(
         coordinates.append(spread)
         used += int((placed >= 0).sum())
     return VisionInput(
-        pixels=torch.from_numpy(np.concatenate(pixels)).to(device),
-        grids=torch.from_numpy(np.concatenate(grids)).long().to(device),
-        features=torch.from_numpy(np.stack(features)).long().to(device),
-        coordinates=torch.from_numpy(np.stack(coordinates)).long().to(device),
+        pixels=to_device(torch.from_numpy(np.concatenate(pixels)), device),
+        grids=to_device(torch.from_numpy(np.concatenate(grids)).long(), device),
+        features=to_device(torch.from_numpy(np.stack(features)).long(), device),
+        coordinates=to_device(torch.from_numpy(np.stack(coordinates)).long(), device),
     )
 
 

@@ -23,6 +23,7 @@ from primeslurm.trainer.activation_offload import ActivationOffload
 from primeslurm.trainer.context_parallel import ContextParallel, Dims
 from primeslurm.trainer.loss import Targets
 from primeslurm.trainer.models import generic, vision
+from primeslurm.trainer.models.stacked import as_stored
 from primeslurm.trainer.models.vision import VisionInput
 from primeslurm.trainer.world import World, to_device
 from primeslurm.wire.weights import FP8_SCALE, layers_ahead
@@ -270,10 +271,13 @@ def _with_unchanged(policy: Policy, world: World) -> Policy:
 
 def _load(policy: Policy, hf_config: Any) -> None:
     """Read this rank's shards from the HF files, and insist that files and model have the same tensors."""
-    _check_names(policy, _ignored(hf_config))
-    tensors = policy.adapter.to_hf(policy.weights())
+    ignored = _ignored(hf_config)
+    found = {name for name in huggingface.tensor_names(policy.source) if not ignored.fullmatch(name)}
+    adapter = as_stored(policy.adapter, found)
+    tensors = adapter.to_hf(policy.weights())
+    _check_names(policy, policy.hf_names if adapter is policy.adapter else set(tensors), found)
     dcp.load(tensors, storage_reader=huggingface.reader(policy.source, hf_config))
-    loaded = policy.adapter.from_hf(tensors)
+    loaded = adapter.from_hf(tensors)
     missing = set(policy.weights()) - set(loaded)
     if missing:
         raise ValueError(f"{policy.source}: nothing was loaded for {', '.join(sorted(missing))}")
@@ -290,11 +294,10 @@ def _ignored(hf_config: Any) -> re.Pattern[str]:
     return re.compile("|".join([ahead, *(rf".*{re.escape(ending)}" for ending in endings)]))
 
 
-def _check_names(policy: Policy, ignored: re.Pattern[str]) -> None:
-    found = {name for name in huggingface.tensor_names(policy.source) if not ignored.fullmatch(name)}
+def _check_names(policy: Policy, names: set[str], found: set[str]) -> None:
     if policy.model.enable_weight_tying:
         found.discard("lm_head.weight")
-    missing, unknown = policy.hf_names - found, found - policy.hf_names
+    missing, unknown = names - found, found - names
     if missing or unknown:
         raise ValueError(
             f"{policy.source}: the checkpoint does not match its config; "

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,28 +39,31 @@ class PictureReader:
         """How many tokens stand for an image; decodes no more than its header.
 
         Raises:
-            OSError: the image cannot be read.
-            ValueError: it is a data URI that cannot be decoded.
+            OSError, ValueError: the image cannot be read.
         """
-        with _open(source) as image:
+        stored = io.BytesIO(data_uri.decode(source)) if data_uri.is_inline(source) else source
+        with _naming(source), Image.open(stored) as image:
             width, height = image.size
-        patches = self._processor.get_number_of_image_patches(height, width, {})
+            patches = self._processor.get_number_of_image_patches(height, width, {})
         return int(patches) // self._processor.merge_size**2
 
     def read(self, picture: Picture) -> tuple[Float32, Int32]:
         """The patches of an image [patches, values], and how many there are in time, height and width.
 
         Raises:
-            OSError: the image cannot be read.
-            ValueError: it is not the image that was there when the conversation was tokenized, or is a data URI that
-                cannot be decoded.
+            OSError, ValueError: the image cannot be read, or it is not the one that the tokens were made of.
         """
-        with _open(picture.source) as image:
-            upright = ImageOps.exif_transpose(image).convert("RGB")
-        made = self._processor(images=[upright], return_tensors="np")
+        source = picture.source
+        data = data_uri.decode(source) if data_uri.is_inline(source) else Path(source).read_bytes()
+        with _naming(source):
+            if picture.sha256 is not None and hashlib.sha256(data).hexdigest() != picture.sha256:
+                raise ValueError("it has changed since the rollout")
+            made = self._processor(images=[_decoded(data)], return_tensors="np")
         pixels, grid = made["pixel_values"], made["image_grid_thw"][0]
-        if len(pixels) // self._processor.merge_size**2 != picture.end - picture.start:
-            raise ValueError(f"{data_uri.shown(picture.source)}: has changed its size since training began")
+        tokens, wanted = len(pixels) // self._processor.merge_size**2, picture.end - picture.start
+        if tokens != wanted:
+            why = "it has changed, or engines and trainer have different image processors"
+            raise ValueError(f"image {data_uri.shown(source)}: {wanted} tokens stand for it, not {tokens}: {why}")
         return pixels.astype(np.float32), grid.astype(np.int32)
 
 
@@ -72,8 +77,7 @@ def expand(
         sources: its images in order; paths are relative to `directory`.
 
     Raises:
-        OSError: an image cannot be read.
-        ValueError: there are more or fewer placeholders than images, or a data URI cannot be decoded.
+        OSError, ValueError: an image cannot be read, or there are more or fewer placeholders than images.
     """
     places = np.flatnonzero(token_ids == reader.token)
     if len(places) != len(sources):
@@ -90,10 +94,30 @@ def expand(
     return repeated, np.repeat(mask, counts) & (repeated != reader.token), pictures
 
 
-def _open(source: str) -> Image.Image:
-    if not data_uri.is_inline(source):
-        return Image.open(source)
+def _decoded(data: bytes) -> Image.Image:
+    """An image as engines see it. Raises what Pillow raises if it is none."""
+    with Image.open(io.BytesIO(data)) as image:
+        return _on_white(ImageOps.exif_transpose(image))
+
+
+def _on_white(image: Image.Image) -> Image.Image:
+    """In RGB; what is behind a transparent image is white."""
+    if image.mode == "RGB" or not image.has_transparency_data:
+        return image.convert("RGB")
+    image = image.convert("RGBA")
+    opaque = Image.new("RGB", image.size, "white")
+    opaque.paste(image, mask=image.getchannel("A"))
+    return opaque
+
+
+@contextmanager
+def _naming(source: str) -> Iterator[None]:
+    """What goes wrong with an image, with its source. A missing file's error has it already."""
     try:
-        return Image.open(io.BytesIO(data_uri.decode(source)))
-    except UnidentifiedImageError:
-        raise UnidentifiedImageError(f"cannot identify image {data_uri.shown(source)}") from None
+        yield
+    except FileNotFoundError:
+        raise
+    except UnidentifiedImageError as error:  # says which object, not which file
+        raise ValueError(f"image {data_uri.shown(source)}: no image of a known kind") from error
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise ValueError(f"image {data_uri.shown(source)}: {error}") from error

@@ -12,7 +12,7 @@ from torchtitan.distributed import utils as dist_utils
 
 from primeslurm.recipe.training import Optimizer
 from primeslurm.trainer import optimizers
-from primeslurm.trainer.images import read, vision_input
+from primeslurm.trainer.images import Images, read, vision_input
 from primeslurm.trainer.loss import LossFunction, Targets
 from primeslurm.trainer.models.vision import VisionInput
 from primeslurm.trainer.parallel import Policy, micro_batch_rows
@@ -54,7 +54,8 @@ class Learner:
 
         Raises:
             FloatingPointError: the gradient is not finite; the weights are unchanged.
-            OSError, ValueError: an image cannot be read.
+            RankError: an image cannot be read, on any rank.
+            ValueError: there are images, but nothing that reads them.
         """
         tokens = max(1, batch.info.loss_tokens)
         with progress.phase("forward_backward"):
@@ -91,7 +92,13 @@ class Learner:
     def _images(self, rows: Sequence[Row]) -> VisionInput:
         if self._reader is None:
             raise ValueError("the batch has images, but `model.vlm` is not set")
-        images = [read(row, self._reader) for row in rows]
+        images: list[Images | None] = []
+        failure = None
+        try:
+            images = [read(row, self._reader) for row in rows]
+        except (OSError, ValueError) as error:
+            failure = error
+        self._world.agree(failure, "reading images")
         return vision_input(rows, images, self.policy.model.vision, self._world.device)
 
     def _micro_batch(self, row: dict[str, torch.Tensor], images: VisionInput | None) -> Any:

@@ -34,10 +34,12 @@ class Picture(msgspec.Struct, frozen=True):
     """Index of the first of the tokens that stand for it."""
     end: int
     """Index of the token after the last of them."""
+    sha256: str | None = None
+    """Of the encoded image, in hex. None if nobody has read it yet."""
 
     def moved(self, by: int) -> Picture:
         """The same, `by` tokens further on."""
-        return Picture(self.source, self.start + int(by), self.end + int(by))
+        return msgspec.structs.replace(self, start=self.start + int(by), end=self.end + int(by))
 
 
 def whole(pictures: Sequence[Picture], length: int) -> tuple[int, tuple[Picture, ...]]:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import zmq
+    import zmq.asyncio
 
 VARIABLE = "PRIMESLURM_SECRET"
 FILE = "secret"
@@ -85,6 +86,18 @@ def present(socket: zmq.Socket[Any]) -> None:
     """Before `connect`: show the secret."""
     socket.plain_username = _USER
     socket.plain_password = own().encode()
+
+
+async def refused(socket: zmq.asyncio.Socket) -> str:
+    """Wait until a peer refuses the secret, and say where it listens: another run does, and ZMQ does not try again."""
+    import zmq
+    from zmq.utils.monitor import recv_monitor_message
+
+    monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+    try:
+        return (await recv_monitor_message(monitor))["endpoint"].decode()
+    finally:
+        socket.disable_monitor()
 
 
 def demand(socket: zmq.Socket[Any]) -> None:

@@ -1,20 +1,31 @@
-"""An engine of a model that sees images takes a new policy, and rollouts bring what the trainer needs of an image."""
+"""An engine of a model that sees images takes a new policy, and the trainer trains on what that policy saw."""
 
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
+from primeslurm.orchestrator.batches import Batches
 from primeslurm.orchestrator.engines import Policy
 from primeslurm.orchestrator.generate import TokenClient, serving
+from primeslurm.orchestrator.groups import Group
 from primeslurm.orchestrator.jobs import Job
 from primeslurm.orchestrator.worker import Worker
 from primeslurm.recipe import Recipe
+from primeslurm.trainer.loss import from_recipe
+from primeslurm.trainer.parallel import build
 from primeslurm.trainer.pictures import PictureReader
+from primeslurm.trainer.progress import Progress
+from primeslurm.trainer.step import Learner
+from primeslurm.trainer.world import World
 from primeslurm.wire.addresses import AddressBook
+from primeslurm.wire.journal import Journal
 from primeslurm.wire.rollouts import Rollout
 from tests.engine.conftest import tiny_engine
 from tests.support import looking
@@ -29,18 +40,23 @@ PROMPT = [5, 9, 14, 7, 33, 21]
 ROUTER = "router-0"
 
 
-async def look(router: Server, model: Path, images: Path) -> Rollout:
-    """One rollout of the environment with an image."""
-    sys.modules["looking"] = looking
-    recipe = Recipe.model_validate(
+def recipe_of(model: Path, **options: Any) -> Recipe:
+    """RL on the environment with an image."""
+    return Recipe.model_validate(
         {
             "name": "test",
             "seq_len": 256,
-            "model": {"path": str(model), "vlm": {}},
+            "model": {"path": str(model), "vlm": {}, **options},
             "environments": [{"id": "looking"}],
             "orchestrator": {"batch_size": 1, "group_size": 1, "sampling": {"max_tokens": 8}},
         }
     )
+
+
+async def look(router: Server, model: Path, images: Path) -> Rollout:
+    """One rollout of the environment with an image."""
+    sys.modules["looking"] = looking
+    recipe = recipe_of(model)
     worker = Worker(recipe, recipe.environments[0], 0, "inproc://nobody", AddressBook(Path("/nowhere")), images)
     async with serving(worker._env) as clients:
         client = TokenClient(ROUTER, lambda: router.url, str(model), recipe.max_len, 60, images=True)
@@ -50,8 +66,27 @@ async def look(router: Server, model: Path, images: Path) -> Rollout:
     return rollout
 
 
+def train(rollout: Rollout, model: Path, world: World, directory: Path) -> dict[str, float]:
+    """A step on one rollout, and its like with another reward."""
+    recipe = recipe_of(model, dtype="float32")
+    worse = replace(rollout, info=msgspec.structs.replace(rollout.info, reward=rollout.info.reward - 1))
+    batches = Batches(recipe)
+    batches.add(2, [Group("g", "looking", 0, 1, ((rollout,), (worse,)))])
+    batch = batches.get(2, 0, 1)
+    assert batch is not None
+    learner = Learner(
+        build(recipe, world),
+        recipe.trainer.optimizer,
+        recipe.max_steps,
+        from_recipe(recipe.trainer.loss),
+        world,
+        PictureReader(model, image_token(model)),
+    )
+    return learner.train(batch, Progress(Journal(directory, "trainer"), record=False))
+
+
 async def test_after_an_update_text_and_images_are_seen_as_the_trainer_sees_them(
-    zygote, client, open_router, tmp_path: Path
+    zygote, client, open_router, world: World, tmp_path: Path
 ) -> None:
     models = [make_vision_model(tmp_path / f"m{seed}", seed) for seed in (0, 1)]
     policy = Policy(1, str(publish(models[1], tmp_path, 1)))
@@ -77,3 +112,7 @@ async def test_after_an_update_text_and_images_are_seen_as_the_trainer_sees_them
     seen = [0.0, *reference_logprobs(models[1], rollout.token_ids.tolist(), pixels, grid)]
     assert rollout.mask.any()
     np.testing.assert_allclose(rollout.logprobs[rollout.mask], np.array(seen)[rollout.mask], atol=1e-4)
+
+    metrics = train(rollout, models[1], world, tmp_path)
+    assert metrics["tokens"] == 2 * rollout.mask.sum() and metrics["on_policy_fraction"] == 1
+    assert metrics["mismatch_kl"] < 1e-8 and metrics["grad_norm"] > 0

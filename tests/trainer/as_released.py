@@ -1,8 +1,9 @@
-"""Turning checkpoints into such as are released: in block-scale FP8."""
+"""Turning checkpoints into such as are released: in block-scale FP8, or with stacked experts."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -66,3 +67,21 @@ def assert_stored_alike(found: dict[str, torch.Tensor], expected: dict[str, torc
             torch.testing.assert_close(found[name], tensor, rtol=2**-23, atol=0, msg=name)
         else:
             assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
+
+
+def stack_experts(directory: Path) -> dict[str, torch.Tensor]:
+    """Store each layer's experts as two stacks instead of one by one. Returns the tensors as they were."""
+    before = tensors(directory)
+    experts: dict[str, dict[tuple[int, str], torch.Tensor]] = {}
+    stored = {}
+    for name, tensor in before.items():
+        if match := re.fullmatch(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", name):
+            experts.setdefault(match[1], {})[int(match[2]), match[3]] = tensor
+        else:
+            stored[name] = tensor
+    for module, parts in experts.items():
+        numbers = range(len(parts) // 3)
+        stored[f"{module}.gate_up_proj"] = torch.stack([torch.cat([parts[i, "gate"], parts[i, "up"]]) for i in numbers])
+        stored[f"{module}.down_proj"] = torch.stack([parts[i, "down"] for i in numbers])
+    save_file(stored, directory / "model.safetensors", metadata={"format": "pt"})
+    return before

@@ -1,18 +1,55 @@
-"""Packed rows of random text with random images in it."""
+"""Models that see, and packed rows of random text with random images in it."""
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
+from transformers import AutoTokenizer
 
 from primeslurm.trainer.images import Images
 from primeslurm.wire.rollouts import Row
 from tests.trainer.conftest import SEQ_LEN
-from tests.trainer.families import IMAGES
+from tests.trainer.families import CASES, IMAGES, Case, write
 
+START, IMAGE, END = "<|reserved_23|>", "<|reserved_21|>", "<|reserved_24|>"
+"""The tokens of IMAGES as the tiny tokenizer spells them."""
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
+    f"{{% if part.type == 'image' %}}{START}{IMAGE}{END}{{% else %}}{{{{ part.text }}}}{{% endif %}}"
+    "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 MERGE, PATCH_VALUES = 2, 3 * 2 * 4 * 4
+PROCESSOR = {
+    "image_processor_type": "Qwen2VLImageProcessorFast",
+    "patch_size": 4,
+    "temporal_patch_size": 2,
+    "merge_size": MERGE,
+    "size": {"shortest_edge": 64, "longest_edge": 1024},
+    "image_mean": [0.5] * 3,
+    "image_std": [0.5] * 3,
+}
 Grid = tuple[int, int]
 DOCUMENTS: tuple[tuple[Grid, ...], ...] = (((4, 6), (2, 2)), (), ((6, 4),))
 """Patches in height and width of the images of each document: two, none and one."""
+
+
+def case_of(name: str) -> Case:
+    """The case of `families.CASES` of this name."""
+    return next(case for case in CASES if case.name == name)
+
+
+def write_seeing(name: str, directory: Path) -> Path:
+    """A checkpoint of a case with what reads its images and renders its conversations."""
+    path = write(case_of(name), directory)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(path)
+    (path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    return path
 
 
 def document(grids: tuple[Grid, ...], seed: int) -> tuple[np.ndarray, Images]:

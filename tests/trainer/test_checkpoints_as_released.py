@@ -21,7 +21,7 @@ from primeslurm.trainer.publish import Publisher
 from primeslurm.trainer.step import Learner
 from primeslurm.trainer.world import World
 from primeslurm.wire import checkpoints, weights
-from tests.trainer.as_released import FP8, assert_stored_alike, change_config, tensors, to_fp8
+from tests.trainer.as_released import FP8, assert_stored_alike, change_config, stack_experts, tensors, to_fp8
 from tests.trainer.conftest import SEQ_LEN, make_batch, make_progress, make_recipe
 from tests.trainer.families import CASES, Case, write
 
@@ -56,6 +56,16 @@ def _wider(config: Any) -> Any:
     text.intermediate_size = 200
     text.moe_intermediate_size = 144
     return config
+
+
+def test_stacked_experts_load_and_leave_one_by_one(world: World, tmp_path: Path) -> None:
+    source = write(BY_NAME["qwen3_5_moe"], tmp_path)
+    before = stack_experts(source)
+    assert len(tensors(source)) < len(before)
+    found = exported(build(make_recipe(source), world))
+    assert set(found) == set(before)
+    for name, tensor in before.items():
+        assert torch.equal(found[name], tensor), name
 
 
 def test_a_policy_from_fp8_is_published_as_not_quantised(world: World, tmp_path: Path) -> None:

@@ -140,6 +140,34 @@ def test_the_adapter_is_saved_in_pefts_format(moe_model: Path, world: World, tmp
             assert torch.equal(merged[name], weight), name
 
 
+@pytest.mark.parametrize("name", ["qwen3_vl_moe", "qwen3_5_moe"])
+def test_experts_that_checkpoints_stack_have_stacked_adapters(name: str, world: World, tmp_path: Path) -> None:
+    case = next(case for case in CASES if case.name == name)
+    model = write(case, tmp_path / "model")
+    learner = learner_of(recipe_of(model, save_adapter=True), world)
+    train(learner, tmp_path, 1)
+    directory = Publisher(learner.policy, tmp_path, Encoding(torch.float32), 1, world).publish(1)
+    config = json.loads((directory / "adapter" / "adapter_config.json").read_text())
+    assert config["target_parameters"] == ["experts.gate_up_proj", "experts.down_proj"]
+    assert "o_proj" in config["target_modules"] and not {"experts", "base_layer"} & set(config["target_modules"])
+    adapter = load_file(directory / "adapter" / "adapter_model.safetensors")
+    # transformers has experts stacked, [experts, out, in]
+    base, merged = (reference_of(case).from_pretrained(d, dtype=torch.float32).state_dict() for d in (model, directory))
+    for layer in (0, 1):
+        experts = f"model.language_model.layers.{layer}.mlp.experts"
+        for weight, module in (("gate_up_proj", f"{experts}.base_layer"), ("down_proj", experts)):
+            a, b = (adapter.pop(f"base_model.model.{module}.lora_{factor}.weight") for factor in "AB")
+            rank = config["rank_pattern"].get(f"experts.{weight}", config["r"])
+            alpha = config["alpha_pattern"].get(f"experts.{weight}", config["lora_alpha"])
+            assert (a.shape[0], b.shape[1]) == (8 * rank, 8 * rank)
+            pairs = b.unflatten(1, (rank, 8)), a.unflatten(0, (8, rank))
+            change = torch.einsum("ore,eri->eoi", *pairs) * alpha / rank
+            weights_before, weights_after = (state[f"{experts}.{weight}"] for state in (base, merged))
+            torch.testing.assert_close(weights_after, weights_before + change, atol=1e-6, rtol=1e-5)
+            assert change.flatten(1).any(1).all(), "every expert has learned"
+    assert not [name for name in adapter if ".experts." in name]
+
+
 def test_only_named_targets_get_an_adapter(moe_model: Path, world: World) -> None:
     adapted = {
         name for name in build(recipe_of(moe_model, targets=["o_proj"]), world).model.state_dict() if "lora" in name

@@ -23,39 +23,17 @@ from primeslurm.trainer.pictures import PictureReader
 from primeslurm.trainer.world import World
 from primeslurm.wire.rollouts import Batch
 from tests.trainer.conftest import SEQ_LEN, make_recipe
-from tests.trainer.families import CASES, IMAGES, write
+from tests.trainer.families import IMAGES
+from tests.trainer.pictures import END, IMAGE, START, write_seeing
 from tests.trainer.test_sft import final_weights, sft_recipe, train
 
-START, IMAGE, END = "<|reserved_23|>", "<|reserved_21|>", "<|reserved_24|>"
-"""The tokens of IMAGES as the tiny tokenizer spells them."""
-TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
-    "{% if message.content is string %}{{ message.content }}{% else %}{% for part in message.content %}"
-    f"{{% if part.type == 'image' %}}{START}{IMAGE}{END}{{% else %}}{{{{ part.text }}}}{{% endif %}}"
-    "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 COLOURS = {"r": (250, 30, 20), "b": (20, 30, 250)}
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Qwen3-VL directory."""
-    path = write(next(case for case in CASES if case.name == "qwen3_vl"), tmp_path_factory.mktemp("qwen3_vl"))
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(path)
-    settings = {
-        "image_processor_type": "Qwen2VLImageProcessorFast",
-        "patch_size": 4,
-        "temporal_patch_size": 2,
-        "merge_size": 2,
-        "size": {"shortest_edge": 64, "longest_edge": 1024},
-        "image_mean": [0.5] * 3,
-        "image_std": [0.5] * 3,
-    }
-    (path / "preprocessor_config.json").write_text(json.dumps(settings))
-    return path
+    return write_seeing("qwen3_vl", tmp_path_factory.mktemp("qwen3_vl"))
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +113,7 @@ def test_what_has_nothing_left_to_train_is_left_out(model: Path, reader: Picture
         (conversation("x", "r.png"), False, "model.vlm"),
         (conversation("x", "absent.png"), True, "absent.png"),
         (conversation("x", "data:image/png;base64,***"), True, r"png;base64,\*\*\*: an image is no base64"),
-        (conversation("x", "data:image/png;base64,AAAA"), True, "cannot identify image data:image/png;base64,AAAA"),
+        (conversation("x", "data:image/png;base64,AAAA"), True, "image data:image/png;base64,AAAA: no image"),
         (conversation("x" + IMAGE, "r.png"), True, "1 images, but the chat template renders placeholders for 2"),
         ({"messages": [{"role": "user", "content": [{"type": "video", "video": "v"}]}]}, True, "'video'"),
     ],

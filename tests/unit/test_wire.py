@@ -159,6 +159,16 @@ def test_tensors_for_tokens_further_ahead_are_layers_after_the_last_or_a_module_
     assert [name for name in names if weights.layers_ahead(61, 0).fullmatch(name)] == [draft]
 
 
+def test_what_a_model_stacks_may_come_expert_by_expert() -> None:
+    gate_up, down = (f"model.layers.3.mlp.experts.{part}_proj" for part in ("gate_up", "down"))
+    one = {f"model.layers.3.mlp.experts.0.{part}_proj.weight" for part in ("gate", "up", "down")}
+    assert weights.absent({gate_up, down, "x"}, {*one, "x"}) == set()
+    assert weights.absent({gate_up, down, "x"}, {gate_up, down}) == {"x"}
+    for name in one:
+        assert weights.absent({gate_up, down}, one - {name}) == {down if "down" in name else gate_up}
+    assert weights.absent(one, {gate_up, down}) == one, "only a model's own stacks are known to be read"
+
+
 def test_versions_that_are_needed_are_never_pruned(tmp_path: Path) -> None:
     for version in range(1, 7):
         publish(tmp_path, version)

@@ -30,6 +30,7 @@ from primeslurm.trainer.models.delta_net import DeltaNet
 from primeslurm.trainer.models.experts import routed, spread
 from primeslurm.trainer.models.names import renamed
 from primeslurm.trainer.models.rotary import Rotary, rotary
+from primeslurm.trainer.models.stacked import StackedAdapter
 
 
 class OffsetNorm(Module):
@@ -171,10 +172,21 @@ class Adapter(TableAdapter):
     }
 
 
-class WholeAdapter(vision.SeeingAdapter):
-    """Names of checkpoints with a vision encoder."""
+_WHOLE = renamed(Adapter.names, {"model.": "model.language_model."})
 
-    names = renamed(Adapter.names, {"model.": "model.language_model."})
+
+class WholeStackedAdapter(StackedAdapter):
+    """Names of mixtures of experts with a vision encoder as they are released in bfloat16."""
+
+    names = {hf: ours for hf, ours in _WHOLE.items() if ".experts." not in hf}
+    experts = "model.language_model.layers.{}.mlp.experts"
+
+
+class WholeAdapter(vision.SeeingAdapter):
+    """Names of checkpoints with a vision encoder, experts one by one."""
+
+    names = _WHOLE
+    stacked = WholeStackedAdapter
 
 
 def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:

@@ -1,0 +1,40 @@
+"""The worker's end of the job protocol, at an address where another run's orchestrator listens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+import zmq
+
+from primeslurm.orchestrator.job_runner import JobRunner
+from primeslurm.orchestrator.jobs import Job
+from primeslurm.wire import secret
+from primeslurm.wire.rollouts import Rollout
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    """Where somebody listens who asks for this process's secret."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as server:
+        server.linger = 0
+        secret.demand(server)
+        yield f"tcp://127.0.0.1:{server.bind_to_random_port('tcp://127.0.0.1')}"
+        secret._authenticators.pop(context.underlying).stop()
+
+
+async def rollout(job: Job) -> tuple[Rollout, ...]:
+    raise AssertionError("nobody sends jobs")
+
+
+async def test_a_worker_that_is_refused_ends(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would wait for ever: ZMQ does not connect again to who has refused it."""
+    monkeypatch.setattr(secret, "own", lambda: "that of another run")
+    with pytest.raises(secret.SecretError, match=f"{address}: another run listens there"):
+        await asyncio.wait_for(JobRunner("e", 0, address, rollout).serve(), 20)
+
+
+async def test_a_worker_that_is_let_in_serves_until_it_is_cancelled(address: str) -> None:
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(JobRunner("e", 0, address, rollout).serve(), 0.5)
