@@ -50,14 +50,18 @@ def load_selection_bias() -> None:
 
     @functools.wraps(original)
     def load_weights(self: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[str]:
-        others: list[tuple[str, torch.Tensor]] = []
-        for name, tensor in weights:
-            if name == SELECTION_BIAS and self.e_score_correction_bias is not None:
-                default_weight_loader(self.e_score_correction_bias, tensor)
-                yield name
-            else:
-                others.append((name, tensor))
-        yield from original(self, others)
+        taken: list[str] = []
+
+        def others() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in weights:
+                if name == SELECTION_BIAS and self.e_score_correction_bias is not None:
+                    default_weight_loader(self.e_score_correction_bias, tensor)
+                    taken.append(name)
+                else:
+                    yield name, tensor
+
+        yield from original(self, others())
+        yield from taken
 
     RoutedExperts.load_weights = load_weights
 
