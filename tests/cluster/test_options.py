@@ -15,7 +15,6 @@ import pytest
 from primeslurm.plan.model import Plan
 from primeslurm.slurm.client import SlurmClient
 from primeslurm.slurm.cluster import Cluster
-from primeslurm.slurm.options import output_pattern
 from primeslurm.slurm.render import render
 from tests.support.slurm_plans import group, plan
 
@@ -98,7 +97,7 @@ def test_every_option_is_accepted_and_arrives(sbatch: Sbatch, run_dir: Path, clu
     control, train = sbatch.show(sbatch(given))
     for row in (control, train):
         assert (row["time_limit"], row["time_minimum"], row["nice"]) == (60, 30, 7)
-        assert row["standard_output"] == output_pattern(given)
+        assert row["standard_output"] == f"{given.run_dir}/slurm-%j.out"
         assert row["requeue"] is True
         assert row["wckey"] == "x y"
         assert row["comment"] == "a b"

@@ -92,7 +92,7 @@ def test_a_het_job_requeues_itself(cluster: Cluster, run_dir: Path) -> None:
 def test_usr2_requeues_a_single_job(cluster: Cluster, run_dir: Path) -> None:
     job_id = start(cluster, make(run_dir, group(0, "all", 2, gpus=2)), requeue_itself=False)
     wait(lambda: len(said(run_dir, "start")) == 2)
-    warn(cluster, job_id)
+    warn(cluster.spec.slurm_conf, job_id)
     job = wait_for_end(cluster, job_id)
     assert (job.state, job.restarts) == ("COMPLETED", 1)
     assert sorted(note["rank"] for note in said(run_dir, "USR2")) == [0, 1]

@@ -11,6 +11,7 @@ import pytest
 from primeslurm.node.shared_memory import mapped_by, names_of
 from primeslurm.run.records import rows
 from primeslurm.wire import checkpoints
+from tests.support.faults import warn
 from tests.support.runs import Demo, check_learning, events_of, process, trained_steps
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.engine, pytest.mark.timeout(1500)]
@@ -62,7 +63,7 @@ def test_a_killed_trainer_and_a_preemption_resume_at_the_last_commit(demo: Demo)
     assert committed is not None and committed >= 5
 
     status = demo.wait(run, lambda status: (status["metrics"].get("step") or 0) >= committed + 3)
-    demo.slurm.signal(status["job_id"], "USR2")
+    warn(demo.slurm_conf, status["job_id"])
     demo.wait(run, lambda status: status["attempt"] == 3)
     preempted = run.attempt(2).end()
     assert preempted is not None and preempted.outcome == "preempted"

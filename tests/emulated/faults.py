@@ -178,7 +178,7 @@ def _kill_for_good(name: str) -> Callable[[Deployment], Seen]:
 def _preempt(deployment: Deployment) -> Seen:
     seen, job = _next_attempt(deployment), deployment.run.latest().job()
     assert job is not None
-    warn(deployment.cluster, job.job_id)
+    warn(deployment.cluster.spec.slurm_conf, job.job_id)
     return seen
 
 

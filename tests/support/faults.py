@@ -27,7 +27,7 @@ def kill_node(cluster: Cluster, name: str) -> None:
         process.send(signal.SIGSTOP)
     for process in processes:
         process.send(signal.SIGKILL)
-    _slurm(cluster, "scontrol", "update", f"nodename={name}", "state=down", "reason=lost power")
+    _slurm(cluster.spec.slurm_conf, "scontrol", "update", f"nodename={name}", "state=down", "reason=lost power")
 
 
 def revive_node(cluster: Cluster, name: str) -> None:
@@ -45,18 +45,18 @@ def revive_controller(cluster: Cluster) -> None:
     _revive(cluster, "slurmctld", "slurmctld")
 
 
-def warn(cluster: Cluster, job_id: str) -> None:
+def warn(slurm_conf: Path, job_id: str) -> None:
     """USR2 to every task of a job, not to its batch script, as before a time limit or preemption."""
-    _slurm(cluster, "scancel", "--signal=USR2", job_id)
+    _slurm(slurm_conf, "scancel", "--signal=USR2", job_id)
 
 
-def _slurm(cluster: Cluster, *argv: str) -> None:
-    subprocess.run(argv, env={**os.environ, "SLURM_CONF": str(cluster.spec.slurm_conf)}, check=True)
+def _slurm(slurm_conf: Path, *argv: str) -> None:
+    subprocess.run(argv, env={**os.environ, "SLURM_CONF": str(slurm_conf)}, check=True)
 
 
 def _revive(cluster: Cluster, name: str, *argv: str) -> None:
     pid_file = cluster.spec.directory / "pid" / name
-    _slurm(cluster, *argv, "-f", str(cluster.spec.slurm_conf))
+    _slurm(cluster.spec.slurm_conf, *argv, "-f", str(cluster.spec.slurm_conf))
     deadline = time.monotonic() + 10
     while (started := Process.of(name, int(pid_file.read_text() or 0))) is None:
         assert time.monotonic() < deadline

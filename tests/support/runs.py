@@ -24,7 +24,8 @@ class Demo:
     def __init__(self, root: Path, directory: Path) -> None:
         self.root, self.directory, self.runs = root, directory, directory / "runs"
         self.site = directory / "c" / "site.yaml"
-        self.slurm = SlurmClient(str(directory / "c" / "slurm.conf"))
+        self.slurm_conf = directory / "c" / "slurm.conf"
+        self.slurm = SlurmClient(str(self.slurm_conf))
 
     def command(self, *args: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
         """`primeslurm ARGS` at the root of the checkout."""
