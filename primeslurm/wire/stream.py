@@ -29,6 +29,9 @@ from primeslurm.wire.messages import Catalogue, Experts, Named, buffer, outgoing
 
 _PREFIX = "primeslurm/weights"
 _POLL_S = 0.0005
+ARRIVE_S = 120.0
+"""Longest wait for everybody to come. An engine that is killed after it got its place cannot say so, and trainer and
+other engines stand still meanwhile; one that lives comes within the seconds that it takes to pause."""
 _LOOK_S = 1.0
 """How often a wait looks whether somebody else has failed."""
 
@@ -94,7 +97,8 @@ class Channel:
         self._store.set(f"experts/{rank}", msgspec.msgpack.encode(experts))
         with _waiting_for(f"{session.size} ranks"):
             # Everybody is there before anybody connects: NCCL's own rendezvous has no time-out.
-            self._store.wait([f"experts/{other}" for other in range(session.size)], self._timeout)
+            arriving = min(self._timeout, timedelta(seconds=ARRIVE_S))
+            self._store.wait([f"experts/{other}" for other in range(session.size)], arriving)
             self._group = _group(self._store, rank, session.size, device, self._timeout)
 
     def experts(self, receiver: int) -> Experts:

@@ -124,6 +124,14 @@ def test_a_rank_that_never_comes_is_not_waited_for_longer_than_said(address: str
         Channel(Session("alone", senders=1, size=2), 0, Store(address, 10), CPU, 0.5)
 
 
+def test_a_rank_that_was_killed_before_it_came_does_not_stop_the_others_for_long(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("primeslurm.wire.stream.ARRIVE_S", 0.5)
+    with pytest.raises(StreamError, match="waiting for 2 ranks"):
+        Channel(Session("killed", senders=1, size=2), 0, Store(address, 10), CPU, 600)
+
+
 def test_a_trainer_that_is_not_there_is_named() -> None:
     with pytest.raises(StreamError, match=r"127\.0\.0\.1:1:"):
         Store("127.0.0.1:1", 0.5)
