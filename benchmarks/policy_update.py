@@ -34,7 +34,7 @@ from primeslurm.orchestrator.engines import EngineClient, Policy
 from primeslurm.plan.commands import Device
 from primeslurm.recipe import Recipe
 from primeslurm.trainer import parallel
-from primeslurm.trainer.encoding import Encoding
+from primeslurm.trainer.encoding import published
 from primeslurm.trainer.interrupt import SIGNAL, Interrupt
 from primeslurm.trainer.sender import Sender
 from primeslurm.trainer.world import World, join
@@ -93,8 +93,7 @@ async def updates(server: Server, asked: Recipe, policy: parallel.Policy, world:
 
     address = f"tcp://127.0.0.1:{free_port()}"
     serving = asyncio.create_task(OrchestratorLink(address, handle).serve())
-    encoding = Encoding(policy.dtype, asked.inference.quantization == "fp8")
-    sender = Sender(policy, encoding, TrainerLink(address), world, TIMEOUT_S)
+    sender = Sender(policy, published(asked, frozenset()), TrainerLink(address), world, TIMEOUT_S)
     client = EngineClient(lambda: server.url, asked.model.path, delivery.place)
     await client.apply(Policy(0, asked.model.path), TIMEOUT_S)  # it serves nobody before
     before, rows = await asyncio.to_thread(difference, server, policy), []

@@ -35,8 +35,6 @@ class Sender:
         self._timeout_s = timeout_s
         self.seconds = 0.0
         """How long the last session that succeeded took."""
-        self.connecting = 0.0
-        """How much of it before everybody was connected."""
         self._store: Store | None = None
         self._catalogue: Catalogue = []
 
@@ -90,9 +88,9 @@ class Sender:
         if sent.failure is None:
             channel.close()
         if well:
-            self.seconds, self.connecting = time.monotonic() - begun, connecting
+            self.seconds = time.monotonic() - begun
         if well and self._world.is_main:
-            workers, took = session.size - session.senders, (self.seconds, self.connecting)
+            workers, took = session.size - session.senders, (self.seconds, connecting)
             log.info("v%d: sent to %d workers in %.2f s, of which %.2f s to connect", version, workers, *took)
         return well
 

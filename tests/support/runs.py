@@ -13,7 +13,6 @@ from typing import Any
 
 from primeslurm.run.directory import RunDirectory
 from primeslurm.run.records import events, rows
-from primeslurm.slurm.client import SlurmClient
 
 Status = dict[str, Any]
 
@@ -25,7 +24,6 @@ class Demo:
         self.root, self.directory, self.runs = root, directory, directory / "runs"
         self.site = directory / "c" / "site.yaml"
         self.slurm_conf = directory / "c" / "slurm.conf"
-        self.slurm = SlurmClient(str(self.slurm_conf))
 
     def command(self, *args: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
         """`primeslurm ARGS` at the root of the checkout."""
