@@ -51,6 +51,7 @@ class JobRunner:
         self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         secret.present(self._socket)
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._refusals = secret.refusals(self._socket)
         self._socket.connect(address)
 
     async def serve(self) -> None:
@@ -60,7 +61,7 @@ class JobRunner:
             SecretError: another run listens at the orchestrator's address. Started again, the worker finds its own
                 there, or the run starts again with other ports.
         """
-        parts = [asyncio.create_task(part) for part in (self._beat(), self._listen(), secret.refused(self._socket))]
+        parts = [asyncio.create_task(part) for part in (self._beat(), self._listen(), secret.refused(self._refusals))]
         try:
             await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
             if parts[-1].done():
@@ -73,6 +74,7 @@ class JobRunner:
             for task in self._jobs.values():
                 task.cancel()
             await asyncio.gather(*self._jobs.values(), return_exceptions=True)
+            self._socket.disable_monitor()
             self._socket.close()
 
     async def _listen(self) -> None:

@@ -88,16 +88,18 @@ def present(socket: zmq.Socket[Any]) -> None:
     socket.plain_password = own().encode()
 
 
-async def refused(socket: zmq.asyncio.Socket) -> str:
-    """Wait until a peer refuses the secret, and say where it listens: another run does, and ZMQ does not try again."""
+def refusals(socket: zmq.asyncio.Socket) -> zmq.asyncio.Socket:
+    """Before `connect`, or the first one may be missed: where `refused` hears of peers that refuse the secret."""
     import zmq
+
+    return socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+
+
+async def refused(refusals: zmq.asyncio.Socket) -> str:
+    """Wait until a peer refuses the secret, and say where it listens: another run does, and ZMQ does not try again."""
     from zmq.utils.monitor import recv_monitor_message
 
-    monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
-    try:
-        return (await recv_monitor_message(monitor))["endpoint"].decode()
-    finally:
-        socket.disable_monitor()
+    return (await recv_monitor_message(refusals))["endpoint"].decode()
 
 
 def demand(socket: zmq.Socket[Any]) -> None:

@@ -31,8 +31,10 @@ async def rollout(job: Job) -> tuple[Rollout, ...]:
 async def test_a_worker_that_is_refused_ends(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would wait for ever: ZMQ does not connect again to who has refused it."""
     monkeypatch.setattr(secret, "own", lambda: "that of another run")
+    worker = JobRunner("e", 0, address, rollout)
+    await asyncio.sleep(0.5)  # refused before it serves
     with pytest.raises(secret.SecretError, match=f"{address}: another run listens there"):
-        await asyncio.wait_for(JobRunner("e", 0, address, rollout).serve(), 20)
+        await asyncio.wait_for(worker.serve(), 20)
 
 
 async def test_a_worker_that_is_let_in_serves_until_it_is_cancelled(address: str) -> None:
