@@ -9,7 +9,7 @@ from pathlib import Path
 
 from primeslurm.node.child import Child
 from primeslurm.node.health import Probe, Target
-from primeslurm.node.network import free_port
+from primeslurm.node.network import Ports
 from primeslurm.node.outfit import Outfit
 from primeslurm.node.reports import FleetView, ProcessReport
 from primeslurm.node.resolve import resolve
@@ -54,7 +54,11 @@ class Crew:
         self.supervised = {process.name: Supervision(process) for process in node.processes}
         self.children: dict[str, Child] = {}
         self.probes: dict[str, Probe] = {}
-        self.ports = self._claim_ports()
+        self._claims = Ports(address)
+        self.ports = {
+            process.name: {name: self._claims.claim(preferred) for name, preferred in process.ports.items()}
+            for process in node.processes
+        }
         self._outfit = Outfit(plan, node, address, values)
         self._outfit.make_scratch()
         self._secrets = _secrets(plan)
@@ -145,6 +149,7 @@ class Crew:
         self._clear(self.children)
         self._shared_memory.unlink_within(UNLINK_S)
         self._outfit.remove_scratch()
+        self._claims.release()
 
     def reports(self) -> dict[str, ProcessReport]:
         """State of every process."""
@@ -164,17 +169,6 @@ class Crew:
             reason=supervision.reason,
             generation=supervision.generation,
         )
-
-    def _claim_ports(self) -> dict[str, dict[str, int]]:
-        taken: set[int] = set()
-        claimed: dict[str, dict[str, int]] = {}
-        for process in self.node.processes:
-            claimed[process.name] = {}
-            for name, preferred in process.ports.items():
-                port = free_port(self.address, preferred, taken)
-                taken.add(port)
-                claimed[process.name][name] = port
-        return claimed
 
     def _kill(self, name: str) -> None:
         if child := self.children.get(name):

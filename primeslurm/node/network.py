@@ -6,7 +6,7 @@ import fcntl
 import os
 import socket
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 _SIOCGIFADDR = 0x8915
 _SEARCH = 200
@@ -54,19 +54,43 @@ def interface_address(interface: str) -> str:
     return socket.inet_ntoa(packed[20:24])
 
 
-def free_port(address: str, preferred: int, taken: Iterable[int]) -> int:
-    """The first port from `preferred` on that is not `taken` and can be bound on `address` and on all addresses.
+class Ports:
+    """Ports of one address that this process claims for servers that will listen there later.
 
-    Raises:
-        NetworkError: none of the next ports is free.
+    A claim is a Unix socket with an abstract name, which the kernel gives back when the process ends: runs that share a
+    node and start at the same time see each other's.
     """
-    busy = set(taken)
-    for port in range(preferred, preferred + _SEARCH):
-        if port in busy:
-            continue
-        if can_bind(address, port) and can_bind("", port):
-            return port
-    raise NetworkError(f"no free port on {address} from {preferred} to {preferred + _SEARCH - 1}")
+
+    def __init__(self, address: str) -> None:
+        self._address = address
+        self._claims: list[socket.socket] = []
+
+    def claim(self, preferred: int) -> int:
+        """The first port from `preferred` on that nobody has claimed and that is free on this and on all addresses.
+
+        Raises:
+            NetworkError: none of the next ports is free.
+        """
+        for port in range(preferred, preferred + _SEARCH):
+            if can_bind(self._address, port) and can_bind("", port) and self._claimed(port):
+                return port
+        raise NetworkError(f"no free port on {self._address} from {preferred} to {preferred + _SEARCH - 1}")
+
+    def release(self) -> None:
+        """Give all back."""
+        for claim in self._claims:
+            claim.close()
+        self._claims.clear()
+
+    def _claimed(self, port: int) -> bool:
+        claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            claim.bind(f"\0primeslurm {self._address}:{port}")
+        except OSError:
+            claim.close()
+            return False
+        self._claims.append(claim)
+        return True
 
 
 def can_bind(address: str, port: int) -> bool:
