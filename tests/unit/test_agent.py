@@ -28,8 +28,9 @@ IGNORES_TERM = python("import signal, time; signal.signal(signal.SIGTERM, signal
 TRAINER = python(
     "import signal, sys, time\n"
     f"signal.signal(signal.SIGUSR1, lambda *a: (open(sys.argv[1], 'w').close(), sys.exit({exits.CHECKPOINTED})))\n"
-    "time.sleep(600)",
+    "open(sys.argv[2], 'w').close(); time.sleep(600)",
     "${attempt_dir}/checkpointed",
+    "${attempt_dir}/listens",
 )
 
 
@@ -180,7 +181,7 @@ def test_preemption_lets_trainers_checkpoint_first(start: Callable[..., Running]
     running = start((process("orchestrator", 0, SLEEP, role="orchestrator"),), (trainer,))
     running.wait_state("orchestrator", "ready")
     running.wait_state("trainer-rank-0", "ready")
-    time.sleep(0.5)  # the trainer's interpreter installs its handler
+    running.wait((running.attempt.path / "listens").exists)
     running.head.end(Ending(Outcome.PREEMPTED, "USR2"))
     running.join()
     assert (running.attempt.path / "checkpointed").exists()
@@ -239,19 +240,20 @@ def test_nodes_stop_when_the_head_is_gone(start: Callable[..., Running], monkeyp
 
 def server(name: str, node: int, port: int, *uses: str, **options: object) -> Process:
     argv = python(SERVER, "${host}", "${port:http}", *(f"${{addr:{other}:http}}" for other in uses))
-    options = {"ports": {"http": port}, "health": Health(port="http", path="/x", hang_timeout_s=3), **options}
+    options = {"ports": {"http": port}, "health": Health(port="http", path="/x"), **options}
     return process(name, node, argv, **options)
 
 
 def test_a_server_that_hangs_is_restarted(start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("primeslurm.node.health.TIMEOUT_S", 0.5)
-    running = start((server("server", 0, 21000),))
+    hangs = Health(port="http", path="/x", hang_timeout_s=3)
+    running = start((server("server", 0, 21000, health=hangs),))
     pid = int(str(running.wait_state("server", "ready")["pid"]))
     os.kill(pid, signal.SIGSTOP)
-    running.wait(lambda: running.report("server").get("restarts") == 1)
-    assert running.wait_state("server", "ready")["pid"] != pid
-    exited = running.events("exited")
-    assert [(event["code"], event["reason"][:20]) for event in exited] == [(-9, "gave no answer for 3")]
+    running.wait(lambda: running.report("server").get("pid") not in (pid, None))
+    running.wait_state("server", "ready")
+    first = running.events("exited")[0]
+    assert first["code"] == -9 and first["reason"].startswith("gave no answer for ")
 
 
 def test_a_unit_is_restarted_as_one(start: Callable[..., Running]) -> None:

@@ -53,6 +53,7 @@ def heartbeat(run: RunDirectory, process: dict[str, object]) -> None:
     [
         ("PENDING (Resources)", "pending", "PENDING (Resources)"),
         ("RUNNING", "starting", ""),
+        ("COMPLETING", "ending", "job COMPLETING"),
         ("NODE_FAIL", "failed", "job NODE_FAIL"),
         (None, "lost", "no sign of life, and no such job"),
     ],
