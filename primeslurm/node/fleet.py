@@ -77,6 +77,12 @@ class Fleet:
             if (name := self._name(rank)) in exits:
                 self._lose(rank, f"no agent could be started: {exits[name]}", now)
 
+    def held_up(self, seconds: float) -> None:
+        """Take in that the head itself was held up: for so long nobody could have been heard of."""
+        self.seen_at = {rank: at + seconds for rank, at in self.seen_at.items()}
+        self._died_at = {unit: at + seconds for unit, at in self._died_at.items()}
+        self.progress_at += seconds if self.progress_at else 0.0
+
     @property
     def unheard(self) -> list[int]:
         """Ranks whose agents have not reported yet."""

@@ -238,6 +238,29 @@ def test_nodes_stop_when_the_head_is_gone(start: Callable[..., Running], monkeyp
     assert running.agents[1].ending == Ending(Outcome.FAILED, "the head has been silent for 1 s", "head")
 
 
+def test_who_was_held_up_itself_holds_nobody_for_silent(tmp_path: Path) -> None:
+    """A machine that stood still for long goes on with any of its processes first."""
+    plan = plan_of(tmp_path / "run", (process("a", 0, SLEEP),), (process("b", 1, SLEEP),), node_silent_s=90)
+    attempt = RunDirectory(tmp_path / "run").attempt(1)
+    attempt.prepare(plan)
+    agents = [NodeAgent(plan, rank, attempt, "test-id", plan.python) for rank in (0, 1)]
+    head, now = Head(agents[0], RunDirectory(tmp_path / "run")), time.time()
+    for agent in agents:
+        agent.preflight._done = True
+        agent._heartbeat(now, ended=False)
+    head.tick(now)
+    assert head.fleet.seats.generation
+    agents[1]._read_head(now)
+    for seconds in range(1000, 1080):
+        head.tick(now + seconds)
+        assert head.ending is None
+    agents[1].tick(now + 1000)
+    assert agents[1].ending is None
+    for seconds in range(1080, 1100):
+        head.tick(now + seconds)
+    assert head.ending is not None and "silent for 91 s" in head.ending.reason
+
+
 def server(name: str, node: int, port: int, *uses: str, **options: object) -> Process:
     argv = python(SERVER, "${host}", "${port:http}", *(f"${{addr:{other}:http}}" for other in uses))
     options = {"ports": {"http": port}, "health": Health(port="http", path="/x"), **options}
