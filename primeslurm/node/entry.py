@@ -91,7 +91,7 @@ class AgentTask:
         return DelayedSubmission(AgentTask(self.run_dir, self.first_attempt, self.restarts + 1))
 
     def _concluded(self, head: Head) -> bool:
-        """Put the end on record, unless it is: a warning of Slurm may come when the attempt has just ended by itself."""
+        """Put the end on record, once: a warning of Slurm may come when the attempt has just ended by itself."""
         if self._requeue is None:
             self._requeue = head.conclude()
         return self._requeue

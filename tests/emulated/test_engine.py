@@ -161,7 +161,7 @@ async def test_a_client_that_goes_away_as_its_answer_is_ready_does_no_harm(
 ) -> None:
     """Both are seen at once by a process that got no time meanwhile; which one first differs by turns of its loop."""
     monkeypatch.setattr("primeslurm.emulated.engine.TICK_S", 0.05)
-    engine, loop = EmulatedEngine("model", 64), asyncio.get_running_loop()
+    engine = EmulatedEngine("model", 64)
     running = asyncio.create_task(engine.run())
     body = json.dumps({"token_ids": [5], "sampling_params": {"max_tokens": 1}}).encode()
 
