@@ -28,6 +28,8 @@ SPARE_WAIT_S = 30.0
 VERDICT_S = 5.0
 """With a spare at hand, the death of one of the trainer's ranks ends the attempt only if all of their nodes were heard
 of so much later: it takes a moment to find that a GPU has failed."""
+AGENT_ENDED = "its agent ended"
+"""Why a node is lost whose agent has ended by itself, without an error."""
 _EXPENDABLE = ("engine", "prefill", "decode", "router", "store")
 _REPLACEABLE = (*_EXPENDABLE, "environment", "trainer", "teacher")
 
@@ -161,7 +163,7 @@ class Fleet:
             elif agent.error:
                 ending = self._lose(rank, agent.error, now)
             elif agent.ended:
-                ending = self._lose(rank, "its agent ended", now, blame=False)
+                ending = self._lose(rank, AGENT_ENDED, now, blame=False)
             else:
                 continue
             if ending:

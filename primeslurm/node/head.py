@@ -10,7 +10,7 @@ import msgspec
 
 from primeslurm.node.agent import NodeAgent, held_up_s
 from primeslurm.node.conclusion import conclude, remember_bad_node
-from primeslurm.node.fleet import Fleet
+from primeslurm.node.fleet import AGENT_ENDED, Fleet
 from primeslurm.node.job_output import JobOutput
 from primeslurm.node.reports import AgentReport, Ending, FleetView, Outcome
 from primeslurm.node.states import fleet_state
@@ -92,6 +92,8 @@ class Head(threading.Thread):
     def conclude(self) -> bool:
         """Record how the attempt ended. Returns whether the job should be requeued."""
         ending = self.ending or Ending(Outcome.FAILED, "the head ended early")
+        if self._asked is not None and ending.reason.endswith(AGENT_ENDED):
+            ending = self._asked  # whoever ends all agents of a job may reach another one first
         return conclude(self.plan, self.run_directory, self.attempt, ending, self.journal)
 
     def _asked_to_end(self, now: float) -> Ending | None:

@@ -16,7 +16,7 @@ from primeslurm.node.agent import NodeAgent
 from primeslurm.node.head import Head
 from primeslurm.node.reports import Ending, Outcome
 from primeslurm.plan.model import Health, Plan, Process
-from primeslurm.run.directory import Attempt, RunDirectory
+from primeslurm.run.directory import BY_SIGTERM, Attempt, RunDirectory
 from primeslurm.run.summary import events as all_events
 from primeslurm.wire import exits
 from primeslurm.wire.files import read_json
@@ -238,8 +238,9 @@ def test_nodes_stop_when_the_head_is_gone(start: Callable[..., Running], monkeyp
     assert running.agents[1].ending == Ending(Outcome.FAILED, "the head has been silent for 1 s", "head")
 
 
-def test_who_was_held_up_itself_holds_nobody_for_silent(tmp_path: Path) -> None:
-    """A machine that stood still for long goes on with any of its processes first."""
+@pytest.fixture
+def seated(tmp_path: Path) -> tuple[Head, list[NodeAgent], float]:
+    """A head, its agents, and the time of their last heartbeat; none of them does anything by itself."""
     plan = plan_of(tmp_path / "run", (process("a", 0, SLEEP),), (process("b", 1, SLEEP),), node_silent_s=90)
     attempt = RunDirectory(tmp_path / "run").attempt(1)
     attempt.prepare(plan)
@@ -250,6 +251,12 @@ def test_who_was_held_up_itself_holds_nobody_for_silent(tmp_path: Path) -> None:
         agent._heartbeat(now, ended=False)
     head.tick(now)
     assert head.fleet.seats.generation
+    return head, agents, now
+
+
+def test_who_was_held_up_itself_holds_nobody_for_silent(seated: tuple[Head, list[NodeAgent], float]) -> None:
+    """A machine that stood still for long goes on with any of its processes first."""
+    head, agents, now = seated
     agents[1]._read_head(now)
     for seconds in range(1000, 1080):
         head.tick(now + seconds)
@@ -259,6 +266,19 @@ def test_who_was_held_up_itself_holds_nobody_for_silent(tmp_path: Path) -> None:
     for seconds in range(1080, 1100):
         head.tick(now + seconds)
     assert head.ending is not None and "silent for 91 s" in head.ending.reason
+
+
+def test_a_job_that_is_cancelled_is_not_requeued_where_the_head_hears_of_it_last(
+    seated: tuple[Head, list[NodeAgent], float],
+) -> None:
+    head, agents, now = seated
+    agents[1]._heartbeat(now + 1, ended=True)
+    head.tick(now + 1)
+    assert head.ending is not None and head.ending.reason.endswith("its agent ended")
+    head.end(Ending(Outcome.CANCELLED, BY_SIGTERM))
+    assert head.conclude() is False
+    end = head.attempt.end()
+    assert end is not None and (end.outcome, end.reason) == ("cancelled", BY_SIGTERM)
 
 
 def server(name: str, node: int, port: int, *uses: str, **options: object) -> Process:
