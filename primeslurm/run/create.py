@@ -22,10 +22,12 @@ from primeslurm.wire.files import write_atomic, write_json
 
 def name_in_use(run_dir: Path) -> list[Violation]:
     """A violation if the run directory holds anything already."""
-    if not run_dir.exists() or not any(run_dir.iterdir()):
-        return []
+    return [_in_use(run_dir)] if run_dir.exists() and any(run_dir.iterdir()) else []
+
+
+def _in_use(run_dir: Path) -> Violation:
     fix = f"`--name` another, or `primeslurm resume {run_dir.name}` to go on with it"
-    return [Violation("name", run_dir.name, f"is in use: {run_dir} exists", fix)]
+    return Violation("name", run_dir.name, f"is in use: {run_dir} exists", fix)
 
 
 def missing_variables(plan: Plan) -> list[Violation]:
@@ -50,6 +52,10 @@ def create(recipe: Recipe, plan: Plan, source: Path) -> Attempt:
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     run_dir.mkdir(mode=0o700, exist_ok=True)
     run_dir.chmod(0o700)  # one that was there, empty, too
+    try:
+        (run_dir / "attempts").mkdir()  # of several who submit a name at once, one makes it
+    except FileExistsError:
+        raise UsageError([_in_use(run_dir)]) from None
     secret.create(run_dir)
     write_atomic(run_dir / "recipe.yaml", source.read_bytes())
     resolved = recipe.model_dump_json(by_alias=True, indent=2)
