@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from primeslurm.node.reports import AgentReport, Ending, Fitness, News, Outcome, ProcessReport, UnitOrder
+from primeslurm.node.reports import AGENT_ENDED, AgentReport, Ending, Fitness, News, Outcome, ProcessReport, UnitOrder
 from primeslurm.node.seats import Seats
 from primeslurm.node.states import how_it_died
 from primeslurm.node.supervisor import ProcessState
@@ -28,8 +28,6 @@ SPARE_WAIT_S = 30.0
 VERDICT_S = 5.0
 """With a spare at hand, the death of one of the trainer's ranks ends the attempt only if all of their nodes were heard
 of so much later: it takes a moment to find that a GPU has failed."""
-AGENT_ENDED = "its agent ended"
-"""Why a node is lost whose agent has ended by itself, without an error."""
 _EXPENDABLE = ("engine", "prefill", "decode", "router", "store")
 _REPLACEABLE = (*_EXPENDABLE, "environment", "trainer", "teacher")
 
@@ -83,7 +81,6 @@ class Fleet:
         """Take in that the head itself was held up: for so long nobody could have been heard of."""
         self.seen_at = {rank: at + seconds for rank, at in self.seen_at.items()}
         self._died_at = {unit: at + seconds for unit, at in self._died_at.items()}
-        self.progress_at += seconds if self.progress_at else 0.0
 
     @property
     def unheard(self) -> list[int]:

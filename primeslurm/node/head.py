@@ -10,9 +10,9 @@ import msgspec
 
 from primeslurm.node.agent import NodeAgent, held_up_s
 from primeslurm.node.conclusion import conclude, remember_bad_node
-from primeslurm.node.fleet import AGENT_ENDED, Fleet
+from primeslurm.node.fleet import Fleet
 from primeslurm.node.job_output import JobOutput
-from primeslurm.node.reports import AgentReport, Ending, FleetView, Outcome
+from primeslurm.node.reports import AGENT_ENDED, AgentReport, Ending, FleetView, Outcome
 from primeslurm.node.states import fleet_state
 from primeslurm.node.supervisor import ProcessState
 from primeslurm.node.walltime import MARGIN_S, end_of_job, ends_too_late, seconds_to_stop

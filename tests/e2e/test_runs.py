@@ -96,4 +96,6 @@ def test_cancel_leaves_nothing_behind_and_resume_goes_on(demo: Demo) -> None:
     assert resumed.returncode == 0, resumed.stderr
     demo.finish(run)
     assert [row["step"] for row in rows(run.path)] == list(range(1, 9))
-    assert [step for attempt, step in trained_steps(run) if attempt == 2] == list(range(cancelled["committed_step"] + 1, 9))
+    assert [step for attempt, step in trained_steps(run) if attempt == 2] == list(
+        range(cancelled["committed_step"] + 1, 9)
+    )
