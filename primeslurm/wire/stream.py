@@ -53,8 +53,9 @@ class Store:
 
     def __init__(self, address: str, timeout_s: float) -> None:
         host, _, port = address.rpartition(":")
+        timeout = timedelta(seconds=min(timeout_s, ARRIVE_S))  # a trainer that was killed is not there at all
         try:
-            store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s))
+            store = dist.TCPStore(host, int(port), is_master=False, timeout=timeout)
         except RuntimeError as error:  # includes torch's own kinds
             raise StreamError(f"{address}: {error}") from error
         self.store = dist.PrefixStore(_PREFIX, store)
