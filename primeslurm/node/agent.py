@@ -19,7 +19,7 @@ import msgspec
 from primeslurm.node.crew import Crew
 from primeslurm.node.network import NetworkError, node_name, own_address
 from primeslurm.node.preflight import Preflight
-from primeslurm.node.reports import AgentReport, Ending, Fitness, FleetView, Outcome
+from primeslurm.node.reports import NODE_START_S, AgentReport, Ending, Fitness, FleetView, Outcome
 from primeslurm.plan.model import Plan
 from primeslurm.run.directory import Attempt
 from primeslurm.run.roster import Roster
@@ -82,7 +82,8 @@ class NodeAgent:
     @property
     def head_silent_s(self) -> float:
         """A head that has published nothing for this long is gone: its nodes stop what they run."""
-        return 2.0 * self.plan.node_silent_s
+        started = self.view.time > 0.0
+        return 2.0 * self.plan.node_silent_s if started else NODE_START_S
 
     def run(self) -> None:
         """Start what there is to start and keep it running until the attempt ends."""

@@ -13,7 +13,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from primeslurm.node.reports import AGENT_ENDED, AgentReport, Ending, Fitness, News, Outcome, ProcessReport, UnitOrder
+from primeslurm.node.reports import (
+    AGENT_ENDED,
+    NODE_START_S,
+    AgentReport,
+    Ending,
+    Fitness,
+    News,
+    Outcome,
+    ProcessReport,
+    UnitOrder,
+)
 from primeslurm.node.seats import Seats
 from primeslurm.node.states import how_it_died
 from primeslurm.node.supervisor import ProcessState
@@ -21,8 +31,6 @@ from primeslurm.node.units import Unit, units_of
 from primeslurm.plan.model import Plan, Process, Replica
 from primeslurm.wire import exits
 
-NODE_START_S = 300.0
-"""Longest wait for every node's agent to report."""
 SPARE_WAIT_S = 30.0
 """Longest wait for the rest once there are enough fit nodes."""
 VERDICT_S = 5.0

@@ -8,6 +8,8 @@ from typing import Any
 
 import msgspec
 
+NODE_START_S = 300.0
+"""Longest time between the first agent's start and another's, the head's included: a node may first pull an image."""
 AGENT_ENDED = "its agent ended"
 """Why a node is lost whose agent has ended by itself, without an error."""
 

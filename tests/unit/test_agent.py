@@ -14,7 +14,7 @@ import pytest
 
 from primeslurm.node.agent import NodeAgent
 from primeslurm.node.head import Head
-from primeslurm.node.reports import Ending, Outcome
+from primeslurm.node.reports import NODE_START_S, Ending, Outcome
 from primeslurm.plan.model import Health, Plan, Process
 from primeslurm.run.directory import BY_SIGTERM, Attempt, RunDirectory
 from primeslurm.run.summary import events as all_events
@@ -227,6 +227,18 @@ def test_an_error_of_the_head_ends_the_attempt(start: Callable[..., Running], mo
     running.join()
     assert running.head.ending is not None
     assert running.head.ending.reason == "head: OSError: [Errno 5] Input/output error"
+
+
+def test_a_head_may_start_as_late_as_any_node(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path / "run", (), (process("b", 1, SLEEP),), node_silent_s=1)
+    attempt = RunDirectory(tmp_path / "run").attempt(1)
+    attempt.prepare(plan)
+    agent, now = NodeAgent(plan, 1, attempt, "test-id", plan.python), time.time()
+    for seconds in range(int(NODE_START_S)):
+        agent.tick(now + seconds)
+        assert agent.ending is None
+    agent.tick(now + NODE_START_S + 1)
+    assert agent.ending == Ending(Outcome.FAILED, "the head has been silent for 300 s", "head")
 
 
 def test_nodes_stop_when_the_head_is_gone(start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -195,9 +195,33 @@ def test_the_teacher_s_files_are_looked_at_as_well(plan: Plan, tmp_path: Path) -
 
 def test_a_check_that_hangs_makes_a_node_unfit(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("primeslurm.node.preflight.LIMIT_S", 0.2)
-    found = preflight(plan, 1, tmp_path)  # nobody is the head
+    monkeypatch.setattr("primeslurm.node.checks.space_checks", lambda *_: time.sleep(60))
+    found = preflight(plan, 1, tmp_path)
     found.start()
-    assert verdict(found) == (Fitness.UNFIT, "preflight takes longer than 0 s; it looks at the head's files")
+    assert verdict(found) == (Fitness.UNFIT, "preflight takes longer than 0 s; it looks at its file systems")
+
+
+def test_a_head_that_starts_late_makes_no_node_unfit(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its image may take minutes to be pulled."""
+    monkeypatch.setattr("primeslurm.node.preflight.CLOCK_WAIT_S", 0.2)
+    monkeypatch.setattr("primeslurm.node.preflight.LIMIT_S", 2.0)
+    late = preflight(plan, 1, tmp_path)
+    late.start()
+    time.sleep(3.0)
+    assert late.verdict[0] is Fitness.CHECKING
+    preflight(plan, 0, tmp_path).start()
+    assert verdict(late) == (Fitness.FIT, "")
+
+
+def test_a_head_that_never_starts_is_not_waited_for_for_ever(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("primeslurm.node.preflight.NODE_START_S", 0.2)
+    alone = preflight(plan, 1, tmp_path)
+    alone.start()
+    assert verdict(alone) == (Fitness.UNFIT, "what the head wrote is not seen after 0 s")
 
 
 def test_a_site_s_hcas_are_looked_for(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primeslurm.node.fleet import NODE_START_S, SPARE_WAIT_S, VERDICT_S, Fleet
-from primeslurm.node.reports import AgentReport, Ending, Fitness, Outcome, ProcessReport, UnitOrder
+from primeslurm.node.fleet import SPARE_WAIT_S, VERDICT_S, Fleet
+from primeslurm.node.reports import NODE_START_S, AgentReport, Ending, Fitness, Outcome, ProcessReport, UnitOrder
 from primeslurm.node.requeue import should_requeue
 from primeslurm.node.resolve import UnknownPlaceholder, resolve
 from primeslurm.node.states import FleetState, fleet_state
