@@ -35,8 +35,7 @@ def load_emulated(
 
     Neither model nor data have to be there. Raises UsageError.
     """
-    named = [f"name={name}"] if name else []
-    recipe = load_recipe(recipe_file, [*(overrides or []), *named])
+    recipe = load_recipe(recipe_file, overrides or (), name)
     if recipe.task != "rl":
         raise UsageError([Violation("task", recipe.task, "only rl runs have stand-ins", "use the local executor")])
     if isinstance(recipe.teacher, ServedTeacher):

@@ -15,7 +15,7 @@ from primeslurm.cli.output import note, out, print_json
 from primeslurm.cli.runs import RunsOpt, runs_directory
 from primeslurm.errors import UsageError, Violation
 from primeslurm.plan.model import Plan
-from primeslurm.recipe.load import suggestion
+from primeslurm.recipe.explain import suggestion
 from primeslurm.run.ledger import HOUR_S, Ledger, avoiding
 from primeslurm.slurm.client import SlurmClient
 

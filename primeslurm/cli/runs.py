@@ -13,7 +13,7 @@ from primeslurm.cli.options import JsonOpt, find_site
 from primeslurm.cli.output import note, out, print_json
 from primeslurm.errors import ClusterError, UsageError, Violation
 from primeslurm.plan.model import Plan
-from primeslurm.recipe.load import suggestion
+from primeslurm.recipe.explain import suggestion
 from primeslurm.run.directory import JobRecord, RunDirectory
 from primeslurm.run.status import JobQuery, read_status
 from primeslurm.slurm import local

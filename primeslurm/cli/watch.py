@@ -16,7 +16,7 @@ from primeslurm.cli.options import JsonOpt
 from primeslurm.cli.output import err, note, out, print_json
 from primeslurm.cli.runs import RunArg, RunsOpt, all_runs, find_run, job_query, runs_directory
 from primeslurm.errors import RunError, UsageError, Violation
-from primeslurm.recipe.load import suggestion
+from primeslurm.recipe.explain import suggestion
 from primeslurm.run.directory import RunDirectory
 from primeslurm.run.status import read_status
 from primeslurm.run.summary import summarise

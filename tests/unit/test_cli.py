@@ -143,11 +143,16 @@ BAD = [
         (),
         "error: deployment.train.gpus_per_node = 9: nodes of partition local have 8 GPUs (nearest: 8)\n",
     ),
-    ({}, ("--set", "seq_len=x"), "error: seq_len = 'x': input should be a valid integer"),
+    (
+        {"deployment": {"train": {"nodes": 10**9}}},
+        (),
+        "error: deployment = 1000000002 nodes: is more than the 10000 that can be planned\n",
+    ),
+    ({}, ("--set", "seq_len=x"), "error: seq_len = 'x': must be a whole number"),
     (
         {"max_steps": 0, "model": {"path": "./none"}},
         ("--site", "nowhere.yaml"),
-        "error: 2 problems\n  max_steps = 0: input should be greater than 0\n  nowhere.yaml: cannot be read",
+        "error: 2 problems\n  max_steps = 0: must be greater than 0 (nearest: 1)\n  nowhere.yaml: cannot be read",
     ),
 ]
 
