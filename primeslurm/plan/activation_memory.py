@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from primeslurm.plan.catalog import DeltaNets, Mamba, ModelFacts, Vision
+from primeslurm.plan.facts import DeltaNets, Mamba, ModelFacts, Vision
 
 PART_TOKENS = 2048
 """Tokens of a row that a recurrent layer computes at once, and anew in the backward pass."""

@@ -1,4 +1,4 @@
-"""What a model is made of, from its config.json or, where its files are not at hand, from a catalog of known models."""
+"""Reads what a model is made of: from its config.json or, where its files are not at hand, from a catalog of models."""
 
 from __future__ import annotations
 
@@ -9,137 +9,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from primeslurm.plan.facts import DeltaNets, Experts, Indexer, Mamba, Mla, ModelFacts, Vision
+
 CATALOG = Path(__file__).with_name("catalog.json")
-
-
-@dataclass(frozen=True)
-class Mla:
-    """Multi-head latent attention: ranks of the compressed query and KV, and head sizes."""
-
-    q_rank: int
-    kv_rank: int
-    nope: int
-    rope: int
-    value: int
-
-
-@dataclass(frozen=True)
-class Indexer:
-    """The lightning indexer of sparse attention (DSA)."""
-
-    heads: int
-    dim: int
-
-
-@dataclass(frozen=True)
-class Mamba:
-    """Mamba-2 layers of a hybrid model."""
-
-    layers: int
-    heads: int
-    head_dim: int
-    state: int
-    groups: int
-    conv: int
-    chunk: int
-    """Positions that are computed at once."""
-
-
-@dataclass(frozen=True)
-class DeltaNets:
-    """Gated delta nets, in place of attention in some layers."""
-
-    layers: int
-    key_heads: int
-    value_heads: int
-    key_dim: int
-    """Of one head."""
-    value_dim: int
-    """Of one head."""
-    conv: int
-
-
-@dataclass(frozen=True)
-class Experts:
-    """The mixture of experts of a layer."""
-
-    count: int
-    top_k: int
-    width: int
-    """Intermediate size of one expert."""
-    shared_width: int
-    """Intermediate size of the shared experts together; 0 without."""
-    latent: int | None
-    """Width that experts compute in, where it is not the model's."""
-
-
-@dataclass(frozen=True)
-class Vision:
-    """The encoder of images beside a language model."""
-
-    depth: int
-    """Blocks."""
-    hidden: int
-    width: int
-    """Intermediate size of a block."""
-    patch_values: int
-    """Numbers that a patch of an image consists of."""
-    patches: int
-    """Patches that a token stands for."""
-    positions: int
-    """Places that have an embedding."""
-    out: int
-    """Width of what it makes of a token."""
-    outputs: int
-    """How often it makes something of a token: once, and once more for each layer that hands on its own features."""
-
-
-@dataclass(frozen=True)
-class ModelFacts:
-    """The shape of a model, as far as memory and compatibility need it."""
-
-    family: str
-    """`model_type` of its config."""
-    hidden: int
-    vocab: int
-    max_positions: int | None
-    heads: int
-    kv_heads: int
-    head_dim: int
-    attention_layers: int
-    window: int | None
-    """Sliding window in tokens of `window_layers` of the attention layers."""
-    window_layers: int
-    dense_layers: int
-    """Layers with a dense feed-forward network."""
-    dense_width: int
-    moe_layers: int
-    experts: Experts | None
-    gated: bool
-    """Feed-forward networks have three matrices instead of two."""
-    attention_gate: int
-    """How many values of a layer scale its attention's output."""
-    attention_bias: bool
-    qk_norm: bool
-    tied: bool
-    mla: Mla | None = None
-    indexer: Indexer | None = None
-    mamba: Mamba | None = None
-    delta_nets: DeltaNets | None = None
-    vision: Vision | None = None
-    quantization: str | None = None
-    """How the checkpoint's weights are stored: fp8, int4, mxfp4; None for the model's dtype."""
-    fp8_blocks: bool = False
-    """Stored in E4M3 with one scale for each block of 128 x 128 weights."""
-    fp8_powers: bool = False
-    """These scales are powers of two (UE8M0)."""
-
-    @property
-    def layers(self) -> int:
-        """Decoder layers, counted as the model's config does."""
-        if self.mamba:
-            return self.attention_layers + self.dense_layers + self.moe_layers + self.mamba.layers
-        return self.attention_layers + (self.delta_nets.layers if self.delta_nets else 0)
 
 
 @dataclass(frozen=True)

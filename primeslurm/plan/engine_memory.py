@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from primeslurm.plan.catalog import Mla, ModelFacts
+from primeslurm.plan.facts import Mla, ModelFacts
 from primeslurm.plan.gpus import GIB
 from primeslurm.plan.parameters import count
 

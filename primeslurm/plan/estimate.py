@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from primeslurm.plan.catalog import ModelFacts
 from primeslurm.plan.commands import EngineRole
 from primeslurm.plan.engine_command import GPU_MEMORY_UTILIZATION, settings_of
 from primeslurm.plan.engine_memory import (
@@ -14,6 +13,7 @@ from primeslurm.plan.engine_memory import (
     engine_memory,
     kv_bytes_per_token,
 )
+from primeslurm.plan.facts import ModelFacts
 from primeslurm.plan.forecast import Amount, Estimate, RoleMemory
 from primeslurm.plan.gpus import GIB, Gpu, gpu_of
 from primeslurm.plan.model import NodeRole

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from primeslurm.plan.catalog import DeltaNets, Mamba, Mla, ModelFacts, Vision
+from primeslurm.plan.facts import DeltaNets, Mamba, Mla, ModelFacts, Vision
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from primeslurm.plan.activation_memory import images_of, layers_of
-from primeslurm.plan.catalog import ModelFacts
+from primeslurm.plan.facts import ModelFacts
 from primeslurm.plan.gpus import GIB
 from primeslurm.plan.parameters import count, largest_layer
 

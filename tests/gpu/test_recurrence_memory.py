@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from primeslurm.plan.activation_memory import Mixer, delta_net, mamba
-from primeslurm.plan.catalog import DeltaNets, Mamba
+from primeslurm.plan.facts import DeltaNets, Mamba
 
 torch = pytest.importorskip("torch")
 pytestmark = [

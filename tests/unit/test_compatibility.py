@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from primeslurm.plan.catalog import DeltaNets, ModelFacts, catalog
+from primeslurm.plan.catalog import catalog
 from primeslurm.plan.checks.case import Case, Rule
 from primeslurm.plan.checks.compatibility import GROUPS, conflicts
+from primeslurm.plan.facts import DeltaNets, ModelFacts
 from primeslurm.plan.needs import needs_of
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.load import merge

@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.memory_model import TRAINER_ROWS, predicted_gib
 from primeslurm.plan.activation_memory import Mixer, delta_net, images_of, layers_of, mamba
-from primeslurm.plan.catalog import CATALOG, Mamba, Vision, catalog, facts_of
+from primeslurm.plan.catalog import CATALOG, catalog, facts_of
 from primeslurm.plan.checks import model_files, review
 from primeslurm.plan.engine_memory import (
     EngineLayout,
@@ -21,6 +21,7 @@ from primeslurm.plan.engine_memory import (
     prompt_logit_bytes,
 )
 from primeslurm.plan.estimate import engine_layout
+from primeslurm.plan.facts import Mamba, Vision
 from primeslurm.plan.gpus import GIB, GPUS, gpu_of
 from primeslurm.plan.parameters import count
 from primeslurm.plan.trainer_memory import TrainerLayout, layer_gather_bytes, trainer_memory

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from primeslurm.plan.catalog import ModelFacts
 from primeslurm.plan.commands import EngineRole
 from primeslurm.plan.engine_command import settings_of
+from primeslurm.plan.facts import ModelFacts
 from primeslurm.plan.gpus import Gpu, gpu_of
 from primeslurm.plan.model import NodeRole
 from primeslurm.plan.needs import Need, expert_ranks

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from primeslurm.errors import Violation
-from primeslurm.plan.catalog import ModelFacts, catalog, facts_of
+from primeslurm.plan.catalog import catalog, facts_of
+from primeslurm.plan.facts import ModelFacts
 from primeslurm.plan.model import Finding
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.paths import expanded, is_dir, is_file

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from primeslurm.plan.catalog import ModelFacts
+from primeslurm.plan.facts import ModelFacts
 from primeslurm.plan.families import FAMILIES, GENERIC, capabilities
 from primeslurm.plan.model import Finding
 from primeslurm.recipe import Recipe
