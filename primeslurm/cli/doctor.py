@@ -13,7 +13,7 @@ from rich.text import Text
 from primeslurm.cli.installed import show_installed
 from primeslurm.cli.options import JsonOpt, SiteOpt
 from primeslurm.cli.output import out, print_json
-from primeslurm.cli.runs import RunsOpt, find_run, job_query
+from primeslurm.cli.runs import RunsOpt, find_run, job_query, reading
 from primeslurm.errors import UsageError, Violation
 from primeslurm.run.doctor import Diagnosis, Finding, diagnose
 from primeslurm.run.validity import MAX_KL
@@ -47,7 +47,8 @@ def doctor(
         if attempt not in known:
             raise UsageError([Violation("--attempt", str(attempt), f"the attempts are {', '.join(map(str, known))}")])
         chosen = known[attempt]
-    found = diagnose(directory, chosen, job_query(directory), max_kl)
+    with reading(directory):
+        found = diagnose(directory, chosen, job_query(directory), max_kl)
     if as_json:
         print_json(msgspec.to_builtins(found))
     else:

@@ -9,8 +9,9 @@ from rich.table import Table
 
 from primeslurm.cli.options import JsonOpt, LocalOpt, NameOpt, RecipeArg, SetOpt, SiteOpt, load, refusals, refuse
 from primeslurm.cli.output import note, out, print_json
+from primeslurm.errors import UsageError, Violation
 from primeslurm.plan.forecast import Estimate
-from primeslurm.plan.model import Plan, Process
+from primeslurm.plan.model import Finding, Plan, Process
 from primeslurm.recipe import Recipe, Site
 from primeslurm.slurm.render import render
 
@@ -52,7 +53,14 @@ def check(
     as_json: JsonOpt = False,
 ) -> None:
     """Check recipe, placement, compatibility, memory and model files; exit code 2 if it cannot run."""
-    loaded = load(recipe, site, set_, name, local)
+    try:
+        loaded = load(recipe, site, set_, name, local)
+    except UsageError as error:
+        if not as_json:
+            raise
+        found = [Finding(level="error", field=v.field, text=_told(v), fix=v.fix) for v in error.violations]
+        print_json([finding.model_dump() for finding in found])
+        raise typer.Exit(error.exit_code) from None
     errors = refusals(loaded.plan.findings, "error")
     if as_json:
         print_json([finding.model_dump() for finding in loaded.plan.findings])
@@ -62,6 +70,10 @@ def check(
         note(f"{loaded.recipe.name}: {verdict}, {_totals(loaded.plan)}")
     if errors:
         raise typer.Exit(2)
+
+
+def _told(violation: Violation) -> str:
+    return f"{violation.value}: {violation.why}" if violation.value else violation.why
 
 
 def schema(site: bool = typer.Option(False, "--site", help="The schema of site files instead.")) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
+from dataclasses import asdict
 from typing import Any
 
 from rich.console import Console
@@ -15,13 +17,27 @@ err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 def print_json(value: Any) -> None:
-    """One JSON document on stdout."""
-    sys.stdout.write(json.dumps(value, indent=2) + "\n")
+    """One JSON document on stdout. JSON has no word for numbers that are not finite: they become null."""
+    sys.stdout.write(json.dumps(_finite(value), indent=2) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def note(text: str) -> None:
     """Prose for a person."""
     err.print(text, markup=False)
+
+
+def report_json(error: PrimeslurmError) -> None:
+    """An error as JSON on stdout, for scripts that asked for JSON."""
+    violations = error.violations if isinstance(error, UsageError) else ()
+    print_json({"error": str(error), "exit_code": error.exit_code, "violations": [asdict(v) for v in violations]})
 
 
 def report(error: PrimeslurmError) -> None:

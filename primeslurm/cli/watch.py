@@ -14,7 +14,7 @@ from rich.live import Live
 from primeslurm.cli.dashboard import one_line, process_table, view
 from primeslurm.cli.options import JsonOpt
 from primeslurm.cli.output import err, note, out, print_json
-from primeslurm.cli.runs import RunArg, RunsOpt, all_runs, find_run, job_query, runs_directory
+from primeslurm.cli.runs import RunArg, RunsOpt, all_runs, find_run, job_query, reading, runs_directory
 from primeslurm.errors import RunError, UsageError, Violation
 from primeslurm.recipe.explain import suggestion
 from primeslurm.run.directory import RunDirectory
@@ -42,7 +42,8 @@ def status(
         directory = find_run(run, runs)
     if watch and not as_json:
         raise typer.Exit(watch_until_done(directory))
-    current = read_status(directory, job_query(directory), processes=processes)
+    with reading(directory):
+        current = read_status(directory, job_query(directory), processes=processes)
     if as_json:
         print_json(msgspec.to_builtins(current))
         return
@@ -54,12 +55,14 @@ def status(
 def watch_until_done(directory: RunDirectory) -> int:
     """Show live progress until the run has ended. Returns the exit code: 0 if it completed."""
     query = job_query(directory)
-    current = read_status(directory, query)
+    with reading(directory):
+        current = read_status(directory, query)
     printed = -1
     with Live(view(current), console=err, refresh_per_second=4, transient=False) as live:
         while current.active:
             time.sleep(REFRESH_S)
-            current = read_status(directory, query)
+            with reading(directory):
+                current = read_status(directory, query)
             live.update(view(current))
             step = current.metrics.get("step", 0)
             if not err.is_terminal and step != printed:
@@ -116,7 +119,9 @@ def _print_lines(path: Path, lines: list[bytes]) -> None:
 
 def summary(run: RunArg, runs: RunsOpt = None, as_json: JsonOpt = False) -> None:
     """Show what a run achieved: reward, versions, staleness, mismatch, restarts."""
-    found = summarise(find_run(run, runs))
+    directory = find_run(run, runs)
+    with reading(directory):
+        found = summarise(directory)
     if as_json:
         print_json(msgspec.to_builtins(found))
         return

@@ -7,15 +7,21 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
 import yaml
 
+from primeslurm.errors import UsageError
+from primeslurm.plan.derive import derive
 from primeslurm.plan.model import Plan
+from primeslurm.recipe.load import load_recipe
+from primeslurm.run.create import create
 from tests.support.cli import primeslurm
-from tests.support.recipes import model_dir, recipe_data, site
+from tests.support.recipes import model_dir, recipe_data, site, write_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -176,6 +182,43 @@ def test_a_run_name_in_use_is_refused(place: Path) -> None:
     assert result.code == 2
     assert "name = test-run: is in use" in result.err
     assert "(`--name` another, or `primeslurm resume test-run` to go on with it)" in result.err
+
+
+def test_of_two_submits_at_once_only_one_makes_the_run(tmp_path: Path) -> None:
+    path = write_recipe(tmp_path / "r.yaml")
+    plan = derive(recipe := load_recipe(path), site(), tmp_path / "runs" / "twice")
+    (tmp_path / "runs" / "twice").mkdir(parents=True)
+    barrier = Barrier(2)
+
+    def one() -> bool:
+        barrier.wait()
+        try:
+            return create(recipe, plan, path).plan() == plan
+        except UsageError as error:
+            assert "is in use" in str(error)
+            return False
+
+    with ThreadPoolExecutor() as pool:
+        assert sorted(future.result() for future in [pool.submit(one), pool.submit(one)]) == [False, True]
+
+
+def test_what_sbatch_does_not_take_leaves_nothing(place: Path) -> None:
+    for name, text in {
+        "sinfo": 'case "$*" in *Node*) ;; *) echo "cpu|up|0/9/0/9|96|(null)"; echo "gpu|up|0/9/0/9|96|gpu:8";; esac',
+        "sbatch": 'echo "sbatch: error: Invalid account" >&2; exit 1',
+    }.items():
+        (place / name).write_text(f"#!/bin/sh\n{text}\n")
+        (place / name).chmod(0o755)
+    result = primeslurm("submit", "r.yaml", cwd=place, path=place)
+    assert result.code == 3 and "sbatch: error: Invalid account" in result.err, result.err
+    assert list((place / "runs").iterdir()) == []
+
+
+def test_check_as_json_is_a_list_of_findings_in_any_case(place: Path) -> None:
+    result = primeslurm("check", "r.yaml", "--json", "--set", "max_steps=0", cwd=place)
+    assert (result.code, result.err) == (2, "")
+    text, fix = "0: must be greater than 0", "nearest: 1"
+    assert json.loads(result.out) == [{"level": "error", "field": "max_steps", "text": text, "fix": fix}]
 
 
 def test_without_a_site_file_the_ways_out_are_named(place: Path) -> None:
