@@ -69,5 +69,5 @@ def main() -> None:
         report_error(error)
         sys.exit(error.exit_code)
     except OSError as error:  # a full disk, a directory that may not be written
-        note(f"error: {error}")
+        note(f"error: {error.filename}: {error.strerror}" if error.filename else f"error: {error}")
         sys.exit(PrimeslurmError.exit_code)

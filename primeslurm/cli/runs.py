@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from primeslurm.cli.options import JsonOpt, find_site
-from primeslurm.cli.output import note, out, print_json
+from primeslurm.cli.output import light_table, note, out, print_json
 from primeslurm.errors import ClusterError, RunError, UsageError, Violation
 from primeslurm.plan.model import Plan
 from primeslurm.recipe.explain import suggestion
@@ -47,7 +46,7 @@ def find_run(name: str, runs: Path | None) -> RunDirectory:
         if directory.exists():
             return RunDirectory(candidate.resolve())
         if is_dir(candidate / "attempts"):
-            raise RunError(f"{candidate} is damaged: it has no lock.json")
+            raise RunError(f"{directory.path} is damaged: it has no lock.json")
     names = [d.name for d in all_runs(root)]
     raise UsageError([Violation("RUN", name, f"no such run in {root}", suggestion(name, names))])
 
@@ -99,7 +98,7 @@ def runs(runs: RunsOpt = None, as_json: JsonOpt = False) -> None:
         keys = ("run", "run_id", "phase", "attempt", "job_id", "step", "max_steps", "committed_step", "directory")
         print_json([{key: getattr(row, key) for key in keys} for row in rows])
         return
-    table = Table("run", "phase", "attempt", "job", "step", "committed")
+    table = light_table("run", "phase", "attempt", "job", "step", "committed")
     for row in rows:
         step = f"{row.step if row.step is not None else '-'}/{row.max_steps}"
         table.add_row(row.run, row.phase, str(row.attempt), row.job_id or "-", step, str(row.committed_step or "-"))

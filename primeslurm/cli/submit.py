@@ -158,6 +158,6 @@ def _show_dry_run(plan: Plan, script: str, as_json: bool) -> None:
         return
     show_plan(plan)
     if script:
-        out.rule("job.sbatch", align="left")
+        out.print("\njob.sbatch", style="bold")
         out.print(script, markup=False, soft_wrap=True)
     note("dry run: nothing was written or submitted")

@@ -61,9 +61,9 @@ def create(recipe: Recipe, plan: Plan, source: Path) -> Attempt:
         raise UsageError([_in_use(run_dir)]) from None
     try:
         return _fill(run_dir, recipe, plan, source)
-    except OSError:
+    except OSError as error:
         shutil.rmtree(run_dir, ignore_errors=True)
-        raise
+        raise OSError(error.errno, error.strerror, error.filename or str(run_dir)) from error
 
 
 def discard(attempt: Attempt) -> None:

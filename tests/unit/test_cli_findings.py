@@ -70,7 +70,7 @@ def test_a_contradiction_ends_check_and_render_with_code_2_and_plan_shows_it(pla
     checked = primeslurm("check", "r.yaml", cwd=place)
     assert checked.code == 2
     assert "error: trainer.lora.save_adapter: Adapters are saved beside published files" in checked.err
-    assert "1 errors" in checked.err
+    assert "test-run: 1 error, " in checked.err
     as_json = primeslurm("check", "r.yaml", "--json", cwd=place)
     assert as_json.code == 2
     assert "error" in {finding["level"] for finding in json.loads(as_json.out)}
