@@ -13,6 +13,7 @@ from primeslurm.cli.options import JsonOpt, LocalOpt, SiteOpt, load
 from primeslurm.cli.output import light_table, note, out, print_json
 from primeslurm.cli.runs import RunsOpt, find_run
 from primeslurm.plan.model import Plan
+from primeslurm.recipe.paths import is_dir
 from primeslurm.run.diff import Difference, diff
 
 DIFFERENT = 1
@@ -48,7 +49,7 @@ def diff_(
 
 def _plan(side: str, site: Path | None, runs: Path | None, local: bool) -> Plan:
     path = Path(side)
-    if path.suffix in RECIPES and path.is_file():
+    if path.suffix in RECIPES and not is_dir(path):
         return load(path, site, None, None, local, need_files=False).plan
     return find_run(side, runs).latest().plan()
 

@@ -28,6 +28,7 @@ def report(
         text = page(directory, job_query(directory), time.time())
     try:
         write_atomic(target, text)
-    except OSError as error:
-        raise UsageError([Violation("--output", str(target), f"cannot be written: {error.strerror}")]) from None
+    except (OSError, ValueError) as error:  # ValueError: a path without a last part
+        why = f"cannot be written: {getattr(error, 'strerror', None) or error}"
+        raise UsageError([Violation("--output", str(target), why)]) from None
     out.print(str(target), markup=False, soft_wrap=True)

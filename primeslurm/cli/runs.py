@@ -16,7 +16,7 @@ from primeslurm.errors import ClusterError, RunError, UsageError, Violation
 from primeslurm.plan.model import Plan
 from primeslurm.recipe.explain import suggestion
 from primeslurm.recipe.paths import is_dir
-from primeslurm.run.directory import JobRecord, RunDirectory
+from primeslurm.run.directory import Attempt, JobRecord, RunDirectory
 from primeslurm.run.status import JobQuery, RunStatus, read_status
 from primeslurm.slurm import local
 from primeslurm.slurm.client import SlurmClient
@@ -55,6 +55,18 @@ def all_runs(root: Path) -> list[RunDirectory]:
     """Every run below a directory, oldest first."""
     found = [RunDirectory(path) for path in root.absolute().iterdir()] if is_dir(root) else []
     return sorted((run for run in found if run.exists()), key=lambda run: run.created_at)
+
+
+def attempt_of(run: RunDirectory, number: int | None) -> Attempt:
+    """An attempt by its number, or the newest. Raises UsageError, or RunError if there is none."""
+    newest = run.latest()
+    if number is None:
+        return newest
+    known = {attempt.number: attempt for attempt in run.attempts()}
+    if number not in known:
+        why = f"the attempts are {', '.join(map(str, known))}"
+        raise UsageError([Violation("--attempt", str(number), why, f"nearest: {newest.number}")])
+    return known[number]
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from rich.live import Live
 from primeslurm.cli.dashboard import one_line, process_table, view
 from primeslurm.cli.options import JsonOpt
 from primeslurm.cli.output import err, note, out, print_json
-from primeslurm.cli.runs import RunArg, RunsOpt, all_runs, find_run, job_query, reading, runs_directory
+from primeslurm.cli.runs import RunArg, RunsOpt, all_runs, attempt_of, find_run, job_query, reading, runs_directory
 from primeslurm.errors import RunError, UsageError, Violation
 from primeslurm.recipe.explain import suggestion
 from primeslurm.run.directory import RunDirectory
@@ -77,14 +77,16 @@ def logs(
     role: Annotated[str | None, typer.Argument(help="Role or process, for example trainer or decode-r0-0.")] = None,
     runs: RunsOpt = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as the logs grow.")] = False,
-    lines: Annotated[int, typer.Option("--lines", "-n", help="Last lines of each log.")] = 20,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Last lines of each log.")] = 20,
     attempt: Annotated[int | None, typer.Option("--attempt", help="Default: the newest.")] = None,
 ) -> None:
     """Print the logs of a run's processes, each line with the name of its process."""
     directory = find_run(run, runs)
-    chosen = directory.attempt(attempt) if attempt is not None else directory.latest()
+    chosen = attempt_of(directory, attempt)
     files = sorted((chosen.path / "logs").rglob("*.log"))
     picked = [f for f in files if role is None or role in (f.stem, f.parent.name)]
+    if not files:
+        raise RunError(f"no process of attempt {chosen.number} of {directory.name} has a log")
     if not picked:
         valid = sorted({f.parent.name for f in files} | {f.stem for f in files})
         raise UsageError([Violation("ROLE", str(role), "no such log", suggestion(str(role), valid))])
@@ -98,7 +100,7 @@ def logs(
 
 def _print_tail(path: Path, lines: int) -> int:
     text = path.read_bytes()
-    _print_lines(path, text.splitlines()[-lines:])
+    _print_lines(path, text.splitlines()[-lines:] if lines else [])
     return len(text)
 
 

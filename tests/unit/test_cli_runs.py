@@ -68,6 +68,8 @@ def test_logs_of_a_role_a_process_or_everything(place: Path) -> None:
 
 
 def test_logs_of_something_else_name_the_nearest(place: Path) -> None:
+    result = primeslurm("logs", "older", "--attempt", "7", cwd=place)
+    assert (result.code, result.err) == (2, "error: --attempt = 7: the attempts are 1 (nearest: 1)\n")
     result = primeslurm("logs", "older", "trainers", cwd=place)
     assert (result.code, result.err) == (2, "error: ROLE = trainers: no such log (did you mean trainer?)\n")
 
