@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 import yaml
 
+from primeslurm.cli.options import find_site
 from primeslurm.errors import UsageError
+from primeslurm.plan.checks.files import model_directory, model_files
 from primeslurm.plan.derive import derive
 from primeslurm.plan.model import Plan
 from primeslurm.recipe.load import load_recipe
@@ -203,10 +205,11 @@ def test_of_two_submits_at_once_only_one_makes_the_run(tmp_path: Path) -> None:
 
 
 def test_what_sbatch_does_not_take_leaves_nothing(place: Path) -> None:
-    for name, text in {
+    commands = {
         "sinfo": 'case "$*" in *Node*) ;; *) echo "cpu|up|0/9/0/9|96|(null)"; echo "gpu|up|0/9/0/9|96|gpu:8";; esac',
         "sbatch": 'echo "sbatch: error: Invalid account" >&2; exit 1',
-    }.items():
+    }
+    for name, text in commands.items():
         (place / name).write_text(f"#!/bin/sh\n{text}\n")
         (place / name).chmod(0o755)
     result = primeslurm("submit", "r.yaml", cwd=place, path=place)
@@ -219,6 +222,20 @@ def test_check_as_json_is_a_list_of_findings_in_any_case(place: Path) -> None:
     assert (result.code, result.err) == (2, "")
     text, fix = "0: must be greater than 0", "nearest: 1"
     assert json.loads(result.out) == [{"level": "error", "field": "max_steps", "text": text, "fix": fix}]
+
+
+@pytest.mark.parametrize("path", ["~nosuchuser/x", "x" * 300])
+def test_a_path_that_cannot_be_looked_at_is_not_there(tmp_path: Path, path: str) -> None:
+    assert model_directory(path) is None
+    recipe = load_recipe(write_recipe(tmp_path / "r.yaml", model={"path": path}))
+    assert [problem.field for problem in model_files(recipe).problems] == ["model.path"]
+
+
+def test_the_directory_of_runs_has_to_be_one_that_can_be_found(place: Path) -> None:
+    data = site(runs="~nosuchuser/runs").model_dump(mode="json", by_alias=True)
+    (place / "site.yaml").write_text(yaml.safe_dump(data))
+    with pytest.raises(UsageError, match=r"^runs = ~nosuchuser/runs: .*absolute path"):
+        find_site(place / "site.yaml")
 
 
 def test_without_a_site_file_the_ways_out_are_named(place: Path) -> None:
