@@ -204,6 +204,14 @@ def test_of_two_submits_at_once_only_one_makes_the_run(tmp_path: Path) -> None:
         assert sorted(future.result() for future in [pool.submit(one), pool.submit(one)]) == [False, True]
 
 
+def test_a_run_that_cannot_be_written_whole_is_not_there(tmp_path: Path) -> None:
+    recipe = load_recipe(write_recipe(tmp_path / "r.yaml"))
+    plan = derive(recipe, site(), tmp_path / "runs" / "half")
+    with pytest.raises(FileNotFoundError):
+        create(recipe, plan, tmp_path / "gone.yaml")
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
 def test_what_sbatch_does_not_take_leaves_nothing(place: Path) -> None:
     commands = {
         "sinfo": 'case "$*" in *Node*) ;; *) echo "cpu|up|0/9/0/9|96|(null)"; echo "gpu|up|0/9/0/9|96|gpu:8";; esac',
