@@ -36,7 +36,7 @@ _Loader.yaml_implicit_resolvers = {
 def parse(text: str) -> Any:
     """The value that a YAML text stands for. Raises ValueError in one line, with line and column if they are known."""
     try:
-        return yaml.load(text, _Loader)  # a SafeLoader
+        return _Loader(text).get_single_data()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         where = f":{mark.line + 1}:{mark.column + 1}" if mark else ""
