@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -69,7 +69,7 @@ def attempt_of(run: RunDirectory, number: int | None) -> Attempt:
     return known[number]
 
 
-@contextmanager
+@contextlib.contextmanager
 def reading(run: RunDirectory) -> Iterator[None]:
     """For what reads a run: its records are not validated as a whole, and may be damaged or of another release.
 
@@ -86,16 +86,28 @@ def reading(run: RunDirectory) -> Iterator[None]:
 
 
 def job_query(run: RunDirectory) -> JobQuery:
-    """Asks whoever runs the job: Slurm, or the process table."""
+    """Asks whoever runs the job: Slurm, or the process table. A Slurm that does not answer is taken to know no job."""
+    ask = strict_job_query(run)
+
+    def ask_or_warn(job: JobRecord) -> str | None:
+        try:
+            return ask(job)
+        except ClusterError as error:
+            note(f"warning: {error}")
+            return None
+
+    return ask_or_warn
+
+
+def strict_job_query(run: RunDirectory) -> JobQuery:
+    """The same, where much depends on the answer: raises ClusterError if Slurm gives none."""
 
     def ask(job: JobRecord) -> str | None:
         if job.executor == "local":
             return "RUNNING" if local.is_running(run.latest().plan(), job.job_id) else None
-        try:
-            state = SlurmClient(job.slurm_conf).job(job.job_id)
-        except ClusterError as error:
-            note(f"warning: {error}")
-            return None
+        if job.slurm_conf is not None and not Path(job.slurm_conf).is_file():
+            return None  # an embedded cluster that is down has no jobs
+        state = SlurmClient(job.slurm_conf).job(job.job_id)
         if state is None:
             return None
         return f"{state.state} ({state.reason})" if state.reason and state.state == "PENDING" else state.state
@@ -156,5 +168,6 @@ def _end_job(plan: Plan, job: JobRecord) -> None:
         state = client.job(job.job_id)
         if state is not None and state.active:
             client.cancel(job.job_id)
-    elif local.is_running(plan, job.job_id):
-        local.cancel(plan, job.job_id)
+    else:
+        with contextlib.suppress(RunError):  # it has ended by itself
+            local.cancel(plan, job.job_id)

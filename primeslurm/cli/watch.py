@@ -14,8 +14,18 @@ from rich.live import Live
 from primeslurm.cli.dashboard import one_line, process_table, view
 from primeslurm.cli.options import JsonOpt
 from primeslurm.cli.output import err, note, out, print_json
-from primeslurm.cli.runs import RunArg, RunsOpt, all_runs, attempt_of, find_run, job_query, reading, runs_directory
-from primeslurm.errors import RunError, UsageError, Violation
+from primeslurm.cli.runs import (
+    RunArg,
+    RunsOpt,
+    all_runs,
+    attempt_of,
+    find_run,
+    job_query,
+    reading,
+    runs_directory,
+    strict_job_query,
+)
+from primeslurm.errors import ClusterError, RunError, UsageError, Violation
 from primeslurm.recipe.explain import suggestion
 from primeslurm.run.directory import RunDirectory
 from primeslurm.run.status import read_status
@@ -53,16 +63,20 @@ def status(
 
 
 def watch_until_done(directory: RunDirectory) -> int:
-    """Show live progress until the run has ended. Returns the exit code: 0 if it completed."""
-    query = job_query(directory)
+    """Show live progress until the run has ended. Returns the exit code: 0 if it completed. Raises ClusterError."""
+    query = strict_job_query(directory)
     with reading(directory):
         current = read_status(directory, query)
     printed = -1
     with Live(view(current), console=err, refresh_per_second=4, transient=False) as live:
         while current.active:
             time.sleep(REFRESH_S)
-            with reading(directory):
-                current = read_status(directory, query)
+            try:
+                with reading(directory):
+                    current = read_status(directory, query)
+            except ClusterError as error:  # its controller is busy, or starts again: no job ends of that
+                note(f"warning: {error}")
+                continue
             live.update(view(current))
             step = current.metrics.get("step", 0)
             if not err.is_terminal and step != printed:

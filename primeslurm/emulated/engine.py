@@ -102,7 +102,9 @@ class EmulatedEngine:
             before = time.monotonic()
             await asyncio.sleep(TICK_S)
             for request in self._scheduler.advance(0.0 if self._paused else time.monotonic() - before):
-                self._waiters.pop(request).set_result(None)
+                waiter = self._waiters.pop(request)
+                if not waiter.done():  # its client may have gone away in this very turn of the loop
+                    waiter.set_result(None)
             if not self._scheduler.busy:
                 self._work.clear()
 

@@ -29,6 +29,9 @@ from primeslurm.wire.journal import Journal
 
 TICK_S = 0.25
 HEARTBEAT_S = 1.0
+LATE_S = 2.0
+"""Agents and head whose turns come later than this after one another are held up: by a machine or a file system that
+stands still, and mostly for all of them. What they have not heard of meanwhile is not silent for that."""
 TERM_GRACE_S = 15.0
 """From SIGTERM to SIGKILL. Slurm's own KillWait is 30 s."""
 
@@ -62,7 +65,7 @@ class NodeAgent:
         self._local_ending: Ending | None = None
         self._last_heartbeat = 0.0
         self._told = (Fitness.CHECKING, False)
-        self._head_seen_at = time.time()
+        self._head_seen_at = self._ticked_at = time.time()
         self._ending_since: float | None = None
         self._asked_to_checkpoint = False
         self._termed_at: float | None = None
@@ -102,6 +105,8 @@ class NodeAgent:
 
     def tick(self, now: float) -> None:
         """One turn: reap, look at what the head says, act, report."""
+        self._head_seen_at += held_up_s(self._ticked_at, now)
+        self._ticked_at = now
         if self.crew is not None:
             ended = self.crew.reap(now, ending=self.ending is not None)
             if any(process.gpus for process in ended):
@@ -194,6 +199,11 @@ class NodeAgent:
             write_json(self.attempt.agent_file(self.rank), msgspec.to_builtins(report))
         except OSError as error:
             self.journal.event("heartbeat_failed", error=str(error))
+
+
+def held_up_s(last: float, now: float) -> float:
+    """Seconds for which whoever had its last turn at `last` was held up."""
+    return max(0.0, now - last - LATE_S)
 
 
 def _address(name: str, plan: Plan) -> str:

@@ -35,6 +35,7 @@ def first_of_job(run: RunDirectory, job_id: str) -> int:
 
 def _make(run: RunDirectory, attempt: Attempt) -> None:
     previous = run.latest()
-    attempt.prepare(previous.plan())
+    plan = previous.plan()
     if job := previous.job():
         attempt.record_job(job)
+    attempt.prepare(plan)  # from then on it is the newest one: without a job, it would look lost

@@ -44,9 +44,16 @@ class AgentTask:
         self._agent: NodeAgent | None = None
         self._head: Head | None = None
         self._threads: list[threading.Thread] = []
+        self._asked: Ending | None = None
+        self._requeue: bool | None = None
+        """Whether the run goes on, once that is on record."""
 
     def __call__(self) -> str:
         """Run this node's agent until the attempt ends; on the head, requeue the job if the run should go on."""
+        # Signals may come before there is anybody to heed them: submitit would pass over SIGTERM for good, and end the
+        # job for an USR2 without a checkpoint.
+        signal.signal(signal.SIGTERM, self._on_term)
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
         rank = submitit.JobEnvironment().global_rank
         run = RunDirectory(Path(self.run_dir))
         attempt = self._attempt(run, rank)
@@ -59,13 +66,14 @@ class AgentTask:
         if rank == 0:
             self._head = Head(self._agent, run)
             self._threads.append(self._head)
-        signal.signal(signal.SIGTERM, self._on_term)
         for thread in self._threads:
             thread.start()
+        self._pass_on()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2})
         self._join()
         if self._head is None and self._agent.head_lost:
             self._requeue_without_head(plan, run, attempt, rank)
-        if self._head is not None and self._head.conclude():
+        if self._head is not None and self._concluded(self._head):
             # submitit's own handler calls checkpoint(), saves this object for the next attempt and requeues the job.
             os.kill(os.getpid(), signal.SIGUSR2)
             time.sleep(600)
@@ -75,13 +83,18 @@ class AgentTask:
         """Called in the main thread on USR2: before the time limit, on preemption, or by ourselves after a failure."""
         if self._head is None:
             return None
-        if self._head.is_alive():
-            self._head.end(Ending(Outcome.PREEMPTED, "USR2: time limit or preemption"))
-            self._join()
-            if not self._head.conclude():
-                return None
+        self._head.end(Ending(Outcome.PREEMPTED, "USR2: time limit or preemption"))
+        self._join()
+        if not self._concluded(self._head):
+            return None
         self._avoid_bad_nodes(self._head.plan)
         return DelayedSubmission(AgentTask(self.run_dir, self.first_attempt, self.restarts + 1))
+
+    def _concluded(self, head: Head) -> bool:
+        """Put the end on record, once: a warning of Slurm may come when the attempt has just ended by itself."""
+        if self._requeue is None:
+            self._requeue = head.conclude()
+        return self._requeue
 
     def _avoid_bad_nodes(self, plan: Plan) -> None:
         """Only a waiting job can be told, and submitit requeues after `checkpoint`: it is when this process ends."""
@@ -123,11 +136,14 @@ class AgentTask:
 
     def _on_term(self, signum: int, frame: FrameType | None) -> None:
         print("SIGTERM: stopping what this node runs", file=sys.stderr, flush=True)
-        ending = Ending(Outcome.CANCELLED, BY_SIGTERM)
-        if self._head is not None:
-            self._head.end(ending)
-        if self._agent is not None:
-            self._agent.end(ending)
+        self._asked = Ending(Outcome.CANCELLED, BY_SIGTERM)
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        if self._asked is not None and self._head is not None:
+            self._head.end(self._asked)
+        if self._asked is not None and self._agent is not None:
+            self._agent.end(self._asked)
 
     def __getstate__(self) -> dict[str, object]:
         return {"run_dir": self.run_dir, "first_attempt": self.first_attempt, "restarts": self.restarts}

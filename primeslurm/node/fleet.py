@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from primeslurm.node.reports import AgentReport, Ending, Fitness, News, Outcome, ProcessReport, UnitOrder
+from primeslurm.node.reports import AGENT_ENDED, AgentReport, Ending, Fitness, News, Outcome, ProcessReport, UnitOrder
 from primeslurm.node.seats import Seats
 from primeslurm.node.states import how_it_died
 from primeslurm.node.supervisor import ProcessState
@@ -76,6 +76,11 @@ class Fleet:
         for rank in self.unheard:
             if (name := self._name(rank)) in exits:
                 self._lose(rank, f"no agent could be started: {exits[name]}", now)
+
+    def held_up(self, seconds: float) -> None:
+        """Take in that the head itself was held up: for so long nobody could have been heard of."""
+        self.seen_at = {rank: at + seconds for rank, at in self.seen_at.items()}
+        self._died_at = {unit: at + seconds for unit, at in self._died_at.items()}
 
     @property
     def unheard(self) -> list[int]:
@@ -155,7 +160,7 @@ class Fleet:
             elif agent.error:
                 ending = self._lose(rank, agent.error, now)
             elif agent.ended:
-                ending = self._lose(rank, "its agent ended", now, blame=False)
+                ending = self._lose(rank, AGENT_ENDED, now, blame=False)
             else:
                 continue
             if ending:

@@ -8,11 +8,11 @@ import time
 
 import msgspec
 
-from primeslurm.node.agent import NodeAgent
+from primeslurm.node.agent import NodeAgent, held_up_s
 from primeslurm.node.conclusion import conclude, remember_bad_node
 from primeslurm.node.fleet import Fleet
 from primeslurm.node.job_output import JobOutput
-from primeslurm.node.reports import AgentReport, Ending, FleetView, Outcome
+from primeslurm.node.reports import AGENT_ENDED, AgentReport, Ending, FleetView, Outcome
 from primeslurm.node.states import fleet_state
 from primeslurm.node.supervisor import ProcessState
 from primeslurm.node.walltime import MARGIN_S, end_of_job, ends_too_late, seconds_to_stop
@@ -52,6 +52,7 @@ class Head(threading.Thread):
         self._published_generation = 0
         self._asked: Ending | None = None
         self._ending_at = 0.0
+        self._ticked_at = time.time()
         self._ends_at = end_of_job(agent.plan, os.environ, time.time())
         self._grace_s = min(CHECKPOINT_GRACE_S, max(agent.plan.job.signal_s - MARGIN_S, 10.0))
 
@@ -62,7 +63,7 @@ class Head(threading.Thread):
     def run(self) -> None:
         """Watch until the attempt has ended everywhere. An error of the head itself ends the attempt."""
         try:
-            while not self._gathered(time.time()):
+            while not self._gathered(self._ticked_at):
                 self.tick(time.time())
                 time.sleep(PERIOD_S)
         except Exception as error:
@@ -72,6 +73,8 @@ class Head(threading.Thread):
 
     def tick(self, now: float) -> None:
         """Read every heartbeat that changed, decide, publish."""
+        self.fleet.held_up(held_up_s(self._ticked_at, now))
+        self._ticked_at = now
         for file in self._heartbeats.values():
             if (value := file.changed()) is not None:
                 self.fleet.observe(msgspec.convert(value, AgentReport), now)
@@ -89,6 +92,8 @@ class Head(threading.Thread):
     def conclude(self) -> bool:
         """Record how the attempt ended. Returns whether the job should be requeued."""
         ending = self.ending or Ending(Outcome.FAILED, "the head ended early")
+        if self._asked is not None and ending.reason.endswith(AGENT_ENDED):
+            ending = self._asked  # whoever ends all agents of a job may reach another one first
         return conclude(self.plan, self.run_directory, self.attempt, ending, self.journal)
 
     def _asked_to_end(self, now: float) -> Ending | None:

@@ -8,6 +8,9 @@ from typing import Any
 
 import msgspec
 
+AGENT_ENDED = "its agent ended"
+"""Why a node is lost whose agent has ended by itself, without an error."""
+
 
 class Outcome(StrEnum):
     """How an attempt ended."""

@@ -56,8 +56,8 @@ def create(recipe: Recipe, plan: Plan, source: Path) -> Attempt:
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     run_dir.mkdir(mode=0o700, exist_ok=True)
     try:
-        (run_dir / "attempts").mkdir()
-    except FileExistsError:  # another submit came between
+        (run_dir / "attempts").mkdir()  # of several who submit a name at once, one makes it
+    except FileExistsError:
         raise UsageError([_in_use(run_dir)]) from None
     try:
         return _fill(run_dir, recipe, plan, source)

@@ -111,7 +111,8 @@ class Attempt:
         return _read(self.path / "job.json", JobRecord)
 
     def record_job(self, job: JobRecord) -> None:
-        """Write job.json."""
+        """Write job.json; also for an attempt that has no plan yet."""
+        self.path.mkdir(parents=True, exist_ok=True)
         write_json(self.path / "job.json", msgspec.to_builtins(job))
 
     def end(self) -> EndRecord | None:

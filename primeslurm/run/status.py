@@ -179,6 +179,8 @@ def _phase(
         return "pending", state
     if state.startswith("RUNNING"):
         return ("lost", f"head silent, but the job is {state}") if fleet else ("starting", "")
+    if state.startswith("COMPLETING"):  # it has ended, or Slurm requeues it: its next word says which
+        return "ending", f"job {state}"
     return "failed", f"job {state}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import signal
@@ -58,7 +59,8 @@ def cancel(plan: Plan, job_id: str) -> None:
     """Ask the controller of a run to end its agents and itself. Raises RunError if it does not run."""
     if not is_running(plan, job_id):
         raise RunError(f"run {plan.run}: its local job {job_id} does not run")
-    os.kill(int(job_id), signal.SIGTERM)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(int(job_id), signal.SIGTERM)
 
 
 class PlanLocalExecutor(submitit.LocalExecutor):  # type: ignore[misc]  # submitit is not followed by mypy

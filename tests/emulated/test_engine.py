@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import subprocess
 import sys
@@ -16,7 +17,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from primeslurm.emulated.engine import EmulatedEngine
 from primeslurm.emulated.environment import EmulatedEnvironment
+from primeslurm.inference.admission import Message
 from primeslurm.orchestrator.engines import EngineClient, EngineDownError, EngineUpdateError, Policy, Step
 from primeslurm.orchestrator.jobs import Job
 from primeslurm.orchestrator.teacher import Teacher, TeacherError
@@ -150,6 +153,34 @@ async def test_a_client_that_goes_away_frees_its_request(start: Start) -> None:
     while metric(server.url, "vllm:num_requests_running") > 0:
         assert time.monotonic() < deadline
         await asyncio.sleep(0.05)
+
+
+@pytest.mark.parametrize("turns", range(4))
+async def test_a_client_that_goes_away_as_its_answer_is_ready_does_no_harm(
+    turns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both are seen at once by a process that got no time meanwhile; which one first differs by turns of its loop."""
+    monkeypatch.setattr("primeslurm.emulated.engine.TICK_S", 0.05)
+    engine = EmulatedEngine("model", 64)
+    running = asyncio.create_task(engine.run())
+    body = json.dumps({"token_ids": [5], "sampling_params": {"max_tokens": 1}}).encode()
+
+    async def receive() -> Message:
+        return {"body": body}
+
+    async def send(message: Message) -> None:
+        pass
+
+    scope = {"method": "POST", "path": "/inference/v1/generate", "query_string": b""}
+    request = asyncio.create_task(engine(scope, receive, send))  # type: ignore[arg-type]
+    await asyncio.sleep(0.02)
+    time.sleep(0.05)
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    request.cancel()
+    await asyncio.sleep(0.1)
+    assert not running.done()
+    running.cancel()
 
 
 def test_it_is_light(start: Start) -> None:

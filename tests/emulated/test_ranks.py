@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -57,19 +56,17 @@ def joined(start: Start) -> list[subprocess.Popen[str]]:
 @pytest.mark.parametrize("signalled", [0, 2])
 def test_an_interrupt_of_any_rank_ends_all_with_the_code_of_a_checkpoint(start: Start, signalled: int) -> None:
     ranks = joined(start)
-    time.sleep(0.3)  # the last rank to join may not have its handler yet
     ranks[signalled].send_signal(signal.SIGUSR1)
-    assert [rank.wait(20) for rank in ranks] == [75, 75, 75]
+    assert [rank.wait(60) for rank in ranks] == [75, 75, 75]
 
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_killed_rank_takes_the_others_along(start: Start, victim: int) -> None:
     ranks = joined(start)
     ranks[victim].kill()
-    assert [rank.wait(20) for rank in ranks] == [-9 if i == victim else 1 for i in range(3)]
+    assert [rank.wait(60) for rank in ranks] == [-9 if i == victim else 1 for i in range(3)]
 
 
 def test_a_rank_that_never_comes_is_noticed(start: Start) -> None:
-    leader, other = start(0, 1.0), start(1)  # type: ignore[call-arg]
-    assert leader.wait(20) == 1
-    assert other.wait(20) == 1
+    leader = start(0, 0.1)  # type: ignore[call-arg]
+    assert leader.wait(60) == 1

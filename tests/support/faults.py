@@ -57,7 +57,7 @@ def _slurm(slurm_conf: Path, *argv: str) -> None:
 def _revive(cluster: Cluster, name: str, *argv: str) -> None:
     pid_file = cluster.spec.directory / "pid" / name
     _slurm(cluster.spec.slurm_conf, *argv, "-f", str(cluster.spec.slurm_conf))
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while (started := Process.of(name, int(pid_file.read_text() or 0))) is None:
         assert time.monotonic() < deadline
         time.sleep(0.05)

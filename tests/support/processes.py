@@ -30,11 +30,18 @@ HOST = "127.0.0.1"
 ZYGOTE = Path(__file__).with_name("zygote.py")
 
 
+_given: set[int] = set()
+
+
 def free_port() -> int:
-    """A port that is free now."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return int(probe.getsockname()[1])
+    """A port that is free now, and another one each time: the kernel may well choose the same again."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind((HOST, 0))
+            port = int(probe.getsockname()[1])
+        if port not in _given:
+            _given.add(port)
+            return port
 
 
 NODE_VALUES = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -41,3 +42,11 @@ def test_a_watched_file_is_read_once_for_each_change(tmp_path: Path) -> None:
     assert file.changed() is None
     write_json(path, {"a": 2})
     assert file.changed() == {"a": 2}
+
+
+def test_several_writers_of_one_file_leave_it_whole(tmp_path: Path) -> None:
+    path, values = tmp_path / "x.json", [{"text": character * 10000} for character in "abcdefgh" * 5]
+    with ThreadPoolExecutor(4) as threads:
+        for _ in threads.map(lambda value: write_json(path, value), values):
+            assert Watched(path).changed() in values
+    assert [file.name for file in tmp_path.iterdir()] == ["x.json"]

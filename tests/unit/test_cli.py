@@ -7,9 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Barrier
 from typing import Any
 
 import pytest
@@ -184,24 +182,6 @@ def test_a_run_name_in_use_is_refused(place: Path) -> None:
     assert result.code == 2
     assert "name = test-run: is in use" in result.err
     assert "(`--name` another, or `primeslurm resume test-run` to go on with it)" in result.err
-
-
-def test_of_two_submits_at_once_only_one_makes_the_run(tmp_path: Path) -> None:
-    path = write_recipe(tmp_path / "r.yaml")
-    plan = derive(recipe := load_recipe(path), site(), tmp_path / "runs" / "twice")
-    (tmp_path / "runs" / "twice").mkdir(parents=True)
-    barrier = Barrier(2)
-
-    def one() -> bool:
-        barrier.wait()
-        try:
-            return create(recipe, plan, path).plan() == plan
-        except UsageError as error:
-            assert "is in use" in str(error)
-            return False
-
-    with ThreadPoolExecutor() as pool:
-        assert sorted(future.result() for future in [pool.submit(one), pool.submit(one)]) == [False, True]
 
 
 def test_a_run_that_cannot_be_written_whole_is_not_there(tmp_path: Path) -> None:

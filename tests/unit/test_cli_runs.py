@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from primeslurm.cli.watch import watch_until_done
 from primeslurm.plan.model import Process
 from primeslurm.run.directory import EndRecord, JobRecord, RunDirectory
 from primeslurm.wire.files import write_json
@@ -52,6 +53,35 @@ def test_watching_a_run_that_has_ended_ends_at_once(place: Path) -> None:
     result = primeslurm("status", "older", "--watch", cwd=place)
     assert result.code == 0
     assert "older: completed (all steps done)" in result.err
+
+
+def test_a_controller_that_starts_again_ends_neither_the_watch_nor_makes_a_run_resumable(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = place / "bin"
+    answers.mkdir()
+    waits = "JobId=5 Partition=gpu JobState=PENDING Reason=Resources Restarts=0 StartTime=Unknown ExitCode=0:0"
+    says = (
+        f"echo {waits}",
+        "echo Unable to contact slurm controller >&2; exit 1",
+        f"echo {waits}".replace("PENDING", "NODE_FAIL"),
+    )
+    for name, line in zip("123", says, strict=True):
+        (answers / name).write_text(line)
+    (answers / "scontrol").write_text(
+        f"#!/bin/sh\ncd {answers}; [ -e 1 ] && mv 1 now || mv 2 now 2>&- || mv 3 now 2>&-; . ./now\n"
+    )
+    (answers / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", str(answers), prepend=":")
+    monkeypatch.setattr("primeslurm.cli.watch.REFRESH_S", 0.01)
+    run = RunDirectory(place / "runs" / "newer")
+    (run.attempt(1).path / "end.json").unlink()
+    run.attempt(1).record_job(JobRecord("5", "slurm", 1.0))
+    assert watch_until_done(run) == 1
+    assert not (answers / "3").exists(), "the watch ended before the job did"
+    (answers / "3").write_text(says[1])
+    result = primeslurm("resume", "newer", cwd=place)
+    assert (result.code, run.latest().number) == (3, 1), result.err
 
 
 def test_runs_lists_all(place: Path) -> None:

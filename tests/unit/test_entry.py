@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from primeslurm.errors import RunError
+from primeslurm.node import entry
 from primeslurm.node.entry import AgentTask
 from primeslurm.plan.model import Plan, Process
 from primeslurm.run.directory import EndRecord, RunDirectory
@@ -41,7 +46,7 @@ def start(tmp_path: Path):  # type: ignore[no-untyped-def]
 
     yield run
     for plan, job_id in started:
-        if local.is_running(plan, job_id):
+        with contextlib.suppress(RunError):  # it has ended by itself
             local.cancel(plan, job_id)
 
 
@@ -91,3 +96,50 @@ def test_ending_the_controller_ends_every_agent_and_process(start: Callable[...,
     assert (record.outcome, record.reason, record.requeued) == ("cancelled", "SIGTERM", False)
     for index in (0, 1):
         assert '"pid": null' in run.attempt(1).agent_file(index).read_text()
+
+
+@pytest.fixture
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[AgentTask]:
+    """The only task of a run that completes by itself, in this process as under submitit."""
+    last = process("trainer-rank-0", 0, python("pass"), "trainer")
+    plan = plan_of(tmp_path / "run", (last,)).model_copy(update={"addresses": {"local-0": "127.0.0.1"}})
+    RunDirectory(tmp_path / "run").attempt(1).prepare(plan)
+    ids = {"JOB_ID": "1", "NTASKS": "1", "JOB_NUM_NODES": "1", "NODEID": "0", "GLOBALID": "0", "LOCALID": "0"}
+    for name, value in ids.items():
+        monkeypatch.setenv(f"SUBMITIT_LOCAL_{name}", value)
+    monkeypatch.setenv("SUBMITIT_EXECUTOR", "local")
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)}
+    signal.signal(signal.SIGTERM, lambda *_: None)  # submitit passes over it
+    yield AgentTask(plan.run_dir, 1)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(("number", "outcome"), [(signal.SIGTERM, "cancelled"), (signal.SIGUSR2, "preempted")])
+def test_a_signal_that_comes_before_the_agent_is_there_is_heeded(
+    number: signal.Signals, outcome: str, alone: AgentTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enter = entry.enter
+
+    def checkpoint(*_: object) -> None:
+        raise SystemExit(alone.checkpoint() is not None)
+
+    def signalled(*args: object, **options: float) -> object:
+        os.kill(os.getpid(), number)
+        return enter(*args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(entry, "enter", signalled)
+    signal.signal(signal.SIGUSR2, checkpoint)
+    requeued = False
+    try:
+        alone()
+    except SystemExit as leave:
+        requeued = bool(leave.code)
+    end = RunDirectory(tmp_path / "run").attempt(1).end()
+    assert end is not None and end.outcome == outcome
+    assert end.requeued is requeued is (number == signal.SIGUSR2)
+
+
+def test_a_warning_just_after_the_end_does_not_requeue_what_is_complete(alone: AgentTask) -> None:
+    assert alone() == "completed"
+    assert alone.checkpoint() is None

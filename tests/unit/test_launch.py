@@ -167,11 +167,21 @@ def test_the_step_starts_again_also_after_a_head_has_seated_the_others(
     assert stopped.end() is None
 
 
-def test_an_attempt_that_no_head_has_made_is_made_by_those_who_waited(tmp_path: Path) -> None:
+def test_an_attempt_that_no_head_has_made_is_made_by_those_who_waited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = RunDirectory(tmp_path / "run")
     for number, job_id in ((1, "5"), (2, "6"), (3, "6")):
         run.attempt(number).prepare(plan_of(run.path, ()))
         run.attempt(number).record_job(JobRecord(job_id, "slurm", 0.0))
     assert [first_of_job(run, job_id) for job_id in ("5", "6", "7")] == [1, 2, 3]
+    prepare, seen = Attempt.prepare, []
+
+    def look_first(attempt: Attempt, plan: Plan) -> None:
+        seen.append((run.latest().number, attempt.job()))
+        prepare(attempt, plan)
+
+    monkeypatch.setattr(Attempt, "prepare", look_first)
     attempt = enter(run, 4, wait_s=0.0)
+    assert seen == [(3, run.attempt(3).job())], "it has its job before anybody sees it"
     assert attempt.plan() == run.attempt(3).plan() and attempt.job() == run.attempt(3).job()

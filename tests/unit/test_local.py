@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import shlex
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE
 
 from primeslurm.errors import RunError
 from primeslurm.plan.model import Plan
 from primeslurm.slurm import local
+from primeslurm.slurm.local_controller import PlanController
 from tests.cluster.toy import ToyAgent, notes
 from tests.support.slurm_plans import group, plan
 
 CHECKOUT = str(Path(__file__).parents[2])
 
 
-def make(run_dir: Path, **job: object) -> Plan:
+def make(run_dir: Path) -> Plan:
     groups = (group(0, "control"), group(1, "train", 2))
-    return plan(run_dir, *groups, env={"PYTHONPATH": CHECKOUT}, **job)
+    return plan(run_dir, *groups, env={"PYTHONPATH": CHECKOUT})
 
 
 def wait(condition: Callable[[], bool]) -> None:
@@ -46,13 +50,34 @@ def test_requeue_from_inside(tmp_path: Path) -> None:
     assert said(tmp_path, "end") == [0, 1, 2]
 
 
-def test_the_time_limit_requeues(tmp_path: Path) -> None:
-    """USR2 comes signal_s before the limit: here after 15 s, when the agent surely listens."""
-    given = make(tmp_path, time="00:01:00", signal_s=45)
-    job_id = local.submit_local(given, ToyAgent(tmp_path, requeue_itself=False))
-    wait(lambda: not local.is_running(given, job_id))
-    assert said(tmp_path, "checkpoint") == [0]
-    assert said(tmp_path, "end") == [0, 1, 2]
+LISTENER = f"""
+import os, signal, sys, time
+signal.signal(signal.SIGUSR2, lambda *_: sys.exit({LOCAL_REQUEUE_RETURN_CODE}))
+open(sys.argv[1] + os.environ["SUBMITIT_LOCAL_GLOBALID"], "w").close()
+time.sleep(600)
+"""
+
+
+@pytest.fixture
+def controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PlanController]:
+    """Of two tasks that ask for a requeue on USR2, which comes a second after they begin."""
+    options = {"NTASKS": "2", "TIMEOUT_S": "60", "SIGNAL_DELAY_S": "59", "WITH_SHELL": ""}
+    options["COMMAND"] = shlex.join([sys.executable, "-c", LISTENER, str(tmp_path / "listens-")])
+    for name, value in options.items():
+        monkeypatch.setenv(f"SUBMITIT_LOCAL_{name}", value)
+    monkeypatch.setenv("SUBMITIT_STDERR_TO_STDOUT", "1")
+    handler = signal.getsignal(signal.SIGTERM)
+    made = PlanController(tmp_path / "submitit")
+    yield made
+    made.kill_tasks()
+    signal.signal(signal.SIGTERM, handler)
+
+
+def test_all_tasks_are_warned_of_the_time_limit_and_may_requeue(controller: PlanController, tmp_path: Path) -> None:
+    controller.start_tasks()
+    wait(lambda: len(list(tmp_path.glob("listens-*"))) == 2)
+    assert LOCAL_REQUEUE_RETURN_CODE in controller.wait()  # its time begins here
+    assert [task.wait(60) for task in controller.tasks] == [LOCAL_REQUEUE_RETURN_CODE] * 2
 
 
 def test_it_outlives_the_one_who_submits_and_can_be_cancelled(tmp_path: Path) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 
 import pytest
 
-from primeslurm.errors import RunError
+from primeslurm.errors import RunError, UsageError, Violation
+from primeslurm.plan.derive import derive
 from primeslurm.plan.model import Process, Replica
-from primeslurm.run.create import name_in_use
+from primeslurm.recipe.load import load_recipe
+from primeslurm.run.create import create, name_in_use
 from primeslurm.run.directory import EndRecord, JobRecord, RunDirectory
 from primeslurm.run.records import recent_rows
 from primeslurm.run.status import RunStatus, read_status
@@ -17,6 +21,7 @@ from primeslurm.run.summary import summarise
 from primeslurm.wire import checkpoints
 from primeslurm.wire.files import write_json
 from tests.support.plans import plan_of, python
+from tests.support.recipes import site, write_recipe
 
 NOW = 1000.0
 
@@ -53,6 +58,7 @@ def heartbeat(run: RunDirectory, process: dict[str, object]) -> None:
     [
         ("PENDING (Resources)", "pending", "PENDING (Resources)"),
         ("RUNNING", "starting", ""),
+        ("COMPLETING", "ending", "job COMPLETING"),
         ("NODE_FAIL", "failed", "job NODE_FAIL"),
         (None, "lost", "no sign of life, and no such job"),
     ],
@@ -184,6 +190,28 @@ def test_runs_without_attempts_or_with_damaged_plans_are_run_errors(tmp_path: Pa
 def test_names_in_use_are_seen(tmp_path: Path, run: RunDirectory) -> None:
     assert name_in_use(tmp_path / "fresh") == []
     assert [v.value for v in name_in_use(run.path)] == ["r"]
+
+
+def test_of_two_who_submit_a_name_at_once_one_gets_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_recipe(tmp_path / "r.yaml")
+    recipe, both = load_recipe(path), Barrier(2)
+    plan = derive(recipe, site(), tmp_path / "runs" / "twice")
+
+    def look(run_dir: Path) -> list[Violation]:
+        found = name_in_use(run_dir)
+        both.wait(60)
+        return found
+
+    def submit(_: int) -> str:
+        try:
+            return str(create(recipe, plan, path).number)
+        except UsageError as error:
+            return str(error)
+
+    monkeypatch.setattr("primeslurm.run.create.name_in_use", look)
+    with ThreadPoolExecutor(2) as threads:
+        first, second = sorted(threads.map(submit, range(2)))
+    assert first == "1" and "is in use" in second
 
 
 def test_rows_of_nothing_are_none(tmp_path: Path) -> None:
