@@ -73,6 +73,7 @@ class EmulatedTrainer:
         self._saved = step = checkpoints.newest(self._run_dir) or 0
         self._journal.event("loaded", step=step)
         if step:
+            self._link.committed(step)
             self._hand_over(step)
         else:
             self._announced = self._link.published(0, self._recipe.model.path)

@@ -56,10 +56,12 @@ class Delivery:
     def expect(self, version: int) -> None:
         """The trainer is about to send `version`."""
         self._version, self._asked, self._session = version, self._clock(), None
+        self._dismiss()
 
     def close(self) -> None:
         """The trainer does something else now."""
         self._version = self._session = None
+        self._dismiss()
 
     def sends(self, version: int) -> bool:
         """Whether the trainer sends `version` now."""
@@ -70,10 +72,10 @@ class Delivery:
         """Wait for a session, as an engine: what its workers are told to take part in it.
 
         Raises:
-            NoSenderError: the trainer does not send `version` now.
+            NoSenderError: the trainer does not send `version` now, or not any more.
         """
         if not self.sends(version):
-            raise NoSenderError(f"the trainer does not send version {version} now")
+            raise _no_sender(version)
         waiting = _Waiting(version, self._clock(), asyncio.get_running_loop().create_future())
         self._waiting.append(waiting)
         await self._notify()
@@ -108,7 +110,8 @@ class Delivery:
             await self._wait(0.2)
 
     def _form(self, request: Deliver, wanting: int) -> Session | None:
-        waiting = [engine for engine in self._waiting if engine.version == request.version]
+        # One that is being cancelled is not off the list yet.
+        waiting = [e for e in self._waiting if e.version == request.version and not e.place.done()]
         if not waiting:
             return None
         if len(waiting) < wanting and self._clock() - waiting[0].since < GATHER_S:
@@ -129,6 +132,12 @@ class Delivery:
             )
         return session
 
+    def _dismiss(self) -> None:
+        """Who waits for what is no longer sent would wait until it is taken for broken."""
+        for engine in self._waiting:
+            if engine.version != self._version and not engine.place.done():
+                engine.place.set_exception(_no_sender(engine.version))
+
     async def _notify(self) -> None:
         async with self._changed:
             self._changed.notify_all()
@@ -140,3 +149,7 @@ class Delivery:
                 await self._changed.wait()
         except TimeoutError:
             return
+
+
+def _no_sender(version: int) -> NoSenderError:
+    return NoSenderError(f"the trainer does not send version {version} now")

@@ -25,6 +25,7 @@ from primeslurm.orchestrator.jobs import (
     encode_result,
 )
 from primeslurm.wire import secret
+from primeslurm.wire.frames import Frame
 from primeslurm.wire.rollouts import Rollout
 
 log = logging.getLogger(__name__)
@@ -96,12 +97,17 @@ class JobRunner:
             await asyncio.sleep(STATUS_INTERVAL_S)
 
     async def _run(self, job: Job) -> None:
+        # The job stays in the status until its result is queued: the result reaches the orchestrator before its
+        # absence. One that is cancelled from within has no result, and is dispatched anew once it is absent.
         try:
-            frames = encode_result(job.id, await self._rollout(job))
+            await self._socket.send_multipart(await self._outcome(job))
+        finally:
+            self._jobs.pop(job.id, None)
+
+    async def _outcome(self, job: Job) -> list[Frame]:
+        try:
+            return encode_result(job.id, await self._rollout(job))
         except Exception as error:  # an environment may raise anything; the rollout is then tried again
             if not isinstance(error, RolloutFailed):
                 log.exception("job %s", job.id)
-            frames = [msgspec.msgpack.encode(Result(job.id, error=f"{type(error).__name__}: {error}"))]
-        # the job stays in the status until its result is queued: the result reaches the orchestrator before its absence
-        await self._socket.send_multipart(frames)
-        self._jobs.pop(job.id, None)
+            return [msgspec.msgpack.encode(Result(job.id, error=f"{type(error).__name__}: {error}"))]

@@ -37,6 +37,8 @@ class Progress(msgspec.Struct, frozen=True):
     unfinished: list[tuple[str, int]] = []
     batches: dict[int, list[str]] = {}
     """Step to the ids of the groups it trains on; kept until the step is committed."""
+    committed: int = 0
+    """The last step whose checkpoint the trainer announced as committed."""
 
     def save(self, path: Path) -> None:
         """Write atomically. Raises OSError."""
@@ -71,6 +73,7 @@ def restore(run_dir: Path, attempt: int) -> Progress:
         done_step=step,
         published=None,
         batches={s: groups for s, groups in saved.batches.items() if s <= step},
+        committed=step,
     )
 
 

@@ -28,7 +28,6 @@ from primeslurm.orchestrator.suspect import suspect
 from primeslurm.orchestrator.watch import Watch
 from primeslurm.orchestrator.workers import Workers
 from primeslurm.recipe import Recipe
-from primeslurm.wire import checkpoints
 from primeslurm.wire.journal import Journal
 from primeslurm.wire.link import (
     Answer,
@@ -150,10 +149,12 @@ class Orchestrator:
         self._wake.clear()
 
     def _complete(self) -> bool:
-        """The last step is committed, and its policy is on the engines or has been for too long on the way."""
-        last = self._recipe.max_steps
-        published = self._progress.now.published
-        if published is None or published.version < last or checkpoints.newest(self._place.run_dir) != last:
+        """The last step is committed, and its policy is on the engines or has been for too long on the way.
+
+        That COMMITTED is there is not enough: a trainer that is about to announce it would find nobody.
+        """
+        last, now = self._recipe.max_steps, self._progress.now
+        if now.published is None or now.published.version < last or now.committed < last:
             return False
         if self._final_policy_at is None:
             self._final_policy_at = time.monotonic()
@@ -256,7 +257,8 @@ class Orchestrator:
     def _committed(self, step: int) -> None:
         gone = {s: ids for s, ids in self._progress.now.batches.items() if s <= step}
         self._spool.delete(name for ids in gone.values() for name in ids)
-        self._progress.note(batches={s: ids for s, ids in self._progress.now.batches.items() if s > step})
+        kept = {s: ids for s, ids in self._progress.now.batches.items() if s > step}
+        self._progress.note(batches=kept, committed=max(step, self._progress.now.committed))
 
     # rollouts
 

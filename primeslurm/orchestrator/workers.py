@@ -108,9 +108,14 @@ class Workers:
     async def _reconcile(self, identity: bytes, status: Status) -> None:
         now = self._clock()
         for other in list(self._peers.values()):
-            same = (other.environment, other.worker) == (status.environment, status.worker)
-            if same and other.incarnation != status.incarnation:
+            if (other.environment, other.worker) != (status.environment, status.worker):
+                continue
+            if other.incarnation != status.incarnation:
                 self._give_up(other, "was restarted")
+            elif other.identity != identity:  # its connection was lost, and ZMQ made another one
+                del self._peers[other.identity]
+                other.identity = identity
+                self._peers[identity] = other
         peer = self._peers.get(identity)
         if peer is None:
             peer = _Peer(identity, status.environment, status.worker, status.incarnation, now)

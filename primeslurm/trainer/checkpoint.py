@@ -90,12 +90,17 @@ class Checkpoints:
     def restore(self, learner: Learner) -> int:
         """Load the newest sound checkpoint. Returns its step, or 0 if there is none.
 
-        A damaged one is renamed to `*.damaged-<attempt>`, so that every process agrees on what is the newest.
+        A damaged one is renamed to `*.damaged-<attempt>`, so that every process agrees on what is the newest. It is
+        announced again: who committed it may have been killed before.
+
+        Raises:
+            RankError: the orchestrator failed.
         """
         step = self._world.decide(self._newest_sound() if self._world.is_main else 0)
         if step:
             directory = checkpoints.step_dir(self._run_dir, step) / "trainer"
             dcp.load(_state(learner), checkpoint_id=directory, process_group=self._world.control)
+            self._on_main(lambda: self._announce(step), f"resuming at step {step}")
         self._saved = step
         return step
 

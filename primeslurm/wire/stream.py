@@ -53,8 +53,9 @@ class Store:
 
     def __init__(self, address: str, timeout_s: float) -> None:
         host, _, port = address.rpartition(":")
+        timeout = timedelta(seconds=min(timeout_s, ARRIVE_S))  # a trainer that was killed is not there at all
         try:
-            store = dist.TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=timeout_s))
+            store = dist.TCPStore(host, int(port), is_master=False, timeout=timeout)
         except RuntimeError as error:  # includes torch's own kinds
             raise StreamError(f"{address}: {error}") from error
         self.store = dist.PrefixStore(_PREFIX, store)
@@ -94,11 +95,11 @@ class Channel:
         self._store = dist.PrefixStore(session.id, store.store)
         self._device = device
         self.receivers = range(session.senders, session.size)
-        self._store.set(f"experts/{rank}", msgspec.msgpack.encode(experts))
         with _waiting_for(f"{session.size} ranks"):
-            # Everybody is there before anybody connects: NCCL's own rendezvous has no time-out.
-            arriving = min(self._timeout, timedelta(seconds=ARRIVE_S))
-            self._store.wait([f"experts/{other}" for other in range(session.size)], arriving)
+            # Everybody is there before anybody connects, and still there when the last one has come: NCCL's own
+            # rendezvous has no time-out.
+            self._meet("experts", rank, session.size, msgspec.msgpack.encode(experts))
+            self._meet("present", rank, session.size, b"")
             self._group = _group(self._store, rank, session.size, device, self._timeout)
 
     def experts(self, receiver: int) -> Experts:
@@ -125,6 +126,12 @@ class Channel:
     def close(self) -> None:
         """Leave after everything was sent or received."""
         self._group.shutdown()
+
+    def _meet(self, where: str, rank: int, size: int, word: bytes) -> None:
+        """Leave a word for the others, and wait until all have left theirs."""
+        self._store.set(f"{where}/{rank}", word)
+        arriving = min(self._timeout, timedelta(seconds=ARRIVE_S))
+        self._store.wait([f"{where}/{other}" for other in range(size)], arriving)
 
     def _wait(self, start: Callable[[], list[Any]]) -> None:
         if failure := self._failure(start):

@@ -93,9 +93,11 @@ async def test_an_engine_that_cannot_take_a_policy_is_ended(start_engine, client
         assert loop.current_version == 0
 
 
-async def test_an_engine_that_hangs_is_down_and_an_update_of_it_times_out(start_engine, model, tmp_path: Path) -> None:
+async def test_an_engine_that_hangs_is_down_and_an_update_of_it_times_out(
+    start_engine, client, model, tmp_path: Path
+) -> None:
     server = start_engine()
-    control = EngineClient(lambda: server.url, str(model), status_timeout_s=0.5)
+    control = client(server)
     await control.apply(Policy(0, str(model)), timeout_s=60)
     core = int(Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()[0])
     os.kill(core, signal.SIGSTOP)  # the engine core hangs, its HTTP server answers
@@ -104,6 +106,6 @@ async def test_an_engine_that_hangs_is_down_and_an_update_of_it_times_out(start_
         await control.apply(first, timeout_s=1)
     os.kill(server.pid, signal.SIGSTOP)  # nothing answers
     with pytest.raises(EngineDownError):
-        await control.status()
+        await EngineClient(lambda: server.url, str(model), status_timeout_s=0.5).status()
     os.kill(server.pid, signal.SIGCONT)
     os.kill(core, signal.SIGCONT)

@@ -66,7 +66,8 @@ class Exchange:
 
 
 @pytest.fixture
-async def exchange(servers: list[Server], model: Path) -> AsyncIterator[Exchange]:
+async def exchange(servers: list[Server], model: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Exchange]:
+    monkeypatch.setattr("primeslurm.orchestrator.delivery.GATHER_S", 60)  # one session for both, however slow one is
     exchange = Exchange(servers, model)
     serving = asyncio.create_task(OrchestratorLink(exchange.address, exchange.handle).serve())
     yield exchange

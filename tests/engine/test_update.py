@@ -53,7 +53,10 @@ async def test_requests_in_flight_go_on_with_the_new_policy(engine, client, poli
     await control.apply(policy(1), timeout_s=120)
     requests = [asyncio.to_thread(generate, engine.url, PROMPT, 1500) for _ in range(4)]
     running = asyncio.gather(*requests)
-    while metric(engine.url, "vllm:generation_tokens_total") < 400:
+    while metric(engine.url, "vllm:num_requests_running") < 4:
+        await asyncio.sleep(0.02)
+    begun = metric(engine.url, "vllm:generation_tokens_total")
+    while metric(engine.url, "vllm:generation_tokens_total") < begun + 400:
         await asyncio.sleep(0.02)
     assert await control.apply(policy(2), timeout_s=120) is Step.UPDATE
     for answer in await running:

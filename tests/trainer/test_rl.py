@@ -71,7 +71,7 @@ class FakeOrchestrator:
 
     def wait_for(self, request: link.Request) -> None:
         """Until `request` has come."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while request not in self.requests:
             assert time.monotonic() < deadline, f"no {request} among {self.requests}"
             time.sleep(0.05)

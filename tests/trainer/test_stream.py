@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 import torch.distributed as dist
@@ -132,6 +133,17 @@ def test_a_rank_that_was_killed_before_it_came_does_not_stop_the_others_for_long
         Channel(Session("killed", senders=1, size=2), 0, Store(address, 10), CPU, 600)
 
 
-def test_a_trainer_that_is_not_there_is_named() -> None:
+def test_a_rank_that_was_killed_while_others_came_does_not_stop_them_for_long(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("primeslurm.wire.stream.ARRIVE_S", 0.5)
+    gone = dist.PrefixStore("gone", Store(address, 10).store)
+    gone.set("experts/1", msgspec.msgpack.encode(None))
+    with pytest.raises(StreamError, match="waiting for 2 ranks"):
+        Channel(Session("gone", senders=1, size=2), 0, Store(address, 10), CPU, 600)
+
+
+def test_a_trainer_that_is_not_there_is_named_and_not_waited_for_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("primeslurm.wire.stream.ARRIVE_S", 0.5)
     with pytest.raises(StreamError, match=r"127\.0\.0\.1:1:"):
-        Store("127.0.0.1:1", 0.5)
+        Store("127.0.0.1:1", 600)

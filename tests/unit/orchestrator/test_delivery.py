@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -112,3 +113,24 @@ async def test_an_engine_that_gave_up_has_no_place(meeting: Meeting) -> None:
     answer = await meeting.ask()
     assert answer.session is not None and answer.session.size == 6
     assert (await stays)["first_rank"] == 2
+
+
+async def test_an_engine_that_gives_up_just_now_does_not_break_the_session_of_the_others(meeting: Meeting) -> None:
+    meeting.delivery.expect(1)
+    meeting.wanting = 1
+    gone, stays = await meeting.come(), await meeting.come()
+    gone.cancel()  # it has had no time yet to withdraw
+    answer = await meeting.ask()
+    assert answer.session is not None and answer.session.size == 6
+    assert (await stays)["first_rank"] == 2
+
+
+@pytest.mark.parametrize("turn", [lambda delivery: delivery.close(), lambda delivery: delivery.expect(2)])
+async def test_an_engine_that_waits_is_told_when_the_trainer_turns_to_something_else(
+    meeting: Meeting, turn: Callable[[Delivery], None]
+) -> None:
+    meeting.delivery.expect(1)
+    waits = await meeting.come()
+    turn(meeting.delivery)
+    with pytest.raises(NoSenderError, match="version 1"):
+        await asyncio.wait_for(waits, 1)

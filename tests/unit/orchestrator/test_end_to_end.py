@@ -68,9 +68,9 @@ def test_a_run_from_first_to_last_step(run: FakeRun) -> None:
     run.start("worker")
     link = run.link()
     run.publish(link, 0)
+    assert link.get_batch(STEPS + 1, 0, 2, timeout_s=5) is None
     for step in range(1, STEPS + 1):
         run.train(link, step)
-    assert link.get_batch(STEPS + 1, 0, 2, timeout_s=5) is None
     assert run.processes["orchestrator"].wait(180) == 0, run.logs()
     check_whole_run(run)
     state = json.loads((run.run_dir / "attempts/1/state/orchestrator.json").read_text())

@@ -37,6 +37,21 @@ async def test_a_worker_that_is_refused_ends(address: str, monkeypatch: pytest.M
         await asyncio.wait_for(worker.serve(), 20)
 
 
+async def test_a_rollout_that_cancels_itself_does_not_count_as_running(address: str) -> None:
+    """As happens when a library loses one of its own tasks: the job would be waited for for ever."""
+
+    async def lost(job: Job) -> tuple[Rollout, ...]:
+        raise asyncio.CancelledError
+
+    worker = JobRunner("e", 0, address, lost)
+    serving = asyncio.create_task(worker.serve())
+    worker._handle(Job("j", "g", "e", 0, 0, "router-0", "salt"))
+    await asyncio.wait(list(worker._jobs.values()), timeout=20)
+    assert not worker._jobs
+    serving.cancel()
+    await asyncio.gather(serving, return_exceptions=True)
+
+
 async def test_a_worker_that_is_let_in_serves_until_it_is_cancelled(address: str) -> None:
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(JobRunner("e", 0, address, rollout).serve(), 0.5)

@@ -60,7 +60,7 @@ def test_a_new_attempt_continues_from_the_last_commit(tmp_path: Path) -> None:
     saved = Progress(1, 5, 2, Published(2, "/w"), {"a": 9}, [("a", 7)], {2: ["x"], 4: ["y"]})
     commit(tmp_path, 2, saved)
     Progress(1, 9, 8).save(tmp_path / PROGRESS)
-    assert restore(tmp_path, 2) == Progress(2, 3, 2, None, {"a": 9}, [("a", 7)], {2: ["x"]})
+    assert restore(tmp_path, 2) == Progress(2, 3, 2, None, {"a": 9}, [("a", 7)], {2: ["x"]}, committed=2)
 
 
 def test_a_run_without_a_commit_starts_at_the_beginning(tmp_path: Path) -> None:

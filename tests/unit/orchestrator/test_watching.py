@@ -173,6 +173,20 @@ async def test_a_dead_workers_jobs_are_lost(peers: Peers, end: str) -> None:
     assert peers.results == [], "a late result of a lost job counts for nothing"
 
 
+async def test_a_worker_that_had_to_connect_again_keeps_its_jobs(peers: Peers) -> None:
+    socket = peers.connect()
+    await peers.tell(socket, Status("e", 0, "x", []))
+    await peers.workers.send(job("a"))
+    assert await heard(socket) == job("a")
+    socket.disconnect(peers.address)
+    socket.connect(peers.address)
+    await peers.tell(socket, Status("e", 0, "x", ["a"]))
+    await peers.workers.send(job("b"))
+    assert await heard(socket) == job("b"), "nothing was cancelled"
+    await peers.tell(socket, Result("a", error="e"))
+    assert peers.results == [("a", "e")] and peers.lost == []
+
+
 async def test_a_damaged_result_is_a_failed_rollout(peers: Peers) -> None:
     socket = peers.connect()
     await peers.tell(socket, Status("e", 0, "x", []))

@@ -35,7 +35,7 @@ def recipe(tokenizer: Path, **changes: Any) -> Recipe:
         "seq_len": 64,
         "model": {"path": str(tokenizer)},
         "environments": [{"id": "reverse-text"}],
-        "orchestrator": {"batch_size": 8, "group_size": 4, "request_timeout_s": 5},
+        "orchestrator": {"batch_size": 8, "group_size": 4, "request_timeout_s": 60},
     }
     return Recipe.model_validate({**fields, **changes})
 
@@ -71,13 +71,13 @@ async def test_rollout_has_exactly_the_sampled_tokens(tokenizer: Path) -> None:
 
 
 async def test_tokens_of_two_policies_are_told_apart(tokenizer: Path) -> None:
-    with FakeEngine(tokenizer, delay_s=0.5) as engine:
-        engine.version = 3
+    with FakeEngine(tokenizer) as engine:
+        engine.version, engine.paused = 3, True
 
         async def update() -> None:
             while not engine.requests:
                 await asyncio.sleep(0.01)
-            engine.version = 4
+            engine.version, engine.paused = 4, False
 
         (rollout,), _ = await asyncio.gather(rollouts(engine, recipe(tokenizer)), update())
     assert rollout.is_mixed and rollout.oldest_version == 3
@@ -127,7 +127,7 @@ async def test_turns_extend_the_sampled_tokens_or_branch(tokenizer: Path, tmp_pa
     made = recipe(
         tokenizer if stable else tmp_path,
         trainer={"router_replay": True},
-        orchestrator={"batch_size": 8, "group_size": 4, "request_timeout_s": 5, "echo": 0.1},
+        orchestrator={"batch_size": 8, "group_size": 4, "request_timeout_s": 60, "echo": 0.1},
     )
     environments.load("reverse-text", {})
     with FakeEngine(tokenizer, routed=True) as engine:
@@ -137,7 +137,7 @@ async def test_turns_extend_the_sampled_tokens_or_branch(tokenizer: Path, tmp_pa
         )
         worker._env = TwoTurnEnv(TwoTurnConfig(taskset={"id": "reverse-text"}, interception={"type": "server"}))
         async with serving(worker._env) as clients:
-            client = TokenClient(ROUTER, lambda: engine.url, made.model.path, made.max_len, 5, routed=True)
+            client = TokenClient(ROUTER, lambda: engine.url, made.model.path, made.max_len, 60, routed=True)
             worker._clients[ROUTER] = clients[client.key] = client
             found = await worker._rollout(Job("j", "g", "reverse-text", 0, 3, ROUTER, "run.1:3"))
     assert len(found) == (1 if stable else 2)
@@ -164,7 +164,7 @@ async def test_turns_extend_the_sampled_tokens_or_branch(tokenizer: Path, tmp_pa
 async def test_engines_that_do_not_say_their_experts_are_found_out(tokenizer: Path) -> None:
     with FakeEngine(tokenizer) as engine:
         engine.version = 3
-        endpoint = GenerateEndpoint(lambda: engine.url, 64, timeout_s=5, routed=True)
+        endpoint = GenerateEndpoint(lambda: engine.url, 64, timeout_s=60, routed=True)
         with pytest.raises(msgspec.ValidationError, match="--enable-return-routed-experts"):
             await endpoint.generate({"token_ids": endpoint_prompt(tokenizer), "sampling_params": {}}, {})
         await endpoint.close()
