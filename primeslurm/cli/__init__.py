@@ -7,11 +7,13 @@ Exit codes: 0 done, 1 the run (or something unforeseen) failed, 2 bad input, 3 S
 from __future__ import annotations
 
 import sys
+from itertools import takewhile
 
 import typer
 
 from primeslurm import __version__
 from primeslurm.cli import attach, cluster, diff, doctor, export, inspect, nodes, report, runs, submit, watch
+from primeslurm.cli.output import note, report_json
 from primeslurm.cli.output import report as report_error
 from primeslurm.errors import PrimeslurmError
 
@@ -62,5 +64,10 @@ def main() -> None:
     try:
         app()
     except PrimeslurmError as error:
+        if "--json" in takewhile(lambda word: word != "--", sys.argv):
+            report_json(error)
         report_error(error)
         sys.exit(error.exit_code)
+    except OSError as error:  # a full disk, a directory that may not be written
+        note(f"error: {error.filename}: {error.strerror}" if error.filename else f"error: {error}")
+        sys.exit(PrimeslurmError.exit_code)

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from primeslurm.cli.output import note
-from primeslurm.cli.runs import RunArg, RunsOpt, find_run
+from primeslurm.cli.runs import RunArg, RunsOpt, find_run, reading
 from primeslurm.errors import RunError
 from primeslurm.plan.model import Plan
 from primeslurm.run.directory import JobRecord
@@ -37,7 +37,8 @@ def attach(
     job, plan = attempt.job(), attempt.plan()
     if job is None or attempt.end() is not None:
         raise RunError(f"{directory.name} does not run")
-    place = find_target(placement_of(attempt), attempt, target)
+    with reading(directory):
+        place = find_target(placement_of(attempt), attempt, target)
     wanted = command or [os.environ.get("SHELL", "/bin/bash")]
     note(f"{place.process or 'agent'} on {place.host}")
     inside = [*plan.job.launcher, plan.python, "-m", "primeslurm.node.inside", *_pids(place), *wanted]

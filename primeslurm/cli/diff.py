@@ -10,9 +10,10 @@ import typer
 from rich.table import Table
 
 from primeslurm.cli.options import JsonOpt, LocalOpt, SiteOpt, load
-from primeslurm.cli.output import note, out, print_json
+from primeslurm.cli.output import light_table, note, out, print_json
 from primeslurm.cli.runs import RunsOpt, find_run
 from primeslurm.plan.model import Plan
+from primeslurm.recipe.paths import is_dir
 from primeslurm.run.diff import Difference, diff
 
 DIFFERENT = 1
@@ -48,15 +49,13 @@ def diff_(
 
 def _plan(side: str, site: Path | None, runs: Path | None, local: bool) -> Plan:
     path = Path(side)
-    if path.suffix in RECIPES and path.is_file():
+    if path.suffix in RECIPES and not is_dir(path):
         return load(path, site, None, None, local, need_files=False).plan
     return find_run(side, runs).latest().plan()
 
 
 def _table(a: str, b: str, found: list[Difference]) -> Table:
-    table = Table("part", box=None, padding=(0, 2, 0, 0))
-    for title in ("field", a, b):
-        table.add_column(title, overflow="fold")
+    table = light_table("part", "field", a, b)
     for each in found:
         table.add_row(_part(each), each.field, *(value if value is not None else "-" for value in (each.a, each.b)))
     return table

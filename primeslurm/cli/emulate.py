@@ -35,10 +35,9 @@ def load_emulated(
 
     Neither model nor data have to be there. Raises UsageError.
     """
-    named = [f"name={name}"] if name else []
-    recipe = load_recipe(recipe_file, [*(overrides or []), *named])
+    recipe = load_recipe(recipe_file, overrides or (), name)
     if recipe.task != "rl":
-        raise UsageError([Violation("task", recipe.task, "only rl runs have stand-ins", "use the local executor")])
+        raise UsageError([Violation("task", recipe.task, "only rl runs have stand-ins", "leave out --emulate")])
     if isinstance(recipe.teacher, ServedTeacher):
         why = "has no stand-in, and what stand-ins sample means nothing to it"
         raise UsageError([Violation("teacher.type", recipe.teacher.type, why, "nearest: engines")])

@@ -13,6 +13,7 @@ import typer
 from primeslurm.cli.output import out
 from primeslurm.cli.runs import RunArg, RunsOpt, find_run
 from primeslurm.errors import RunError, UsageError, Violation
+from primeslurm.recipe.paths import expanded, is_dir
 from primeslurm.run.directory import RunDirectory
 from primeslurm.wire import checkpoints
 
@@ -25,7 +26,7 @@ def export(
 ) -> None:
     """Write a checkpoint of a run as a Hugging Face model, with config and tokenizer. It needs no GPU."""
     found = find_run(run, runs)
-    target = directory.expanduser().absolute()
+    target = expanded(directory).absolute()
     problems = _problems(found, step, target)
     if problems:
         raise UsageError(problems)
@@ -49,8 +50,8 @@ def _problems(run: RunDirectory, step: int | None, target: Path) -> list[Violati
     elif step is not None and step not in steps:
         nearest = min(steps, key=lambda committed: abs(committed - step))
         problems.append(Violation("--step", str(step), "is no committed step", f"nearest: {nearest}"))
-    if target.exists():
+    if os.path.lexists(target):
         problems.append(Violation("DIR", str(target), "exists already"))
-    elif not target.parent.is_dir():
+    elif not is_dir(target.parent):
         problems.append(Violation("DIR", str(target), f"there is no directory {target.parent}"))
     return problems

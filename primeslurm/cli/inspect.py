@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 
 import typer
-from rich.table import Table
 
 from primeslurm.cli.options import JsonOpt, LocalOpt, NameOpt, RecipeArg, SetOpt, SiteOpt, load, refusals, refuse
-from primeslurm.cli.output import note, out, print_json
+from primeslurm.cli.output import count, light_table, note, out, print_json
+from primeslurm.errors import UsageError, Violation
 from primeslurm.plan.forecast import Estimate
-from primeslurm.plan.model import Plan, Process
+from primeslurm.plan.model import Finding, Plan, Process
 from primeslurm.recipe import Recipe, Site
 from primeslurm.slurm.render import render
 
@@ -52,16 +52,28 @@ def check(
     as_json: JsonOpt = False,
 ) -> None:
     """Check recipe, placement, compatibility, memory and model files; exit code 2 if it cannot run."""
-    loaded = load(recipe, site, set_, name, local)
+    try:
+        loaded = load(recipe, site, set_, name, local)
+    except UsageError as error:
+        if not as_json:
+            raise
+        found = [Finding(level="error", field=v.field, text=_told(v), fix=v.fix) for v in error.violations]
+        print_json([finding.model_dump() for finding in found])
+        raise typer.Exit(error.exit_code) from None
     errors = refusals(loaded.plan.findings, "error")
     if as_json:
         print_json([finding.model_dump() for finding in loaded.plan.findings])
     else:
         show_findings(loaded.plan)
-        verdict = f"{len(errors)} errors" if errors else "ok"
+        blocked = refusals(loaded.plan.findings, "blocked")
+        verdict = count(len(errors), "error") if errors else "ok, but cannot be submitted here" if blocked else "ok"
         note(f"{loaded.recipe.name}: {verdict}, {_totals(loaded.plan)}")
     if errors:
         raise typer.Exit(2)
+
+
+def _told(violation: Violation) -> str:
+    return f"{violation.value}: {violation.why}" if violation.value else violation.why
 
 
 def schema(site: bool = typer.Option(False, "--site", help="The schema of site files instead.")) -> None:
@@ -71,15 +83,11 @@ def schema(site: bool = typer.Option(False, "--site", help="The schema of site f
 
 def show_plan(plan: Plan) -> None:
     """Tables of the groups and of every process, on stdout."""
-    groups = Table(
-        "group", "nodes", "partition", "gres", "cpus", title=f"{plan.run}: {plan.layout} job", title_justify="left"
-    )
+    groups = light_table("group", "nodes", "partition", "gres", "cpus", title=f"{plan.run}: {plan.layout} job")
     for group in plan.groups:
         groups.add_row(group.name, str(group.nodes), group.partition, group.gres or "-", str(group.cpus_per_task))
     out.print(groups)
-    table = Table("node", "role", title="placement", title_justify="left")
-    for column in ("process", "ports", "GPUs", "on death"):
-        table.add_column(column, overflow="fold")
+    table = light_table("node", "role", "process", "ports", "GPUs", "on death", title="placement")
     for node in plan.nodes:
         for i, process in enumerate(node.processes):
             table.add_row(
@@ -107,14 +115,13 @@ def _on_death(process: Process) -> str:
 def show_estimate(estimate: Estimate) -> None:
     """The memory of each role, and amounts of the whole run, on stdout."""
     if estimate.roles:
-        table = Table("role", title="memory of one GPU, GiB (estimate)", title_justify="left")
-        for column in ("use", "limit", "free", "KV tokens", "sequences at once: longest, typical"):
-            table.add_column(column, overflow="fold")
+        columns = ("role", "use", "limit", "free", "KV tokens", "sequences at once: longest, typical")
+        table = light_table(*columns, title="memory of one GPU, GiB (estimate; what is free for KV is its cache)")
         for role in estimate.roles:
             engines = role.kv_bytes_per_token > 0
             table.add_row(
                 role.role,
-                ", ".join(f"{name} {size:g}" for name, size in role.parts.items() if size),
+                ", ".join(f"{name} {size:g}" for name, size in role.parts.items() if size and name != "KV"),
                 f"{role.limit_gib:g} of {role.gpu_gib:g} ({role.gpu})",
                 f"{role.free_gib:g}",
                 f"{role.kv_tokens} x {role.kv_bytes_per_token} B" if engines else "-",
@@ -134,11 +141,11 @@ def show_findings(plan: Plan) -> None:
 
 def _totals(plan: Plan) -> str:
     t = plan.totals
-    parts = [f"{t.nodes} nodes", f"{t.gpus} GPUs", f"{t.trainer_gpus} trainer GPUs"]
+    parts = [(t.nodes, "node"), (t.gpus, "GPU"), (t.trainer_gpus, "trainer GPU")]
     if t.spares:
-        parts.insert(1, f"{t.spares} spare nodes")
+        parts.insert(1, (t.spares, "spare node"))
     if plan.task != "sft":
-        parts += [f"{t.inference_nodes} inference nodes", f"{t.engines} engines", f"{t.routers} routers"]
+        parts += [(t.inference_nodes, "inference node"), (t.engines, "engine"), (t.routers, "router")]
     if t.teacher_engines:
-        parts.append(f"{t.teacher_engines} teacher engines")
-    return ", ".join(parts)
+        parts.append((t.teacher_engines, "teacher engine"))
+    return ", ".join(count(number, word) for number, word in parts)

@@ -8,14 +8,13 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich.table import Table
 
 from primeslurm.cli.options import JsonOpt
-from primeslurm.cli.output import note, out, print_json
+from primeslurm.cli.output import light_table, note, out, print_json
 from primeslurm.cli.runs import RunsOpt, runs_directory
 from primeslurm.errors import UsageError, Violation
 from primeslurm.plan.model import Plan
-from primeslurm.recipe.load import suggestion
+from primeslurm.recipe.explain import suggestion
 from primeslurm.run.ledger import HOUR_S, Ledger, avoiding
 from primeslurm.slurm.client import SlurmClient
 
@@ -34,7 +33,7 @@ def nodes(forget: ForgetOpt = None, runs: RunsOpt = None, as_json: JsonOpt = Fal
     if as_json:
         print_json(msgspec.to_builtins(known))
         return
-    table = Table("node", "why", "run", "attempt", "hours ago", "hours left")
+    table = light_table("node", "why", "run", "attempt", "hours ago", "hours left")
     for entry in known:
         ago, left = (now - entry.time) / HOUR_S, (entry.expires - now) / HOUR_S
         table.add_row(entry.node, entry.reason, entry.run, str(entry.attempt), f"{ago:.1f}", f"{left:.1f}")

@@ -17,6 +17,7 @@ from primeslurm.plan.local import local_site
 from primeslurm.plan.model import Finding, Plan
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.load import load_recipe, load_site
+from primeslurm.recipe.paths import expanded, is_file
 
 SITE_FILES = (Path("site.yaml"), Path("~/.primeslurm/site.yaml"))
 
@@ -43,15 +44,22 @@ def find_site(path: Path | None, local: bool = False) -> Site:
     """The site file to use. Raises UsageError."""
     if local and path is None:
         return _with_libraries(local_site(Path("runs").resolve()))
-    candidates = [path] if path else [candidate.expanduser() for candidate in SITE_FILES]
+    candidates = [path] if path else [expanded(candidate) for candidate in SITE_FILES]
     for candidate in candidates:
-        if path or candidate.is_file():
+        if path or is_file(candidate):
             site = load_site(candidate)
-            runs = (candidate.resolve().parent / Path(site.runs).expanduser()).resolve()
-            return _with_libraries(site.model_copy(update={"runs": str(runs)}))
+            return _with_libraries(site.model_copy(update={"runs": str(_runs(candidate, site.runs))}))
     why = f"no site file: looked for {', '.join(str(c) for c in SITE_FILES)}"
     fix = "`primeslurm cluster up` makes an emulated cluster with one, or use --local"
     raise UsageError([Violation("--site", "", why, fix)])
+
+
+def _runs(site_file: Path, runs: str) -> Path:
+    """The site's directory of runs, which is relative to its file. Raises UsageError."""
+    try:
+        return (site_file.resolve().parent / Path(runs).expanduser()).resolve()
+    except (OSError, RuntimeError) as error:  # no such user's home, a loop of links
+        raise UsageError([Violation("runs", runs, str(error), "give an absolute path")]) from None
 
 
 def _with_libraries(site: Site) -> Site:
@@ -73,8 +81,7 @@ def load(
     recipe: Recipe | None = None
     site: Site | None = None
     try:
-        named = [f"name={name}"] if name else []
-        recipe = load_recipe(recipe_file, [*(overrides or []), *named])
+        recipe = load_recipe(recipe_file, overrides or (), name)
     except UsageError as error:
         problems += error.violations
     try:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from primeslurm.cli.output import out
-from primeslurm.cli.runs import RunArg, RunsOpt, find_run, job_query
+from primeslurm.cli.runs import RunArg, RunsOpt, find_run, job_query, reading
 from primeslurm.errors import UsageError, Violation
 from primeslurm.wire.files import write_atomic
 
@@ -24,9 +24,11 @@ def report(
 
     directory = find_run(run, runs)
     target = output or directory.path / "report.html"
-    text = page(directory, job_query(directory), time.time())
+    with reading(directory):
+        text = page(directory, job_query(directory), time.time())
     try:
         write_atomic(target, text)
-    except OSError as error:
-        raise UsageError([Violation("--output", str(target), f"cannot be written: {error.strerror}")]) from None
+    except (OSError, ValueError) as error:  # ValueError: a path without a last part
+        why = f"cannot be written: {getattr(error, 'strerror', None) or error}"
+        raise UsageError([Violation("--output", str(target), why)]) from None
     out.print(str(target), markup=False, soft_wrap=True)

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.table import Table
 
 from primeslurm.cli.options import JsonOpt, find_site
-from primeslurm.cli.output import note, out, print_json
+from primeslurm.cli.output import light_table, note, out, print_json
 from primeslurm.errors import ClusterError, RunError, UsageError, Violation
 from primeslurm.plan.model import Plan
-from primeslurm.recipe.load import suggestion
-from primeslurm.run.directory import JobRecord, RunDirectory
-from primeslurm.run.status import JobQuery, read_status
+from primeslurm.recipe.explain import suggestion
+from primeslurm.recipe.paths import is_dir
+from primeslurm.run.directory import Attempt, JobRecord, RunDirectory
+from primeslurm.run.status import JobQuery, RunStatus, read_status
 from primeslurm.slurm import local
 from primeslurm.slurm.client import SlurmClient
 
@@ -41,17 +42,47 @@ def find_run(name: str, runs: Path | None) -> RunDirectory:
     """A run by name or directory. Raises UsageError with the nearest name."""
     root = runs_directory(runs)
     for candidate in (root / name, Path(name)):
-        directory = RunDirectory(candidate.resolve())
+        directory = RunDirectory(candidate.absolute())
         if directory.exists():
-            return directory
+            return RunDirectory(candidate.resolve())
+        if is_dir(candidate / "attempts"):
+            raise RunError(f"{directory.path} is damaged: it has no lock.json")
     names = [d.name for d in all_runs(root)]
     raise UsageError([Violation("RUN", name, f"no such run in {root}", suggestion(name, names))])
 
 
 def all_runs(root: Path) -> list[RunDirectory]:
     """Every run below a directory, oldest first."""
-    found = [RunDirectory(path) for path in root.iterdir()] if root.is_dir() else []
-    return sorted((run for run in found if run.exists()), key=lambda run: run.lock().get("created_at", 0.0))
+    found = [RunDirectory(path) for path in root.absolute().iterdir()] if is_dir(root) else []
+    return sorted((run for run in found if run.exists()), key=lambda run: run.created_at)
+
+
+def attempt_of(run: RunDirectory, number: int | None) -> Attempt:
+    """An attempt by its number, or the newest. Raises UsageError, or RunError if there is none."""
+    newest = run.latest()
+    if number is None:
+        return newest
+    known = {attempt.number: attempt for attempt in run.attempts()}
+    if number not in known:
+        why = f"the attempts are {', '.join(map(str, known))}"
+        raise UsageError([Violation("--attempt", str(number), why, f"nearest: {newest.number}")])
+    return known[number]
+
+
+@contextlib.contextmanager
+def reading(run: RunDirectory) -> Iterator[None]:
+    """For what reads a run: its records are not validated as a whole, and may be damaged or of another release.
+
+    Raises:
+        RunError: something in them is not what it should be.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise RunError(f"{error.filename or run.path} cannot be read: {error.strerror}") from error
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise RunError(f"{run.path} is damaged, or was made by another release ({why})") from error
 
 
 def job_query(run: RunDirectory) -> JobQuery:
@@ -86,23 +117,34 @@ def strict_job_query(run: RunDirectory) -> JobQuery:
 
 def runs(runs: RunsOpt = None, as_json: JsonOpt = False) -> None:
     """List all runs."""
-    rows = [read_status(run, job_query(run)) for run in all_runs(runs_directory(runs)) if run.attempts()]
+    rows = [row for run in all_runs(runs_directory(runs)) if (row := _row(run)) is not None]
     if as_json:
         keys = ("run", "run_id", "phase", "attempt", "job_id", "step", "max_steps", "committed_step", "directory")
         print_json([{key: getattr(row, key) for key in keys} for row in rows])
         return
-    table = Table("run", "phase", "attempt", "job", "step", "committed")
+    table = light_table("run", "phase", "attempt", "job", "step", "committed")
     for row in rows:
         step = f"{row.step if row.step is not None else '-'}/{row.max_steps}"
         table.add_row(row.run, row.phase, str(row.attempt), row.job_id or "-", step, str(row.committed_step or "-"))
     out.print(table)
 
 
+def _row(run: RunDirectory) -> RunStatus | None:
+    """The status of one of many: what is wrong with it does not hide the others."""
+    try:
+        with reading(run):
+            return read_status(run, job_query(run))
+    except RunError as error:
+        note(f"warning: {error}")
+        return None
+
+
 def cancel(run: RunArg, runs: RunsOpt = None) -> None:
     """End a run in good order, and its job. Committed checkpoints stay; `resume` goes on from them."""
     directory = find_run(run, runs)
     query = job_query(directory)
-    status = read_status(directory, query)
+    with reading(directory):
+        status = read_status(directory, query)
     if not status.active and status.phase != "lost":
         note(f"{run} is {status.phase}: nothing to cancel")
         return

@@ -14,13 +14,13 @@ from primeslurm.cli.inspect import show_findings, show_plan
 from primeslurm.cli.nodes import avoid_bad_nodes
 from primeslurm.cli.options import JsonOpt, Loaded, LocalOpt, NameOpt, RecipeArg, SetOpt, SiteOpt, load, refuse
 from primeslurm.cli.output import note, out, print_json
-from primeslurm.cli.runs import RunArg, RunsOpt, find_run, strict_job_query
+from primeslurm.cli.runs import RunArg, RunsOpt, find_run, reading, strict_job_query
 from primeslurm.cli.watch import watch_until_done
-from primeslurm.errors import UsageError, Violation
+from primeslurm.errors import PrimeslurmError, UsageError, Violation
 from primeslurm.node.entry import AgentTask
 from primeslurm.plan.model import Plan
 from primeslurm.recipe import Site
-from primeslurm.run.create import create, missing_variables, name_in_use
+from primeslurm.run.create import create, discard, missing_variables, name_in_use
 from primeslurm.run.directory import Attempt, JobRecord, RunDirectory
 from primeslurm.run.status import read_status
 from primeslurm.slurm.client import SlurmClient
@@ -101,7 +101,8 @@ def resume(
 ) -> None:
     """Go on with a run that has ended, from its last committed step, as a new attempt."""
     directory = find_run(run, runs)
-    status = read_status(directory, strict_job_query(directory))
+    with reading(directory):
+        status = read_status(directory, strict_job_query(directory))
     if status.active or status.phase == "completed":
         raise UsageError([Violation("RUN", run, f"is {status.phase}: there is nothing to resume")])
     previous = directory.latest()
@@ -123,13 +124,18 @@ def _placement(plan: Plan, site: Site) -> list[Violation]:
 
 
 def _start(attempt: Attempt, plan: Plan, script: str, slurm_conf: str | None) -> None:
+    """Submit an attempt. One that is not taken leaves nothing."""
     task = AgentTask(plan.run_dir, attempt.number)
-    if plan.executor == "local":
-        job_id = submit_local(plan, task)
-    else:
-        path = attempt.path / "job.sbatch"
-        write_atomic(path, script)
-        job_id = submit_slurm(plan, task, path, slurm_conf)
+    try:
+        if plan.executor == "local":
+            job_id = submit_local(plan, task)
+        else:
+            path = attempt.path / "job.sbatch"
+            write_atomic(path, script)
+            job_id = submit_slurm(plan, task, path, slurm_conf)
+    except (PrimeslurmError, OSError):
+        discard(attempt)
+        raise
     attempt.record_job(JobRecord(job_id, plan.executor, time.time(), slurm_conf))
 
 
@@ -152,6 +158,6 @@ def _show_dry_run(plan: Plan, script: str, as_json: bool) -> None:
         return
     show_plan(plan)
     if script:
-        out.rule("job.sbatch", align="left")
+        out.print("\njob.sbatch", style="bold")
         out.print(script, markup=False, soft_wrap=True)
     note("dry run: nothing was written or submitted")

@@ -14,9 +14,19 @@ from rich.live import Live
 from primeslurm.cli.dashboard import one_line, process_table, view
 from primeslurm.cli.options import JsonOpt
 from primeslurm.cli.output import err, note, out, print_json
-from primeslurm.cli.runs import RunArg, RunsOpt, all_runs, find_run, job_query, runs_directory, strict_job_query
+from primeslurm.cli.runs import (
+    RunArg,
+    RunsOpt,
+    all_runs,
+    attempt_of,
+    find_run,
+    job_query,
+    reading,
+    runs_directory,
+    strict_job_query,
+)
 from primeslurm.errors import ClusterError, RunError, UsageError, Violation
-from primeslurm.recipe.load import suggestion
+from primeslurm.recipe.explain import suggestion
 from primeslurm.run.directory import RunDirectory
 from primeslurm.run.status import read_status
 from primeslurm.run.summary import summarise
@@ -42,7 +52,8 @@ def status(
         directory = find_run(run, runs)
     if watch and not as_json:
         raise typer.Exit(watch_until_done(directory))
-    current = read_status(directory, job_query(directory), processes=processes)
+    with reading(directory):
+        current = read_status(directory, job_query(directory), processes=processes)
     if as_json:
         print_json(msgspec.to_builtins(current))
         return
@@ -54,13 +65,15 @@ def status(
 def watch_until_done(directory: RunDirectory) -> int:
     """Show live progress until the run has ended. Returns the exit code: 0 if it completed. Raises ClusterError."""
     query = strict_job_query(directory)
-    current = read_status(directory, query)
+    with reading(directory):
+        current = read_status(directory, query)
     printed = -1
     with Live(view(current), console=err, refresh_per_second=4, transient=False) as live:
         while current.active:
             time.sleep(REFRESH_S)
             try:
-                current = read_status(directory, query)
+                with reading(directory):
+                    current = read_status(directory, query)
             except ClusterError as error:  # its controller is busy, or starts again: no job ends of that
                 note(f"warning: {error}")
                 continue
@@ -78,14 +91,16 @@ def logs(
     role: Annotated[str | None, typer.Argument(help="Role or process, for example trainer or decode-r0-0.")] = None,
     runs: RunsOpt = None,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as the logs grow.")] = False,
-    lines: Annotated[int, typer.Option("--lines", "-n", help="Last lines of each log.")] = 20,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Last lines of each log.")] = 20,
     attempt: Annotated[int | None, typer.Option("--attempt", help="Default: the newest.")] = None,
 ) -> None:
     """Print the logs of a run's processes, each line with the name of its process."""
     directory = find_run(run, runs)
-    chosen = directory.attempt(attempt) if attempt is not None else directory.latest()
+    chosen = attempt_of(directory, attempt)
     files = sorted((chosen.path / "logs").rglob("*.log"))
     picked = [f for f in files if role is None or role in (f.stem, f.parent.name)]
+    if not files:
+        raise RunError(f"no process of attempt {chosen.number} of {directory.name} has a log")
     if not picked:
         valid = sorted({f.parent.name for f in files} | {f.stem for f in files})
         raise UsageError([Violation("ROLE", str(role), "no such log", suggestion(str(role), valid))])
@@ -99,7 +114,7 @@ def logs(
 
 def _print_tail(path: Path, lines: int) -> int:
     text = path.read_bytes()
-    _print_lines(path, text.splitlines()[-lines:])
+    _print_lines(path, text.splitlines()[-lines:] if lines else [])
     return len(text)
 
 
@@ -120,7 +135,9 @@ def _print_lines(path: Path, lines: list[bytes]) -> None:
 
 def summary(run: RunArg, runs: RunsOpt = None, as_json: JsonOpt = False) -> None:
     """Show what a run achieved: reward, versions, staleness, mismatch, restarts."""
-    found = summarise(find_run(run, runs))
+    directory = find_run(run, runs)
+    with reading(directory):
+        found = summarise(directory)
     if as_json:
         print_json(msgspec.to_builtins(found))
         return

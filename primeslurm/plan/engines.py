@@ -43,7 +43,7 @@ def place_inference(recipe: Recipe, site: Site, slots: list[Slot]) -> list[Repli
 def _place_store(recipe: Recipe, site: Site, slots: list[Slot]) -> None:
     """A client of the Mooncake store on every inference node, and its master on the first one."""
     offload = recipe.inference.kv_offload
-    if not isinstance(offload, MooncakeOffload):
+    if not isinstance(offload, MooncakeOffload) or not slots:
         return
     first = min(slots, key=lambda slot: slot.index)
     first.add(kv.STORE_MASTER, "store", kv.store_master(recipe), health=Health(port="http"))

@@ -11,6 +11,9 @@ from primeslurm.recipe.deployment import Disaggregated
 from primeslurm.recipe.site import NodeKind
 from primeslurm.recipe.teacher import TeacherEngines
 
+MAX_NODES = 10_000
+"""More than any cluster has: what asks for more is a slip of the pen, and would be planned for hours."""
+
 
 @dataclass(frozen=True)
 class Need:
@@ -52,6 +55,8 @@ def needs_of(recipe: Recipe, site: Site) -> list[Need]:
     if recipe.deployment.layout == "single" and len(partitions) > 1:
         why = f"one allocation cannot span partitions {', '.join(partitions)}"
         problems.append(Violation("deployment.layout", "single", why, "use layout: het"))
+    if (nodes := sum(need.nodes + need.spares for need in needs)) > MAX_NODES:
+        problems.append(Violation("deployment", f"{nodes} nodes", f"is more than the {MAX_NODES} that can be planned"))
     if problems:
         raise UsageError(problems)
     return needs

@@ -9,7 +9,7 @@ from pydantic import Field, PositiveInt
 from primeslurm.recipe.base import Section
 from primeslurm.recipe.kv import KvOffload
 from primeslurm.recipe.routers import Router, VllmRouter
-from primeslurm.recipe.syntax import EnvironmentName, OptionName
+from primeslurm.recipe.syntax import EnvironmentName, Json, OptionName
 
 All2All = Literal[
     "allgather_reducescatter",
@@ -58,7 +58,7 @@ class EngineSettings(Section):
     """KV cache per GPU in bytes. Default: what gpu_memory_utilization leaves; on CPU 256 MiB."""
     env: dict[EnvironmentName, str] = {}
     """Environment variables."""
-    vllm_extra: dict[OptionName, object] = {}
+    vllm_extra: dict[OptionName, Json] = {}
     """Any other vLLM option, by its long name with underscores."""
 
 

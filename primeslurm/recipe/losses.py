@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import PositiveFloat
 
 from primeslurm.recipe.base import Section
-from primeslurm.recipe.syntax import ImportPath
+from primeslurm.recipe.syntax import ImportPath, Json
 
 
 class PolicyGradient(Section):
@@ -51,7 +51,7 @@ class CustomLoss(Section):
     type: Literal["custom"] = "custom"
     function: ImportPath
     """For example my_package.losses:clipped."""
-    kwargs: dict[str, object] = {}
+    kwargs: dict[str, Json] = {}
     """Named arguments besides."""
 
 

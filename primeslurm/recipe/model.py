@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field, PositiveInt, StringConstraints
+from pydantic import Field, PositiveInt
 
 from primeslurm.recipe.base import Section
 from primeslurm.recipe.deployment import Deployment
 from primeslurm.recipe.inference import Inference
 from primeslurm.recipe.rollouts import Environment, Orchestrator
 from primeslurm.recipe.scheduling import Monitor, Slurm
-from primeslurm.recipe.syntax import EnvironmentName
+from primeslurm.recipe.syntax import EnvironmentName, RunName
 from primeslurm.recipe.teacher import Teacher
 from primeslurm.recipe.training import Checkpoint, Model, Sft, Trainer, Weights
-
-RunName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9._-]{0,62}$")]
 
 
 class Recipe(Section):

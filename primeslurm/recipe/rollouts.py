@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from primeslurm.recipe.base import Section
-from primeslurm.recipe.syntax import EnvironmentId, Label
+from primeslurm.recipe.syntax import EnvironmentId, Json, Label
 
 
 class Environment(Section):
@@ -18,11 +18,11 @@ class Environment(Section):
     """Name of a bundled (`reverse-text`) or installed verifiers environment."""
     name: Label | None = None
     """Label in metrics and logs. Default: the id, with - for what a file name cannot hold."""
-    args: dict[str, object] = {}
+    args: dict[str, Json] = {}
     """Options of the environment's taskset; under `env`, options of the verifiers Env around it (agents, timeouts)."""
     ratio: PositiveFloat = 1.0
     """Share of the groups that this environment gets."""
-    workers: PositiveInt = 1
+    workers: int = Field(1, ge=1, le=4096)
     """Worker processes."""
 
     @property

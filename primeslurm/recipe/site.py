@@ -15,7 +15,7 @@ class NodeKind(Placement):
     """Nodes of one partition, and the Slurm options of every component that gets them."""
 
     partition: Name
-    gpus: int = Field(0, ge=0)
+    gpus: int = Field(0, ge=0, le=128)
     """GPUs per node; 0 for CPU partitions."""
     cpus: PositiveInt
     """CPU cores per node that a job may use."""
@@ -81,7 +81,7 @@ class Site(Section):
     """A node that has not been heard of for this long is lost. Network file systems may show old files for a minute."""
     bad_node_hours: PositiveInt = 24
     """How long new jobs keep away from a node that failed."""
-    port_base: PositiveInt = 20000
+    port_base: int = Field(20000, ge=1024, le=60000)
     """First port that a plan may prefer."""
 
     def kind(self, role: str) -> NodeKind | None:

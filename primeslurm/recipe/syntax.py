@@ -7,6 +7,7 @@ are (comments, paths) are only held to what `text.py` asks of every string.
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from typing import Annotated, Literal
 
@@ -17,6 +18,7 @@ _TIME = re.compile(r"(?:(\d+)-)?(\d{1,2}):(\d{2}):(\d{2})")
 _MEMORY = re.compile(r"\d+[KMGT]?")
 _LOOSE_MEMORY = re.compile(r"(\d+)\s*([kKmMgGtT])i?[bB]?")
 _NAME = re.compile(r"\w[\w.@+:-]*")
+_RUN_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 _HOSTS = re.compile(r"[\w.,\[\]-]+")
 _CONSTRAINT = re.compile(r"[\w.&|*()\[\],:=+-]+")
 _SWITCHES = re.compile(r"(\d+)(?:@(.+))?")
@@ -105,7 +107,8 @@ def _clock(seconds: int) -> str:
 def _time(value: object) -> object:
     if isinstance(value, int) and not isinstance(value, bool):
         # YAML reads 12:00:00 without quotes as a number of seconds.
-        raise fault("must be HH:MM:SS or D-HH:MM:SS, in quotes", f'nearest: "{_clock(value)}"')
+        fix = f'nearest: "{_clock(value)}"' if value > 0 else ""
+        raise fault("must be HH:MM:SS or D-HH:MM:SS, in quotes", fix)
     if isinstance(value, str) and not _TIME.fullmatch(value):
         parts = value.split(":")
         short = len(parts) == 2 and all(part.isdigit() for part in parts)
@@ -121,6 +124,24 @@ def _memory(value: str) -> str:
             "must be a whole number with K, M, G or T, for example 200G",
             f"nearest: {near[1]}{near[2].upper()}" if near else "",
         )
+    return value
+
+
+def _run_name(value: str) -> str:
+    if not _RUN_NAME.fullmatch(value):
+        near = re.sub(r"[^a-z0-9._-]+", "-", value.lower()).strip("._-")[:63]
+        why = "must be at most 63 of a-z, 0-9 and . _ -, the first a letter or a digit"
+        raise fault(why, f"nearest: {near}" if near else "")
+    return value
+
+
+def _json(value: object) -> object:
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError, RecursionError):
+        raise fault(
+            "cannot be written as JSON", "valid: finite numbers, text, true, false, null, lists, mappings"
+        ) from None
     return value
 
 
@@ -179,6 +200,7 @@ SlurmTime = Annotated[str, BeforeValidator(_time)]
 Memory = Annotated[str, AfterValidator(_memory)]
 Name = Annotated[str, Field(max_length=200), _matching(_NAME, "must be one name of letters, digits and . _ - @ + :")]
 Names = Annotated[str, _matching(re.compile(rf"{_NAME.pattern}(,{_NAME.pattern})*"), "must be names parted by commas")]
+RunName = Annotated[str, AfterValidator(_run_name)]
 Hosts = Annotated[str, _matching(_HOSTS, "must be a host list, for example node[001-003],login1")]
 Constraint = Annotated[str, _matching(_CONSTRAINT, "must be features joined by & or |, for example nvme&ib")]
 Dependency = Annotated[str, AfterValidator(_dependency)]
@@ -213,5 +235,6 @@ ImportPath = Annotated[
 Directory = Annotated[
     str, _matching(re.compile(r"[^\\]*"), "Slurm takes a backslash as an escape in the names of its log files")
 ]
+Json = Annotated[object, AfterValidator(_json)]
 Option = Annotated[str, AfterValidator(_option)]
 Mount = Annotated[str, AfterValidator(_mount)]

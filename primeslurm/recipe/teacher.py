@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveInt
 
 from primeslurm.recipe.base import Section
-from primeslurm.recipe.syntax import EnvironmentName, HttpUrl, OptionName
+from primeslurm.recipe.syntax import EnvironmentName, HttpUrl, Json, OptionName
 from primeslurm.recipe.training import Dtype
 
 
@@ -42,7 +42,7 @@ class TeacherEngines(_Asked):
     before these."""
     env: dict[EnvironmentName, str] = {}
     """Environment variables."""
-    vllm_extra: dict[OptionName, object] = {}
+    vllm_extra: dict[OptionName, Json] = {}
     """Any other vLLM option, by its long name with underscores."""
 
 

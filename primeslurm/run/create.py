@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
+import shutil
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from typing import Any
 from primeslurm.errors import UsageError, Violation
 from primeslurm.plan.model import Plan
 from primeslurm.recipe import Recipe
+from primeslurm.recipe.paths import is_dir
 from primeslurm.run.directory import Attempt, RunDirectory
 from primeslurm.run.versions import installed
 from primeslurm.wire import secret
@@ -21,13 +23,15 @@ from primeslurm.wire.files import write_atomic, write_json
 
 
 def name_in_use(run_dir: Path) -> list[Violation]:
-    """A violation if the run directory holds anything already."""
-    return [_in_use(run_dir)] if run_dir.exists() and any(run_dir.iterdir()) else []
+    """A violation if the run directory holds anything already, or is no directory."""
+    if is_dir(run_dir) and not any(run_dir.iterdir()):
+        return []
+    return [_in_use(run_dir)] if os.path.lexists(run_dir) else []
 
 
 def _in_use(run_dir: Path) -> Violation:
-    fix = f"`--name` another, or `primeslurm resume {run_dir.name}` to go on with it"
-    return Violation("name", run_dir.name, f"is in use: {run_dir} exists", fix)
+    resumable = f", or `primeslurm resume {run_dir.name}` to go on with it" if RunDirectory(run_dir).exists() else ""
+    return Violation("name", run_dir.name, f"is in use: {run_dir} exists", f"`--name` another{resumable}")
 
 
 def missing_variables(plan: Plan) -> list[Violation]:
@@ -40,7 +44,7 @@ def missing_variables(plan: Plan) -> list[Violation]:
 
 
 def create(recipe: Recipe, plan: Plan, source: Path) -> Attempt:
-    """Create the run directory with its first attempt.
+    """Create the run directory with its first attempt, or nothing.
 
     Raises:
         UsageError: the name is in use.
@@ -51,11 +55,25 @@ def create(recipe: Recipe, plan: Plan, source: Path) -> Attempt:
         raise UsageError(problems)
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     run_dir.mkdir(mode=0o700, exist_ok=True)
-    run_dir.chmod(0o700)  # one that was there, empty, too
     try:
         (run_dir / "attempts").mkdir()  # of several who submit a name at once, one makes it
     except FileExistsError:
         raise UsageError([_in_use(run_dir)]) from None
+    try:
+        return _fill(run_dir, recipe, plan, source)
+    except OSError as error:
+        shutil.rmtree(run_dir, ignore_errors=True)
+        raise OSError(error.errno, error.strerror, error.filename or str(run_dir)) from error
+
+
+def discard(attempt: Attempt) -> None:
+    """Remove an attempt that nothing runs; the first one with its whole run."""
+    first = attempt.number == 1
+    shutil.rmtree(attempt.path.parents[1] if first else attempt.path, ignore_errors=True)
+
+
+def _fill(run_dir: Path, recipe: Recipe, plan: Plan, source: Path) -> Attempt:
+    run_dir.chmod(0o700)  # one that was there, empty, too
     secret.create(run_dir)
     write_atomic(run_dir / "recipe.yaml", source.read_bytes())
     resolved = recipe.model_dump_json(by_alias=True, indent=2)

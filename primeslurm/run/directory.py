@@ -9,6 +9,7 @@ import msgspec
 
 from primeslurm.errors import RunError
 from primeslurm.plan.model import Plan
+from primeslurm.recipe.paths import is_dir, is_file
 from primeslurm.run.roster import Roster
 from primeslurm.wire import addresses
 from primeslurm.wire.files import read_json, write_atomic, write_json
@@ -137,7 +138,7 @@ class RunDirectory:
 
     def exists(self) -> bool:
         """Whether a run was ever made here."""
-        return (self.path / "lock.json").is_file()
+        return is_file(self.path / "lock.json")
 
     def attempt(self, number: int) -> Attempt:
         """One attempt, whether or not it exists."""
@@ -146,9 +147,9 @@ class RunDirectory:
     def attempts(self) -> list[Attempt]:
         """All attempts that have a plan, oldest first."""
         root = self.path / "attempts"
-        if not root.is_dir():
+        if not is_dir(root):
             return []
-        numbers = sorted(int(p.name) for p in root.iterdir() if p.name.isdigit() and (p / "plan.json").is_file())
+        numbers = sorted(int(p.name) for p in root.iterdir() if p.name.isdecimal() and is_file(p / "plan.json"))
         return [self.attempt(number) for number in numbers]
 
     def latest(self) -> Attempt:
@@ -162,6 +163,12 @@ class RunDirectory:
         """lock.json: run id, versions, hashes."""
         value = read_json(self.path / "lock.json")
         return value if isinstance(value, dict) else {}
+
+    @property
+    def created_at(self) -> float:
+        """When it was made, in Unix seconds; 0 if its lock file does not say."""
+        value = self.lock().get("created_at")
+        return value if isinstance(value, int | float) else 0.0
 
     def job_output(self, job_id: str) -> Path:
         """What the batch script, srun and the agents of a job of Slurm print."""

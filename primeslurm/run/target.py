@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from primeslurm.errors import RunError, UsageError, Violation
-from primeslurm.recipe.load import suggestion
+from primeslurm.recipe.explain import suggestion
 from primeslurm.run.directory import Attempt
 from primeslurm.run.placement import Placement
 

@@ -103,8 +103,7 @@ class SlurmClient:
     def partitions(self) -> dict[str, Partition]:
         """All partitions by name."""
         found: dict[str, Partition] = {}
-        for line in self._run("sinfo", "--noheader", "--format=%R|%a|%F|%c|%G").splitlines():
-            name, up, counts, cpus, gres = line.split("|")
+        for name, up, counts, cpus, gres in self._table("sinfo", "--noheader", "--format=%R|%a|%F|%c|%G"):
             allocated, idle, _, total = (int(part) for part in counts.split("/"))
             usable = allocated + idle
             this = Partition(
@@ -117,8 +116,7 @@ class SlurmClient:
     def nodes(self) -> list[NodeState]:
         """All nodes, once each."""
         found: dict[str, NodeState] = {}
-        for line in self._run("sinfo", "--noheader", "--Node", "--format=%N|%t|%E").splitlines():
-            name, state, reason = line.split("|", 2)
+        for name, state, reason in self._table("sinfo", "--noheader", "--Node", "--format=%N|%t|%E"):
             found[name] = NodeState(
                 name, state.rstrip("*~#!%$@^-"), not state.endswith("*"), "" if reason == "none" else reason
             )
@@ -126,9 +124,8 @@ class SlurmClient:
 
     def nodes_of(self, partition: str) -> dict[str, bool]:
         """Nodes of a partition, and whether each can be used."""
-        lines = self._run("sinfo", "--noheader", "--Node", f"--partition={partition}", "--format=%N|%t").splitlines()
-        states = dict(line.split("|", 1) for line in lines)
-        return {name: state.startswith(("idle", "mix", "alloc", "comp")) for name, state in states.items()}
+        rows = self._table("sinfo", "--noheader", "--Node", f"--partition={partition}", "--format=%N|%t")
+        return {name: state.startswith(("idle", "mix", "alloc", "comp")) for name, state in rows}
 
     def run_on(self, partition: str, nodes: Sequence[str], argv: Sequence[str]) -> str:
         """Run a command once on each of these nodes and return what they print.
@@ -172,6 +169,14 @@ class SlurmClient:
     def exclude(self, job_id: str, hostlist: str) -> None:
         """Keep a waiting job, with all its components, away from nodes; in place of those that it kept away from."""
         self._run("scontrol", "update", f"jobid={job_id}", f"ExcNodeList={hostlist}")
+
+    def _table(self, *argv: str) -> list[list[str]]:
+        """The rows of an answer whose columns, named by the last word of the command, are parted by |."""
+        parted = argv[-1].count("|")
+        rows = [line.split("|", parted) for line in self._run(*argv).splitlines()]
+        if strange := [row for row in rows if len(row) != parted + 1]:
+            raise ClusterError(f"{argv[0]} gave an answer that is no table: {strange[0][0]}")
+        return rows
 
     def _run(self, *argv: str) -> str:
         if self._slurm_conf is not None and not Path(self._slurm_conf).is_file():

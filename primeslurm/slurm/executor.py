@@ -27,7 +27,7 @@ def submit(plan: Plan, agent: Agent, script_path: Path, slurm_conf: str | None) 
     try:
         return str(executor.submit(agent).job_id)
     except (FailedJobError, FailedSubmissionError) as error:
-        raise ClusterError(f"sbatch refused the job: {error}") from error
+        raise ClusterError(f"sbatch refused the job: {str(error).strip() or 'it did not say why'}") from error
 
 
 class PlanExecutor(submitit.SlurmExecutor):  # type: ignore[misc]  # submitit is not followed by mypy

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from primeslurm.errors import ClusterError, UsageError, Violation
 from primeslurm.recipe import Site
-from primeslurm.recipe.load import suggestion
+from primeslurm.recipe.explain import suggestion
 from primeslurm.slurm.client import SlurmClient
 
 MODULE = "primeslurm.node.installed"

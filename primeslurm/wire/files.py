@@ -31,10 +31,10 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any | None:
-    """The JSON in a file, or None if it is not there (or, on a shared file system, not there yet)."""
+    """The JSON in a file, or None if it is not there (or, on a shared file system, not there yet) or no JSON."""
     try:
         return json.loads(path.read_bytes())
-    except (FileNotFoundError, json.JSONDecodeError):
+    except (FileNotFoundError, ValueError, RecursionError):
         return None
 
 

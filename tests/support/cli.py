@@ -18,10 +18,12 @@ class Result:
     err: str
 
 
-def primeslurm(*args: str | Path, cwd: Path, timeout_s: float = 120) -> Result:
-    """`primeslurm ARGS` as a user runs it, in a home directory of its own."""
+def primeslurm(*args: str | Path, cwd: Path, timeout_s: float = 120, path: Path | None = None) -> Result:
+    """`primeslurm ARGS` as a user runs it, in a home of its own. `path`: where commands are looked for first."""
     root = str(Path(__file__).resolve().parents[2])
     env = {**os.environ, "HOME": str(cwd), "COLUMNS": "120", "PYTHONPATH": root}
+    if path is not None:
+        env["PATH"] = f"{path}:{env['PATH']}"
     argv = [sys.executable, "-m", "primeslurm", *map(str, args)]
     done = subprocess.run(argv, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
     return Result(done.returncode, done.stdout, done.stderr)

@@ -13,9 +13,15 @@ from typing import Any
 import pytest
 import yaml
 
+from primeslurm.cli.options import find_site
+from primeslurm.errors import UsageError
+from primeslurm.plan.checks.files import model_directory, model_files
+from primeslurm.plan.derive import derive
 from primeslurm.plan.model import Plan
+from primeslurm.recipe.load import load_recipe
+from primeslurm.run.create import create
 from tests.support.cli import primeslurm
-from tests.support.recipes import model_dir, recipe_data, site
+from tests.support.recipes import model_dir, recipe_data, site, write_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -143,11 +149,16 @@ BAD = [
         (),
         "error: deployment.train.gpus_per_node = 9: nodes of partition local have 8 GPUs (nearest: 8)\n",
     ),
-    ({}, ("--set", "seq_len=x"), "error: seq_len = 'x': input should be a valid integer"),
+    (
+        {"deployment": {"train": {"nodes": 10**9}}},
+        (),
+        "error: deployment = 1000000002 nodes: is more than the 10000 that can be planned\n",
+    ),
+    ({}, ("--set", "seq_len=x"), "error: seq_len = 'x': must be a whole number"),
     (
         {"max_steps": 0, "model": {"path": "./none"}},
         ("--site", "nowhere.yaml"),
-        "error: 2 problems\n  max_steps = 0: input should be greater than 0\n  nowhere.yaml: cannot be read",
+        "error: 2 problems\n  max_steps = 0: must be greater than 0 (nearest: 1)\n  nowhere.yaml: cannot be read",
     ),
 ]
 
@@ -171,6 +182,48 @@ def test_a_run_name_in_use_is_refused(place: Path) -> None:
     assert result.code == 2
     assert "name = test-run: is in use" in result.err
     assert "(`--name` another, or `primeslurm resume test-run` to go on with it)" in result.err
+
+
+def test_a_run_that_cannot_be_written_whole_is_not_there(tmp_path: Path) -> None:
+    recipe = load_recipe(write_recipe(tmp_path / "r.yaml"))
+    plan = derive(recipe, site(), tmp_path / "runs" / "half")
+    with pytest.raises(FileNotFoundError):
+        create(recipe, plan, tmp_path / "gone.yaml")
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_what_sbatch_does_not_take_leaves_nothing(place: Path) -> None:
+    commands = {
+        "sinfo": 'case "$*" in *Node*) ;; *) echo "cpu|up|0/9/0/9|96|(null)"; echo "gpu|up|0/9/0/9|96|gpu:8";; esac',
+        "sbatch": 'echo "sbatch: error: Invalid account" >&2; exit 1',
+    }
+    for name, text in commands.items():
+        (place / name).write_text(f"#!/bin/sh\n{text}\n")
+        (place / name).chmod(0o755)
+    result = primeslurm("submit", "r.yaml", cwd=place, path=place)
+    assert result.code == 3 and "sbatch: error: Invalid account" in result.err, result.err
+    assert list((place / "runs").iterdir()) == []
+
+
+def test_check_as_json_is_a_list_of_findings_in_any_case(place: Path) -> None:
+    result = primeslurm("check", "r.yaml", "--json", "--set", "max_steps=0", cwd=place)
+    assert (result.code, result.err) == (2, "")
+    text, fix = "0: must be greater than 0", "nearest: 1"
+    assert json.loads(result.out) == [{"level": "error", "field": "max_steps", "text": text, "fix": fix}]
+
+
+@pytest.mark.parametrize("path", ["~nosuchuser/x", "x" * 300])
+def test_a_path_that_cannot_be_looked_at_is_not_there(tmp_path: Path, path: str) -> None:
+    assert model_directory(path) is None
+    recipe = load_recipe(write_recipe(tmp_path / "r.yaml", model={"path": path}))
+    assert [problem.field for problem in model_files(recipe).problems] == ["model.path"]
+
+
+def test_the_directory_of_runs_has_to_be_one_that_can_be_found(place: Path) -> None:
+    data = site(runs="~nosuchuser/runs").model_dump(mode="json", by_alias=True)
+    (place / "site.yaml").write_text(yaml.safe_dump(data))
+    with pytest.raises(UsageError, match=r"^runs = ~nosuchuser/runs: .*absolute path"):
+        find_site(place / "site.yaml")
 
 
 def test_without_a_site_file_the_ways_out_are_named(place: Path) -> None:

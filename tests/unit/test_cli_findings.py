@@ -39,7 +39,8 @@ def test_a_known_model_that_is_not_here_is_blocked_but_checks(place: Path) -> No
     result = primeslurm("check", "r.yaml", cwd=place)
     assert (result.code, result.out) == (0, ""), result.err
     assert "blocked: model.path: zai-org/GLM-5.1 is not in the Hugging Face cache here (`hf download" in result.err
-    assert "test-run: ok, " in result.err
+    assert "test-run: ok, but cannot be submitted here, 26 nodes" in result.err
+    assert result.err.endswith(" 8 engines, 1 router\n")
 
 
 def test_submit_refuses_what_is_blocked_and_a_dry_run_shows_it(place: Path) -> None:
@@ -70,7 +71,7 @@ def test_a_contradiction_ends_check_and_render_with_code_2_and_plan_shows_it(pla
     checked = primeslurm("check", "r.yaml", cwd=place)
     assert checked.code == 2
     assert "error: trainer.lora.save_adapter: Adapters are saved beside published files" in checked.err
-    assert "1 errors" in checked.err
+    assert "test-run: 1 error, " in checked.err
     as_json = primeslurm("check", "r.yaml", "--json", cwd=place)
     assert as_json.code == 2
     assert "error" in {finding["level"] for finding in json.loads(as_json.out)}

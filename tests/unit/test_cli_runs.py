@@ -98,6 +98,8 @@ def test_logs_of_a_role_a_process_or_everything(place: Path) -> None:
 
 
 def test_logs_of_something_else_name_the_nearest(place: Path) -> None:
+    result = primeslurm("logs", "older", "--attempt", "7", cwd=place)
+    assert (result.code, result.err) == (2, "error: --attempt = 7: the attempts are 1 (nearest: 1)\n")
     result = primeslurm("logs", "older", "trainers", cwd=place)
     assert (result.code, result.err) == (2, "error: ROLE = trainers: no such log (did you mean trainer?)\n")
 
@@ -113,6 +115,33 @@ def test_nothing_to_cancel_or_resume(place: Path) -> None:
     assert (result.code, result.err) == (0, "older is completed: nothing to cancel\n")
     result = primeslurm("resume", "older", cwd=place)
     assert (result.code, result.err) == (2, "error: RUN = older: is completed: there is nothing to resume\n")
+
+
+def test_a_damaged_run_is_named_and_hides_no_other(place: Path) -> None:
+    run = place / "runs" / "older"
+    (run / "attempts" / "1" / "fleet.json").write_text("[3]")
+    (run / "attempts" / "1" / "end.json").write_bytes(b"\xff\xfe\x00")  # as if it were not there
+    message = f"{run} is damaged, or was made by another release (AttributeError: 'list' object has no attribute 'get')"
+    result = primeslurm("status", "older", "--json", cwd=place)
+    assert (result.code, result.err) == (4, f"error: {message}\n")
+    assert json.loads(result.out) == {"error": message, "exit_code": 4, "violations": []}
+    result = primeslurm("runs", "--json", cwd=place)
+    assert (result.code, result.err) == (0, f"warning: {message}\n")
+    assert [row["run"] for row in json.loads(result.out)] == ["newer"]
+    (run / "lock.json").unlink()
+    result = primeslurm("doctor", "older", cwd=place)
+    assert (result.code, result.err) == (4, f"error: {place}/runs/older is damaged: it has no lock.json\n")
+
+
+def test_a_name_that_no_file_can_have_is_no_run(place: Path) -> None:
+    result = primeslurm("summary", "x" * 300, cwd=place)
+    assert result.code == 2 and "no such run in" in result.err
+
+
+def test_json_has_null_for_what_is_no_number(place: Path) -> None:
+    with (place / "runs" / "older" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "time": 2.0, "trainer/loss": NaN}\n')
+    assert json.loads(primeslurm("status", "older", "--json", cwd=place).out)["metrics"]["trainer/loss"] is None
 
 
 def test_no_runs_is_exit_code_4(tmp_path: Path) -> None:

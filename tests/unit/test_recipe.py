@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +26,11 @@ def messages(path: Path, *overrides: str) -> list[str]:
 
 BAD: list[tuple[dict[str, Any], list[str]]] = [
     ({"max_step": 3}, ["max_step = 3: no such key (did you mean max_steps?)"]),
-    ({"max_steps": 0}, ["max_steps = 0: input should be greater than 0"]),
+    ({"max_steps": 0}, ["max_steps = 0: must be greater than 0 (nearest: 1)"]),
     ({"model": {"dtype": "float"}}, ["model.dtype = 'float': is not a valid choice (did you mean float32?)"]),
     (
         {"deployment": {"inference": {"type": "disagregated"}}},
-        ["deployment.inference = 'disagregated': is not a valid choice (did you mean disaggregated?)"],
+        ["deployment.inference.type = 'disagregated': is not a valid choice (did you mean disaggregated?)"],
     ),
     (
         {"deployment": {"inference": {"type": "disaggregated", "prefil": {}}}},
@@ -87,7 +89,7 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
     ),
     (
         {"teacher": {"type": "engine", "path": "x"}},
-        ["teacher = 'engine': is not a valid choice (did you mean engines?)"],
+        ["teacher.type = 'engine': is not a valid choice (did you mean engines?)"],
     ),
     ({"teacher": {"path": "x"}}, ["teacher.type: is required but missing in {path} (valid: engines, served)"]),
     (
@@ -95,13 +97,41 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
         ["teacher.base_url = 'teacher:8000': must be an http or https URL, for example http://host:8000/v1"],
     ),
     ({"slurm": {"time": "soon"}}, ["slurm.time = 'soon': must be HH:MM:SS or D-HH:MM:SS, in quotes"]),
-    ({"name": "Bad Name"}, ["name = 'Bad Name': string should match pattern '^[a-z0-9][a-z0-9._-]{{0,62}}$'"]),
+    (
+        {"name": "Bad Name"},
+        [
+            "name = 'Bad Name': must be at most 63 of a-z, 0-9 and . _ -, the first a letter or a digit"
+            " (nearest: bad-name)"
+        ],
+    ),
+    (
+        {"model": None, "environments": 3, "monitor": {"tensorboard": "no idea"}, "name": 7},
+        [
+            'name = 7: must be text (nearest: "7")',
+            "model = null: must be a section of keys and values",
+            "environments = 3: must be a list (nearest: [3])",
+            "monitor.tensorboard = 'no idea': must be true or false",
+        ],
+    ),
+    ({"trainer": {"parallelism": {"ep": True}}}, ["trainer.parallelism.ep = 'true': must be a whole number"]),
+    ({"trainer": {"optimizer": {"lr": math.inf}}}, ["trainer.optimizer.lr = inf: must be a finite number"]),
+    (
+        {"inference": {"gpu_memory_utilization": 2}},
+        ["inference.gpu_memory_utilization = 2: must be at most 1 (nearest: 1)"],
+    ),
+    (
+        {"environments": [{"id": "reverse-text", "args": {"a": math.nan}}]},
+        [
+            "environments.0.args.a = nan: cannot be written as JSON"
+            " (valid: finite numbers, text, true, false, null, lists, mappings)"
+        ],
+    ),
     ({"schema": 2}, ["schema = 2: is not a valid choice (valid: 1)"]),
     (
         {"max_steps": "many", "seq_len": -1, "nam": "x"},
         [
-            "max_steps = 'many': input should be a valid integer, unable to parse string as an integer",
-            "seq_len = -1: input should be greater than 0",
+            "max_steps = 'many': must be a whole number",
+            "seq_len = -1: must be greater than 0 (nearest: 1)",
             "nam = 'x': no such key (did you mean name?)",
         ],
     ),
@@ -119,6 +149,11 @@ BROKEN = [
     ("", "{path}: must be a mapping of keys to values, is empty"),
     ("- a\n", "{path}: must be a mapping of keys to values, is a list"),
     ("\t: x", "{path}:1:1: not valid YAML: found character '\\t' that cannot start any token"),
+    ("a:\n  b: 1\n  b: 2\n", "{path}:3:3: not valid YAML: b is given twice"),
+    ("a: !!int x", "{path}: not valid YAML: invalid literal for int() with base 10: 'x'"),
+    ("a: " + "[" * 2000, "{path}: not valid YAML: nested too deeply"),
+    ("a: \0", "{path}: not valid YAML: unacceptable character #x0000: special characters are not allowed"),
+    ("--- 1\n", "{path}: must be a mapping of keys to values, is a single value"),
     ("extends: 3", "extends = 3: must be one relative path"),
     ("extends: r.yaml", "extends = r.yaml: goes in a circle: r.yaml -> r.yaml"),
 ]
@@ -136,6 +171,17 @@ def test_a_missing_file_names_its_nearest_sibling(tmp_path: Path) -> None:
     assert messages(tmp_path / "revers_text.yaml") == [
         f"{tmp_path}/revers_text.yaml: cannot be read: No such file or directory (did you mean reverse_text.yaml?)"
     ]
+
+
+def test_what_is_no_file_of_text_is_refused_without_being_read(tmp_path: Path) -> None:
+    loop, pipe, latin = (tmp_path / name for name in ("loop.yaml", "pipe.yaml", "latin.yaml"))
+    loop.symlink_to(loop)
+    os.mkfifo(pipe)
+    latin.write_bytes("name: grün\n".encode("latin-1"))
+    assert messages(loop) == [f"RECIPE = '{loop}': Symlink loop from '{loop}'"]
+    assert messages(pipe) == [f"{pipe}: is not a regular file"]
+    assert messages(tmp_path) == [f"{tmp_path}: is a directory"]
+    assert messages(latin) == [f"{latin}: not text in UTF-8 (byte 8)"]
 
 
 def test_extends_merges_mappings_and_replaces_lists(tmp_path: Path) -> None:
@@ -170,13 +216,34 @@ def test_overrides_reach_into_lists_and_parse_yaml(tmp_path: Path) -> None:
     ("override", "expected"),
     [
         ("max_steps", "--set = max_steps: must be key.path=value"),
-        ("environments.4.id=x", "--set environments.4.id = x: there is no such place in the recipe"),
-        ("max_steps.x=1", "--set max_steps.x = 1: there is no such place in the recipe"),
+        (
+            "environments.4.id=x",
+            "--set environments.4.id = x: there is no such place in the recipe (environments has entries 0 to 0)",
+        ),
+        (
+            "environments.-1.id=x",
+            "--set environments.-1.id = x: there is no such place in the recipe (environments has entries 0 to 0)",
+        ),
+        ("max_steps.x.y=1", "--set max_steps.x.y = 1: there is no such place in the recipe (max_steps is no section)"),
+        ("trainer..fp8=1", "--set = trainer..fp8=1: must be key.path=value"),
         ("name=[", "--set name = [: the value is not valid YAML"),
     ],
 )
 def test_bad_overrides(tmp_path: Path, override: str, expected: str) -> None:
     assert messages(write_recipe(tmp_path / "r.yaml"), override) == [expected]
+
+
+def test_an_override_leaves_what_an_alias_shares_with_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    text = yaml.safe_dump(recipe_data())
+    path.write_text(text + "inference: {prefill: &same {max_num_seqs: 8}, decode: *same}\nmonitor:\n")
+    recipe = load_recipe(path, ("inference.decode.max_num_seqs=4", "monitor.tensorboard=false"))
+    assert (recipe.inference.prefill.max_num_seqs, recipe.inference.decode.max_num_seqs) == (8, 4)
+    assert not recipe.monitor.tensorboard
+
+
+def test_a_name_is_taken_as_it_is(tmp_path: Path) -> None:
+    assert load_recipe(write_recipe(tmp_path / "r.yaml"), name="12").name == "12"
 
 
 def test_a_resolved_recipe_loads_again_as_itself(tmp_path: Path) -> None:

@@ -123,6 +123,12 @@ def test_three_replicas_of_six_nodes_have_three_routers_and_share_nothing() -> N
     assert not (nodes[0] & nodes[1] or nodes[1] & nodes[2] or nodes[0] & nodes[2])
 
 
+def test_without_engines_there_is_no_store() -> None:
+    task = {"task": "sft", "environments": [], "sft": {"data": {"type": "jsonl", "path": "x"}}}
+    plan = plan_for({**task, "inference": {"kv_offload": {"type": "mooncake", "cpu": {"bytes": 2**40}}}})
+    assert {process.role for process in plan.processes()} == {"trainer"}
+
+
 def test_a_store_spans_all_inference_nodes_and_every_engine_waits_for_its_own() -> None:
     offload = {"type": "mooncake", "cpu": {"bytes": 2**40}, "disk": {"path": "/scratch/kv"}}
     plan = plan_for(disaggregated(2, (1, 1), (1, 1)), {"inference": {"kv_offload": offload}})

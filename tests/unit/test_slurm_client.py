@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from primeslurm.slurm.client import JobComponent, parse_job, parse_sacct
+from pathlib import Path
+
+import pytest
+
+from primeslurm.errors import ClusterError
+from primeslurm.slurm.client import JobComponent, SlurmClient, parse_job, parse_sacct
 
 HET = """\
 JobId=2 HetJobId=1 HetJobOffset=1 HetJobIdSet=1-2 JobName=demo UserId=root(0) Priority=4294901754 JobState=RUNNING \
@@ -37,6 +42,15 @@ def test_failed_job() -> None:
     assert (job.job_id, job.state, job.reason, job.exit_code) == ("7", "FAILED", "NonZeroExitCode", 3)
     assert not job.active
     assert job.components[0].nodes == ""
+
+
+def test_an_answer_that_is_no_table_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    (tmp_path / "sinfo").write_text("#!/bin/sh\necho 'n1|idle|broken | twice'\n")
+    (tmp_path / "sinfo").chmod(0o755)
+    assert [node.reason for node in SlurmClient().nodes()] == ["broken | twice"]
+    with pytest.raises(ClusterError, match="sinfo gave an answer that is no table: n1"):
+        SlurmClient().partitions()
 
 
 def test_sacct() -> None:

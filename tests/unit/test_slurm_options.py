@@ -69,7 +69,7 @@ def plan(path: Path, slurm: dict[str, Any], changes: dict[str, Any] | None = Non
         ({"extra": ["--outp=x"]}, "slurm.extra.0 = '--outp=x': --output is set by the plan (leave it out)"),
         (
             {"container": {"type": "pyxi", "image": "x"}},
-            "slurm.container = 'pyxi': is not a valid choice (did you mean pyxis?)",
+            "slurm.container.type = 'pyxi': is not a valid choice (did you mean pyxis?)",
         ),
         (
             {"container": {"type": "pyxis", "image": "x", "mounts": ["data:/data"]}},

@@ -13,18 +13,19 @@ from primeslurm.plan.catalog import catalog, facts_of
 from primeslurm.plan.facts import ModelFacts
 from primeslurm.plan.model import Finding
 from primeslurm.recipe import Recipe
+from primeslurm.recipe.paths import expanded, is_dir, is_file
 from primeslurm.recipe.teacher import TeacherEngines
 
 
 def model_directory(path: str) -> Path | None:
     """The directory that a model path or hub id means on this file system; None if it is not there."""
-    directory = Path(path).expanduser()
-    if directory.is_dir():
+    directory = expanded(path)
+    if is_dir(directory):
         return directory.resolve()
     cache = os.environ.get("HF_HUB_CACHE")
-    root = Path(cache) if cache else Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser() / "hub"
+    root = Path(cache) if cache else expanded(os.environ.get("HF_HOME", "~/.cache/huggingface")) / "hub"
     snapshots = root / f"models--{path.replace('/', '--')}" / "snapshots"
-    found = sorted(snapshots.iterdir(), key=lambda p: p.stat().st_mtime) if snapshots.is_dir() else []
+    found = sorted(snapshots.iterdir(), key=lambda p: p.stat().st_mtime) if is_dir(snapshots) else []
     return found[-1] if found else None
 
 
@@ -97,14 +98,14 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
     if isinstance(recipe.teacher, TeacherEngines) and (directory := model_directory(recipe.teacher.path)) is not None:
         update["teacher"] = recipe.teacher.model_copy(update={"path": str(directory)})
     if recipe.sft is not None:
-        data = recipe.sft.data.model_copy(update={"path": str(Path(recipe.sft.data.path).resolve())})
+        data = recipe.sft.data.model_copy(update={"path": str(Path(recipe.sft.data.path).absolute())})
         update["sft"] = recipe.sft.model_copy(update={"data": data})
     return recipe.model_copy(update=update)
 
 
 def absent_data(recipe: Recipe) -> Finding | None:
     """The training data that is not there."""
-    if recipe.task != "sft" or recipe.sft is None or Path(recipe.sft.data.path).is_file():
+    if recipe.task != "sft" or recipe.sft is None or is_file(Path(recipe.sft.data.path)):
         return None
     text = f"{recipe.sft.data.path}: no such file"
     return Finding(level="blocked", field="sft.data.path", text=text, fix="one JSON object a line")

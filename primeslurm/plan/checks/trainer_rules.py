@@ -123,8 +123,9 @@ def _fp8_match(case: Case) -> str:
     stored = case.facts.quantization if case.facts else None
     if recipe.task != "rl" or recipe.trainer.fp8 == (recipe.inference.quantization == "fp8" or stored == "fp8"):
         return ""
-    one, other = ("trainer", "engines") if recipe.trainer.fp8 else ("engines", "trainer")
-    return f"the {one} compute in FP8, the {other} do not"
+    if recipe.trainer.fp8:
+        return "the trainer computes in FP8, the engines do not"
+    return "the engines compute in FP8, the trainer does not"
 
 
 def _lora_files(case: Case) -> str:

@@ -1,0 +1,135 @@
+"""From an error of pydantic to a violation: the field as the user writes it, the value, why, and what is nearest."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from types import UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from pydantic import BaseModel
+
+from primeslurm.errors import Violation
+
+_WHOLE, _NUMBER, _SWITCH = "must be a whole number", "must be a number", "must be true or false"
+_SECTION, _LIST = "must be a section of keys and values", "must be a list"
+_WORDS = {
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float", "int_parsing_size"), _WHOLE),
+    **dict.fromkeys(("float_type", "float_parsing"), _NUMBER),
+    **dict.fromkeys(("bool_type", "bool_parsing"), _SWITCH),
+    **dict.fromkeys(("model_type", "model_attributes_type", "dict_type", "mapping_type"), _SECTION),
+    **dict.fromkeys(("tuple_type", "list_type"), _LIST),
+    "finite_number": "must be a finite number",
+    "string_type": "must be text",
+    "invalid_key": "a key must be text",
+}
+"""Types of pydantic's errors whose own words speak of Python."""
+_BOUNDS = {
+    "greater_than": ("gt", "must be greater than {}", 1),
+    "greater_than_equal": ("ge", "must be at least {}", 0),
+    "less_than": ("lt", "must be less than {}", -1),
+    "less_than_equal": ("le", "must be at most {}", 0),
+}
+"""Types of errors: the bound's name, the words, and how far from it the nearest whole number is."""
+
+
+def violation(model: type[BaseModel], details: Any, source: str) -> Violation:
+    """What one error means to whoever wrote the input. `source`: the file, for what is missing in it."""
+    path, parent = _walk(model, details["loc"])
+    kind, context, value = details["type"], details.get("ctx", {}), details["input"]
+    if kind == "extra_forbidden":
+        names = [info.alias or name for name, info in parent.model_fields.items()] if parent else []
+        return Violation(path, _show(value), "no such key", suggestion(path.rsplit(".", 1)[-1], names))
+    if kind == "missing":
+        return Violation(path, "", f"is required but missing in {source}")
+    if kind == "union_tag_not_found":
+        tags = [tag for member in members(field_type(parent, details["loc"][-1])) if (tag := _tag(member))]
+        return Violation(f"{path}.type", "", f"is required but missing in {source}", suggestion("", tags))
+    if kind in {"literal_error", "union_tag_invalid"}:
+        expected = str(context.get("expected") or context.get("expected_tags", ""))
+        valid = [part.strip(" '\"") for part in expected.replace(" or ", ", ").split(",")]
+        field, given = (path, value) if kind == "literal_error" else (f"{path}.type", value["type"])
+        return Violation(field, _show(given), "is not a valid choice", suggestion(str(given), valid))
+    return Violation(path, _show(value), *_why(kind, context, details["msg"], value))
+
+
+def _why(kind: str, context: Mapping[str, Any], message: str, value: object) -> tuple[str, str]:
+    """Why a value cannot stand there, and the nearest that can."""
+    if kind == "syntax":
+        return message, context.get("fix", "")
+    if kind in _BOUNDS:
+        name, words, step = _BOUNDS[kind]
+        bound = f"{context[name]:g}" if isinstance(context[name], float) else context[name]
+        if step and not isinstance(value, int):
+            return words.format(bound), ""
+        return words.format(bound), f"nearest: {int(context[name]) + step if step else bound}"
+    plain = isinstance(value, str | int | float) and not isinstance(value, bool)
+    if kind == "string_type" and plain:
+        return _WORDS[kind], f'nearest: "{value}"'
+    if _WORDS.get(kind) == _LIST and plain:
+        return _LIST, f"nearest: [{value}]"
+    why = message.removeprefix("Value error, ")
+    return _WORDS.get(kind) or why[0].lower() + why[1:], ""
+
+
+def suggestion(given: str, valid: Sequence[str]) -> str:
+    """'did you mean X?', or the list of valid choices if nothing is near."""
+    near = difflib.get_close_matches(given, valid, n=1, cutoff=0.5)
+    if near:
+        return f"did you mean {near[0]}?"
+    return f"valid: {', '.join(sorted(valid))}" if valid else ""
+
+
+def _show(value: object) -> str:
+    text = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _walk(model: type[BaseModel], loc: Sequence[int | str]) -> tuple[str, type[BaseModel] | None]:
+    """The path as the user writes it (union tags left out), and the section that holds its last key."""
+    path: list[str] = []
+    current: Any = model
+    parent: type[BaseModel] | None = None
+    for part in loc:
+        if part == "[key]":  # pydantic's word for the key of a mapping, after the key itself
+            continue
+        options = members(current)
+        tagged = [member for member in options if _tag(member) == part]
+        if tagged and len(options) > 1:
+            current = tagged[0]
+            continue
+        path.append(str(part))
+        parent = next((m for m in options if isinstance(m, type) and issubclass(m, BaseModel)), None)
+        current = field_type(parent, part) if parent else _element(options)
+    return ".".join(path), parent
+
+
+def field_type(section: type[BaseModel] | None, key: int | str) -> Any:
+    """The annotation of a field, by name or alias; None if there is none."""
+    if section is None:
+        return None
+    return next((info.annotation for name, info in section.model_fields.items() if key in (name, info.alias)), None)
+
+
+def _element(options: Sequence[Any]) -> Any:
+    """The annotation of what a tuple or mapping holds; None for anything else."""
+    inner = [[arg for arg in get_args(option) if arg is not Ellipsis] for option in options]
+    return next((args[-1] for args in inner if args), None)
+
+
+def members(annotation: Any) -> list[Any]:
+    """The types that an annotation joins, without None and without what it asks of them."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        return members(get_args(annotation)[0])
+    if origin in (Union, UnionType):
+        return [m for arg in get_args(annotation) if arg is not type(None) for m in members(arg)]
+    return [annotation]
+
+
+def _tag(member: Any) -> str | None:
+    if isinstance(member, type) and issubclass(member, BaseModel) and "type" in member.model_fields:
+        values = get_args(member.model_fields["type"].annotation)
+        return str(values[0]) if values else None
+    return None
