@@ -45,6 +45,7 @@ class AgentTask:
         self._head: Head | None = None
         self._threads: list[threading.Thread] = []
         self._asked: Ending | None = None
+        self._warned = False
         self._requeue: bool | None = None
         """Whether the run goes on, once that is on record."""
 
@@ -53,7 +54,7 @@ class AgentTask:
         # Signals may come before there is anybody to heed them: submitit would pass over SIGTERM for good, and end the
         # job for an USR2 without a checkpoint.
         signal.signal(signal.SIGTERM, self._on_term)
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
+        of_submitit = signal.signal(signal.SIGUSR2, self._on_early_warning)
         rank = submitit.JobEnvironment().global_rank
         run = RunDirectory(Path(self.run_dir))
         attempt = self._attempt(run, rank)
@@ -69,7 +70,9 @@ class AgentTask:
         for thread in self._threads:
             thread.start()
         self._pass_on()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR2})
+        signal.signal(signal.SIGUSR2, of_submitit)
+        if self._warned:
+            os.kill(os.getpid(), signal.SIGUSR2)
         self._join()
         if self._head is None and self._agent.head_lost:
             self._requeue_without_head(plan, run, attempt, rank)
@@ -138,6 +141,9 @@ class AgentTask:
         print("SIGTERM: stopping what this node runs", file=sys.stderr, flush=True)
         self._asked = Ending(Outcome.CANCELLED, BY_SIGTERM)
         self._pass_on()
+
+    def _on_early_warning(self, signum: int, frame: FrameType | None) -> None:
+        self._warned = True
 
     def _pass_on(self) -> None:
         if self._asked is not None and self._head is not None:
