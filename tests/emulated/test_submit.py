@@ -47,7 +47,7 @@ def test_glm5_on_28_nodes_and_one_for_a_teacher(place: Path) -> None:
     happened = events(run)
     assert sum(event["kind"] == "started" for event in happened) == len(plan.processes()), "something was restarted"
     assert [row["step"] for row in rows(run.path)] == list(range(1, STEPS + 1))
-    assert all(row["teacher/tokens"] > 0 for row in rows(run.path)[1:]) and plan.totals.teacher_engines == 8
+    assert all("teacher/kl" in row for row in rows(run.path)) and plan.totals.teacher_engines == 8
     assert {e["engine"] for e in happened if e["kind"] == "engine_updated" and e["version"] == STEPS} == {
         p.name for p in plan.processes() if p.role in ("prefill", "decode")
     }
