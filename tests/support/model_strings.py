@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel
+
+from primeslurm.recipe.explain import members
 
 Path = tuple[str | int, ...]
 KEY = "KEY1"
@@ -38,7 +39,7 @@ def _required(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def _sample(annotation: Any) -> Any:
-    for member in _members(annotation):
+    for member in members(annotation):
         if isinstance(member, type) and issubclass(member, BaseModel):
             return _required(member)
         if get_origin(member) is Literal:
@@ -51,7 +52,7 @@ def _sample(annotation: Any) -> Any:
 
 def _values(annotation: Any) -> Iterator[tuple[Path, Any]]:
     """(path below, value) for every string that an annotation allows."""
-    for member in _members(annotation):
+    for member in members(annotation):
         origin, args = get_origin(member), get_args(member)
         if member is str:
             yield (), WORD
@@ -65,22 +66,13 @@ def _values(annotation: Any) -> Iterator[tuple[Path, Any]]:
 
 
 def _entries(annotation: Any) -> Iterator[tuple[Path, Any]]:
-    if annotation is object:  # anything at all: a string, and strings below
+    if object in members(annotation):  # anything at all: a string, and strings below
         yield (KEY,), {KEY: WORD}
         yield (KEY, 0), {KEY: [WORD]}
         yield (KEY, "inner"), {KEY: {"inner": WORD}}
         return
     for below, value in _values(annotation):
         yield (KEY, *below), {KEY: value}
-
-
-def _members(annotation: Any) -> list[Any]:
-    origin = get_origin(annotation)
-    if origin is Annotated:
-        return _members(get_args(annotation)[0])
-    if origin in (Union, UnionType):
-        return [m for arg in get_args(annotation) if arg is not type(None) for m in _members(arg)]
-    return [annotation]
 
 
 def put(data: Any, path: Path, value: str) -> Any:

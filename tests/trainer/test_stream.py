@@ -125,22 +125,16 @@ def test_a_rank_that_never_comes_is_not_waited_for_longer_than_said(address: str
         Channel(Session("alone", senders=1, size=2), 0, Store(address, 10), CPU, 0.5)
 
 
-def test_a_rank_that_was_killed_before_it_came_does_not_stop_the_others_for_long(
-    address: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("came", [False, True])
+def test_a_rank_that_was_killed_before_all_had_come_does_not_stop_the_others_for_long(
+    came: bool, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("primeslurm.wire.stream.ARRIVE_S", 0.5)
+    session = Session(f"killed-{came}", senders=1, size=2)
+    if came:
+        dist.PrefixStore(session.id, Store(address, 10).store).set("experts/1", msgspec.msgpack.encode(None))
     with pytest.raises(StreamError, match="waiting for 2 ranks"):
-        Channel(Session("killed", senders=1, size=2), 0, Store(address, 10), CPU, 600)
-
-
-def test_a_rank_that_was_killed_while_others_came_does_not_stop_them_for_long(
-    address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("primeslurm.wire.stream.ARRIVE_S", 0.5)
-    gone = dist.PrefixStore("gone", Store(address, 10).store)
-    gone.set("experts/1", msgspec.msgpack.encode(None))
-    with pytest.raises(StreamError, match="waiting for 2 ranks"):
-        Channel(Session("gone", senders=1, size=2), 0, Store(address, 10), CPU, 600)
+        Channel(session, 0, Store(address, 10), CPU, 600)
 
 
 def test_a_trainer_that_is_not_there_is_named_and_not_waited_for_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
