@@ -85,6 +85,12 @@ def reading(run: RunDirectory) -> Iterator[None]:
         raise RunError(f"{run.path} is damaged, or was made by another release ({why})") from error
 
 
+def status_of(run: RunDirectory, query: JobQuery, *, processes: bool = False) -> RunStatus:
+    """`read_status` for a user. Raises RunError also for damaged records."""
+    with reading(run):
+        return read_status(run, query, processes=processes)
+
+
 def job_query(run: RunDirectory) -> JobQuery:
     """Asks whoever runs the job: Slurm, or the process table. A Slurm that does not answer is taken to know no job."""
     ask = strict_job_query(run)
@@ -132,8 +138,7 @@ def runs(runs: RunsOpt = None, as_json: JsonOpt = False) -> None:
 def _row(run: RunDirectory) -> RunStatus | None:
     """The status of one of many: what is wrong with it does not hide the others."""
     try:
-        with reading(run):
-            return read_status(run, job_query(run))
+        return status_of(run, job_query(run))
     except RunError as error:
         note(f"warning: {error}")
         return None
@@ -143,8 +148,7 @@ def cancel(run: RunArg, runs: RunsOpt = None) -> None:
     """End a run in good order, and its job. Committed checkpoints stay; `resume` goes on from them."""
     directory = find_run(run, runs)
     query = job_query(directory)
-    with reading(directory):
-        status = read_status(directory, query)
+    status = status_of(directory, query)
     if not status.active and status.phase != "lost":
         note(f"{run} is {status.phase}: nothing to cancel")
         return

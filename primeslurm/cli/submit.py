@@ -14,7 +14,7 @@ from primeslurm.cli.inspect import show_findings, show_plan
 from primeslurm.cli.nodes import avoid_bad_nodes
 from primeslurm.cli.options import JsonOpt, Loaded, LocalOpt, NameOpt, RecipeArg, SetOpt, SiteOpt, load, refuse
 from primeslurm.cli.output import note, out, print_json
-from primeslurm.cli.runs import RunArg, RunsOpt, find_run, reading, strict_job_query
+from primeslurm.cli.runs import RunArg, RunsOpt, find_run, status_of, strict_job_query
 from primeslurm.cli.watch import watch_until_done
 from primeslurm.errors import PrimeslurmError, UsageError, Violation
 from primeslurm.node.entry import AgentTask
@@ -22,7 +22,6 @@ from primeslurm.plan.model import Plan
 from primeslurm.recipe import Site
 from primeslurm.run.create import create, discard, missing_variables, name_in_use
 from primeslurm.run.directory import Attempt, JobRecord, RunDirectory
-from primeslurm.run.status import read_status
 from primeslurm.slurm.client import SlurmClient
 from primeslurm.slurm.executor import submit as submit_slurm
 from primeslurm.slurm.local import submit_local
@@ -101,8 +100,7 @@ def resume(
 ) -> None:
     """Go on with a run that has ended, from its last committed step, as a new attempt."""
     directory = find_run(run, runs)
-    with reading(directory):
-        status = read_status(directory, strict_job_query(directory))
+    status = status_of(directory, strict_job_query(directory))
     if status.active or status.phase == "completed":
         raise UsageError([Violation("RUN", run, f"is {status.phase}: there is nothing to resume")])
     previous = directory.latest()

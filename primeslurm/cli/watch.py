@@ -23,12 +23,12 @@ from primeslurm.cli.runs import (
     job_query,
     reading,
     runs_directory,
+    status_of,
     strict_job_query,
 )
 from primeslurm.errors import ClusterError, RunError, UsageError, Violation
 from primeslurm.recipe.explain import suggestion
 from primeslurm.run.directory import RunDirectory
-from primeslurm.run.status import read_status
 from primeslurm.run.summary import summarise
 
 REFRESH_S = 1.0
@@ -52,8 +52,7 @@ def status(
         directory = find_run(run, runs)
     if watch and not as_json:
         raise typer.Exit(watch_until_done(directory))
-    with reading(directory):
-        current = read_status(directory, job_query(directory), processes=processes)
+    current = status_of(directory, job_query(directory), processes=processes)
     if as_json:
         print_json(msgspec.to_builtins(current))
         return
@@ -65,15 +64,13 @@ def status(
 def watch_until_done(directory: RunDirectory) -> int:
     """Show live progress until the run has ended. Returns the exit code: 0 if it completed. Raises ClusterError."""
     query = strict_job_query(directory)
-    with reading(directory):
-        current = read_status(directory, query)
+    current = status_of(directory, query)
     printed = -1
     with Live(view(current), console=err, refresh_per_second=4, transient=False) as live:
         while current.active:
             time.sleep(REFRESH_S)
             try:
-                with reading(directory):
-                    current = read_status(directory, query)
+                current = status_of(directory, query)
             except ClusterError as error:  # its controller is busy, or starts again: no job ends of that
                 note(f"warning: {error}")
                 continue
@@ -106,7 +103,7 @@ def logs(
         raise UsageError([Violation("ROLE", str(role), "no such log", suggestion(str(role), valid))])
     offsets = {path: _print_tail(path, lines) for path in picked}
     query = job_query(directory)
-    while follow and read_status(directory, query).active:
+    while follow and status_of(directory, query).active:
         time.sleep(0.5)
         for path in picked:
             offsets[path] = _print_from(path, offsets[path])

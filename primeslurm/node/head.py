@@ -73,7 +73,8 @@ class Head(threading.Thread):
 
     def tick(self, now: float) -> None:
         """Read every heartbeat that changed, decide, publish."""
-        self.fleet.held_up(held_up_s(self._ticked_at, now))
+        if late := held_up_s(self._ticked_at, now):
+            self.fleet.held_up(late)
         self._ticked_at = now
         for file in self._heartbeats.values():
             if (value := file.changed()) is not None:
