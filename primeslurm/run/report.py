@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jinja2
-
 from primeslurm.plan.model import Node, Plan
 from primeslurm.run import charts
 from primeslurm.run.charts import Chart, Tick, chart
@@ -18,7 +16,7 @@ from primeslurm.run.records import Row, attempt_events, rows
 from primeslurm.run.status import JobQuery, RunStatus, read_status
 from primeslurm.run.summary import Summary, summarise
 from primeslurm.run.validity import problems
-from primeslurm.slurm.render import templates_directory
+from primeslurm.templating import environment
 from primeslurm.wire.files import read_json
 
 MAX_EVENTS = 200
@@ -130,15 +128,9 @@ def report(run: RunDirectory, job_state: JobQuery, now: float) -> str:
     recipe = read_json(run.path / "recipe.resolved.json") or {}
     batch_size = int((recipe.get("orchestrator") or {}).get("batch_size", 0))
     told = [(attempt, notable(attempt_events(attempt))) for attempt in run.attempts()]
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(templates_directory()),
-        undefined=jinja2.StrictUndefined,
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["clock"] = lambda seconds: time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
-    return environment.get_template("report.html.j2").render(
+    templates = environment(autoescape=True)
+    templates.filters["clock"] = lambda seconds: time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+    return templates.get_template("report.html.j2").render(
         status=status,
         numbers=_numbers(status, summarise(run), plan),
         invalid=problems(steps, run.latest().state("orchestrator"), batch_size),
