@@ -11,8 +11,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
-from primeslurm.plan.catalog import facts_of
-from primeslurm.plan.families import capabilities
+from primeslurm.families import capabilities
+from primeslurm.families.config import shape_of
 from primeslurm.plan.trainer_memory import lora_parameters
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.training import Checkpoint
@@ -186,7 +186,7 @@ def test_names_that_the_model_does_not_have_are_refused_at_once(dense_model: Pat
 
 def test_the_plan_counts_as_many_parameters_as_there_are(model: Path, world: World) -> None:
     policy = build(recipe_of(model), world)
-    facts = facts_of(json.loads((model / "config.json").read_text()))
+    facts = shape_of(json.loads((model / "config.json").read_text()))
     trained = sum(p.numel() for p in policy.model.parameters() if p.requires_grad)
     assert trained == lora_parameters(facts, 8)
 
