@@ -18,7 +18,7 @@ from torchtitan.models.qwen3 import model_registry
 from torchtitan.trainer import Trainer
 
 from primeslurm.recipe import Recipe
-from primeslurm.trainer.parallel import micro_batch_rows
+from primeslurm.recipe.training import micro_batch_rows
 from primeslurm.trainer.world import World
 
 _CHECKPOINTING: dict[str, Any] = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}

@@ -125,7 +125,7 @@ def torchtitans(options: argparse.Namespace, recipe: Any, flavor: str, config: A
     import torch
 
     from benchmarks.titan_step import TitanStep
-    from primeslurm.trainer.parallel import micro_batch_rows
+    from primeslurm.recipe.training import micro_batch_rows
 
     trainer = TitanStep(flavor, config, recipe, options.rows, world)
     per_pass = min(options.rows, micro_batch_rows(options.seq))

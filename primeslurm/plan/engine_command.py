@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from primeslurm.families import Parsers, parsers_of
 from primeslurm.plan import dynamo, kv
 from primeslurm.plan.commands import Command, Device, EngineRole, long_options
-from primeslurm.plan.parsers import Parsers, parsers_of
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.inference import EngineSettings
 from primeslurm.recipe.routers import DynamoRouter

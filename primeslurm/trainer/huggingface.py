@@ -13,8 +13,9 @@ import torch
 from safetensors import safe_open
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
-from transformers import AutoConfig, DeepseekV3Config
+from transformers import AutoConfig
 
+from primeslurm.trainer import models
 from primeslurm.wire.weights import FP8_BLOCK, FP8_SCALE
 
 INDEX = "model.safetensors.index.json"
@@ -34,21 +35,14 @@ def locate(path: str) -> Path:
         raise FileNotFoundError(f"model.path = {path}: neither a directory nor a cached hub id") from error
 
 
-class KimiK2Config(DeepseekV3Config):
-    """Kimi-K2 is DeepSeek-V3 by another name, which transformers does not know."""
-
-    model_type = "kimi_k2"
-
-
-AutoConfig.register(KimiK2Config.model_type, KimiK2Config)
-
-
 def load_config(directory: Path) -> Any:
     """The transformers config of a model directory.
 
     Raises:
         ValueError: no such model type, or weights stored in a way that is not read.
     """
+    # Before transformers reads it: the family's module may register a config that transformers lacks.
+    models.builder(json.loads((directory / "config.json").read_bytes()).get("model_type", ""))
     config = AutoConfig.from_pretrained(directory)
     stored = _quantization(config)
     if stored and not _is_block_fp8(stored):

@@ -17,7 +17,7 @@ from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import utils as dist_utils
 
 from primeslurm.recipe import Recipe
-from primeslurm.recipe.training import Lora
+from primeslurm.recipe.training import Lora, micro_batch_rows
 from primeslurm.trainer import deepep, fp8, huggingface, logprobs, lora, models, recompute, replay, varlen
 from primeslurm.trainer.activation_offload import ActivationOffload
 from primeslurm.trainer.context_parallel import ContextParallel, Dims
@@ -30,15 +30,6 @@ from primeslurm.wire.weights import FP8_SCALE, layers_ahead
 
 # Derived from other weights; some checkpoints carry them.
 _DERIVED = ("rotary_emb.inv_freq",)
-
-
-MICRO_BATCH_TOKENS = 16384
-"""A micro batch is as many rows as fit into this many tokens, and at least one."""
-
-
-def micro_batch_rows(seq_len: int) -> int:
-    """Rows of `seq_len` tokens in a micro batch."""
-    return max(1, MICRO_BATCH_TOKENS // seq_len)
 
 
 @dataclass(frozen=True)

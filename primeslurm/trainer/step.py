@@ -10,12 +10,12 @@ from primeslurm.trainer import compat  # noqa: F401  isort: skip  (before torcht
 import torch
 from torchtitan.distributed import utils as dist_utils
 
-from primeslurm.recipe.training import Optimizer
+from primeslurm.recipe.training import Optimizer, micro_batch_rows
 from primeslurm.trainer import optimizers
 from primeslurm.trainer.images import Images, read, vision_input
 from primeslurm.trainer.loss import LossFunction, Targets
 from primeslurm.trainer.models.vision import VisionInput
-from primeslurm.trainer.parallel import Policy, micro_batch_rows
+from primeslurm.trainer.parallel import Policy
 from primeslurm.trainer.pictures import PictureReader
 from primeslurm.trainer.progress import Progress
 from primeslurm.trainer.world import World, to_device

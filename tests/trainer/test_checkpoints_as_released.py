@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from primeslurm.plan import families
+from primeslurm.families import model_types
 from primeslurm.trainer import checkpoint_export
 from primeslurm.trainer.checkpoint import Checkpoints
 from primeslurm.trainer.encoding import Encoding
@@ -36,7 +36,7 @@ def exported(policy: Policy) -> dict[str, torch.Tensor]:
 
 
 def loads_in_fp8(case: Case) -> bool:
-    return families.FAMILIES[case.config().model_type].fp8_checkpoint
+    return model_types()[case.config().model_type].fp8_checkpoint
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if loads_in_fp8(c) and "-" not in c.name], ids=lambda c: c.name)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from primeslurm.plan.families import capabilities
+from primeslurm.families import capabilities
 from primeslurm.recipe import Recipe
 from primeslurm.trainer.world import World
 from primeslurm.wire import weights

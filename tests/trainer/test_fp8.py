@@ -12,7 +12,7 @@ from torch.nn.functional import grouped_mm
 from torchtitan.models.common import Linear
 from torchtitan.models.common.moe import GroupedExperts
 
-from primeslurm.plan.families import capabilities
+from primeslurm.families import capabilities
 from primeslurm.trainer import fp8
 from primeslurm.trainer.block_fp8 import (
     BLOCKS,

@@ -11,12 +11,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
-from primeslurm.plan.catalog import facts_of
-from primeslurm.plan.families import capabilities
+from primeslurm.families import bundled, capabilities, family_of, lora_targets
+from primeslurm.families.config import shape_of
 from primeslurm.plan.trainer_memory import lora_parameters
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.training import Checkpoint
-from primeslurm.trainer import lora
+from primeslurm.trainer import compat, lora, models
 from primeslurm.trainer.checkpoint import Checkpoints
 from primeslurm.trainer.encoding import Encoding
 from primeslurm.trainer.loss import from_recipe
@@ -184,9 +184,25 @@ def test_names_that_the_model_does_not_have_are_refused_at_once(dense_model: Pat
     assert "lm_head" not in str(caught.value)
 
 
+def test_families_name_the_layers_that_they_have() -> None:
+    built: dict[str, set[str]] = {}
+    for case in ADAPTED:
+        spec = models.spec(case.config(), SEQ_LEN, "flex")
+        compat.adapt(spec.model)
+        with torch.device("meta"):
+            model = spec.model.build()
+        family = family_of(case.config().model_type)
+        assert family is not None
+        targets = lora._targets(model, spec.state_dict_adapter(spec.model, None)).values()
+        built.setdefault(family.name, set()).update(targets)
+        assert family.lora_targets >= set(targets) & lora_targets(), case.name
+    for name, layers in built.items():
+        assert next(f for f in bundled() if f.name == name).lora_targets <= layers, name
+
+
 def test_the_plan_counts_as_many_parameters_as_there_are(model: Path, world: World) -> None:
     policy = build(recipe_of(model), world)
-    facts = facts_of(json.loads((model / "config.json").read_text()))
+    facts = shape_of(json.loads((model / "config.json").read_text()))
     trained = sum(p.numel() for p in policy.model.parameters() if p.requires_grad)
     assert trained == lora_parameters(facts, 8)
 

@@ -11,14 +11,14 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from primeslurm.plan import families as known
+from primeslurm.families import model_types
 from primeslurm.trainer.parallel import Policy, build
 from primeslurm.trainer.replay import ReplayRouter
 from primeslurm.trainer.world import World
 from tests.trainer.conftest import SEQ_LEN, make_choices, make_recipe
 from tests.trainer.families import CASES, Case, write
 
-REPLAYING = [case for case in CASES if known.FAMILIES[case.config().model_type].router_replay]
+REPLAYING = [case for case in CASES if model_types()[case.config().model_type].router_replay]
 TOKENS = torch.randint(3, 128, (1, SEQ_LEN), generator=torch.Generator().manual_seed(1))
 POSITIONS = torch.arange(SEQ_LEN)[None]
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from primeslurm.errors import Violation
-from primeslurm.plan.catalog import catalog, facts_of
-from primeslurm.plan.facts import ModelFacts
+from primeslurm.families.catalog import catalog
+from primeslurm.families.config import shape_of
+from primeslurm.families.shape import ModelShape
 from primeslurm.plan.model import Finding
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.paths import expanded, is_dir, is_file
@@ -33,10 +34,10 @@ def model_directory(path: str) -> Path | None:
 class ModelFiles:
     """What is known of the recipe's model."""
 
-    facts: ModelFacts | None
+    facts: ModelShape | None
     """None if neither a config.json that this understands nor the catalog has it."""
-    family: str | None
-    """`model_type`, where known."""
+    model_type: str | None
+    """Of its config, where known."""
     source: str
     problems: tuple[Violation, ...] = ()
     """Why the model cannot be used."""
@@ -59,7 +60,7 @@ def model_files(recipe: Recipe) -> ModelFiles:
     limit = config.get("max_position_embeddings")
     problems += _too_long(recipe, limit if isinstance(limit, int) else None)
     try:
-        facts = facts_of(config)
+        facts = shape_of(config)
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError):
         facts = None  # not a decoder's config, or a damaged one
     return ModelFiles(facts, config.get("model_type"), str(directory / "config.json"), tuple(problems))
@@ -75,9 +76,9 @@ def _absent(recipe: Recipe) -> ModelFiles:
         return ModelFiles(None, None, "", (Violation("model.path", path, why, fix),))
     text = f"{path} is not in the Hugging Face cache here"
     absent = Finding(level="blocked", field="model.path", text=text, fix=fix)
-    problems = tuple(_too_long(recipe, entry.facts.max_positions))
+    problems = tuple(_too_long(recipe, entry.shape.max_positions))
     source = f"catalog: {entry.source}" + "".join(f"; assumed: {what}" for what in entry.assumed)
-    return ModelFiles(entry.facts, entry.facts.family, source, problems, absent)
+    return ModelFiles(entry.shape, entry.shape.model_type, source, problems, absent)
 
 
 def _too_long(recipe: Recipe, limit: int | None) -> list[Violation]:

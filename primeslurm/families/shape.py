@@ -4,6 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+PART_TOKENS = 2048
+"""Tokens, of all rows together, that a recurrent layer computes at once, and anew in the backward pass.
+
+The inside of such a part takes some hundred kilobytes a token.
+"""
+DELTA_CHUNK = 64
+"""Positions of a part that a gated delta net takes together; a matter of speed alone."""
+
 
 @dataclass(frozen=True)
 class Mla:
@@ -88,11 +96,11 @@ class Vision:
 
 
 @dataclass(frozen=True)
-class ModelFacts:
+class ModelShape:
     """The shape of a model, as far as memory and compatibility need it."""
 
-    family: str
-    """`model_type` of its config."""
+    model_type: str
+    """Of its config."""
     hidden: int
     vocab: int
     max_positions: int | None
@@ -114,6 +122,7 @@ class ModelFacts:
     """How many values of a layer scale its attention's output."""
     attention_bias: bool
     qk_norm: bool
+    """Queries and keys of each head are normalised."""
     tied: bool
     mla: Mla | None = None
     indexer: Indexer | None = None
@@ -124,6 +133,11 @@ class ModelFacts:
     """How the checkpoint's weights are stored: fp8, int4, mxfp4; None for the model's dtype."""
     fp8_blocks: bool = False
     """Stored in E4M3 with one scale for each block of 128 x 128 weights."""
+    output_bias: bool = False
+    """With `attention_bias`: behind attention, too."""
+    expert_bias: bool = False
+    sinks: bool = False
+    """Each head of attention has a sink."""
     fp8_powers: bool = False
     """These scales are powers of two (UE8M0)."""
 

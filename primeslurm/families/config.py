@@ -1,53 +1,28 @@
-"""Reads what a model is made of: from its config.json or, where its files are not at hand, from a catalog of models."""
+"""From a Hugging Face config to the shape of a model."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from typing import Any
 
-from primeslurm.plan.facts import DeltaNets, Experts, Indexer, Mamba, Mla, ModelFacts, Vision
-
-CATALOG = Path(__file__).with_name("catalog.json")
-
-
-@dataclass(frozen=True)
-class CatalogEntry:
-    """A known model: where its facts are from, what is assumed, and the published sizes in billions of parameters."""
-
-    facts: ModelFacts
-    source: str
-    assumed: tuple[str, ...]
-    parameters_b: float
-    active_b: float
+from primeslurm.families.family import Traits
+from primeslurm.families.registry import family_of
+from primeslurm.families.shape import DeltaNets, Experts, Indexer, Mamba, Mla, ModelShape, Vision
 
 
-@cache
-def catalog() -> dict[str, CatalogEntry]:
-    """Known models by Hugging Face id."""
-    return {
-        name: CatalogEntry(
-            facts=facts_of(entry["config"]),
-            source=entry["source"],
-            assumed=tuple(entry["assumed"]),
-            parameters_b=entry["parameters_b"],
-            active_b=entry["active_b"],
-        )
-        for name, entry in json.loads(CATALOG.read_bytes()).items()
-    }
+def shape_of(config: Mapping[str, Any]) -> ModelShape:
+    """Read a Hugging Face config.
 
-
-def facts_of(config: Mapping[str, Any]) -> ModelFacts:
-    """Read a Hugging Face config. Raises KeyError for one that is no decoder this knows."""
+    Raises:
+        KeyError: this is no decoder's config that is understood. A damaged one may raise TypeError, ValueError,
+            AttributeError or ArithmeticError.
+    """
     text = config.get("text_config") or config
     stored = config.get("quantization_config") or text.get("quantization_config") or {}
     hidden, heads = text["hidden_size"], text["num_attention_heads"]
-    kinds = _layers(text)
-    return ModelFacts(
-        family=config["model_type"],
+    kinds, traits = _layers(text), _traits(config, text)
+    return ModelShape(
+        model_type=config["model_type"],
         hidden=hidden,
         vocab=text["vocab_size"],
         max_positions=text.get("max_position_embeddings"),
@@ -62,9 +37,12 @@ def facts_of(config: Mapping[str, Any]) -> ModelFacts:
         moe_layers=kinds["moe"],
         experts=_experts(text) if kinds["moe"] else None,
         gated=text.get("mlp_hidden_act") != "relu2",
-        attention_gate=_attention_gate(text),
+        attention_gate=_attention_gate(text, traits),
         attention_bias=bool(text.get("attention_bias")),
-        qk_norm=text["model_type"] in _QK_NORM or bool(text.get("use_qk_norm")),
+        qk_norm=traits.qk_norm or bool(text.get("use_qk_norm")),
+        output_bias=traits.output_bias,
+        expert_bias=traits.expert_bias,
+        sinks=traits.sinks,
         tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings"))),
         mla=_mla(text),
         indexer=Indexer(text["index_n_heads"], text["index_head_dim"]) if "index_n_heads" in text else None,
@@ -77,25 +55,18 @@ def facts_of(config: Mapping[str, Any]) -> ModelFacts:
     )
 
 
-_QK_NORM = (
-    "qwen3",
-    "qwen3_moe",
-    "afmoe",
-    "laguna",
-    "qwen3_5_text",
-    "qwen3_5_moe_text",
-    "qwen3_vl_text",
-    "qwen3_vl_moe_text",
-)
-_GATED = ("afmoe", "qwen3_5_text", "qwen3_5_moe_text")
+def _traits(config: Mapping[str, Any], text: Mapping[str, Any]) -> Traits:
+    """Those of the language model's family, or of the family of the model around it."""
+    family = family_of(text["model_type"]) or family_of(config["model_type"])
+    return family.traits if family else Traits()
 
 
-def _attention_gate(text: Mapping[str, Any]) -> int:
-    """The gate of families that have one: a value for each of the attention's outputs, or for each head."""
+def _attention_gate(text: Mapping[str, Any], traits: Traits) -> int:
+    """How many values scale the attention's output."""
     heads = text["num_attention_heads"]
-    if text["model_type"] in _GATED or text.get("gating") == "per-element":
+    if traits.attention_gate == "element" or text.get("gating") == "per-element":
         return int(heads * text["head_dim"])
-    return int(heads) if text["model_type"] == "laguna" else 0
+    return int(heads) if traits.attention_gate == "head" else 0
 
 
 def _quantization(stored: Mapping[str, Any]) -> str | None:
@@ -173,27 +144,12 @@ def _delta_nets(text: Mapping[str, Any]) -> DeltaNets | None:
     return DeltaNets(layers, *(int(text[f"linear_{name}"]) for name in names))
 
 
-_SEEING = {"qwen3_vl": (8, 16, 24), "qwen3_vl_moe": (8, 16, 24), "qwen3_5": (), "qwen3_5_moe": ()}
-"""Families whose encoder of images is trained or at least run, and its layers that hand on features of their own."""
-_ENCODER = {
-    "depth": 27,
-    "hidden_size": 1152,
-    "intermediate_size": 4304,
-    "in_channels": 3,
-    "patch_size": 16,
-    "temporal_patch_size": 2,
-    "spatial_merge_size": 2,
-    "num_position_embeddings": 2304,
-    "out_hidden_size": 3584,
-}
-"""What transformers takes for what a config leaves out."""
-
-
 def _vision(config: Mapping[str, Any]) -> Vision | None:
-    found, family = config.get("vision_config"), config["model_type"]
-    if found is None or family not in _SEEING:
+    found, family = config.get("vision_config"), family_of(config["model_type"])
+    defaults = family.traits.vision if family else None
+    if found is None or defaults is None:
         return None
-    v = {name: int(found.get(name, default)) for name, default in _ENCODER.items()}
+    v = {name: int(found.get(name, default)) for name, default in defaults.sizes.items()}
     return Vision(
         depth=v["depth"],
         hidden=v["hidden_size"],
@@ -202,5 +158,5 @@ def _vision(config: Mapping[str, Any]) -> Vision | None:
         patches=v["spatial_merge_size"] ** 2,
         positions=v["num_position_embeddings"],
         out=v["out_hidden_size"],
-        outputs=1 + len(found.get("deepstack_visual_indexes", _SEEING[family])),
+        outputs=1 + len(found.get("deepstack_visual_indexes", defaults.deepstack)),
     )
