@@ -23,7 +23,7 @@ class Credit:
     """Tokens that the policy's loss trains: the sampled ones of the sequence, or some of them."""
     cross_entropy: Float32 | None = None
     """Above 0: a token outside `mask` is trained by cross-entropy (at temperature 1) times this. All losses of a batch
-    are summed and divided by its number of tokens in `mask`. None: 0 everywhere."""
+    are summed and divided by its number of tokens in `mask`, or by 1 if there is none. None: 0 everywhere."""
 
     @classmethod
     def even(cls, sequence: Rollout, advantage: float) -> Credit:
