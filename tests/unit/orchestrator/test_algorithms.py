@@ -25,6 +25,7 @@ from primeslurm.orchestrator.algorithms import (
 )
 from primeslurm.orchestrator.documents import documents
 from primeslurm.recipe import Recipe
+from primeslurm.recipe.rules import violations
 from primeslurm.wire.rollouts import Rollout, RolloutInfo
 from tests.support.recipes import recipe_data
 
@@ -187,6 +188,13 @@ class Returns(Algorithm):
         return self.answer(groups[0])
 
 
+class Silent(Algorithm):
+    """Answers nothing."""
+
+    def assign(self, groups: Sequence[Group]) -> Any:
+        return None
+
+
 class Unfinished(Algorithm):
     """Forgot to assign."""
 
@@ -260,6 +268,9 @@ def test_a_teacher_that_is_needed_must_be_there() -> None:
     with pytest.raises(UsageError, match=r"Returns: needs a teacher \(add `teacher: "):
         own("Returns", teacher=False)
     assert own("Returns").needs_teacher
+    teacher = {"type": "engines", "path": "/models/teacher"}
+    with_teacher = recipe_data(orchestrator={"algorithm": {"function": "a.b:C"}}, teacher=teacher)
+    assert violations(Recipe.model_validate(with_teacher)) == [], "nobody knows yet whether it asks"
 
 
 def credits_of(group: Group, **changes: Any) -> list[list[Credit]]:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from primeslurm.orchestrator.environments import reverse_text
+from primeslurm.wire.link import LinkError
 from primeslurm.wire.rollouts import Row
 from tests.support.fake_engine import FakeEngine, write_tokenizer
 from tests.support.scripted_run import OFF_POLICY, STEPS, Run, publish_addresses
@@ -213,6 +214,22 @@ def test_a_run_follows_an_algorithm_of_ones_own(tmp_path: Path) -> None:
     counts = json.loads((run.run_dir / "attempts/1/state/orchestrator.json").read_text())["counts"]
     assert counts["groups_rejected_odd"] > 0
     assert sum(row.get("groups/rejected_odd", 0) for row in run.metrics()) > 0
+
+
+def test_who_asks_for_a_batch_hears_what_is_wrong_with_an_algorithm(tmp_path: Path) -> None:
+    name = "tests.unit.orchestrator.test_algorithms:Silent"
+    batches = {"batch_size": 4, "group_size": 4}
+    with FakeEngine(write_tokenizer(tmp_path / "model")) as engine:
+        run = FakeRun(engine, tmp_path, {"orchestrator": {**batches, "algorithm": {"function": name}}})
+        run.start("orchestrator")
+        run.start("worker")
+        link = run.link()
+        try:
+            run.publish(link, 0)
+            with pytest.raises(LinkError, match=rf"algorithm\.function = {name}: assign returned a NoneType"):
+                run.batch(link, 1)
+        finally:
+            run.stop()
 
 
 def test_an_algorithm_that_is_not_there_ends_the_attempt_with_its_name(tmp_path: Path) -> None:
