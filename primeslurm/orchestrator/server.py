@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from primeslurm.orchestrator import algorithms
 from primeslurm.orchestrator.batches import Batches
 from primeslurm.orchestrator.delivery import Delivery
 from primeslurm.orchestrator.engines import EngineClient, Policy
@@ -60,7 +61,8 @@ class Orchestrator:
         self._journal = Journal(place.attempt_dir, "orchestrator")
         progress = restore(place.run_dir, place.attempt)
         self._spool = Spool(place.run_dir / "rollouts")
-        self._batches = Batches(recipe)
+        self._algorithm = algorithms.from_recipe(recipe)
+        self._batches = Batches(recipe, self._algorithm)
         self._metrics = MetricsLog(recipe, place.run_dir, progress.done_step)
         self._dispatch = recover(recipe, place, progress, self._spool, self._batches)
         self._progress = ProgressFile(place.run_dir / PROGRESS, progress, self._dispatch)
@@ -274,6 +276,9 @@ class Orchestrator:
         self._watch.rollout_finished(outcome)
         group = self._dispatch.finished(job, outcome)
         if group is None:
+            return
+        if reason := self._algorithm.rejects(group):
+            self._dispatch.rejected(group, reason)
             return
         self._spool.put(group)
         if self._scoring is None:

@@ -126,6 +126,9 @@ class Watch:
             "rollouts/failed": float(counts["failed"]),
             "rollouts/lost": float(counts["lost"]),
         }
+        for name in counts:
+            if name.startswith("groups_rejected_"):
+                row[name.replace("_", "/", 1)] = float(counts[name])
         for role, load in self._roles.items():
             values = {name: getattr(load, name) for name in _ROW_LOADS}
             row |= {f"engines/{role}/{name}": value for name, value in values.items() if value is not None}

@@ -195,7 +195,7 @@ async def test_a_rollout_goes_through_the_real_router_to_prefill_and_decode(star
     prefill, decode = start("prefill"), start("decode")
     for server in (prefill, decode):
         await client(server).apply(Policy(0, "/models/tiny"), 10)
-    made = recipe()
+    made = recipe(orchestrator={"echo": 0.1})
     command = router_command(made, VllmRouter(), Workers((), ("p",), ("d",)))
     engines = {name: s.url.removeprefix("http://") for name, s in (("p", prefill), ("d", decode))}
     router = start_router(command, engines, tmp_path / "router.log")
@@ -213,6 +213,8 @@ async def test_a_rollout_goes_through_the_real_router_to_prefill_and_decode(star
     for (rollout,) in done:
         assert rollout.mask.any() and not rollout.mask[0]
         assert set(rollout.versions[rollout.mask]) == {0} and (rollout.logprobs[rollout.mask] < 0).all()
+        answered = ~rollout.mask & (np.arange(len(rollout.mask)) > rollout.mask.argmax())
+        assert rollout.observed is not None and (rollout.observed == answered).all()
     assert len({tuple(rollout.token_ids[: rollout.mask.argmax()]) for (rollout,) in done}) == 1
     turns = sum(rollout.info.turns for (rollout,) in done)
     assert metric(prefill.url, "vllm:request_success_total") == turns

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from primeslurm.orchestrator import algorithms
 from primeslurm.orchestrator.batches import Batches
 from primeslurm.orchestrator.engines import Policy
 from primeslurm.orchestrator.generate import TokenClient, serving
@@ -70,7 +71,7 @@ def train(rollout: Rollout, model: Path, world: World, directory: Path) -> dict[
     """A step on one rollout, and its like with another reward."""
     recipe = recipe_of(model, dtype="float32")
     worse = replace(rollout, info=msgspec.structs.replace(rollout.info, reward=rollout.info.reward - 1))
-    batches = Batches(recipe)
+    batches = Batches(recipe, algorithms.from_recipe(recipe))
     batches.add(2, [Group("g", "looking", 0, 1, ((rollout,), (worse,)))])
     batch = batches.get(2, 0, 1)
     assert batch is not None

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 
 from primeslurm.errors import RunError
+from primeslurm.orchestrator.algorithms import Grpo
 from primeslurm.orchestrator.progress import CHECKPOINT_PART, PROGRESS, Progress, ProgressFile, restore
 from primeslurm.orchestrator.spool import Spool
 from primeslurm.wire import checkpoints
 from primeslurm.wire.link import Published
 from tests.unit.orchestrator.test_dispatch import dispatcher, limits, run_all
-from tests.unit.orchestrator.test_packing import group
+from tests.unit.orchestrator.test_packing import advantages, group
 
 
 def test_a_group_comes_back_as_it_was(tmp_path: Path) -> None:
@@ -20,7 +21,7 @@ def test_a_group_comes_back_as_it_was(tmp_path: Path) -> None:
     assert Spool(tmp_path).put(made)
     (again,) = Spool(tmp_path).load()
     assert again.to_bytes() == made.to_bytes()
-    assert again.advantages("grpo") == [-0.375, 0.375] and again.has_signal
+    assert advantages(again, Grpo()) == [-0.375, 0.375] and again.has_signal
     Spool(tmp_path).delete(["g", "never-there"])
     assert Spool(tmp_path).load() == []
 
