@@ -17,7 +17,7 @@ from primeslurm.orchestrator.batches import Batches
 from primeslurm.orchestrator.delivery import Delivery
 from primeslurm.orchestrator.engines import EngineClient, Policy
 from primeslurm.orchestrator.groups import Group
-from primeslurm.orchestrator.metrics import MetricsLog, batch_metrics
+from primeslurm.orchestrator.metrics import batch_metrics
 from primeslurm.orchestrator.place import Place
 from primeslurm.orchestrator.policy import PolicyLoop
 from primeslurm.orchestrator.progress import CHECKPOINT_PART, PROGRESS, ProgressFile, restore
@@ -28,6 +28,7 @@ from primeslurm.orchestrator.suspect import suspect
 from primeslurm.orchestrator.watch import Watch
 from primeslurm.orchestrator.workers import Workers
 from primeslurm.recipe import Recipe
+from primeslurm.records.metrics import MetricsLog
 from primeslurm.wire.journal import Journal
 from primeslurm.wire.link import (
     Answer,

@@ -13,9 +13,9 @@ import httpx
 from primeslurm.errors import PrimeslurmError
 from primeslurm.orchestrator.dispatch import Dispatcher
 from primeslurm.orchestrator.load import LoadWindow, as_json
-from primeslurm.orchestrator.metrics import Row
 from primeslurm.orchestrator.scrape import scrape
 from primeslurm.recipe import Recipe
+from primeslurm.records.metrics import Row
 from primeslurm.wire.journal import Journal
 from primeslurm.wire.load import Load
 from primeslurm.wire.rollouts import Rollout
