@@ -11,12 +11,12 @@ from typing import Any
 
 import msgspec
 
+from primeslurm.model_files import model_directory
 from primeslurm.node import checks
 from primeslurm.node.checks import Check
 from primeslurm.node.fabric import find_hcas
 from primeslurm.node.network import NetworkError, own_address
 from primeslurm.node.reports import NODE_START_S, Fitness
-from primeslurm.plan.checks.files import model_directory
 from primeslurm.plan.model import Node, Plan
 from primeslurm.run.directory import Attempt
 from primeslurm.run.versions import installed
