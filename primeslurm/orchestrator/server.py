@@ -49,15 +49,16 @@ HOLD_S = 4.0
 """A GetBatch that cannot be answered is held for this long: shorter than the trainer's retry."""
 TICK_S = 0.2
 LINGER_S = 3.0
-"""Time that the trainer's last requests are still answered after everything is done."""
+"""Default of the time that the trainer's last requests are still answered after everything is done."""
 
 
 class Orchestrator:
     """One attempt's orchestrator. `await run()` returns when the run is complete."""
 
-    def __init__(self, recipe: Recipe, place: Place) -> None:
+    def __init__(self, recipe: Recipe, place: Place, linger_s: float = LINGER_S) -> None:
         self._recipe = recipe
         self._place = place
+        self._linger_s = linger_s
         self._journal = Journal(place.attempt_dir, "orchestrator")
         progress = restore(place.run_dir, place.attempt)
         self._spool = Spool(place.run_dir / "rollouts")
@@ -109,7 +110,7 @@ class Orchestrator:
                     await self._policy.publish(_policy(self._progress.now.published))
                 await self._loop()
                 self._watch.write_state(self._state())
-                await asyncio.sleep(LINGER_S)
+                await asyncio.sleep(self._linger_s)
                 for task in background:
                     task.cancel()
         finally:
