@@ -11,7 +11,8 @@ from typing import Any
 import httpx
 import msgspec
 
-from primeslurm.wire import secret
+from primeslurm.wire.http import client_within_run
+from primeslurm.wire.retry import repeating
 
 
 class EngineStatus(msgspec.Struct, frozen=True):
@@ -92,9 +93,9 @@ class EngineClient:
         self.seconds: dict[str, float] = {}
         """Of the last update: `wait` for the trainer's turn to send, `load` (and transfer), `pause` of generation."""
         # No connection is kept: uvicorn closes them after a failed request, and the next one would meet a dead one.
-        self._http = _client(keep=0)
+        self._http = client_within_run(status_timeout_s, keep=0)
         # The exception: with hundreds of engines, connecting anew for every look would keep a core busy.
-        self._looking = _client(keep=1)
+        self._looking = client_within_run(status_timeout_s, keep=1)
 
     @property
     def url(self) -> str:
@@ -171,17 +172,13 @@ class EngineClient:
         return step
 
     async def _update(self, policy: Policy, info: dict[str, Any], timeout_s: float) -> None:
-        for attempt in range(1, self._tries + 1):
-            try:
+        async for attempt in repeating(EngineUpdateError, self._tries, self._retry_s):
+            with attempt:
+                if attempt.retry_state.attempt_number > 1:
+                    info = await self._update_info(policy)
                 await self._post("/start_weight_update", timeout_s)
                 await self._post("/update_weights", timeout_s, {"update_info": info})
                 await self._post("/finish_weight_update", timeout_s, {"weight_version": str(policy.version)})
-                return
-            except EngineUpdateError:
-                if attempt == self._tries:
-                    raise
-                await asyncio.sleep(self._retry_s)
-                info = await self._update_info(policy)
 
     async def _update_info(self, policy: Policy) -> dict[str, Any]:
         if policy.path or self._place is None:
@@ -195,13 +192,6 @@ class EngineClient:
             raise EngineDownError(f"{self.url}{path}: {_words(error)}") from error
         if response.status_code != 200:
             raise EngineUpdateError(f"{self.url}{path}: {response.status_code} {response.text[:500]}")
-
-
-def _client(keep: int) -> httpx.AsyncClient:
-    """Keeps `keep` idle connections."""
-    limits = httpx.Limits(max_keepalive_connections=keep)
-    # plain HTTP: without `verify=False`, every client would load all certificates of the machine
-    return httpx.AsyncClient(headers=secret.header(), limits=limits, trust_env=False, verify=False)
 
 
 def _words(error: Exception) -> str:

@@ -18,7 +18,7 @@ from primeslurm.orchestrator.batches import Batches
 from primeslurm.orchestrator.delivery import Delivery
 from primeslurm.orchestrator.engines import EngineClient, Policy
 from primeslurm.orchestrator.groups import Group
-from primeslurm.orchestrator.metrics import MetricsLog, batch_metrics
+from primeslurm.orchestrator.metrics import batch_metrics
 from primeslurm.orchestrator.place import Place
 from primeslurm.orchestrator.policy import PolicyLoop
 from primeslurm.orchestrator.progress import CHECKPOINT_PART, PROGRESS, ProgressFile, restore
@@ -29,6 +29,7 @@ from primeslurm.orchestrator.suspect import suspect
 from primeslurm.orchestrator.watch import Watch
 from primeslurm.orchestrator.workers import Workers
 from primeslurm.recipe import Recipe
+from primeslurm.records.metrics import MetricsLog
 from primeslurm.wire.journal import Journal
 from primeslurm.wire.link import (
     Answer,
@@ -49,15 +50,16 @@ HOLD_S = 4.0
 """A GetBatch that cannot be answered is held for this long: shorter than the trainer's retry."""
 TICK_S = 0.2
 LINGER_S = 3.0
-"""Time that the trainer's last requests are still answered after everything is done."""
+"""Default of the time that the trainer's last requests are still answered after everything is done."""
 
 
 class Orchestrator:
     """One attempt's orchestrator. `await run()` returns when the run is complete."""
 
-    def __init__(self, recipe: Recipe, place: Place) -> None:
+    def __init__(self, recipe: Recipe, place: Place, linger_s: float = LINGER_S) -> None:
         self._recipe = recipe
         self._place = place
+        self._linger_s = linger_s
         self._journal = Journal(place.attempt_dir, "orchestrator")
         progress = restore(place.run_dir, place.attempt)
         self._spool = Spool(place.run_dir / "rollouts")
@@ -110,7 +112,7 @@ class Orchestrator:
                     await self._policy.publish(_policy(self._progress.now.published))
                 await self._loop()
                 self._watch.write_state(self._state())
-                await asyncio.sleep(LINGER_S)
+                await asyncio.sleep(self._linger_s)
                 for task in background:
                     task.cancel()
         finally:

@@ -155,28 +155,35 @@ def all_charts(steps: Sequence[Row]) -> list[Chart]:
 
 def _numbers(status: RunStatus, summary: Summary, plan: Plan) -> list[tuple[str, str]]:
     reward = "-" if summary.last_reward is None else f"{summary.first_reward:.3f} → {summary.last_reward:.3f}"
+    loss = "-" if summary.last_loss is None else f"{summary.first_loss:.4f} → {summary.last_loss:.4f}"
     kl = "-" if summary.mismatch_kl_max is None else f"{summary.mismatch_kl_max:.1e}"
     found = [
         ("steps", f"{summary.steps} of {status.max_steps}"),
         ("committed step", "-" if status.committed_step is None else str(status.committed_step)),
         ("reward, first → last steps", reward),
+        ("loss, first → last steps", loss),
         ("largest staleness", f"{summary.staleness_max:.0f} versions"),
         ("dropped as too old", f"{summary.dropped_stale} rollouts"),
         ("largest KL, same policy", kl),
         ("sampled", f"{summary.tokens_per_s:.0f} tokens/s"),
+        ("trained", f"{summary.trained_tokens_per_s:.0f} tokens/s"),
         ("attempts", str(summary.attempts)),
         ("restarts in place", str(summary.engine_restarts)),
         ("time", _hours(summary.seconds)),
         ("nodes", f"{plan.totals.nodes} ({plan.totals.inference_nodes} inference)"),
         ("GPUs", f"{plan.totals.gpus} ({plan.totals.trainer_gpus} trainer)"),
     ]
-    return found if status.task == "rl" else [each for each in found if each[0] not in _RL_ONLY]
+    of_others = {name for task, names in _OF_TASK.items() if task != status.task for name in names}
+    return [each for each in found if each[0] not in of_others]
 
 
-_RL_ONLY = (
-    *("reward, first → last steps", "largest staleness", "dropped as too old"),
-    *("largest KL, same policy", "sampled"),
-)
+_OF_TASK = {
+    "rl": (
+        *("reward, first → last steps", "largest staleness", "dropped as too old"),
+        *("largest KL, same policy", "sampled"),
+    ),
+    "sft": ("loss, first → last steps", "trained"),
+}
 
 
 def _timeline(told: Sequence[tuple[Attempt, list[Happening]]], now: float) -> Timeline:

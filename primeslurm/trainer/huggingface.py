@@ -1,4 +1,4 @@
-"""Model directories in Hugging Face format: finding them, what they hold, and the files beside the weights."""
+"""Model directories in Hugging Face format: what they hold, and the files beside the weights."""
 
 from __future__ import annotations
 
@@ -20,19 +20,6 @@ from primeslurm.wire.weights import FP8_BLOCK, FP8_SCALE
 
 INDEX = "model.safetensors.index.json"
 _COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model")
-
-
-def locate(path: str) -> Path:
-    """The directory of a model given as a directory or as a cached hub id. Raises FileNotFoundError."""
-    if Path(path).is_dir():
-        return Path(path)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(path, local_files_only=True))
-    except (HFValidationError, LocalEntryNotFoundError) as error:
-        raise FileNotFoundError(f"model.path = {path}: neither a directory nor a cached hub id") from error
 
 
 def load_config(directory: Path) -> Any:

@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import utils as dist_utils
 
+from primeslurm.model_files import locate
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.training import Lora, micro_batch_rows
 from primeslurm.trainer import deepep, fp8, huggingface, logprobs, lora, models, recompute, replay, varlen
@@ -159,7 +160,7 @@ def build(recipe: Recipe, world: World, attention: Literal["varlen", "flex"] | N
         FileNotFoundError: there is no such model.
         ValueError: the model, the parallelism or the checkpoint does not fit.
     """
-    source = huggingface.locate(recipe.model.path)
+    source = locate(recipe.model.path)
     config = huggingface.load_config(source)
     policy = _with_unchanged(assemble(config, source, recipe, world, attention), world)
     _load(policy, config)

@@ -156,12 +156,9 @@ async def test_a_client_that_goes_away_frees_its_request(start: Start) -> None:
 
 
 @pytest.mark.parametrize("turns", range(4))
-async def test_a_client_that_goes_away_as_its_answer_is_ready_does_no_harm(
-    turns: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_client_that_goes_away_as_its_answer_is_ready_does_no_harm(turns: int) -> None:
     """Both are seen at once by a process that got no time meanwhile; which one first differs by turns of its loop."""
-    monkeypatch.setattr("primeslurm.emulated.engine.TICK_S", 0.05)
-    engine = EmulatedEngine("model", 64)
+    engine = EmulatedEngine("model", 64, tick_s=0.05)
     running = asyncio.create_task(engine.run())
     body = json.dumps({"token_ids": [5], "sampling_params": {"max_tokens": 1}}).encode()
 

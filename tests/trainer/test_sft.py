@@ -121,6 +121,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     whole = train(sft_recipe(moe_model, demonstrations, max_steps=4), tmp_path / "whole", world)
     parts = tmp_path / "parts"
     train(sft_recipe(moe_model, demonstrations, max_steps=2), parts, world)
+    with (parts / "metrics.jsonl").open("a") as handle:
+        handle.write('{"step": 3, "lo')  # killed in the middle of a line
     resumed = train(sft_recipe(moe_model, demonstrations, max_steps=4), parts, world, attempt=2)
     assert [(m["step"], m["loss"], m["grad_norm"]) for m in resumed] == [
         (m["step"], m["loss"], m["grad_norm"]) for m in whole

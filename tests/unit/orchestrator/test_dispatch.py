@@ -41,7 +41,7 @@ def run_all(made: Dispatcher) -> list[Job]:
 EVENTS = st.lists(st.tuples(st.sampled_from(["finish", "fail", "lose", "train", "current"]), st.integers(0, 99)))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(events=EVENTS, off_policy=st.integers(0, 3))
 def test_any_order_of_events(events: list[tuple[str, int]], off_policy: int) -> None:
     made = dispatcher(limits(off_policy))

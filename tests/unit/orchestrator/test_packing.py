@@ -42,7 +42,7 @@ def found(row: Row) -> list[tuple[list[int], list[bool], list[float], set[float]
     ]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(lengths=st.lists(st.integers(1, SEQ_LEN), max_size=30), ranks=st.integers(1, 4))
 def test_every_token_is_in_one_place(lengths: list[int], ranks: int) -> None:
     docs = [document(1 + 100 * i, length) for i, length in enumerate(lengths)]
