@@ -25,7 +25,6 @@ from typing import Any
 
 os.environ.setdefault("PRIMESLURM_SECRET", "0" * 64)
 
-from primeslurm.trainer import compat  # isort: skip  (before torchtitan)
 import torch
 
 from benchmarks.training_models import SHAPES
@@ -33,7 +32,7 @@ from primeslurm.orchestrator.delivery import Delivery
 from primeslurm.orchestrator.engines import EngineClient, Policy
 from primeslurm.plan.commands import Device
 from primeslurm.recipe import Recipe
-from primeslurm.trainer import parallel
+from primeslurm.trainer import compat, parallel
 from primeslurm.trainer.encoding import published
 from primeslurm.trainer.interrupt import SIGNAL, Interrupt
 from primeslurm.trainer.sender import Sender

@@ -152,7 +152,6 @@ def compare(directory: Path, dtype: str, rows: list[Row]) -> dict[str, Any]:
     """Mismatch with experts of the trainer's own choice, and with the engine's."""
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     os.environ |= alone | {"MASTER_PORT": str(free_port())}
-    from primeslurm.trainer import compat  # noqa: F401  isort: skip  (before torchtitan)
     import torch
 
     from primeslurm.trainer.interrupt import Interrupt

@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from primeslurm.trainer import compat  # noqa: F401  isort: skip  (before torchtitan)
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp

@@ -1,7 +1,7 @@
 """Every place where we reach into torchtitan or torch beyond their public interfaces.
 
-Import this module before any torchtitan module. Each patch checks that what it replaces is still there; a version
-other than the one it was written for is refused, because a patch that no longer fits fails silently.
+The package imports this module before any torchtitan module is. Each patch checks that what it replaces is still there;
+a version other than the one it was written for is refused, because a patch that no longer fits fails silently.
 
 On machines without CUDA:
 - torchtitan picks its device when it is imported, and would fall back to "cuda"

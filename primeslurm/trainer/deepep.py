@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from primeslurm.trainer import compat  # isort: skip  (before torchtitan)
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, DeepEPTokenDispatcher
 
 from primeslurm.recipe import Recipe
+from primeslurm.trainer import compat
 
 
 def convert(model_config: Any, recipe: Recipe) -> None:

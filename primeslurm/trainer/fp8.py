@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from primeslurm.trainer import compat  # noqa: F401  isort: skip  (before torchtitan)
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -22,12 +21,12 @@ from primeslurm.trainer.block_fp8 import (
     BLOCKS,
     ROWS,
     Groups,
-    backend,
     quantise,
     quantise_groups,
     quantise_groups_transposed,
 )
 from primeslurm.trainer.encoding import in_fp8
+from primeslurm.trainer.fp8_backend import backend
 
 
 class _LinearProduct(torch.autograd.Function):

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
-from primeslurm.trainer import compat  # noqa: F401  isort: skip  (before torchtitan)
 import torch
 import torch.nn.functional as F
 from torchtitan.models.common import Linear

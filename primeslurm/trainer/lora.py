@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from primeslurm.trainer import compat  # isort: skip  (before torchtitan)
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -23,6 +22,7 @@ from torchtitan.models.common import Linear
 
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.training import Lora
+from primeslurm.trainer import compat
 from primeslurm.trainer.dsa import SparseAttention
 
 A, B = "_lora_a", "_lora_b"

@@ -6,12 +6,11 @@ import logging
 import os
 from pathlib import Path
 
-from primeslurm.trainer import compat  # isort: skip  (before torchtitan)
 import torch
 from transformers import AutoTokenizer
 
 from primeslurm.recipe import Recipe
-from primeslurm.trainer import data, huggingface, loss
+from primeslurm.trainer import compat, data, huggingface, loss
 from primeslurm.trainer.checkpoint import Checkpoints
 from primeslurm.trainer.encoding import published
 from primeslurm.trainer.handover import ByFiles, BySending, Handover

@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
-from primeslurm.trainer import compat  # isort: skip  (before torchtitan)
 import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
@@ -18,7 +17,7 @@ from torchtitan.distributed import utils as dist_utils
 
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.training import Lora
-from primeslurm.trainer import deepep, fp8, huggingface, logprobs, lora, models, recompute, replay, varlen
+from primeslurm.trainer import compat, deepep, fp8, huggingface, logprobs, lora, models, recompute, replay, varlen
 from primeslurm.trainer.activation_offload import ActivationOffload
 from primeslurm.trainer.context_parallel import ContextParallel, Dims
 from primeslurm.trainer.loss import Targets

@@ -11,11 +11,11 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from primeslurm.trainer import compat  # isort: skip  (before torchtitan)
 import torch
 from torchtitan.models.common.moe import TokenChoiceTopKRouter
 
 from primeslurm.recipe import Recipe
+from primeslurm.trainer import compat
 
 
 class ReplayRouter(TokenChoiceTopKRouter):

@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from primeslurm.trainer import compat  # noqa: F401  isort: skip  (before torchtitan)
 import torch
 from torchtitan.distributed import utils as dist_utils
 

@@ -6,13 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from primeslurm.trainer import compat  # isort: skip  (before torchtitan)
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import current_flash_attention_impl
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 from torchtitan.models.common import attention as titan
 from torchtitan.models.common.attention import VarlenMetadata
+
+from primeslurm.trainer import compat
 
 _SIZES = (64, 128, 256)
 """Of heads, for which newer kernels are known to compile."""

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from primeslurm.trainer import compat  # noqa: F401  isort: skip  (before torchtitan)
 import numpy as np
 import pytest
 

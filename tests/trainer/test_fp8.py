@@ -17,12 +17,12 @@ from primeslurm.trainer import fp8
 from primeslurm.trainer.block_fp8 import (
     BLOCKS,
     ROWS,
-    Emulated,
     Groups,
     quantise,
     quantise_groups,
     quantise_groups_transposed,
 )
+from primeslurm.trainer.fp8_backend import Emulated
 from primeslurm.trainer.parallel import Policy, build
 from primeslurm.trainer.replay import ReplayRouter
 from primeslurm.trainer.world import World

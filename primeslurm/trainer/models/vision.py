@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from primeslurm.trainer import compat  # isort: skip  (before torchtitan)
 import torch
 import torchtitan.models.common.decoder as titan
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -22,6 +21,7 @@ from transformers import AutoModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from primeslurm.recipe import Recipe
+from primeslurm.trainer import compat
 from primeslurm.trainer.models.adapter import TableAdapter
 
 
