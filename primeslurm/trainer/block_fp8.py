@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from primeslurm.wire.weights import FP8_BLOCK
+from primeslurm.wire.weight_transfer.tensor_names import FP8_BLOCK
 
 BLOCK = FP8_BLOCK
 ROWS, BLOCKS = (1, BLOCK), (BLOCK, BLOCK)

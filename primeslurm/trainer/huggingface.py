@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFa
 from transformers import AutoConfig, DeepseekV3Config
 
 from primeslurm.trainer import compat  # noqa: F401  (makes the FP8 reader read models in one file)
-from primeslurm.wire.weights import FP8_BLOCK, FP8_SCALE
+from primeslurm.wire.weight_transfer.tensor_names import FP8_BLOCK, FP8_SCALE
 
 INDEX = "model.safetensors.index.json"
 _COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model")

@@ -25,7 +25,7 @@ from primeslurm.trainer.models import generic, vision
 from primeslurm.trainer.models.stacked import as_stored
 from primeslurm.trainer.models.vision import VisionInput
 from primeslurm.trainer.world import World, to_device
-from primeslurm.wire.weights import FP8_SCALE, layers_ahead
+from primeslurm.wire.weight_transfer.tensor_names import FP8_SCALE, layers_ahead
 
 # Derived from other weights; some checkpoints carry them.
 _DERIVED = ("rotary_emb.inv_freq",)
@@ -41,7 +41,7 @@ def micro_batch_rows(seq_len: int) -> int:
 
 
 @dataclass(frozen=True)
-class Policy:
+class PolicyModel:
     """The sharded model and what is needed to feed, load and export it."""
 
     model: Any
@@ -157,7 +157,7 @@ class Policy:
         return inputs, [self._piece(tensor) for tensor in beside]
 
 
-def build(recipe: Recipe, world: World, attention: Literal["varlen", "flex"] | None = None) -> Policy:
+def build(recipe: Recipe, world: World, attention: Literal["varlen", "flex"] | None = None) -> PolicyModel:
     """The recipe's model, sharded over `world`, with the weights of `recipe.model.path`.
 
     Args:
@@ -176,7 +176,7 @@ def build(recipe: Recipe, world: World, attention: Literal["varlen", "flex"] | N
 
 def assemble(
     config: Any, source: Path, recipe: Recipe, world: World, attention: Literal["varlen", "flex"] | None = None
-) -> Policy:
+) -> PolicyModel:
     """The model of a transformers config, sharded over `world`; no weights are read from `source`.
 
     Args:
@@ -207,7 +207,7 @@ def assemble(
 
     if models.is_generic(recipe.model.impl, config):
         model, adapter, hf_names = generic.build(config, dims, recipe, world.device)
-        return Policy(model, adapter, dims, hf_names, source, dtype, world.device)
+        return PolicyModel(model, adapter, dims, hf_names, source, dtype, world.device)
     # Varlen kernels are bfloat16 only.
     fitting = "flex" if compat.ON_CPU or recipe.model.dtype != "bfloat16" else "varlen"
     spec = models.spec(config, recipe.seq_len, attention or fitting)
@@ -244,7 +244,7 @@ def assemble(
     model.train()
     if memory.activation_offload:
         ActivationOffload(world.device).install(model)
-    return Policy(
+    return PolicyModel(
         model,
         adapter,
         dims,
@@ -258,7 +258,7 @@ def assemble(
     )
 
 
-def _with_unchanged(policy: Policy, world: World) -> Policy:
+def _with_unchanged(policy: PolicyModel, world: World) -> PolicyModel:
     """With what the checkpoint has beside the model, if anybody insists on it."""
     beginnings: tuple[str, ...] = getattr(policy.adapter, "unchanged", ())
     if not beginnings:
@@ -268,7 +268,7 @@ def _with_unchanged(policy: Policy, world: World) -> Policy:
     return replace(policy, hf_names=policy.hf_names | names, unchanged=unchanged)
 
 
-def _load(policy: Policy, hf_config: Any) -> None:
+def _load(policy: PolicyModel, hf_config: Any) -> None:
     """Read this rank's shards from the HF files, and insist that files and model have the same tensors."""
     ignored = _ignored(hf_config)
     found = {name for name in huggingface.tensor_names(policy.source) if not ignored.fullmatch(name)}
@@ -293,7 +293,7 @@ def _ignored(hf_config: Any) -> re.Pattern[str]:
     return re.compile("|".join([ahead, *(rf".*{re.escape(ending)}" for ending in endings)]))
 
 
-def _check_names(policy: Policy, names: set[str], found: set[str]) -> None:
+def _check_names(policy: PolicyModel, names: set[str], found: set[str]) -> None:
     if policy.model.enable_weight_tying:
         found.discard("lm_head.weight")
     missing, unknown = names - found, found - names
