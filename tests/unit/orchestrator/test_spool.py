@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from primeslurm.errors import RunError
@@ -54,6 +55,16 @@ def test_the_same_attempt_continues_from_its_own_progress(tmp_path: Path) -> Non
     commit(tmp_path, 2, RunProgress(1, 3, 2))
     progress.save(tmp_path / PROGRESS)
     assert restore(tmp_path, 1) == progress
+
+
+def test_what_was_announced_keeps_its_name_on_disk(tmp_path: Path) -> None:
+    record = {"attempt": 1, "published": {"type": "Published", "version": 3, "path": "/w"}}
+    path = tmp_path / PROGRESS
+    path.parent.mkdir()
+    path.write_bytes(msgspec.msgpack.encode(record))
+    assert restore(tmp_path, 1) == RunProgress(1, published=NewPolicy(3, "/w"))
+    restore(tmp_path, 1).save(path)
+    assert msgspec.msgpack.decode(path.read_bytes())["published"] == record["published"]
 
 
 def test_a_new_attempt_continues_from_the_last_commit(tmp_path: Path) -> None:
