@@ -35,6 +35,7 @@ from primeslurm.recipe import Recipe
 from primeslurm.trainer import compat, parallel
 from primeslurm.trainer.encoding import published
 from primeslurm.trainer.interrupt import SIGNAL, Interrupt
+from primeslurm.trainer.policy_model import PolicyModel
 from primeslurm.trainer.weight_transfer.sender import Sender
 from primeslurm.trainer.world import World, join
 from primeslurm.wire.link import Answer, OrchestratorLink, Request, TrainerLink
@@ -73,7 +74,7 @@ def start_engine(asked: Recipe, device: Device, log: Path) -> Server:
     return start_process(command._replace(argv=(*command.argv, "--skip-tokenizer-init"), env=env), {}, log)
 
 
-def difference(server: Server, policy: parallel.PolicyModel) -> float:
+def difference(server: Server, policy: PolicyModel) -> float:
     """Mean difference of log-probabilities that engine and trainer give what the engine samples."""
     answer = generate(server.url, PROMPT, 32, salt=str(time.monotonic()))
     ids = torch.tensor([PROMPT + tokens(answer)], device=policy.device)
@@ -83,7 +84,7 @@ def difference(server: Server, policy: parallel.PolicyModel) -> float:
     return float((found.cpu() - torch.tensor(logprobs(answer))).abs().mean())
 
 
-async def updates(server: Server, asked: Recipe, policy: parallel.PolicyModel, world: World) -> dict[str, Any]:
+async def updates(server: Server, asked: Recipe, policy: PolicyModel, world: World) -> dict[str, Any]:
     """Send the policy some times; the first also connects."""
     sessions, wanting = TransferSessions(workers=1, timeout_s=TIMEOUT_S), [0]
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from primeslurm.trainer import lora
 from primeslurm.trainer.encoding import cast
-from primeslurm.trainer.parallel import PolicyModel
+from primeslurm.trainer.policy_model import PolicyModel
 from primeslurm.trainer.world import World
 
 _LAYER = re.compile(r"\.(\d+)\.")  # the first number in a name is that of its layer

@@ -25,6 +25,7 @@ from primeslurm.trainer.block_fp8 import (
     quantise_groups,
     quantise_groups_transposed,
 )
+from primeslurm.trainer.draft import ModelDraft
 from primeslurm.trainer.encoding import in_fp8
 from primeslurm.trainer.fp8_backend import backend
 
@@ -128,6 +129,12 @@ class FP8Experts:
 @functools.cache
 def _mixed(experts: Any) -> Any:
     return type(f"FP8{experts.__name__}", (FP8Experts, experts), {})
+
+
+def convert(draft: ModelDraft) -> None:
+    """Have a model compute in FP8, if the recipe says so."""
+    if draft.recipe.trainer.fp8:
+        adapt(draft.model, draft.adapter, draft.stored_fp8)
 
 
 def adapt(model: nn.Module, state_dict_adapter: Any, stored: frozenset[str]) -> None:

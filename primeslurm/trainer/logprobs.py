@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torchtitan.models.common import Linear
 
-from primeslurm.recipe import Recipe
+from primeslurm.trainer.draft import ModelDraft
 
 Scores = tuple[torch.Tensor, torch.Tensor]
 
@@ -153,7 +153,8 @@ class Head(Linear):
         return token_logprobs(input, self.weight, *self._targets, self._chunk)
 
 
-def convert(model_config: Any, recipe: Recipe) -> None:
-    """Give a model config the head that scores."""
-    values = {field.name: getattr(model_config.lm_head, field.name) for field in fields(model_config.lm_head)}
-    model_config.lm_head = Head.Config(**values, chunk=recipe.trainer.memory.lm_head_chunk)
+def convert(draft: ModelDraft) -> None:
+    """Give a model the head that scores."""
+    head = draft.config.lm_head
+    values = {field.name: getattr(head, field.name) for field in fields(head)}
+    draft.config.lm_head = Head.Config(**values, chunk=draft.recipe.trainer.memory.lm_head_chunk)

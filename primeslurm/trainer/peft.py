@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from primeslurm.recipe.training import Lora
 from primeslurm.trainer import lora as adapters
 from primeslurm.trainer.models import stacked
-from primeslurm.trainer.parallel import PolicyModel
+from primeslurm.trainer.policy_model import PolicyModel
 
 _GATE, _DOWN, _UP = adapters.EXPERT_WEIGHTS
 _STACKS = f"experts.{stacked.GATE_UP}", f"experts.{stacked.DOWN}"

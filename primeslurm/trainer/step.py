@@ -14,8 +14,9 @@ from primeslurm.trainer import optimizers
 from primeslurm.trainer.images import Images, read, vision_input
 from primeslurm.trainer.loss import LossFunction, Targets
 from primeslurm.trainer.models.vision import VisionInput
-from primeslurm.trainer.parallel import PolicyModel, micro_batch_rows
+from primeslurm.trainer.parallel import micro_batch_rows
 from primeslurm.trainer.pictures import PictureReader
+from primeslurm.trainer.policy_model import PolicyModel
 from primeslurm.trainer.progress import PhaseTimer
 from primeslurm.trainer.world import World, to_device
 from primeslurm.wire.rollouts import Batch, Row, stack

@@ -28,7 +28,7 @@ from tests.support.processes import Server, free_port, start_process
 from tests.trainer.as_released import to_fp8
 
 if TYPE_CHECKING:
-    from primeslurm.trainer.parallel import PolicyModel
+    from primeslurm.trainer.policy_model import PolicyModel
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 GPUS = torch.cuda.device_count()

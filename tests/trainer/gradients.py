@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 from primeslurm.trainer.images import Images, vision_input
 from primeslurm.trainer.interrupt import Interrupt
 from primeslurm.trainer.models.vision import VisionInput
-from primeslurm.trainer.parallel import PolicyModel, build
+from primeslurm.trainer.parallel import build
+from primeslurm.trainer.policy_model import PolicyModel
 from primeslurm.trainer.world import World, join
 from primeslurm.wire.rollouts import Row
 from tests.trainer.conftest import SEQ_LEN, finish, make_recipe, start_ranks

@@ -23,7 +23,8 @@ from primeslurm.trainer.block_fp8 import (
     quantise_groups_transposed,
 )
 from primeslurm.trainer.fp8_backend import Emulated
-from primeslurm.trainer.parallel import PolicyModel, build
+from primeslurm.trainer.parallel import build
+from primeslurm.trainer.policy_model import PolicyModel
 from primeslurm.trainer.replay import ReplayRouter
 from primeslurm.trainer.world import World
 from tests.support import block_fp8 as exact

@@ -20,7 +20,8 @@ from primeslurm.trainer import lora
 from primeslurm.trainer.checkpoint import Checkpoints
 from primeslurm.trainer.encoding import Encoding
 from primeslurm.trainer.loss import from_recipe
-from primeslurm.trainer.parallel import PolicyModel, build
+from primeslurm.trainer.parallel import build
+from primeslurm.trainer.policy_model import PolicyModel
 from primeslurm.trainer.progress import PhaseTimer
 from primeslurm.trainer.step import Learner
 from primeslurm.trainer.weight_transfer.publisher import Publisher

@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM
 
 from primeslurm.trainer import compat, models
 from primeslurm.trainer.encoding import Encoding
-from primeslurm.trainer.parallel import PolicyModel, build
+from primeslurm.trainer.parallel import build
+from primeslurm.trainer.policy_model import PolicyModel
 from primeslurm.trainer.weight_transfer.publisher import Publisher
 from primeslurm.trainer.world import World
 from primeslurm.wire.weight_transfer import filesystem

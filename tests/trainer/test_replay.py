@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
 from primeslurm.plan import families as known
-from primeslurm.trainer.parallel import PolicyModel, build
+from primeslurm.trainer.parallel import build
+from primeslurm.trainer.policy_model import PolicyModel
 from primeslurm.trainer.replay import ReplayRouter
 from primeslurm.trainer.world import World
 from tests.trainer.conftest import SEQ_LEN, make_choices, make_recipe

@@ -11,7 +11,8 @@ import torch
 
 from primeslurm.recipe import Recipe
 from primeslurm.trainer.images import Images, vision_input
-from primeslurm.trainer.parallel import PolicyModel, build
+from primeslurm.trainer.parallel import build
+from primeslurm.trainer.policy_model import PolicyModel
 from primeslurm.trainer.world import World
 from primeslurm.wire.rollouts import Row
 from tests.trainer.conftest import make_recipe

@@ -128,7 +128,7 @@ async def test_a_trainer_that_starts_again_leaves_what_engines_may_read(
         by_files = FilesystemTransfer(publisher, tmp_path, str(moe_model), link.TrainerLink(address), world)
         by_files.resume(committed)
         for version in range(committed + 1, last + 1):
-            by_files.publish(version)
+            by_files.transfer(version)
 
     def written() -> dict[int, int]:
         found = filesystem.published(tmp_path)

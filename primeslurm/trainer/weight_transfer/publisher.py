@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from primeslurm.trainer import huggingface, peft
 from primeslurm.trainer.encoding import Encoding
 from primeslurm.trainer.export import parts
-from primeslurm.trainer.parallel import PolicyModel
+from primeslurm.trainer.policy_model import PolicyModel
 from primeslurm.trainer.world import World
 from primeslurm.wire import checkpoints, manifest
 from primeslurm.wire.manifest import FileRecord

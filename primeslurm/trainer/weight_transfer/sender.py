@@ -10,7 +10,7 @@ import torch
 
 from primeslurm.trainer.encoding import Encoding
 from primeslurm.trainer.export import Part, parts
-from primeslurm.trainer.parallel import PolicyModel
+from primeslurm.trainer.policy_model import PolicyModel
 from primeslurm.trainer.world import World
 from primeslurm.wire.link import LinkError, TrainerLink
 from primeslurm.wire.weight_transfer.catalogue import (
