@@ -1,4 +1,4 @@
-"""Build the policy: HF config -> torchtitan model, converted, on the meta device -> sharded over ranks -> HF weights."""
+"""Build the policy: HF config -> converted torchtitan model on the meta device -> sharded over ranks -> HF weights."""
 
 from __future__ import annotations
 
