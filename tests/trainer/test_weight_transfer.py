@@ -81,7 +81,7 @@ class Orchestrator:
         self._wanting = 0
 
 
-async def test_every_layout_hands_over_the_policy_it_loaded(tmp_path: Path) -> None:
+async def test_every_layout_transfers_the_policy_it_loaded(tmp_path: Path) -> None:
     models = {name: tmp_path / f"model-{name}" for name in ("many", "few", "fp8")}
     write(Case("many", lambda: Qwen3MoeConfig(**COMMON, **EXPERTS)), models["many"])
     write(Case("few", lambda: Qwen3MoeConfig(**COMMON, **EXPERTS | {"num_experts": 2})), models["few"])
