@@ -132,7 +132,6 @@ def measure_trainer(directory: Path) -> dict[str, float]:
     """The peak of three steps of our trainer's model with AdamW and full recompute."""
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29533"}
     os.environ |= alone
-    from primeslurm.trainer import compat  # noqa: F401  isort: skip  (before torchtitan)
     import torch
 
     from primeslurm.recipe import Recipe

@@ -82,14 +82,14 @@ def ours(recipe: Any, config: Any, rows: int, world: Any, directory: Path) -> tu
     """Our step on random rows, and the policy."""
     from primeslurm.trainer.loss import from_recipe
     from primeslurm.trainer.parallel import assemble
-    from primeslurm.trainer.progress import Progress
+    from primeslurm.trainer.progress import PhaseTimer
     from primeslurm.trainer.step import Learner
     from primeslurm.wire.journal import Journal
 
     policy = assemble(config, Path(recipe.model.path), recipe, world)
     learner = Learner(policy, recipe.trainer.optimizer, 10_000, from_recipe(recipe.trainer.loss), world)
     batch = random_batch(recipe.seq_len, config.vocab_size, rows, policy.dp_rank, policy.dp_world)
-    progress = Progress(Journal(directory, f"rank-{world.rank}"), record=world.is_main)
+    progress = PhaseTimer(Journal(directory, f"rank-{world.rank}"), record=world.is_main)
 
     def step() -> None:
         learner.train(batch, progress)

@@ -189,7 +189,10 @@ class EmulatedEngine:
         return 200, {"is_paused": self._paused}
 
     async def _update_weights(self, body: dict[str, Any], query: dict[str, list[str]]) -> tuple[int, object]:
-        from primeslurm.wire.weights import MANIFEST, read_manifest  # only engines that outlive a step need it
+        from primeslurm.wire.weight_transfer.filesystem import (  # only engines that outlive a step need it
+            MANIFEST,
+            read_manifest,
+        )
 
         info = body["update_info"]
         if "session" in info:  # the trainer sends, and has nothing to send

@@ -27,7 +27,7 @@ from primeslurm.trainer import huggingface, models
 from primeslurm.trainer.encoding import Encoding, cast
 from primeslurm.trainer.export import by_layer
 from primeslurm.trainer.models import generic
-from primeslurm.wire.weights import FP8_SCALE
+from primeslurm.wire.weight_transfer.tensor_names import FP8_SCALE
 
 _PREFIX = "model."
 """Of the model's tensors in a checkpoint."""

@@ -8,15 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from primeslurm.trainer import compat  # noqa: F401  isort: skip  (makes the FP8 reader read models in one file)
 import torch
 from safetensors import safe_open
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
 from transformers import AutoConfig
 
-from primeslurm.trainer import models
-from primeslurm.wire.weights import FP8_BLOCK, FP8_SCALE
+from primeslurm.trainer import compat, models  # noqa: F401  (compat makes the FP8 reader read models in one file)
+from primeslurm.wire.weight_transfer.tensor_names import FP8_BLOCK, FP8_SCALE
 
 INDEX = "model.safetensors.index.json"
 _COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model")

@@ -10,9 +10,9 @@ from primeslurm.recipe import Recipe
 from primeslurm.records.metrics import MetricsLog
 from primeslurm.trainer import data
 from primeslurm.trainer.checkpoint import Checkpoints
-from primeslurm.trainer.progress import Progress
-from primeslurm.trainer.publish import Publisher
+from primeslurm.trainer.progress import PhaseTimer
 from primeslurm.trainer.step import Learner
+from primeslurm.trainer.weight_transfer.publisher import Publisher
 from primeslurm.trainer.world import World
 from primeslurm.wire import exits
 from primeslurm.wire.journal import Journal
@@ -43,7 +43,7 @@ class SftTask:
         self._world = world
         self._examples = examples
         self._journal = journal
-        self._progress = Progress(journal, record=world.is_main)
+        self._progress = PhaseTimer(journal, record=world.is_main)
 
     def run(self) -> int:
         """Train until max_steps or an interrupt. Returns the process's exit code.

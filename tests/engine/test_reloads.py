@@ -25,10 +25,11 @@ from vllm.platforms import current_platform
 from vllm.platforms.cpu import CpuPlatform
 
 from primeslurm.families import model_types
-from primeslurm.inference.experts import held_experts
 from primeslurm.inference.plugin import register
-from primeslurm.inference.weights import FilesystemTransferEngine, PolicyError
-from primeslurm.wire.messages import stacked
+from primeslurm.inference.weight_transfer.errors import PolicyError
+from primeslurm.inference.weight_transfer.experts import held_experts
+from primeslurm.inference.weight_transfer.filesystem import FilesystemTransferEngine
+from primeslurm.wire.weight_transfer.catalogue import stacked
 from tests.trainer.families import CASES, write
 
 pytestmark = pytest.mark.engine

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-from primeslurm.trainer import compat  # noqa: F401  isort: skip  (before torchtitan)
 from torchtitan.protocols.model_spec import ModelSpec
 
 from primeslurm.families import family_of, model_types

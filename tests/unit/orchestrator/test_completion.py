@@ -6,7 +6,7 @@ import asyncio
 from pathlib import Path
 
 from primeslurm.orchestrator.place import Place
-from primeslurm.orchestrator.progress import PROGRESS, Progress, restore
+from primeslurm.orchestrator.progress import PROGRESS, RunProgress, restore
 from primeslurm.orchestrator.server import Orchestrator
 from primeslurm.recipe import Recipe
 from primeslurm.wire import checkpoints
@@ -22,7 +22,7 @@ async def test_the_trainer_still_finds_somebody_to_tell_of_the_last_commit(tmp_p
         urls = {"router-0": engine.url, "engine-r0-0": engine.url}
         run = Run(tmp_path, model, [], {}, lambda run_dir, version: run_dir, {"max_steps": 1})
         publish_addresses(run.run_dir / "attempts" / "1", urls)
-        Progress(1, next_step=2, done_step=1).save(run.run_dir / PROGRESS)
+        RunProgress(1, next_step=2, done_step=1).save(run.run_dir / PROGRESS)
         place = Place(run.run_dir, 1, "test-1", run.wire, run.envs, ["router-0"], ["engine-r0-0"])
         recipe = Recipe.model_validate_json(run.recipe.read_bytes())
         running = asyncio.create_task(Orchestrator(recipe, place, linger_s=0.0).run())

@@ -100,8 +100,8 @@ def test_killed_processes_lose_and_repeat_nothing(run: FakeRun) -> None:
     run.start("worker")
     run.train(link, 3)
     link, trained = run.link(), run.trained[3]  # the trainer is started again, from the commit of step 2
-    assert link.published(2, str(run.run_dir / "2")) == 3
-    assert link.deliver(2, "store:1", 2, "", time.monotonic() + 60) is None, "engines have a newer policy"
+    assert link.announce(2, str(run.run_dir / "2")) == 3
+    assert link.offer_transfer(2, "store:1", 2, "", time.monotonic() + 60) is None, "engines have a newer policy"
     run.train(link, 3)
     assert run.trained[3] == trained
     for step in range(4, STEPS + 1):

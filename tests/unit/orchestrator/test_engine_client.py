@@ -8,7 +8,13 @@ from typing import Any
 import httpx
 import pytest
 
-from primeslurm.orchestrator.engines import EngineClient, EngineDownError, EngineUpdateError, Policy, Step
+from primeslurm.orchestrator.weight_transfer.engine_client import (
+    EngineClient,
+    EngineDownError,
+    EngineUpdateError,
+    PolicyVersion,
+    Step,
+)
 
 STATUS = {"version": 3, "incarnation": "a", "paused": False, "updates": 1, "initialized": True}
 
@@ -40,14 +46,14 @@ class Engine:
 
 
 async def apply(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Step:
-    monkeypatch.setattr("primeslurm.orchestrator.engines.client_within_run", engine.client)
+    monkeypatch.setattr("primeslurm.orchestrator.weight_transfer.engine_client.client_within_run", engine.client)
     places = iter(range(9))
 
     async def place(version: int) -> dict[str, Any]:
         return {"version": version, "place": next(places)}
 
     control = EngineClient(lambda: "http://engine", "/model", place, retry_s=0.0)
-    return await control.apply(Policy(4, ""), timeout_s=30)
+    return await control.apply(PolicyVersion(4, ""), timeout_s=30)
 
 
 async def test_an_update_that_failed_is_tried_again_with_another_place_at_the_trainer(

@@ -18,7 +18,7 @@ from primeslurm.orchestrator.dispatch import Dispatcher, Limits
 from primeslurm.orchestrator.groups import Group
 from primeslurm.orchestrator.metrics import batch_metrics
 from primeslurm.orchestrator.place import Place
-from primeslurm.orchestrator.progress import Progress
+from primeslurm.orchestrator.progress import RunProgress
 from primeslurm.orchestrator.recovery import recover
 from primeslurm.orchestrator.scoring import Scoring
 from primeslurm.orchestrator.spool import Spool
@@ -195,7 +195,7 @@ def test_spooled_groups_survive_with_and_without_the_teachers_part(tmp_path: Pat
     scored = replace(plain, id="scored", rollouts=tuple((asked(one),) for (one,) in plain.rollouts))
     for one in (plain, scored, replace(scored, id="batch"), replace(plain, id="broken")):
         spool.put(one)
-    progress = Progress(1, 3, batches={1: ["batch"], 2: ["broken"]})
+    progress = RunProgress(1, 3, batches={1: ["batch"], 2: ["broken"]})
     batches = Batches(RECIPE, from_recipe(RECIPE))
     made = recover(RECIPE, place, progress, spool, batches)
     assert [one.id for one in made.ready] == ["scored"] and list(made.unscored) == ["plain"]

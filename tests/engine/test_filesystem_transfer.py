@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from primeslurm.inference.weights import PolicyError, policy_files, tensor_names
-from primeslurm.wire import weights
+from primeslurm.inference.weight_transfer.errors import PolicyError
+from primeslurm.inference.weight_transfer.filesystem import policy_files, tensor_names
+from primeslurm.wire.weight_transfer import filesystem
 from tests.support.models import publish
 
 pytestmark = pytest.mark.engine
@@ -47,6 +48,6 @@ def test_a_file_that_is_missing_or_cut_short_is_refused(policy: Path) -> None:
 
 def test_a_policy_without_safetensors_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
-    weights.complete(tmp_path, 3, "float32")
+    filesystem.complete(tmp_path, 3, "float32")
     with pytest.raises(PolicyError, match="names no safetensors"):
         policy_files(tmp_path, 3)

@@ -1,32 +1,32 @@
-"""How engines get the policy: from files that the trainer publishes, or sent by the trainer itself."""
+"""The two transports of `weights.transport`, as the RL loop sees them: by files, or in sessions with engines."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Protocol
 
-from primeslurm.trainer.publish import Publisher
-from primeslurm.trainer.sender import Sender
+from primeslurm.trainer.weight_transfer.publisher import Publisher
+from primeslurm.trainer.weight_transfer.sender import Sender
 from primeslurm.trainer.world import World
-from primeslurm.wire import weights
 from primeslurm.wire.link import TrainerLink
+from primeslurm.wire.weight_transfer import filesystem
 
 
-class Handover(Protocol):
+class WeightTransfer(Protocol):
     """All ranks call each method together. All raise RankError if a disk, the orchestrator or a rank failed."""
 
     def resume(self, version: int) -> None:
         """Make engines take `version`, which a checkpoint was loaded from; 0 is the model they have loaded."""
 
-    def publish(self, version: int) -> float:
+    def transfer(self, version: int) -> float:
         """Make engines take `version`, which was just trained. Returns the seconds for which it was sent."""
 
-    def serve(self, version: int) -> None:
-        """Give `version` to engines that came since, and wait for it."""
+    def repeat(self, version: int) -> None:
+        """Transfer `version` again, to engines that came since and wait for it."""
 
 
-class ByFiles:
-    """Every version is published; engines read it, whenever they come."""
+class FilesystemTransfer:
+    """Publishes every version; engines read it, whenever they come."""
 
     def __init__(self, publisher: Publisher, run_dir: Path, model: str, link: TrainerLink, world: World) -> None:
         self._publisher = publisher
@@ -41,24 +41,24 @@ class ByFiles:
         """Publish `version` again only if its files are gone or damaged."""
         if version and not self._publisher.is_sound(version):
             self._publisher.publish(version)
-        self._announce(version, str(weights.version_dir(self._run_dir, version)) if version else self._model)
+        self._announce(version, str(filesystem.version_dir(self._run_dir, version)) if version else self._model)
         self._publisher.discard_after(self._announced)
 
-    def publish(self, version: int) -> float:
-        """Write the version, then announce it."""
+    def transfer(self, version: int) -> float:
+        """Publish the version, then announce it."""
         if version > self._announced:
             self._announce(version, str(self._publisher.publish(version)))
         return 0.0
 
-    def serve(self, version: int) -> None:
-        """Nothing to do: the files are there."""
+    def repeat(self, version: int) -> None:
+        """Do nothing: the files are there."""
 
     def _announce(self, version: int, path: str) -> None:
-        self._announced = self._world.decide(self._link.published(version, path) if self._world.is_main else 0)
+        self._announced = self._world.decide(self._link.announce(version, path) if self._world.is_main else 0)
 
 
-class BySending:
-    """Versions go from trainer to engines directly. Only the last one is published, as what the run has made."""
+class CollectiveTransfer:
+    """Sends every version to engines directly. Publishes only the last one, as what the run has made."""
 
     def __init__(
         self, sender: Sender, publisher: Publisher, last: int, model: str, link: TrainerLink, world: World
@@ -74,22 +74,22 @@ class BySending:
         """Send what the checkpoint holds."""
         self._publisher.discard_after(version)
         if version:
-            self._hand_over(version)
+            self._announce_and_send(version)
         elif self._world.is_main:
-            self._link.published(0, self._model)
+            self._link.announce(0, self._model)
 
-    def publish(self, version: int) -> float:
+    def transfer(self, version: int) -> float:
         """Send the version to all engines that are up."""
-        self._hand_over(version)
+        self._announce_and_send(version)
         return self._sender.seconds
 
-    def serve(self, version: int) -> None:
+    def repeat(self, version: int) -> None:
         """Send the version again."""
-        self._sender.serve(version)
+        self._sender.send(version)
 
-    def _hand_over(self, version: int) -> None:
+    def _announce_and_send(self, version: int) -> None:
         if self._world.is_main:
-            self._link.published(version, "")
-        self._sender.serve(version)
+            self._link.announce(version, "")
+        self._sender.send(version)
         if version == self._last:
             self._publisher.publish(version)

@@ -29,7 +29,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
     """Whether the weight transfer is set up."""
 
 
-class Policy(msgspec.Struct, frozen=True):
+class PolicyVersion(msgspec.Struct, frozen=True):
     """A policy version, and the directory that holds it: the model's own for version 0, "" if the trainer sends it."""
 
     version: int
@@ -55,7 +55,7 @@ class EngineUpdateError(Exception):
     """The engine could not take a policy. It is paused, holds no usable weights, and has to be restarted."""
 
 
-def next_step(status: EngineStatus, policy: Policy, model_path: str) -> Step:
+def next_step(status: EngineStatus, policy: PolicyVersion, model_path: str) -> Step:
     """What has to be done to an engine that was started from `model_path`."""
     if status.version == policy.version:
         return Step.RESUME if status.paused else Step.NOTHING
@@ -70,7 +70,7 @@ class EngineClient:
     Args:
         where: base URL of the engine's HTTP server as it is now.
         model_path: what the engine was started from.
-        place: gives an engine its place in a session with the trainer, for versions that no directory holds.
+        join_session: gives an engine its part in a session with the trainer, for versions that no directory holds.
         tries: how often an update is tried, with generation paused all the while.
         status_timeout_s: an engine that gives no status for this long counts as down.
     """
@@ -79,14 +79,14 @@ class EngineClient:
         self,
         where: Callable[[], str],
         model_path: str,
-        place: Callable[[int], Awaitable[dict[str, Any]]] | None = None,
+        join_session: Callable[[int], Awaitable[dict[str, Any]]] | None = None,
         tries: int = 3,
         retry_s: float = 1.0,
         status_timeout_s: float = 5.0,
     ) -> None:
         self._where = where
         self._model_path = model_path
-        self._place = place
+        self._join_session = join_session
         self._tries = tries
         self._retry_s = retry_s
         self._status_timeout_s = status_timeout_s
@@ -111,7 +111,7 @@ class EngineClient:
         except (httpx.HTTPError, msgspec.MsgspecError) as error:
             raise EngineDownError(f"{self.url}: {_words(error)}") from error
 
-    async def apply(self, policy: Policy, timeout_s: float) -> Step:
+    async def apply(self, policy: PolicyVersion, timeout_s: float) -> Step:
         """Bring the engine to `policy`; requests in flight are kept and go on with the new weights.
 
         Returns what had to be done: an engine that is there already is left alone.
@@ -148,7 +148,7 @@ class EngineClient:
             # the kept connection was closed; only a new one tells whether the engine is gone
             return await self._http.get(url, timeout=timeout_s)
 
-    async def _apply(self, policy: Policy, timeout_s: float) -> Step:
+    async def _apply(self, policy: PolicyVersion, timeout_s: float) -> Step:
         status = await self.status()
         step = next_step(status, policy, self._model_path)
         if step is Step.CONFIRM:
@@ -171,7 +171,7 @@ class EngineClient:
             await self._post("/resume", timeout_s)
         return step
 
-    async def _update(self, policy: Policy, info: dict[str, Any], timeout_s: float) -> None:
+    async def _update(self, policy: PolicyVersion, info: dict[str, Any], timeout_s: float) -> None:
         async for attempt in repeating(EngineUpdateError, self._tries, self._retry_s):
             with attempt:
                 if attempt.retry_state.attempt_number > 1:
@@ -180,10 +180,10 @@ class EngineClient:
                 await self._post("/update_weights", timeout_s, {"update_info": info})
                 await self._post("/finish_weight_update", timeout_s, {"weight_version": str(policy.version)})
 
-    async def _update_info(self, policy: Policy) -> dict[str, Any]:
-        if policy.path or self._place is None:
+    async def _update_info(self, policy: PolicyVersion) -> dict[str, Any]:
+        if policy.path or self._join_session is None:
             return msgspec.structs.asdict(policy)
-        return await self._place(policy.version)
+        return await self._join_session(policy.version)
 
     async def _post(self, path: str, timeout_s: float, body: dict[str, Any] | None = None) -> None:
         try:

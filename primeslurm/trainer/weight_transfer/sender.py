@@ -1,4 +1,4 @@
-"""The trainer's end of `wire.stream`: all ranks send the policy to the engines that ask for it, between two steps."""
+"""The senders' end of a session: all trainer ranks send the policy to engines that want it, between two steps."""
 
 from __future__ import annotations
 
@@ -10,11 +10,21 @@ import torch
 
 from primeslurm.trainer.encoding import Encoding
 from primeslurm.trainer.export import Part, parts
-from primeslurm.trainer.parallel import Policy
+from primeslurm.trainer.policy_model import PolicyModel
 from primeslurm.trainer.world import World
-from primeslurm.wire.link import LinkError, Session, TrainerLink
-from primeslurm.wire.messages import Catalogue, Experts, Message, Named, TensorInfo, outgoing, pack, stacked
-from primeslurm.wire.stream import Channel, Store, StreamError
+from primeslurm.wire.link import LinkError, TrainerLink
+from primeslurm.wire.weight_transfer.catalogue import (
+    Catalogue,
+    Experts,
+    Message,
+    Named,
+    TensorInfo,
+    outgoing,
+    pack,
+    stacked,
+)
+from primeslurm.wire.weight_transfer.collective import Channel, Store, TransferError
+from primeslurm.wire.weight_transfer.messages import TransferSession
 
 log = logging.getLogger(__name__)
 
@@ -24,10 +34,12 @@ class Sender:
 
     Args:
         link: of rank 0, to the orchestrator; other ranks do not use theirs.
-        timeout_s: longest wait within a session, and longest time in which engines are served at all.
+        timeout_s: longest wait within a session, and longest time in which sessions are begun.
     """
 
-    def __init__(self, policy: Policy, encoding: Encoding, link: TrainerLink, world: World, timeout_s: float) -> None:
+    def __init__(
+        self, policy: PolicyModel, encoding: Encoding, link: TrainerLink, world: World, timeout_s: float
+    ) -> None:
         self._policy = policy
         self._encoding = encoding
         self._link = link
@@ -38,7 +50,7 @@ class Sender:
         self._store: Store | None = None
         self._catalogue: Catalogue = []
 
-    def serve(self, version: int) -> int:
+    def send(self, version: int) -> int:
         """Send `version` to every engine that waits for it. Returns the number of sessions that succeeded.
 
         A session that fails is not ours to repeat: engines that still want the policy ask for another.
@@ -49,21 +61,21 @@ class Sender:
         deadline = time.monotonic() + self._timeout_s
         done, succeeded = "", 0
         while (session := self._next(version, done, deadline)) is not None:
-            succeeded += self._send(version, session)
+            succeeded += self._send_in(session, version)
             done = session.id
         return succeeded
 
-    def _next(self, version: int, done: str, deadline: float) -> Session | None:
+    def _next(self, version: int, done: str, deadline: float) -> TransferSession | None:
         session, failure = None, None
         if self._world.is_main:
             try:
-                session = self._link.deliver(version, self._world.store, self._world.size, done, deadline)
+                session = self._link.offer_transfer(version, self._world.store, self._world.size, done, deadline)
             except LinkError as error:
                 failure = error
         self._world.agree(failure, f"sending v{version}")
         return self._world.share(session)
 
-    def _send(self, version: int, session: Session) -> bool:
+    def _send_in(self, session: TransferSession, version: int) -> bool:
         if self._store is None:
             self._store = Store(self._world.store, self._timeout_s)
             self._catalogue = self._describe()
@@ -73,7 +85,7 @@ class Sender:
         channel, failure = None, None
         try:
             channel = Channel(session, self._world.rank, self._store, self._world.device, self._timeout_s)
-        except StreamError as error:
+        except TransferError as error:
             failure = error
         if not self._all_well(version, failure):
             if channel is not None:
@@ -118,7 +130,7 @@ class Sender:
         dtype = str(sent.tensor.dtype).removeprefix("torch.")
         return TensorInfo(sent.name, dtype, tuple(sent.tensor.shape), self._world.rank, sent.experts)
 
-    def _all_well(self, version: int, failure: StreamError | None) -> bool:
+    def _all_well(self, version: int, failure: TransferError | None) -> bool:
         failed = [text for text in self._world.collect(str(failure) if failure else "") if text]
         if failed and self._world.is_main:
             log.warning("v%d did not reach every engine: %s", version, "; ".join(sorted(set(failed))))
@@ -129,7 +141,7 @@ class _Outbox:
     """One rank's messages in a session. After a failure nothing more is sent."""
 
     def __init__(self, channel: Channel, catalogue: Catalogue, rank: int, device: torch.device) -> None:
-        self.failure: StreamError | None = None
+        self.failure: TransferError | None = None
         self._channel = channel
         self._catalogue = catalogue
         self._rank = rank
@@ -149,6 +161,6 @@ class _Outbox:
                 messages.append((receiver, packed[message]))
         try:
             self._channel.send(messages)
-        except StreamError as error:
+        except TransferError as error:
             self.failure = error
             self._channel.fail(f"rank {self._rank}: {error}")

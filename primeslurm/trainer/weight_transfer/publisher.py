@@ -17,10 +17,11 @@ from safetensors.torch import save_file
 from primeslurm.trainer import huggingface, peft
 from primeslurm.trainer.encoding import Encoding
 from primeslurm.trainer.export import parts
-from primeslurm.trainer.parallel import Policy
+from primeslurm.trainer.policy_model import PolicyModel
 from primeslurm.trainer.world import World
-from primeslurm.wire import checkpoints, manifest, weights
+from primeslurm.wire import checkpoints, manifest
 from primeslurm.wire.manifest import FileRecord
+from primeslurm.wire.weight_transfer import filesystem, tensor_names
 
 FILE_BYTES = 2 * 2**30
 """A rank begins a new file when one has reached this size: so much of its share is in host memory at once."""
@@ -34,7 +35,7 @@ class Publisher:
         keep: how many of the newest versions stay; so does every version that a committed checkpoint needs.
     """
 
-    def __init__(self, policy: Policy, run_dir: Path, encoding: Encoding, keep: int, world: World) -> None:
+    def __init__(self, policy: PolicyModel, run_dir: Path, encoding: Encoding, keep: int, world: World) -> None:
         self._policy = policy
         self._run_dir = run_dir
         self._encoding = encoding
@@ -47,7 +48,7 @@ class Publisher:
         Raises:
             RankError: a rank could not write; nothing is published, and earlier versions are intact.
         """
-        final = weights.version_dir(self._run_dir, version)
+        final = filesystem.version_dir(self._run_dir, version)
         partial = final.with_name(f".{final.name}.partial")
         self._world.agree(_attempt(lambda: _fresh(partial)) if self._world.is_main else None, f"publishing v{version}")
         share = _Share(partial, self._world.rank)
@@ -68,15 +69,15 @@ class Publisher:
     def discard_after(self, version: int) -> None:
         """Delete versions newer than `version`: an earlier attempt made them after its last commit."""
         if self._world.is_main:
-            for newer in weights.published(self._run_dir):
+            for newer in filesystem.published(self._run_dir):
                 if newer > version:
-                    _remove(weights.version_dir(self._run_dir, newer))
+                    _remove(filesystem.version_dir(self._run_dir, newer))
         self._world.barrier()
 
     def is_sound(self, version: int) -> bool:
         """Whether `version` is published and undamaged."""
-        directory = weights.version_dir(self._run_dir, version)
-        return bool(self._world.decide(int(self._world.is_main and not weights.damage(directory))))
+        directory = filesystem.version_dir(self._run_dir, version)
+        return bool(self._world.decide(int(self._world.is_main and not filesystem.damage(directory))))
 
     def _write(self, share: _Share) -> None:
         """Layer by layer. A rank that cannot write still gathers along."""
@@ -97,14 +98,14 @@ class Publisher:
         document = {"metadata": {}, "weight_map": dict(sorted(index.items()))}
         (partial / huggingface.INDEX).write_text(json.dumps(document, indent=2) + "\n")
         records = [record for _, files in written for record in files]
-        weights.complete(partial, version, self._encoding.dtype_name, records)
+        filesystem.complete(partial, version, self._encoding.dtype_name, records)
         _remove(final)
         partial.rename(final)
         needed = {version, *checkpoints.committed(self._run_dir)}
-        weights.prune(self._run_dir, self._keep, needed)
+        filesystem.prune(self._run_dir, self._keep, needed)
 
     def _check(self, index: dict[str, str], written: int) -> None:
-        names = {name for name in index if not name.endswith(weights.FP8_SCALE)}
+        names = {name for name in index if not name.endswith(tensor_names.FP8_SCALE)}
         if names != self._policy.hf_names:
             raise RuntimeError(f"export and model differ in {sorted(names ^ self._policy.hf_names)[:5]}")
         if written != len(index):
@@ -163,6 +164,6 @@ def _fresh(directory: Path) -> None:
 
 
 def _remove(directory: Path) -> None:
-    (directory / weights.MANIFEST).unlink(missing_ok=True)  # first: a half-deleted version must not look complete
+    (directory / filesystem.MANIFEST).unlink(missing_ok=True)  # first: a half-deleted version must not look complete
     if directory.exists():
         shutil.rmtree(directory)

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from primeslurm.orchestrator.delivery import GATHER_S, PATIENCE_S, Delivery, NoSenderError
-from primeslurm.wire.link import Answer, Deliver
+from primeslurm.orchestrator.weight_transfer.sessions import GATHER_S, PATIENCE_S, NoSenderError, TransferSessions
+from primeslurm.wire.link import Answer
+from primeslurm.wire.weight_transfer.messages import OfferTransfer
 
 HOLD_S = 0.5
 
@@ -28,16 +29,16 @@ class Meeting:
 
     def __init__(self) -> None:
         self.clock = Clock()
-        self.delivery = Delivery(workers=4, timeout_s=60, clock=self.clock)
+        self.sessions = TransferSessions(workers=4, timeout_s=60, clock=self.clock)
         self.wanting = 0
 
     async def ask(self, version: int = 1, done: str = "") -> Answer:
-        request = Deliver(version, "node:29500", 2, done)
-        return await self.delivery.answer(request, lambda: self.wanting, HOLD_S)
+        request = OfferTransfer(version, "node:29500", 2, done)
+        return await self.sessions.answer(request, lambda: self.wanting, HOLD_S)
 
     async def come(self, version: int = 1) -> asyncio.Task[dict[str, Any]]:
         """An engine that wants the policy and waits for its place."""
-        task = asyncio.create_task(self.delivery.place(version))
+        task = asyncio.create_task(self.sessions.join(version))
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         return task
@@ -49,7 +50,7 @@ def meeting() -> Meeting:
 
 
 async def test_all_engines_that_want_the_policy_share_a_session(meeting: Meeting) -> None:
-    meeting.delivery.expect(1)
+    meeting.sessions.expect(1)
     meeting.wanting = 2
     engines = [await meeting.come(), await meeting.come()]
     answer = await meeting.ask()
@@ -62,12 +63,12 @@ async def test_all_engines_that_want_the_policy_share_a_session(meeting: Meeting
     assert await meeting.ask() == answer, "an announcement that was lost is repeated"
     meeting.wanting = 0
     assert (await meeting.ask(done=answer.session.id)).kind == "ok"
-    assert not meeting.delivery.sends(1)
+    assert not meeting.sessions.sends(1)
 
 
 async def test_a_session_does_not_wait_for_long_for_an_engine_that_is_late(meeting: Meeting) -> None:
     meeting.wanting = 2
-    meeting.delivery.expect(1)
+    meeting.sessions.expect(1)
     await meeting.come()
     asking = asyncio.create_task(meeting.ask())
     await asyncio.sleep(0.3)
@@ -94,17 +95,17 @@ async def test_the_trainer_waits_while_an_engine_is_on_its_way(meeting: Meeting)
 
 async def test_an_engine_does_not_wait_for_a_trainer_that_does_something_else(meeting: Meeting) -> None:
     with pytest.raises(NoSenderError, match="version 1"):
-        await meeting.delivery.place(1)
-    meeting.delivery.expect(1)
-    assert meeting.delivery.sends(1) and not meeting.delivery.sends(2)
+        await meeting.sessions.join(1)
+    meeting.sessions.expect(1)
+    assert meeting.sessions.sends(1) and not meeting.sessions.sends(2)
     with pytest.raises(NoSenderError, match="version 2"):
-        await meeting.delivery.place(2)
+        await meeting.sessions.join(2)
     meeting.clock.now += PATIENCE_S
-    assert not meeting.delivery.sends(1), "it promised to ask, and never did"
+    assert not meeting.sessions.sends(1), "it promised to ask, and never did"
 
 
 async def test_an_engine_that_gave_up_has_no_place(meeting: Meeting) -> None:
-    meeting.delivery.expect(1)
+    meeting.sessions.expect(1)
     meeting.wanting = 1
     gone = await meeting.come()
     gone.cancel()
@@ -116,7 +117,7 @@ async def test_an_engine_that_gave_up_has_no_place(meeting: Meeting) -> None:
 
 
 async def test_an_engine_that_gives_up_just_now_does_not_break_the_session_of_the_others(meeting: Meeting) -> None:
-    meeting.delivery.expect(1)
+    meeting.sessions.expect(1)
     meeting.wanting = 1
     gone, stays = await meeting.come(), await meeting.come()
     gone.cancel()  # it has had no time yet to withdraw
@@ -125,12 +126,12 @@ async def test_an_engine_that_gives_up_just_now_does_not_break_the_session_of_th
     assert (await stays)["first_rank"] == 2
 
 
-@pytest.mark.parametrize("turn", [lambda delivery: delivery.close(), lambda delivery: delivery.expect(2)])
+@pytest.mark.parametrize("turn", [lambda sessions: sessions.close(), lambda sessions: sessions.expect(2)])
 async def test_an_engine_that_waits_is_told_when_the_trainer_turns_to_something_else(
-    meeting: Meeting, turn: Callable[[Delivery], None]
+    meeting: Meeting, turn: Callable[[TransferSessions], None]
 ) -> None:
-    meeting.delivery.expect(1)
+    meeting.sessions.expect(1)
     waits = await meeting.come()
-    turn(meeting.delivery)
+    turn(meeting.sessions)
     with pytest.raises(NoSenderError, match="version 1"):
         await asyncio.wait_for(waits, 1)

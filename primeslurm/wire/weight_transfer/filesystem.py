@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -13,12 +13,7 @@ from primeslurm.wire import manifest
 from primeslurm.wire.manifest import FileRecord
 
 MANIFEST = "MANIFEST.json"
-FP8_BLOCK = 128
-"""Rows and columns of a block of an FP8 weight, which share a scale."""
-FP8_SCALE = "_scale_inv"
-"""What follows the name of an FP8 weight in the name of its scales."""
 _NAME = re.compile(r"^v(\d{6,})$")
-_STACK = re.compile(r"(.+\.experts)\.(?:gate_up|(down))_proj")
 
 
 class WeightManifest(msgspec.Struct, frozen=True):
@@ -28,27 +23,6 @@ class WeightManifest(msgspec.Struct, frozen=True):
     layout: str
     dtype: str
     files: list[FileRecord]
-
-
-def layers_ahead(layers: int, ahead: int) -> re.Pattern[str]:
-    """Names of a checkpoint's tensors for tokens further ahead: `ahead` layers beyond its `layers`, or a module `mtp`.
-
-    They draft for speculative decoding; neither training nor an engine without drafts reads them.
-    """
-    numbers = "|".join(str(layers + index) for index in range(ahead))
-    return re.compile(rf"(model\.layers\.({numbers})|mtp)\..*")
-
-
-def absent(expected: Collection[str], found: Collection[str]) -> set[str]:
-    """Names of `expected` that are not `found`. What one checkpoint stacks, another may hold expert by expert."""
-    return {name for name in expected if name not in found and not _one_by_one(name, found)}
-
-
-def _one_by_one(name: str, found: Collection[str]) -> bool:
-    """Whether the first expert of a stack is there by itself."""
-    stack = _STACK.fullmatch(name)
-    parts = () if stack is None else ("down",) if stack[2] else ("gate", "up")
-    return stack is not None and all(f"{stack[1]}.0.{part}_proj.weight" in found for part in parts)
 
 
 def version_dir(run_dir: Path, version: int) -> Path:

@@ -15,7 +15,7 @@ import torch
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-from primeslurm.wire.messages import Experts, Named
+from primeslurm.wire.weight_transfer.catalogue import Experts, Named
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from primeslurm.wire.link import Session
-from primeslurm.wire.messages import Experts, Named, TensorInfo, outgoing, pack, stacked
-from primeslurm.wire.stream import Channel, Store, StreamError, receive
+from primeslurm.wire.weight_transfer.catalogue import Experts, Named, TensorInfo, outgoing, pack, stacked
+from primeslurm.wire.weight_transfer.collective import Channel, Store, TransferError, receive
+from primeslurm.wire.weight_transfer.messages import TransferSession
 from tests.trainer.conftest import free_port
 
 CPU = torch.device("cpu")
@@ -55,7 +55,7 @@ def address() -> str:
     return f"127.0.0.1:{port}"
 
 
-def send(session: Session, rank: int, address: str) -> None:
+def send(session: TransferSession, rank: int, address: str) -> None:
     channel = Channel(session, rank, Store(address, 10), CPU, 10)
     mine = {item.name: item.tensor for item in share(rank, session.senders)}
     try:
@@ -66,13 +66,13 @@ def send(session: Session, rank: int, address: str) -> None:
                 for message in outgoing(layer, rank, channel.experts(receiver))
             ]
             channel.send(messages)
-    except StreamError as error:
+    except TransferError as error:
         channel.fail(str(error))
         raise
     channel.close()
 
 
-def take(session: Session, rank: int, address: str, experts: Experts) -> dict[str, torch.Tensor]:
+def take(session: TransferSession, rank: int, address: str, experts: Experts) -> dict[str, torch.Tensor]:
     store = Store(address, 10)
     channel = Channel(session, rank, store, CPU, 10, experts)
     received = list(receive(channel, store.catalogue(), session.senders, experts, CPU))
@@ -87,7 +87,7 @@ def together(*calls: Callable[[], Any]) -> list[Future[Any]]:
 
 
 def test_each_receiver_gets_what_it_needs(address: str) -> None:
-    session = Session("each", senders=2, size=4)
+    session = TransferSession("each", senders=2, size=4)
     Store(address, 10).put_catalogue(catalogue(2))
     one, other = frozenset({0, 3}), None
     *_, some, all_ = together(
@@ -107,7 +107,7 @@ def test_each_receiver_gets_what_it_needs(address: str) -> None:
 
 
 def test_a_rank_that_fails_takes_the_others_along(address: str) -> None:
-    session = Session("fails", senders=1, size=3)
+    session = TransferSession("fails", senders=1, size=3)
     Store(address, 10).put_catalogue(catalogue(1))
 
     def leave() -> None:
@@ -115,29 +115,29 @@ def test_a_rank_that_fails_takes_the_others_along(address: str) -> None:
 
     begun = time.monotonic()
     sending, *_ = together(lambda: send(session, 0, address), lambda: take(session, 1, address, None), leave)
-    with pytest.raises(StreamError, match=r"out of memory|reset|closed"):
+    with pytest.raises(TransferError, match=r"out of memory|reset|closed"):
         sending.result()
     assert time.monotonic() - begun < 10, "nobody waited for the time-out"
 
 
 def test_a_rank_that_never_comes_is_not_waited_for_longer_than_said(address: str) -> None:
-    with pytest.raises(StreamError, match="waiting for 2 ranks"):
-        Channel(Session("alone", senders=1, size=2), 0, Store(address, 10), CPU, 0.5)
+    with pytest.raises(TransferError, match="waiting for 2 ranks"):
+        Channel(TransferSession("alone", senders=1, size=2), 0, Store(address, 10), CPU, 0.5)
 
 
 @pytest.mark.parametrize("came", [False, True])
 def test_a_rank_that_was_killed_before_all_had_come_does_not_stop_the_others_for_long(
     came: bool, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("primeslurm.wire.stream.ARRIVE_S", 0.5)
-    session = Session(f"killed-{came}", senders=1, size=2)
+    monkeypatch.setattr("primeslurm.wire.weight_transfer.collective.ARRIVE_S", 0.5)
+    session = TransferSession(f"killed-{came}", senders=1, size=2)
     if came:
         dist.PrefixStore(session.id, Store(address, 10).store).set("experts/1", msgspec.msgpack.encode(None))
-    with pytest.raises(StreamError, match="waiting for 2 ranks"):
+    with pytest.raises(TransferError, match="waiting for 2 ranks"):
         Channel(session, 0, Store(address, 10), CPU, 600)
 
 
 def test_a_trainer_that_is_not_there_is_named_and_not_waited_for_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("primeslurm.wire.stream.ARRIVE_S", 0.5)
-    with pytest.raises(StreamError, match=r"127\.0\.0\.1:1:"):
+    monkeypatch.setattr("primeslurm.wire.weight_transfer.collective.ARRIVE_S", 0.5)
+    with pytest.raises(TransferError, match=r"127\.0\.0\.1:1:"):
         Store("127.0.0.1:1", 600)

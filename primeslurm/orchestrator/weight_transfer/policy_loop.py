@@ -2,141 +2,28 @@
 
 It is level-triggered: it compares what each engine reports with what is wanted, and does what differs. So a new
 policy, an engine that was restarted, and a run that was resumed are one and the same case to it.
-`Fleet` decides and does no I/O; `PolicyLoop` asks and acts, one task per engine, so that no engine waits for another.
+`EnginePool` decides and does no I/O; `PolicyLoop` asks and acts, one task per engine, so that none waits for another.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Awaitable, Callable, Mapping
 
-from primeslurm.orchestrator.delivery import NoSenderError
-from primeslurm.orchestrator.engines import (
+from primeslurm.orchestrator.weight_transfer.engine_client import (
     EngineClient,
     EngineDownError,
     EngineStatus,
     EngineUpdateError,
-    Policy,
+    PolicyVersion,
     Step,
 )
+from primeslurm.orchestrator.weight_transfer.engine_pool import EnginePool
+from primeslurm.orchestrator.weight_transfer.sessions import NoSenderError
 from primeslurm.wire.journal import Journal
 
-EngineState = Literal["DOWN", "STALE", "UPDATING", "CURRENT"]
 Hook = Callable[[int], Awaitable[None]]
-
-
-@dataclass
-class EngineView:
-    """What is known of one engine."""
-
-    state: EngineState = "DOWN"
-    since: float = 0.0
-    """When it entered this state."""
-    version: int | None = None
-    """Policy version it serves; None while it serves nothing."""
-    incarnation: str | None = None
-    condemned: str | None = None
-    """Incarnation that failed an update and has to be restarted."""
-    error: str | None = None
-
-
-class Fleet:
-    """All engines against the wanted policy. Pure: observations go in, decisions come out."""
-
-    def __init__(self, names: Iterable[str], clock: Callable[[], float] = time.time) -> None:
-        self._clock = clock
-        self._views = {name: EngineView(since=clock()) for name in names}
-        self.wanted: Policy | None = None
-        self.current_version: int | None = None
-        """Newest version that every serving engine has acknowledged. Never falls."""
-
-    def want(self, policy: Policy) -> None:
-        """Make `policy` the wanted one. Raises ValueError for a version older than the wanted one."""
-        if self.wanted is not None and policy.version < self.wanted.version:
-            raise ValueError(f"policy {policy.version} is older than the wanted {self.wanted.version}")
-        self.wanted = policy
-        for view in self._views.values():
-            if view.state == "CURRENT" and view.version != policy.version:
-                self._enter(view, "STALE")
-
-    def seen(self, name: str, status: EngineStatus | None) -> None:
-        """An engine answered, or (None) did not."""
-        view = self._views[name]
-        if status is None:
-            view.version = None
-            self._enter(view, "DOWN")
-        else:
-            if status.incarnation != view.incarnation:
-                view.incarnation, view.error = status.incarnation, None
-            view.version = status.version
-            current = self.wanted is not None and status.version == self.wanted.version and not status.paused
-            self._enter(view, "CURRENT" if current else "STALE")
-        self._advance()
-
-    def updating(self, name: str) -> None:
-        """An update of the engine begins. It still counts as serving its old version."""
-        self._enter(self._views[name], "UPDATING")
-
-    def updated(self, name: str, version: int) -> None:
-        """The engine acknowledged `version`."""
-        view = self._views[name]
-        view.version, view.error = version, None
-        current = self.wanted is not None and version == self.wanted.version
-        self._enter(view, "CURRENT" if current else "STALE")
-        self._advance()
-
-    def failed(self, name: str, error: str) -> None:
-        """The engine could not take the policy: this incarnation of it is condemned."""
-        view = self._views[name]
-        view.condemned, view.error, view.version = view.incarnation, error, None
-        self._enter(view, "STALE")
-        self._advance()
-
-    def needs_update(self, name: str) -> bool:
-        """Whether the engine is up, sound and not at the wanted policy."""
-        return self.wanted is not None and self._views[name].state == "STALE" and not self.must_restart(name)
-
-    def needs_weights(self, name: str) -> bool:
-        """Whether the engine holds another policy than the wanted one, or none."""
-        return self.wanted is not None and self._views[name].version != self.wanted.version
-
-    def wanting(self) -> int:
-        """How many engines are up and not at the wanted policy, or on their way to it."""
-        return sum(view.state == "UPDATING" or self.needs_update(name) for name, view in self._views.items())
-
-    def held(self, name: str) -> None:
-        """An update of the engine did not begin: the trainer does not send now."""
-        self._enter(self._views[name], "STALE")
-
-    def must_restart(self, name: str) -> bool:
-        """Whether the engine that is up is one that failed an update."""
-        view = self._views[name]
-        return view.state != "DOWN" and view.condemned is not None and view.condemned == view.incarnation
-
-    def report(self) -> dict[str, dict[str, Any]]:
-        """For status: per engine its state, since when, version and last error."""
-        return {
-            name: {
-                "state": view.state,
-                "since": view.since,
-                "version": view.version,
-                "restart": self.must_restart(name),
-                "error": view.error,
-            }
-            for name, view in self._views.items()
-        }
-
-    def _enter(self, view: EngineView, state: EngineState) -> None:
-        if view.state != state:
-            view.state, view.since = state, self._clock()
-
-    def _advance(self) -> None:
-        serving = [view.version for view in self._views.values() if view.version is not None]
-        if serving:
-            self.current_version = max(min(serving), -1 if self.current_version is None else self.current_version)
 
 
 async def _no_hook(version: int) -> None:
@@ -167,7 +54,7 @@ class PolicyLoop:
         after_update: Hook = _no_hook,
         sends: Callable[[int], bool] = lambda version: False,
     ) -> None:
-        self.fleet = Fleet(engines)
+        self.pool = EnginePool(engines)
         self._engines = dict(engines)
         self._journal = journal
         self._timeout_s = timeout_s
@@ -184,19 +71,19 @@ class PolicyLoop:
     @property
     def current_version(self) -> int | None:
         """Newest version that every serving engine has acknowledged."""
-        return self.fleet.current_version
+        return self.pool.current_version
 
-    def wants_sender(self) -> bool:
+    def wants_transfer(self) -> bool:
         """Whether engines wait for a policy that only the trainer can give them."""
-        wanted = self.fleet.wanted
-        return wanted is not None and not wanted.path and self.fleet.wanting() > 0
+        wanted = self.pool.wanted
+        return wanted is not None and not wanted.path and self.pool.wanting() > 0
 
-    async def publish(self, policy: Policy) -> None:
+    async def want(self, policy: PolicyVersion) -> None:
         """Make `policy` the wanted one; repeating it changes nothing. Raises ValueError for an older version."""
-        if self.fleet.wanted == policy:
+        if self.pool.wanted == policy:
             return
         await self._before_update(policy.version)
-        self.fleet.want(policy)
+        self.pool.want(policy)
         self._journal.event("policy_wanted", version=policy.version, path=policy.path)
         for event in self._wake.values():
             event.set()
@@ -228,13 +115,13 @@ class PolicyLoop:
         wake = self._wake[name]
         while name not in self._lost:
             wake.clear()
-            before = self.fleet.report()[name]["state"]
+            before = self.pool.report()[name]["state"]
             await self._observe(name)
-            if self.fleet.must_restart(name):
+            if self.pool.must_restart(name):
                 await self._restart(name)
-            elif self.fleet.needs_update(name) and self._can_update(name):
+            elif self.pool.needs_update(name) and self._can_update(name):
                 await self._update(name)
-            after = self.fleet.report()[name]["state"]
+            after = self.pool.report()[name]["state"]
             if after != before:
                 self._journal.event("engine_state", engine=name, state=after, before=before)
             try:
@@ -242,7 +129,7 @@ class PolicyLoop:
                     await wake.wait()
             except TimeoutError:
                 continue
-        self.fleet.seen(name, None)
+        self.pool.seen(name, None)
         self._journal.event("engine_given_up", engine=name)
         await self._announce()
 
@@ -252,31 +139,31 @@ class PolicyLoop:
             status = await self._engines[name].status()
         except EngineDownError:
             status = None
-        self.fleet.seen(name, status)
+        self.pool.seen(name, status)
         await self._announce()
 
     def _can_update(self, name: str) -> bool:
-        policy = self.fleet.wanted
+        policy = self.pool.wanted
         assert policy is not None
-        return bool(policy.path) or not self.fleet.needs_weights(name) or self._sends(policy.version)
+        return bool(policy.path) or not self.pool.needs_weights(name) or self._sends(policy.version)
 
     async def _update(self, name: str) -> None:
-        policy = self.fleet.wanted
+        policy = self.pool.wanted
         assert policy is not None
-        self.fleet.updating(name)
+        self.pool.updating(name)
         began = time.monotonic()
         try:
             step = await self._apply(name, policy)
         except EngineDownError as error:
-            self.fleet.seen(name, None)
+            self.pool.seen(name, None)
             self._journal.event("engine_lost", engine=name, version=policy.version, error=str(error))
         except NoSenderError:
-            self.fleet.held(name)
+            self.pool.held(name)
         except EngineUpdateError as error:
-            self.fleet.failed(name, str(error))
+            self.pool.failed(name, str(error))
             self._journal.event("engine_update_failed", engine=name, version=policy.version, error=str(error))
         else:
-            self.fleet.updated(name, policy.version)
+            self.pool.updated(name, policy.version)
             spent = {"seconds": time.monotonic() - began}
             if step is Step.UPDATE:
                 spent |= {f"{part}_s": seconds for part, seconds in self._engines[name].seconds.items()}
@@ -284,7 +171,7 @@ class PolicyLoop:
             self._journal.event("engine_updated", engine=name, version=policy.version, by=step.value, **rounded)
         await self._announce()
 
-    async def _apply(self, name: str, policy: Policy) -> Step:
+    async def _apply(self, name: str, policy: PolicyVersion) -> Step:
         """EngineClient.apply, ended early if the engine is moved."""
         request = asyncio.create_task(self._engines[name].apply(policy, self._timeout_s))
         self._requests[name] = request
@@ -305,7 +192,7 @@ class PolicyLoop:
         self._journal.event("engine_restart", engine=name)
 
     async def _announce(self) -> None:
-        version = self.fleet.current_version
+        version = self.pool.current_version
         if version is None or version == self._announced:
             return
         self._announced = version

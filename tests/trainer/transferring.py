@@ -1,4 +1,4 @@
-"""One rank of a test: in each layout build the policy, publish it, and send it to the engines that wait."""
+"""One rank of a test: in each layout build the policy, publish it, and send it to engines that want it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from primeslurm.recipe import Recipe
 from primeslurm.trainer.encoding import Encoding
 from primeslurm.trainer.interrupt import Interrupt
 from primeslurm.trainer.parallel import build
-from primeslurm.trainer.publish import Publisher
-from primeslurm.trainer.sender import Sender
+from primeslurm.trainer.weight_transfer.publisher import Publisher
+from primeslurm.trainer.weight_transfer.sender import Sender
 from primeslurm.trainer.world import join
 from primeslurm.wire.link import TrainerLink
 
@@ -38,7 +38,7 @@ def main() -> None:
         Publisher(policy, directory, encoding, 1, world).publish(1)
         print("GATHERED", json.dumps([directory.name, max(gathered)]), flush=True)
         gathered.clear()
-        sessions = Sender(policy, encoding, link, world, 60).serve(1)
+        sessions = Sender(policy, encoding, link, world, 60).send(1)
         print("SENT", json.dumps([directory.name, sessions]), flush=True)
     world.close()
 

@@ -24,8 +24,8 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from primeslurm.wire.link import Session
-from primeslurm.wire.messages import Catalogue, Experts, Named, buffer, outgoing, unpack
+from primeslurm.wire.weight_transfer.catalogue import Catalogue, Experts, Named, buffer, outgoing, unpack
+from primeslurm.wire.weight_transfer.messages import TransferSession
 
 _PREFIX = "primeslurm/weights"
 _POLL_S = 0.0005
@@ -36,7 +36,7 @@ _LOOK_S = 1.0
 """How often a wait looks whether somebody else has failed."""
 
 
-class StreamError(RuntimeError):
+class TransferError(RuntimeError):
     """A session failed: somebody did not come, left, or took too long."""
 
 
@@ -48,7 +48,7 @@ class Store:
         timeout_s: longest wait for anything in it.
 
     Raises:
-        StreamError: nobody answers there.
+        TransferError: nobody answers there.
     """
 
     def __init__(self, address: str, timeout_s: float) -> None:
@@ -57,7 +57,7 @@ class Store:
         try:
             store = dist.TCPStore(host, int(port), is_master=False, timeout=timeout)
         except RuntimeError as error:  # includes torch's own kinds
-            raise StreamError(f"{address}: {error}") from error
+            raise TransferError(f"{address}: {error}") from error
         self.store = dist.PrefixStore(_PREFIX, store)
 
     def put_catalogue(self, catalogue: Catalogue) -> None:
@@ -65,7 +65,7 @@ class Store:
         self.store.set("catalogue", zlib.compress(msgspec.msgpack.encode(catalogue), 1))
 
     def catalogue(self) -> Catalogue:
-        """What every session sends. Raises StreamError."""
+        """What every session sends. Raises TransferError."""
         with _waiting_for("the catalogue"):
             raw = zlib.decompress(self.store.get("catalogue"))
         return msgspec.msgpack.decode(raw, type=Catalogue)
@@ -79,12 +79,12 @@ class Channel:
         experts: which experts this rank holds, if it receives.
 
     Raises:
-        StreamError: not everybody came in time.
+        TransferError: not everybody came in time.
     """
 
     def __init__(
         self,
-        session: Session,
+        session: TransferSession,
         rank: int,
         store: Store,
         device: torch.device,
@@ -108,11 +108,11 @@ class Channel:
         return found
 
     def send(self, messages: Iterable[tuple[int, torch.Tensor]]) -> None:
-        """Send (receiver, bytes) in this order; return when they are out. Raises StreamError."""
+        """Send (receiver, bytes) in this order; return when they are out. Raises TransferError."""
         self._wait(lambda: [self._group.send([data], receiver, 0) for receiver, data in messages])
 
     def receive(self, messages: Iterable[tuple[int, torch.Tensor]]) -> None:
-        """Fill (sender, bytes) in this order. Raises StreamError."""
+        """Fill (sender, bytes) in this order. Raises TransferError."""
         self._wait(lambda: [self._group.recv([data], sender, 0) for sender, data in messages])
 
     def fail(self, reason: str) -> None:
@@ -135,7 +135,7 @@ class Channel:
 
     def _wait(self, start: Callable[[], list[Any]]) -> None:
         if failure := self._failure(start):
-            raise StreamError(self._reason() or failure)
+            raise TransferError(self._reason() or failure)
 
     def _failure(self, start: Callable[[], list[Any]]) -> str:
         """Why not all works were completed. They must not outlive this call, as an exception's frames would:
@@ -175,7 +175,7 @@ class Channel:
 def receive(
     channel: Channel, catalogue: Catalogue, senders: int, experts: Experts, device: torch.device
 ) -> Iterator[Named]:
-    """Everything that a receiver with `experts` needs, as it comes, layer by layer. Raises StreamError."""
+    """Everything that a receiver with `experts` needs, as it comes, layer by layer. Raises TransferError."""
     for layer in catalogue:
         incoming = [(sender, message) for sender in range(senders) for message in outgoing(layer, sender, experts)]
         data = [(message, buffer(message, device)) for _, message in incoming]
@@ -198,8 +198,8 @@ def _group(store: Any, rank: int, size: int, device: torch.device, timeout: time
 
 @contextlib.contextmanager
 def _waiting_for(what: str) -> Iterator[None]:
-    """Turns torch's errors in the body into a StreamError that says what was waited for."""
+    """Turns torch's errors in the body into a TransferError that says what was waited for."""
     try:
         yield
     except RuntimeError as error:
-        raise StreamError(f"waiting for {what}: {error}") from error
+        raise TransferError(f"waiting for {what}: {error}") from error

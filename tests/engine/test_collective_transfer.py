@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from primeslurm.orchestrator.delivery import Delivery
-from primeslurm.orchestrator.engines import EngineClient, EngineUpdateError, Policy, Step
+from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, EngineUpdateError, PolicyVersion, Step
+from primeslurm.orchestrator.weight_transfer.sessions import TransferSessions
 from primeslurm.trainer.encoding import Encoding
 from primeslurm.trainer.parallel import build
-from primeslurm.trainer.sender import Sender
+from primeslurm.trainer.weight_transfer.sender import Sender
 from primeslurm.trainer.world import World
-from primeslurm.wire.link import Answer, Deliver, OrchestratorLink, Request, TrainerLink
-from primeslurm.wire.stream import Channel, StreamError
+from primeslurm.wire.link import Answer, OrchestratorLink, Request, TrainerLink
+from primeslurm.wire.weight_transfer.collective import Channel, TransferError
+from primeslurm.wire.weight_transfer.messages import OfferTransfer
 from tests.engine.conftest import tiny_recipe
 from tests.engine.test_wide_ep import exact, start_ranks
 from tests.support.models import make_model
@@ -41,15 +42,15 @@ class Exchange:
 
     def __init__(self, servers: list[Server], model: Path) -> None:
         self.address = f"tcp://127.0.0.1:{free_port()}"
-        self.delivery = Delivery(workers=1, timeout_s=20)
+        self.sessions = TransferSessions(workers=1, timeout_s=20)
         self.wanting = 0
         self.engines = [
-            EngineClient(lambda url=server.url: url, str(model), self.delivery.place, retry_s=0.1) for server in servers
+            EngineClient(lambda url=server.url: url, str(model), self.sessions.join, retry_s=0.1) for server in servers
         ]
 
     async def handle(self, request: Request) -> Answer:
-        assert isinstance(request, Deliver)
-        return await self.delivery.answer(request, lambda: self.wanting, 2)
+        assert isinstance(request, OfferTransfer)
+        return await self.sessions.answer(request, lambda: self.wanting, 2)
 
     async def apply(self, version: int, timeout_s: float = 60) -> list[Step | BaseException]:
         """Bring all engines to the version that the trainer sends."""
@@ -57,17 +58,19 @@ class Exchange:
 
         async def one(engine: EngineClient) -> Step:
             try:
-                return await engine.apply(Policy(version, ""), timeout_s)
+                return await engine.apply(PolicyVersion(version, ""), timeout_s)
             finally:
                 self.wanting -= 1
 
-        self.delivery.expect(version)
+        self.sessions.expect(version)
         return await asyncio.gather(*map(one, self.engines), return_exceptions=True)
 
 
 @pytest.fixture
 async def exchange(servers: list[Server], model: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Exchange]:
-    monkeypatch.setattr("primeslurm.orchestrator.delivery.GATHER_S", 60)  # one session for both, however slow one is
+    monkeypatch.setattr(
+        "primeslurm.orchestrator.weight_transfer.sessions.GATHER_S", 60
+    )  # one session for both, however slow one is
     exchange = Exchange(servers, model)
     serving = asyncio.create_task(OrchestratorLink(exchange.address, exchange.handle).serve())
     yield exchange
@@ -85,7 +88,7 @@ async def test_engines_compute_with_what_the_trainer_sent(servers, exchange, wor
     for version in (1, 2):
         target = make_model(tmp_path / str(version), seed=20 + version)
         applying = asyncio.create_task(exchange.apply(version))
-        assert await asyncio.to_thread(sender(target, world, exchange).serve, version) == 1, "one session for both"
+        assert await asyncio.to_thread(sender(target, world, exchange).send, version) == 1, "one session for both"
         assert await applying == [Step.UPDATE] * 2
         assert all(exact(server, target, f"sent:{version}") for server in servers)
 
@@ -94,7 +97,7 @@ async def test_engines_recover_from_a_trainer_that_broke_off(
     servers, exchange, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = make_model(tmp_path / "target", seed=30)
-    send, failures = Channel.send, iter([StreamError("the cable is out")])
+    send, failures = Channel.send, iter([TransferError("the cable is out")])
 
     def failing_once(channel: Channel, messages: Iterable[tuple[int, torch.Tensor]]) -> None:
         for error in failures:
@@ -103,12 +106,12 @@ async def test_engines_recover_from_a_trainer_that_broke_off(
 
     monkeypatch.setattr(Channel, "send", failing_once)
     applying = asyncio.create_task(exchange.apply(3))
-    assert await asyncio.to_thread(sender(target, world, exchange).serve, 3) == 1
+    assert await asyncio.to_thread(sender(target, world, exchange).send, 3) == 1
     assert await applying == [Step.UPDATE] * 2
     assert all(exact(server, target, "after") for server in servers)
 
 
 async def test_an_engine_without_its_trainer_is_refused_in_time(exchange) -> None:
-    exchange.delivery.expect(4)
+    exchange.sessions.expect(4)
     results = await exchange.apply(4, timeout_s=1)
     assert all(isinstance(result, EngineUpdateError) for result in results)

@@ -10,14 +10,15 @@ from typing import Any
 import torch
 from transformers import Qwen3MoeConfig
 
-from primeslurm.orchestrator.delivery import Delivery
+from primeslurm.orchestrator.weight_transfer.sessions import TransferSessions
 from primeslurm.trainer.encoding import Encoding
-from primeslurm.trainer.handover import ByFiles
 from primeslurm.trainer.parallel import build
-from primeslurm.trainer.publish import Publisher
+from primeslurm.trainer.weight_transfer.publisher import Publisher
+from primeslurm.trainer.weight_transfer.transports import FilesystemTransfer
 from primeslurm.trainer.world import World
-from primeslurm.wire import link, stream, weights
-from primeslurm.wire.messages import Experts
+from primeslurm.wire import link
+from primeslurm.wire.weight_transfer import collective, filesystem, messages
+from primeslurm.wire.weight_transfer.catalogue import Experts
 from tests.trainer.as_released import assert_stored_alike, tensors, to_fp8
 from tests.trainer.conftest import finish, free_port, make_recipe, start_ranks
 from tests.trainer.families import COMMON, EXPERTS, Case, write
@@ -35,10 +36,10 @@ LAYOUTS: dict[str, dict[str, int]] = {
 
 def take(place: dict[str, Any], worker: int, experts: Experts) -> dict[str, torch.Tensor]:
     """An engine's worker."""
-    session = link.Session(place["session"], place["senders"], place["size"])
-    store, cpu = stream.Store(place["store"], 60), torch.device("cpu")
-    channel = stream.Channel(session, place["first_rank"] + worker, store, cpu, 60, experts)
-    received = stream.receive(channel, store.catalogue(), session.senders, experts, cpu)
+    session = messages.TransferSession(place["session"], place["senders"], place["size"])
+    store, cpu = collective.Store(place["store"], 60), torch.device("cpu")
+    channel = collective.Channel(session, place["first_rank"] + worker, store, cpu, 60, experts)
+    received = collective.receive(channel, store.catalogue(), session.senders, experts, cpu)
     found = {name: tensor.clone() for item in received for name, tensor in item.each()}
     channel.close()
     return found
@@ -50,7 +51,7 @@ class Orchestrator:
     def __init__(self, experts: list[int]) -> None:
         self.address = f"tcp://127.0.0.1:{free_port()}"
         self.received: list[list[dict[str, torch.Tensor]]] = []
-        self._delivery = Delivery(workers=2, timeout_s=60)
+        self._sessions = TransferSessions(workers=2, timeout_s=60)
         self._experts = iter(experts)
         self._wanting = 0
 
@@ -64,15 +65,15 @@ class Orchestrator:
         return outputs
 
     async def _handle(self, request: link.Request) -> link.Answer:
-        assert isinstance(request, link.Deliver)
+        assert isinstance(request, messages.OfferTransfer)
         if not request.done and not self._wanting:
             self._wanting = 1
-            self._delivery.expect(request.version)
+            self._sessions.expect(request.version)
             self._task = asyncio.create_task(self._take(request.version))
-        return await self._delivery.answer(request, lambda: self._wanting, 4)
+        return await self._sessions.answer(request, lambda: self._wanting, 4)
 
     async def _take(self, version: int) -> None:
-        place = await self._delivery.place(version)
+        place = await self._sessions.join(version)
         half = next(self._experts) // 2
         held = (frozenset(range(half)), frozenset(range(half, 2 * half)))
         workers = [asyncio.to_thread(take, place, worker, experts) for worker, experts in enumerate(held)]
@@ -80,7 +81,7 @@ class Orchestrator:
         self._wanting = 0
 
 
-async def test_every_layout_hands_over_the_policy_it_loaded(tmp_path: Path) -> None:
+async def test_every_layout_transfers_the_policy_it_loaded(tmp_path: Path) -> None:
     models = {name: tmp_path / f"model-{name}" for name in ("many", "few", "fp8")}
     write(Case("many", lambda: Qwen3MoeConfig(**COMMON, **EXPERTS)), models["many"])
     write(Case("few", lambda: Qwen3MoeConfig(**COMMON, **EXPERTS | {"num_experts": 2})), models["few"])
@@ -93,13 +94,13 @@ async def test_every_layout_hands_over_the_policy_it_loaded(tmp_path: Path) -> N
         (tmp_path / name / "recipe.json").write_text(recipe.model_dump_json(by_alias=True))
     orchestrator = Orchestrator([2 if name == "few-experts" else 8 for name in LAYOUTS])
     directories = [str(tmp_path / name) for name in LAYOUTS]
-    outputs = await orchestrator.run(["-m", "tests.trainer.handing_over", orchestrator.address, *directories])
+    outputs = await orchestrator.run(["-m", "tests.trainer.transferring", orchestrator.address, *directories])
 
     printed = [json.loads(line.split(" ", 1)[1]) for out in outputs for line in out.splitlines() if "GATHERED" in line]
     for (name, source), received in zip(sources.items(), orchestrator.received, strict=True):
         original = tensors(source)
-        published = weights.version_dir(tmp_path / name, 1)
-        assert weights.damage(published) == []
+        published = filesystem.version_dir(tmp_path / name, 1)
+        assert filesystem.damage(published) == []
         assert len(list(published.glob("*.safetensors"))) == RANKS, "every rank writes its share"
         found = tensors(published)
         for whole in (found, received[0] | received[1]):
@@ -119,19 +120,19 @@ async def test_a_trainer_that_starts_again_leaves_what_engines_may_read(
     told: list[int] = []
 
     async def handle(request: link.Request) -> link.Answer:
-        assert isinstance(request, link.Published)
+        assert isinstance(request, messages.NewPolicy)
         told.append(request.version)
         return link.Answer("ok", version=max(told))
 
     def train(committed: int, last: int) -> None:
-        by_files = ByFiles(publisher, tmp_path, str(moe_model), link.TrainerLink(address), world)
+        by_files = FilesystemTransfer(publisher, tmp_path, str(moe_model), link.TrainerLink(address), world)
         by_files.resume(committed)
         for version in range(committed + 1, last + 1):
-            by_files.publish(version)
+            by_files.transfer(version)
 
     def written() -> dict[int, int]:
-        found = weights.published(tmp_path)
-        return {v: (weights.version_dir(tmp_path, v) / weights.MANIFEST).stat().st_mtime_ns for v in found}
+        found = filesystem.published(tmp_path)
+        return {v: (filesystem.version_dir(tmp_path, v) / filesystem.MANIFEST).stat().st_mtime_ns for v in found}
 
     serving = asyncio.create_task(link.OrchestratorLink(address, handle).serve())
     await asyncio.to_thread(train, 0, 3)

@@ -1,6 +1,6 @@
-"""Where engines that want a policy and the trainer that can send it meet.
+"""Brings engines that want a policy and the trainer that can send it into one session.
 
-The trainer can only send between steps, while it asks for sessions (`Deliver`). Engines that wait then are put into one
+The trainer can only send between steps, while it offers one (`OfferTransfer`). Engines that wait then are put into one
 session, in which all trainer ranks send to all their workers. What an engine that comes later misses, it gets in the
 next session: when the trainer has made the next policy, or waits for a batch.
 """
@@ -14,7 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from primeslurm.wire.link import Answer, Deliver, Session
+from primeslurm.wire.link import Answer
+from primeslurm.wire.weight_transfer.messages import OfferTransfer, TransferSession
 
 GATHER_S = 3.0
 """A session begins when every engine that wants the policy is there, or this long after the first one came."""
@@ -35,7 +36,7 @@ class _Waiting:
     place: asyncio.Future[dict[str, Any]]
 
 
-class Delivery:
+class TransferSessions:
     """Forms sessions.
 
     Args:
@@ -49,7 +50,7 @@ class Delivery:
         self._clock = clock
         self._version: int | None = None
         self._asked = clock()
-        self._session: Session | None = None
+        self._session: TransferSession | None = None
         self._waiting: list[_Waiting] = []
         self._changed = asyncio.Condition()
 
@@ -68,7 +69,7 @@ class Delivery:
         asking = self._session is not None or self._clock() - self._asked < PATIENCE_S
         return version == self._version and asking
 
-    async def place(self, version: int) -> dict[str, Any]:
+    async def join(self, version: int) -> dict[str, Any]:
         """Wait for a session, as an engine: what its workers are told to take part in it.
 
         Raises:
@@ -85,7 +86,7 @@ class Delivery:
             if waiting in self._waiting:
                 self._waiting.remove(waiting)
 
-    async def answer(self, request: Deliver, wanting: Callable[[], int], hold_s: float) -> Answer:
+    async def answer(self, request: OfferTransfer, wanting: Callable[[], int], hold_s: float) -> Answer:
         """Answer the trainer, within `hold_s`.
 
         Args:
@@ -109,14 +110,16 @@ class Delivery:
                 return Answer("wait")
             await self._wait(0.2)
 
-    def _form(self, request: Deliver, wanting: int) -> Session | None:
+    def _form(self, request: OfferTransfer, wanting: int) -> TransferSession | None:
         # One that is being cancelled is not off the list yet.
         waiting = [e for e in self._waiting if e.version == request.version and not e.place.done()]
         if not waiting:
             return None
         if len(waiting) < wanting and self._clock() - waiting[0].since < GATHER_S:
             return None
-        session = Session(uuid.uuid4().hex[:12], request.senders, request.senders + len(waiting) * self._workers)
+        session = TransferSession(
+            uuid.uuid4().hex[:12], request.senders, request.senders + len(waiting) * self._workers
+        )
         for index, engine in enumerate(waiting):
             self._waiting.remove(engine)
             engine.place.set_result(
