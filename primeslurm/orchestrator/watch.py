@@ -16,6 +16,7 @@ from primeslurm.orchestrator.load import LoadWindow, as_json
 from primeslurm.orchestrator.metrics import Row
 from primeslurm.orchestrator.scrape import scrape
 from primeslurm.recipe import Recipe
+from primeslurm.wire import exits
 from primeslurm.wire.journal import Journal
 from primeslurm.wire.load import Load
 from primeslurm.wire.rollouts import Rollout
@@ -36,7 +37,7 @@ _ROW_LOADS = (
 class StallError(PrimeslurmError):
     """Nothing moved for too long; the message names the suspect."""
 
-    exit_code = 76
+    exit_code = exits.STALLED
 
 
 class Watch:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from primeslurm.cli.options import find_site
+from primeslurm.api.sites import find_site
 from primeslurm.errors import UsageError
 from primeslurm.plan.checks.files import model_directory, model_files
 from primeslurm.plan.derive import derive
@@ -245,10 +244,3 @@ def test_verbs_over_a_run_that_does_not_exist_name_the_nearest(place: Path, verb
         2,
         f"error: RUN = othr: no such run in {place}/runs (did you mean other?)\n",
     )
-
-
-def test_help_neither_imports_torch_nor_vllm() -> None:
-    heavy = "torch vllm transformers zmq numpy"
-    code = f"import sys; import primeslurm.cli; print([m for m in '{heavy}'.split() if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
