@@ -17,7 +17,8 @@ def look_at_files(recipe: Recipe) -> RecipeFiles:
     """What is known here of the recipe's models and data."""
     model, teacher = model_files(recipe), served(recipe)
     of_teacher = model_files(teacher) if teacher else None
-    located, data = with_absolute_paths(recipe), absent_data(recipe)
+    located = with_absolute_paths(recipe)
+    data = absent_data(located)
     problems = (*model.problems, *teacher_problems(recipe, of_teacher))
     return RecipeFiles(located, model, of_teacher, problems, (data,) if data else ())
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 MAX_RANGES = 4
-"""Of one number; where there are more, only their number is told."""
+"""Of one number; where there are more, the first and the last are told, and how many there are."""
 _NUMBER = re.compile(r"\d+")
 
 
@@ -29,7 +29,7 @@ def ranges(numbers: Iterable[int]) -> str:
     starts = [n for i, n in enumerate(ordered) if i == 0 or ordered[i - 1] != n - 1]
     ends = [n for i, n in enumerate(ordered) if i == len(ordered) - 1 or ordered[i + 1] != n + 1]
     if len(starts) > MAX_RANGES:
-        return f"{len(ordered)} of {ordered[0]}..{ordered[-1]}"
+        return f"{ordered[0]}..{ordered[-1]} ({len(ordered)})"
     return ", ".join(str(a) if a == b else f"{a}..{b}" for a, b in zip(starts, ends, strict=True))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
 from collections.abc import Mapping
 from itertools import pairwise
@@ -44,6 +43,8 @@ def descriptions(section: type[BaseModel]) -> dict[str, str]:
 
     Pydantic can do this, too, but then reads and parses the source of every section whenever one is imported.
     """
+    import ast  # for schemas and reference pages alone
+
     found: dict[str, str] = {}
     for each in reversed(section.__mro__):
         if not issubclass(each, Section) or each is Section:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
-import subprocess
-import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -14,6 +11,7 @@ import typer
 import yaml
 
 from primeslurm.cli.verbs import VERBS, load_verb
+from tests.support.cli import run_python
 from tests.support.recipes import model_dir, recipe_data, site
 
 NEVER = {"torch", "vllm", "transformers", "verifiers", "numpy", "zmq", "httpx", "submitit"}
@@ -29,9 +27,9 @@ sys.argv = ["primeslurm", *{list(args)!r}]
 from primeslurm.cli import main
 main()
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    names = next(line for line in done.stderr.splitlines() if line.startswith("IMPORTED")).split()[1:]
+    done = run_python("-c", code, cwd=cwd)
+    assert done.code == 0, done.err
+    names = next(line for line in done.err.splitlines() if line.startswith("IMPORTED")).split()[1:]
     return {name[: i if i > 0 else None] for name in names for i in (-1, name.find("."))}
 
 
@@ -46,7 +44,7 @@ def place(tmp_path: Path) -> Path:
 
 def test_help_imports_no_verb_and_nothing_that_only_verbs_need(place: Path) -> None:
     found = imported_by("--help", cwd=place)
-    assert not found & (NEVER | {"pydantic", "yaml", "jinja2", "msgspec"})
+    assert found & (NEVER | {"pydantic", "yaml", "jinja2", "msgspec"}) == set()
     ours = {name for name in found if name.startswith("primeslurm.")}
     assert ours == {"primeslurm.cli", "primeslurm.cli.verbs", "primeslurm.errors"}
 
@@ -63,13 +61,12 @@ def test_help_imports_no_verb_and_nothing_that_only_verbs_need(place: Path) -> N
     ids=lambda value: value[0] if isinstance(value, tuple) else "",
 )
 def test_a_verb_imports_what_it_needs(place: Path, verb: tuple[str, ...], spared: set[str]) -> None:
-    assert not imported_by(*verb, cwd=place) & (NEVER | spared)
+    assert imported_by(*verb, cwd=place) & (NEVER | spared) == set()
 
 
-def test_importing_the_package_imports_none_of_its_rooms() -> None:
+def test_importing_the_package_imports_none_of_its_rooms(tmp_path: Path) -> None:
     code = "import sys; before = set(sys.modules); import primeslurm; print(*set(sys.modules) - before)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert set(done.stdout.split()) == {"primeslurm"}
+    assert set(run_python("-c", code, cwd=tmp_path).out.split()) == {"primeslurm"}
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -89,9 +86,7 @@ def test_words_are_completed_without_and_with_a_verb(place: Path) -> None:
             "COMP_CWORD": str(len(words) - 1),
         }
         code = "import sys; sys.argv = ['primeslurm']; from primeslurm.cli import main; main()"
-        argv = [sys.executable, "-c", code]
-        done = subprocess.run(argv, env=os.environ | env, cwd=place, capture_output=True, text=True, check=False)
-        return done.stdout.split()
+        return run_python("-c", code, cwd=place, **env).out.split()
 
     assert complete("primeslurm", "ren") == ["render"]
     assert "--dry-run" in complete("primeslurm", "submit", "--dr")
