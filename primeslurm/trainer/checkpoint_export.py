@@ -26,6 +26,7 @@ from primeslurm.trainer import huggingface, models
 from primeslurm.trainer.encoding import Encoding, cast
 from primeslurm.trainer.export import by_layer
 from primeslurm.trainer.models import generic
+from primeslurm.wire import exits
 from primeslurm.wire.weights import FP8_SCALE
 
 _PREFIX = "model."
@@ -124,7 +125,7 @@ def main() -> int:
         export(recipe, arguments.checkpoint, arguments.out)
     except (OSError, SafetensorError, ValueError) as error:
         print(error, file=sys.stderr)
-        return 1
+        return exits.FAILED
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+FAILED = 1
 CHECKPOINTED = 75
 """A trainer that was asked to checkpoint and stop did so."""
 STALLED = 76
