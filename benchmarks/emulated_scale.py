@@ -20,10 +20,10 @@ from typing import Any
 import httpx
 import psutil
 
+from primeslurm.files import read_json
 from primeslurm.plan.model import Plan
 from primeslurm.run.directory import RunDirectory
 from primeslurm.run.summary import events, rows
-from primeslurm.wire.files import read_json
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

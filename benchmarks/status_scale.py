@@ -16,11 +16,11 @@ import tempfile
 import time
 from pathlib import Path
 
+from primeslurm.files import write_json
 from primeslurm.plan.derive import derive
 from primeslurm.plan.model import Plan
 from primeslurm.recipe import Recipe, Site
 from primeslurm.run.directory import Attempt, JobRecord, RunDirectory
-from primeslurm.wire.files import write_json
 
 REPEATS = 5
 STEPS = 400

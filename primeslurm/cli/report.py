@@ -11,7 +11,7 @@ import typer
 from primeslurm.cli.output import out
 from primeslurm.cli.runs import RunArg, RunsOpt, find_run, job_query, reading
 from primeslurm.errors import UsageError, Violation
-from primeslurm.wire.files import write_atomic
+from primeslurm.files import write_atomic
 
 
 def report(

@@ -17,6 +17,7 @@ from primeslurm.cli.output import note, out, print_json
 from primeslurm.cli.runs import RunArg, RunsOpt, find_run, status_of, strict_job_query
 from primeslurm.cli.watch import watch_until_done
 from primeslurm.errors import PrimeslurmError, UsageError, Violation
+from primeslurm.files import write_atomic
 from primeslurm.node.entry import AgentTask
 from primeslurm.plan.model import Plan
 from primeslurm.recipe import Site
@@ -27,7 +28,6 @@ from primeslurm.slurm.executor import submit as submit_slurm
 from primeslurm.slurm.local import submit_local
 from primeslurm.slurm.placement import placement_problems
 from primeslurm.slurm.render import render
-from primeslurm.wire.files import write_atomic
 
 DryRunOpt = Annotated[bool, typer.Option("--dry-run", help="Show placement and script; write and submit nothing.")]
 EmulateOpt = Annotated[

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from primeslurm.files import Watched, write_json
 from primeslurm.node.crew import Crew
 from primeslurm.node.network import NetworkError, node_name, own_address
 from primeslurm.node.preflight import Preflight
@@ -24,7 +25,6 @@ from primeslurm.plan.model import Plan
 from primeslurm.run.directory import Attempt
 from primeslurm.run.roster import Roster
 from primeslurm.wire.addresses import Addresses
-from primeslurm.wire.files import Watched, write_json
 from primeslurm.wire.journal import Journal
 
 TICK_S = 0.25

@@ -14,8 +14,8 @@ from typing import Literal
 
 import msgspec
 
+from primeslurm.files import read_json, write_atomic
 from primeslurm.node.network import can_bind
-from primeslurm.wire.files import read_json, write_atomic
 
 GIB = 2**30
 COMMAND_TIMEOUT_S = 20.0

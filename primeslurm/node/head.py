@@ -8,6 +8,7 @@ import time
 
 import msgspec
 
+from primeslurm.files import Watched, write_json
 from primeslurm.node.agent import NodeAgent, held_up_s
 from primeslurm.node.conclusion import conclude, remember_bad_node
 from primeslurm.node.fleet import Fleet
@@ -21,7 +22,6 @@ from primeslurm.run.directory import Attempt, RunDirectory
 from primeslurm.run.roster import Roster, Seat
 from primeslurm.slurm.launch import early_exits, launch_failures, node_names, restarts
 from primeslurm.wire.addresses import Addresses
-from primeslurm.wire.files import Watched, write_json
 from primeslurm.wire.journal import Journal
 
 PERIOD_S = 0.5

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from primeslurm.files import Watched, digest, read_json, write_json
 from primeslurm.node import checks
 from primeslurm.node.checks import Check
 from primeslurm.node.fabric import find_hcas
@@ -20,7 +21,6 @@ from primeslurm.plan.checks.files import model_directory
 from primeslurm.plan.model import Node, Plan
 from primeslurm.run.directory import Attempt
 from primeslurm.run.versions import installed
-from primeslurm.wire.files import Watched, digest, read_json, write_json
 from primeslurm.wire.journal import Journal
 
 LIMIT_S = 60.0

@@ -14,9 +14,9 @@ from tensorboard.compat.proto.event_pb2 import Event
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+from primeslurm.files import write_atomic
 from primeslurm.orchestrator.groups import Group
 from primeslurm.recipe import Recipe
-from primeslurm.wire.files import write_atomic
 from primeslurm.wire.rollouts import Rollout
 
 Row = dict[str, float]

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from primeslurm.errors import UsageError, Violation
+from primeslurm.files import write_atomic, write_json
 from primeslurm.plan.model import Plan
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.paths import is_dir
 from primeslurm.run.directory import Attempt, RunDirectory
 from primeslurm.run.versions import installed
 from primeslurm.wire import secret
-from primeslurm.wire.files import write_atomic, write_json
 
 
 def name_in_use(run_dir: Path) -> list[Violation]:

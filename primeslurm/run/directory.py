@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 import msgspec
 
 from primeslurm.errors import RunError
+from primeslurm.files import read_json, write_atomic, write_json
 from primeslurm.plan.model import Plan
 from primeslurm.recipe.paths import is_dir, is_file
 from primeslurm.run.roster import Roster
 from primeslurm.wire import addresses
-from primeslurm.wire.files import read_json, write_atomic, write_json
 
 T = TypeVar("T")
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from primeslurm.files import read_json
 from primeslurm.run import causes
 from primeslurm.run.causes import Cause
 from primeslurm.run.directory import Attempt, JobRecord, RunDirectory
@@ -18,7 +19,6 @@ from primeslurm.run.logs import error_line, lines_until
 from primeslurm.run.placement import Placement, placement_of
 from primeslurm.run.records import attempt_events, rows
 from primeslurm.run.validity import MAX_KL, problems
-from primeslurm.wire.files import read_json
 
 LAST_LINES = 20
 FOLLOWED = 15

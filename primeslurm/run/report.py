@@ -9,6 +9,7 @@ from typing import Any
 
 import jinja2
 
+from primeslurm.files import read_json
 from primeslurm.plan.model import Node, Plan
 from primeslurm.run import charts
 from primeslurm.run.charts import Chart, Tick, chart
@@ -19,7 +20,6 @@ from primeslurm.run.status import JobQuery, RunStatus, read_status
 from primeslurm.run.summary import Summary, summarise
 from primeslurm.run.validity import problems
 from primeslurm.slurm.render import templates_directory
-from primeslurm.wire.files import read_json
 
 MAX_EVENTS = 200
 BAR_WIDTH, BAR_LEFT, BAR_HEIGHT = 1140, 90, 30

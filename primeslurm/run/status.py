@@ -14,13 +14,13 @@ from typing import Any
 
 import msgspec
 
+from primeslurm.files import read_json
 from primeslurm.run.advice import Advice, advise, shape_of
 from primeslurm.run.directory import BY_SIGTERM, Attempt, EndRecord, JobRecord, RunDirectory
 from primeslurm.run.happenings import Happening, lately, notable
 from primeslurm.run.placement import PlacedProcess, Placement, placement_of
 from primeslurm.run.records import Row, recent_events, recent_rows
 from primeslurm.wire import checkpoints
-from primeslurm.wire.files import read_json
 from primeslurm.wire.load import Load
 
 SILENT_S = 60.0

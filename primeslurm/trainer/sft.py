@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from primeslurm.files import write_atomic
 from primeslurm.recipe import Recipe
 from primeslurm.trainer import data
 from primeslurm.trainer.checkpoint import Checkpoints
@@ -17,7 +18,6 @@ from primeslurm.trainer.publish import Publisher
 from primeslurm.trainer.step import Learner
 from primeslurm.trainer.world import World
 from primeslurm.wire import exits
-from primeslurm.wire.files import write_atomic
 from primeslurm.wire.journal import Journal
 from primeslurm.wire.rollouts import Batch
 

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from primeslurm.wire.files import write_json
+from primeslurm.files import write_json
 
 
 class Journal:

@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from primeslurm.cli.nodes import avoid_bad_nodes
+from primeslurm.files import read_json, write_json
 from primeslurm.node.entry import AgentTask
 from primeslurm.plan.model import Health, HetGroup, JobOptions, Node, Plan, Process, Replica, Totals
 from primeslurm.recipe.site import Site
@@ -23,7 +24,6 @@ from primeslurm.run.summary import events
 from primeslurm.slurm.cluster import Cluster
 from primeslurm.slurm.executor import submit
 from primeslurm.slurm.render import render
-from primeslurm.wire.files import read_json, write_json
 from tests.support.faults import kill_node, revive_node
 from tests.support.plans import SERVER, python
 

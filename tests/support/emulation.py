@@ -15,6 +15,7 @@ import msgspec
 import yaml
 
 from primeslurm.cli.runs import job_query
+from primeslurm.files import read_json
 from primeslurm.orchestrator.groups import Group
 from primeslurm.orchestrator.progress import CHECKPOINT_PART, PROGRESS, Progress
 from primeslurm.run.directory import RunDirectory
@@ -22,7 +23,6 @@ from primeslurm.run.status import ProcessStatus, RunStatus, read_status
 from primeslurm.slurm.cluster import Cluster, up
 from primeslurm.slurm.cluster_config import ClusterSpec
 from primeslurm.wire import checkpoints
-from primeslurm.wire.files import read_json
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "tests" / "emulated" / "small.yaml"

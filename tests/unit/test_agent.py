@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from primeslurm.files import read_json
 from primeslurm.node.agent import NodeAgent
 from primeslurm.node.head import Head
 from primeslurm.node.reports import NODE_START_S, Ending, Outcome
@@ -19,7 +20,6 @@ from primeslurm.plan.model import Health, Plan, Process
 from primeslurm.run.directory import BY_SIGTERM, Attempt, RunDirectory
 from primeslurm.run.summary import events as all_events
 from primeslurm.wire import exits
-from primeslurm.wire.files import read_json
 from tests.support.plans import SERVER, plan_of, python
 
 SLEEP = python("import time; time.sleep(600)")

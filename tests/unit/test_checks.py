@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from primeslurm.files import write_json
 from primeslurm.node import checks
 from primeslurm.node.checks import Check, clock_check, hca_checks, hca_names, judge_gpus, model_check, version_checks
 from primeslurm.node.preflight import Preflight
 from primeslurm.node.reports import Fitness
 from primeslurm.plan.model import Plan, Process
 from primeslurm.run.directory import RunDirectory
-from primeslurm.wire.files import write_json
 from primeslurm.wire.journal import Journal
 from tests.support.plans import plan_of, python
 from tests.support.recipes import model_dir

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from primeslurm.cli.watch import watch_until_done
+from primeslurm.files import write_json
 from primeslurm.plan.model import Process
 from primeslurm.run.directory import EndRecord, JobRecord, RunDirectory
-from primeslurm.wire.files import write_json
 from tests.support.cli import primeslurm
 from tests.support.plans import plan_of, python
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from primeslurm.files import write_json
 from primeslurm.plan.model import Process
 from primeslurm.run.causes import in_log, of_exit, of_job, of_reason
 from primeslurm.run.directory import EndRecord, JobRecord, RunDirectory
 from primeslurm.run.doctor import Diagnosis, diagnose
 from primeslurm.run.logs import error_line, lines_until
 from primeslurm.run.validity import problems
-from primeslurm.wire.files import write_json
 from tests.support.cli import primeslurm
 from tests.support.plans import plan_of, python
 

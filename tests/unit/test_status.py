@@ -10,6 +10,7 @@ from threading import Barrier
 import pytest
 
 from primeslurm.errors import RunError, UsageError, Violation
+from primeslurm.files import write_json
 from primeslurm.plan.derive import derive
 from primeslurm.plan.model import Process, Replica
 from primeslurm.recipe.load import load_recipe
@@ -19,7 +20,6 @@ from primeslurm.run.records import recent_rows
 from primeslurm.run.status import RunStatus, read_status
 from primeslurm.run.summary import summarise
 from primeslurm.wire import checkpoints
-from primeslurm.wire.files import write_json
 from tests.support.plans import plan_of, python
 from tests.support.recipes import site, write_recipe
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from primeslurm.files import read_json
 from primeslurm.node.walltime import end_of_job, ends_too_late, seconds_to_stop
 from primeslurm.trainer.progress import Progress
-from primeslurm.wire.files import read_json
 from primeslurm.wire.journal import Journal
 from tests.support.plans import plan_of
 

@@ -17,9 +17,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from primeslurm.files import read_json, write_atomic, write_json
 from primeslurm.orchestrator import jobs
 from primeslurm.wire import checkpoints, frames, routed_experts, weights
-from primeslurm.wire.files import read_json, write_atomic, write_json
 from primeslurm.wire.journal import Journal
 from primeslurm.wire.link import Answer, GetBatch, LinkError, OrchestratorLink, Published, Request, TrainerLink
 from primeslurm.wire.rollouts import Batch, BatchInfo, Rollout, RolloutInfo, Row
