@@ -16,7 +16,8 @@ from primeslurm.errors import ClusterError, RunError, UsageError, Violation
 from primeslurm.plan.model import Plan
 from primeslurm.recipe.explain import suggestion
 from primeslurm.recipe.paths import is_dir
-from primeslurm.run.directory import Attempt, JobRecord, RunDirectory
+from primeslurm.records.attempt import JobRecord
+from primeslurm.run.directory import Attempt, RunDirectory
 from primeslurm.run.status import JobQuery, RunStatus, read_status
 from primeslurm.slurm import local
 from primeslurm.slurm.client import SlurmClient

@@ -21,8 +21,9 @@ from primeslurm.files import write_atomic
 from primeslurm.node.entry import AgentTask
 from primeslurm.plan.model import Plan
 from primeslurm.recipe import Site
+from primeslurm.records.attempt import JobRecord
 from primeslurm.run.create import create, discard, missing_variables, name_in_use
-from primeslurm.run.directory import Attempt, JobRecord, RunDirectory
+from primeslurm.run.directory import Attempt, RunDirectory
 from primeslurm.slurm.client import SlurmClient
 from primeslurm.slurm.executor import submit as submit_slurm
 from primeslurm.slurm.local import submit_local

@@ -65,7 +65,7 @@ def watch_until_done(directory: RunDirectory) -> int:
     """Show live progress until the run has ended. Returns the exit code: 0 if it completed. Raises ClusterError."""
     query = strict_job_query(directory)
     current = status_of(directory, query)
-    printed = -1
+    printed = -1.0
     with Live(view(current), console=err, refresh_per_second=4, transient=False) as live:
         while current.active:
             time.sleep(REFRESH_S)

@@ -18,14 +18,15 @@ import msgspec
 
 from primeslurm.files import Watched, write_json
 from primeslurm.node.crew import Crew
+from primeslurm.node.fleet import NODE_START_S
 from primeslurm.node.network import NetworkError, node_name, own_address
 from primeslurm.node.preflight import Preflight
-from primeslurm.node.reports import NODE_START_S, AgentReport, Ending, Fitness, FleetView, Outcome
 from primeslurm.plan.model import Plan
+from primeslurm.records.events.nodes import AgentFailed, AgentStarted, AttemptEnds, HeartbeatFailed, Seated
+from primeslurm.records.fleet import AgentReport, Ending, Fitness, FleetView, Outcome, Roster
+from primeslurm.records.journal import Journal
 from primeslurm.run.directory import Attempt
-from primeslurm.run.roster import Roster
 from primeslurm.wire.addresses import Addresses
-from primeslurm.wire.journal import Journal
 
 TICK_S = 0.25
 HEARTBEAT_S = 1.0
@@ -89,14 +90,14 @@ class NodeAgent:
         """Start what there is to start and keep it running until the attempt ends."""
         try:
             self.tmp.mkdir(parents=True, exist_ok=True)
-            self.journal.event("agent_started", node=self.name, address=self.address)
+            self.journal.write(AgentStarted(self.name, self.address))
             self.preflight.start()
             while not self._finished():
                 self.tick(time.time())
                 time.sleep(TICK_S)
         except Exception as error:
             self.error = f"{type(error).__name__}: {error}"
-            self.journal.event("agent_failed", error=self.error)
+            self.journal.write(AgentFailed(self.error))
             raise
         finally:
             if self.crew is not None:
@@ -147,7 +148,8 @@ class NodeAgent:
         if index is not None and self.crew is None:
             node = self.plan.nodes[index]
             self.crew = Crew(self.plan, node, self.attempt, self.address, self._values, self.journal)
-            self.journal.event("seated", node=self.name, index=index, role=node.role, generation=roster.generation)
+            seated = Seated(node=self.name, index=index, role=node.role, generation=roster.generation)
+            self.journal.write(seated)
         elif index is None and self.crew is not None:
             # The head gave this node up. Whatever it still runs would be in the way of what replaces it.
             self.end(Ending(Outcome.CANCELLED, f"node {self.name} was replaced", self.name))
@@ -156,7 +158,7 @@ class NodeAgent:
         """Trainers first, with a checkpoint if that is still possible; then everything else."""
         if self._ending_since is None:
             self._ending_since = now
-            self.journal.event("ending", outcome=ending.outcome, reason=ending.reason)
+            self.journal.write(AttemptEnds(ending.outcome, ending.reason))
         crew = self.crew
         if crew is None:
             return
@@ -199,7 +201,7 @@ class NodeAgent:
         try:
             write_json(self.attempt.agent_file(self.rank), msgspec.to_builtins(report))
         except OSError as error:
-            self.journal.event("heartbeat_failed", error=str(error))
+            self.journal.write(HeartbeatFailed(str(error)))
 
 
 def held_up_s(last: float, now: float) -> float:

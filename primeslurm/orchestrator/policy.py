@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from primeslurm.orchestrator.delivery import NoSenderError
 from primeslurm.orchestrator.engines import (
@@ -22,7 +22,18 @@ from primeslurm.orchestrator.engines import (
     Policy,
     Step,
 )
-from primeslurm.wire.journal import Journal
+from primeslurm.records.events.policy import (
+    EngineGivenUp,
+    EngineLost,
+    EngineRestarted,
+    EngineStateChanged,
+    EngineUpdated,
+    EngineUpdateFailed,
+    PolicyCurrent,
+    PolicyWanted,
+)
+from primeslurm.records.journal import Journal
+from primeslurm.records.state import EngineRecord
 
 EngineState = Literal["DOWN", "STALE", "UPDATING", "CURRENT"]
 Hook = Callable[[int], Awaitable[None]]
@@ -116,16 +127,10 @@ class Fleet:
         view = self._views[name]
         return view.state != "DOWN" and view.condemned is not None and view.condemned == view.incarnation
 
-    def report(self) -> dict[str, dict[str, Any]]:
+    def report(self) -> dict[str, EngineRecord]:
         """For status: per engine its state, since when, version and last error."""
         return {
-            name: {
-                "state": view.state,
-                "since": view.since,
-                "version": view.version,
-                "restart": self.must_restart(name),
-                "error": view.error,
-            }
+            name: EngineRecord(view.state, view.since, view.version, self.must_restart(name), view.error)
             for name, view in self._views.items()
         }
 
@@ -197,7 +202,7 @@ class PolicyLoop:
             return
         await self._before_update(policy.version)
         self.fleet.want(policy)
-        self._journal.event("policy_wanted", version=policy.version, path=policy.path)
+        self._journal.write(PolicyWanted(policy.version, policy.path))
         for event in self._wake.values():
             event.set()
 
@@ -228,22 +233,22 @@ class PolicyLoop:
         wake = self._wake[name]
         while name not in self._lost:
             wake.clear()
-            before = self.fleet.report()[name]["state"]
+            before = self.fleet.report()[name].state
             await self._observe(name)
             if self.fleet.must_restart(name):
                 await self._restart(name)
             elif self.fleet.needs_update(name) and self._can_update(name):
                 await self._update(name)
-            after = self.fleet.report()[name]["state"]
+            after = self.fleet.report()[name].state
             if after != before:
-                self._journal.event("engine_state", engine=name, state=after, before=before)
+                self._journal.write(EngineStateChanged(name, after, before))
             try:
                 async with asyncio.timeout(2 * self._poll_s if after == "CURRENT" else self._poll_s):
                     await wake.wait()
             except TimeoutError:
                 continue
         self.fleet.seen(name, None)
-        self._journal.event("engine_given_up", engine=name)
+        self._journal.write(EngineGivenUp(name))
         await self._announce()
 
     async def _observe(self, name: str) -> None:
@@ -269,19 +274,18 @@ class PolicyLoop:
             step = await self._apply(name, policy)
         except EngineDownError as error:
             self.fleet.seen(name, None)
-            self._journal.event("engine_lost", engine=name, version=policy.version, error=str(error))
+            self._journal.write(EngineLost(name, policy.version, str(error)))
         except NoSenderError:
             self.fleet.held(name)
         except EngineUpdateError as error:
             self.fleet.failed(name, str(error))
-            self._journal.event("engine_update_failed", engine=name, version=policy.version, error=str(error))
+            self._journal.write(EngineUpdateFailed(name, policy.version, str(error)))
         else:
             self.fleet.updated(name, policy.version)
-            spent = {"seconds": time.monotonic() - began}
-            if step is Step.UPDATE:
-                spent |= {f"{part}_s": seconds for part, seconds in self._engines[name].seconds.items()}
-            rounded = {part: round(seconds, 3) for part, seconds in spent.items()}
-            self._journal.event("engine_updated", engine=name, version=policy.version, by=step.value, **rounded)
+            parts = self._engines[name].seconds if step is Step.UPDATE else {}
+            wait_s, load_s, pause_s = (_milliseconds(parts.get(part)) for part in ("wait", "load", "pause"))
+            seconds = _milliseconds(time.monotonic() - began)
+            self._journal.write(EngineUpdated(name, policy.version, step.value, seconds, wait_s, load_s, pause_s))
         await self._announce()
 
     async def _apply(self, name: str, policy: Policy) -> Step:
@@ -302,14 +306,19 @@ class PolicyLoop:
             await self._engines[name].shutdown()
         except EngineDownError:
             return  # it is already gone, or so broken that only its agent can end it: `report` says so
-        self._journal.event("engine_restart", engine=name)
+        self._journal.write(EngineRestarted(name))
 
     async def _announce(self) -> None:
         version = self.fleet.current_version
         if version is None or version == self._announced:
             return
         self._announced = version
-        self._journal.event("policy_current", version=version)
+        self._journal.write(PolicyCurrent(version))
         async with self._advanced:
             self._advanced.notify_all()
         await self._after_update(version)
+
+
+def _milliseconds(seconds: float | None) -> float | None:
+    """Seconds, to the millisecond."""
+    return None if seconds is None else round(seconds, 3)

@@ -11,7 +11,6 @@ import functools
 import logging
 import time
 from pathlib import Path
-from typing import Any
 
 from primeslurm.orchestrator.batches import Batches
 from primeslurm.orchestrator.delivery import Delivery
@@ -28,7 +27,9 @@ from primeslurm.orchestrator.suspect import suspect
 from primeslurm.orchestrator.watch import Watch
 from primeslurm.orchestrator.workers import Workers
 from primeslurm.recipe import Recipe
-from primeslurm.wire.journal import Journal
+from primeslurm.records.events.training import BatchFormed, OrchestratorDone, OrchestratorUp, ReplicaLost
+from primeslurm.records.journal import Journal
+from primeslurm.records.state import OrchestratorState
 from primeslurm.wire.link import (
     Answer,
     Committed,
@@ -95,7 +96,7 @@ class Orchestrator:
         Raises:
             StallError: nothing moved for the recipe's stall timeout.
         """
-        self._journal.event("orchestrator_up", step=self._progress.now.next_step, ready=len(self._dispatch.ready))
+        self._journal.write(OrchestratorUp(self._progress.now.next_step, len(self._dispatch.ready)))
         try:
             async with asyncio.TaskGroup() as tasks:
                 background = [
@@ -113,7 +114,7 @@ class Orchestrator:
                     task.cancel()
         finally:
             self._metrics.close()
-        self._journal.event("orchestrator_done", step=self._progress.now.done_step)
+        self._journal.write(OrchestratorDone(self._progress.now.done_step))
 
     async def _loop(self) -> None:
         while not self._complete():
@@ -137,7 +138,7 @@ class Orchestrator:
         for router in self._place.addresses.lost.intersection(self._dispatch.routers):
             jobs = self._dispatch.drop_router(router)
             self._cancelled += jobs
-            self._journal.event("replica_lost", router=router, rollouts=len(jobs))
+            self._journal.write(ReplicaLost(router, len(jobs)))
 
     async def _pause(self) -> None:
         """Until something happened that may let a job start, but no longer than a tick."""
@@ -219,7 +220,7 @@ class Orchestrator:
         self._batches.add(step, groups)
         self._watch.batch_given(step)
         row = batch_metrics(groups, step, self._recipe.seq_len)
-        self._journal.event("batch", step=step, reward=row["reward/mean"], staleness=row["staleness/max"])
+        self._journal.write(BatchFormed(step, row["reward/mean"], row["staleness/max"]))
         return True
 
     def _is_outdated(self, version: int) -> bool:
@@ -326,21 +327,21 @@ class Orchestrator:
         engines, environments = self._policy.fleet.report(), self._workers.environments
         return suspect(engines, environments, self._dispatch, self._watch.trained_step)
 
-    def _state(self) -> dict[str, Any]:
+    def _state(self) -> OrchestratorState:
         dispatch = self._dispatch
-        return {
-            "step": self._progress.now.done_step,
-            "max_steps": self._recipe.max_steps,
-            "version": self._policy.current_version,
-            "inflight": dispatch.inflight,
-            "ready_groups": len(dispatch.ready),
-            "ready_rollouts": len(dispatch.ready) * dispatch.limits.group_size,
-            "open_groups": len(dispatch.open),
-            "unscored_groups": len(dispatch.unscored),
-            "counts": dict(dispatch.counts),
-            "engines": self._policy.fleet.report(),
-            "environments": sorted(self._workers.environments),
-        }
+        return OrchestratorState(
+            step=self._progress.now.done_step,
+            max_steps=self._recipe.max_steps,
+            version=self._policy.current_version,
+            inflight=dispatch.inflight,
+            ready_groups=len(dispatch.ready),
+            ready_rollouts=len(dispatch.ready) * dispatch.limits.group_size,
+            open_groups=len(dispatch.open),
+            unscored_groups=len(dispatch.unscored),
+            counts=dict(dispatch.counts),
+            engines=self._policy.fleet.report(),
+            environments=sorted(self._workers.environments),
+        )
 
 
 def _policy(published: Published) -> Policy:

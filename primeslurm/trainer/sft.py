@@ -11,6 +11,8 @@ from typing import Any
 
 from primeslurm.files import write_atomic
 from primeslurm.recipe import Recipe
+from primeslurm.records.events.training import CheckpointLoaded, TrainerStopped, WeightsPublished
+from primeslurm.records.journal import Journal
 from primeslurm.trainer import data
 from primeslurm.trainer.checkpoint import Checkpoints
 from primeslurm.trainer.progress import Progress
@@ -18,7 +20,6 @@ from primeslurm.trainer.publish import Publisher
 from primeslurm.trainer.step import Learner
 from primeslurm.trainer.world import World
 from primeslurm.wire import exits
-from primeslurm.wire.journal import Journal
 from primeslurm.wire.rollouts import Batch
 
 log = logging.getLogger(__name__)
@@ -55,7 +56,7 @@ class SftTask:
             RankError: a disk or a rank failed; what was committed is intact.
         """
         self._progress.step = step = self._saver.restore(self._learner)
-        self._journal.event("loaded", step=step)
+        self._journal.write(CheckpointLoaded(step))
         metrics = Metrics(self._run_dir, step, self._recipe.monitor.tensorboard) if self._world.is_main else None
         interrupted = False
         while step < self._recipe.max_steps and not interrupted:
@@ -70,7 +71,7 @@ class SftTask:
         finished = step == self._recipe.max_steps
         if finished:
             self._publish(step)
-        self._journal.event("stop", step=step, reason="finished" if finished else "interrupted")
+        self._journal.write(TrainerStopped(step, "finished" if finished else "interrupted"))
         return 0 if finished else exits.CHECKPOINTED
 
     def _batch(self, step: int) -> Batch:
@@ -91,7 +92,7 @@ class SftTask:
             return
         with self._progress.phase("publish"):
             path = self._publisher.publish(step)
-        self._journal.event("published", version=step)
+        self._journal.write(WeightsPublished(step))
         log.info("published %s", path)
 
 

@@ -13,7 +13,8 @@ import yaml
 from primeslurm.files import write_json
 from primeslurm.node.entry import AgentTask
 from primeslurm.plan.model import Process
-from primeslurm.run.directory import JobRecord, RunDirectory
+from primeslurm.records.attempt import JobRecord
+from primeslurm.run.directory import RunDirectory
 from primeslurm.slurm.cluster import Cluster
 from primeslurm.slurm.executor import submit
 from primeslurm.slurm.render import render

@@ -14,7 +14,7 @@ import pytest
 
 from primeslurm.orchestrator.engines import EngineClient, EngineDownError, EngineUpdateError, Policy
 from primeslurm.orchestrator.policy import PolicyLoop
-from primeslurm.wire.journal import Journal
+from primeslurm.records.journal import Journal
 from tests.support.generate import generate, spans
 from tests.support.models import make_model, publish
 from tests.support.processes import Server
@@ -34,7 +34,7 @@ async def running(loop: PolicyLoop) -> AsyncIterator[PolicyLoop]:
 
 async def reaches(loop: PolicyLoop, name: str, state: str, timeout_s: float = 90) -> None:
     deadline = time.monotonic() + timeout_s
-    while loop.fleet.report()[name]["state"] != state:
+    while loop.fleet.report()[name].state != state:
         assert time.monotonic() < deadline, loop.fleet.report()
         await asyncio.sleep(0.05)
 

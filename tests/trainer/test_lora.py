@@ -16,6 +16,7 @@ from primeslurm.plan.families import capabilities
 from primeslurm.plan.trainer_memory import lora_parameters
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.training import Checkpoint
+from primeslurm.records.journal import Journal
 from primeslurm.trainer import lora
 from primeslurm.trainer.checkpoint import Checkpoints
 from primeslurm.trainer.encoding import Encoding
@@ -26,7 +27,6 @@ from primeslurm.trainer.publish import Publisher
 from primeslurm.trainer.step import Learner
 from primeslurm.trainer.world import World
 from primeslurm.wire import weights
-from primeslurm.wire.journal import Journal
 from tests.trainer.conftest import SEQ_LEN, make_batch, make_recipe
 from tests.trainer.families import CASES, Case, reference_of, write
 

@@ -1,25 +1,41 @@
 """A run directory that release 0.1.0 wrote is shown as that release showed it.
 
-`tests/data/run_of_0_1_0` was left by an emulated run: an engine and a router were killed, a node was lost and replaced, a
-trainer's rank was killed, which ended the first attempt; the second one completed. `shown_by_0_1_0` is what 0.1.0 printed.
+`tests/data/run_of_0_1_0` was left by an emulated run: an engine and a router were killed, a node was lost and replaced,
+a rank of the trainer was killed, which ended the first attempt; the second one completed. `events_of_0_1_0.jsonl` has
+every kind of event in that release's words. `shown_by_0_1_0` is what 0.1.0 made of them.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
+import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from primeslurm.records.events import AnyEvent, decode
+from primeslurm.records.events.nodes import AgentFailed
+from primeslurm.records.events.processes import ProcessStarted
+from primeslurm.records.events.training import StepTrained
+from primeslurm.records.fleet import AgentReport
+from primeslurm.records.journal import Journal
+from primeslurm.records.reading import find_record
+from primeslurm.records.state import TrainerState
+from primeslurm.run.failures import failures
+from primeslurm.run.happenings import notable
 from tests.support.cli import primeslurm
 
 DATA = Path(__file__).resolve().parents[1] / "data"
 SHOWN = DATA / "shown_by_0_1_0"
+NEW_KINDS: frozenset[str] = frozenset()
+"""Kinds of events that came after 0.1.0."""
 COMMANDS = {
     "status.txt": ("status", "small-1"),
     "status.json": ("status", "small-1", "--processes", "--json"),
@@ -36,7 +52,7 @@ COMMANDS = {
 
 @pytest.fixture(scope="module")
 def place() -> Iterator[Path]:
-    """A copy of the run below ./runs, in a directory whose name is always as long: tables are as wide as their words."""
+    """A copy of the run below ./runs, in a directory whose name is always as long: tables are as wide as words."""
     with tempfile.TemporaryDirectory(prefix="old", dir="/tmp") as directory:
         shutil.copytree(DATA / "run_of_0_1_0", Path(directory) / "runs" / "small-1")
         yield Path(directory)
@@ -61,9 +77,61 @@ def test_it_is_shown_as_it_was_shown_then(place: Path, name: str, monkeypatch: p
         assert found == then
 
 
-if __name__ == "__main__":  # with the code of 0.1.0 on the path
-    os.environ["TZ"] = "UTC"
-    with tempfile.TemporaryDirectory(prefix="old", dir="/tmp") as there:
-        shutil.copytree(DATA / "run_of_0_1_0", Path(there) / "runs" / "small-1")
-        for each in COMMANDS:
-            (SHOWN / each).write_text(shown(Path(there), each))
+def test_every_kind_of_event_is_read_with_all_its_fields() -> None:
+    """And tells a person, and whoever looks for failures, what it told them then."""
+    lines = (DATA / "events_of_0_1_0.jsonl").read_bytes().splitlines()
+    found = [event for line in lines if (event := decode(line)) is not None]
+    assert len(found) == len(lines)
+    for line, event in zip(lines, found, strict=True):
+        again = msgspec.to_builtins(event)
+        kept = {name: again.get(name) for name in json.loads(line)}
+        assert repr(kept) == repr(json.loads(line))  # one of them holds NaN, which is not equal to itself
+    then = json.loads((SHOWN / "events.json").read_text())
+    assert msgspec.to_builtins(notable(found)) == then["notable"]
+    silent = AgentReport(2, "n002", "10.0.0.3", found[0].time - 1.5, agent_pid=1)
+    assert msgspec.to_builtins(failures(found, [silent])) == then["failures"]
+
+
+def test_all_kinds_of_this_release_are_among_them() -> None:
+    """A kind that is not cannot be one that 0.1.0 wrote, or its sample is missing."""
+    written = {json.loads(line)["kind"] for line in (DATA / "events_of_0_1_0.jsonl").read_text().splitlines()}
+    known = {kind.__struct_config__.tag for kind in get_args(AnyEvent)}
+    assert written == known - NEW_KINDS
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"time": 1.0, "process": "head", "kind": "of a newer release", "name": "x"}',
+        b'{"time": 1.0, "process": "head", "kind": "exited"}',
+        b'{"time": 1.0, "process": "head", "kind": "exited", "name": 3}',
+        b'{"time": 1.0, "process": "head"}',
+        b'{"time": 1.0, "process": "head", "kind": "exi',
+        b"[1]",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b"",
+    ],
+)
+def test_what_is_damaged_or_of_another_release_is_passed_over(line: bytes) -> None:
+    assert decode(line) is None
+
+
+def test_a_new_field_is_passed_over_and_a_missing_one_has_a_default() -> None:
+    line = b'{"time": 1.0, "process": "agent-0", "kind": "started", "name": "router-0", "cores": [1, 2]}'
+    assert decode(line) == ProcessStarted("router-0", time=1.0, process="agent-0")
+
+
+@settings(deadline=None)
+@given(st.floats(), st.text(st.characters(categories=["L", "Cs"])), st.none() | st.floats())
+def test_whatever_a_journal_writes_is_read_back(seconds: float, error: str, loss: float | None) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        journal = Journal(Path(directory), "p")
+        journal.write(StepTrained(1, loss))
+        journal.write(AgentFailed(error))
+        journal.state(TrainerState(1, "train", {"train": seconds}))
+        lines = (Path(directory) / "events" / "p.jsonl").read_bytes().splitlines()
+        state = find_record(Path(directory) / "state" / "p.json", TrainerState)
+    step, failed = (decode(line) for line in lines)
+    assert isinstance(step, StepTrained) and isinstance(failed, AgentFailed) and state is not None
+    assert (repr(step.loss), failed.error, repr(state.seconds["train"])) == (repr(loss), error, repr(seconds))

@@ -50,7 +50,7 @@ def fleet(clock: Clock) -> Fleet:
 
 
 def states(fleet: Fleet) -> dict[str, str]:
-    return {name: view["state"] for name, view in fleet.report().items()}
+    return {name: view.state for name, view in fleet.report().items()}
 
 
 def test_nothing_is_current_before_an_engine_serves(fleet: Fleet) -> None:
@@ -111,11 +111,11 @@ def test_an_engine_that_failed_an_update_is_restarted_not_updated(fleet: Fleet) 
     fleet.failed("a", "500")
     fleet.seen("a", engine(None, incarnation="bad", paused=True))
     assert fleet.must_restart("a") and not fleet.needs_update("a")
-    assert fleet.report()["a"]["restart"] and fleet.report()["a"]["error"] == "500"
+    assert fleet.report()["a"].restart and fleet.report()["a"].error == "500"
     fleet.seen("a", None)
     assert not fleet.must_restart("a")
     fleet.seen("a", engine(None, incarnation="new", updates=0))
-    assert fleet.needs_update("a") and fleet.report()["a"]["error"] is None
+    assert fleet.needs_update("a") and fleet.report()["a"].error is None
 
 
 def test_a_version_that_was_overtaken_under_way_leaves_the_engine_stale(fleet: Fleet) -> None:
@@ -145,7 +145,7 @@ def test_states_keep_the_time_they_were_entered(fleet: Fleet, clock: Clock) -> N
     fleet.seen("a", engine(1))
     clock.now = 120
     fleet.seen("a", engine(1))
-    assert fleet.report()["a"]["since"] == 110
+    assert fleet.report()["a"].since == 110
 
 
 def test_a_policy_that_is_sent_is_wanted_by_every_engine_that_is_up_and_sound(fleet: Fleet) -> None:

@@ -14,7 +14,8 @@ from PIL import Image
 
 from primeslurm.files import write_json
 from primeslurm.plan.model import Process
-from primeslurm.run.directory import EndRecord, RunDirectory
+from primeslurm.records.attempt import EndRecord
+from primeslurm.run.directory import RunDirectory
 from primeslurm.run.report import report
 from tests.support.cli import primeslurm
 from tests.support.plans import plan_of, python
