@@ -9,6 +9,7 @@ import msgspec
 
 from primeslurm.errors import RunError
 from primeslurm.files import write_atomic, write_json
+from primeslurm.plan import storage
 from primeslurm.plan.model import Plan
 from primeslurm.recipe.paths import is_dir, is_file
 from primeslurm.records.attempt import EndRecord, JobRecord, LockRecord
@@ -92,12 +93,12 @@ class Attempt:
         """Make the directory and write the plan, last."""
         for name in ("agents", "events", "state", "logs"):
             (self.path / name).mkdir(parents=True, exist_ok=True)
-        write_atomic(self.plan_file, plan.to_json())
+        write_atomic(self.plan_file, storage.to_file(plan))
 
     def plan(self) -> Plan:
         """The plan of this attempt. Raises RunError."""
         try:
-            return Plan.model_validate_json(self.plan_file.read_bytes())
+            return storage.from_file(self.plan_file.read_bytes())
         except (OSError, ValueError) as error:
             raise RunError(f"{self.plan_file} cannot be read: {error}") from None
 
