@@ -17,17 +17,9 @@ from typing import get_args
 
 import msgspec
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from primeslurm.records.events import AnyEvent, decode
-from primeslurm.records.events.nodes import AgentFailed
-from primeslurm.records.events.processes import ProcessStarted
-from primeslurm.records.events.training import StepTrained
 from primeslurm.records.fleet import AgentReport
-from primeslurm.records.journal import Journal
-from primeslurm.records.reading import find_record
-from primeslurm.records.state import TrainerState
 from primeslurm.run.failures import failures
 from primeslurm.run.happenings import notable
 from tests.support.cli import primeslurm
@@ -97,41 +89,3 @@ def test_all_kinds_of_this_release_are_among_them() -> None:
     written = {json.loads(line)["kind"] for line in (DATA / "events_of_0_1_0.jsonl").read_text().splitlines()}
     known = {kind.__struct_config__.tag for kind in get_args(AnyEvent)}
     assert written == known - NEW_KINDS
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        b'{"time": 1.0, "process": "head", "kind": "of a newer release", "name": "x"}',
-        b'{"time": 1.0, "process": "head", "kind": "exited"}',
-        b'{"time": 1.0, "process": "head", "kind": "exited", "name": 3}',
-        b'{"time": 1.0, "process": "head"}',
-        b'{"time": 1.0, "process": "head", "kind": "exi',
-        b"[1]",
-        b"\xff\xfe",
-        b"[" * 100_000,
-        b"",
-    ],
-)
-def test_what_is_damaged_or_of_another_release_is_passed_over(line: bytes) -> None:
-    assert decode(line) is None
-
-
-def test_a_new_field_is_passed_over_and_a_missing_one_has_a_default() -> None:
-    line = b'{"time": 1.0, "process": "agent-0", "kind": "started", "name": "router-0", "cores": [1, 2]}'
-    assert decode(line) == ProcessStarted("router-0", time=1.0, process="agent-0")
-
-
-@settings(deadline=None)
-@given(st.floats(), st.text(st.characters(categories=["L", "Cs"])), st.none() | st.floats())
-def test_whatever_a_journal_writes_is_read_back(seconds: float, error: str, loss: float | None) -> None:
-    with tempfile.TemporaryDirectory() as directory:
-        journal = Journal(Path(directory), "p")
-        journal.write(StepTrained(1, loss))
-        journal.write(AgentFailed(error))
-        journal.state(TrainerState(1, "train", {"train": seconds}))
-        lines = (Path(directory) / "events" / "p.jsonl").read_bytes().splitlines()
-        state = find_record(Path(directory) / "state" / "p.json", TrainerState)
-    step, failed = (decode(line) for line in lines)
-    assert isinstance(step, StepTrained) and isinstance(failed, AgentFailed) and state is not None
-    assert (repr(step.loss), failed.error, repr(state.seconds["train"])) == (repr(loss), error, repr(seconds))

@@ -130,6 +130,15 @@ def test_processes_progress_and_metrics_are_shown(run: RunDirectory) -> None:
     assert status(run).processes == [] and status(run).unhealthy == []
 
 
+def test_before_anybody_tells_of_progress_there_is_none(run: RunDirectory) -> None:
+    state = run.attempt(1).path / "state" / "orchestrator.json"
+    for text in (None, '{"step": 1', '{"step": "one"}'):
+        if text is not None:
+            state.write_text(text)
+        found = status(run)
+        assert (found.step, found.version, msgspec.to_builtins(found)["progress"]) == (None, None, {})
+
+
 def test_an_engine_that_loads_again_does_not_make_the_run_start_again(run: RunDirectory) -> None:
     fleet(run, state="LOADING")
     assert status(run).phase == "starting"
