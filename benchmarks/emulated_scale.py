@@ -20,10 +20,12 @@ from typing import Any
 import httpx
 import psutil
 
+from primeslurm.files import read_json
 from primeslurm.plan.model import Plan
+from primeslurm.records.events.processes import ProcessStarted
+from primeslurm.records.state import OrchestratorState
 from primeslurm.run.directory import RunDirectory
 from primeslurm.run.summary import events, rows
-from primeslurm.wire.files import read_json
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -115,10 +117,12 @@ def follow(run: RunDirectory, usage: Usage) -> dict[str, float]:
     attempt, seen, turn = run.attempt(1), {}, 0
     plan = attempt.plan()
     while attempt.end() is None:
-        states = (read_json(attempt.fleet_file) or {}).get("states", {})
+        fleet = attempt.fleet()
+        states = fleet.states if fleet else {}
         if "healthy" not in seen and states and set(states.values()) == {"HEALTHY"}:
             seen["healthy"] = time.time()
-        if "first_token" not in seen and attempt.state("orchestrator").get("inflight") and _tokens(attempt, plan):
+        state = attempt.state("orchestrator", OrchestratorState)
+        if "first_token" not in seen and state and state.inflight and _tokens(attempt, plan):
             seen["first_token"] = time.time()
         turn += 1
         usage.look(memory=turn % 30 == 0)
@@ -160,7 +164,7 @@ def report(run: RunDirectory, usage: Usage, began: float, seen: dict[str, float]
         "step_seconds": [round(row["throughput/step_seconds"], 1) for row in table],
         "update_seconds": [round(row["policy/update_seconds"], 2) for row in table],
         "reward_first_last": [table[0]["reward/mean"], table[-1]["reward/mean"]],
-        "restarts": sum(event["kind"] == "started" and event["restarts"] > 0 for event in happened),
+        "restarts": sum(isinstance(event, ProcessStarted) and event.restarts > 0 for event in happened),
         "peak_memory_gb": round(usage.peak_bytes / 1e9, 2),
         "private_memory_mb_each": {k: round(b / usage.count[k] / 1e6, 1) for k, b in usage.private_bytes.items()},
         "cpu_seconds": {kind: round(seconds, 1) for kind, seconds in usage.cpu_s.items()},

@@ -1,4 +1,4 @@
-"""Seconds for check, plan and render of large runs: `python benchmarks/plan_scale.py [--write]`.
+"""Seconds for check, plan and render of large runs, and the plan's file: `python benchmarks/plan_scale.py [--write]`.
 
 Each size is recipes/glm5_pd.yaml with more train nodes and replicas; the whole command is a process of its own.
 """
@@ -15,10 +15,15 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import msgspec
+
 from primeslurm.api.planning import look_at_files
 from primeslurm.plan.checks import advise, review
 from primeslurm.plan.derive import asked_of, derive
+from primeslurm.plan.model import Plan
+from primeslurm.plan.storage import from_file, plain, to_file
 from primeslurm.recipe.load import load_recipe, load_site
+from primeslurm.run.placement import PlacedProcess, Placement
 from primeslurm.slurm.render import render
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -55,12 +60,18 @@ def measure(nodes: int) -> dict[str, object]:
     recipe = load_recipe(RECIPE, overrides)
     plan = derive(recipe, site, Path("/shared/run"))
     files, (needs, _) = look_at_files(recipe), asked_of(recipe, site, local=False)
+    file, text = to_file(plan).encode(), plan.to_json()
+    fields = PlacedProcess.__struct_fields__
     parts: dict[str, Callable[[], object]] = {
         "load": lambda: load_recipe(RECIPE, overrides),
         "check": lambda: (review(recipe, site, needs, files.model, files.teacher), advise(recipe, plan)),
         "plan": lambda: derive(recipe, site, Path("/shared/run")),
         "render": lambda: render(plan),
         "json": plan.to_json,
+        "write_file": lambda: to_file(plan),
+        "read_file": lambda: from_file(file),
+        "read_file_to_watch": lambda: msgspec.convert(plain(file, fields), Placement),
+        "read_json": lambda: Plan.model_validate_json(text),
     }
     seconds = {name: best(part) for name, part in parts.items()}
     argv = [sys.executable, "-m", "primeslurm", "render", str(RECIPE), "--site", str(SITE)]
@@ -70,7 +81,8 @@ def measure(nodes: int) -> dict[str, object]:
         "gpu_nodes": nodes,
         "gpus": plan.totals.gpus,
         "processes": len(plan.processes()),
-        "plan_bytes": len(plan.to_json()),
+        "plan_json_bytes": len(text),
+        "plan_file_bytes": len(file),
         "script_lines": len(render(plan).splitlines()),
         "seconds": {name: round(clock, 4) for name, (clock, _) in seconds.items()},
         "load_check_plan_render": _sums(seconds[name] for name in ("load", "check", "plan", "render")),

@@ -20,6 +20,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from primeslurm.records.base import Event
+from primeslurm.records.events.policy import EngineUpdated
+from primeslurm.records.events.training import WeightsPublished
 from primeslurm.run.directory import RunDirectory
 from primeslurm.run.records import events, rows
 
@@ -102,7 +105,7 @@ def run(name: str, cell: Cell, model: Path) -> dict[str, Any]:
     return {"exit_code": code, "settings": dict(cell.settings), **report(rows(directory.path), events(directory))}
 
 
-def report(steps: Sequence[Mapping[str, Any]], happened: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def report(steps: Sequence[Mapping[str, Any]], happened: Sequence[Event]) -> dict[str, Any]:
     """Medians over the steps and updates of a run.
 
     `publish` is the trainer's part of an update, `transfer` that of it in which tensors are sent; `load` (while they
@@ -111,13 +114,13 @@ def report(steps: Sequence[Mapping[str, Any]], happened: Sequence[Mapping[str, A
     kl = [row["trainer/mismatch_kl"] for row in steps if "trainer/mismatch_kl" in row]
     slowest: dict[int, dict[str, float]] = {}
     for event in happened:
-        if event["kind"] == "engine_updated" and "load_s" in event:
-            seen = slowest.setdefault(event["version"], {"load": 0.0, "pause": 0.0})
-            for part in seen:
-                seen[part] = max(seen[part], event[f"{part}_s"])
+        if isinstance(event, EngineUpdated) and event.load_s is not None and event.pause_s is not None:
+            seen = slowest.setdefault(event.version, {"load": 0.0, "pause": 0.0})
+            seen["load"] = max(seen["load"], event.load_s)
+            seen["pause"] = max(seen["pause"], event.pause_s)
     parts = {
         "publish": [row["trainer/seconds/publish"] for row in steps if "trainer/seconds/publish" in row],
-        "transfer": [event["sent_s"] for event in happened if event["kind"] == "published"],
+        "transfer": [event.sent_s for event in happened if isinstance(event, WeightsPublished)],
         **{part: [found[part] for _, found in sorted(slowest.items())] for part in ("load", "pause")},
     }
     return {

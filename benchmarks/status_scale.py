@@ -16,15 +16,23 @@ import tempfile
 import time
 from pathlib import Path
 
+import msgspec
+
+from primeslurm.files import write_json
 from primeslurm.plan.derive import derive
 from primeslurm.plan.model import Plan
 from primeslurm.recipe import Recipe, Site
-from primeslurm.run.directory import Attempt, JobRecord, RunDirectory
-from primeslurm.wire.files import write_json
+from primeslurm.records.attempt import JobRecord
+from primeslurm.records.events.nodes import AgentStarted
+from primeslurm.records.fleet import AgentReport, FleetView, ProcessReport, Roster, Seat
+from primeslurm.records.journal import Journal
+from primeslurm.records.load import Load
+from primeslurm.records.state import EngineRecord, OrchestratorState
+from primeslurm.run.directory import Attempt, RunDirectory
 
 REPEATS = 5
 STEPS = 400
-LOAD = {"engines": 24, "running": 30, "waiting": 9, "kv_usage": 0.7, "seconds": 60, "generated_per_s": 900}
+LOAD = Load(engines=24, running=30, waiting=9, kv_usage=0.7, seconds=60, generated_per_s=900)
 
 
 def make(root: Path, nodes: int) -> RunDirectory:
@@ -64,19 +72,19 @@ def _say(attempt: Attempt, plan: Plan, run: RunDirectory) -> None:
     now = time.time()
     states = {process.name: "HEALTHY" for process in plan.processes()} | {"router-0": "RESTARTING"}
     # Its time lies ahead, so that it stays fresh however long this takes.
-    write_json(attempt.fleet_file, {"time": now + 3600, "states": states, "ending": None})
-    seats = {node.index: {"rank": node.index, "name": f"n{node.index:04d}"} for node in plan.nodes}
-    write_json(attempt.roster_file, {"generation": 1, "seats": seats})
+    write_json(attempt.fleet_file, msgspec.to_builtins(FleetView(now + 3600, states=states)))
+    seats = {node.index: Seat(node.index, f"n{node.index:04d}") for node in plan.nodes}
+    write_json(attempt.roster_file, msgspec.to_builtins(Roster(1, seats)))
     for node in plan.nodes:
-        beats = {p.name: {"state": "ready", "pid": 42, "restarts": 0} for p in node.processes}
-        write_json(attempt.agent_file(node.index), {"name": f"n{node.index:04d}", "time": now, "processes": beats})
-        event = {"time": now, "process": f"agent-{node.index}", "kind": "agent_started", "node": f"n{node.index:04d}"}
-        (attempt.path / "events" / f"agent-{node.index}.jsonl").write_text(json.dumps(event) + "\n")
+        name, beats = f"n{node.index:04d}", {process.name: ProcessReport("ready", 42) for process in node.processes}
+        report = AgentReport(node.index, name, "10.0.0.1", now, 7, node=node.index, processes=beats)
+        write_json(attempt.agent_file(node.index), msgspec.to_builtins(report))
+        Journal(attempt.path, f"agent-{node.index}").write(AgentStarted(name, report.address))
     loads = {"prefill": LOAD, "decode": LOAD}
-    engines = {name: {"state": "CURRENT", "version": 300} for r in plan.replicas for name in r.engines}
-    state = {"step": 300, "version": 300, "ready_groups": 5, "engines": engines, "roles": loads}
-    state["replicas"] = {str(replica.index): loads for replica in plan.replicas}
-    write_json(attempt.path / "state" / "orchestrator.json", state)
+    engines = {name: EngineRecord("CURRENT", now, 300) for r in plan.replicas for name in r.engines}
+    replicas = {str(replica.index): loads for replica in plan.replicas}
+    state = OrchestratorState(step=300, version=300, ready_groups=5, engines=engines, roles=loads, replicas=replicas)
+    Journal(attempt.path, "orchestrator").state(state)
     rows = [{"step": i, "reward/mean": i / STEPS, **{f"m{j}": float(j) for j in range(60)}} for i in range(1, 301)]
     (run.path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 

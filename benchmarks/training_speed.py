@@ -80,11 +80,11 @@ def make_recipe(options: argparse.Namespace, on_cpu: bool) -> Any:
 
 def ours(recipe: Any, config: Any, rows: int, world: Any, directory: Path) -> tuple[Step, Any]:
     """Our step on random rows, and the policy."""
+    from primeslurm.records.journal import Journal
     from primeslurm.trainer.loss import from_recipe
     from primeslurm.trainer.parallel import assemble
     from primeslurm.trainer.progress import PhaseTimer
     from primeslurm.trainer.step import Learner
-    from primeslurm.wire.journal import Journal
 
     policy = assemble(config, Path(recipe.model.path), recipe, world)
     learner = Learner(policy, recipe.trainer.optimizer, 10_000, from_recipe(recipe.trainer.loss), world)

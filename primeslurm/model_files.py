@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from primeslurm.recipe.paths import expanded, is_dir
+from primeslurm.paths import expanded, is_dir
 
 _NEEDED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
 """A snapshot without other files (pictures, weights in other formats) is complete."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from primeslurm.api.runs import Run, reading
 from primeslurm.errors import RunError
 from primeslurm.plan.model import Plan
-from primeslurm.run.directory import JobRecord
+from primeslurm.records.attempt import JobRecord
 from primeslurm.run.placement import placement_of
 from primeslurm.run.target import Target, find_target
 from primeslurm.slurm import local
@@ -64,6 +64,6 @@ def _argv(plan: Plan, job: JobRecord, place: Target, inside: list[str], terminal
 
 def _pids(place: Target) -> list[str]:
     """The process's, or again the agent's where there is none."""
-    agent = int(place.report["agent_pid"])
-    own = place.report["processes"].get(place.process, {}).get("pid") if place.process else None
-    return [str(own or agent), str(agent)]
+    agent = place.report.agent_pid
+    own = place.report.processes.get(place.process or "")
+    return [str((own.pid if own else None) or agent), str(agent)]

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from primeslurm.api.loading import load
 from primeslurm.api.runs import find_run
+from primeslurm.paths import is_dir
 from primeslurm.plan.model import Plan
-from primeslurm.recipe.paths import is_dir
 from primeslurm.run.diff import Difference, diff
 
 RECIPES = (".yaml", ".yml")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from primeslurm.api.runs import Run
 from primeslurm.errors import RunError, UsageError, Violation
-from primeslurm.recipe.paths import expanded, is_dir
+from primeslurm.paths import expanded, is_dir
 from primeslurm.wire import checkpoints
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from primeslurm.errors import ClusterError, RunError
 from primeslurm.plan.model import Plan
-from primeslurm.run.directory import JobRecord, RunDirectory
+from primeslurm.records.attempt import JobRecord
+from primeslurm.run.directory import RunDirectory
 from primeslurm.run.status import JobQuery
 from primeslurm.slurm.client import SlurmClient
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from primeslurm.api.jobs import OnSilence, end_job, job_query
 from primeslurm.api.sites import runs_directory
 from primeslurm.errors import ClusterError, RunError, UsageError, Violation
+from primeslurm.paths import is_dir
 from primeslurm.plan.model import Plan
 from primeslurm.recipe.explain import suggestion
-from primeslurm.recipe.paths import is_dir
 from primeslurm.run.directory import Attempt, RunDirectory
 from primeslurm.run.status import RunStatus, read_status
 

@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 from primeslurm.errors import UsageError, Violation
+from primeslurm.paths import expanded, is_file
 from primeslurm.recipe import Site
 from primeslurm.recipe.load import load_site
-from primeslurm.recipe.paths import expanded, is_file
 
 SITE_FILES = (Path("site.yaml"), Path("~/.primeslurm/site.yaml"))
 """Where a site file is looked for if none is named."""

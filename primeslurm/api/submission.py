@@ -10,14 +10,15 @@ from primeslurm.api.bad_nodes import avoid_bad_nodes
 from primeslurm.api.loading import LoadedRecipe
 from primeslurm.api.runs import Run
 from primeslurm.errors import ClusterError, PrimeslurmError, UsageError, Violation
+from primeslurm.files import write_atomic
 from primeslurm.plan.model import Plan
 from primeslurm.plan.planner import refuse
+from primeslurm.records.attempt import JobRecord
 from primeslurm.run.create import create, discard, missing_variables, name_in_use
-from primeslurm.run.directory import Attempt, JobRecord
+from primeslurm.run.directory import Attempt
 from primeslurm.slurm.client import SlurmClient
 from primeslurm.slurm.placement import placement_problems
 from primeslurm.slurm.render import render
-from primeslurm.wire.files import write_atomic
 
 
 @dataclass(frozen=True)

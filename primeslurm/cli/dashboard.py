@@ -10,8 +10,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from primeslurm.run.status import ProcessStatus, ReplicaStatus, RunStatus
-from primeslurm.wire.load import Load
+from primeslurm.records.load import Load
+from primeslurm.run.status import ProcessStatus, ReplicaStatus, RlProgress, RunStatus
 
 MAX_LINES = 8
 """Of each list: replicas, unhealthy processes. What is well is summed up."""
@@ -117,12 +117,12 @@ def _numbers(status: RunStatus) -> RenderableType:
 
 def _queue(status: RunStatus) -> Text | None:
     progress = status.progress
-    if "ready_groups" not in progress:
+    if not isinstance(progress, RlProgress):
         return None
-    text = f"{progress['ready_groups']} groups ready, {progress.get('open_groups', 0)} open, "
-    if unscored := progress.get("unscored_groups"):
-        text += f"{unscored} at the teacher, "
-    return Text.assemble(("queue ", "dim"), text + f"{progress.get('inflight', 0)} rollouts in flight")
+    text = f"{progress.ready_groups} groups ready, {progress.open_groups} open, "
+    if progress.unscored_groups:
+        text += f"{progress.unscored_groups} at the teacher, "
+    return Text.assemble(("queue ", "dim"), text + f"{progress.inflight} rollouts in flight")
 
 
 def _roles(status: RunStatus) -> Table:

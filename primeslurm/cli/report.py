@@ -12,7 +12,7 @@ from primeslurm.cli.options import RunArg, RunsOpt
 from primeslurm.cli.output import warn
 from primeslurm.cli.tables import out
 from primeslurm.errors import UsageError, Violation
-from primeslurm.wire.files import write_atomic
+from primeslurm.files import write_atomic
 
 
 def report(

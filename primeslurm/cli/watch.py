@@ -55,7 +55,7 @@ def watch_until_done(run: Run) -> ExitCode:
     """Show live progress until the run has ended. Returns the exit code: 0 if it completed. Raises ClusterError."""
     looks = run.watch(poll_s=REFRESH_S, if_silent=warn)
     current = next(looks)
-    printed = -1
+    printed = -1.0
     with Live(view(current), console=err, refresh_per_second=4, transient=False) as live:
         for current in looks:
             live.update(view(current))

@@ -17,8 +17,16 @@ from safetensors.numpy import save_file
 
 from primeslurm.emulated.ranks import RankError, Ranks
 from primeslurm.recipe import Recipe
+from primeslurm.records.events.training import (
+    CheckpointCommitted,
+    CheckpointLoaded,
+    StepTrained,
+    TrainerStopped,
+    WeightsPublished,
+)
+from primeslurm.records.journal import Journal
+from primeslurm.records.state import TrainerState
 from primeslurm.wire import checkpoints, exits
-from primeslurm.wire.journal import Journal
 from primeslurm.wire.link import LinkError, TrainerLink, TransferWanted
 from primeslurm.wire.rollouts import Batch
 from primeslurm.wire.weight_transfer import filesystem
@@ -67,12 +75,12 @@ class EmulatedTrainer:
         if step > self._saved:
             self._save(step)
         interrupted = done and self._ranks.interrupted()
-        self._journal.event("stop", step=step, reason="interrupted" if interrupted else "finished")
+        self._journal.write(TrainerStopped(step, "interrupted" if interrupted else "finished"))
         return exits.CHECKPOINTED if interrupted else 0
 
     def _resume(self) -> int:
         self._saved = step = checkpoints.newest(self._run_dir) or 0
-        self._journal.event("loaded", step=step)
+        self._journal.write(CheckpointLoaded(step))
         if step:
             self._link.committed(step)
             self._transfer(step)
@@ -85,16 +93,16 @@ class EmulatedTrainer:
 
     def _step(self, step: int) -> bool:
         """One step; False if there is nothing more to train."""
-        self._journal.state(step=step - 1, phase="wait")
+        self._journal.state(TrainerState(step - 1, "wait"))
         batch = self._batch(step)
         if batch is None:
             return False
-        self._journal.state(step=step, phase="train")
+        self._journal.state(TrainerState(step, "train"))
         spent = STEP_S + batch.info.loss_tokens / (TOKENS_PER_S_AND_RANK * self._world)
         time.sleep(spent)
         self._transfer(step)
         self._link.step_done(step, {"loss": 1.0 / step, "loss_tokens": batch.info.loss_tokens, "seconds/train": spent})
-        self._journal.event("step", step=step)
+        self._journal.write(StepTrained(step))
         if step % self._recipe.checkpoint.interval == 0 or step == self._recipe.max_steps:
             self._save(step)
         return True
@@ -134,11 +142,11 @@ class EmulatedTrainer:
         filesystem.complete(partial, version, "float32")
         partial.rename(final)
         filesystem.prune(self._run_dir, self._recipe.weights.keep, {version, *checkpoints.committed(self._run_dir)})
-        self._journal.event("published", version=version)
+        self._journal.write(WeightsPublished(version))
         return final
 
     def _save(self, step: int) -> None:
-        self._journal.state(step=step, phase="checkpoint")
+        self._journal.state(TrainerState(step, "checkpoint"))
         directory = checkpoints.step_dir(self._run_dir, step)
         if directory.exists():
             shutil.rmtree(directory)
@@ -149,7 +157,7 @@ class EmulatedTrainer:
         self._link.committed(step)
         checkpoints.prune(self._run_dir, self._recipe.checkpoint.keep)
         self._saved = step
-        self._journal.event("committed", step=step)
+        self._journal.write(CheckpointCommitted(step))
 
 
 def train(argv: list[str] | None, ranks: Ranks) -> int:

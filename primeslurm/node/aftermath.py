@@ -16,11 +16,13 @@ from primeslurm.errors import ClusterError, RunError
 from primeslurm.node.attempts import enter, first_of_job
 from primeslurm.node.conclusion import conclude, keep_away_from_bad_nodes, remember_bad_node
 from primeslurm.node.job_output import JobOutput
-from primeslurm.node.reports import Ending, Outcome
-from primeslurm.run.directory import EndRecord, RunDirectory
+from primeslurm.records.attempt import EndRecord
+from primeslurm.records.events.nodes import AttemptEnds, LaunchedAgain, NodeLost
+from primeslurm.records.fleet import Ending, Outcome
+from primeslurm.records.journal import Journal
+from primeslurm.run.directory import RunDirectory
 from primeslurm.slurm.client import SlurmClient
 from primeslurm.slurm.launch import NODES, launch_failures, node_names, restarts, spares_suffice, step_without
-from primeslurm.wire.journal import Journal
 
 
 def ending_of_step(end: EndRecord | None, job_state: str, code: int, unreached: dict[str, str]) -> Ending | None:
@@ -81,18 +83,18 @@ class Aftermath:
     def _blame(self, nodes: dict[str, str]) -> None:
         for name, why in sorted(nodes.items()):
             reason = f"no agent could be started: {why}"
-            self._journal.event("node_lost", node=name, rank=self._names.index(name), reason=reason)
+            self._journal.write(NodeLost(name, self._names.index(name), reason))
             remember_bad_node(self._plan, self._attempt, name, reason, self._journal)
 
     def _launch_again(self) -> int:
         """A head may have seated the nodes that are left already: srun gives it seconds before it ends all tasks."""
-        self._journal.event("launched_again", without=sorted(self._unreached))
+        self._journal.write(LaunchedAgain(sorted(self._unreached)))
         self._attempt.forget_agents()
         argv = step_without(self._plan, self._names, self._unreached, self._step)
         return subprocess.run(argv, env={**os.environ, NODES: ",".join(self._names)}, check=False).returncode
 
     def _end(self, ending: Ending) -> None:
-        self._journal.event("ending", outcome=ending.outcome, reason=ending.reason, suspect=ending.suspect)
+        self._journal.write(AttemptEnds(ending.outcome, ending.reason, ending.suspect))
         if conclude(self._plan, self._run, self._attempt, ending, self._journal):
             signal.signal(signal.SIGTERM, signal.SIG_IGN)  # requeueing ends this script as well, but not at once
             self._client.requeue(self._job_id)

@@ -17,17 +17,18 @@ from pathlib import Path
 
 import msgspec
 
+from primeslurm.files import Watched, write_json
 from primeslurm.node.crew import Crew
+from primeslurm.node.fleet import NODE_START_S
 from primeslurm.node.health import TIMEOUT_S
 from primeslurm.node.network import NetworkError, node_name, own_address
 from primeslurm.node.preflight import Preflight, PreflightTimings
-from primeslurm.node.reports import NODE_START_S, AgentReport, Ending, Fitness, FleetView, Outcome
 from primeslurm.plan.model import Plan
+from primeslurm.records.events.nodes import AgentFailed, AgentStarted, AttemptEnds, HeartbeatFailed, Seated
+from primeslurm.records.fleet import AgentReport, Ending, Fitness, FleetView, Outcome, Roster
+from primeslurm.records.journal import Journal
 from primeslurm.run.directory import Attempt
-from primeslurm.run.roster import Roster
 from primeslurm.wire.addresses import Addresses
-from primeslurm.wire.files import Watched, write_json
-from primeslurm.wire.journal import Journal
 
 LATE_S = 2.0
 """Agents and head whose turns come later than this after one another are held up: by a machine or a file system that
@@ -109,14 +110,14 @@ class NodeAgent:
         """Start what there is to start and keep it running until the attempt ends."""
         try:
             self.tmp.mkdir(parents=True, exist_ok=True)
-            self.journal.event("agent_started", node=self.name, address=self.address)
+            self.journal.write(AgentStarted(self.name, self.address))
             self.preflight.start()
             while not self._finished():
                 self.tick(time.time())
                 time.sleep(self.timings.tick_s)
         except Exception as error:
             self.error = f"{type(error).__name__}: {error}"
-            self.journal.event("agent_failed", error=self.error)
+            self.journal.write(AgentFailed(self.error))
             raise
         finally:
             if self.crew is not None:
@@ -168,7 +169,8 @@ class NodeAgent:
             node = self.plan.nodes[index]
             shared = (self.address, self._values, self.journal, self.timings.probe_timeout_s)
             self.crew = Crew(self.plan, node, self.attempt, *shared)
-            self.journal.event("seated", node=self.name, index=index, role=node.role, generation=roster.generation)
+            seated = Seated(node=self.name, index=index, role=node.role, generation=roster.generation)
+            self.journal.write(seated)
         elif index is None and self.crew is not None:
             # The head gave this node up. Whatever it still runs would be in the way of what replaces it.
             self.end(Ending(Outcome.CANCELLED, f"node {self.name} was replaced", self.name))
@@ -177,7 +179,7 @@ class NodeAgent:
         """Trainers first, with a checkpoint if that is still possible; then everything else."""
         if self._ending_since is None:
             self._ending_since = now
-            self.journal.event("ending", outcome=ending.outcome, reason=ending.reason)
+            self.journal.write(AttemptEnds(ending.outcome, ending.reason))
         crew = self.crew
         if crew is None:
             return
@@ -220,7 +222,7 @@ class NodeAgent:
         try:
             write_json(self.attempt.agent_file(self.rank), msgspec.to_builtins(report))
         except OSError as error:
-            self.journal.event("heartbeat_failed", error=str(error))
+            self.journal.write(HeartbeatFailed(str(error)))
 
 
 def held_up_s(last: float, now: float) -> float:

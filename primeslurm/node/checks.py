@@ -10,12 +10,10 @@ import subprocess
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
 
-import msgspec
-
+from primeslurm.files import read_json, write_atomic
 from primeslurm.node.network import can_bind
-from primeslurm.wire.files import read_json, write_atomic
+from primeslurm.records.preflight import Check, Level
 
 GIB = 2**30
 COMMAND_TIMEOUT_S = 20.0
@@ -29,17 +27,6 @@ CACHED_S = 60.0
 """How old a file on a network file system may look."""
 SLOW_S = 5.0
 """A file system that takes longer than this for a small file is slow."""
-
-Level = Literal["ok", "warning", "failed"]
-
-
-class Check(msgspec.Struct, frozen=True):
-    """What one check found."""
-
-    name: str
-    level: Level
-    text: str
-    fix: str = ""
 
 
 # GPUs

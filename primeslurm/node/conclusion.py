@@ -10,14 +10,16 @@ from pathlib import Path
 from tenacity import RetryCallState
 
 from primeslurm.errors import ClusterError
-from primeslurm.node.reports import Ending, Outcome
 from primeslurm.node.requeue import should_requeue
 from primeslurm.plan.model import Plan
-from primeslurm.run.directory import Attempt, EndRecord, RunDirectory
+from primeslurm.records.attempt import EndRecord
+from primeslurm.records.events.nodes import AttemptEnded, BadNodeNotRecorded, EndNotRecorded
+from primeslurm.records.fleet import Ending, Outcome
+from primeslurm.records.journal import Journal
+from primeslurm.run.directory import Attempt, RunDirectory
 from primeslurm.run.ledger import Ledger
 from primeslurm.slurm.client import SlurmClient
 from primeslurm.wire import checkpoints
-from primeslurm.wire.journal import Journal
 from primeslurm.wire.retry import insisting_in_thread
 
 EXCLUDE_S = 5.0
@@ -46,8 +48,8 @@ def conclude(plan: Plan, run: RunDirectory, attempt: Attempt, ending: Ending, jo
     try:
         attempt.record_end(record)
     except OSError as error:  # a full disk must not keep the job from being requeued
-        journal.event("end_not_recorded", error=str(error))
-    journal.event("ended", outcome=ending.outcome, requeued=requeue, why_not=why_not)
+        journal.write(EndNotRecorded(str(error)))
+    journal.write(AttemptEnded(ending.outcome, requeue, why_not))
     return requeue
 
 
@@ -60,7 +62,7 @@ def remember_bad_node(plan: Plan, attempt: Attempt, node: str, reason: str, jour
         ledger = Ledger(Path(plan.run_dir).parent)
         ledger.record(node, reason, plan.run, attempt.number, now=now, hours=plan.bad_node_hours)
     except OSError as error:
-        journal.event("bad_node_not_recorded", node=node, error=str(error))
+        journal.write(BadNodeNotRecorded(node, str(error)))
 
 
 def nodes_to_avoid(plan: Plan) -> str | None:

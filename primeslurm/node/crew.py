@@ -11,14 +11,15 @@ from primeslurm.node.child import Child
 from primeslurm.node.health import TIMEOUT_S, Probe, Target
 from primeslurm.node.network import Ports
 from primeslurm.node.outfit import Outfit
-from primeslurm.node.reports import FleetView, ProcessReport
 from primeslurm.node.resolve import resolve
 from primeslurm.node.shared_memory import SharedMemory
 from primeslurm.node.supervisor import ProcessState, Supervision
 from primeslurm.plan.model import Node, Plan, Process
+from primeslurm.records.events.processes import ProcessExited, ProcessStarted, ProcessStartFailed
+from primeslurm.records.fleet import FleetView, ProcessReport
+from primeslurm.records.journal import Journal
 from primeslurm.run.directory import Attempt
 from primeslurm.wire.addresses import Addresses
-from primeslurm.wire.journal import Journal
 from primeslurm.wire.secret import generate_token, read
 
 LOOK_S = 30.0
@@ -93,9 +94,7 @@ class Crew:
                 probe.stop()
             supervision = self.supervised[name]
             supervision.exited(now, code, ending=ending)
-            self._journal.event(
-                "exited", name=name, code=code, state=supervision.state, reason=supervision.reason or None
-            )
+            self._journal.write(ProcessExited(name, code, supervision.state, supervision.reason or None))
             ended.append(supervision.process)
         self._shared_memory.unlink()
         return ended
@@ -204,7 +203,7 @@ class Crew:
         except OSError as error:
             supervision.reason = str(error)
             supervision.exited(now, 127, ending=False)
-            self._journal.event("start_failed", name=process.name, error=str(error))
+            self._journal.write(ProcessStartFailed(process.name, str(error)))
             return
         self.children[process.name] = child
         self._started_with[process.name] = command
@@ -212,9 +211,7 @@ class Crew:
             port = self.ports[process.name][process.health.port]
             target = Target(self.address, port, process.health.path)
             self.probes[process.name] = Probe(target, self._probe_timeout_s)
-        self._journal.event(
-            "started", name=process.name, pid=child.pid, restarts=supervision.restarts, generation=generation
-        )
+        self._journal.write(ProcessStarted(process.name, child.pid, supervision.restarts, generation))
 
     def _command(self, process: Process, addresses: Addresses) -> Command:
         fill = self._fill(process, addresses)

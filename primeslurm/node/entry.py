@@ -18,8 +18,8 @@ from primeslurm.node.agent import NodeAgent
 from primeslurm.node.attempts import PLAN_WAIT_S, enter
 from primeslurm.node.conclusion import conclude, keep_away_from_bad_nodes, remember_bad_node
 from primeslurm.node.head import Head
-from primeslurm.node.reports import Ending, Outcome
 from primeslurm.plan.model import Plan
+from primeslurm.records.fleet import Ending, Outcome
 from primeslurm.run.directory import BY_SIGTERM, Attempt, RunDirectory
 from primeslurm.slurm.client import SlurmClient
 from primeslurm.slurm.launch import node_names, restarts

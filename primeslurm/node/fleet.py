@@ -13,24 +13,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from primeslurm.node.reports import (
-    AGENT_ENDED,
-    NODE_START_S,
-    AgentReport,
-    Ending,
-    Fitness,
-    News,
-    Outcome,
-    ProcessReport,
-    UnitOrder,
-)
 from primeslurm.node.seats import Seats
 from primeslurm.node.states import how_it_died
 from primeslurm.node.supervisor import ProcessState
 from primeslurm.node.units import Unit, units_of
 from primeslurm.plan.model import Plan, Process, Replica
+from primeslurm.records.base import Event
+from primeslurm.records.events.nodes import NodeLost, NodeReplaced, ProcessesGivenUp, Seated, UnitRestarted
+from primeslurm.records.fleet import AgentReport, Ending, Fitness, Outcome, ProcessReport, UnitOrder
 from primeslurm.wire import exits
 
+NODE_START_S = 300.0
+"""Longest time between the first agent's start and another's, the head's included: a node may first pull an image."""
+AGENT_ENDED = "its agent ended"
+"""Why a node is lost whose agent has ended by itself, without an error."""
 SPARE_WAIT_S = 30.0
 """Longest wait for the rest once there are enough fit nodes."""
 VERDICT_S = 5.0
@@ -38,6 +34,15 @@ VERDICT_S = 5.0
 of so much later: it takes a moment to find that a GPU has failed."""
 _EXPENDABLE = ("engine", "prefill", "decode", "router", "store")
 _REPLACEABLE = (*_EXPENDABLE, "environment", "trainer", "teacher")
+
+
+@dataclass(frozen=True)
+class News:
+    """Something that happened, for the journal."""
+
+    event: Event
+    blamed: str | None = None
+    """Name of a node that is to blame, for the bad-node ledger."""
 
 
 @dataclass
@@ -155,7 +160,7 @@ class Fleet:
             return Ending(Outcome.FAILED, reason, names[0])
         spares = sorted(self.agents[rank].name for rank in self._fit() if self.seats.node_of(rank) is None)
         nodes = [self.agents[rank].name for _, rank in sorted(self.seats.rank_of.items())]
-        self.news.append(News("seated", {"nodes": nodes, "spares": spares}))
+        self.news.append(News(Seated(nodes, spares)))
         return None
 
     def _unfit(self, now: float) -> Ending | None:
@@ -200,7 +205,7 @@ class Fleet:
         name = self._name(rank)
         reason = f"node {name}: {why}"
         self.gone[rank] = reason
-        self.news.append(News("node_lost", {"node": name, "rank": rank, "reason": why}, name if blame else None))
+        self.news.append(News(NodeLost(name, rank, why), name if blame else None))
         node = self.seats.node_of(rank)
         if node is None:
             return None
@@ -211,7 +216,7 @@ class Fleet:
         if spare is None:
             self.seats.vacate(node)
             return self._give_up((process.name for process in processes), reason, name)
-        self.news.append(News("node_replaced", {"node": name, "by": self.agents[spare].name, "index": node}))
+        self.news.append(News(NodeReplaced(name, self.agents[spare].name, node)))
         for unit in {process.unit for process in processes if process.unit is not None}:
             self._restart_unit(self.units[unit], f"node {name} is lost", now)
         return None
@@ -230,7 +235,7 @@ class Fleet:
                 lost |= {replica.router, *replica.engines}
         if not serving or not self._expendable(lost):
             return Ending(Outcome.FAILED, reason, suspect)
-        self.news.append(News("given_up", {"processes": sorted(lost - self.lost), "reason": reason}))
+        self.news.append(News(ProcessesGivenUp(sorted(lost - self.lost), reason)))
         self.lost = lost
         return None
 
@@ -267,7 +272,7 @@ class Fleet:
     def _restart_unit(self, unit: Unit, reason: str, now: float) -> None:
         unit.restart(now)
         self._died_at.pop(unit.name, None)
-        self.news.append(News("unit_restart", {"unit": unit.name, "generation": unit.generation, "reason": reason}))
+        self.news.append(News(UnitRestarted(unit.name, unit.generation, reason)))
 
     def _dead_process(self, now: float) -> Ending | None:
         for process in self.plan.processes():

@@ -9,21 +9,23 @@ from dataclasses import dataclass
 
 import msgspec
 
+from primeslurm.files import Watched, write_json
 from primeslurm.node.agent import NodeAgent, held_up_s
 from primeslurm.node.conclusion import conclude, remember_bad_node
-from primeslurm.node.fleet import Fleet
+from primeslurm.node.fleet import AGENT_ENDED, Fleet, News
 from primeslurm.node.job_output import JobOutput
-from primeslurm.node.reports import AGENT_ENDED, AgentReport, Ending, FleetView, Outcome
 from primeslurm.node.states import fleet_state
 from primeslurm.node.supervisor import ProcessState
 from primeslurm.node.walltime import MARGIN_S, end_of_job, ends_too_late, seconds_to_stop
 from primeslurm.plan.model import Plan
+from primeslurm.records.events.nodes import AddressesPublished, AttemptEnds, HeadFailed, NodeLost, PublishFailed
+from primeslurm.records.fleet import AgentReport, Ending, FleetView, Outcome, Roster, Seat
+from primeslurm.records.journal import Journal
+from primeslurm.records.state import TrainerState
 from primeslurm.run.directory import Attempt, RunDirectory
-from primeslurm.run.roster import Roster, Seat
+from primeslurm.run.records import progress_of
 from primeslurm.slurm.launch import early_exits, launch_failures, node_names, restarts
 from primeslurm.wire.addresses import Addresses
-from primeslurm.wire.files import Watched, write_json
-from primeslurm.wire.journal import Journal
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,7 @@ class Head(threading.Thread):
                 time.sleep(self._timings.period_s)
         except Exception as error:
             self.ending = Ending(Outcome.FAILED, f"head: {type(error).__name__}: {error}", "head")
-            self.journal.event("head_failed", error=self.ending.reason)
+            self.journal.write(HeadFailed(self.ending.reason))
             self._agent.end(self.ending)
 
     def tick(self, now: float) -> None:
@@ -91,7 +93,7 @@ class Head(threading.Thread):
             self.fleet.observe_exits(self._just_ended(), now)
         if self.ending is None and (found := self._asked_to_end(now) or self.fleet.decide(now)):
             self.ending, self._ending_at = found, now
-            self.journal.event("ending", outcome=found.outcome, reason=found.reason, suspect=found.suspect)
+            self.journal.write(AttemptEnds(found.outcome, found.reason, found.suspect))
         self._tell_news()
         self._publish_roster()
         self._publish_addresses()
@@ -108,7 +110,7 @@ class Head(threading.Thread):
         """By the user, by Slurm, or by the clock."""
         if self.attempt.cancel_file.exists():
             return Ending(Outcome.CANCELLED, "cancelled by the user")
-        stop_s = seconds_to_stop(self.attempt.state("trainer-rank-0"))
+        stop_s = seconds_to_stop(self.attempt.state("trainer-rank-0", TrainerState))
         if self._asked is None and ends_too_late(now, self._ends_at, self.plan.job.signal_s, stop_s):
             self._grace_s = stop_s - MARGIN_S
             reason = f"time limit: a last checkpoint may take {stop_s:.0f} s, more than Slurm's warning leaves"
@@ -124,17 +126,17 @@ class Head(threading.Thread):
         return launch_failures(news) | early_exits(news)
 
     def _observe_progress(self, now: float) -> None:
-        state = self.attempt.state("orchestrator" if self.plan.task == "rl" else "trainer-rank-0")
-        marker = (state.get("step"), state.get("version"), state.get("counts", {}).get("finished"))
-        if state:
-            self.fleet.observe_progress(marker, now)
+        state = progress_of(self.attempt, self.plan.task)
+        if state is not None:
+            self.fleet.observe_progress(state.marker, now)
 
     def _tell_news(self) -> None:
         news, self.fleet.news = self.fleet.news, []
         for item in news:
-            self.journal.event(item.kind, **item.fields)
-            if item.blamed is not None:
-                remember_bad_node(self.plan, self.attempt, item.blamed, item.fields["reason"], self.journal)
+            self.journal.write(item.event)
+            match item:
+                case News(NodeLost(reason=reason), blamed=str(node)):
+                    remember_bad_node(self.plan, self.attempt, node, reason, self.journal)
 
     def _publish_roster(self) -> None:
         seats = self.fleet.seats
@@ -159,7 +161,7 @@ class Head(threading.Thread):
             return
         write_json(self.attempt.addresses_file, msgspec.to_builtins(addresses))
         self._addresses = addresses
-        self.journal.event("addresses", generation=self.fleet.seats.generation, lost=addresses.lost)
+        self.journal.write(AddressesPublished(self.fleet.seats.generation, addresses.lost))
 
     def _publish(self, now: float) -> None:
         fleet = self.fleet
@@ -182,7 +184,7 @@ class Head(threading.Thread):
         try:
             write_json(self.attempt.fleet_file, msgspec.to_builtins(view))
         except OSError as error:
-            self.journal.event("publish_failed", error=str(error))
+            self.journal.write(PublishFailed(str(error)))
 
     def _release(self, now: float) -> bool:
         """Whether engines and orchestrator may stop: no trainer needs them for a last checkpoint any more."""

@@ -12,17 +12,19 @@ from typing import Any
 
 import msgspec
 
+from primeslurm.files import Watched, digest, read_json, write_json
 from primeslurm.model_files import model_directory
 from primeslurm.node import checks
-from primeslurm.node.checks import Check
 from primeslurm.node.fabric import find_hcas
+from primeslurm.node.fleet import NODE_START_S
 from primeslurm.node.network import NetworkError, own_address
-from primeslurm.node.reports import NODE_START_S, Fitness
 from primeslurm.plan.model import Node, Plan
-from primeslurm.run.directory import Attempt
+from primeslurm.records.events.nodes import GpuFailed, PreflightDone
+from primeslurm.records.fleet import Fitness, FleetView
+from primeslurm.records.journal import Journal
+from primeslurm.records.preflight import Check, Reference
+from primeslurm.run.directory import Attempt, RunDirectory
 from primeslurm.run.versions import installed
-from primeslurm.wire.files import Watched, digest, read_json, write_json
-from primeslurm.wire.journal import Journal
 
 _POLL_S = 0.05
 
@@ -37,13 +39,6 @@ class PreflightTimings:
     """For what the head writes first."""
     clock_wait_s: float = 10.0
     gpu_free_wait_s: float = 15.0
-
-
-class Reference(msgspec.Struct, frozen=True):
-    """`preflight.json`: what the head's own node looks like to it, for the others to compare."""
-
-    plan_digest: str
-    packages: dict[str, str | None]
 
 
 class Preflight:
@@ -89,7 +84,7 @@ class Preflight:
         self._deadline = self._started_at + self._timings.limit_s
         if self._rank == 0:
             reference = Reference(digest(self._attempt.plan_file), installed())
-            write_json(self._attempt.path / "preflight.json", msgspec.to_builtins(reference))
+            write_json(self._attempt.reference_file, msgspec.to_builtins(reference))
         threading.Thread(target=self._run, daemon=True, name="preflight").start()
 
     def check_gpus_again(self) -> None:
@@ -103,7 +98,7 @@ class Preflight:
         bad = [check for check in found if check.level == "failed"]
         if bad:
             self._found += bad
-            self._journal.event("gpu_failed", node=self._name, checks=msgspec.to_builtins(bad))
+            self._journal.write(GpuFailed(self._name, bad))
 
     @property
     def _gpus(self) -> int:
@@ -134,8 +129,7 @@ class Preflight:
         self._done = True
         seconds = round(time.monotonic() - self._started_at, 2)
         fitness, _ = self.verdict
-        found = msgspec.to_builtins(self._found)
-        self._journal.event("preflight", node=self._name, fitness=fitness, seconds=seconds, checks=found)
+        self._journal.write(PreflightDone(self._name, fitness, seconds, self._found))
 
     def _network(self) -> list[Check]:
         try:
@@ -185,7 +179,7 @@ class Preflight:
 
     def _reference(self) -> list[Check]:
         self._deadline = math.inf  # a head that starts late is no fault of this node
-        value = self._wait_for(Watched(self._attempt.path / "preflight.json"), self._timings.head_start_s)
+        value = self._wait_for(Watched(self._attempt.reference_file), self._timings.head_start_s)
         self._deadline = time.monotonic() + self._timings.limit_s
         if value is None:
             text = f"what the head wrote is not seen after {self._timings.head_start_s:.0f} s"
@@ -193,8 +187,8 @@ class Preflight:
         reference = msgspec.convert(value, Reference)
         if digest(self._attempt.plan_file) != reference.plan_digest:
             return [Check("shared file system", "failed", f"{self._attempt.plan_file} differs from what the head sees")]
-        lock = read_json(Path(self._plan.run_dir) / "lock.json") or {}
-        return checks.version_checks(installed(), reference.packages, lock.get("packages", {}))
+        lock = RunDirectory(Path(self._plan.run_dir)).lock()
+        return checks.version_checks(installed(), reference.packages, lock.packages)
 
     def _clock(self) -> list[Check]:
         """The head writes its time into fleet.json all the time."""
@@ -203,7 +197,7 @@ class Preflight:
         for _ in range(2):  # the first one may have been there for long
             view = self._wait_for(file, self._timings.clock_wait_s)
             if view is not None:
-                found = checks.clock_check(time.time() - float(view["time"]))
+                found = checks.clock_check(time.time() - msgspec.convert(view, FleetView).time)
             if found.level == "ok":
                 break
         return [found]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from primeslurm.node.reports import Ending, Outcome
 from primeslurm.plan.model import Plan
+from primeslurm.records.fleet import Ending, Outcome
 
 
 def should_requeue(ending: Ending, attempt: int, plan: Plan, commits: Mapping[int, int | None]) -> tuple[bool, str]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from primeslurm.node.reports import ProcessReport
 from primeslurm.node.supervisor import ProcessState
 from primeslurm.plan.model import Process
+from primeslurm.records.fleet import ProcessReport
 
 
 class FleetState(StrEnum):

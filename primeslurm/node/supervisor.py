@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
 
-from primeslurm.node.reports import UnitOrder
 from primeslurm.plan.model import Process
+from primeslurm.records.fleet import UnitOrder
 from primeslurm.wire import exits
 
 BACKOFF_S = (1.0, 2.0, 5.0, 10.0, 30.0)

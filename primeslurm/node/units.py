@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from primeslurm.node.reports import ProcessReport, UnitOrder
 from primeslurm.node.supervisor import BACKOFF_S, STABLE_S, ProcessState
 from primeslurm.plan.model import Plan, Process
+from primeslurm.records.fleet import ProcessReport, UnitOrder
 
 _ENDED = (ProcessState.WAITING, ProcessState.FALLEN, ProcessState.FAILED, ProcessState.DONE)
 

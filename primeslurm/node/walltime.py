@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from primeslurm.plan.model import Plan
 from primeslurm.recipe.syntax import minutes
+from primeslurm.records.state import TrainerState
 
 MARGIN_S = 30.0
 """For signals, the orchestrator's part and Slurm itself."""
@@ -22,15 +22,15 @@ def end_of_job(plan: Plan, environ: Mapping[str, str], started_at: float) -> flo
     return float(told) if told else started_at + 60.0 * minutes(plan.job.time)
 
 
-def seconds_to_stop(trainer: Mapping[str, Any]) -> float:
-    """Longest time from asking a trainer to stop until it has, judged by the state it records of itself.
+def seconds_to_stop(trainer: TrainerState | None) -> float:
+    """Longest time from asking a trainer to stop until it has, judged by the state it records of itself, if any.
 
     0 while no checkpoint was measured: nothing is known then.
     """
-    last = trainer.get("last_seconds", {})
+    last = trainer.last_seconds if trainer else {}
     if "checkpoint" not in last:
         return 0.0
-    return CAUTION * sum(float(last.get(phase, 0.0)) for phase in _PHASES) + MARGIN_S
+    return CAUTION * sum(last.get(phase, 0.0) for phase in _PHASES) + MARGIN_S
 
 
 def ends_too_late(now: float, end: float, signal_s: float, stop_s: float) -> bool:

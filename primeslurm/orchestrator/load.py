@@ -6,11 +6,12 @@ import re
 from collections import deque
 from collections.abc import Mapping, Sequence
 from statistics import fmean
+from typing import Any
 
 import msgspec
 
 from primeslurm.orchestrator.scrape import COUNTERS, GAUGES, Sample
-from primeslurm.wire.load import Load
+from primeslurm.records.load import Load
 
 WINDOW_S = 60.0
 """Means and rates go this far back: a policy update, during which nothing runs, should not look like a trend."""
@@ -87,13 +88,13 @@ class LoadWindow:
         return groups
 
 
-def as_json(loads: Mapping[str, Load]) -> dict[str, dict[str, float | None]]:
+def rounded(loads: Mapping[str, Load]) -> dict[str, Load]:
     """For a state file, with values rounded to what a reader can use."""
-    return {name: {k: _rounded(v) for k, v in msgspec.structs.asdict(load).items()} for name, load in loads.items()}
+    return {name: Load(*(_rounded(value) for value in msgspec.structs.astuple(load))) for name, load in loads.items()}
 
 
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 4)
+def _rounded(value: Any) -> Any:
+    return round(value, 4) if isinstance(value, float) else value
 
 
 def _sum(engines: Sequence[_Engine]) -> Load:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import msgspec
 
+from primeslurm.files import write_atomic
 from primeslurm.orchestrator.jobs import RolloutFailed
 from primeslurm.wire import data_uri
-from primeslurm.wire.files import write_atomic
 from primeslurm.wire.rollouts import Picture, Rollout
 
 

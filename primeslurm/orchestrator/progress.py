@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 
 from primeslurm.errors import RunError
+from primeslurm.files import write_atomic
 from primeslurm.orchestrator.dispatch import Dispatcher
 from primeslurm.wire import checkpoints
-from primeslurm.wire.files import write_atomic
 from primeslurm.wire.weight_transfer.messages import NewPolicy
 
 log = logging.getLogger(__name__)

@@ -13,8 +13,9 @@ from primeslurm.orchestrator.groups import Group
 from primeslurm.orchestrator.place import Place
 from primeslurm.orchestrator.teacher import Teacher, TeacherError, teacher_of
 from primeslurm.recipe import Recipe
+from primeslurm.records.events.training import Stalled
+from primeslurm.records.journal import Journal
 from primeslurm.records.metrics import Row
-from primeslurm.wire.journal import Journal
 from primeslurm.wire.rollouts import Rollout
 
 
@@ -80,7 +81,7 @@ class Scoring:
             async with asyncio.TaskGroup() as tasks:
                 asked = [[tasks.create_task(self._sequence(one)) for one in branches] for branches in group.rollouts]
         except* TeacherError as refused:
-            journal.event("stall", suspect="teacher", error=str(refused.exceptions[0]))
+            journal.write(Stalled("teacher", str(refused.exceptions[0])))
             raise
         self._wanted.pop(group.id, None)
         rollouts = tuple(tuple(task.result() for task in rollout) for rollout in asked)

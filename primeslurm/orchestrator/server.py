@@ -11,7 +11,6 @@ import functools
 import logging
 import time
 from pathlib import Path
-from typing import Any
 
 from primeslurm.orchestrator import algorithms
 from primeslurm.orchestrator.batches import Batches
@@ -29,9 +28,19 @@ from primeslurm.orchestrator.weight_transfer.policy_loop import PolicyLoop
 from primeslurm.orchestrator.weight_transfer.sessions import TransferSessions
 from primeslurm.orchestrator.workers import Workers
 from primeslurm.recipe import Recipe
+from primeslurm.records.events.training import BatchFormed, OrchestratorDone, OrchestratorUp, ReplicaLost
+from primeslurm.records.journal import Journal
 from primeslurm.records.metrics import MetricsLog
-from primeslurm.wire.journal import Journal
-from primeslurm.wire.link import Answer, Committed, GetBatch, OrchestratorLink, Request, Save, StepDone
+from primeslurm.records.state import OrchestratorState
+from primeslurm.wire.link import (
+    Answer,
+    Committed,
+    GetBatch,
+    OrchestratorLink,
+    Request,
+    Save,
+    StepDone,
+)
 from primeslurm.wire.rollouts import Batch, Rollout
 from primeslurm.wire.weight_transfer.messages import NewPolicy, OfferTransfer
 
@@ -56,7 +65,7 @@ class Orchestrator:
         self._spool = Spool(place.run_dir / "rollouts")
         self._algorithm = algorithms.from_recipe(recipe)
         self._batches = Batches(recipe, self._algorithm)
-        self._metrics = MetricsLog(recipe, place.run_dir, progress.done_step)
+        self._metrics = MetricsLog(place.run_dir, progress.done_step, **recipe.metrics_options())
         self._dispatch = recover(recipe, place, progress, self._spool, self._batches)
         self._progress = ProgressFile(place.run_dir / PROGRESS, progress, self._dispatch)
         self._workers = Workers(place.env_bind, self._on_result, self._on_lost)
@@ -90,7 +99,7 @@ class Orchestrator:
         Raises:
             StallError: nothing moved for the recipe's stall timeout.
         """
-        self._journal.event("orchestrator_up", step=self._progress.now.next_step, ready=len(self._dispatch.ready))
+        self._journal.write(OrchestratorUp(self._progress.now.next_step, len(self._dispatch.ready)))
         try:
             async with asyncio.TaskGroup() as tasks:
                 background = [
@@ -108,7 +117,7 @@ class Orchestrator:
                     task.cancel()
         finally:
             self._metrics.close()
-        self._journal.event("orchestrator_done", step=self._progress.now.done_step)
+        self._journal.write(OrchestratorDone(self._progress.now.done_step))
 
     async def _loop(self) -> None:
         while not self._complete():
@@ -132,7 +141,7 @@ class Orchestrator:
         for router in self._place.addresses.lost.intersection(self._dispatch.routers):
             jobs = self._dispatch.drop_router(router)
             self._cancelled += jobs
-            self._journal.event("replica_lost", router=router, rollouts=len(jobs))
+            self._journal.write(ReplicaLost(router, len(jobs)))
 
     async def _pause(self) -> None:
         """Until something happened that may let a job start, but no longer than a tick."""
@@ -214,7 +223,7 @@ class Orchestrator:
         self._batches.add(step, groups)
         self._watch.batch_given(step)
         row = batch_metrics(groups, step, self._recipe.seq_len)
-        self._journal.event("batch", step=step, reward=row["reward/mean"], staleness=row["staleness/max"])
+        self._journal.write(BatchFormed(step, row["reward/mean"], row["staleness/max"]))
         return True
 
     def _is_outdated(self, version: int) -> bool:
@@ -324,21 +333,21 @@ class Orchestrator:
         engines, environments = self._policy.pool.report(), self._workers.environments
         return suspect(engines, environments, self._dispatch, self._watch.trained_step)
 
-    def _state(self) -> dict[str, Any]:
+    def _state(self) -> OrchestratorState:
         dispatch = self._dispatch
-        return {
-            "step": self._progress.now.done_step,
-            "max_steps": self._recipe.max_steps,
-            "version": self._policy.current_version,
-            "inflight": dispatch.inflight,
-            "ready_groups": len(dispatch.ready),
-            "ready_rollouts": len(dispatch.ready) * dispatch.limits.group_size,
-            "open_groups": len(dispatch.open),
-            "unscored_groups": len(dispatch.unscored),
-            "counts": dict(dispatch.counts),
-            "engines": self._policy.pool.report(),
-            "environments": sorted(self._workers.environments),
-        }
+        return OrchestratorState(
+            step=self._progress.now.done_step,
+            max_steps=self._recipe.max_steps,
+            version=self._policy.current_version,
+            inflight=dispatch.inflight,
+            ready_groups=len(dispatch.ready),
+            ready_rollouts=len(dispatch.ready) * dispatch.limits.group_size,
+            open_groups=len(dispatch.open),
+            unscored_groups=len(dispatch.unscored),
+            counts=dict(dispatch.counts),
+            engines=self._policy.pool.report(),
+            environments=sorted(self._workers.environments),
+        )
 
 
 def _policy(announced: NewPolicy) -> PolicyVersion:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import msgspec
 
+from primeslurm.files import write_atomic
 from primeslurm.orchestrator.groups import Group
-from primeslurm.wire.files import write_atomic
 
 log = logging.getLogger(__name__)
 SUFFIX = ".group"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
 
 from primeslurm.orchestrator.dispatch import Dispatcher
+from primeslurm.records.state import EngineRecord
 
-Engines = Mapping[str, Mapping[str, Any]]
+Engines = Mapping[str, EngineRecord]
 """`EnginePool.report`: the state of each engine."""
 
 
@@ -18,7 +18,7 @@ def suspect(engines: Engines, environments: Collection[str], dispatch: Dispatche
         environments: labels of those that have a worker.
         trained_step: the step whose batch the trainer works on, if it has one.
     """
-    late = {name: engine["state"] for name, engine in engines.items() if engine["state"] != "CURRENT"}
+    late = {name: engine.state for name, engine in engines.items() if engine.state != "CURRENT"}
     if late:
         return "engines " + ", ".join(f"{name} ({state})" for name, state in late.items())
     missing = dispatch.limits.ratios.keys() - environments

@@ -6,18 +6,21 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
-from typing import Any
+
+import msgspec
 
 from primeslurm.errors import PrimeslurmError
 from primeslurm.orchestrator.dispatch import Dispatcher
-from primeslurm.orchestrator.load import LoadWindow, as_json
+from primeslurm.orchestrator.load import LoadWindow, rounded
 from primeslurm.orchestrator.scrape import scrape
 from primeslurm.recipe import Recipe
+from primeslurm.records.events.training import RolloutFailed, Stalled, StepReported
+from primeslurm.records.journal import Journal
+from primeslurm.records.load import Load
 from primeslurm.records.metrics import Row
+from primeslurm.records.state import OrchestratorState
 from primeslurm.wire import exits
 from primeslurm.wire.http import client_within_run
-from primeslurm.wire.journal import Journal
-from primeslurm.wire.load import Load
 from primeslurm.wire.rollouts import Rollout
 
 STATE_INTERVAL_S = 1.0
@@ -86,7 +89,7 @@ class Watch:
         """A rollout failed. That is no progress."""
         self._failures += 1
         self._last_failure = error[:1000]
-        self._journal.event("rollout_failed", job=job, error=self._last_failure)
+        self._journal.write(RolloutFailed(job, self._last_failure))
 
     def policy_wanted(self, version: int) -> None:
         """A new policy was published."""
@@ -106,7 +109,7 @@ class Watch:
         """The trainer reported a step."""
         self._done = step
         self._last_row = row
-        self._journal.event("step_done", step=step, reward=row.get("reward/mean"))
+        self._journal.write(StepReported(step, row.get("reward/mean")))
 
     def step_metrics(self, dispatch: Dispatcher, version: int | None) -> Row:
         """What happened since the last row."""
@@ -136,21 +139,23 @@ class Watch:
         self._row_at = now
         return row
 
-    def report(self, state: Callable[[], dict[str, Any]]) -> None:
+    def report(self, state: Callable[[], OrchestratorState]) -> None:
         """Write the state file if the last one is older than a second."""
         if self._clock() - self._reported_at >= STATE_INTERVAL_S:
             self._reported_at = self._clock()
             self.write_state(state())
 
-    def write_state(self, state: Mapping[str, Any]) -> None:
-        """Write the state file."""
+    def write_state(self, state: OrchestratorState) -> None:
+        """Write the state file, with what this watch knows."""
         self._journal.state(
-            **state,
-            reward=self._last_row.get("reward/mean"),
-            staleness=self._last_row.get("staleness/max"),
-            tokens_per_s=self._tokens_per_s,
-            roles=as_json(self._roles),
-            replicas={replica: as_json(roles) for replica, roles in self._replicas.items()},
+            msgspec.structs.replace(
+                state,
+                reward=self._last_row.get("reward/mean"),
+                staleness=self._last_row.get("staleness/max"),
+                tokens_per_s=self._tokens_per_s,
+                roles=rounded(self._roles),
+                replicas={replica: rounded(roles) for replica, roles in self._replicas.items()},
+            )
         )
 
     def check_stall(self, suspect: Callable[[], str]) -> None:
@@ -160,12 +165,12 @@ class Watch:
             StallError: neither a rollout nor a policy arrived for too long, or rollouts do nothing but fail.
         """
         if self._failures >= self._max_failures:
-            self._journal.event("stall", suspect="environment", error=self._last_failure)
+            self._journal.write(Stalled("environment", self._last_failure))
             raise StallError(f"{self._failures} rollouts failed in a row; the last: {self._last_failure}")
         if self._moved_at is None or self._clock() - self._moved_at < self._stall_timeout_s:
             return
         name = suspect()
-        self._journal.event("stall", suspect=name, seconds=self._stall_timeout_s)
+        self._journal.write(Stalled(name, seconds=self._stall_timeout_s))
         raise StallError(f"no finished rollout and no new policy for {self._stall_timeout_s} s; suspect: {name}")
 
     async def scrape(self) -> None:

@@ -70,7 +70,7 @@ class Process(Section):
 
 
 class Node(Section):
-    """A node's part in the run. Which of the allocated nodes plays it is decided when the job runs (`run.roster`).
+    """A node's part in the run. Which of the allocated nodes plays it is decided when the job runs (`records.fleet`).
 
     Node 0 is the head; it is always played by the job's first node.
     """

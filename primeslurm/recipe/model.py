@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, PositiveInt
 
@@ -55,3 +55,11 @@ class Recipe(Section):
     def max_len(self) -> int:
         """Longest sequence an engine accepts, in tokens."""
         return self.model.max_len or self.seq_len
+
+    def metrics_options(self) -> dict[str, Any]:
+        """Where metrics go besides metrics.jsonl: keyword arguments of `records.metrics.MetricsLog`."""
+        wandb = self.monitor.wandb
+        if wandb is None:
+            return {"tensorboard": self.monitor.tensorboard}
+        told = {"name": self.name, "config": self.model_dump(mode="json", by_alias=True)}
+        return {"tensorboard": self.monitor.tensorboard, "wandb": wandb.model_dump() | told}

@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from primeslurm.recipe import Recipe
-from primeslurm.wire.files import read_json, write_atomic
+from primeslurm.files import read_json, write_atomic
 
 Row = dict[str, float]
 
@@ -24,13 +23,17 @@ class MetricsLog:
     Args:
         run_dir: of the run; rows of steps after `resumed_step` were written by an abandoned attempt and are removed.
         resumed_step: the last step that counts as trained.
+        tensorboard: write TensorBoard's event files, too.
+        wandb: what `wandb.init` is told of the run besides its id and place; None for no Weights & Biases.
     """
 
-    def __init__(self, recipe: Recipe, run_dir: Path, resumed_step: int) -> None:
+    def __init__(
+        self, run_dir: Path, resumed_step: int, *, tensorboard: bool, wandb: Mapping[str, Any] | None = None
+    ) -> None:
         self._path = run_dir / "metrics.jsonl"
         self._last = _truncate(self._path, resumed_step)
-        self._board = _Board(run_dir / "tensorboard", resumed_step) if recipe.monitor.tensorboard else None
-        self._wandb = _wandb(recipe, run_dir) if recipe.monitor.wandb else None
+        self._board = _Board(run_dir / "tensorboard", resumed_step) if tensorboard else None
+        self._wandb = _wandb(run_dir, wandb) if wandb is not None else None
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
         """Add the row of a step; a step that has one is ignored. A full disk raises OSError."""
@@ -107,23 +110,12 @@ class _Board:
         self._writer.close()
 
 
-def _wandb(recipe: Recipe, run_dir: Path) -> Any:
+def _wandb(run_dir: Path, options: Mapping[str, Any]) -> Any:
     """The W&B run of this run, whose id it has: every attempt goes on in it, and another run of this name has its own.
 
     Of steps that an attempt trains anew, W&B keeps what it was told first.
     """
     import wandb
 
-    settings = recipe.monitor.wandb
-    assert settings is not None
     lock = read_json(run_dir / "lock.json") or {}
-    return wandb.init(
-        project=settings.project,
-        entity=settings.entity,
-        mode=settings.mode,
-        name=recipe.name,
-        id=lock.get("run_id", run_dir.name),
-        resume="allow",
-        dir=run_dir,
-        config=recipe.model_dump(mode="json", by_alias=True),
-    )
+    return wandb.init(**options, id=lock.get("run_id", run_dir.name), resume="allow", dir=run_dir)

@@ -10,16 +10,18 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from primeslurm.errors import UsageError, Violation
+from primeslurm.files import write_atomic, write_json
+from primeslurm.paths import is_dir
 from primeslurm.plan.model import Plan
 from primeslurm.recipe import Recipe
-from primeslurm.recipe.paths import is_dir
+from primeslurm.records.attempt import LockRecord
 from primeslurm.run.directory import Attempt, RunDirectory
 from primeslurm.run.versions import installed
 from primeslurm.wire import secret
-from primeslurm.wire.files import write_atomic, write_json
 
 
 def name_in_use(run_dir: Path) -> list[Violation]:
@@ -80,20 +82,20 @@ def _fill(run_dir: Path, recipe: Recipe, plan: Plan, source: Path) -> Attempt:
     write_atomic(run_dir / "recipe.resolved.json", resolved + "\n")
     attempt = RunDirectory(run_dir).attempt(1)
     attempt.prepare(plan)
-    write_json(run_dir / "lock.json", _lock(recipe.name, resolved, plan))
+    write_json(run_dir / "lock.json", msgspec.to_builtins(_lock(recipe.name, resolved, plan)))
     return attempt
 
 
-def _lock(name: str, resolved: str, plan: Plan) -> dict[str, Any]:
-    return {
-        "run_id": f"{name}-{secrets.token_hex(4)}",
-        "created_at": time.time(),
-        "recipe_hash": hashlib.blake2b(resolved.encode(), digest_size=16).hexdigest(),
-        "plan_hash": hashlib.blake2b(plan.to_json().encode(), digest_size=16).hexdigest(),
-        "python": sys.version.split()[0],
-        "packages": installed(),
-        "git": _git_state(),
-    }
+def _lock(name: str, resolved: str, plan: Plan) -> LockRecord:
+    return LockRecord(
+        run_id=f"{name}-{secrets.token_hex(4)}",
+        created_at=time.time(),
+        recipe_hash=hashlib.blake2b(resolved.encode(), digest_size=16).hexdigest(),
+        plan_hash=hashlib.blake2b(plan.to_json().encode(), digest_size=16).hexdigest(),
+        python=sys.version.split()[0],
+        packages=installed(),
+        git=_git_state(),
+    )
 
 
 def _git_state() -> str | None:

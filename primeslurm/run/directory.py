@@ -3,43 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from primeslurm.errors import RunError
+from primeslurm.files import write_atomic, write_json
+from primeslurm.paths import is_dir, is_file
+from primeslurm.plan import storage
 from primeslurm.plan.model import JOB_OUTPUT, Plan
-from primeslurm.recipe.paths import is_dir, is_file
-from primeslurm.run.roster import Roster
+from primeslurm.records.attempt import EndRecord, JobRecord, LockRecord
+from primeslurm.records.base import Record
+from primeslurm.records.fleet import AgentReport, FleetView, Roster
+from primeslurm.records.reading import find_record, read_record
 from primeslurm.wire import addresses
-from primeslurm.wire.files import read_json, write_atomic, write_json
 
-T = TypeVar("T")
+R = TypeVar("R", bound=Record)
 
 BY_SIGTERM = "SIGTERM"
 """Reason of an attempt that was ended from outside."""
-
-
-class JobRecord(msgspec.Struct, frozen=True):
-    """`job.json`: what was submitted."""
-
-    job_id: str
-    executor: str
-    """slurm or local."""
-    submitted_at: float
-    slurm_conf: str | None = None
-
-
-class EndRecord(msgspec.Struct, frozen=True):
-    """`end.json`: how an attempt ended."""
-
-    outcome: str
-    reason: str
-    suspect: str
-    committed_step: int | None
-    requeued: bool
-    why_not_requeued: str
-    time: float
 
 
 class Attempt:
@@ -71,7 +53,11 @@ class Attempt:
 
     def roster(self) -> Roster:
         """Which agent plays which node of the plan; empty before the head has decided."""
-        return _read(self.roster_file, Roster) or Roster(0, {})
+        return find_record(self.roster_file, Roster) or Roster(0, {})
+
+    def fleet(self) -> FleetView | None:
+        """What the head tells of the fleet; None if it has told nothing yet. Raises ValueError if it is damaged."""
+        return read_record(self.fleet_file, FleetView)
 
     @property
     def cancel_file(self) -> Path:
@@ -82,14 +68,24 @@ class Attempt:
         """The heartbeat of one agent."""
         return self.path / "agents" / f"{rank}.json"
 
-    def heartbeat(self, node: int, roster: Roster) -> dict[str, Any]:
-        """The newest heartbeat of the agent that plays a node of the plan; empty if there is none."""
+    def heartbeat(self, node: int, roster: Roster) -> AgentReport | None:
+        """The newest heartbeat of the agent that plays a node of the plan. Raises ValueError if it is damaged."""
         seat = roster.seats.get(node)
-        return (read_json(self.agent_file(seat.rank)) if seat else None) or {}
+        return read_record(self.agent_file(seat.rank), AgentReport) if seat else None
+
+    def heartbeats(self) -> list[AgentReport]:
+        """The newest heartbeat of every agent. Raises ValueError if one is damaged."""
+        found = (read_record(path, AgentReport) for path in (self.path / "agents").glob("*.json"))
+        return [report for report in found if report is not None]
+
+    @property
+    def reference_file(self) -> Path:
+        """preflight.json, written by the head."""
+        return self.path / "preflight.json"
 
     def forget_agents(self) -> None:
         """Remove what agents and head have told each other, before others of this attempt begin anew."""
-        told = (self.fleet_file, self.addresses_file, self.roster_file, self.path / "preflight.json")
+        told = (self.fleet_file, self.addresses_file, self.roster_file, self.reference_file)
         for path in (*told, *(self.path / "agents").glob("*.json")):
             path.unlink(missing_ok=True)
 
@@ -97,18 +93,18 @@ class Attempt:
         """Make the directory and write the plan, last."""
         for name in ("agents", "events", "state", "logs"):
             (self.path / name).mkdir(parents=True, exist_ok=True)
-        write_atomic(self.plan_file, plan.to_json())
+        write_atomic(self.plan_file, storage.to_file(plan))
 
     def plan(self) -> Plan:
         """The plan of this attempt. Raises RunError."""
         try:
-            return Plan.model_validate_json(self.plan_file.read_bytes())
+            return storage.from_file(self.plan_file.read_bytes())
         except (OSError, ValueError) as error:
             raise RunError(f"{self.plan_file} cannot be read: {error}") from None
 
     def job(self) -> JobRecord | None:
         """What was submitted, if it was recorded."""
-        return _read(self.path / "job.json", JobRecord)
+        return find_record(self.path / "job.json", JobRecord)
 
     def record_job(self, job: JobRecord) -> None:
         """Write job.json; also for an attempt that has no plan yet."""
@@ -117,16 +113,15 @@ class Attempt:
 
     def end(self) -> EndRecord | None:
         """How it ended, or None."""
-        return _read(self.path / "end.json", EndRecord)
+        return find_record(self.path / "end.json", EndRecord)
 
     def record_end(self, end: EndRecord) -> None:
         """Write end.json."""
         write_json(self.path / "end.json", msgspec.to_builtins(end))
 
-    def state(self, process: str) -> dict[str, Any]:
-        """The current state that a process recorded of itself; empty if none."""
-        value = read_json(self.path / "state" / f"{process}.json")
-        return value if isinstance(value, dict) else {}
+    def state(self, process: str, kind: type[R]) -> R | None:
+        """The state that a process records of itself; None if there is none that can be read."""
+        return find_record(self.path / "state" / f"{process}.json", kind)
 
 
 class RunDirectory:
@@ -159,16 +154,14 @@ class RunDirectory:
             raise RunError(f"{self.path} has no attempt")
         return attempts[-1]
 
-    def lock(self) -> dict[str, Any]:
-        """lock.json: run id, versions, hashes."""
-        value = read_json(self.path / "lock.json")
-        return value if isinstance(value, dict) else {}
+    def lock(self) -> LockRecord:
+        """lock.json; an empty one if it cannot be read."""
+        return find_record(self.path / "lock.json", LockRecord) or LockRecord()
 
     @property
     def created_at(self) -> float:
         """When it was made, in Unix seconds; 0 if its lock file does not say."""
-        value = self.lock().get("created_at")
-        return value if isinstance(value, int | float) else 0.0
+        return self.lock().created_at
 
     def job_output(self, job_id: str) -> Path:
         """What the batch script, srun and the agents of a job of Slurm print."""
@@ -177,14 +170,4 @@ class RunDirectory:
     @property
     def run_id(self) -> str:
         """The run's unique id."""
-        return str(self.lock().get("run_id", self.name))
-
-
-def _read(path: Path, kind: type[T]) -> T | None:
-    value = read_json(path)
-    if value is None:
-        return None
-    try:
-        return msgspec.convert(value, kind, str_keys=True)
-    except msgspec.ValidationError:
-        return None
+        return self.lock().run_id or self.name

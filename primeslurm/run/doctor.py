@@ -5,20 +5,21 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
+from primeslurm.files import read_json
+from primeslurm.records.attempt import JobRecord
+from primeslurm.records.base import Event
 from primeslurm.run import causes
 from primeslurm.run.causes import Cause
-from primeslurm.run.directory import Attempt, JobRecord, RunDirectory
+from primeslurm.run.directory import Attempt, RunDirectory
 from primeslurm.run.failures import Failure, failures
 from primeslurm.run.happenings import Happening, notable
 from primeslurm.run.logs import error_line, lines_until
 from primeslurm.run.placement import Placement, placement_of
-from primeslurm.run.records import attempt_events, rows
+from primeslurm.run.records import attempt_events, dropped_of, rows
 from primeslurm.run.validity import MAX_KL, problems
-from primeslurm.wire.files import read_json
 
 LAST_LINES = 20
 FOLLOWED = 15
@@ -76,8 +77,7 @@ def diagnose(
     """Read everything that an attempt left and name what failed first. Raises RunError without a readable plan."""
     placement = placement_of(attempt)
     happened = attempt_events(attempt)
-    beats = [beat for path in (attempt.path / "agents").glob("*.json") if (beat := read_json(path)) is not None]
-    failed = failures(happened, beats)
+    failed = failures(happened, attempt.heartbeats())
     outcome, reason = _outcome(attempt, job_state)
     open_ = [failure for failure in failed if not failure.recovered]
     if not open_ and outcome not in _GOOD:
@@ -93,7 +93,7 @@ def diagnose(
         first=first,
         followed=_followed(first, notable(happened)),
         recovered=[failure for failure in failed if failure.recovered],
-        invalid=problems(rows(run.path), attempt.state("orchestrator"), batch_size, max_kl),
+        invalid=problems(rows(run.path), dropped_of(attempt), batch_size, max_kl),
         attempts=[_line(each) for each in run.attempts()],
     )
 
@@ -110,10 +110,10 @@ def _outcome(attempt: Attempt, job_state: Callable[[JobRecord], str | None]) -> 
     return ("running" if state.startswith("RUNNING") else state.partition(" ")[0]), state
 
 
-def _end_itself(attempt: Attempt, happened: Sequence[dict[str, Any]], outcome: str, reason: str) -> Failure:
+def _end_itself(attempt: Attempt, happened: Sequence[Event], outcome: str, reason: str) -> Failure:
     """Where no event tells of a failure, the end of the job is one."""
     end = attempt.end()
-    at = end.time if end else (happened[-1]["time"] if happened else 0.0)
+    at = end.time if end else (happened[-1].time if happened else 0.0)
     return Failure(at, (end.suspect if end else "") or "job", "", reason if end else f"{outcome}: {reason}")
 
 

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import msgspec
 
+from primeslurm.records.base import Event
+from primeslurm.records.events.nodes import (
+    AgentFailed,
+    AgentStarted,
+    AttemptEnds,
+    HeadFailed,
+    NodeLost,
+    ProcessesGivenUp,
+)
+from primeslurm.records.events.policy import EngineUpdateFailed
+from primeslurm.records.events.processes import ProcessExited, ProcessStarted, ProcessStartFailed
+from primeslurm.records.events.training import Stalled
+from primeslurm.records.fleet import AgentReport
 from primeslurm.run.happenings import DIED, exit_words
-from primeslurm.run.records import Event
 from primeslurm.wire import exits
 
 SILENT_S = 20.0
@@ -33,14 +44,14 @@ class Failure(msgspec.Struct, frozen=True):
     """It was started again, and worked."""
 
 
-def failures(events: Sequence[Event], heartbeats: Iterable[Mapping[str, Any]]) -> list[Failure]:
+def failures(events: Sequence[Event], heartbeats: Iterable[AgentReport]) -> list[Failure]:
     """All failures of an attempt, in order of time.
 
     Args:
         events: of all processes of the attempt, in order of time.
         heartbeats: the last one of every node.
     """
-    hosts = {event["process"]: event.get("node", "") for event in events if event.get("kind") == "agent_started"}
+    hosts = {event.process: event.node for event in events if isinstance(event, AgentStarted)}
     found = [failure for event in events if (failure := _of_event(event, hosts)) is not None]
     found += _lost_nodes(events, heartbeats)
     found += _unexplained_end(events, found)
@@ -48,46 +59,48 @@ def failures(events: Sequence[Event], heartbeats: Iterable[Mapping[str, Any]]) -
 
 
 def _of_event(event: Event, hosts: Mapping[str, str]) -> Failure | None:
-    kind, at, by = event.get("kind"), event["time"], event.get("process", "")
+    at, by = event.time, event.process
     host = hosts.get(by, "")
-    if kind == "exited" and event.get("state") in DIED and event.get("code") != exits.CHECKPOINTED:
-        why = f" ({event['reason']})" if event.get("reason") else ""
-        return Failure(at, event["name"], host, exit_words(event.get("code")) + why, event.get("code"))
-    if kind == "node_lost":
-        return Failure(at - _silence(event["reason"]), f"node {event['node']}", event["node"], event["reason"])
-    if kind == "start_failed":
-        return Failure(at, event["name"], host, f"cannot be started: {event.get('error')}")
-    if kind in ("agent_failed", "head_failed"):
-        return Failure(at, by, host, f"failed: {event.get('error')}")
-    if kind == "engine_update_failed":
-        return Failure(at, event["engine"], "", f"did not take a policy: {event.get('error')}")
-    if kind == "stall":
-        why = event.get("error") or f"no finished rollout and no new policy for {event.get('seconds')} s"
-        return Failure(at, str(event.get("suspect")), "", f"nothing moves: {why}")
-    return None
+    match event:
+        case ProcessExited(name=name, code=code) if event.state in DIED and code != exits.CHECKPOINTED:
+            why = f" ({event.reason})" if event.reason else ""
+            return Failure(at, name, host, exit_words(code) + why, code)
+        case NodeLost(node=node, reason=reason):
+            return Failure(at - _silence(reason), f"node {node}", node, reason)
+        case ProcessStartFailed(name=name, error=error):
+            return Failure(at, name, host, f"cannot be started: {error}")
+        case AgentFailed(error=error) | HeadFailed(error=error):
+            return Failure(at, by, host, f"failed: {error}")
+        case EngineUpdateFailed(engine=engine, error=error):
+            return Failure(at, engine, "", f"did not take a policy: {error}")
+        case Stalled(suspect=suspect, error=error):
+            why = error or f"no finished rollout and no new policy for {event.seconds} s"
+            return Failure(at, suspect, "", f"nothing moves: {why}")
+        case _:
+            return None
 
 
-def _lost_nodes(events: Sequence[Event], heartbeats: Iterable[Mapping[str, Any]]) -> list[Failure]:
+def _lost_nodes(events: Sequence[Event], heartbeats: Iterable[AgentReport]) -> list[Failure]:
     """Nodes that fell silent before the attempt ended, whoever noticed."""
-    over = next((event["time"] for event in events if event.get("kind") == "ending"), None)
+    over = next((event.time for event in events if isinstance(event, AttemptEnds)), None)
     if over is None:
         return []
-    told = {event.get("node") for event in events if event.get("kind") == "node_lost"}
-    beats = [beat for beat in heartbeats if not beat.get("ended") and beat["name"] not in told]
-    silent = [beat for beat in beats if beat["time"] < over - SILENT_S]
+    told = {event.node for event in events if isinstance(event, NodeLost)}
+    beats = [beat for beat in heartbeats if not beat.ended and beat.name not in told]
+    silent = [beat for beat in beats if beat.time < over - SILENT_S]
     words = "last heartbeat {:.0f} s before the end"
-    return [Failure(b["time"], f"node {b['name']}", b["name"], words.format(over - b["time"])) for b in silent]
+    return [Failure(beat.time, f"node {beat.name}", beat.name, words.format(over - beat.time)) for beat in silent]
 
 
 def _unexplained_end(events: Sequence[Event], known: Sequence[Failure]) -> list[Failure]:
     """What the head ended the attempt for, if no event of anybody else tells of it."""
-    ending = next((e for e in events if e.get("kind") == "ending" and e.get("process") == "head"), None)
-    if ending is None or ending.get("outcome") != "failed":
+    ending = next((e for e in events if isinstance(e, AttemptEnds) and e.process == "head"), None)
+    if ending is None or ending.outcome != "failed":
         return []
-    suspect = ending.get("suspect") or "head"
+    suspect = ending.suspect or "head"
     if any(suspect in (failure.component, failure.node) for failure in known):
         return []
-    return [Failure(ending["time"] - _silence(ending["reason"]), suspect, "", ending["reason"])]
+    return [Failure(ending.time - _silence(ending.reason), suspect, "", ending.reason)]
 
 
 def _silence(reason: str) -> float:
@@ -97,13 +110,10 @@ def _silence(reason: str) -> float:
 
 
 def _with_recovery(found: list[Failure], events: Sequence[Event]) -> list[Failure]:
-    started: dict[str, float] = {}
-    for event in events:
-        if event.get("kind") == "started":
-            started[event["name"]] = event["time"]
+    started = {event.name: event.time for event in events if isinstance(event, ProcessStarted)}
     last = {failure.component: failure.time for failure in found}
-    lost = {f"node {event['node']}" for event in events if event.get("kind") == "node_lost"}
-    harm = [str(event.get("reason")) for event in events if event.get("kind") in ("given_up", "ending")]
+    lost = {f"node {event.node}" for event in events if isinstance(event, NodeLost)}
+    harm = [event.reason for event in events if isinstance(event, ProcessesGivenUp | AttemptEnds)]
 
     def over(failure: Failure) -> bool:
         name = failure.component

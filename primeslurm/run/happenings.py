@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import msgspec
 
-from primeslurm.run.records import Event
+from primeslurm.records.base import Event
+from primeslurm.records.events import nodes, policy, processes, training
+from primeslurm.records.preflight import Check
 
 Level = Literal["info", "warning", "error"]
 DIED = ("backoff", "fallen", "failed")
@@ -32,8 +34,7 @@ def notable(events: Iterable[Event]) -> list[Happening]:
     told: list[Happening] = []
     times = 1
     for event in events:
-        words = _WORDS.get(event.get("kind", ""))
-        happening = words(event) if words else None
+        happening = _words(event)
         if happening is None:
             continue
         if told and (told[-1].who, _once(told[-1])) == (happening.who, happening.text):
@@ -67,109 +68,108 @@ def exit_words(code: int | None) -> str:
         return f"was ended by signal {-code}"
 
 
-def _exited(event: Event) -> Happening | None:
-    state, code = event.get("state"), event.get("code")
-    if state not in DIED:
-        return None  # it had done its work, or the attempt was ending anyway
-    again = {"backoff": "; it is started again", "fallen": "; its unit is started again"}.get(state, "")
-    text = exit_words(code) + _because(event.get("reason")) + again
-    return Happening(event["time"], event["name"], text, "warning" if again else "error")
+def _words(event: Event) -> Happening | None:
+    """What a person wants to know of an event; None if that is nothing."""
+    match event:
+        case processes.ProcessStarted() | processes.ProcessStartFailed() | processes.ProcessExited():
+            return _of_process(event)
+        case training.CheckpointCommitted() | training.RolloutFailed() | training.Stalled() | training.ReplicaLost():
+            return _of_training(event)
+        case policy.EngineUpdateFailed(engine=engine, error=error):
+            return _tell(event, engine, "did not take a policy" + _because(error), "warning")
+        case policy.EngineRestarted(engine=engine):
+            return _tell(event, engine, "is restarted: it failed an update", "warning")
+        case nodes.AttemptEnds() | nodes.AttemptEnded() | nodes.ProcessesGivenUp() | nodes.UnitRestarted():
+            return _of_attempt(event)
+        case _:
+            return _of_node(event)
 
 
-def _started(event: Event) -> Happening | None:
-    if not event.get("restarts"):
-        return None
-    return Happening(event["time"], event["name"], f"started again (restart {event['restarts']})")
+def _of_process(
+    event: processes.ProcessStarted | processes.ProcessStartFailed | processes.ProcessExited,
+) -> Happening | None:
+    match event:
+        case processes.ProcessStarted(restarts=restarts):
+            return _tell(event, event.name, f"started again (restart {restarts})") if restarts else None
+        case processes.ProcessStartFailed(error=error):
+            return _tell(event, event.name, "cannot be started" + _because(error), "error")
+        case processes.ProcessExited(state=state) if state in DIED:
+            again = {"backoff": "; it is started again", "fallen": "; its unit is started again"}.get(state, "")
+            text = exit_words(event.code) + _because(event.reason) + again
+            return _tell(event, event.name, text, "warning" if again else "error")
+        case _:
+            return None  # it had done its work, or the attempt was ending anyway
 
 
-def _ending(event: Event) -> Happening | None:
-    if event.get("process") not in ("head", "batch"):
-        return None  # every agent repeats it
-    level: Level = "error" if event.get("outcome") == "failed" else "info"
-    return Happening(
-        event["time"], event["process"], f"ends the attempt as {event['outcome']}: {event['reason']}", level
-    )
+def _of_training(
+    event: training.CheckpointCommitted | training.RolloutFailed | training.Stalled | training.ReplicaLost,
+) -> Happening | None:
+    match event:
+        case training.CheckpointCommitted(process="trainer-rank-0", step=step):
+            return _tell(event, "trainer", f"committed step {step}")
+        case training.RolloutFailed(error=error):
+            return _tell(event, event.process, "a rollout failed" + _because(error), "warning")
+        case training.Stalled(suspect=suspect, error=error):
+            return _tell(event, suspect, "nothing moves: the suspect" + _because(error), "error")
+        case training.ReplicaLost(router=router):
+            return _tell(event, router, "is given up with its replica", "warning")
+        case _:
+            return None  # every rank tells of the commit
 
 
-def _ended(event: Event) -> Happening:
-    next_ = "requeued" if event.get("requeued") else "not requeued" + _because(event.get("why_not"))
-    return Happening(event["time"], "head", f"attempt {event.get('outcome')}, {next_}")
+def _of_attempt(
+    event: nodes.AttemptEnds | nodes.AttemptEnded | nodes.ProcessesGivenUp | nodes.UnitRestarted,
+) -> Happening | None:
+    match event:
+        case nodes.AttemptEnds(process="head" | "batch", outcome=outcome, reason=reason):
+            level: Level = "error" if outcome == "failed" else "info"
+            return _tell(event, event.process, f"ends the attempt as {outcome}: {reason}", level)
+        case nodes.AttemptEnded(outcome=outcome):
+            next_ = "requeued" if event.requeued else "not requeued" + _because(event.why_not)
+            return _tell(event, "head", f"attempt {outcome}, {next_}")
+        case nodes.ProcessesGivenUp(processes=names, reason=reason):
+            few = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            return _tell(event, "head", f"goes on without {few}{_because(reason)}", "error")
+        case nodes.UnitRestarted(unit=unit, reason=reason):
+            return _tell(event, unit, "is started again as one" + _because(reason), "warning")
+        case _:
+            return None  # every agent repeats the ending
 
 
-def _committed(event: Event) -> Happening | None:
-    if event.get("process") != "trainer-rank-0":
-        return None
-    return Happening(event["time"], "trainer", f"committed step {event.get('step')}")
+def _of_node(event: Event) -> Happening | None:
+    match event:
+        case nodes.Seated(process="head", nodes=names, spares=spares):
+            more = f", {len(spares)} more are spares" if spares else ""
+            return _tell(event, "head", f"all {len(names)} nodes are there{more}")
+        case nodes.PreflightDone(node=node, fitness="unfit", checks=checks):
+            return _tell(event, f"node {node}", "is not fit" + _because(_failed(checks)), "error")
+        case nodes.GpuFailed(node=node, checks=checks):
+            return _tell(event, f"node {node}", "a GPU failed" + _because(_failed(checks)), "error")
+        case nodes.NodeLost(node=node, reason=reason):
+            return _tell(event, f"node {node}", "is lost" + _because(reason), "warning")
+        case nodes.NodeReplaced(node=node, by=by):
+            return _tell(event, f"node {node}", f"is replaced by {by}")
+        case nodes.LaunchedAgain(without=without):
+            return _tell(event, "batch", f"starts all agents again without {', '.join(without)}", "warning")
+        case nodes.AgentFailed(error=error):
+            return _tell(event, event.process, "the agent failed" + _because(error), "error")
+        case nodes.HeadFailed(error=error):
+            return _tell(event, event.process, "the head failed" + _because(error), "error")
+        case nodes.HeartbeatFailed(error=error):
+            return _tell(event, event.process, "cannot write its heartbeat" + _because(error), "warning")
+        case nodes.PublishFailed(error=error):
+            return _tell(event, event.process, "cannot write fleet.json" + _because(error), "warning")
+        case _:
+            return None
 
 
-def _seated(event: Event) -> Happening | None:
-    if event.get("process") != "head":
-        return None  # every agent tells its own seat
-    spares = f", {len(event['spares'])} more are spares" if event.get("spares") else ""
-    return Happening(event["time"], "head", f"all {len(event.get('nodes', []))} nodes are there{spares}")
+def _tell(event: Event, who: str, text: str, level: Level = "info") -> Happening:
+    return Happening(event.time, who, text, level)
 
 
-def _given_up(event: Event) -> Happening:
-    names = event.get("processes", [])
-    few = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return Happening(event["time"], "head", f"goes on without {few}{_because(event.get('reason'))}", "error")
+def _failed(checks: Sequence[Check]) -> str:
+    return "; ".join(check.text for check in checks if check.level == "failed")
 
 
-def _preflight(event: Event) -> Happening | None:
-    if event.get("fitness") != "unfit":
-        return None
-    return _of_node(event, f"is not fit{_because(_failed(event))}", "error")
-
-
-def _of_node(event: Event, text: str, level: Level = "info") -> Happening:
-    return Happening(event["time"], f"node {event.get('node')}", text, level)
-
-
-def _failed(event: Event) -> str:
-    return "; ".join(check["text"] for check in event.get("checks", []) if check.get("level") == "failed")
-
-
-def _because(text: object) -> str:
+def _because(text: str | None) -> str:
     return f": {text}" if text else ""
-
-
-def _error(who: str, text: str, field: str = "error", level: Level = "error") -> Callable[[Event], Happening]:
-    """Words for events that carry the name of a component and an error."""
-
-    def tell(event: Event) -> Happening:
-        return Happening(
-            event["time"], str(event.get(who) or event.get("process", "")), text + _because(event.get(field)), level
-        )
-
-    return tell
-
-
-_WORDS: dict[str, Callable[[Event], Happening | None]] = {
-    "seated": _seated,
-    "preflight": _preflight,
-    "gpu_failed": lambda e: _of_node(e, f"a GPU failed{_because(_failed(e))}", "error"),
-    "node_lost": lambda e: Happening(
-        e["time"], f"node {e.get('node')}", f"is lost{_because(e.get('reason'))}", "warning"
-    ),
-    "launched_again": lambda e: Happening(
-        e["time"], "batch", f"starts all agents again without {', '.join(e.get('without', []))}", "warning"
-    ),
-    "node_replaced": lambda e: Happening(e["time"], f"node {e.get('node')}", f"is replaced by {e.get('by')}"),
-    "given_up": _given_up,
-    "unit_restart": _error("unit", "is started again as one", "reason", "warning"),
-    "replica_lost": _error("router", "is given up with its replica", level="warning"),
-    "started": _started,
-    "exited": _exited,
-    "start_failed": _error("name", "cannot be started"),
-    "agent_failed": _error("process", "the agent failed"),
-    "head_failed": _error("process", "the head failed"),
-    "heartbeat_failed": _error("process", "cannot write its heartbeat", level="warning"),
-    "publish_failed": _error("process", "cannot write fleet.json", level="warning"),
-    "engine_update_failed": _error("engine", "did not take a policy", level="warning"),
-    "engine_restart": _error("engine", "is restarted: it failed an update", level="warning"),
-    "rollout_failed": _error("process", "a rollout failed", level="warning"),
-    "stall": _error("suspect", "nothing moves: the suspect"),
-    "committed": _committed,
-    "ending": _ending,
-    "ended": _ended,
-}

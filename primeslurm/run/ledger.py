@@ -11,8 +11,8 @@ from pathlib import Path
 
 import msgspec
 
+from primeslurm.files import read_json, write_json
 from primeslurm.plan.model import Finding, Plan
-from primeslurm.wire.files import read_json, write_json
 
 DIRECTORY = ".bad-nodes"
 FIELD = "bad nodes"

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import msgspec
 
 from primeslurm.errors import RunError
+from primeslurm.plan.storage import plain
 from primeslurm.run.directory import Attempt
 
 
@@ -60,6 +61,7 @@ class Placement(msgspec.Struct, frozen=True):
 def placement_of(attempt: Attempt) -> Placement:
     """What runs where in an attempt. Raises RunError if there is no readable plan."""
     try:
-        return msgspec.json.decode(attempt.plan_file.read_bytes(), type=Placement)
-    except (OSError, msgspec.MsgspecError) as error:
+        plan = plain(attempt.plan_file.read_bytes(), PlacedProcess.__struct_fields__)
+        return msgspec.convert(plan, Placement)
+    except (OSError, ValueError) as error:
         raise RunError(f"{attempt.plan_file} cannot be read: {error}") from None

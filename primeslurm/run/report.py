@@ -7,17 +7,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from primeslurm.files import read_json
 from primeslurm.plan.model import Node, Plan
+from primeslurm.records.attempt import LockRecord
+from primeslurm.records.reading import Row
 from primeslurm.run import charts
 from primeslurm.run.charts import Chart, Tick, chart
 from primeslurm.run.directory import Attempt, RunDirectory
 from primeslurm.run.happenings import Happening, notable
-from primeslurm.run.records import Row, attempt_events, rows
+from primeslurm.run.records import attempt_events, dropped_of, rows
 from primeslurm.run.status import JobQuery, RunStatus, read_status
 from primeslurm.run.summary import Summary, summarise
 from primeslurm.run.validity import problems
 from primeslurm.templating import environment
-from primeslurm.wire.files import read_json
 
 MAX_EVENTS = 200
 BAR_WIDTH, BAR_LEFT, BAR_HEIGHT = 1140, 90, 30
@@ -133,7 +135,7 @@ def report(run: RunDirectory, job_state: JobQuery, now: float) -> str:
     return templates.get_template("report.html.j2").render(
         status=status,
         numbers=_numbers(status, summarise(run), plan),
-        invalid=problems(steps, run.latest().state("orchestrator"), batch_size),
+        invalid=problems(steps, dropped_of(run.latest()), batch_size),
         charts=all_charts(steps),
         size=charts,
         timeline=_timeline(told, now),
@@ -238,11 +240,15 @@ def _names(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} … {names[-1]} ({len(names)})"
 
 
-def _lock(lock: dict[str, Any]) -> list[tuple[str, str]]:
-    found = [
-        (name, str(lock[name])) for name in ("run_id", "git", "python", "recipe_hash", "plan_hash") if lock.get(name)
-    ]
-    return found + [(name, str(version)) for name, version in (lock.get("packages") or {}).items() if version]
+def _lock(lock: LockRecord) -> list[tuple[str, str]]:
+    named = {
+        "run_id": lock.run_id,
+        "git": lock.git,
+        "python": lock.python,
+        "recipe_hash": lock.recipe_hash,
+        "plan_hash": lock.plan_hash,
+    }
+    return [(name, text) for name, text in {**named, **lock.packages}.items() if text]
 
 
 def _hours(seconds: float) -> str:

@@ -10,18 +10,21 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from statistics import fmean
-from typing import Any
 
 import msgspec
 
+from primeslurm.files import read_json
+from primeslurm.records.attempt import EndRecord, JobRecord
+from primeslurm.records.fleet import AgentReport, FleetView
+from primeslurm.records.load import Load
+from primeslurm.records.reading import Row, recent_rows
+from primeslurm.records.state import EngineRecord, OrchestratorState, RolloutProgress, TrainerState
 from primeslurm.run.advice import Advice, advise, shape_of
-from primeslurm.run.directory import BY_SIGTERM, Attempt, EndRecord, JobRecord, RunDirectory
+from primeslurm.run.directory import BY_SIGTERM, Attempt, RunDirectory
 from primeslurm.run.happenings import Happening, lately, notable
 from primeslurm.run.placement import PlacedProcess, Placement, placement_of
-from primeslurm.run.records import Row, recent_events, recent_rows
+from primeslurm.run.records import first_event, progress_of, recent_events
 from primeslurm.wire import checkpoints
-from primeslurm.wire.files import read_json
-from primeslurm.wire.load import Load
 
 SILENT_S = 60.0
 """A head that has not written for this long is not believed to be alive."""
@@ -63,6 +66,16 @@ class ReplicaStatus(msgspec.Struct, frozen=True):
     """By role."""
 
 
+class NoProgress(msgspec.Struct, frozen=True):
+    """Of a run whose orchestrator or trainer has not said anything yet."""
+
+
+class RlProgress(RolloutProgress, frozen=True, kw_only=True):
+    """The orchestrator's state without the replicas, which are told apart, and the engines that are current."""
+
+    late_engines: dict[str, EngineRecord] = {}
+
+
 class RunStatus(msgspec.Struct, frozen=True):
     """A run at one moment; what `primeslurm status --json` prints."""
 
@@ -83,7 +96,7 @@ class RunStatus(msgspec.Struct, frozen=True):
     """Since this attempt's first event, until now or its end."""
     eta_s: float | None = None
     """Until the last step, at the pace of the last ten."""
-    progress: dict[str, Any] = {}
+    progress: RlProgress | TrainerState | NoProgress = NoProgress()
     """The orchestrator's (or, for SFT, the trainer's) own state."""
     metrics: Row = {}
     """The newest row of metrics.jsonl; that of SFT under the names of RL."""
@@ -112,14 +125,15 @@ def read_status(run: RunDirectory, job_state: JobQuery, now: float | None = None
     attempt = run.latest()
     placement = placement_of(attempt)
     job, end = attempt.job(), attempt.end()
-    fleet = read_json(attempt.fleet_file) or {}
-    states: dict[str, str] = fleet.get("states", {})
-    progress = attempt.state("orchestrator" if placement.task == "rl" else "trainer-rank-0")
-    begun = progress.get("version") is not None or (placement.task == "sft" and bool(progress))
+    fleet = attempt.fleet()
+    states = fleet.states if fleet else {}
+    progress = progress_of(attempt, placement.task)
+    begun = progress is not None and progress.begun
     phase, reason = _phase(fleet, end, job, job_state, now, begun)
+    orchestrator = progress if isinstance(progress, OrchestratorState) else None
     steps = recent_rows(run.path / "metrics.jsonl")
     recipe = read_json(run.path / "recipe.resolved.json") or {}
-    max_steps, step = int(recipe.get("max_steps", 0)), progress.get("step")
+    max_steps, step = int(recipe.get("max_steps", 0)), progress.step if progress else None
     return RunStatus(
         run=run.name,
         run_id=run.run_id,
@@ -132,18 +146,18 @@ def read_status(run: RunDirectory, job_state: JobQuery, now: float | None = None
         max_steps=max_steps,
         committed_step=checkpoints.newest(run.path),
         step=step,
-        version=progress.get("version"),
+        version=progress.version if progress else None,
         elapsed_s=_elapsed(attempt, end.time if end else now),
         eta_s=_eta(steps, step, max_steps) if phase == "running" else None,
         progress=_without_what_is_well(progress),
         metrics=(steps or [{}])[-1],
         history=_history(placement.task, steps[-HISTORY:]),
         roles=_by_role(placement, states),
-        replicas=_replicas(placement, states, progress.get("replicas") or {}),
+        replicas=_replicas(placement, states, orchestrator.replicas if orchestrator else {}),
         unhealthy=_unhealthy(placement, attempt, states) if end is None else [],
         processes=_describe(placement.processes(), attempt, states) if processes else [],
         events=lately(notable(recent_events(attempt)), RECENT),
-        advice=advise(_loads(progress.get("roles") or {}), shape_of(recipe)) if phase == "running" else [],
+        advice=advise(orchestrator.roles, shape_of(recipe)) if orchestrator and phase == "running" else [],
     )
 
 
@@ -151,7 +165,7 @@ _HISTORY = {"rl": ("reward/mean", "staleness/mean"), "sft": ("trainer/loss",)}
 
 
 def _phase(
-    fleet: dict[str, Any], end: EndRecord | None, job: JobRecord | None, job_state: JobQuery, now: float, begun: bool
+    fleet: FleetView | None, end: EndRecord | None, job: JobRecord | None, job_state: JobQuery, now: float, begun: bool
 ) -> tuple[str, str]:
     """Events and heartbeats first, then Slurm. `begun`: what is loading now is loading again."""
     if end is not None and end.reason == BY_SIGTERM and job:
@@ -167,10 +181,10 @@ def _phase(
             else ""
         )
         return ("requeued", f"{end.reason}; job {state or 'starts again'}{held}")
-    if fleet and now - fleet["time"] < SILENT_S:
-        if ending := fleet.get("ending"):
-            return "ending", ending["reason"]
-        loading = not begun and any(state in ("STARTING", "LOADING") for state in fleet.get("states", {}).values())
+    if fleet and now - fleet.time < SILENT_S:
+        if fleet.ending:
+            return "ending", fleet.ending.reason
+        loading = not begun and any(state in ("STARTING", "LOADING") for state in fleet.states.values())
         return ("starting", "") if loading else ("running", "")
     state = job_state(job) if job else None
     if state is None:
@@ -195,11 +209,8 @@ def _terminated(end: EndRecord, state: str | None) -> tuple[str, str]:
 
 def _elapsed(attempt: Attempt, until: float) -> float | None:
     """Since the first agent wrote its first line."""
-    try:
-        with (attempt.path / "events" / "agent-0.jsonl").open("rb") as handle:
-            return float(until - msgspec.json.decode(handle.readline())["time"])
-    except (OSError, msgspec.DecodeError):
-        return None
+    first = first_event(attempt, "agent-0")
+    return until - first.time if first else None
 
 
 def _eta(steps: list[Row], step: int | None, max_steps: int) -> float | None:
@@ -219,7 +230,7 @@ def _by_role(placement: Placement, states: Mapping[str, str]) -> dict[str, dict[
 
 
 def _replicas(
-    placement: Placement, states: Mapping[str, str], loads: Mapping[str, Mapping[str, Any]]
+    placement: Placement, states: Mapping[str, str], loads: Mapping[str, dict[str, Load]]
 ) -> list[ReplicaStatus]:
     return [
         ReplicaStatus(
@@ -227,22 +238,20 @@ def _replicas(
             router=states.get(replica.router, "STARTING"),
             engines=len(replica.engines),
             healthy=sum(states.get(engine) == "HEALTHY" for engine in replica.engines),
-            loads=_loads(loads.get(str(replica.index), {})),
+            loads=loads.get(str(replica.index), {}),
         )
         for replica in placement.replicas
     ]
 
 
-def _without_what_is_well(progress: dict[str, Any]) -> dict[str, Any]:
-    """The orchestrator's state without the replicas, which are told apart, and the engines that are current."""
-    engines = progress.get("engines")
-    late = {name: view for name, view in engines.items() if view["state"] != "CURRENT"} if engines else None
-    kept = {name: value for name, value in progress.items() if name not in ("engines", "replicas")}
-    return kept if late is None else {**kept, "late_engines": late}
-
-
-def _loads(values: Mapping[str, Any]) -> dict[str, Load]:
-    return {role: msgspec.convert(value, Load) for role, value in values.items()}
+def _without_what_is_well(
+    progress: OrchestratorState | TrainerState | None,
+) -> RlProgress | TrainerState | NoProgress:
+    if not isinstance(progress, OrchestratorState):
+        return progress or NoProgress()
+    late = {name: engine for name, engine in progress.engines.items() if engine.state != "CURRENT"}
+    shared = {field: getattr(progress, field) for field in RolloutProgress.__struct_fields__}
+    return RlProgress(**shared, late_engines=late)
 
 
 def _unhealthy(placement: Placement, attempt: Attempt, states: Mapping[str, str]) -> list[ProcessStatus]:
@@ -253,21 +262,21 @@ def _unhealthy(placement: Placement, attempt: Attempt, states: Mapping[str, str]
 def _describe(processes: Iterable[PlacedProcess], attempt: Attempt, states: Mapping[str, str]) -> list[ProcessStatus]:
     """With what the heartbeats of their nodes say."""
     roster = attempt.roster()
-    reports: dict[int, dict[str, Any]] = {}
+    reports: dict[int, AgentReport | None] = {}
     found = []
     for process in processes:
         if process.node not in reports:
             reports[process.node] = attempt.heartbeat(process.node, roster)
         report = reports[process.node]
-        own = report.get("processes", {}).get(process.name, {})
+        own = report.processes.get(process.name) if report else None
         found.append(
             ProcessStatus(
                 name=process.name,
                 role=process.role,
-                node=report.get("name", f"node {process.node}"),
+                node=report.name if report else f"node {process.node}",
                 state=states.get(process.name, "STARTING"),
-                pid=own.get("pid"),
-                restarts=own.get("restarts", 0),
+                pid=own.pid if own else None,
+                restarts=own.restarts if own else 0,
                 replica=process.replica,
             )
         )

@@ -6,9 +6,10 @@ from statistics import fmean
 
 import msgspec
 
+from primeslurm.files import read_json
+from primeslurm.records.events.processes import ProcessStarted
 from primeslurm.run.directory import RunDirectory
 from primeslurm.run.records import events, rows
-from primeslurm.wire.files import read_json
 
 WINDOW = 5
 """Steps averaged at the beginning and at the end."""
@@ -52,13 +53,13 @@ def summarise(run: RunDirectory) -> Summary:
     losses = [row["trainer/loss"] for row in steps if "trainer/loss" in row]
     mismatches = [row["trainer/mismatch_kl"] for row in steps if "trainer/mismatch_kl" in row]
     happened = events(run)
-    restarts = sum(e["kind"] == "started" and e.get("restarts", 0) > 0 for e in happened)
-    created = run.lock().get("created_at", steps[0]["time"] if steps else 0.0)
+    restarts = sum(isinstance(event, ProcessStarted) and event.restarts > 0 for event in happened)
+    created = run.created_at or (steps[0]["time"] if steps else 0.0)
     return Summary(
         run=run.name,
         steps=len(steps),
         attempts=len(run.attempts()),
-        seconds=(happened[-1]["time"] - created) if happened else 0.0,
+        seconds=(happened[-1].time - created) if happened else 0.0,
         first_reward=fmean(rewards[:WINDOW]) if rewards else None,
         last_reward=fmean(rewards[-WINDOW:]) if rewards else None,
         mixed_version_rollouts=round(sum(row.get("rollouts/mixed_version", 0) for row in steps)),

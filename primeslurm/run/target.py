@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from primeslurm.errors import RunError, UsageError, Violation
 from primeslurm.recipe.explain import suggestion
+from primeslurm.records.fleet import AgentReport
 from primeslurm.run.directory import Attempt
 from primeslurm.run.placement import Placement
 
@@ -24,7 +23,7 @@ class Target:
     """None: the node itself."""
     host: str
     """The node's name, in Slurm's words."""
-    report: Mapping[str, Any]
+    report: AgentReport
     """The node's heartbeat."""
 
 
@@ -41,7 +40,7 @@ def find_target(placement: Placement, attempt: Attempt, word: str) -> Target:
         return _target(placement, attempt, found.node, found.name)
     if word.isdigit() and int(word) < len(placement.nodes):
         return _target(placement, attempt, int(word), None)
-    hosts = {report["name"]: index for index, report in _reports(placement, attempt).items()}
+    hosts = {report.name: index for index, report in _reports(placement, attempt).items()}
     if word in hosts:
         return _target(placement, attempt, hosts[word], None)
     valid = sorted({p.role for p in processes}) + [p.name for p in processes] + sorted(hosts)
@@ -50,12 +49,12 @@ def find_target(placement: Placement, attempt: Attempt, word: str) -> Target:
 
 def _target(placement: Placement, attempt: Attempt, index: int, process: str | None) -> Target:
     report = attempt.heartbeat(index, attempt.roster())
-    if not report:
+    if report is None:
         raise RunError(f"node {index} of {placement.run} has not reported in attempt {attempt.number}")
-    return Target(index, placement.nodes[index].group, process, report["name"], report)
+    return Target(index, placement.nodes[index].group, process, report.name, report)
 
 
-def _reports(placement: Placement, attempt: Attempt) -> dict[int, Mapping[str, Any]]:
+def _reports(placement: Placement, attempt: Attempt) -> dict[int, AgentReport]:
     roster = attempt.roster()
     found = {node.index: attempt.heartbeat(node.index, roster) for node in placement.nodes}
-    return {index: report for index, report in found.items() if report}
+    return {index: report for index, report in found.items() if report is not None}

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
-from typing import Any
 
-from primeslurm.run.records import Row
+from primeslurm.records.reading import Row
 
 WINDOW = 10
 """Newest steps that are looked at."""
@@ -19,12 +18,12 @@ MAX_STALE = 0.9
 _MUST_BE_FINITE = ("trainer/loss", "trainer/grad_norm", "trainer/mismatch_kl", "reward/mean")
 
 
-def problems(rows: Sequence[Row], progress: Mapping[str, Any], batch_size: int, max_kl: float = MAX_KL) -> list[str]:
+def problems(rows: Sequence[Row], dropped: int, batch_size: int, max_kl: float = MAX_KL) -> list[str]:
     """Why a run is invalid; empty if nothing speaks against it.
 
     Args:
         rows: of metrics.jsonl, oldest first.
-        progress: the orchestrator's state; its counts tell of rollouts that never made a batch.
+        dropped: rollouts that the orchestrator dropped as too old; they count where no step was trained.
         batch_size: rollouts of one step.
         max_kl: largest accepted median of trainer/mismatch_kl.
     """
@@ -35,7 +34,7 @@ def problems(rows: Sequence[Row], progress: Mapping[str, Any], batch_size: int, 
         _everywhere(recent, "rollouts/sampled_mean", lambda tokens: tokens == 0, "engines sampled no token in"),
         _everywhere(recent, "groups/zero_signal", lambda share: share == 1, "all rewards of each group were equal in"),
         _mismatch(recent, max_kl),
-        _stale(recent, progress, batch_size),
+        _stale(recent, dropped, batch_size),
     ]
     return [problem for problem in found if problem]
 
@@ -64,12 +63,10 @@ def _mismatch(rows: Sequence[Row], max_kl: float) -> str:
     )
 
 
-def _stale(rows: Sequence[Row], progress: Mapping[str, Any], batch_size: int) -> str:
+def _stale(rows: Sequence[Row], never_used: int, batch_size: int) -> str:
+    dropped, used = float(never_used), 0
     if rows:
         dropped, used = sum(row.get("rollouts/dropped_stale", 0.0) for row in rows), batch_size * len(rows)
-    else:
-        counts = progress.get("counts") or {}
-        dropped, used = counts.get("rollouts_dropped_stale", 0), 0
     if not dropped or dropped / (dropped + used) < MAX_STALE:
         return ""
     return f"{dropped:.0f} rollouts were dropped as too old, {used} were trained on"

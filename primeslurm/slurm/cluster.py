@@ -16,11 +16,11 @@ from pathlib import Path
 import yaml
 
 from primeslurm.errors import ClusterError, UsageError, Violation
+from primeslurm.files import write_json
 from primeslurm.slurm import cluster_config as config
 from primeslurm.slurm.client import SlurmClient
 from primeslurm.slurm.cluster_config import ClusterSpec
 from primeslurm.slurm.daemons import Process, end, job_processes
-from primeslurm.wire.files import write_json
 
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol")
 _STATE = "cluster.json"

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from primeslurm.recipe.training import Checkpoint
+from primeslurm.records.events.training import CheckpointCommitted
 from primeslurm.trainer.progress import PhaseTimer
 from primeslurm.trainer.step import Learner
 from primeslurm.trainer.world import World
@@ -152,7 +153,7 @@ class Checkpoints:
             self._world.agree(_failure(writing.done), doing)
             self._on_main(lambda: self._announce(writing.step), doing)
         progress.took("checkpoint", time.monotonic() - writing.began)
-        progress.journal.event("committed", step=writing.step)
+        progress.journal.write(CheckpointCommitted(writing.step))
 
     def _announce(self, step: int) -> None:
         if self._link is not None:

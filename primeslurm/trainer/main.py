@@ -10,6 +10,8 @@ import torch
 from transformers import AutoTokenizer
 
 from primeslurm.recipe import Recipe
+from primeslurm.records.events.training import TrainerStarted, TrainerStopped
+from primeslurm.records.journal import Journal
 from primeslurm.trainer import compat, data, huggingface, loss
 from primeslurm.trainer.checkpoint import Checkpoints
 from primeslurm.trainer.encoding import published
@@ -24,7 +26,6 @@ from primeslurm.trainer.weight_transfer.sender import Sender
 from primeslurm.trainer.weight_transfer.transports import CollectiveTransfer, FilesystemTransfer, WeightTransfer
 from primeslurm.trainer.world import RankError, World, join
 from primeslurm.wire import exits
-from primeslurm.wire.journal import Journal
 from primeslurm.wire.link import LinkError, TrainerLink
 
 log = logging.getLogger("primeslurm.trainer")
@@ -38,7 +39,7 @@ def run(
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s trainer {rank} %(levelname)s %(message)s")
     logging.getLogger("torchtitan").setLevel(logging.WARNING)
     journal = Journal(run_dir / "attempts" / str(attempt), f"trainer-rank-{rank}")
-    journal.event("start", pid=os.getpid())
+    journal.write(TrainerStarted(os.getpid()))
     if device == "cuda" and compat.ON_CPU:
         log.error("--device cuda, but torch %s sees no CUDA device", torch.__version__)
         return exits.FAILED
@@ -48,7 +49,7 @@ def run(
         code = _task(recipe, run_dir, attempt, orchestrator, world, journal).run()
     except (RankError, LinkError, FloatingPointError, OSError, ValueError) as error:
         log.error("%s: %s", type(error).__name__, error)
-        journal.event("stop", reason=str(error))
+        journal.write(TrainerStopped(reason=str(error)))
         return exits.FAILED
     world.close()
     return code

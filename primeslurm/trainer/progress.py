@@ -7,7 +7,8 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from primeslurm.wire.journal import Journal
+from primeslurm.records.journal import Journal
+from primeslurm.records.state import TrainerState
 
 
 class PhaseTimer:
@@ -24,7 +25,7 @@ class PhaseTimer:
     def phase(self, name: str) -> Iterator[None]:
         """Spend the body's time on `name`."""
         if self._record:
-            self.journal.state(step=self.step, phase=name, seconds=dict(self._seconds), last_seconds=self._last)
+            self.journal.state(TrainerState(self.step, name, dict(self._seconds), self._last))
         begin = time.monotonic()
         try:
             yield

@@ -6,13 +6,14 @@ import enum
 import logging
 
 from primeslurm.recipe import Recipe
+from primeslurm.records.events.training import CheckpointLoaded, StepTrained, TrainerStopped, WeightsPublished
+from primeslurm.records.journal import Journal
 from primeslurm.trainer.checkpoint import Checkpoints
 from primeslurm.trainer.progress import PhaseTimer
 from primeslurm.trainer.step import Learner
 from primeslurm.trainer.weight_transfer.transports import WeightTransfer
 from primeslurm.trainer.world import World
 from primeslurm.wire import exits
-from primeslurm.wire.journal import Journal
 from primeslurm.wire.link import LinkError, TrainerLink, TransferWanted
 from primeslurm.wire.rollouts import Batch
 
@@ -73,13 +74,13 @@ class RlTask:
             self._step(step, batch)
         self._saver.finish(step, self._learner, self._progress)
         interrupted = choice is Choice.INTERRUPTED
-        self._journal.event("stop", step=step, reason="interrupted" if interrupted else "finished")
+        self._journal.write(TrainerStopped(step, "interrupted" if interrupted else "finished"))
         return exits.CHECKPOINTED if interrupted else 0
 
     def _resume(self) -> int:
         """Load the newest checkpoint, and have engines take its policy."""
         self._progress.step = step = self._saver.restore(self._learner)
-        self._journal.event("loaded", step=step)
+        self._journal.write(CheckpointLoaded(step))
         with self._progress.phase("publish"):
             self._transfer.resume(step)
         return step
@@ -124,11 +125,11 @@ class RlTask:
         metrics |= self._progress.take()
         if self._world.is_main:
             self._link.step_done(step, metrics)
-            self._journal.event("step", step=step, loss=metrics["loss"], off_policy_kl=metrics["off_policy_kl"])
+            self._journal.write(StepTrained(step, metrics["loss"], metrics["off_policy_kl"]))
             log.info("step %d: %s", step, "  ".join(f"{k} {v:.4g}" for k, v in metrics.items()))
         self._saver.after(step, self._learner, self._progress)
 
     def _transfer_policy(self, version: int) -> None:
         with self._progress.phase("publish"):
             sent_s = self._transfer.transfer(version)
-        self._journal.event("published", version=version, sent_s=round(sent_s, 3))
+        self._journal.write(WeightsPublished(version, round(sent_s, 3)))

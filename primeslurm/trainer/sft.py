@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from primeslurm.recipe import Recipe
+from primeslurm.records.events.training import CheckpointLoaded, TrainerStopped, WeightsPublished
+from primeslurm.records.journal import Journal
 from primeslurm.records.metrics import MetricsLog
 from primeslurm.trainer import data
 from primeslurm.trainer.checkpoint import Checkpoints
@@ -15,7 +17,6 @@ from primeslurm.trainer.step import Learner
 from primeslurm.trainer.weight_transfer.publisher import Publisher
 from primeslurm.trainer.world import World
 from primeslurm.wire import exits
-from primeslurm.wire.journal import Journal
 from primeslurm.wire.rollouts import Batch
 
 log = logging.getLogger(__name__)
@@ -52,8 +53,8 @@ class SftTask:
             RankError: a disk or a rank failed; what was committed is intact.
         """
         self._progress.step = step = self._saver.restore(self._learner)
-        self._journal.event("loaded", step=step)
-        metrics = MetricsLog(self._recipe, self._run_dir, step) if self._world.is_main else None
+        self._journal.write(CheckpointLoaded(step))
+        metrics = MetricsLog(self._run_dir, step, **self._recipe.metrics_options()) if self._world.is_main else None
         interrupted = False
         while step < self._recipe.max_steps and not interrupted:
             step += 1
@@ -70,7 +71,7 @@ class SftTask:
         finished = step == self._recipe.max_steps
         if finished:
             self._publish(step)
-        self._journal.event("stop", step=step, reason="finished" if finished else "interrupted")
+        self._journal.write(TrainerStopped(step, "finished" if finished else "interrupted"))
         return 0 if finished else exits.CHECKPOINTED
 
     def _batch(self, step: int) -> Batch:
@@ -91,5 +92,5 @@ class SftTask:
             return
         with self._progress.phase("publish"):
             path = self._publisher.publish(step)
-        self._journal.event("published", version=step)
+        self._journal.write(WeightsPublished(step))
         log.info("published %s", path)

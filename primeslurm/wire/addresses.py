@@ -11,7 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from primeslurm.wire.files import Watched
+from primeslurm.files import Watched
 
 FILE = "addresses.json"
 """Name of the file in the attempt directory."""

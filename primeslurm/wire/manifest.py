@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import msgspec
 
-from primeslurm.wire.files import digest, write_atomic
+from primeslurm.files import digest, write_atomic
 
 T = TypeVar("T")
 

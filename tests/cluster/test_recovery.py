@@ -7,28 +7,33 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import yaml
 
 from primeslurm.api.bad_nodes import avoid_bad_nodes
+from primeslurm.files import read_json, write_json
 from primeslurm.node.entry import AgentTask
 from primeslurm.plan.model import Health, HetGroup, JobOptions, Node, Plan, Process, Replica, Totals
 from primeslurm.recipe.site import Site
-from primeslurm.run.directory import Attempt, JobRecord, RunDirectory
+from primeslurm.records.attempt import JobRecord
+from primeslurm.records.base import Event
+from primeslurm.records.events.nodes import LaunchedAgain, NodeLost, PreflightDone, Seated
+from primeslurm.records.fleet import AgentReport
+from primeslurm.run.directory import Attempt, RunDirectory
 from primeslurm.run.doctor import diagnose
 from primeslurm.run.ledger import Ledger
 from primeslurm.run.summary import events
 from primeslurm.slurm.cluster import Cluster
 from primeslurm.slurm.executor import submit
 from primeslurm.slurm.render import render
-from primeslurm.wire.files import read_json, write_json
 from tests.support.faults import kill_node, revive_node
 from tests.support.plans import SERVER, python
 
 pytestmark = pytest.mark.cluster
 
+E = TypeVar("E", bound=Event)
 CHECKOUT = str(Path(__file__).parents[2])
 SILENT_S = 7
 # Ends well once the test says so.
@@ -126,7 +131,8 @@ class Job:
             time.sleep(0.2)
 
     def states(self) -> dict[str, str]:
-        return dict((read_json(self.attempt.fleet_file) or {}).get("states", {}))
+        fleet = self.attempt.fleet()
+        return fleet.states if fleet else {}
 
     def wait_for(self, *names: str, state: str = "HEALTHY") -> None:
         self.wait(lambda: {self.states().get(name) for name in names} == {state})
@@ -134,11 +140,13 @@ class Job:
     def node_of(self, index: int) -> str:
         return self.attempt.roster().seats[index].name
 
-    def heartbeat(self, index: int) -> dict[str, Any]:
-        return self.attempt.heartbeat(index, self.attempt.roster()) or {}
+    def heartbeat(self, index: int) -> AgentReport:
+        report = self.attempt.heartbeat(index, self.attempt.roster())
+        assert report is not None
+        return report
 
-    def events(self, kind: str) -> list[dict[str, Any]]:
-        return [event for event in events(self.run) if event["kind"] == kind]
+    def events(self, kind: type[E]) -> list[E]:
+        return [event for event in events(self.run) if isinstance(event, kind)]
 
     def finish(self) -> float:
         """Let it complete; returns the seconds until Slurm has ended the job."""
@@ -191,9 +199,9 @@ def test_nodes_lose_power(cluster: Cluster, start: Callable[..., Job]) -> None:
     job = start(replicas=2, spares=1)
     everything = [process.name for process in job.plan.processes()]
     job.wait_for(*everything)
-    pids = {name: report["pid"] for i in (0, 2) for name, report in job.heartbeat(i)["processes"].items()}
+    pids = {name: report.pid for i in (0, 2) for name, report in job.heartbeat(i).processes.items()}
 
-    first, spare = job.node_of(1), next(iter(job.events("seated")[0]["spares"]))
+    first, spare = job.node_of(1), next(iter(job.events(Seated)[0].spares))
     kill_node(cluster, first)
     job.wait(lambda: job.node_of(1) == spare)
     job.wait_for(*everything)
@@ -206,7 +214,7 @@ def test_nodes_lose_power(cluster: Cluster, start: Callable[..., Job]) -> None:
     kill_node(cluster, second)
     job.wait_for("engine-r1-0", "router-1", state="LOST")
     job.wait_for("engine-r0-0", "router-0", "orchestrator")
-    now = {name: report["pid"] for name, report in job.heartbeat(0)["processes"].items()}
+    now = {name: report.pid for name, report in job.heartbeat(0).processes.items()}
     assert now == {name: pid for name, pid in pids.items() if name in now}, "what was not concerned was restarted"
 
     assert job.finish() < 60
@@ -226,10 +234,10 @@ def test_a_node_that_is_not_fit_is_left_out(cluster: Cluster, start: Callable[..
     job = start(replicas=1, spares=1, without_address=bad)
     job.wait_for("engine-r0-0", "router-0")
     assert job.node_of(1) != bad
-    (lost,) = job.events("node_lost")
-    assert lost["node"] == bad and "does not resolve" in lost["reason"]
-    job.wait(lambda: len(job.events("preflight")) == 3)  # a node that is left out still looks at the rest
-    checked = {event["node"]: event["fitness"] for event in job.events("preflight")}
+    (lost,) = job.events(NodeLost)
+    assert lost.node == bad and "does not resolve" in lost.reason
+    job.wait(lambda: len(job.events(PreflightDone)) == 3)  # a node that is left out still looks at the rest
+    checked = {event.node: event.fitness for event in job.events(PreflightDone)}
     assert checked[bad] == "unfit" and sorted(checked.values()) == ["fit", "fit", "unfit"]
     job.finish()
 
@@ -246,7 +254,7 @@ def test_a_node_where_no_agent_can_be_started(
     next(daemon for daemon in cluster.daemons if daemon.name == lost).send(signal.SIGKILL)
     (tmp_path / "crashed").touch()
     if spares:
-        job.wait(lambda: job.events("launched_again"))
+        job.wait(lambda: job.events(LaunchedAgain))
         kill_node(cluster, lost)  # Slurm finds out, and the job goes on
     else:
         job.wait(lambda: job.attempt.end())
@@ -274,8 +282,8 @@ def test_a_node_where_the_agent_ends_at_once(cluster: Cluster, start: Callable[.
     launcher.chmod(0o755)
     job = start(replicas=1, spares=1, launcher=(str(launcher),))
     job.wait_for("engine-r0-0", "router-0")
-    (lost,) = job.events("node_lost")
-    assert lost["node"] == bad and lost["reason"] == "no agent could be started: Exited with exit code 127"
+    (lost,) = job.events(NodeLost)
+    assert lost.node == bad and lost.reason == "no agent could be started: Exited with exit code 127"
     assert job.node_of(1) != bad
     job.finish()
 

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from primeslurm.node.shared_memory import mapped_by, names_of
+from primeslurm.records.events.policy import EngineUpdated
+from primeslurm.records.events.processes import ProcessStarted
 from primeslurm.run.records import rows
 from primeslurm.wire import checkpoints
 from tests.support.faults import warn
@@ -47,10 +49,10 @@ def test_killed_engines_routers_and_teachers_come_back(demo: Demo, model: Path) 
     table = rows(run.path)
     assert abs(table[0]["teacher/kl"]) < 1e-4, "the first policy is the teacher"
     assert all(row["teacher/kl"] > 0.01 and row["trainer/ref_kl"] > 0.01 for row in table[-5:])
-    updates = [e for e in events_of(run, "engine_updated") if e["engine"] == "engine-r1-0"]
-    restarted = next(e for e in events_of(run, "started") if e["name"] == "engine-r1-0" and e["restarts"] == 1)
-    after = [e for e in updates if e["time"] > restarted["time"]]
-    assert after and after[0]["version"] >= 4, "a restarted engine was not brought to the current policy"
+    updates = [e for e in events_of(run, EngineUpdated) if e.engine == "engine-r1-0"]
+    restarted = next(e for e in events_of(run, ProcessStarted) if e.name == "engine-r1-0" and e.restarts == 1)
+    after = [e for e in updates if e.time > restarted.time]
+    assert after and after[0].version >= 4, "a restarted engine was not brought to the current policy"
     assert [attempt.number for attempt in run.attempts()] == [1]
 
 

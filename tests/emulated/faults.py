@@ -15,12 +15,13 @@ from typing import Any
 
 import httpx
 
+from primeslurm.files import read_json
 from primeslurm.orchestrator.watch import STATE_INTERVAL_S
+from primeslurm.records.events.training import CheckpointLoaded
 from primeslurm.run.ledger import Ledger
 from primeslurm.run.records import events
 from primeslurm.run.status import RunStatus
 from primeslurm.wire import secret
-from primeslurm.wire.files import read_json
 from tests.support.emulation import Deployment, Snapshot
 from tests.support.faults import kill_controller, kill_node, revive_controller, revive_node, warn
 
@@ -126,8 +127,8 @@ def _cost(fault: Fault, before: Snapshot, after: Snapshot, seconds: float, deplo
 
 def _loaded(deployment: Deployment) -> int:
     """The step that the trainer was last started from."""
-    loaded = [event for event in events(deployment.run) if event["kind"] == "loaded"]
-    return int(loaded[-1]["step"])
+    loaded = [event for event in events(deployment.run) if isinstance(event, CheckpointLoaded)]
+    return loaded[-1].step
 
 
 def _next_attempt(deployment: Deployment) -> Seen:

@@ -19,6 +19,7 @@ from safetensors.numpy import save_file
 
 from primeslurm.emulated.engine import EmulatedEngine
 from primeslurm.emulated.environment import EmulatedEnvironment
+from primeslurm.files import write_json
 from primeslurm.inference.admission import Message
 from primeslurm.orchestrator.jobs import Job
 from primeslurm.orchestrator.teacher import Teacher, TeacherError
@@ -36,7 +37,6 @@ from primeslurm.recipe import Recipe
 from primeslurm.recipe.routers import VllmRouter
 from primeslurm.wire import addresses, secret
 from primeslurm.wire.addresses import AddressBook, Addresses
-from primeslurm.wire.files import write_json
 from primeslurm.wire.weight_transfer import filesystem
 from tests.support.engine_commands import engine_command
 from tests.support.generate import generate, metric, spans, tokens

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from primeslurm.records.events.policy import EngineUpdated
+from primeslurm.records.events.processes import ProcessStarted
 from primeslurm.run.directory import RunDirectory
-from primeslurm.run.summary import events, rows
+from primeslurm.run.records import events, rows
 from primeslurm.wire import checkpoints
 from primeslurm.wire.weight_transfer import filesystem
 
@@ -60,10 +62,12 @@ def test_glm5_on_28_nodes_and_one_for_a_teacher(place: Path) -> None:
     assert (plan.totals.nodes, plan.totals.gpus, plan.totals.engines) == (30, 232, 128)
     assert end is not None and (end.outcome, end.committed_step) == ("completed", STEPS)
     happened = events(run)
-    assert sum(event["kind"] == "started" for event in happened) == len(plan.processes()), "something was restarted"
+    assert sum(isinstance(event, ProcessStarted) for event in happened) == len(plan.processes()), (
+        "something was restarted"
+    )
     assert [row["step"] for row in rows(run.path)] == list(range(1, STEPS + 1))
     assert all("teacher/kl" in row for row in rows(run.path)) and plan.totals.teacher_engines == 8
-    assert {e["engine"] for e in happened if e["kind"] == "engine_updated" and e["version"] == STEPS} == {
+    assert {e.engine for e in happened if isinstance(e, EngineUpdated) and e.version == STEPS} == {
         p.name for p in plan.processes() if p.role in ("prefill", "decode")
     }
     assert checkpoints.damage(checkpoints.step_dir(run.path, STEPS)) == []

@@ -19,7 +19,7 @@ from primeslurm.orchestrator.weight_transfer.engine_client import (
     PolicyVersion,
 )
 from primeslurm.orchestrator.weight_transfer.policy_loop import PolicyLoop
-from primeslurm.wire.journal import Journal
+from primeslurm.records.journal import Journal
 from tests.support.generate import generate, spans
 from tests.support.models import make_model, publish
 from tests.support.processes import Server
@@ -39,7 +39,7 @@ async def running(loop: PolicyLoop) -> AsyncIterator[PolicyLoop]:
 
 async def reaches(loop: PolicyLoop, name: str, state: str, timeout_s: float = 90) -> None:
     deadline = time.monotonic() + timeout_s
-    while loop.pool.report()[name]["state"] != state:
+    while loop.pool.report()[name].state != state:
         assert time.monotonic() < deadline, loop.pool.report()
         await asyncio.sleep(0.05)
 

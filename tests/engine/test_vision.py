@@ -19,6 +19,7 @@ from primeslurm.orchestrator.jobs import Job
 from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion
 from primeslurm.orchestrator.worker import Worker
 from primeslurm.recipe import Recipe
+from primeslurm.records.journal import Journal
 from primeslurm.trainer.loss import from_recipe
 from primeslurm.trainer.parallel import build
 from primeslurm.trainer.pictures import PictureReader
@@ -26,7 +27,6 @@ from primeslurm.trainer.progress import PhaseTimer
 from primeslurm.trainer.step import Learner
 from primeslurm.trainer.world import World
 from primeslurm.wire.addresses import AddressBook
-from primeslurm.wire.journal import Journal
 from primeslurm.wire.rollouts import Rollout
 from tests.engine.conftest import tiny_engine
 from tests.support import looking

@@ -17,12 +17,13 @@ import yaml
 from primeslurm.api.jobs import job_query
 from primeslurm.orchestrator.groups import Group
 from primeslurm.orchestrator.progress import CHECKPOINT_PART, PROGRESS, RunProgress
+from primeslurm.records.fleet import AgentReport
+from primeslurm.records.reading import read_record
 from primeslurm.run.directory import RunDirectory
-from primeslurm.run.status import ProcessStatus, RunStatus, read_status
+from primeslurm.run.status import ProcessStatus, RlProgress, RunStatus, read_status
 from primeslurm.slurm.cluster import Cluster, up
 from primeslurm.slurm.cluster_config import ClusterSpec
 from primeslurm.wire import checkpoints
-from primeslurm.wire.files import read_json
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "tests" / "emulated" / "small.yaml"
@@ -140,22 +141,22 @@ class Deployment:
     def snapshot(self) -> Snapshot:
         """The run as it is on disk."""
         status, path = self.status(), self.run.path
-        counts = status.progress.get("counts", {})
+        progress = status.progress if isinstance(status.progress, RlProgress) else RlProgress()
         return Snapshot(
             attempt=status.attempt,
             step=int(status.metrics.get("step", 0)),
             committed=status.committed_step or 0,
-            in_flight=status.progress.get("inflight", 0),
-            begun_again=counts.get("lost", 0) + counts.get("failed", 0),
+            in_flight=progress.inflight,
+            begun_again=progress.counts.get("lost", 0) + progress.counts.get("failed", 0),
             groups=_spooled(path),
             trained=_trained(path),
         )
 
     def head_agent(self) -> int:
         """Process id of the head's agent."""
-        report = read_json(self.run.latest().agent_file(0))
+        report = read_record(self.run.latest().agent_file(0), AgentReport)
         assert report is not None
-        return int(report["agent_pid"])
+        return report.agent_pid
 
 
 def _spooled(run_dir: Path) -> dict[str, int]:

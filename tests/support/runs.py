@@ -9,12 +9,15 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from primeslurm.records.base import Event
+from primeslurm.records.events.training import StepTrained
 from primeslurm.run.directory import RunDirectory
-from primeslurm.run.records import events, rows
+from primeslurm.run.records import attempt_events, events, rows
 
 Status = dict[str, Any]
+E = TypeVar("E", bound=Event)
 
 
 class Demo:
@@ -95,15 +98,14 @@ def trained_steps(run: RunDirectory) -> list[tuple[int, int]]:
     """(attempt, step) of every optimizer step, in order of time."""
     found = []
     for attempt in run.attempts():
-        path = attempt.path / "events" / "trainer-rank-0.jsonl"
-        lines = path.read_text().splitlines() if path.is_file() else []
-        found += [(attempt.number, e["step"]) for e in map(json.loads, lines) if e["kind"] == "step"]
+        steps = (e for e in attempt_events(attempt) if isinstance(e, StepTrained) and e.process == "trainer-rank-0")
+        found += [(attempt.number, event.step) for event in steps]
     return found
 
 
-def events_of(run: RunDirectory, kind: str) -> list[dict[str, Any]]:
+def events_of(run: RunDirectory, kind: type[E]) -> list[E]:
     """All events of one kind, in order of time."""
-    return [event for event in events(run) if event["kind"] == kind]
+    return [event for event in events(run) if isinstance(event, kind)]
 
 
 def tails(run: RunDirectory, lines: int = 15) -> str:

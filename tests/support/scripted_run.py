@@ -13,10 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from primeslurm.files import write_json
 from primeslurm.recipe import Recipe
 from primeslurm.wire import checkpoints
 from primeslurm.wire.addresses import FILE
-from primeslurm.wire.files import write_json
 from primeslurm.wire.link import TrainerLink
 from primeslurm.wire.rollouts import Batch
 

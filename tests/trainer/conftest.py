@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from primeslurm.recipe import Recipe
+from primeslurm.records.journal import Journal
 from primeslurm.trainer import tiny
 from primeslurm.trainer.progress import PhaseTimer
-from primeslurm.wire.journal import Journal
 from primeslurm.wire.rollouts import Batch, BatchInfo, Row
 from primeslurm.wire.routed_experts import RoutedExperts
 from tests.support.processes import free_port

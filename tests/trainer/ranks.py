@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from primeslurm.recipe import Recipe
+from primeslurm.records.journal import Journal
 from primeslurm.trainer.encoding import Encoding
 from primeslurm.trainer.interrupt import Interrupt
 from primeslurm.trainer.loss import from_recipe
@@ -15,7 +16,6 @@ from primeslurm.trainer.progress import PhaseTimer
 from primeslurm.trainer.step import Learner
 from primeslurm.trainer.weight_transfer.publisher import Publisher
 from primeslurm.trainer.world import World, join
-from primeslurm.wire.journal import Journal
 from tests.trainer.conftest import make_batch
 
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from primeslurm.recipe.losses import DppoLoss
+from primeslurm.records.journal import Journal
 from primeslurm.trainer.loss import from_recipe
 from primeslurm.trainer.parallel import build
 from primeslurm.trainer.progress import PhaseTimer
 from primeslurm.trainer.step import Learner
 from primeslurm.trainer.world import World
-from primeslurm.wire.journal import Journal
 from primeslurm.wire.rollouts import Batch
 from tests.trainer.conftest import make_batch, make_recipe
 

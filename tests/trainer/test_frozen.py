@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from primeslurm.recipe.training import Checkpoint
+from primeslurm.records.journal import Journal
 from primeslurm.trainer import checkpoint_export
 from primeslurm.trainer.checkpoint import Checkpoints
 from primeslurm.trainer.loss import from_recipe
@@ -17,7 +18,6 @@ from primeslurm.trainer.progress import PhaseTimer
 from primeslurm.trainer.step import Learner
 from primeslurm.trainer.world import World
 from primeslurm.wire import checkpoints
-from primeslurm.wire.journal import Journal
 from tests.trainer.conftest import make_batch, make_recipe
 from tests.trainer.families import CASES, write
 

@@ -16,6 +16,7 @@ from primeslurm.families.config import shape_of
 from primeslurm.plan.trainer_memory import lora_parameters
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.training import Checkpoint
+from primeslurm.records.journal import Journal
 from primeslurm.trainer import compat, lora, models
 from primeslurm.trainer.checkpoint import Checkpoints
 from primeslurm.trainer.encoding import Encoding
@@ -26,7 +27,6 @@ from primeslurm.trainer.progress import PhaseTimer
 from primeslurm.trainer.step import Learner
 from primeslurm.trainer.weight_transfer.publisher import Publisher
 from primeslurm.trainer.world import World
-from primeslurm.wire.journal import Journal
 from primeslurm.wire.weight_transfer import filesystem
 from tests.trainer.conftest import SEQ_LEN, make_batch, make_recipe
 from tests.trainer.families import CASES, Case, reference_of, write

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from primeslurm.recipe import Recipe
+from primeslurm.records.journal import Journal
 from primeslurm.trainer import data, tiny
 from primeslurm.trainer.checkpoint import Checkpoints
 from primeslurm.trainer.encoding import Encoding
@@ -24,7 +25,6 @@ from primeslurm.trainer.step import Learner
 from primeslurm.trainer.weight_transfer.publisher import Publisher
 from primeslurm.trainer.world import World
 from primeslurm.wire import checkpoints
-from primeslurm.wire.journal import Journal
 from primeslurm.wire.weight_transfer import filesystem
 from tests.trainer.conftest import SEQ_LEN, finish, make_recipe, start_ranks, trainer_command
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from primeslurm.records.load import Load
 from primeslurm.run.advice import Advice, Shape, advise, shape_of
-from primeslurm.wire.load import Load
 
 SPLIT = Shape(prefill=3, decode=1)
 BUSY_PREFILL = Load(

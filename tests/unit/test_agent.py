@@ -8,20 +8,24 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import pytest
 
+from primeslurm.files import read_json
 from primeslurm.node.agent import AgentTimings, NodeAgent
+from primeslurm.node.fleet import NODE_START_S
 from primeslurm.node.head import Head, HeadTimings
-from primeslurm.node.reports import NODE_START_S, Ending, Outcome
 from primeslurm.plan.model import Health, Plan, Process
+from primeslurm.records.base import Event
+from primeslurm.records.events.processes import ProcessExited, ProcessStarted
+from primeslurm.records.fleet import Ending, Outcome, ProcessReport
 from primeslurm.run.directory import BY_SIGTERM, Attempt, RunDirectory
 from primeslurm.run.summary import events as all_events
 from primeslurm.wire import exits
-from primeslurm.wire.files import read_json
 from tests.support.plans import SERVER, plan_of, python
 
+E = TypeVar("E", bound=Event)
 SLEEP = python("import time; time.sleep(600)")
 IGNORES_TERM = python("import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)")
 # A trainer that checkpoints on SIGUSR1 and exits as trainers do.
@@ -63,10 +67,11 @@ class Running:
         for thread in [*self.threads, self.head]:
             thread.start()
 
-    def report(self, name: str) -> dict[str, object]:
+    def report(self, name: str) -> ProcessReport:
+        """What is known of a process; before anything is, that it waits."""
         node = self.attempt.plan().process(name).node
-        heartbeat = self.attempt.heartbeat(node, self.attempt.roster()) or {}
-        return dict(heartbeat.get("processes", {}).get(name, {}))
+        heartbeat = self.attempt.heartbeat(node, self.attempt.roster())
+        return (heartbeat.processes.get(name) if heartbeat else None) or ProcessReport("waiting")
 
     def wait(self, condition: Callable[[], object], timeout_s: float = 60.0) -> None:
         deadline = time.monotonic() + timeout_s
@@ -76,12 +81,12 @@ class Running:
             time.sleep(0.05)
         raise AssertionError("timed out")
 
-    def wait_state(self, name: str, state: str) -> dict[str, object]:
-        self.wait(lambda: self.report(name).get("state") == state)
+    def wait_state(self, name: str, state: str) -> ProcessReport:
+        self.wait(lambda: self.report(name).state == state)
         return self.report(name)
 
-    def events(self, kind: str) -> list[dict[str, Any]]:
-        return [event for event in all_events(self.run) if event["kind"] == kind]
+    def events(self, kind: type[E]) -> list[E]:
+        return [event for event in all_events(self.run) if isinstance(event, kind)]
 
     def join(self) -> None:
         for thread in [*self.threads, self.head]:
@@ -130,7 +135,7 @@ def test_dependents_start_after_what_they_need_answers(start: Callable[..., Runn
     log = (running.attempt.path / "logs/engine/client.log").read_text().splitlines()
     port = read_json(running.attempt.agent_file(1))["ports"]["server"]["http"]
     assert log[-1] == f"127.0.0.2:{port}"
-    assert running.report("server")["healthy"] is True
+    assert running.report("server").healthy is True
 
 
 def test_a_killed_engine_is_restarted_in_place_on_its_port(start: Callable[..., Running]) -> None:
@@ -138,10 +143,10 @@ def test_a_killed_engine_is_restarted_in_place_on_its_port(start: Callable[..., 
     server = process("server", 0, argv, ports={"http": 21000}, health=Health(port="http", path="/x"))
     running = start((server,))
     first = running.wait_state("server", "ready")
-    os.kill(int(str(first["pid"])), signal.SIGKILL)
-    running.wait(lambda: running.report("server").get("restarts") == 1)
+    os.kill(int(str(first.pid)), signal.SIGKILL)
+    running.wait(lambda: running.report("server").restarts == 1)
     second = running.wait_state("server", "ready")
-    assert second["pid"] != first["pid"]
+    assert second.pid != first.pid
     assert running.head.ending is None
 
 
@@ -159,7 +164,7 @@ def test_shared_memory_of_a_killed_engine_is_freed(start: Callable[..., Running]
     running = start([process("engine-0", 0, worker)])
     running.wait((tmp_path / "mapped").exists)
     [first] = name.parent.glob(name.name + "-*")
-    os.kill(int(str(running.wait_state("engine-0", "ready")["pid"])), signal.SIGKILL)
+    os.kill(int(str(running.wait_state("engine-0", "ready").pid)), signal.SIGKILL)
     running.wait(lambda: not first.exists())
     running.wait(lambda: list(name.parent.glob(name.name + "-*")))
     running.agents[0].end(Ending(Outcome.CANCELLED, "test", "test"))
@@ -179,8 +184,8 @@ def test_a_process_that_keeps_dying_ends_the_attempt(start: Callable[..., Runnin
 def test_a_dead_trainer_ends_the_attempt_everywhere(start: Callable[..., Running]) -> None:
     trainer = process("trainer-rank-0", 1, SLEEP, role="trainer", restart="attempt")
     running = start((process("orchestrator", 0, IGNORES_TERM, role="orchestrator"),), (trainer,))
-    other = running.wait_state("orchestrator", "ready")["pid"]
-    os.kill(int(str(running.wait_state("trainer-rank-0", "ready")["pid"])), signal.SIGKILL)
+    other = running.wait_state("orchestrator", "ready").pid
+    os.kill(int(str(running.wait_state("trainer-rank-0", "ready").pid)), signal.SIGKILL)
     running.join()
     assert running.head.ending == Ending(Outcome.FAILED, "trainer-rank-0 was ended by signal 9", "trainer-rank-0")
     assert not alive(other)
@@ -195,17 +200,17 @@ def test_preemption_lets_trainers_checkpoint_first(start: Callable[..., Running]
     running.head.end(Ending(Outcome.PREEMPTED, "USR2"))
     running.join()
     assert (running.attempt.path / "checkpointed").exists()
-    assert running.report("trainer-rank-0")["exit_code"] == exits.CHECKPOINTED
+    assert running.report("trainer-rank-0").exit_code == exits.CHECKPOINTED
     assert running.head.conclude() is True
 
 
 def test_the_signal_before_a_time_limit_is_for_the_agent_alone(start: Callable[..., Running]) -> None:
     running = start((process("engine", 0, SLEEP),))
-    pid = int(str(running.wait_state("engine", "ready")["pid"]))
+    pid = int(str(running.wait_state("engine", "ready").pid))
     os.kill(pid, signal.SIGUSR2)
     time.sleep(1.5)
-    assert running.report("engine")["pid"] == pid
-    assert running.report("engine")["restarts"] == 0
+    assert running.report("engine").pid == pid
+    assert running.report("engine").restarts == 0
 
 
 def test_completion_ends_servers_and_leaves_nothing(start: Callable[..., Running]) -> None:
@@ -253,7 +258,7 @@ def test_a_head_may_start_as_late_as_any_node(tmp_path: Path) -> None:
 
 def test_nodes_stop_when_the_head_is_gone(start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
     running = start((process("engine", 0, SLEEP),), (process("other", 1, SLEEP),))
-    pid = running.wait_state("other", "ready")["pid"]
+    pid = running.wait_state("other", "ready").pid
     monkeypatch.setattr(NodeAgent, "head_silent_s", 1.0)
     monkeypatch.setattr(Head, "_publish", lambda *_: None)
     running.wait(lambda: not alive(pid))
@@ -313,12 +318,12 @@ def test_a_server_that_hangs_is_restarted(start: Callable[..., Running]) -> None
     timings = AgentTimings(term_grace_s=1.0, probe_timeout_s=0.5)
     hangs = Health(port="http", path="/x", hang_timeout_s=3)
     running = start((server("server", 0, 21000, health=hangs),), agents=timings)
-    pid = int(str(running.wait_state("server", "ready")["pid"]))
+    pid = int(str(running.wait_state("server", "ready").pid))
     os.kill(pid, signal.SIGSTOP)
-    running.wait(lambda: running.report("server").get("pid") not in (pid, None))
+    running.wait(lambda: running.report("server").pid not in (pid, None))
     running.wait_state("server", "ready")
-    first = running.events("exited")[0]
-    assert first["code"] == -9 and first["reason"].startswith("gave no answer for ")
+    first = running.events(ProcessExited)[0]
+    assert first.code == -9 and (first.reason or "").startswith("gave no answer for ")
 
 
 def test_a_unit_is_restarted_as_one(start: Callable[..., Running]) -> None:
@@ -326,10 +331,10 @@ def test_a_unit_is_restarted_as_one(start: Callable[..., Running]) -> None:
     running = start(
         (server("a", 0, 21000, **unit), server("other", 0, 21010)), (server("b", 1, 21020, "a", after=("a",), **unit),)
     )
-    before = {name: running.wait_state(name, "ready")["pid"] for name in ("a", "b", "other")}
+    before = {name: running.wait_state(name, "ready").pid for name in ("a", "b", "other")}
     os.kill(int(str(before["b"])), signal.SIGKILL)
-    running.wait(lambda: all(running.report(name).get("generation") == 1 for name in ("a", "b")))
-    after = {name: running.wait_state(name, "ready")["pid"] for name in ("a", "b", "other")}
+    running.wait(lambda: all(running.report(name).generation == 1 for name in ("a", "b")))
+    after = {name: running.wait_state(name, "ready").pid for name in ("a", "b", "other")}
     assert [name for name in before if after[name] == before[name]] == ["other"]
     assert running.head.ending is None
 
@@ -344,7 +349,7 @@ def test_a_spare_takes_over_and_what_is_concerned_starts_anew(
         spares=1,
         node_silent_s=4,
     )
-    before = {name: running.wait_state(name, "ready")["pid"] for name in ("router", "engine", "other")}
+    before = {name: running.wait_state(name, "ready").pid for name in ("router", "engine", "other")}
     lost = running.agents[1]
     beat = lost._heartbeat
     monkeypatch.setattr(lost, "_heartbeat", lambda *_, **__: None)
@@ -352,11 +357,11 @@ def test_a_spare_takes_over_and_what_is_concerned_starts_anew(
     monkeypatch.setattr(lost, "_heartbeat", beat)
     running.wait(lambda: not running.threads[1].is_alive())
     assert not alive(before["engine"])
-    running.wait(lambda: running.report("router").get("pid") not in (before["router"], None))
-    after = {name: running.wait_state(name, "ready")["pid"] for name in ("router", "engine", "other")}
+    running.wait(lambda: running.report("router").pid not in (before["router"], None))
+    after = {name: running.wait_state(name, "ready").pid for name in ("router", "engine", "other")}
     assert after["other"] == before["other"] and after["engine"] != before["engine"]
-    assert running.report("router")["restarts"] == 0, "it is not at fault"
-    assert [e["process"] for e in running.events("started") if e["name"] == "engine"] == ["agent-1", "agent-2"]
+    assert running.report("router").restarts == 0, "it is not at fault"
+    assert [e.process for e in running.events(ProcessStarted) if e.name == "engine"] == ["agent-1", "agent-2"]
     assert running.head.ending is None
 
 
@@ -372,7 +377,7 @@ def test_no_end_waits_for_a_silent_node(start: Callable[..., Running], monkeypat
 
 def test_the_cancel_file_ends_the_attempt(start: Callable[..., Running]) -> None:
     running = start((process("engine", 0, SLEEP),))
-    pid = running.wait_state("engine", "ready")["pid"]
+    pid = running.wait_state("engine", "ready").pid
     running.attempt.cancel_file.touch()
     running.join()
     assert running.head.ending == Ending(Outcome.CANCELLED, "cancelled by the user")

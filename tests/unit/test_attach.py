@@ -10,15 +10,16 @@ from typing import Literal
 import pytest
 
 from primeslurm.errors import RunError, UsageError
+from primeslurm.files import read_json, write_json
 from primeslurm.node.entry import AgentTask
 from primeslurm.plan.model import Process
-from primeslurm.run.directory import JobRecord, RunDirectory
+from primeslurm.records.attempt import JobRecord
+from primeslurm.run.directory import RunDirectory
 from primeslurm.run.placement import placement_of
 from primeslurm.run.target import find_target
 from primeslurm.slurm import local
 from primeslurm.slurm.attach import step_command
 from primeslurm.slurm.client import JobComponent, JobState
-from primeslurm.wire.files import read_json, write_json
 from tests.support.cli import primeslurm
 from tests.support.plans import plan_of, python
 

@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from primeslurm.files import write_json
 from primeslurm.node import checks
 from primeslurm.node.checks import Check, clock_check, hca_checks, hca_names, judge_gpus, model_check, version_checks
 from primeslurm.node.preflight import Preflight, PreflightTimings
-from primeslurm.node.reports import Fitness
 from primeslurm.plan.model import Plan, Process
+from primeslurm.records.fleet import Fitness
+from primeslurm.records.journal import Journal
 from primeslurm.run.directory import RunDirectory
-from primeslurm.wire.files import write_json
-from primeslurm.wire.journal import Journal
 from tests.support.plans import plan_of, python
 from tests.support.recipes import model_dir
 

@@ -9,9 +9,10 @@ import pytest
 
 from primeslurm.api.runs import Run
 from primeslurm.cli.watch import watch_until_done
+from primeslurm.files import write_json
 from primeslurm.plan.model import Process
-from primeslurm.run.directory import EndRecord, JobRecord, RunDirectory
-from primeslurm.wire.files import write_json
+from primeslurm.records.attempt import EndRecord, JobRecord
+from primeslurm.run.directory import RunDirectory
 from tests.support.cli import primeslurm
 from tests.support.plans import plan_of, python
 
@@ -122,7 +123,7 @@ def test_a_damaged_run_is_named_and_hides_no_other(place: Path) -> None:
     run = place / "runs" / "older"
     (run / "attempts" / "1" / "fleet.json").write_text("[3]")
     (run / "attempts" / "1" / "end.json").write_bytes(b"\xff\xfe\x00")  # as if it were not there
-    message = f"{run} is damaged, or was made by another release (AttributeError: 'list' object has no attribute 'get')"
+    message = f"{run} is damaged, or was made by another release (ValidationError: Expected `object`, got `array`)"
     result = primeslurm("status", "older", "--json", cwd=place)
     assert (result.code, result.err) == (4, f"error: {message}\n")
     assert json.loads(result.out) == {"error": message, "exit_code": 4, "violations": []}

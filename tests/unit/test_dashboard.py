@@ -8,10 +8,10 @@ import msgspec
 from rich.console import Console
 
 from primeslurm.cli.dashboard import duration, numbers_of, one_line, sparkline, view
+from primeslurm.records.load import Load
 from primeslurm.run.advice import Advice
 from primeslurm.run.happenings import Happening
-from primeslurm.run.status import ProcessStatus, ReplicaStatus, RunStatus
-from primeslurm.wire.load import Load
+from primeslurm.run.status import ProcessStatus, ReplicaStatus, RlProgress, RunStatus
 
 
 def picture(status: RunStatus, width: int = 100) -> list[str]:
@@ -39,7 +39,7 @@ def status_of(replicas: int, ill: int) -> RunStatus:
         version=12,
         elapsed_s=3723.4,
         eta_s=90000,
-        progress={"ready_groups": 5, "open_groups": 9, "inflight": 300},
+        progress=RlProgress(ready_groups=5, open_groups=9, inflight=300),
         metrics={"step": 12, "reward/mean": 0.5, "staleness/mean": 1.25},
         history={"reward/mean": [0.1, 0.2, 0.5], "staleness/mean": [1.0]},
         roles={"trainer": {"HEALTHY": 128 - ill, "SUSPECT": ill}, "prefill": {"HEALTHY": 24 * replicas}},

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import yaml
 
+from primeslurm.files import write_json
 from primeslurm.plan.derive import derive
 from primeslurm.plan.model import Plan
 from primeslurm.recipe import Recipe
 from primeslurm.run.diff import Difference, diff, options
 from primeslurm.run.directory import RunDirectory
-from primeslurm.wire.files import write_json
 from tests.support.cli import primeslurm
 from tests.support.recipes import recipe_data, site
 

@@ -7,15 +7,18 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
+from primeslurm.files import write_json
 from primeslurm.plan.model import Process
+from primeslurm.records.attempt import EndRecord, JobRecord
+from primeslurm.records.fleet import AgentReport
 from primeslurm.run.causes import in_log, of_exit, of_job, of_reason
-from primeslurm.run.directory import EndRecord, JobRecord, RunDirectory
+from primeslurm.run.directory import RunDirectory
 from primeslurm.run.doctor import Diagnosis, diagnose
 from primeslurm.run.logs import error_line, lines_until
 from primeslurm.run.validity import problems
-from primeslurm.wire.files import write_json
 from tests.support.cli import primeslurm
 from tests.support.plans import plan_of, python
 
@@ -41,8 +44,14 @@ def run(tmp_path: Path) -> RunDirectory:
     write_json(directory.path / "recipe.resolved.json", {"orchestrator": {"batch_size": 8}})
     for node in (0, 1):
         say(directory, f"agent-{node}", T0, "agent_started", node=f"n{node}")
-        write_json(attempt.agent_file(node), {"name": f"n{node}", "time": T0 + 100, "ended": True})
+        beat(directory, node, T0 + 100, ended=True)
     return directory
+
+
+def beat(run: RunDirectory, rank: int, at: float, *, ended: bool) -> None:
+    """The last heartbeat of an agent."""
+    report = AgentReport(rank, f"n{rank}", f"10.0.0.{rank}", at, agent_pid=1, ended=ended)
+    write_json(run.attempt(1).agent_file(rank), msgspec.to_builtins(report))
 
 
 def say(run: RunDirectory, writer: str, at: float, kind: str, /, **fields: Any) -> None:
@@ -125,7 +134,7 @@ def test_an_engine_that_fails_again_and_again_was_never_got_over(run: RunDirecto
 
 
 def test_a_node_that_fell_silent_comes_before_those_that_missed_it(run: RunDirectory) -> None:
-    write_json(run.attempt(1).agent_file(1), {"name": "n1", "time": T0 + 40, "ended": False})
+    beat(run, 1, T0 + 40, ended=False)
     log(run, "trainer-rank-0", T0, RESET)
     say(run, "agent-0", T0 + 100, "exited", name="trainer-rank-0", code=1, state="failed")
     end(run, T0 + 101, "trainer-rank-0 ended with exit code 1", "trainer-rank-0")
@@ -275,16 +284,15 @@ GOOD = {
     ],
 )
 def test_a_run_is_invalid_because(change: dict[str, float], problem: str | None) -> None:
-    found = problems([{"step": i, **GOOD, **change} for i in range(5)], {}, batch_size=8)
+    found = problems([{"step": i, **GOOD, **change} for i in range(5)], 0, batch_size=8)
     assert [text[: len(problem)] for text in found] == [problem] if problem else found == []
 
 
 def test_validity_needs_evidence_and_sees_what_never_made_a_batch() -> None:
-    assert problems([{"groups/zero_signal": 1.0}] * 2, {}, 8) == []
-    assert problems([], {}, 8) == []
-    counts = {"counts": {"rollouts_dropped_stale": 64, "finished": 64}}
-    assert problems([], counts, 8) == ["64 rollouts were dropped as too old, 0 were trained on"]
-    assert problems([{"trainer/mismatch_kl": 0.5}] * 5, {}, 8, max_kl=1.0) == []
+    assert problems([{"groups/zero_signal": 1.0}] * 2, 0, 8) == []
+    assert problems([], 0, 8) == []
+    assert problems([], 64, 8) == ["64 rollouts were dropped as too old, 0 were trained on"]
+    assert problems([{"trainer/mismatch_kl": 0.5}] * 5, 0, 8, max_kl=1.0) == []
 
 
 def test_the_verb_shows_it_and_exits_with_1(run: RunDirectory, tmp_path: Path) -> None:

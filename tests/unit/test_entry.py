@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 
 from primeslurm.errors import RunError
+from primeslurm.files import write_json
 from primeslurm.node import entry
 from primeslurm.node.entry import AgentTask
 from primeslurm.plan.model import Plan, Process
-from primeslurm.run.directory import EndRecord, RunDirectory
+from primeslurm.records.attempt import EndRecord
+from primeslurm.run.directory import RunDirectory
 from primeslurm.slurm import local
-from primeslurm.wire.files import write_json
 from tests.support.plans import plan_of, python
 
 SLEEP = python("import time; time.sleep(600)")

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primeslurm.node.fleet import SPARE_WAIT_S, VERDICT_S, Fleet
-from primeslurm.node.reports import NODE_START_S, AgentReport, Ending, Fitness, Outcome, ProcessReport, UnitOrder
+from primeslurm.node.fleet import NODE_START_S, SPARE_WAIT_S, VERDICT_S, Fleet
 from primeslurm.node.requeue import should_requeue
 from primeslurm.node.resolve import UnknownPlaceholder, resolve
 from primeslurm.node.states import FleetState, fleet_state
 from primeslurm.node.supervisor import BACKOFF_S, ProcessState, Supervision
 from primeslurm.plan.model import Health, Plan, Process, Replica
+from primeslurm.records.base import Event
+from primeslurm.records.events.nodes import NodeLost, ProcessesGivenUp, UnitRestarted
+from primeslurm.records.fleet import AgentReport, Ending, Fitness, Outcome, ProcessReport, UnitOrder
 from primeslurm.wire import exits
 from primeslurm.wire.addresses import Addresses
 from tests.support.plans import plan_of
+
+E = TypeVar("E", bound=Event)
 
 
 def process(
@@ -89,8 +94,8 @@ class Agents:
         assert self.fleet.assembled
         return self.fleet
 
-    def news(self, kind: str) -> list[dict[str, object]]:
-        return [item.fields for item in self.fleet.news if item.kind == kind]
+    def news(self, kind: type[E]) -> list[E]:
+        return [item.event for item in self.fleet.news if isinstance(item.event, kind)]
 
 
 def test_a_process_starts_loads_serves_and_backs_off() -> None:
@@ -224,7 +229,7 @@ def test_nodes_go_to_fit_agents_in_order_and_the_rest_are_spares() -> None:
     agents.unfit = {1: "GPU 3 has 2 uncorrected ECC errors"}
     fleet = agents.seated()
     assert fleet.seats.rank_of == {0: 0, 1: 2}
-    assert agents.news("node_lost") == [{"node": "n1", "rank": 1, "reason": "GPU 3 has 2 uncorrected ECC errors"}]
+    assert agents.news(NodeLost) == [NodeLost("n1", 1, "GPU 3 has 2 uncorrected ECC errors")]
     assert [item.blamed for item in fleet.news] == ["n1", None]
     assert fleet.decide(1.0) is None
 
@@ -263,7 +268,7 @@ def test_a_spare_that_never_reports_is_a_bad_node_in_the_end() -> None:
     agents.silent = {1}
     for now in (0.0, 1.0, 2.0 + SPARE_WAIT_S, NODE_START_S + 1):
         assert agents.decide(now) is None
-    assert [item.blamed for item in agents.fleet.news if item.kind == "node_lost"] == ["n1"]
+    assert [item.blamed for item in agents.fleet.news if isinstance(item.event, NodeLost)] == ["n1"]
 
 
 def test_a_node_whose_agent_cannot_be_started_is_not_waited_for() -> None:
@@ -277,7 +282,7 @@ def test_a_node_whose_agent_cannot_be_started_is_not_waited_for() -> None:
     assert agents.decide(2.0) is None
     assert agents.fleet.seats.rank_of == {0: 0, 1: 2}
     reason = "no agent could be started: Exited with exit code 127"
-    assert agents.news("node_lost") == [{"node": "n1", "rank": 1, "reason": reason}]
+    assert agents.news(NodeLost) == [NodeLost("n1", 1, reason)]
     assert [item.blamed for item in agents.fleet.news] == ["n1", None]
 
 
@@ -328,7 +333,7 @@ def test_a_replica_among_several_is_given_up_and_the_last_one_is_not() -> None:
     agents.silent = {2}
     assert agents.decide(91.0) is None
     assert fleet.lost == {"engine-r1-0", "router-1"}
-    assert agents.news("given_up")[0]["processes"] == ["engine-r1-0", "router-1"]
+    assert agents.news(ProcessesGivenUp)[0].processes == ["engine-r1-0", "router-1"]
     agents.silent = {1, 2}
     assert agents.decide(200.0) == Ending(Outcome.FAILED, "node n1: has been silent for 109 s", "n1")
 
@@ -452,7 +457,7 @@ def test_a_unit_restarts_as_one_and_only_when_all_of_it_has_ended() -> None:
     agents.states = {name: fallen(1, "ready") for name in agents.states}
     agents.decide(13.0)
     assert fleet.orders == {"r0": UnitOrder(1, hold=False)}
-    assert [news["generation"] for news in agents.news("unit_restart")] == [1]
+    assert [news.generation for news in agents.news(UnitRestarted)] == [1]
 
 
 def test_a_unit_that_keeps_dying_is_given_up_as_one() -> None:

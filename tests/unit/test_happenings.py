@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
+from primeslurm.records.base import Event
+from primeslurm.records.events import decode
 from primeslurm.run.happenings import exit_words, lately, notable
 
 
+def read(*events: dict[str, Any]) -> list[Event]:
+    """As a reader of journals gets them."""
+    lines = (json.dumps({"time": i + 1.0, "process": "head", **event}).encode() for i, event in enumerate(events))
+    return [event for line in lines if (event := decode(line)) is not None]
+
+
 def told(*events: dict[str, Any]) -> list[tuple[str, str, str]]:
-    found = notable({"time": float(i), "process": "head", **event} for i, event in enumerate(events))
+    found = notable(read(*events))
     return [(happening.who, happening.text, happening.level) for happening in found]
 
 
-CHECKS = [{"level": "ok", "text": "fine"}, {"level": "failed", "text": "GPU 3 has 2 ECC errors"}]
+CHECKS = [
+    {"name": "gpus", "level": "ok", "text": "fine"},
+    {"name": "ecc", "level": "failed", "text": "GPU 3 has 2 ECC errors"},
+]
 
 
 @pytest.mark.parametrize(
@@ -102,7 +114,7 @@ def test_the_newest_are_told_each_once() -> None:
     failed = {"kind": "rollout_failed", "process": "orchestrator", "error": "no answer", "time": 1.0}
     commits = [{"kind": "committed", "process": "trainer-rank-0", "step": i, "time": 1.0 + i} for i in range(1, 5)]
     events = [failed, commits[0], failed | {"time": 2.5}, *commits[1:]]
-    found = lately(notable(events), 4)
+    found = lately(notable(read(*events)), 4)
     assert [(happening.who, happening.time) for happening in found] == [
         ("orchestrator", 2.5),
         ("trainer", 3.0),

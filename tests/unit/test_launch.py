@@ -8,15 +8,15 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from primeslurm.files import write_json
 from primeslurm.node.aftermath import Aftermath, ending_of_step
 from primeslurm.node.attempts import enter, first_of_job
 from primeslurm.node.job_output import JobOutput
-from primeslurm.node.reports import Ending, Outcome
 from primeslurm.plan.model import Plan
-from primeslurm.run.directory import Attempt, EndRecord, JobRecord, RunDirectory
-from primeslurm.run.roster import Roster, Seat
+from primeslurm.records.attempt import EndRecord, JobRecord
+from primeslurm.records.fleet import Ending, Outcome, Roster, Seat
+from primeslurm.run.directory import Attempt, RunDirectory
 from primeslurm.slurm.launch import NODES, early_exits, launch_failures, node_names, spares_suffice, step_without
-from primeslurm.wire.files import write_json
 from tests.support.plans import plan_of
 from tests.support.slurm_plans import group, plan
 

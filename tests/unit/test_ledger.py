@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 
 from primeslurm.node.conclusion import nodes_to_avoid, remember_bad_node
+from primeslurm.records.journal import Journal
 from primeslurm.run.directory import RunDirectory
 from primeslurm.run.ledger import Ledger, avoiding
-from primeslurm.wire.journal import Journal
 from tests.support.cli import primeslurm
 from tests.support.plans import plan_of
 

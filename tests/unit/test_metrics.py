@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from primeslurm.files import write_json
 from primeslurm.recipe import Recipe
 from primeslurm.records.metrics import MetricsLog, by_one_name
-from primeslurm.wire.files import write_json
 
 
 def recipe(**monitor: Any) -> Recipe:
@@ -33,13 +33,13 @@ RECIPE = recipe()
 
 
 def test_rows_of_undone_steps_are_written_anew(tmp_path: Path) -> None:
-    log = MetricsLog(RECIPE, tmp_path, 0)
+    log = MetricsLog(tmp_path, 0, **RECIPE.metrics_options())
     for step in (1, 2, 2, 3):
         log.write(step, {"loss": float(step)})
     log.close()
     with (tmp_path / "metrics.jsonl").open("a") as handle:
         handle.write('{"step": 4, "lo')
-    log = MetricsLog(RECIPE, tmp_path, 2)
+    log = MetricsLog(tmp_path, 2, **RECIPE.metrics_options())
     log.write(2, {"loss": 20.0})
     log.write(3, {"loss": 30.0})
     log.close()
@@ -89,7 +89,7 @@ def test_attempts_of_a_run_share_a_wandb_run_and_runs_of_one_name_do_not(
     ):
         (tmp_path / directory).mkdir(exist_ok=True)
         write_json(tmp_path / directory / "lock.json", {"run_id": run_id})
-        log = MetricsLog(to_wandb, tmp_path / directory, resumed)
+        log = MetricsLog(tmp_path / directory, resumed, **to_wandb.metrics_options())
         for step in steps:
             log.write(step, {"loss": float(step)})
         log.close()

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from primeslurm.files import write_json
 from primeslurm.plan.model import Process
-from primeslurm.run.directory import EndRecord, RunDirectory
+from primeslurm.records.attempt import EndRecord
+from primeslurm.run.directory import RunDirectory
 from primeslurm.run.report import report
-from primeslurm.wire.files import write_json
 from tests.support.cli import primeslurm
 from tests.support.plans import plan_of, python
 

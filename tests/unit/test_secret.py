@@ -14,17 +14,17 @@ import pytest
 import zmq
 
 from primeslurm.node.crew import Crew
-from primeslurm.node.reports import FleetView
 from primeslurm.node.resolve import UnknownPlaceholder
 from primeslurm.plan.derive import derive
 from primeslurm.plan.model import Plan, Process
 from primeslurm.recipe.load import load_recipe
+from primeslurm.records.fleet import FleetView
+from primeslurm.records.journal import Journal
 from primeslurm.run.create import create, missing_variables
 from primeslurm.run.directory import RunDirectory
 from primeslurm.slurm.render import render
 from primeslurm.wire import secret
 from primeslurm.wire.addresses import Addresses
-from primeslurm.wire.journal import Journal
 from tests.support.plans import plan_of
 from tests.support.recipes import site, write_recipe
 

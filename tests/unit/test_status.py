@@ -7,19 +7,23 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Barrier
 
+import msgspec
 import pytest
 
 from primeslurm.errors import RunError, UsageError, Violation
+from primeslurm.files import write_json
 from primeslurm.plan.derive import derive
 from primeslurm.plan.model import Process, Replica
 from primeslurm.recipe.load import load_recipe
+from primeslurm.records.attempt import EndRecord, JobRecord
+from primeslurm.records.fleet import AgentReport, Ending, FleetView, Outcome, ProcessReport, Roster, Seat
+from primeslurm.records.reading import recent_rows
+from primeslurm.records.state import EngineRecord
 from primeslurm.run.create import create, name_in_use
-from primeslurm.run.directory import EndRecord, JobRecord, RunDirectory
-from primeslurm.run.records import recent_rows
-from primeslurm.run.status import RunStatus, read_status
+from primeslurm.run.directory import RunDirectory
+from primeslurm.run.status import RlProgress, RunStatus, read_status
 from primeslurm.run.summary import summarise
 from primeslurm.wire import checkpoints
-from primeslurm.wire.files import write_json
 from tests.support.plans import plan_of, python
 from tests.support.recipes import site, write_recipe
 
@@ -42,15 +46,17 @@ def status(run: RunDirectory, job: str | None = None, processes: bool = False) -
     return read_status(run, lambda record: job, now=NOW, processes=processes)
 
 
-def fleet(run: RunDirectory, age: float = 0.0, ending: dict[str, str] | None = None, state: str = "HEALTHY") -> None:
-    value = {"time": NOW - age, "states": {"decode-r0-0": state}, "ending": ending}
-    write_json(run.attempt(1).fleet_file, value)
+def fleet(run: RunDirectory, age: float = 0.0, ending: Ending | None = None, state: str = "HEALTHY") -> None:
+    value = FleetView(NOW - age, states={"decode-r0-0": state}, ending=ending)
+    write_json(run.attempt(1).fleet_file, msgspec.to_builtins(value))
 
 
-def heartbeat(run: RunDirectory, process: dict[str, object]) -> None:
+def heartbeat(run: RunDirectory, process: ProcessReport) -> None:
     """Of the plan's node 0, which the agent of rank 1 plays."""
-    write_json(run.attempt(1).roster_file, {"generation": 1, "seats": {"0": {"rank": 1, "name": "n001"}}})
-    write_json(run.attempt(1).agent_file(1), {"name": "n001", "processes": {"decode-r0-0": process}})
+    roster = Roster(1, {0: Seat(1, "n001")})
+    report = AgentReport(1, "n001", "10.0.0.1", NOW, agent_pid=1, processes={"decode-r0-0": process})
+    write_json(run.attempt(1).roster_file, msgspec.to_builtins(roster))
+    write_json(run.attempt(1).agent_file(1), msgspec.to_builtins(report))
 
 
 @pytest.mark.parametrize(
@@ -73,7 +79,7 @@ def test_a_fresh_head_is_believed_over_slurm(run: RunDirectory) -> None:
     assert status(run, "NODE_FAIL").phase == "running"
     fleet(run, state="LOADING")
     assert status(run, None).phase == "starting"
-    fleet(run, ending={"reason": "cancelled by the user"})
+    fleet(run, ending=Ending(Outcome.CANCELLED, "cancelled by the user"))
     assert (status(run).phase, status(run).reason) == ("ending", "cancelled by the user")
 
 
@@ -107,7 +113,7 @@ def test_slurm_ends_an_attempt_in_the_same_way_for_a_requeue_and_a_cancel(
 
 def test_processes_progress_and_metrics_are_shown(run: RunDirectory) -> None:
     fleet(run)
-    process = {"state": "ready", "pid": 42, "restarts": 2}
+    process = ProcessReport("ready", pid=42, restarts=2)
     heartbeat(run, process)
     write_json(run.attempt(1).path / "state" / "orchestrator.json", {"step": 3, "version": 2})
     (run.path / "metrics.jsonl").write_text('{"step": 2, "reward/mean": 0.5}\n{"step": 3')
@@ -124,6 +130,15 @@ def test_processes_progress_and_metrics_are_shown(run: RunDirectory) -> None:
     assert status(run).processes == [] and status(run).unhealthy == []
 
 
+def test_before_anybody_tells_of_progress_there_is_none(run: RunDirectory) -> None:
+    state = run.attempt(1).path / "state" / "orchestrator.json"
+    for text in (None, '{"step": 1', '{"step": "one"}'):
+        if text is not None:
+            state.write_text(text)
+        found = status(run)
+        assert (found.step, found.version, msgspec.to_builtins(found)["progress"]) == (None, None, {})
+
+
 def test_an_engine_that_loads_again_does_not_make_the_run_start_again(run: RunDirectory) -> None:
     fleet(run, state="LOADING")
     assert status(run).phase == "starting"
@@ -133,7 +148,7 @@ def test_an_engine_that_loads_again_does_not_make_the_run_start_again(run: RunDi
 
 def test_what_is_not_well_is_listed_with_its_node(run: RunDirectory) -> None:
     fleet(run, state="RESTARTING")
-    process = {"state": "backoff", "pid": None, "restarts": 2}
+    process = ProcessReport("backoff", restarts=2)
     heartbeat(run, process)
     (ill,) = status(run).unhealthy
     assert (ill.name, ill.node, ill.state, ill.restarts) == ("decode-r0-0", "n001", "RESTARTING", 2)
@@ -152,7 +167,8 @@ def test_replicas_have_their_load_and_late_engines_are_told(run: RunDirectory) -
     found = status(run)
     (shown,) = found.replicas
     assert (shown.router, shown.engines, shown.healthy, shown.loads["decode"].running) == ("STARTING", 1, 1, 3.0)
-    assert found.progress == {"step": 1, "late_engines": {"decode-r0-1": {"state": "STALE"}}}
+    assert found.progress == RlProgress(step=1, late_engines={"decode-r0-1": EngineRecord("STALE")})
+    assert not {"engines", "replicas"} & msgspec.to_builtins(found.progress).keys()
 
 
 def test_history_elapsed_and_the_time_that_is_left(run: RunDirectory) -> None:
@@ -173,7 +189,7 @@ def test_a_summary_compares_first_and_last_steps(run: RunDirectory) -> None:
     rows = [{"step": i, "reward/mean": i / 10, "rollouts/mixed_version": 1, "time": NOW} for i in range(1, 11)]
     (run.path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     events = run.attempt(1).path / "events" / "agent-0.jsonl"
-    events.write_text(json.dumps({"time": NOW + 60, "kind": "started", "restarts": 1}) + "\n")
+    events.write_text(json.dumps({"time": NOW + 60, "kind": "started", "name": "x", "restarts": 1}) + "\n")
     found = summarise(run)
     assert (found.first_reward, found.last_reward, found.gain) == pytest.approx((0.3, 0.8, 0.5))
     assert (found.mixed_version_rollouts, found.engine_restarts, found.seconds) == (10, 1, 60)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from primeslurm.node.walltime import end_of_job, ends_too_late, seconds_to_stop
+from primeslurm.records.journal import Journal
+from primeslurm.records.reading import read_record
+from primeslurm.records.state import TrainerState
 from primeslurm.trainer.progress import PhaseTimer
-from primeslurm.wire.files import read_json
-from primeslurm.wire.journal import Journal
 from tests.support.plans import plan_of
 
 
@@ -30,15 +30,15 @@ def test_it_is_time_to_stop(now: float, signal_s: float, stop_s: float, expected
 
 
 @pytest.mark.parametrize(
-    ("state", "expected"),
+    ("took", "expected"),
     [
-        ({}, 0.0),
-        ({"last_seconds": {"forward_backward": 100.0}}, 0.0),
-        ({"last_seconds": {"forward_backward": 100.0, "wait": 1000.0, "checkpoint": 300.0}}, 630.0),
+        (None, 0.0),
+        ({"forward_backward": 100.0}, 0.0),
+        ({"forward_backward": 100.0, "wait": 1000.0, "checkpoint": 300.0}, 630.0),
     ],
 )
-def test_what_a_trainer_still_does(state: dict[str, Any], expected: float) -> None:
-    assert seconds_to_stop(state) == expected
+def test_what_a_trainer_still_does(took: dict[str, float] | None, expected: float) -> None:
+    assert seconds_to_stop(None if took is None else TrainerState(last_seconds=took)) == expected
 
 
 def test_the_trainer_records_what_its_checkpoint_took(tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_the_trainer_records_what_its_checkpoint_took(tmp_path: Path) -> None:
         pass
     with progress.phase("wait"):
         pass
-    assert seconds_to_stop(read_json(tmp_path / "state" / "trainer-rank-0.json")) >= 30.0
+    assert seconds_to_stop(read_record(tmp_path / "state" / "trainer-rank-0.json", TrainerState)) >= 30.0
 
 
 def test_the_end_of_a_job() -> None:

@@ -17,10 +17,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from primeslurm.files import read_json, write_atomic, write_json
 from primeslurm.orchestrator import jobs
+from primeslurm.records.events import decode
+from primeslurm.records.events.training import TrainerStarted
+from primeslurm.records.journal import Journal
+from primeslurm.records.state import TrainerState
 from primeslurm.wire import checkpoints, frames, routed_experts
-from primeslurm.wire.files import read_json, write_atomic, write_json
-from primeslurm.wire.journal import Journal
 from primeslurm.wire.link import Answer, GetBatch, LinkError, OrchestratorLink, Request, TrainerLink
 from primeslurm.wire.rollouts import Batch, BatchInfo, Rollout, RolloutInfo, Row
 from primeslurm.wire.weight_transfer import filesystem, tensor_names
@@ -123,16 +126,17 @@ def test_a_full_disk_does_not_stop_a_process_that_writes_its_journal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     journal = Journal(tmp_path, "p")
-    journal.event("first")
+    journal.write(TrainerStarted(1))
 
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "open", full)
-    journal.event("second")
-    journal.state(step=1)
+    journal.write(TrainerStarted(2))
+    journal.state(TrainerState(1))
     monkeypatch.undo()
-    assert "second" not in (tmp_path / "events" / "p.jsonl").read_text()
+    (line,) = (tmp_path / "events" / "p.jsonl").read_bytes().splitlines()
+    assert isinstance(event := decode(line), TrainerStarted) and (event.pid, event.process) == (1, "p")
 
 
 def publish(run: Path, version: int) -> Path:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from primeslurm.orchestrator.weight_transfer.engine_client import EngineStatus, PolicyVersion
+from primeslurm.records.state import EngineRecord
 
 EngineState = Literal["DOWN", "STALE", "UPDATING", "CURRENT"]
 
@@ -100,16 +101,10 @@ class EnginePool:
         view = self._views[name]
         return view.state != "DOWN" and view.condemned is not None and view.condemned == view.incarnation
 
-    def report(self) -> dict[str, dict[str, Any]]:
+    def report(self) -> dict[str, EngineRecord]:
         """For status: per engine its state, since when, version and last error."""
         return {
-            name: {
-                "state": view.state,
-                "since": view.since,
-                "version": view.version,
-                "restart": self.must_restart(name),
-                "error": view.error,
-            }
+            name: EngineRecord(view.state, view.since, view.version, self.must_restart(name), view.error)
             for name, view in self._views.items()
         }
 

@@ -21,7 +21,17 @@ from primeslurm.orchestrator.weight_transfer.engine_client import (
 )
 from primeslurm.orchestrator.weight_transfer.engine_pool import EnginePool
 from primeslurm.orchestrator.weight_transfer.sessions import NoSenderError
-from primeslurm.wire.journal import Journal
+from primeslurm.records.events.policy import (
+    EngineGivenUp,
+    EngineLost,
+    EngineRestarted,
+    EngineStateChanged,
+    EngineUpdated,
+    EngineUpdateFailed,
+    PolicyCurrent,
+    PolicyWanted,
+)
+from primeslurm.records.journal import Journal
 
 Hook = Callable[[int], Awaitable[None]]
 
@@ -84,7 +94,7 @@ class PolicyLoop:
             return
         await self._before_update(policy.version)
         self.pool.want(policy)
-        self._journal.event("policy_wanted", version=policy.version, path=policy.path)
+        self._journal.write(PolicyWanted(policy.version, policy.path))
         for event in self._wake.values():
             event.set()
 
@@ -115,22 +125,22 @@ class PolicyLoop:
         wake = self._wake[name]
         while name not in self._lost:
             wake.clear()
-            before = self.pool.report()[name]["state"]
+            before = self.pool.report()[name].state
             await self._observe(name)
             if self.pool.must_restart(name):
                 await self._restart(name)
             elif self.pool.needs_update(name) and self._can_update(name):
                 await self._update(name)
-            after = self.pool.report()[name]["state"]
+            after = self.pool.report()[name].state
             if after != before:
-                self._journal.event("engine_state", engine=name, state=after, before=before)
+                self._journal.write(EngineStateChanged(name, after, before))
             try:
                 async with asyncio.timeout(2 * self._poll_s if after == "CURRENT" else self._poll_s):
                     await wake.wait()
             except TimeoutError:
                 continue
         self.pool.seen(name, None)
-        self._journal.event("engine_given_up", engine=name)
+        self._journal.write(EngineGivenUp(name))
         await self._announce()
 
     async def _observe(self, name: str) -> None:
@@ -156,19 +166,18 @@ class PolicyLoop:
             step = await self._apply(name, policy)
         except EngineDownError as error:
             self.pool.seen(name, None)
-            self._journal.event("engine_lost", engine=name, version=policy.version, error=str(error))
+            self._journal.write(EngineLost(name, policy.version, str(error)))
         except NoSenderError:
             self.pool.held(name)
         except EngineUpdateError as error:
             self.pool.failed(name, str(error))
-            self._journal.event("engine_update_failed", engine=name, version=policy.version, error=str(error))
+            self._journal.write(EngineUpdateFailed(name, policy.version, str(error)))
         else:
             self.pool.updated(name, policy.version)
-            spent = {"seconds": time.monotonic() - began}
-            if step is Step.UPDATE:
-                spent |= {f"{part}_s": seconds for part, seconds in self._engines[name].seconds.items()}
-            rounded = {part: round(seconds, 3) for part, seconds in spent.items()}
-            self._journal.event("engine_updated", engine=name, version=policy.version, by=step.value, **rounded)
+            parts = self._engines[name].seconds if step is Step.UPDATE else {}
+            wait_s, load_s, pause_s = (_milliseconds(parts.get(part)) for part in ("wait", "load", "pause"))
+            seconds = _milliseconds(time.monotonic() - began)
+            self._journal.write(EngineUpdated(name, policy.version, step.value, seconds, wait_s, load_s, pause_s))
         await self._announce()
 
     async def _apply(self, name: str, policy: PolicyVersion) -> Step:
@@ -189,14 +198,19 @@ class PolicyLoop:
             await self._engines[name].shutdown()
         except EngineDownError:
             return  # it is already gone, or so broken that only its agent can end it: `report` says so
-        self._journal.event("engine_restart", engine=name)
+        self._journal.write(EngineRestarted(name))
 
     async def _announce(self) -> None:
         version = self.pool.current_version
         if version is None or version == self._announced:
             return
         self._announced = version
-        self._journal.event("policy_current", version=version)
+        self._journal.write(PolicyCurrent(version))
         async with self._advanced:
             self._advanced.notify_all()
         await self._after_update(version)
+
+
+def _milliseconds(seconds: float | None) -> float | None:
+    """Seconds, to the millisecond."""
+    return None if seconds is None else round(seconds, 3)

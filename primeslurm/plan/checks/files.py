@@ -12,9 +12,9 @@ from primeslurm.families.catalog import catalog
 from primeslurm.families.config import shape_of
 from primeslurm.families.shape import ModelShape
 from primeslurm.model_files import ModelNotFoundError, locate, model_directory
+from primeslurm.paths import is_file
 from primeslurm.plan.model import Finding
 from primeslurm.recipe import Recipe
-from primeslurm.recipe.paths import is_file
 from primeslurm.recipe.teacher import TeacherEngines
 
 

@@ -50,7 +50,7 @@ def pool(clock: Clock) -> EnginePool:
 
 
 def states(pool: EnginePool) -> dict[str, str]:
-    return {name: view["state"] for name, view in pool.report().items()}
+    return {name: view.state for name, view in pool.report().items()}
 
 
 def test_nothing_is_current_before_an_engine_serves(pool: EnginePool) -> None:
@@ -111,11 +111,11 @@ def test_an_engine_that_failed_an_update_is_restarted_not_updated(pool: EnginePo
     pool.failed("a", "500")
     pool.seen("a", engine(None, incarnation="bad", paused=True))
     assert pool.must_restart("a") and not pool.needs_update("a")
-    assert pool.report()["a"]["restart"] and pool.report()["a"]["error"] == "500"
+    assert pool.report()["a"].restart and pool.report()["a"].error == "500"
     pool.seen("a", None)
     assert not pool.must_restart("a")
     pool.seen("a", engine(None, incarnation="new", updates=0))
-    assert pool.needs_update("a") and pool.report()["a"]["error"] is None
+    assert pool.needs_update("a") and pool.report()["a"].error is None
 
 
 def test_a_version_that_was_overtaken_under_way_leaves_the_engine_stale(pool: EnginePool) -> None:
@@ -145,7 +145,7 @@ def test_states_keep_the_time_they_were_entered(pool: EnginePool, clock: Clock) 
     pool.seen("a", engine(1))
     clock.now = 120
     pool.seen("a", engine(1))
-    assert pool.report()["a"]["since"] == 110
+    assert pool.report()["a"].since == 110
 
 
 def test_a_policy_that_is_sent_is_wanted_by_every_engine_that_is_up_and_sound(pool: EnginePool) -> None:

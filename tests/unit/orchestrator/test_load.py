@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from primeslurm.orchestrator.load import LoadWindow, as_json
+from primeslurm.orchestrator.load import LoadWindow, rounded
 from primeslurm.orchestrator.scrape import Sample, parse, scrape
 
 TEXT = """\
@@ -91,7 +91,7 @@ def test_rates_and_means_are_over_the_window_and_by_role_and_replica() -> None:
     replicas = window.by_replica()
     assert set(replicas) == {"0", "1"} and set(replicas["0"]) == {"decode", "prefill"}
     assert replicas["1"]["decode"].running == 0
-    assert as_json(roles)["decode"]["waiting_mean"] == 0.3333
+    assert rounded(roles)["decode"].waiting_mean == 0.3333
 
 
 def test_a_restarted_engine_counts_on_and_a_silent_one_does_not_count() -> None:

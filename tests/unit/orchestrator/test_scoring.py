@@ -24,7 +24,7 @@ from primeslurm.orchestrator.scoring import Scoring
 from primeslurm.orchestrator.spool import Spool
 from primeslurm.orchestrator.teacher import Teacher, TeacherError, teacher_of
 from primeslurm.recipe import Recipe
-from primeslurm.wire.journal import Journal
+from primeslurm.records.journal import Journal
 from primeslurm.wire.rollouts import Rollout
 from tests.support.fake_engine import FakeEngine, write_tokenizer
 from tests.support.recipes import recipe_data

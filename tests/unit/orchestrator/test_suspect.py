@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from primeslurm.orchestrator.suspect import suspect
+from primeslurm.records.state import EngineRecord
 from tests.unit.orchestrator.test_dispatch import dispatcher, limits, run_all
 from tests.unit.orchestrator.test_packing import group
 
-CURRENT = {"state": "CURRENT"}
+CURRENT = EngineRecord("CURRENT")
 
 
 def test_whom_the_others_wait_for() -> None:
@@ -20,5 +21,5 @@ def test_whom_the_others_wait_for() -> None:
     assert dispatch.add_unscored(group([1, 1], [0.0, 1.0]))
     assert suspect(engines, {"a", "b"}, dispatch, 3) == "teacher (1 groups wait for its log-probabilities)"
     assert suspect(engines, {"x"}, dispatch, 3) == "no worker of environment a, b"
-    late = {"e0": CURRENT, "e1": {"state": "DOWN"}, "e2": {"state": "STALE"}}
+    late = {"e0": CURRENT, "e1": EngineRecord("DOWN"), "e2": EngineRecord("STALE")}
     assert suspect(late, (), dispatch, 3) == "engines e1 (DOWN), e2 (STALE)"

@@ -15,8 +15,8 @@ from primeslurm.orchestrator.metrics import batch_metrics
 from primeslurm.orchestrator.watch import StallError, Watch
 from primeslurm.orchestrator.workers import SILENT_S, UNSEEN_S, Workers
 from primeslurm.recipe import Recipe
+from primeslurm.records.journal import Journal
 from primeslurm.wire import secret
-from primeslurm.wire.journal import Journal
 from primeslurm.wire.rollouts import Rollout
 from tests.unit.orchestrator.test_packing import group
 

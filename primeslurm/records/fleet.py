@@ -1,17 +1,15 @@
-"""What agents and head tell each other, through files in the attempt directory: `agents/<rank>.json`, `fleet.json`."""
+"""What agents and head tell each other, through files in the attempt directory.
+
+`agents/<rank>.json` is an agent's heartbeat; `fleet.json` (what is ready, and the end) and `roster.json` (who plays
+which node of the Plan) are the head's.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 import msgspec
-
-NODE_START_S = 300.0
-"""Longest time between the first agent's start and another's, the head's included: a node may first pull an image."""
-AGENT_ENDED = "its agent ended"
-"""Why a node is lost whose agent has ended by itself, without an error."""
 
 
 class Outcome(StrEnum):
@@ -32,16 +30,6 @@ class Ending:
     outcome: Outcome
     reason: str
     suspect: str = ""
-
-
-@dataclass(frozen=True)
-class News:
-    """Something that happened, for the journal."""
-
-    kind: str
-    fields: dict[str, Any]
-    blamed: str | None = None
-    """Name of a node that is to blame, for the bad-node ledger."""
 
 
 class ProcessReport(msgspec.Struct, frozen=True):
@@ -106,3 +94,23 @@ class FleetView(msgspec.Struct, frozen=True):
     ending: Ending | None = None
     release: bool = False
     """Set while ending: trainers are done (or out of time), everything else may stop."""
+
+
+class Seat(msgspec.Struct, frozen=True):
+    """The agent that plays one node of the Plan."""
+
+    rank: int
+    name: str
+    """The node's name as Slurm knows it."""
+
+
+class Roster(msgspec.Struct, frozen=True):
+    """`roster.json`. A new generation is written whenever a node is replaced."""
+
+    generation: int
+    seats: dict[int, Seat]
+    """By index of the Plan's node."""
+
+    def node_of(self, rank: int) -> int | None:
+        """The Plan's node that an agent plays, or None: it is a spare, or was replaced."""
+        return next((node for node, seat in self.seats.items() if seat.rank == rank), None)

@@ -9,9 +9,14 @@ import contextlib
 import json
 import time
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
-from primeslurm.wire.files import write_json
+import msgspec
+
+from primeslurm.files import write_json
+from primeslurm.records.base import Event, Record
+
+R = TypeVar("R", bound=Record)
 
 
 class Journal:
@@ -24,13 +29,17 @@ class Journal:
         for path in (self._events, self._state):
             path.parent.mkdir(parents=True, exist_ok=True)
 
-    def event(self, kind: str, **fields: Any) -> None:
+    def write(self, event: Event) -> None:
         """Append one event. A full disk loses the event, never the process."""
-        line = json.dumps({"time": time.time(), "process": self._name, "kind": kind, **fields})
+        # json, and not msgspec: a loss may be NaN, and the name of a file in an error may be no Unicode.
+        line = json.dumps(msgspec.to_builtins(self._signed(event)))
         with contextlib.suppress(OSError), self._events.open("a") as handle:
             handle.write(line + "\n")
 
-    def state(self, **fields: Any) -> None:
+    def state(self, state: Record) -> None:
         """Replace the current state."""
         with contextlib.suppress(OSError):
-            write_json(self._state, {"time": time.time(), "process": self._name, **fields})
+            write_json(self._state, msgspec.to_builtins(self._signed(state)))
+
+    def _signed(self, record: R) -> R:
+        return msgspec.structs.replace(record, time=time.time(), process=self._name)

@@ -1,0 +1,81 @@
+"""Events of engines on their way from one policy version to the next, told by the orchestrator."""
+
+from __future__ import annotations
+
+from primeslurm.records.base import Event
+
+
+class PolicyWanted(Event, frozen=True, tag="policy_wanted"):
+    """A policy was published; engines have to take it."""
+
+    version: int
+    path: str = ""
+    """Its files; empty if the trainer sends it."""
+
+
+class PolicyCurrent(Event, frozen=True, tag="policy_current"):
+    """Every serving engine has acknowledged a policy."""
+
+    version: int
+
+
+class EngineStateChanged(Event, frozen=True, tag="engine_state"):
+    """An engine is DOWN, STALE, UPDATING or CURRENT, and was something else before."""
+
+    engine: str
+    state: str
+    before: str = ""
+
+
+class EngineUpdated(Event, frozen=True, tag="engine_updated", omit_defaults=True):
+    """An engine acknowledged a policy."""
+
+    engine: str
+    version: int
+    by: str = ""
+    """What it took to get there: see `orchestrator.engines.Step`."""
+    seconds: float | None = None
+    """All in all; of these:"""
+    wait_s: float | None = None
+    load_s: float | None = None
+    pause_s: float | None = None
+
+
+class EngineUpdateFailed(Event, frozen=True, tag="engine_update_failed"):
+    """An engine could not take a policy, and has to be restarted."""
+
+    engine: str
+    version: int | None = None
+    error: str = ""
+
+
+class EngineLost(Event, frozen=True, tag="engine_lost"):
+    """An engine went away while it was given a policy."""
+
+    engine: str
+    version: int | None = None
+    error: str = ""
+
+
+class EngineRestarted(Event, frozen=True, tag="engine_restart"):
+    """An engine that failed an update was told to end; its agent starts it again."""
+
+    engine: str
+
+
+class EngineGivenUp(Event, frozen=True, tag="engine_given_up"):
+    """The policy loop does without an engine from now on."""
+
+    engine: str
+
+
+PolicyEvent = (
+    PolicyWanted
+    | PolicyCurrent
+    | EngineStateChanged
+    | EngineUpdated
+    | EngineUpdateFailed
+    | EngineLost
+    | EngineRestarted
+    | EngineGivenUp
+)

@@ -1,0 +1,81 @@
+"""Reading what processes write: whole records, and files that grow by lines, the last of which may be half a line."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from primeslurm.files import read_json
+
+T = TypeVar("T")
+TAIL_BYTES = 256 * 1024
+
+Row = dict[str, float]
+"""A row of metrics.jsonl: `step`, `time` (Unix seconds), and metrics by name, the environment's own among them."""
+
+
+def read_record(path: Path, kind: type[T]) -> T | None:
+    """Read a record.
+
+    Returns:
+        None if the file is not there (or, on a shared file system, not there yet) or no JSON.
+
+    Raises:
+        msgspec.ValidationError: it is another kind of record.
+    """
+    value = read_json(path)
+    return None if value is None else msgspec.convert(value, kind, str_keys=True)
+
+
+def find_record(path: Path, kind: type[T]) -> T | None:
+    """Read a record that one can do without: None also if it is another kind of record."""
+    try:
+        return read_record(path, kind)
+    except msgspec.ValidationError:
+        return None
+
+
+def whole_lines(path: Path) -> list[bytes]:
+    """The complete lines of a file; none if there is no such file."""
+    try:
+        return path.read_bytes().split(b"\n")[:-1]
+    except OSError:
+        return []
+
+
+def last_lines(path: Path, size: int = TAIL_BYTES) -> list[bytes]:
+    """The complete lines in the last `size` bytes of a file; none if there is no such file."""
+    try:
+        with path.open("rb") as handle:
+            begin = max(0, handle.seek(0, os.SEEK_END) - size)
+            handle.seek(begin)
+            data = handle.read()
+    except OSError:
+        return []
+    return (data.partition(b"\n")[2] if begin else data).split(b"\n")[:-1]
+
+
+def rows(path: Path) -> list[Row]:
+    """The rows of a metrics.jsonl, one per step, in order."""
+    return _rows(whole_lines(path))
+
+
+def recent_rows(path: Path) -> list[Row]:
+    """The last complete rows, as many as fit into 256 KiB; none if there is no such file."""
+    return _rows(last_lines(path))
+
+
+def _rows(lines: list[bytes]) -> list[Row]:
+    found = []
+    for line in lines:
+        try:
+            value = json.loads(line)  # and not msgspec: a metric may be NaN
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(value, dict):
+            found.append(value)
+    return found

@@ -1,0 +1,87 @@
+"""What processes write is read back, and what they did not write is passed over."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from primeslurm.records.attempt import LockRecord
+from primeslurm.records.events import decode, in_order
+from primeslurm.records.events.nodes import AgentFailed
+from primeslurm.records.events.processes import ProcessStarted
+from primeslurm.records.events.training import StepTrained
+from primeslurm.records.fleet import FleetView
+from primeslurm.records.journal import Journal
+from primeslurm.records.reading import find_record, last_lines, read_record
+from primeslurm.records.state import TrainerState
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"time": 1.0, "process": "head", "kind": "of a newer release", "name": "x"}',
+        b'{"time": 1.0, "process": "head", "kind": "exited"}',
+        b'{"time": 1.0, "process": "head", "kind": "exited", "name": 3}',
+        b'{"time": 1.0, "process": "head"}',
+        b'{"time": 1.0, "process": "head", "kind": "exi',
+        b"[1]",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b"",
+    ],
+)
+def test_what_is_damaged_or_of_another_release_is_passed_over(line: bytes) -> None:
+    assert decode(line) is None
+
+
+def test_a_new_field_is_passed_over_and_a_missing_one_has_a_default() -> None:
+    line = b'{"time": 1.0, "process": "agent-0", "kind": "started", "name": "router-0", "cores": [1, 2]}'
+    assert decode(line) == ProcessStarted("router-0", time=1.0, process="agent-0")
+
+
+@settings(deadline=None)
+@given(st.floats(), st.text(st.characters(categories=["L", "Cs"])), st.none() | st.floats())
+def test_whatever_a_journal_writes_is_read_back(seconds: float, error: str, loss: float | None) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        journal = Journal(Path(directory), "p")
+        journal.write(StepTrained(1, loss))
+        journal.write(AgentFailed(error))
+        journal.state(TrainerState(1, "train", {"train": seconds}))
+        lines = (Path(directory) / "events" / "p.jsonl").read_bytes().splitlines()
+        state = find_record(Path(directory) / "state" / "p.json", TrainerState)
+    step, failed = (decode(line) for line in lines)
+    assert isinstance(step, StepTrained) and isinstance(failed, AgentFailed) and state is not None
+    assert (repr(step.loss), failed.error, repr(state.seconds["train"])) == (repr(loss), error, repr(seconds))
+
+
+def test_events_without_a_time_are_left_out_and_the_rest_is_put_in_order() -> None:
+    late, early = AgentFailed("b", time=2.0), AgentFailed("a", time=1.0)
+    assert in_order([late, AgentFailed("c"), early]) == [early, late]
+
+
+def test_a_record_is_there_or_not_or_damaged(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.json"
+    assert read_record(path, FleetView) is None
+    path.write_text('{"time": 1.')
+    assert read_record(path, FleetView) is None, "half a file on a shared file system is not there yet"
+    path.write_text('{"time": 1.0, "states": {"a": "HEALTHY"}, "of a newer release": 3}')
+    assert read_record(path, FleetView) == FleetView(1.0, states={"a": "HEALTHY"})
+    path.write_text('{"states": {}}')
+    assert find_record(path, FleetView) is None
+    with pytest.raises(msgspec.ValidationError, match="missing required field `time`"):
+        read_record(path, FleetView)
+    path.write_text("{}")
+    assert read_record(path, LockRecord) == LockRecord()
+
+
+def test_the_end_of_a_file_begins_with_a_whole_line(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    assert last_lines(path) == []
+    path.write_bytes(b"one\ntwo\nthree\nfo")
+    assert last_lines(path) == [b"one", b"two", b"three"]
+    assert last_lines(path, size=9) == [b"three"]
