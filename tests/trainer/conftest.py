@@ -12,6 +12,7 @@ from primeslurm.trainer import compat  # noqa: F401  isort: skip  (before torcht
 import numpy as np
 import pytest
 
+from benchmarks.support.servers import rank_environment
 from primeslurm.recipe import Recipe
 from primeslurm.trainer import tiny
 from primeslurm.trainer.progress import Progress
@@ -19,7 +20,6 @@ from primeslurm.wire.journal import Journal
 from primeslurm.wire.rollouts import Batch, BatchInfo, Row
 from primeslurm.wire.routed_experts import RoutedExperts
 from tests.support.processes import free_port
-from tests.support.ranks import rank_environment
 
 ROOT = Path(__file__).parents[2]
 SEQ_LEN = 64
