@@ -142,7 +142,12 @@ def document(prompt: list[int], answer: Completion) -> Document:
     tokens = np.array([*prompt, *answer.token_ids], np.int32)
     logprobs = np.array([*given, *answer.logprobs], np.float32)
     return Document(
-        tokens, np.arange(len(tokens)) >= len(prompt), logprobs, 0.0, True, routed_experts=answer.routed_experts
+        tokens,
+        np.arange(len(tokens)) >= len(prompt),
+        logprobs,
+        np.zeros(len(tokens), np.float32),
+        True,
+        routed_experts=answer.routed_experts,
     )
 
 
