@@ -12,7 +12,8 @@ wanted=$(cat "$lock" pyproject.toml scripts/setup.sh third_party/cpu/make_wheels
 uv_install() { .venv/bin/uv pip install --quiet --python "$python" "$@"; }
 
 # uv does not read pip's configuration. Where pip was told of a mirror or of a certificate, uv is told the same.
-pip_setting() { $python -m pip config get "global.$1" 2>/dev/null || true; }
+# The environment's word comes before that of files in the list.
+pip_setting() { $python -m pip config list | sed -nE "/^(:env:|global|install)\.$1='(.*)'\$/{s//\2/p;q}"; }
 
 install_torch_for_cpu() {
   local torch
@@ -27,8 +28,8 @@ install_torch_for_cpu() {
 
 install_python() {
   local mirror certificates stand_ins=()
-  mirror=${PIP_INDEX_URL:-$(pip_setting index-url)}
-  certificates=${PIP_CERT:-$(pip_setting cert)}
+  mirror=$(pip_setting index-url)
+  certificates=$(pip_setting cert)
   [[ -z $mirror ]] || export UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-$mirror}
   [[ -z $certificates ]] || export SSL_CERT_FILE=${SSL_CERT_FILE:-$certificates}
   if [[ $flavour == cpu ]]; then
