@@ -13,7 +13,7 @@ uv_install() { .venv/bin/uv pip install --quiet --python "$python" "$@"; }
 
 # uv does not read pip's configuration. Where pip was told of a mirror or of a certificate, uv is told the same.
 # The environment's word comes before that of files in the list.
-pip_setting() { $python -m pip config list | sed -nE "/^(:env:|global|install)\.$1='(.*)'\$/{s//\2/p;q}"; }
+pip_setting() { $python -m pip config list | sed -nE "s/^(:env:|global|install)\.$1='(.*)'\$/\2/p" | sed -n 1p; }
 
 install_torch_for_cpu() {
   local torch
