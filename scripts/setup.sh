@@ -63,6 +63,7 @@ if slurm_is_missing; then
   mkdir -p build
   (install_slurm) >build/slurm.log 2>&1 &
   slurm=$!
+  trap wait EXIT  # whatever happens here, apt is not left running behind it
 fi
 if [[ ! -f $stamp || $(<"$stamp") != "$wanted" ]]; then
   echo "installing Python packages from $lock" >&2
