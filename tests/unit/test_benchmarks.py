@@ -66,6 +66,17 @@ def test_a_fault_table_is_what_tests_recorded(tmp_path: Path) -> None:
         "def test_it(n, record_property):\n    record_property('cost', f'{{\"fault\": \"f{n}\"}}')\n    assert n == 1\n"
     )
     report = tmp_path / "report.xml"
-    argv = [sys.executable, "-m", "pytest", "-q", "--rootdir", tmp_path, tmp_path, f"--junitxml={report}"]
+    argv = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "--rootdir",
+        tmp_path,
+        tmp_path,
+        f"--junitxml={report}",
+        "-o",
+        "junit_family=xunit1",
+    ]
     assert subprocess.run(argv, capture_output=True, check=False, cwd=tmp_path).returncode == 1
     assert recorded(report) == [{"fault": "f1"}, {"fault": "f2"}]
