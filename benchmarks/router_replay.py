@@ -24,8 +24,8 @@ import numpy as np
 
 from benchmarks.support.servers import free_port, rank_environment, start_process
 from primeslurm.orchestrator.endpoint import Completion, GenerateEndpoint
-from primeslurm.orchestrator.engines import EngineClient, Policy
 from primeslurm.orchestrator.packing import Document, pack
+from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, PolicyVersion
 from primeslurm.plan.commands import Device
 from primeslurm.plan.engine_command import ALONE, Engines
 from primeslurm.recipe import Recipe
@@ -126,7 +126,7 @@ def sample(directory: Path, device: str) -> list[Row]:
 async def rollouts(url: str, directory: Path) -> list[Document]:
     """Answers of the engine to random prompts."""
     client = EngineClient(lambda: url, str(directory), retry_s=0.1)
-    await client.apply(Policy(0, str(directory)), timeout_s=120)
+    await client.apply(PolicyVersion(0, str(directory)), timeout_s=120)
     endpoint = GenerateEndpoint(lambda: url, SEQ_LEN, timeout_s=600, routed=True)
     sampling = {"max_tokens": ANSWER, "temperature": 1.0, "ignore_eos": True}
     prompts = np.random.default_rng(0).integers(3, 512, (ROLLOUTS, PROMPT)).tolist()
@@ -155,7 +155,6 @@ def compare(directory: Path, dtype: str, rows: list[Row]) -> dict[str, Any]:
     """Mismatch with experts of the trainer's own choice, and with the engine's."""
     alone = rank_environment(0, 1, free_port())
     os.environ |= {name: value for name, value in alone.items() if name != "OMP_NUM_THREADS"}
-    from primeslurm.trainer import compat  # noqa: F401  isort: skip  (before torchtitan)
     import torch
 
     from primeslurm.trainer.interrupt import Interrupt

@@ -12,10 +12,10 @@ from rich.text import Text
 from primeslurm.cli.options import find_site
 from primeslurm.cli.output import note, out, print_json
 from primeslurm.errors import UsageError, Violation
+from primeslurm.hostlists import compress
 from primeslurm.recipe import Site
 from primeslurm.slurm import inventory
 from primeslurm.slurm.client import SlurmClient
-from primeslurm.slurm.nodelists import compress
 
 
 def show_installed(site_file: Path | None, node: str | None, every: bool, as_json: bool) -> None:

@@ -131,7 +131,7 @@ def _print_lines(path: Path, lines: list[bytes]) -> None:
 
 
 def summary(run: RunArg, runs: RunsOpt = None, as_json: JsonOpt = False) -> None:
-    """Show what a run achieved: reward, versions, staleness, mismatch, restarts."""
+    """Show what a run achieved: reward (or loss), versions, staleness, mismatch, restarts."""
     directory = find_run(run, runs)
     with reading(directory):
         found = summarise(directory)
@@ -139,6 +139,11 @@ def summary(run: RunArg, runs: RunsOpt = None, as_json: JsonOpt = False) -> None
         print_json(msgspec.to_builtins(found))
         return
     out.print(f"{found.run}: {found.steps} steps in {found.seconds:.0f} s, {found.attempts} attempt(s)")
+    if found.task == "sft":
+        if found.first_loss is not None:
+            out.print(f"loss: {found.first_loss:.4f} (first steps) -> {found.last_loss:.4f} (last)")
+        out.print(f"restarts: {found.engine_restarts}; {found.trained_tokens_per_s:.0f} trained tokens/s")
+        return
     if found.gain is not None:
         out.print(
             f"reward: {found.first_reward:.3f} (first steps) -> {found.last_reward:.3f} (last), {found.gain:+.3f}"

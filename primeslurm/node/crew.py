@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from primeslurm.node.child import Child
-from primeslurm.node.health import Probe, Target
+from primeslurm.node.health import TIMEOUT_S, Probe, Target
 from primeslurm.node.network import Ports
 from primeslurm.node.outfit import Outfit
 from primeslurm.node.reports import FleetView, ProcessReport
@@ -48,7 +48,14 @@ class Crew:
     """
 
     def __init__(
-        self, plan: Plan, node: Node, attempt: Attempt, address: str, values: Mapping[str, str], journal: Journal
+        self,
+        plan: Plan,
+        node: Node,
+        attempt: Attempt,
+        address: str,
+        values: Mapping[str, str],
+        journal: Journal,
+        probe_timeout_s: float = TIMEOUT_S,
     ) -> None:
         self.plan, self.node, self.attempt, self.address = plan, node, attempt, address
         self.supervised = {process.name: Supervision(process) for process in node.processes}
@@ -63,6 +70,7 @@ class Crew:
         self._outfit.make_scratch()
         self._secrets = _secrets(plan)
         self._journal = journal
+        self._probe_timeout_s = probe_timeout_s
         self._started_with: dict[str, Command] = {}
         self._shared_memory = SharedMemory()
         self._looked_at = 0.0
@@ -202,7 +210,8 @@ class Crew:
         self._started_with[process.name] = command
         if process.health is not None:
             port = self.ports[process.name][process.health.port]
-            self.probes[process.name] = Probe(Target(self.address, port, process.health.path))
+            target = Target(self.address, port, process.health.path)
+            self.probes[process.name] = Probe(target, self._probe_timeout_s)
         self._journal.event(
             "started", name=process.name, pid=child.pid, restarts=supervision.restarts, generation=generation
         )

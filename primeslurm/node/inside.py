@@ -18,7 +18,10 @@ _TERMINAL = ("TERM", "COLORTERM", "COLUMNS", "LINES")
 
 
 def environment_of(pid: int) -> dict[str, str] | None:
-    """The environment that a process was started with; None if it has ended or is another user's."""
+    """The environment that a process was started with; None if it has ended or is another user's.
+
+    Not psutil's, which ends at the first gap: a process that writes its title over its environment makes one.
+    """
     try:
         entries = (Path("/proc") / str(pid) / "environ").read_bytes().split(b"\0")
     except OSError:

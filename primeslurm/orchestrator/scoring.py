@@ -10,10 +10,10 @@ from dataclasses import replace
 import numpy as np
 
 from primeslurm.orchestrator.groups import Group
-from primeslurm.orchestrator.metrics import Row
 from primeslurm.orchestrator.place import Place
 from primeslurm.orchestrator.teacher import Teacher, TeacherError, teacher_of
 from primeslurm.recipe import Recipe
+from primeslurm.records.metrics import Row
 from primeslurm.wire.journal import Journal
 from primeslurm.wire.rollouts import Rollout
 

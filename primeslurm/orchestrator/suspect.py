@@ -8,7 +8,7 @@ from typing import Any
 from primeslurm.orchestrator.dispatch import Dispatcher
 
 Engines = Mapping[str, Mapping[str, Any]]
-"""`policy.Fleet.report`: the state of each engine."""
+"""`EnginePool.report`: the state of each engine."""
 
 
 def suspect(engines: Engines, environments: Collection[str], dispatch: Dispatcher, trained_step: int | None) -> str:

@@ -8,14 +8,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import httpx
-
 from primeslurm.errors import PrimeslurmError
 from primeslurm.orchestrator.dispatch import Dispatcher
 from primeslurm.orchestrator.load import LoadWindow, as_json
-from primeslurm.orchestrator.metrics import Row
 from primeslurm.orchestrator.scrape import scrape
 from primeslurm.recipe import Recipe
+from primeslurm.records.metrics import Row
+from primeslurm.wire.http import client_within_run
 from primeslurm.wire.journal import Journal
 from primeslurm.wire.load import Load
 from primeslurm.wire.rollouts import Rollout
@@ -126,6 +125,9 @@ class Watch:
             "rollouts/failed": float(counts["failed"]),
             "rollouts/lost": float(counts["lost"]),
         }
+        for name in counts:
+            if name.startswith("groups_rejected_"):
+                row[name.replace("_", "/", 1)] = float(counts[name])
         for role, load in self._roles.items():
             values = {name: getattr(load, name) for name in _ROW_LOADS}
             row |= {f"engines/{role}/{name}": value for name, value in values.items() if value is not None}
@@ -168,8 +170,7 @@ class Watch:
     async def scrape(self) -> None:
         """Look at the engines' load every few seconds, until cancelled."""
         # No connection is kept: uvicorn closes idle ones sooner than the next look.
-        limits = httpx.Limits(max_keepalive_connections=0)
-        async with httpx.AsyncClient(trust_env=False, limits=limits) as client:
+        async with client_within_run(SCRAPE_INTERVAL_S, keep=0) as client:
             while True:
                 engines = self._engines()
                 self._window.add(self._clock(), await scrape(client, engines))

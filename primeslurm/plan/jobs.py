@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from primeslurm.errors import Violation
+from primeslurm.hostlists import expand
 from primeslurm.plan.model import HetGroup, JobOptions
 from primeslurm.plan.needs import Need
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.scheduling import DEFAULT_TIME, Apptainer, Component, Container, Placement, Pyxis, Submission
 from primeslurm.recipe.syntax import minutes
-from primeslurm.slurm.nodelists import expand
 from primeslurm.wire.secret import VARIABLE as SECRET
 
 
@@ -35,6 +35,11 @@ def groups(recipe: Recipe, needs: list[Need]) -> tuple[HetGroup, ...]:
         _group(index, need.role, need.nodes, need.spares, need, getattr(recipe.slurm, need.role))
         for index, need in enumerate(needs)
     )
+
+
+def job_output(run_dir: Path, job_id: str) -> Path:
+    """The file of what the batch script, srun and the agents of a job of Slurm print."""
+    return run_dir / f"slurm-{job_id}.out"
 
 
 def job_options(recipe: Recipe, site: Site, run_dir: Path) -> JobOptions:

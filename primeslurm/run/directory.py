@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from primeslurm.errors import RunError
+from primeslurm.plan.jobs import job_output
 from primeslurm.plan.model import Plan
 from primeslurm.recipe.paths import is_dir, is_file
 from primeslurm.run.roster import Roster
@@ -172,7 +173,7 @@ class RunDirectory:
 
     def job_output(self, job_id: str) -> Path:
         """What the batch script, srun and the agents of a job of Slurm print."""
-        return self.path / f"slurm-{job_id}.out"
+        return job_output(self.path, job_id)
 
     @property
     def run_id(self) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from primeslurm.records.metrics import by_one_name
 from primeslurm.run.directory import Attempt, RunDirectory
 
 TAIL_BYTES = 256 * 1024
@@ -19,13 +20,13 @@ Event = dict[str, Any]
 
 
 def rows(run_dir: Path) -> list[Row]:
-    """The rows of metrics.jsonl, one per step, in order."""
-    return _parse(_read(run_dir / "metrics.jsonl"))
+    """The rows of metrics.jsonl, one per step, in order; those of SFT under the names of RL."""
+    return [by_one_name(row) for row in _parse(_read(run_dir / "metrics.jsonl"))]
 
 
 def recent_rows(path: Path) -> list[Row]:
-    """The last complete rows of a JSONL file, as many as fit into 256 KiB; empty if there are none."""
-    return _parse(_tail(path, TAIL_BYTES))
+    """The last complete rows of a metrics.jsonl, as many as fit into 256 KiB; empty if there are none."""
+    return [by_one_name(row) for row in _parse(_tail(path, TAIL_BYTES))]
 
 
 def events(run: RunDirectory) -> list[Event]:

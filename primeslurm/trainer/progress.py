@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from primeslurm.wire.journal import Journal
 
 
-class Progress:
+class PhaseTimer:
     """Times phases, and records each phase change in the journal's state if `record`."""
 
     def __init__(self, journal: Journal, record: bool) -> None:

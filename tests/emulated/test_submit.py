@@ -14,7 +14,8 @@ import pytest
 
 from primeslurm.run.directory import RunDirectory
 from primeslurm.run.summary import events, rows
-from primeslurm.wire import checkpoints, weights
+from primeslurm.wire import checkpoints
+from primeslurm.wire.weight_transfer import filesystem
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(900)]
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,5 +53,5 @@ def test_glm5_on_28_nodes_and_one_for_a_teacher(place: Path) -> None:
         p.name for p in plan.processes() if p.role in ("prefill", "decode")
     }
     assert checkpoints.damage(checkpoints.step_dir(run.path, STEPS)) == []
-    assert weights.damage(weights.version_dir(run.path, STEPS)) == []
+    assert filesystem.damage(filesystem.version_dir(run.path, STEPS)) == []
     assert not (place / ".primeslurm" / "clusters" / "emulate-g").exists()

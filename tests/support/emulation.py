@@ -16,7 +16,7 @@ import yaml
 
 from primeslurm.cli.runs import job_query
 from primeslurm.orchestrator.groups import Group
-from primeslurm.orchestrator.progress import CHECKPOINT_PART, PROGRESS, Progress
+from primeslurm.orchestrator.progress import CHECKPOINT_PART, PROGRESS, RunProgress
 from primeslurm.run.directory import RunDirectory
 from primeslurm.run.status import ProcessStatus, RunStatus, read_status
 from primeslurm.slurm.cluster import Cluster, up
@@ -172,5 +172,5 @@ def _spooled(run_dir: Path) -> dict[str, int]:
 def _trained(run_dir: Path) -> frozenset[str]:
     files = [run_dir / PROGRESS]
     files += [checkpoints.step_dir(run_dir, step) / CHECKPOINT_PART for step in checkpoints.committed(run_dir)]
-    records = [msgspec.msgpack.decode(path.read_bytes(), type=Progress) for path in files if path.is_file()]
+    records = [msgspec.msgpack.decode(path.read_bytes(), type=RunProgress) for path in files if path.is_file()]
     return frozenset(group for record in records for groups in record.batches.values() for group in groups)

@@ -15,7 +15,8 @@ import yaml
 
 from primeslurm.cli.options import find_site
 from primeslurm.errors import UsageError
-from primeslurm.plan.checks.files import model_directory, model_files
+from primeslurm.model_files import model_directory
+from primeslurm.plan.checks.files import model_files
 from primeslurm.plan.derive import derive
 from primeslurm.plan.model import Plan
 from primeslurm.recipe.load import load_recipe

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from primeslurm.plan.catalog import catalog
+from primeslurm.families.catalog import catalog
 from primeslurm.plan.checks import model_files, review
 from primeslurm.plan.checks.unbuilt import unbuilt
 from primeslurm.plan.derive import derive
@@ -60,7 +60,7 @@ def test_it_contradicts_nothing_and_fits(path: Path) -> None:
 def test_the_trainer_can_do_it(path: Path) -> None:
     recipe = load_recipe(path)
     model = model_files(recipe)
-    assert [finding.text for finding in unbuilt(recipe, model.facts, model.family)] == BLOCKED.get(path.stem, [])
+    assert [finding.text for finding in unbuilt(recipe, model.facts, model.model_type)] == BLOCKED.get(path.stem, [])
 
 
 @pytest.mark.parametrize("path", LARGE, ids=lambda path: path.stem)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from primeslurm.node.walltime import end_of_job, ends_too_late, seconds_to_stop
-from primeslurm.trainer.progress import Progress
+from primeslurm.trainer.progress import PhaseTimer
 from primeslurm.wire.files import read_json
 from primeslurm.wire.journal import Journal
 from tests.support.plans import plan_of
@@ -43,7 +43,7 @@ def test_what_a_trainer_still_does(state: dict[str, Any], expected: float) -> No
 
 def test_the_trainer_records_what_its_checkpoint_took(tmp_path: Path) -> None:
     journal = Journal(tmp_path, "trainer-rank-0")
-    progress = Progress(journal, record=True)
+    progress = PhaseTimer(journal, record=True)
     with progress.phase("checkpoint"):
         pass
     with progress.phase("wait"):

@@ -21,7 +21,7 @@ def review(recipe: Recipe, site: Site, model: ModelFiles) -> tuple[list[Finding]
     """What is wrong or doubtful; and memory and amounts, if the model's shape is known."""
     needs = _needs(recipe, site)
     found = conflicts(Case(recipe, site, needs, model.facts))
-    found += unbuilt(recipe, model.facts, model.family)
+    found += unbuilt(recipe, model.facts, model.model_type)
     if model.absent:
         found.append(model.absent)
     of_teacher, memory = review_teacher(recipe, site, needs)

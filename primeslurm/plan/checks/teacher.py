@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from primeslurm.errors import Violation
+from primeslurm.model_files import model_directory
 from primeslurm.plan.checks.capacity import capacity
 from primeslurm.plan.checks.case import Case
 from primeslurm.plan.checks.compatibility import conflicts
-from primeslurm.plan.checks.files import model_directory, model_files
+from primeslurm.plan.checks.files import model_files
 from primeslurm.plan.estimate import engine_role
 from primeslurm.plan.forecast import Estimate, RoleMemory
 from primeslurm.plan.gpus import gpu_of
