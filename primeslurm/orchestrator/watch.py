@@ -14,6 +14,7 @@ from primeslurm.orchestrator.load import LoadWindow, as_json
 from primeslurm.orchestrator.scrape import scrape
 from primeslurm.recipe import Recipe
 from primeslurm.records.metrics import Row
+from primeslurm.wire import exits
 from primeslurm.wire.http import client_within_run
 from primeslurm.wire.journal import Journal
 from primeslurm.wire.load import Load
@@ -35,7 +36,7 @@ _ROW_LOADS = (
 class StallError(PrimeslurmError):
     """Nothing moved for too long; the message names the suspect."""
 
-    exit_code = 76
+    exit_code = exits.STALLED
 
 
 class Watch:

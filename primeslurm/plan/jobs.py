@@ -37,11 +37,6 @@ def groups(recipe: Recipe, needs: list[Need]) -> tuple[HetGroup, ...]:
     )
 
 
-def job_output(run_dir: Path, job_id: str) -> Path:
-    """The file of what the batch script, srun and the agents of a job of Slurm print."""
-    return run_dir / f"slurm-{job_id}.out"
-
-
 def job_options(recipe: Recipe, site: Site, run_dir: Path) -> JobOptions:
     """The options of the job as a whole: the recipe's, and the site's for what it does not say."""
     slurm, asked = recipe.slurm, recipe.slurm.over(site.slurm)

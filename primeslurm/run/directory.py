@@ -8,8 +8,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from primeslurm.errors import RunError
-from primeslurm.plan.jobs import job_output
-from primeslurm.plan.model import Plan
+from primeslurm.plan.model import JOB_OUTPUT, Plan
 from primeslurm.recipe.paths import is_dir, is_file
 from primeslurm.run.roster import Roster
 from primeslurm.wire import addresses
@@ -173,7 +172,7 @@ class RunDirectory:
 
     def job_output(self, job_id: str) -> Path:
         """What the batch script, srun and the agents of a job of Slurm print."""
-        return job_output(self.path, job_id)
+        return self.path / JOB_OUTPUT.format(job_id)
 
     @property
     def run_id(self) -> str:

@@ -27,6 +27,7 @@ from primeslurm.trainer import huggingface, models
 from primeslurm.trainer.encoding import Encoding, cast
 from primeslurm.trainer.export import by_layer
 from primeslurm.trainer.models import generic
+from primeslurm.wire import exits
 from primeslurm.wire.weight_transfer.tensor_names import FP8_SCALE
 
 _PREFIX = "model."
@@ -125,7 +126,7 @@ def main() -> int:
         export(recipe, arguments.checkpoint, arguments.out)
     except (OSError, SafetensorError, ValueError) as error:
         print(error, file=sys.stderr)
-        return 1
+        return exits.FAILED
     return 0
 
 

@@ -23,6 +23,7 @@ from primeslurm.trainer.weight_transfer.publisher import Publisher
 from primeslurm.trainer.weight_transfer.sender import Sender
 from primeslurm.trainer.weight_transfer.transports import CollectiveTransfer, FilesystemTransfer, WeightTransfer
 from primeslurm.trainer.world import RankError, World, join
+from primeslurm.wire import exits
 from primeslurm.wire.journal import Journal
 from primeslurm.wire.link import LinkError, TrainerLink
 
@@ -40,7 +41,7 @@ def run(
     journal.event("start", pid=os.getpid())
     if device == "cuda" and compat.ON_CPU:
         log.error("--device cuda, but torch %s sees no CUDA device", torch.__version__)
-        return 1
+        return exits.FAILED
     recipe = Recipe.model_validate_json(recipe_path.read_text())
     world = join(interrupt, recipe.trainer.batch_timeout_s, recipe.trainer.memory.optimizer_offload)
     try:
@@ -48,7 +49,7 @@ def run(
     except (RankError, LinkError, FloatingPointError, OSError, ValueError) as error:
         log.error("%s: %s", type(error).__name__, error)
         journal.event("stop", reason=str(error))
-        return 1
+        return exits.FAILED
     world.close()
     return code
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 import yaml
 
-from primeslurm.cli.runs import job_query
+from primeslurm.api.jobs import job_query
 from primeslurm.orchestrator.groups import Group
 from primeslurm.orchestrator.progress import CHECKPOINT_PART, PROGRESS, RunProgress
 from primeslurm.run.directory import RunDirectory

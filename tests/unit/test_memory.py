@@ -14,7 +14,7 @@ from primeslurm.families.catalog import CATALOG, catalog
 from primeslurm.families.config import shape_of
 from primeslurm.families.shape import Mamba, Vision
 from primeslurm.plan.activation_memory import Mixer, delta_net, images_of, layers_of, mamba
-from primeslurm.plan.checks import model_files, review
+from primeslurm.plan.checks import model_files
 from primeslurm.plan.engine_memory import (
     EngineLayout,
     engine_memory,
@@ -28,6 +28,7 @@ from primeslurm.plan.parameters import count
 from primeslurm.plan.trainer_memory import TrainerLayout, layer_gather_bytes, trainer_memory
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.load import merge
+from tests.support.planning import reviewed
 from tests.support.recipes import model_dir, recipe_data, site
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
@@ -292,7 +293,7 @@ def found(changes: dict[str, Any], model: str = "zai-org/GLM-5.1", gres: str = "
     """Findings about fitting, of a recipe of one train node and one inference node."""
     nodes = {"nodes": {"default": {"gres": gres, "mem": "1900G", **more}}}
     recipe = Recipe.model_validate(recipe_data(**merge({"model": {"path": model, "dtype": "bfloat16"}}, changes)))
-    findings, _ = review(recipe, site(**nodes), model_files(recipe))
+    findings, _ = reviewed(recipe, site(**nodes))
     return [f"{f.level} {f.field}: {f.text}" for f in findings if "fit" in f.text or "memory" in f.text]
 
 
@@ -330,7 +331,7 @@ def amounts(**changes: Any) -> dict[str, float]:
     recipe = Recipe.model_validate(
         recipe_data(**merge({"model": {"path": "zai-org/GLM-5.1", "dtype": "bfloat16"}}, changes))
     )
-    _, estimate = review(recipe, site(nodes={"default": {"gres": "gpu:h200"}}), model_files(recipe))
+    _, estimate = reviewed(recipe, site(nodes={"default": {"gres": "gpu:h200"}}))
     assert estimate is not None
     return {amount.name: amount.value for amount in estimate.amounts}
 

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 
 from primeslurm.families.catalog import catalog
-from primeslurm.plan.checks import model_files, review
+from primeslurm.plan.checks import model_files
 from primeslurm.plan.checks.unbuilt import unbuilt
 from primeslurm.plan.derive import derive
 from primeslurm.plan.local import local_site
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.load import load_recipe, load_site
 from primeslurm.slurm.render import render
+from tests.support.planning import reviewed
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE = load_site(ROOT / "sites" / "h200.yaml")
@@ -32,7 +33,7 @@ BLOCKED = {
 
 
 def findings(recipe: Recipe, *levels: str) -> list[str]:
-    found, _ = review(recipe, SITE, model_files(recipe))
+    found, _ = reviewed(recipe, SITE)
     return [f"{finding.field}: {finding.text}" for finding in found if finding.level in levels]
 
 
