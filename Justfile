@@ -24,12 +24,20 @@ warm-start: setup
 test *args: setup lint
     scripts/test.sh {{ args }}
 
-# ruff, mypy, import rules
-lint: setup
+# ruff, mypy, import rules, declared dependencies, shell scripts, Dockerfile, and the documentation site
+lint: setup docs-site
     {{ bin }}/ruff check .
     {{ bin }}/ruff format --check .
     {{ bin }}/mypy
     {{ bin }}/lint-imports
+    {{ bin }}/deptry .
+    {{ bin }}/shellcheck -x just .ci/run scripts/*.sh third_party/lib.sh third_party/*/build.sh
+    {{ bin }}/hadolint containers/Dockerfile
+
+# Put what can be put right by a program into the form that `lint` wants
+format: setup
+    {{ bin }}/ruff check --fix .
+    {{ bin }}/ruff format .
 
 # Run the tests that need no servers, in seconds
 unit *args: setup
@@ -42,3 +50,16 @@ golden: setup
 # Rewrite the generated pages of docs/
 docs: setup
     PYTHONPATH=. {{ bin }}/python scripts/docs.py
+
+# Build the documentation site into build/site; a link that leads nowhere is an error
+docs-site: setup
+    NO_MKDOCS_2_WARNING=1 {{ bin }}/mkdocs build --strict --quiet
+
+# Run a benchmark, or list all of them
+bench *args: setup
+    {{ bin }}/python -m benchmarks {{ args }}
+
+# Remove what was built below this checkout; not .venv, runs and models
+clean:
+    rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .coverage .coverage.*
+    find . \( -path ./.venv -o -path ./.git -o -path ./runs -o -path ./.primeslurm \) -prune -o -name __pycache__ -type d -exec rm -rf {} +

@@ -1,6 +1,6 @@
 """How the whole job behaves at full size: `recipes/glm5_pd.yaml` emulated on 28, 64 and 128 nodes.
 
-Usage: python benchmarks/emulated_scale.py [28 64 128] [--steps 20] [--recipe FILE]     Needs root and Slurm's daemons.
+Needs root and Slurm's daemons.
 Result: benchmarks/results/emulated_scale_<nodes>.json, one file a size.
 """
 
@@ -174,20 +174,16 @@ def report(run: RunDirectory, usage: Usage, began: float, seen: dict[str, float]
     }
 
 
-def main() -> None:
+def main(words: list[str]) -> None:
     """Measure each size and write its result."""
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(prog="python -m benchmarks emulated_scale", description=__doc__)
     parser.add_argument("nodes", nargs="*", type=int, default=[28])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--recipe", type=Path, default=ROOT / "recipes" / "glm5_pd.yaml")
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     for nodes in options.nodes:
         with tempfile.TemporaryDirectory(prefix="primeslurm-scale-") as directory:
             result = measure(options.recipe.resolve(), nodes, options.steps, Path(directory))
         path = RESULTS / f"emulated_scale_{nodes}.json"
         path.write_text(json.dumps(result, indent=2) + "\n")
         print(json.dumps(result, indent=2))
-
-
-if __name__ == "__main__":
-    main()

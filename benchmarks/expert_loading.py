@@ -1,4 +1,4 @@
-"""What loading a policy's experts costs an engine: `python -m benchmarks.expert_loading [OUT.json] [--layers N]`.
+"""What loading a policy's experts costs an engine.
 
 One vLLM worker in this process, with Qwen3-30B-A3B's layers (`--thin`: with small matrices, which leaves the Python
 that an expert costs) and random weights. Every layer is given what a trainer would send: once each expert by itself,
@@ -53,18 +53,18 @@ THIN = {"hidden_size": 64, "moe_intermediate_size": 32, "intermediate_size": 64,
 THIN |= {"num_attention_heads": 2, "num_key_value_heads": 1}
 
 
-def main() -> None:
+def main(words: list[str]) -> None:
     """Measure, print, and write if a file is named."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks expert_loading", description=__doc__)
     parser.add_argument("out", type=Path, nargs="?")
     parser.add_argument("--layers", type=int, default=CONFIG["num_hidden_layers"])
     parser.add_argument("--thin", action="store_true")
     parser.add_argument("--repeats", type=int, default=3)
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     config = CONFIG | (THIN if options.thin else {}) | {"num_hidden_layers": options.layers}
     engine = make_engine(config)
     result = {
-        "command": f"python -m benchmarks.expert_loading --layers {options.layers}" + " --thin" * options.thin,
+        "command": f"python -m benchmarks expert_loading --layers {options.layers}" + " --thin" * options.thin,
         "machine": torch.cuda.get_device_name() if engine.device.type == "cuda" else f"{os.cpu_count()} CPU cores",
         "load_1m": os.getloadavg()[0],
         "expert_tensors": options.layers * EXPERTS * 3,
@@ -153,7 +153,3 @@ def now(device: torch.device) -> float:
     if device.type != "cpu":
         torch.accelerator.synchronize()
     return time.perf_counter()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,40 +1,48 @@
-"""What each fault costs a run: the faults of tests/emulated/faults.py, one after the other on one small deployment.
+"""What each fault costs a run: the faults of tests/emulated, one after the other on one small deployment.
 
-Usage: python -m benchmarks.fault_table [NAME ...]     Needs root and Slurm's daemons; takes about ten minutes.
-Result: benchmarks/results/fault_table.json. Names given replace their rows in it.
+Needs root and Slurm's daemons; takes about ten minutes. The tests of these faults are run, and what they record of each
+is written to benchmarks/results/fault_table.json. Names given replace their rows in it.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
+import subprocess
 import sys
 import tempfile
+import xml.etree.ElementTree as xml
 from pathlib import Path
 from typing import Any
 
-from tests.emulated.faults import FAULTS, suffer
-from tests.support.emulation import Deployment
-
 RESULT = Path(__file__).parent / "results" / "fault_table.json"
+TESTS = "tests/emulated/test_faults.py"
 
 
-def main() -> None:
-    """Measure, and write the table after every row."""
-    wanted = [fault for fault in FAULTS if not sys.argv[1:] or fault.name in sys.argv[1:]]
-    known = json.loads(RESULT.read_text())["faults"] if RESULT.is_file() and sys.argv[1:] else []
-    rows: dict[str, dict[str, Any]] = {row["fault"]: row for row in known}
-    with tempfile.TemporaryDirectory(prefix="ps-faults-", dir="/tmp") as directory:
-        deployment = Deployment(Path(directory))
-        try:
-            for fault in wanted:
-                rows[fault.name] = suffer(deployment, fault).row() | {"load_1m": round(os.getloadavg()[0], 1)}
-                print(json.dumps(rows[fault.name]), flush=True)
-                table = [rows[name] for name in (f.name for f in FAULTS) if name in rows]
-                RESULT.write_text(json.dumps({"cores": os.cpu_count(), "faults": table}, indent=2) + "\n")
-        finally:
-            deployment.down()
+def main(words: list[str]) -> None:
+    """Measure, and write the table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks fault_table", description=__doc__)
+    parser.add_argument("names", nargs="*", help="of faults; default: all")
+    names = parser.parse_args(words).names
+    rows: dict[str, dict[str, Any]] = {}
+    if names and RESULT.is_file():
+        rows = {row["fault"]: row for row in json.loads(RESULT.read_text())["faults"]}
+    with tempfile.TemporaryDirectory() as directory:
+        report = Path(directory) / "report.xml"
+        tests = [f"{TESTS}::test_fault[{name}]" for name in names] or [TESTS]
+        argv = [sys.executable, "-m", "pytest", "-q", *tests, f"--junitxml={report}", "-o", "junit_family=xunit1"]
+        code = subprocess.call(argv, cwd=RESULT.parents[2])
+        found = recorded(report) if report.is_file() else []
+    if not found:
+        sys.exit(code)  # pytest has said why
+    rows |= {row["fault"]: row for row in found}
+    RESULT.write_text(json.dumps({"cores": os.cpu_count(), "faults": list(rows.values())}, indent=2) + "\n")
+    print(json.dumps(list(rows.values()), indent=2))
+    sys.exit(code)
 
 
-if __name__ == "__main__":
-    main()
+def recorded(report: Path) -> list[dict[str, Any]]:
+    """What the tests recorded as `cost`."""
+    costs = xml.parse(report).iterfind(".//property[@name='cost']")
+    return [json.loads(cost.attrib["value"]) for cost in costs]

@@ -1,4 +1,4 @@
-"""The memory model against one GPU: `python benchmarks/gpu_memory.py [--write]` (under 5 minutes, no network).
+"""The memory model against one GPU (under 5 minutes, no network).
 
 A random Qwen3-shaped model of 4 billion parameters is made on the spot. vLLM loads it and says what its weights take
 and how many tokens its KV cache has; then our trainer's model does a few steps and torch says what it allocated at the
@@ -40,13 +40,13 @@ SEQ_LEN = 8192
 BATCHED_TOKENS = 8192
 
 
-def main() -> None:
+def main(words: list[str]) -> None:
     """Measure both parts in their own processes, print, and with --write keep the result."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks gpu_memory", description=__doc__)
     parser.add_argument("--write", action="store_true", help=f"write {RESULT.name}")
     parser.add_argument("--part", choices=["model", "engine", "trainer"], help=argparse.SUPPRESS)
     parser.add_argument("--directory", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     if options.part:
         print("RESULT " + json.dumps(PARTS[options.part](options.directory)))
         return
@@ -54,7 +54,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         made = in_process("model", directory)
         result = {
-            "command": "python benchmarks/gpu_memory.py --write",
+            "command": "python -m benchmarks gpu_memory --write",
             **made,
             "engine": compare(in_process("engine", directory), predicted_engine(made["gpu_gib"])),
             "trainer": compare(in_process("trainer", directory), predicted_trainer()),
@@ -67,7 +67,7 @@ def main() -> None:
 
 def in_process(part: str, directory: str) -> dict[str, Any]:
     """Run one part as a process and take its result line."""
-    argv = [sys.executable, __file__, "--part", part, "--directory", directory]
+    argv = [sys.executable, "-m", "benchmarks", "gpu_memory", "--part", part, "--directory", directory]
     done = subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=True)
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     return dict(json.loads(line.removeprefix("RESULT ")))
@@ -164,6 +164,3 @@ def measure_trainer(directory: Path) -> dict[str, float]:
 
 
 PARTS = {"model": make_model, "engine": measure_engine, "trainer": measure_trainer}
-
-if __name__ == "__main__":
-    main()

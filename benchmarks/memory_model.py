@@ -1,4 +1,4 @@
-"""The memory model against measurements: `python benchmarks/memory_model.py [--measure] [--write]`.
+"""The memory model against measurements.
 
 Trainer rows are prime-rl's published peaks (BENCHMARKS.md of January and February 2026: torch's reserved memory, no CP
 or EP, full activation recompute; LM head in pieces of about 8192 x 8192 logits for RL and LoRA, whole for SFT). Two
@@ -76,12 +76,12 @@ def predicted_gib(row: Row) -> float:
     return trainer_memory(facts, layout).allocated / GIB
 
 
-def main() -> None:
+def main(words: list[str]) -> None:
     """Print the comparison, and with --write keep it."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks memory_model", description=__doc__)
     parser.add_argument("--measure", action="store_true", help="measure with transformers and vLLM (a minute)")
     parser.add_argument("--write", action="store_true", help=f"write {RESULT.name}")
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     rows = []
     for row in TRAINER_ROWS:
         predicted = predicted_gib(row)
@@ -94,7 +94,7 @@ def main() -> None:
         name: {"published_b": entry.parameters_b, "counted_b": round(_count(name), 2)}
         for name, entry in catalog().items()
     }
-    command = "python benchmarks/memory_model.py --measure --write"
+    command = "python -m benchmarks memory_model --measure --write"
     result = {"command": command, "trainer_gib": {**summary, "rows": rows}, "parameters": parameters}
     if options.measure:
         result |= {
@@ -133,11 +133,12 @@ def kv_cache() -> dict[str, object]:
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
     from vllm import LLM
 
-    from tests.support.models import make_model
+    from primeslurm.trainer import tiny
 
     size = 64 * 2**20
     with tempfile.TemporaryDirectory() as directory:
-        path = make_model(Path(directory))
+        path = Path(directory)
+        tiny.write_model(path)
         facts = shape_of(json.loads((path / "config.json").read_bytes()))
         engine = LLM(str(path), dtype="bfloat16", enforce_eager=True, kv_cache_memory_bytes=size, max_model_len=1024)
         config = engine.llm_engine.vllm_config.cache_config
@@ -179,7 +180,3 @@ def _percent(predicted: float, measured: float) -> float:
 
 def _count(name: str) -> float:
     return count(catalog()[name].shape).total / 1e9
-
-
-if __name__ == "__main__":
-    main()

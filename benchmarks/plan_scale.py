@@ -1,4 +1,4 @@
-"""Seconds for check, plan and render of large runs, and the plan's file: `python benchmarks/plan_scale.py [--write]`.
+"""Seconds for check, plan and render of large runs, and the plan's file: `python -m benchmarks plan_scale [--write]`.
 
 Each size is recipes/glm5_pd.yaml with more train nodes and replicas; the whole command is a process of its own.
 """
@@ -34,14 +34,14 @@ SIZES = {28: (12, 1), 256: (128, 8), 1024: (512, 32)}
 REPEATS = 5
 
 
-def main() -> None:
+def main(words: list[str]) -> None:
     """Measure every size, print, and with --write keep the result."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks plan_scale", description=__doc__)
     parser.add_argument("--write", action="store_true", help=f"write {RESULT.relative_to(ROOT)}")
-    write = parser.parse_args().write
+    write = parser.parse_args(words).write
     rows = [measure(nodes) for nodes in SIZES]
     result = {
-        "command": "python benchmarks/plan_scale.py --write",
+        "command": "python -m benchmarks plan_scale --write",
         "machine": {"cpus": os.cpu_count(), "processor": platform.machine(), "load_average": os.getloadavg()[0]},
         "python": platform.python_version(),
         "best_of": REPEATS,
@@ -110,7 +110,3 @@ def _cpu_seconds() -> float:
     """Of this process and of its children that have ended."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
-
-
-if __name__ == "__main__":
-    main()

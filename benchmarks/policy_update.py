@@ -1,7 +1,5 @@
 """Seconds until an engine computes with a policy that another GPU's trainer rank sends it, at full size.
 
-    python -m benchmarks.policy_update OUT.json [--shape qwen3_30b_a3b] [--layers 48] [--fp8]
-
 Needs two GPUs; without any, it runs on CPUs. Trainer and engine begin with weights of their own, drawn at random, so no
 checkpoint is needed; after an update both give the same tokens the same log-probabilities. Of an update, `wait` is
 until the session begins, `sent` the trainer's part of it, `load` the engine's until all is in place, `pause` how long
@@ -23,14 +21,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("PRIMESLURM_SECRET", "0" * 64)
-
 import torch
 
+from benchmarks.support.servers import Server, free_port, rank_environment, start_process
 from benchmarks.training_models import SHAPES
+from primeslurm.orchestrator.endpoint import GenerateEndpoint
 from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, PolicyVersion
 from primeslurm.orchestrator.weight_transfer.sessions import TransferSessions
 from primeslurm.plan.commands import Device
+from primeslurm.plan.engine_command import ALONE, Engines
 from primeslurm.recipe import Recipe
 from primeslurm.trainer import compat, parallel
 from primeslurm.trainer.encoding import published
@@ -39,12 +38,9 @@ from primeslurm.trainer.policy_model import PolicyModel
 from primeslurm.trainer.weight_transfer.sender import Sender
 from primeslurm.trainer.world import World, join
 from primeslurm.wire.link import Answer, OrchestratorLink, Request, TrainerLink
-from tests.support.engine_commands import engine_command
-from tests.support.generate import generate, logprobs, tokens
-from tests.support.processes import Server, free_port, start_process
-from tests.support.ranks import rank_environment
 
 UPDATES = 5
+SEQ_LEN = 1024
 PROMPT = [(7 * i) % 1000 + 3 for i in range(64)]
 TIMEOUT_S = 180.0
 
@@ -59,7 +55,7 @@ def recipe(model: Path, fp8: bool, dtype: str) -> Recipe:
         "vllm_extra": {"load_format": "dummy"},
     }
     sections = {
-        "seq_len": 1024,
+        "seq_len": SEQ_LEN,
         "model": {"path": str(model), "dtype": dtype},
         "environments": [{"id": "reverse-text"}],
         "weights": {"transport": "nccl", "timeout_s": TIMEOUT_S},
@@ -69,19 +65,23 @@ def recipe(model: Path, fp8: bool, dtype: str) -> Recipe:
 
 def start_engine(asked: Recipe, device: Device, log: Path) -> Server:
     """On the second GPU, if there are any."""
-    command = engine_command(asked, device, "engine", sys.executable)
+    command = Engines(asked, device, "engine", sys.executable).command(ALONE)
     env = {**command.env, "CUDA_VISIBLE_DEVICES": "1", "PYTHONPATH": os.environ.get("PYTHONPATH", str(Path.cwd()))}
     return start_process(command._replace(argv=(*command.argv, "--skip-tokenizer-init"), env=env), {}, log)
 
 
-def difference(server: Server, policy: PolicyModel) -> float:
+async def difference(server: Server, policy: PolicyModel) -> float:
     """Mean difference of log-probabilities that engine and trainer give what the engine samples."""
-    answer = generate(server.url, PROMPT, 32, salt=str(time.monotonic()))
-    ids = torch.tensor([PROMPT + tokens(answer)], device=policy.device)
+    endpoint = GenerateEndpoint(lambda: server.url, SEQ_LEN, timeout_s=TIMEOUT_S, routed=False)
+    sampling = {"max_tokens": 32, "temperature": 0.0, "ignore_eos": True}
+    request = {"token_ids": PROMPT, "cache_salt": str(time.monotonic()), "sampling_params": sampling}
+    answer = await endpoint.generate(request, {})
+    await endpoint.close()
+    ids = torch.tensor([PROMPT + list(answer.token_ids)], device=policy.device)
     with torch.no_grad():
         logits = policy.logits(ids, torch.arange(ids.shape[1], device=policy.device)[None])[0]
     found = logits.float().log_softmax(-1)[0, len(PROMPT) - 1 : -1].gather(1, ids[0, len(PROMPT) :, None]).squeeze(1)
-    return float((found.cpu() - torch.tensor(logprobs(answer))).abs().mean())
+    return float((found.cpu() - torch.tensor(answer.logprobs)).abs().mean())
 
 
 async def updates(server: Server, asked: Recipe, policy: PolicyModel, world: World) -> dict[str, Any]:
@@ -96,7 +96,7 @@ async def updates(server: Server, asked: Recipe, policy: PolicyModel, world: Wor
     sender = Sender(policy, published(asked, frozenset()), TrainerLink(address), world, TIMEOUT_S)
     client = EngineClient(lambda: server.url, asked.model.path, sessions.join)
     await client.apply(PolicyVersion(0, asked.model.path), TIMEOUT_S)  # it serves nobody before
-    before, rows = await asyncio.to_thread(difference, server, policy), []
+    before, rows = await difference(server, policy), []
     for number in range(1, UPDATES + 1):
         wanting[0] = 1
         sessions.expect(number)
@@ -109,18 +109,18 @@ async def updates(server: Server, asked: Recipe, policy: PolicyModel, world: Wor
         print(number, rows[-1], flush=True)
     serving.cancel()
     medians = {part: round(statistics.median(row[part] for row in rows[1:]), 3) for part in rows[0]}
-    after = await asyncio.to_thread(difference, server, policy)
+    after = await difference(server, policy)
     return {"first_seconds": rows[0]["total"], "median_seconds": medians, "difference": [before, after]}
 
 
-def main() -> None:
+def main(words: list[str]) -> None:
     """Measure and write the result."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.policy_update", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks policy_update", description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("--shape", choices=["qwen3_30b_a3b", "qwen3_4b", "tiny"], default="qwen3_30b_a3b")
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--fp8", action="store_true", help="the engine computes in FP8, and is sent FP8")
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     os.environ |= rank_environment(0, 1, free_port())
     world = join(Interrupt(), patience_s=600)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {SIGNAL})
@@ -142,7 +142,7 @@ def main() -> None:
     parameters = sum(parameter.numel() for parameter in policy.model.parameters())
     gpus = "CPUs" if compat.ON_CPU else f"2 x {torch.cuda.get_device_name()}"
     result = {
-        "command": " ".join(["python -m benchmarks.policy_update", *sys.argv[1:]]),
+        "command": " ".join(["python -m benchmarks policy_update", *words]),
         "machine": f"{gpus}, one host: trainer on one, engine on the other",
         "versions": {name: version(name) for name in ("torch", "vllm")},
         "parameters": parameters,
@@ -152,7 +152,3 @@ def main() -> None:
     print(json.dumps(result, indent=2))
     options.out.write_text(json.dumps(result, indent=2) + "\n")
     world.close()
-
-
-if __name__ == "__main__":
-    main()

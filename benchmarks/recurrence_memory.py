@@ -1,4 +1,4 @@
-"""What a recurrent layer keeps of a row for its backward pass: `python -m benchmarks.recurrence_memory [--write]`.
+"""What a recurrent layer keeps of a row for its backward pass.
 
 A CPU is enough (a minute): bytes of fake tensors are counted. One row, bfloat16, the layers of Qwen3.5-35B-A3B (gated
 delta net) and Nemotron-3-Nano (Mamba-2) at full width, under each kind of activation checkpointing; beside it what
@@ -95,12 +95,12 @@ def per_token(config: Any, found: Passes, length: int) -> int:
     return round(found.kept / length) + config.hidden_size * 2 + 8
 
 
-def main() -> None:
+def main(words: list[str]) -> None:
     """Measure each layer."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks recurrence_memory", description=__doc__)
     parser.add_argument("--write", action="store_true", help=f"write {RESULT.name}")
-    options = parser.parse_args()
-    results: dict[str, Any] = {"command": "python -m benchmarks.recurrence_memory --write", "torch": torch.__version__}
+    options = parser.parse_args(words)
+    results: dict[str, Any] = {"command": "python -m benchmarks recurrence_memory --write", "torch": torch.__version__}
     for kind, (config, name, norm) in LAYERS.items():
         kept = {each: measure(config, LENGTH, name, checkpointing=each) for each in POLICIES}
         with patch.object(scan, "checkpoint", lambda function, *tensors, **_: function(*tensors)):
@@ -114,7 +114,3 @@ def main() -> None:
     print(text, end="")
     if options.write:
         RESULT.write_text(text)
-
-
-if __name__ == "__main__":
-    main()

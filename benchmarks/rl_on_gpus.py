@@ -1,7 +1,5 @@
 """The whole loop on GPUs: mismatch of trainer and engines, and the seconds of a policy update, in a few cells.
 
-    python -m benchmarks.rl_on_gpus OUT.json [CELL ...]
-
 Needs two GPUs, for the cells with prefill and decode apart three; a cell takes one to two minutes. Without names all
 cells are run that the GPUs suffice for. Each is a run of its own (`primeslurm submit --local`) from the same random
 Qwen3-MoE, whose sizes are multiples of an FP8 block; what is reported comes from the records of that run.
@@ -9,6 +7,7 @@ Qwen3-MoE, whose sizes are multiples of an FP8 block; what is reported comes fro
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import subprocess
@@ -135,17 +134,20 @@ def _median(values: Sequence[float]) -> float | None:
     return float(f"{statistics.median(values):.4g}") if values else None
 
 
-def main() -> None:
+def main(words: list[str]) -> None:
     """Run the cells, and write after each what there is."""
     import torch
 
+    parser = argparse.ArgumentParser(prog="python -m benchmarks rl_on_gpus", description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("cells", nargs="*", metavar="CELL", help=f"of {', '.join(CELLS)}")
+    options = parser.parse_args(words)
     gpus = torch.cuda.device_count()
-    out = Path(sys.argv[1])
-    names = sys.argv[2:] or [name for name, cell in CELLS.items() if cell.gpus <= gpus]
+    names = options.cells or [name for name, cell in CELLS.items() if cell.gpus <= gpus]
     model = Path(".primeslurm/rl-on-gpus").resolve()
     make_model(model)
     result: dict[str, Any] = {
-        "command": " ".join(["python -m benchmarks.rl_on_gpus", *sys.argv[1:]]),
+        "command": " ".join(["python -m benchmarks rl_on_gpus", *words]),
         "machine": f"{gpus} x {torch.cuda.get_device_name()}, one host, local executor",
         "versions": {name: version(name) for name in ("torch", "torchtitan", "vllm")},
         "model": CONFIG,
@@ -154,9 +156,5 @@ def main() -> None:
     }
     for name in names:
         result["cells"][name] = run(name, CELLS[name], model)
-        out.write_text(json.dumps(result, indent=2) + "\n")
+        options.out.write_text(json.dumps(result, indent=2) + "\n")
         print(name, json.dumps(result["cells"][name]), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""What router replay does to the mismatch of trainer and engine: `python -m benchmarks.router_replay [--write]`.
+"""What router replay does to the mismatch of trainer and engine.
 
 A random Qwen3-MoE (8 layers, 32 experts, 4 of them a token) is made on the spot. A real vLLM engine in bfloat16 samples
 one batch from it and says which experts each token went to; the rollouts are packed as in a run. Then our trainer, with
@@ -22,16 +22,14 @@ from typing import Any, cast
 
 import numpy as np
 
+from benchmarks.support.servers import free_port, rank_environment, start_process
 from primeslurm.orchestrator.endpoint import Completion, GenerateEndpoint
 from primeslurm.orchestrator.packing import Document, pack
 from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, PolicyVersion
 from primeslurm.plan.commands import Device
+from primeslurm.plan.engine_command import ALONE, Engines
 from primeslurm.recipe import Recipe
 from primeslurm.wire.rollouts import Row, stack
-
-import tests.conftest  # noqa: F401  isort: skip  (sets the secret of the processes that are started)
-from tests.support.engine_commands import engine_command
-from tests.support.processes import free_port, start_process
 
 RESULT = Path(__file__).resolve().parent / "results" / "router_replay.json"
 SEQ_LEN = 256
@@ -57,18 +55,18 @@ CONFIG = {
 }
 
 
-def main() -> None:
+def main(words: list[str]) -> None:
     """Sample, score, print, and with --write keep the result."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks router_replay", description=__doc__)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--write", action="store_true", help=f"write {RESULT.name}")
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     with tempfile.TemporaryDirectory() as made:
         directory = Path(made)
         make_model(directory)
         rows = sample(directory, options.device)
         result = {
-            "command": f"python -m benchmarks.router_replay --device {options.device} --write",
+            "command": f"python -m benchmarks router_replay --device {options.device} --write",
             "machine": f"{os.cpu_count()} x {platform.machine()}",
             "vllm": version("vllm"),
             "torch": version("torch"),
@@ -100,22 +98,22 @@ def recipe(directory: Path, dtype: str) -> Recipe:
 
 
 def make_model(directory: Path) -> None:
-    """Random weights, a config and the test models' tokenizer."""
+    """Random weights, a config and the demo's tokenizer."""
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    from tests.support.models import make_tokenizer
+    from primeslurm.trainer import tiny
 
     torch.manual_seed(0)
     # bfloat16 numbers, so that trainer and engine start from the same ones whatever they compute in
     Qwen3MoeForCausalLM(Qwen3MoeConfig(**CONFIG)).bfloat16().save_pretrained(directory)
-    make_tokenizer(directory)
+    tiny.tokenizer().save_pretrained(directory)
 
 
 def sample(directory: Path, device: str) -> list[Row]:
     """Packed rows of one on-policy batch."""
-    command = engine_command(recipe(directory, "bfloat16"), cast(Device, device), "engine", sys.executable)
-    engine = start_process(command, {}, directory / "engine.log")
+    engines = Engines(recipe(directory, "bfloat16"), cast(Device, device), "engine", sys.executable)
+    engine = start_process(engines.command(ALONE), {}, directory / "engine.log")
     try:
         engine.wait("/primeslurm/status")
         documents = asyncio.run(rollouts(engine.url, directory))
@@ -144,14 +142,19 @@ def document(prompt: list[int], answer: Completion) -> Document:
     tokens = np.array([*prompt, *answer.token_ids], np.int32)
     logprobs = np.array([*given, *answer.logprobs], np.float32)
     return Document(
-        tokens, np.arange(len(tokens)) >= len(prompt), logprobs, 0.0, True, routed_experts=answer.routed_experts
+        tokens,
+        np.arange(len(tokens)) >= len(prompt),
+        logprobs,
+        np.zeros(len(tokens), np.float32),
+        True,
+        routed_experts=answer.routed_experts,
     )
 
 
 def compare(directory: Path, dtype: str, rows: list[Row]) -> dict[str, Any]:
     """Mismatch with experts of the trainer's own choice, and with the engine's."""
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    os.environ |= alone | {"MASTER_PORT": str(free_port())}
+    alone = rank_environment(0, 1, free_port())
+    os.environ |= {name: value for name, value in alone.items() if name != "OMP_NUM_THREADS"}
     import torch
 
     from primeslurm.trainer.interrupt import Interrupt
@@ -193,7 +196,3 @@ def compare(directory: Path, dtype: str, rows: list[Row]) -> dict[str, Any]:
     result["ratio"] = round(result["own_choice"]["mismatch_kl"] / result["replayed"]["mismatch_kl"], 1)
     world.close()
     return result
-
-
-if __name__ == "__main__":
-    main()

@@ -1,13 +1,12 @@
 """DSA's attention at GLM-5's shape on one GPU: the indexer, sparse attention forward and backward, and dense beside it.
 
-Usage: python -m benchmarks.sparse_attention OUT.json [LENGTH ...]     One NVIDIA GPU.
-One document of LENGTH tokens, 64 heads, 512 + 64 values a key, 2,048 of them selected, bfloat16.
+Needs an NVIDIA GPU. One document of LENGTH tokens, 64 heads, 512 + 64 values a key, 2,048 of them selected, bfloat16.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -81,16 +80,15 @@ def at(length: int) -> dict[str, Any]:
     return found
 
 
-def main() -> None:
+def main(words: list[str]) -> None:
     """Measure each length and write the result."""
-    lengths = [int(length) for length in sys.argv[2:]] or [4096, 8192, 16384, 65536, 131072]
+    parser = argparse.ArgumentParser(prog="python -m benchmarks sparse_attention", description=__doc__)
+    parser.add_argument("out", type=Path)
+    parser.add_argument("lengths", nargs="*", type=int, default=[4096, 8192, 16384, 65536, 131072])
+    options = parser.parse_args(words)
     torch.manual_seed(0)
     result = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "lengths": []}
-    for length in lengths:
+    for length in options.lengths:
         result["lengths"].append(at(length))
-        Path(sys.argv[1]).write_text(json.dumps(result, indent=2) + "\n")
+        options.out.write_text(json.dumps(result, indent=2) + "\n")
         print(json.dumps(result["lengths"][-1]), flush=True)
-
-
-if __name__ == "__main__":
-    main()

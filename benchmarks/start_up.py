@@ -24,11 +24,11 @@ COMMANDS = {"--help": ["--help"], "check": ["check", *RECIPE], "render": ["rende
 GOALS = {"--help": 2.0, "check": 3.0, "render": 3.0}
 
 
-def main() -> None:
+def main(words: list[str]) -> None:
     """Measure, print, and with --write keep the result."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks start_up", description=__doc__)
     parser.add_argument("--write", action="store_true", help=f"write {RESULT.relative_to(ROOT)}")
-    write = parser.parse_args().write
+    write = parser.parse_args(words).write
     commands = {"base": BASE} | {name: [sys.executable, "-m", "primeslurm", *words] for name, words in COMMANDS.items()}
     for argv in commands.values():
         cpu_seconds(argv)  # compiled modules and files in memory
@@ -37,7 +37,7 @@ def main() -> None:
         for name, argv in commands.items():
             seconds[name].append(cpu_seconds(argv))
     result = {
-        "command": "python benchmarks/start_up.py --write",
+        "command": "python -m benchmarks start_up --write",
         "machine": {"cpus": os.cpu_count(), "processor": platform.machine(), "load_average": os.getloadavg()[0]},
         "python": platform.python_version(),
         "median_of": ROUNDS,
@@ -62,7 +62,3 @@ def cpu_seconds(argv: list[str]) -> float:
 def ratio(taken: list[float], base: list[float]) -> float:
     """Median over the rounds."""
     return round(statistics.median(one / other for one, other in zip(taken, base, strict=True)), 2)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""How long `primeslurm status` takes for large runs: python benchmarks/status_scale.py [NODES ...]
+"""How long `primeslurm status` takes for large runs.
 
 Makes the files that a run of so many nodes with 8 GPUs each leaves behind (real plans; what the head, the agents and
 the orchestrator would have written) and times the whole command in a process of its own. Prints JSON; takes a minute.
@@ -6,6 +6,7 @@ the orchestrator would have written) and times the whole command in a process of
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -109,9 +110,11 @@ def _cpu() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def main() -> None:
+def main(words: list[str]) -> None:
     """Measure and print."""
-    sizes = [int(word) for word in sys.argv[1:]] or [28, 128, 1024]
+    parser = argparse.ArgumentParser(prog="python -m benchmarks status_scale", description=__doc__)
+    parser.add_argument("nodes", nargs="*", type=int, default=[28, 128, 1024])
+    sizes = parser.parse_args(words).nodes
     results = []
     with tempfile.TemporaryDirectory() as directory:
         for nodes in sizes:
@@ -121,9 +124,5 @@ def main() -> None:
             results.append({"nodes": nodes, "processes": processes, "seconds": seconds})
     machine = f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
     print(
-        json.dumps({"command": "python benchmarks/status_scale.py", "machine": machine, "results": results}, indent=2)
+        json.dumps({"command": "python -m benchmarks status_scale", "machine": machine, "results": results}, indent=2)
     )
-
-
-if __name__ == "__main__":
-    main()

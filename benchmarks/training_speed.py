@@ -1,7 +1,7 @@
 """Seconds, tokens a second, MFU and memory of our training step, and of torchtitan's beside it.
 
-    python -m benchmarks.training_speed --shape tiny --against torchtitan
-    python -m benchmarks.training_speed --shape qwen3_30b_a3b --layers 8 --ranks 2 --ep 2 --seq 16384 --out R.json
+    python -m benchmarks training_speed --shape tiny --against torchtitan
+    python -m benchmarks training_speed --shape qwen3_30b_a3b --layers 8 --ranks 2 --ep 2 --seq 16384 --out R.json
 
 Starts `--ranks` processes on this machine, on GPUs if it has any; weights and tokens are random. Ours is the step that
 runs train with: `Learner.train` with the recipe's loss, from arrays in host memory to updated weights and metrics. The
@@ -30,9 +30,9 @@ WARM_UP = 2
 Step = Callable[[], None]
 
 
-def arguments(words: list[str] | None = None) -> argparse.Namespace:
+def arguments(words: list[str]) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.training_speed", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks training_speed", description=__doc__)
     parser.add_argument("--shape", choices=["qwen3_30b_a3b", "qwen3_4b", "glm5", "tiny"], default="tiny")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--experts", type=int, help="fewer than the model has; a token meets as many as ever")
@@ -242,19 +242,19 @@ def _count(model: Any) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def main() -> None:
+def main(words: list[str]) -> None:
     """Start the ranks; each then comes here again, with its rank in the environment."""
-    options = arguments()
+    options = arguments(words)
     if "RANK" not in os.environ:
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks)]
-        sys.exit(subprocess.call([sys.executable, *launch, "-m", "benchmarks.training_speed", *sys.argv[1:]]))
+        sys.exit(subprocess.call([sys.executable, *launch, "-m", "benchmarks", "training_speed", *words]))
     from primeslurm.trainer.interrupt import Interrupt
     from primeslurm.trainer.world import join
 
     world = join(Interrupt(), 600)
     settings = {name: value for name, value in vars(options).items() if name not in ("out", "dtype", "profile")}
     result = {
-        "command": " ".join(["python -m benchmarks.training_speed", *sys.argv[1:]]).partition(" --out ")[0],
+        "command": " ".join(["python -m benchmarks training_speed", *words]).partition(" --out ")[0],
         "machine": f"{os.cpu_count()} x {platform.machine()}, load {os.getloadavg()[0]:.1f} at the start",
         "versions": {name: version(name) for name in ("torch", "torchtitan")},
         **settings,
@@ -265,7 +265,3 @@ def main() -> None:
         if options.out:
             options.out.write_text(json.dumps(result, indent=2) + "\n")
     world.close()
-
-
-if __name__ == "__main__":
-    main()

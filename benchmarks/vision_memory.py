@@ -1,4 +1,4 @@
-"""What a vision encoder takes of a GPU for each patch of an image: `python -m benchmarks.vision_memory [--write]`.
+"""What a vision encoder takes of a GPU for each patch of an image.
 
 A CPU is enough (a minute): bytes of live tensors are counted. The encoders of Qwen3-VL-30B-A3B and Qwen3.5-35B-A3B at
 full width with four blocks, bfloat16, one image; frozen, trained, and trained with its blocks computed anew. A patch
@@ -50,13 +50,13 @@ def per_patch(config: Any, mode: str) -> dict[str, int]:
     return {name: round((large[name] - small[name]) / 512) for name in small}
 
 
-def main() -> None:
+def main(words: list[str]) -> None:
     """Measure each encoder."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks vision_memory", description=__doc__)
     parser.add_argument("--write", action="store_true", help=f"write {RESULT.name}")
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     results: dict[str, Any] = {
-        "command": "python -m benchmarks.vision_memory --write",
+        "command": "python -m benchmarks vision_memory --write",
         "torch": torch.__version__,
         "bytes_per_patch": {
             name: {mode: per_patch(config, mode) for mode in MODES} for name, config in ENCODERS.items()
@@ -66,7 +66,3 @@ def main() -> None:
     print(text, end="")
     if options.write:
         RESULT.write_text(text)
-
-
-if __name__ == "__main__":
-    main()

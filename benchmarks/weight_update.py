@@ -1,4 +1,4 @@
-"""Seconds of a policy update by files and sent, on CPUs: `python -m benchmarks.weight_update [--write]` (a minute).
+"""Seconds of a policy update by files and sent, on CPUs (a minute).
 
 One trainer rank and one real vLLM engine, with the demo's model. An update is split into what the trainer needs to make
 the policy available (`publish`: write files, or describe what it sends), `transfer` and `load` in the engine, and
@@ -19,12 +19,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("PRIMESLURM_SECRET", "0" * 64)
-
 import torch
 
+from benchmarks.support.servers import Server, free_port, rank_environment, start_process
 from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, PolicyVersion
 from primeslurm.orchestrator.weight_transfer.sessions import TransferSessions
+from primeslurm.plan.engine_command import ALONE, Engines
 from primeslurm.recipe import Recipe
 from primeslurm.trainer import tiny
 from primeslurm.trainer.encoding import Encoding
@@ -34,9 +34,6 @@ from primeslurm.trainer.weight_transfer.publisher import Publisher
 from primeslurm.trainer.weight_transfer.sender import Sender
 from primeslurm.trainer.world import World, join
 from primeslurm.wire.link import Answer, OrchestratorLink, Request, TrainerLink
-from tests.support.engine_commands import engine_command
-from tests.support.processes import Server, free_port, start_process
-from tests.support.ranks import rank_environment
 
 RESULT = Path(__file__).resolve().parent / "results" / "weight_update.json"
 UPDATES = 8
@@ -78,7 +75,7 @@ def recipe(model: Path, transport: str) -> Recipe:
 
 def start(asked: Recipe, log: Path) -> Server:
     """The engine."""
-    server = start_process(engine_command(asked, "cpu", "engine", sys.executable), {}, log)
+    server = start_process(Engines(asked, "cpu", "engine", sys.executable).command(ALONE), {}, log)
     server.wait("/primeslurm/status")
     return server
 
@@ -133,11 +130,11 @@ async def by_sending(model: Path, directory: Path, world: World) -> list[dict[st
     return rows
 
 
-def main() -> None:
+def main(words: list[str]) -> None:
     """Measure both, print, and with --write keep the result."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks weight_update", description=__doc__)
     parser.add_argument("--write", action="store_true", help=f"write {RESULT.name}")
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     os.environ |= rank_environment(0, 1, free_port())
     world = join(Interrupt(), patience_s=60)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {SIGNAL})
@@ -156,7 +153,7 @@ def main() -> None:
         for transport, rows in found.items()
     }
     result = {
-        "command": "python -m benchmarks.weight_update --write",
+        "command": "python -m benchmarks weight_update --write",
         "machine": f"{os.cpu_count()} CPU cores, shared with other work; nccl is gloo between CPUs",
         "load_1m": round(load, 1),
         "megabytes": round(size / 1e6, 2),
@@ -166,7 +163,3 @@ def main() -> None:
     print(json.dumps(result, indent=2))
     if options.write:
         RESULT.write_text(json.dumps(result, indent=2) + "\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,27 +1,53 @@
 #!/usr/bin/env bash
-# Install what is missing, and only that: Python packages from the lock, and Slurm from the distribution.
+# Install what is missing, and only that: Python packages from the lock by uv, and Slurm from the distribution beside them.
 # Usage: scripts/setup.sh [cpu|gpu]      Default: gpu where an NVIDIA device is, else cpu.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-pip=.venv/bin/pip
+python=.venv/bin/python
 flavour=${1:-$([[ -e /dev/nvidia0 ]] && echo gpu || echo cpu)}
 lock=requirements/$flavour.txt
 stamp=.venv/.installed
-wanted=$(cat "$lock" pyproject.toml third_party/cpu/make_wheels.py | sha256sum)
+wanted=$(cat "$lock" pyproject.toml scripts/setup.sh third_party/cpu/make_wheels.py | sha256sum)
+
+uv_install() { .venv/bin/uv pip install --quiet --python "$python" "$@"; }
+
+# uv does not read pip's configuration. Where pip was told of a mirror or of a certificate, uv is told the same.
+# The environment's word comes before that of files in the list.
+pip_setting() { $python -m pip config list | sed -nE "s/^(:env:|global|install)\.$1='(.*)'\$/\2/p" | sed -n 1p; }
+
+install_torch_for_cpu() {
+  local torch
+  torch=$(grep '^torch==' "$lock")
+  # A local build is used if pip knows one; otherwise PyTorch's own index has it. Nothing else is taken from there.
+  if $python -m pip download --quiet --no-deps --dest build/torch "$torch" 2>/dev/null; then
+    uv_install --no-deps --no-index --find-links build/torch "$torch"
+  else
+    uv_install --no-deps --default-index https://download.pytorch.org/whl/cpu "$torch"
+  fi
+}
 
 install_python() {
-  local index=()
+  local mirror certificates stand_ins=()
+  mirror=$(pip_setting index-url)
+  certificates=$(pip_setting cert)
+  [[ -z $mirror ]] || export UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-$mirror}
+  [[ -z $certificates ]] || export SSL_CERT_FILE=${SSL_CERT_FILE:-$certificates}
   if [[ $flavour == cpu ]]; then
-    .venv/bin/python third_party/cpu/make_wheels.py build/wheels
-    # A local build of CPU torch is used if pip knows one; otherwise PyTorch's own index has it.
-    if ! $pip download --quiet --no-deps --dest build/torch "$(grep '^torch==' "$lock")" 2>/dev/null; then
-      index=(--extra-index-url https://download.pytorch.org/whl/cpu)
-    fi
-    index+=(--find-links build/wheels)
+    install_torch_for_cpu
+    $python third_party/cpu/make_wheels.py build/wheels
+    stand_ins=(--find-links build/wheels)
   fi
-  $pip install -qq "${index[@]}" --requirement "$lock"
-  $pip install -qq --no-deps --editable .
+  uv_install "${stand_ins[@]}" --requirement "$lock"
+  uv_install --no-deps --editable .
   echo "$wanted" >"$stamp"
+}
+
+slurm_is_missing() {
+  local program
+  for program in slurmctld slurmd munged sbatch; do
+    command -v $program >/dev/null || [[ -x /usr/sbin/$program ]] || return 0
+  done
+  return 1
 }
 
 install_slurm() {
@@ -31,14 +57,19 @@ install_slurm() {
   apt-get update -qq && RUNLEVEL=1 apt-get install -y -qq --no-install-recommends slurm-wlm munge libibverbs1 librdmacm1
 }
 
+if slurm_is_missing; then
+  echo "installing Slurm" >&2
+  # Its output waits until the end: two installations at once would be read by nobody.
+  mkdir -p build
+  (install_slurm) >build/slurm.log 2>&1 &
+  slurm=$!
+  trap wait EXIT  # whatever happens here, apt is not left running behind it
+fi
 if [[ ! -f $stamp || $(<"$stamp") != "$wanted" ]]; then
   echo "installing Python packages from $lock" >&2
   install_python
 fi
-for program in slurmctld slurmd munged sbatch; do
-  if ! command -v $program >/dev/null && [[ ! -x /usr/sbin/$program ]]; then
-    echo "installing Slurm" >&2
-    install_slurm >&2 || echo "warning: $program is missing and cannot be installed here; only --local works" >&2
-    break
-  fi
-done
+if [[ -n ${slurm:-} ]] && ! wait "$slurm"; then
+  tail -n 5 build/slurm.log >&2
+  echo "warning: Slurm's daemons are missing and cannot be installed here; only --local works" >&2
+fi

@@ -14,5 +14,6 @@ run=reverse-text-sft-$(date +%m%d-%H%M%S)
 .venv/bin/primeslurm submit recipes/reverse_text_sft.yaml --local --name "$run" --wait \
   --set model.path="$directory/random" --set sft.data.path="$directory/demonstrations.jsonl"
 # The last published policy is a complete model directory; the rename makes it appear whole or not at all.
-cp -r "runs/$run/weights/$(ls "runs/$run/weights" | sort | tail -n 1)" "$directory/model.part"
+versions=("runs/$run/weights/"v*)
+cp -r "${versions[-1]}" "$directory/model.part"
 mv "$directory/model.part" "$model"

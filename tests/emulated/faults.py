@@ -1,6 +1,6 @@
 """The fault table: what is done to a running deployment, and how it must come back.
 
-Used by the tests, and by benchmarks/fault_table.py, which writes down what each fault cost.
+`python -m benchmarks fault_table` runs the tests of these and writes down what each cost.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -25,8 +26,10 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
-def test_fault(deployment: Deployment, fault: Fault) -> None:
+def test_fault(deployment: Deployment, fault: Fault, record_property: Callable[[str, object], None]) -> None:
     cost = suffer(deployment, fault)
+    # `python -m benchmarks fault_table` writes these down.
+    record_property("cost", json.dumps(cost.row() | {"load_1m": round(os.getloadavg()[0], 1)}))
     assert fault.ends_attempt is None or fault.ends_attempt == (cost.new_attempts > 0), cost
     assert cost.committed_steps_lost == 0 and cost.committed_rollouts_lost == 0, cost
     if cost.new_attempts == 0:

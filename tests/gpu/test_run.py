@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,8 +18,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 @pytest.mark.skipif(GPUS < 3, reason="needs three GPUs: trainer, prefill, decode")
 def test_the_demo_learns_on_gpus(tmp_path: Path) -> None:
     trainer_gpus = min(GPUS - 2, 2)
-    env = {**os.environ, "PYTHON": sys.executable}
-    done = subprocess.run(["benchmarks/gpu_run.sh", str(tmp_path), str(trainer_gpus)], cwd=ROOT, env=env, check=False)
+    argv = [sys.executable, "-m", "benchmarks", "gpu_run", str(tmp_path), str(trainer_gpus)]
+    done = subprocess.run(argv, cwd=ROOT, check=False)
     assert done.returncode == 0
     summary = json.loads((tmp_path / "rl" / "summary.json").read_text())
     assert summary["last_reward"] - summary["first_reward"] >= 0.3

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.support.servers import rank_environment
 from primeslurm.recipe import Recipe
 from primeslurm.records.journal import Journal
 from primeslurm.trainer import tiny
@@ -18,7 +19,6 @@ from primeslurm.trainer.progress import PhaseTimer
 from primeslurm.wire.rollouts import Batch, BatchInfo, Row
 from primeslurm.wire.routed_experts import RoutedExperts
 from tests.support.processes import free_port
-from tests.support.ranks import rank_environment
 
 ROOT = Path(__file__).parents[2]
 SEQ_LEN = 64

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.support.servers import rank_environment
 from primeslurm.recipe.load import load_recipe
 from primeslurm.trainer import tiny
 from tests.support.processes import free_port
-from tests.support.ranks import rank_environment
 from tests.trainer.conftest import ROOT, trainer_command
 
 EXAMPLE = ROOT / "examples" / "own_family"

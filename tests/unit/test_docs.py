@@ -16,7 +16,7 @@ from primeslurm.cli import app
 from primeslurm.recipe import Recipe, Site
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
 INLINE = re.compile(r"`(primeslurm [^`]+|\./just [^`]+)`")
 

@@ -141,7 +141,7 @@ NEMOTRON_3_NANO = Mamba(layers=23, heads=64, head_dim=64, state=128, groups=8, c
 
 
 def recurrent(name: str) -> tuple[Mixer, dict[str, Any]]:
-    """A layer of `benchmarks/recurrence_memory.py`: as it is estimated, and as it was measured."""
+    """A layer of `benchmarks recurrence_memory`: as it is estimated, and as it was measured."""
     assert QWEN_3_5.delta_nets is not None
     estimated = {"gated_delta_net": delta_net(QWEN_3_5.delta_nets, 2048, 2), "mamba_2": mamba(NEMOTRON_3_NANO, 2688, 2)}
     return estimated[name], json.loads((RESULTS / "recurrence_memory.json").read_bytes())[name]
@@ -177,7 +177,7 @@ def test_context_parallelism_divides_the_parts_of_recurrent_layers_too() -> None
 
 
 def encoder(name: str) -> tuple[Vision, dict[str, Any]]:
-    """An encoder of `benchmarks/vision_memory.py`, four blocks deep, and the bytes a patch that were measured."""
+    """An encoder of `benchmarks vision_memory`, four blocks deep, and the bytes a patch that were measured."""
     vision = {"depth": 4, "out_hidden_size": 2048} | (
         {"deepstack_visual_indexes": [0, 1, 2]} if name == "qwen3_vl_moe" else {}
     )

@@ -1,0 +1,1 @@
+"""What benchmarks share with one another and with the tests."""

@@ -1,0 +1,151 @@
+"""Real servers on this machine, with the command lines that a Plan has for them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from primeslurm.node.shared_memory import SharedMemory
+from primeslurm.plan.commands import Command
+from primeslurm.wire import secret
+
+HOST = "127.0.0.1"
+
+_given: set[int] = set()
+
+
+def free_port() -> int:
+    """A port that is free now, and another one each time: the kernel may well choose the same again."""
+    while True:
+        with socket.socket() as probe:
+            probe.bind((HOST, 0))
+            port = int(probe.getsockname()[1])
+        if port not in _given:
+            _given.add(port)
+            return port
+
+
+NODE_VALUES = {
+    "generate_token": secret.generate_token(secret.own()),
+    "run_id": "test-run",
+    "node": "0",
+    "interface": "",
+    "hcas": "",
+    "ucx_devices_near": "",
+}
+"""What an agent on this machine knows of it."""
+
+
+def fill(text: str, values: Mapping[str, str]) -> str:
+    """Replace `${name}` placeholders. Raises KeyError for one without a value."""
+    return re.sub(r"\$\{([^}]+)\}", lambda match: values[match[1]], text)
+
+
+@dataclass
+class Server:
+    """A server process, the leader of its own process group."""
+
+    pid: int
+    url: str
+    log: Path
+
+    def status_code(self, path: str = "/health") -> int | None:
+        """HTTP status of a GET, None if nobody answers."""
+        try:
+            return httpx.get(self.url + path, timeout=5, verify=False).status_code  # plain HTTP: no certificates
+        except httpx.HTTPError:
+            return None
+
+    def wait(self, path: str, timeout_s: float = 180) -> float:
+        """Wait for a 200 on `path`; returns the seconds it took. Raises RuntimeError with the end of the log."""
+        began = time.monotonic()
+        while self.status_code(path) != 200:
+            if not self.alive() or time.monotonic() - began > timeout_s:
+                raise RuntimeError(f"{self.url}{path} never answered:\n{self.log.read_text()[-3000:]}")
+            time.sleep(0.05)
+        return time.monotonic() - began
+
+    def alive(self) -> bool:
+        """Whether the process exists."""
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(self.pid, os.WNOHANG)
+        try:
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        return True
+
+    def kill(self) -> None:
+        """SIGKILL to the whole group, and wait until it and its shared memory are gone."""
+        self._end(signal.SIGKILL)
+
+    def stop(self) -> None:
+        """SIGTERM to the group, SIGKILL to what does not heed it."""
+        self._end(signal.SIGTERM)
+
+    def _end(self, first: signal.Signals) -> None:
+        memory = SharedMemory()
+        memory.look([self.pid])
+        self._signal(first)
+        self._gone(10)
+        self._signal(signal.SIGKILL)
+        self._gone(10)
+        memory.ended(self.pid)
+        memory.unlink_within(10)
+
+    def wait_gone(self, timeout_s: float) -> bool:
+        """Whether the process ends by itself in time."""
+        return self._gone(timeout_s)
+
+    def _signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, number)
+
+    def _gone(self, timeout_s: float) -> bool:
+        deadline = time.monotonic() + timeout_s
+        while self.alive():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.02)
+        return True
+
+
+def start_process(
+    command: Command, elsewhere: Mapping[str, str], log: Path, ports: Mapping[str, int] | None = None
+) -> Server:
+    """Start any planned process that serves HTTP; `elsewhere`: placeholders of other processes."""
+    numbers = {name: free_port() for name in command.ports} | dict(ports or {})
+    values = NODE_VALUES | {"host": HOST, "python": sys.executable, "tmp": str(log.parent)} | dict(elsewhere)
+    values |= {f"port:{name}": str(number) for name, number in numbers.items()}
+    with log.open("a") as handle:
+        process = subprocess.Popen(
+            [fill(part, values) for part in command.argv],
+            stdout=handle,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **{key: fill(value, values) for key, value in command.env.items()}},
+            start_new_session=True,
+        )
+    return Server(process.pid, f"http://{HOST}:{numbers['http']}", log)
+
+
+def rank_environment(rank: int, size: int, port: int) -> dict[str, str]:
+    """What an agent sets for one trainer rank."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }
