@@ -23,9 +23,9 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 import torch
 from vllm import LLM
 
-from primeslurm.inference.experts import held_experts
-from primeslurm.inference.weights import FilesystemTransferEngine
-from primeslurm.wire.messages import Named
+from primeslurm.inference.weight_transfer.experts import held_experts
+from primeslurm.inference.weight_transfer.filesystem import FilesystemTransferEngine
+from primeslurm.wire.weight_transfer.catalogue import Named
 
 EXPERTS = 128
 CONFIG: dict[str, Any] = {

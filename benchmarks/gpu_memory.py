@@ -16,7 +16,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from primeslurm.plan.catalog import catalog, facts_of
+from primeslurm.families.catalog import catalog
+from primeslurm.families.config import shape_of
 from primeslurm.plan.engine_memory import EngineLayout, engine_memory
 from primeslurm.plan.gpus import GIB
 from primeslurm.plan.trainer_memory import TrainerLayout, trainer_memory
@@ -49,7 +50,7 @@ def main() -> None:
     if options.part:
         print("RESULT " + json.dumps(PARTS[options.part](options.directory)))
         return
-    assert facts_of(CONFIG) == catalog()["Qwen/Qwen3-4B"].facts
+    assert shape_of(CONFIG) == catalog()["Qwen/Qwen3-4B"].shape
     with tempfile.TemporaryDirectory() as directory:
         made = in_process("model", directory)
         result = {
@@ -87,13 +88,13 @@ def compare(measured: dict[str, float], predicted: dict[str, float]) -> dict[str
 def predicted_engine(gpu_gib: float) -> dict[str, float]:
     """What the memory model says of an engine that has the GPU to itself."""
     layout = EngineLayout(1, 1, 2, 2, False, BATCHED_TOKENS, True, None)
-    memory = engine_memory(facts_of(CONFIG), layout, gpu_gib * GIB, UTILIZATION)
+    memory = engine_memory(shape_of(CONFIG), layout, gpu_gib * GIB, UTILIZATION)
     return {"weights_gib": memory.weights / GIB, "kv_tokens": memory.kv_tokens}
 
 
 def predicted_trainer() -> dict[str, float]:
     """What the memory model says of a trainer on one GPU."""
-    memory = trainer_memory(facts_of(CONFIG), TrainerLayout(1, 1, SEQ_LEN, "full"))
+    memory = trainer_memory(shape_of(CONFIG), TrainerLayout(1, 1, SEQ_LEN, "full"))
     return {"peak_gib": memory.allocated / GIB}
 
 
@@ -131,7 +132,6 @@ def measure_trainer(directory: Path) -> dict[str, float]:
     """The peak of three steps of our trainer's model with AdamW and full recompute."""
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29533"}
     os.environ |= alone
-    from primeslurm.trainer import compat  # noqa: F401  isort: skip  (before torchtitan)
     import torch
 
     from primeslurm.recipe import Recipe

@@ -16,7 +16,8 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from primeslurm.plan.catalog import CATALOG, catalog, facts_of
+from primeslurm.families.catalog import CATALOG, catalog
+from primeslurm.families.config import shape_of
 from primeslurm.plan.engine_memory import EngineLayout, kv_bytes_per_token, prompt_logit_bytes
 from primeslurm.plan.gpus import GIB
 from primeslurm.plan.parameters import count
@@ -62,7 +63,7 @@ TRAINER_ROWS = (
 
 def predicted_gib(row: Row) -> float:
     """What the model says torch allocates."""
-    facts = catalog()[row.model].facts
+    facts = catalog()[row.model].shape
     layout = TrainerLayout(
         shard=row.gpus,
         ep=1,
@@ -122,7 +123,7 @@ def built_parameters() -> list[dict[str, object]]:
         built_by = AutoModelForImageTextToText if seeing else AutoModelForCausalLM
         with torch.device("meta"):
             model = built_by.from_config(AutoConfig.for_model(**config))
-        built, counted = sum(p.numel() for p in model.parameters()), count(facts_of(config)).total
+        built, counted = sum(p.numel() for p in model.parameters()), count(shape_of(config)).total
         rows.append({"model": name, "built": built, "counted": counted, "error_percent": _percent(counted, built)})
     return rows
 
@@ -137,7 +138,7 @@ def kv_cache() -> dict[str, object]:
     size = 64 * 2**20
     with tempfile.TemporaryDirectory() as directory:
         path = make_model(Path(directory))
-        facts = facts_of(json.loads((path / "config.json").read_bytes()))
+        facts = shape_of(json.loads((path / "config.json").read_bytes()))
         engine = LLM(str(path), dtype="bfloat16", enforce_eager=True, kv_cache_memory_bytes=size, max_model_len=1024)
         config = engine.llm_engine.vllm_config.cache_config
     allocated = config.num_gpu_blocks * config.block_size
@@ -160,7 +161,7 @@ def prompt_logits() -> dict[str, object]:
         ids = sampled.unsqueeze(-1)
         return SimpleNamespace(logprob_token_ids=ids, logprobs=logits.gather(-1, ids), selected_token_ranks=sampled)
 
-    facts = catalog()["Qwen/Qwen3-0.6B"].facts
+    facts = catalog()["Qwen/Qwen3-0.6B"].shape
     head, hidden = torch.randn(facts.vocab, 8, dtype=torch.bfloat16), torch.randn(4096, 8, dtype=torch.bfloat16)
     tokens = torch.randint(0, facts.vocab, (len(hidden),))
     score = prompt_logprob.compute_prompt_logprobs_with_chunking
@@ -177,7 +178,7 @@ def _percent(predicted: float, measured: float) -> float:
 
 
 def _count(name: str) -> float:
-    return count(catalog()[name].facts).total / 1e9
+    return count(catalog()[name].shape).total / 1e9
 
 
 if __name__ == "__main__":

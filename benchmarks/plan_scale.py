@@ -17,8 +17,9 @@ from pathlib import Path
 
 import msgspec
 
-from primeslurm.plan.checks import advise, model_files, review
-from primeslurm.plan.derive import derive
+from primeslurm.api.planning import look_at_files
+from primeslurm.plan.checks import advise, review
+from primeslurm.plan.derive import asked_of, derive
 from primeslurm.plan.model import Plan
 from primeslurm.plan.storage import from_file, plain, to_file
 from primeslurm.recipe.load import load_recipe, load_site
@@ -58,12 +59,12 @@ def measure(nodes: int) -> dict[str, object]:
     site = load_site(SITE)
     recipe = load_recipe(RECIPE, overrides)
     plan = derive(recipe, site, Path("/shared/run"))
-    model = model_files(recipe)
     file, text = to_file(plan).encode(), plan.to_json()
     fields = PlacedProcess.__struct_fields__
+    files, (needs, _) = look_at_files(recipe), asked_of(recipe, site, local=False)
     parts: dict[str, Callable[[], object]] = {
         "load": lambda: load_recipe(RECIPE, overrides),
-        "check": lambda: (review(recipe, site, model), advise(recipe, plan)),
+        "check": lambda: (review(recipe, site, needs, files.model, files.teacher), advise(recipe, plan)),
         "plan": lambda: derive(recipe, site, Path("/shared/run")),
         "render": lambda: render(plan),
         "json": plan.to_json,

@@ -25,18 +25,18 @@ from typing import Any
 
 os.environ.setdefault("PRIMESLURM_SECRET", "0" * 64)
 
-from primeslurm.trainer import compat  # isort: skip  (before torchtitan)
 import torch
 
 from benchmarks.training_models import SHAPES
-from primeslurm.orchestrator.delivery import Delivery
-from primeslurm.orchestrator.engines import EngineClient, Policy
+from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, PolicyVersion
+from primeslurm.orchestrator.weight_transfer.sessions import TransferSessions
 from primeslurm.plan.commands import Device
 from primeslurm.recipe import Recipe
-from primeslurm.trainer import parallel
+from primeslurm.trainer import compat, parallel
 from primeslurm.trainer.encoding import published
 from primeslurm.trainer.interrupt import SIGNAL, Interrupt
-from primeslurm.trainer.sender import Sender
+from primeslurm.trainer.policy_model import PolicyModel
+from primeslurm.trainer.weight_transfer.sender import Sender
 from primeslurm.trainer.world import World, join
 from primeslurm.wire.link import Answer, OrchestratorLink, Request, TrainerLink
 from tests.support.engine_commands import engine_command
@@ -74,7 +74,7 @@ def start_engine(asked: Recipe, device: Device, log: Path) -> Server:
     return start_process(command._replace(argv=(*command.argv, "--skip-tokenizer-init"), env=env), {}, log)
 
 
-def difference(server: Server, policy: parallel.Policy) -> float:
+def difference(server: Server, policy: PolicyModel) -> float:
     """Mean difference of log-probabilities that engine and trainer give what the engine samples."""
     answer = generate(server.url, PROMPT, 32, salt=str(time.monotonic()))
     ids = torch.tensor([PROMPT + tokens(answer)], device=policy.device)
@@ -84,25 +84,25 @@ def difference(server: Server, policy: parallel.Policy) -> float:
     return float((found.cpu() - torch.tensor(logprobs(answer))).abs().mean())
 
 
-async def updates(server: Server, asked: Recipe, policy: parallel.Policy, world: World) -> dict[str, Any]:
+async def updates(server: Server, asked: Recipe, policy: PolicyModel, world: World) -> dict[str, Any]:
     """Send the policy some times; the first also connects."""
-    delivery, wanting = Delivery(workers=1, timeout_s=TIMEOUT_S), [0]
+    sessions, wanting = TransferSessions(workers=1, timeout_s=TIMEOUT_S), [0]
 
     async def handle(request: Request) -> Answer:
-        return await delivery.answer(request, lambda: wanting[0], 4)  # type: ignore[arg-type]
+        return await sessions.answer(request, lambda: wanting[0], 4)  # type: ignore[arg-type]
 
     address = f"tcp://127.0.0.1:{free_port()}"
     serving = asyncio.create_task(OrchestratorLink(address, handle).serve())
     sender = Sender(policy, published(asked, frozenset()), TrainerLink(address), world, TIMEOUT_S)
-    client = EngineClient(lambda: server.url, asked.model.path, delivery.place)
-    await client.apply(Policy(0, asked.model.path), TIMEOUT_S)  # it serves nobody before
+    client = EngineClient(lambda: server.url, asked.model.path, sessions.join)
+    await client.apply(PolicyVersion(0, asked.model.path), TIMEOUT_S)  # it serves nobody before
     before, rows = await asyncio.to_thread(difference, server, policy), []
     for number in range(1, UPDATES + 1):
         wanting[0] = 1
-        delivery.expect(number)
+        sessions.expect(number)
         begun = time.monotonic()
-        sending = asyncio.create_task(asyncio.to_thread(sender.serve, number))
-        await client.apply(Policy(number, ""), TIMEOUT_S)
+        sending = asyncio.create_task(asyncio.to_thread(sender.send, number))
+        await client.apply(PolicyVersion(number, ""), TIMEOUT_S)
         total, wanting[0] = time.monotonic() - begun, 0
         assert await sending == 1
         rows.append({"total": total, "sent": sender.seconds, **client.seconds})

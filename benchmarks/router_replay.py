@@ -23,8 +23,8 @@ from typing import Any, cast
 import numpy as np
 
 from primeslurm.orchestrator.endpoint import Completion, GenerateEndpoint
-from primeslurm.orchestrator.engines import EngineClient, Policy
 from primeslurm.orchestrator.packing import Document, pack
+from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, PolicyVersion
 from primeslurm.plan.commands import Device
 from primeslurm.recipe import Recipe
 from primeslurm.wire.rollouts import Row, stack
@@ -128,7 +128,7 @@ def sample(directory: Path, device: str) -> list[Row]:
 async def rollouts(url: str, directory: Path) -> list[Document]:
     """Answers of the engine to random prompts."""
     client = EngineClient(lambda: url, str(directory), retry_s=0.1)
-    await client.apply(Policy(0, str(directory)), timeout_s=120)
+    await client.apply(PolicyVersion(0, str(directory)), timeout_s=120)
     endpoint = GenerateEndpoint(lambda: url, SEQ_LEN, timeout_s=600, routed=True)
     sampling = {"max_tokens": ANSWER, "temperature": 1.0, "ignore_eos": True}
     prompts = np.random.default_rng(0).integers(3, 512, (ROLLOUTS, PROMPT)).tolist()
@@ -152,7 +152,6 @@ def compare(directory: Path, dtype: str, rows: list[Row]) -> dict[str, Any]:
     """Mismatch with experts of the trainer's own choice, and with the engine's."""
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     os.environ |= alone | {"MASTER_PORT": str(free_port())}
-    from primeslurm.trainer import compat  # noqa: F401  isort: skip  (before torchtitan)
     import torch
 
     from primeslurm.trainer.interrupt import Interrupt

@@ -18,7 +18,8 @@ from torchtitan.models.qwen3 import model_registry
 from torchtitan.trainer import Trainer
 
 from primeslurm.recipe import Recipe
-from primeslurm.trainer.parallel import micro_batch_rows
+from primeslurm.recipe.training import micro_batch_rows
+from primeslurm.trainer.draft import ModelDraft
 from primeslurm.trainer.world import World
 
 _CHECKPOINTING: dict[str, Any] = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
@@ -58,7 +59,7 @@ class TitanStep(Trainer):
         self.parallel_dims = ParallelDims.from_config(parallelism, world.size)
         self.gradient_accumulation_steps = rows // per_pass
         self.num_pipeline_parallel_microbatches = 1
-        self.model_parts = [self._model(flavor, config, attention(layout.cp), layout.activation_checkpointing)]
+        self.model_parts = [self._model(flavor, config, recipe)]
         self.loss_fn = _loss(recipe, per_pass, self.model_parts[0])
         self.optimizers = default_adamw(lr=recipe.trainer.optimizer.lr).build(model_parts=self.model_parts)
         schedule = LRSchedulersContainer.Config(warmup_steps=0)
@@ -69,13 +70,14 @@ class TitanStep(Trainer):
         self.metrics_processor = SimpleNamespace(should_log=lambda step: False)
         self.checkpointer = SimpleNamespace(maybe_wait_for_staging=lambda: None)
 
-    def _model(self, flavor: str, config: Any, backend: str, checkpointing: str) -> Any:
-        spec = model_registry(flavor, attn_backend=backend)
+    def _model(self, flavor: str, config: Any, recipe: Recipe) -> Any:
+        layout = recipe.trainer.parallelism
+        spec = model_registry(flavor, attn_backend=attention(layout.cp))
         spec.model.layers = spec.model.layers[: config.num_hidden_layers]
         spec.model.vocab_size = config.vocab_size
         spec.model.tok_embeddings.num_embeddings = spec.model.lm_head.out_features = config.vocab_size
         if compat.ON_CPU:
-            compat.adapt(spec.model)
+            compat.convert(ModelDraft(recipe, spec))
         spec.model.update_from_config(config=self.config)
         self.model_config = spec.model
         with torch.device("meta"):
@@ -86,7 +88,7 @@ class TitanStep(Trainer):
             training=self.config.training,
             parallelism=self.config.parallelism,
             compile_config=CompileConfig(enable=False),
-            ac_config=_CHECKPOINTING[checkpointing],
+            ac_config=_CHECKPOINTING[layout.activation_checkpointing],
             dump_folder="",
         )
         model.to_empty(device=self.device.type)

@@ -83,13 +83,13 @@ def ours(recipe: Any, config: Any, rows: int, world: Any, directory: Path) -> tu
     from primeslurm.records.journal import Journal
     from primeslurm.trainer.loss import from_recipe
     from primeslurm.trainer.parallel import assemble
-    from primeslurm.trainer.progress import Progress
+    from primeslurm.trainer.progress import PhaseTimer
     from primeslurm.trainer.step import Learner
 
     policy = assemble(config, Path(recipe.model.path), recipe, world)
     learner = Learner(policy, recipe.trainer.optimizer, 10_000, from_recipe(recipe.trainer.loss), world)
     batch = random_batch(recipe.seq_len, config.vocab_size, rows, policy.dp_rank, policy.dp_world)
-    progress = Progress(Journal(directory, f"rank-{world.rank}"), record=world.is_main)
+    progress = PhaseTimer(Journal(directory, f"rank-{world.rank}"), record=world.is_main)
 
     def step() -> None:
         learner.train(batch, progress)
@@ -125,7 +125,7 @@ def torchtitans(options: argparse.Namespace, recipe: Any, flavor: str, config: A
     import torch
 
     from benchmarks.titan_step import TitanStep
-    from primeslurm.trainer.parallel import micro_batch_rows
+    from primeslurm.recipe.training import micro_batch_rows
 
     trainer = TitanStep(flavor, config, recipe, options.rows, world)
     per_pass = min(options.rows, micro_batch_rows(options.seq))

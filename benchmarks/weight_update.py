@@ -23,15 +23,15 @@ os.environ.setdefault("PRIMESLURM_SECRET", "0" * 64)
 
 import torch
 
-from primeslurm.orchestrator.delivery import Delivery
-from primeslurm.orchestrator.engines import EngineClient, Policy
+from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, PolicyVersion
+from primeslurm.orchestrator.weight_transfer.sessions import TransferSessions
 from primeslurm.recipe import Recipe
 from primeslurm.trainer import tiny
 from primeslurm.trainer.encoding import Encoding
 from primeslurm.trainer.interrupt import SIGNAL, Interrupt
 from primeslurm.trainer.parallel import build
-from primeslurm.trainer.publish import Publisher
-from primeslurm.trainer.sender import Sender
+from primeslurm.trainer.weight_transfer.publisher import Publisher
+from primeslurm.trainer.weight_transfer.sender import Sender
 from primeslurm.trainer.world import World, join
 from primeslurm.wire.link import Answer, OrchestratorLink, Request, TrainerLink
 from tests.support.engine_commands import engine_command
@@ -95,7 +95,7 @@ async def by_files(model: Path, directory: Path, world: World) -> list[dict[str,
             begun = time.monotonic()
             path = publisher.publish(version)
             published = time.monotonic() - begun
-            await client.apply(Policy(version, str(path)), 60)
+            await client.apply(PolicyVersion(version, str(path)), 60)
             rows.append({"publish": published, "transfer": 0.0, **client.split(), "total": time.monotonic() - begun})
     finally:
         server.stop()
@@ -105,24 +105,24 @@ async def by_files(model: Path, directory: Path, world: World) -> list[dict[str,
 async def by_sending(model: Path, directory: Path, world: World) -> list[dict[str, float]]:
     """Send and load."""
     asked = recipe(model, "nccl")
-    delivery, wanting = Delivery(workers=1, timeout_s=60), [0]
+    sessions, wanting = TransferSessions(workers=1, timeout_s=60), [0]
 
     async def handle(request: Request) -> Answer:
-        return await delivery.answer(request, lambda: wanting[0], 4)  # type: ignore[arg-type]
+        return await sessions.answer(request, lambda: wanting[0], 4)  # type: ignore[arg-type]
 
     address = f"tcp://127.0.0.1:{free_port()}"
     serving = asyncio.create_task(OrchestratorLink(address, handle).serve())
     sender = Sender(build(asked, world), Encoding(torch.float32), TrainerLink(address), world, 60)
     server = start(asked, directory / "sent.log")
-    client = TimedClient(lambda: server.url, str(model), delivery.place)
+    client = TimedClient(lambda: server.url, str(model), sessions.join)
     rows = []
     try:
         for version in range(1, UPDATES + 1):
             wanting[0] = 1
-            delivery.expect(version)
+            sessions.expect(version)
             begun = time.monotonic()
-            sending = asyncio.create_task(asyncio.to_thread(sender.serve, version))
-            await client.apply(Policy(version, ""), 60)
+            sending = asyncio.create_task(asyncio.to_thread(sender.send, version))
+            await client.apply(PolicyVersion(version, ""), 60)
             total, wanting[0] = time.monotonic() - begun, 0
             await sending
             rows.append({"publish": 0.0, "transfer": client.requests["/update_weights"][1], **client.split()})

@@ -1,3 +1,62 @@
-"""Slurm-native asynchronous RL post-training: one recipe, one command."""
+"""Slurm-native asynchronous RL post-training: one recipe, one command.
+
+```
+import primeslurm
+
+loaded = primeslurm.load("recipes/reverse_text.yaml", local=True, overrides={"max_steps": 3})
+run = loaded.submit()
+print(run.wait().phase)
+```
+"""
+
+TYPE_CHECKING = False  # as in typing, which would take longer to import than all of this
+if TYPE_CHECKING:
+    from primeslurm.api.loading import Check, LoadedRecipe, load
+    from primeslurm.api.runs import Run, all_runs, find_run
+    from primeslurm.api.submission import DryRun
+    from primeslurm.errors import ClusterError, PrimeslurmError, RunError, UsageError, Violation
+    from primeslurm.plan.model import Finding, Plan
+    from primeslurm.run.status import RunStatus
 
 __version__ = "0.1.0"
+__all__ = [
+    "Check",
+    "ClusterError",
+    "DryRun",
+    "Finding",
+    "LoadedRecipe",
+    "Plan",
+    "PrimeslurmError",
+    "Run",
+    "RunError",
+    "RunStatus",
+    "UsageError",
+    "Violation",
+    "__version__",
+    "all_runs",
+    "find_run",
+    "load",
+]
+
+# Imported when they are asked for: every process of a run imports this package, and most need nothing of these.
+_HOMES = {
+    "primeslurm.api.loading": ("Check", "LoadedRecipe", "load"),
+    "primeslurm.api.runs": ("Run", "all_runs", "find_run"),
+    "primeslurm.api.submission": ("DryRun",),
+    "primeslurm.errors": ("ClusterError", "PrimeslurmError", "RunError", "UsageError", "Violation"),
+    "primeslurm.plan.model": ("Finding", "Plan"),
+    "primeslurm.run.status": ("RunStatus",),
+}
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> object:
+        for module, names in _HOMES.items():
+            if name in names:
+                from importlib import import_module
+
+                return getattr(import_module(module), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

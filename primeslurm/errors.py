@@ -1,4 +1,4 @@
-"""The exception tree. Every error a user can cause derives from `PrimeslurmError`.
+"""The exception tree, and the exit codes of commands. Every error a user can cause derives from `PrimeslurmError`.
 
 PrimeslurmError          exit code 1
 ├── UsageError           exit code 2: bad input; carries every violation at once
@@ -10,6 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
+from typing import ClassVar
+
+
+class ExitCode(IntEnum):
+    """How a command ended. Processes of a run have codes of their own (`wire.exits`)."""
+
+    DONE = 0
+    FAILED = 1
+    """The run failed, something was found (`diff`, `doctor`, `cluster status`), or something unforeseen happened."""
+    BAD_INPUT = 2
+    CLUSTER = 3
+    """Slurm refused or did not answer."""
+    BAD_RUN = 4
+    """A run directory is missing, in use or damaged."""
 
 
 @dataclass(frozen=True)
@@ -30,13 +45,13 @@ class Violation:
 class PrimeslurmError(Exception):
     """Base of all errors that are printed as one message, without a traceback."""
 
-    exit_code = 1
+    exit_code: ClassVar[int] = ExitCode.FAILED
 
 
 class UsageError(PrimeslurmError):
     """The user's input is wrong. `violations` holds all findings, never only the first."""
 
-    exit_code = 2
+    exit_code = ExitCode.BAD_INPUT
 
     def __init__(self, violations: Sequence[Violation]) -> None:
         self.violations = tuple(violations)
@@ -46,10 +61,10 @@ class UsageError(PrimeslurmError):
 class ClusterError(PrimeslurmError):
     """A Slurm command failed or gave no usable answer."""
 
-    exit_code = 3
+    exit_code = ExitCode.CLUSTER
 
 
 class RunError(PrimeslurmError):
     """A run directory does not exist, is in use, or cannot be read."""
 
-    exit_code = 4
+    exit_code = ExitCode.BAD_RUN

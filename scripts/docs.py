@@ -6,8 +6,8 @@ import sys
 from dataclasses import fields
 from pathlib import Path
 
+from primeslurm.families import GENERIC, Capabilities, bundled, model_types
 from primeslurm.plan.checks.compatibility import as_markdown
-from primeslurm.plan.families import FAMILIES, GENERIC, Capabilities
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.reference import markdown
 
@@ -41,8 +41,9 @@ it has layers that carry state in another way than by attention (Mamba, linear a
 def _families() -> str:
     names = [field.name for field in fields(Capabilities)]
     rows = [("model type", *(name.replace("_", " ") for name in names)), ("---",) * (len(names) + 1)]
-    for family, able in {**{f"`{name}`": able for name, able in FAMILIES.items()}, "any other": GENERIC}.items():
-        rows.append((family, *("yes" if getattr(able, name) else "" for name in names)))
+    able_by_type = {f"`{name}`": able for name, able in model_types(bundled()).items()} | {"any other": GENERIC}
+    for model_type, able in able_by_type.items():
+        rows.append((model_type, *("yes" if getattr(able, name) else "" for name in names)))
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+import primeslurm.trainer  # noqa: F401  (before any test imports torchtitan)
+
 if TYPE_CHECKING:
     from primeslurm.trainer.world import World
 

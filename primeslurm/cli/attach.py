@@ -8,16 +8,11 @@ from typing import Annotated
 
 import typer
 
+from primeslurm.api.attaching import attachment
+from primeslurm.api.runs import find_run
+from primeslurm.cli.options import RunArg, RunsOpt
 from primeslurm.cli.output import note
-from primeslurm.cli.runs import RunArg, RunsOpt, find_run, reading
 from primeslurm.errors import RunError
-from primeslurm.plan.model import Plan
-from primeslurm.records.attempt import JobRecord
-from primeslurm.run.placement import placement_of
-from primeslurm.run.target import Target, find_target
-from primeslurm.slurm import local
-from primeslurm.slurm.attach import step_command
-from primeslurm.slurm.client import SlurmClient
 
 
 def attach(
@@ -32,39 +27,11 @@ def attach(
 
     Ends with the exit code of the shell or command.
     """
-    directory = find_run(run, runs)
-    attempt = directory.latest()
-    job, plan = attempt.job(), attempt.plan()
-    if job is None or attempt.end() is not None:
-        raise RunError(f"{directory.name} does not run")
-    with reading(directory):
-        place = find_target(placement_of(attempt), attempt, target)
     wanted = command or [os.environ.get("SHELL", "/bin/bash")]
-    note(f"{place.process or 'agent'} on {place.host}")
-    inside = [*plan.job.launcher, plan.python, "-m", "primeslurm.node.inside", *_pids(place), *wanted]
-    argv = _argv(plan, job, place, inside)
-    environment = {**os.environ, **({"SLURM_CONF": job.slurm_conf} if job.slurm_conf else {})}
+    found = attachment(find_run(run, runs), target, wanted, terminal=sys.stdin.isatty() and sys.stdout.isatty())
+    note(f"{found.process or 'agent'} on {found.host}")
     sys.stdout.flush()
     try:
-        os.execvpe(argv[0], argv, environment)
+        os.execvpe(found.argv[0], found.argv, found.environment)
     except OSError as error:
-        raise RunError(f"{argv[0]}: {error.strerror}") from None
-
-
-def _argv(plan: Plan, job: JobRecord, place: Target, inside: list[str]) -> list[str]:
-    if job.executor == "local":
-        if not local.is_running(plan, job.job_id):
-            raise RunError(f"{plan.run} does not run")
-        return inside
-    state = SlurmClient(job.slurm_conf).job(job.job_id)
-    if state is None:
-        raise RunError(f"Slurm does not know job {job.job_id}")
-    terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    return step_command(state, place.group, place.host, inside, more=plan.job.srun, terminal=terminal)
-
-
-def _pids(place: Target) -> list[str]:
-    """The process's, or again the agent's where there is none."""
-    agent = place.report.agent_pid
-    own = place.report.processes.get(place.process or "")
-    return [str((own.pid if own else None) or agent), str(agent)]
+        raise RunError(f"{found.argv[0]}: {error.strerror}") from None

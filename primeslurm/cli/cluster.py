@@ -8,10 +8,13 @@ from typing import Annotated
 
 import typer
 
+from primeslurm.errors import ExitCode
 from primeslurm.slurm.cluster import Cluster, ClusterStatus, default_directory, up
 from primeslurm.slurm.cluster_config import ClusterSpec
 
-app = typer.Typer(help="Run a real Slurm cluster with fake GPUs on this machine.", no_args_is_help=True)
+app = typer.Typer(
+    help="Run a real Slurm cluster with fake GPUs on this machine.", no_args_is_help=True, add_completion=False
+)
 
 Name = Annotated[str, typer.Option(help="Name of the cluster.")]
 Directory = Annotated[
@@ -51,7 +54,7 @@ def status_command(
     status = Cluster.load(_where(name, directory)).status()
     typer.echo(_as_json(status) if as_json else _as_text(status))
     if not status.up:
-        raise typer.Exit(1)
+        raise typer.Exit(ExitCode.FAILED)
 
 
 @app.command("down")

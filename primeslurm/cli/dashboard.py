@@ -20,6 +20,13 @@ SPARK_WIDTH = 24
 
 _COLOURS = {"HEALTHY": "green", "DONE": "green", "STALE": "yellow", "LOADING": "yellow", "STARTING": "yellow"}
 _LEVELS = {"info": "", "warning": "yellow", "error": "red"}
+_SHOWN_OF_SFT = (
+    ("loss", "trainer/loss", ".4f"),
+    ("gradient norm", "trainer/grad_norm", ".3f"),
+    ("lr", "trainer/lr", ".1e"),
+    ("tokens/s", "trainer/tokens_per_s", ".0f"),
+    ("s/step", "throughput/step_seconds", ".1f"),
+)
 _SHOWN = (
     ("reward", "reward/mean", ".3f"),
     ("staleness", "staleness/mean", ".2f"),
@@ -62,7 +69,8 @@ def one_line(status: RunStatus) -> str:
 
 def numbers_of(status: RunStatus) -> list[tuple[str, str]]:
     """Label and value of what the newest step says, in the order shown."""
-    known = [(label, status.metrics.get(key), form) for label, key, form in _SHOWN]
+    shown = _SHOWN_OF_SFT if status.task == "sft" else _SHOWN
+    known = [(label, status.metrics.get(key), form) for label, key, form in shown]
     return [(label, f"{value:{form}}") for label, value, form in known if value is not None]
 
 
@@ -88,7 +96,7 @@ def _head(status: RunStatus) -> RenderableType:
     committed = status.committed_step if status.committed_step is not None else "-"
     times = [f"elapsed {duration(status.elapsed_s)}"] if status.elapsed_s is not None else []
     times += [f"ETA {duration(status.eta_s)}"] if status.eta_s is not None else []
-    policy = f"policy v{status.version or 0}"
+    policy = f"policy v{status.version or 0}" if status.task != "sft" else ""
     table.add_row("step", f"{step}/{status.max_steps}", f"committed {committed}", policy, "  ".join(times))
     return table
 
@@ -101,7 +109,7 @@ def _numbers(status: RunStatus) -> RenderableType:
     table.add_row(*[Text(label, style="dim") for label, _ in known])
     table.add_row(*[value for _, value in known])
     curves = Text()
-    for label, key in (("reward", "reward/mean"), ("staleness", "staleness/mean")):
+    for label, key in (("reward", "reward/mean"), ("staleness", "staleness/mean"), ("loss", "trainer/loss")):
         if len(values := status.history.get(key, [])) > 1:
             curves.append(f"{label} ", style="dim").append(f"{sparkline(values)}  ", style="cyan")
     return Group(table, curves) if curves else table

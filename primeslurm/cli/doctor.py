@@ -10,14 +10,15 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from primeslurm.api.installed import installed
+from primeslurm.api.runs import find_run
 from primeslurm.cli.installed import show_installed
-from primeslurm.cli.options import JsonOpt, SiteOpt
-from primeslurm.cli.output import out, print_json
-from primeslurm.cli.runs import RunsOpt, attempt_of, find_run, job_query, reading
-from primeslurm.run.doctor import Diagnosis, Finding, diagnose
+from primeslurm.cli.options import JsonOpt, RunsOpt, SiteOpt
+from primeslurm.cli.output import print_json, warn
+from primeslurm.cli.tables import out
+from primeslurm.errors import ExitCode
+from primeslurm.run.doctor import Diagnosis, Finding
 from primeslurm.run.validity import MAX_KL
-
-NOT_WELL = 1
 
 
 def doctor(
@@ -37,18 +38,18 @@ def doctor(
     missing or another version.
     """
     if run is None:
-        show_installed(site, node, every, as_json)
-        return
-    directory = find_run(run, runs)
-    chosen = attempt_of(directory, attempt)
-    with reading(directory):
-        found = diagnose(directory, chosen, job_query(directory), max_kl)
-    if as_json:
-        print_json(msgspec.to_builtins(found))
+        parts = installed(site, node, every=every)
+        show_installed(parts, as_json)
+        well = parts.well
     else:
-        _show(found)
-    if not found.well:
-        raise typer.Exit(NOT_WELL)
+        found = find_run(run, runs).diagnose(attempt, max_kl=max_kl, if_silent=warn)
+        if as_json:
+            print_json(msgspec.to_builtins(found))
+        else:
+            _show(found)
+        well = found.well
+    if not well:
+        raise typer.Exit(ExitCode.FAILED)
 
 
 def _show(found: Diagnosis) -> None:

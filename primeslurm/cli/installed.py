@@ -2,56 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 
-import typer
 from rich.table import Table
 from rich.text import Text
 
-from primeslurm.cli.options import find_site
-from primeslurm.cli.output import note, out, print_json
-from primeslurm.errors import UsageError, Violation
-from primeslurm.recipe import Site
+from primeslurm.api.installed import Installed
+from primeslurm.cli.output import note, print_json
+from primeslurm.cli.tables import out
+from primeslurm.hostlists import compress
 from primeslurm.slurm import inventory
-from primeslurm.slurm.client import SlurmClient
-from primeslurm.slurm.nodelists import compress
 
 
-def show_installed(site_file: Path | None, node: str | None, every: bool, as_json: bool) -> None:
-    """Ask this host, one node or all nodes; exit code 1 if something required is missing or another version."""
-    if node is not None and every:
-        raise UsageError([Violation("--node", node, "contradicts --all", "keep one of them")])
-    site = find_site(site_file) if node or every or site_file else None
-    pins = inventory.lock(site.device if site else _device())
-    nodes: dict[str, inventory.Parts | None] = {}
-    if site is not None and (node or every):
-        nodes |= inventory.on_nodes(site, SlurmClient(site.slurm_conf), node)
-        gpu_nodes = _gpu_nodes(site)
-    else:
-        nodes |= inventory.here()
-        gpu_nodes = []
-    wrong = inventory.differences(nodes, pins, gpu_nodes)
+def show_installed(found: Installed, as_json: bool) -> None:
+    """What nodes have, and what of it is missing or another version."""
     if as_json:
-        print_json({"nodes": nodes, "differences": [asdict(each) for each in wrong]})
+        print_json({"nodes": found.nodes, "differences": [asdict(each) for each in found.differences]})
     else:
-        _show(nodes, wrong)
-    if any(each.required for each in wrong):
-        raise typer.Exit(1)
+        _show(found.nodes, found.differences)
 
 
-def _device() -> str:
-    return "cuda" if Path("/dev/nvidiactl").exists() else "cpu"
-
-
-def _gpu_nodes(site: Site) -> list[str]:
-    if site.device != "cuda":
-        return []
-    partitions = {kind.partition for kind in site.nodes.values() if kind.gpus}
-    return [name for partition in partitions for name in SlurmClient(site.slurm_conf).nodes_of(partition)]
-
-
-def _show(nodes: dict[str, inventory.Parts | None], wrong: list[inventory.Difference]) -> None:
+def _show(nodes: Mapping[str, inventory.Parts | None], wrong: Sequence[inventory.Difference]) -> None:
     """One row a part; nodes that have the same share a column."""
     marked = {(each.node, each.part): each for each in wrong}
     columns: dict[tuple[tuple[str, str | None], ...], list[str]] = {}

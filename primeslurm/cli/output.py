@@ -4,22 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 from dataclasses import asdict
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from primeslurm.errors import PrimeslurmError, UsageError
-
-PIPE_COLUMNS = 240
-"""Width of what goes to no terminal: a name that is broken into two lines is found by no grep."""
-
-_piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
-out = Console(highlight=False, soft_wrap=False, width=PIPE_COLUMNS if _piped else None)
-err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 def print_json(value: Any) -> None:
@@ -35,14 +24,6 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def light_table(*columns: str, title: str | None = None) -> Table:
-    """A table without lines, which leaves 80 columns to what it says."""
-    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    return table
-
-
 def count(number: int, word: str) -> str:
     """`1 node`, `2 nodes`."""
     return f"{number} {word}" if number == 1 else f"{number} {word}s"
@@ -50,7 +31,12 @@ def count(number: int, word: str) -> str:
 
 def note(text: str) -> None:
     """Prose for a person."""
-    err.print(text, markup=False)
+    print(text, file=sys.stderr)
+
+
+def warn(error: PrimeslurmError) -> None:
+    """What went wrong and is got over."""
+    note(f"warning: {error}")
 
 
 def report_json(error: PrimeslurmError) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from primeslurm.cli.output import out
-from primeslurm.cli.runs import RunArg, RunsOpt, find_run, job_query, reading
+from primeslurm.api.runs import find_run
+from primeslurm.cli.options import RunArg, RunsOpt
+from primeslurm.cli.output import warn
+from primeslurm.cli.tables import out
 from primeslurm.errors import UsageError, Violation
 from primeslurm.files import write_atomic
 
@@ -20,12 +21,9 @@ def report(
     runs: RunsOpt = None,
 ) -> None:
     """Write one HTML page about a run, with plots; it needs neither network nor scripts to be read."""
-    from primeslurm.run.report import report as page
-
-    directory = find_run(run, runs)
-    target = output or directory.path / "report.html"
-    with reading(directory):
-        text = page(directory, job_query(directory), time.time())
+    found = find_run(run, runs)
+    target = output or found.path / "report.html"
+    text = found.report(if_silent=warn)
     try:
         write_atomic(target, text)
     except (OSError, ValueError) as error:  # ValueError: a path without a last part

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
@@ -11,28 +12,17 @@ import msgspec
 import typer
 from rich.live import Live
 
+from primeslurm.api.logs import Tail, log_files
+from primeslurm.api.runs import Run, all_runs, find_run
+from primeslurm.api.sites import runs_directory
 from primeslurm.cli.dashboard import one_line, process_table, view
-from primeslurm.cli.options import JsonOpt
-from primeslurm.cli.output import err, note, out, print_json
-from primeslurm.cli.runs import (
-    RunArg,
-    RunsOpt,
-    all_runs,
-    attempt_of,
-    find_run,
-    job_query,
-    reading,
-    runs_directory,
-    status_of,
-    strict_job_query,
-)
-from primeslurm.errors import ClusterError, RunError, UsageError, Violation
-from primeslurm.recipe.explain import suggestion
-from primeslurm.run.directory import RunDirectory
-from primeslurm.run.summary import summarise
+from primeslurm.cli.options import JsonOpt, RunArg, RunsOpt
+from primeslurm.cli.output import note, print_json, warn
+from primeslurm.cli.tables import err, out
+from primeslurm.errors import ExitCode, RunError
 
 REFRESH_S = 1.0
-FAILED_RUN = 1
+FOLLOW_S = 0.5
 
 
 def status(
@@ -44,15 +34,15 @@ def status(
 ) -> None:
     """Show what a run is doing."""
     if run is None:
-        known = all_runs(runs_directory(runs))
+        known = all_runs(runs)
         if not known:
             raise RunError(f"no runs in {runs_directory(runs)}")
-        directory = known[-1]
+        found = known[-1]
     else:
-        directory = find_run(run, runs)
+        found = find_run(run, runs)
     if watch and not as_json:
-        raise typer.Exit(watch_until_done(directory))
-    current = status_of(directory, job_query(directory), processes=processes)
+        raise typer.Exit(watch_until_done(found))
+    current = found.status(processes=processes, if_silent=warn)
     if as_json:
         print_json(msgspec.to_builtins(current))
         return
@@ -61,26 +51,20 @@ def status(
         out.print(process_table(current))
 
 
-def watch_until_done(directory: RunDirectory) -> int:
+def watch_until_done(run: Run) -> ExitCode:
     """Show live progress until the run has ended. Returns the exit code: 0 if it completed. Raises ClusterError."""
-    query = strict_job_query(directory)
-    current = status_of(directory, query)
+    looks = run.watch(poll_s=REFRESH_S, if_silent=warn)
+    current = next(looks)
     printed = -1.0
     with Live(view(current), console=err, refresh_per_second=4, transient=False) as live:
-        while current.active:
-            time.sleep(REFRESH_S)
-            try:
-                current = status_of(directory, query)
-            except ClusterError as error:  # its controller is busy, or starts again: no job ends of that
-                note(f"warning: {error}")
-                continue
+        for current in looks:
             live.update(view(current))
             step = current.metrics.get("step", 0)
             if not err.is_terminal and step != printed:
                 printed = step
                 note(one_line(current))
     note(f"{current.run}: {current.phase}" + (f" ({current.reason})" if current.reason else ""))
-    return 0 if current.phase == "completed" else FAILED_RUN
+    return ExitCode.DONE if current.phase == "completed" else ExitCode.FAILED
 
 
 def logs(
@@ -92,53 +76,32 @@ def logs(
     attempt: Annotated[int | None, typer.Option("--attempt", help="Default: the newest.")] = None,
 ) -> None:
     """Print the logs of a run's processes, each line with the name of its process."""
-    directory = find_run(run, runs)
-    chosen = attempt_of(directory, attempt)
-    files = sorted((chosen.path / "logs").rglob("*.log"))
-    picked = [f for f in files if role is None or role in (f.stem, f.parent.name)]
-    if not files:
-        raise RunError(f"no process of attempt {chosen.number} of {directory.name} has a log")
-    if not picked:
-        valid = sorted({f.parent.name for f in files} | {f.stem for f in files})
-        raise UsageError([Violation("ROLE", str(role), "no such log", suggestion(str(role), valid))])
-    offsets = {path: _print_tail(path, lines) for path in picked}
-    query = job_query(directory)
-    while follow and status_of(directory, query).active:
-        time.sleep(0.5)
-        for path in picked:
-            offsets[path] = _print_from(path, offsets[path])
+    found = find_run(run, runs)
+    tail = Tail(log_files(found.attempt(attempt), role, found.name), lines)
+    _print(tail.first())
+    while follow and found.status(if_silent=warn).active:
+        time.sleep(FOLLOW_S)
+        _print(tail.more())
 
 
-def _print_tail(path: Path, lines: int) -> int:
-    text = path.read_bytes()
-    _print_lines(path, text.splitlines()[-lines:] if lines else [])
-    return len(text)
-
-
-def _print_from(path: Path, offset: int) -> int:
-    with path.open("rb") as handle:
-        handle.seek(offset)
-        text = handle.read()
-    whole = text[: text.rfind(b"\n") + 1]
-    _print_lines(path, whole.splitlines())
-    return offset + len(whole)
-
-
-def _print_lines(path: Path, lines: list[bytes]) -> None:
-    for line in lines:
-        sys.stdout.write(f"{path.stem} | {line.decode(errors='replace')}\n")
+def _print(lines: Iterable[tuple[Path, str]]) -> None:
+    for path, line in lines:
+        sys.stdout.write(f"{path.stem} | {line}\n")
     sys.stdout.flush()
 
 
 def summary(run: RunArg, runs: RunsOpt = None, as_json: JsonOpt = False) -> None:
-    """Show what a run achieved: reward, versions, staleness, mismatch, restarts."""
-    directory = find_run(run, runs)
-    with reading(directory):
-        found = summarise(directory)
+    """Show what a run achieved: reward (or loss), versions, staleness, mismatch, restarts."""
+    found = find_run(run, runs).summary()
     if as_json:
         print_json(msgspec.to_builtins(found))
         return
     out.print(f"{found.run}: {found.steps} steps in {found.seconds:.0f} s, {found.attempts} attempt(s)")
+    if found.task == "sft":
+        if found.first_loss is not None:
+            out.print(f"loss: {found.first_loss:.4f} (first steps) -> {found.last_loss:.4f} (last)")
+        out.print(f"restarts: {found.engine_restarts}; {found.trained_tokens_per_s:.0f} trained tokens/s")
+        return
     if found.gain is not None:
         out.print(
             f"reward: {found.first_reward:.3f} (first steps) -> {found.last_reward:.3f} (last), {found.gain:+.3f}"

@@ -59,9 +59,11 @@ class EmulatedEngine:
         blocks: int = KV_BLOCKS,
         seed: int = 0,
         batched_tokens: int = BATCHED_TOKENS,
+        tick_s: float = TICK_S,
     ) -> None:
         self._served = served
         self._max_len = max_len
+        self._tick_s = tick_s
         self._random = random.Random(seed)
         speed = PREFILL_TOKENS_PER_S * min(1.0, batched_tokens / BATCHED_TOKENS)
         self._scheduler = Scheduler(max(blocks, max_len // 16 + 2), MAX_RUNNING, speed)
@@ -100,7 +102,7 @@ class EmulatedEngine:
         while True:
             await self._work.wait()
             before = time.monotonic()
-            await asyncio.sleep(TICK_S)
+            await asyncio.sleep(self._tick_s)
             for request in self._scheduler.advance(0.0 if self._paused else time.monotonic() - before):
                 waiter = self._waiters.pop(request)
                 if not waiter.done():  # its client may have gone away in this very turn of the loop
@@ -187,7 +189,10 @@ class EmulatedEngine:
         return 200, {"is_paused": self._paused}
 
     async def _update_weights(self, body: dict[str, Any], query: dict[str, list[str]]) -> tuple[int, object]:
-        from primeslurm.wire.weights import MANIFEST, read_manifest  # only engines that outlive a step need it
+        from primeslurm.wire.weight_transfer.filesystem import (  # only engines that outlive a step need it
+            MANIFEST,
+            read_manifest,
+        )
 
         info = body["update_info"]
         if "session" in info:  # the trainer sends, and has nothing to send

@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from primeslurm.emulated.rollouts import Script, reward, script
+from primeslurm.orchestrator.algorithms import from_recipe
 from primeslurm.orchestrator.endpoint import Completion, GenerateEndpoint
 from primeslurm.orchestrator.job_runner import JobRunner
 from primeslurm.orchestrator.jobs import Job, RolloutFailed
@@ -34,17 +35,20 @@ class Conversation:
     mask: list[bool] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    observed: list[bool] = field(default_factory=list)
     turns: int = 0
     """Answers of the policy."""
 
     def given(self, tokens: list[int]) -> None:
         """The environment said something."""
+        self.observed += [self.turns > 0] * len(tokens)
         self._add(tokens, [False] * len(tokens), [0.0] * len(tokens), [-1] * len(tokens))
 
     def sampled(self, completion: Completion) -> None:
         """The policy answered."""
         tokens = completion.token_ids
         self.turns += 1
+        self.observed += [False] * len(tokens)
         self._add(tokens, [True] * len(tokens), completion.logprobs, completion.versions)
 
     def _add(self, tokens: list[int], mask: list[bool], logprobs: list[float], versions: list[int]) -> None:
@@ -53,14 +57,15 @@ class Conversation:
         self.logprobs += logprobs
         self.versions += versions
 
-    def rollout(self, info: RolloutInfo) -> Rollout:
-        """As arrays."""
+    def rollout(self, info: RolloutInfo, needs_observed: bool) -> Rollout:
+        """As arrays; `needs_observed`: with the tokens that the environment answered marked."""
         return Rollout(
             info,
             np.array(self.token_ids, np.int32),
             np.array(self.mask, np.bool_),
             np.array(self.logprobs, np.float32),
             np.array(self.versions, np.int32),
+            observed=np.array(self.observed, np.bool_) if needs_observed else None,
         )
 
 
@@ -69,6 +74,7 @@ class EmulatedEnvironment:
 
     def __init__(self, recipe: Recipe, addresses: AddressBook) -> None:
         self._recipe = recipe
+        self._needs_observed = from_recipe(recipe).needs_observed
         self._addresses = addresses
         self._endpoints: dict[str, GenerateEndpoint] = {}
 
@@ -94,7 +100,7 @@ class EmulatedEnvironment:
             finish_reason=finish,
             seconds=time.monotonic() - started,
         )
-        return (talk.rollout(info),)
+        return (talk.rollout(info, self._needs_observed),)
 
     async def close(self) -> None:
         """Close the connections."""

@@ -26,9 +26,10 @@ from primeslurm.records.events.training import (
 )
 from primeslurm.records.journal import Journal
 from primeslurm.records.state import TrainerState
-from primeslurm.wire import checkpoints, exits, weights
-from primeslurm.wire.link import LinkError, PolicyWanted, TrainerLink
+from primeslurm.wire import checkpoints, exits
+from primeslurm.wire.link import LinkError, TrainerLink, TransferWanted
 from primeslurm.wire.rollouts import Batch
+from primeslurm.wire.weight_transfer import filesystem
 
 log = logging.getLogger("primeslurm.emulated.trainer")
 
@@ -82,12 +83,12 @@ class EmulatedTrainer:
         self._journal.write(CheckpointLoaded(step))
         if step:
             self._link.committed(step)
-            self._hand_over(step)
+            self._transfer(step)
         else:
-            self._announced = self._link.published(0, self._recipe.model.path)
-        for newer in weights.published(self._run_dir):
+            self._announced = self._link.announce(0, self._recipe.model.path)
+        for newer in filesystem.published(self._run_dir):
             if newer > self._announced:
-                shutil.rmtree(weights.version_dir(self._run_dir, newer))
+                shutil.rmtree(filesystem.version_dir(self._run_dir, newer))
         return step
 
     def _step(self, step: int) -> bool:
@@ -99,7 +100,7 @@ class EmulatedTrainer:
         self._journal.state(TrainerState(step, "train"))
         spent = STEP_S + batch.info.loss_tokens / (TOKENS_PER_S_AND_RANK * self._world)
         time.sleep(spent)
-        self._hand_over(step)
+        self._transfer(step)
         self._link.step_done(step, {"loss": 1.0 / step, "loss_tokens": batch.info.loss_tokens, "seconds/train": spent})
         self._journal.write(StepTrained(step))
         if step % self._recipe.checkpoint.interval == 0 or step == self._recipe.max_steps:
@@ -111,36 +112,36 @@ class EmulatedTrainer:
         while True:
             try:
                 return self._link.get_batch(step, 0, self._dp_world, timeout_s, self._ranks.interrupted)
-            except PolicyWanted:
-                self._serve(step - 1)
+            except TransferWanted:
+                self._send(step - 1)
 
-    def _hand_over(self, version: int) -> None:
+    def _transfer(self, version: int) -> None:
         if self._recipe.weights.transport == "filesystem":
             if version > self._announced:
-                self._announced = self._link.published(version, str(self._publish(version)))
+                self._announced = self._link.announce(version, str(self._publish(version)))
         else:
-            self._link.published(version, "")
-            self._serve(version)
+            self._link.announce(version, "")
+            self._send(version)
             if version == self._recipe.max_steps:
                 self._publish(version)
 
-    def _serve(self, version: int) -> None:
+    def _send(self, version: int) -> None:
         """Meet the engines as if to send them the policy."""
         done, deadline = "", time.monotonic() + self._recipe.weights.timeout_s
-        while session := self._link.deliver(version, "emulated", self._world, done, deadline):
+        while session := self._link.offer_transfer(version, "emulated", self._world, done, deadline):
             done = session.id
 
     def _publish(self, version: int) -> Path:
-        final = weights.version_dir(self._run_dir, version)
+        final = filesystem.version_dir(self._run_dir, version)
         partial = final.with_name(f".{final.name}.partial")
         for old in (partial, final):
             if old.exists():
                 shutil.rmtree(old)
         partial.mkdir(parents=True)
         save_file({"emulated.weight": np.full(64, version, np.float32)}, partial / "model.safetensors")
-        weights.complete(partial, version, "float32")
+        filesystem.complete(partial, version, "float32")
         partial.rename(final)
-        weights.prune(self._run_dir, self._recipe.weights.keep, {version, *checkpoints.committed(self._run_dir)})
+        filesystem.prune(self._run_dir, self._recipe.weights.keep, {version, *checkpoints.committed(self._run_dir)})
         self._journal.write(WeightsPublished(version))
         return final
 

@@ -30,7 +30,7 @@ _UPDATE_STEPS = ("/start_weight_update", "/update_weights", "/finish_weight_upda
 _WATCHED = {*_UPDATE_STEPS, *_VERSION_FIELDS, "/init_weight_transfer_engine", "/pause", "/resume"}
 
 
-class EngineState:
+class GateState:
     """What has been done to this engine since its process started."""
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class VersionGate(SecretGate):
 
     def __init__(self, app: App) -> None:
         super().__init__(app)
-        self._state = EngineState()
+        self._state = GateState()
 
     async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, refuse, watch, or pass on."""

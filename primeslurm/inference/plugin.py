@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 TRANSFER_ENGINES = {
-    "primeslurm_filesystem": ("primeslurm.inference.weights", "FilesystemTransferEngine"),
-    "primeslurm_stream": ("primeslurm.inference.stream", "StreamTransferEngine"),
+    "primeslurm_filesystem": ("primeslurm.inference.weight_transfer.filesystem", "FilesystemTransferEngine"),
+    "primeslurm_collective": ("primeslurm.inference.weight_transfer.collective", "CollectiveTransferEngine"),
 }
 """Weight-transfer backends of ours: name for `--weight-transfer-config` to module and class, imported when used."""
 
@@ -25,7 +25,7 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
-    from primeslurm.inference import reloads
+    from primeslurm.inference.weight_transfer import reloads
 
     if current_platform.is_cpu():
         from primeslurm.inference import cpu_patches

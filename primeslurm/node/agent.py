@@ -12,6 +12,7 @@ import shutil
 import signal
 import tempfile
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -19,8 +20,9 @@ import msgspec
 from primeslurm.files import Watched, write_json
 from primeslurm.node.crew import Crew
 from primeslurm.node.fleet import NODE_START_S
+from primeslurm.node.health import TIMEOUT_S
 from primeslurm.node.network import NetworkError, node_name, own_address
-from primeslurm.node.preflight import Preflight
+from primeslurm.node.preflight import Preflight, PreflightTimings
 from primeslurm.plan.model import Plan
 from primeslurm.records.events.nodes import AgentFailed, AgentStarted, AttemptEnds, HeartbeatFailed, Seated
 from primeslurm.records.fleet import AgentReport, Ending, Fitness, FleetView, Outcome, Roster
@@ -28,25 +30,43 @@ from primeslurm.records.journal import Journal
 from primeslurm.run.directory import Attempt
 from primeslurm.wire.addresses import Addresses
 
-TICK_S = 0.25
-HEARTBEAT_S = 1.0
 LATE_S = 2.0
 """Agents and head whose turns come later than this after one another are held up: by a machine or a file system that
 stands still, and mostly for all of them. What they have not heard of meanwhile is not silent for that."""
-TERM_GRACE_S = 15.0
-"""From SIGTERM to SIGKILL. Slurm's own KillWait is 30 s."""
+
+
+@dataclass(frozen=True)
+class AgentTimings:
+    """Paces and patience of an agent, in seconds."""
+
+    tick_s: float = 0.25
+    heartbeat_s: float = 1.0
+    term_grace_s: float = 15.0
+    """From SIGTERM to SIGKILL. Slurm's own KillWait is 30 s."""
+    probe_timeout_s: float = TIMEOUT_S
+    """For the answer of a server that is probed."""
+    preflight: PreflightTimings = field(default_factory=PreflightTimings)
 
 
 class NodeAgent:
     """Runs one node's share of a Plan, or waits as a spare. `run` blocks until the attempt has ended on this node."""
 
-    def __init__(self, plan: Plan, rank: int, attempt: Attempt, run_id: str, python: str) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        attempt: Attempt,
+        run_id: str,
+        python: str,
+        timings: AgentTimings = AgentTimings(),
+    ) -> None:
         self.plan, self.rank, self.attempt = plan, rank, attempt
+        self.timings = timings
         self.name = node_name()
         self.address = _address(self.name, plan)
         self.tmp = Path(tempfile.gettempdir()) / f"primeslurm-{run_id}-{attempt.number}-a{rank}"
         self.journal = Journal(attempt.path, f"agent-{rank}")
-        self.preflight = Preflight(plan, rank, self.name, attempt, self.tmp, self.journal)
+        self.preflight = Preflight(plan, rank, self.name, attempt, self.tmp, self.journal, timings.preflight)
         self.crew: Crew | None = None
         self.addresses: Addresses | None = None
         self.view = FleetView(time=0.0)
@@ -94,7 +114,7 @@ class NodeAgent:
             self.preflight.start()
             while not self._finished():
                 self.tick(time.time())
-                time.sleep(TICK_S)
+                time.sleep(self.timings.tick_s)
         except Exception as error:
             self.error = f"{type(error).__name__}: {error}"
             self.journal.write(AgentFailed(self.error))
@@ -118,7 +138,7 @@ class NodeAgent:
             self._wind_down(now, self.ending)
         elif self.crew is not None and self.addresses is not None and self.crew.is_known(self.addresses):
             self.crew.tick(now, self.view, self.addresses)
-        if self._has_news() or now - self._last_heartbeat >= HEARTBEAT_S:
+        if self._has_news() or now - self._last_heartbeat >= self.timings.heartbeat_s:
             self._heartbeat(now, ended=False)
 
     def _has_news(self) -> bool:
@@ -147,7 +167,8 @@ class NodeAgent:
         index = roster.node_of(self.rank)
         if index is not None and self.crew is None:
             node = self.plan.nodes[index]
-            self.crew = Crew(self.plan, node, self.attempt, self.address, self._values, self.journal)
+            shared = (self.address, self._values, self.journal, self.timings.probe_timeout_s)
+            self.crew = Crew(self.plan, node, self.attempt, *shared)
             seated = Seated(node=self.name, index=index, role=node.role, generation=roster.generation)
             self.journal.write(seated)
         elif index is None and self.crew is not None:
@@ -171,7 +192,7 @@ class NodeAgent:
         if self._termed_at is None:
             self._termed_at = now
             crew.terminate()
-        elif now - self._termed_at > TERM_GRACE_S:
+        elif now - self._termed_at > self.timings.term_grace_s:
             crew.kill()
 
     def _finished(self) -> bool:

@@ -33,7 +33,11 @@ SLOW_S = 5.0
 
 
 def gpu_checks(wanted: int) -> list[Check]:
-    """The GPUs that nvidia-smi sees: how many, their memory, their errors."""
+    """The GPUs that nvidia-smi sees: how many, their memory, their errors.
+
+    A program of its own and not its library (NVML) in this process: a call into a driver that hangs never returns and
+    cannot be killed, and an agent that is stuck in one could not even end.
+    """
     try:
         gpus = _nvidia_smi("gpu", "index", "uuid", "memory.used", "ecc.errors.uncorrected.volatile.total")
         rows = _nvidia_smi("remapped-rows", "gpu_uuid", "remapped_rows.pending", "remapped_rows.failure")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from pathlib import Path
+
+from tenacity import RetryCallState
 
 from primeslurm.errors import ClusterError
 from primeslurm.node.requeue import should_requeue
@@ -17,6 +20,7 @@ from primeslurm.run.directory import Attempt, RunDirectory
 from primeslurm.run.ledger import Ledger
 from primeslurm.slurm.client import SlurmClient
 from primeslurm.wire import checkpoints
+from primeslurm.wire.retry import insisting_in_thread
 
 EXCLUDE_S = 5.0
 
@@ -77,11 +81,11 @@ def keep_away_from_bad_nodes(plan: Plan, job_id: str) -> None:
     hostlist = nodes_to_avoid(plan)
     if hostlist is None:
         return
-    deadline = time.monotonic() + EXCLUDE_S
-    while time.monotonic() < deadline:
-        try:
-            SlurmClient().exclude(job_id, hostlist)
-            return
-        except ClusterError as error:
-            print(f"job {job_id} is not kept away from {hostlist} yet: {error}", file=sys.stderr, flush=True)
-            time.sleep(1.0)
+
+    def tell(state: RetryCallState) -> None:
+        error = state.outcome.exception() if state.outcome else None
+        print(f"job {job_id} is not kept away from {hostlist} yet: {error}", file=sys.stderr, flush=True)
+
+    again = insisting_in_thread(ClusterError, EXCLUDE_S, pause_s=1.0)
+    with contextlib.suppress(ClusterError):
+        again.copy(after=tell)(SlurmClient().exclude, job_id, hostlist)

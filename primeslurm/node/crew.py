@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from primeslurm.node.child import Child
-from primeslurm.node.health import Probe, Target
+from primeslurm.node.health import TIMEOUT_S, Probe, Target
 from primeslurm.node.network import Ports
 from primeslurm.node.outfit import Outfit
 from primeslurm.node.resolve import resolve
@@ -49,7 +49,14 @@ class Crew:
     """
 
     def __init__(
-        self, plan: Plan, node: Node, attempt: Attempt, address: str, values: Mapping[str, str], journal: Journal
+        self,
+        plan: Plan,
+        node: Node,
+        attempt: Attempt,
+        address: str,
+        values: Mapping[str, str],
+        journal: Journal,
+        probe_timeout_s: float = TIMEOUT_S,
     ) -> None:
         self.plan, self.node, self.attempt, self.address = plan, node, attempt, address
         self.supervised = {process.name: Supervision(process) for process in node.processes}
@@ -64,6 +71,7 @@ class Crew:
         self._outfit.make_scratch()
         self._secrets = _secrets(plan)
         self._journal = journal
+        self._probe_timeout_s = probe_timeout_s
         self._started_with: dict[str, Command] = {}
         self._shared_memory = SharedMemory()
         self._looked_at = 0.0
@@ -201,7 +209,8 @@ class Crew:
         self._started_with[process.name] = command
         if process.health is not None:
             port = self.ports[process.name][process.health.port]
-            self.probes[process.name] = Probe(Target(self.address, port, process.health.path))
+            target = Target(self.address, port, process.health.path)
+            self.probes[process.name] = Probe(target, self._probe_timeout_s)
         self._journal.write(ProcessStarted(process.name, child.pid, supervision.restarts, generation))
 
     def _command(self, process: Process, addresses: Addresses) -> Command:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from dataclasses import dataclass
 
 import msgspec
 
@@ -26,22 +27,28 @@ from primeslurm.run.records import progress_of
 from primeslurm.slurm.launch import early_exits, launch_failures, node_names, restarts
 from primeslurm.wire.addresses import Addresses
 
-PERIOD_S = 0.5
-CHECKPOINT_GRACE_S = 300.0
-"""Longest wait for trainers to checkpoint when an attempt ends early and no time limit presses."""
-GATHER_S = 60.0
-"""Longest wait for the other nodes to end."""
-GATHER_SILENT_S = 5.0
-"""A node that says nothing for this long at the end is not waited for. Requeueing ends what still runs there, and must
-come before Slurm starts a component anew by itself (`Plan.survives_nodes`)."""
+
+@dataclass(frozen=True)
+class HeadTimings:
+    """Pace and patience of the head, in seconds."""
+
+    period_s: float = 0.5
+    checkpoint_grace_s: float = 300.0
+    """Longest wait for trainers to checkpoint when an attempt ends early and no time limit presses."""
+    gather_s: float = 60.0
+    """Longest wait for the other nodes to end."""
+    gather_silent_s: float = 5.0
+    """A node that says nothing for this long at the end is not waited for. Requeueing ends what still runs there, and
+    must come before Slurm starts a component anew by itself (`Plan.survives_nodes`)."""
 
 
 class Head(threading.Thread):
     """Runs beside the agent of rank 0, until every node has ended or had its chance to."""
 
-    def __init__(self, agent: NodeAgent, run: RunDirectory) -> None:
+    def __init__(self, agent: NodeAgent, run: RunDirectory, timings: HeadTimings = HeadTimings()) -> None:
         super().__init__(daemon=True, name="head")
         self._agent = agent
+        self._timings = timings
         self.plan: Plan = agent.plan
         self.attempt: Attempt = agent.attempt
         self.run_directory = run
@@ -56,7 +63,7 @@ class Head(threading.Thread):
         self._ending_at = 0.0
         self._ticked_at = time.time()
         self._ends_at = end_of_job(agent.plan, os.environ, time.time())
-        self._grace_s = min(CHECKPOINT_GRACE_S, max(agent.plan.job.signal_s - MARGIN_S, 10.0))
+        self._grace_s = min(timings.checkpoint_grace_s, max(agent.plan.job.signal_s - MARGIN_S, 10.0))
 
     def end(self, ending: Ending) -> None:
         """Ask for the end of the attempt, from any thread or signal handler."""
@@ -67,7 +74,7 @@ class Head(threading.Thread):
         try:
             while not self._gathered(self._ticked_at):
                 self.tick(time.time())
-                time.sleep(PERIOD_S)
+                time.sleep(self._timings.period_s)
         except Exception as error:
             self.ending = Ending(Outcome.FAILED, f"head: {type(error).__name__}: {error}", "head")
             self.journal.write(HeadFailed(self.ending.reason))
@@ -196,11 +203,11 @@ class Head(threading.Thread):
 
     def _has_ended(self, rank: int, now: float) -> bool:
         fleet = self.fleet
-        return fleet.agents[rank].ended or now - fleet.seen_at[rank] > GATHER_SILENT_S
+        return fleet.agents[rank].ended or now - fleet.seen_at[rank] > self._timings.gather_silent_s
 
     def _gathered(self, now: float) -> bool:
         if self.ending is None:
             return False
         if all(self._has_ended(rank, now) for rank in self.fleet.agents):
             return True
-        return now - self._ending_at > self._grace_s + GATHER_S
+        return now - self._ending_at > self._grace_s + self._timings.gather_s

@@ -20,9 +20,9 @@ class Target:
     ready_path: str
 
 
-def status_of(host: str, port: int, path: str) -> int | None:
+def status_of(host: str, port: int, path: str, timeout_s: float = TIMEOUT_S) -> int | None:
     """The HTTP status of GET `path`, or None without any answer."""
-    connection = http.client.HTTPConnection(host, port, timeout=TIMEOUT_S)
+    connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
     try:
         connection.request("GET", path)
         return connection.getresponse().status
@@ -35,11 +35,12 @@ def status_of(host: str, port: int, path: str) -> int | None:
 class Probe:
     """Probes one target each second until stopped."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, timeout_s: float = TIMEOUT_S) -> None:
         self.ready = False
         self.healthy = False
         self._answered_at = time.monotonic()
         self._target = target
+        self._timeout_s = timeout_s
         self._stop = threading.Event()
         threading.Thread(target=self._run, daemon=True).start()
 
@@ -57,12 +58,15 @@ class Probe:
         target = self._target
         while not self._stop.is_set():
             started = time.monotonic()
-            status = status_of(target.host, target.port, target.ready_path)
+            status = self._ask(target.ready_path)
             if status is not None:
                 self._answered_at = time.monotonic()
             ready = status == 200
             same = target.ready_path == "/health"
-            healthy = ready if same else ready and status_of(target.host, target.port, "/health") == 200
+            healthy = ready if same else ready and self._ask("/health") == 200
             if not self._stop.is_set():
                 self.ready, self.healthy = ready, healthy
             self._stop.wait(max(0.0, PERIOD_S - (time.monotonic() - started)))
+
+    def _ask(self, path: str) -> int | None:
+        return status_of(self._target.host, self._target.port, path, self._timeout_s)

@@ -12,13 +12,18 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from primeslurm.wire import exits
+
 _NAME = re.compile(r"^[A-Za-z_][A-Za-z0-9_]*$")
 _TERMINAL = ("TERM", "COLORTERM", "COLUMNS", "LINES")
 """What describes the caller's terminal and not the process."""
 
 
 def environment_of(pid: int) -> dict[str, str] | None:
-    """The environment that a process was started with; None if it has ended or is another user's."""
+    """The environment that a process was started with; None if it has ended or is another user's.
+
+    Not psutil's, which ends at the first gap: a process that writes its title over its environment makes one.
+    """
     try:
         entries = (Path("/proc") / str(pid) / "environ").read_bytes().split(b"\0")
     except OSError:
@@ -34,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     base, own = environment_of(agent), environment_of(pid)
     if base is None:
         print(f"the agent {agent} does not run on this node any more", file=sys.stderr)
-        return 126
+        return exits.NOT_HERE
     if own is None:
         print("the process does not run: this is its agent's environment", file=sys.stderr)
     os.chdir(Path("/proc") / str(agent if own is None else pid) / "cwd")
@@ -44,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
         os.execvpe(command[0], command, base | (own or {}) | terminal)
     except OSError as error:
         print(f"{command[0]}: {error.strerror}", file=sys.stderr)
-        return 127
+        return exits.NO_COMMAND
 
 
 if __name__ == "__main__":

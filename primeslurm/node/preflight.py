@@ -6,17 +6,18 @@ import math
 import os
 import threading
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from primeslurm.files import Watched, digest, read_json, write_json
+from primeslurm.model_files import model_directory
 from primeslurm.node import checks
 from primeslurm.node.fabric import find_hcas
 from primeslurm.node.fleet import NODE_START_S
 from primeslurm.node.network import NetworkError, own_address
-from primeslurm.plan.checks.files import model_directory
 from primeslurm.plan.model import Node, Plan
 from primeslurm.records.events.nodes import GpuFailed, PreflightDone
 from primeslurm.records.fleet import Fitness, FleetView
@@ -25,19 +26,37 @@ from primeslurm.records.preflight import Check, Reference
 from primeslurm.run.directory import Attempt, RunDirectory
 from primeslurm.run.versions import installed
 
-LIMIT_S = 60.0
-"""For all checks of the node by itself, and again for those that need the head."""
-CLOCK_WAIT_S = 10.0
-GPU_FREE_WAIT_S = 15.0
 _POLL_S = 0.05
+
+
+@dataclass(frozen=True)
+class PreflightTimings:
+    """How long preflight waits, in seconds."""
+
+    limit_s: float = 60.0
+    """For all checks of the node by itself, and again for those that need the head."""
+    head_start_s: float = NODE_START_S
+    """For what the head writes first."""
+    clock_wait_s: float = 10.0
+    gpu_free_wait_s: float = 15.0
 
 
 class Preflight:
     """The checks of one node. `start` them, then ask for the `verdict` from time to time."""
 
-    def __init__(self, plan: Plan, rank: int, name: str, attempt: Attempt, tmp: Path, journal: Journal) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        name: str,
+        attempt: Attempt,
+        tmp: Path,
+        journal: Journal,
+        timings: PreflightTimings = PreflightTimings(),
+    ) -> None:
         self._plan, self._rank, self._name, self._attempt, self._tmp = plan, rank, name, attempt, tmp
         self._journal = journal
+        self._timings = timings
         self._found: list[Check] = []
         self._done = False
         self._started_at = time.monotonic()
@@ -53,13 +72,16 @@ class Preflight:
         if self._done:
             return Fitness.FIT, ""
         if time.monotonic() > self._deadline:
-            return Fitness.UNFIT, f"preflight takes longer than {LIMIT_S:.0f} s; it looks at {self._doing}"
+            return (
+                Fitness.UNFIT,
+                f"preflight takes longer than {self._timings.limit_s:.0f} s; it looks at {self._doing}",
+            )
         return Fitness.CHECKING, ""
 
     def start(self) -> None:
         """Begin; on the head, tell the others first what to compare with."""
         self._started_at = time.monotonic()
-        self._deadline = self._started_at + LIMIT_S
+        self._deadline = self._started_at + self._timings.limit_s
         if self._rank == 0:
             reference = Reference(digest(self._attempt.plan_file), installed())
             write_json(self._attempt.reference_file, msgspec.to_builtins(reference))
@@ -127,7 +149,7 @@ class Preflight:
 
     def _free_gpus(self) -> list[Check]:
         """The GPUs' checks; what a job before this one left in their memory may take a while to go."""
-        deadline = time.monotonic() + GPU_FREE_WAIT_S
+        deadline = time.monotonic() + self._timings.gpu_free_wait_s
         while True:
             found = checks.gpu_checks(self._gpus)
             only_memory = {check.name for check in found if check.level == "failed"} == {"gpu memory"}
@@ -157,10 +179,10 @@ class Preflight:
 
     def _reference(self) -> list[Check]:
         self._deadline = math.inf  # a head that starts late is no fault of this node
-        value = self._wait_for(Watched(self._attempt.reference_file), NODE_START_S)
-        self._deadline = time.monotonic() + LIMIT_S
+        value = self._wait_for(Watched(self._attempt.reference_file), self._timings.head_start_s)
+        self._deadline = time.monotonic() + self._timings.limit_s
         if value is None:
-            text = f"what the head wrote is not seen after {NODE_START_S:.0f} s"
+            text = f"what the head wrote is not seen after {self._timings.head_start_s:.0f} s"
             return [Check("shared file system", "failed", text, "mount the run directory's file system on the node")]
         reference = msgspec.convert(value, Reference)
         if digest(self._attempt.plan_file) != reference.plan_digest:
@@ -173,7 +195,7 @@ class Preflight:
         file = Watched(self._attempt.fleet_file)
         found = Check("clock", "warning", "the head's time is not seen")
         for _ in range(2):  # the first one may have been there for long
-            view = self._wait_for(file, CLOCK_WAIT_S)
+            view = self._wait_for(file, self._timings.clock_wait_s)
             if view is not None:
                 found = checks.clock_check(time.time() - msgspec.convert(view, FleetView).time)
             if found.level == "ok":

@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
+
+import psutil
 
 DIRECTORY = Path("/dev/shm")
 _POLL_S = 0.05
@@ -38,7 +40,7 @@ class SharedMemory:
     def unlink(self) -> bool:
         """Remove the names of what is left over and that no living process has mapped; whether that was all."""
         names = names_of(self._left)
-        used = set[Inode]().union(*map(_maps, _processes())) if names else set()
+        used = set[Inode]().union(*map(_maps, psutil.pids())) if names else set()
         for path, inode in names.items():
             if inode not in used:
                 with contextlib.suppress(OSError):
@@ -60,10 +62,10 @@ class SharedMemory:
 def mapped_by(groups: Collection[int]) -> dict[int, set[Inode]]:
     """Files of /dev/shm that the processes of each process group have mapped, whatever their names are now."""
     found: dict[int, set[Inode]] = {}
-    for process in _processes() if groups else ():
-        group = _group_of(process)
-        if group is not None and group in groups:
-            found.setdefault(group, set()).update(_maps(process))
+    for pid in psutil.pids() if groups else ():
+        with contextlib.suppress(ProcessLookupError):
+            if (group := os.getpgid(pid)) in groups:
+                found.setdefault(group, set()).update(_maps(pid))
     return found
 
 
@@ -78,23 +80,15 @@ def names_of(inodes: Collection[Inode]) -> dict[Path, Inode]:
     return found
 
 
-def _maps(process: Path) -> set[Inode]:
-    """What one process (its directory in /proc) has mapped; nothing if it is gone or somebody else's."""
+def _maps(pid: int) -> set[Inode]:
+    """What one process has mapped; nothing if it is gone or somebody else's.
+
+    By inode, which psutil does not tell: a name may have been unlinked, or be another file's by now.
+    """
     try:
         device = DIRECTORY.stat().st_dev
         wanted = f"{os.major(device):02x}:{os.minor(device):02x}"
-        fields = (line.split(maxsplit=5) for line in (process / "maps").read_text().splitlines())
+        fields = (line.split(maxsplit=5) for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
         return {int(field[4]) for field in fields if field[3] == wanted}
     except OSError:
         return set()
-
-
-def _processes() -> Iterator[Path]:
-    return Path("/proc").glob("[0-9]*")
-
-
-def _group_of(process: Path) -> int | None:
-    try:
-        return int((process / "stat").read_text().rpartition(")")[2].split()[2])
-    except OSError:
-        return None

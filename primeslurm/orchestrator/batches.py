@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from primeslurm.orchestrator.algorithms import Algorithm
+from primeslurm.orchestrator.documents import documents
 from primeslurm.orchestrator.groups import Group
-from primeslurm.orchestrator.packing import documents, loss_tokens, pack
+from primeslurm.orchestrator.packing import loss_tokens, pack
 from primeslurm.recipe import Recipe
 from primeslurm.wire.rollouts import Batch, BatchInfo
 
@@ -16,8 +18,9 @@ KEPT_STEPS = 2
 class Batches:
     """Rows of every rank by step. Packing is deterministic, so a restart packs the same rows from the same groups."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, algorithm: Algorithm) -> None:
         self._recipe = recipe
+        self._algorithm = algorithm
         self._groups: dict[int, list[Group]] = {}
         self._packed: dict[tuple[int, int], list[Batch]] = {}
 
@@ -41,9 +44,9 @@ class Batches:
         return self._packed[step, ranks][rank]
 
     def _pack(self, step: int, ranks: int) -> list[Batch]:
-        seq_len, max_steps, settings = self._recipe.seq_len, self._recipe.max_steps, self._recipe.orchestrator
-        docs = documents(self._groups[step], seq_len, step - 1, settings.advantages, settings.opd_reward)
+        seq_len, max_steps = self._recipe.seq_len, self._recipe.max_steps
+        docs = documents(self._groups[step], seq_len, step - 1, self._algorithm)
         total = loss_tokens(docs)
-        rows = pack(docs, seq_len, ranks, settings.sampling.temperature, settings.echo)
+        rows = pack(docs, seq_len, ranks, self._recipe.orchestrator.sampling.temperature)
         seen = any(doc.pictures for doc in docs)
         return [Batch(BatchInfo(step, rank, ranks, total, max_steps, seen), mine) for rank, mine in enumerate(rows)]

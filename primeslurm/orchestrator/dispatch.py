@@ -173,6 +173,11 @@ class Dispatcher:
             self.lost(job)
         return jobs
 
+    def rejected(self, group: Group, reason: str) -> None:
+        """The algorithm does not train a complete group: its prompt is not sampled again, another group opens."""
+        self._taken.add(group.id)
+        self.counts[f"groups_rejected_{reason}"] += 1
+
     def add_ready(self, group: Group) -> bool:
         """A complete group waits for a batch. False if it is too old already, and was dropped."""
         if not self._take(group):

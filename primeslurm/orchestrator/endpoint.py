@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import binascii
 import io
-import random
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,12 +13,12 @@ import httpx
 import msgspec
 import numpy as np
 
-from primeslurm.wire import routed_experts, secret
+from primeslurm.wire import routed_experts
+from primeslurm.wire.http import client_within_run
+from primeslurm.wire.retry import insisting
 from primeslurm.wire.routed_experts import RoutedExperts
 
 GENERATE = "/inference/v1/generate"
-FIRST_RETRY_S = 0.25
-LONGEST_RETRY_S = 5.0
 MOVE_POLL_S = 2.0
 LOADED_VERSION = "default"
 """What vLLM calls the weights it loaded at start, until it is told a version: version 0."""
@@ -58,6 +56,10 @@ class _Answer(msgspec.Struct):
 
 class MovedError(Exception):
     """Whoever was asked listens elsewhere now, or nowhere."""
+
+
+class UnavailableError(Exception):
+    """Whoever was asked cannot answer now, and may later."""
 
 
 class RefusedError(Exception):
@@ -112,13 +114,7 @@ class GenerateEndpoint:
         self._max_len = max_len
         self._timeout_s = timeout_s
         self._routed = routed
-        self._http = httpx.AsyncClient(
-            timeout=httpx.Timeout(timeout_s, connect=10.0),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
-            headers=secret.header(),
-            trust_env=False,
-            verify=False,  # plain HTTP: no certificates to load
-        )
+        self._http = client_within_run(timeout_s)
 
     async def generate(self, body: dict[str, Any], headers: dict[str, str], path: str = GENERATE) -> Completion:
         """Sample one completion of `body["token_ids"]`.
@@ -161,27 +157,24 @@ class GenerateEndpoint:
         return {**body, "model": None, "sampling_params": sampling, "stream": False}
 
     async def _insist(self, path: str, request: dict[str, Any], headers: dict[str, str]) -> httpx.Response:
-        deadline = time.monotonic() + self._timeout_s
-        pause = FIRST_RETRY_S
-        while True:
-            try:
-                answer = await self._try(path, request, headers)
-            except (httpx.HTTPError, MovedError) as error:
-                problem = f"{type(error).__name__}: {error}"
-            else:
-                if answer.is_success:
-                    return answer
-                problem = f"{answer.status_code}: {answer.text[:500]}"
-                if answer.is_client_error:
-                    raise RefusedError(problem, answer.status_code)
-            if time.monotonic() + pause > deadline:
-                raise NoAnswerError(f"{self._where()}{path}: {problem}")
-            await asyncio.sleep(pause * random.uniform(0.5, 1.5))
-            pause = min(2 * pause, LONGEST_RETRY_S)
+        try:
+            return await insisting(_NOT_NOW, self._timeout_s)(self._try, path, request, headers)
+        except _NOT_NOW as error:
+            words = str(error) if isinstance(error, UnavailableError) else f"{type(error).__name__}: {error}"
+            raise NoAnswerError(f"{self._where()}{path}: {words}") from error
 
     async def _try(self, path: str, request: dict[str, Any], headers: dict[str, str]) -> httpx.Response:
         where = self._where()
-        return await post_while(self._http, where + path, lambda: self._where() == where, request, headers)
+        answer = await post_while(self._http, where + path, lambda: self._where() == where, request, headers)
+        if answer.is_success:
+            return answer
+        problem = f"{answer.status_code}: {answer.text[:500]}"
+        if answer.is_client_error:
+            raise RefusedError(problem, answer.status_code)
+        raise UnavailableError(problem)
+
+
+_NOT_NOW = (httpx.HTTPError, MovedError, UnavailableError)
 
 
 async def post_while(

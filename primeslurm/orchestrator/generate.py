@@ -19,19 +19,13 @@ import httpx
 import msgspec
 import verifiers.v1 as vf
 from openai import APIConnectionError, APIStatusError
-from renderers import RendererConfig
-from renderers.configs import DefaultRendererConfig, Qwen3VLRendererConfig, Qwen35RendererConfig
+from renderers import RendererConfig, config_from_name
+from renderers.configs import DefaultRendererConfig
 from verifiers.v1.clients import TrainClient, TrainClientConfig
 from verifiers.v1.interception import InterceptionServer
 
+from primeslurm.families import family_of, model_types
 from primeslurm.orchestrator.endpoint import Completion, GenerateEndpoint, NoAnswerError, RefusedError
-
-_SEEING: dict[str, Callable[[], RendererConfig]] = {
-    "qwen3_vl": Qwen3VLRendererConfig,
-    "qwen3_vl_moe": Qwen3VLRendererConfig,
-    "qwen3_5": Qwen35RendererConfig,
-    "qwen3_5_moe": Qwen35RendererConfig,
-}
 
 
 @dataclass(frozen=True)
@@ -127,10 +121,12 @@ class TokenClient(TrainClient):  # type: ignore[misc]
 
 def _seeing(model: Path) -> RendererConfig:
     """How messages with images are rendered for a model."""
-    kind = json.loads((model / "config.json").read_bytes())["model_type"]
-    if kind not in _SEEING:
-        raise ValueError(f"messages with images are rendered for {', '.join(_SEEING)}, not for {kind}")
-    return _SEEING[kind]()
+    model_type = json.loads((model / "config.json").read_bytes())["model_type"]
+    family = family_of(model_type)
+    if family is None or family.renderer is None or not family.model_types[model_type].images:
+        seeing = ", ".join(name for name, able in model_types().items() if able.images)
+        raise ValueError(f"messages with images are rendered for {seeing}, not for {model_type}")
+    return config_from_name(family.renderer)
 
 
 @asynccontextmanager

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import msgspec
+import numpy as np
 
-from primeslurm.recipe.rollouts import AdvantageRule
-from primeslurm.wire.rollouts import Rollout
+from primeslurm.wire.rollouts import Rollout, whole
 
 
 class GroupInfo(msgspec.Struct, frozen=True):
@@ -40,21 +40,10 @@ class Group:
         """One reward per rollout."""
         return [branches[0].info.reward for branches in self.rollouts]
 
-    def advantages(self, rule: AdvantageRule) -> list[float]:
-        """One per rollout, by a rule of the recipe.
-
-        grpo: reward minus the group's mean (arXiv 2402.03300 without its division by the deviation, which arXiv
-        2503.20783 shows to weigh prompts by how even their rewards are). max_rl: that over the mean (arXiv 2602.02710),
-        which makes it the gradient of the log of the success rate: the rarer success is, the more a success counts.
-        A mean of 0 or less has no logarithm, and gets zeros.
-        A group whose rewards are all equal gets zeros: it fills its place in the batch but pulls the policy nowhere.
-        opd: as grpo; what its tokens get besides is theirs alone (`packing.documents`).
-        """
-        mean = sum(self.rewards) / len(self.rewards)
-        scale = 1.0
-        if rule == "max_rl":
-            scale = 1 / mean if mean > 0 else 0.0
-        return [(reward - mean) * scale for reward in self.rewards]
+    @property
+    def sequences(self) -> tuple[Rollout, ...]:
+        """All token sequences, rollout by rollout."""
+        return tuple(branch for branches in self.rollouts for branch in branches)
 
     @property
     def has_signal(self) -> bool:
@@ -72,6 +61,14 @@ class Group:
         newest = [int(branch.versions.max(initial=-1)) for branches in self.rollouts for branch in branches]
         return max([self.opened_version, *newest])
 
+    def cut(self, seq_len: int) -> Group:
+        """What of it can be trained: at most `seq_len` tokens of each sequence, and no part of an image.
+
+        A first token has no predecessor, so its mask is false.
+        """
+        rollouts = tuple(tuple(_cut(branch, seq_len) for branch in branches) for branches in self.rollouts)
+        return replace(self, rollouts=rollouts)
+
     def to_bytes(self) -> bytes:
         """As the content of a spool file."""
         info = GroupInfo(self.id, self.environment, self.example, self.opened_version, [len(r) for r in self.rollouts])
@@ -87,3 +84,11 @@ class Group:
         decoded = iter([Rollout.decode(frames) for frames in sequences])
         rollouts = tuple(tuple(next(decoded) for _ in range(count)) for count in info.branches)
         return cls(info.id, info.environment, info.example, info.opened_version, rollouts)
+
+
+def _cut(sequence: Rollout, seq_len: int) -> Rollout:
+    length, pictures = whole(sequence.info.pictures, seq_len)
+    found = {spec.name: getattr(sequence, spec.name) for spec in fields(sequence) if spec.name != "info"}
+    arrays = {name: array[:length] for name, array in found.items() if array is not None}
+    arrays["mask"] = arrays["mask"] & (np.arange(len(arrays["mask"])) > 0)
+    return replace(sequence, info=msgspec.structs.replace(sequence.info, pictures=pictures), **arrays)

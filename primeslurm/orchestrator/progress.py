@@ -16,7 +16,7 @@ from primeslurm.errors import RunError
 from primeslurm.files import write_atomic
 from primeslurm.orchestrator.dispatch import Dispatcher
 from primeslurm.wire import checkpoints
-from primeslurm.wire.link import Published
+from primeslurm.wire.weight_transfer.messages import NewPolicy
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ CHECKPOINT_PART = "orchestrator.bin"
 PROGRESS = "rollouts/progress.bin"
 
 
-class Progress(msgspec.Struct, frozen=True):
+class RunProgress(msgspec.Struct, frozen=True):
     """The record. A new run is `Progress(attempt=n)`."""
 
     attempt: int
@@ -32,7 +32,7 @@ class Progress(msgspec.Struct, frozen=True):
     """The step whose batch is formed next."""
     done_step: int = 0
     """The last step that was reported as trained."""
-    published: Published | None = None
+    published: NewPolicy | None = None
     cursors: dict[str, int] = {}
     unfinished: list[tuple[str, int]] = []
     batches: dict[int, list[str]] = {}
@@ -46,24 +46,24 @@ class Progress(msgspec.Struct, frozen=True):
         write_atomic(path, msgspec.msgpack.encode(self))
 
 
-def restore(run_dir: Path, attempt: int) -> Progress:
+def restore(run_dir: Path, attempt: int) -> RunProgress:
     """Where to continue: in this attempt's own progress, else from the newest checkpoint, else from the start.
 
     Raises:
         RunError: the newest committed checkpoint has no readable orchestrator part.
     """
     try:
-        progress = msgspec.msgpack.decode((run_dir / PROGRESS).read_bytes(), type=Progress)
+        progress = msgspec.msgpack.decode((run_dir / PROGRESS).read_bytes(), type=RunProgress)
         if progress.attempt == attempt:
             return progress
     except (FileNotFoundError, msgspec.MsgspecError):
         pass
     step = checkpoints.newest(run_dir)
     if step is None:
-        return Progress(attempt=attempt)
+        return RunProgress(attempt=attempt)
     path = checkpoints.step_dir(run_dir, step) / CHECKPOINT_PART
     try:
-        saved = msgspec.msgpack.decode(path.read_bytes(), type=Progress)
+        saved = msgspec.msgpack.decode(path.read_bytes(), type=RunProgress)
     except (OSError, msgspec.MsgspecError) as error:
         raise RunError(f"{path} cannot be read: {error}") from error
     return msgspec.structs.replace(
@@ -86,11 +86,11 @@ class ProgressFile:
         dispatch: whose positions go into every record.
     """
 
-    def __init__(self, path: Path, progress: Progress, dispatch: Dispatcher) -> None:
+    def __init__(self, path: Path, progress: RunProgress, dispatch: Dispatcher) -> None:
         self.now = progress
         self._path, self._dispatch = path, dispatch
 
-    def snapshot(self) -> Progress:
+    def snapshot(self) -> RunProgress:
         """The record with the dispatcher's present positions."""
         return msgspec.structs.replace(self.now, cursors=self._dispatch.cursors, unfinished=self._dispatch.unfinished)
 

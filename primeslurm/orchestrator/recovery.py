@@ -9,7 +9,7 @@ from primeslurm.orchestrator.batches import Batches
 from primeslurm.orchestrator.dispatch import Dispatcher, Limits
 from primeslurm.orchestrator.groups import Group
 from primeslurm.orchestrator.place import Place
-from primeslurm.orchestrator.progress import Progress
+from primeslurm.orchestrator.progress import RunProgress
 from primeslurm.orchestrator.spool import Spool
 from primeslurm.recipe import Recipe
 from primeslurm.wire import checkpoints
@@ -17,7 +17,7 @@ from primeslurm.wire import checkpoints
 log = logging.getLogger(__name__)
 
 
-def recover(recipe: Recipe, place: Place, progress: Progress, spool: Spool, batches: Batches) -> Dispatcher:
+def recover(recipe: Recipe, place: Place, progress: RunProgress, spool: Spool, batches: Batches) -> Dispatcher:
     """Fill `batches` with what the trainer may still ask for, and the dispatcher with the groups that are still fresh.
 
     Deleted from the spool are groups of committed steps, groups that are too old, and groups with tokens of a policy
@@ -58,7 +58,7 @@ def limits(recipe: Recipe) -> Limits:
 
 
 def _recover_batches(
-    committed: int, progress: Progress, groups: dict[str, Group], ready: set[str], spool: Spool, batches: Batches
+    committed: int, progress: RunProgress, groups: dict[str, Group], ready: set[str], spool: Spool, batches: Batches
 ) -> None:
     """Takes the groups of known batches out of `groups`; they must be among those that are `ready`."""
     for step, ids in sorted(progress.batches.items()):

@@ -10,12 +10,12 @@ from dataclasses import replace
 import numpy as np
 
 from primeslurm.orchestrator.groups import Group
-from primeslurm.orchestrator.metrics import Row
 from primeslurm.orchestrator.place import Place
 from primeslurm.orchestrator.teacher import Teacher, TeacherError, teacher_of
 from primeslurm.recipe import Recipe
 from primeslurm.records.events.training import Stalled
 from primeslurm.records.journal import Journal
+from primeslurm.records.metrics import Row
 from primeslurm.wire.rollouts import Rollout
 
 

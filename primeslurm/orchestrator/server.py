@@ -12,36 +12,29 @@ import logging
 import time
 from pathlib import Path
 
+from primeslurm.orchestrator import algorithms
 from primeslurm.orchestrator.batches import Batches
-from primeslurm.orchestrator.delivery import Delivery
-from primeslurm.orchestrator.engines import EngineClient, Policy
 from primeslurm.orchestrator.groups import Group
-from primeslurm.orchestrator.metrics import MetricsLog, batch_metrics
+from primeslurm.orchestrator.metrics import batch_metrics
 from primeslurm.orchestrator.place import Place
-from primeslurm.orchestrator.policy import PolicyLoop
 from primeslurm.orchestrator.progress import CHECKPOINT_PART, PROGRESS, ProgressFile, restore
 from primeslurm.orchestrator.recovery import recover
 from primeslurm.orchestrator.scoring import scoring_of
 from primeslurm.orchestrator.spool import Spool
 from primeslurm.orchestrator.suspect import suspect
 from primeslurm.orchestrator.watch import Watch
+from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, PolicyVersion
+from primeslurm.orchestrator.weight_transfer.policy_loop import PolicyLoop
+from primeslurm.orchestrator.weight_transfer.sessions import TransferSessions
 from primeslurm.orchestrator.workers import Workers
 from primeslurm.recipe import Recipe
 from primeslurm.records.events.training import BatchFormed, OrchestratorDone, OrchestratorUp, ReplicaLost
 from primeslurm.records.journal import Journal
+from primeslurm.records.metrics import MetricsLog
 from primeslurm.records.state import OrchestratorState
-from primeslurm.wire.link import (
-    Answer,
-    Committed,
-    Deliver,
-    GetBatch,
-    OrchestratorLink,
-    Published,
-    Request,
-    Save,
-    StepDone,
-)
+from primeslurm.wire.link import Answer, Committed, GetBatch, OrchestratorLink, Request, Save, StepDone
 from primeslurm.wire.rollouts import Batch, Rollout
+from primeslurm.wire.weight_transfer.messages import NewPolicy, OfferTransfer
 
 log = logging.getLogger(__name__)
 
@@ -49,19 +42,21 @@ HOLD_S = 4.0
 """A GetBatch that cannot be answered is held for this long: shorter than the trainer's retry."""
 TICK_S = 0.2
 LINGER_S = 3.0
-"""Time that the trainer's last requests are still answered after everything is done."""
+"""Default of the time that the trainer's last requests are still answered after everything is done."""
 
 
 class Orchestrator:
     """One attempt's orchestrator. `await run()` returns when the run is complete."""
 
-    def __init__(self, recipe: Recipe, place: Place) -> None:
+    def __init__(self, recipe: Recipe, place: Place, linger_s: float = LINGER_S) -> None:
         self._recipe = recipe
         self._place = place
+        self._linger_s = linger_s
         self._journal = Journal(place.attempt_dir, "orchestrator")
         progress = restore(place.run_dir, place.attempt)
         self._spool = Spool(place.run_dir / "rollouts")
-        self._batches = Batches(recipe)
+        self._algorithm = algorithms.from_recipe(recipe)
+        self._batches = Batches(recipe, self._algorithm)
         self._metrics = MetricsLog(recipe, place.run_dir, progress.done_step)
         self._dispatch = recover(recipe, place, progress, self._spool, self._batches)
         self._progress = ProgressFile(place.run_dir / PROGRESS, progress, self._dispatch)
@@ -69,9 +64,9 @@ class Orchestrator:
         self._link = OrchestratorLink(place.bind, self._handle)
         url = place.addresses.url
         timeout = recipe.weights.timeout_s
-        self._delivery = Delivery(recipe.inference.parallel.tp, timeout)
+        self._sessions = TransferSessions(recipe.inference.parallel.tp, timeout)
         clients = {
-            name: EngineClient(functools.partial(url, name), recipe.model.path, self._delivery.place)
+            name: EngineClient(functools.partial(url, name), recipe.model.path, self._sessions.join)
             for name in place.engines
         }
         self._policy = PolicyLoop(
@@ -80,7 +75,7 @@ class Orchestrator:
             timeout,
             before_update=self._before_update,
             after_update=self._after_update,
-            sends=self._delivery.sends,
+            sends=self._sessions.sends,
         )
         self._watch = Watch(recipe, self._journal, place.engine_urls)
         self._scoring = scoring_of(recipe, place, self._dispatch.unscored.values(), self._on_scored)
@@ -106,10 +101,10 @@ class Orchestrator:
                 if self._scoring is not None:
                     background.append(tasks.create_task(self._scoring.run(self._journal)))
                 if self._progress.now.published:
-                    await self._policy.publish(_policy(self._progress.now.published))
+                    await self._policy.want(_policy(self._progress.now.published))
                 await self._loop()
                 self._watch.write_state(self._state())
-                await asyncio.sleep(LINGER_S)
+                await asyncio.sleep(self._linger_s)
                 for task in background:
                     task.cancel()
         finally:
@@ -168,12 +163,12 @@ class Orchestrator:
         match request:
             case GetBatch():
                 return await self._get_batch(request)
-            case Published():
-                return Answer("ok", version=await self._published(request))
-            case Deliver():
+            case NewPolicy():
+                return Answer("ok", version=await self._new_policy(request))
+            case OfferTransfer():
                 if self._is_outdated(request.version):
                     return Answer("ok")
-                return await self._delivery.answer(request, self._policy.fleet.wanting, HOLD_S)
+                return await self._sessions.answer(request, self._policy.pool.wanting, HOLD_S)
             case StepDone():
                 self._step_done(request)
             case Save():
@@ -187,12 +182,12 @@ class Orchestrator:
             return Answer("stop")
         if request.step > self._dispatch.step:
             raise ValueError(f"step {request.step} was asked for, but step {self._dispatch.step} is next")
-        self._delivery.close()
+        self._sessions.close()
         deadline = time.monotonic() + HOLD_S
         async with self._batch_formed:
             while request.step == self._dispatch.step and not self._form_batch():
-                if self._policy.wants_sender():
-                    return Answer("deliver")
+                if self._policy.wants_transfer():
+                    return Answer("transfer")
                 try:
                     async with asyncio.timeout(deadline - time.monotonic()):
                         await self._batch_formed.wait()
@@ -228,16 +223,16 @@ class Orchestrator:
         known = self._progress.now.published
         return known is not None and version < known.version
 
-    async def _published(self, request: Published) -> int:
+    async def _new_policy(self, request: NewPolicy) -> int:
         """Make engines want the policy; returns the newest one."""
         known = self._progress.now.published
         if known is not None and request.version <= known.version:
             return known.version
         self._progress.record(published=request)
         if not request.path:
-            self._delivery.expect(request.version)
+            self._sessions.expect(request.version)
         self._watch.policy_wanted(request.version)
-        await self._policy.publish(_policy(request))
+        await self._policy.want(_policy(request))
         return request.version
 
     def _step_done(self, request: StepDone) -> None:
@@ -275,6 +270,9 @@ class Orchestrator:
         self._watch.rollout_finished(outcome)
         group = self._dispatch.finished(job, outcome)
         if group is None:
+            return
+        if reason := self._algorithm.rejects(group):
+            self._dispatch.rejected(group, reason)
             return
         self._spool.put(group)
         if self._scoring is None:
@@ -324,7 +322,7 @@ class Orchestrator:
     # what is seen from outside
 
     def _suspect(self) -> str:
-        engines, environments = self._policy.fleet.report(), self._workers.environments
+        engines, environments = self._policy.pool.report(), self._workers.environments
         return suspect(engines, environments, self._dispatch, self._watch.trained_step)
 
     def _state(self) -> OrchestratorState:
@@ -339,10 +337,10 @@ class Orchestrator:
             open_groups=len(dispatch.open),
             unscored_groups=len(dispatch.unscored),
             counts=dict(dispatch.counts),
-            engines=self._policy.fleet.report(),
+            engines=self._policy.pool.report(),
             environments=sorted(self._workers.environments),
         )
 
 
-def _policy(published: Published) -> Policy:
-    return Policy(published.version, published.path)
+def _policy(announced: NewPolicy) -> PolicyVersion:
+    return PolicyVersion(announced.version, announced.path)

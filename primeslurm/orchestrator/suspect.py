@@ -8,7 +8,7 @@ from primeslurm.orchestrator.dispatch import Dispatcher
 from primeslurm.records.state import EngineRecord
 
 Engines = Mapping[str, EngineRecord]
-"""`policy.Fleet.report`: the state of each engine."""
+"""`EnginePool.report`: the state of each engine."""
 
 
 def suspect(engines: Engines, environments: Collection[str], dispatch: Dispatcher, trained_step: int | None) -> str:

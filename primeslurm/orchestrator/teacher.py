@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
-import random
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -14,11 +12,13 @@ import msgspec
 import numpy as np
 
 from primeslurm.errors import PrimeslurmError
-from primeslurm.orchestrator.endpoint import FIRST_RETRY_S, LONGEST_RETRY_S, MovedError, post_while
+from primeslurm.orchestrator.endpoint import MovedError, UnavailableError, post_while
 from primeslurm.orchestrator.place import Place
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.teacher import ServedTeacher
-from primeslurm.wire import exits, secret
+from primeslurm.wire import exits
+from primeslurm.wire.http import client_out_of_run, client_within_run
+from primeslurm.wire.retry import insisting
 from primeslurm.wire.rollouts import Float32
 
 AVOID_S = 5.0
@@ -75,8 +75,15 @@ class Teacher:
             TeacherError: it refuses the request, or its answer has no log-probabilities.
         """
         # No token is wanted, but one is the least that can be asked for; it is not even turned into text.
-        body = {"prompt": list(token_ids), "max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}
-        answer = await self._insist(body if self._model is None else body | {"model": self._model})
+        body: dict[str, object] = {
+            "prompt": list(token_ids),
+            "max_tokens": 1,
+            "prompt_logprobs": 0,
+            "detokenize": False,
+        }
+        if self._model is not None:
+            body["model"] = self._model
+        answer: httpx.Response = await insisting(UnavailableError)(self._try, body)
         try:
             found = msgspec.json.decode(answer.content, type=_Answer).choices[0].prompt_logprobs
             given = zip(token_ids[1:], found[1:], strict=True)
@@ -89,24 +96,17 @@ class Teacher:
         """Close the connections."""
         await self._http.aclose()
 
-    async def _insist(self, body: dict[str, object]) -> httpx.Response:
-        pause = FIRST_RETRY_S
-        while True:
-            url = self._engine()
-            answer = await self._try(url, body) if url else None
-            if answer is not None:
-                return answer
-            await asyncio.sleep(pause * random.uniform(0.5, 1.5))
-            pause = min(2 * pause, LONGEST_RETRY_S)
-
     def _engine(self) -> str | None:
         """The engine with the fewest requests; one that failed lately only if all did, the one longest ago first."""
         now = self._clock()
         since = {url: max(now, self._avoided.get(url, now)) for url in self._where()}
         return min(since, key=lambda url: (since[url], self._inflight[url]), default=None)
 
-    async def _try(self, url: str, body: dict[str, object]) -> httpx.Response | None:
-        """One try; None if it has to be tried again."""
+    async def _try(self, body: dict[str, object]) -> httpx.Response:
+        """One try. Raises UnavailableError if it has to be tried again."""
+        url = self._engine()
+        if url is None:
+            raise UnavailableError("no engine of the teacher is known")
         self._inflight[url] += 1
         try:
             answer = await post_while(self._http, f"{url}/completions", lambda: url in self._where(), body)
@@ -120,22 +120,18 @@ class Teacher:
         if answer is not None and answer.is_client_error and answer.status_code not in _AGAIN:
             raise TeacherError(f"{url}: the teacher refuses: {answer.status_code} {answer.text[:500]}")
         self._avoided[url] = self._clock() + AVOID_S
-        return None
+        raise UnavailableError(f"{url}: no answer")
 
 
 def teacher_of(recipe: Recipe, place: Place) -> Teacher:
     """The recipe's teacher, which it must have. Raises TeacherError: the variable of its key is not set."""
     teacher = recipe.teacher
     assert teacher is not None
-    timeout = httpx.Timeout(recipe.orchestrator.request_timeout_s, connect=10.0)
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+    timeout_s = recipe.orchestrator.request_timeout_s
     if not isinstance(teacher, ServedTeacher):
-        # plain HTTP: no certificates to load
-        http = httpx.AsyncClient(timeout=timeout, limits=limits, headers=secret.header(), trust_env=False, verify=False)
-        return Teacher(lambda: [f"{url}/v1" for url in place.teacher_urls()], http)
+        return Teacher(lambda: [f"{url}/v1" for url in place.teacher_urls()], client_within_run(timeout_s))
     headers = {"Authorization": f"Bearer {_key(teacher.key_env)}"} if teacher.key_env else {}
-    http = httpx.AsyncClient(timeout=timeout, limits=limits, headers=headers)
-    return Teacher(lambda: [teacher.base_url.rstrip("/")], http, teacher.model)
+    return Teacher(lambda: [teacher.base_url.rstrip("/")], client_out_of_run(timeout_s, headers), teacher.model)
 
 
 def _key(variable: str) -> str:

@@ -7,19 +7,20 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 
-import httpx
 import msgspec
 
 from primeslurm.errors import PrimeslurmError
 from primeslurm.orchestrator.dispatch import Dispatcher
 from primeslurm.orchestrator.load import LoadWindow, rounded
-from primeslurm.orchestrator.metrics import Row
 from primeslurm.orchestrator.scrape import scrape
 from primeslurm.recipe import Recipe
 from primeslurm.records.events.training import RolloutFailed, Stalled, StepReported
 from primeslurm.records.journal import Journal
 from primeslurm.records.load import Load
+from primeslurm.records.metrics import Row
 from primeslurm.records.state import OrchestratorState
+from primeslurm.wire import exits
+from primeslurm.wire.http import client_within_run
 from primeslurm.wire.rollouts import Rollout
 
 STATE_INTERVAL_S = 1.0
@@ -38,7 +39,7 @@ _ROW_LOADS = (
 class StallError(PrimeslurmError):
     """Nothing moved for too long; the message names the suspect."""
 
-    exit_code = 76
+    exit_code = exits.STALLED
 
 
 class Watch:
@@ -128,6 +129,9 @@ class Watch:
             "rollouts/failed": float(counts["failed"]),
             "rollouts/lost": float(counts["lost"]),
         }
+        for name in counts:
+            if name.startswith("groups_rejected_"):
+                row[name.replace("_", "/", 1)] = float(counts[name])
         for role, load in self._roles.items():
             values = {name: getattr(load, name) for name in _ROW_LOADS}
             row |= {f"engines/{role}/{name}": value for name, value in values.items() if value is not None}
@@ -172,8 +176,7 @@ class Watch:
     async def scrape(self) -> None:
         """Look at the engines' load every few seconds, until cancelled."""
         # No connection is kept: uvicorn closes idle ones sooner than the next look.
-        limits = httpx.Limits(max_keepalive_connections=0)
-        async with httpx.AsyncClient(trust_env=False, limits=limits) as client:
+        async with client_within_run(SCRAPE_INTERVAL_S, keep=0) as client:
             while True:
                 engines = self._engines()
                 self._window.add(self._clock(), await scrape(client, engines))

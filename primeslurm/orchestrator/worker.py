@@ -16,7 +16,7 @@ import verifiers.v1 as vf
 from verifiers.v1.clients import ModelContext
 from verifiers.v1.runtimes import subprocess as subprocess_runtime
 
-from primeslurm.orchestrator import environments
+from primeslurm.orchestrator import algorithms, environments
 from primeslurm.orchestrator.generate import TokenClient, serving
 from primeslurm.orchestrator.job_runner import JobRunner
 from primeslurm.orchestrator.jobs import Job
@@ -51,6 +51,7 @@ class Worker:
         images: Path,
     ) -> None:
         self._recipe = recipe
+        self._needs_observed = algorithms.from_recipe(recipe).needs_observed
         self._images = images
         self._addresses = addresses
         options = {"interception": {"type": "server"}, **dict(environment.args.get(environments.ENV_KEY, {}))}  # type: ignore[call-overload]
@@ -90,8 +91,8 @@ class Worker:
             )
         finally:
             completions = [completion for trace in traces for completion in client.endpoint.take(trace)]
-        observed = self._recipe.orchestrator.echo is not None
-        found = sequences(job, trainable_trace(episode), completions, time.monotonic() - started, observed)
+        seconds = time.monotonic() - started
+        found = sequences(job, trainable_trace(episode), completions, seconds, self._needs_observed)
         return tuple(stored(rollout, self._images) for rollout in found)
 
     def _sampling(self, job: Job) -> vf.SamplingConfig:

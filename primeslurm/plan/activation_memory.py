@@ -7,12 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from primeslurm.plan.facts import DeltaNets, Mamba, ModelFacts, Vision
-
-PART_TOKENS = 2048
-"""Tokens of a row that a recurrent layer computes at once, and anew in the backward pass."""
-DELTA_CHUNK = 64
-"""Positions of a part that a gated delta net takes together."""
+from primeslurm.families.shape import DELTA_CHUNK, PART_TOKENS, DeltaNets, Mamba, ModelShape, Vision
 
 
 @dataclass(frozen=True)
@@ -48,7 +43,7 @@ class Mixer:
     """While a part is computed anew."""
 
 
-def layers_of(facts: ModelFacts, dtype_bytes: int) -> list[Layers]:
+def layers_of(facts: ModelShape, dtype_bytes: int) -> list[Layers]:
     """The layers of a model by what they do; `dtype_bytes` for an element of compute.
 
     Hybrid models with Mamba have one job a layer, the others a mixer and a feed-forward network.
@@ -136,13 +131,13 @@ def images_of(vision: Vision, dtype_bytes: int) -> Images:
     )
 
 
-def _plain(count: int, elements: int, facts: ModelFacts, dtype_bytes: int) -> Layers:
+def _plain(count: int, elements: int, facts: ModelShape, dtype_bytes: int) -> Layers:
     """Layers without a recurrence. Tensors that are computed anew meet their gradients, hence twice."""
     inside, given = elements * dtype_bytes, facts.hidden * dtype_bytes
     return Layers(count, inside, given + inside // 2, given, working=2 * inside)
 
 
-def _recurrent(count: int, mixer: Mixer, elements: int, facts: ModelFacts, dtype_bytes: int) -> Layers:
+def _recurrent(count: int, mixer: Mixer, elements: int, facts: ModelShape, dtype_bytes: int) -> Layers:
     """Layers with a recurrence, and `elements` per token of all else in them, with which the backward pass is done when
     it computes the recurrence anew."""
     beside = elements * dtype_bytes
@@ -161,7 +156,7 @@ def _convolved(channels: int, width: int, dtype_bytes: int) -> int:
     return channels * (width + 2) * dtype_bytes
 
 
-def _attention(facts: ModelFacts) -> int:
+def _attention(facts: ModelShape) -> int:
     """Elements per token that the projections of an attention layer compute."""
     if facts.mla:
         m = facts.mla
@@ -169,7 +164,7 @@ def _attention(facts: ModelFacts) -> int:
     return 2 * facts.heads * facts.head_dim + 2 * facts.kv_heads * facts.head_dim
 
 
-def _feed_forward(facts: ModelFacts) -> int:
+def _feed_forward(facts: ModelShape) -> int:
     """Elements per token that the largest feed-forward network computes."""
     dense = 3 * facts.dense_width if facts.dense_layers else 0
     if facts.experts is None:

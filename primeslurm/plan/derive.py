@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from primeslurm.errors import UsageError
+from primeslurm.errors import UsageError, Violation
 from primeslurm.plan import jobs
 from primeslurm.plan.control import environment_command, orchestrator_command, trainer_command
 from primeslurm.plan.engines import place_inference
 from primeslurm.plan.model import Plan, Replica, Totals
-from primeslurm.plan.needs import Need, check_local, needs_of
+from primeslurm.plan.needs import Need, local_problems, needs_of
 from primeslurm.plan.slots import Slot
 from primeslurm.plan.teacher import place_teacher
 from primeslurm.recipe import Recipe, Site
@@ -22,15 +22,24 @@ def derive(recipe: Recipe, site: Site, run_dir: Path, *, local: bool = False) ->
     Raises:
         UsageError: the recipe cannot be placed on this site; every reason at once.
     """
-    problems = jobs.problems(recipe, site)
+    needs, problems = asked_of(recipe, site, local=local)
+    if problems:
+        raise UsageError(problems)
+    return place(recipe, site, run_dir, needs, local=local)
+
+
+def asked_of(recipe: Recipe, site: Site, *, local: bool) -> tuple[list[Need], list[Violation]]:
+    """What each role gets (nothing, if the site cannot give it), and every reason why the recipe cannot be placed."""
+    problems, needs = jobs.problems(recipe, site), []
     try:
         needs = needs_of(recipe, site)
     except UsageError as error:
-        raise UsageError([*problems, *error.violations]) from None
-    if problems:
-        raise UsageError(problems)
-    if local:
-        check_local(site, needs)
+        problems += error.violations
+    return needs, problems + (local_problems(site, needs) if local else [])
+
+
+def place(recipe: Recipe, site: Site, run_dir: Path, needs: list[Need], *, local: bool) -> Plan:
+    """The run with all its processes, on the nodes that each role gets."""
     slots = _slots(recipe, site, needs, local)
     replicas = place_inference(recipe, site, slots)
     teachers = place_teacher(recipe, site, slots)

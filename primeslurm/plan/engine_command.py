@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from primeslurm.families import Parsers, parsers_of
 from primeslurm.plan import dynamo, kv
 from primeslurm.plan.commands import Command, Device, EngineRole, long_options
-from primeslurm.plan.parsers import Parsers, parsers_of
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.inference import EngineSettings
 from primeslurm.recipe.routers import DynamoRouter
@@ -31,7 +31,7 @@ QUANTIZATION = {"fp8": "fp8_per_block"}
 UNQUANTISED = ("*.in_proj_a", "*.in_proj_b")
 """By the names of checkpoints: vLLM would quantise these weights. Released FP8 checkpoints do not, and the trainer does
 not (`trainer.encoding.in_fp8`); what else stays in full precision there, vLLM keeps so by itself."""
-TRANSFER_BACKENDS = {"filesystem": "primeslurm_filesystem", "nccl": "primeslurm_stream"}
+TRANSFER_BACKENDS = {"filesystem": "primeslurm_filesystem", "nccl": "primeslurm_collective"}
 """Weight transport of the recipe to vLLM's name of the backend (registered by inference.plugin)."""
 
 

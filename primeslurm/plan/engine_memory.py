@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from primeslurm.plan.facts import Mla, ModelFacts
+from primeslurm.families.shape import Mla, ModelShape
 from primeslurm.plan.gpus import GIB
 from primeslurm.plan.parameters import count
 
@@ -63,7 +63,7 @@ class EngineMemory:
         return max(0, self.kv) / (self.kv_per_token * length + self.state_per_sequence)
 
 
-def engine_memory(facts: ModelFacts, layout: EngineLayout, gpu_bytes: float, utilization: float) -> EngineMemory:
+def engine_memory(facts: ModelShape, layout: EngineLayout, gpu_bytes: float, utilization: float) -> EngineMemory:
     """The memory of one GPU of an engine on a GPU of `gpu_bytes`, of which vLLM may use a share."""
     weights = weight_bytes(facts, layout)
     reserve = _reserve(facts, layout)
@@ -76,7 +76,7 @@ def engine_memory(facts: ModelFacts, layout: EngineLayout, gpu_bytes: float, uti
     )
 
 
-def weight_bytes(facts: ModelFacts, layout: EngineLayout) -> int:
+def weight_bytes(facts: ModelShape, layout: EngineLayout) -> int:
     """Weights of one GPU.
 
     Linear layers are cut by tensor parallelism, except for what MLA compresses with and the indexer, which every rank
@@ -93,7 +93,7 @@ def weight_bytes(facts: ModelFacts, layout: EngineLayout) -> int:
     return int((linear + experts) * (layout.weight_bytes + scale) + plain * layout.dtype_bytes)
 
 
-def kv_bytes_per_token(facts: ModelFacts, layout: EngineLayout) -> int:
+def kv_bytes_per_token(facts: ModelShape, layout: EngineLayout) -> int:
     """KV cache of one token on one GPU.
 
     GQA: K and V of this rank's heads (at least one). MLA: the compressed KV and the RoPE key, on every rank; in FP8 the
@@ -106,21 +106,21 @@ def kv_bytes_per_token(facts: ModelFacts, layout: EngineLayout) -> int:
     return layers * _gqa_bytes(facts, layout)
 
 
-def _gqa_bytes(facts: ModelFacts, layout: EngineLayout) -> int:
+def _gqa_bytes(facts: ModelShape, layout: EngineLayout) -> int:
     return 2 * max(1, facts.kv_heads // layout.tp) * facts.head_dim * (1 if layout.fp8_kv else layout.dtype_bytes)
 
 
-def _latent_bytes(facts: ModelFacts, mla: Mla, layout: EngineLayout) -> int:
+def _latent_bytes(facts: ModelShape, mla: Mla, layout: EngineLayout) -> int:
     if not layout.fp8_kv:
         return (mla.kv_rank + mla.rope) * layout.dtype_bytes
     return mla.kv_rank + mla.kv_rank // 128 * 4 + mla.rope * 2 if facts.indexer else mla.kv_rank + mla.rope
 
 
-def _indexer_bytes(facts: ModelFacts) -> int:
+def _indexer_bytes(facts: ModelShape) -> int:
     return facts.indexer.dim + facts.indexer.dim // 128 * 4 if facts.indexer else 0
 
 
-def _state(facts: ModelFacts, layout: EngineLayout) -> int:
+def _state(facts: ModelShape, layout: EngineLayout) -> int:
     windows = facts.window_layers * (facts.window or 0) * _gqa_bytes(facts, layout)
     recurrent = 0
     if facts.mamba:
@@ -136,7 +136,7 @@ def _state(facts: ModelFacts, layout: EngineLayout) -> int:
     return windows + recurrent // layout.tp
 
 
-def _mla_parts(facts: ModelFacts) -> tuple[int, int]:
+def _mla_parts(facts: ModelShape) -> tuple[int, int]:
     """Parameters (that every tensor-parallel rank holds, of absorbed copies)."""
     if facts.mla is None:
         return 0, 0
@@ -148,12 +148,12 @@ def _mla_parts(facts: ModelFacts) -> tuple[int, int]:
     return layers * replicated, layers * mla.kv_rank * facts.heads * (mla.nope + mla.value)
 
 
-def _reserve(facts: ModelFacts, layout: EngineLayout) -> int:
+def _reserve(facts: ModelShape, layout: EngineLayout) -> int:
     graphs = GRAPH_BYTES if layout.cuda_graphs else 0
     return CONTEXT_BYTES + _activations(facts, layout) + graphs + _buffers(facts, layout)
 
 
-def _activations(facts: ModelFacts, layout: EngineLayout) -> int:
+def _activations(facts: ModelShape, layout: EngineLayout) -> int:
     """Peak of a forward pass over the largest batch: one layer's tensors, and logits of sampled positions or prompts.
 
     A token of a MoE layer exists top_k times: its input, two intermediate results and its output.
@@ -168,7 +168,7 @@ def _activations(facts: ModelFacts, layout: EngineLayout) -> int:
     return int(tensors + max(logits, prompt_logit_bytes(facts, layout) if layout.prompt_logprobs else 0))
 
 
-def prompt_logit_bytes(facts: ModelFacts, layout: EngineLayout) -> int:
+def prompt_logit_bytes(facts: ModelShape, layout: EngineLayout) -> int:
     """Logits of prompts: those of some tokens are still there while those of the next ones are computed.
 
     With tensor parallelism each rank has its own part of these, all parts as they came, and all in order.
@@ -177,7 +177,7 @@ def prompt_logit_bytes(facts: ModelFacts, layout: EngineLayout) -> int:
     return int(min(layout.batched_tokens, PROMPT_TOKENS) * facts.vocab * layout.dtype_bytes * copies)
 
 
-def _buffers(facts: ModelFacts, layout: EngineLayout) -> int:
+def _buffers(facts: ModelShape, layout: EngineLayout) -> int:
     if layout.ep == 1 or layout.all2all is None:
         return 0
     if layout.all2all == "deepep_low_latency":
@@ -185,7 +185,7 @@ def _buffers(facts: ModelFacts, layout: EngineLayout) -> int:
     return DEEPEP_BUFFER_BYTES if layout.all2all.startswith("deepep") else 0
 
 
-def low_latency_bytes(facts: ModelFacts, tokens: int) -> int:
+def low_latency_bytes(facts: ModelShape, tokens: int) -> int:
     """DeepEP's low-latency buffer: room for every rank's tokens at every expert, sent and received, twice."""
     if facts.experts is None:
         return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from primeslurm.families.shape import ModelShape
 from primeslurm.plan.commands import EngineRole
 from primeslurm.plan.engine_command import GPU_MEMORY_UTILIZATION, settings_of
 from primeslurm.plan.engine_memory import (
@@ -13,7 +14,6 @@ from primeslurm.plan.engine_memory import (
     engine_memory,
     kv_bytes_per_token,
 )
-from primeslurm.plan.facts import ModelFacts
 from primeslurm.plan.forecast import Amount, Estimate, RoleMemory
 from primeslurm.plan.gpus import GIB, Gpu, gpu_of
 from primeslurm.plan.model import NodeRole
@@ -24,9 +24,8 @@ from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.kv import NativeOffload
 from primeslurm.recipe.scheduling import DEFAULT_TIME
 from primeslurm.recipe.syntax import minutes
+from primeslurm.recipe.training import micro_batch_rows
 
-MICRO_BATCH_TOKENS = 16384
-"""The trainer packs rows into a micro batch up to this many tokens, and at least one row."""
 MFU = 0.2
 """Share of the peak that a MoE trainer reaches: 15 to 25 % are published for 8xH200 and larger."""
 LINE_SHARE = 0.5
@@ -40,7 +39,7 @@ STATE_BYTES = {"adamw": 8, "muon": 4, "sgd": 4, "sign_sgd": 0}
 ENGINE_ROLES: dict[NodeRole, EngineRole] = {"inference": "engine", "prefill": "prefill", "decode": "decode"}
 
 
-def estimate(recipe: Recipe, site: Site, needs: list[Need], facts: ModelFacts, source: str) -> Estimate:
+def estimate(recipe: Recipe, site: Site, needs: list[Need], facts: ModelShape, source: str) -> Estimate:
     """The memory of every role with known GPUs, and amounts of the whole run."""
     roles: list[RoleMemory] = []
     for need in needs:
@@ -54,7 +53,7 @@ def estimate(recipe: Recipe, site: Site, needs: list[Need], facts: ModelFacts, s
     return Estimate(source=source, roles=tuple(roles), amounts=tuple(_amounts(recipe, site, needs, facts)))
 
 
-def engine_layout(recipe: Recipe, role: EngineRole, ep: int, facts: ModelFacts) -> EngineLayout:
+def engine_layout(recipe: Recipe, role: EngineRole, ep: int, facts: ModelShape) -> EngineLayout:
     """How engines of a role are cut, with the experts spread over `ep` GPUs."""
     settings, inference = settings_of(recipe, role), recipe.inference
     element = 2 if recipe.model.dtype == "bfloat16" else 4
@@ -72,15 +71,14 @@ def engine_layout(recipe: Recipe, role: EngineRole, ep: int, facts: ModelFacts) 
     )
 
 
-def trainer_layout(recipe: Recipe, gpus: int, facts: ModelFacts) -> TrainerLayout:
+def trainer_layout(recipe: Recipe, gpus: int, facts: ModelShape) -> TrainerLayout:
     """How the trainer is cut on `gpus` GPUs in all."""
     trainer = recipe.trainer
     p = trainer.parallelism
-    rows = max(1, MICRO_BATCH_TOKENS // recipe.seq_len)
     return TrainerLayout(
         shard=gpus // p.dp_replicate,
         ep=p.ep,
-        tokens=rows * recipe.seq_len // p.cp,
+        tokens=micro_batch_rows(recipe.seq_len) * recipe.seq_len // p.cp,
         checkpointing=p.activation_checkpointing,
         optimizer_offload=trainer.memory.optimizer_offload,
         activation_offload=trainer.memory.activation_offload,
@@ -100,7 +98,7 @@ def _frozen_vision(recipe: Recipe) -> bool:
     return recipe.model.vlm is None or recipe.model.vlm.freeze_vision_encoder
 
 
-def engine_role(recipe: Recipe, need: Need, facts: ModelFacts, gpu: Gpu, prompt_logprobs: bool = False) -> RoleMemory:
+def engine_role(recipe: Recipe, need: Need, facts: ModelShape, gpu: Gpu, prompt_logprobs: bool = False) -> RoleMemory:
     """The memory of one GPU of a role that runs engines, which may be asked for log-probabilities of prompts."""
     role = ENGINE_ROLES[need.role]
     settings = settings_of(recipe, role)
@@ -125,7 +123,7 @@ def engine_role(recipe: Recipe, need: Need, facts: ModelFacts, gpu: Gpu, prompt_
     )
 
 
-def _trainer_role(recipe: Recipe, need: Need, facts: ModelFacts, gpu: Gpu) -> RoleMemory:
+def _trainer_role(recipe: Recipe, need: Need, facts: ModelShape, gpu: Gpu) -> RoleMemory:
     memory = trainer_memory(facts, trainer_layout(recipe, need.nodes * need.gpus, facts))
     parts = {
         "weights": memory.weights,
@@ -147,7 +145,7 @@ def _trainer_role(recipe: Recipe, need: Need, facts: ModelFacts, gpu: Gpu) -> Ro
     )
 
 
-def _amounts(recipe: Recipe, site: Site, needs: list[Need], facts: ModelFacts) -> list[Amount]:
+def _amounts(recipe: Recipe, site: Site, needs: list[Need], facts: ModelShape) -> list[Amount]:
     p = count(facts)
     gpus = sum(need.nodes * need.gpus for need in needs)
     time = recipe.slurm.over(site.slurm).time or DEFAULT_TIME
@@ -164,7 +162,7 @@ def _amounts(recipe: Recipe, site: Site, needs: list[Need], facts: ModelFacts) -
     return found
 
 
-def _training(recipe: Recipe, train: Need, facts: ModelFacts) -> list[Amount]:
+def _training(recipe: Recipe, train: Need, facts: ModelShape) -> list[Amount]:
     adapters = lora_parameters(facts, recipe.trainer.lora.rank) if recipe.trainer.lora else 0
     trained = trained_parameters(facts, adapters, _frozen_vision(recipe))
     size = (4 + STATE_BYTES[recipe.trainer.optimizer.type]) * trained
@@ -179,7 +177,7 @@ def _training(recipe: Recipe, train: Need, facts: ModelFacts) -> list[Amount]:
     return [saved, Amount(name="trainer step", value=round(seconds, 1), unit="s", how=how)]
 
 
-def _attention_flops(facts: ModelFacts, length: int) -> float:
+def _attention_flops(facts: ModelShape, length: int) -> float:
     """Forward and backward attention of one token of a sequence: causal, so over half of it on average.
 
     Sparse attention looks at a few thousand tokens, which is small beside the experts.
@@ -190,7 +188,7 @@ def _attention_flops(facts: ModelFacts, length: int) -> float:
     return 6.0 * (facts.attention_layers - facts.window_layers) * width * length
 
 
-def _update(recipe: Recipe, site: Site, train: Need, needs: list[Need], facts: ModelFacts) -> list[Amount]:
+def _update(recipe: Recipe, site: Site, train: Need, needs: list[Need], facts: ModelShape) -> list[Amount]:
     """Bytes of one policy, and the seconds until every engine holds it."""
     element = 2 if recipe.model.dtype == "bfloat16" else 4
     fp8 = recipe.inference.quantization == "fp8" or facts.fp8_blocks
@@ -224,7 +222,7 @@ def _sending(recipe: Recipe, site: Site, train: Need, needs: list[Need], common:
     return [Amount(name="weight update", value=round(seconds, 1), unit="s", how=how)]
 
 
-def _replay(recipe: Recipe, facts: ModelFacts) -> list[Amount]:
+def _replay(recipe: Recipe, facts: ModelShape) -> list[Amount]:
     if not recipe.trainer.router_replay or facts.experts is None:
         return []
     per_token = facts.layers * facts.experts.top_k * (1 if facts.experts.count <= 256 else 2)
@@ -233,7 +231,7 @@ def _replay(recipe: Recipe, facts: ModelFacts) -> list[Amount]:
     return [Amount(name="routed experts", value=round(batch / 1e9, 1), unit="GB per step", how=how)]
 
 
-def _host_tier(recipe: Recipe, needs: list[Need], facts: ModelFacts) -> list[Amount]:
+def _host_tier(recipe: Recipe, needs: list[Need], facts: ModelShape) -> list[Amount]:
     """Tokens whose KV fits into host memory: a Mooncake store's pool, or the tiers of all engines that have one."""
     offload = recipe.inference.kv_offload
     holders = [need for need in needs if need.role in ENGINE_ROLES]

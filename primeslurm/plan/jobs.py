@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from primeslurm.errors import Violation
+from primeslurm.hostlists import expand
 from primeslurm.plan.model import HetGroup, JobOptions
 from primeslurm.plan.needs import Need
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.scheduling import DEFAULT_TIME, Apptainer, Component, Container, Placement, Pyxis, Submission
 from primeslurm.recipe.syntax import minutes
-from primeslurm.slurm.nodelists import expand
 from primeslurm.wire.secret import VARIABLE as SECRET
 
 

@@ -22,6 +22,9 @@ Role = Literal["orchestrator", "environment", "trainer", "engine", "prefill", "d
 Restart = Literal["in_place", "unit", "attempt"]
 NodeRole = Literal["control", "train", "inference", "prefill", "decode", "teacher"]
 
+JOB_OUTPUT = "slurm-{}.out"
+"""What the batch script, srun and the agents of a job of Slurm print, by the job's id; in the run directory."""
+
 
 class Health(Section):
     """How a process shows that it is ready: HTTP 200 on `path` of port `port`."""

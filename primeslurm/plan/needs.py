@@ -62,13 +62,15 @@ def needs_of(recipe: Recipe, site: Site) -> list[Need]:
     return needs
 
 
-def check_local(site: Site, needs: list[Need]) -> None:
-    """All roles share one machine's GPUs. Raises UsageError if they ask for more than it has."""
-    if site.device == "cuda":
-        asked, there = sum(need.nodes * need.gpus for need in needs), max(kind.gpus for kind in site.nodes.values())
-        if asked > there:
-            why = f"the roles together ask for {asked} GPUs, this machine has {there}"
-            raise UsageError([Violation("deployment", "", why, "lower gpus_per_node of a role")])
+def local_problems(site: Site, needs: list[Need]) -> list[Violation]:
+    """All roles share one machine's GPUs, and may ask for more than it has."""
+    if site.device != "cuda":
+        return []
+    asked, there = sum(need.nodes * need.gpus for need in needs), max(kind.gpus for kind in site.nodes.values())
+    if asked <= there:
+        return []
+    why = f"the roles together ask for {asked} GPUs, this machine has {there}"
+    return [Violation("deployment", "", why, "lower gpus_per_node of a role")]
 
 
 def _asks(recipe: Recipe) -> list[_Ask]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from primeslurm.plan.facts import DeltaNets, Mamba, Mla, ModelFacts, Vision
+from primeslurm.families.shape import DeltaNets, Mamba, Mla, ModelShape, Vision
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Parameters:
         return self.language - self.embedding - self.head
 
 
-def count(facts: ModelFacts) -> Parameters:
+def count(facts: ModelShape) -> Parameters:
     """Count the parameters of a model."""
     ends = facts.vocab * facts.hidden
     matrices = 3 if facts.gated else 2
@@ -57,7 +57,7 @@ def count(facts: ModelFacts) -> Parameters:
     if facts.experts:
         e = facts.experts
         inside = e.latent or facts.hidden
-        one = matrices * inside * e.width + (2 * e.width + inside if facts.family == "gpt_oss" else 0)
+        one = matrices * inside * e.width + (2 * e.width + inside if facts.expert_bias else 0)
         experts, active = (facts.moe_layers * n * one for n in (e.count, e.top_k))
         shared = facts.moe_layers * matrices * facts.hidden * e.shared_width
         shared += facts.moe_layers * 2 * facts.hidden * e.latent if e.latent else 0
@@ -77,7 +77,7 @@ def count(facts: ModelFacts) -> Parameters:
     )
 
 
-def largest_layer(facts: ModelFacts) -> tuple[int, int]:
+def largest_layer(facts: ModelShape) -> tuple[int, int]:
     """Parameters of the largest layer: (routed experts, everything else)."""
     if facts.experts is None:
         rest = _attention(facts) + (3 if facts.gated else 2) * facts.hidden * facts.dense_width
@@ -88,16 +88,16 @@ def largest_layer(facts: ModelFacts) -> tuple[int, int]:
     return parameters.experts // facts.moe_layers, attention + shared + facts.hidden * facts.experts.count
 
 
-def _attention(facts: ModelFacts) -> int:
+def _attention(facts: ModelShape) -> int:
     if facts.mla:
         return _latent_attention(facts, facts.mla)
     q, kv = facts.heads * facts.head_dim, facts.kv_heads * facts.head_dim
-    bias = q + 2 * kv + (facts.hidden if facts.family == "gpt_oss" else 0) if facts.attention_bias else 0
-    sinks = facts.heads if facts.family == "gpt_oss" else 0
+    bias = q + 2 * kv + (facts.hidden if facts.output_bias else 0) if facts.attention_bias else 0
+    sinks = facts.heads if facts.sinks else 0
     return facts.hidden * (2 * q + 2 * kv + facts.attention_gate) + bias + sinks
 
 
-def _latent_attention(facts: ModelFacts, mla: Mla) -> int:
+def _latent_attention(facts: ModelShape, mla: Mla) -> int:
     query = facts.heads * (mla.nope + mla.rope)
     down = facts.hidden * (mla.q_rank + mla.kv_rank + mla.rope)
     up = (mla.q_rank or facts.hidden) * query + mla.kv_rank * facts.heads * (mla.nope + mla.value)
@@ -118,7 +118,7 @@ def _delta_net(nets: DeltaNets, hidden: int) -> int:
     return hidden * (2 * keys + 3 * values + 2 * nets.value_heads) + (2 * keys + values) * nets.conv
 
 
-def _norms(facts: ModelFacts) -> int:
+def _norms(facts: ModelShape) -> int:
     per_layer = 1 if facts.mamba else 2
     heads = 2 * facts.head_dim if facts.qk_norm else 0
     ranks = facts.mla.q_rank + facts.mla.kv_rank if facts.mla else 0

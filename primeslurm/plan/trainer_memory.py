@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from primeslurm.families.shape import ModelShape
 from primeslurm.plan.activation_memory import images_of, layers_of
-from primeslurm.plan.facts import ModelFacts
 from primeslurm.plan.gpus import GIB
 from primeslurm.plan.parameters import count, largest_layer
 
@@ -76,7 +76,7 @@ class TrainerMemory:
         return self.allocated + CONTEXT_BYTES
 
 
-def trainer_memory(facts: ModelFacts, layout: TrainerLayout) -> TrainerMemory:
+def trainer_memory(facts: ModelShape, layout: TrainerLayout) -> TrainerMemory:
     """The peak of one trainer GPU.
 
     States: float32 masters, gradients and two AdamW moments, 16 bytes a parameter over the shard (Rajbhandari et al.,
@@ -102,19 +102,19 @@ def trainer_memory(facts: ModelFacts, layout: TrainerLayout) -> TrainerMemory:
     )
 
 
-def trained_parameters(facts: ModelFacts, adapters: int, frozen_vision: bool) -> int:
+def trained_parameters(facts: ModelShape, adapters: int, frozen_vision: bool) -> int:
     """Parameters that have gradients: those of adapters, if there are any, or of all that is not frozen."""
     parameters = count(facts)
     return adapters or (parameters.language if frozen_vision else parameters.total)
 
 
-def layer_gather_bytes(facts: ModelFacts, ep: int, bytes_per_parameter: int) -> int:
+def layer_gather_bytes(facts: ModelShape, ep: int, bytes_per_parameter: int) -> int:
     """One unsharded layer on a GPU: experts stay spread over the expert-parallel ranks."""
     experts, rest = largest_layer(facts)
     return (experts // ep + rest) * bytes_per_parameter
 
 
-def lora_parameters(facts: ModelFacts, rank: int) -> int:
+def lora_parameters(facts: ModelShape, rank: int) -> int:
     """Parameters of adapters on every linear layer: rank x (inputs + outputs)."""
     q, kv = facts.heads * facts.head_dim, facts.kv_heads * facts.head_dim
     per_layer = (facts.hidden + q) * 2 + (facts.hidden + kv) * 2
@@ -126,7 +126,7 @@ def lora_parameters(facts: ModelFacts, rank: int) -> int:
     return rank * total
 
 
-def _gathered(facts: ModelFacts, layout: TrainerLayout) -> int:
+def _gathered(facts: ModelShape, layout: TrainerLayout) -> int:
     """Two layers in the compute dtype, or all; gradients of one, and their float32 copy on the way to the reduction.
 
     An encoder of images is gathered, block by block, when no layer is: only one that stays gathered counts.
@@ -140,7 +140,7 @@ def _gathered(facts: ModelFacts, layout: TrainerLayout) -> int:
     return layers + ends + encoder
 
 
-def activation_bytes(facts: ModelFacts, layout: TrainerLayout) -> int:
+def activation_bytes(facts: ModelShape, layout: TrainerLayout) -> int:
     """What the forward pass keeps for the backward pass, and the working set of the layer that is recomputed.
 
     With offload, two layers' are here. Ranks that share rows share the heads of recurrent layers, too.
@@ -152,7 +152,7 @@ def activation_bytes(facts: ModelFacts, layout: TrainerLayout) -> int:
     return layout.tokens * kept + max(layout.tokens * layers.working + layers.part // layout.cp for layers in kinds)
 
 
-def image_bytes(facts: ModelFacts, layout: TrainerLayout, beside: int) -> int:
+def image_bytes(facts: ModelShape, layout: TrainerLayout, beside: int) -> int:
     """What images take beside their tokens, if every token stands for a part of one.
 
     The encoder works before and after all layers of the language model, when what these take, `beside`, is not there:
@@ -169,7 +169,7 @@ def image_bytes(facts: ModelFacts, layout: TrainerLayout, beside: int) -> int:
     return patches * kept + max(0, patches * each.block - beside)
 
 
-def _waiting(facts: ModelFacts, layout: TrainerLayout) -> int:
+def _waiting(facts: ModelShape, layout: TrainerLayout) -> int:
     """Activations in host memory."""
     if not layout.activation_offload:
         return 0

@@ -10,6 +10,8 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from primeslurm.recipe.base import descriptions
+
 
 def markdown(model: type[BaseModel]) -> str:
     """Tables of a model and of every section below it."""
@@ -17,7 +19,8 @@ def markdown(model: type[BaseModel]) -> str:
     for section in _sections(model):
         lines += [f"## {section.__name__}", "", " ".join((section.__doc__ or "").split()), ""]
         lines += ["| field | type | default | meaning |", "|---|---|---|---|"]
-        lines += [_row(info.alias or name, info) for name, info in section.model_fields.items()]
+        meanings = descriptions(section)
+        lines += [_row(info.alias or name, info, meanings.get(name, "")) for name, info in section.model_fields.items()]
         lines.append("")
     return "\n".join(lines)
 
@@ -37,9 +40,8 @@ def _models(annotation: Any) -> Iterator[type[BaseModel]]:
         yield from _models(argument)
 
 
-def _row(name: str, info: FieldInfo) -> str:
-    meaning = " ".join((info.description or "").split())
-    cells = [f"`{name}`", _type(info.annotation), _default(info), meaning]
+def _row(name: str, info: FieldInfo, meaning: str) -> str:
+    cells = [f"`{name}`", _type(info.annotation), _default(info), " ".join(meaning.split())]
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

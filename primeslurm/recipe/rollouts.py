@@ -8,7 +8,7 @@ from typing import Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from primeslurm.recipe.base import Section
-from primeslurm.recipe.syntax import EnvironmentId, Json, Label
+from primeslurm.recipe.syntax import EnvironmentId, ImportPath, Json, Label
 
 
 class Environment(Section):
@@ -41,6 +41,20 @@ class Sampling(Section):
     """New tokens per turn. Default: what seq_len leaves."""
 
 
+class CustomAlgorithm(Section):
+    """An algorithm of one's own, which must be importable wherever the orchestrator and environments run.
+
+    The function is called with kwargs, and returns an `Algorithm` as described in
+    `primeslurm/orchestrator/algorithms/protocol.py`; a class derived from it is such a function.
+    """
+
+    type: Literal["custom"] = "custom"
+    function: ImportPath
+    """For example my_package.algorithms:LeaveOneOut."""
+    kwargs: dict[str, Json] = {}
+    """Its arguments, by name."""
+
+
 AdvantageRule = Literal["grpo", "max_rl", "opd"]
 
 
@@ -56,6 +70,8 @@ class Orchestrator(Section):
     negative. opd (on-policy distillation): each token's log-probability by the teacher minus the engine's."""
     opd_reward: NonNegativeFloat = 0.0
     """With `advantages: opd`: also the reward minus the group's mean, times this. 0: rewards are only reported."""
+    algorithm: CustomAlgorithm | None = None
+    """Your own in place of `advantages`. `echo` adds to it."""
     echo: PositiveFloat | None = None
     """Also train on what environments answered (tool and user messages after the policy's first answer), by
     cross-entropy times this; 0.1 is usual. Default: those tokens are context only."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from primeslurm.errors import Violation
 from primeslurm.recipe.losses import CustomLoss
 from primeslurm.recipe.model import Recipe
+from primeslurm.recipe.rollouts import Orchestrator
 
 
 def violations(recipe: Recipe) -> list[Violation]:
@@ -38,11 +39,25 @@ def _rl(recipe: Recipe) -> list[Violation]:
     labels = [environment.label for environment in recipe.environments]
     for label in sorted({name for name in labels if labels.count(name) > 1}):
         found.append(Violation("environments", label, "names must be unique", "give each a `name`"))
+    found += _algorithm(orchestrator)
     max_tokens = orchestrator.sampling.max_tokens
     if max_tokens is not None and max_tokens >= recipe.seq_len:
         why = f"leaves no room for a prompt in seq_len = {recipe.seq_len}"
         found.append(Violation("orchestrator.sampling.max_tokens", str(max_tokens), why))
     return found
+
+
+def _algorithm(orchestrator: Orchestrator) -> list[Violation]:
+    """An algorithm of one's own says alone what advantages are."""
+    if orchestrator.algorithm is None:
+        return []
+    why = f"orchestrator.algorithm = {orchestrator.algorithm.function} says what advantages are"
+    unread: dict[str, str] = {}
+    if orchestrator.advantages != "grpo":
+        unread["advantages"] = orchestrator.advantages
+    if orchestrator.opd_reward:
+        unread["opd_reward"] = f"{orchestrator.opd_reward:g}"
+    return [Violation(f"orchestrator.{name}", value, why, "leave one out") for name, value in unread.items()]
 
 
 def _serve(recipe: Recipe) -> list[Violation]:
@@ -68,11 +83,12 @@ def _teacher(recipe: Recipe) -> list[Violation]:
     found: list[Violation] = []
     ref_kl = None if isinstance(loss, CustomLoss) else loss.ref_kl
     opd, reward = recipe.orchestrator.advantages == "opd", recipe.orchestrator.opd_reward
-    if reward and not opd:
+    custom = isinstance(loss, CustomLoss) or recipe.orchestrator.algorithm is not None
+    if reward and not opd and recipe.orchestrator.algorithm is None:
         why = f"advantages: {recipe.orchestrator.advantages} are the reward's already"
         found.append(Violation("orchestrator.opd_reward", f"{reward:g}", why, "leave it out, or advantages: opd"))
     if teacher is not None:
-        if ref_kl is None and not opd and not isinstance(loss, CustomLoss):
+        if ref_kl is None and not opd and not custom:
             fix = "set trainer.loss.ref_kl or orchestrator.advantages: opd, or leave it out"
             found.append(Violation("teacher", teacher.type, "nothing asks for its log-probabilities", fix))
         return found

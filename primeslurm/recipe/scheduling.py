@@ -137,7 +137,7 @@ class Slurm(Submission):
 
 
 class Wandb(Section):
-    """Weights & Biases logging."""
+    """Weights & Biases logging, in a run that has this run's name and id: all attempts go on in it."""
 
     project: str
     entity: str | None = None

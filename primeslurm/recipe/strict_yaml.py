@@ -1,4 +1,8 @@
-"""YAML files and values as users write them: no key twice, no dates, and every mistake is one line with its place."""
+"""YAML files and values as users write them: no key twice, no dates, and every mistake is one line with its place.
+
+PyYAML and not ruamel.yaml, which refuses equal keys by itself: it would need the other rules as well, reads `yes` and
+`010` differently from what recipes have meant so far, and takes 0.1 s to be imported instead of 0.01 s.
+"""
 
 from __future__ import annotations
 

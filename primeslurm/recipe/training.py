@@ -10,6 +10,13 @@ from primeslurm.recipe.base import Section
 from primeslurm.recipe.losses import DppoLoss, Loss
 
 Dtype = Literal["float32", "bfloat16"]
+MICRO_BATCH_TOKENS = 16384
+"""A micro batch is as many rows as fit into this many tokens, and at least one."""
+
+
+def micro_batch_rows(seq_len: int) -> int:
+    """Rows of `seq_len` tokens that the trainer computes at once."""
+    return max(1, MICRO_BATCH_TOKENS // seq_len)
 
 
 class Vlm(Section):

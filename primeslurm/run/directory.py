@@ -10,7 +10,7 @@ import msgspec
 from primeslurm.errors import RunError
 from primeslurm.files import write_atomic, write_json
 from primeslurm.plan import storage
-from primeslurm.plan.model import Plan
+from primeslurm.plan.model import JOB_OUTPUT, Plan
 from primeslurm.recipe.paths import is_dir, is_file
 from primeslurm.records.attempt import EndRecord, JobRecord, LockRecord
 from primeslurm.records.base import Record
@@ -165,7 +165,7 @@ class RunDirectory:
 
     def job_output(self, job_id: str) -> Path:
         """What the batch script, srun and the agents of a job of Slurm print."""
-        return self.path / f"slurm-{job_id}.out"
+        return self.path / JOB_OUTPUT.format(job_id)
 
     @property
     def run_id(self) -> str:

@@ -9,7 +9,8 @@ from pathlib import Path
 from primeslurm.records import events as kinds
 from primeslurm.records import reading
 from primeslurm.records.base import Event
-from primeslurm.records.reading import TAIL_BYTES, Row, last_lines, whole_lines
+from primeslurm.records.metrics import Row
+from primeslurm.records.reading import TAIL_BYTES, last_lines, whole_lines
 from primeslurm.records.state import OrchestratorState, TrainerState
 from primeslurm.run.directory import Attempt, RunDirectory
 
@@ -18,7 +19,7 @@ NOTABLE_FILES = 24
 
 
 def rows(run_dir: Path) -> list[Row]:
-    """The rows of metrics.jsonl, one per step, in order."""
+    """The rows of metrics.jsonl, one per step, in order; those of SFT under the names of RL."""
     return reading.rows(run_dir / "metrics.jsonl")
 
 

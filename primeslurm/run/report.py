@@ -7,12 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jinja2
-
 from primeslurm.files import read_json
 from primeslurm.plan.model import Node, Plan
 from primeslurm.records.attempt import LockRecord
-from primeslurm.records.reading import Row
+from primeslurm.records.metrics import Row
 from primeslurm.run import charts
 from primeslurm.run.charts import Chart, Tick, chart
 from primeslurm.run.directory import Attempt, RunDirectory
@@ -21,7 +19,7 @@ from primeslurm.run.records import attempt_events, dropped_of, rows
 from primeslurm.run.status import JobQuery, RunStatus, read_status
 from primeslurm.run.summary import Summary, summarise
 from primeslurm.run.validity import problems
-from primeslurm.slurm.render import templates_directory
+from primeslurm.templating import environment
 
 MAX_EVENTS = 200
 BAR_WIDTH, BAR_LEFT, BAR_HEIGHT = 1140, 90, 30
@@ -132,15 +130,9 @@ def report(run: RunDirectory, job_state: JobQuery, now: float) -> str:
     recipe = read_json(run.path / "recipe.resolved.json") or {}
     batch_size = int((recipe.get("orchestrator") or {}).get("batch_size", 0))
     told = [(attempt, notable(attempt_events(attempt))) for attempt in run.attempts()]
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(templates_directory()),
-        undefined=jinja2.StrictUndefined,
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters["clock"] = lambda seconds: time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
-    return environment.get_template("report.html.j2").render(
+    templates = environment(autoescape=True)
+    templates.filters["clock"] = lambda seconds: time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+    return templates.get_template("report.html.j2").render(
         status=status,
         numbers=_numbers(status, summarise(run), plan),
         invalid=problems(steps, dropped_of(run.latest()), batch_size),
@@ -165,28 +157,35 @@ def all_charts(steps: Sequence[Row]) -> list[Chart]:
 
 def _numbers(status: RunStatus, summary: Summary, plan: Plan) -> list[tuple[str, str]]:
     reward = "-" if summary.last_reward is None else f"{summary.first_reward:.3f} → {summary.last_reward:.3f}"
+    loss = "-" if summary.last_loss is None else f"{summary.first_loss:.4f} → {summary.last_loss:.4f}"
     kl = "-" if summary.mismatch_kl_max is None else f"{summary.mismatch_kl_max:.1e}"
     found = [
         ("steps", f"{summary.steps} of {status.max_steps}"),
         ("committed step", "-" if status.committed_step is None else str(status.committed_step)),
         ("reward, first → last steps", reward),
+        ("loss, first → last steps", loss),
         ("largest staleness", f"{summary.staleness_max:.0f} versions"),
         ("dropped as too old", f"{summary.dropped_stale} rollouts"),
         ("largest KL, same policy", kl),
         ("sampled", f"{summary.tokens_per_s:.0f} tokens/s"),
+        ("trained", f"{summary.trained_tokens_per_s:.0f} tokens/s"),
         ("attempts", str(summary.attempts)),
         ("restarts in place", str(summary.engine_restarts)),
         ("time", _hours(summary.seconds)),
         ("nodes", f"{plan.totals.nodes} ({plan.totals.inference_nodes} inference)"),
         ("GPUs", f"{plan.totals.gpus} ({plan.totals.trainer_gpus} trainer)"),
     ]
-    return found if status.task == "rl" else [each for each in found if each[0] not in _RL_ONLY]
+    of_others = {name for task, names in _OF_TASK.items() if task != status.task for name in names}
+    return [each for each in found if each[0] not in of_others]
 
 
-_RL_ONLY = (
-    *("reward, first → last steps", "largest staleness", "dropped as too old"),
-    *("largest KL, same policy", "sampled"),
-)
+_OF_TASK = {
+    "rl": (
+        *("reward, first → last steps", "largest staleness", "dropped as too old"),
+        *("largest KL, same policy", "sampled"),
+    ),
+    "sft": ("loss, first → last steps", "trained"),
+}
 
 
 def _timeline(told: Sequence[tuple[Attempt, list[Happening]]], now: float) -> Timeline:

@@ -17,7 +17,8 @@ from primeslurm.files import read_json
 from primeslurm.records.attempt import EndRecord, JobRecord
 from primeslurm.records.fleet import AgentReport, FleetView
 from primeslurm.records.load import Load
-from primeslurm.records.reading import Row, recent_rows
+from primeslurm.records.metrics import Row
+from primeslurm.records.reading import recent_rows
 from primeslurm.records.state import EngineRecord, OrchestratorState, RolloutProgress, TrainerState
 from primeslurm.run.advice import Advice, advise, shape_of
 from primeslurm.run.directory import BY_SIGTERM, Attempt, RunDirectory
@@ -99,9 +100,9 @@ class RunStatus(msgspec.Struct, frozen=True):
     progress: RlProgress | TrainerState | NoProgress = NoProgress()
     """The orchestrator's (or, for SFT, the trainer's) own state."""
     metrics: Row = {}
-    """The newest row of metrics.jsonl."""
+    """The newest row of metrics.jsonl; that of SFT under the names of RL."""
     history: dict[str, list[float]] = {}
-    """Reward and staleness of the last steps, oldest first."""
+    """Reward and staleness (for SFT: the loss) of the last steps, oldest first."""
     roles: dict[str, dict[str, int]] = {}
     """Role to how many of its processes are in which state."""
     replicas: list[ReplicaStatus] = []
@@ -151,7 +152,7 @@ def read_status(run: RunDirectory, job_state: JobQuery, now: float | None = None
         eta_s=_eta(steps, step, max_steps) if phase == "running" else None,
         progress=_without_what_is_well(progress),
         metrics=(steps or [{}])[-1],
-        history={name: [row[name] for row in steps[-HISTORY:] if name in row] for name in _HISTORY},
+        history=_history(placement.task, steps[-HISTORY:]),
         roles=_by_role(placement, states),
         replicas=_replicas(placement, states, orchestrator.replicas if orchestrator else {}),
         unhealthy=_unhealthy(placement, attempt, states) if end is None else [],
@@ -161,7 +162,7 @@ def read_status(run: RunDirectory, job_state: JobQuery, now: float | None = None
     )
 
 
-_HISTORY = ("reward/mean", "staleness/mean")
+_HISTORY = {"rl": ("reward/mean", "staleness/mean"), "sft": ("trainer/loss",)}
 
 
 def _phase(
@@ -216,6 +217,10 @@ def _elapsed(attempt: Attempt, until: float) -> float | None:
 def _eta(steps: list[Row], step: int | None, max_steps: int) -> float | None:
     paces = [row["throughput/step_seconds"] for row in steps[-PACE:] if "throughput/step_seconds" in row]
     return fmean(paces) * (max_steps - step) if paces and step is not None else None
+
+
+def _history(task: str, steps: list[Row]) -> dict[str, list[float]]:
+    return {name: [row[name] for row in steps if name in row] for name in _HISTORY.get(task, ())}
 
 
 def _by_role(placement: Placement, states: Mapping[str, str]) -> dict[str, dict[str, int]]:

@@ -6,6 +6,7 @@ from statistics import fmean
 
 import msgspec
 
+from primeslurm.files import read_json
 from primeslurm.records.events.processes import ProcessStarted
 from primeslurm.run.directory import RunDirectory
 from primeslurm.run.records import events, rows
@@ -15,7 +16,7 @@ WINDOW = 5
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """Figures of one run. Rewards are means over the first and the last five steps."""
+    """Figures of one run. Rewards and losses are means over the first and the last five steps."""
 
     run: str
     steps: int
@@ -30,6 +31,12 @@ class Summary(msgspec.Struct, frozen=True):
     """Largest KL between trainer and engines on tokens of the policy being trained."""
     engine_restarts: int
     tokens_per_s: float
+    """Sampled by the engines."""
+    task: str = "rl"
+    first_loss: float | None = None
+    last_loss: float | None = None
+    trained_tokens_per_s: float = 0.0
+    """While the trainer trains."""
 
     @property
     def gain(self) -> float | None:
@@ -43,6 +50,7 @@ def summarise(run: RunDirectory) -> Summary:
     """Read a run's figures."""
     steps = rows(run.path)
     rewards = [row["reward/mean"] for row in steps if "reward/mean" in row]
+    losses = [row["trainer/loss"] for row in steps if "trainer/loss" in row]
     mismatches = [row["trainer/mismatch_kl"] for row in steps if "trainer/mismatch_kl" in row]
     happened = events(run)
     restarts = sum(isinstance(event, ProcessStarted) and event.restarts > 0 for event in happened)
@@ -60,4 +68,8 @@ def summarise(run: RunDirectory) -> Summary:
         mismatch_kl_max=max(map(abs, mismatches), default=None),
         engine_restarts=restarts,
         tokens_per_s=fmean([row.get("throughput/tokens_per_s", 0.0) for row in steps] or [0.0]),
+        task=(read_json(run.path / "recipe.resolved.json") or {}).get("task", "rl"),
+        first_loss=fmean(losses[:WINDOW]) if losses else None,
+        last_loss=fmean(losses[-WINDOW:]) if losses else None,
+        trained_tokens_per_s=fmean([row.get("trainer/tokens_per_s", 0.0) for row in steps] or [0.0]),
     )

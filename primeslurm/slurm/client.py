@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from primeslurm.errors import ClusterError
-from primeslurm.slurm.nodelists import compress
+from primeslurm.hostlists import compress
 
 _TIMEOUT_S = 60
 _ENDED = frozenset(

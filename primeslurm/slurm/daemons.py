@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 
 @dataclass(frozen=True)
 class Process:
@@ -18,7 +20,10 @@ class Process:
     name: str
     pid: int
     started: int
-    """Start time in clock ticks since boot, from /proc/<pid>/stat."""
+    """Start time in clock ticks since boot, from /proc/<pid>/stat.
+
+    Not psutil's `create_time`, which moves with the clock of the machine: this is kept in a file, for weeks maybe.
+    """
 
     @classmethod
     def of(cls, name: str, pid: int) -> Process | None:
@@ -73,13 +78,16 @@ def job_processes(slurm_conf: Path) -> list[Process]:
 
     This also finds what has left its step, which proctrack/linuxproc does not.
     """
-    pids = [int(path.name) for path in Path("/proc").glob("[0-9]*") if int(path.name) != os.getpid()]
-    found = [Process.of("job", pid) for pid in pids if _is_task(pid, slurm_conf) or _is_step_daemon(pid, slurm_conf)]
-    return [process for process in found if process is not None]
+    others = (process for process in psutil.process_iter() if process.pid != os.getpid())
+    ours = [other.pid for other in others if _is_task(other.pid, slurm_conf) or _is_step_daemon(other, slurm_conf)]
+    return [process for process in (Process.of("job", pid) for pid in ours) if process is not None]
 
 
 def _is_task(pid: int, slurm_conf: Path) -> bool:
-    """A job's environment names its cluster and the job."""
+    """A job's environment names its cluster and the job.
+
+    Read as it is: psutil ends at the first gap, which a process that writes its title over its environment makes.
+    """
     try:
         environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
@@ -88,10 +96,9 @@ def _is_task(pid: int, slurm_conf: Path) -> bool:
     return ours and any(entry.startswith(b"SLURM_JOB_ID=") for entry in environment)
 
 
-def _is_step_daemon(pid: int, slurm_conf: Path) -> bool:
+def _is_step_daemon(process: psutil.Process, slurm_conf: Path) -> bool:
     """slurmstepd writes its title over its environment, but works in the directory of slurmd's log."""
     try:
-        comm = Path(f"/proc/{pid}/comm").read_text().strip()
-        return comm == "slurmstepd" and Path(f"/proc/{pid}/cwd").readlink() == slurm_conf.parent / "log"
-    except OSError:
+        return bool(process.name() == "slurmstepd" and Path(process.cwd()) == slurm_conf.parent / "log")
+    except psutil.Error:
         return False

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 
+from primeslurm.hostlists import expand
 from primeslurm.plan.model import Plan
-from primeslurm.slurm.nodelists import expand
 
 MARK = "primeslurm: start"
 """Begins a line of the job's output, before the number of times that Slurm has requeued the job: what follows belongs

@@ -9,8 +9,8 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
+import psutil
 import submitit
 from submitit.local.local import LocalJob
 
@@ -43,15 +43,12 @@ def is_running(plan: Plan, job_id: str) -> bool:
 
 def _argv(pid: int) -> list[str]:
     """The command line of a process; empty if it has ended."""
-    path = Path(f"/proc/{pid}/cmdline")
-    for _ in range(_EXEC_POLLS):
-        try:
-            text = path.read_bytes()
-        except OSError:
-            return []
-        if text:
-            return text.decode(errors="replace").split("\0")
-        time.sleep(_EXEC_POLL_S)
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(pid)
+        for _ in range(_EXEC_POLLS):
+            if argv := process.cmdline():
+                return list(argv)
+            time.sleep(_EXEC_POLL_S)
     return []
 
 

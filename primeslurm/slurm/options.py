@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from primeslurm.plan.model import HetGroup, Plan
-from primeslurm.run.directory import RunDirectory
+from primeslurm.plan.model import JOB_OUTPUT, HetGroup, Plan
 
 Options = dict[str, object]
 """Long name of an option to its value. None or False: left out. True: an option without a value."""
@@ -79,9 +78,9 @@ def _behaviour(plan: Plan) -> Options:
 
 
 def _output_pattern(plan: Plan) -> str:
-    """`RunDirectory.job_output`, with Slurm's %j for the job id."""
+    """The file of the job's output, with Slurm's %j for the job id."""
     # Slurm expands % in file names; %% is a plain one.
-    return str(RunDirectory(Path(plan.run_dir.replace("%", "%%"))).job_output("%j"))
+    return str(Path(plan.run_dir.replace("%", "%%")) / JOB_OUTPUT.format("%j"))
 
 
 def _once(plan: Plan) -> Options:

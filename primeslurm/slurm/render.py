@@ -6,13 +6,12 @@ import re
 import shlex
 from pathlib import Path
 
-import jinja2
-
 from primeslurm.errors import UsageError, Violation
 from primeslurm.plan.model import Plan
 from primeslurm.recipe.base import Section
 from primeslurm.slurm.launch import MARK
 from primeslurm.slurm.options import sbatch_lines
+from primeslurm.templating import environment
 
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
@@ -25,17 +24,10 @@ def submitit_folder(plan: Plan) -> Path:
 def render(plan: Plan) -> str:
     """The batch script of a Plan. Raises UsageError for text that cannot stand in a script."""
     _check(plan)
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(templates_directory()),
-        undefined=jinja2.StrictUndefined,
-        autoescape=False,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        keep_trailing_newline=True,
-    )
-    environment.filters["quote"] = lambda value: shlex.quote(str(value))
+    templates = environment(autoescape=False)
+    templates.filters["quote"] = lambda value: shlex.quote(str(value))
     python = (*plan.job.launcher, plan.python)
-    return environment.get_template("job.sbatch.j2").render(
+    return templates.get_template("job.sbatch.j2").render(
         plan=plan,
         components=[(group, sbatch_lines(plan, group)) for group in plan.groups],
         environment=exports(plan),
@@ -44,13 +36,6 @@ def render(plan: Plan) -> str:
         command=(*python, "-u", "-m", "submitit.core._submit", submitit_folder(plan)),
         aftermath=(*python, "-m", "primeslurm.node.aftermath", plan.run_dir),
     )
-
-
-def templates_directory() -> Path:
-    """The templates: inside the package when installed from a wheel, at the root of a checkout."""
-    package = Path(__file__).parents[1]
-    installed = package / "templates"
-    return installed if installed.is_dir() else package.parent / "templates"
 
 
 def _step_options(plan: Plan) -> list[str]:

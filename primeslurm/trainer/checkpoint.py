@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from primeslurm.trainer import compat  # noqa: F401  isort: skip  (before torchtitan)
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -21,7 +20,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from primeslurm.recipe.training import Checkpoint
 from primeslurm.records.events.training import CheckpointCommitted
-from primeslurm.trainer.progress import Progress
+from primeslurm.trainer.progress import PhaseTimer
 from primeslurm.trainer.step import Learner
 from primeslurm.trainer.world import World
 from primeslurm.wire import checkpoints
@@ -64,7 +63,7 @@ class Checkpoints:
         pinned = world.device.type == "cuda"
         self._stager = DefaultStager(StagingOptions(pinned, False, False, pinned)) if config.asynchronous else None
 
-    def after(self, step: int, learner: Learner, progress: Progress) -> None:
+    def after(self, step: int, learner: Learner, progress: PhaseTimer) -> None:
         """Commit what has been written meanwhile, and save `step` if it is one of the interval.
 
         Raises:
@@ -75,7 +74,7 @@ class Checkpoints:
         if step % self._config.interval == 0:
             self._save(step, learner, progress)
 
-    def finish(self, step: int, learner: Learner, progress: Progress) -> None:
+    def finish(self, step: int, learner: Learner, progress: PhaseTimer) -> None:
         """Save `step` unless that has been done, and return when everything is committed. The last call.
 
         Raises:
@@ -115,7 +114,7 @@ class Checkpoints:
             directory.rename(directory.with_name(f"{directory.name}.damaged-{self._attempt}"))
         return 0
 
-    def _save(self, step: int, learner: Learner, progress: Progress) -> None:
+    def _save(self, step: int, learner: Learner, progress: PhaseTimer) -> None:
         self._conclude(progress)
         directory = checkpoints.step_dir(self._run_dir, step)
         began = time.monotonic()
@@ -144,7 +143,7 @@ class Checkpoints:
         if self._world.is_main:
             checkpoints.commit(directory, step, self._attempt)
 
-    def _conclude(self, progress: Progress) -> None:
+    def _conclude(self, progress: PhaseTimer) -> None:
         """Wait for the checkpoint that is being written, if any, and tell everyone that it is committed."""
         if self._writing is None:
             return

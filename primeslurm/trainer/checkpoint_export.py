@@ -21,12 +21,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from primeslurm.model_files import locate
 from primeslurm.recipe import Recipe
 from primeslurm.trainer import huggingface, models
 from primeslurm.trainer.encoding import Encoding, cast
 from primeslurm.trainer.export import by_layer
 from primeslurm.trainer.models import generic
-from primeslurm.wire.weights import FP8_SCALE
+from primeslurm.wire import exits
+from primeslurm.wire.weight_transfer.tensor_names import FP8_SCALE
 
 _PREFIX = "model."
 """Of the model's tensors in a checkpoint."""
@@ -43,7 +45,7 @@ def export(recipe: Recipe, checkpoint: Path, out: Path) -> None:
     """
     if recipe.trainer.lora is not None:
         raise ValueError("checkpoints of adapters hold no whole model; published versions, in weights/, do")
-    source = huggingface.locate(recipe.model.path)
+    source = locate(recipe.model.path)
     adapter, expected = _adapter(recipe, huggingface.load_config(source))
     beside: tuple[str, ...] = getattr(adapter, "unchanged", ())
     expected |= {name for name in huggingface.tensor_names(source) if name.startswith(beside)}
@@ -124,7 +126,7 @@ def main() -> int:
         export(recipe, arguments.checkpoint, arguments.out)
     except (OSError, SafetensorError, ValueError) as error:
         print(error, file=sys.stderr)
-        return 1
+        return exits.FAILED
     return 0
 
 

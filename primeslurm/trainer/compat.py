@@ -1,7 +1,7 @@
 """Every place where we reach into torchtitan or torch beyond their public interfaces.
 
-Import this module before any torchtitan module. Each patch checks that what it replaces is still there; a version
-other than the one it was written for is refused, because a patch that no longer fits fails silently.
+The package imports this module before any torchtitan module is. Each patch checks that what it replaces is still there;
+a version other than the one it was written for is refused, because a patch that no longer fits fails silently.
 
 On machines without CUDA:
 - torchtitan picks its device when it is imported, and would fall back to "cuda"
@@ -89,6 +89,7 @@ from torchtitan.models.common.moe import GroupedExperts  # noqa: E402
 from torchtitan.models.utils import MoEStateDictAdapter  # noqa: E402
 
 from primeslurm.trainer import flash_attention  # noqa: E402
+from primeslurm.trainer.draft import ModelDraft  # noqa: E402
 
 if not ON_CPU:
     _best = partial(flash_attention.best, titan_utils.get_cuda_flash_attention_impl, register_flash_attention_fa4)
@@ -217,11 +218,11 @@ def set_deepep_sms(count: int) -> None:
     _replace(deepep, "_resolve_dispatch_num_sms", lambda *_: count)
 
 
-def adapt(model_config: Any) -> None:
-    """Swap in the modules of this file where a model config needs them here."""
-    swap(model_config, GroupedExperts, Experts)
+def convert(draft: ModelDraft) -> None:
+    """Swap in the modules of this file where a model needs them here."""
+    swap(draft.config, GroupedExperts, Experts)
     if ON_CPU:
-        swap(model_config, titan_attention.FlexAttention, DenseAttention)
+        swap(draft.config, titan_attention.FlexAttention, DenseAttention)
 
 
 def _sum_gradients(model: torch.nn.Module) -> None:

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from primeslurm.trainer import compat  # isort: skip  (before torchtitan)
 import torch
 from torch.distributed import ProcessGroup
 from torch.nn.attention.flex_attention import BlockMask
@@ -26,6 +25,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention, VarlenMetadata, create_attention_mask
 
 from primeslurm.recipe.training import Parallelism
+from primeslurm.trainer import compat
 from primeslurm.trainer.models.scan import HeadScan, Parameters, Tensors
 
 Style = Literal["ulysses", "allgather"]

@@ -23,7 +23,7 @@ def _library() -> Any:
 
 
 class DeepGemm:
-    """The backend of `block_fp8.Backend` on Hopper GPUs. Results of products are bfloat16.
+    """The `fp8_backend.Backend` of Hopper GPUs. Results of products are bfloat16.
 
     Raises:
         ValueError: another GPU, or DeepGEMM is not installed.

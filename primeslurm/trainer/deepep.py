@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from primeslurm.trainer import compat  # isort: skip  (before torchtitan)
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, DeepEPTokenDispatcher
 
-from primeslurm.recipe import Recipe
+from primeslurm.trainer import compat
+from primeslurm.trainer.draft import ModelDraft
 
 
-def convert(model_config: Any, recipe: Recipe) -> None:
-    """Use DeepEP in every layer of a model config, if the recipe asks for it.
+def convert(draft: ModelDraft) -> None:
+    """Use DeepEP in every layer of a model, if the recipe asks for it.
 
     Raises:
         ValueError: a package that has what this needs is not installed.
     """
-    layout = recipe.trainer.parallelism
+    layout = draft.recipe.trainer.parallelism
     if layout.ep_backend != "deepep":
         return
     try:
@@ -26,6 +24,6 @@ def convert(model_config: Any, recipe: Recipe) -> None:
             "trainer.parallelism.ep_backend = deepep: the trainer needs the Python package deep_ep, 2.0 or newer "
             "(third_party/deepep builds it); without it, set ep_backend: torch"
         ) from error
-    compat.swap(model_config, AllToAllTokenDispatcher, DeepEPTokenDispatcher)
+    compat.swap(draft.config, AllToAllTokenDispatcher, DeepEPTokenDispatcher)
     if layout.deepep_num_sms is not None:
         compat.set_deepep_sms(layout.deepep_num_sms)

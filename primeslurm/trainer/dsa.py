@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from primeslurm.trainer import compat  # isort: skip  (before torchtitan)
 import torch
 from torch.distributed import ProcessGroup
 from torch.library import custom_op
@@ -19,6 +18,7 @@ from torchtitan.models.common.nn_modules import LayerNorm
 from torchtitan.models.deepseek_v3.model import Attention
 from torchtitan.protocols.module import Module
 
+from primeslurm.trainer import compat
 from primeslurm.trainer.fp8 import FP8Linear, rounded
 from primeslurm.trainer.sparse_mla import dense_mla, sparse_mla
 

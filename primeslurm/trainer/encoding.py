@@ -15,7 +15,7 @@ import torch
 
 from primeslurm.recipe import Recipe
 from primeslurm.trainer.block_fp8 import BLOCK, BLOCKS, quantise
-from primeslurm.wire.weights import FP8_SCALE
+from primeslurm.wire.weight_transfer.tensor_names import FP8_SCALE
 
 _PRODUCTS = re.compile(
     r"(^|\.)(?!eh_proj|weights_proj)"

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from primeslurm.trainer import lora
 from primeslurm.trainer.encoding import cast
-from primeslurm.trainer.parallel import Policy
+from primeslurm.trainer.policy_model import PolicyModel
 from primeslurm.trainer.world import World
 
 _LAYER = re.compile(r"\.(\d+)\.")  # the first number in a name is that of its layer
@@ -38,7 +38,7 @@ class Part:
         return lora.whole(self.sharded)
 
 
-def parts(policy: Policy, dtype: torch.dtype, world: World) -> Iterator[list[Part]]:
+def parts(policy: PolicyModel, dtype: torch.dtype, world: World) -> Iterator[list[Part]]:
     """What this rank hands on or helps to gather, layer by layer; what belongs to no layer comes first."""
     turns = _Turns(world, policy.dims)
     beside = [Part(name, True, cast(name, t.to(policy.device), dtype)) for name, t in policy.unchanged.items()]
@@ -51,7 +51,7 @@ def parts(policy: Policy, dtype: torch.dtype, world: World) -> Iterator[list[Par
         beside = []
 
 
-def export(policy: Policy, dtype: torch.dtype) -> Iterator[dict[str, torch.Tensor]]:
+def export(policy: PolicyModel, dtype: torch.dtype) -> Iterator[dict[str, torch.Tensor]]:
     """Whole tensors under Hugging Face names, one layer at a time, on every rank (a collective).
 
     The first dictionary holds what belongs to no layer. For looking at small models: each rank gathers whole layers,
@@ -95,7 +95,7 @@ class _Turns:
         return owner == self._world.rank
 
 
-def _layers(policy: Policy, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
+def _layers(policy: PolicyModel, dtype: torch.dtype) -> Iterator[dict[str, Any]]:
     """The policy's state dict on its device and in `dtype`, layer by layer; what belongs to no layer comes first."""
     everything = policy.model.state_dict()  # detached from autograd
     for names in by_layer(everything):

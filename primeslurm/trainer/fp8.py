@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from primeslurm.trainer import compat  # noqa: F401  isort: skip  (before torchtitan)
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -22,12 +21,13 @@ from primeslurm.trainer.block_fp8 import (
     BLOCKS,
     ROWS,
     Groups,
-    backend,
     quantise,
     quantise_groups,
     quantise_groups_transposed,
 )
+from primeslurm.trainer.draft import ModelDraft
 from primeslurm.trainer.encoding import in_fp8
+from primeslurm.trainer.fp8_backend import backend
 
 
 class _LinearProduct(torch.autograd.Function):
@@ -129,6 +129,12 @@ class FP8Experts:
 @functools.cache
 def _mixed(experts: Any) -> Any:
     return type(f"FP8{experts.__name__}", (FP8Experts, experts), {})
+
+
+def convert(draft: ModelDraft) -> None:
+    """Have a model compute in FP8, if the recipe says so."""
+    if draft.recipe.trainer.fp8:
+        adapt(draft.model, draft.adapter, draft.stored_fp8)
 
 
 def adapt(model: nn.Module, state_dict_adapter: Any, stored: frozenset[str]) -> None:

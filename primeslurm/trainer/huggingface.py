@@ -1,4 +1,4 @@
-"""Model directories in Hugging Face format: finding them, what they hold, and the files beside the weights."""
+"""Model directories in Hugging Face format: what they hold, and the files beside the weights."""
 
 from __future__ import annotations
 
@@ -8,39 +8,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from primeslurm.trainer import compat  # noqa: F401  isort: skip  (makes the FP8 reader read models in one file)
 import torch
 from safetensors import safe_open
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
-from transformers import AutoConfig, DeepseekV3Config
+from transformers import AutoConfig
 
-from primeslurm.wire.weights import FP8_BLOCK, FP8_SCALE
+from primeslurm.trainer import compat, models  # noqa: F401  (compat makes the FP8 reader read models in one file)
+from primeslurm.wire.weight_transfer.tensor_names import FP8_BLOCK, FP8_SCALE
 
 INDEX = "model.safetensors.index.json"
 _COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model")
-
-
-def locate(path: str) -> Path:
-    """The directory of a model given as a directory or as a cached hub id. Raises FileNotFoundError."""
-    if Path(path).is_dir():
-        return Path(path)
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(path, local_files_only=True))
-    except (HFValidationError, LocalEntryNotFoundError) as error:
-        raise FileNotFoundError(f"model.path = {path}: neither a directory nor a cached hub id") from error
-
-
-class KimiK2Config(DeepseekV3Config):
-    """Kimi-K2 is DeepSeek-V3 by another name, which transformers does not know."""
-
-    model_type = "kimi_k2"
-
-
-AutoConfig.register(KimiK2Config.model_type, KimiK2Config)
 
 
 def load_config(directory: Path) -> Any:
@@ -49,6 +27,8 @@ def load_config(directory: Path) -> Any:
     Raises:
         ValueError: no such model type, or weights stored in a way that is not read.
     """
+    # Before transformers reads it: the family's module may register a config that transformers lacks.
+    models.builder(json.loads((directory / "config.json").read_bytes()).get("model_type", ""))
     config = AutoConfig.from_pretrained(directory)
     stored = _quantization(config)
     if stored and not _is_block_fp8(stored):

@@ -7,12 +7,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
-from primeslurm.trainer import compat  # noqa: F401  isort: skip  (before torchtitan)
 import torch
 import torch.nn.functional as F
 from torchtitan.models.common import Linear
 
-from primeslurm.recipe import Recipe
+from primeslurm.trainer.draft import ModelDraft
 
 Scores = tuple[torch.Tensor, torch.Tensor]
 
@@ -154,7 +153,8 @@ class Head(Linear):
         return token_logprobs(input, self.weight, *self._targets, self._chunk)
 
 
-def convert(model_config: Any, recipe: Recipe) -> None:
-    """Give a model config the head that scores."""
-    values = {field.name: getattr(model_config.lm_head, field.name) for field in fields(model_config.lm_head)}
-    model_config.lm_head = Head.Config(**values, chunk=recipe.trainer.memory.lm_head_chunk)
+def convert(draft: ModelDraft) -> None:
+    """Give a model the head that scores."""
+    head = draft.config.lm_head
+    values = {field.name: getattr(head, field.name) for field in fields(head)}
+    draft.config.lm_head = Head.Config(**values, chunk=draft.recipe.trainer.memory.lm_head_chunk)

@@ -14,15 +14,15 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from primeslurm.trainer import compat  # isort: skip  (before torchtitan)
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torchtitan.models.common import Linear
 
-from primeslurm.recipe import Recipe
 from primeslurm.recipe.training import Lora
+from primeslurm.trainer import compat
+from primeslurm.trainer.draft import ModelDraft
 from primeslurm.trainer.dsa import SparseAttention
 
 A, B = "_lora_a", "_lora_b"
@@ -32,7 +32,7 @@ EXPERT_WEIGHTS = ("w1_EFD", "w2_EDF", "w3_EFD")
 _NEVER = frozenset({"lm_head", "gate", "shared_expert_gate", "wq_b", "wk", "weights_proj"})
 
 
-def adapt(model: nn.Module, state_dict_adapter: Any, recipe: Recipe) -> None:
+def convert(draft: ModelDraft) -> None:
     """Give the layers that `trainer.lora.targets` names an adapter, and freeze all else.
 
     Without targets, every layer that can have an adapter gets one. Call it before the model is split over ranks.
@@ -40,17 +40,17 @@ def adapt(model: nn.Module, state_dict_adapter: Any, recipe: Recipe) -> None:
     Raises:
         ValueError: the model has no layers of such a name.
     """
-    lora = recipe.trainer.lora
+    lora, model = draft.recipe.trainer.lora, draft.model
     if lora is None:
         return
-    targets = _targets(model, state_dict_adapter)
+    targets = _targets(model, draft.adapter)
     valid = sorted(set(targets.values()))
     wanted = set(valid if lora.targets is None else lora.targets)
     if unknown := sorted(wanted - set(valid)):
         raise ValueError("; ".join(_unknown(name, valid) for name in unknown))
     for name, target in targets.items():
         if target in wanted:
-            _attach(model.get_submodule(name), lora, f"{recipe.seed}:{name}")
+            _attach(model.get_submodule(name), lora, f"{draft.recipe.seed}:{name}")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter(name))
 
@@ -58,6 +58,11 @@ def adapt(model: nn.Module, state_dict_adapter: Any, recipe: Recipe) -> None:
 def is_adapter(name: str) -> bool:
     """Whether a parameter of this name belongs to an adapter."""
     return name.endswith((A, B))
+
+
+def base_weights(model: nn.Module) -> dict[str, Any]:
+    """A model's state without adapters."""
+    return {name: tensor for name, tensor in model.state_dict().items() if not is_adapter(name)}
 
 
 def merge(tensors: Mapping[str, torch.Tensor], lora: Lora) -> dict[str, torch.Tensor]:

@@ -6,26 +6,26 @@ import logging
 import os
 from pathlib import Path
 
-from primeslurm.trainer import compat  # isort: skip  (before torchtitan)
 import torch
 from transformers import AutoTokenizer
 
 from primeslurm.recipe import Recipe
 from primeslurm.records.events.training import TrainerStarted, TrainerStopped
 from primeslurm.records.journal import Journal
-from primeslurm.trainer import data, huggingface, loss
+from primeslurm.trainer import compat, data, huggingface, loss
 from primeslurm.trainer.checkpoint import Checkpoints
 from primeslurm.trainer.encoding import published
-from primeslurm.trainer.handover import ByFiles, BySending, Handover
 from primeslurm.trainer.interrupt import Interrupt
 from primeslurm.trainer.parallel import build
 from primeslurm.trainer.pictures import PictureReader
-from primeslurm.trainer.publish import Publisher
 from primeslurm.trainer.rl import RlTask
-from primeslurm.trainer.sender import Sender
 from primeslurm.trainer.sft import SftTask
 from primeslurm.trainer.step import Learner
+from primeslurm.trainer.weight_transfer.publisher import Publisher
+from primeslurm.trainer.weight_transfer.sender import Sender
+from primeslurm.trainer.weight_transfer.transports import CollectiveTransfer, FilesystemTransfer, WeightTransfer
 from primeslurm.trainer.world import RankError, World, join
+from primeslurm.wire import exits
 from primeslurm.wire.link import LinkError, TrainerLink
 
 log = logging.getLogger("primeslurm.trainer")
@@ -42,7 +42,7 @@ def run(
     journal.write(TrainerStarted(os.getpid()))
     if device == "cuda" and compat.ON_CPU:
         log.error("--device cuda, but torch %s sees no CUDA device", torch.__version__)
-        return 1
+        return exits.FAILED
     recipe = Recipe.model_validate_json(recipe_path.read_text())
     world = join(interrupt, recipe.trainer.batch_timeout_s, recipe.trainer.memory.optimizer_offload)
     try:
@@ -50,7 +50,7 @@ def run(
     except (RankError, LinkError, FloatingPointError, OSError, ValueError) as error:
         log.error("%s: %s", type(error).__name__, error)
         journal.write(TrainerStopped(reason=str(error)))
-        return 1
+        return exits.FAILED
     world.close()
     return code
 
@@ -72,13 +72,13 @@ def _task(
     if recipe.task == "rl":
         if link is None:
             raise ValueError("task rl needs --orchestrator")
-        handover: Handover
+        transfer: WeightTransfer
         if recipe.weights.transport == "filesystem":
-            handover = ByFiles(publisher, run_dir, recipe.model.path, link, world)
+            transfer = FilesystemTransfer(publisher, run_dir, recipe.model.path, link, world)
         else:
             sender = Sender(policy, encoding, link, world, recipe.weights.timeout_s)
-            handover = BySending(sender, publisher, recipe.max_steps, recipe.model.path, link, world)
-        return RlTask(recipe, learner, handover, saver, world, link, journal)
+            transfer = CollectiveTransfer(sender, publisher, recipe.max_steps, recipe.model.path, link, world)
+        return RlTask(recipe, learner, transfer, saver, world, link, journal)
     if recipe.sft is None:
         raise ValueError("task sft needs an sft section")
     tokenizer = AutoTokenizer.from_pretrained(policy.source)

@@ -1,7 +1,7 @@
 """Several adapters on one frozen weight at once: each token computes with the adapter of the run it belongs to.
 
-The base of training several runs on one model: rows of different runs share a pass over the frozen weights, and each
-adapter gets the gradient of its own tokens only.
+Nothing uses it yet. It is the base of training several runs on one model: rows of different runs share a pass over the
+frozen weights, and each adapter gets the gradient of its own tokens only.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from primeslurm.trainer import compat  # noqa: F401  isort: skip  (before torchtitan)
 import torch
 import torch.nn.functional as F
 from torch import nn

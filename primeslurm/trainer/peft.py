@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from primeslurm.recipe.training import Lora
 from primeslurm.trainer import lora as adapters
 from primeslurm.trainer.models import stacked
-from primeslurm.trainer.parallel import Policy
+from primeslurm.trainer.policy_model import PolicyModel
 
 _GATE, _DOWN, _UP = adapters.EXPERT_WEIGHTS
 _STACKS = f"experts.{stacked.GATE_UP}", f"experts.{stacked.DOWN}"
@@ -27,7 +27,7 @@ Factors = tuple[torch.Tensor, torch.Tensor]
 """A [..., in, rank] and B [..., out, rank]."""
 
 
-def tensors(policy: Policy, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def tensors(policy: PolicyModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """The policy's adapters under PEFT's names, on CPU, on every rank. A collective."""
     return {name: tensor.to(dtype).cpu().contiguous() for name, tensor in _named(policy)}
 
@@ -58,7 +58,7 @@ def write(directory: Path, named: dict[str, torch.Tensor], lora: Lora, base: Pat
     (directory / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _named(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
+def _named(policy: PolicyModel) -> Iterator[tuple[str, torch.Tensor]]:
     state = policy.model.state_dict()
     stacks = stacked.stacked(policy.adapter)
     for name in state:
@@ -77,7 +77,7 @@ def _named(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
                 yield _name(hf_name, "A"), part
 
 
-def _of_stack(policy: Policy, state: dict[str, Any], name: str, module: str) -> Iterator[tuple[str, torch.Tensor]]:
+def _of_stack(policy: PolicyModel, state: dict[str, Any], name: str, module: str) -> Iterator[tuple[str, torch.Tensor]]:
     """The adapter that a weight of stacked experts is named under; that of up is in the one of gate."""
     if name.endswith(_UP):
         return
@@ -96,7 +96,7 @@ def _side_by_side(first: Factors, second: Factors) -> Factors:
     return torch.cat([first[0], second[0]], -1), torch.cat(outputs, -2)
 
 
-def _factors(policy: Policy, state: dict[str, Any], name: str) -> Factors:
+def _factors(policy: PolicyModel, state: dict[str, Any], name: str) -> Factors:
     a, b = (adapters.whole(state[name + suffix].to(policy.device)) for suffix in (adapters.A, adapters.B))
     return a, b
 

@@ -11,7 +11,7 @@ from primeslurm.records.journal import Journal
 from primeslurm.records.state import TrainerState
 
 
-class Progress:
+class PhaseTimer:
     """Times phases, and records each phase change in the journal's state if `record`."""
 
     def __init__(self, journal: Journal, record: bool) -> None:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Any
 
-from primeslurm.trainer import compat  # isort: skip  (before torchtitan)
 import torch
 from torchtitan.models.common.moe import TokenChoiceTopKRouter
 
-from primeslurm.recipe import Recipe
+from primeslurm.trainer import compat
+from primeslurm.trainer.draft import ModelDraft
 
 
 class ReplayRouter(TokenChoiceTopKRouter):
@@ -46,12 +45,12 @@ class ReplayRouter(TokenChoiceTopKRouter):
         return weights * self.route_scale, chosen, scores
 
 
-def convert(model_config: Any, recipe: Recipe) -> None:
+def convert(draft: ModelDraft) -> None:
     """Have a model's routers replay, if the recipe says so. Raises ValueError for a model that has none of them."""
-    if not recipe.trainer.router_replay:
+    if not draft.recipe.trainer.router_replay:
         return
-    compat.swap(model_config, TokenChoiceTopKRouter, ReplayRouter)
-    found = list(model_config.traverse(ReplayRouter.Config))
+    compat.swap(draft.config, TokenChoiceTopKRouter, ReplayRouter)
+    found = list(draft.config.traverse(ReplayRouter.Config))
     if not found:
         raise ValueError("trainer.router_replay: the model has no router whose choice could be replayed")
     for name, config, _, _ in found:

@@ -1,4 +1,4 @@
-"""The RL loop: ask for a batch, train, publish, report, checkpoint. Step s makes policy version s."""
+"""The RL loop: ask for a batch, train, transfer the policy, report, checkpoint. Step s makes policy version s."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from primeslurm.recipe import Recipe
 from primeslurm.records.events.training import CheckpointLoaded, StepTrained, TrainerStopped, WeightsPublished
 from primeslurm.records.journal import Journal
 from primeslurm.trainer.checkpoint import Checkpoints
-from primeslurm.trainer.handover import Handover
-from primeslurm.trainer.progress import Progress
+from primeslurm.trainer.progress import PhaseTimer
 from primeslurm.trainer.step import Learner
+from primeslurm.trainer.weight_transfer.transports import WeightTransfer
 from primeslurm.trainer.world import World
 from primeslurm.wire import exits
-from primeslurm.wire.link import LinkError, PolicyWanted, TrainerLink
+from primeslurm.wire.link import LinkError, TrainerLink, TransferWanted
 from primeslurm.wire.rollouts import Batch
 
 log = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ class Choice(enum.IntEnum):
     FINISHED = 1
     INTERRUPTED = 2
     FAILED = 3
-    SERVE = 4
+    TRANSFER = 4
     """Engines have to be given the current policy before there can be a batch."""
 
 
@@ -38,7 +38,7 @@ class RlTask:
         self,
         recipe: Recipe,
         learner: Learner,
-        handover: Handover,
+        transfer: WeightTransfer,
         saver: Checkpoints,
         world: World,
         link: TrainerLink,
@@ -46,12 +46,12 @@ class RlTask:
     ) -> None:
         self._recipe = recipe
         self._learner = learner
-        self._handover = handover
+        self._transfer = transfer
         self._saver = saver
         self._world = world
         self._link = link
         self._journal = journal
-        self._progress = Progress(journal, record=world.is_main)
+        self._progress = PhaseTimer(journal, record=world.is_main)
 
     def run(self) -> int:
         """Train until max_steps, the orchestrator's stop, or an interrupt. Returns the process's exit code.
@@ -64,9 +64,9 @@ class RlTask:
         while step < self._recipe.max_steps:
             with self._progress.phase("wait"):
                 choice, batch = self._next(step + 1)
-            if choice is Choice.SERVE:
+            if choice is Choice.TRANSFER:
                 with self._progress.phase("publish"):
-                    self._handover.serve(step)
+                    self._transfer.repeat(step)
                 continue
             if batch is None:
                 break
@@ -82,7 +82,7 @@ class RlTask:
         self._progress.step = step = self._saver.restore(self._learner)
         self._journal.write(CheckpointLoaded(step))
         with self._progress.phase("publish"):
-            self._handover.resume(step)
+            self._transfer.resume(step)
         return step
 
     def _next(self, step: int) -> tuple[Choice, Batch | None]:
@@ -91,8 +91,8 @@ class RlTask:
         if self._world.is_main:
             try:
                 choice, batch = self._ask(step)
-            except PolicyWanted:
-                choice = Choice.SERVE
+            except TransferWanted:
+                choice = Choice.TRANSFER
             except LinkError as error:
                 choice, failure = Choice.FAILED, error
         choice = Choice(self._world.decide(choice))
@@ -120,7 +120,7 @@ class RlTask:
     def _step(self, step: int, batch: Batch) -> None:
         self._progress.step = step
         metrics = self._learner.train(batch, self._progress)
-        self._publish(step)
+        self._transfer_policy(step)
         # Checkpoint seconds are those since the last report: a step is reported before it is saved.
         metrics |= self._progress.take()
         if self._world.is_main:
@@ -129,7 +129,7 @@ class RlTask:
             log.info("step %d: %s", step, "  ".join(f"{k} {v:.4g}" for k, v in metrics.items()))
         self._saver.after(step, self._learner, self._progress)
 
-    def _publish(self, version: int) -> None:
+    def _transfer_policy(self, version: int) -> None:
         with self._progress.phase("publish"):
-            sent_s = self._handover.publish(version)
+            sent_s = self._transfer.transfer(version)
         self._journal.write(WeightsPublished(version, round(sent_s, 3)))

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from primeslurm.files import write_atomic
 from primeslurm.recipe import Recipe
 from primeslurm.records.events.training import CheckpointLoaded, TrainerStopped, WeightsPublished
 from primeslurm.records.journal import Journal
+from primeslurm.records.metrics import MetricsLog
 from primeslurm.trainer import data
 from primeslurm.trainer.checkpoint import Checkpoints
-from primeslurm.trainer.progress import Progress
-from primeslurm.trainer.publish import Publisher
+from primeslurm.trainer.progress import PhaseTimer
 from primeslurm.trainer.step import Learner
+from primeslurm.trainer.weight_transfer.publisher import Publisher
 from primeslurm.trainer.world import World
 from primeslurm.wire import exits
 from primeslurm.wire.rollouts import Batch
@@ -47,7 +44,7 @@ class SftTask:
         self._world = world
         self._examples = examples
         self._journal = journal
-        self._progress = Progress(journal, record=world.is_main)
+        self._progress = PhaseTimer(journal, record=world.is_main)
 
     def run(self) -> int:
         """Train until max_steps or an interrupt. Returns the process's exit code.
@@ -57,7 +54,7 @@ class SftTask:
         """
         self._progress.step = step = self._saver.restore(self._learner)
         self._journal.write(CheckpointLoaded(step))
-        metrics = Metrics(self._run_dir, step, self._recipe.monitor.tensorboard) if self._world.is_main else None
+        metrics = MetricsLog(self._recipe, self._run_dir, step) if self._world.is_main else None
         interrupted = False
         while step < self._recipe.max_steps and not interrupted:
             step += 1
@@ -65,8 +62,11 @@ class SftTask:
             values = self._learner.train(self._batch(step), self._progress) | self._progress.take()
             if metrics is not None:
                 metrics.write(step, values)
+                log.info("step %d: %s", step, "  ".join(f"{name} {value:.4g}" for name, value in values.items()))
             self._saver.after(step, self._learner, self._progress)
             interrupted = bool(self._world.decide(int(self._world.interrupt.requested())))
+        if metrics is not None:
+            metrics.close()
         self._saver.finish(step, self._learner, self._progress)
         finished = step == self._recipe.max_steps
         if finished:
@@ -94,28 +94,3 @@ class SftTask:
             path = self._publisher.publish(step)
         self._journal.write(WeightsPublished(step))
         log.info("published %s", path)
-
-
-class Metrics:
-    """`metrics.jsonl`, and TensorBoard if asked for. Steps after `resumed` are forgotten: they are trained anew."""
-
-    def __init__(self, run_dir: Path, resumed: int, tensorboard: bool) -> None:
-        self._path = run_dir / "metrics.jsonl"
-        if self._path.exists():
-            lines = self._path.read_text().splitlines(keepends=True)
-            write_atomic(self._path, "".join(line for line in lines if json.loads(line)["step"] <= resumed))
-        self._board: Any = None
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=resumed + 1)
-
-    def write(self, step: int, values: dict[str, float]) -> None:
-        """Append one step."""
-        with self._path.open("a") as handle:
-            handle.write(json.dumps({"step": step, "time": time.time(), **values}) + "\n")
-        if self._board is not None:
-            for name, value in values.items():
-                self._board.add_scalar(name, value, step)
-            self._board.flush()
-        log.info("step %d: %s", step, "  ".join(f"{name} {value:.4g}" for name, value in values.items()))

@@ -6,18 +6,17 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from primeslurm.trainer import compat  # noqa: F401  isort: skip  (before torchtitan)
 import torch
 from torchtitan.distributed import utils as dist_utils
 
-from primeslurm.recipe.training import Optimizer
+from primeslurm.recipe.training import Optimizer, micro_batch_rows
 from primeslurm.trainer import optimizers
 from primeslurm.trainer.images import Images, read, vision_input
 from primeslurm.trainer.loss import LossFunction, Targets
 from primeslurm.trainer.models.vision import VisionInput
-from primeslurm.trainer.parallel import Policy, micro_batch_rows
 from primeslurm.trainer.pictures import PictureReader
-from primeslurm.trainer.progress import Progress
+from primeslurm.trainer.policy_model import PolicyModel
+from primeslurm.trainer.progress import PhaseTimer
 from primeslurm.trainer.world import World, to_device
 from primeslurm.wire.rollouts import Batch, Row, stack
 
@@ -31,7 +30,7 @@ class Learner:
 
     def __init__(
         self,
-        policy: Policy,
+        policy: PolicyModel,
         optimizer: Optimizer,
         max_steps: int,
         loss: LossFunction,
@@ -46,7 +45,7 @@ class Learner:
         self.optimizer = optimizers.build(optimizer, policy.model, policy.dtype)
         self.scheduler = optimizers.schedule(optimizer, max_steps, self.optimizer)
 
-    def train(self, batch: Batch, progress: Progress) -> dict[str, float]:
+    def train(self, batch: Batch, progress: PhaseTimer) -> dict[str, float]:
         """Train on this rank's share of a batch. All ranks call it together, with equally many rows.
 
         Returns:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-from primeslurm.trainer import compat  # isort: skip  (before torchtitan)
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import current_flash_attention_impl
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 from torchtitan.models.common import attention as titan
 from torchtitan.models.common.attention import VarlenMetadata
+
+from primeslurm.trainer import compat
+from primeslurm.trainer.draft import ModelDraft
 
 _SIZES = (64, 128, 256)
 """Of heads, for which newer kernels are known to compile."""
@@ -57,9 +58,9 @@ class VarlenAttention(titan.VarlenAttention):
         return out if out_transform is None else out_transform(out, lse.T.unflatten(0, (rows, length)))
 
 
-def convert(model_config: Any) -> None:
-    """Make every varlen attention below a model config this one."""
-    compat.swap(model_config, titan.VarlenAttention, VarlenAttention)
+def convert(draft: ModelDraft) -> None:
+    """Make every varlen attention of a model this one."""
+    compat.swap(draft.config, titan.VarlenAttention, VarlenAttention)
 
 
 def flash(

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
-from primeslurm.trainer import compat  # isort: skip  (before torchtitan)
 import torch
 import torch.distributed as dist
 from torchtitan.config import CommConfig
 from torchtitan.distributed import utils as dist_utils
 
+from primeslurm.trainer import compat
 from primeslurm.trainer.interrupt import Interrupt
 
 COLLECTIVE_TIMEOUT_S = 600

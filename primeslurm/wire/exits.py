@@ -1,8 +1,13 @@
-"""Exit codes with a meaning between a process and its agent."""
+"""Exit codes of processes with a meaning to who started them; those of commands are `errors.ExitCode`."""
 
 from __future__ import annotations
 
+FAILED = 1
 CHECKPOINTED = 75
 """A trainer that was asked to checkpoint and stop did so."""
 STALLED = 76
 """The orchestrator saw no progress for too long; its journal names the suspect. Restarting it would not help."""
+NOT_HERE = 126
+"""What a shell was to be attached to does not run on this node."""
+NO_COMMAND = 127
+"""The command cannot be executed, as a shell says it."""

@@ -4,13 +4,13 @@ The trainer asks, the orchestrator answers. Every request names its step or vers
 lost answer changes nothing. A dead peer shows as silence: the client closes its socket, connects anew and asks again
 until its own deadline.
 
-requests (trainer -> orchestrator)            answers
-  GetBatch(step, dp_rank, dp_world)           frames of a Batch | Wait | Stop | Deliver: engines want the policy first
-  Published(version, path)                    Ok      a new policy is complete on the file system, or can be sent
-  Deliver(version, store, senders, done)      Session: engines that wait for it | Wait | Ok: none does
-  StepDone(step, metrics)                     Ok      metrics of the optimizer step
-  Save(step, directory)                       Ok      the orchestrator has written its part of the checkpoint
-  Committed(step)                             Ok      COMMITTED is on disk
+requests (trainer -> orchestrator)              answers
+  GetBatch(step, dp_rank, dp_world)             a Batch's frames | wait | stop | transfer: engines want the policy first
+  NewPolicy(version, path)                      ok       a new policy is complete on the file system, or can be sent
+  OfferTransfer(version, store, senders, done)  session  of engines that wait for it | wait | ok: none does
+  StepDone(step, metrics)                       ok       metrics of the optimizer step
+  Save(step, directory)                         ok       the orchestrator has written its part of the checkpoint
+  Committed(step)                               ok       COMMITTED is on disk
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import zmq.asyncio
 
 from primeslurm.wire import frames, secret
 from primeslurm.wire.rollouts import Batch
+from primeslurm.wire.weight_transfer.messages import NewPolicy, OfferTransfer, TransferSession
 
 
 class GetBatch(msgspec.Struct, frozen=True, tag=True):
@@ -34,25 +35,6 @@ class GetBatch(msgspec.Struct, frozen=True, tag=True):
     step: int
     dp_rank: int
     dp_world: int
-
-
-class Published(msgspec.Struct, frozen=True, tag=True):
-    """Policy `version` (made by step `version`) is complete under `path`, or (if empty) is sent to who wants it."""
-
-    version: int
-    path: str
-
-
-class Deliver(msgspec.Struct, frozen=True, tag=True):
-    """The trainer is ready to send policy `version`, and stays so while it asks.
-
-    `store` (host:port) is where it meets engines, `senders` its number of ranks, `done` the last session it dealt with.
-    """
-
-    version: int
-    store: str
-    senders: int
-    done: str = ""
 
 
 class StepDone(msgspec.Struct, frozen=True, tag=True):
@@ -75,33 +57,25 @@ class Committed(msgspec.Struct, frozen=True, tag=True):
     step: int
 
 
-Request = GetBatch | Published | Deliver | StepDone | Save | Committed
-
-
-class Session(msgspec.Struct, frozen=True):
-    """Trainer ranks and engine workers that meet once, to hand over a policy. Senders are the first `senders` ranks."""
-
-    id: str
-    senders: int
-    size: int
+Request = GetBatch | NewPolicy | OfferTransfer | StepDone | Save | Committed
 
 
 class Answer(msgspec.Struct, frozen=True):
     """kind: batch (frames follow), ok, wait (ask again), stop (no more batches), error (text says why),
-    deliver (engines want the policy before the next batch), session (come to it)."""
+    transfer (engines want the policy before the next batch), session (come to it)."""
 
     kind: str
     text: str = ""
-    session: Session | None = None
+    session: TransferSession | None = None
     version: int | None = None
-    """To Published: the newest policy that was announced in this attempt."""
+    """To NewPolicy: the newest policy that was announced in this attempt."""
 
 
 class LinkError(Exception):
     """The peer did not answer before the deadline, or refused."""
 
 
-class PolicyWanted(Exception):
+class TransferWanted(Exception):
     """There is no batch yet, and engines wait to be sent the current policy."""
 
 
@@ -133,7 +107,7 @@ class TrainerLink:
 
         Raises:
             LinkError: nothing came for `timeout_s`.
-            PolicyWanted: engines have to be sent the policy; then ask again.
+            TransferWanted: engines have to be sent the policy; then ask again.
         """
         deadline = time.monotonic() + timeout_s
         while not interrupted():
@@ -142,22 +116,24 @@ class TrainerLink:
                 return Batch.decode(rest)
             if answer.kind == "stop":
                 return None
-            if answer.kind == "deliver":
-                raise PolicyWanted
+            if answer.kind == "transfer":
+                raise TransferWanted
             if time.monotonic() > deadline:
                 raise LinkError(f"no batch for step {step} within {timeout_s:.0f} s")
         return None
 
-    def published(self, version: int, path: str) -> int:
+    def announce(self, version: int, path: str) -> int:
         """Announce a policy: complete under `path`, or (if empty) to be sent.
 
         Returns the newest one that was announced in this attempt: newer than `version` if the trainer was started again
         from a checkpoint, and repeats steps.
         """
-        answer, _ = self._ask(Published(version, path))
+        answer, _ = self._ask(NewPolicy(version, path))
         return version if answer.version is None else answer.version
 
-    def deliver(self, version: int, store: str, senders: int, done: str, deadline: float) -> Session | None:
+    def offer_transfer(
+        self, version: int, store: str, senders: int, done: str, deadline: float
+    ) -> TransferSession | None:
         """The next session in which engines are sent `version`; None if no engine waits for it.
 
         Args:
@@ -165,7 +141,7 @@ class TrainerLink:
             deadline: time.monotonic() after which None is returned in any case.
         """
         while True:
-            answer, _ = self._ask(Deliver(version, store, senders, done))
+            answer, _ = self._ask(OfferTransfer(version, store, senders, done))
             if answer.kind != "wait" or time.monotonic() > deadline:
                 return answer.session
 

@@ -14,13 +14,13 @@ import pytest
 import yaml
 
 from primeslurm.errors import ClusterError, UsageError
+from primeslurm.hostlists import compress, expand
 from primeslurm.recipe.site import Site
 from primeslurm.slurm import cluster as cluster_module
 from primeslurm.slurm.client import SlurmClient
 from primeslurm.slurm.cluster import Cluster, up
 from primeslurm.slurm.cluster_config import ClusterSpec
 from primeslurm.slurm.daemons import job_processes
-from primeslurm.slurm.nodelists import compress, expand
 
 pytestmark = pytest.mark.cluster
 

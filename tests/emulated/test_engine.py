@@ -21,16 +21,23 @@ from primeslurm.emulated.engine import EmulatedEngine
 from primeslurm.emulated.environment import EmulatedEnvironment
 from primeslurm.files import write_json
 from primeslurm.inference.admission import Message
-from primeslurm.orchestrator.engines import EngineClient, EngineDownError, EngineUpdateError, Policy, Step
 from primeslurm.orchestrator.jobs import Job
 from primeslurm.orchestrator.teacher import Teacher, TeacherError
+from primeslurm.orchestrator.weight_transfer.engine_client import (
+    EngineClient,
+    EngineDownError,
+    EngineUpdateError,
+    PolicyVersion,
+    Step,
+)
 from primeslurm.plan.commands import Workers
 from primeslurm.plan.emulate import STAND_INS
 from primeslurm.plan.routers import router_command
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.routers import VllmRouter
-from primeslurm.wire import addresses, secret, weights
+from primeslurm.wire import addresses, secret
 from primeslurm.wire.addresses import AddressBook, Addresses
+from primeslurm.wire.weight_transfer import filesystem
 from tests.support.engine_commands import engine_command
 from tests.support.generate import generate, metric, spans, tokens
 from tests.support.processes import HOST, Server, fill, free_port, start_router
@@ -69,12 +76,12 @@ def client(server: Server) -> EngineClient:
     return EngineClient(lambda: server.url, "/models/tiny", status_timeout_s=2.0)
 
 
-def publish(run_dir: Path, version: int) -> Policy:
-    directory = weights.version_dir(run_dir, version)
+def publish(run_dir: Path, version: int) -> PolicyVersion:
+    directory = filesystem.version_dir(run_dir, version)
     directory.mkdir(parents=True)
     save_file({"w": np.zeros(4, np.float32)}, directory / "model.safetensors")
-    weights.complete(directory, version, "float32")
-    return Policy(version, str(directory))
+    filesystem.complete(directory, version, "float32")
+    return PolicyVersion(version, str(directory))
 
 
 async def test_it_serves_only_a_confirmed_policy_and_takes_a_new_one(start: Start, tmp_path: Path) -> None:
@@ -83,7 +90,7 @@ async def test_it_serves_only_a_confirmed_policy_and_takes_a_new_one(start: Star
     with pytest.raises(httpx.HTTPStatusError):
         generate(server.url, [5, 6, 7], 4)
     control = client(server)
-    assert await control.apply(Policy(0, "/models/tiny"), 10) is Step.CONFIRM
+    assert await control.apply(PolicyVersion(0, "/models/tiny"), 10) is Step.CONFIRM
     assert server.status_code("/health") == 200
     assert await control.apply(publish(tmp_path, 3), 10) is Step.UPDATE
     assert control.seconds["pause"] > control.seconds["load"] > 0 and control.seconds["wait"] >= 0
@@ -97,9 +104,9 @@ async def test_it_serves_only_a_confirmed_policy_and_takes_a_new_one(start: Star
 async def test_it_refuses_a_policy_that_is_not_there(start: Start, tmp_path: Path) -> None:
     server = start()
     control = client(server)
-    await control.apply(Policy(0, "/models/tiny"), 10)
+    await control.apply(PolicyVersion(0, "/models/tiny"), 10)
     with pytest.raises(EngineUpdateError, match="of version 2"):
-        await control.apply(Policy(2, str(tmp_path / "none")), 10)
+        await control.apply(PolicyVersion(2, str(tmp_path / "none")), 10)
     assert server.status_code("/health") == 503
     await control.close()
 
@@ -107,7 +114,7 @@ async def test_it_refuses_a_policy_that_is_not_there(start: Start, tmp_path: Pat
 async def test_requests_in_flight_wait_through_an_update(start: Start, tmp_path: Path) -> None:
     server = start()
     control = client(server)
-    await control.apply(Policy(0, "/models/tiny"), 10)
+    await control.apply(PolicyVersion(0, "/models/tiny"), 10)
     running = asyncio.create_task(asyncio.to_thread(generate, server.url, [5, 6, 7], 240))
     while metric(server.url, "vllm:generation_tokens_total") < 10:
         await asyncio.sleep(0.05)
@@ -119,7 +126,7 @@ async def test_requests_in_flight_wait_through_an_update(start: Start, tmp_path:
 
 async def test_it_answers_as_a_teacher(start: Start) -> None:
     server = start()
-    await client(server).apply(Policy(0, "/models/tiny"), 10)
+    await client(server).apply(PolicyVersion(0, "/models/tiny"), 10)
     teacher = Teacher(lambda: [f"{server.url}/v1"], httpx.AsyncClient(headers=secret.header()))
     found = await teacher.logprobs(list(range(5, 300)))
     assert found.shape == (295,) and found[0] == 0 and (found[1:] < 0).all()
@@ -146,7 +153,7 @@ async def test_a_hanging_engine_counts_as_down_and_ends_on_a_signal(start: Start
 
 async def test_a_client_that_goes_away_frees_its_request(start: Start) -> None:
     server = start()
-    await client(server).apply(Policy(0, "/models/tiny"), 10)
+    await client(server).apply(PolicyVersion(0, "/models/tiny"), 10)
     with pytest.raises(httpx.ReadTimeout):
         generate(server.url, [5, 6, 7], 400, timeout_s=0.5)
     deadline = time.monotonic() + 10
@@ -156,12 +163,9 @@ async def test_a_client_that_goes_away_frees_its_request(start: Start) -> None:
 
 
 @pytest.mark.parametrize("turns", range(4))
-async def test_a_client_that_goes_away_as_its_answer_is_ready_does_no_harm(
-    turns: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_client_that_goes_away_as_its_answer_is_ready_does_no_harm(turns: int) -> None:
     """Both are seen at once by a process that got no time meanwhile; which one first differs by turns of its loop."""
-    monkeypatch.setattr("primeslurm.emulated.engine.TICK_S", 0.05)
-    engine = EmulatedEngine("model", 64)
+    engine = EmulatedEngine("model", 64, tick_s=0.05)
     running = asyncio.create_task(engine.run())
     body = json.dumps({"token_ids": [5], "sampling_params": {"max_tokens": 1}}).encode()
 
@@ -194,8 +198,8 @@ def test_it_is_light(start: Start) -> None:
 async def test_a_rollout_goes_through_the_real_router_to_prefill_and_decode(start: Start, tmp_path: Path) -> None:
     prefill, decode = start("prefill"), start("decode")
     for server in (prefill, decode):
-        await client(server).apply(Policy(0, "/models/tiny"), 10)
-    made = recipe()
+        await client(server).apply(PolicyVersion(0, "/models/tiny"), 10)
+    made = recipe(orchestrator={"echo": 0.1})
     command = router_command(made, VllmRouter(), Workers((), ("p",), ("d",)))
     engines = {name: s.url.removeprefix("http://") for name, s in (("p", prefill), ("d", decode))}
     router = start_router(command, engines, tmp_path / "router.log")
@@ -213,6 +217,8 @@ async def test_a_rollout_goes_through_the_real_router_to_prefill_and_decode(star
     for (rollout,) in done:
         assert rollout.mask.any() and not rollout.mask[0]
         assert set(rollout.versions[rollout.mask]) == {0} and (rollout.logprobs[rollout.mask] < 0).all()
+        answered = ~rollout.mask & (np.arange(len(rollout.mask)) > rollout.mask.argmax())
+        assert rollout.observed is not None and (rollout.observed == answered).all()
     assert len({tuple(rollout.token_ids[: rollout.mask.argmax()]) for (rollout,) in done}) == 1
     turns = sum(rollout.info.turns for (rollout,) in done)
     assert metric(prefill.url, "vllm:request_success_total") == turns

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from primeslurm.cli.emulate import load_emulated
+from primeslurm.api.loading import load
 from primeslurm.plan.commands import Command
 from primeslurm.plan.derive import derive
 from primeslurm.plan.emulate import STAND_INS, emulate
@@ -41,10 +41,11 @@ def test_only_the_modules_of_stand_ins_differ() -> None:
 
 
 def test_the_embedded_cluster_has_the_nodes_of_the_job_spares_included() -> None:
-    loaded, spec = load_emulated(Path(__file__).with_name("small.yaml"), None, None, None)
-    assert spec is not None and any(group.spares for group in loaded.plan.groups)
-    control = sum(group.nodes for group in loaded.plan.groups if group.name == "control")
-    assert (spec.control_nodes, spec.nodes) == (control, loaded.plan.allocated - control)
+    loaded = load(Path(__file__).with_name("small.yaml"), emulate=True)
+    plan, spec = loaded.plan(), loaded.cluster
+    assert spec is not None and any(group.spares for group in plan.groups)
+    control = sum(group.nodes for group in plan.groups if group.name == "control")
+    assert (spec.control_nodes, spec.nodes) == (control, plan.allocated - control)
 
 
 def test_every_stand_in_exists_and_says_what_it_is() -> None:

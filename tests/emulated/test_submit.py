@@ -1,4 +1,4 @@
-"""`submit --emulate` as a user runs it: the GLM-5 recipe with its 28 nodes and 224 GPUs, from nothing to nothing."""
+"""`submit --emulate` as users run it, from nothing to nothing: the GLM-5 recipe with its 28 nodes, and from Python."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from primeslurm.records.events.policy import EngineUpdated
 from primeslurm.records.events.processes import ProcessStarted
 from primeslurm.run.directory import RunDirectory
 from primeslurm.run.records import events, rows
-from primeslurm.wire import checkpoints, weights
+from primeslurm.wire import checkpoints
+from primeslurm.wire.weight_transfer import filesystem
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(900)]
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,17 +31,31 @@ def place() -> Iterator[Path]:
         yield Path(directory)
 
 
-def test_glm5_on_28_nodes_and_one_for_a_teacher(place: Path) -> None:
+def python(place: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
+    """`python WORDS` of a user whose home is `place`."""
     if shutil.which("slurmctld") is None or os.geteuid() != 0:
         pytest.skip("needs Slurm's daemons and root")
     env = {key: value for key, value in os.environ.items() if not key.startswith("COVERAGE_")}
     env |= {"HOME": str(place), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "primeslurm", "submit", ROOT / "recipes" / "glm5_pd.yaml", "--emulate", "--wait"]
+    argv = [sys.executable, *map(str, words)]
+    return subprocess.run(argv, cwd=place, env=env, capture_output=True, text=True, timeout=840, check=False)
+
+
+def test_a_script_submits_and_waits(place: Path) -> None:
+    example, recipe = ROOT / "examples" / "submit_from_python.py", ROOT / "tests" / "emulated" / "small.yaml"
+    done = python(place, example, recipe, "--emulate", "--name", "s", "--steps", str(STEPS))
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = RunDirectory(place / "runs" / "s")
+    assert done.stdout == f"submitted s to {run.path}\ns completed: step {STEPS} of {STEPS}\n"
+    assert run.attempt(1).plan().emulated and checkpoints.newest(run.path) == STEPS
+    assert not (place / ".primeslurm" / "clusters" / "emulate-s").exists()
+
+
+def test_glm5_on_28_nodes_and_one_for_a_teacher(place: Path) -> None:
+    command = ["-m", "primeslurm", "submit", ROOT / "recipes" / "glm5_pd.yaml", "--emulate", "--wait"]
     settings = [f"max_steps={STEPS}", "teacher={type: engines, path: /models/teacher}", "orchestrator.advantages=opd"]
     options = ["--name", "g", *(word for setting in settings for word in ("--set", setting))]
-    done = subprocess.run(
-        [*map(str, command), *options], cwd=place, env=env, capture_output=True, text=True, timeout=840, check=False
-    )
+    done = python(place, *command, *options)
     assert done.returncode == 0, done.stdout + done.stderr
     run = RunDirectory(place / "runs" / "g")
     plan, end = run.attempt(1).plan(), run.attempt(1).end()
@@ -56,5 +71,5 @@ def test_glm5_on_28_nodes_and_one_for_a_teacher(place: Path) -> None:
         p.name for p in plan.processes() if p.role in ("prefill", "decode")
     }
     assert checkpoints.damage(checkpoints.step_dir(run.path, STEPS)) == []
-    assert weights.damage(weights.version_dir(run.path, STEPS)) == []
+    assert filesystem.damage(filesystem.version_dir(run.path, STEPS)) == []
     assert not (place / ".primeslurm" / "clusters" / "emulate-g").exists()

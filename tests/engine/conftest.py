@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from primeslurm.orchestrator.engines import EngineClient
+from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient
 from primeslurm.plan.commands import Command, EngineRole, Workers
 from primeslurm.plan.routers import router_command
 from primeslurm.recipe import Recipe

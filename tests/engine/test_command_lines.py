@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from primeslurm.families import families
 from primeslurm.plan.engine_memory import PROMPT_TOKENS
-from primeslurm.plan.parsers import FAMILIES
 from tests.engine.conftest import tiny_recipe
 from tests.support.engine_commands import engine_command
 from tests.support.processes import fill
@@ -62,7 +62,7 @@ def test_vllm_has_every_parser_that_we_name() -> None:
     from vllm.reasoning import ReasoningParserManager
     from vllm.tool_parsers import ToolParserManager
 
-    for parsers in FAMILIES.values():
+    for parsers in (parsers for family in families() for parsers in family.parsers.values()):
         if parsers.tool_call:
             ToolParserManager.get_tool_parser(parsers.tool_call)
         if parsers.reasoning:

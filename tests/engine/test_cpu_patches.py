@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from primeslurm.inference import cpu_patches, guards
-from primeslurm.orchestrator.engines import Policy
+from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion
 from tests.engine.conftest import tiny_recipe
 from tests.support.engine_commands import engine_command
 from tests.support.generate import generate, logprobs, tokens
@@ -80,7 +80,7 @@ async def test_expert_parallel_workers_take_a_policy(zygote, client, model: Path
     engine.wait("/primeslurm/status")
     try:
         target = make_model(tmp_path / "target", seed=9)
-        await client(engine).apply(Policy(1, str(publish(target, tmp_path, 1))), timeout_s=120)
+        await client(engine).apply(PolicyVersion(1, str(publish(target, tmp_path, 1))), timeout_s=120)
         answer = generate(engine.url, PROMPT, 8)
         expected = reference_logprobs(target, PROMPT + tokens(answer))[len(PROMPT) - 1 :]
         assert logprobs(answer) == pytest.approx(expected, abs=1e-4)

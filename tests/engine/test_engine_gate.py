@@ -7,7 +7,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from primeslurm.orchestrator.engines import EngineDownError, Policy, Step
+from primeslurm.orchestrator.weight_transfer.engine_client import EngineDownError, PolicyVersion, Step
 from primeslurm.wire import secret
 from tests.support.generate import generate, spans
 from tests.support.models import make_model, publish
@@ -24,16 +24,16 @@ async def test_serves_nothing_before_its_policy_is_confirmed(start_engine, clien
     assert engine.status_code("/metrics") == 200
     assert (await control.status()).version is None
 
-    assert await control.apply(Policy(0, str(model)), timeout_s=120) is Step.CONFIRM
+    assert await control.apply(PolicyVersion(0, str(model)), timeout_s=120) is Step.CONFIRM
     assert engine.status_code("/health") == 200
     assert spans(generate(engine.url, [2, 3, 4], 3)) == [(0, 0, 3)]
-    assert await control.apply(Policy(0, str(model)), timeout_s=120) is Step.NOTHING
+    assert await control.apply(PolicyVersion(0, str(model)), timeout_s=120) is Step.NOTHING
 
 
 async def test_shutdown_ends_the_process_and_a_new_start_is_stale(start_engine, client, model: Path) -> None:
     engine = start_engine()
     control = client(engine)
-    await control.apply(Policy(0, str(model)), timeout_s=120)
+    await control.apply(PolicyVersion(0, str(model)), timeout_s=120)
     before = await control.status()
     await control.shutdown()
     assert engine.wait_gone(5)
@@ -50,6 +50,6 @@ async def test_policies_change_under_way(start_engine, client, model: Path, tmp_
     engine = start_engine()
     control = client(engine)
     first = publish(make_model(tmp_path / "m1", seed=1), tmp_path, 1)
-    assert await control.apply(Policy(1, str(first)), timeout_s=120) is Step.UPDATE
+    assert await control.apply(PolicyVersion(1, str(first)), timeout_s=120) is Step.UPDATE
     status = await control.status()
     assert status.version == 1 and not status.paused and status.updates == 1

@@ -27,10 +27,11 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import record_metadata_for_reloading
 from vllm.model_executor.models.utils import AutoWeightsLoader
 
-from primeslurm.inference.experts import HeldExperts, held_experts, incomplete_experts
-from primeslurm.inference.weights import FilesystemTransferEngine, PolicyError
+from primeslurm.inference.weight_transfer.errors import PolicyError
+from primeslurm.inference.weight_transfer.experts import HeldExperts, held_experts, incomplete_experts
+from primeslurm.inference.weight_transfer.filesystem import FilesystemTransferEngine
 from primeslurm.trainer.encoding import Encoding
-from primeslurm.wire.messages import Named, stacked
+from primeslurm.wire.weight_transfer.catalogue import Named, stacked
 
 pytestmark = pytest.mark.engine
 PREFIX = "model.layers.0.mlp.experts"

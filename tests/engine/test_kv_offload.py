@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from primeslurm.orchestrator.engines import Policy
+from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion
 from primeslurm.plan.commands import Command, EngineRole
 from primeslurm.plan.kv import store_client, store_master
 from primeslurm.recipe import Recipe
@@ -42,7 +42,7 @@ def found(url: str) -> float:
 
 async def open_at_once(engine: Server, client: Any, model: Path) -> Server:
     engine.wait("/primeslurm/status")
-    await client(engine).apply(Policy(0, str(model)), 60)
+    await client(engine).apply(PolicyVersion(0, str(model)), 60)
     return engine
 
 

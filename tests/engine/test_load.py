@@ -7,9 +7,9 @@ from pathlib import Path
 import httpx
 import pytest
 
-from primeslurm.orchestrator.engines import Policy
 from primeslurm.orchestrator.load import LoadWindow
 from primeslurm.orchestrator.scrape import COUNTERS, GAUGES, scrape
+from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion
 from tests.support.generate import generate
 
 pytestmark = pytest.mark.engine
@@ -19,7 +19,7 @@ ONLY_WITH_A_CONNECTOR = {"external_queries", "external_hits"}
 
 async def test_the_load_of_a_real_engine(start_engine, client, model: Path) -> None:
     engine = start_engine()
-    await client(engine).apply(Policy(0, str(model)), timeout_s=120)
+    await client(engine).apply(PolicyVersion(0, str(model)), timeout_s=120)
     window = LoadWindow()
     async with httpx.AsyncClient() as http:
         for now in (0.0, 10.0):

@@ -12,8 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from primeslurm.orchestrator.engines import EngineClient, EngineDownError, EngineUpdateError, Policy
-from primeslurm.orchestrator.policy import PolicyLoop
+from primeslurm.orchestrator.weight_transfer.engine_client import (
+    EngineClient,
+    EngineDownError,
+    EngineUpdateError,
+    PolicyVersion,
+)
+from primeslurm.orchestrator.weight_transfer.policy_loop import PolicyLoop
 from primeslurm.records.journal import Journal
 from tests.support.generate import generate, spans
 from tests.support.models import make_model, publish
@@ -34,8 +39,8 @@ async def running(loop: PolicyLoop) -> AsyncIterator[PolicyLoop]:
 
 async def reaches(loop: PolicyLoop, name: str, state: str, timeout_s: float = 90) -> None:
     deadline = time.monotonic() + timeout_s
-    while loop.fleet.report()[name].state != state:
-        assert time.monotonic() < deadline, loop.fleet.report()
+    while loop.pool.report()[name].state != state:
+        assert time.monotonic() < deadline, loop.pool.report()
         await asyncio.sleep(0.05)
 
 
@@ -58,20 +63,20 @@ async def test_engines_are_brought_and_kept_at_the_wanted_policy(start_engine, c
     engines = {name: client(server) for name, server in servers.items()}
     journal = Journal(tmp_path, "orchestrator")
     async with running(PolicyLoop(engines, journal, 30, 0.2, before, after)) as loop:
-        await loop.publish(Policy(0, str(model)))
+        await loop.want(PolicyVersion(0, str(model)))
         await loop.wait_for(0, timeout_s=90)
         for name in servers:
             await reaches(loop, name, "CURRENT")
-        first = Policy(1, str(publish(make_model(tmp_path / "m1", seed=1), tmp_path, 1)))
-        await loop.publish(first)
-        await loop.publish(first)  # repeated: nothing happens
+        first = PolicyVersion(1, str(publish(make_model(tmp_path / "m1", seed=1), tmp_path, 1)))
+        await loop.want(first)
+        await loop.want(first)  # repeated: nothing happens
         await loop.wait_for(1, timeout_s=90)
         assert [spans(generate(s.url, PROMPT, 1)) for s in servers.values()] == [[(1, 0, 1)]] * 2
         assert hooks == [("before", 0), ("after", 0), ("before", 1), ("after", 1)]
 
         servers["b"].kill()
         await reaches(loop, "b", "DOWN")
-        await loop.publish(Policy(2, str(publish(make_model(tmp_path / "m2", seed=2), tmp_path, 2))))
+        await loop.want(PolicyVersion(2, str(publish(make_model(tmp_path / "m2", seed=2), tmp_path, 2))))
         await loop.wait_for(2, timeout_s=90)  # the dead engine holds up nobody
         servers["b"] = start_engine(http=port(servers["b"]))
         await reaches(loop, "b", "CURRENT")
@@ -83,9 +88,9 @@ async def test_engines_are_brought_and_kept_at_the_wanted_policy(start_engine, c
 async def test_an_engine_that_cannot_take_a_policy_is_ended(start_engine, client, model, tmp_path: Path) -> None:
     server = start_engine()
     async with running(PolicyLoop({"a": client(server)}, Journal(tmp_path, "o"), 30, 0.2)) as loop:
-        await loop.publish(Policy(0, str(model)))
+        await loop.want(PolicyVersion(0, str(model)))
         await loop.wait_for(0, timeout_s=90)
-        await loop.publish(Policy(1, str(tmp_path / "nothing")))
+        await loop.want(PolicyVersion(1, str(tmp_path / "nothing")))
         assert await asyncio.to_thread(server.wait_gone, 20)
         await reaches(loop, "a", "DOWN")
         with pytest.raises(TimeoutError):
@@ -98,10 +103,10 @@ async def test_an_engine_that_hangs_is_down_and_an_update_of_it_times_out(
 ) -> None:
     server = start_engine()
     control = client(server)
-    await control.apply(Policy(0, str(model)), timeout_s=60)
+    await control.apply(PolicyVersion(0, str(model)), timeout_s=60)
     core = int(Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()[0])
     os.kill(core, signal.SIGSTOP)  # the engine core hangs, its HTTP server answers
-    first = Policy(1, str(publish(make_model(tmp_path / "m1", seed=1), tmp_path, 1)))
+    first = PolicyVersion(1, str(publish(make_model(tmp_path / "m1", seed=1), tmp_path, 1)))
     with pytest.raises(EngineUpdateError, match="took longer than 1 s"):
         await control.apply(first, timeout_s=1)
     os.kill(server.pid, signal.SIGSTOP)  # nothing answers

@@ -24,11 +24,12 @@ from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 from vllm.platforms.cpu import CpuPlatform
 
-from primeslurm.inference.experts import held_experts
+from primeslurm.families import model_types
 from primeslurm.inference.plugin import register
-from primeslurm.inference.weights import FilesystemTransferEngine, PolicyError
-from primeslurm.plan.families import FAMILIES
-from primeslurm.wire.messages import stacked
+from primeslurm.inference.weight_transfer.errors import PolicyError
+from primeslurm.inference.weight_transfer.experts import held_experts
+from primeslurm.inference.weight_transfer.filesystem import FilesystemTransferEngine
+from primeslurm.wire.weight_transfer.catalogue import stacked
 from tests.trainer.families import CASES, write
 
 pytestmark = pytest.mark.engine
@@ -40,7 +41,7 @@ RELEASED: dict[str, dict[str, Any]] = {
     "minimax_m2": {"rotary_dim": 8, "use_routing_bias": True, "scoring_func": "sigmoid"},
 }
 """What releases' configs say, and those that transformers writes do not."""
-NEED_TORCHVISION = {name for name in FAMILIES if name.startswith(("qwen3_5", "qwen3_vl"))}
+NEED_TORCHVISION = {name for name in model_types() if name.startswith(("qwen3_5", "qwen3_vl"))}
 NOT_COMPARED = ("kimi_k2", "kimi_k25")
 """DeepSeek-V3 by another name, and below it."""
 
@@ -120,7 +121,7 @@ def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.detach().clone() for name, tensor in found.items() if tensor.numel()}
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - NOT_COMPARED))
+@pytest.mark.parametrize("family", sorted(model_types().keys() - NOT_COMPARED))
 def test_an_update_of_every_family(family: str, tmp_path: Path) -> None:
     if family in NEED_TORCHVISION:
         pytest.importorskip("torchvision", reason="vLLM's models that see images need it", exc_type=ImportError)

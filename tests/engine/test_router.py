@@ -10,7 +10,7 @@ from typing import get_args
 import httpx
 import pytest
 
-from primeslurm.orchestrator.engines import Policy
+from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion
 from primeslurm.recipe.routers import VllmRouter
 from tests.support.generate import generate, metric, spans, tokens
 from tests.support.models import make_model, publish
@@ -43,7 +43,7 @@ async def test_a_killed_engine_returns_only_with_the_current_policy(
     start_engine, client, open_router, tmp_path: Path
 ) -> None:
     engines = [start_engine(), start_engine()]
-    policy = Policy(1, str(publish(make_model(tmp_path / "m", seed=1), tmp_path, 1)))
+    policy = PolicyVersion(1, str(publish(make_model(tmp_path / "m", seed=1), tmp_path, 1)))
     router = open_router(engines=engines)  # started while both are stale
     await asyncio.gather(*(client(engine).apply(policy, 30) for engine in engines))
     router.wait("/health")
@@ -87,7 +87,7 @@ async def test_prefill_and_decode_engines_answer_as_one(
     prompts = [[3 + (i * k) % 40 for i in range(1, 90)] for k in (1, 3, 7)]
     for version in (0, 1):
         path = model if version == 0 else publish(make_model(tmp_path / "m", seed=1), tmp_path, 1)
-        await asyncio.gather(*(client(engine).apply(Policy(version, str(path)), 30) for engine in everyone))
+        await asyncio.gather(*(client(engine).apply(PolicyVersion(version, str(path)), 30) for engine in everyone))
         retrying(router.url, "warm-up")
         for prompt in prompts:
             through = generate(router.url, prompt, 16, salt=f"v{version}", session="s")
@@ -101,14 +101,14 @@ async def test_prefill_and_decode_engines_answer_as_one(
     with pytest.raises(httpx.HTTPStatusError):
         generate(router.url, prompts[0], 2)
     assert metric(restarted.url, "vllm:request_success_total") == 0
-    await client(restarted).apply(Policy(1, str(path)), 30)
+    await client(restarted).apply(PolicyVersion(1, str(path)), 30)
     assert spans(retrying(router.url, "s")) == [(1, 0, 4)]
 
 
 async def test_every_policy_serves(start_engine, client, open_router, model: Path) -> None:
     engines = [start_engine(), start_engine()]
     for engine in engines:
-        await client(engine).apply(Policy(0, str(model)), 60)
+        await client(engine).apply(PolicyVersion(0, str(model)), 60)
     for policy in get_args(VllmRouter.model_fields["policy"].annotation):
         router = open_router(engines=engines, policy=policy)
         router.wait("/health", timeout_s=30)

@@ -10,8 +10,9 @@ import httpx
 import pytest
 from safetensors.torch import load_file, save_file
 
-from primeslurm.orchestrator.engines import EngineUpdateError, Policy, Step
-from primeslurm.wire import secret, weights
+from primeslurm.orchestrator.weight_transfer.engine_client import EngineUpdateError, PolicyVersion, Step
+from primeslurm.wire import secret
+from primeslurm.wire.weight_transfer import filesystem
 from tests.support.generate import generate, logprobs, metric, spans, tokens
 from tests.support.models import make_constant_model, make_model, publish, reference_logprobs, token_id
 from tests.support.processes import Server
@@ -45,7 +46,7 @@ def engine(start_engine) -> Server:
 @pytest.fixture
 def policy(policies: dict[int, Path]):
     """Policy by version."""
-    return lambda version: Policy(version, str(weights.version_dir(policies[-1], version)))
+    return lambda version: PolicyVersion(version, str(filesystem.version_dir(policies[-1], version)))
 
 
 async def test_requests_in_flight_go_on_with_the_new_policy(engine, client, policy) -> None:
@@ -91,7 +92,7 @@ async def test_a_refused_policy_closes_the_gate_and_a_good_one_reopens_it(
     empty = tmp_path / "empty"
     empty.mkdir()
     with pytest.raises(EngineUpdateError, match="MANIFEST"):
-        await control.apply(Policy(5, str(empty)), timeout_s=120)
+        await control.apply(PolicyVersion(5, str(empty)), timeout_s=120)
     status = await control.status()
     assert status.version is None and status.paused and engine.status_code("/health") == 503
 
@@ -118,14 +119,14 @@ async def test_a_policy_that_does_not_fit_is_refused_and_leaves_no_trace(
 ) -> None:
     control = client(engine)
     bad = tmp_path / "bad"
-    shutil.copytree(weights.version_dir(policies[-1], 3), bad)
+    shutil.copytree(filesystem.version_dir(policies[-1], 3), bad)
     file = next(bad.glob("*.safetensors"))
     tensors = load_file(file)
     damage(tensors)
     save_file(tensors, file)
-    weights.complete(bad, 5, "float32")
+    filesystem.complete(bad, 5, "float32")
     with pytest.raises(EngineUpdateError):
-        await control.apply(Policy(5, str(bad)), timeout_s=120)
+        await control.apply(PolicyVersion(5, str(bad)), timeout_s=120)
     assert (await control.status()).version is None
 
     for version in (4, 3):
@@ -137,7 +138,7 @@ async def test_a_policy_that_does_not_fit_is_refused_and_leaves_no_trace(
 
 async def test_a_directory_of_another_version_is_refused(engine, client, policy, policies) -> None:
     control = client(engine)
-    mislabelled = Policy(6, policy(3).path)
+    mislabelled = PolicyVersion(6, policy(3).path)
     with pytest.raises(EngineUpdateError):
         await control.apply(mislabelled, timeout_s=120)
     await control.apply(policy(3), timeout_s=120)
@@ -171,7 +172,7 @@ async def test_a_tied_head_follows_the_embedding(start_engine, client, tmp_path:
     model = make_model(tmp_path / "tied", seed=7, tied=True)
     target = make_model(tmp_path / "target", seed=8, tied=True)
     engine = start_engine(source=model)
-    await client(engine).apply(Policy(1, str(publish(target, tmp_path, 1))), timeout_s=120)
+    await client(engine).apply(PolicyVersion(1, str(publish(target, tmp_path, 1))), timeout_s=120)
     answer = generate(engine.url, PROMPT, 8)
     expected = reference_logprobs(target, PROMPT + tokens(answer))[len(PROMPT) - 1 :]
     assert logprobs(answer) == pytest.approx(expected, abs=1e-4)

@@ -11,18 +11,19 @@ import msgspec
 import numpy as np
 import pytest
 
+from primeslurm.orchestrator import algorithms
 from primeslurm.orchestrator.batches import Batches
-from primeslurm.orchestrator.engines import Policy
 from primeslurm.orchestrator.generate import TokenClient, serving
 from primeslurm.orchestrator.groups import Group
 from primeslurm.orchestrator.jobs import Job
+from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion
 from primeslurm.orchestrator.worker import Worker
 from primeslurm.recipe import Recipe
 from primeslurm.records.journal import Journal
 from primeslurm.trainer.loss import from_recipe
 from primeslurm.trainer.parallel import build
 from primeslurm.trainer.pictures import PictureReader
-from primeslurm.trainer.progress import Progress
+from primeslurm.trainer.progress import PhaseTimer
 from primeslurm.trainer.step import Learner
 from primeslurm.trainer.world import World
 from primeslurm.wire.addresses import AddressBook
@@ -70,7 +71,7 @@ def train(rollout: Rollout, model: Path, world: World, directory: Path) -> dict[
     """A step on one rollout, and its like with another reward."""
     recipe = recipe_of(model, dtype="float32")
     worse = replace(rollout, info=msgspec.structs.replace(rollout.info, reward=rollout.info.reward - 1))
-    batches = Batches(recipe)
+    batches = Batches(recipe, algorithms.from_recipe(recipe))
     batches.add(2, [Group("g", "looking", 0, 1, ((rollout,), (worse,)))])
     batch = batches.get(2, 0, 1)
     assert batch is not None
@@ -82,14 +83,14 @@ def train(rollout: Rollout, model: Path, world: World, directory: Path) -> dict[
         world,
         PictureReader(model, image_token(model)),
     )
-    return learner.train(batch, Progress(Journal(directory, "trainer"), record=False))
+    return learner.train(batch, PhaseTimer(Journal(directory, "trainer"), record=False))
 
 
 async def test_after_an_update_text_and_images_are_seen_as_the_trainer_sees_them(
     zygote, client, open_router, world: World, tmp_path: Path
 ) -> None:
     models = [make_vision_model(tmp_path / f"m{seed}", seed) for seed in (0, 1)]
-    policy = Policy(1, str(publish(models[1], tmp_path, 1)))
+    policy = PolicyVersion(1, str(publish(models[1], tmp_path, 1)))
     few = {"limit_mm_per_prompt": {"image": 1, "video": 0}}
     server = zygote.start(tiny_engine(models[0], vllm_extra=few), {})
     try:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from primeslurm.orchestrator.engines import Policy
+from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion
 from primeslurm.plan.commands import EngineRole
 from primeslurm.plan.engine_command import DataParallel
 from tests.engine.conftest import tiny_recipe
@@ -59,7 +59,7 @@ async def test_every_rank_serves_and_takes_policies_in_flight(
     ranks, client, open_router, model: Path, tmp_path: Path
 ) -> None:
     controls = [client(rank) for rank in ranks]
-    await asyncio.gather(*(control.apply(Policy(0, str(model)), 60) for control in controls))
+    await asyncio.gather(*(control.apply(PolicyVersion(0, str(model)), 60) for control in controls))
     router = open_router(engines=ranks)
     router.wait("/health")
     for session in range(12):
@@ -68,7 +68,7 @@ async def test_every_rank_serves_and_takes_policies_in_flight(
     assert all(exact(rank, model, "v0") for rank in ranks)
 
     target = make_model(tmp_path / "target", seed=9)
-    policy = Policy(1, str(publish(target, tmp_path, 1)))
+    policy = PolicyVersion(1, str(publish(target, tmp_path, 1)))
     running = [asyncio.create_task(asyncio.to_thread(generate, rank.url, PROMPT, 800)) for rank in ranks]
     while any(metric(rank.url, "vllm:generation_tokens_total") < 100 for rank in ranks):
         await asyncio.sleep(0.05)
@@ -86,7 +86,9 @@ async def test_prefill_and_decode_groups_hand_kv_over_from_any_rank_to_any(
     try:
         for server in (*prefill, *decode):
             server.wait("/primeslurm/status", timeout_s=240)
-        await asyncio.gather(*(client(server).apply(Policy(0, str(model)), 60) for server in (*prefill, *decode)))
+        await asyncio.gather(
+            *(client(server).apply(PolicyVersion(0, str(model)), 60) for server in (*prefill, *decode))
+        )
         router = open_router(prefill=prefill, decode=decode, policy="round_robin")
         router.wait("/health")
         prompt = [2 + (7 * i) % 40 for i in range(200)]

@@ -14,11 +14,11 @@ from primeslurm.trainer.block_fp8 import (
     BLOCKS,
     ROWS,
     Quantised,
-    backend,
     quantise,
     quantise_groups,
     quantise_groups_transposed,
 )
+from primeslurm.trainer.fp8_backend import backend
 from tests.support import block_fp8 as exact
 from tests.support.block_fp8 import OFFSETS, matrix, relative_error
 

@@ -6,12 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from primeslurm.trainer import compat  # isort: skip  (before torchtitan)
 from torch.nn.attention import activate_flash_attention_impl, current_flash_attention_impl
 from torchtitan.models.common.attention import VarlenMetadata, create_varlen_metadata_for_document
 
-from primeslurm.trainer import varlen
+from primeslurm.trainer import compat, varlen
 from primeslurm.trainer.context_parallel import local_documents
 from tests.trainer.families import CASES, write
 from tests.trainer.gradients import Layout, compare

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from primeslurm.families.shape import DeltaNets, Mamba
 from primeslurm.plan.activation_memory import Mixer, delta_net, mamba
-from primeslurm.plan.facts import DeltaNets, Mamba
 
 torch = pytest.importorskip("torch")
 pytestmark = [

@@ -16,18 +16,19 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from primeslurm.orchestrator.delivery import Delivery
-from primeslurm.orchestrator.engines import EngineClient, Step
-from primeslurm.orchestrator.engines import Policy as Update
+from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, Step
+from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion as Update
+from primeslurm.orchestrator.weight_transfer.sessions import TransferSessions
 from primeslurm.recipe import Recipe
-from primeslurm.wire.link import Answer, Deliver, OrchestratorLink, Request, TrainerLink
+from primeslurm.wire.link import Answer, OrchestratorLink, Request, TrainerLink
+from primeslurm.wire.weight_transfer.messages import OfferTransfer
 from tests.support.engine_commands import engine_command
 from tests.support.generate import generate, logprobs, tokens
 from tests.support.processes import Server, free_port, start_process
 from tests.trainer.as_released import to_fp8
 
 if TYPE_CHECKING:
-    from primeslurm.trainer.parallel import Policy
+    from primeslurm.trainer.policy_model import PolicyModel
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 GPUS = torch.cuda.device_count()
@@ -97,7 +98,7 @@ def start_engine(asked: Recipe, log: Path) -> Server:
     return server
 
 
-def expected(policy: Policy, model: Path, sampled: list[int], fp8: bool) -> list[float]:
+def expected(policy: PolicyModel, model: Path, sampled: list[int], fp8: bool) -> list[float]:
     """What transformers gives the sampled tokens, in float32 on the trainer's GPU; in FP8, what the trainer gives them.
 
     In FP8 a random model's log-probabilities are 0.9 from those in float32, in the mean.
@@ -136,17 +137,17 @@ async def test_an_engine_computes_with_what_another_gpu_sent(engine, models: lis
     from primeslurm.trainer import huggingface
     from primeslurm.trainer.encoding import published
     from primeslurm.trainer.parallel import build
-    from primeslurm.trainer.sender import Sender
+    from primeslurm.trainer.weight_transfer.sender import Sender
 
     server, asked = engine
     fp8, stored = asked.trainer.fp8, huggingface.fp8_names(Path(asked.model.path))
-    delivery, wanting = Delivery(workers=1, timeout_s=120), 1
-    client = EngineClient(lambda: server.url, asked.model.path, delivery.place)
+    sessions, wanting = TransferSessions(workers=1, timeout_s=120), 1
+    client = EngineClient(lambda: server.url, asked.model.path, sessions.join)
     address = f"tcp://127.0.0.1:{free_port()}"
 
     async def handle(request: Request) -> Answer:
-        assert isinstance(request, Deliver)
-        return await delivery.answer(request, lambda: wanting, 4)
+        assert isinstance(request, OfferTransfer)
+        return await sessions.answer(request, lambda: wanting, 4)
 
     serving = asyncio.create_task(OrchestratorLink(address, handle).serve())
     await client.apply(Update(0, asked.model.path), 120)
@@ -156,10 +157,10 @@ async def test_an_engine_computes_with_what_another_gpu_sent(engine, models: lis
         policy = build(asked.model_copy(update={"model": asked.model.model_copy(update={"path": str(model)})}), world)
         sender = Sender(policy, published(asked, stored), TrainerLink(address), world, 120)
         wanting = 1
-        delivery.expect(version)
+        sessions.expect(version)
         begun = time.monotonic()
         applying = asyncio.create_task(client.apply(Update(version, ""), 120))
-        sending = asyncio.create_task(asyncio.to_thread(sender.serve, version))
+        sending = asyncio.create_task(asyncio.to_thread(sender.send, version))
         assert await applying is Step.UPDATE
         seconds.append(round(time.monotonic() - begun, 3))
         wanting = 0

@@ -8,6 +8,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+ROOT = str(Path(__file__).resolve().parents[2])
+
 
 @dataclass(frozen=True)
 class Result:
@@ -20,10 +22,17 @@ class Result:
 
 def primeslurm(*args: str | Path, cwd: Path, timeout_s: float = 120, path: Path | None = None) -> Result:
     """`primeslurm ARGS` as a user runs it, in a home of its own. `path`: where commands are looked for first."""
-    root = str(Path(__file__).resolve().parents[2])
-    env = {**os.environ, "HOME": str(cwd), "COLUMNS": "120", "PYTHONPATH": root}
+    env = {**os.environ, "HOME": str(cwd), "COLUMNS": "120", "PYTHONPATH": ROOT}
     if path is not None:
         env["PATH"] = f"{path}:{env['PATH']}"
     argv = [sys.executable, "-m", "primeslurm", *map(str, args)]
     done = subprocess.run(argv, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
+    return Result(done.returncode, done.stdout, done.stderr)
+
+
+def run_python(*args: str | Path, cwd: Path, **variables: str) -> Result:
+    """`python ARGS` with this checkout's package."""
+    env = {**os.environ, "PYTHONPATH": ROOT, **variables}
+    argv = [sys.executable, *map(str, args)]
+    done = subprocess.run(argv, cwd=cwd, env=env, capture_output=True, text=True, timeout=120, check=False)
     return Result(done.returncode, done.stdout, done.stderr)

@@ -14,9 +14,9 @@ from pathlib import Path
 import msgspec
 import yaml
 
-from primeslurm.cli.runs import job_query
+from primeslurm.api.jobs import job_query
 from primeslurm.orchestrator.groups import Group
-from primeslurm.orchestrator.progress import CHECKPOINT_PART, PROGRESS, Progress
+from primeslurm.orchestrator.progress import CHECKPOINT_PART, PROGRESS, RunProgress
 from primeslurm.records.fleet import AgentReport
 from primeslurm.records.reading import read_record
 from primeslurm.run.directory import RunDirectory
@@ -173,5 +173,5 @@ def _spooled(run_dir: Path) -> dict[str, int]:
 def _trained(run_dir: Path) -> frozenset[str]:
     files = [run_dir / PROGRESS]
     files += [checkpoints.step_dir(run_dir, step) / CHECKPOINT_PART for step in checkpoints.committed(run_dir)]
-    records = [msgspec.msgpack.decode(path.read_bytes(), type=Progress) for path in files if path.is_file()]
+    records = [msgspec.msgpack.decode(path.read_bytes(), type=RunProgress) for path in files if path.is_file()]
     return frozenset(group for record in records for groups in record.batches.values() for group in groups)

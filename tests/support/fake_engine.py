@@ -13,6 +13,7 @@ import io
 import json
 import threading
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,16 +53,24 @@ class FakeEngine:
         delay_s: how long a completion takes.
         broken: answers 500 to this many generate requests first.
         routed: answers say that the token at position p went to expert p % 200, in each of 3 layers, 2 places.
+        answer: what it says to the word after a prompt's colon.
     """
 
     def __init__(
-        self, tokenizer: Path, mistakes: int = 1, delay_s: float = 0.01, broken: int = 0, routed: bool = False
+        self,
+        tokenizer: Path,
+        mistakes: int = 1,
+        delay_s: float = 0.01,
+        broken: int = 0,
+        routed: bool = False,
+        answer: Callable[[str], str] = lambda word: word[::-1],
     ) -> None:
         self._tokenizer = PreTrainedTokenizerFast.from_pretrained(tokenizer)
         self._mistakes = mistakes
         self._delay_s = delay_s
         self.broken = broken
         self._routed = routed
+        self._answer = answer
         self.version: int | None = None
         self.paused = False
         self.updates = 0
@@ -161,8 +170,7 @@ class FakeEngine:
 
     def _sample(self, prompt: list[int], number: int) -> list[int]:
         text = self._tokenizer.decode(prompt, skip_special_tokens=False).replace(" ", "")
-        word = text.rsplit("Reverse:", 1)[1].split("<")[0]
-        answer = word[::-1]
+        answer = self._answer(text.rsplit(":", 1)[1].split("<")[0])
         if number % 2:
             answer = "z" * self._mistakes + answer[self._mistakes :]
         return [*self._tokenizer.convert_tokens_to_ids(list(answer)), self._tokenizer.eos_token_id]

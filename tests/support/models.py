@@ -12,7 +12,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from primeslurm.wire import weights
+from primeslurm.wire.weight_transfer import filesystem
 
 VOCABULARY = ["<pad>", "<eos>", "<bos>", *"abcdefghijklmnopqrstuvwxyz", *" .,:-0123456789"]
 VOCAB_SIZE = 64  # padded: engines want round sizes
@@ -58,11 +58,11 @@ def make_constant_model(directory: Path, character: str) -> Path:
 
 def publish(source: Path, run_dir: Path, version: int) -> Path:
     """Publish the weights of a model directory as a policy version, complete with its manifest."""
-    directory = weights.version_dir(run_dir, version)
+    directory = filesystem.version_dir(run_dir, version)
     directory.mkdir(parents=True)
     for file in source.glob("*.safetensors"):
         shutil.copy(file, directory)
-    weights.complete(directory, version, "float32")
+    filesystem.complete(directory, version, "float32")
     return directory
 
 

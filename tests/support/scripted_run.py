@@ -109,7 +109,7 @@ class Run:
         return TrainerLink(self.wire, timeout_s=90, retry_s=6)
 
     def publish(self, link: TrainerLink, version: int) -> None:
-        link.published(version, str(self.publish_weights(self.run_dir, version)))
+        link.announce(version, str(self.publish_weights(self.run_dir, version)))
 
     def batch(self, link: TrainerLink, step: int) -> list[Batch]:
         batches = [link.get_batch(step, rank, 2, timeout_s=240) for rank in range(2)]

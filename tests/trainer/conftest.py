@@ -8,14 +8,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from primeslurm.trainer import compat  # noqa: F401  isort: skip  (before torchtitan)
 import numpy as np
 import pytest
 
 from primeslurm.recipe import Recipe
 from primeslurm.records.journal import Journal
 from primeslurm.trainer import tiny
-from primeslurm.trainer.progress import Progress
+from primeslurm.trainer.progress import PhaseTimer
 from primeslurm.wire.rollouts import Batch, BatchInfo, Row
 from primeslurm.wire.routed_experts import RoutedExperts
 from tests.support.processes import free_port
@@ -110,9 +109,9 @@ def make_batch(
     return Batch(info, everything[dp_rank::dp_world])
 
 
-def make_progress(directory: Path) -> Progress:
+def make_progress(directory: Path) -> PhaseTimer:
     """Progress of a process that nobody watches."""
-    return Progress(Journal(directory, "test"), record=False)
+    return PhaseTimer(Journal(directory, "test"), record=False)
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor
 from primeslurm.trainer.images import Images, vision_input
 from primeslurm.trainer.interrupt import Interrupt
 from primeslurm.trainer.models.vision import VisionInput
-from primeslurm.trainer.parallel import Policy, build
+from primeslurm.trainer.parallel import build
+from primeslurm.trainer.policy_model import PolicyModel
 from primeslurm.trainer.world import World, join
 from primeslurm.wire.rollouts import Row
 from tests.trainer.conftest import SEQ_LEN, finish, make_recipe, start_ranks
@@ -80,7 +81,7 @@ def _batch(rows: Sequence[Row]) -> list[torch.Tensor]:
     return [tokens, positions, labels, weights]
 
 
-def _loss(policy: Policy, images: VisionInput | None, *batch: torch.Tensor) -> torch.Tensor:
+def _loss(policy: PolicyModel, images: VisionInput | None, *batch: torch.Tensor) -> torch.Tensor:
     logits, labels, weights = policy.logits(*batch, images=images)
     losses = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="none")
     return (losses * weights.flatten()).sum() / (ROWS * SEQ_LEN)

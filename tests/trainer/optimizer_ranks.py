@@ -11,8 +11,8 @@ from primeslurm.trainer.encoding import Encoding
 from primeslurm.trainer.interrupt import Interrupt
 from primeslurm.trainer.loss import from_recipe
 from primeslurm.trainer.parallel import build
-from primeslurm.trainer.publish import Publisher
 from primeslurm.trainer.step import Learner
+from primeslurm.trainer.weight_transfer.publisher import Publisher
 from primeslurm.trainer.world import World, join
 from tests.trainer.conftest import make_batch, make_progress, make_recipe
 

@@ -12,9 +12,9 @@ from primeslurm.trainer.encoding import Encoding
 from primeslurm.trainer.interrupt import Interrupt
 from primeslurm.trainer.loss import from_recipe
 from primeslurm.trainer.parallel import build
-from primeslurm.trainer.progress import Progress
-from primeslurm.trainer.publish import Publisher
+from primeslurm.trainer.progress import PhaseTimer
 from primeslurm.trainer.step import Learner
+from primeslurm.trainer.weight_transfer.publisher import Publisher
 from primeslurm.trainer.world import World, join
 from tests.trainer.conftest import make_batch
 
@@ -25,7 +25,7 @@ def train(recipe: Recipe, out: Path, world: World) -> list[dict[str, float]]:
 
     policy = build(recipe, world)
     learner = Learner(policy, recipe.trainer.optimizer, recipe.max_steps, from_recipe(recipe.trainer.loss), world)
-    progress = Progress(Journal(out, f"rank-{world.rank}"), record=False)
+    progress = PhaseTimer(Journal(out, f"rank-{world.rank}"), record=False)
     metrics = []
     for step in range(1, recipe.max_steps + 1):
         routed = recipe.trainer.router_replay

@@ -16,7 +16,7 @@ from primeslurm.trainer.checkpoint import Checkpoints
 from primeslurm.trainer.export import export
 from primeslurm.trainer.loss import from_recipe
 from primeslurm.trainer.parallel import build
-from primeslurm.trainer.progress import Progress
+from primeslurm.trainer.progress import PhaseTimer
 from primeslurm.trainer.step import Learner
 from primeslurm.trainer.world import RankError, World
 from primeslurm.wire import checkpoints
@@ -59,7 +59,7 @@ class Run:
             build(recipe, world), recipe.trainer.optimizer, 9, from_recipe(recipe.trainer.loss), world
         )
         self.saver = Checkpoints(directory, attempt, recipe.checkpoint, world, None)
-        self.progress: Progress = make_progress(directory)
+        self.progress: PhaseTimer = make_progress(directory)
 
     def train(self, *steps: int) -> None:
         """Train these steps."""

@@ -10,17 +10,19 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from primeslurm.plan import families
+from primeslurm.families import model_types
 from primeslurm.trainer import checkpoint_export
 from primeslurm.trainer.checkpoint import Checkpoints
 from primeslurm.trainer.encoding import Encoding
 from primeslurm.trainer.export import export
 from primeslurm.trainer.loss import from_recipe
-from primeslurm.trainer.parallel import Policy, build
-from primeslurm.trainer.publish import Publisher
+from primeslurm.trainer.parallel import build
+from primeslurm.trainer.policy_model import PolicyModel
 from primeslurm.trainer.step import Learner
+from primeslurm.trainer.weight_transfer.publisher import Publisher
 from primeslurm.trainer.world import World
-from primeslurm.wire import checkpoints, weights
+from primeslurm.wire import checkpoints
+from primeslurm.wire.weight_transfer import filesystem
 from tests.trainer.as_released import FP8, assert_stored_alike, change_config, stack_experts, tensors, to_fp8
 from tests.trainer.conftest import SEQ_LEN, make_batch, make_progress, make_recipe
 from tests.trainer.families import CASES, Case, write
@@ -30,13 +32,13 @@ RELEASED = ("qwen3_moe", "deepseek_v3", "glm_moe_dsa", "minimax_m2")
 BY_NAME = {case.name: case for case in CASES}
 
 
-def exported(policy: Policy) -> dict[str, torch.Tensor]:
+def exported(policy: PolicyModel) -> dict[str, torch.Tensor]:
     """All tensors of a policy."""
     return {name: tensor for layer in export(policy, torch.float32) for name, tensor in layer.items()}
 
 
 def loads_in_fp8(case: Case) -> bool:
-    return families.FAMILIES[case.config().model_type].fp8_checkpoint
+    return model_types()[case.config().model_type].fp8_checkpoint
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if loads_in_fp8(c) and "-" not in c.name], ids=lambda c: c.name)
@@ -160,7 +162,7 @@ def test_kimi_k2_is_deepseek_v3(trainer: dict[str, Any], world: World, tmp_path:
     same_model(kimi, deepseek)
 
 
-def same_model(one: Policy, other: Policy) -> None:
+def same_model(one: PolicyModel, other: PolicyModel) -> None:
     """Layers of the same kinds, the same trained parameters and the same logits."""
     for mine, theirs in zip(one.model.named_modules(), other.model.named_modules(), strict=True):
         assert (mine[0], type(mine[1])) == (theirs[0], type(theirs[1]))
@@ -187,7 +189,7 @@ def test_the_text_model_of_kimi_k25_is_deepseek_v3(world: World, tmp_path: Path)
     policy = build(make_recipe(kimi), world)
     same_model(policy, build(make_recipe(plain), world))
     Publisher(policy, tmp_path, Encoding(torch.float32), 1, world).publish(1)
-    found = tensors(weights.version_dir(tmp_path, 1))
+    found = tensors(filesystem.version_dir(tmp_path, 1))
     assert set(found) == set(named | vision)
     assert all(torch.equal(found[name], tensor) for name, tensor in (named | vision).items())
 

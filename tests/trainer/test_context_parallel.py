@@ -9,8 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
-
-from primeslurm.trainer import compat  # noqa: F401  isort: skip  (before torchtitan)
 from torchtitan.models.common.attention import create_varlen_metadata_for_document
 
 from primeslurm.trainer import context_parallel

@@ -12,6 +12,7 @@ from transformers import AutoConfig
 
 from primeslurm.trainer import models
 from primeslurm.trainer.deepep import convert
+from primeslurm.trainer.draft import ModelDraft
 from primeslurm.trainer.parallel import build
 from primeslurm.trainer.world import World
 from tests.trainer.conftest import SEQ_LEN, make_recipe
@@ -36,9 +37,10 @@ def test_every_layer_dispatches_with_it(moe_model: Path, monkeypatch: pytest.Mon
     from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, DeepEPTokenDispatcher
 
     monkeypatch.setitem(sys.modules, "deep_ep", FakeDeepEp("deep_ep"))
-    config = models.spec(AutoConfig.from_pretrained(moe_model), SEQ_LEN, "flex").model
+    spec = models.spec(AutoConfig.from_pretrained(moe_model), SEQ_LEN, "flex")
+    config = spec.model
     before = list(config.traverse(AllToAllTokenDispatcher.Config))
-    convert(config, make_recipe(moe_model, trainer=parallelism(deepep_num_sms=24)))
+    convert(ModelDraft(make_recipe(moe_model, trainer=parallelism(deepep_num_sms=24)), spec))
     after = [found for _, found, _, _ in config.traverse(DeepEPTokenDispatcher.Config)]
     assert [(c.num_experts, c.top_k) for c in after] == [(c.num_experts, c.top_k) for _, c, _, _ in before]
     assert after and not list(config.traverse(AllToAllTokenDispatcher.Config))

@@ -13,7 +13,7 @@ from primeslurm.recipe.losses import DppoLoss
 from primeslurm.records.journal import Journal
 from primeslurm.trainer.loss import from_recipe
 from primeslurm.trainer.parallel import build
-from primeslurm.trainer.progress import Progress
+from primeslurm.trainer.progress import PhaseTimer
 from primeslurm.trainer.step import Learner
 from primeslurm.trainer.world import World
 from primeslurm.wire.rollouts import Batch
@@ -39,7 +39,7 @@ def test_observed_tokens_are_trained_too(dense_model: Path, world: World, tmp_pa
         expected += float((row.echo_weights[1:] * nll)[trained].sum())
 
     learner = Learner(policy, recipe.trainer.optimizer, recipe.max_steps, from_recipe(DppoLoss()), world)
-    metrics = learner.train(Batch(plain.info, rows), Progress(Journal(tmp_path, "rank-0"), record=False))
+    metrics = learner.train(Batch(plain.info, rows), PhaseTimer(Journal(tmp_path, "rank-0"), record=False))
     assert metrics["echo_loss"] == pytest.approx(expected / plain.info.loss_tokens, rel=1e-4)
     assert metrics["entropy"] > 1, "of sampled tokens alone"
 
@@ -60,6 +60,6 @@ def test_the_teacher_s_log_probabilities_meet_their_tokens(dense_model: Path, wo
         ratios.append(np.exp(own - row.logprobs)[row.mask & (row.positions > 0)])
     loss = from_recipe(DppoLoss(ref_kl=0.5))
     learner = Learner(policy, recipe.trainer.optimizer, recipe.max_steps, loss, world)
-    metrics = learner.train(Batch(plain.info, rows), Progress(Journal(tmp_path, "rank-0"), record=False))
+    metrics = learner.train(Batch(plain.info, rows), PhaseTimer(Journal(tmp_path, "rank-0"), record=False))
     expected = np.concatenate(ratios).sum() * (0.5 - 1 + np.log(2)) / plain.info.loss_tokens
     assert metrics["ref_kl"] == pytest.approx(expected, rel=1e-3)

@@ -13,9 +13,9 @@ from transformers import Qwen3MoeConfig
 from primeslurm.trainer.block_fp8 import BLOCKS, quantise
 from primeslurm.trainer.encoding import Encoding, in_fp8, published
 from primeslurm.trainer.parallel import build
-from primeslurm.trainer.publish import Publisher
+from primeslurm.trainer.weight_transfer.publisher import Publisher
 from primeslurm.trainer.world import World
-from primeslurm.wire import weights
+from primeslurm.wire.weight_transfer import tensor_names
 from tests.trainer.conftest import make_recipe
 from tests.trainer.families import COMMON, EXPERTS, Case, write
 
@@ -41,16 +41,16 @@ def test_a_policy_published_in_fp8(world: World, tmp_path: Path) -> None:
     )
     original = load_file(source / "model.safetensors")
     found = {name: tensor for file in path.glob("*.safetensors") for name, tensor in load_file(file).items()}
-    halved = {name for name in found if name + weights.FP8_SCALE in found}
+    halved = {name for name in found if name + tensor_names.FP8_SCALE in found}
     assert {name.rsplit(".", 2)[-2] for name in halved} == {
         "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
     }  # fmt: skip
-    assert set(found) == set(original) | {name + weights.FP8_SCALE for name in halved}
+    assert set(found) == set(original) | {name + tensor_names.FP8_SCALE for name in halved}
     for name, tensor in original.items():
         if name in halved:
             expected = quantise(tensor.bfloat16(), BLOCKS)
             assert torch.equal(found[name].view(torch.uint8), expected.data.view(torch.uint8)), name
-            assert torch.equal(found[name + weights.FP8_SCALE], expected.scales), name
+            assert torch.equal(found[name + tensor_names.FP8_SCALE], expected.scales), name
         else:
             assert torch.equal(found[name], tensor.bfloat16()), name
     config = json.loads((path / "config.json").read_text())["quantization_config"]
@@ -116,7 +116,7 @@ def test_a_stack_of_experts_is_encoded_as_each_of_them(fp8: bool) -> None:
     pattern, experts = "model.layers.0.mlp.experts.{}.up_proj.weight", (2, 5, 7)
     stack = torch.randn(3, 200, 130)
     found = encoding.encode(pattern, stack, experts)
-    assert set(found) == ({pattern, pattern + weights.FP8_SCALE} if fp8 else {pattern})
+    assert set(found) == ({pattern, pattern + tensor_names.FP8_SCALE} if fp8 else {pattern})
     for row, expert in enumerate(experts):
         for name, tensor in encoding.encode(pattern.format(expert), stack[row]).items():
             whole = found[name.replace(f".{expert}.", ".{}.")]

@@ -13,10 +13,10 @@ from primeslurm.trainer.checkpoint import Checkpoints
 from primeslurm.trainer.encoding import Encoding
 from primeslurm.trainer.loss import from_recipe
 from primeslurm.trainer.parallel import build
-from primeslurm.trainer.publish import Publisher
 from primeslurm.trainer.step import Learner
+from primeslurm.trainer.weight_transfer.publisher import Publisher
 from primeslurm.trainer.world import World
-from primeslurm.wire import weights
+from primeslurm.wire.weight_transfer import filesystem
 from tests.support.cli import primeslurm
 from tests.trainer.conftest import make_batch, make_progress, make_recipe
 
@@ -47,7 +47,7 @@ def test_export_equals_what_was_published(moe_model: Path, world: World, tmp_pat
 
     done = primeslurm("export", run, out, "--step", "1", cwd=tmp_path)
     assert (done.code, done.out) == (0, f"{out}\n"), done.err
-    expected = tensors(weights.version_dir(run, 1))
+    expected = tensors(filesystem.version_dir(run, 1))
     found = tensors(out)
     assert set(found) == set(expected)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())

@@ -12,18 +12,19 @@ from torch.nn.functional import grouped_mm
 from torchtitan.models.common import Linear
 from torchtitan.models.common.moe import GroupedExperts
 
-from primeslurm.plan.families import capabilities
+from primeslurm.families import capabilities
 from primeslurm.trainer import fp8
 from primeslurm.trainer.block_fp8 import (
     BLOCKS,
     ROWS,
-    Emulated,
     Groups,
     quantise,
     quantise_groups,
     quantise_groups_transposed,
 )
-from primeslurm.trainer.parallel import Policy, build
+from primeslurm.trainer.fp8_backend import Emulated
+from primeslurm.trainer.parallel import build
+from primeslurm.trainer.policy_model import PolicyModel
 from primeslurm.trainer.replay import ReplayRouter
 from primeslurm.trainer.world import World
 from tests.support import block_fp8 as exact
@@ -184,7 +185,7 @@ def widened(case: Case) -> Case:
     return replace(case, config=config)
 
 
-def run(policy: Policy, routed: torch.Tensor | None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def run(policy: PolicyModel, routed: torch.Tensor | None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Logits of a row, and the gradients of something of them."""
     logits = policy.logits(TOKENS, POSITIONS, routed=routed)[0]
     logits.logsumexp(-1).sum().backward()
@@ -192,7 +193,7 @@ def run(policy: Policy, routed: torch.Tensor | None) -> tuple[torch.Tensor, dict
     return logits.detach(), {name: gradient.to_local().double() for name, gradient in reached}
 
 
-def routes(policy: Policy) -> torch.Tensor:
+def routes(policy: PolicyModel) -> torch.Tensor:
     """The experts that a policy chooses, as `Policy.logits` takes them."""
     taken = torch.zeros(1, SEQ_LEN, len(policy.model.layers), 2, dtype=torch.uint8)
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from primeslurm.trainer import tiny
 from primeslurm.trainer.world import World
-from primeslurm.wire import weights
+from primeslurm.wire.weight_transfer import filesystem
 from tests.trainer.conftest import finish, make_recipe, start_ranks
 from tests.trainer.families import CASES as FAMILIES
 from tests.trainer.families import write
@@ -32,7 +32,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 def published(directory: Path) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
-    for file in weights.version_dir(directory, STEPS).glob("*.safetensors"):
+    for file in filesystem.version_dir(directory, STEPS).glob("*.safetensors"):
         tensors |= load_file(file)
     return tensors
 

@@ -14,7 +14,7 @@ from primeslurm.trainer import checkpoint_export
 from primeslurm.trainer.checkpoint import Checkpoints
 from primeslurm.trainer.loss import from_recipe
 from primeslurm.trainer.parallel import build
-from primeslurm.trainer.progress import Progress
+from primeslurm.trainer.progress import PhaseTimer
 from primeslurm.trainer.step import Learner
 from primeslurm.trainer.world import World
 from primeslurm.wire import checkpoints
@@ -31,7 +31,7 @@ def test_glm5_trains_and_resumes_with_its_indexers_and_biases_unchanged(world: W
         return Learner(policy, recipe.trainer.optimizer, recipe.max_steps, from_recipe(recipe.trainer.loss), world)
 
     saver = Checkpoints(tmp_path, 1, Checkpoint(), world, None)
-    progress = Progress(Journal(tmp_path, "trainer"), record=False)
+    progress = PhaseTimer(Journal(tmp_path, "trainer"), record=False)
     mine = learner()
     before = {name: tensor.clone() for name, tensor in mine.policy.model.state_dict().items()}
     mine.train(make_batch(1), progress)

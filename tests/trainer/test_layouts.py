@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from primeslurm.recipe import Recipe
 from primeslurm.trainer.world import World
-from primeslurm.wire import weights
+from primeslurm.wire.weight_transfer import filesystem
 from tests.trainer.conftest import finish, make_recipe, start_ranks
 from tests.trainer.ranks import train
 
@@ -32,7 +32,7 @@ def recipe_for(model: Path, **parallelism: Any) -> Recipe:
 
 def published(directory: Path) -> dict[str, torch.Tensor]:
     """The weights after the last step."""
-    files = weights.version_dir(directory, STEPS).glob("*.safetensors")
+    files = filesystem.version_dir(directory, STEPS).glob("*.safetensors")
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 

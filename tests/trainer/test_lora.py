@@ -11,22 +11,23 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
-from primeslurm.plan.catalog import facts_of
-from primeslurm.plan.families import capabilities
+from primeslurm.families import bundled, capabilities, family_of, lora_targets
+from primeslurm.families.config import shape_of
 from primeslurm.plan.trainer_memory import lora_parameters
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.training import Checkpoint
 from primeslurm.records.journal import Journal
-from primeslurm.trainer import lora
+from primeslurm.trainer import compat, lora, models
 from primeslurm.trainer.checkpoint import Checkpoints
 from primeslurm.trainer.encoding import Encoding
 from primeslurm.trainer.loss import from_recipe
-from primeslurm.trainer.parallel import Policy, build
-from primeslurm.trainer.progress import Progress
-from primeslurm.trainer.publish import Publisher
+from primeslurm.trainer.parallel import build
+from primeslurm.trainer.policy_model import PolicyModel
+from primeslurm.trainer.progress import PhaseTimer
 from primeslurm.trainer.step import Learner
+from primeslurm.trainer.weight_transfer.publisher import Publisher
 from primeslurm.trainer.world import World
-from primeslurm.wire import weights
+from primeslurm.wire.weight_transfer import filesystem
 from tests.trainer.conftest import SEQ_LEN, make_batch, make_recipe
 from tests.trainer.families import CASES, Case, reference_of, write
 
@@ -47,7 +48,7 @@ def learner_of(recipe: Recipe, world: World) -> Learner:
 
 def train(learner: Learner, directory: Path, *steps: int) -> list[float]:
     """The loss of each step."""
-    progress = Progress(Journal(directory, "rank-0"), record=False)
+    progress = PhaseTimer(Journal(directory, "rank-0"), record=False)
     return [learner.train(make_batch(step), progress)["loss"] for step in steps]
 
 
@@ -55,7 +56,7 @@ def state_of(learner: Learner) -> dict[str, torch.Tensor]:
     return {name: lora.whole(t).clone() for name, t in learner.policy.model.state_dict().items()}
 
 
-def whole_logits(policy: Policy, tokens: torch.Tensor) -> torch.Tensor:
+def whole_logits(policy: PolicyModel, tokens: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         logits: torch.Tensor = policy.logits(tokens, torch.arange(tokens.shape[1])[None])[0]
     return logits
@@ -104,7 +105,7 @@ def test_a_checkpoint_holds_adapters_alone_and_training_goes_on_from_it(
     recipe = recipe_of(moe_model)
     learner = learner_of(recipe, world)
     train(learner, tmp_path, 1)
-    progress = Progress(Journal(tmp_path, "rank-0"), record=False)
+    progress = PhaseTimer(Journal(tmp_path, "rank-0"), record=False)
     Checkpoints(tmp_path, 1, Checkpoint(), world, None).finish(1, learner, progress)
     reader = dcp.FileSystemReader(tmp_path / "checkpoints" / "step_000001" / "trainer")
     saved = {name for name in reader.read_metadata().state_dict_metadata if not name.startswith("scheduler")}
@@ -126,7 +127,7 @@ def test_the_adapter_is_saved_in_pefts_format(moe_model: Path, world: World, tmp
     adapter = load_file(directory / "adapter" / "adapter_model.safetensors")
     base = load_file(moe_model / "model.safetensors")
     merged: dict[str, torch.Tensor] = {}
-    for file in weights.version_dir(tmp_path, 1).glob("*.safetensors"):
+    for file in filesystem.version_dir(tmp_path, 1).glob("*.safetensors"):
         merged |= load_file(file)
     # 4 of attention, 3 of each of 8 experts, in 2 layers; each an A and a B
     assert len(adapter) == 2 * (4 + 3 * 8) * 2
@@ -184,9 +185,25 @@ def test_names_that_the_model_does_not_have_are_refused_at_once(dense_model: Pat
     assert "lm_head" not in str(caught.value)
 
 
+def test_families_name_the_layers_that_they_have() -> None:
+    built: dict[str, set[str]] = {}
+    for case in ADAPTED:
+        spec = models.spec(case.config(), SEQ_LEN, "flex")
+        compat.adapt(spec.model)
+        with torch.device("meta"):
+            model = spec.model.build()
+        family = family_of(case.config().model_type)
+        assert family is not None
+        targets = lora._targets(model, spec.state_dict_adapter(spec.model, None)).values()
+        built.setdefault(family.name, set()).update(targets)
+        assert family.lora_targets >= set(targets) & lora_targets(), case.name
+    for name, layers in built.items():
+        assert next(f for f in bundled() if f.name == name).lora_targets <= layers, name
+
+
 def test_the_plan_counts_as_many_parameters_as_there_are(model: Path, world: World) -> None:
     policy = build(recipe_of(model), world)
-    facts = facts_of(json.loads((model / "config.json").read_text()))
+    facts = shape_of(json.loads((model / "config.json").read_text()))
     trained = sum(p.numel() for p in policy.model.parameters() if p.requires_grad)
     assert trained == lora_parameters(facts, 8)
 

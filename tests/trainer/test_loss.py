@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from primeslurm.recipe.load import load_recipe
 from primeslurm.recipe.losses import CustomLoss, DppoLoss, IpoLoss
 from primeslurm.trainer.logprobs import token_logprobs
 from primeslurm.trainer.loss import LossFunction, Sums, Targets, cross_entropy, from_recipe
 
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 ROWS, LENGTH, VOCABULARY = 3, 60, 11
 
 
@@ -229,3 +232,25 @@ def test_a_function_of_ones_own_is_found_by_its_import_path() -> None:
     for missing in ("no_such_package.losses:f", f"{__name__}:no_such_function"):
         with pytest.raises(ValueError, match=f"{missing} cannot be imported"):
             from_recipe(CustomLoss(function=missing))
+
+
+def test_the_example_of_a_loss_of_ones_own_is_reinforce_with_capped_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    config = load_recipe(EXAMPLES / "own_loss.yaml").trainer.loss
+    assert isinstance(config, CustomLoss) and config.kwargs == {"cap": 2.0}
+    logits, targets, mask = make_targets()
+    sums = evaluate(from_recipe(config), logits, targets, mask)
+    sums.loss.backward()
+    exact = logits.detach().double().requires_grad_()
+    total, capped = torch.zeros((), dtype=torch.float64), 0
+    for row, column in np.argwhere(mask.numpy()):
+        scaled = exact[row, column] / targets.temperatures[row, column].double()
+        log_p = scaled.log_softmax(-1)[targets.labels[row, column]]
+        ratio = (log_p - targets.logprobs[row, column].double()).exp().item()
+        capped += ratio > 2
+        total = total - min(ratio, 2.0) * targets.advantages[row, column].double() * log_p
+    total.backward()
+    assert 0 < capped < mask.sum() and sums.metrics["capped_fraction"].item() == capped
+    assert sums.loss.item() == pytest.approx(total.item(), rel=1e-5)
+    assert logits.grad is not None and exact.grad is not None
+    torch.testing.assert_close(logits.grad.double(), exact.grad, atol=1e-5, rtol=1e-4)

@@ -25,7 +25,7 @@ def train(model: Path, directory: Path, world: World, **trainer: Any) -> Result:
     policy = build(recipe, world)
     learner = Learner(policy, recipe.trainer.optimizer, 4, from_recipe(recipe.trainer.loss), world)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("primeslurm.trainer.parallel.MICRO_BATCH_TOKENS", 2 * SEQ_LEN)
+        patch.setattr("primeslurm.recipe.training.MICRO_BATCH_TOKENS", 2 * SEQ_LEN)
         metrics = [learner.train(make_batch(step), make_progress(directory)) for step in (1, 2)]
     tensors = {name: tensor for layer in export(policy, torch.float32) for name, tensor in layer.items()}
     return [m[name] for m in metrics for name in ("loss", "grad_norm")], tensors

@@ -14,10 +14,11 @@ from transformers import AutoModelForCausalLM
 
 from primeslurm.trainer import compat, models
 from primeslurm.trainer.encoding import Encoding
-from primeslurm.trainer.parallel import Policy, build
-from primeslurm.trainer.publish import Publisher
+from primeslurm.trainer.parallel import build
+from primeslurm.trainer.policy_model import PolicyModel
+from primeslurm.trainer.weight_transfer.publisher import Publisher
 from primeslurm.trainer.world import World
-from primeslurm.wire import weights
+from primeslurm.wire.weight_transfer import filesystem
 from tests.trainer.conftest import SEQ_LEN, make_recipe
 from tests.trainer.families import CASES, MLA_YARN, YARN
 
@@ -25,7 +26,7 @@ FIRST = 40
 """Length of the first document in the packed row."""
 
 
-def packed_logits(policy: Policy, tokens: torch.Tensor) -> torch.Tensor:
+def packed_logits(policy: PolicyModel, tokens: torch.Tensor) -> torch.Tensor:
     """Our logits of one row that holds two documents."""
     positions = torch.cat([torch.arange(FIRST), torch.arange(SEQ_LEN - FIRST)])[None]
     with torch.no_grad():
@@ -62,8 +63,8 @@ def test_a_published_policy_loads_in_transformers(model_path: Path, world: World
         for parameter in policy.model.parameters():
             parameter.mul_(1.1)
     path = Publisher(policy, tmp_path, Encoding(torch.float32), 3, world).publish(7)
-    assert path == weights.version_dir(tmp_path, 7)
-    assert weights.damage(path) == []
+    assert path == filesystem.version_dir(tmp_path, 7)
+    assert filesystem.damage(path) == []
     assert (path / "tokenizer.json").is_file()
     tokens = torch.randint(0, 128, (1, SEQ_LEN), generator=torch.Generator().manual_seed(2))
     torch.testing.assert_close(packed_logits(policy, tokens), separate_logits(path, tokens), atol=2e-5, rtol=1e-4)
@@ -89,9 +90,9 @@ def test_pruning_keeps_the_newest_and_what_checkpoints_need(moe_model: Path, wor
     checkpoints.commit(needed, 1, 1)
     for version in range(1, 6):
         publisher.publish(version)
-    assert weights.published(tmp_path) == [1, 4, 5]
+    assert filesystem.published(tmp_path) == [1, 4, 5]
     publisher.discard_after(4)
-    assert weights.published(tmp_path) == [1, 4]
+    assert filesystem.published(tmp_path) == [1, 4]
     assert publisher.is_sound(4) and not publisher.is_sound(5)
 
 

@@ -17,7 +17,7 @@ from primeslurm.trainer import optimizers
 from primeslurm.trainer.muon import Muon, orthogonalize
 from primeslurm.trainer.parallel import build
 from primeslurm.trainer.world import World
-from primeslurm.wire import weights
+from primeslurm.wire.weight_transfer import filesystem
 from tests.trainer.conftest import finish, make_recipe, start_ranks
 from tests.trainer.optimizer_ranks import TYPES, resume, train
 
@@ -120,7 +120,7 @@ Weights = dict[str, torch.Tensor]
 
 def trained(directory: Path) -> Weights:
     """What was published after the last step."""
-    files = weights.version_dir(directory, STEPS).glob("*.safetensors")
+    files = filesystem.version_dir(directory, STEPS).glob("*.safetensors")
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
 
 

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import pytest
 import torch
 from transformers import AutoConfig
 
-from primeslurm.plan import activation_memory
-from primeslurm.plan.catalog import facts_of
-from primeslurm.plan.estimate import MICRO_BATCH_TOKENS
-from primeslurm.plan.families import FAMILIES, GENERIC, capabilities
+from primeslurm.families import GENERIC, Family, bundled, capabilities
+from primeslurm.families.config import shape_of
 from primeslurm.plan.parameters import count
-from primeslurm.trainer import models, parallel
-from primeslurm.trainer.models import delta_net, scan
+from primeslurm.trainer import models
 from tests.trainer.families import CASES, GENERIC_CASES, Case, reference_of
 
 
-def test_families_are_those_that_are_built() -> None:
-    assert set(FAMILIES) == set(models.FAMILIES)
+@pytest.mark.parametrize("family", bundled(), ids=lambda family: family.name)
+def test_families_are_those_that_are_built(family: Family) -> None:
+    module = f"primeslurm.trainer.models.{family.name}"
+    for model_type in family.model_types:
+        build = models.builder(model_type)
+        assert build is not None and build is import_module(module).spec
 
 
 @pytest.mark.parametrize("impl", ["auto", "custom", "hf"])
@@ -37,15 +40,7 @@ def test_parameters_are_counted_as_they_are_built(case: Case) -> None:
         parameters = dict(reference_of(case).from_config(config).named_parameters())
     seeing = {name for name in parameters if ".visual." in name}
     built = sum(parameters[name].numel() for name in parameters.keys() - seeing)
-    counted = count(facts_of(config.to_dict()))
+    counted = count(shape_of(config.to_dict()))
     # Biases of some projections, norms behind sublayers and layers with other numbers of heads are left out.
     assert counted.language == pytest.approx(built, rel=0.05)
     assert counted.vision == sum(parameters[name].numel() for name in seeing)
-
-
-def test_parts_of_recurrent_layers_are_as_large_as_the_estimate_assumes() -> None:
-    assert (scan.PART_TOKENS, delta_net.CHUNK) == (activation_memory.PART_TOKENS, activation_memory.DELTA_CHUNK)
-
-
-def test_micro_batches_are_as_large_as_the_estimate_assumes() -> None:
-    assert parallel.MICRO_BATCH_TOKENS == MICRO_BATCH_TOKENS

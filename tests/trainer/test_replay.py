@@ -11,25 +11,26 @@ import torch
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
 
-from primeslurm.plan import families as known
-from primeslurm.trainer.parallel import Policy, build
+from primeslurm.families import model_types
+from primeslurm.trainer.parallel import build
+from primeslurm.trainer.policy_model import PolicyModel
 from primeslurm.trainer.replay import ReplayRouter
 from primeslurm.trainer.world import World
 from tests.trainer.conftest import SEQ_LEN, make_choices, make_recipe
 from tests.trainer.families import CASES, Case, write
 
-REPLAYING = [case for case in CASES if known.FAMILIES[case.config().model_type].router_replay]
+REPLAYING = [case for case in CASES if model_types()[case.config().model_type].router_replay]
 TOKENS = torch.randint(3, 128, (1, SEQ_LEN), generator=torch.Generator().manual_seed(1))
 POSITIONS = torch.arange(SEQ_LEN)[None]
 
 
-def policy_of(path: Path, world: World, checkpointing: str = "none") -> Policy:
+def policy_of(path: Path, world: World, checkpointing: str = "none") -> PolicyModel:
     """A policy that replays."""
     parallelism = {"activation_checkpointing": checkpointing}
     return build(make_recipe(path, trainer={"router_replay": True, "parallelism": parallelism}), world)
 
 
-def run(policy: Policy, routed: torch.Tensor | None = None) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+def run(policy: PolicyModel, routed: torch.Tensor | None = None) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
     """Logits, and the experts [1, len, top_k] of each layer that has any."""
     taken: dict[int, torch.Tensor] = {}
 

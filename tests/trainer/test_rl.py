@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 
 from primeslurm.recipe import Recipe
-from primeslurm.wire import checkpoints, link, weights
+from primeslurm.wire import checkpoints, link
 from primeslurm.wire.rollouts import Batch
+from primeslurm.wire.weight_transfer import filesystem, messages
 from tests.trainer.conftest import finish, free_port, make_batch, make_recipe, start_ranks, trainer_command
 
 
@@ -30,7 +31,7 @@ class FakeOrchestrator:
         self.stop_at: int | None = None
         self.requests: list[link.Request] = []
         self.refuse_save = False
-        self.deliver_at: int | None = None
+        self.transfer_at: int | None = None
         """Step before which engines want the current policy again."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -50,9 +51,9 @@ class FakeOrchestrator:
         if not isinstance(request, link.GetBatch) or request not in self.requests:
             self.requests.append(request)
         if isinstance(request, link.GetBatch):
-            if request.step == self.deliver_at:
-                self.deliver_at = None
-                return link.Answer("deliver")
+            if request.step == self.transfer_at:
+                self.transfer_at = None
+                return link.Answer("transfer")
             if request.step == self.stop_at:
                 return link.Answer("stop")
             if request.step > self.limit:
@@ -117,8 +118,8 @@ def test_trains_publishes_and_commits(moe_model: Path, orchestrator: FakeOrchest
     run = Run(tmp_path, recipe, orchestrator)
     finish(run.start())
 
-    assert [r.version for r in orchestrator.of(link.Published)] == [0, 1, 2, 3, 4, 5]
-    assert orchestrator.of(link.Published)[0].path == str(moe_model)
+    assert [r.version for r in orchestrator.of(messages.NewPolicy)] == [0, 1, 2, 3, 4, 5]
+    assert orchestrator.of(messages.NewPolicy)[0].path == str(moe_model)
     assert [r.step for r in orchestrator.of(link.StepDone)] == [1, 2, 3, 4, 5]
     assert [r.step for r in orchestrator.of(link.Committed)] == [2, 4, 5]
     assert checkpoints.committed(tmp_path) == [4, 5]
@@ -128,7 +129,7 @@ def test_trains_publishes_and_commits(moe_model: Path, orchestrator: FakeOrchest
     names = {part.name for part in record.parts}
     assert "orchestrator.bin" in names and "trainer/.metadata" in names
     # v2 was still needed, by the checkpoint of step 2, when v5 was published.
-    assert weights.published(tmp_path) == [2, 4, 5]
+    assert filesystem.published(tmp_path) == [2, 4, 5]
     metrics = orchestrator.of(link.StepDone)[-1].metrics
     expected = {
         "loss",
@@ -168,9 +169,9 @@ def test_an_interrupt_while_waiting_checkpoints_and_the_next_attempt_continues(
 
     orchestrator.requests.clear()
     orchestrator.limit = 10**6
-    shutil.rmtree(weights.version_dir(tmp_path, 2))  # the resumed attempt must publish it again
+    shutil.rmtree(filesystem.version_dir(tmp_path, 2))  # the resumed attempt must publish it again
     finish(run.start(size=1))
-    assert [r.version for r in orchestrator.of(link.Published)] == [2, 3, 4]
+    assert [r.version for r in orchestrator.of(messages.NewPolicy)] == [2, 3, 4]
     assert [r.step for r in orchestrator.of(link.StepDone)] == [3, 4]
     assert checkpoints.newest(tmp_path) == 4
 
@@ -198,8 +199,8 @@ def test_a_killed_attempt_resumes_at_the_last_commit(
     log = finish(run.start())[0]
     assert "checkpoint of step 2 is damaged" in log
     assert [r.step for r in orchestrator.of(link.StepDone)] == [2, 3]
-    published = [(r.version, r.path) for r in orchestrator.of(link.Published)]
-    assert published[0] == (1, str(weights.version_dir(tmp_path, 1)))
+    published = [(r.version, r.path) for r in orchestrator.of(messages.NewPolicy)]
+    assert published[0] == (1, str(filesystem.version_dir(tmp_path, 1)))
     assert [version for version, _ in published] == [1, 2, 3]
     assert checkpoints.committed(tmp_path) == [1, 2, 3]
 
@@ -215,12 +216,12 @@ def test_policies_are_sent_when_they_are_new_and_when_engines_come_late(
     moe_model: Path, orchestrator: FakeOrchestrator, tmp_path: Path
 ) -> None:
     recipe = make_recipe(moe_model, max_steps=2, checkpoint={"interval": 100}, weights={"transport": "nccl"})
-    orchestrator.deliver_at = 2
+    orchestrator.transfer_at = 2
     finish(Run(tmp_path, recipe, orchestrator).start())
-    published = [(r.version, r.path) for r in orchestrator.of(link.Published)]
+    published = [(r.version, r.path) for r in orchestrator.of(messages.NewPolicy)]
     assert published == [(0, str(moe_model)), (1, ""), (2, "")]
-    assert [r.version for r in orchestrator.of(link.Deliver)] == [1, 1, 2]
-    assert weights.published(tmp_path) == [2], "only what the run has made is written"
+    assert [r.version for r in orchestrator.of(messages.OfferTransfer)] == [1, 1, 2]
+    assert filesystem.published(tmp_path) == [2], "only what the run has made is written"
 
 
 def test_a_refused_checkpoint_ends_the_attempt_without_a_commit(
@@ -240,4 +241,4 @@ def test_a_disk_that_cannot_be_written_is_a_clear_message(
     (tmp_path / "weights").write_text("a file where a directory must be made")
     log = finish(run.start(), code=1)[0]
     assert "publishing v1 failed: rank 0" in log
-    assert orchestrator.of(link.Published) == [link.Published(0, str(moe_model))]
+    assert orchestrator.of(messages.NewPolicy) == [messages.NewPolicy(0, str(moe_model))]

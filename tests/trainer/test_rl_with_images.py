@@ -16,6 +16,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoImageProcessor
 
+from primeslurm.orchestrator import algorithms
 from primeslurm.orchestrator.batches import Batches
 from primeslurm.orchestrator.groups import Group
 from primeslurm.orchestrator.pictures import stored
@@ -130,7 +131,7 @@ def orchestrated(recipe: Recipe, rollouts: list[Rollout], directory: Path) -> Ba
     """As the orchestrator sends them to the trainer."""
     received = [Rollout.decode([bytes(f) for f in stored(rollout, directory).encode()]) for rollout in rollouts]
     group = Group.from_bytes(Group("g", "e", 0, 0, tuple((rollout,) for rollout in received)).to_bytes())
-    batches = Batches(recipe)
+    batches = Batches(recipe, algorithms.from_recipe(recipe))
     batches.add(1, [group])
     batch = batches.get(1, 0, 1)
     assert batch is not None

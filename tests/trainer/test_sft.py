@@ -20,11 +20,12 @@ from primeslurm.trainer.encoding import Encoding
 from primeslurm.trainer.loss import cross_entropy
 from primeslurm.trainer.parallel import build
 from primeslurm.trainer.pictures import PictureReader
-from primeslurm.trainer.publish import Publisher
 from primeslurm.trainer.sft import SftTask
 from primeslurm.trainer.step import Learner
+from primeslurm.trainer.weight_transfer.publisher import Publisher
 from primeslurm.trainer.world import World
-from primeslurm.wire import checkpoints, weights
+from primeslurm.wire import checkpoints
+from primeslurm.wire.weight_transfer import filesystem
 from tests.trainer.conftest import SEQ_LEN, finish, make_recipe, start_ranks, trainer_command
 
 
@@ -62,7 +63,7 @@ def train(
 def final_weights(run_dir: Path, version: int) -> dict[str, torch.Tensor]:
     """All tensors of a published version."""
     tensors: dict[str, torch.Tensor] = {}
-    for file in weights.version_dir(run_dir, version).glob("*.safetensors"):
+    for file in filesystem.version_dir(run_dir, version).glob("*.safetensors"):
         tensors |= load_file(file)
     return tensors
 
@@ -112,7 +113,7 @@ def test_the_loss_falls(moe_model: Path, demonstrations: Path, world: World, tmp
     metrics = train(recipe, tmp_path, world)
     assert [m["step"] for m in metrics] == list(range(1, 21))
     assert metrics[-1]["loss"] < metrics[0]["loss"] - 1
-    assert weights.published(tmp_path) == [20]
+    assert filesystem.published(tmp_path) == [20]
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(
@@ -121,6 +122,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     whole = train(sft_recipe(moe_model, demonstrations, max_steps=4), tmp_path / "whole", world)
     parts = tmp_path / "parts"
     train(sft_recipe(moe_model, demonstrations, max_steps=2), parts, world)
+    with (parts / "metrics.jsonl").open("a") as handle:
+        handle.write('{"step": 3, "lo')  # killed in the middle of a line
     resumed = train(sft_recipe(moe_model, demonstrations, max_steps=4), parts, world, attempt=2)
     assert [(m["step"], m["loss"], m["grad_norm"]) for m in resumed] == [
         (m["step"], m["loss"], m["grad_norm"]) for m in whole
@@ -148,6 +151,6 @@ def test_two_ranks_from_the_command_line(moe_model: Path, demonstrations: Path, 
     path = tmp_path / "recipe.json"
     path.write_text(recipe.model_dump_json(by_alias=True))
     finish(start_ranks(2, *trainer_command(path, tmp_path / "run", 1)))
-    assert weights.damage(weights.version_dir(tmp_path / "run", 2)) == []
+    assert filesystem.damage(filesystem.version_dir(tmp_path / "run", 2)) == []
     assert checkpoints.committed(tmp_path / "run") == [2]
     assert list((tmp_path / "run" / "tensorboard").iterdir())

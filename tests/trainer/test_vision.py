@@ -11,7 +11,8 @@ import torch
 
 from primeslurm.recipe import Recipe
 from primeslurm.trainer.images import Images, vision_input
-from primeslurm.trainer.parallel import Policy, build
+from primeslurm.trainer.parallel import build
+from primeslurm.trainer.policy_model import PolicyModel
 from primeslurm.trainer.world import World
 from primeslurm.wire.rollouts import Row
 from tests.trainer.conftest import make_recipe
@@ -27,7 +28,7 @@ def vlm_recipe(path: Path, trainer: dict[str, Any] | None = None, freeze: bool =
     return make_recipe(path, model=model, **({"trainer": trainer} if trainer else {}))
 
 
-def logits(policy: Policy, *with_images: tuple[Row, Images | None]) -> torch.Tensor:
+def logits(policy: PolicyModel, *with_images: tuple[Row, Images | None]) -> torch.Tensor:
     rows, found = zip(*with_images, strict=True)
     tokens, positions = (torch.from_numpy(np.stack([getattr(r, n) for r in rows])) for n in ("token_ids", "positions"))
     images = vision_input(rows, found, policy.model.vision, policy.device)

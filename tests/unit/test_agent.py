@@ -13,9 +13,9 @@ from typing import TypeVar
 import pytest
 
 from primeslurm.files import read_json
-from primeslurm.node.agent import NodeAgent
+from primeslurm.node.agent import AgentTimings, NodeAgent
 from primeslurm.node.fleet import NODE_START_S
-from primeslurm.node.head import Head
+from primeslurm.node.head import Head, HeadTimings
 from primeslurm.plan.model import Health, Plan, Process
 from primeslurm.records.base import Event
 from primeslurm.records.events.processes import ProcessExited, ProcessStarted
@@ -44,20 +44,25 @@ def process(name: str, node: int, argv: tuple[str, ...], role: str = "engine", *
     )
 
 
+QUICK = AgentTimings(term_grace_s=1.0)
+PATIENT = HeadTimings()
+
+
 class Running:
     """A plan being run by one thread per node, as submitit's processes would."""
 
-    def __init__(self, plan: Plan, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, plan: Plan, monkeypatch: pytest.MonkeyPatch, agents: AgentTimings, head: HeadTimings) -> None:
         self.run = RunDirectory(Path(plan.run_dir))
         self.attempt: Attempt = self.run.attempt(1)
         self.attempt.prepare(plan)
         for module in ("agent", "preflight"):
             monkeypatch.setattr(f"primeslurm.node.{module}.own_address", lambda *_: "127.0.0.1")
-        monkeypatch.setattr("primeslurm.node.agent.TERM_GRACE_S", 1.0)
-        self.agents = [NodeAgent(plan, rank, self.attempt, "test-id", plan.python) for rank in range(plan.allocated)]
+        self.agents = [
+            NodeAgent(plan, rank, self.attempt, "test-id", plan.python, agents) for rank in range(plan.allocated)
+        ]
         for agent in self.agents:
             agent.address = f"127.0.0.{agent.rank + 1}"
-        self.head = Head(self.agents[0], self.run)
+        self.head = Head(self.agents[0], self.run, head)
         self.threads = [threading.Thread(target=agent.run, daemon=True) for agent in self.agents]
         for thread in [*self.threads, self.head]:
             thread.start()
@@ -93,8 +98,13 @@ class Running:
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
     started: list[Running] = []
 
-    def run(*nodes: tuple[Process, ...], **options: int) -> Running:
-        started.append(Running(plan_of(tmp_path / "run", *nodes, **options), monkeypatch))
+    def run(
+        *nodes: tuple[Process, ...],
+        agents: AgentTimings = QUICK,
+        head: HeadTimings = PATIENT,
+        **options: int,
+    ) -> Running:
+        started.append(Running(plan_of(tmp_path / "run", *nodes, **options), monkeypatch, agents, head))
         return started[-1]
 
     yield run
@@ -304,10 +314,10 @@ def server(name: str, node: int, port: int, *uses: str, **options: object) -> Pr
     return process(name, node, argv, **options)
 
 
-def test_a_server_that_hangs_is_restarted(start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("primeslurm.node.health.TIMEOUT_S", 0.5)
+def test_a_server_that_hangs_is_restarted(start: Callable[..., Running]) -> None:
+    timings = AgentTimings(term_grace_s=1.0, probe_timeout_s=0.5)
     hangs = Health(port="http", path="/x", hang_timeout_s=3)
-    running = start((server("server", 0, 21000, health=hangs),))
+    running = start((server("server", 0, 21000, health=hangs),), agents=timings)
     pid = int(str(running.wait_state("server", "ready").pid))
     os.kill(pid, signal.SIGSTOP)
     running.wait(lambda: running.report("server").pid not in (pid, None))
@@ -356,8 +366,8 @@ def test_a_spare_takes_over_and_what_is_concerned_starts_anew(
 
 
 def test_no_end_waits_for_a_silent_node(start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("primeslurm.node.head.GATHER_SILENT_S", 2.0)
-    running = start((process("a", 0, SLEEP),), (process("b", 1, SLEEP),), node_silent_s=600)
+    timings = HeadTimings(gather_silent_s=2.0)
+    running = start((process("a", 0, SLEEP),), (process("b", 1, SLEEP),), head=timings, node_silent_s=600)
     running.wait(lambda: running.head.fleet.assembled)
     monkeypatch.setattr(running.agents[1], "_heartbeat", lambda *_, **__: None)
     running.attempt.cancel_file.touch()

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from primeslurm.families import GENERIC, capabilities, model_types
 from primeslurm.plan.checks.unbuilt import NEEDS, unbuilt
-from primeslurm.plan.families import FAMILIES, GENERIC, capabilities
 from primeslurm.recipe import Recipe
 from tests.support.recipes import recipe_data
 
@@ -50,6 +50,6 @@ def test_a_family_has_what_its_capabilities_say() -> None:
 
 
 def test_our_own_implementation_is_preferred_and_can_be_demanded() -> None:
-    assert capabilities("qwen3", "auto") is FAMILIES["qwen3"]
+    assert capabilities("qwen3", "auto") is model_types()["qwen3"]
     assert capabilities("mistral", "auto") is capabilities("qwen3", "hf") is GENERIC
     assert texts("mistral", "custom") == ["the trainer has no implementation of its own for model type 'mistral'"]

@@ -13,7 +13,7 @@ import pytest
 from primeslurm.files import write_json
 from primeslurm.node import checks
 from primeslurm.node.checks import Check, clock_check, hca_checks, hca_names, judge_gpus, model_check, version_checks
-from primeslurm.node.preflight import Preflight
+from primeslurm.node.preflight import Preflight, PreflightTimings
 from primeslurm.plan.model import Plan, Process
 from primeslurm.records.fleet import Fitness
 from primeslurm.records.journal import Journal
@@ -144,9 +144,10 @@ def test_versions() -> None:
     assert (found.level, found.text) == ("warning", "torch is 2.9, the run was submitted with 2.7")
 
 
-def preflight(plan: Plan, rank: int, tmp_path: Path) -> Preflight:
+def preflight(plan: Plan, rank: int, tmp_path: Path, **seconds: float) -> Preflight:
     attempt = RunDirectory(Path(plan.run_dir)).attempt(1)
-    return Preflight(plan, rank, f"n{rank}", attempt, tmp_path, Journal(attempt.path, f"agent-{rank}"))
+    journal = Journal(attempt.path, f"agent-{rank}")
+    return Preflight(plan, rank, f"n{rank}", attempt, tmp_path, journal, PreflightTimings(**seconds))
 
 
 def verdict(found: Preflight) -> tuple[Fitness, str]:
@@ -168,9 +169,8 @@ def plan(tmp_path: Path) -> Plan:
     return made
 
 
-def test_two_sound_nodes(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("primeslurm.node.preflight.CLOCK_WAIT_S", 0.2)
-    both = [preflight(plan, rank, tmp_path) for rank in (1, 0)]
+def test_two_sound_nodes(plan: Plan, tmp_path: Path) -> None:
+    both = [preflight(plan, rank, tmp_path, clock_wait_s=0.2) for rank in (1, 0)]
     for one in both:
         one.start()
     assert [verdict(one) for one in both] == [(Fitness.FIT, "")] * 2
@@ -194,32 +194,24 @@ def test_the_teacher_s_files_are_looked_at_as_well(plan: Plan, tmp_path: Path) -
 
 
 def test_a_check_that_hangs_makes_a_node_unfit(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("primeslurm.node.preflight.LIMIT_S", 0.2)
     monkeypatch.setattr("primeslurm.node.checks.space_checks", lambda *_: time.sleep(60))
-    found = preflight(plan, 1, tmp_path)
+    found = preflight(plan, 1, tmp_path, limit_s=0.2)
     found.start()
     assert verdict(found) == (Fitness.UNFIT, "preflight takes longer than 0 s; it looks at its file systems")
 
 
-def test_a_head_that_starts_late_makes_no_node_unfit(
-    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_head_that_starts_late_makes_no_node_unfit(plan: Plan, tmp_path: Path) -> None:
     """Its image may take minutes to be pulled."""
-    monkeypatch.setattr("primeslurm.node.preflight.CLOCK_WAIT_S", 0.2)
-    monkeypatch.setattr("primeslurm.node.preflight.LIMIT_S", 2.0)
-    late = preflight(plan, 1, tmp_path)
+    late = preflight(plan, 1, tmp_path, clock_wait_s=0.2, limit_s=2.0)
     late.start()
     time.sleep(3.0)
     assert late.verdict[0] is Fitness.CHECKING
-    preflight(plan, 0, tmp_path).start()
+    preflight(plan, 0, tmp_path, clock_wait_s=0.2, limit_s=2.0).start()
     assert verdict(late) == (Fitness.FIT, "")
 
 
-def test_a_head_that_never_starts_is_not_waited_for_for_ever(
-    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("primeslurm.node.preflight.NODE_START_S", 0.2)
-    alone = preflight(plan, 1, tmp_path)
+def test_a_head_that_never_starts_is_not_waited_for_for_ever(plan: Plan, tmp_path: Path) -> None:
+    alone = preflight(plan, 1, tmp_path, head_start_s=0.2)
     alone.start()
     assert verdict(alone) == (Fitness.UNFIT, "what the head wrote is not seen after 0 s")
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from primeslurm.api.runs import Run
 from primeslurm.cli.watch import watch_until_done
 from primeslurm.files import write_json
 from primeslurm.plan.model import Process
@@ -78,7 +79,7 @@ def test_a_controller_that_starts_again_ends_neither_the_watch_nor_makes_a_run_r
     run = RunDirectory(place / "runs" / "newer")
     (run.attempt(1).path / "end.json").unlink()
     run.attempt(1).record_job(JobRecord("5", "slurm", 1.0))
-    assert watch_until_done(run) == 1
+    assert watch_until_done(Run(run.path)) == 1
     assert not (answers / "3").exists(), "the watch ended before the job did"
     (answers / "3").write_text(says[1])
     result = primeslurm("resume", "newer", cwd=place)

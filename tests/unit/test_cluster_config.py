@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from primeslurm.errors import UsageError
+from primeslurm.hostlists import expand
 from primeslurm.recipe.site import Site
 from primeslurm.slurm.cluster_config import PLACES, ClusterSpec, Place, addresses, gres_conf, site, slurm_conf
-from primeslurm.slurm.nodelists import expand
 
 SPEC = ClusterSpec("demo", Path("/tmp/demo"), Path("/tmp/runs"), nodes=4, gpus_per_node=2, cpus_per_node=8)
 

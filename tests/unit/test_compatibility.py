@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from primeslurm.plan.catalog import catalog
+from primeslurm.families.catalog import catalog
+from primeslurm.families.shape import DeltaNets, ModelShape
 from primeslurm.plan.checks.case import Case, Rule
 from primeslurm.plan.checks.compatibility import GROUPS, conflicts
-from primeslurm.plan.facts import DeltaNets, ModelFacts
 from primeslurm.plan.needs import needs_of
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.load import merge
@@ -221,20 +221,20 @@ EXAMPLES: dict[str, tuple[tuple[dict[str, Any], str, dict[str, Any]], tuple[dict
 }  # fmt: skip
 
 
-def facts_of(model: str) -> ModelFacts:
+def shape_of(model: str) -> ModelShape:
     if model == "vision":
-        return replace(catalog()[MOE].facts, family="qwen3_vl_moe")
+        return replace(catalog()[MOE].shape, model_type="qwen3_vl_moe")
     if model == "odd recurrent heads":
         nets = DeltaNets(layers=3, key_heads=4, value_heads=12, key_dim=128, value_dim=128, conv=4)
-        return replace(catalog()[MOE].facts, delta_nets=nets)
+        return replace(catalog()[MOE].shape, delta_nets=nets)
     if model == "FP8 blocks":
-        return replace(catalog()[MOE].facts, quantization="fp8", fp8_blocks=True)
-    return replace(catalog()[DENSE].facts, heads=20) if model == "odd heads" else catalog()[model].facts
+        return replace(catalog()[MOE].shape, quantization="fp8", fp8_blocks=True)
+    return replace(catalog()[DENSE].shape, heads=20) if model == "odd heads" else catalog()[model].shape
 
 
 def case(changes: dict[str, Any], model: str, site_changes: dict[str, Any]) -> Case:
     recipe, where = Recipe.model_validate(recipe_data(**changes)), site(**site_changes)
-    return Case(recipe, where, needs_of(recipe, where), facts_of(model))
+    return Case(recipe, where, needs_of(recipe, where), shape_of(model))
 
 
 def broken(changes: dict[str, Any], model: str, site_changes: dict[str, Any]) -> set[str]:

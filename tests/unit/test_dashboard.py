@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from io import StringIO
 
+import msgspec
 from rich.console import Console
 
 from primeslurm.cli.dashboard import duration, numbers_of, one_line, sparkline, view
@@ -50,6 +51,16 @@ def status_of(replicas: int, ill: int) -> RunStatus:
         events=[Happening(0.0, "router-0", "was ended by SIGKILL", "warning")] * 8,
         advice=[Advice("prefill is saturated", "because", {"deployment.inference.prefill.num_replicas": 4})],
     )
+
+
+def test_an_sft_run_shows_its_loss_and_pace() -> None:
+    newest = {"step": 12, "trainer/loss": 1.5, "trainer/tokens_per_s": 900.0, "throughput/step_seconds": 2.0}
+    status = msgspec.structs.replace(
+        status_of(0, 0), task="sft", metrics=newest, history={"trainer/loss": [3.0, 2.0, 1.5]}, progress={}
+    )
+    text = "\n".join(picture(status))
+    assert "loss █▃▁" in text and "policy" not in text
+    assert numbers_of(status) == [("loss", "1.5000"), ("tokens/s", "900"), ("s/step", "2.0")]
 
 
 def test_a_small_run_shows_every_replica_on_one_line() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import typer
 import yaml
+from typer.core import TyperGroup
 
 from primeslurm.cli import app
 from primeslurm.recipe import Recipe, Site
@@ -45,9 +46,9 @@ def test_every_command_shown_can_be_typed(page: str, command: str) -> None:
         return
     parser = typer.main.get_command(app)
     rest = words[1:]
-    while hasattr(parser, "commands"):
+    while isinstance(parser, TyperGroup):
         assert rest[0] in parser.commands, command
-        parser, rest = parser.commands[rest[0]], rest[1:]
+        _, parser, rest = parser.resolve_command(typer.Context(parser), rest)
     parser.make_context(words[1], rest)  # raises for an unknown option or a missing argument
 
 

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 from benchmarks.memory_model import TRAINER_ROWS, predicted_gib
+from primeslurm.families.catalog import CATALOG, catalog
+from primeslurm.families.config import shape_of
+from primeslurm.families.shape import Mamba, Vision
 from primeslurm.plan.activation_memory import Mixer, delta_net, images_of, layers_of, mamba
-from primeslurm.plan.catalog import CATALOG, catalog, facts_of
-from primeslurm.plan.checks import model_files, review
+from primeslurm.plan.checks import model_files
 from primeslurm.plan.engine_memory import (
     EngineLayout,
     engine_memory,
@@ -21,16 +23,16 @@ from primeslurm.plan.engine_memory import (
     prompt_logit_bytes,
 )
 from primeslurm.plan.estimate import engine_layout
-from primeslurm.plan.facts import Mamba, Vision
 from primeslurm.plan.gpus import GIB, GPUS, gpu_of
 from primeslurm.plan.parameters import count
 from primeslurm.plan.trainer_memory import TrainerLayout, layer_gather_bytes, trainer_memory
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.load import merge
+from tests.support.planning import reviewed
 from tests.support.recipes import model_dir, recipe_data, site
 
 RESULTS = Path(__file__).resolve().parents[2] / "benchmarks" / "results"
-GLM, QWEN = catalog()["zai-org/GLM-5.1"].facts, catalog()["Qwen/Qwen3-30B-A3B"].facts
+GLM, QWEN = catalog()["zai-org/GLM-5.1"].shape, catalog()["Qwen/Qwen3-30B-A3B"].shape
 BF16 = EngineLayout(1, 1, 2, 2, False, 8192, True, None)
 SHARDED = TrainerLayout(shard=8, ep=1, tokens=16384, checkpointing="full")
 
@@ -58,8 +60,8 @@ QWEN_3_5_35B_A3B: dict[str, Any] = {
 @pytest.mark.parametrize("name", catalog())
 def test_parameters_are_those_published(name: str) -> None:
     entry = catalog()[name]
-    assert count(entry.facts).total / 1e9 == pytest.approx(entry.parameters_b, rel=0.015)
-    assert count(entry.facts).active / 1e9 == pytest.approx(entry.active_b, rel=0.09)
+    assert count(entry.shape).total / 1e9 == pytest.approx(entry.parameters_b, rel=0.015)
+    assert count(entry.shape).active / 1e9 == pytest.approx(entry.active_b, rel=0.09)
 
 
 @pytest.mark.parametrize("row", TRAINER_ROWS, ids=lambda row: f"{row.model}-{row.mode}-{row.seq_len}")
@@ -93,8 +95,8 @@ def test_delta_nets_have_a_state_instead_of_keys_and_values() -> None:
 
 def test_sliding_windows_and_mamba_state_belong_to_the_sequence() -> None:
     oss, hybrid = (
-        catalog()["openai/gpt-oss-120b"].facts,
-        catalog()["nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16"].facts,
+        catalog()["openai/gpt-oss-120b"].shape,
+        catalog()["nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16"].shape,
     )
     assert kv_bytes_per_token(oss, BF16) == 18 * 2 * 8 * 64 * 2
     assert engine_memory(oss, BF16, 80 * GIB, 0.9).state_per_sequence == 18 * 128 * 2 * 8 * 64 * 2
@@ -134,7 +136,7 @@ def test_offloaded_activations_leave_two_layers_behind() -> None:
     assert away.host == QWEN.layers * layer
 
 
-QWEN_3_5 = facts_of({"model_type": "qwen3_5_moe", "text_config": QWEN_3_5_35B_A3B})
+QWEN_3_5 = shape_of({"model_type": "qwen3_5_moe", "text_config": QWEN_3_5_35B_A3B})
 NEMOTRON_3_NANO = Mamba(layers=23, heads=64, head_dim=64, state=128, groups=8, conv=4, chunk=128)
 
 
@@ -179,7 +181,7 @@ def encoder(name: str) -> tuple[Vision, dict[str, Any]]:
     vision = {"depth": 4, "out_hidden_size": 2048} | (
         {"deepstack_visual_indexes": [0, 1, 2]} if name == "qwen3_vl_moe" else {}
     )
-    found = facts_of({"model_type": name, "text_config": QWEN_3_5_35B_A3B, "vision_config": vision}).vision
+    found = shape_of({"model_type": name, "text_config": QWEN_3_5_35B_A3B, "vision_config": vision}).vision
     assert found is not None
     return found, json.loads((RESULTS / "vision_memory.json").read_bytes())["bytes_per_patch"][name]
 
@@ -195,7 +197,7 @@ def test_vision_encoders_keep_and_take_what_was_measured(name: str) -> None:
     assert backward < each.ends + vision.depth * each.input + each.block < 2.1 * backward
 
 
-VL = catalog()["Qwen/Qwen3-VL-30B-A3B-Instruct"].facts
+VL = catalog()["Qwen/Qwen3-VL-30B-A3B-Instruct"].shape
 
 
 def test_a_frozen_encoder_has_weights_and_no_gradients() -> None:
@@ -272,7 +274,7 @@ def test_the_gpu_is_named_by_its_field_or_its_gres() -> None:
 
 def test_an_unknown_config_is_no_decoder() -> None:
     with pytest.raises(KeyError):
-        facts_of({"model_type": "bert"})
+        shape_of({"model_type": "bert"})
 
 
 @pytest.mark.parametrize(
@@ -284,14 +286,14 @@ def test_a_damaged_config_gives_no_estimate(damage: dict[str, Any], tmp_path: Pa
     config = json.loads(CATALOG.read_bytes())["Qwen/Qwen3-30B-A3B"]["config"]
     model = model_dir(tmp_path, **{**config, "head_dim": None, **damage})
     files = model_files(Recipe.model_validate(recipe_data(model={"path": str(model)})))
-    assert (files.facts, files.family, files.problems) == (None, "qwen3_moe", ())
+    assert (files.facts, files.model_type, files.problems) == (None, "qwen3_moe", ())
 
 
 def found(changes: dict[str, Any], model: str = "zai-org/GLM-5.1", gres: str = "gpu:h200", **more: Any) -> list[str]:
     """Findings about fitting, of a recipe of one train node and one inference node."""
     nodes = {"nodes": {"default": {"gres": gres, "mem": "1900G", **more}}}
     recipe = Recipe.model_validate(recipe_data(**merge({"model": {"path": model, "dtype": "bfloat16"}}, changes)))
-    findings, _ = review(recipe, site(**nodes), model_files(recipe))
+    findings, _ = reviewed(recipe, site(**nodes))
     return [f"{f.level} {f.field}: {f.text}" for f in findings if "fit" in f.text or "memory" in f.text]
 
 
@@ -329,7 +331,7 @@ def amounts(**changes: Any) -> dict[str, float]:
     recipe = Recipe.model_validate(
         recipe_data(**merge({"model": {"path": "zai-org/GLM-5.1", "dtype": "bfloat16"}}, changes))
     )
-    _, estimate = review(recipe, site(nodes={"default": {"gres": "gpu:h200"}}), model_files(recipe))
+    _, estimate = reviewed(recipe, site(nodes={"default": {"gres": "gpu:h200"}}))
     assert estimate is not None
     return {amount.name: amount.value for amount in estimate.amounts}
 

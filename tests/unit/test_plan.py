@@ -149,7 +149,7 @@ shapes = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(shapes)
 def test_every_placement_is_sound(shape: dict[str, Any]) -> None:
     changes = disaggregated(shape["replicas"], shape["prefill"], shape["decode"])
@@ -181,7 +181,7 @@ VALUES = (
 )
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(shapes)
 def test_every_placeholder_resolves_to_a_process_that_listens(shape: dict[str, Any]) -> None:
     changes = disaggregated(shape["replicas"], shape["prefill"], shape["decode"])

@@ -80,6 +80,24 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
         ],
     ),
     (
+        {"orchestrator": {"algorithm": {"function": "a.b:C"}, "advantages": "max_rl", "opd_reward": 0.5}},
+        [
+            "orchestrator.advantages = max_rl: orchestrator.algorithm = a.b:C says what advantages are (leave one out)",
+            "orchestrator.opd_reward = 0.5: orchestrator.algorithm = a.b:C says what advantages are (leave one out)",
+        ],
+    ),
+    (
+        {"orchestrator": {"algorithm": {"type": "custom", "function": "a.b.C"}}},
+        ["orchestrator.algorithm.function = 'a.b.C': must be package.module:function"],
+    ),
+    (
+        {"orchestrator": {"algorithm": {"type": "rloo", "function": "a:b", "arguments": {}}}},
+        [
+            "orchestrator.algorithm.type = 'rloo': is not a valid choice (valid: custom)",
+            "orchestrator.algorithm.arguments = {{}}: no such key (did you mean kwargs?)",
+        ],
+    ),
+    (
         {"task": "serve", "environments": [], "teacher": {"type": "engines", "path": "x"}},
         ["teacher = engines: task serve samples nothing for it (leave it out)"],
     ),

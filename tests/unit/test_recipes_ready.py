@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from primeslurm.plan.catalog import catalog
-from primeslurm.plan.checks import model_files, review
+from primeslurm.families.catalog import catalog
+from primeslurm.plan.checks import model_files
 from primeslurm.plan.checks.unbuilt import unbuilt
 from primeslurm.plan.derive import derive
 from primeslurm.plan.local import local_site
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.load import load_recipe, load_site
 from primeslurm.slurm.render import render
+from tests.support.planning import reviewed
 
 ROOT = Path(__file__).resolve().parents[2]
 SITE = load_site(ROOT / "sites" / "h200.yaml")
@@ -32,7 +33,7 @@ BLOCKED = {
 
 
 def findings(recipe: Recipe, *levels: str) -> list[str]:
-    found, _ = review(recipe, SITE, model_files(recipe))
+    found, _ = reviewed(recipe, SITE)
     return [f"{finding.field}: {finding.text}" for finding in found if finding.level in levels]
 
 
@@ -60,7 +61,7 @@ def test_it_contradicts_nothing_and_fits(path: Path) -> None:
 def test_the_trainer_can_do_it(path: Path) -> None:
     recipe = load_recipe(path)
     model = model_files(recipe)
-    assert [finding.text for finding in unbuilt(recipe, model.facts, model.family)] == BLOCKED.get(path.stem, [])
+    assert [finding.text for finding in unbuilt(recipe, model.facts, model.model_type)] == BLOCKED.get(path.stem, [])
 
 
 @pytest.mark.parametrize("path", LARGE, ids=lambda path: path.stem)

@@ -90,6 +90,16 @@ def test_numbers_plots_attempts_and_placement_are_there(run: RunDirectory) -> No
     assert found.texts.count("started again (restart 1)") == 2
 
 
+def test_an_sft_run_has_the_curve_of_its_loss(run: RunDirectory) -> None:
+    latest = run.latest()
+    latest.plan_file.write_text(latest.plan().model_copy(update={"task": "sft"}).to_json())
+    rows = [{"step": i, "time": T0, "loss": 3.0 - i / 30, "tokens_per_s": 70.0} for i in range(1, 31)]
+    (run.path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = Page(page(run))
+    assert {"Loss", "Trained tokens", "2.9000 → 2.0667", "70 tokens/s"} <= set(found.texts)
+    assert not {"Reward", "largest staleness", "sampled"} & set(found.texts)
+
+
 def test_nothing_comes_from_elsewhere_and_nothing_is_executed(run: RunDirectory) -> None:
     html = page(run)
     found = Page(html)

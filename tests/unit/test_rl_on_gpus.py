@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from benchmarks.rl_on_gpus import CELLS, CONFIG, HERE, report
-from primeslurm.plan.checks import model_files, review
 from primeslurm.plan.derive import derive
 from primeslurm.plan.local import local_site
 from primeslurm.recipe.load import load_recipe
 from primeslurm.records.events.policy import EngineUpdated
 from primeslurm.records.events.training import WeightsPublished
+from tests.support.planning import reviewed
 
 
 @pytest.mark.parametrize("name", CELLS)
@@ -28,7 +28,7 @@ def test_every_cell_is_planned_on_its_gpus(name: str, tmp_path: Path) -> None:
     settings = [f"{key}={value}" for key, value in {"model.path": str(tmp_path), **cell.settings}.items()]
     recipe = load_recipe(HERE / cell.recipe, settings)
     site = local_site(tmp_path / "runs", devices)
-    findings, _ = review(recipe, site, model_files(recipe))
+    findings, _ = reviewed(recipe, site)
     assert not [finding for finding in findings if finding.level in ("error", "blocked")]
     assert derive(recipe, site, tmp_path).totals.gpus == cell.gpus
 

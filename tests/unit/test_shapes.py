@@ -232,7 +232,7 @@ def test_serving_engines_ask_for_the_secret_alone_and_are_ready_when_healthy() -
         assert engine.health and engine.health.path == "/health"
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.sampled_from(["vllm-router", "dynamo", "llm-d"]),
     st.sampled_from([None, "native", "mooncake"]),

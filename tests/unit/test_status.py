@@ -195,6 +195,24 @@ def test_a_summary_compares_first_and_last_steps(run: RunDirectory) -> None:
     assert (found.mixed_version_rollouts, found.engine_restarts, found.seconds) == (10, 1, 60)
 
 
+def test_an_sft_run_shows_its_loss_and_when_it_will_be_done(run: RunDirectory) -> None:
+    plan = run.attempt(1).plan().model_copy(update={"task": "sft"})
+    run.attempt(1).plan_file.write_text(plan.to_json())
+    write_json(run.path / "recipe.resolved.json", {"max_steps": 9, "task": "sft"})
+    fleet(run)
+    write_json(run.attempt(1).path / "state" / "trainer-rank-0.json", {"step": 4, "phase": "optimizer"})
+    own = {"tokens_per_s": 50.0, "seconds/forward_backward": 8.0, "seconds/optimizer": 2.0}
+    rows = [{"step": i, "time": NOW, "loss": 4.0 - i / 2, **own} for i in range(1, 5)]
+    (run.path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 5, "lo')
+    found = status(run)
+    assert (found.phase, found.step, found.eta_s) == ("running", 4, 50.0)
+    assert (found.metrics["step"], found.metrics["trainer/loss"], found.metrics["trainer/tokens_per_s"]) == (4, 2, 50)
+    assert found.history == {"trainer/loss": [3.5, 3.0, 2.5, 2.0]}
+    achieved = summarise(run)
+    assert (achieved.task, achieved.steps, achieved.first_loss, achieved.last_loss) == ("sft", 4, 2.75, 2.75)
+    assert achieved.trained_tokens_per_s == 50.0
+
+
 def test_runs_without_attempts_or_with_damaged_plans_are_run_errors(tmp_path: Path, run: RunDirectory) -> None:
     with pytest.raises(RunError, match="has no attempt"):
         RunDirectory(tmp_path / "none").latest()

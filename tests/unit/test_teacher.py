@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 
-from primeslurm.cli.emulate import load_emulated
-from primeslurm.errors import UsageError
-from primeslurm.plan.checks import model_files, review, teacher_problems, with_absolute_paths
+from primeslurm.api.loading import load
+from primeslurm.api.planning import look_at_files
+from primeslurm.errors import UsageError, Violation
+from primeslurm.plan.checks import with_absolute_paths
 from primeslurm.plan.derive import derive
 from primeslurm.plan.emulate import STAND_INS, emulate
 from primeslurm.plan.model import Plan, Process
 from primeslurm.recipe import Recipe
+from tests.support.planning import reviewed
 from tests.support.recipes import model_dir, recipe_data, site, write_recipe
 
 RUN = Path("/shared/runs/test-run")
@@ -101,7 +103,7 @@ def test_it_is_emulated_like_any_engine(tmp_path: Path) -> None:
     served = {"type": "served", "base_url": "http://t", "model": "m"}
     path = write_recipe(tmp_path / "r.yaml", orchestrator={"advantages": "opd"}, teacher=served)
     with pytest.raises(UsageError, match=r"teacher\.type = served: has no stand-in"):
-        load_emulated(path, None, None, None)
+        load(path, emulate=True)
 
 
 def tokenizer(directory: Path, *tokens: str) -> Path:
@@ -110,20 +112,25 @@ def tokenizer(directory: Path, *tokens: str) -> Path:
     return directory
 
 
+def problems(asked: Recipe) -> list[Violation]:
+    """Of the teacher's files: the policy's own are sound."""
+    return list(look_at_files(asked).problems)
+
+
 def test_its_files_and_tokenizer_are_checked(tmp_path: Path) -> None:
     policy = tokenizer(model_dir(tmp_path / "policy"), "a", "b", "c")
     teacher = tokenizer(model_dir(tmp_path / "teacher"), "a", "c", "b", "d")
     changes = {"model": {"path": str(policy)}}
-    (found,) = teacher_problems(recipe(changes, path=str(teacher)))
+    (found,) = problems(recipe(changes, path=str(teacher)))
     assert str(found) == (
         f"teacher.path = {teacher}: its tokenizer is not the policy's: 3 tokens differ"
         " (a model with the vocabulary of model.path)"
     )
     tokenizer(teacher, "a", "b", "c")
-    assert teacher_problems(recipe(changes, path=str(teacher))) == []
-    (found,) = teacher_problems(recipe({**changes, "seq_len": 4096}, path=str(teacher)))
+    assert problems(recipe(changes, path=str(teacher))) == []
+    (found,) = problems(recipe({**changes, "seq_len": 4096}, path=str(teacher)))
     assert (found.field, found.value, found.fix) == ("seq_len", "4096", "nearest: 4095")
-    (found,) = teacher_problems(recipe(changes, path="/models/none"))
+    (found,) = problems(recipe(changes, path="/models/none"))
     assert found.field == "teacher.path" and "no such directory" in found.why
     link = tmp_path / "link"
     link.symlink_to(teacher)
@@ -136,7 +143,7 @@ def test_its_memory_and_rules_are_those_of_engines() -> None:
 
     def found(**teacher: Any) -> tuple[list[str], list[str]]:
         asked = recipe(policy, **teacher)
-        findings, estimate = review(asked, site(**H200), model_files(asked))
+        findings, estimate = reviewed(asked, site(**H200))
         assert estimate is not None
         texts = [f"{f.level} {f.field}: {f.text}" for f in findings if f.field.startswith("teacher")]
         return texts, [role.role for role in estimate.roles]

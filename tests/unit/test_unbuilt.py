@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from primeslurm.plan.catalog import catalog, facts_of
+from primeslurm.families.catalog import catalog
+from primeslurm.families.config import shape_of
 from primeslurm.plan.checks.unbuilt import unbuilt
 from primeslurm.recipe import Recipe
 from tests.support.recipes import recipe_data
@@ -27,7 +28,7 @@ SFT: dict[str, Any] = {"task": "sft", "environments": [], "sft": {"data": {"type
 
 def texts(config: dict[str, Any], **changes: Any) -> list[str]:
     """What is found about a model with this config."""
-    found = unbuilt(Recipe.model_validate(recipe_data(**changes)), facts_of(config), config["model_type"])
+    found = unbuilt(Recipe.model_validate(recipe_data(**changes)), shape_of(config), config["model_type"])
     return [f"{finding.level}: {finding.text}" for finding in found if finding.field == "model.path"]
 
 
@@ -72,9 +73,9 @@ def test_scales_that_are_powers_of_two_are_read_but_not_published() -> None:
 
 
 def test_glm5_is_a_model_the_trainer_builds() -> None:
-    facts = catalog()["zai-org/GLM-5.1"].facts
+    facts = catalog()["zai-org/GLM-5.1"].shape
     assert not [
-        f for f in unbuilt(Recipe.model_validate(recipe_data()), facts, facts.family) if f.field == "model.path"
+        f for f in unbuilt(Recipe.model_validate(recipe_data()), facts, facts.model_type) if f.field == "model.path"
     ]
 
 

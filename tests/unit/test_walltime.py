@@ -10,7 +10,7 @@ from primeslurm.node.walltime import end_of_job, ends_too_late, seconds_to_stop
 from primeslurm.records.journal import Journal
 from primeslurm.records.reading import read_record
 from primeslurm.records.state import TrainerState
-from primeslurm.trainer.progress import Progress
+from primeslurm.trainer.progress import PhaseTimer
 from tests.support.plans import plan_of
 
 
@@ -43,7 +43,7 @@ def test_what_a_trainer_still_does(took: dict[str, float] | None, expected: floa
 
 def test_the_trainer_records_what_its_checkpoint_took(tmp_path: Path) -> None:
     journal = Journal(tmp_path, "trainer-rank-0")
-    progress = Progress(journal, record=True)
+    progress = PhaseTimer(journal, record=True)
     with progress.phase("checkpoint"):
         pass
     with progress.phase("wait"):

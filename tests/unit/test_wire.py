@@ -23,9 +23,11 @@ from primeslurm.records.events import decode
 from primeslurm.records.events.training import TrainerStarted
 from primeslurm.records.journal import Journal
 from primeslurm.records.state import TrainerState
-from primeslurm.wire import checkpoints, frames, routed_experts, weights
-from primeslurm.wire.link import Answer, GetBatch, LinkError, OrchestratorLink, Published, Request, TrainerLink
+from primeslurm.wire import checkpoints, frames, routed_experts
+from primeslurm.wire.link import Answer, GetBatch, LinkError, OrchestratorLink, Request, TrainerLink
 from primeslurm.wire.rollouts import Batch, BatchInfo, Rollout, RolloutInfo, Row
+from primeslurm.wire.weight_transfer import filesystem, tensor_names
+from primeslurm.wire.weight_transfer.messages import NewPolicy
 
 arrays = st.dictionaries(
     st.text(min_size=1, max_size=8),
@@ -138,46 +140,46 @@ def test_a_full_disk_does_not_stop_a_process_that_writes_its_journal(
 
 
 def publish(run: Path, version: int) -> Path:
-    directory = weights.version_dir(run, version)
+    directory = filesystem.version_dir(run, version)
     directory.mkdir(parents=True)
     (directory / "model.safetensors").write_bytes(bytes([version]))
-    weights.complete(directory, version, "float32")
+    filesystem.complete(directory, version, "float32")
     return directory
 
 
 def test_a_version_exists_once_its_manifest_does(tmp_path: Path) -> None:
     first = publish(tmp_path, 1)
-    (weights.version_dir(tmp_path, 2)).mkdir()
-    assert weights.published(tmp_path) == [1]
-    assert weights.damage(first) == []
+    (filesystem.version_dir(tmp_path, 2)).mkdir()
+    assert filesystem.published(tmp_path) == [1]
+    assert filesystem.damage(first) == []
     (first / "model.safetensors").write_bytes(b"x")
-    assert weights.damage(first) == [f"{first}/model.safetensors: differs from its record"]
-    assert weights.damage(tmp_path) == [f"{tmp_path}: no readable MANIFEST.json"]
+    assert filesystem.damage(first) == [f"{first}/model.safetensors: differs from its record"]
+    assert filesystem.damage(tmp_path) == [f"{tmp_path}: no readable MANIFEST.json"]
 
 
 def test_tensors_for_tokens_further_ahead_are_layers_after_the_last_or_a_module_of_their_own() -> None:
     draft = "mtp.layers.0.input_layernorm.weight"
     names = [f"model.layers.{number}.input_layernorm.weight" for number in (6, 7, 60, 61, 62, 610)] + [draft]
-    found = [name for name in names if weights.layers_ahead(61, 1).fullmatch(name)]
+    found = [name for name in names if tensor_names.layers_ahead(61, 1).fullmatch(name)]
     assert found == ["model.layers.61.input_layernorm.weight", draft]
-    assert [name for name in names if weights.layers_ahead(61, 0).fullmatch(name)] == [draft]
+    assert [name for name in names if tensor_names.layers_ahead(61, 0).fullmatch(name)] == [draft]
 
 
 def test_what_a_model_stacks_may_come_expert_by_expert() -> None:
     gate_up, down = (f"model.layers.3.mlp.experts.{part}_proj" for part in ("gate_up", "down"))
     one = {f"model.layers.3.mlp.experts.0.{part}_proj.weight" for part in ("gate", "up", "down")}
-    assert weights.absent({gate_up, down, "x"}, {*one, "x"}) == set()
-    assert weights.absent({gate_up, down, "x"}, {gate_up, down}) == {"x"}
+    assert tensor_names.absent({gate_up, down, "x"}, {*one, "x"}) == set()
+    assert tensor_names.absent({gate_up, down, "x"}, {gate_up, down}) == {"x"}
     for name in one:
-        assert weights.absent({gate_up, down}, one - {name}) == {down if "down" in name else gate_up}
-    assert weights.absent(one, {gate_up, down}) == one, "only a model's own stacks are known to be read"
+        assert tensor_names.absent({gate_up, down}, one - {name}) == {down if "down" in name else gate_up}
+    assert tensor_names.absent(one, {gate_up, down}) == one, "only a model's own stacks are known to be read"
 
 
 def test_versions_that_are_needed_are_never_pruned(tmp_path: Path) -> None:
     for version in range(1, 7):
         publish(tmp_path, version)
-    assert weights.prune(tmp_path, keep=2, needed={2}) == [1, 3, 4]
-    assert weights.published(tmp_path) == [2, 5, 6]
+    assert filesystem.prune(tmp_path, keep=2, needed={2}) == [1, 3, 4]
+    assert filesystem.published(tmp_path) == [2, 5, 6]
 
 
 def save(run: Path, step: int, committed: bool = True) -> Path:
@@ -228,7 +230,7 @@ class Server:
         await asyncio.sleep(delay)
         if isinstance(request, GetBatch):
             return batch(request.step) if request.step < 3 else Answer("stop" if request.step == 3 else "wait")
-        if isinstance(request, Published) and request.version < 0:
+        if isinstance(request, NewPolicy) and request.version < 0:
             raise ValueError("no such version")
         return Answer("ok")
 
@@ -273,8 +275,8 @@ def test_batches_come_until_there_are_no_more(server: Server) -> None:
 def test_a_lost_answer_is_asked_for_again(server: Server) -> None:
     server.delay_s = 1.0
     link = TrainerLink(server.address, timeout_s=10, retry_s=0.3)
-    link.published(1, "/w")
-    assert server.seen.count(Published(1, "/w")) >= 2
+    link.announce(1, "/w")
+    assert server.seen.count(NewPolicy(1, "/w")) >= 2
     link.close()
 
 
@@ -284,7 +286,7 @@ def test_waits_end(server: Server) -> None:
         link.get_batch(9, 0, 1, timeout_s=0)
     assert link.get_batch(9, 0, 1, timeout_s=60, interrupted=lambda: len(server.seen) > 3) is None
     with pytest.raises(LinkError, match="ValueError: no such version"):
-        link.published(-1, "/w")
+        link.announce(-1, "/w")
     link.close()
 
 

@@ -12,6 +12,8 @@ from verifiers.v1.clients import ModelContext
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.runtimes import ProgramResult, Runtime
 
+from primeslurm.wire.http import client_within_run
+
 
 class ChatHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
     """Sends the conversation, takes the reply. A taskset module uses it by exporting it in `__all__`."""
@@ -38,13 +40,8 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
             messages.append({"role": "user", "content": prompt})
         else:
             messages += [message_to_wire(message) for message in prompt or []]
-        # plain HTTP on this host; loading certificates would cost more than the request
-        async with httpx.AsyncClient(timeout=None, trust_env=False, verify=False) as client:
-            answer = await client.post(
-                f"{endpoint}/chat/completions",
-                headers={"Authorization": f"Bearer {secret}"},
-                json={"model": ctx.model, "messages": messages},
-            )
+        async with client_within_run(None, headers={"Authorization": f"Bearer {secret}"}) as client:
+            answer = await client.post(f"{endpoint}/chat/completions", json={"model": ctx.model, "messages": messages})
         if answer.status_code != httpx.codes.OK:
             return ProgramResult(exit_code=1, stdout="", stderr=answer.text)
         return ProgramResult(exit_code=0, stdout=answer.text, stderr="")

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from primeslurm.families.shape import ModelShape
 from primeslurm.plan.commands import EngineRole
 from primeslurm.plan.engine_command import settings_of
-from primeslurm.plan.facts import ModelFacts
 from primeslurm.plan.gpus import Gpu, gpu_of
 from primeslurm.plan.model import NodeRole
 from primeslurm.plan.needs import Need, expert_ranks
@@ -27,7 +27,7 @@ class Case:
     site: Site
     needs: Sequence[Need]
     """Empty if the recipe cannot be placed."""
-    facts: ModelFacts | None
+    facts: ModelShape | None
     """None if nothing is known about the model."""
 
     @property

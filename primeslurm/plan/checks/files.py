@@ -3,40 +3,29 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from primeslurm.errors import Violation
-from primeslurm.plan.catalog import catalog, facts_of
-from primeslurm.plan.facts import ModelFacts
+from primeslurm.families.catalog import catalog
+from primeslurm.families.config import shape_of
+from primeslurm.families.shape import ModelShape
+from primeslurm.model_files import ModelNotFoundError, locate, model_directory
 from primeslurm.plan.model import Finding
 from primeslurm.recipe import Recipe
-from primeslurm.recipe.paths import expanded, is_dir, is_file
+from primeslurm.recipe.paths import is_file
 from primeslurm.recipe.teacher import TeacherEngines
-
-
-def model_directory(path: str) -> Path | None:
-    """The directory that a model path or hub id means on this file system; None if it is not there."""
-    directory = expanded(path)
-    if is_dir(directory):
-        return directory.resolve()
-    cache = os.environ.get("HF_HUB_CACHE")
-    root = Path(cache) if cache else expanded(os.environ.get("HF_HOME", "~/.cache/huggingface")) / "hub"
-    snapshots = root / f"models--{path.replace('/', '--')}" / "snapshots"
-    found = sorted(snapshots.iterdir(), key=lambda p: p.stat().st_mtime) if is_dir(snapshots) else []
-    return found[-1] if found else None
 
 
 @dataclass(frozen=True)
 class ModelFiles:
     """What is known of the recipe's model."""
 
-    facts: ModelFacts | None
+    facts: ModelShape | None
     """None if neither a config.json that this understands nor the catalog has it."""
-    family: str | None
-    """`model_type`, where known."""
+    model_type: str | None
+    """Of its config, where known."""
     source: str
     problems: tuple[Violation, ...] = ()
     """Why the model cannot be used."""
@@ -47,9 +36,10 @@ class ModelFiles:
 def model_files(recipe: Recipe) -> ModelFiles:
     """Look at the recipe's model: its own config.json first, else the catalog."""
     path = recipe.model.path
-    directory = model_directory(path)
-    if directory is None:
-        return _absent(recipe)
+    try:
+        directory = locate(path)
+    except ModelNotFoundError as error:
+        return _absent(recipe, error.why)
     config = _config(directory)
     if config is None:
         return ModelFiles(None, None, "", (Violation("model.path", path, "has no readable config.json"),))
@@ -59,25 +49,24 @@ def model_files(recipe: Recipe) -> ModelFiles:
     limit = config.get("max_position_embeddings")
     problems += _too_long(recipe, limit if isinstance(limit, int) else None)
     try:
-        facts = facts_of(config)
+        facts = shape_of(config)
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError):
         facts = None  # not a decoder's config, or a damaged one
     return ModelFiles(facts, config.get("model_type"), str(directory / "config.json"), tuple(problems))
 
 
-def _absent(recipe: Recipe) -> ModelFiles:
+def _absent(recipe: Recipe, why: str) -> ModelFiles:
     path = recipe.model.path
     looks_like_hub_id = path.count("/") == 1 and not path.startswith((".", "/", "~"))
     fix = f"`hf download {path}` on the shared file system" if looks_like_hub_id else "give a directory"
     entry = catalog().get(path)
     if entry is None:
-        why = "no such directory, and not in the Hugging Face cache"
-        return ModelFiles(None, None, "", (Violation("model.path", path, why, fix),))
-    text = f"{path} is not in the Hugging Face cache here"
+        return ModelFiles(None, None, "", (Violation("model.path", path, f"no such directory, and {why}", fix),))
+    text = f"{path} is {why} here"
     absent = Finding(level="blocked", field="model.path", text=text, fix=fix)
-    problems = tuple(_too_long(recipe, entry.facts.max_positions))
+    problems = tuple(_too_long(recipe, entry.shape.max_positions))
     source = f"catalog: {entry.source}" + "".join(f"; assumed: {what}" for what in entry.assumed)
-    return ModelFiles(entry.facts, entry.facts.family, source, problems, absent)
+    return ModelFiles(entry.shape, entry.shape.model_type, source, problems, absent)
 
 
 def _too_long(recipe: Recipe, limit: int | None) -> list[Violation]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from primeslurm.errors import UsageError
 from primeslurm.plan.checks.capacity import capacity
 from primeslurm.plan.checks.case import Case
 from primeslurm.plan.checks.compatibility import conflicts
@@ -13,18 +12,24 @@ from primeslurm.plan.estimate import estimate
 from primeslurm.plan.forecast import Estimate
 from primeslurm.plan.gpus import GPUS, gpu_of
 from primeslurm.plan.model import Finding
-from primeslurm.plan.needs import Need, needs_of
+from primeslurm.plan.needs import Need
 from primeslurm.recipe import Recipe, Site
 
 
-def review(recipe: Recipe, site: Site, model: ModelFiles) -> tuple[list[Finding], Estimate | None]:
-    """What is wrong or doubtful; and memory and amounts, if the model's shape is known."""
-    needs = _needs(recipe, site)
+def review(
+    recipe: Recipe, site: Site, needs: list[Need], model: ModelFiles, teacher: ModelFiles | None
+) -> tuple[list[Finding], Estimate | None]:
+    """What is wrong or doubtful; and memory and amounts, if the model's shape is known.
+
+    Args:
+        needs: what each role gets; empty if the recipe cannot be placed.
+        teacher: what is known of the teacher's model, if the run serves one.
+    """
     found = conflicts(Case(recipe, site, needs, model.facts))
-    found += unbuilt(recipe, model.facts, model.family)
+    found += unbuilt(recipe, model.facts, model.model_type)
     if model.absent:
         found.append(model.absent)
-    of_teacher, memory = review_teacher(recipe, site, needs)
+    of_teacher, memory = review_teacher(recipe, site, needs, teacher)
     found += of_teacher
     if model.facts is None:
         return found, None
@@ -41,10 +46,3 @@ def _unknown_gpus(site: Site, needs: list[Need]) -> list[Finding]:
     text = f"no memory estimate: the type of the GPUs in {', '.join(partitions)} is not known"
     fix = f"give their nodes `gpu`, one of {', '.join(GPUS)}, in the site file"
     return [Finding(level="note", field="site", text=text, fix=fix)]
-
-
-def _needs(recipe: Recipe, site: Site) -> list[Need]:
-    try:
-        return needs_of(recipe, site)
-    except UsageError:
-        return []

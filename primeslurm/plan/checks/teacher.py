@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from primeslurm.errors import Violation
+from primeslurm.model_files import model_directory
 from primeslurm.plan.checks.capacity import capacity
 from primeslurm.plan.checks.case import Case
 from primeslurm.plan.checks.compatibility import conflicts
-from primeslurm.plan.checks.files import model_directory, model_files
+from primeslurm.plan.checks.files import ModelFiles
 from primeslurm.plan.estimate import engine_role
 from primeslurm.plan.forecast import Estimate, RoleMemory
 from primeslurm.plan.gpus import gpu_of
@@ -26,14 +27,15 @@ _FIELDS = (("inference.parallel.tp", "teacher.tp"), ("inference", "teacher"), ("
 _MORE_MEMORY = "raise teacher.tp, or quantization: fp8"
 
 
-def review_teacher(recipe: Recipe, site: Site, needs: list[Need]) -> tuple[list[Finding], RoleMemory | None]:
+def review_teacher(
+    recipe: Recipe, site: Site, needs: list[Need], model: ModelFiles | None
+) -> tuple[list[Finding], RoleMemory | None]:
     """What is wrong or doubtful about the teacher's engines, and their memory where model and GPUs are known."""
     alone = served(recipe)
-    if alone is None:
+    if alone is None or model is None:
         return [], None
     # As a recipe of its own, the teacher's nodes are its one inference replica.
     own = [replace(need, role="inference", nodes_per_replica=need.nodes) for need in needs if need.role == "teacher"]
-    model = model_files(alone)
     found = conflicts(Case(alone, site, own, model.facts))
     if model.absent:
         found.append(model.absent)
@@ -49,16 +51,16 @@ def review_teacher(recipe: Recipe, site: Site, needs: list[Need]) -> tuple[list[
     return [finding.model_copy(update={"field": _here(finding.field)}) for finding in found], memory
 
 
-def teacher_problems(recipe: Recipe) -> list[Violation]:
+def teacher_problems(recipe: Recipe, model: ModelFiles | None) -> list[Violation]:
     """Why the teacher's files cannot be used."""
     alone = served(recipe)
-    if alone is None:
+    if alone is None or model is None:
         return []
     found = [
         Violation("seq_len", str(recipe.seq_len), f"the teacher: {p.why}", f"nearest: {_limit(p.fix)}")
         if p.field == "seq_len"
         else Violation(_here(p.field), p.value, p.why, p.fix)
-        for p in model_files(alone).problems
+        for p in model.problems
     ]
     return found + _tokenizer_problems(recipe.model.path, alone.model.path)
 

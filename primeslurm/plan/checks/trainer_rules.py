@@ -5,29 +5,8 @@ from __future__ import annotations
 from difflib import get_close_matches
 from math import gcd
 
+from primeslurm.families import bundled, capabilities, lora_targets
 from primeslurm.plan.checks.case import Case, Rule
-
-VISION_FAMILIES = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
-LORA_TARGETS = frozenset(
-    {
-        "q_proj",
-        "k_proj",
-        "v_proj",
-        "o_proj",
-        "gate_proj",
-        "up_proj",
-        "down_proj",
-        "experts",
-        "in_proj",
-        "out_proj",
-        "q_a_proj",
-        "q_b_proj",
-        "kv_a_proj_with_mqa",
-        "kv_b_proj",
-        "fc1_latent_proj",
-        "fc2_latent_proj",
-    }
-)
 
 
 def _deepep_without_ep(case: Case) -> str:
@@ -135,8 +114,9 @@ def _lora_files(case: Case) -> str:
 
 def _lora_targets(case: Case) -> str:
     lora = case.recipe.trainer.lora
-    unknown = [name for name in lora.targets or () if name not in LORA_TARGETS] if lora else []
-    near = [match for name in unknown for match in get_close_matches(name, LORA_TARGETS, n=1)]
+    valid = lora_targets()
+    unknown = [name for name in lora.targets or () if name not in valid] if lora else []
+    near = [match for name in unknown for match in get_close_matches(name, valid, n=1)]
     hint = f"; did you mean {', '.join(near)}?" if near else ""
     return f"no model has {', '.join(unknown)}{hint}" if unknown else ""
 
@@ -147,8 +127,9 @@ def _lora_absorbed(case: Case) -> str:
 
 
 def _vision_dtype(case: Case) -> str:
-    vision = case.facts is not None and case.facts.family in VISION_FAMILIES
-    return "vision models are trained in bfloat16" if vision and case.recipe.model.dtype != "bfloat16" else ""
+    able = capabilities(case.facts.model_type, "custom") if case.facts else None
+    sees = able is not None and able.images
+    return "vision models are trained in bfloat16" if sees and case.recipe.model.dtype != "bfloat16" else ""
 
 
 def _vision_lora(case: Case) -> str:
@@ -193,7 +174,7 @@ TRAINER_RULES = (
     Rule("lora-files", "error", "trainer.lora.save_adapter", "Adapters are saved beside published files", _lora_files,
          "save_adapter: false, or transport: filesystem", "engines get the merged policy, over any transport"),
     Rule("lora-targets", "error", "trainer.lora.targets", "LoRA targets exist", _lora_targets,
-         f"valid: {', '.join(sorted(LORA_TARGETS))}", "prime-rl 0.6.0 ignores unknown names silently"),
+         f"valid: {', '.join(sorted(lora_targets(bundled())))}", "prime-rl 0.6.0 ignores unknown names silently"),
     Rule("lora-absorbed", "error", "trainer.lora.targets", "Sparse attention (DSA): no LoRA on kv_b_proj",
          _lora_absorbed, "leave kv_b_proj out", "its weight is absorbed, so an adapter beside it would learn nothing"),
     Rule("vision-dtype", "error", "model.dtype", "Vision models: bfloat16 only", _vision_dtype, "dtype: bfloat16",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from primeslurm.plan.facts import ModelFacts
-from primeslurm.plan.families import FAMILIES, GENERIC, capabilities
+from primeslurm.families import GENERIC, capabilities, model_types
+from primeslurm.families.shape import ModelShape
 from primeslurm.plan.model import Finding
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.deployment import Disaggregated
@@ -42,14 +42,14 @@ NEEDS = (
 )  # fmt: skip
 
 
-def unbuilt(recipe: Recipe, facts: ModelFacts | None, family: str | None) -> list[Finding]:
-    """What the trainer of this version does not do. `family` is the model's type, where it is known."""
+def unbuilt(recipe: Recipe, facts: ModelShape | None, model_type: str | None) -> list[Finding]:
+    """What the trainer of this version does not do. `model_type` is the model's, where it is known."""
     if recipe.task == "serve":
         return []
     found: list[Finding] = []
     found += _unseen(recipe)
-    if family is not None:
-        found += _incapable(recipe, family)
+    if model_type is not None:
+        found += _incapable(recipe, model_type)
     if facts is not None and (text := _unread(recipe, facts)):
         found.append(Finding(level="blocked", field="model.path", text=text, fix="convert it to bfloat16 first"))
     return found
@@ -74,26 +74,26 @@ def _unseen(recipe: Recipe) -> list[Finding]:
     return found
 
 
-def _incapable(recipe: Recipe, family: str) -> list[Finding]:
+def _incapable(recipe: Recipe, model_type: str) -> list[Finding]:
     """What the implementation of the recipe's model cannot do."""
-    able = capabilities(family, recipe.model.impl)
+    able = capabilities(model_type, recipe.model.impl)
     if able is None:
-        text = f"the trainer has no implementation of its own for model type {family!r}"
-        fix = f"impl: auto or hf, or a model type of {', '.join(FAMILIES)}"
+        text = f"the trainer has no implementation of its own for model type {model_type!r}"
+        fix = f"impl: auto or hf, or a model type of {', '.join(model_types())}"
         return [Finding(level="blocked", field="model.impl", text=text, fix=fix)]
     whose = "the transformers implementation" if able is GENERIC else "the trainer's implementation"
     return [
-        Finding(level="blocked", field=need.field, text=f"{whose} of {family!r} has no {need.what}", fix=need.fix)
+        Finding(level="blocked", field=need.field, text=f"{whose} of {model_type!r} has no {need.what}", fix=need.fix)
         for need in NEEDS
         if need.asked(recipe) and not getattr(able, need.capability)
     ]
 
 
-def _unread(recipe: Recipe, facts: ModelFacts) -> str:
+def _unread(recipe: Recipe, facts: ModelShape) -> str:
     """Why a checkpoint that is stored in fewer bits cannot be trained."""
     if facts.quantization is None:
         return ""
-    able = capabilities(facts.family, recipe.model.impl)
+    able = capabilities(facts.model_type, recipe.model.impl)
     if not (facts.fp8_blocks and able is not None and able.fp8_checkpoint):
         return (
             f"the checkpoint is stored in {facts.quantization}, the trainer reads bfloat16, float32 or block-scale FP8"

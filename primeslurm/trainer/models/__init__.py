@@ -1,56 +1,33 @@
-"""From a Hugging Face config to a torchtitan model: one module per family, found by `model_type`."""
+"""From a Hugging Face config to a torchtitan model: one module per family, found by `model_type`.
+
+A family's module is imported when a model needs it. It may register what transformers does not know of the family.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
-from primeslurm.trainer import compat  # noqa: F401  isort: skip  (before torchtitan)
 from torchtitan.protocols.model_spec import ModelSpec
 
-from primeslurm.trainer.models import (
-    afmoe,
-    deepseek_v3,
-    glm4_moe,
-    glm_moe_dsa,
-    gpt_oss,
-    kimi_k25,
-    laguna,
-    llama,
-    minimax_m2,
-    nemotron_h,
-    qwen3,
-    qwen3_5,
-    qwen3_vl,
-)
+from primeslurm.families import family_of, model_types
 
 Builder = Callable[[Any, int, str], ModelSpec]
-FAMILIES: dict[str, Builder] = {
-    "afmoe": afmoe.spec,
-    "deepseek_v3": deepseek_v3.spec,
-    "glm4_moe": glm4_moe.spec,
-    "glm_moe_dsa": glm_moe_dsa.spec,
-    "gpt_oss": gpt_oss.spec,
-    "kimi_k2": deepseek_v3.spec,
-    "kimi_k25": kimi_k25.spec,
-    "laguna": laguna.spec,
-    "llama": llama.spec,
-    "minimax_m2": minimax_m2.spec,
-    "nemotron_h": nemotron_h.spec,
-    "qwen3": qwen3.spec,
-    "qwen3_5": qwen3_5.spec,
-    "qwen3_5_moe": qwen3_5.spec,
-    "qwen3_5_moe_text": qwen3_5.spec,
-    "qwen3_5_text": qwen3_5.spec,
-    "qwen3_moe": qwen3.spec,
-    "qwen3_vl": qwen3_vl.spec,
-    "qwen3_vl_moe": qwen3_vl.spec,
-}
+
+
+def builder(model_type: str) -> Builder | None:
+    """The function `spec` of the module that builds a model type; None if only transformers has code for it."""
+    family = family_of(model_type)
+    if family is None:
+        return None
+    build: Builder = import_module(family.builder or f"{__name__}.{family.name}").spec
+    return build
 
 
 def is_generic(impl: str, hf_config: Any) -> bool:
     """Whether `model.impl` means the code of transformers for this config."""
-    return impl == "hf" or (impl == "auto" and hf_config.model_type not in FAMILIES)
+    return impl == "hf" or (impl == "auto" and family_of(hf_config.model_type) is None)
 
 
 def spec(hf_config: Any, seq_len: int, attention: str) -> ModelSpec:
@@ -64,7 +41,8 @@ def spec(hf_config: Any, seq_len: int, attention: str) -> ModelSpec:
     Raises:
         ValueError: the family, or a feature that the config asks for, is not supported.
     """
-    if hf_config.model_type not in FAMILIES:
-        known = ", ".join(sorted(FAMILIES))
+    build = builder(hf_config.model_type)
+    if build is None:
+        known = ", ".join(model_types())
         raise ValueError(f"model type {hf_config.model_type} is not supported (supported: {known})")
-    return FAMILIES[hf_config.model_type](hf_config, seq_len, attention)
+    return build(hf_config, seq_len, attention)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from primeslurm.trainer import compat  # noqa: F401  isort: skip  (before torchtitan)
 from torch import nn
 from torchtitan.models.common import Embedding, FeedForward, Linear
 from torchtitan.models.common.config_utils import make_ffn_config

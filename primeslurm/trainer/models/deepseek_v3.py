@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from primeslurm.trainer import compat  # noqa: F401  isort: skip  (before torchtitan)
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.models.common import ComplexRoPE
 from torchtitan.models.deepseek_v3 import DeepSeekV3Model, build_mla_moe_layers, parallelize_deepseekv3

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from primeslurm.trainer import compat  # noqa: F401  isort: skip  (before torchtitan)
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torchtitan.models.common import Linear
 from torchtitan.protocols.module import Module
 
+from primeslurm.families.shape import DELTA_CHUNK
 from primeslurm.trainer.models.recurrence import gated_delta_rule
 from primeslurm.trainer.models.scan import NO_BIASES, HeadScan, Tensors, in_parts
-
-CHUNK = 64
-"""Positions in a chunk of the scan; a matter of speed alone."""
 
 
 class DeltaScan(HeadScan):
@@ -64,7 +61,7 @@ class DeltaNet(Module):
         keys, values = config.key_heads * config.key_dim, config.value_heads * config.value_dim
         self.widths = (keys, keys, values)
         self.head_dims = (config.key_dim, config.key_dim, config.value_dim)
-        self.scan = DeltaScan(config.value_heads, CHUNK)
+        self.scan = DeltaScan(config.value_heads, DELTA_CHUNK)
         self.in_proj_qkv = config.in_proj_qkv.build()
         self.in_proj_z = config.in_proj_z.build()
         self.in_proj_a = config.in_proj_a.build()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from primeslurm.trainer import compat  # noqa: F401  isort: skip  (before torchtitan)
 import torch
 from torch.distributed.tensor import DTensor
 from torchtitan.models.common.config_utils import make_token_dispatcher_config

@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from primeslurm.trainer import compat  # noqa: F401  isort: skip  (before torchtitan)
 import spmd_types as spmd
 import torch
 import torch.nn.functional as F

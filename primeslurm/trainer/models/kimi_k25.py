@@ -5,18 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from primeslurm.trainer import compat  # noqa: F401  isort: skip  (before torchtitan)
 from torchtitan.models.deepseek_v3.state_dict_adapter import DeepSeekV3StateDictAdapter
 from torchtitan.protocols.model_spec import ModelSpec
 
-from primeslurm.trainer.models import deepseek_v3
+from primeslurm.trainer.models import kimi_k2
 
 PREFIX = "language_model."
 
 
 def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
     """The torchtitan spec of the config's text model. Raises ValueError for features that are not implemented."""
-    text = deepseek_v3.spec(hf.text_config, seq_len, attention)
+    text = kimi_k2.spec(hf.text_config, seq_len, attention)
     return replace(text, flavor=hf.model_type, state_dict_adapter=KimiStateDictAdapter)
 
 

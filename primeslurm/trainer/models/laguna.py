@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from primeslurm.trainer import compat  # noqa: F401  isort: skip  (before torchtitan)
 from torchtitan.protocols.model_spec import ModelSpec
 
 from primeslurm.trainer.models import gqa

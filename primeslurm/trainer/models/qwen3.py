@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from primeslurm.trainer import compat  # noqa: F401  isort: skip  (before torchtitan)
 from torchtitan.models.common.config_utils import make_moe_config, make_routed_experts_config, make_router_config
 from torchtitan.models.common.moe import MoE
 from torchtitan.protocols.model_spec import ModelSpec

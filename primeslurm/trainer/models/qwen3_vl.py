@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from primeslurm.trainer import compat  # noqa: F401  isort: skip  (before torchtitan)
 from torchtitan.protocols.model_spec import ModelSpec
 
 from primeslurm.trainer.models import qwen3, vision

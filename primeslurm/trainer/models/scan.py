@@ -13,10 +13,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from primeslurm.families.shape import PART_TOKENS
 from primeslurm.trainer.models.recurrence import causal_conv
-
-PART_TOKENS = 2048
-"""Tokens of all rows together in a part. The inside of a part takes some hundred kilobytes a token."""
 
 NO_BIASES = (None, None, None)
 """Of convolutions that have none."""

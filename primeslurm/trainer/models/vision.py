@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from primeslurm.trainer import compat  # isort: skip  (before torchtitan)
 import torch
 import torchtitan.models.common.decoder as titan
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -21,7 +20,8 @@ from torchtitan.protocols.module import Module
 from transformers import AutoModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from primeslurm.recipe import Recipe
+from primeslurm.trainer import compat
+from primeslurm.trainer.draft import ModelDraft
 from primeslurm.trainer.models.adapter import TableAdapter
 
 
@@ -118,12 +118,12 @@ def document_positions(positions: torch.Tensor) -> torch.Tensor:
     return positions if positions.ndim == 2 else positions[..., 0]
 
 
-def convert(model_config: Any, recipe: Recipe) -> None:
+def convert(draft: ModelDraft) -> None:
     """Let a model's encoder be trained, if the recipe says so. Raises ValueError if it has none, but needs one."""
-    settings = recipe.model.vlm
+    settings = draft.recipe.model.vlm
     if settings is None:
         return
-    vision = getattr(model_config, "vision", None)
+    vision = getattr(draft.config, "vision", None)
     if vision is None:
         raise ValueError("model.vlm: the model has no vision encoder")
     vision.frozen = settings.freeze_vision_encoder

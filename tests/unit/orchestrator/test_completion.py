@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-import pytest
-
 from primeslurm.orchestrator.place import Place
-from primeslurm.orchestrator.progress import PROGRESS, Progress, restore
+from primeslurm.orchestrator.progress import PROGRESS, RunProgress, restore
 from primeslurm.orchestrator.server import Orchestrator
 from primeslurm.recipe import Recipe
 from primeslurm.wire import checkpoints
@@ -16,20 +14,18 @@ from tests.support.fake_engine import FakeEngine, write_tokenizer
 from tests.support.scripted_run import Run, publish_addresses
 
 
-async def test_the_trainer_still_finds_somebody_to_tell_of_the_last_commit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_trainer_still_finds_somebody_to_tell_of_the_last_commit(tmp_path: Path) -> None:
     """However long it takes from the file COMMITTED to the announcement."""
-    monkeypatch.setattr("primeslurm.orchestrator.server.LINGER_S", 0.0)
     model = write_tokenizer(tmp_path / "model")
     with FakeEngine(model) as engine:
         engine.version = 1
         urls = {"router-0": engine.url, "engine-r0-0": engine.url}
         run = Run(tmp_path, model, [], {}, lambda run_dir, version: run_dir, {"max_steps": 1})
         publish_addresses(run.run_dir / "attempts" / "1", urls)
-        Progress(1, next_step=2, done_step=1).save(run.run_dir / PROGRESS)
+        RunProgress(1, next_step=2, done_step=1).save(run.run_dir / PROGRESS)
         place = Place(run.run_dir, 1, "test-1", run.wire, run.envs, ["router-0"], ["engine-r0-0"])
-        running = asyncio.create_task(Orchestrator(Recipe.model_validate_json(run.recipe.read_bytes()), place).run())
+        recipe = Recipe.model_validate_json(run.recipe.read_bytes())
+        running = asyncio.create_task(Orchestrator(recipe, place, linger_s=0.0).run())
         link = run.link()
         await asyncio.to_thread(run.publish, link, 1)
         directory = checkpoints.step_dir(run.run_dir, 1)

@@ -41,7 +41,7 @@ def run_all(made: Dispatcher) -> list[Job]:
 EVENTS = st.lists(st.tuples(st.sampled_from(["finish", "fail", "lose", "train", "current"]), st.integers(0, 99)))
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(events=EVENTS, off_policy=st.integers(0, 3))
 def test_any_order_of_events(events: list[tuple[str, int]], off_policy: int) -> None:
     made = dispatcher(limits(off_policy))
@@ -143,6 +143,20 @@ def test_stale_groups_go_wherever_they_are() -> None:
     stale, cancelled = made.sweep(3)
     assert [g.id for g in stale] == [jobs[0].group] and cancelled == [job.id for job in jobs[2:]]
     assert made.inflight == 0 and made.counts["rollouts_dropped_stale"] == 2 + len(jobs[2:])
+
+
+def test_another_group_opens_in_place_of_one_that_the_algorithm_rejects() -> None:
+    made = dispatcher(limits(max_inflight=2, ratios={"a": 1.0}))
+    opened = []
+    for _ in range(3):
+        jobs = run_all(made)
+        opened.append(jobs[0].group)
+        done = [made.finished(job.id, rollout(job)) for job in jobs][-1]
+        assert done is not None
+        made.rejected(done, "dull")
+    assert opened == ["a-00000000", "a-00000001", "a-00000002"]
+    assert made.counts["groups_rejected_dull"] == 3 and made.counts["finished"] == 6
+    assert not made.ready and not made.open and not made.unfinished, "their prompts are done with"
 
 
 def test_a_restart_opens_unfinished_groups_and_no_known_one() -> None:

@@ -11,6 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from primeslurm.orchestrator.environments import reverse_text
+from primeslurm.wire.link import LinkError
+from primeslurm.wire.rollouts import Row
 from tests.support.fake_engine import FakeEngine, write_tokenizer
 from tests.support.scripted_run import OFF_POLICY, STEPS, Run, publish_addresses
 
@@ -97,8 +100,8 @@ def test_killed_processes_lose_and_repeat_nothing(run: FakeRun) -> None:
     run.start("worker")
     run.train(link, 3)
     link, trained = run.link(), run.trained[3]  # the trainer is started again, from the commit of step 2
-    assert link.published(2, str(run.run_dir / "2")) == 3
-    assert link.deliver(2, "store:1", 2, "", time.monotonic() + 60) is None, "engines have a newer policy"
+    assert link.announce(2, str(run.run_dir / "2")) == 3
+    assert link.offer_transfer(2, "store:1", 2, "", time.monotonic() + 60) is None, "engines have a newer policy"
     run.train(link, 3)
     assert run.trained[3] == trained
     for step in range(4, STEPS + 1):
@@ -173,6 +176,74 @@ def test_a_teacher_that_comes_late_and_a_restart_lose_nothing(tmp_path: Path) ->
     rows = run.metrics()
     assert all(row["teacher/kl"] != 0 for row in rows)
     assert sum(row["teacher/tokens"] for row in rows) > 0 and sum(row["teacher/seconds"] for row in rows) > 0
+
+
+def trained_as_wanted(row: Row) -> bool:
+    """Of each answer the first token by the loss of the policy, all others by cross-entropy."""
+    starts = np.flatnonzero(row.positions == 0)
+    assert row.echo_weights is not None
+    answers = []
+    for mask, echoed in zip(np.split(row.mask, starts[1:]), np.split(row.echo_weights > 0, starts[1:]), strict=True):
+        places = np.flatnonzero(mask | echoed)
+        if len(places):  # there is none in padding
+            answers.append(mask[places].tolist() == [True, *[False] * (len(places) - 1)] and len(places) > 1)
+    return all(answers)
+
+
+def test_a_run_follows_an_algorithm_of_ones_own(tmp_path: Path) -> None:
+    """It trains every second prompt, one sampled token of each answer, and the others by cross-entropy."""
+    chosen = {"function": "tests.unit.orchestrator.test_algorithms:FirstTokens", "kwargs": {"tokens": 1}}
+    batches = {"batch_size": 8, "group_size": 4, "max_off_policy_steps": OFF_POLICY}
+    with FakeEngine(write_tokenizer(tmp_path / "model"), delay_s=0.01) as engine:
+        run = FakeRun(engine, tmp_path, {"max_steps": 2, "orchestrator": {**batches, "algorithm": chosen}})
+        run.start("orchestrator")
+        run.start("worker")
+        link = run.link()
+        try:
+            run.publish(link, 0)
+            for step in (1, 2):
+                for batch in run.batch(link, step):
+                    assert batch.info.loss_tokens == 8
+                    assert all(trained_as_wanted(row) for row in batch.rows)
+                run.train(link, step)
+            assert run.processes["orchestrator"].wait(180) == 0, run.logs()
+        finally:
+            run.stop()
+    kept = list(reverse_text.words(40, 0))[::2]
+    assert set(words(run)) <= set(kept) and len(words(run)) == 4
+    counts = json.loads((run.run_dir / "attempts/1/state/orchestrator.json").read_text())["counts"]
+    assert counts["groups_rejected_odd"] > 0
+    assert sum(row.get("groups/rejected_odd", 0) for row in run.metrics()) > 0
+
+
+def test_who_asks_for_a_batch_hears_what_is_wrong_with_an_algorithm(tmp_path: Path) -> None:
+    name = "tests.unit.orchestrator.test_algorithms:Silent"
+    batches = {"batch_size": 4, "group_size": 4}
+    with FakeEngine(write_tokenizer(tmp_path / "model")) as engine:
+        run = FakeRun(engine, tmp_path, {"orchestrator": {**batches, "algorithm": {"function": name}}})
+        run.start("orchestrator")
+        run.start("worker")
+        link = run.link()
+        try:
+            run.publish(link, 0)
+            with pytest.raises(LinkError, match=rf"algorithm\.function = {name}: assign returned a NoneType"):
+                run.batch(link, 1)
+        finally:
+            run.stop()
+
+
+def test_an_algorithm_that_is_not_there_ends_the_attempt_with_its_name(tmp_path: Path) -> None:
+    with FakeEngine(write_tokenizer(tmp_path / "model")) as engine:
+        run = FakeRun(engine, tmp_path, {"orchestrator": {"algorithm": {"function": "no_such_module:Algorithm"}}})
+        for name in ("orchestrator", "worker"):
+            run.start(name)
+        try:
+            assert [run.processes[name].wait(60) for name in ("orchestrator", "worker")] == [2, 1]
+        finally:
+            run.stop()
+    expected = "orchestrator.algorithm.function = no_such_module:Algorithm: cannot be imported: No module named"
+    assert (tmp_path / "orchestrator.log").read_text().startswith(expected)
+    assert expected in (tmp_path / "worker.log").read_text()
 
 
 def test_a_run_goes_on_without_a_replica_that_was_given_up(tmp_path: Path) -> None:

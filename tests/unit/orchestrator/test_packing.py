@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from primeslurm.orchestrator.algorithms import Algorithm, Echo, Grpo, MaxRl, Opd, from_recipe
 from primeslurm.orchestrator.batches import Batches
+from primeslurm.orchestrator.documents import documents
 from primeslurm.orchestrator.groups import Group
-from primeslurm.orchestrator.packing import Document, documents, loss_tokens, pack
+from primeslurm.orchestrator.packing import Document, loss_tokens, pack
 from primeslurm.recipe import Recipe
 from primeslurm.wire.rollouts import Rollout, RolloutInfo, Row
 
@@ -40,7 +42,7 @@ def found(row: Row) -> list[tuple[list[int], list[bool], list[float], set[float]
     ]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(lengths=st.lists(st.integers(1, SEQ_LEN), max_size=30), ranks=st.integers(1, 4))
 def test_every_token_is_in_one_place(lengths: list[int], ranks: int) -> None:
     docs = [document(1 + 100 * i, length) for i, length in enumerate(lengths)]
@@ -68,20 +70,28 @@ def group(lengths: list[int], rewards: list[float]) -> Group:
 
 
 def test_long_sequences_are_cut_and_advantages_are_centred() -> None:
-    docs = documents([group([5, 2 * SEQ_LEN], [1.0, 0.0])], SEQ_LEN, 0, "grpo")
+    docs = documents([group([5, 2 * SEQ_LEN], [1.0, 0.0])], SEQ_LEN, 0, Grpo())
     assert [len(doc) for doc in docs] == [5, SEQ_LEN]
     assert [set(doc.advantages.tolist()) for doc in docs] == [{0.5}, {-0.5}]
     assert loss_tokens(docs) == 4 + SEQ_LEN - 1
 
 
-def test_advantages_follow_the_rule() -> None:
+def advantages(whole: Group, algorithm: Algorithm) -> list[float]:
+    """One per rollout."""
+    (credits,) = algorithm.assign([whole])
+    found = [set(credit.advantages.tolist()) for credit in credits]
+    assert all(len(values) == 1 for values in found)
+    return [value for values in found for value in values]
+
+
+def test_advantages_follow_the_algorithm() -> None:
     lengths = [2] * 4
     rare = group(lengths, [0.0, 0.0, 0.0, 2.0])
-    assert rare.advantages("grpo") == [-0.5, -0.5, -0.5, 1.5]
-    assert rare.advantages("max_rl") == [-1.0, -1.0, -1.0, 3.0]
-    assert group(lengths, [0.5] * 4).advantages("max_rl") == [0.0] * 4
-    assert group(lengths, [-1.0, 0.0, 0.0, 1.0]).advantages("max_rl") == [0.0] * 4
-    found = [doc.advantages.tolist() for doc in documents([rare], SEQ_LEN, 0, "max_rl")]
+    assert advantages(rare, Grpo()) == [-0.5, -0.5, -0.5, 1.5]
+    assert advantages(rare, MaxRl()) == [-1.0, -1.0, -1.0, 3.0]
+    assert advantages(group(lengths, [0.5] * 4), MaxRl()) == [0.0] * 4
+    assert advantages(group(lengths, [-1.0, 0.0, 0.0, 1.0]), MaxRl()) == [0.0] * 4
+    found = [doc.advantages.tolist() for doc in documents([rare], SEQ_LEN, 0, MaxRl())]
     assert found == [[-1.0] * 2, [-1.0] * 2, [-1.0] * 2, [3.0] * 2]
 
 
@@ -101,7 +111,7 @@ def test_distillation_gives_every_token_its_distance_to_the_teacher(share: float
     (first,), (second,) = whole.rollouts
     first = replace(first, mask=np.array([False, False, True, True, False]))
     whole = replace(whole, rollouts=((first,), (second,)))
-    docs = documents([scored(whole)], SEQ_LEN, 0, "opd", share)
+    docs = documents([scored(whole)], SEQ_LEN, 0, Opd(share))
     for doc, reward in zip(docs, [0.5, -0.5], strict=True):
         position = np.arange(len(doc), dtype=np.float64)
         exact = np.where(doc.mask, -position / 4 - doc.logprobs.astype(np.float64), 0) + share * reward
@@ -109,19 +119,19 @@ def test_distillation_gives_every_token_its_distance_to_the_teacher(share: float
         assert np.abs(doc.advantages - exact).max() < 1e-6
     assert not docs[0].advantages[[0, 1, 4]].any() or share, "tokens that are not trained are not distilled"
     with pytest.raises(ValueError, match="r0: no teacher was asked"):
-        documents([whole], SEQ_LEN, 0, "opd")
+        documents([whole], SEQ_LEN, 0, Opd())
 
 
 def test_the_teachers_part_stays_with_its_tokens() -> None:
     whole = group([6, 3 * SEQ_LEN], [1.0, 0.0])
-    docs = documents([scored(whole)], SEQ_LEN, 0, "grpo")
+    docs = documents([scored(whole)], SEQ_LEN, 0, Grpo())
     assert {tuple(set(doc.advantages.tolist())) for doc in docs} == {(0.5,), (-0.5,)}
     long, short, padding = (rows[0] for rows in pack(docs, SEQ_LEN, 3, 1.0))
     assert long.ref_logprobs is not None and short.ref_logprobs is not None and padding.ref_logprobs is not None
     assert long.ref_logprobs.tolist() == [-i / 4 for i in range(SEQ_LEN)]
     assert short.ref_logprobs.tolist() == [*(-i / 4 for i in range(6)), *[0.0] * (SEQ_LEN - 6)]
     assert not padding.ref_logprobs.any()
-    assert pack(documents([whole], SEQ_LEN, 0, "grpo"), SEQ_LEN, 1, 1.0)[0][0].ref_logprobs is None
+    assert pack(documents([whole], SEQ_LEN, 0, Grpo()), SEQ_LEN, 1, 1.0)[0][0].ref_logprobs is None
 
 
 def test_observed_tokens_get_the_weight_that_makes_their_mean_count() -> None:
@@ -129,14 +139,14 @@ def test_observed_tokens_get_the_weight_that_makes_their_mean_count() -> None:
     first, second = (branches[0] for branches in whole.rollouts)
     observed = np.arange(8) >= 6
     marked = replace(first, mask=~observed, observed=observed)  # 5 trained tokens, and 11 in the second
-    docs = documents([replace(whole, rollouts=((marked,), (second,)))], SEQ_LEN, 0, "grpo")
-    (row,) = pack(docs, SEQ_LEN, 1, 0.5, echo=0.1)[0]
+    groups = [replace(whole, rollouts=((marked,), (second,)))]
+    (row,) = pack(documents(groups, SEQ_LEN, 0, Echo(Grpo(), 0.1)), SEQ_LEN, 1, 0.5)[0]
     assert row.echo_weights is not None
     assert row.echo_weights.sum() == pytest.approx(0.1 * 16)
     assert sorted(set(row.echo_weights.tolist())) == pytest.approx([0, 0.1 * 16 / 2])
     assert (row.temperatures == np.where(row.echo_weights > 0, 1.0, 0.5)).all()
     assert not (row.mask & (row.echo_weights > 0)).any()
-    assert pack(docs, SEQ_LEN, 1, 0.5)[0][0].echo_weights is None
+    assert pack(documents(groups, SEQ_LEN, 0, Grpo()), SEQ_LEN, 1, 0.5)[0][0].echo_weights is None
 
 
 def test_routed_experts_stay_with_their_tokens() -> None:
@@ -148,7 +158,7 @@ def test_routed_experts_stay_with_their_tokens() -> None:
 
     # the third comes from before the run replayed
     replayed = [replace(first, routed_experts=choices(6, 100)), replace(second, routed_experts=choices(96, 500)), third]
-    docs = documents([replace(whole, rollouts=tuple((r,) for r in replayed))], SEQ_LEN, 0, "grpo")
+    docs = documents([replace(whole, rollouts=tuple((r,) for r in replayed))], SEQ_LEN, 0, Grpo())
     long, short = (rows[0] for rows in pack(docs, SEQ_LEN, 2, 1.0))
     assert long.routed_experts is not None and short.routed_experts is not None
     assert long.routed_experts.shape == (SEQ_LEN, 3, 2) and long.routed_experts.dtype == np.uint16
@@ -163,9 +173,9 @@ def test_only_rollouts_of_the_trained_version_alone_are_on_policy() -> None:
     mixed = whole.rollouts[1][0]
     versions = np.array([0, 0, 0, 1, 1, 1], np.int32)
     groups = [replace(whole, rollouts=(whole.rollouts[0], (replace(mixed, versions=versions),)))]
-    assert [doc.on_policy for doc in documents(groups, SEQ_LEN, 0, "grpo")] == [True, False]
-    assert [doc.on_policy for doc in documents(groups, SEQ_LEN, 1, "grpo")] == [False, False]
-    row = pack(documents(groups, SEQ_LEN, 0, "grpo"), SEQ_LEN, 1, 1.0)[0][0]
+    assert [doc.on_policy for doc in documents(groups, SEQ_LEN, 0, Grpo())] == [True, False]
+    assert [doc.on_policy for doc in documents(groups, SEQ_LEN, 1, Grpo())] == [False, False]
+    row = pack(documents(groups, SEQ_LEN, 0, Grpo()), SEQ_LEN, 1, 1.0)[0][0]
     assert row.on_policy.tolist() == [True] * 6 + [False] * (SEQ_LEN - 6)
 
 
@@ -173,7 +183,7 @@ def test_a_batch_is_the_same_whenever_it_is_asked_for() -> None:
     groups = [group([5, 9, 30], [1.0, 0.0, 0.0])]
     fields = {"name": "test", "max_steps": 10, "seq_len": SEQ_LEN, "model": {"path": "m"}}
     recipe = Recipe.model_validate(fields | {"environments": [{"id": "reverse-text"}]})
-    first, second = Batches(recipe), Batches(recipe)
+    first, second = (Batches(recipe, from_recipe(recipe)) for _ in range(2))
     for batches in (first, second):
         batches.add(1, [Group.from_bytes(g.to_bytes()) for g in groups])
     for rank in range(2):

@@ -8,9 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from primeslurm.orchestrator.algorithms import Grpo
+from primeslurm.orchestrator.documents import documents
 from primeslurm.orchestrator.groups import Group
 from primeslurm.orchestrator.jobs import RolloutFailed
-from primeslurm.orchestrator.packing import documents, pack
+from primeslurm.orchestrator.packing import pack
 from primeslurm.orchestrator.pictures import stored
 from primeslurm.wire.rollouts import Batch, BatchInfo, Picture, Rollout, RolloutInfo
 
@@ -42,7 +44,7 @@ def inline(data: bytes) -> str:
 def test_images_are_packed_with_their_documents_and_come_whole_or_not_at_all() -> None:
     found = (rollout(0, 12, (2, 6)), rollout(1, 20, (1, 4), (14, 18)), rollout(2, 5))
     group = Group("g", "e", 0, 0, tuple((one,) for one in found))
-    docs = documents([group], 16, 0, "grpo")
+    docs = documents([group], 16, 0, Grpo())
     assert [len(doc) for doc in docs] == [12, 14, 5], "the second ends before the image that would be cut"
     assert [[p.source for p in doc.pictures] for doc in docs] == [["0/0"], ["1/0"], []]
     rows = [row for mine in pack(docs, 32, 1, 1.0) for row in mine]

@@ -12,12 +12,13 @@ import httpx
 import numpy as np
 import pytest
 
+from primeslurm.orchestrator.algorithms import from_recipe
 from primeslurm.orchestrator.batches import Batches
 from primeslurm.orchestrator.dispatch import Dispatcher, Limits
 from primeslurm.orchestrator.groups import Group
 from primeslurm.orchestrator.metrics import batch_metrics
 from primeslurm.orchestrator.place import Place
-from primeslurm.orchestrator.progress import Progress
+from primeslurm.orchestrator.progress import RunProgress
 from primeslurm.orchestrator.recovery import recover
 from primeslurm.orchestrator.scoring import Scoring
 from primeslurm.orchestrator.spool import Spool
@@ -194,12 +195,13 @@ def test_spooled_groups_survive_with_and_without_the_teachers_part(tmp_path: Pat
     scored = replace(plain, id="scored", rollouts=tuple((asked(one),) for (one,) in plain.rollouts))
     for one in (plain, scored, replace(scored, id="batch"), replace(plain, id="broken")):
         spool.put(one)
-    progress = Progress(1, 3, batches={1: ["batch"], 2: ["broken"]})
-    batches = Batches(RECIPE)
+    progress = RunProgress(1, 3, batches={1: ["batch"], 2: ["broken"]})
+    batches = Batches(RECIPE, from_recipe(RECIPE))
     made = recover(RECIPE, place, progress, spool, batches)
     assert [one.id for one in made.ready] == ["scored"] and list(made.unscored) == ["plain"]
     again = made.ready[0].rollouts[1][0].ref_logprobs
     assert again is not None and again.tolist() == [0, 1, 2, 3, 4]
     assert batches.get(1, 0, 1) is not None and batches.groups(2) is None
     without = RECIPE.model_copy(update={"teacher": None})
-    assert {one.id for one in recover(without, place, progress, spool, Batches(without)).ready} == {"plain", "scored"}
+    batches = Batches(without, from_recipe(without))
+    assert {one.id for one in recover(without, place, progress, spool, batches).ready} == {"plain", "scored"}

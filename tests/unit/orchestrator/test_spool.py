@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from primeslurm.errors import RunError
-from primeslurm.orchestrator.progress import CHECKPOINT_PART, PROGRESS, Progress, ProgressFile, restore
+from primeslurm.orchestrator.algorithms import Grpo
+from primeslurm.orchestrator.progress import CHECKPOINT_PART, PROGRESS, ProgressFile, RunProgress, restore
 from primeslurm.orchestrator.spool import Spool
 from primeslurm.wire import checkpoints
-from primeslurm.wire.link import Published
+from primeslurm.wire.weight_transfer.messages import NewPolicy
 from tests.unit.orchestrator.test_dispatch import dispatcher, limits, run_all
-from tests.unit.orchestrator.test_packing import group
+from tests.unit.orchestrator.test_packing import advantages, group
 
 
 def test_a_group_comes_back_as_it_was(tmp_path: Path) -> None:
@@ -20,7 +22,7 @@ def test_a_group_comes_back_as_it_was(tmp_path: Path) -> None:
     assert Spool(tmp_path).put(made)
     (again,) = Spool(tmp_path).load()
     assert again.to_bytes() == made.to_bytes()
-    assert again.advantages("grpo") == [-0.375, 0.375] and again.has_signal
+    assert advantages(again, Grpo()) == [-0.375, 0.375] and again.has_signal
     Spool(tmp_path).delete(["g", "never-there"])
     assert Spool(tmp_path).load() == []
 
@@ -43,28 +45,38 @@ def test_a_full_disk_is_reported_and_survived(tmp_path: Path, monkeypatch: pytes
     assert list(tmp_path.iterdir()) == []
 
 
-def commit(run_dir: Path, step: int, progress: Progress) -> None:
+def commit(run_dir: Path, step: int, progress: RunProgress) -> None:
     directory = checkpoints.step_dir(run_dir, step)
     progress.save(directory / CHECKPOINT_PART)
     checkpoints.commit(directory, step, progress.attempt)
 
 
 def test_the_same_attempt_continues_from_its_own_progress(tmp_path: Path) -> None:
-    progress = Progress(1, 4, 3, Published(3, "/w"), {"a": 9}, [("a", 7)], {3: ["a-00000001"]})
-    commit(tmp_path, 2, Progress(1, 3, 2))
+    progress = RunProgress(1, 4, 3, NewPolicy(3, "/w"), {"a": 9}, [("a", 7)], {3: ["a-00000001"]})
+    commit(tmp_path, 2, RunProgress(1, 3, 2))
     progress.save(tmp_path / PROGRESS)
     assert restore(tmp_path, 1) == progress
 
 
+def test_what_was_announced_keeps_its_name_on_disk(tmp_path: Path) -> None:
+    record = {"attempt": 1, "published": {"type": "Published", "version": 3, "path": "/w"}}
+    path = tmp_path / PROGRESS
+    path.parent.mkdir()
+    path.write_bytes(msgspec.msgpack.encode(record))
+    assert restore(tmp_path, 1) == RunProgress(1, published=NewPolicy(3, "/w"))
+    restore(tmp_path, 1).save(path)
+    assert msgspec.msgpack.decode(path.read_bytes())["published"] == record["published"]
+
+
 def test_a_new_attempt_continues_from_the_last_commit(tmp_path: Path) -> None:
-    saved = Progress(1, 5, 2, Published(2, "/w"), {"a": 9}, [("a", 7)], {2: ["x"], 4: ["y"]})
+    saved = RunProgress(1, 5, 2, NewPolicy(2, "/w"), {"a": 9}, [("a", 7)], {2: ["x"], 4: ["y"]})
     commit(tmp_path, 2, saved)
-    Progress(1, 9, 8).save(tmp_path / PROGRESS)
-    assert restore(tmp_path, 2) == Progress(2, 3, 2, None, {"a": 9}, [("a", 7)], {2: ["x"]}, committed=2)
+    RunProgress(1, 9, 8).save(tmp_path / PROGRESS)
+    assert restore(tmp_path, 2) == RunProgress(2, 3, 2, None, {"a": 9}, [("a", 7)], {2: ["x"]}, committed=2)
 
 
 def test_a_run_without_a_commit_starts_at_the_beginning(tmp_path: Path) -> None:
-    assert restore(tmp_path, 3) == Progress(3)
+    assert restore(tmp_path, 3) == RunProgress(3)
 
 
 def test_a_commit_without_our_part_is_refused(tmp_path: Path) -> None:
@@ -77,9 +89,9 @@ def test_a_commit_without_our_part_is_refused(tmp_path: Path) -> None:
 
 def test_progress_is_on_disk_before_it_is_known(tmp_path: Path) -> None:
     dispatch = dispatcher(limits())
-    file = ProgressFile(tmp_path / PROGRESS, Progress(1), dispatch)
+    file = ProgressFile(tmp_path / PROGRESS, RunProgress(1), dispatch)
     file.record(next_step=2, batches={1: ["x"]})
-    assert file.now == restore(tmp_path, 1) == Progress(1, 2, cursors={"a": 0, "b": 0}, batches={1: ["x"]})
+    assert file.now == restore(tmp_path, 1) == RunProgress(1, 2, cursors={"a": 0, "b": 0}, batches={1: ["x"]})
     run_all(dispatch)
     moved = file.snapshot()
     assert moved.unfinished and moved.cursors == dispatch.cursors != file.now.cursors

@@ -9,10 +9,9 @@ import msgspec
 import pytest
 import zmq
 import zmq.asyncio
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from primeslurm.orchestrator.jobs import Cancel, Job, Result, Status, ToWorker
-from primeslurm.orchestrator.metrics import MetricsLog, batch_metrics
+from primeslurm.orchestrator.metrics import batch_metrics
 from primeslurm.orchestrator.watch import StallError, Watch
 from primeslurm.orchestrator.workers import SILENT_S, UNSEEN_S, Workers
 from primeslurm.recipe import Recipe
@@ -48,24 +47,6 @@ def test_batch_metrics() -> None:
     assert row["reward/mean"] == 0.5 and row["groups/zero_signal"] == 0.5
     assert row["staleness/mean"] == row["staleness/max"] == 3.0
     assert row["rollouts/longer_than_seq_len"] == 0.25 and row["e/reward"] == 0.5
-
-
-def test_rows_of_undone_steps_are_written_anew(tmp_path: Path) -> None:
-    log = MetricsLog(RECIPE, tmp_path, 0)
-    for step in (1, 2, 2, 3):
-        log.write(step, {"loss": float(step)})
-    log.close()
-    with (tmp_path / "metrics.jsonl").open("a") as handle:
-        handle.write('{"step": 4, "lo')
-    log = MetricsLog(RECIPE, tmp_path, 2)
-    log.write(2, {"loss": 20.0})
-    log.write(3, {"loss": 30.0})
-    log.close()
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [(row["step"], row["loss"]) for row in rows] == [(1, 1.0), (2, 2.0), (3, 30.0)]
-    board = EventAccumulator(str(tmp_path / "tensorboard"))
-    board.Reload()
-    assert [event.value for event in board.Scalars("loss")][-1] == 30.0
 
 
 def test_a_stall_is_named_and_ends_the_attempt(tmp_path: Path) -> None:

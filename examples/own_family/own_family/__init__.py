@@ -1,0 +1,1 @@
+"""Maple, a made-up family: Qwen3 by another name."""

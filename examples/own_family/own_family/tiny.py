@@ -1,0 +1,19 @@
+"""Write a tiny, randomly initialised Maple with a tokenizer: python -m own_family.tiny DIR"""
+
+import json
+import sys
+from pathlib import Path
+
+from primeslurm.trainer import tiny
+
+
+def main() -> None:
+    """Write the model to the directory that the command line names."""
+    directory = Path(sys.argv[1])
+    tiny.write_model(directory, family="qwen3")
+    file = directory / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"model_type": "maple"}, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""The command that opens a shell where a process of a run runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from primeslurm.api.runs import Run, reading
+from primeslurm.errors import RunError
+from primeslurm.plan.model import Plan
+from primeslurm.records.attempt import JobRecord
+from primeslurm.run.placement import placement_of
+from primeslurm.run.target import Target, find_target
+from primeslurm.slurm import local
+from primeslurm.slurm.attach import step_command
+from primeslurm.slurm.client import SlurmClient
+
+
+@dataclass(frozen=True)
+class Attachment:
+    """What to execute, and where it leads."""
+
+    argv: list[str]
+    environment: Mapping[str, str]
+    process: str | None
+    """None: to the node itself."""
+    host: str
+
+
+def attachment(run: Run, target: str, command: Sequence[str], *, terminal: bool) -> Attachment:
+    """What runs `command` beside a process of a run, in the job's allocation and with that process's environment.
+
+    Args:
+        target: a role, process or node.
+        terminal: give the command a terminal.
+
+    Raises:
+        UsageError: the run has nothing of that name.
+        RunError: the run does not run, or not there.
+        ClusterError: Slurm does not answer.
+    """
+    attempt = run.directory.latest()
+    job, plan = attempt.job(), attempt.plan()
+    if job is None or attempt.end() is not None:
+        raise RunError(f"{run.name} does not run")
+    with reading(run):
+        place = find_target(placement_of(attempt), attempt, target)
+    inside = [*plan.job.launcher, plan.python, "-m", "primeslurm.node.inside", *_pids(place), *command]
+    environment = {**os.environ, **({"SLURM_CONF": job.slurm_conf} if job.slurm_conf else {})}
+    return Attachment(_argv(plan, job, place, inside, terminal), environment, place.process, place.host)
+
+
+def _argv(plan: Plan, job: JobRecord, place: Target, inside: list[str], terminal: bool) -> list[str]:
+    if job.executor == "local":
+        if not local.is_running(plan, job.job_id):
+            raise RunError(f"{plan.run} does not run")
+        return inside
+    state = SlurmClient(job.slurm_conf).job(job.job_id)
+    if state is None:
+        raise RunError(f"Slurm does not know job {job.job_id}")
+    return step_command(state, place.group, place.host, inside, more=plan.job.srun, terminal=terminal)
+
+
+def _pids(place: Target) -> list[str]:
+    """The process's, or again the agent's where there is none."""
+    agent = place.report.agent_pid
+    own = place.report.processes.get(place.process or "")
+    return [str((own.pid if own else None) or agent), str(agent)]

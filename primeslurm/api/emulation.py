@@ -1,0 +1,61 @@
+"""What an emulated run is given: a recipe without names of one cluster, and an embedded cluster of its size."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from primeslurm.errors import UsageError, Violation
+from primeslurm.plan.needs import needs_of
+from primeslurm.recipe import Recipe, Site
+from primeslurm.recipe.scheduling import Slurm
+from primeslurm.recipe.teacher import ServedTeacher
+from primeslurm.slurm.cluster import default_directory, up
+from primeslurm.slurm.cluster_config import ClusterSpec, Place, site
+
+KEPT_SLURM_FIELDS = ("time", "comment", "requeue", "max_attempts", "checkpoint_signal_s")
+"""What an emulated job takes over from the recipe's `slurm`; the rest names things of one real cluster."""
+
+
+def for_emulation(recipe: Recipe) -> Recipe:
+    """The recipe of its emulated run. Raises UsageError for what has no stand-in."""
+    if recipe.task != "rl":
+        raise UsageError([Violation("task", recipe.task, "only rl runs have stand-ins", "leave out --emulate")])
+    if isinstance(recipe.teacher, ServedTeacher):
+        why = "has no stand-in, and what stand-ins sample means nothing to it"
+        raise UsageError([Violation("teacher.type", recipe.teacher.type, why, "nearest: engines")])
+    kept = {field: getattr(recipe.slurm, field) for field in KEPT_SLURM_FIELDS}
+    return recipe.model_copy(update={"slurm": Slurm(**kept)})
+
+
+def cluster_for(recipe: Recipe) -> ClusterSpec:
+    """An embedded cluster of exactly the nodes that the recipe asks for. Raises UsageError."""
+    name = f"emulate-{re.sub(r'[^a-z0-9-]', '-', recipe.name)}"[:31].rstrip("-")
+    spec = ClusterSpec(name, default_directory(name), Path("runs").absolute())
+    needs = needs_of(recipe, site_of(spec))
+    control = sum(need.nodes + need.spares for need in needs if need.role == "control")
+    total = sum(need.nodes + need.spares for need in needs)
+    sized = replace(spec, nodes=total - control, control_nodes=control)
+    sized.check()
+    return sized
+
+
+def site_of(spec: ClusterSpec) -> Site:
+    """The site of an embedded cluster that is not up."""
+    return site(spec, Place(0))
+
+
+@contextmanager
+def running(spec: ClusterSpec, *, keep: bool) -> Iterator[Site]:
+    """Start an embedded cluster; yields its site. Unless `keep`, it ends with the block; after an error in any case."""
+    cluster, _ = up(spec)
+    try:
+        yield site(cluster.spec, cluster.place)
+    except BaseException:
+        cluster.down()
+        raise
+    if not keep:
+        cluster.down()

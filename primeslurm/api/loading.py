@@ -1,0 +1,222 @@
+"""From a recipe file to something that can be planned, checked, rendered and submitted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from primeslurm.api.planning import emulated_plan_of, look_at_files, plan_of, strict_plan_of
+from primeslurm.api.sites import find_site, with_python
+from primeslurm.errors import UsageError, Violation
+from primeslurm.plan.model import Finding, Plan
+from primeslurm.plan.planner import RecipeFiles, as_findings, refusals, refuse
+from primeslurm.recipe import Recipe, Site
+from primeslurm.recipe.load import load_recipe
+
+if TYPE_CHECKING:
+    from primeslurm.api.runs import Run
+    from primeslurm.api.submission import DryRun
+    from primeslurm.slurm.cluster_config import ClusterSpec
+
+Overrides = Mapping[str, Any] | Sequence[str]
+"""Values by dotted path, `{"orchestrator.batch_size": 64}`, or words as `--set` takes them, `["max_steps=3"]`."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """What is to be said about a recipe on a site before it runs."""
+
+    plan: Plan | None
+    """None if there are violations."""
+    violations: tuple[Violation, ...] = ()
+    """Why there is no plan that could run."""
+
+    @property
+    def findings(self) -> tuple[Finding, ...]:
+        """All of it, violations too."""
+        return self.plan.findings if self.plan else tuple(as_findings(self.violations, "error"))
+
+    @property
+    def errors(self) -> tuple[Violation, ...]:
+        """What is refused everywhere."""
+        return self.violations or tuple(refusals(self.findings, "error"))
+
+    @property
+    def ok(self) -> bool:
+        """Whether the recipe is sound. It may still be blocked here."""
+        return not self.errors
+
+    @property
+    def blocked(self) -> bool:
+        """Whether a real submission would be refused here and now, for what may be different elsewhere."""
+        return any(finding.level == "blocked" for finding in self.findings)
+
+
+@dataclass(frozen=True)
+class LoadedRecipe:
+    """A valid recipe and the site that it is to run on."""
+
+    recipe: Recipe
+    site: Site
+    source: Path
+    """The recipe's file."""
+    local: bool
+    """Run on this machine without Slurm."""
+    files: RecipeFiles | None
+    """What is known of the recipe's files; None for an emulated run, which needs none."""
+    cluster: ClusterSpec | None = None
+    """The embedded cluster that an emulated run needs, if it was given no site."""
+
+    @property
+    def emulated(self) -> bool:
+        """Whether light stand-ins run in place of engines, trainer and environments."""
+        return self.files is None
+
+    def plan(self) -> Plan:
+        """Work out which node does what, with findings and, where the model is known, an estimate of memory.
+
+        Neither Slurm nor the model's files are needed: what is missing is among the findings.
+
+        Raises:
+            UsageError: the recipe cannot be placed on this site; every reason at once.
+        """
+        if self.files is None:
+            return emulated_plan_of(self.recipe, self.site)
+        return plan_of(self.recipe, self.site, self.files, local=self.local)
+
+    def strict_plan(self) -> Plan:
+        """The plan of what is to run. Raises UsageError also for files that cannot be used."""
+        if self.files is None:
+            return emulated_plan_of(self.recipe, self.site)
+        return strict_plan_of(self.recipe, self.site, self.files, local=self.local)
+
+    def check(self) -> Check:
+        """Say everything that is wrong or doubtful: placement, compatibility, memory, files. Raises nothing for it."""
+        try:
+            return Check(self.strict_plan())
+        except UsageError as error:
+            return Check(None, error.violations)
+
+    def render(self) -> str:
+        """The batch script, byte for byte as it would be submitted.
+
+        Raises:
+            UsageError: the recipe cannot be placed, or contradicts itself.
+        """
+        from primeslurm.slurm.render import render
+
+        plan = self.plan()
+        refuse(plan, "error")
+        return render(plan)
+
+    def dry_run(self) -> DryRun:
+        """Do all that `submit` does before it writes anything.
+
+        Slurm is asked if it answers. What could not be asked, or is missing here, is said and is no failure.
+
+        Raises:
+            UsageError: `submit` would refuse this anywhere; every reason at once.
+        """
+        from primeslurm.api import submission
+
+        return submission.dry_run(self)
+
+    def submit(self) -> Run:
+        """Make the run directory and submit the job. An emulated run's cluster is started first, and stays.
+
+        Raises:
+            UsageError: something is wrong with the recipe, its files or its name; every reason at once.
+            ClusterError: Slurm refused the job or did not answer. Nothing is left of the run then.
+        """
+        from primeslurm.api import submission
+
+        with self.on_cluster(keep=True) as ready:
+            return submission.submit(ready).run
+
+    @contextmanager
+    def on_cluster(self, *, keep: bool = False) -> Iterator[LoadedRecipe]:
+        """Start the embedded cluster that an emulated run needs, if any; yields the same recipe on its site.
+
+        Args:
+            keep: leave the cluster when the block ends without an error.
+
+        Raises:
+            UsageError: `submit` would refuse the recipe.
+            ClusterError: the cluster does not start.
+        """
+        if self.cluster is None:
+            yield self
+            return
+        from primeslurm.api import emulation, submission
+
+        submission.checked(self)
+        with emulation.running(self.cluster, keep=keep) as site:
+            yield replace(self, site=with_python(site), cluster=None)
+
+
+def load(
+    recipe: str | Path,
+    *,
+    site: str | Path | None = None,
+    overrides: Overrides = (),
+    name: str | None = None,
+    local: bool = False,
+    emulate: bool = False,
+) -> LoadedRecipe:
+    """Read and validate a recipe and the site that it is for.
+
+    Args:
+        recipe: its YAML file.
+        site: a site file; by default ./site.yaml or ~/.primeslurm/site.yaml.
+        overrides: fields to set, as a mapping of dotted paths to values or as words `path=value`.
+        name: name of the run in place of the recipe's.
+        local: run on this machine without Slurm.
+        emulate: run the whole job with light stand-ins, on an embedded cluster unless a site is given.
+
+    Raises:
+        UsageError: recipe or site are wrong; everything that is, at once.
+    """
+    source, site_file, words = Path(recipe), Path(site) if site is not None else None, _words(overrides)
+    if emulate:
+        return _load_emulated(source, site_file, words, name, local)
+    problems: list[Violation] = []
+    asked: Recipe | None = None
+    where: Site | None = None
+    try:
+        asked = load_recipe(source, words, name)
+    except UsageError as error:
+        problems += error.violations
+    try:
+        where = find_site(site_file, local=local)
+    except UsageError as error:
+        problems += error.violations
+    if asked is None or where is None:
+        raise UsageError(problems)
+    return LoadedRecipe(asked, with_python(where), source, local, look_at_files(asked))
+
+
+def _load_emulated(
+    source: Path, site_file: Path | None, words: Sequence[str], name: str | None, local: bool
+) -> LoadedRecipe:
+    if local:
+        why = "an emulated run is a real Slurm job, on an embedded cluster"
+        raise UsageError([Violation("--local", "", why, "leave it out")])
+    from primeslurm.api import emulation
+
+    recipe = emulation.for_emulation(load_recipe(source, words, name))
+    if site_file is not None:
+        return LoadedRecipe(recipe, with_python(find_site(site_file)), source, False, None)
+    spec = emulation.cluster_for(recipe)
+    return LoadedRecipe(recipe, with_python(emulation.site_of(spec)), source, False, None, spec)
+
+
+def _words(overrides: Overrides) -> Sequence[str]:
+    """Overrides as `--set` takes them."""
+    if not isinstance(overrides, Mapping):
+        return overrides
+    return [f"{path}={yaml.safe_dump(value, default_flow_style=True)}" for path, value in overrides.items()]

@@ -1,0 +1,48 @@
+"""Looking at the files that a recipe names, and working it out with what they say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from primeslurm.errors import UsageError
+from primeslurm.plan.checks.files import absent_data, model_files, with_absolute_paths
+from primeslurm.plan.checks.teacher import teacher_problems
+from primeslurm.plan.model import Plan
+from primeslurm.plan.planner import RecipeFiles, make_emulated_plan, make_plan, refusals
+from primeslurm.plan.teacher import served
+from primeslurm.recipe import Recipe, Site
+
+
+def look_at_files(recipe: Recipe) -> RecipeFiles:
+    """What is known here of the recipe's models and data."""
+    model, teacher = model_files(recipe), served(recipe)
+    of_teacher = model_files(teacher) if teacher else None
+    located = with_absolute_paths(recipe)
+    data = absent_data(located)
+    problems = (*model.problems, *teacher_problems(recipe, of_teacher))
+    return RecipeFiles(located, model, of_teacher, problems, (data,) if data else ())
+
+
+def plan_of(recipe: Recipe, site: Site, files: RecipeFiles, *, local: bool) -> Plan:
+    """The plan; files that cannot be used block it. Raises UsageError if the recipe cannot be placed."""
+    return make_plan(recipe, site, _run_dir(recipe, site), files, local=local)
+
+
+def strict_plan_of(recipe: Recipe, site: Site, files: RecipeFiles, *, local: bool) -> Plan:
+    """The plan of what is to run. Raises UsageError also for files that cannot be used."""
+    try:
+        plan = plan_of(recipe, site, files, local=local)
+    except UsageError as error:
+        raise UsageError([*files.problems, *error.violations]) from None
+    if files.problems:
+        raise UsageError([*files.problems, *refusals(plan.findings, "error")])
+    return plan
+
+
+def emulated_plan_of(recipe: Recipe, site: Site) -> Plan:
+    """The plan of an emulated run; its files need not be there. Raises UsageError."""
+    return make_emulated_plan(recipe, site, _run_dir(recipe, site), model_files(recipe).facts)
+
+
+def _run_dir(recipe: Recipe, site: Site) -> Path:
+    return Path(site.runs) / recipe.name

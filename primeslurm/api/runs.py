@@ -1,0 +1,229 @@
+"""Runs that were submitted: finding them, their status, waiting for them, ending them."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from primeslurm.api.jobs import OnSilence, end_job, job_query
+from primeslurm.api.sites import runs_directory
+from primeslurm.errors import ClusterError, RunError, UsageError, Violation
+from primeslurm.plan.model import Plan
+from primeslurm.recipe.explain import suggestion
+from primeslurm.recipe.paths import is_dir
+from primeslurm.run.directory import Attempt, RunDirectory
+from primeslurm.run.status import RunStatus, read_status
+
+if TYPE_CHECKING:
+    from primeslurm.run.doctor import Diagnosis
+    from primeslurm.run.summary import Summary
+
+CANCEL_GRACE_S = 45.0
+"""From the request to end in good order to scancel. An agent gives its processes 15 s."""
+_POLL_S = 0.5
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run, by its directory. It is read anew with every call."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """The run's name."""
+        return self.path.name
+
+    @property
+    def directory(self) -> RunDirectory:
+        """The files of the run."""
+        return RunDirectory(self.path)
+
+    def plan(self) -> Plan:
+        """The plan of the newest attempt. Raises RunError."""
+        return self.directory.latest().plan()
+
+    def attempt(self, number: int | None = None) -> Attempt:
+        """An attempt by its number, or the newest. Raises UsageError, or RunError if there is none."""
+        newest = self.directory.latest()
+        if number is None:
+            return newest
+        known = {attempt.number: attempt for attempt in self.directory.attempts()}
+        if number not in known:
+            why = f"the attempts are {', '.join(map(str, known))}"
+            raise UsageError([Violation("--attempt", str(number), why, f"nearest: {newest.number}")])
+        return known[number]
+
+    def status(self, *, processes: bool = False, if_silent: OnSilence | None = None) -> RunStatus:
+        """What the run is doing.
+
+        Args:
+            processes: list every single process.
+            if_silent: called where Slurm has to be asked and gives no answer, in place of an error. Its job then counts
+                as unknown.
+
+        Raises:
+            RunError: its records are damaged, or of another release.
+            ClusterError: Slurm has to be asked and gives no answer.
+        """
+        with reading(self):
+            return read_status(self.directory, job_query(self.directory, if_silent), processes=processes)
+
+    def watch(self, *, poll_s: float = 1.0, if_silent: OnSilence | None = None) -> Iterator[RunStatus]:
+        """Yield the status again and again; the last one is of the run that has ended.
+
+        Args:
+            poll_s: seconds between two looks.
+            if_silent: called when Slurm gives no answer, but for the first time: no job ends of that.
+
+        Raises:
+            RunError, ClusterError: as `status`; the latter only for the first look.
+        """
+        current = self.status()
+        yield current
+        while current.active:
+            time.sleep(poll_s)
+            try:
+                current = self.status()
+            except ClusterError as error:  # its controller is busy, or starts again
+                if if_silent is not None:
+                    if_silent(error)
+                continue
+            yield current
+
+    def wait(self, *, timeout_s: float | None = None, poll_s: float = 1.0) -> RunStatus:
+        """Wait until the run has ended, and return its last status; `phase` says how it ended.
+
+        Raises:
+            TimeoutError: it has not ended after `timeout_s` seconds, and goes on.
+            RunError, ClusterError: as `status`; the latter only for the first look.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        status = self.status()
+        while status.active:
+            if deadline is not None and time.monotonic() > deadline:
+                raise TimeoutError(f"{self.name} is {status.phase} after {timeout_s:g} s")
+            time.sleep(poll_s)
+            with contextlib.suppress(ClusterError):  # its controller is busy, or starts again: no job ends of that
+                status = self.status()
+        return status
+
+    def cancel(self, *, if_silent: OnSilence | None = None) -> bool:
+        """End the run in good order, and its job. Committed checkpoints stay. Returns whether it was not over.
+
+        Raises:
+            RunError, ClusterError: as `status`.
+        """
+        query = job_query(self.directory, if_silent)
+        status = self.status(if_silent=if_silent)
+        if not status.active and status.phase != "lost":
+            return False
+        attempt = self.directory.latest()
+        attempt.cancel_file.touch()
+        if status.phase not in ("pending", "requeued", "lost"):
+            deadline = time.monotonic() + CANCEL_GRACE_S
+            while time.monotonic() < deadline and attempt.end() is None:
+                time.sleep(_POLL_S)
+        if job := attempt.job():
+            end_job(attempt.plan(), job)
+            deadline = time.monotonic() + CANCEL_GRACE_S
+            while time.monotonic() < deadline and (query(job) or "").startswith(("RUNNING", "COMPLETING", "PENDING")):
+                time.sleep(_POLL_S)
+        return True
+
+    def resume(self) -> Run:
+        """Go on from the last committed step, as a new attempt. Returns the same run.
+
+        Raises:
+            UsageError: it has not ended, or has done all its steps.
+            ClusterError: Slurm refused the job or did not answer. Nothing is left of the attempt then.
+            RunError: its records are damaged.
+        """
+        from primeslurm.api import submission
+
+        return submission.resume(self).run
+
+    def summary(self) -> Summary:
+        """What the run achieved: reward, versions, staleness, mismatch, restarts. Raises RunError."""
+        from primeslurm.run.summary import summarise
+
+        with reading(self):
+            return summarise(self.directory)
+
+    def diagnose(
+        self, attempt: int | None = None, *, max_kl: float | None = None, if_silent: OnSilence | None = None
+    ) -> Diagnosis:
+        """Name the first failure of an attempt, what followed from it, known causes, and whether the run is valid.
+
+        Args:
+            attempt: its number; by default the newest.
+            max_kl: largest accepted KL between trainer and engines.
+            if_silent: as of `status`.
+
+        Raises:
+            UsageError: there is no such attempt.
+            RunError, ClusterError: as `status`.
+        """
+        from primeslurm.run.doctor import diagnose
+        from primeslurm.run.validity import MAX_KL
+
+        chosen = self.attempt(attempt)
+        with reading(self):
+            query = job_query(self.directory, if_silent)
+            return diagnose(self.directory, chosen, query, MAX_KL if max_kl is None else max_kl)
+
+    def report(self, *, if_silent: OnSilence | None = None) -> str:
+        """One HTML page about the run, with plots. Raises RunError, ClusterError as `status`."""
+        from primeslurm.run.report import report
+
+        with reading(self):
+            return report(self.directory, job_query(self.directory, if_silent), time.time())
+
+
+def find_run(name: str | Path, runs: str | Path | None = None) -> Run:
+    """A run by its name or directory.
+
+    Args:
+        runs: directory of all runs; by default the site file's, or ./runs.
+
+    Raises:
+        UsageError: there is no such run; names the nearest.
+        RunError: it is damaged.
+    """
+    root = runs_directory(runs)
+    for candidate in (root / name, Path(name)):
+        directory = RunDirectory(candidate.absolute())
+        if directory.exists():
+            return Run(candidate.resolve())
+        if is_dir(candidate / "attempts"):
+            raise RunError(f"{directory.path} is damaged: it has no lock.json")
+    names = [run.name for run in all_runs(root)]
+    raise UsageError([Violation("RUN", str(name), f"no such run in {root}", suggestion(str(name), names))])
+
+
+def all_runs(runs: str | Path | None = None) -> list[Run]:
+    """Every run below a directory (by default the site file's, or ./runs), oldest first."""
+    root = runs_directory(runs)
+    found = [RunDirectory(path) for path in root.absolute().iterdir()] if is_dir(root) else []
+    known = sorted((run for run in found if run.exists()), key=lambda run: run.created_at)
+    return [Run(run.path) for run in known]
+
+
+@contextlib.contextmanager
+def reading(run: Run) -> Iterator[None]:
+    """For what reads a run: its records are not validated as a whole, and may be damaged or of another release.
+
+    Raises:
+        RunError: something in them is not what it should be.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise RunError(f"{error.filename or run.path} cannot be read: {error.strerror}") from error
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        why = f"{type(error).__name__}: {error}"
+        raise RunError(f"{run.path} is damaged, or was made by another release ({why})") from error

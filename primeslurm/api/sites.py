@@ -1,0 +1,67 @@
+"""Which site file counts, and where runs live."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from primeslurm.errors import UsageError, Violation
+from primeslurm.recipe import Site
+from primeslurm.recipe.load import load_site
+from primeslurm.recipe.paths import expanded, is_file
+
+SITE_FILES = (Path("site.yaml"), Path("~/.primeslurm/site.yaml"))
+"""Where a site file is looked for if none is named."""
+
+
+def find_site(path: Path | None, *, local: bool = False) -> Site:
+    """The site to use: of a file, or of this machine.
+
+    Args:
+        path: a site file; None: the first of `SITE_FILES` that is there.
+        local: without a file, take this machine, and no Slurm.
+
+    Raises:
+        UsageError: there is no site file, or something is wrong in it.
+    """
+    if local and path is None:
+        from primeslurm.plan.local import local_site
+
+        return _with_libraries(local_site(Path("runs").resolve()))
+    candidates = [path] if path else [expanded(candidate) for candidate in SITE_FILES]
+    for candidate in candidates:
+        if path or is_file(candidate):
+            site = load_site(candidate)
+            return _with_libraries(site.model_copy(update={"runs": str(_runs(candidate, site.runs))}))
+    why = f"no site file: looked for {', '.join(str(c) for c in SITE_FILES)}"
+    fix = "`primeslurm cluster up` makes an emulated cluster with one, or use --local"
+    raise UsageError([Violation("--site", "", why, fix)])
+
+
+def runs_directory(runs: str | Path | None) -> Path:
+    """Where runs live: as given, else as the site file says, else ./runs."""
+    if runs is not None:
+        return Path(runs)
+    try:
+        return Path(find_site(None).runs)
+    except UsageError:
+        return Path("runs")
+
+
+def with_python(site: Site) -> Site:
+    """The site with this interpreter on its nodes, if it names none."""
+    return site.model_copy(update={"python": site.python or sys.executable})
+
+
+def _runs(site_file: Path, runs: str) -> Path:
+    """The site's directory of runs, which is relative to its file. Raises UsageError."""
+    try:
+        return (site_file.resolve().parent / Path(runs).expanduser()).resolve()
+    except (OSError, RuntimeError) as error:  # no such user's home, a loop of links
+        raise UsageError([Violation("runs", runs, str(error), "give an absolute path")]) from None
+
+
+def _with_libraries(site: Site) -> Site:
+    """The site with a UCX built in this checkout first on its library path."""
+    built = Path(__file__).resolve().parents[2] / "third_party" / "ucx" / "lib"
+    return site.model_copy(update={"library_path": (str(built), *site.library_path)}) if built.is_dir() else site

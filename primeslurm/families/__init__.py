@@ -1,0 +1,49 @@
+"""What is known of each family of models, without torch: shape, capabilities, parsers, renderer, LoRA targets.
+
+A module for each family; one that the trainer has code for has a module of the same name in
+`primeslurm.trainer.models`. Packages add theirs by entry points (docs/families.md).
+"""
+
+from __future__ import annotations
+
+from primeslurm.families.family import (
+    ATTENTION,
+    EXPERTS,
+    GENERIC,
+    LATENT,
+    SWIGLU,
+    Capabilities,
+    Family,
+    Parsers,
+    Traits,
+    VisionDefaults,
+)
+from primeslurm.families.registry import (
+    bundled,
+    capabilities,
+    families,
+    family_of,
+    lora_targets,
+    model_types,
+    parsers_of,
+)
+
+__all__ = [
+    "ATTENTION",
+    "EXPERTS",
+    "GENERIC",
+    "LATENT",
+    "SWIGLU",
+    "Capabilities",
+    "Family",
+    "Parsers",
+    "Traits",
+    "VisionDefaults",
+    "bundled",
+    "capabilities",
+    "families",
+    "family_of",
+    "lora_targets",
+    "model_types",
+    "parsers_of",
+]

@@ -1,0 +1,39 @@
+"""Models whose shape is known where their files are not at hand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from primeslurm.families.config import shape_of
+from primeslurm.families.shape import ModelShape
+
+CATALOG = Path(__file__).with_name("catalog.json")
+
+
+@dataclass(frozen=True)
+class CatalogEntry:
+    """A known model: where its shape is from, what is assumed, and the published sizes in billions of parameters."""
+
+    shape: ModelShape
+    source: str
+    assumed: tuple[str, ...]
+    parameters_b: float
+    active_b: float
+
+
+@cache
+def catalog() -> dict[str, CatalogEntry]:
+    """Known models by Hugging Face id."""
+    return {
+        name: CatalogEntry(
+            shape=shape_of(entry["config"]),
+            source=entry["source"],
+            assumed=tuple(entry["assumed"]),
+            parameters_b=entry["parameters_b"],
+            active_b=entry["active_b"],
+        )
+        for name, entry in json.loads(CATALOG.read_bytes()).items()
+    }

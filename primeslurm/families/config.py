@@ -1,0 +1,162 @@
+"""From a Hugging Face config to the shape of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from primeslurm.families.family import Traits
+from primeslurm.families.registry import family_of
+from primeslurm.families.shape import DeltaNets, Experts, Indexer, Mamba, Mla, ModelShape, Vision
+
+
+def shape_of(config: Mapping[str, Any]) -> ModelShape:
+    """Read a Hugging Face config.
+
+    Raises:
+        KeyError: this is no decoder's config that is understood. A damaged one may raise TypeError, ValueError,
+            AttributeError or ArithmeticError.
+    """
+    text = config.get("text_config") or config
+    stored = config.get("quantization_config") or text.get("quantization_config") or {}
+    hidden, heads = text["hidden_size"], text["num_attention_heads"]
+    kinds, traits = _layers(text), _traits(config, text)
+    return ModelShape(
+        model_type=config["model_type"],
+        hidden=hidden,
+        vocab=text["vocab_size"],
+        max_positions=text.get("max_position_embeddings"),
+        heads=heads,
+        kv_heads=text.get("num_key_value_heads") or heads,
+        head_dim=text.get("head_dim") or hidden // heads,
+        attention_layers=kinds["attention"],
+        window=text.get("sliding_window"),
+        window_layers=list(text.get("layer_types") or ()).count("sliding_attention"),
+        dense_layers=kinds["dense"],
+        dense_width=text.get("intermediate_size", 0),
+        moe_layers=kinds["moe"],
+        experts=_experts(text) if kinds["moe"] else None,
+        gated=text.get("mlp_hidden_act") != "relu2",
+        attention_gate=_attention_gate(text, traits),
+        attention_bias=bool(text.get("attention_bias")),
+        qk_norm=traits.qk_norm or bool(text.get("use_qk_norm")),
+        output_bias=traits.output_bias,
+        expert_bias=traits.expert_bias,
+        sinks=traits.sinks,
+        tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings"))),
+        mla=_mla(text),
+        indexer=Indexer(text["index_n_heads"], text["index_head_dim"]) if "index_n_heads" in text else None,
+        mamba=_mamba(text, kinds["mamba"]) if kinds["mamba"] else None,
+        delta_nets=_delta_nets(text),
+        vision=_vision(config),
+        quantization=_quantization(stored),
+        fp8_blocks=_fp8_blocks(stored),
+        fp8_powers=stored.get("scale_fmt") == "ue8m0",
+    )
+
+
+def _traits(config: Mapping[str, Any], text: Mapping[str, Any]) -> Traits:
+    """Those of the language model's family, or of the family of the model around it."""
+    family = family_of(text["model_type"]) or family_of(config["model_type"])
+    return family.traits if family else Traits()
+
+
+def _attention_gate(text: Mapping[str, Any], traits: Traits) -> int:
+    """How many values scale the attention's output."""
+    heads = text["num_attention_heads"]
+    if traits.attention_gate == "element" or text.get("gating") == "per-element":
+        return int(heads * text["head_dim"])
+    return int(heads) if traits.attention_gate == "head" else 0
+
+
+def _quantization(stored: Mapping[str, Any]) -> str | None:
+    if not stored:
+        return None
+    return {"fp8": "fp8", "mxfp4": "mxfp4"}.get(stored.get("quant_method", ""), f"int{stored.get('bits', 4)}")
+
+
+def _fp8_blocks(stored: Mapping[str, Any]) -> bool:
+    fp8 = stored.get("quant_method") == "fp8" and stored.get("fmt", "e4m3") == "e4m3"
+    return fp8 and stored.get("weight_block_size") == [128, 128]
+
+
+def _layers(text: Mapping[str, Any]) -> dict[str, int]:
+    """How many layers do what. Hybrid models have one job a layer, others attention and a feed-forward network."""
+    pattern = text.get("hybrid_override_pattern")
+    if pattern:
+        return {name: pattern.count(mark) for name, mark in _MARKS.items()}
+    if blocks := text.get("layers_block_type"):
+        return {name: blocks.count(block) for name, block in _BLOCKS.items()}
+    layers = text["num_hidden_layers"]
+    moe = sum(_is_moe(text, index) for index in range(layers)) if _expert_count(text) else 0
+    nets = _delta_nets(text)
+    return {"attention": layers - (nets.layers if nets else 0), "moe": moe, "dense": layers - moe, "mamba": 0}
+
+
+_MARKS = {"attention": "*", "moe": "E", "dense": "-", "mamba": "M"}
+_BLOCKS = {"attention": "full_attention", "moe": "moe", "dense": "mlp", "mamba": "linear_attention"}
+
+
+def _is_moe(text: Mapping[str, Any], index: int) -> bool:
+    sparse_step = text.get("decoder_sparse_step", 1)
+    if kinds := text.get("mlp_layer_types"):
+        return bool(kinds[index] == "sparse")
+    return (
+        index >= (text.get("first_k_dense_replace") or text.get("num_dense_layers") or 0)
+        and index not in (text.get("mlp_only_layers") or ())
+        and (index + 1) % sparse_step == 0
+    )
+
+
+def _expert_count(text: Mapping[str, Any]) -> int:
+    names = ("n_routed_experts", "num_experts", "num_local_experts")
+    return next((int(text[name]) for name in names if text.get(name)), 0)
+
+
+def _experts(text: Mapping[str, Any]) -> Experts:
+    width = text.get("moe_intermediate_size") or text["intermediate_size"]
+    shared = (
+        text.get("moe_shared_expert_intermediate_size")
+        or text.get("shared_expert_intermediate_size")
+        or width * (text.get("n_shared_experts") or text.get("num_shared_experts") or 0)
+    )
+    return Experts(_expert_count(text), text["num_experts_per_tok"], width, shared, text.get("moe_latent_size"))
+
+
+def _mla(text: Mapping[str, Any]) -> Mla | None:
+    if not text.get("kv_lora_rank"):
+        return None
+    names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    return Mla(*(int(text.get(name) or 0) for name in names))
+
+
+def _mamba(text: Mapping[str, Any], layers: int) -> Mamba:
+    names = ("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups", "conv_kernel")
+    sizes = [int(text[name]) for name in names]
+    return Mamba(layers, *(*sizes, int(text.get("chunk_size", 128))))
+
+
+def _delta_nets(text: Mapping[str, Any]) -> DeltaNets | None:
+    if "linear_num_key_heads" not in text:
+        return None
+    names = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+    layers = list(text["layer_types"]).count("linear_attention")
+    return DeltaNets(layers, *(int(text[f"linear_{name}"]) for name in names))
+
+
+def _vision(config: Mapping[str, Any]) -> Vision | None:
+    found, family = config.get("vision_config"), family_of(config["model_type"])
+    defaults = family.traits.vision if family else None
+    if found is None or defaults is None:
+        return None
+    v = {name: int(found.get(name, default)) for name, default in defaults.sizes.items()}
+    return Vision(
+        depth=v["depth"],
+        hidden=v["hidden_size"],
+        width=v["intermediate_size"],
+        patch_values=v["in_channels"] * v["temporal_patch_size"] * v["patch_size"] ** 2,
+        patches=v["spatial_merge_size"] ** 2,
+        positions=v["num_position_embeddings"],
+        out=v["out_hidden_size"],
+        outputs=1 + len(found.get("deepstack_visual_indexes", defaults.deepstack)),
+    )

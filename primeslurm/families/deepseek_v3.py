@@ -1,0 +1,20 @@
+"""DeepSeek-V3 and R1."""
+
+from __future__ import annotations
+
+from primeslurm.families.family import EXPERTS, LATENT, SWIGLU, Capabilities, Family, Parsers
+
+FAMILY = Family(
+    name="deepseek_v3",
+    model_types={
+        "deepseek_v3": Capabilities(ep=True, cp=True, fp8=True, lora=True, router_replay=True, fp8_checkpoint=True)
+    },
+    parsers={
+        r"deepseek-?v3": Parsers("deepseek_v3"),
+        r"deepseek-?v3\.1": Parsers("deepseek_v31", "deepseek_v3"),
+        r"deepseek-?v3\.2": Parsers("deepseek_v32", "deepseek_v3"),
+        r"deepseek-?r1": Parsers("deepseek_v3", "deepseek_r1"),
+    },
+    renderer="deepseek-v3",
+    lora_targets=LATENT | SWIGLU | EXPERTS | {"q_proj"},
+)

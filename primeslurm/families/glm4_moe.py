@@ -1,0 +1,19 @@
+"""GLM-4.5 to GLM-4.7, and INTELLECT-3."""
+
+from __future__ import annotations
+
+from primeslurm.families.family import ATTENTION, EXPERTS, SWIGLU, Capabilities, Family, Parsers
+
+FAMILY = Family(
+    name="glm4_moe",
+    model_types={
+        "glm4_moe": Capabilities(ep=True, cp=True, fp8=True, lora=True, router_replay=True, fp8_checkpoint=True)
+    },
+    parsers={
+        r"glm-?4\.[56]": Parsers("glm45", "glm45"),
+        r"glm-?4\.7": Parsers("glm47", "glm45"),
+        r"intellect-?3": Parsers("qwen3_coder", "deepseek_r1"),
+    },
+    renderer="glm-4.5",
+    lora_targets=ATTENTION | SWIGLU | EXPERTS,
+)

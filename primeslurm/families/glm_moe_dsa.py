@@ -1,0 +1,15 @@
+"""GLM-5 and GLM-5.1: latent attention that is sparse."""
+
+from __future__ import annotations
+
+from primeslurm.families.family import EXPERTS, LATENT, SWIGLU, Capabilities, Family, Parsers
+
+FAMILY = Family(
+    name="glm_moe_dsa",
+    model_types={
+        "glm_moe_dsa": Capabilities(ep=True, cp=True, fp8=True, lora=True, router_replay=True, fp8_checkpoint=True)
+    },
+    parsers={r"glm-?5": Parsers("glm47", "glm45")},
+    renderer="glm-5.1",
+    lora_targets=LATENT - {"kv_b_proj"} | SWIGLU | EXPERTS,
+)

@@ -1,0 +1,15 @@
+"""Laguna."""
+
+from __future__ import annotations
+
+from primeslurm.families.family import ATTENTION, EXPERTS, SWIGLU, Capabilities, Family, Traits
+
+FAMILY = Family(
+    name="laguna",
+    model_types={
+        "laguna": Capabilities(ep=True, cp=True, fp8=True, lora=True, router_replay=True, fp8_checkpoint=True)
+    },
+    traits=Traits(qk_norm=True, attention_gate="head"),
+    renderer="laguna-xs.2",
+    lora_targets=ATTENTION | SWIGLU | EXPERTS,
+)

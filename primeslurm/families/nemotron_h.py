@@ -1,0 +1,15 @@
+"""Nemotron-H and Nemotron 3: Mamba-2, attention and experts in layers of their own."""
+
+from __future__ import annotations
+
+from primeslurm.families.family import ATTENTION, Capabilities, Family, Parsers
+
+FAMILY = Family(
+    name="nemotron_h",
+    model_types={
+        "nemotron_h": Capabilities(ep=True, cp=True, fp8=True, lora=True, router_replay=True, fp8_checkpoint=True)
+    },
+    parsers={r"nemotron-?3": Parsers("qwen3_coder", "nemotron_v3")},
+    renderer="nemotron-3",
+    lora_targets=ATTENTION | {"up_proj", "down_proj", "in_proj", "out_proj", "fc1_latent_proj", "fc2_latent_proj"},
+)

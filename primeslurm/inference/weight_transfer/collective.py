@@ -1,0 +1,69 @@
+"""Weight transfer in sessions: an engine's workers are the receivers of what trainer ranks send."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.utils.nccl import unpinned_nccl_env
+
+from primeslurm.inference.weight_transfer.errors import PolicyError
+from primeslurm.inference.weight_transfer.experts import held_experts
+from primeslurm.inference.weight_transfer.layerwise import LayerwiseTransferEngine
+from primeslurm.wire.weight_transfer.collective import Channel, Store, TransferError, receive
+from primeslurm.wire.weight_transfer.messages import TransferSession
+
+
+@dataclass
+class CollectiveInit(WeightTransferInitInfo):
+    """Everything comes with the update: each is a session of its own."""
+
+
+@dataclass
+class CollectiveUpdate(WeightTransferUpdateInfo):
+    """A session with the trainer, and the place of this engine's workers in it."""
+
+    version: int
+    store: str
+    """host:port of the trainer's store."""
+    session: str
+    senders: int
+    size: int
+    first_rank: int
+    """Rank of the engine's first worker."""
+    timeout_s: float
+
+
+class CollectiveTransferEngine(LayerwiseTransferEngine):
+    """Loads tensors as they arrive; of the experts, only the worker's own are sent to it."""
+
+    init_info_cls = CollectiveInit
+    update_info_cls = CollectiveUpdate
+
+    def init_transfer_engine(self, init_info: CollectiveInit) -> None:
+        """Nothing to set up."""
+
+    def receive_weights(self, update_info: CollectiveUpdate) -> None:
+        """Take part in the session.
+
+        Raises:
+            PolicyError: the session failed; a part of the policy may have been loaded.
+        """
+        session = TransferSession(update_info.session, update_info.senders, update_info.size)
+        rank = update_info.first_rank + self.parallel_config.rank
+        try:
+            store = Store(update_info.store, update_info.timeout_s)
+            with unpinned_nccl_env():  # the trainer has none of the settings that vLLM makes for its own groups
+                held = held_experts(self.model, self.parallel_config.enable_eplb)
+                channel = Channel(session, rank, store, self.device, update_info.timeout_s, held.wanted)
+        except TransferError as error:
+            raise PolicyError(f"v{update_info.version}: {error}") from error
+        try:
+            received = receive(channel, store.catalogue(), session.senders, held.wanted, self.device)
+            self.load(pair for item in received for pair in held.loadable(item))
+        except BaseException as error:
+            channel.fail(f"rank {rank}: {error}")
+            if isinstance(error, TransferError):
+                raise PolicyError(f"v{update_info.version}: {error}") from error
+            raise
+        channel.close()

@@ -1,0 +1,95 @@
+"""Weight transfer by files: each worker of an engine reads a published policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
+
+from primeslurm.inference.weight_transfer.errors import PolicyError, some
+from primeslurm.inference.weight_transfer.layerwise import LayerwiseTransferEngine
+from primeslurm.wire.weight_transfer.filesystem import MANIFEST, read_manifest
+from primeslurm.wire.weight_transfer.tensor_names import absent, layers_ahead
+
+
+@dataclass
+class FilesystemInit(WeightTransferInitInfo):
+    """The file system needs no set-up."""
+
+
+@dataclass
+class FilesystemUpdate(WeightTransferUpdateInfo):
+    """Where the policy is (as every worker sees it), and which version it must be."""
+
+    path: str
+    version: int
+
+
+class FilesystemTransferEngine(LayerwiseTransferEngine):
+    """Reads a published policy from a shared file system; each worker takes the shards it needs."""
+
+    init_info_cls = FilesystemInit
+    update_info_cls = FilesystemUpdate
+
+    def init_transfer_engine(self, init_info: FilesystemInit) -> None:
+        """Nothing to set up."""
+
+    def receive_weights(self, update_info: FilesystemUpdate) -> None:
+        """Check the policy as a whole, then load it.
+
+        Raises:
+            PolicyError: no manifest, another version, files missing or cut short, or tensors missing. Nothing has
+                been loaded then.
+        """
+        files = policy_files(Path(update_info.path), update_info.version)
+        config = self.model_config.hf_text_config
+        ahead = layers_ahead(config.num_hidden_layers, getattr(config, "num_nextn_predict_layers", None) or 0)
+        expected = {name for name in tensor_names(self._model_files()) if not ahead.fullmatch(name)}
+        lacking = absent(expected, tensor_names(files))
+        if self.has_tied_embeddings():
+            lacking.discard("lm_head.weight")
+        if lacking:
+            raise PolicyError(f"{update_info.path}: lacks {len(lacking)} tensors of the model: {some(lacking)}")
+        self.load(_tensors(files))
+
+    def _model_files(self) -> list[Path]:
+        # Empty for a model that is not a directory; `finish_weight_update` still compares parameter by parameter.
+        return sorted(Path(self.model_config.model).glob("*.safetensors"))
+
+
+def policy_files(directory: Path, version: int) -> list[Path]:
+    """The safetensors files of a complete published policy. Raises PolicyError if it is not complete."""
+    manifest = read_manifest(directory)
+    if manifest is None:
+        raise PolicyError(f"{directory}: no readable {MANIFEST}: not a complete policy")
+    if manifest.version != version:
+        raise PolicyError(f"{directory}: holds version {manifest.version}, asked for {version}")
+    entries = [entry for entry in manifest.files if entry.name.endswith(".safetensors")]
+    if not entries:
+        raise PolicyError(f"{directory}: its {MANIFEST} names no safetensors file")
+    for entry in entries:
+        path = directory / entry.name
+        size = path.stat().st_size if path.is_file() else None
+        if size != entry.bytes:
+            raise PolicyError(f"{path}: {entry.bytes} bytes in the manifest, found {size}")
+    return [directory / entry.name for entry in entries]
+
+
+def tensor_names(files: list[Path]) -> set[str]:
+    """Names of all tensors in safetensors files (reads the headers only)."""
+    names: set[str] = set()
+    for path in files:
+        with safe_open(path, framework="pt") as handle:
+            names.update(handle.keys())
+    return names
+
+
+def _tensors(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
+    for path in files:
+        with safe_open(path, framework="pt") as handle:
+            for name in handle.keys():  # noqa: SIM118 (a safetensors handle is no mapping)
+                yield name, handle.get_tensor(name)

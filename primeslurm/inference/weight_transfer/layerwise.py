@@ -1,0 +1,98 @@
+"""How an engine takes a new policy: the base of our vLLM weight-transfer engines.
+
+vLLM calls, with generation paused: `start_weight_update`, `update_weights` (once or more), `finish_weight_update`.
+Whatever the transport, tensors arrive under Hugging Face names and go through the model's own `load_weights` within
+vLLM's layerwise reload, so any device and any tensor- or expert-parallel layout takes the same policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import WeightTransferEngine
+from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.platforms import current_platform
+
+from primeslurm.inference import cpu_patches
+from primeslurm.inference.weight_transfer import reloads
+from primeslurm.inference.weight_transfer.dequantise import dequantised
+from primeslurm.inference.weight_transfer.errors import PolicyError, some
+from primeslurm.inference.weight_transfer.experts import incomplete_experts
+
+
+class LayerwiseTransferEngine(WeightTransferEngine):
+    """Base of all transports: layerwise reload, and the proof that every parameter was given.
+
+    A subclass implements `init_transfer_engine` and `receive_weights`, which hands its tensors to `load`.
+    """
+
+    def start_weight_update(self) -> None:
+        """Make the model ready to be loaded anew."""
+        self._roll_back_partial_layers()
+        first_names = {name for name, _ in self.model.named_parameters()}
+        every_name = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
+        reloads.begin(self.model)  # of a parameter with two names it makes two
+        aliases = every_name - first_names
+        self._expected = {name for name, _ in self.model.named_parameters()} - aliases - self._tied_parameters()
+        self._loaded: set[str] = set()
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        """Receive one part of the policy (all of it, for transports that do not split it)."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def finish_weight_update(self) -> None:
+        """Put the new weights in place. Raises PolicyError if any parameter was not given."""
+        missing = self._expected - self._loaded
+        if missing:
+            raise PolicyError(f"{len(missing)} parameters were not given: {some(missing)}")
+        if partial := set(incomplete_experts(self.model)):
+            raise PolicyError(f"experts of {len(partial)} layers were not all given: {some(partial)}")
+        finalize_layerwise_reload(self.model, self.model_config)
+        if current_platform.is_cpu():
+            cpu_patches.refresh_tied_lm_heads(self.model)
+
+    def shutdown(self) -> None:
+        """Nothing outlives an update."""
+
+    def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Load (Hugging Face name, tensor) pairs, in any order; host tensors are copied shard by shard.
+
+        A matrix for each of the worker's experts may come as one stack, as `HeldExperts.loadable` makes it.
+        """
+        if not self._loads_fp8():
+            tensors = dequantised(tensors, self.model_config.dtype)
+        self._loaded |= self.model.load_weights(tensors)
+
+    def has_tied_embeddings(self) -> bool:
+        """Whether the head is the embedding. Of a model with parts, the whole's config says so, if it says anything."""
+        whole, text = self.model_config.hf_config, self.model_config.hf_text_config
+        return bool(getattr(whole, "tie_word_embeddings", getattr(text, "tie_word_embeddings", False)))
+
+    def _loads_fp8(self) -> bool:
+        """Whether the model was built for an FP8 checkpoint; if not, vLLM quantises what is loaded, or does not."""
+        return isinstance(self.vllm_config.quant_config, Fp8Config)
+
+    def _roll_back_partial_layers(self) -> None:
+        # A failed update leaves half-filled layers that vLLM would go on filling: the retry's tensors would be counted
+        # on top of the old ones, and a layer be taken for complete before it is. Finalizing a layer that nothing was
+        # loaded into puts its former tensors back.
+        infos = [get_layerwise_info(layer) for layer in self.model.modules()]
+        partial = [info for info in infos if info.can_load()]
+        for info in partial:
+            info.load_numel = 0
+            info.loaded_weights.clear()
+        if partial:
+            finalize_layerwise_reload(self.model, self.model_config)
+
+    def _tied_parameters(self) -> set[str]:
+        if not self.has_tied_embeddings():
+            return set()
+        heads = [name for name, module in self.model.named_modules() if isinstance(module, ParallelLMHead)]
+        return {f"{head}.weight" for head in heads}

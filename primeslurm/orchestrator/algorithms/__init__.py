@@ -1,0 +1,42 @@
+"""Algorithms: what rollouts' rewards become for the trainer. One file each; `Algorithm` says what one is."""
+
+from __future__ import annotations
+
+from primeslurm.errors import UsageError, Violation
+from primeslurm.orchestrator.algorithms import custom
+from primeslurm.orchestrator.algorithms.echo import Echo
+from primeslurm.orchestrator.algorithms.grpo import Grpo
+from primeslurm.orchestrator.algorithms.max_rl import MaxRl
+from primeslurm.orchestrator.algorithms.opd import Opd
+from primeslurm.orchestrator.algorithms.protocol import Algorithm, Credit, per_rollout
+from primeslurm.orchestrator.groups import Group
+from primeslurm.recipe import Recipe
+from primeslurm.recipe.rollouts import Orchestrator
+
+__all__ = ["Algorithm", "Credit", "Echo", "Group", "Grpo", "MaxRl", "Opd", "from_recipe", "per_rollout"]
+
+
+def from_recipe(recipe: Recipe) -> Algorithm:
+    """The algorithm that a recipe asks for.
+
+    Raises:
+        UsageError: there is no such algorithm of one's own, or it needs a teacher and the recipe has none.
+    """
+    options = recipe.orchestrator
+    algorithm = _named(options)
+    if options.algorithm is not None and algorithm.needs_teacher and recipe.teacher is None:
+        fix = "add `teacher: {type: engines, path: ...}`"
+        raise UsageError([Violation(custom.FIELD, options.algorithm.function, "needs a teacher", fix)])
+    return algorithm if options.echo is None else Echo(algorithm, options.echo)
+
+
+def _named(options: Orchestrator) -> Algorithm:
+    if options.algorithm is not None:
+        return custom.load(options.algorithm)
+    match options.advantages:
+        case "grpo":
+            return Grpo()
+        case "max_rl":
+            return MaxRl()
+        case "opd":
+            return Opd(options.opd_reward)

@@ -1,0 +1,29 @@
+"""Group-relative policy optimisation: a rollout is as good as it is better than the others of its prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from primeslurm.orchestrator.algorithms.protocol import Algorithm, Credit, per_rollout
+from primeslurm.orchestrator.groups import Group
+
+
+@dataclass(frozen=True)
+class Grpo(Algorithm):
+    """A_i = r_i - mean(r), for every token of rollout i.
+
+    GRPO (arXiv 2402.03300) without its division by the deviation, which arXiv 2503.20783 shows to weigh prompts by how
+    even their rewards are. A group whose rewards are all equal gets zeros: it fills its place in the batch but pulls
+    the policy nowhere.
+    """
+
+    def assign(self, groups: Sequence[Group]) -> list[list[Credit]]:
+        """See `Algorithm`."""
+        return [per_rollout(group, centred(group.rewards)) for group in groups]
+
+
+def centred(rewards: Sequence[float]) -> list[float]:
+    """Rewards minus their mean."""
+    mean = sum(rewards) / len(rewards)
+    return [reward - mean for reward in rewards]

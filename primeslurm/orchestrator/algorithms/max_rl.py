@@ -1,0 +1,30 @@
+"""Maximum-likelihood RL: the rarer success is, the more a success counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from primeslurm.orchestrator.algorithms.grpo import centred
+from primeslurm.orchestrator.algorithms.protocol import Algorithm, Credit, per_rollout
+from primeslurm.orchestrator.groups import Group
+
+
+@dataclass(frozen=True)
+class MaxRl(Algorithm):
+    """A_i = (r_i - mean(r)) / mean(r), for every token of rollout i (arXiv 2602.02710).
+
+    The division makes it the gradient of the log of the success rate. A mean of 0 or less has no logarithm, and gets
+    zeros.
+    """
+
+    def assign(self, groups: Sequence[Group]) -> list[list[Credit]]:
+        """See `Algorithm`."""
+        return [per_rollout(group, relative(group.rewards)) for group in groups]
+
+
+def relative(rewards: Sequence[float]) -> list[float]:
+    """Rewards minus their mean, over the mean."""
+    mean = sum(rewards) / len(rewards)
+    scale = 1 / mean if mean > 0 else 0.0
+    return [advantage * scale for advantage in centred(rewards)]

@@ -1,0 +1,42 @@
+"""On-policy distillation: a teacher says of each sampled token how likely it finds it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from primeslurm.orchestrator.algorithms.grpo import centred
+from primeslurm.orchestrator.algorithms.protocol import Algorithm, Credit, per_rollout
+from primeslurm.orchestrator.groups import Group
+from primeslurm.wire.rollouts import Float32, Rollout
+
+
+@dataclass(frozen=True)
+class Opd(Algorithm):
+    """A_it = log p_teacher(t) - log p_engine(t) + reward * (r_i - mean(r)), for sampled token t of rollout i.
+
+    The mean of the difference over sampled tokens estimates -KL(policy || teacher). MiniLLM (arXiv 2306.08543) and GKD
+    (arXiv 2306.13649), in the form of Thinking Machines Lab, On-Policy Distillation, 2025: no return over later tokens.
+    """
+
+    reward: float = 0.0
+    """Factor of the reward's part; 0: rewards are only reported."""
+    needs_teacher = True
+
+    def assign(self, groups: Sequence[Group]) -> list[list[Credit]]:
+        """See `Algorithm`. Raises ValueError for a sequence that no teacher was asked about."""
+        return [self._group(group) for group in groups]
+
+    def _group(self, group: Group) -> list[Credit]:
+        even = per_rollout(group, [self.reward * advantage for advantage in centred(group.rewards)])
+        pairs = zip(group.sequences, even, strict=True)
+        return [Credit(credit.advantages + _gap(sequence), credit.mask) for sequence, credit in pairs]
+
+
+def _gap(sequence: Rollout) -> Float32:
+    """How much likelier the teacher finds each sampled token than the engine did; 0 elsewhere."""
+    if sequence.ref_logprobs is None:
+        raise ValueError(f"rollout {sequence.info.id}: no teacher was asked about it")
+    return np.where(sequence.mask, sequence.ref_logprobs - sequence.logprobs, np.float32(0))

@@ -1,0 +1,83 @@
+"""What an algorithm is, and what it says of a sequence."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from primeslurm.orchestrator.groups import Group
+from primeslurm.wire.rollouts import Bool, Float32, Rollout
+
+
+@dataclass(frozen=True)
+class Credit:
+    """How one sequence is trained. All arrays have shape [n_tokens], in the order of its tokens."""
+
+    advantages: Float32
+    """What the policy's loss multiplies each trained token's term by; read where `mask` is true."""
+    mask: Bool
+    """Tokens that the policy's loss trains: the sampled ones of the sequence, or some of them."""
+    cross_entropy: Float32 | None = None
+    """Above 0: a token outside `mask` is trained by cross-entropy (at temperature 1) times this. All losses of a batch
+    are summed and divided by its number of tokens in `mask`, or by 1 if there is none. None: 0 everywhere."""
+
+    @classmethod
+    def even(cls, sequence: Rollout, advantage: float) -> Credit:
+        """Every sampled token is trained with the same advantage."""
+        return cls(np.full(len(sequence.token_ids), advantage, np.float32), sequence.mask)
+
+
+@runtime_checkable
+class Algorithm(Protocol):
+    """Makes training targets of rewards: which groups are kept, which of their tokens are trained, and how.
+
+    It is asked twice. `rejects` sees each group once, as soon as its last rollout is done; what it keeps may still be
+    dropped as too old, which is not its business. `assign` sees the groups of one batch together, so that a token's
+    advantage may depend on the whole batch. What a policy's loss does with advantages is the trainer's part
+    (`trainer.loss`).
+
+    A group that was stored is assigned its credit anew after a restart, so `assign` must be a pure function of what it
+    is given: the same groups, the same answer.
+    """
+
+    @property
+    def needs_teacher(self) -> bool:
+        """Whether sequences must have the teacher's `ref_logprobs` when `assign` sees them."""
+        return False
+
+    @property
+    def needs_observed(self) -> bool:
+        """Whether environment workers must mark what environments answered, as `observed` of a sequence."""
+        return False
+
+    def rejects(self, group: Group) -> str | None:
+        """Why a complete group is not trained, as a word for its counter (`a-z`, digits, `_`); None: it is kept.
+
+        Another group is sampled in its place.
+        """
+        return None
+
+    @abstractmethod
+    def assign(self, groups: Sequence[Group]) -> Sequence[Sequence[Credit]]:
+        """Credit for each token of a batch.
+
+        Args:
+            groups: of the batch, cut to what can be trained (`Group.cut`). Their arrays are not to be changed.
+
+        Returns:
+            For each group, one `Credit` for each of its sequences, in the order of `group.sequences`.
+        """
+        ...
+
+
+def per_rollout(group: Group, advantages: Sequence[float]) -> list[Credit]:
+    """Credit where every sampled token of rollout i has `advantages[i]`."""
+    return [
+        Credit.even(sequence, advantage)
+        for sequences, advantage in zip(group.rollouts, advantages, strict=True)
+        for sequence in sequences
+    ]

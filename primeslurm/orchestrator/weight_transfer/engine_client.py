@@ -1,0 +1,198 @@
+"""One engine as the orchestrator sees it: its status, and bringing it to a policy version."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx
+import msgspec
+
+from primeslurm.wire.http import client_within_run
+from primeslurm.wire.retry import repeating
+
+
+class EngineStatus(msgspec.Struct, frozen=True):
+    """What the gate in front of an engine reports (GET /primeslurm/status)."""
+
+    version: int | None
+    """Policy version it serves; None if none is confirmed, or during an update."""
+    incarnation: str
+    """Differs for every start of the process."""
+    paused: bool
+    updates: int
+    """Updates begun since the start; 0 = it holds the weights that it loaded at start."""
+    initialized: bool
+    """Whether the weight transfer is set up."""
+
+
+class PolicyVersion(msgspec.Struct, frozen=True):
+    """A policy version, and the directory that holds it: the model's own for version 0, "" if the trainer sends it."""
+
+    version: int
+    path: str
+
+
+class Step(enum.Enum):
+    """What brings an engine to a policy."""
+
+    NOTHING = "nothing"
+    RESUME = "resume"
+    """It holds the policy, but whoever updated it did not live to resume it."""
+    CONFIRM = "confirm"
+    """It loaded this very policy at start and only has to be told its version."""
+    UPDATE = "update"
+
+
+class EngineDownError(Exception):
+    """Nobody answers at the engine's address, or the process died while it was asked."""
+
+
+class EngineUpdateError(Exception):
+    """The engine could not take a policy. It is paused, holds no usable weights, and has to be restarted."""
+
+
+def next_step(status: EngineStatus, policy: PolicyVersion, model_path: str) -> Step:
+    """What has to be done to an engine that was started from `model_path`."""
+    if status.version == policy.version:
+        return Step.RESUME if status.paused else Step.NOTHING
+    if status.updates == 0 and (policy.version == 0 or policy.path == model_path):
+        return Step.CONFIRM
+    return Step.UPDATE
+
+
+class EngineClient:
+    """Control of one engine, directly and never through a router (which would reach only one of several).
+
+    Args:
+        where: base URL of the engine's HTTP server as it is now.
+        model_path: what the engine was started from.
+        join_session: gives an engine its part in a session with the trainer, for versions that no directory holds.
+        tries: how often an update is tried, with generation paused all the while.
+        status_timeout_s: an engine that gives no status for this long counts as down.
+    """
+
+    def __init__(
+        self,
+        where: Callable[[], str],
+        model_path: str,
+        join_session: Callable[[int], Awaitable[dict[str, Any]]] | None = None,
+        tries: int = 3,
+        retry_s: float = 1.0,
+        status_timeout_s: float = 5.0,
+    ) -> None:
+        self._where = where
+        self._model_path = model_path
+        self._join_session = join_session
+        self._tries = tries
+        self._retry_s = retry_s
+        self._status_timeout_s = status_timeout_s
+        self.seconds: dict[str, float] = {}
+        """Of the last update: `wait` for the trainer's turn to send, `load` (and transfer), `pause` of generation."""
+        # No connection is kept: uvicorn closes them after a failed request, and the next one would meet a dead one.
+        self._http = client_within_run(status_timeout_s, keep=0)
+        # The exception: with hundreds of engines, connecting anew for every look would keep a core busy.
+        self._looking = client_within_run(status_timeout_s, keep=1)
+
+    @property
+    def url(self) -> str:
+        """Base URL of the engine as it is now."""
+        return self._where()
+
+    async def status(self) -> EngineStatus:
+        """The engine's status. Raises EngineDownError."""
+        try:
+            response = await self._look()
+            response.raise_for_status()
+            return msgspec.json.decode(response.content, type=EngineStatus)
+        except (httpx.HTTPError, msgspec.MsgspecError) as error:
+            raise EngineDownError(f"{self.url}: {_words(error)}") from error
+
+    async def apply(self, policy: PolicyVersion, timeout_s: float) -> Step:
+        """Bring the engine to `policy`; requests in flight are kept and go on with the new weights.
+
+        Returns what had to be done: an engine that is there already is left alone.
+
+        Raises:
+            EngineDownError: it is not there. No fault of the update: it will be met again.
+            EngineUpdateError: it refused, or took longer than `timeout_s`. It was not resumed.
+            NoSenderError: the trainer would have to send the policy, and does not send now.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await self._apply(policy, timeout_s)
+        except TimeoutError as error:
+            text = f"{self.url}: version {policy.version} took longer than {timeout_s:.0f} s"
+            raise EngineUpdateError(text) from error
+
+    async def shutdown(self) -> None:
+        """Have the engine's process end at once, so that its agent starts it anew. Raises EngineDownError."""
+        try:
+            await self._http.post(f"{self.url}/primeslurm/shutdown", timeout=self._status_timeout_s)
+        except httpx.HTTPError as error:
+            raise EngineDownError(f"{self.url}: {_words(error)}") from error
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+        await self._looking.aclose()
+
+    async def _look(self) -> httpx.Response:
+        url, timeout_s = f"{self.url}/primeslurm/status", self._status_timeout_s
+        try:
+            return await self._looking.get(url, timeout=timeout_s)
+        except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
+            # the kept connection was closed; only a new one tells whether the engine is gone
+            return await self._http.get(url, timeout=timeout_s)
+
+    async def _apply(self, policy: PolicyVersion, timeout_s: float) -> Step:
+        status = await self.status()
+        step = next_step(status, policy, self._model_path)
+        if step is Step.CONFIRM:
+            await self._post("/update_weight_version", timeout_s, {"new_version": str(policy.version)})
+        if step is Step.UPDATE:
+            if not status.initialized:
+                await self._post("/init_weight_transfer_engine", timeout_s, {"init_info": {}})
+            asked = time.monotonic()
+            info = await self._update_info(policy)  # generation goes on while the engine waits for its turn
+            told = time.monotonic()
+            if not status.paused:  # pausing twice would have engines that share experts run a step
+                # clear_cache would preempt every running request and prefill it anew
+                await self._post("/pause?mode=keep&clear_cache=false", timeout_s)
+            paused = time.monotonic()
+            await self._update(policy, info, timeout_s)
+            loaded = time.monotonic()
+            await self._post("/resume", timeout_s)
+            self.seconds = {"wait": told - asked, "load": loaded - paused, "pause": time.monotonic() - told}
+        elif status.paused:
+            await self._post("/resume", timeout_s)
+        return step
+
+    async def _update(self, policy: PolicyVersion, info: dict[str, Any], timeout_s: float) -> None:
+        async for attempt in repeating(EngineUpdateError, self._tries, self._retry_s):
+            with attempt:
+                if attempt.retry_state.attempt_number > 1:
+                    info = await self._update_info(policy)
+                await self._post("/start_weight_update", timeout_s)
+                await self._post("/update_weights", timeout_s, {"update_info": info})
+                await self._post("/finish_weight_update", timeout_s, {"weight_version": str(policy.version)})
+
+    async def _update_info(self, policy: PolicyVersion) -> dict[str, Any]:
+        if policy.path or self._join_session is None:
+            return msgspec.structs.asdict(policy)
+        return await self._join_session(policy.version)
+
+    async def _post(self, path: str, timeout_s: float, body: dict[str, Any] | None = None) -> None:
+        try:
+            response = await self._http.post(f"{self.url}{path}", json=body, timeout=timeout_s)
+        except httpx.TransportError as error:
+            raise EngineDownError(f"{self.url}{path}: {_words(error)}") from error
+        if response.status_code != 200:
+            raise EngineUpdateError(f"{self.url}{path}: {response.status_code} {response.text[:500]}")
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -1,0 +1,118 @@
+"""All engines against the wanted policy version: which of them have it, and what each of the others needs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from primeslurm.orchestrator.weight_transfer.engine_client import EngineStatus, PolicyVersion
+from primeslurm.records.state import EngineRecord
+
+EngineState = Literal["DOWN", "STALE", "UPDATING", "CURRENT"]
+
+
+@dataclass
+class EngineView:
+    """What is known of one engine."""
+
+    state: EngineState = "DOWN"
+    since: float = 0.0
+    """When it entered this state."""
+    version: int | None = None
+    """Policy version it serves; None while it serves nothing."""
+    incarnation: str | None = None
+    condemned: str | None = None
+    """Incarnation that failed an update and has to be restarted."""
+    error: str | None = None
+
+
+class EnginePool:
+    """All engines against the wanted policy. Pure: observations go in, decisions come out."""
+
+    def __init__(self, names: Iterable[str], clock: Callable[[], float] = time.time) -> None:
+        self._clock = clock
+        self._views = {name: EngineView(since=clock()) for name in names}
+        self.wanted: PolicyVersion | None = None
+        self.current_version: int | None = None
+        """Newest version that every serving engine has acknowledged. Never falls."""
+
+    def want(self, policy: PolicyVersion) -> None:
+        """Make `policy` the wanted one. Raises ValueError for a version older than the wanted one."""
+        if self.wanted is not None and policy.version < self.wanted.version:
+            raise ValueError(f"policy {policy.version} is older than the wanted {self.wanted.version}")
+        self.wanted = policy
+        for view in self._views.values():
+            if view.state == "CURRENT" and view.version != policy.version:
+                self._enter(view, "STALE")
+
+    def seen(self, name: str, status: EngineStatus | None) -> None:
+        """An engine answered, or (None) did not."""
+        view = self._views[name]
+        if status is None:
+            view.version = None
+            self._enter(view, "DOWN")
+        else:
+            if status.incarnation != view.incarnation:
+                view.incarnation, view.error = status.incarnation, None
+            view.version = status.version
+            current = self.wanted is not None and status.version == self.wanted.version and not status.paused
+            self._enter(view, "CURRENT" if current else "STALE")
+        self._advance()
+
+    def updating(self, name: str) -> None:
+        """An update of the engine begins. It still counts as serving its old version."""
+        self._enter(self._views[name], "UPDATING")
+
+    def updated(self, name: str, version: int) -> None:
+        """The engine acknowledged `version`."""
+        view = self._views[name]
+        view.version, view.error = version, None
+        current = self.wanted is not None and version == self.wanted.version
+        self._enter(view, "CURRENT" if current else "STALE")
+        self._advance()
+
+    def failed(self, name: str, error: str) -> None:
+        """The engine could not take the policy: this incarnation of it is condemned."""
+        view = self._views[name]
+        view.condemned, view.error, view.version = view.incarnation, error, None
+        self._enter(view, "STALE")
+        self._advance()
+
+    def needs_update(self, name: str) -> bool:
+        """Whether the engine is up, sound and not at the wanted policy."""
+        return self.wanted is not None and self._views[name].state == "STALE" and not self.must_restart(name)
+
+    def needs_weights(self, name: str) -> bool:
+        """Whether the engine holds another policy than the wanted one, or none."""
+        return self.wanted is not None and self._views[name].version != self.wanted.version
+
+    def wanting(self) -> int:
+        """How many engines are up and not at the wanted policy, or on their way to it."""
+        return sum(view.state == "UPDATING" or self.needs_update(name) for name, view in self._views.items())
+
+    def held(self, name: str) -> None:
+        """An update of the engine did not begin: the trainer does not send now."""
+        self._enter(self._views[name], "STALE")
+
+    def must_restart(self, name: str) -> bool:
+        """Whether the engine that is up is one that failed an update."""
+        view = self._views[name]
+        return view.state != "DOWN" and view.condemned is not None and view.condemned == view.incarnation
+
+    def report(self) -> dict[str, EngineRecord]:
+        """For status: per engine its state, since when, version and last error."""
+        return {
+            name: EngineRecord(view.state, view.since, view.version, self.must_restart(name), view.error)
+            for name, view in self._views.items()
+        }
+
+    def _enter(self, view: EngineView, state: EngineState) -> None:
+        if view.state != state:
+            view.state, view.since = state, self._clock()
+
+    def _advance(self) -> None:
+        serving = [view.version for view in self._views.values() if view.version is not None]
+        if serving:
+            self.current_version = max(min(serving), -1 if self.current_version is None else self.current_version)

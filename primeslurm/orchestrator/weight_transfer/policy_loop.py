@@ -1,0 +1,216 @@
+"""The policy loop: every engine is brought, and kept, at the wanted policy version.
+
+It is level-triggered: it compares what each engine reports with what is wanted, and does what differs. So a new
+policy, an engine that was restarted, and a run that was resumed are one and the same case to it.
+`EnginePool` decides and does no I/O; `PolicyLoop` asks and acts, one task per engine, so that none waits for another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+
+from primeslurm.orchestrator.weight_transfer.engine_client import (
+    EngineClient,
+    EngineDownError,
+    EngineStatus,
+    EngineUpdateError,
+    PolicyVersion,
+    Step,
+)
+from primeslurm.orchestrator.weight_transfer.engine_pool import EnginePool
+from primeslurm.orchestrator.weight_transfer.sessions import NoSenderError
+from primeslurm.records.events.policy import (
+    EngineGivenUp,
+    EngineLost,
+    EngineRestarted,
+    EngineStateChanged,
+    EngineUpdated,
+    EngineUpdateFailed,
+    PolicyCurrent,
+    PolicyWanted,
+)
+from primeslurm.records.journal import Journal
+
+Hook = Callable[[int], Awaitable[None]]
+
+
+async def _no_hook(version: int) -> None:
+    return None
+
+
+class PolicyLoop:
+    """Keeps engines at the wanted policy until cancelled.
+
+    Args:
+        engines: by process name.
+        journal: gets an event for every update, failure and change of state.
+        timeout_s: longest wait for one engine to take a policy; it is then restarted.
+        poll_s: time between two looks at an engine; an engine that is current is looked at half as often.
+        before_update: called with a new version before any engine is paused for it, so that rollouts which become too
+            old can be dropped while engines still run.
+        after_update: called when every serving engine has acknowledged a new version.
+        sends: whether the trainer sends a version now; asked for policies that no directory holds.
+    """
+
+    def __init__(
+        self,
+        engines: Mapping[str, EngineClient],
+        journal: Journal,
+        timeout_s: float,
+        poll_s: float = 0.5,
+        before_update: Hook = _no_hook,
+        after_update: Hook = _no_hook,
+        sends: Callable[[int], bool] = lambda version: False,
+    ) -> None:
+        self.pool = EnginePool(engines)
+        self._engines = dict(engines)
+        self._journal = journal
+        self._timeout_s = timeout_s
+        self._poll_s = poll_s
+        self._before_update = before_update
+        self._after_update = after_update
+        self._sends = sends
+        self._wake = {name: asyncio.Event() for name in engines}
+        self._advanced = asyncio.Condition()
+        self._announced: int | None = None
+        self._requests: dict[str, asyncio.Task[Step]] = {}
+        self._lost: set[str] = set()
+
+    @property
+    def current_version(self) -> int | None:
+        """Newest version that every serving engine has acknowledged."""
+        return self.pool.current_version
+
+    def wants_transfer(self) -> bool:
+        """Whether engines wait for a policy that only the trainer can give them."""
+        wanted = self.pool.wanted
+        return wanted is not None and not wanted.path and self.pool.wanting() > 0
+
+    async def want(self, policy: PolicyVersion) -> None:
+        """Make `policy` the wanted one; repeating it changes nothing. Raises ValueError for an older version."""
+        if self.pool.wanted == policy:
+            return
+        await self._before_update(policy.version)
+        self.pool.want(policy)
+        self._journal.write(PolicyWanted(policy.version, policy.path))
+        for event in self._wake.values():
+            event.set()
+
+    async def wait_for(self, version: int, timeout_s: float) -> None:
+        """Return once `current_version` has reached `version`. Raises TimeoutError."""
+
+        def reached() -> bool:
+            return self.current_version is not None and self.current_version >= version
+
+        async with asyncio.timeout(timeout_s), self._advanced:
+            await self._advanced.wait_for(reached)
+
+    def moved(self, name: str, *, lost: bool) -> None:
+        """An engine is somewhere else now, or was given up for good: what it was asked is not waited for any more."""
+        if lost:
+            self._lost.add(name)
+        if request := self._requests.get(name):
+            request.cancel()
+        self._wake[name].set()
+
+    async def run(self) -> None:
+        """Look after all engines until cancelled."""
+        async with asyncio.TaskGroup() as tasks:
+            for name in self._engines:
+                tasks.create_task(self._look_after(name))
+
+    async def _look_after(self, name: str) -> None:
+        wake = self._wake[name]
+        while name not in self._lost:
+            wake.clear()
+            before = self.pool.report()[name].state
+            await self._observe(name)
+            if self.pool.must_restart(name):
+                await self._restart(name)
+            elif self.pool.needs_update(name) and self._can_update(name):
+                await self._update(name)
+            after = self.pool.report()[name].state
+            if after != before:
+                self._journal.write(EngineStateChanged(name, after, before))
+            try:
+                async with asyncio.timeout(2 * self._poll_s if after == "CURRENT" else self._poll_s):
+                    await wake.wait()
+            except TimeoutError:
+                continue
+        self.pool.seen(name, None)
+        self._journal.write(EngineGivenUp(name))
+        await self._announce()
+
+    async def _observe(self, name: str) -> None:
+        status: EngineStatus | None
+        try:
+            status = await self._engines[name].status()
+        except EngineDownError:
+            status = None
+        self.pool.seen(name, status)
+        await self._announce()
+
+    def _can_update(self, name: str) -> bool:
+        policy = self.pool.wanted
+        assert policy is not None
+        return bool(policy.path) or not self.pool.needs_weights(name) or self._sends(policy.version)
+
+    async def _update(self, name: str) -> None:
+        policy = self.pool.wanted
+        assert policy is not None
+        self.pool.updating(name)
+        began = time.monotonic()
+        try:
+            step = await self._apply(name, policy)
+        except EngineDownError as error:
+            self.pool.seen(name, None)
+            self._journal.write(EngineLost(name, policy.version, str(error)))
+        except NoSenderError:
+            self.pool.held(name)
+        except EngineUpdateError as error:
+            self.pool.failed(name, str(error))
+            self._journal.write(EngineUpdateFailed(name, policy.version, str(error)))
+        else:
+            self.pool.updated(name, policy.version)
+            parts = self._engines[name].seconds if step is Step.UPDATE else {}
+            wait_s, load_s, pause_s = (_milliseconds(parts.get(part)) for part in ("wait", "load", "pause"))
+            seconds = _milliseconds(time.monotonic() - began)
+            self._journal.write(EngineUpdated(name, policy.version, step.value, seconds, wait_s, load_s, pause_s))
+        await self._announce()
+
+    async def _apply(self, name: str, policy: PolicyVersion) -> Step:
+        """EngineClient.apply, ended early if the engine is moved."""
+        request = asyncio.create_task(self._engines[name].apply(policy, self._timeout_s))
+        self._requests[name] = request
+        try:
+            await asyncio.wait({request})
+            if request.cancelled():
+                raise EngineDownError(f"{name} is not there any more")
+            return request.result()
+        finally:
+            request.cancel()
+            del self._requests[name]
+
+    async def _restart(self, name: str) -> None:
+        try:
+            await self._engines[name].shutdown()
+        except EngineDownError:
+            return  # it is already gone, or so broken that only its agent can end it: `report` says so
+        self._journal.write(EngineRestarted(name))
+
+    async def _announce(self) -> None:
+        version = self.pool.current_version
+        if version is None or version == self._announced:
+            return
+        self._announced = version
+        self._journal.write(PolicyCurrent(version))
+        async with self._advanced:
+            self._advanced.notify_all()
+        await self._after_update(version)
+
+
+def _milliseconds(seconds: float | None) -> float | None:
+    """Seconds, to the millisecond."""
+    return None if seconds is None else round(seconds, 3)

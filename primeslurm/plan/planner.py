@@ -1,0 +1,88 @@
+"""Recipe + Site + what is known of the recipe's files -> Plan with findings and estimate. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from primeslurm.errors import UsageError, Violation
+from primeslurm.families.shape import ModelShape
+from primeslurm.plan.checks.advice import advise
+from primeslurm.plan.checks.case import Case
+from primeslurm.plan.checks.compatibility import conflicts
+from primeslurm.plan.checks.files import ModelFiles
+from primeslurm.plan.checks.review import review
+from primeslurm.plan.derive import asked_of, place
+from primeslurm.plan.emulate import emulate
+from primeslurm.plan.model import Finding, Plan
+from primeslurm.recipe import Recipe, Site
+
+
+@dataclass(frozen=True)
+class RecipeFiles:
+    """What is known of the files that a recipe names."""
+
+    located: Recipe
+    """The recipe with its models and data as absolute paths, where they are there."""
+    model: ModelFiles
+    teacher: ModelFiles | None
+    """None if the run serves no teacher."""
+    problems: tuple[Violation, ...] = ()
+    """Why the files cannot be used."""
+    absent: tuple[Finding, ...] = ()
+    """Files that are to be there when the job runs."""
+
+
+def make_plan(recipe: Recipe, site: Site, run_dir: Path, files: RecipeFiles, *, local: bool = False) -> Plan:
+    """Work out a whole run, with all findings and the estimate. Files that cannot be used block it.
+
+    Args:
+        run_dir: where the run will be.
+        local: without Slurm, all nodes are agents on this one machine and share its GPUs.
+
+    Raises:
+        UsageError: the recipe cannot be placed on this site; every reason at once, contradictions of the recipe too.
+    """
+    needs, problems = asked_of(recipe, site, local=local)
+    findings, estimate = review(recipe, site, needs, files.model, files.teacher)
+    if problems:
+        raise UsageError([*problems, *refusals(findings, "error")])
+    plan = place(files.located, site, run_dir, needs, local=local)
+    findings += [*advise(recipe, plan), *files.absent, *as_findings(files.problems, "blocked")]
+    return plan.model_copy(update={"findings": tuple(findings), "estimate": estimate})
+
+
+def make_emulated_plan(recipe: Recipe, site: Site, run_dir: Path, facts: ModelShape | None) -> Plan:
+    """Work out a run of stand-ins, with what is known to go wrong with what they stand for. It needs no files.
+
+    Raises:
+        UsageError: the recipe cannot be placed on this site; every reason at once.
+    """
+    needs, problems = asked_of(recipe, site, local=False)
+    if problems:
+        raise UsageError(problems)
+    plan = emulate(place(recipe, site, run_dir, needs, local=False))
+    real = site.model_copy(update={"device": "cuda"})  # stand-ins contradict nothing, what they stand for may
+    findings = (*conflicts(Case(recipe, real, needs, facts)), *advise(recipe, plan))
+    return plan.model_copy(update={"findings": findings})
+
+
+def refuse(plan: Plan, *levels: str) -> None:
+    """Raise UsageError if the plan has findings of these levels."""
+    if found := refusals(plan.findings, *levels):
+        raise UsageError(found)
+
+
+def refusals(findings: Iterable[Finding], *levels: str) -> list[Violation]:
+    """Findings of these levels as violations."""
+    return [Violation(f.field, "", f.text, f.fix) for f in findings if f.level in levels]
+
+
+def as_findings(violations: Iterable[Violation], level: Literal["error", "blocked"]) -> list[Finding]:
+    """Violations as findings of this level."""
+    return [
+        Finding(level=level, field=v.field, text=f"{v.value}: {v.why}" if v.value else v.why, fix=v.fix)
+        for v in violations
+    ]

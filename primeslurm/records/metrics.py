@@ -1,0 +1,130 @@
+"""Metrics of each step: metrics.jsonl, TensorBoard, and Weights & Biases when configured.
+
+The orchestrator of an RL run and the trainer of an SFT run write them. Rows of RL name who measured (`trainer/loss`,
+`reward/mean`); rows of SFT are the trainer's alone and go without (`loss`). Readers get both under the same names.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from primeslurm.files import read_json, write_atomic
+from primeslurm.recipe import Recipe
+
+Row = dict[str, float]
+"""A row of metrics.jsonl: `step`, `time` (Unix seconds), and metrics by name, the environment's own among them."""
+
+
+class MetricsLog:
+    """One row per step.
+
+    Args:
+        run_dir: of the run; rows of steps after `resumed_step` were written by an abandoned attempt and are removed.
+        resumed_step: the last step that counts as trained.
+    """
+
+    def __init__(self, recipe: Recipe, run_dir: Path, resumed_step: int) -> None:
+        self._path = run_dir / "metrics.jsonl"
+        self._last = _truncate(self._path, resumed_step)
+        self._board = _Board(run_dir / "tensorboard", resumed_step) if recipe.monitor.tensorboard else None
+        self._wandb = _wandb(recipe, run_dir) if recipe.monitor.wandb else None
+
+    def write(self, step: int, row: Mapping[str, float]) -> None:
+        """Add the row of a step; a step that has one is ignored. A full disk raises OSError."""
+        if step <= self._last:
+            return
+        self._last = step
+        now = time.time()
+        with self._path.open("a") as handle:
+            handle.write(json.dumps({"step": step, "time": now, **row}) + "\n")
+        if self._board is not None:
+            self._board.write(step, now, row)
+        if self._wandb is not None:
+            self._wandb.log(dict(row), step=step)
+
+    def close(self) -> None:
+        """Flush and close."""
+        if self._board is not None:
+            self._board.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+def by_one_name(row: Row) -> Row:
+    """A row as it was written, with the trainer's own metrics named as in RL, whatever the task.
+
+    What an RL run measures as `throughput/step_seconds` is, for SFT, the sum of the trainer's phases.
+    """
+    if "loss" not in row:
+        return row
+    kept = {name: row[name] for name in ("step", "time") if name in row}
+    own = {f"trainer/{name}": value for name, value in row.items() if name not in kept}
+    phases = [value for name, value in row.items() if name.startswith("seconds/")]
+    return kept | own | ({"throughput/step_seconds": sum(phases)} if phases else {})
+
+
+def _truncate(path: Path, step: int) -> int:
+    """Forget the rows of later steps, and what is left of a row whose writer was killed. Returns the last step kept."""
+    if not path.exists():
+        return 0
+    kept = []
+    for line in path.read_bytes().splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue  # the writer was killed in the middle of its last line
+        if row["step"] <= step:
+            kept.append((row["step"], line))
+    write_atomic(path, b"".join(line + b"\n" for _, line in kept))
+    return max((number for number, _ in kept), default=0)
+
+
+class _Board:
+    """TensorBoard's event files, without torch. What it shows of steps after `resumed_step` is forgotten."""
+
+    def __init__(self, directory: Path, resumed_step: int) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # 0.3 s, and not in the base install
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._writer = EventFileWriter(str(directory))
+        begin = SessionLog(status=SessionLog.START)
+        self._writer.add_event(Event(wall_time=time.time(), step=resumed_step + 1, session_log=begin))
+
+    def write(self, step: int, now: float, row: Mapping[str, float]) -> None:
+        """Add the row of a step."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in row.items()])
+        self._writer.add_event(Event(wall_time=now, step=step, summary=summary))
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Write what is left."""
+        self._writer.close()
+
+
+def _wandb(recipe: Recipe, run_dir: Path) -> Any:
+    """The W&B run of this run, whose id it has: every attempt goes on in it, and another run of this name has its own.
+
+    Of steps that an attempt trains anew, W&B keeps what it was told first.
+    """
+    import wandb
+
+    settings = recipe.monitor.wandb
+    assert settings is not None
+    lock = read_json(run_dir / "lock.json") or {}
+    return wandb.init(
+        project=settings.project,
+        entity=settings.entity,
+        mode=settings.mode,
+        name=recipe.name,
+        id=lock.get("run_id", run_dir.name),
+        resume="allow",
+        dir=run_dir,
+        config=recipe.model_dump(mode="json", by_alias=True),
+    )

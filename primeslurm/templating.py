@@ -1,0 +1,30 @@
+"""The environment in which templates are filled in: where they are, and that a name without a value is an error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import jinja2
+
+
+def environment(*, autoescape: bool) -> jinja2.Environment:
+    """A jinja2 environment over `templates/`.
+
+    Args:
+        autoescape: what is filled in is text for HTML.
+    """
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(_directory()),
+        undefined=jinja2.StrictUndefined,
+        autoescape=autoescape,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+
+
+def _directory() -> Path:
+    """The templates: inside the package when installed from a wheel, at the root of a checkout."""
+    package = Path(__file__).parent
+    installed = package / "templates"
+    return installed if installed.is_dir() else package.parent / "templates"

@@ -1,0 +1,169 @@
+"""Publish a policy: Hugging Face safetensors in a directory that appears complete or not at all.
+
+Every rank writes what it hands on (`export.parts`), side by side with the others; no rank holds the model.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from primeslurm.trainer import huggingface, peft
+from primeslurm.trainer.encoding import Encoding
+from primeslurm.trainer.export import parts
+from primeslurm.trainer.policy_model import PolicyModel
+from primeslurm.trainer.world import World
+from primeslurm.wire import checkpoints, manifest
+from primeslurm.wire.manifest import FileRecord
+from primeslurm.wire.weight_transfer import filesystem, tensor_names
+
+FILE_BYTES = 2 * 2**30
+"""A rank begins a new file when one has reached this size: so much of its share is in host memory at once."""
+
+
+class Publisher:
+    """Writes versions of a policy below `<run>/weights`. All ranks call each method together.
+
+    Args:
+        encoding: of the published tensors.
+        keep: how many of the newest versions stay; so does every version that a committed checkpoint needs.
+    """
+
+    def __init__(self, policy: PolicyModel, run_dir: Path, encoding: Encoding, keep: int, world: World) -> None:
+        self._policy = policy
+        self._run_dir = run_dir
+        self._encoding = encoding
+        self._keep = keep
+        self._world = world
+
+    def publish(self, version: int) -> Path:
+        """Write the policy as `version` and return its directory.
+
+        Raises:
+            RankError: a rank could not write; nothing is published, and earlier versions are intact.
+        """
+        final = filesystem.version_dir(self._run_dir, version)
+        partial = final.with_name(f".{final.name}.partial")
+        self._world.agree(_attempt(lambda: _fresh(partial)) if self._world.is_main else None, f"publishing v{version}")
+        share = _Share(partial, self._world.rank)
+        self._write(share)
+        self._world.agree(share.failure, f"publishing v{version}")
+        written = self._world.collect((share.index, share.records))
+        saves_adapter = self._policy.lora is not None and self._policy.lora.save_adapter
+        adapter = peft.tensors(self._policy, self._encoding.dtype) if saves_adapter else {}
+        failure = None
+        if self._world.is_main:
+            if self._policy.lora is not None and adapter:
+                lora = self._policy.lora
+                failure = _attempt(lambda: peft.write(partial / "adapter", adapter, lora, self._policy.source))
+            failure = failure or _attempt(lambda: self._complete(partial, final, version, written))
+        self._world.agree(failure, f"publishing v{version}")
+        return final
+
+    def discard_after(self, version: int) -> None:
+        """Delete versions newer than `version`: an earlier attempt made them after its last commit."""
+        if self._world.is_main:
+            for newer in filesystem.published(self._run_dir):
+                if newer > version:
+                    _remove(filesystem.version_dir(self._run_dir, newer))
+        self._world.barrier()
+
+    def is_sound(self, version: int) -> bool:
+        """Whether `version` is published and undamaged."""
+        directory = filesystem.version_dir(self._run_dir, version)
+        return bool(self._world.decide(int(self._world.is_main and not filesystem.damage(directory))))
+
+    def _write(self, share: _Share) -> None:
+        """Layer by layer. A rank that cannot write still gathers along."""
+        for layer in parts(self._policy, self._encoding.gathered, self._world):
+            for part in layer:
+                whole = part.whole()
+                if part.mine:
+                    share.add(self._encoding.encode(part.name, whole))
+        share.flush()
+
+    def _complete(
+        self, partial: Path, final: Path, version: int, written: list[tuple[dict[str, str], list[FileRecord]]]
+    ) -> None:
+        index = {name: file for names, _ in written for name, file in names.items()}
+        self._check(index, sum(len(names) for names, _ in written))
+        quantization = self._encoding.quantization(set(index))
+        huggingface.copy_companions(self._policy.source, partial, self._encoding.dtype_name, quantization)
+        document = {"metadata": {}, "weight_map": dict(sorted(index.items()))}
+        (partial / huggingface.INDEX).write_text(json.dumps(document, indent=2) + "\n")
+        records = [record for _, files in written for record in files]
+        filesystem.complete(partial, version, self._encoding.dtype_name, records)
+        _remove(final)
+        partial.rename(final)
+        needed = {version, *checkpoints.committed(self._run_dir)}
+        filesystem.prune(self._run_dir, self._keep, needed)
+
+    def _check(self, index: dict[str, str], written: int) -> None:
+        names = {name for name in index if not name.endswith(tensor_names.FP8_SCALE)}
+        if names != self._policy.hf_names:
+            raise RuntimeError(f"export and model differ in {sorted(names ^ self._policy.hf_names)[:5]}")
+        if written != len(index):
+            raise RuntimeError(f"{written - len(index)} tensors were written by more than one rank")
+
+
+class _Share:
+    """The files of one rank. After a failure nothing more is written."""
+
+    def __init__(self, directory: Path, rank: int) -> None:
+        self.index: dict[str, str] = {}
+        """Tensor name to file name."""
+        self.records: list[FileRecord] = []
+        self.failure: OSError | None = None
+        self._directory = directory
+        self._rank = rank
+        self._held: dict[str, torch.Tensor] = {}
+        self._bytes = 0
+
+    def add(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Take tensors to host memory, and write when there is enough."""
+        for name, tensor in tensors.items():
+            self._held[name] = tensor.contiguous().cpu()
+            self._bytes += tensor.nbytes
+        if self._bytes >= FILE_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is held, if anything is."""
+        if self._held and self.failure is None:
+            self.failure = _attempt(self._save)
+        self._held, self._bytes = {}, 0
+
+    def _save(self) -> None:
+        name = f"model-{self._rank:05d}-{len(self.records):05d}.safetensors"
+        save_file(self._held, self._directory / name, metadata={"format": "pt"})
+        self.records += manifest.describe(self._directory, [self._directory / name])
+        self.index |= dict.fromkeys(self._held, name)
+
+
+def _attempt(action: Callable[[], object]) -> OSError | None:
+    """The OSError that `action` raises, if any; safetensors wraps its own."""
+    try:
+        action()
+    except OSError as error:
+        return error
+    except SafetensorError as error:
+        return OSError(str(error))
+    return None
+
+
+def _fresh(directory: Path) -> None:
+    if directory.exists():
+        shutil.rmtree(directory)
+    directory.mkdir(parents=True)
+
+
+def _remove(directory: Path) -> None:
+    (directory / filesystem.MANIFEST).unlink(missing_ok=True)  # first: a half-deleted version must not look complete
+    if directory.exists():
+        shutil.rmtree(directory)

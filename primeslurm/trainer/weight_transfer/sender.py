@@ -1,0 +1,166 @@
+"""The senders' end of a session: all trainer ranks send the policy to engines that want it, between two steps."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Iterator
+
+import torch
+
+from primeslurm.trainer.encoding import Encoding
+from primeslurm.trainer.export import Part, parts
+from primeslurm.trainer.policy_model import PolicyModel
+from primeslurm.trainer.world import World
+from primeslurm.wire.link import LinkError, TrainerLink
+from primeslurm.wire.weight_transfer.catalogue import (
+    Catalogue,
+    Experts,
+    Message,
+    Named,
+    TensorInfo,
+    outgoing,
+    pack,
+    stacked,
+)
+from primeslurm.wire.weight_transfer.collective import Channel, Store, TransferError
+from primeslurm.wire.weight_transfer.messages import TransferSession
+
+log = logging.getLogger(__name__)
+
+
+class Sender:
+    """Sends the policy as it is. All ranks call it together.
+
+    Args:
+        link: of rank 0, to the orchestrator; other ranks do not use theirs.
+        timeout_s: longest wait within a session, and longest time in which sessions are begun.
+    """
+
+    def __init__(
+        self, policy: PolicyModel, encoding: Encoding, link: TrainerLink, world: World, timeout_s: float
+    ) -> None:
+        self._policy = policy
+        self._encoding = encoding
+        self._link = link
+        self._world = world
+        self._timeout_s = timeout_s
+        self.seconds = 0.0
+        """How long the last session that succeeded took."""
+        self._store: Store | None = None
+        self._catalogue: Catalogue = []
+
+    def send(self, version: int) -> int:
+        """Send `version` to every engine that waits for it. Returns the number of sessions that succeeded.
+
+        A session that fails is not ours to repeat: engines that still want the policy ask for another.
+
+        Raises:
+            RankError: the orchestrator is gone.
+        """
+        deadline = time.monotonic() + self._timeout_s
+        done, succeeded = "", 0
+        while (session := self._next(version, done, deadline)) is not None:
+            succeeded += self._send_in(session, version)
+            done = session.id
+        return succeeded
+
+    def _next(self, version: int, done: str, deadline: float) -> TransferSession | None:
+        session, failure = None, None
+        if self._world.is_main:
+            try:
+                session = self._link.offer_transfer(version, self._world.store, self._world.size, done, deadline)
+            except LinkError as error:
+                failure = error
+        self._world.agree(failure, f"sending v{version}")
+        return self._world.share(session)
+
+    def _send_in(self, session: TransferSession, version: int) -> bool:
+        if self._store is None:
+            self._store = Store(self._world.store, self._timeout_s)
+            self._catalogue = self._describe()
+            if self._world.is_main:
+                self._store.put_catalogue(self._catalogue)
+        begun = time.monotonic()
+        channel, failure = None, None
+        try:
+            channel = Channel(session, self._world.rank, self._store, self._world.device, self._timeout_s)
+        except TransferError as error:
+            failure = error
+        if not self._all_well(version, failure):
+            if channel is not None:
+                channel.fail("a trainer rank could not connect")
+            return False
+        assert channel is not None
+        connecting = time.monotonic() - begun
+        sent = _Outbox(channel, self._catalogue, self._world.rank, self._world.device)
+        for number, layer in enumerate(parts(self._policy, self._encoding.gathered, self._world)):
+            sent.put(number, self._tensors(layer))
+        well = self._all_well(version, sent.failure)
+        if sent.failure is None:
+            channel.close()
+        if well:
+            self.seconds = time.monotonic() - begun
+        if well and self._world.is_main:
+            workers, took = session.size - session.senders, (self.seconds, connecting)
+            log.info("v%d: sent to %d workers in %.2f s, of which %.2f s to connect", version, workers, *took)
+        return well
+
+    def _tensors(self, layer: list[Part]) -> dict[str, torch.Tensor]:
+        """What this rank sends of a layer; gathering the rest with the others."""
+        wholes = ((part, part.whole()) for part in layer)
+        return {sent.name: sent.tensor for sent in self._encoded((p.name, whole) for p, whole in wholes if p.mine)}
+
+    def _describe(self) -> Catalogue:
+        """What all ranks send, by layer. Nothing is gathered for it."""
+        mine = []
+        for layer in parts(self._policy, self._encoding.gathered, self._world):
+            shapes = [(part.name, part.sharded.shape, part.sharded.dtype) for part in layer if part.mine]
+            likenesses = ((name, torch.empty(shape, dtype=dtype, device="meta")) for name, shape, dtype in shapes)
+            mine.append([self._info(sent) for sent in self._encoded(likenesses)])
+        ranks = self._world.collect(mine)
+        return [[info for layer in layers for info in layer] for layers in zip(*ranks, strict=True)]
+
+    def _encoded(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Named]:
+        for name, tensor, experts in stacked(tensors):
+            for encoded_name, encoded in self._encoding.encode(name, tensor, experts).items():
+                yield Named(encoded_name, encoded, experts)
+
+    def _info(self, sent: Named) -> TensorInfo:
+        dtype = str(sent.tensor.dtype).removeprefix("torch.")
+        return TensorInfo(sent.name, dtype, tuple(sent.tensor.shape), self._world.rank, sent.experts)
+
+    def _all_well(self, version: int, failure: TransferError | None) -> bool:
+        failed = [text for text in self._world.collect(str(failure) if failure else "") if text]
+        if failed and self._world.is_main:
+            log.warning("v%d did not reach every engine: %s", version, "; ".join(sorted(set(failed))))
+        return not failed
+
+
+class _Outbox:
+    """One rank's messages in a session. After a failure nothing more is sent."""
+
+    def __init__(self, channel: Channel, catalogue: Catalogue, rank: int, device: torch.device) -> None:
+        self.failure: TransferError | None = None
+        self._channel = channel
+        self._catalogue = catalogue
+        self._rank = rank
+        self._device = device
+        self._experts: list[tuple[int, Experts]] = [(r, channel.experts(r)) for r in channel.receivers]
+
+    def put(self, layer: int, tensors: dict[str, torch.Tensor]) -> None:
+        """Send what this rank has of a layer to everyone who needs it."""
+        if self.failure is not None:
+            return
+        packed: dict[Message, torch.Tensor] = {}  # receivers that need the same get the same bytes
+        messages = []
+        for receiver, experts in self._experts:
+            for message in outgoing(self._catalogue[layer], self._rank, experts):
+                if message not in packed:
+                    packed[message] = pack(message, tensors, self._device)
+                messages.append((receiver, packed[message]))
+        try:
+            self._channel.send(messages)
+        except TransferError as error:
+            self.failure = error
+            self._channel.fail(f"rank {self._rank}: {error}")

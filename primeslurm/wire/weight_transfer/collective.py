@@ -1,0 +1,205 @@
+"""A policy sent from trainer ranks to engine workers, tensor by tensor: NCCL between GPUs, gloo between CPUs.
+
+Each update is a session: a process group of its own, with the senders (all trainer ranks) first and the receivers (the
+workers of the engines that take part) after them. They meet in the store of the trainer's rank 0. What is sent is
+described once in the catalogue, layer by layer, with the sender of every tensor; each receiver says which experts it
+holds. From these two, both ends know every message, and nothing else has to be negotiated:
+
+    for each layer, for each sender: one message with what every receiver needs, one with the receiver's own experts
+
+Whoever fails says so in the store and leaves; the others then fail too, instead of waiting. No wait is longer than the
+session's time-out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from primeslurm.wire.weight_transfer.catalogue import Catalogue, Experts, Named, buffer, outgoing, unpack
+from primeslurm.wire.weight_transfer.messages import TransferSession
+
+_PREFIX = "primeslurm/weights"
+_POLL_S = 0.0005
+ARRIVE_S = 120.0
+"""Longest wait for everybody to come. An engine that is killed after it got its place cannot say so, and trainer and
+other engines stand still meanwhile; one that lives comes within the seconds that it takes to pause."""
+_LOOK_S = 1.0
+"""How often a wait looks whether somebody else has failed."""
+
+
+class TransferError(RuntimeError):
+    """A session failed: somebody did not come, left, or took too long."""
+
+
+class Store:
+    """What senders and receivers tell one another before and beside the tensors.
+
+    Args:
+        address: host:port of the trainer's store.
+        timeout_s: longest wait for anything in it.
+
+    Raises:
+        TransferError: nobody answers there.
+    """
+
+    def __init__(self, address: str, timeout_s: float) -> None:
+        host, _, port = address.rpartition(":")
+        timeout = timedelta(seconds=min(timeout_s, ARRIVE_S))  # a trainer that was killed is not there at all
+        try:
+            store = dist.TCPStore(host, int(port), is_master=False, timeout=timeout)
+        except RuntimeError as error:  # includes torch's own kinds
+            raise TransferError(f"{address}: {error}") from error
+        self.store = dist.PrefixStore(_PREFIX, store)
+
+    def put_catalogue(self, catalogue: Catalogue) -> None:
+        """Describe what every session sends."""
+        self.store.set("catalogue", zlib.compress(msgspec.msgpack.encode(catalogue), 1))
+
+    def catalogue(self) -> Catalogue:
+        """What every session sends. Raises TransferError."""
+        with _waiting_for("the catalogue"):
+            raw = zlib.decompress(self.store.get("catalogue"))
+        return msgspec.msgpack.decode(raw, type=Catalogue)
+
+
+class Channel:
+    """This process's end of a session.
+
+    Args:
+        rank: place in the session.
+        experts: which experts this rank holds, if it receives.
+
+    Raises:
+        TransferError: not everybody came in time.
+    """
+
+    def __init__(
+        self,
+        session: TransferSession,
+        rank: int,
+        store: Store,
+        device: torch.device,
+        timeout_s: float,
+        experts: Experts = None,
+    ) -> None:
+        self._timeout = timedelta(seconds=timeout_s)
+        self._store = dist.PrefixStore(session.id, store.store)
+        self._device = device
+        self.receivers = range(session.senders, session.size)
+        with _waiting_for(f"{session.size} ranks"):
+            # Everybody is there before anybody connects, and still there when the last one has come: NCCL's own
+            # rendezvous has no time-out.
+            self._meet("experts", rank, session.size, msgspec.msgpack.encode(experts))
+            self._meet("present", rank, session.size, b"")
+            self._group = _group(self._store, rank, session.size, device, self._timeout)
+
+    def experts(self, receiver: int) -> Experts:
+        """Which experts a receiver holds."""
+        found: Experts = msgspec.msgpack.decode(self._store.get(f"experts/{receiver}"), type=Experts)
+        return found
+
+    def send(self, messages: Iterable[tuple[int, torch.Tensor]]) -> None:
+        """Send (receiver, bytes) in this order; return when they are out. Raises TransferError."""
+        self._wait(lambda: [self._group.send([data], receiver, 0) for receiver, data in messages])
+
+    def receive(self, messages: Iterable[tuple[int, torch.Tensor]]) -> None:
+        """Fill (sender, bytes) in this order. Raises TransferError."""
+        self._wait(lambda: [self._group.recv([data], sender, 0) for sender, data in messages])
+
+    def fail(self, reason: str) -> None:
+        """Leave, and have the others fail as well."""
+        try:
+            self._store.set("failed", reason)
+        finally:
+            self._group.abort()
+            del self._group  # gloo closes connections with the last reference: the others notice that at once
+
+    def close(self) -> None:
+        """Leave after everything was sent or received."""
+        self._group.shutdown()
+
+    def _meet(self, where: str, rank: int, size: int, word: bytes) -> None:
+        """Leave a word for the others, and wait until all have left theirs."""
+        self._store.set(f"{where}/{rank}", word)
+        arriving = min(self._timeout, timedelta(seconds=ARRIVE_S))
+        self._store.wait([f"{where}/{other}" for other in range(size)], arriving)
+
+    def _wait(self, start: Callable[[], list[Any]]) -> None:
+        if failure := self._failure(start):
+            raise TransferError(self._reason() or failure)
+
+    def _failure(self, start: Callable[[], list[Any]]) -> str:
+        """Why not all works were completed. They must not outlive this call, as an exception's frames would:
+        they hold connections open."""
+        try:
+            works = start()
+            if self._device.type != "cpu":
+                return self._poll(works)
+            for work in works:
+                work.wait(self._timeout)
+        except RuntimeError as error:
+            return str(error)
+        return ""
+
+    def _poll(self, works: list[Any]) -> str:
+        """Waiting on NCCL's works would only make a stream wait, and its watchdog ends the process."""
+        begun = looked = time.monotonic()
+        for work in works:
+            while not work.is_completed():
+                now = time.monotonic()
+                if now - begun > self._timeout.total_seconds():
+                    return f"nothing moved for {now - begun:.0f} s"
+                if now - looked > _LOOK_S:
+                    looked = now
+                    if reason := self._reason():
+                        return reason
+                time.sleep(_POLL_S)
+        return ""
+
+    def _reason(self) -> str:
+        try:
+            return self._store.get("failed").decode() if self._store.check(["failed"]) else ""
+        except RuntimeError:
+            return "the trainer's store is gone"
+
+
+def receive(
+    channel: Channel, catalogue: Catalogue, senders: int, experts: Experts, device: torch.device
+) -> Iterator[Named]:
+    """Everything that a receiver with `experts` needs, as it comes, layer by layer. Raises TransferError."""
+    for layer in catalogue:
+        incoming = [(sender, message) for sender in range(senders) for message in outgoing(layer, sender, experts)]
+        data = [(message, buffer(message, device)) for _, message in incoming]
+        channel.receive((sender, room) for (sender, _), (_, room) in zip(incoming, data, strict=True))
+        found = unpack(data)
+        del data  # of experts that were joined, nobody needs it any more
+        yield from found
+
+
+def _group(store: Any, rank: int, size: int, device: torch.device, timeout: timedelta) -> Any:
+    """A process group beside torch's default one, whose members are fixed."""
+    if device.type == "cpu":
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = 2 * timeout  # its watchdog ends the process: ours must come first
+    group = dist.ProcessGroupNCCL(store, rank, size, options)
+    group.eager_connect_single_device(device)  # or every pair of ranks would make a communicator of its own
+    return group
+
+
+@contextlib.contextmanager
+def _waiting_for(what: str) -> Iterator[None]:
+    """Turns torch's errors in the body into a TransferError that says what was waited for."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise TransferError(f"waiting for {what}: {error}") from error

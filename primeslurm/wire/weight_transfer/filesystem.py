@@ -1,0 +1,75 @@
+"""Published policies on a shared file system: `weights/v000012/`, complete only with MANIFEST.json, written last."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from primeslurm.wire import manifest
+from primeslurm.wire.manifest import FileRecord
+
+MANIFEST = "MANIFEST.json"
+_NAME = re.compile(r"^v(\d{6,})$")
+
+
+class WeightManifest(msgspec.Struct, frozen=True):
+    """A complete published policy. `layout` "hf" = safetensors under Hugging Face names."""
+
+    version: int
+    layout: str
+    dtype: str
+    files: list[FileRecord]
+
+
+def version_dir(run_dir: Path, version: int) -> Path:
+    """Where version `version` is published."""
+    return run_dir / "weights" / f"v{version:06d}"
+
+
+def complete(directory: Path, version: int, dtype: str, described: Sequence[FileRecord] = ()) -> WeightManifest:
+    """Describe every file of `directory` in a manifest: from here on the version exists.
+
+    Args:
+        described: records of files that their writers made; only the others are read.
+    """
+    done = {MANIFEST, *(record.name for record in described)}
+    files = [p for p in directory.iterdir() if p.is_file() and p.name not in done and not p.name.startswith(".")]
+    records = sorted([*described, *manifest.describe(directory, files)], key=lambda record: record.name)
+    value = WeightManifest(version=version, layout="hf", dtype=dtype, files=records)
+    manifest.write(directory / MANIFEST, value)
+    return value
+
+
+def read_manifest(directory: Path) -> WeightManifest | None:
+    """The manifest, or None if the directory is not a complete policy."""
+    return manifest.read(directory / MANIFEST, WeightManifest)
+
+
+def damage(directory: Path) -> list[str]:
+    """What is wrong with a published policy, in words; empty if every file matches its digest."""
+    value = read_manifest(directory)
+    return manifest.differing(directory, value.files) if value else [f"{directory}: no readable {MANIFEST}"]
+
+
+def published(run_dir: Path) -> list[int]:
+    """All complete versions, ascending."""
+    root = run_dir / "weights"
+    if not root.is_dir():
+        return []
+    found = [(int(match[1]), path) for path in root.iterdir() if (match := _NAME.match(path.name))]
+    return sorted(version for version, path in found if (path / MANIFEST).is_file())
+
+
+def prune(run_dir: Path, keep: int, needed: set[int]) -> list[int]:
+    """Delete published versions beyond the newest `keep`, but never one in `needed`. Returns what was deleted."""
+    versions = published(run_dir)
+    doomed = [v for v in versions[:-keep] if v not in needed]
+    for version in doomed:
+        directory = version_dir(run_dir, version)
+        (directory / MANIFEST).unlink(missing_ok=True)  # first: a half-deleted version must not look complete
+        shutil.rmtree(directory, ignore_errors=True)
+    return doomed

@@ -1,0 +1,33 @@
+"""Names of tensors in checkpoints and transfers, in Hugging Face format: both ends have to read them alike."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+
+FP8_BLOCK = 128
+"""Rows and columns of a block of an FP8 weight, which share a scale."""
+FP8_SCALE = "_scale_inv"
+"""What follows the name of an FP8 weight in the name of its scales."""
+_STACK = re.compile(r"(.+\.experts)\.(?:gate_up|(down))_proj")
+
+
+def layers_ahead(layers: int, ahead: int) -> re.Pattern[str]:
+    """Names of a checkpoint's tensors for tokens further ahead: `ahead` layers beyond its `layers`, or a module `mtp`.
+
+    They draft for speculative decoding; neither training nor an engine without drafts reads them.
+    """
+    numbers = "|".join(str(layers + index) for index in range(ahead))
+    return re.compile(rf"(model\.layers\.({numbers})|mtp)\..*")
+
+
+def absent(expected: Collection[str], found: Collection[str]) -> set[str]:
+    """Names of `expected` that are not `found`. What one checkpoint stacks, another may hold expert by expert."""
+    return {name for name in expected if name not in found and not _one_by_one(name, found)}
+
+
+def _one_by_one(name: str, found: Collection[str]) -> bool:
+    """Whether the first expert of a stack is there by itself."""
+    stack = _STACK.fullmatch(name)
+    parts = () if stack is None else ("down",) if stack[2] else ("gate", "up")
+    return stack is not None and all(f"{stack[1]}.0.{part}_proj.weight" in found for part in parts)

@@ -1,0 +1,117 @@
+"""Engines that are sent their policy by a trainer: exact, each its own experts, and again after a failure."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, EngineUpdateError, PolicyVersion, Step
+from primeslurm.orchestrator.weight_transfer.sessions import TransferSessions
+from primeslurm.trainer.encoding import Encoding
+from primeslurm.trainer.parallel import build
+from primeslurm.trainer.weight_transfer.sender import Sender
+from primeslurm.trainer.world import World
+from primeslurm.wire.link import Answer, OrchestratorLink, Request, TrainerLink
+from primeslurm.wire.weight_transfer.collective import Channel, TransferError
+from primeslurm.wire.weight_transfer.messages import OfferTransfer
+from tests.engine.conftest import tiny_recipe
+from tests.engine.test_wide_ep import exact, start_ranks
+from tests.support.models import make_model
+from tests.support.processes import Server, Zygote, free_port
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(scope="module")
+def servers(zygote: Zygote, model: Path) -> Iterator[list[Server]]:
+    """Two engines that share their experts."""
+    servers = start_ranks(zygote, model, 2, transport="nccl")
+    for server in servers:
+        server.wait("/primeslurm/status")
+    yield servers
+    for server in servers:
+        server.stop()
+
+
+class Exchange:
+    """The orchestrator's part, between engines and a trainer in this process."""
+
+    def __init__(self, servers: list[Server], model: Path) -> None:
+        self.address = f"tcp://127.0.0.1:{free_port()}"
+        self.sessions = TransferSessions(workers=1, timeout_s=20)
+        self.wanting = 0
+        self.engines = [
+            EngineClient(lambda url=server.url: url, str(model), self.sessions.join, retry_s=0.1) for server in servers
+        ]
+
+    async def handle(self, request: Request) -> Answer:
+        assert isinstance(request, OfferTransfer)
+        return await self.sessions.answer(request, lambda: self.wanting, 2)
+
+    async def apply(self, version: int, timeout_s: float = 60) -> list[Step | BaseException]:
+        """Bring all engines to the version that the trainer sends."""
+        self.wanting = len(self.engines)
+
+        async def one(engine: EngineClient) -> Step:
+            try:
+                return await engine.apply(PolicyVersion(version, ""), timeout_s)
+            finally:
+                self.wanting -= 1
+
+        self.sessions.expect(version)
+        return await asyncio.gather(*map(one, self.engines), return_exceptions=True)
+
+
+@pytest.fixture
+async def exchange(servers: list[Server], model: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Exchange]:
+    monkeypatch.setattr(
+        "primeslurm.orchestrator.weight_transfer.sessions.GATHER_S", 60
+    )  # one session for both, however slow one is
+    exchange = Exchange(servers, model)
+    serving = asyncio.create_task(OrchestratorLink(exchange.address, exchange.handle).serve())
+    yield exchange
+    serving.cancel()
+    await asyncio.gather(serving, return_exceptions=True)
+
+
+def sender(model: Path, world: World, exchange: Exchange) -> Sender:
+    """A trainer that holds the model."""
+    policy = build(tiny_recipe(model), world)
+    return Sender(policy, Encoding(torch.float32), TrainerLink(exchange.address), world, timeout_s=20)
+
+
+async def test_engines_compute_with_what_the_trainer_sent(servers, exchange, world: World, tmp_path: Path) -> None:
+    for version in (1, 2):
+        target = make_model(tmp_path / str(version), seed=20 + version)
+        applying = asyncio.create_task(exchange.apply(version))
+        assert await asyncio.to_thread(sender(target, world, exchange).send, version) == 1, "one session for both"
+        assert await applying == [Step.UPDATE] * 2
+        assert all(exact(server, target, f"sent:{version}") for server in servers)
+
+
+async def test_engines_recover_from_a_trainer_that_broke_off(
+    servers, exchange, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = make_model(tmp_path / "target", seed=30)
+    send, failures = Channel.send, iter([TransferError("the cable is out")])
+
+    def failing_once(channel: Channel, messages: Iterable[tuple[int, torch.Tensor]]) -> None:
+        for error in failures:
+            raise error
+        send(channel, messages)
+
+    monkeypatch.setattr(Channel, "send", failing_once)
+    applying = asyncio.create_task(exchange.apply(3))
+    assert await asyncio.to_thread(sender(target, world, exchange).send, 3) == 1
+    assert await applying == [Step.UPDATE] * 2
+    assert all(exact(server, target, "after") for server in servers)
+
+
+async def test_an_engine_without_its_trainer_is_refused_in_time(exchange) -> None:
+    exchange.sessions.expect(4)
+    results = await exchange.apply(4, timeout_s=1)
+    assert all(isinstance(result, EngineUpdateError) for result in results)

@@ -1,0 +1,53 @@
+"""What counts as a complete published policy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from primeslurm.inference.weight_transfer.errors import PolicyError
+from primeslurm.inference.weight_transfer.filesystem import policy_files, tensor_names
+from primeslurm.wire.weight_transfer import filesystem
+from tests.support.models import publish
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture
+def policy(model: Path, tmp_path: Path) -> Path:
+    return publish(model, tmp_path, 3)
+
+
+def test_a_complete_policy(policy: Path, model: Path) -> None:
+    files = policy_files(policy, 3)
+    assert [file.parent for file in files] == [policy]
+    assert tensor_names(files) == tensor_names(sorted(model.glob("*.safetensors")))
+
+
+def test_a_model_directory_is_no_policy(model: Path) -> None:
+    with pytest.raises(PolicyError, match="no readable MANIFEST"):
+        policy_files(model, 0)
+
+
+def test_another_version_is_refused(policy: Path) -> None:
+    with pytest.raises(PolicyError, match="holds version 3, asked for 4"):
+        policy_files(policy, 4)
+
+
+def test_a_file_that_is_missing_or_cut_short_is_refused(policy: Path) -> None:
+    file = next(policy.glob("*.safetensors"))
+    with file.open("r+b") as handle:
+        handle.truncate(100)
+    with pytest.raises(PolicyError, match="found 100"):
+        policy_files(policy, 3)
+    file.unlink()
+    with pytest.raises(PolicyError, match="found None"):
+        policy_files(policy, 3)
+
+
+def test_a_policy_without_safetensors_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    filesystem.complete(tmp_path, 3, "float32")
+    with pytest.raises(PolicyError, match="names no safetensors"):
+        policy_files(tmp_path, 3)

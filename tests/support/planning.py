@@ -1,0 +1,16 @@
+"""What checks find in a recipe, without a plan."""
+
+from __future__ import annotations
+
+from primeslurm.api.planning import look_at_files
+from primeslurm.plan.checks import review
+from primeslurm.plan.derive import asked_of
+from primeslurm.plan.forecast import Estimate
+from primeslurm.plan.model import Finding
+from primeslurm.recipe import Recipe, Site
+
+
+def reviewed(recipe: Recipe, site: Site) -> tuple[list[Finding], Estimate | None]:
+    """All findings about a recipe on a site, and the estimate."""
+    files, (needs, _) = look_at_files(recipe), asked_of(recipe, site, local=False)
+    return review(recipe, site, needs, files.model, files.teacher)

@@ -1,0 +1,143 @@
+"""Sending tensors from several ranks to several others, in threads of this process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import torch.distributed as dist
+
+from primeslurm.wire.weight_transfer.catalogue import Experts, Named, TensorInfo, outgoing, pack, stacked
+from primeslurm.wire.weight_transfer.collective import Channel, Store, TransferError, receive
+from primeslurm.wire.weight_transfer.messages import TransferSession
+from tests.trainer.conftest import free_port
+
+CPU = torch.device("cpu")
+EXPERT = "layers.0.mlp.experts.{}.up_proj.weight"
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    """Odd sizes and mixed dtypes: every message needs padding."""
+    generator = torch.Generator().manual_seed(0)  # its own: threads draw at the same time
+    draw = partial(torch.randn, generator=generator)
+    found = {EXPERT.format(i): draw(3, 5).bfloat16() for i in range(4)}
+    found |= {EXPERT.format(i) + "_scale_inv": draw(1, 1) for i in range(4)}
+    return found | {"layers.0.norm.weight": draw(7), "head.weight": draw(3, 3).to(torch.float8_e4m3fn)}
+
+
+def share(sender: int, senders: int) -> list[Named]:
+    """What a sender has. They take turns, so that a receiver has to bring experts in order again."""
+    return list(stacked(list(tensors().items())[sender::senders]))
+
+
+def catalogue(senders: int) -> list[list[TensorInfo]]:
+    """Two layers."""
+    infos = [
+        TensorInfo(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), sender, experts)
+        for sender in range(senders)
+        for name, tensor, experts in share(sender, senders)
+    ]
+    return [[info for info in infos if "head" in info.name], [info for info in infos if "head" not in info.name]]
+
+
+@pytest.fixture(scope="module")
+def address() -> str:
+    """The store of a trainer."""
+    port = free_port()
+    global _kept  # a store ends with its last reference
+    _kept = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    return f"127.0.0.1:{port}"
+
+
+def send(session: TransferSession, rank: int, address: str) -> None:
+    channel = Channel(session, rank, Store(address, 10), CPU, 10)
+    mine = {item.name: item.tensor for item in share(rank, session.senders)}
+    try:
+        for layer in catalogue(session.senders):
+            messages = [
+                (receiver, pack(message, mine, CPU))
+                for receiver in channel.receivers
+                for message in outgoing(layer, rank, channel.experts(receiver))
+            ]
+            channel.send(messages)
+    except TransferError as error:
+        channel.fail(str(error))
+        raise
+    channel.close()
+
+
+def take(session: TransferSession, rank: int, address: str, experts: Experts) -> dict[str, torch.Tensor]:
+    store = Store(address, 10)
+    channel = Channel(session, rank, store, CPU, 10, experts)
+    received = list(receive(channel, store.catalogue(), session.senders, experts, CPU))
+    found = {name: tensor.clone() for item in received for name, tensor in item.each()}
+    channel.close()
+    return found
+
+
+def together(*calls: Callable[[], Any]) -> list[Future[Any]]:
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [pool.submit(call) for call in calls]
+
+
+def test_each_receiver_gets_what_it_needs(address: str) -> None:
+    session = TransferSession("each", senders=2, size=4)
+    Store(address, 10).put_catalogue(catalogue(2))
+    one, other = frozenset({0, 3}), None
+    *_, some, all_ = together(
+        lambda: send(session, 0, address),
+        lambda: send(session, 1, address),
+        lambda: take(session, 2, address, one),
+        lambda: take(session, 3, address, other),
+    )
+    everything = tensors()
+    assert set(all_.result()) == set(everything)
+    assert set(everything) - set(some.result()) == {
+        EXPERT.format(i) + end for i in (1, 2) for end in ("", "_scale_inv")
+    }
+    for name, tensor in (some.result() | all_.result()).items():
+        assert tensor.dtype == everything[name].dtype
+        assert torch.equal(tensor.view(torch.uint8), everything[name].view(torch.uint8)), name
+
+
+def test_a_rank_that_fails_takes_the_others_along(address: str) -> None:
+    session = TransferSession("fails", senders=1, size=3)
+    Store(address, 10).put_catalogue(catalogue(1))
+
+    def leave() -> None:
+        Channel(session, 2, Store(address, 10), CPU, 10).fail("rank 2: out of memory")
+
+    begun = time.monotonic()
+    sending, *_ = together(lambda: send(session, 0, address), lambda: take(session, 1, address, None), leave)
+    with pytest.raises(TransferError, match=r"out of memory|reset|closed"):
+        sending.result()
+    assert time.monotonic() - begun < 10, "nobody waited for the time-out"
+
+
+def test_a_rank_that_never_comes_is_not_waited_for_longer_than_said(address: str) -> None:
+    with pytest.raises(TransferError, match="waiting for 2 ranks"):
+        Channel(TransferSession("alone", senders=1, size=2), 0, Store(address, 10), CPU, 0.5)
+
+
+@pytest.mark.parametrize("came", [False, True])
+def test_a_rank_that_was_killed_before_all_had_come_does_not_stop_the_others_for_long(
+    came: bool, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("primeslurm.wire.weight_transfer.collective.ARRIVE_S", 0.5)
+    session = TransferSession(f"killed-{came}", senders=1, size=2)
+    if came:
+        dist.PrefixStore(session.id, Store(address, 10).store).set("experts/1", msgspec.msgpack.encode(None))
+    with pytest.raises(TransferError, match="waiting for 2 ranks"):
+        Channel(session, 0, Store(address, 10), CPU, 600)
+
+
+def test_a_trainer_that_is_not_there_is_named_and_not_waited_for_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("primeslurm.wire.weight_transfer.collective.ARRIVE_S", 0.5)
+    with pytest.raises(TransferError, match=r"127\.0\.0\.1:1:"):
+        Store("127.0.0.1:1", 600)

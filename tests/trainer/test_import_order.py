@@ -1,0 +1,29 @@
+"""torch and torchtitan are patched before anything of torchtitan is imported, whatever a program imports first."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+PATCHED = """
+import sys
+import primeslurm.trainer
+assert "torch" not in sys.modules
+from torchtitan.distributed.fsdp import disable_fsdp_gradient_division
+from torchtitan.models.utils import MoEStateDictAdapter
+print(MoEStateDictAdapter._caculate_indices_from_placements.__module__)
+"""
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=False)
+
+
+def test_importing_torchtitan_patches_it_and_the_package_alone_imports_no_torch() -> None:
+    done = python(PATCHED)
+    assert (done.returncode, done.stdout) == (0, "primeslurm.trainer.compat\n"), done.stderr
+
+
+def test_a_program_that_has_imported_torchtitan_before_is_refused() -> None:
+    done = python("import torchtitan, primeslurm.trainer")
+    assert "has to be imported before torchtitan" in done.stderr

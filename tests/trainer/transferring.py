@@ -1,0 +1,47 @@
+"""One rank of a test: in each layout build the policy, publish it, and send it to engines that want it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from primeslurm.recipe import Recipe
+from primeslurm.trainer.encoding import Encoding
+from primeslurm.trainer.interrupt import Interrupt
+from primeslurm.trainer.parallel import build
+from primeslurm.trainer.weight_transfer.publisher import Publisher
+from primeslurm.trainer.weight_transfer.sender import Sender
+from primeslurm.trainer.world import join
+from primeslurm.wire.link import TrainerLink
+
+
+def main() -> None:
+    """Arguments: address of the orchestrator, directories with a recipe.json each."""
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    world = join(Interrupt(), patience_s=60)
+    link = TrainerLink(sys.argv[1])
+    gather = DTensor.full_tensor
+    gathered = []
+
+    def counted(tensor: DTensor) -> torch.Tensor:
+        whole = gather(tensor)
+        gathered.append(whole.numel())
+        return whole
+
+    DTensor.full_tensor = counted  # type: ignore[method-assign]
+    for directory in map(Path, sys.argv[2:]):
+        policy = build(Recipe.model_validate_json((directory / "recipe.json").read_text()), world)
+        encoding = Encoding(torch.float32, stored=policy.stored_fp8)
+        Publisher(policy, directory, encoding, 1, world).publish(1)
+        print("GATHERED", json.dumps([directory.name, max(gathered)]), flush=True)
+        gathered.clear()
+        sessions = Sender(policy, encoding, link, world, 60).send(1)
+        print("SENT", json.dumps([directory.name, sessions]), flush=True)
+    world.close()
+
+
+if __name__ == "__main__":
+    main()

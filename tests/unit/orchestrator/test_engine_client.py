@@ -1,0 +1,82 @@
+"""How often an engine is asked to take a policy, and what it is told each time."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+
+from primeslurm.orchestrator.weight_transfer.engine_client import (
+    EngineClient,
+    EngineDownError,
+    EngineUpdateError,
+    PolicyVersion,
+    Step,
+)
+
+STATUS = {"version": 3, "incarnation": "a", "paused": False, "updates": 1, "initialized": True}
+
+
+class Engine:
+    """Answers like an engine whose first updates fail."""
+
+    def __init__(self, failures: int, lost: bool = False) -> None:
+        self.asked: list[str] = []
+        self.infos: list[dict[str, Any]] = []
+        self._failures = failures
+        self._lost = lost
+
+    def client(self, *_: object, **__: object) -> httpx.AsyncClient:
+        return httpx.AsyncClient(transport=httpx.MockTransport(self._answer))
+
+    def _answer(self, request: httpx.Request) -> httpx.Response:
+        path = request.url.path
+        if path == "/primeslurm/status":
+            return httpx.Response(200, json=STATUS)
+        self.asked.append(path)
+        if path == "/update_weights":
+            self.infos.append(json.loads(request.content)["update_info"])
+            if self._lost:
+                raise httpx.ConnectError("gone")
+            if len(self.infos) <= self._failures:
+                return httpx.Response(500, text=f"failure {len(self.infos)}")
+        return httpx.Response(200)
+
+
+async def apply(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Step:
+    monkeypatch.setattr("primeslurm.orchestrator.weight_transfer.engine_client.client_within_run", engine.client)
+    places = iter(range(9))
+
+    async def place(version: int) -> dict[str, Any]:
+        return {"version": version, "place": next(places)}
+
+    control = EngineClient(lambda: "http://engine", "/model", place, retry_s=0.0)
+    return await control.apply(PolicyVersion(4, ""), timeout_s=30)
+
+
+async def test_an_update_that_failed_is_tried_again_with_another_place_at_the_trainer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = Engine(failures=2)
+    assert await apply(engine, monkeypatch) is Step.UPDATE
+    assert engine.infos == [{"version": 4, "place": number} for number in range(3)]
+    updates = ["/start_weight_update", "/update_weights"]
+    assert engine.asked == ["/pause", *updates, *updates, *updates, "/finish_weight_update", "/resume"]
+
+
+async def test_after_the_last_try_its_error_is_told_and_the_engine_stays_paused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = Engine(failures=9)
+    with pytest.raises(EngineUpdateError, match="500 failure 3"):
+        await apply(engine, monkeypatch)
+    assert len(engine.infos) == 3 and "/resume" not in engine.asked
+
+
+async def test_an_engine_that_is_gone_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(failures=0, lost=True)
+    with pytest.raises(EngineDownError, match="gone"):
+        await apply(engine, monkeypatch)
+    assert len(engine.infos) == 1

@@ -1,0 +1,167 @@
+"""What the policy loop decides, with an injected clock and no I/O."""
+
+from __future__ import annotations
+
+import pytest
+
+from primeslurm.orchestrator.weight_transfer.engine_client import EngineStatus, PolicyVersion, Step, next_step
+from primeslurm.orchestrator.weight_transfer.policy_loop import EnginePool
+
+
+def engine(version: int | None, incarnation: str = "i", paused: bool = False, updates: int = 1) -> EngineStatus:
+    return EngineStatus(version, incarnation, paused, updates, initialized=True)
+
+
+V0, V1, V2 = PolicyVersion(0, "/model"), PolicyVersion(1, "/run/v1"), PolicyVersion(2, "/run/v2")
+
+
+@pytest.mark.parametrize(
+    ("status", "policy", "step"),
+    [
+        (engine(1), V1, Step.NOTHING),
+        (engine(1, paused=True), V1, Step.RESUME),
+        (engine(None, updates=0), V0, Step.CONFIRM),
+        (engine(None, updates=0), PolicyVersion(5, "/model"), Step.CONFIRM),  # started from the policy's own directory
+        (engine(None, updates=0), V1, Step.UPDATE),
+        (engine(None, updates=1), V0, Step.UPDATE),  # a failed update: what it loaded at start is gone
+        (engine(1), V2, Step.UPDATE),
+        (engine(2), V1, Step.UPDATE),
+    ],
+)
+def test_next_step(status: EngineStatus, policy: PolicyVersion, step: Step) -> None:
+    assert next_step(status, policy, "/model") is step
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def pool(clock: Clock) -> EnginePool:
+    return EnginePool(["a", "b"], clock)
+
+
+def states(pool: EnginePool) -> dict[str, str]:
+    return {name: view.state for name, view in pool.report().items()}
+
+
+def test_nothing_is_current_before_an_engine_serves(pool: EnginePool) -> None:
+    pool.want(V0)
+    assert pool.current_version is None
+    pool.seen("a", engine(None, updates=0))
+    assert states(pool) == {"a": "STALE", "b": "DOWN"}
+    assert pool.needs_update("a") and not pool.needs_update("b")
+    assert pool.current_version is None
+
+
+def test_no_engine_needs_an_update_while_nothing_is_wanted(pool: EnginePool) -> None:
+    pool.seen("a", engine(None, updates=0))
+    assert not pool.needs_update("a")
+
+
+def test_a_version_is_current_once_every_serving_engine_has_it(pool: EnginePool) -> None:
+    pool.want(V1)
+    pool.seen("a", engine(1))
+    pool.seen("b", engine(1))
+    assert pool.current_version == 1 and states(pool) == {"a": "CURRENT", "b": "CURRENT"}
+    pool.want(V2)
+    assert pool.needs_update("a") and pool.needs_update("b")
+    pool.updating("a")
+    pool.updated("a", 2)
+    assert pool.current_version == 1  # b still serves 1
+    pool.updating("b")
+    assert states(pool) == {"a": "CURRENT", "b": "UPDATING"}
+    pool.updated("b", 2)
+    assert pool.current_version == 2
+
+
+def test_a_dead_engine_holds_up_nobody_and_is_brought_back_by_itself(pool: EnginePool) -> None:
+    pool.want(V1)
+    pool.seen("a", engine(1))
+    pool.seen("b", engine(1))
+    pool.want(V2)
+    pool.seen("b", None)
+    pool.updated("a", 2)
+    assert pool.current_version == 2
+    pool.seen("b", engine(None, incarnation="j", updates=0))
+    assert pool.needs_update("b")
+    assert pool.current_version == 2
+
+
+def test_the_current_version_stays_when_all_engines_are_gone(pool: EnginePool) -> None:
+    pool.want(V1)
+    pool.seen("a", engine(1))
+    pool.seen("a", None)
+    assert pool.current_version == 1
+    pool.seen("b", engine(0))  # it was unreachable, and comes back with what it had
+    assert pool.current_version == 1 and pool.needs_update("b")
+
+
+def test_an_engine_that_failed_an_update_is_restarted_not_updated(pool: EnginePool) -> None:
+    pool.want(V1)
+    pool.seen("a", engine(0, incarnation="bad"))
+    pool.failed("a", "500")
+    pool.seen("a", engine(None, incarnation="bad", paused=True))
+    assert pool.must_restart("a") and not pool.needs_update("a")
+    assert pool.report()["a"].restart and pool.report()["a"].error == "500"
+    pool.seen("a", None)
+    assert not pool.must_restart("a")
+    pool.seen("a", engine(None, incarnation="new", updates=0))
+    assert pool.needs_update("a") and pool.report()["a"].error is None
+
+
+def test_a_version_that_was_overtaken_under_way_leaves_the_engine_stale(pool: EnginePool) -> None:
+    pool.want(V1)
+    pool.seen("a", engine(0))
+    pool.updating("a")
+    pool.want(V2)
+    pool.updated("a", 1)
+    assert states(pool)["a"] == "STALE" and pool.needs_update("a")
+
+
+def test_a_paused_engine_is_not_current(pool: EnginePool) -> None:
+    pool.want(V1)
+    pool.seen("a", engine(1, paused=True))
+    assert pool.needs_update("a")
+
+
+def test_an_older_policy_is_refused(pool: EnginePool) -> None:
+    pool.want(V2)
+    with pytest.raises(ValueError, match="older"):
+        pool.want(V1)
+
+
+def test_states_keep_the_time_they_were_entered(pool: EnginePool, clock: Clock) -> None:
+    pool.want(V1)
+    clock.now = 110
+    pool.seen("a", engine(1))
+    clock.now = 120
+    pool.seen("a", engine(1))
+    assert pool.report()["a"].since == 110
+
+
+def test_a_policy_that_is_sent_is_wanted_by_every_engine_that_is_up_and_sound(pool: EnginePool) -> None:
+    sent = PolicyVersion(1, "")
+    pool.want(V0)
+    assert pool.wanting() == 0, "nobody is up"
+    pool.seen("a", engine(0))
+    pool.seen("b", engine(0))
+    pool.want(sent)
+    assert pool.wanting() == 2 and pool.needs_weights("a")
+    pool.updating("a")
+    pool.failed("b", "refused")
+    assert pool.wanting() == 1, "b has to be restarted first"
+    pool.held("a")
+    assert states(pool)["a"] == "STALE" and pool.needs_update("a"), "it waits for the trainer to send"
+    pool.seen("a", engine(1, paused=True))
+    assert pool.needs_update("a") and not pool.needs_weights("a"), "it only has to be resumed"
+    pool.updated("a", 1)
+    assert pool.wanting() == 0

@@ -1,0 +1,75 @@
+"""The examples of what one can write oneself work as their recipes use them. The loss is in tests/trainer/test_loss."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from primeslurm.orchestrator import algorithms
+from primeslurm.orchestrator.batches import Batches
+from primeslurm.recipe import Recipe
+from primeslurm.recipe.load import load_recipe
+from tests.support.cli import primeslurm
+from tests.support.fake_engine import FakeEngine, write_tokenizer
+from tests.support.recipes import model_dir
+from tests.unit.orchestrator.test_packing import group
+from tests.unit.orchestrator.test_worker import rollouts
+
+ROOT = Path(__file__).resolve().parents[3]
+EXAMPLES = ROOT / "examples"
+NAMES = ("own_algorithm", "own_environment", "own_loss")
+
+
+@pytest.fixture(autouse=True)
+def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+
+
+def recipe(name: str, **changes: Any) -> Recipe:
+    return load_recipe(EXAMPLES / f"{name}.yaml").model_copy(update=changes)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_its_recipe_passes_every_check(name: str, tmp_path: Path) -> None:
+    options = ["--set", f"model.path={model_dir(tmp_path)}", "--site", str(ROOT / "sites" / "h200.yaml")]
+    result = primeslurm("check", EXAMPLES / f"{name}.yaml", *options, cwd=tmp_path)
+    assert result.code == 0 and ": ok, " in result.err, result.err
+
+
+def test_the_algorithm_gives_batches_leave_one_out_advantages() -> None:
+    wanted = recipe("own_algorithm")
+    algorithm = algorithms.from_recipe(wanted)
+    rewards = [1.0, 0.25, 0.0, 0.0]
+    dull, good = group([4, 4], [0.5, 0.505]), group([5, 9, 7, 6], rewards)
+    assert algorithm.rejects(dull) == "no_spread" and algorithm.rejects(good) is None
+    batches = Batches(wanted, algorithm)
+    batches.add(1, [good])
+    batch = batches.get(1, 0, 1)
+    assert batch is not None and batch.info.loss_tokens == 4 + 8 + 6 + 5
+    (row,) = batch.rows
+    found = {int(token): float(value) for token, value in zip(row.token_ids, row.advantages, strict=True) if value}
+    exact = [np.float64(r) - np.mean(np.delete(np.array(rewards, np.float64), i)) for i, r in enumerate(rewards)]
+    assert found == {i: pytest.approx(value, abs=1e-6) for i, value in enumerate(exact) if value}
+
+
+@pytest.mark.parametrize(("right", "reward"), [(4, 1.0), (2, 0.5)])
+async def test_the_environment_is_loaded_by_its_name_and_scores_answers(
+    right: int, reward: float, tmp_path: Path
+) -> None:
+    """An engine gets the first `right` of four letters right."""
+    tokenizer = write_tokenizer(tmp_path)
+    model = recipe("own_environment").model.model_copy(update={"path": str(tokenizer)})
+    words: list[str] = []
+
+    def answer(word: str) -> str:
+        words.append(word)
+        return "".join(sorted(word))[:right] + "?" * (4 - right)
+
+    with FakeEngine(tokenizer, mistakes=0, answer=answer) as engine:
+        engine.version = 3
+        (rollout,) = await rollouts(engine, recipe("own_environment", model=model))
+    assert rollout.info.reward == reward
+    assert [len(word) for word in words] == [4], "its recipe says so"

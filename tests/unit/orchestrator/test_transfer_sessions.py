@@ -1,0 +1,137 @@
+"""How engines and the trainer come together for a session."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from primeslurm.orchestrator.weight_transfer.sessions import GATHER_S, PATIENCE_S, NoSenderError, TransferSessions
+from primeslurm.wire.link import Answer
+from primeslurm.wire.weight_transfer.messages import OfferTransfer
+
+HOLD_S = 0.5
+
+
+class Clock:
+    """A clock that is moved by hand."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Meeting:
+    """A trainer of two ranks, and engines of four workers."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.sessions = TransferSessions(workers=4, timeout_s=60, clock=self.clock)
+        self.wanting = 0
+
+    async def ask(self, version: int = 1, done: str = "") -> Answer:
+        request = OfferTransfer(version, "node:29500", 2, done)
+        return await self.sessions.answer(request, lambda: self.wanting, HOLD_S)
+
+    async def come(self, version: int = 1) -> asyncio.Task[dict[str, Any]]:
+        """An engine that wants the policy and waits for its place."""
+        task = asyncio.create_task(self.sessions.join(version))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        return task
+
+
+@pytest.fixture
+def meeting() -> Meeting:
+    return Meeting()
+
+
+async def test_all_engines_that_want_the_policy_share_a_session(meeting: Meeting) -> None:
+    meeting.sessions.expect(1)
+    meeting.wanting = 2
+    engines = [await meeting.come(), await meeting.come()]
+    answer = await meeting.ask()
+    assert answer.kind == "session" and answer.session is not None
+    assert (answer.session.senders, answer.session.size) == (2, 10)
+    places = [await engine for engine in engines]
+    assert [place["first_rank"] for place in places] == [2, 6]
+    assert {(place["session"], place["store"]) for place in places} == {(answer.session.id, "node:29500")}
+
+    assert await meeting.ask() == answer, "an announcement that was lost is repeated"
+    meeting.wanting = 0
+    assert (await meeting.ask(done=answer.session.id)).kind == "ok"
+    assert not meeting.sessions.sends(1)
+
+
+async def test_a_session_does_not_wait_for_long_for_an_engine_that_is_late(meeting: Meeting) -> None:
+    meeting.wanting = 2
+    meeting.sessions.expect(1)
+    await meeting.come()
+    asking = asyncio.create_task(meeting.ask())
+    await asyncio.sleep(0.3)
+    assert not asking.done()
+    meeting.clock.now += GATHER_S
+    answer = await asking
+    assert answer.session is not None and answer.session.size == 6
+
+    late = await meeting.come()
+    meeting.clock.now += GATHER_S
+    again = await meeting.ask(done=answer.session.id)
+    assert again.session is not None and again.session.id != answer.session.id
+    assert (await late)["session"] == again.session.id
+
+
+async def test_the_trainer_waits_while_an_engine_is_on_its_way(meeting: Meeting) -> None:
+    meeting.wanting = 1
+    asking = asyncio.create_task(meeting.ask())
+    await asyncio.sleep(0.3)
+    assert not asking.done()
+    meeting.clock.now += 2 * HOLD_S
+    assert (await asking).kind == "wait"
+
+
+async def test_an_engine_does_not_wait_for_a_trainer_that_does_something_else(meeting: Meeting) -> None:
+    with pytest.raises(NoSenderError, match="version 1"):
+        await meeting.sessions.join(1)
+    meeting.sessions.expect(1)
+    assert meeting.sessions.sends(1) and not meeting.sessions.sends(2)
+    with pytest.raises(NoSenderError, match="version 2"):
+        await meeting.sessions.join(2)
+    meeting.clock.now += PATIENCE_S
+    assert not meeting.sessions.sends(1), "it promised to ask, and never did"
+
+
+async def test_an_engine_that_gave_up_has_no_place(meeting: Meeting) -> None:
+    meeting.sessions.expect(1)
+    meeting.wanting = 1
+    gone = await meeting.come()
+    gone.cancel()
+    await asyncio.gather(gone, return_exceptions=True)
+    stays = await meeting.come()
+    answer = await meeting.ask()
+    assert answer.session is not None and answer.session.size == 6
+    assert (await stays)["first_rank"] == 2
+
+
+async def test_an_engine_that_gives_up_just_now_does_not_break_the_session_of_the_others(meeting: Meeting) -> None:
+    meeting.sessions.expect(1)
+    meeting.wanting = 1
+    gone, stays = await meeting.come(), await meeting.come()
+    gone.cancel()  # it has had no time yet to withdraw
+    answer = await meeting.ask()
+    assert answer.session is not None and answer.session.size == 6
+    assert (await stays)["first_rank"] == 2
+
+
+@pytest.mark.parametrize("turn", [lambda sessions: sessions.close(), lambda sessions: sessions.expect(2)])
+async def test_an_engine_that_waits_is_told_when_the_trainer_turns_to_something_else(
+    meeting: Meeting, turn: Callable[[TransferSessions], None]
+) -> None:
+    meeting.sessions.expect(1)
+    waits = await meeting.come()
+    turn(meeting.sessions)
+    with pytest.raises(NoSenderError, match="version 1"):
+        await asyncio.wait_for(waits, 1)

@@ -1,0 +1,111 @@
+"""The log of metrics that RL and SFT share: what a resumed run forgets, and where else the rows go."""
+
+from __future__ import annotations
+
+import json
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from primeslurm.files import write_json
+from primeslurm.recipe import Recipe
+from primeslurm.records.metrics import MetricsLog, by_one_name
+
+
+def recipe(**monitor: Any) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "name": "test",
+            "max_steps": 5,
+            "seq_len": 64,
+            "model": {"path": "/m"},
+            "environments": [{"id": "reverse-text"}],
+            "monitor": monitor,
+        }
+    )
+
+
+RECIPE = recipe()
+
+
+def test_rows_of_undone_steps_are_written_anew(tmp_path: Path) -> None:
+    log = MetricsLog(RECIPE, tmp_path, 0)
+    for step in (1, 2, 2, 3):
+        log.write(step, {"loss": float(step)})
+    log.close()
+    with (tmp_path / "metrics.jsonl").open("a") as handle:
+        handle.write('{"step": 4, "lo')
+    log = MetricsLog(RECIPE, tmp_path, 2)
+    log.write(2, {"loss": 20.0})
+    log.write(3, {"loss": 30.0})
+    log.close()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(row["step"], row["loss"]) for row in rows] == [(1, 1.0), (2, 2.0), (3, 30.0)]
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    assert [event.value for event in board.Scalars("loss")][-1] == 30.0
+    assert [event.step for event in board.Scalars("loss")] == [1, 2, 3], "step 3 of the abandoned attempt is purged"
+
+
+class FakeWandb(types.ModuleType):
+    """A stand-in for the module wandb that notes what it is told. Nothing leaves this process."""
+
+    def __init__(self) -> None:
+        super().__init__("wandb")
+        self.runs: dict[str, list[int]] = {}
+        """Run id to the steps logged."""
+        self.names: set[str] = set()
+        self._current = ""
+
+    def init(self, *, id: str, name: str, resume: str, **_: Any) -> FakeWandb:
+        assert resume == "allow"
+        self.names.add(name)
+        self._current = id
+        self.runs.setdefault(id, [])
+        return self
+
+    def log(self, row: dict[str, float], step: int) -> None:
+        assert row == {"loss": float(step)}
+        self.runs[self._current].append(step)
+
+    def finish(self) -> None:
+        self._current = ""
+
+
+def test_attempts_of_a_run_share_a_wandb_run_and_runs_of_one_name_do_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    to_wandb = recipe(tensorboard=False, wandb={"project": "p"})
+    for directory, run_id, resumed, steps in (
+        ("a", "test-1", 0, (1, 2)),
+        ("a", "test-1", 2, (3,)),
+        ("b", "test-2", 0, (1,)),
+    ):
+        (tmp_path / directory).mkdir(exist_ok=True)
+        write_json(tmp_path / directory / "lock.json", {"run_id": run_id})
+        log = MetricsLog(to_wandb, tmp_path / directory, resumed)
+        for step in steps:
+            log.write(step, {"loss": float(step)})
+        log.close()
+    assert fake.runs == {"test-1": [1, 2, 3], "test-2": [1]} and fake.names == {"test"}
+
+
+def test_readers_find_the_metrics_of_sft_under_the_names_of_rl() -> None:
+    row = {"step": 3, "time": 9.0, "loss": 0.5, "tokens_per_s": 7.0, "seconds/optimizer": 1.0, "seconds/publish": 0.5}
+    assert by_one_name(row) == {
+        "step": 3,
+        "time": 9.0,
+        "trainer/loss": 0.5,
+        "trainer/tokens_per_s": 7.0,
+        "trainer/seconds/optimizer": 1.0,
+        "trainer/seconds/publish": 0.5,
+        "throughput/step_seconds": 1.5,
+    }
+    of_rl = {"step": 3, "time": 9.0, "trainer/loss": 0.5, "reward/mean": 1.0}
+    assert by_one_name(of_rl) == of_rl
