@@ -119,7 +119,7 @@ def report(steps: Sequence[Mapping[str, Any]], happened: Sequence[Event]) -> dic
             seen["pause"] = max(seen["pause"], event.pause_s)
     parts = {
         "publish": [row["trainer/seconds/publish"] for row in steps if "trainer/seconds/publish" in row],
-        "transfer": [event.sent_s for event in happened if isinstance(event, WeightsPublished)],
+        "transfer": [e.sent_s for e in happened if isinstance(e, WeightsPublished) and e.sent_s is not None],
         **{part: [found[part] for _, found in sorted(slowest.items())] for part in ("load", "pause")},
     }
     return {

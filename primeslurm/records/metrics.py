@@ -15,6 +15,7 @@ from typing import Any
 from primeslurm.files import read_json, write_atomic
 
 Row = dict[str, float]
+"""A row of metrics.jsonl: `step`, `time` (Unix seconds), and metrics by name, the environment's own among them."""
 
 
 class MetricsLog:
@@ -56,7 +57,7 @@ class MetricsLog:
             self._wandb.finish()
 
 
-def by_one_name(row: dict[str, Any]) -> dict[str, Any]:
+def by_one_name(row: Row) -> Row:
     """A row as it was written, with the trainer's own metrics named as in RL, whatever the task.
 
     What an RL run measures as `throughput/step_seconds` is, for SFT, the sum of the trainer's phases.

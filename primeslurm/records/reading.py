@@ -10,12 +10,10 @@ from typing import TypeVar
 import msgspec
 
 from primeslurm.files import read_json
+from primeslurm.records.metrics import Row, by_one_name
 
 T = TypeVar("T")
 TAIL_BYTES = 256 * 1024
-
-Row = dict[str, float]
-"""A row of metrics.jsonl: `step`, `time` (Unix seconds), and metrics by name, the environment's own among them."""
 
 
 def read_record(path: Path, kind: type[T]) -> T | None:
@@ -60,7 +58,7 @@ def last_lines(path: Path, size: int = TAIL_BYTES) -> list[bytes]:
 
 
 def rows(path: Path) -> list[Row]:
-    """The rows of a metrics.jsonl, one per step, in order."""
+    """The rows of a metrics.jsonl, one per step, in order; those of SFT under the names of RL."""
     return _rows(whole_lines(path))
 
 
@@ -77,5 +75,5 @@ def _rows(lines: list[bytes]) -> list[Row]:
         except (ValueError, RecursionError):
             continue
         if isinstance(value, dict):
-            found.append(value)
+            found.append(by_one_name(value))
     return found

@@ -9,8 +9,8 @@ from pathlib import Path
 from primeslurm.records import events as kinds
 from primeslurm.records import reading
 from primeslurm.records.base import Event
-from primeslurm.records.metrics import by_one_name
-from primeslurm.records.reading import TAIL_BYTES, Row, last_lines, whole_lines
+from primeslurm.records.metrics import Row
+from primeslurm.records.reading import TAIL_BYTES, last_lines, whole_lines
 from primeslurm.records.state import OrchestratorState, TrainerState
 from primeslurm.run.directory import Attempt, RunDirectory
 
@@ -20,7 +20,7 @@ NOTABLE_FILES = 24
 
 def rows(run_dir: Path) -> list[Row]:
     """The rows of metrics.jsonl, one per step, in order; those of SFT under the names of RL."""
-    return [by_one_name(row) for row in reading.rows(run_dir / "metrics.jsonl")]
+    return reading.rows(run_dir / "metrics.jsonl")
 
 
 def events(run: RunDirectory) -> list[Event]:

@@ -10,7 +10,7 @@ from typing import Any
 from primeslurm.files import read_json
 from primeslurm.plan.model import Node, Plan
 from primeslurm.records.attempt import LockRecord
-from primeslurm.records.reading import Row
+from primeslurm.records.metrics import Row
 from primeslurm.run import charts
 from primeslurm.run.charts import Chart, Tick, chart
 from primeslurm.run.directory import Attempt, RunDirectory

@@ -17,7 +17,8 @@ from primeslurm.files import read_json
 from primeslurm.records.attempt import EndRecord, JobRecord
 from primeslurm.records.fleet import AgentReport, FleetView
 from primeslurm.records.load import Load
-from primeslurm.records.reading import Row, recent_rows
+from primeslurm.records.metrics import Row
+from primeslurm.records.reading import recent_rows
 from primeslurm.records.state import EngineRecord, OrchestratorState, RolloutProgress, TrainerState
 from primeslurm.run.advice import Advice, advise, shape_of
 from primeslurm.run.directory import BY_SIGTERM, Attempt, RunDirectory

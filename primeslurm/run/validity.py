@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from statistics import median
 
-from primeslurm.records.reading import Row
+from primeslurm.records.metrics import Row
 
 WINDOW = 10
 """Newest steps that are looked at."""

@@ -11,7 +11,8 @@ import yaml
 import primeslurm
 from primeslurm.files import write_json
 from primeslurm.plan import derive
-from primeslurm.run.directory import EndRecord, JobRecord, RunDirectory
+from primeslurm.records.attempt import EndRecord, JobRecord
+from primeslurm.run.directory import RunDirectory
 from tests.support.cli import primeslurm as command
 from tests.support.cli import run_python
 from tests.support.plans import plan_of, python

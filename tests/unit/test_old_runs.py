@@ -13,7 +13,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -59,14 +59,23 @@ def shown(place: Path, name: str) -> str:
     )
 
 
+def of_then(found: Any, then: Any) -> Any:
+    """What is found, without fields that came later."""
+    if isinstance(found, dict) and isinstance(then, dict):
+        return {name: of_then(value, then[name]) for name, value in found.items() if name in then}
+    if isinstance(found, list) and isinstance(then, list) and len(found) == len(then):
+        return [of_then(*pair) for pair in zip(found, then, strict=True)]
+    return found
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_it_is_shown_as_it_was_shown_then(place: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TZ", "UTC")
     found, then = shown(place, name), (SHOWN / name).read_text()
     if name.endswith(".json"):
-        assert json.loads(found) == json.loads(then)
+        assert of_then(json.loads(found), json.loads(then)) == json.loads(then)
     else:
-        assert found == then
+        assert found.rstrip() == then.rstrip()
 
 
 def test_every_kind_of_event_is_read_with_all_its_fields() -> None:

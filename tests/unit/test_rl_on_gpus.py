@@ -11,6 +11,8 @@ from benchmarks.rl_on_gpus import CELLS, CONFIG, HERE, report
 from primeslurm.plan.derive import derive
 from primeslurm.plan.local import local_site
 from primeslurm.recipe.load import load_recipe
+from primeslurm.records.events.policy import EngineUpdated
+from primeslurm.records.events.training import WeightsPublished
 from tests.support.planning import reviewed
 
 
@@ -37,10 +39,10 @@ def test_a_report_takes_the_slowest_engine_of_each_update() -> None:
         for kl in (9e-4, 3e-4, 1e-4, 2e-4)
     ]
     happened = [
-        {"kind": "engine_updated", "version": 0, "by": "confirm", "seconds": 0.1},
-        *({"kind": "published", "version": version, "sent_s": 0.3} for version in (1, 2, 3, 4)),
+        EngineUpdated("engine-r0-0", 0, "confirm", seconds=0.1),
+        *(WeightsPublished(version, sent_s=0.3) for version in (1, 2, 3, 4)),
         *(
-            {"kind": "engine_updated", "version": version, "load_s": load, "pause_s": load + 0.1}
+            EngineUpdated("engine-r0-0", version, load_s=load, pause_s=load + 0.1)
             for version in (1, 2, 3, 4)
             for load in (0.2 * version, 0.1)
         ),
