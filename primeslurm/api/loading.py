@@ -20,7 +20,7 @@ from primeslurm.recipe.load import load_recipe
 
 if TYPE_CHECKING:
     from primeslurm.api.runs import Run
-    from primeslurm.api.submission import DryRun
+    from primeslurm.api.submission import DryRun, Submitted
     from primeslurm.slurm.cluster_config import ClusterSpec
 
 Overrides = Mapping[str, Any] | Sequence[str]
@@ -124,7 +124,7 @@ class LoadedRecipe:
         """
         from primeslurm.api import submission
 
-        return submission.dry_run(self)
+        return submission.dry_run(self.plan(), self.site.slurm_conf, ask=self.cluster is None)
 
     def submit(self) -> Run:
         """Make the run directory and submit the job. An emulated run's cluster is started first, and stays.
@@ -133,10 +133,23 @@ class LoadedRecipe:
             UsageError: something is wrong with the recipe, its files or its name; every reason at once.
             ClusterError: Slurm refused the job or did not answer. Nothing is left of the run then.
         """
-        from primeslurm.api import submission
+        from primeslurm.api.runs import Run
 
         with self.on_cluster(keep=True) as ready:
-            return submission.submit(ready).run
+            return Run(Path(ready.start().plan.run_dir))
+
+    def start(self) -> Submitted:
+        """Make the run directory and submit the job, on a cluster that is up. Raises as `submit`."""
+        from primeslurm.api import submission
+
+        kept = self.files.located if self.files else self.recipe
+        return submission.submit(self.strict_plan(), kept, self.source, self.site.slurm_conf)
+
+    def refuse_unfit(self) -> None:
+        """Raise UsageError if anything that is known without asking Slurm speaks against a submission."""
+        from primeslurm.api import submission
+
+        submission.refuse_unfit(self.strict_plan())
 
     @contextmanager
     def on_cluster(self, *, keep: bool = False) -> Iterator[LoadedRecipe]:
@@ -152,9 +165,9 @@ class LoadedRecipe:
         if self.cluster is None:
             yield self
             return
-        from primeslurm.api import emulation, submission
+        from primeslurm.api import emulation
 
-        submission.checked(self)
+        self.refuse_unfit()
         with emulation.running(self.cluster, keep=keep) as site:
             yield replace(self, site=with_python(site), cluster=None)
 

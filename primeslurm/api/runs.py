@@ -19,6 +19,7 @@ from primeslurm.run.directory import Attempt, RunDirectory
 from primeslurm.run.status import RunStatus, read_status
 
 if TYPE_CHECKING:
+    from primeslurm.api.submission import Submitted
     from primeslurm.run.doctor import Diagnosis
     from primeslurm.run.summary import Summary
 
@@ -143,9 +144,17 @@ class Run:
             ClusterError: Slurm refused the job or did not answer. Nothing is left of the attempt then.
             RunError: its records are damaged.
         """
+        self.start_again()
+        return self
+
+    def start_again(self) -> Submitted:
+        """The same; returns what was submitted."""
         from primeslurm.api import submission
 
-        return submission.resume(self).run
+        status = self.status()
+        if status.active or status.phase == "completed":
+            raise UsageError([Violation("RUN", self.name, f"is {status.phase}: there is nothing to resume")])
+        return submission.resume(self.directory)
 
     def summary(self) -> Summary:
         """What the run achieved: reward, versions, staleness, mismatch, restarts. Raises RunError."""

@@ -7,15 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from primeslurm.api.bad_nodes import avoid_bad_nodes
-from primeslurm.api.loading import LoadedRecipe
-from primeslurm.api.runs import Run
 from primeslurm.errors import ClusterError, PrimeslurmError, UsageError, Violation
 from primeslurm.files import write_atomic
 from primeslurm.plan.model import Plan
 from primeslurm.plan.planner import refuse
+from primeslurm.recipe import Recipe
 from primeslurm.records.attempt import JobRecord
 from primeslurm.run.create import create, discard, missing_variables, name_in_use
-from primeslurm.run.directory import Attempt
+from primeslurm.run.directory import Attempt, RunDirectory
 from primeslurm.slurm.client import SlurmClient
 from primeslurm.slurm.placement import placement_problems
 from primeslurm.slurm.render import render
@@ -36,23 +35,28 @@ class DryRun:
 class Submitted:
     """An attempt that was taken."""
 
-    run: Run
     plan: Plan
     attempt: int
     job_id: str
     """The id of the Slurm job, or of the process that keeps a local run."""
 
 
-def dry_run(loaded: LoadedRecipe) -> DryRun:
-    """All that `submit` does before it writes anything. See `LoadedRecipe.dry_run`."""
-    plan = loaded.plan()
+def dry_run(plan: Plan, slurm_conf: str | None, *, ask: bool) -> DryRun:
+    """Do all that `submit` does before it writes anything.
+
+    Args:
+        ask: the run's cluster is there, and may be asked.
+
+    Raises:
+        UsageError: the plan would be refused anywhere; every reason at once.
+    """
     refuse(plan, "error")
     unasked: tuple[str, ...] = ()
     problems = name_in_use(Path(plan.run_dir)) + missing_variables(plan)
-    if plan.executor == "slurm" and loaded.cluster is None:
+    if plan.executor == "slurm" and ask:
         try:
-            plan = avoid_bad_nodes(plan, loaded.site.slurm_conf)
-            problems += _placement(plan, loaded.site.slurm_conf)
+            plan = avoid_bad_nodes(plan, slurm_conf)
+            problems += _placement(plan, slurm_conf)
         except ClusterError as error:
             unasked = (f"placement not checked, because Slurm gives no answer: {error}",)
     if problems:
@@ -60,33 +64,41 @@ def dry_run(loaded: LoadedRecipe) -> DryRun:
     return DryRun(plan, _script(plan), unasked)
 
 
-def submit(loaded: LoadedRecipe) -> Submitted:
-    """Make the run directory and submit the job; the cluster is up. See `LoadedRecipe.submit`."""
-    plan = checked(loaded)
-    if plan.executor == "slurm":
-        plan = avoid_bad_nodes(plan, loaded.site.slurm_conf)
-        if problems := _placement(plan, loaded.site.slurm_conf):
-            raise UsageError(problems)
-    script = _script(plan)
-    attempt = create(loaded.files.located if loaded.files else loaded.recipe, plan, loaded.source)
-    return _start(attempt, plan, script, loaded.site.slurm_conf)
-
-
-def checked(loaded: LoadedRecipe) -> Plan:
-    """The plan, if nothing that is known here speaks against it; Slurm is not asked. Raises UsageError."""
-    plan = loaded.strict_plan()
+def refuse_unfit(plan: Plan) -> None:
+    """Raise UsageError if anything that is known here speaks against the plan; Slurm is not asked."""
     refuse(plan, "error", "blocked")
     if problems := name_in_use(Path(plan.run_dir)) + missing_variables(plan):
         raise UsageError(problems)
-    return plan
 
 
-def resume(run: Run) -> Submitted:
-    """Submit a new attempt of a run that has ended. See `Run.resume`."""
-    status = run.status()
-    if status.active or status.phase == "completed":
-        raise UsageError([Violation("RUN", run.name, f"is {status.phase}: there is nothing to resume")])
-    previous = run.directory.latest()
+def submit(plan: Plan, recipe: Recipe, source: Path, slurm_conf: str | None) -> Submitted:
+    """Make the run directory and submit the job; its cluster is up.
+
+    Args:
+        recipe: as it will be kept in the run directory, beside a copy of its file `source`.
+
+    Raises:
+        UsageError: something speaks against the plan; every reason at once.
+        ClusterError: Slurm refused the job or did not answer. Nothing is left of the run then.
+    """
+    refuse_unfit(plan)
+    if plan.executor == "slurm":
+        plan = avoid_bad_nodes(plan, slurm_conf)
+        if problems := _placement(plan, slurm_conf):
+            raise UsageError(problems)
+    script = _script(plan)
+    return _start(create(recipe, plan, source), plan, script, slurm_conf)
+
+
+def resume(directory: RunDirectory) -> Submitted:
+    """Submit a new attempt of a run that has ended.
+
+    Raises:
+        UsageError: a variable that it needs is not set.
+        ClusterError: Slurm refused the job or did not answer. Nothing is left of the attempt then.
+        RunError: its records are damaged.
+    """
+    previous = directory.latest()
     plan, job = previous.plan(), previous.job()
     if problems := missing_variables(plan):
         raise UsageError(problems)
@@ -94,7 +106,7 @@ def resume(run: Run) -> Submitted:
     if plan.executor == "slurm":
         plan = avoid_bad_nodes(plan, slurm_conf)
     script = _script(plan)
-    attempt = run.directory.attempt(previous.number + 1)
+    attempt = directory.attempt(previous.number + 1)
     attempt.prepare(plan)
     return _start(attempt, plan, script, slurm_conf)
 
@@ -127,4 +139,4 @@ def _start(attempt: Attempt, plan: Plan, script: str, slurm_conf: str | None) ->
         discard(attempt)
         raise
     attempt.record_job(JobRecord(job_id, plan.executor, time.time(), slurm_conf))
-    return Submitted(Run(Path(plan.run_dir)), plan, attempt.number, job_id)
+    return Submitted(plan, attempt.number, job_id)

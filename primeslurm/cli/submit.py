@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from primeslurm.api import submission
 from primeslurm.api.loading import load
-from primeslurm.api.runs import find_run
+from primeslurm.api.runs import Run, find_run
 from primeslurm.api.submission import DryRun, Submitted
 from primeslurm.cli.options import JsonOpt, LocalOpt, NameOpt, RecipeArg, RunArg, RunsOpt, SetOpt, SiteOpt
 from primeslurm.cli.output import note, print_json
@@ -43,10 +43,10 @@ def submit(
         return
     cluster = loaded.cluster
     if cluster is not None:
-        submission.checked(loaded)  # before a cluster is started for it
+        loaded.refuse_unfit()  # before a cluster is started for it
         note(f"starting an embedded cluster of {cluster.nodes} GPU nodes and {cluster.control_nodes} control nodes")
     with loaded.on_cluster(keep=not wait) as ready:
-        _announce(submission.submit(ready), wait, as_json)
+        _announce(ready.start(), wait, as_json)
     if cluster is not None:
         note(f"end its cluster with: primeslurm cluster down --name {shlex.quote(cluster.name)}")
 
@@ -58,7 +58,7 @@ def resume(
     as_json: JsonOpt = False,
 ) -> None:
     """Go on with a run that has ended, from its last committed step, as a new attempt."""
-    _announce(submission.resume(find_run(run, runs)), wait, as_json)
+    _announce(find_run(run, runs).start_again(), wait, as_json)
 
 
 def _announce(submitted: Submitted, wait: bool, as_json: bool) -> None:
@@ -73,7 +73,7 @@ def _announce(submitted: Submitted, wait: bool, as_json: bool) -> None:
     if wait:
         from primeslurm.cli.watch import watch_until_done
 
-        raise typer.Exit(watch_until_done(submitted.run))
+        raise typer.Exit(watch_until_done(Run(Path(plan.run_dir))))
 
 
 def _show_dry_run(found: DryRun, as_json: bool) -> None:

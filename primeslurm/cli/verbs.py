@@ -16,7 +16,7 @@ VERBS: dict[str, tuple[str, str]] = {
         "Go on with a run that has ended, from its last committed step, as a new attempt.",
     ),
     "status": ("watch:status", "Show what a run is doing."),
-    "summary": ("watch:summary", "Show what a run achieved: reward, versions, staleness, mismatch, restarts."),
+    "summary": ("watch:summary", "Show what a run achieved: reward (or loss), versions, staleness, mismatch, restarts."),
     "logs": ("watch:logs", "Print the logs of a run's processes, each line with the name of its process."),
     "attach": (
         "attach:attach",
