@@ -45,7 +45,7 @@ unit *args: setup
 
 # Rewrite the golden files from what is rendered now
 golden: setup
-    PRIMESLURM_UPDATE_GOLDEN=1 {{ bin }}/python -m pytest -q tests/unit/test_render.py
+    PRIMESLURM_UPDATE_GOLDEN=1 {{ bin }}/python -m pytest -q tests/unit/slurm/test_render.py
 
 # Rewrite the generated pages of docs/
 docs: setup

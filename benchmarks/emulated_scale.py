@@ -25,7 +25,7 @@ from primeslurm.plan.model import Plan
 from primeslurm.records.events.processes import ProcessStarted
 from primeslurm.records.state import OrchestratorState
 from primeslurm.run.directory import RunDirectory
-from primeslurm.run.summary import events, rows
+from primeslurm.run.status.summary import events, rows
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

@@ -18,9 +18,9 @@ from typing import Any
 
 from primeslurm.families.catalog import catalog
 from primeslurm.families.config import shape_of
-from primeslurm.plan.engine_memory import EngineLayout, engine_memory
-from primeslurm.plan.gpus import GIB
-from primeslurm.plan.trainer_memory import TrainerLayout, trainer_memory
+from primeslurm.plan.memory.engine import EngineLayout, engine_memory
+from primeslurm.plan.memory.gpus import GIB
+from primeslurm.plan.memory.trainer import TrainerLayout, trainer_memory
 
 RESULT = Path(__file__).resolve().parent / "results" / "gpu_memory.json"
 CONFIG = {
@@ -135,9 +135,9 @@ def measure_trainer(directory: Path) -> dict[str, float]:
     import torch
 
     from primeslurm.recipe import Recipe
-    from primeslurm.trainer.interrupt import Interrupt
-    from primeslurm.trainer.parallel import build
-    from primeslurm.trainer.world import join
+    from primeslurm.trainer.assembly.build import build
+    from primeslurm.trainer.distributed.world import join
+    from primeslurm.trainer.loops.interrupt import Interrupt
 
     parallelism = {"activation_checkpointing": "full"}
     recipe = Recipe.model_validate(

@@ -21,9 +21,9 @@ from primeslurm.api.planning import look_at_files
 from primeslurm.plan.checks import advise, review
 from primeslurm.plan.derive import asked_of, derive
 from primeslurm.plan.model import Plan
-from primeslurm.plan.storage import from_file, plain, to_file
-from primeslurm.recipe.load import load_recipe, load_site
-from primeslurm.run.placement import PlacedProcess, Placement
+from primeslurm.plan.storage.plan_file import from_file, plain, to_file
+from primeslurm.recipe.reading.recipe_files import load_recipe, load_site
+from primeslurm.run.status.placement import PlacedProcess, RunPlacement
 from primeslurm.slurm.render import render
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -59,18 +59,18 @@ def measure(nodes: int) -> dict[str, object]:
     site = load_site(SITE)
     recipe = load_recipe(RECIPE, overrides)
     plan = derive(recipe, site, Path("/shared/run"))
-    files, (needs, _) = look_at_files(recipe), asked_of(recipe, site, local=False)
+    files, (requests, _) = look_at_files(recipe), asked_of(recipe, site, local=False)
     file, text = to_file(plan).encode(), plan.to_json()
     fields = PlacedProcess.__struct_fields__
     parts: dict[str, Callable[[], object]] = {
         "load": lambda: load_recipe(RECIPE, overrides),
-        "check": lambda: (review(recipe, site, needs, files.model, files.teacher), advise(recipe, plan)),
+        "check": lambda: (review(recipe, site, requests, files.model, files.teacher), advise(recipe, plan)),
         "plan": lambda: derive(recipe, site, Path("/shared/run")),
         "render": lambda: render(plan),
         "json": plan.to_json,
         "write_file": lambda: to_file(plan),
         "read_file": lambda: from_file(file),
-        "read_file_to_watch": lambda: msgspec.convert(plain(file, fields), Placement),
+        "read_file_to_watch": lambda: msgspec.convert(plain(file, fields), RunPlacement),
         "read_json": lambda: Plan.model_validate_json(text),
     }
     seconds = {name: best(part) for name, part in parts.items()}

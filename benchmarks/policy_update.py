@@ -25,18 +25,19 @@ import torch
 
 from benchmarks.support.servers import Server, free_port, rank_environment, start_process
 from benchmarks.training_models import SHAPES
-from primeslurm.orchestrator.endpoint import GenerateEndpoint
+from primeslurm.orchestrator.rollouts.generate_endpoint import GenerateEndpoint
 from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, PolicyVersion
 from primeslurm.orchestrator.weight_transfer.sessions import TransferSessions
-from primeslurm.plan.commands import Device
-from primeslurm.plan.engine_command import ALONE, Engines
+from primeslurm.plan.commands.command import Device
+from primeslurm.plan.commands.engine import ALONE, Engines
 from primeslurm.recipe import Recipe
-from primeslurm.trainer import compat, parallel
-from primeslurm.trainer.encoding import published
-from primeslurm.trainer.interrupt import SIGNAL, Interrupt
-from primeslurm.trainer.policy_model import PolicyModel
+from primeslurm.trainer import compat
+from primeslurm.trainer.assembly import build
+from primeslurm.trainer.assembly.policy_model import PolicyModel
+from primeslurm.trainer.distributed.world import World, join
+from primeslurm.trainer.loops.interrupt import SIGNAL, Interrupt
 from primeslurm.trainer.weight_transfer.sender import Sender
-from primeslurm.trainer.world import World, join
+from primeslurm.trainer.weights.encoding import published
 from primeslurm.wire.link import Answer, OrchestratorLink, Request, TrainerLink
 
 UPDATES = 5
@@ -134,7 +135,7 @@ def main(words: list[str]) -> None:
         server = start_engine(asked, device, options.out.with_suffix(".log"))
         try:
             torch.manual_seed(0)
-            policy = parallel.assemble(config, Path(name), asked, world)
+            policy = build.assemble(config, Path(name), asked, world)
             server.wait("/primeslurm/status", timeout_s=300)
             found = asyncio.run(updates(server, asked, policy, world))
         finally:

@@ -22,8 +22,8 @@ from transformers import NemotronHConfig, Qwen3_5MoeTextConfig
 
 from benchmarks.live_memory import Passes, passes
 from primeslurm.trainer import models
-from primeslurm.trainer.models import scan
-from primeslurm.trainer.recompute import POLICIES
+from primeslurm.trainer.components.activation_checkpointing import POLICIES
+from primeslurm.trainer.models.layers import scan
 
 RESULT = Path(__file__).resolve().parent / "results" / "recurrence_memory.json"
 SMALL = {"vocab_size": 64, "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 128, "num_hidden_layers": 1}

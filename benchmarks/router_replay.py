@@ -23,11 +23,11 @@ from typing import Any, cast
 import numpy as np
 
 from benchmarks.support.servers import free_port, rank_environment, start_process
-from primeslurm.orchestrator.endpoint import Completion, GenerateEndpoint
-from primeslurm.orchestrator.packing import Document, pack
+from primeslurm.orchestrator.batching.packing import Document, pack
+from primeslurm.orchestrator.rollouts.generate_endpoint import Completion, GenerateEndpoint
 from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, PolicyVersion
-from primeslurm.plan.commands import Device
-from primeslurm.plan.engine_command import ALONE, Engines
+from primeslurm.plan.commands.command import Device
+from primeslurm.plan.commands.engine import ALONE, Engines
 from primeslurm.recipe import Recipe
 from primeslurm.wire.rollouts import Row, stack
 
@@ -157,10 +157,10 @@ def compare(directory: Path, dtype: str, rows: list[Row]) -> dict[str, Any]:
     os.environ |= {name: value for name, value in alone.items() if name != "OMP_NUM_THREADS"}
     import torch
 
-    from primeslurm.trainer.interrupt import Interrupt
-    from primeslurm.trainer.parallel import build
-    from primeslurm.trainer.replay import ReplayRouter
-    from primeslurm.trainer.world import join
+    from primeslurm.trainer.assembly.build import build
+    from primeslurm.trainer.components.router_replay import ReplayRouter
+    from primeslurm.trainer.distributed.world import join
+    from primeslurm.trainer.loops.interrupt import Interrupt
 
     world = join(Interrupt(), patience_s=60)
     policy = build(recipe(directory, dtype), world)

@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from primeslurm.trainer import dsa, sparse_mla
+from primeslurm.trainer.components import sparse_attention
+from primeslurm.trainer.kernels import sparse_mla
 
 HEADS, RANK, ROPE, TOP_K = 64, 512, 64, 2048
 INDEX_HEADS, INDEX_WIDTH = 32, 128
@@ -62,9 +63,9 @@ def selection(length: int) -> tuple[dict[str, float], torch.Tensor]:
     query = torch.randn(1, length, INDEX_HEADS, INDEX_WIDTH, device="cuda", dtype=torch.bfloat16)
     keys = torch.randn(1, length, INDEX_WIDTH, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(1, length, INDEX_HEADS, device="cuda")
-    context = dsa.Context.of(torch.arange(length, device="cuda")[None])
-    cost = measure(lambda: dsa.select(query, keys, weight, context, TOP_K))
-    return cost, dsa.select(query, keys, weight, context, TOP_K)
+    context = sparse_attention.Context.of(torch.arange(length, device="cuda")[None])
+    cost = measure(lambda: sparse_attention.select(query, keys, weight, context, TOP_K))
+    return cost, sparse_attention.select(query, keys, weight, context, TOP_K)
 
 
 def at(length: int) -> dict[str, Any]:

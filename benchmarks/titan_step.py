@@ -18,9 +18,9 @@ from torchtitan.models.qwen3 import model_registry
 from torchtitan.trainer import Trainer
 
 from primeslurm.recipe import Recipe
-from primeslurm.recipe.training import micro_batch_rows
-from primeslurm.trainer.draft import ModelDraft
-from primeslurm.trainer.world import World
+from primeslurm.recipe.sections.trainer import micro_batch_rows
+from primeslurm.trainer.assembly.draft import ModelDraft
+from primeslurm.trainer.distributed.world import World
 
 _CHECKPOINTING: dict[str, Any] = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
 Sample = tuple[dict[str, torch.Tensor], torch.Tensor]

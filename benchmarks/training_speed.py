@@ -81,10 +81,10 @@ def make_recipe(options: argparse.Namespace, on_cpu: bool) -> Any:
 def ours(recipe: Any, config: Any, rows: int, world: Any, directory: Path) -> tuple[Step, Any]:
     """Our step on random rows, and the policy."""
     from primeslurm.records.journal import Journal
-    from primeslurm.trainer.loss import from_recipe
-    from primeslurm.trainer.parallel import assemble
-    from primeslurm.trainer.progress import PhaseTimer
-    from primeslurm.trainer.step import Learner
+    from primeslurm.trainer.assembly.build import assemble
+    from primeslurm.trainer.components.loss import from_recipe
+    from primeslurm.trainer.loops.progress import PhaseTimer
+    from primeslurm.trainer.loops.step import Learner
 
     policy = assemble(config, Path(recipe.model.path), recipe, world)
     learner = Learner(policy, recipe.trainer.optimizer, 10_000, from_recipe(recipe.trainer.loss), world)
@@ -125,7 +125,7 @@ def torchtitans(options: argparse.Namespace, recipe: Any, flavor: str, config: A
     import torch
 
     from benchmarks.titan_step import TitanStep
-    from primeslurm.recipe.training import micro_batch_rows
+    from primeslurm.recipe.sections.trainer import micro_batch_rows
 
     trainer = TitanStep(flavor, config, recipe, options.rows, world)
     per_pass = min(options.rows, micro_batch_rows(options.seq))
@@ -248,8 +248,8 @@ def main(words: list[str]) -> None:
     if "RANK" not in os.environ:
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks)]
         sys.exit(subprocess.call([sys.executable, *launch, "-m", "benchmarks", "training_speed", *words]))
-    from primeslurm.trainer.interrupt import Interrupt
-    from primeslurm.trainer.world import join
+    from primeslurm.trainer.distributed.world import join
+    from primeslurm.trainer.loops.interrupt import Interrupt
 
     world = join(Interrupt(), 600)
     settings = {name: value for name, value in vars(options).items() if name not in ("out", "dtype", "profile")}

@@ -24,15 +24,15 @@ import torch
 from benchmarks.support.servers import Server, free_port, rank_environment, start_process
 from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, PolicyVersion
 from primeslurm.orchestrator.weight_transfer.sessions import TransferSessions
-from primeslurm.plan.engine_command import ALONE, Engines
+from primeslurm.plan.commands.engine import ALONE, Engines
 from primeslurm.recipe import Recipe
 from primeslurm.trainer import tiny
-from primeslurm.trainer.encoding import Encoding
-from primeslurm.trainer.interrupt import SIGNAL, Interrupt
-from primeslurm.trainer.parallel import build
+from primeslurm.trainer.assembly.build import build
+from primeslurm.trainer.distributed.world import World, join
+from primeslurm.trainer.loops.interrupt import SIGNAL, Interrupt
 from primeslurm.trainer.weight_transfer.publisher import Publisher
 from primeslurm.trainer.weight_transfer.sender import Sender
-from primeslurm.trainer.world import World, join
+from primeslurm.trainer.weights.encoding import Encoding
 from primeslurm.wire.link import Answer, OrchestratorLink, Request, TrainerLink
 
 RESULT = Path(__file__).resolve().parent / "results" / "weight_update.json"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from primeslurm.trainer.loss import Sums, Targets
+from primeslurm.trainer.components.loss import Sums, Targets
 
 
 def truncated(logprobs: torch.Tensor, entropy: torch.Tensor, targets: Targets, cap: float) -> Sums:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from primeslurm.api.submission import DryRun
     from primeslurm.errors import ClusterError, PrimeslurmError, RunError, UsageError, Violation
     from primeslurm.plan.model import Finding, Plan
-    from primeslurm.run.status import RunStatus
+    from primeslurm.run.status.run_status import RunStatus
 
 __version__ = "0.1.0"
 __all__ = [
@@ -45,7 +45,7 @@ _HOMES = {
     "primeslurm.api.submission": ("DryRun",),
     "primeslurm.errors": ("ClusterError", "PrimeslurmError", "RunError", "UsageError", "Violation"),
     "primeslurm.plan.model": ("Finding", "Plan"),
-    "primeslurm.run.status": ("RunStatus",),
+    "primeslurm.run.status.run_status": ("RunStatus",),
 }
 
 if not TYPE_CHECKING:

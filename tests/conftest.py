@@ -12,7 +12,7 @@ import pytest
 import primeslurm.trainer  # noqa: F401  (before any test imports torchtitan)
 
 if TYPE_CHECKING:
-    from primeslurm.trainer.world import World
+    from primeslurm.trainer.distributed.world import World
 
 # Processes of a run get this from their agent; those that tests start, from here.
 os.environ["PRIMESLURM_SECRET"] = "5ec7e7" * 10 + "5ec7"
@@ -22,8 +22,8 @@ os.environ["PRIMESLURM_SECRET"] = "5ec7e7" * 10 + "5ec7"
 def world() -> Iterator[World]:
     """This process as the only rank of a trainer."""
     from benchmarks.support.servers import rank_environment
-    from primeslurm.trainer.interrupt import SIGNAL, Interrupt  # torch: only for those who ask
-    from primeslurm.trainer.world import join
+    from primeslurm.trainer.distributed.world import join
+    from primeslurm.trainer.loops.interrupt import SIGNAL, Interrupt  # torch: only for those who ask
     from tests.support.processes import free_port
 
     with pytest.MonkeyPatch.context() as patch:

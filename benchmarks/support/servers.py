@@ -16,8 +16,8 @@ from pathlib import Path
 
 import httpx
 
-from primeslurm.node.shared_memory import SharedMemory
-from primeslurm.plan.commands import Command
+from primeslurm.node.host.shared_memory import SharedMemory
+from primeslurm.plan.commands.command import Command
 from primeslurm.wire import secret
 
 HOST = "127.0.0.1"

@@ -10,11 +10,11 @@ from primeslurm.api.runs import Run, reading
 from primeslurm.errors import RunError
 from primeslurm.plan.model import Plan
 from primeslurm.records.attempt import JobRecord
-from primeslurm.run.placement import placement_of
-from primeslurm.run.target import Target, find_target
-from primeslurm.slurm import local
+from primeslurm.run.status.placement import placement_of
+from primeslurm.run.status.target import ProcessTarget, find_target
 from primeslurm.slurm.attach import step_command
 from primeslurm.slurm.client import SlurmClient
+from primeslurm.slurm.local import submit
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,14 @@ def attachment(run: Run, target: str, command: Sequence[str], *, terminal: bool)
         raise RunError(f"{run.name} does not run")
     with reading(run):
         place = find_target(placement_of(attempt), attempt, target)
-    inside = [*plan.job.launcher, plan.python, "-m", "primeslurm.node.inside", *_pids(place), *command]
+    inside = [*plan.job.launcher, plan.python, "-m", "primeslurm.node.host.exec_in_process", *_pids(place), *command]
     environment = {**os.environ, **({"SLURM_CONF": job.slurm_conf} if job.slurm_conf else {})}
     return Attachment(_argv(plan, job, place, inside, terminal), environment, place.process, place.host)
 
 
-def _argv(plan: Plan, job: JobRecord, place: Target, inside: list[str], terminal: bool) -> list[str]:
+def _argv(plan: Plan, job: JobRecord, place: ProcessTarget, inside: list[str], terminal: bool) -> list[str]:
     if job.executor == "local":
-        if not local.is_running(plan, job.job_id):
+        if not submit.is_running(plan, job.job_id):
             raise RunError(f"{plan.run} does not run")
         return inside
     state = SlurmClient(job.slurm_conf).job(job.job_id)
@@ -62,7 +62,7 @@ def _argv(plan: Plan, job: JobRecord, place: Target, inside: list[str], terminal
     return step_command(state, place.group, place.host, inside, more=plan.job.srun, terminal=terminal)
 
 
-def _pids(place: Target) -> list[str]:
+def _pids(place: ProcessTarget) -> list[str]:
     """The process's, or again the agent's where there is none."""
     agent = place.report.agent_pid
     own = place.report.processes.get(place.process or "")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from primeslurm.errors import UsageError, Violation
 from primeslurm.plan.model import Plan
-from primeslurm.recipe.explain import suggestion
+from primeslurm.recipe.reading.explain import suggestion
 from primeslurm.run.ledger import BadNode, Ledger, avoiding
 from primeslurm.slurm.client import SlurmClient
 

@@ -9,12 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from primeslurm.errors import UsageError, Violation
-from primeslurm.plan.needs import needs_of
+from primeslurm.plan.placement.resources import resource_requests
 from primeslurm.recipe import Recipe, Site
-from primeslurm.recipe.scheduling import Slurm
-from primeslurm.recipe.teacher import ServedTeacher
-from primeslurm.slurm.cluster import default_directory, up
-from primeslurm.slurm.cluster_config import ClusterSpec, Place, site
+from primeslurm.recipe.sections.slurm import Slurm
+from primeslurm.recipe.sections.teacher import ServedTeacher
+from primeslurm.slurm.embedded.cluster import default_directory, up
+from primeslurm.slurm.embedded.config import ClusterSpec, LoopbackPlace, site
 
 KEPT_SLURM_FIELDS = ("time", "comment", "requeue", "max_attempts", "checkpoint_signal_s")
 """What an emulated job takes over from the recipe's `slurm`; the rest names things of one real cluster."""
@@ -35,9 +35,9 @@ def cluster_for(recipe: Recipe) -> ClusterSpec:
     """An embedded cluster of exactly the nodes that the recipe asks for. Raises UsageError."""
     name = f"emulate-{re.sub(r'[^a-z0-9-]', '-', recipe.name)}"[:31].rstrip("-")
     spec = ClusterSpec(name, default_directory(name), Path("runs").absolute())
-    needs = needs_of(recipe, site_of(spec))
-    control = sum(need.nodes + need.spares for need in needs if need.role == "control")
-    total = sum(need.nodes + need.spares for need in needs)
+    requests = resource_requests(recipe, site_of(spec))
+    control = sum(request.nodes + request.spares for request in requests if request.role == "control")
+    total = sum(request.nodes + request.spares for request in requests)
     sized = replace(spec, nodes=total - control, control_nodes=control)
     sized.check()
     return sized
@@ -45,7 +45,7 @@ def cluster_for(recipe: Recipe) -> ClusterSpec:
 
 def site_of(spec: ClusterSpec) -> Site:
     """The site of an embedded cluster that is not up."""
-    return site(spec, Place(0))
+    return site(spec, LoopbackPlace(0))
 
 
 @contextmanager

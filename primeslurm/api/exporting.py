@@ -31,7 +31,7 @@ def export(run: Run, directory: Path, step: int | None = None) -> Path:
     checkpoint = checkpoints.step_dir(run.path, step or checkpoints.committed(run.path)[-1])
     if damage := checkpoints.damage(checkpoint):
         raise RunError("\n".join(damage))
-    argv = [sys.executable, "-m", "primeslurm.trainer.checkpoint_export", "--checkpoint", str(checkpoint)]
+    argv = [sys.executable, "-m", "primeslurm.trainer.checkpoints.export", "--checkpoint", str(checkpoint)]
     argv += ["--recipe", str(run.path / "recipe.resolved.json"), "--out", str(target)]
     env = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(argv, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)

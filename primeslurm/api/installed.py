@@ -11,7 +11,7 @@ from primeslurm.errors import UsageError, Violation
 from primeslurm.recipe import Site
 from primeslurm.slurm import inventory
 from primeslurm.slurm.client import SlurmClient
-from primeslurm.slurm.inventory import Difference, Parts
+from primeslurm.slurm.inventory import InstalledDifference, Parts
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Installed:
 
     nodes: Mapping[str, Parts | None]
     """Version by part, by node; None for a node that is down."""
-    differences: Sequence[Difference]
+    differences: Sequence[InstalledDifference]
 
     @property
     def well(self) -> bool:

@@ -10,7 +10,7 @@ from primeslurm.errors import ClusterError, RunError
 from primeslurm.plan.model import Plan
 from primeslurm.records.attempt import JobRecord
 from primeslurm.run.directory import RunDirectory
-from primeslurm.run.status import JobQuery
+from primeslurm.run.status.run_status import JobQuery
 from primeslurm.slurm.client import SlurmClient
 
 OnSilence = Callable[[ClusterError], None]
@@ -45,17 +45,17 @@ def end_job(plan: Plan, job: JobRecord) -> None:
         if state is not None and state.active:
             client.cancel(job.job_id)
         return
-    from primeslurm.slurm import local
+    from primeslurm.slurm.local import submit
 
     with contextlib.suppress(RunError):  # it has ended by itself
-        local.cancel(plan, job.job_id)
+        submit.cancel(plan, job.job_id)
 
 
 def _state(run: RunDirectory, job: JobRecord) -> str | None:
     if job.executor == "local":
-        from primeslurm.slurm import local
+        from primeslurm.slurm.local import submit
 
-        return "RUNNING" if local.is_running(run.latest().plan(), job.job_id) else None
+        return "RUNNING" if submit.is_running(run.latest().plan(), job.job_id) else None
     if job.slurm_conf is not None and not Path(job.slurm_conf).is_file():
         return None  # an embedded cluster that is down has no jobs
     state = SlurmClient(job.slurm_conf).job(job.job_id)

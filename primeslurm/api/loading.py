@@ -16,12 +16,12 @@ from primeslurm.errors import UsageError, Violation
 from primeslurm.plan.model import Finding, Plan
 from primeslurm.plan.planner import RecipeFiles, as_findings, refusals, refuse
 from primeslurm.recipe import Recipe, Site
-from primeslurm.recipe.load import load_recipe
+from primeslurm.recipe.reading.recipe_files import load_recipe
 
 if TYPE_CHECKING:
     from primeslurm.api.runs import Run
     from primeslurm.api.submission import DryRun, Submitted
-    from primeslurm.slurm.cluster_config import ClusterSpec
+    from primeslurm.slurm.embedded.config import ClusterSpec
 
 Overrides = Mapping[str, Any] | Sequence[str]
 """Values by dotted path, `{"orchestrator.batch_size": 64}`, or words as `--set` takes them, `["max_steps=3"]`."""

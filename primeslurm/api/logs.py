@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from primeslurm.errors import RunError, UsageError, Violation
-from primeslurm.recipe.explain import suggestion
+from primeslurm.recipe.reading.explain import suggestion
 from primeslurm.run.directory import Attempt
 
 

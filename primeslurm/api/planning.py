@@ -8,8 +8,8 @@ from primeslurm.errors import UsageError
 from primeslurm.plan.checks.files import absent_data, model_files, with_absolute_paths
 from primeslurm.plan.checks.teacher import teacher_problems
 from primeslurm.plan.model import Plan
+from primeslurm.plan.placement.teacher import served
 from primeslurm.plan.planner import RecipeFiles, make_emulated_plan, make_plan, refusals
-from primeslurm.plan.teacher import served
 from primeslurm.recipe import Recipe, Site
 
 

@@ -14,14 +14,14 @@ from primeslurm.api.sites import runs_directory
 from primeslurm.errors import ClusterError, RunError, UsageError, Violation
 from primeslurm.paths import is_dir
 from primeslurm.plan.model import Plan
-from primeslurm.recipe.explain import suggestion
+from primeslurm.recipe.reading.explain import suggestion
 from primeslurm.run.directory import Attempt, RunDirectory
-from primeslurm.run.status import RunStatus, read_status
+from primeslurm.run.status.run_status import RunStatus, read_status
 
 if TYPE_CHECKING:
     from primeslurm.api.submission import Submitted
-    from primeslurm.run.doctor import Diagnosis
-    from primeslurm.run.summary import Summary
+    from primeslurm.run.diagnosis.doctor import Diagnosis
+    from primeslurm.run.status.summary import Summary
 
 CANCEL_GRACE_S = 45.0
 """From the request to end in good order to scancel. An agent gives its processes 15 s."""
@@ -158,7 +158,7 @@ class Run:
 
     def summary(self) -> Summary:
         """What the run achieved: reward, versions, staleness, mismatch, restarts. Raises RunError."""
-        from primeslurm.run.summary import summarise
+        from primeslurm.run.status.summary import summarise
 
         with reading(self):
             return summarise(self.directory)
@@ -177,8 +177,8 @@ class Run:
             UsageError: there is no such attempt.
             RunError, ClusterError: as `status`.
         """
-        from primeslurm.run.doctor import diagnose
-        from primeslurm.run.validity import MAX_KL
+        from primeslurm.run.diagnosis.doctor import diagnose
+        from primeslurm.run.diagnosis.validity import MAX_KL
 
         chosen = self.attempt(attempt)
         with reading(self):
@@ -187,7 +187,7 @@ class Run:
 
     def report(self, *, if_silent: OnSilence | None = None) -> str:
         """One HTML page about the run, with plots. Raises RunError, ClusterError as `status`."""
-        from primeslurm.run.report import report
+        from primeslurm.run.report.page import report
 
         with reading(self):
             return report(self.directory, job_query(self.directory, if_silent), time.time())

@@ -8,7 +8,7 @@ from pathlib import Path
 from primeslurm.errors import UsageError, Violation
 from primeslurm.paths import expanded, is_file
 from primeslurm.recipe import Site
-from primeslurm.recipe.load import load_site
+from primeslurm.recipe.reading.recipe_files import load_site
 
 SITE_FILES = (Path("site.yaml"), Path("~/.primeslurm/site.yaml"))
 """Where a site file is looked for if none is named."""
@@ -25,7 +25,7 @@ def find_site(path: Path | None, *, local: bool = False) -> Site:
         UsageError: there is no site file, or something is wrong in it.
     """
     if local and path is None:
-        from primeslurm.plan.local import local_site
+        from primeslurm.plan.local_site import local_site
 
         return _with_libraries(local_site(Path("runs").resolve()))
     candidates = [path] if path else [expanded(candidate) for candidate in SITE_FILES]

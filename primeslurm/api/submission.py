@@ -126,7 +126,7 @@ def _start(attempt: Attempt, plan: Plan, script: str, slurm_conf: str | None) ->
     task = AgentTask(plan.run_dir, attempt.number)
     try:
         if plan.executor == "local":
-            from primeslurm.slurm.local import submit_local
+            from primeslurm.slurm.local.submit import submit_local
 
             job_id = submit_local(plan, task)
         else:

@@ -11,7 +11,7 @@ from itertools import takewhile
 import typer
 
 from primeslurm import __version__
-from primeslurm.cli.verbs import VerbGroup
+from primeslurm.cli.lazy_verbs import VerbGroup
 from primeslurm.errors import ExitCode, PrimeslurmError
 
 app = typer.Typer(

@@ -28,9 +28,9 @@ def register() -> None:
     from primeslurm.inference.weight_transfer import reloads
 
     if current_platform.is_cpu():
-        from primeslurm.inference import cpu_patches
+        from primeslurm.inference.cpu import patches
 
-        cpu_patches.apply()
+        patches.apply()
     reloads.load_selection_bias()
     for name, (module, class_name) in TRANSFER_ENGINES.items():
         WeightTransferEngineFactory.register_engine(name, module, class_name)

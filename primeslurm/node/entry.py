@@ -14,15 +14,15 @@ from types import FrameType
 import submitit
 from submitit.helpers import DelayedSubmission
 
-from primeslurm.node.agent import NodeAgent
-from primeslurm.node.attempts import PLAN_WAIT_S, enter
-from primeslurm.node.conclusion import conclude, keep_away_from_bad_nodes, remember_bad_node
-from primeslurm.node.head import Head
+from primeslurm.node.agent.node_agent import NodeAgent
+from primeslurm.node.attempt.attempt_end import conclude, keep_away_from_bad_nodes, remember_bad_node
+from primeslurm.node.attempt.attempts import PLAN_WAIT_S, enter
+from primeslurm.node.head.head import Head
 from primeslurm.plan.model import Plan
 from primeslurm.records.fleet import Ending, Outcome
 from primeslurm.run.directory import BY_SIGTERM, Attempt, RunDirectory
 from primeslurm.slurm.client import SlurmClient
-from primeslurm.slurm.launch import node_names, restarts
+from primeslurm.slurm.launch_failures import node_names, restarts
 
 DEPUTY_S = 3.0
 """Between two agents that look after a job whose head is gone."""

@@ -14,8 +14,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
-from primeslurm.orchestrator.groups import Group
-from primeslurm.orchestrator.jobs import Job
+from primeslurm.orchestrator.rollouts.groups import RolloutGroup
+from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.wire.rollouts import Rollout
 
 MAX_TRIES = 3
@@ -93,9 +93,9 @@ class Dispatcher:
         self.step = step
         self.version = -1
         self.counts: Counter[str] = Counter()
-        self.ready: list[Group] = []
+        self.ready: list[RolloutGroup] = []
         self.open: dict[str, OpenGroup] = {}
-        self.unscored: dict[str, Group] = {}
+        self.unscored: dict[str, RolloutGroup] = {}
         """Complete groups that wait for the teacher."""
         self._routers = list(routers)
         self._salt = salt
@@ -138,7 +138,7 @@ class Dispatcher:
         """Routers that groups are pinned to."""
         return tuple(self._routers)
 
-    def finished(self, job: str, rollout: tuple[Rollout, ...]) -> Group | None:
+    def finished(self, job: str, rollout: tuple[Rollout, ...]) -> RolloutGroup | None:
         """A job delivered its rollout. Returns the group if that completed it. Raises KeyError for an unknown job."""
         group, index = self._end(job, "finished")
         group.done[index] = rollout
@@ -146,7 +146,7 @@ class Dispatcher:
             return None
         del self.open[group.id]
         rollouts = tuple(group.done[i] for i in range(self.limits.group_size))
-        return Group(group.id, group.environment, group.example, group.version, rollouts)
+        return RolloutGroup(group.id, group.environment, group.example, group.version, rollouts)
 
     def failed(self, job: str) -> list[str]:
         """A job failed: it is tried again, or its group is given up; returns the jobs to cancel then."""
@@ -173,30 +173,30 @@ class Dispatcher:
             self.lost(job)
         return jobs
 
-    def rejected(self, group: Group, reason: str) -> None:
+    def rejected(self, group: RolloutGroup, reason: str) -> None:
         """The algorithm does not train a complete group: its prompt is not sampled again, another group opens."""
         self._taken.add(group.id)
         self.counts[f"groups_rejected_{reason}"] += 1
 
-    def add_ready(self, group: Group) -> bool:
+    def add_ready(self, group: RolloutGroup) -> bool:
         """A complete group waits for a batch. False if it is too old already, and was dropped."""
         if not self._take(group):
             return False
         self.ready.append(group)
         return True
 
-    def add_unscored(self, group: Group) -> bool:
+    def add_unscored(self, group: RolloutGroup) -> bool:
         """A complete group waits for the teacher. False if it is too old already, and was dropped."""
         if not self._take(group):
             return False
         self.unscored[group.id] = group
         return True
 
-    def scored(self, group: Group) -> bool:
+    def scored(self, group: RolloutGroup) -> bool:
         """The teacher was asked about a group: it waits for a batch now. False if it was dropped meanwhile."""
         return self.unscored.pop(group.id, None) is not None and self.add_ready(group)
 
-    def sweep(self, step: int) -> tuple[list[Group], list[str]]:
+    def sweep(self, step: int) -> tuple[list[RolloutGroup], list[str]]:
         """Drop what is too old for `step`. Returns the dropped complete groups, and the jobs to cancel."""
         oldest = self.limits.oldest_version(step)
         stale = [group for group in (*self.ready, *self.unscored.values()) if group.opened_version < oldest]
@@ -209,7 +209,7 @@ class Dispatcher:
             cancelled += self._drop(open_group, "stale")
         return stale, cancelled
 
-    def cut(self) -> list[Group] | None:
+    def cut(self) -> list[RolloutGroup] | None:
         """The groups of the next step's batch, oldest first, or None if there are not enough. Sweep first."""
         if len(self.ready) < self.limits.groups_per_batch:
             return None
@@ -219,7 +219,7 @@ class Dispatcher:
         self.step += 1
         return batch
 
-    def uncut(self, groups: Sequence[Group]) -> None:
+    def uncut(self, groups: Sequence[RolloutGroup]) -> None:
         """Take back a batch that could not be given out."""
         self.step -= 1
         self.ready[:0] = groups
@@ -289,7 +289,7 @@ class Dispatcher:
             self.counts["rollouts_dropped_stale"] += len(jobs) + len(group.done)
         return jobs
 
-    def _take(self, group: Group) -> bool:
+    def _take(self, group: RolloutGroup) -> bool:
         if group.opened_version < self.limits.oldest_version(self.step):
             self._count_stale(len(group.rollouts))
             return False

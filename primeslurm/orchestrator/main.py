@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from primeslurm.errors import PrimeslurmError
-from primeslurm.orchestrator.place import Place
+from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.server import Orchestrator
 from primeslurm.recipe import Recipe
 
@@ -20,7 +20,7 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     recipe = Recipe.model_validate_json(options.recipe.read_bytes())
-    place = Place(
+    arguments = OrchestratorArguments(
         run_dir=options.run_dir,
         attempt=options.attempt,
         run_id=options.run_id,
@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
         teachers=options.teachers.split(",") if options.teachers else (),
     )
     try:
-        asyncio.run(_run(recipe, place))
+        asyncio.run(_run(recipe, arguments))
     except BaseExceptionGroup as group:
         error = _known(group)
         if error is None:
@@ -44,8 +44,8 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-async def _run(recipe: Recipe, place: Place) -> None:
-    await Orchestrator(recipe, place).run()
+async def _run(recipe: Recipe, arguments: OrchestratorArguments) -> None:
+    await Orchestrator(recipe, arguments).run()
 
 
 def _known(error: BaseException) -> PrimeslurmError | None:

@@ -5,19 +5,21 @@ from __future__ import annotations
 import logging
 import uuid
 
-from primeslurm.orchestrator.batches import Batches
+from primeslurm.orchestrator.arguments import OrchestratorArguments
+from primeslurm.orchestrator.batching.batches import Batches
 from primeslurm.orchestrator.dispatch import Dispatcher, Limits
-from primeslurm.orchestrator.groups import Group
-from primeslurm.orchestrator.place import Place
 from primeslurm.orchestrator.progress import RunProgress
-from primeslurm.orchestrator.spool import Spool
+from primeslurm.orchestrator.rollouts.groups import RolloutGroup
+from primeslurm.orchestrator.rollouts.spool import Spool
 from primeslurm.recipe import Recipe
 from primeslurm.wire import checkpoints
 
 log = logging.getLogger(__name__)
 
 
-def recover(recipe: Recipe, place: Place, progress: RunProgress, spool: Spool, batches: Batches) -> Dispatcher:
+def recover(
+    recipe: Recipe, arguments: OrchestratorArguments, progress: RunProgress, spool: Spool, batches: Batches
+) -> Dispatcher:
     """Fill `batches` with what the trainer may still ask for, and the dispatcher with the groups that are still fresh.
 
     Deleted from the spool are groups of committed steps, groups that are too old, and groups with tokens of a policy
@@ -25,8 +27,8 @@ def recover(recipe: Recipe, place: Place, progress: RunProgress, spool: Spool, b
     """
     dispatch = Dispatcher(
         limits(recipe),
-        routers=place.routers,
-        salt=f"{place.run_id}.{place.attempt}",
+        routers=arguments.routers,
+        salt=f"{arguments.run_id}.{arguments.attempt}",
         incarnation=uuid.uuid4().hex[:6],
         step=progress.next_step,
         cursors=progress.cursors,
@@ -35,7 +37,7 @@ def recover(recipe: Recipe, place: Place, progress: RunProgress, spool: Spool, b
     )
     groups = {group.id: group for group in spool.load()}
     ready = {group.id for group in groups.values() if recipe.teacher is None or group.scored}
-    _recover_batches(checkpoints.newest(place.run_dir) or 0, progress, groups, ready, spool, batches)
+    _recover_batches(checkpoints.newest(arguments.run_dir) or 0, progress, groups, ready, spool, batches)
     newest = progress.published.version if progress.published else progress.done_step
     for name, group in groups.items():
         add = dispatch.add_ready if name in ready else dispatch.add_unscored
@@ -58,7 +60,12 @@ def limits(recipe: Recipe) -> Limits:
 
 
 def _recover_batches(
-    committed: int, progress: RunProgress, groups: dict[str, Group], ready: set[str], spool: Spool, batches: Batches
+    committed: int,
+    progress: RunProgress,
+    groups: dict[str, RolloutGroup],
+    ready: set[str],
+    spool: Spool,
+    batches: Batches,
 ) -> None:
     """Takes the groups of known batches out of `groups`; they must be among those that are `ready`."""
     for step, ids in sorted(progress.batches.items()):

@@ -13,20 +13,20 @@ import time
 from pathlib import Path
 
 from primeslurm.orchestrator import algorithms
-from primeslurm.orchestrator.batches import Batches
-from primeslurm.orchestrator.groups import Group
-from primeslurm.orchestrator.metrics import batch_metrics
-from primeslurm.orchestrator.place import Place
+from primeslurm.orchestrator.arguments import OrchestratorArguments
+from primeslurm.orchestrator.batching.batches import Batches
 from primeslurm.orchestrator.progress import CHECKPOINT_PART, PROGRESS, ProgressFile, restore
 from primeslurm.orchestrator.recovery import recover
-from primeslurm.orchestrator.scoring import scoring_of
-from primeslurm.orchestrator.spool import Spool
-from primeslurm.orchestrator.suspect import suspect
-from primeslurm.orchestrator.watch import Watch
+from primeslurm.orchestrator.rollouts.groups import RolloutGroup
+from primeslurm.orchestrator.rollouts.spool import Spool
+from primeslurm.orchestrator.rollouts.worker_pool import WorkerPool
+from primeslurm.orchestrator.teacher.scoring import scoring_of
+from primeslurm.orchestrator.telemetry.batch_metrics import batch_metrics
+from primeslurm.orchestrator.telemetry.stall_diagnosis import suspect
+from primeslurm.orchestrator.telemetry.watch import Watch
 from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, PolicyVersion
 from primeslurm.orchestrator.weight_transfer.policy_loop import PolicyLoop
 from primeslurm.orchestrator.weight_transfer.sessions import TransferSessions
-from primeslurm.orchestrator.workers import Workers
 from primeslurm.recipe import Recipe
 from primeslurm.records.events.training import BatchFormed, OrchestratorDone, OrchestratorUp, ReplicaLost
 from primeslurm.records.journal import Journal
@@ -56,26 +56,26 @@ LINGER_S = 3.0
 class Orchestrator:
     """One attempt's orchestrator. `await run()` returns when the run is complete."""
 
-    def __init__(self, recipe: Recipe, place: Place, linger_s: float = LINGER_S) -> None:
+    def __init__(self, recipe: Recipe, arguments: OrchestratorArguments, linger_s: float = LINGER_S) -> None:
         self._recipe = recipe
-        self._place = place
+        self._arguments = arguments
         self._linger_s = linger_s
-        self._journal = Journal(place.attempt_dir, "orchestrator")
-        progress = restore(place.run_dir, place.attempt)
-        self._spool = Spool(place.run_dir / "rollouts")
+        self._journal = Journal(arguments.attempt_dir, "orchestrator")
+        progress = restore(arguments.run_dir, arguments.attempt)
+        self._spool = Spool(arguments.run_dir / "rollouts")
         self._algorithm = algorithms.from_recipe(recipe)
         self._batches = Batches(recipe, self._algorithm)
-        self._metrics = MetricsLog(place.run_dir, progress.done_step, **recipe.metrics_options())
-        self._dispatch = recover(recipe, place, progress, self._spool, self._batches)
-        self._progress = ProgressFile(place.run_dir / PROGRESS, progress, self._dispatch)
-        self._workers = Workers(place.env_bind, self._on_result, self._on_lost)
-        self._link = OrchestratorLink(place.bind, self._handle)
-        url = place.addresses.url
+        self._metrics = MetricsLog(arguments.run_dir, progress.done_step, **recipe.metrics_options())
+        self._dispatch = recover(recipe, arguments, progress, self._spool, self._batches)
+        self._progress = ProgressFile(arguments.run_dir / PROGRESS, progress, self._dispatch)
+        self._workers = WorkerPool(arguments.env_bind, self._on_result, self._on_lost)
+        self._link = OrchestratorLink(arguments.bind, self._handle)
+        url = arguments.addresses.url
         timeout = recipe.weights.timeout_s
         self._sessions = TransferSessions(recipe.inference.parallel.tp, timeout)
         clients = {
             name: EngineClient(functools.partial(url, name), recipe.model.path, self._sessions.join)
-            for name in place.engines
+            for name in arguments.engines
         }
         self._policy = PolicyLoop(
             clients,
@@ -85,12 +85,12 @@ class Orchestrator:
             after_update=self._after_update,
             sends=self._sessions.sends,
         )
-        self._watch = Watch(recipe, self._journal, place.engine_urls)
-        self._scoring = scoring_of(recipe, place, self._dispatch.unscored.values(), self._on_scored)
+        self._watch = Watch(recipe, self._journal, arguments.engine_urls)
+        self._scoring = scoring_of(recipe, arguments, self._dispatch.unscored.values(), self._on_scored)
         self._batch_formed = asyncio.Condition()
         self._wake = asyncio.Event()
         self._cancelled: list[str] = []
-        self._engine_urls = {name: url(name) for name in place.engines}
+        self._engine_urls = {name: url(name) for name in arguments.engines}
         self._final_policy_at: float | None = None
 
     async def run(self) -> None:
@@ -133,12 +133,12 @@ class Orchestrator:
 
     def _follow_addresses(self) -> None:
         """Do without what the head gave up, and wait no longer for answers from where something was."""
-        urls = self._place.engine_urls()
-        for name in self._place.engines:
+        urls = self._arguments.engine_urls()
+        for name in self._arguments.engines:
             if urls.get(name) != self._engine_urls.get(name):
                 self._policy.moved(name, lost=name not in urls)
         self._engine_urls = urls
-        for router in self._place.addresses.lost.intersection(self._dispatch.routers):
+        for router in self._arguments.addresses.lost.intersection(self._dispatch.routers):
             jobs = self._dispatch.drop_router(router)
             self._cancelled += jobs
             self._journal.write(ReplicaLost(router, len(jobs)))
@@ -289,7 +289,7 @@ class Orchestrator:
         elif self._dispatch.add_unscored(group):
             self._scoring.add(group)
 
-    def _on_scored(self, group: Group) -> None:
+    def _on_scored(self, group: RolloutGroup) -> None:
         if self._dispatch.scored(group):
             self._spool.put(group)
             self._wake.set()

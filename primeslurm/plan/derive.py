@@ -6,14 +6,14 @@ from pathlib import Path
 
 from primeslurm.errors import UsageError, Violation
 from primeslurm.plan import jobs
-from primeslurm.plan.control import environment_command, orchestrator_command, trainer_command
-from primeslurm.plan.engines import place_inference
+from primeslurm.plan.commands.processes import environment_command, orchestrator_command, trainer_command
 from primeslurm.plan.model import Plan, Replica, Totals
-from primeslurm.plan.needs import Need, local_problems, needs_of
-from primeslurm.plan.slots import Slot
-from primeslurm.plan.teacher import place_teacher
+from primeslurm.plan.placement.inference import place_inference
+from primeslurm.plan.placement.node_builder import NodeBuilder
+from primeslurm.plan.placement.resources import ResourceRequest, local_problems, resource_requests
+from primeslurm.plan.placement.teacher import place_teacher
 from primeslurm.recipe import Recipe, Site
-from primeslurm.recipe.teacher import ServedTeacher
+from primeslurm.recipe.sections.teacher import ServedTeacher
 
 
 def derive(recipe: Recipe, site: Site, run_dir: Path, *, local: bool = False) -> Plan:
@@ -22,30 +22,30 @@ def derive(recipe: Recipe, site: Site, run_dir: Path, *, local: bool = False) ->
     Raises:
         UsageError: the recipe cannot be placed on this site; every reason at once.
     """
-    needs, problems = asked_of(recipe, site, local=local)
+    requests, problems = asked_of(recipe, site, local=local)
     if problems:
         raise UsageError(problems)
-    return place(recipe, site, run_dir, needs, local=local)
+    return place(recipe, site, run_dir, requests, local=local)
 
 
-def asked_of(recipe: Recipe, site: Site, *, local: bool) -> tuple[list[Need], list[Violation]]:
+def asked_of(recipe: Recipe, site: Site, *, local: bool) -> tuple[list[ResourceRequest], list[Violation]]:
     """What each role gets (nothing, if the site cannot give it), and every reason why the recipe cannot be placed."""
-    problems, needs = jobs.problems(recipe, site), []
+    problems, requests = jobs.problems(recipe, site), []
     try:
-        needs = needs_of(recipe, site)
+        requests = resource_requests(recipe, site)
     except UsageError as error:
         problems += error.violations
-    return needs, problems + (local_problems(site, needs) if local else [])
+    return requests, problems + (local_problems(site, requests) if local else [])
 
 
-def place(recipe: Recipe, site: Site, run_dir: Path, needs: list[Need], *, local: bool) -> Plan:
+def place(recipe: Recipe, site: Site, run_dir: Path, requests: list[ResourceRequest], *, local: bool) -> Plan:
     """The run with all its processes, on the nodes that each role gets."""
-    slots = _slots(recipe, site, needs, local)
-    replicas = place_inference(recipe, site, slots)
-    teachers = place_teacher(recipe, site, slots)
-    trainer_gpus = _trainer(recipe, site, slots)
+    builders = _slots(recipe, site, requests, local)
+    replicas = place_inference(recipe, site, builders)
+    teachers = place_teacher(recipe, site, builders)
+    trainer_gpus = _trainer(recipe, site, builders)
     if recipe.task == "rl":
-        _control(recipe, slots, replicas, teachers)
+        _control(recipe, builders, replicas, teachers)
     return Plan(
         schema=1,
         run=recipe.name,
@@ -56,10 +56,10 @@ def place(recipe: Recipe, site: Site, run_dir: Path, needs: list[Need], *, local
         device=site.device,
         python=site.python or "python3",
         job=jobs.job_options(recipe, site, run_dir),
-        groups=jobs.groups(recipe, needs),
-        nodes=tuple(slot.node() for slot in slots),
+        groups=jobs.groups(recipe, requests),
+        nodes=tuple(builder.node() for builder in builders),
         replicas=tuple(replicas),
-        totals=_totals(slots, needs, replicas, trainer_gpus, len(teachers)),
+        totals=_totals(builders, requests, replicas, trainer_gpus, len(teachers)),
         env=jobs.environment(site),
         library_path=site.library_path,
         interface=site.network.interface,
@@ -73,34 +73,34 @@ def place(recipe: Recipe, site: Site, run_dir: Path, needs: list[Need], *, local
     )
 
 
-def _slots(recipe: Recipe, site: Site, needs: list[Need], local: bool) -> list[Slot]:
+def _slots(recipe: Recipe, site: Site, requests: list[ResourceRequest], local: bool) -> list[NodeBuilder]:
     single = recipe.deployment.layout == "single"
-    slots: list[Slot] = []
-    for group, need in enumerate(needs):
-        for i in range(need.nodes):
-            slots.append(
-                Slot(
-                    index=len(slots),
+    builders: list[NodeBuilder] = []
+    for group, request in enumerate(requests):
+        for i in range(request.nodes):
+            builders.append(
+                NodeBuilder(
+                    index=len(builders),
                     group=0 if single else group,
-                    role=need.role,
+                    role=request.role,
                     index_in_group=i,
-                    replica=i // need.nodes_per_replica if need.nodes_per_replica else None,
-                    gpus=need.gpus,
-                    first_gpu=sum(slot.gpus for slot in slots) if local else 0,
+                    replica=i // request.nodes_per_replica if request.nodes_per_replica else None,
+                    gpus=request.gpus,
+                    first_gpu=sum(builder.gpus for builder in builders) if local else 0,
                     port_base=site.port_base,
                     port=site.port_base,
                 )
             )
-    return slots
+    return builders
 
 
-def _trainer(recipe: Recipe, site: Site, slots: list[Slot]) -> int:
-    nodes = [slot for slot in slots if slot.role == "train"]
-    world = sum(slot.gpus for slot in nodes)
+def _trainer(recipe: Recipe, site: Site, builders: list[NodeBuilder]) -> int:
+    nodes = [builder for builder in builders if builder.role == "train"]
+    world = sum(builder.gpus for builder in nodes)
     rank = 0
-    for slot in nodes:
-        for local in range(slot.gpus):
-            slot.add(
+    for builder in nodes:
+        for local in range(builder.gpus):
+            builder.add(
                 f"trainer-rank-{rank}",
                 "trainer",
                 trainer_command(recipe, site, rank=rank, local_rank=local, world=world),
@@ -113,8 +113,8 @@ def _trainer(recipe: Recipe, site: Site, slots: list[Slot]) -> int:
     return world
 
 
-def _control(recipe: Recipe, slots: list[Slot], replicas: list[Replica], teachers: list[str]) -> None:
-    head = slots[0]
+def _control(recipe: Recipe, builders: list[NodeBuilder], replicas: list[Replica], teachers: list[str]) -> None:
+    head = builders[0]
     engines = [name for replica in replicas for name in replica.engines]
     routers = [replica.router for replica in replicas]
     head.add("orchestrator", "orchestrator", orchestrator_command(engines, routers, teachers))
@@ -131,15 +131,19 @@ def _key(recipe: Recipe) -> tuple[str, ...]:
 
 
 def _totals(
-    slots: list[Slot], needs: list[Need], replicas: list[Replica], trainer_gpus: int, teacher_engines: int
+    builders: list[NodeBuilder],
+    requests: list[ResourceRequest],
+    replicas: list[Replica],
+    trainer_gpus: int,
+    teacher_engines: int,
 ) -> Totals:
     return Totals(
-        nodes=len(slots),
-        spares=sum(need.spares for need in needs),
-        gpus=sum(slot.gpus for slot in slots),
+        nodes=len(builders),
+        spares=sum(request.spares for request in requests),
+        gpus=sum(builder.gpus for builder in builders),
         trainer_gpus=trainer_gpus,
         engines=sum(len(replica.engines) for replica in replicas),
-        inference_nodes=sum(slot.role in ("inference", "prefill", "decode") for slot in slots),
+        inference_nodes=sum(builder.role in ("inference", "prefill", "decode") for builder in builders),
         routers=len(replicas),
         teacher_engines=teacher_engines,
     )

@@ -8,10 +8,10 @@ from pathlib import Path
 from primeslurm.errors import Violation
 from primeslurm.hostlists import expand
 from primeslurm.plan.model import HetGroup, JobOptions
-from primeslurm.plan.needs import Need
+from primeslurm.plan.placement.resources import ResourceRequest
 from primeslurm.recipe import Recipe, Site
-from primeslurm.recipe.scheduling import DEFAULT_TIME, Apptainer, Component, Container, Placement, Pyxis, Submission
-from primeslurm.recipe.syntax import minutes
+from primeslurm.recipe.fields.slurm_syntax import minutes
+from primeslurm.recipe.sections.slurm import DEFAULT_TIME, Apptainer, Component, Container, Placement, Pyxis, Submission
 from primeslurm.wire.secret import VARIABLE as SECRET
 
 
@@ -25,15 +25,15 @@ def problems(recipe: Recipe, site: Site) -> list[Violation]:
     return found
 
 
-def groups(recipe: Recipe, needs: list[Need]) -> tuple[HetGroup, ...]:
+def groups(recipe: Recipe, requests: list[ResourceRequest]) -> tuple[HetGroup, ...]:
     """The job's components in order: one per role, or one for all of them (`layout: single`)."""
     if recipe.deployment.layout == "single":
-        widest = max(needs, key=lambda need: need.gpus)
-        nodes, spares = sum(need.nodes for need in needs), sum(need.spares for need in needs)
+        widest = max(requests, key=lambda request: request.gpus)
+        nodes, spares = sum(request.nodes for request in requests), sum(request.spares for request in requests)
         return (_group(0, "all", nodes, spares, widest, recipe.slurm.train),)
     return tuple(
-        _group(index, need.role, need.nodes, need.spares, need, getattr(recipe.slurm, need.role))
-        for index, need in enumerate(needs)
+        _group(index, request.role, request.nodes, request.spares, request, getattr(recipe.slurm, request.role))
+        for index, request in enumerate(requests)
     )
 
 
@@ -80,8 +80,8 @@ def environment(site: Site) -> dict[str, str]:
     return env | site.env | {SECRET: "${secret}"}
 
 
-def _group(index: int, name: str, nodes: int, spares: int, need: Need, component: Component) -> HetGroup:
-    kind = need.kind
+def _group(index: int, name: str, nodes: int, spares: int, request: ResourceRequest, component: Component) -> HetGroup:
+    kind = request.kind
     # One amount of memory: the recipe's, in whichever unit, before the site's.
     memory = component if component.mem or component.mem_per_gpu else kind
     return HetGroup(
@@ -90,9 +90,9 @@ def _group(index: int, name: str, nodes: int, spares: int, need: Need, component
         nodes=nodes + spares,
         spares=spares,
         partition=component.partition or kind.partition,
-        gres=f"{kind.gres}:{need.gpus}" if need.gpus else None,
+        gres=f"{kind.gres}:{request.gpus}" if request.gpus else None,
         cpus_per_task=component.cpus_per_task or kind.cpus,
-        mem=_memory(memory, need.gpus),
+        mem=_memory(memory, request.gpus),
         constraint=component.constraint or kind.constraint,
         nodelist=component.nodelist or kind.nodelist,
         switches=component.switches or kind.switches,

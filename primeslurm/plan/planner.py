@@ -10,10 +10,10 @@ from typing import Literal
 from primeslurm.errors import UsageError, Violation
 from primeslurm.families.shape import ModelShape
 from primeslurm.plan.checks.advice import advise
-from primeslurm.plan.checks.case import Case
 from primeslurm.plan.checks.compatibility import conflicts
 from primeslurm.plan.checks.files import ModelFiles
 from primeslurm.plan.checks.review import review
+from primeslurm.plan.checks.rule import RuleContext
 from primeslurm.plan.derive import asked_of, place
 from primeslurm.plan.emulate import emulate
 from primeslurm.plan.model import Finding, Plan
@@ -45,11 +45,11 @@ def make_plan(recipe: Recipe, site: Site, run_dir: Path, files: RecipeFiles, *, 
     Raises:
         UsageError: the recipe cannot be placed on this site; every reason at once, contradictions of the recipe too.
     """
-    needs, problems = asked_of(recipe, site, local=local)
-    findings, estimate = review(recipe, site, needs, files.model, files.teacher)
+    requests, problems = asked_of(recipe, site, local=local)
+    findings, estimate = review(recipe, site, requests, files.model, files.teacher)
     if problems:
         raise UsageError([*problems, *refusals(findings, "error")])
-    plan = place(files.located, site, run_dir, needs, local=local)
+    plan = place(files.located, site, run_dir, requests, local=local)
     findings += [*advise(recipe, plan), *files.absent, *as_findings(files.problems, "blocked")]
     return plan.model_copy(update={"findings": tuple(findings), "estimate": estimate})
 
@@ -60,12 +60,12 @@ def make_emulated_plan(recipe: Recipe, site: Site, run_dir: Path, facts: ModelSh
     Raises:
         UsageError: the recipe cannot be placed on this site; every reason at once.
     """
-    needs, problems = asked_of(recipe, site, local=False)
+    requests, problems = asked_of(recipe, site, local=False)
     if problems:
         raise UsageError(problems)
-    plan = emulate(place(recipe, site, run_dir, needs, local=False))
+    plan = emulate(place(recipe, site, run_dir, requests, local=False))
     real = site.model_copy(update={"device": "cuda"})  # stand-ins contradict nothing, what they stand for may
-    findings = (*conflicts(Case(recipe, real, needs, facts)), *advise(recipe, plan))
+    findings = (*conflicts(RuleContext(recipe, real, requests, facts)), *advise(recipe, plan))
     return plan.model_copy(update={"findings": findings})
 
 

@@ -1,6 +1,6 @@
 """What the user writes: the recipe and the site file."""
 
-from primeslurm.recipe.model import Recipe
+from primeslurm.recipe.recipe import Recipe
 from primeslurm.recipe.site import Site
 
 __all__ = ["Recipe", "Site"]

@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from primeslurm.recipe.base import descriptions
+from primeslurm.recipe.fields.section import descriptions
 
 
 def markdown(model: type[BaseModel]) -> str:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from primeslurm.errors import Violation
-from primeslurm.recipe.losses import CustomLoss
-from primeslurm.recipe.model import Recipe
-from primeslurm.recipe.rollouts import Orchestrator
+from primeslurm.recipe.recipe import Recipe
+from primeslurm.recipe.sections.losses import CustomLoss
+from primeslurm.recipe.sections.orchestrator import Orchestrator
 
 
 def violations(recipe: Recipe) -> list[Violation]:

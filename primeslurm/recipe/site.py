@@ -6,9 +6,9 @@ from typing import Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from primeslurm.recipe.base import Section
-from primeslurm.recipe.scheduling import Placement, Submission
-from primeslurm.recipe.syntax import Directory, EnvironmentName, Module, Name, SearchPath
+from primeslurm.recipe.fields.section import Section
+from primeslurm.recipe.fields.slurm_syntax import Directory, EnvironmentName, Module, Name, SearchPath
+from primeslurm.recipe.sections.slurm import Placement, Submission
 
 
 class NodeKind(Placement):

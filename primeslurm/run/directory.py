@@ -10,8 +10,8 @@ import msgspec
 from primeslurm.errors import RunError
 from primeslurm.files import write_atomic, write_json
 from primeslurm.paths import is_dir, is_file
-from primeslurm.plan import storage
 from primeslurm.plan.model import JOB_OUTPUT, Plan
+from primeslurm.plan.storage import plan_file as storage
 from primeslurm.records.attempt import EndRecord, JobRecord, LockRecord
 from primeslurm.records.base import Record
 from primeslurm.records.fleet import AgentReport, FleetView, Roster

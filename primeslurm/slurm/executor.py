@@ -11,7 +11,7 @@ from submitit.core.utils import FailedJobError, FailedSubmissionError
 
 from primeslurm.errors import ClusterError
 from primeslurm.plan.model import Plan
-from primeslurm.recipe.syntax import minutes
+from primeslurm.recipe.fields.slurm_syntax import minutes
 from primeslurm.slurm.render import submitit_folder
 
 Agent = Callable[[], object]

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from primeslurm.errors import ClusterError, UsageError, Violation
 from primeslurm.recipe import Site
-from primeslurm.recipe.explain import suggestion
+from primeslurm.recipe.reading.explain import suggestion
 from primeslurm.slurm.client import SlurmClient
 
-MODULE = "primeslurm.node.installed"
+MODULE = "primeslurm.node.preflight.installed"
 REQUIRED = ("python", "primeslurm", "torch", "vllm", "torchtitan", "verifiers", "vllm-router", "nixl")
 REQUIRED_WITH_GPUS = ("driver", "gpus", "cuda of torch")
 _PINNED_AS = {
@@ -29,7 +29,7 @@ Parts = Mapping[str, str | None]
 
 
 @dataclass(frozen=True)
-class Difference:
+class InstalledDifference:
     """A part that is missing, or not the version that was locked."""
 
     node: str
@@ -81,18 +81,18 @@ def lock(device: str) -> dict[str, str]:
 
 def differences(
     nodes: Mapping[str, Parts | None], pins: Mapping[str, str], gpu_nodes: Sequence[str]
-) -> list[Difference]:
+) -> list[InstalledDifference]:
     """Everything that is missing or not as locked, by node. `gpu_nodes` must have a driver and GPUs."""
     found = []
     for name, parts in nodes.items():
         if parts is None:
-            found.append(Difference(name, "node", "down", "up", True))
+            found.append(InstalledDifference(name, "node", "down", "up", True))
             continue
         required = (*REQUIRED, *(REQUIRED_WITH_GPUS if name in gpu_nodes else ()))
         for part, version in parts.items():
             wanted = next((pins[pin] for pin in _PINNED_AS.get(part, (part,)) if pin in pins), "")
             if (version is None and part in required) or (version is not None and wanted not in ("", version)):
-                found.append(Difference(name, part, version, wanted, part in required))
+                found.append(InstalledDifference(name, part, version, wanted, part in required))
     return found
 
 

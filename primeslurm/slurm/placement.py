@@ -6,7 +6,7 @@ from collections import Counter
 
 from primeslurm.errors import Violation
 from primeslurm.plan.model import Plan
-from primeslurm.recipe.explain import suggestion
+from primeslurm.recipe.reading.explain import suggestion
 from primeslurm.slurm.client import SlurmClient
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from primeslurm.errors import UsageError, Violation
 from primeslurm.plan.model import Plan
-from primeslurm.recipe.base import Section
-from primeslurm.slurm.launch import MARK
+from primeslurm.recipe.fields.section import Section
+from primeslurm.slurm.launch_failures import MARK
 from primeslurm.slurm.options import sbatch_lines
 from primeslurm.templating import environment
 
@@ -34,7 +34,7 @@ def render(plan: Plan) -> str:
         srun=(*_step_options(plan), *plan.job.srun),
         mark=MARK,
         command=(*python, "-u", "-m", "submitit.core._submit", submitit_folder(plan)),
-        aftermath=(*python, "-m", "primeslurm.node.aftermath", plan.run_dir),
+        batch_epilogue=(*python, "-m", "primeslurm.node.attempt.batch_epilogue", plan.run_dir),
     )
 
 

@@ -10,7 +10,7 @@ import os
 import sys
 from pathlib import Path
 
-from primeslurm.trainer.interrupt import Interrupt
+from primeslurm.trainer.loops.interrupt import Interrupt
 
 
 def main() -> int:

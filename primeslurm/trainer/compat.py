@@ -88,8 +88,8 @@ import torchtitan.tools.utils as titan_utils  # noqa: E402
 from torchtitan.models.common.moe import GroupedExperts  # noqa: E402
 from torchtitan.models.utils import MoEStateDictAdapter  # noqa: E402
 
-from primeslurm.trainer import flash_attention  # noqa: E402
-from primeslurm.trainer.draft import ModelDraft  # noqa: E402
+from primeslurm.trainer.assembly.draft import ModelDraft  # noqa: E402
+from primeslurm.trainer.kernels import flash_attention  # noqa: E402
 
 if not ON_CPU:
     _best = partial(flash_attention.best, titan_utils.get_cuda_flash_attention_impl, register_flash_attention_fa4)

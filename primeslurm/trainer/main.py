@@ -12,19 +12,22 @@ from transformers import AutoTokenizer
 from primeslurm.recipe import Recipe
 from primeslurm.records.events.training import TrainerStarted, TrainerStopped
 from primeslurm.records.journal import Journal
-from primeslurm.trainer import compat, data, huggingface, loss
-from primeslurm.trainer.checkpoint import Checkpoints
-from primeslurm.trainer.encoding import published
-from primeslurm.trainer.interrupt import Interrupt
-from primeslurm.trainer.parallel import build
-from primeslurm.trainer.pictures import PictureReader
-from primeslurm.trainer.rl import RlTask
-from primeslurm.trainer.sft import SftTask
-from primeslurm.trainer.step import Learner
+from primeslurm.trainer import compat
+from primeslurm.trainer.assembly.build import build
+from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
+from primeslurm.trainer.components import loss
+from primeslurm.trainer.data import sft_data
+from primeslurm.trainer.data.image_reader import PictureReader
+from primeslurm.trainer.distributed.world import RankError, World, join
+from primeslurm.trainer.loops.interrupt import Interrupt
+from primeslurm.trainer.loops.rl import RlTask
+from primeslurm.trainer.loops.sft import SftTask
+from primeslurm.trainer.loops.step import Learner
 from primeslurm.trainer.weight_transfer.publisher import Publisher
 from primeslurm.trainer.weight_transfer.sender import Sender
 from primeslurm.trainer.weight_transfer.transports import CollectiveTransfer, FilesystemTransfer, WeightTransfer
-from primeslurm.trainer.world import RankError, World, join
+from primeslurm.trainer.weights import huggingface
+from primeslurm.trainer.weights.encoding import published
 from primeslurm.wire import exits
 from primeslurm.wire.link import LinkError, TrainerLink
 
@@ -82,5 +85,5 @@ def _task(
     if recipe.sft is None:
         raise ValueError("task sft needs an sft section")
     tokenizer = AutoTokenizer.from_pretrained(policy.source)
-    examples = data.load(Path(recipe.sft.data.path), tokenizer, recipe.seq_len, reader)
+    examples = sft_data.load(Path(recipe.sft.data.path), tokenizer, recipe.seq_len, reader)
     return SftTask(recipe, run_dir, learner, publisher, saver, world, examples, journal)

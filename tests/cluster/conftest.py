@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from primeslurm.slurm.cluster import Cluster, up
-from primeslurm.slurm.cluster_config import ClusterSpec
+from primeslurm.slurm.embedded.cluster import Cluster, up
+from primeslurm.slurm.embedded.config import ClusterSpec
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ from primeslurm.node.entry import AgentTask
 from primeslurm.plan.model import Process
 from primeslurm.records.attempt import JobRecord
 from primeslurm.run.directory import RunDirectory
-from primeslurm.slurm.cluster import Cluster
+from primeslurm.slurm.embedded.cluster import Cluster
 from primeslurm.slurm.executor import submit
 from primeslurm.slurm.render import render
 from tests.support.cli import Result, primeslurm

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from primeslurm.cli.cluster import app
+from primeslurm.cli.verbs.cluster import app
 from primeslurm.errors import UsageError
-from primeslurm.slurm.cluster import Cluster
-from primeslurm.slurm.daemons import end
+from primeslurm.slurm.embedded.cluster import Cluster
+from primeslurm.slurm.embedded.daemons import end
 
 pytestmark = pytest.mark.cluster
 

@@ -16,11 +16,11 @@ import yaml
 from primeslurm.errors import ClusterError, UsageError
 from primeslurm.hostlists import compress, expand
 from primeslurm.recipe.site import Site
-from primeslurm.slurm import cluster as cluster_module
 from primeslurm.slurm.client import SlurmClient
-from primeslurm.slurm.cluster import Cluster, up
-from primeslurm.slurm.cluster_config import ClusterSpec
-from primeslurm.slurm.daemons import job_processes
+from primeslurm.slurm.embedded import cluster as cluster_module
+from primeslurm.slurm.embedded.cluster import Cluster, up
+from primeslurm.slurm.embedded.config import ClusterSpec
+from primeslurm.slurm.embedded.daemons import job_processes
 
 pytestmark = pytest.mark.cluster
 

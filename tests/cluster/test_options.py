@@ -14,7 +14,7 @@ import pytest
 
 from primeslurm.plan.model import Plan
 from primeslurm.slurm.client import SlurmClient
-from primeslurm.slurm.cluster import Cluster
+from primeslurm.slurm.embedded.cluster import Cluster
 from primeslurm.slurm.render import render
 from tests.support.slurm_plans import group, plan
 

@@ -21,11 +21,11 @@ from primeslurm.records.attempt import JobRecord
 from primeslurm.records.base import Event
 from primeslurm.records.events.nodes import LaunchedAgain, NodeLost, PreflightDone, Seated
 from primeslurm.records.fleet import AgentReport
+from primeslurm.run.diagnosis.doctor import diagnose
 from primeslurm.run.directory import Attempt, RunDirectory
-from primeslurm.run.doctor import diagnose
 from primeslurm.run.ledger import Ledger
-from primeslurm.run.summary import events
-from primeslurm.slurm.cluster import Cluster
+from primeslurm.run.status.summary import events
+from primeslurm.slurm.embedded.cluster import Cluster
 from primeslurm.slurm.executor import submit
 from primeslurm.slurm.render import render
 from tests.support.faults import kill_node, revive_node

@@ -13,7 +13,7 @@ import pytest
 from primeslurm.errors import ClusterError
 from primeslurm.plan.model import HetGroup, Plan
 from primeslurm.slurm.client import JobState
-from primeslurm.slurm.cluster import Cluster
+from primeslurm.slurm.embedded.cluster import Cluster
 from primeslurm.slurm.executor import submit
 from primeslurm.slurm.render import render
 from tests.cluster.toy import ToyAgent, notes

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from primeslurm.node.shared_memory import mapped_by, names_of
+from primeslurm.node.host.shared_memory import mapped_by, names_of
 from primeslurm.records.events.policy import EngineUpdated
 from primeslurm.records.events.processes import ProcessStarted
 from primeslurm.run.records import rows

@@ -16,11 +16,11 @@ from typing import Any
 import httpx
 
 from primeslurm.files import read_json
-from primeslurm.orchestrator.watch import STATE_INTERVAL_S
+from primeslurm.orchestrator.telemetry.watch import STATE_INTERVAL_S
 from primeslurm.records.events.training import CheckpointLoaded
 from primeslurm.run.ledger import Ledger
 from primeslurm.run.records import events
-from primeslurm.run.status import RunStatus
+from primeslurm.run.status.run_status import RunStatus
 from primeslurm.wire import secret
 from tests.support.emulation import Deployment, Snapshot
 from tests.support.faults import kill_controller, kill_node, revive_controller, revive_node, warn

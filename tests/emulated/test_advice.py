@@ -10,10 +10,10 @@ import pytest
 
 from primeslurm.emulated.metrics import exposition
 from primeslurm.emulated.scheduler import Request, Scheduler
-from primeslurm.orchestrator.load import LoadWindow, as_json
-from primeslurm.orchestrator.scrape import parse
+from primeslurm.orchestrator.telemetry.load_window import LoadWindow, as_json
+from primeslurm.orchestrator.telemetry.scrape import parse
 from primeslurm.records.load import Load
-from primeslurm.run.advice import Advice, Shape, advise
+from primeslurm.run.diagnosis.advice import Advice, Shape, advise
 
 TICK_S = 0.1
 LOOK_S = 5.0

@@ -21,8 +21,8 @@ from primeslurm.emulated.engine import EmulatedEngine
 from primeslurm.emulated.environment import EmulatedEnvironment
 from primeslurm.files import write_json
 from primeslurm.inference.admission import Message
-from primeslurm.orchestrator.jobs import Job
-from primeslurm.orchestrator.teacher import Teacher, TeacherError
+from primeslurm.orchestrator.rollouts.job_protocol import Job
+from primeslurm.orchestrator.teacher.client import Teacher, TeacherError
 from primeslurm.orchestrator.weight_transfer.engine_client import (
     EngineClient,
     EngineDownError,
@@ -30,11 +30,11 @@ from primeslurm.orchestrator.weight_transfer.engine_client import (
     PolicyVersion,
     Step,
 )
-from primeslurm.plan.commands import Workers
+from primeslurm.plan.commands.command import ReplicaEngines
+from primeslurm.plan.commands.routers import router_command
 from primeslurm.plan.emulate import STAND_INS
-from primeslurm.plan.routers import router_command
 from primeslurm.recipe import Recipe
-from primeslurm.recipe.routers import VllmRouter
+from primeslurm.recipe.sections.routers import VllmRouter
 from primeslurm.wire import addresses, secret
 from primeslurm.wire.addresses import AddressBook, Addresses
 from primeslurm.wire.weight_transfer import filesystem
@@ -200,7 +200,7 @@ async def test_a_rollout_goes_through_the_real_router_to_prefill_and_decode(star
     for server in (prefill, decode):
         await client(server).apply(PolicyVersion(0, "/models/tiny"), 10)
     made = recipe(orchestrator={"echo": 0.1})
-    command = router_command(made, VllmRouter(), Workers((), ("p",), ("d",)))
+    command = router_command(made, VllmRouter(), ReplicaEngines((), ("p",), ("d",)))
     engines = {name: s.url.removeprefix("http://") for name, s in (("p", prefill), ("d", decode))}
     router = start_router(command, engines, tmp_path / "router.log")
     try:

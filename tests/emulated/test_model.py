@@ -8,7 +8,7 @@ from primeslurm.emulated import rollouts
 from primeslurm.emulated.metrics import exposition
 from primeslurm.emulated.prefix_cache import PrefixCache
 from primeslurm.emulated.scheduler import PREFILL_TOKENS_PER_S, Request, Scheduler
-from primeslurm.orchestrator.scrape import parse
+from primeslurm.orchestrator.telemetry.scrape import parse
 
 TICK_S = 0.05
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from primeslurm.api.loading import load
-from primeslurm.plan.commands import Command
+from primeslurm.plan.commands.command import Command
 from primeslurm.plan.derive import derive
 from primeslurm.plan.emulate import STAND_INS, emulate
 from primeslurm.recipe import Recipe

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient
-from primeslurm.plan.commands import Command, EngineRole, Workers
-from primeslurm.plan.routers import router_command
+from primeslurm.plan.commands.command import Command, EngineRole, ReplicaEngines
+from primeslurm.plan.commands.routers import router_command
 from primeslurm.recipe import Recipe
-from primeslurm.recipe.routers import VllmRouter
+from primeslurm.recipe.sections.routers import VllmRouter
 from tests.support.engine_commands import engine_command
 from tests.support.models import make_model
 from tests.support.processes import Server, Zygote, start_router
@@ -89,7 +89,7 @@ def open_router(model: Path, tmp_path: Path) -> Iterator[Callable[..., Server]]:
         named = {server.url.rpartition(":")[2]: server for server in (*engines, *prefill, *decode)}
         groups = [[s.url.rpartition(":")[2] for s in group] for group in (engines, prefill, decode)]
         router = VllmRouter(policy=policy)
-        command = router_command(tiny_recipe(model), router, Workers(*groups))
+        command = router_command(tiny_recipe(model), router, ReplicaEngines(*groups))
         addresses = {name: server.url.removeprefix("http://") for name, server in named.items()}
         router = start_router(command, addresses, tmp_path / f"router-{len(routers)}.log")
         routers.append(router)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from primeslurm.families import families
-from primeslurm.plan.engine_memory import PROMPT_TOKENS
+from primeslurm.plan.memory.engine import PROMPT_TOKENS
 from tests.engine.conftest import tiny_recipe
 from tests.support.engine_commands import engine_command
 from tests.support.processes import fill

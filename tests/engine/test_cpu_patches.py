@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from primeslurm.inference import cpu_patches, guards
+from primeslurm.inference import guards
+from primeslurm.inference.cpu import patches
 from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion
 from tests.engine.conftest import tiny_recipe
 from tests.support.engine_commands import engine_command
@@ -51,7 +52,7 @@ def test_a_vllm_that_has_the_collectives_itself_is_refused() -> None:
 
     register()  # from here on CpuCommunicator has them: ours stand for vLLM's own
     with pytest.raises(RuntimeError, match="all_gatherv of its own"):
-        cpu_patches._add_variable_collectives()
+        patches._add_variable_collectives()
 
 
 def _collectives(rank: int, file: str) -> None:
@@ -59,13 +60,13 @@ def _collectives(rank: int, file: str) -> None:
     communicator = SimpleNamespace(world_size=2, rank_in_group=rank, cpu_group=dist.group.WORLD)
     sizes = [1, 3]
     rows = [torch.arange(6.0).view(3, 2)[: sizes[r]] + 10 * r for r in (0, 1)]
-    gathered = cpu_patches._all_gatherv(communicator, rows[rank], sizes=sizes)
+    gathered = patches._all_gatherv(communicator, rows[rank], sizes=sizes)
     assert torch.equal(gathered, torch.cat(rows))
-    pair = cpu_patches._all_gatherv(communicator, [rows[rank], rows[rank] + 1], sizes=sizes)
+    pair = patches._all_gatherv(communicator, [rows[rank], rows[rank] + 1], sizes=sizes)
     assert torch.equal(pair[1], torch.cat(rows) + 1)
-    mine = cpu_patches._reduce_scatterv(communicator, gathered * (rank + 1), dim=0, sizes=sizes)
+    mine = patches._reduce_scatterv(communicator, gathered * (rank + 1), dim=0, sizes=sizes)
     assert torch.equal(mine, rows[rank] * 3)
-    columns = cpu_patches._reduce_scatterv(communicator, torch.arange(8.0).view(2, 4))
+    columns = patches._reduce_scatterv(communicator, torch.arange(8.0).view(2, 4))
     assert torch.equal(columns, 2 * torch.arange(8.0).view(2, 4)[:, 2 * rank : 2 * rank + 2])
     dist.destroy_process_group()
 

@@ -30,7 +30,7 @@ from vllm.model_executor.models.utils import AutoWeightsLoader
 from primeslurm.inference.weight_transfer.errors import PolicyError
 from primeslurm.inference.weight_transfer.experts import HeldExperts, held_experts, incomplete_experts
 from primeslurm.inference.weight_transfer.filesystem import FilesystemTransferEngine
-from primeslurm.trainer.encoding import Encoding
+from primeslurm.trainer.weights.encoding import Encoding
 from primeslurm.wire.weight_transfer.catalogue import Named, stacked
 
 pytestmark = pytest.mark.engine

@@ -8,8 +8,8 @@ import torch
 from primeslurm.inference.weight_transfer import dequantise
 from primeslurm.inference.weight_transfer.dequantise import dequantised
 from primeslurm.inference.weight_transfer.errors import PolicyError
-from primeslurm.trainer.block_fp8 import BLOCKS, quantise
-from primeslurm.trainer.encoding import Encoding
+from primeslurm.trainer.kernels.block_fp8 import BLOCKS, quantise
+from primeslurm.trainer.weights.encoding import Encoding
 
 pytestmark = pytest.mark.engine
 

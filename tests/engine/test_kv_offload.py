@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion
-from primeslurm.plan.commands import Command, EngineRole
-from primeslurm.plan.kv import store_client, store_master
+from primeslurm.plan.commands.command import Command, EngineRole
+from primeslurm.plan.commands.kv import store_client, store_master
 from primeslurm.recipe import Recipe
 from tests.engine.conftest import tiny_engine, tiny_recipe
 from tests.support.generate import generate, metric, tokens

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from primeslurm.plan.teacher import served
+from primeslurm.plan.placement.teacher import served
 from primeslurm.recipe import Recipe
 from tests.support.engine_commands import engine_command
 from tests.support.models import make_model, publish, reference_logprobs

@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 from vllm.multimodal.media.image import ImageMediaIO
 
-from primeslurm.trainer.pictures import PictureReader
+from primeslurm.trainer.data.image_reader import PictureReader
 from primeslurm.wire.rollouts import Picture
 from tests.support.vision_models import image_token, make_vision_model
 

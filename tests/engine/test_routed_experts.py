@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import Qwen3MoeForCausalLM
 
-from primeslurm.orchestrator.endpoint import ROUTED_FROM, Completion, GenerateEndpoint
+from primeslurm.orchestrator.rollouts.generate_endpoint import ROUTED_FROM, Completion, GenerateEndpoint
 from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion
 from primeslurm.recipe import Recipe
 from tests.engine.conftest import tiny_recipe

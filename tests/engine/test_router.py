@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion
-from primeslurm.recipe.routers import VllmRouter
+from primeslurm.recipe.sections.routers import VllmRouter
 from tests.support.generate import generate, metric, spans, tokens
 from tests.support.models import make_model, publish
 

@@ -12,20 +12,20 @@ import numpy as np
 import pytest
 
 from primeslurm.orchestrator import algorithms
-from primeslurm.orchestrator.batches import Batches
-from primeslurm.orchestrator.generate import TokenClient, serving
-from primeslurm.orchestrator.groups import Group
-from primeslurm.orchestrator.jobs import Job
+from primeslurm.orchestrator.batching.batches import Batches
+from primeslurm.orchestrator.rollouts.groups import RolloutGroup
+from primeslurm.orchestrator.rollouts.job_protocol import Job
+from primeslurm.orchestrator.rollouts.token_client import TokenClient, serving
+from primeslurm.orchestrator.rollouts.worker import Worker
 from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion
-from primeslurm.orchestrator.worker import Worker
 from primeslurm.recipe import Recipe
 from primeslurm.records.journal import Journal
-from primeslurm.trainer.loss import from_recipe
-from primeslurm.trainer.parallel import build
-from primeslurm.trainer.pictures import PictureReader
-from primeslurm.trainer.progress import PhaseTimer
-from primeslurm.trainer.step import Learner
-from primeslurm.trainer.world import World
+from primeslurm.trainer.assembly.build import build
+from primeslurm.trainer.components.loss import from_recipe
+from primeslurm.trainer.data.image_reader import PictureReader
+from primeslurm.trainer.distributed.world import World
+from primeslurm.trainer.loops.progress import PhaseTimer
+from primeslurm.trainer.loops.step import Learner
 from primeslurm.wire.addresses import AddressBook
 from primeslurm.wire.rollouts import Rollout
 from tests.engine.conftest import tiny_engine
@@ -72,7 +72,7 @@ def train(rollout: Rollout, model: Path, world: World, directory: Path) -> dict[
     recipe = recipe_of(model, dtype="float32")
     worse = replace(rollout, info=msgspec.structs.replace(rollout.info, reward=rollout.info.reward - 1))
     batches = Batches(recipe, algorithms.from_recipe(recipe))
-    batches.add(2, [Group("g", "looking", 0, 1, ((rollout,), (worse,)))])
+    batches.add(2, [RolloutGroup("g", "looking", 0, 1, ((rollout,), (worse,)))])
     batch = batches.get(2, 0, 1)
     assert batch is not None
     learner = Learner(

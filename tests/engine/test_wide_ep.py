@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion
-from primeslurm.plan.commands import EngineRole
-from primeslurm.plan.engine_command import DataParallel
+from primeslurm.plan.commands.command import EngineRole
+from primeslurm.plan.commands.engine import DataParallel
 from tests.engine.conftest import tiny_recipe
 from tests.support.engine_commands import engine_command
 from tests.support.generate import generate, logprobs, metric, spans, tokens

@@ -8,11 +8,11 @@ import time
 from pathlib import Path
 
 from primeslurm.recipe import Recipe
-from primeslurm.trainer.interrupt import Interrupt
-from primeslurm.trainer.loss import from_recipe
-from primeslurm.trainer.parallel import build
-from primeslurm.trainer.step import Learner
-from primeslurm.trainer.world import join
+from primeslurm.trainer.assembly.build import build
+from primeslurm.trainer.components.loss import from_recipe
+from primeslurm.trainer.distributed.world import join
+from primeslurm.trainer.loops.interrupt import Interrupt
+from primeslurm.trainer.loops.step import Learner
 from tests.trainer.conftest import make_batch, make_progress
 
 

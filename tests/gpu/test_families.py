@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from primeslurm.trainer.parallel import build
-from primeslurm.trainer.world import World
+from primeslurm.trainer.assembly.build import build
+from primeslurm.trainer.distributed.world import World
 from tests.trainer.conftest import make_recipe
 from tests.trainer.families import CASES, GENERIC_CASES, Case, write
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from primeslurm.trainer import fp8
-from primeslurm.trainer.block_fp8 import (
+from primeslurm.trainer.components import fp8
+from primeslurm.trainer.kernels.block_fp8 import (
     BLOCKS,
     ROWS,
     Quantised,
@@ -18,7 +18,7 @@ from primeslurm.trainer.block_fp8 import (
     quantise_groups,
     quantise_groups_transposed,
 )
-from primeslurm.trainer.fp8_backend import backend
+from primeslurm.trainer.kernels.fp8_backend import backend
 from tests.support import block_fp8 as exact
 from tests.support.block_fp8 import OFFSETS, matrix, relative_error
 

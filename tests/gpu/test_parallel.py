@@ -9,8 +9,9 @@ import torch
 from torch.nn.attention import activate_flash_attention_impl, current_flash_attention_impl
 from torchtitan.models.common.attention import VarlenMetadata, create_varlen_metadata_for_document
 
-from primeslurm.trainer import compat, varlen
-from primeslurm.trainer.context_parallel import local_documents
+from primeslurm.trainer import compat
+from primeslurm.trainer.components import varlen_attention
+from primeslurm.trainer.distributed.context_parallel import local_documents
 from tests.trainer.families import CASES, write
 from tests.trainer.gradients import Layout, compare
 
@@ -107,8 +108,8 @@ def test_the_kernel_equals_dense_attention(
     shapes = ((queries, 8, size), (keys, kv_heads, size), (keys, kv_heads, value_size))
     tensors = [torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_() for shape in shapes]
     exact = [tensor.detach().float().requires_grad_() for tensor in tensors]
-    out, lse = varlen.flash(*tensors, documents, None, window)
-    expected, expected_lse = varlen.dense(*exact, documents, None, window)
+    out, lse = varlen_attention.flash(*tensors, documents, None, window)
+    expected, expected_lse = varlen_attention.dense(*exact, documents, None, window)
     torch.testing.assert_close(out.float(), expected, atol=2e-2, rtol=2e-2)
     torch.testing.assert_close(lse.float(), expected_lse, atol=2e-2, rtol=2e-2)
     weights = torch.randn_like(expected)

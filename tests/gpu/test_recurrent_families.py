@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from primeslurm.trainer.models.recurrence import gated_delta_rule, state_space
-from primeslurm.trainer.parallel import build
-from primeslurm.trainer.world import World
+from primeslurm.trainer.assembly.build import build
+from primeslurm.trainer.distributed.world import World
+from primeslurm.trainer.models.layers.recurrence import gated_delta_rule, state_space
 from tests.trainer.conftest import make_recipe
 from tests.trainer.families import CASES, Case, write
 

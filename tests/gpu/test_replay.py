@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from primeslurm.trainer import tiny
-from primeslurm.trainer.interrupt import Interrupt
-from primeslurm.trainer.parallel import build
-from primeslurm.trainer.replay import ReplayRouter
-from primeslurm.trainer.world import join
+from primeslurm.trainer.assembly.build import build
+from primeslurm.trainer.components.router_replay import ReplayRouter
+from primeslurm.trainer.distributed.world import join
+from primeslurm.trainer.loops.interrupt import Interrupt
 from tests.trainer.conftest import free_port, make_recipe, rank_environment
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]

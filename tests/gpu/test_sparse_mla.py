@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config, GlmMoeDsaConfig
 
-from primeslurm.trainer import dsa
-from primeslurm.trainer.interrupt import Interrupt
-from primeslurm.trainer.parallel import build
-from primeslurm.trainer.sparse_mla import dense_mla, sparse_mla
-from primeslurm.trainer.world import World, join
+from primeslurm.trainer.assembly.build import build
+from primeslurm.trainer.components import sparse_attention
+from primeslurm.trainer.distributed.world import World, join
+from primeslurm.trainer.kernels.sparse_mla import dense_mla, sparse_mla
+from primeslurm.trainer.loops.interrupt import Interrupt
 from tests.trainer.conftest import SEQ_LEN, free_port, make_recipe, rank_environment
 from tests.trainer.families import DSA, GROUPS, MLA, MLA_YARN, SHARED, Case, write
 
@@ -26,7 +26,7 @@ DENSE = {"first_k_dense_replace": 4}
 
 @pytest.mark.parametrize("buffer_bytes", [2**32, 2**26], ids=["at once", "in parts"])
 def test_forward_and_backward_equal_float32(buffer_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("primeslurm.trainer.sparse_mla_backward.BUFFER_BYTES", buffer_bytes)
+    monkeypatch.setattr("primeslurm.trainer.kernels.sparse_mla_backward.BUFFER_BYTES", buffer_bytes)
     generator = torch.Generator().manual_seed(0)
     shapes = ((1, QUERIES, HEADS, RANK), (1, QUERIES, HEADS, ROPE), (1, KEYS, RANK), (1, KEYS, ROPE))
     rounded = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes]
@@ -55,10 +55,10 @@ def test_keys_are_selected_as_in_float32() -> None:
     query = torch.randn(1, length, heads, width, generator=generator).bfloat16()
     keys = torch.randn(1, length, width, generator=generator).bfloat16()
     weight = torch.randn(1, length, heads, generator=generator)
-    context = dsa.Context.of(torch.cat([torch.arange(600), torch.arange(424)])[None])
-    expected = dsa.select(query.float(), keys.float(), weight, context, top_k)
-    moved = dsa.Context(context.first.cuda(), context.last.cuda())
-    found = dsa.select(query.cuda(), keys.cuda(), weight.cuda(), moved, top_k).cpu()
+    context = sparse_attention.Context.of(torch.cat([torch.arange(600), torch.arange(424)])[None])
+    expected = sparse_attention.select(query.float(), keys.float(), weight, context, top_k)
+    moved = sparse_attention.Context(context.first.cuda(), context.last.cuda())
+    found = sparse_attention.select(query.cuda(), keys.cuda(), weight.cuda(), moved, top_k).cpu()
     assert torch.equal(found >= 0, expected >= 0)
     same = [len(set(a) & set(b)) / len(set(b)) for a, b in zip(found[0].tolist(), expected[0].tolist(), strict=True)]
     assert min(same) > 0.9 and sum(same) / length > 0.999  # products are exact, the order of sums is not

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.training_speed import arguments, measure
-from primeslurm.trainer.world import World
+from primeslurm.trainer.distributed.world import World
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 

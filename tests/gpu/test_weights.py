@@ -28,7 +28,7 @@ from tests.support.processes import Server, free_port, start_process
 from tests.trainer.as_released import to_fp8
 
 if TYPE_CHECKING:
-    from primeslurm.trainer.policy_model import PolicyModel
+    from primeslurm.trainer.assembly.policy_model import PolicyModel
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 GPUS = torch.cuda.device_count()
@@ -134,10 +134,10 @@ def engine(request: pytest.FixtureRequest, models: list[Path], tmp_path: Path) -
 
 @pytest.mark.skipif(GPUS < 2, reason="needs two GPUs: trainer and engine")
 async def test_an_engine_computes_with_what_another_gpu_sent(engine, models: list[Path], world) -> None:
-    from primeslurm.trainer import huggingface
-    from primeslurm.trainer.encoding import published
-    from primeslurm.trainer.parallel import build
+    from primeslurm.trainer.assembly.build import build
     from primeslurm.trainer.weight_transfer.sender import Sender
+    from primeslurm.trainer.weights import huggingface
+    from primeslurm.trainer.weights.encoding import published
 
     server, asked = engine
     fp8, stored = asked.trainer.fp8, huggingface.fp8_names(Path(asked.model.path))

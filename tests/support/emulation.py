@@ -15,14 +15,14 @@ import msgspec
 import yaml
 
 from primeslurm.api.jobs import job_query
-from primeslurm.orchestrator.groups import Group
 from primeslurm.orchestrator.progress import CHECKPOINT_PART, PROGRESS, RunProgress
+from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.records.fleet import AgentReport
 from primeslurm.records.reading import read_record
 from primeslurm.run.directory import RunDirectory
-from primeslurm.run.status import ProcessStatus, RlProgress, RunStatus, read_status
-from primeslurm.slurm.cluster import Cluster, up
-from primeslurm.slurm.cluster_config import ClusterSpec
+from primeslurm.run.status.run_status import ProcessStatus, RlProgress, RunStatus, read_status
+from primeslurm.slurm.embedded.cluster import Cluster, up
+from primeslurm.slurm.embedded.config import ClusterSpec
 from primeslurm.wire import checkpoints
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -163,7 +163,7 @@ def _spooled(run_dir: Path) -> dict[str, int]:
     found = {}
     for path in (run_dir / "rollouts").glob("*.group"):
         try:
-            group = Group.from_bytes(path.read_bytes())
+            group = RolloutGroup.from_bytes(path.read_bytes())
         except FileNotFoundError:
             continue  # committed meanwhile
         found[group.id] = group.newest_version

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from primeslurm.plan.commands import Command, Device, EngineRole
-from primeslurm.plan.engine_command import ALONE, DataParallel, Engines
+from primeslurm.plan.commands.command import Command, Device, EngineRole
+from primeslurm.plan.commands.engine import ALONE, DataParallel, Engines
 from primeslurm.recipe import Recipe
 
 

@@ -8,8 +8,8 @@ import subprocess
 import time
 from pathlib import Path
 
-from primeslurm.slurm.cluster import Cluster
-from primeslurm.slurm.daemons import Process
+from primeslurm.slurm.embedded.cluster import Cluster
+from primeslurm.slurm.embedded.daemons import Process
 
 
 def kill_node(cluster: Cluster, name: str) -> None:

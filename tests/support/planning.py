@@ -5,7 +5,7 @@ from __future__ import annotations
 from primeslurm.api.planning import look_at_files
 from primeslurm.plan.checks import review
 from primeslurm.plan.derive import asked_of
-from primeslurm.plan.forecast import Estimate
+from primeslurm.plan.memory.forecast import Estimate
 from primeslurm.plan.model import Finding
 from primeslurm.recipe import Recipe, Site
 

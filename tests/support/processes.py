@@ -1,7 +1,7 @@
 """Real servers for tests: vLLM engines forked from a zygote, and the real vllm-router.
 
 Importing vLLM takes seconds of CPU. The zygote imports it once and then forks a server per request, with the command
-line and environment that `plan.commands` gives for a real node.
+line and environment that `plan.commands.command` gives for a real node.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.support.servers import HOST, NODE_VALUES, Server, fill, free_port, start_process
-from primeslurm.plan.commands import Command
+from primeslurm.plan.commands.command import Command
 
 ZYGOTE = Path(__file__).with_name("zygote.py")
 

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from primeslurm.recipe import Site
-from primeslurm.recipe.load import merge
+from primeslurm.recipe.reading.recipe_files import merge
 
 
 def model_dir(root: Path, **config: Any) -> Path:

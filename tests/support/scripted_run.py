@@ -91,7 +91,14 @@ class Run:
             command += ["--routers", ",".join(f"router-{i}" for i in range(len(self.routers)))]
             command += ["--engines", ",".join(self.engines), "--teachers", ",".join(self.teachers)]
         else:
-            command = ["primeslurm.orchestrator.worker", *common, "--environment", "reverse-text", "--worker", "0"]
+            command = [
+                "primeslurm.orchestrator.rollouts.worker",
+                *common,
+                "--environment",
+                "reverse-text",
+                "--worker",
+                "0",
+            ]
             command += [
                 "--orchestrator",
                 self.envs,

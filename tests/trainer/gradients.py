@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 
-from primeslurm.trainer.images import Images, vision_input
-from primeslurm.trainer.interrupt import Interrupt
-from primeslurm.trainer.models.vision import VisionInput
-from primeslurm.trainer.parallel import build
-from primeslurm.trainer.policy_model import PolicyModel
-from primeslurm.trainer.world import World, join
+from primeslurm.trainer.assembly.build import build
+from primeslurm.trainer.assembly.policy_model import PolicyModel
+from primeslurm.trainer.data.image_positions import Images, vision_input
+from primeslurm.trainer.distributed.world import World, join
+from primeslurm.trainer.loops.interrupt import Interrupt
+from primeslurm.trainer.models.layers.vision import VisionInput
 from primeslurm.wire.rollouts import Row
 from tests.trainer.conftest import SEQ_LEN, finish, make_recipe, start_ranks
 from tests.trainer.pictures import DOCUMENTS, packed

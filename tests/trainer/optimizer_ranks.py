@@ -6,14 +6,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from primeslurm.trainer.checkpoint import Checkpoints
-from primeslurm.trainer.encoding import Encoding
-from primeslurm.trainer.interrupt import Interrupt
-from primeslurm.trainer.loss import from_recipe
-from primeslurm.trainer.parallel import build
-from primeslurm.trainer.step import Learner
+from primeslurm.trainer.assembly.build import build
+from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
+from primeslurm.trainer.components.loss import from_recipe
+from primeslurm.trainer.distributed.world import World, join
+from primeslurm.trainer.loops.interrupt import Interrupt
+from primeslurm.trainer.loops.step import Learner
 from primeslurm.trainer.weight_transfer.publisher import Publisher
-from primeslurm.trainer.world import World, join
+from primeslurm.trainer.weights.encoding import Encoding
 from tests.trainer.conftest import make_batch, make_progress, make_recipe
 
 TYPES = ("adamw", "muon", "sgd", "sign_sgd")
@@ -65,7 +65,7 @@ def check_muon() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    from primeslurm.trainer.muon import Muon, orthogonalize
+    from primeslurm.trainer.components.muon import Muon, orthogonalize
 
     fsdp = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
     hsdp = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp_replicate", "fsdp"))

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from transformers import AutoTokenizer
 
-from primeslurm.trainer.images import Images
+from primeslurm.trainer.data.image_positions import Images
 from primeslurm.wire.rollouts import Row
 from tests.trainer.conftest import SEQ_LEN
 from tests.trainer.families import CASES, IMAGES, Case, write

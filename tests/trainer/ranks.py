@@ -8,14 +8,14 @@ from pathlib import Path
 
 from primeslurm.recipe import Recipe
 from primeslurm.records.journal import Journal
-from primeslurm.trainer.encoding import Encoding
-from primeslurm.trainer.interrupt import Interrupt
-from primeslurm.trainer.loss import from_recipe
-from primeslurm.trainer.parallel import build
-from primeslurm.trainer.progress import PhaseTimer
-from primeslurm.trainer.step import Learner
+from primeslurm.trainer.assembly.build import build
+from primeslurm.trainer.components.loss import from_recipe
+from primeslurm.trainer.distributed.world import World, join
+from primeslurm.trainer.loops.interrupt import Interrupt
+from primeslurm.trainer.loops.progress import PhaseTimer
+from primeslurm.trainer.loops.step import Learner
 from primeslurm.trainer.weight_transfer.publisher import Publisher
-from primeslurm.trainer.world import World, join
+from primeslurm.trainer.weights.encoding import Encoding
 from tests.trainer.conftest import make_batch
 
 

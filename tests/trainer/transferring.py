@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 
 from primeslurm.recipe import Recipe
-from primeslurm.trainer.encoding import Encoding
-from primeslurm.trainer.interrupt import Interrupt
-from primeslurm.trainer.parallel import build
+from primeslurm.trainer.assembly.build import build
+from primeslurm.trainer.distributed.world import join
+from primeslurm.trainer.loops.interrupt import Interrupt
 from primeslurm.trainer.weight_transfer.publisher import Publisher
 from primeslurm.trainer.weight_transfer.sender import Sender
-from primeslurm.trainer.world import join
+from primeslurm.trainer.weights.encoding import Encoding
 from primeslurm.wire.link import TrainerLink
 
 

@@ -18,7 +18,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.platforms import current_platform
 
-from primeslurm.inference import cpu_patches
+from primeslurm.inference.cpu import patches
 from primeslurm.inference.weight_transfer import reloads
 from primeslurm.inference.weight_transfer.dequantise import dequantised
 from primeslurm.inference.weight_transfer.errors import PolicyError, some
@@ -56,7 +56,7 @@ class LayerwiseTransferEngine(WeightTransferEngine):
             raise PolicyError(f"experts of {len(partial)} layers were not all given: {some(partial)}")
         finalize_layerwise_reload(self.model, self.model_config)
         if current_platform.is_cpu():
-            cpu_patches.refresh_tied_lm_heads(self.model)
+            patches.refresh_tied_lm_heads(self.model)
 
     def shutdown(self) -> None:
         """Nothing outlives an update."""

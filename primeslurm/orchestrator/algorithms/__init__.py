@@ -9,11 +9,11 @@ from primeslurm.orchestrator.algorithms.grpo import Grpo
 from primeslurm.orchestrator.algorithms.max_rl import MaxRl
 from primeslurm.orchestrator.algorithms.opd import Opd
 from primeslurm.orchestrator.algorithms.protocol import Algorithm, Credit, per_rollout
-from primeslurm.orchestrator.groups import Group
+from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.recipe import Recipe
-from primeslurm.recipe.rollouts import Orchestrator
+from primeslurm.recipe.sections.orchestrator import Orchestrator
 
-__all__ = ["Algorithm", "Credit", "Echo", "Group", "Grpo", "MaxRl", "Opd", "from_recipe", "per_rollout"]
+__all__ = ["Algorithm", "Credit", "Echo", "Grpo", "MaxRl", "Opd", "RolloutGroup", "from_recipe", "per_rollout"]
 
 
 def from_recipe(recipe: Recipe) -> Algorithm:

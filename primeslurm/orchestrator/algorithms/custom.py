@@ -11,8 +11,8 @@ import numpy as np
 
 from primeslurm.errors import UsageError, Violation
 from primeslurm.orchestrator.algorithms.protocol import Algorithm, Credit
-from primeslurm.orchestrator.groups import Group
-from primeslurm.recipe.rollouts import CustomAlgorithm
+from primeslurm.orchestrator.rollouts.groups import RolloutGroup
+from primeslurm.recipe.sections.orchestrator import CustomAlgorithm
 from primeslurm.wire.rollouts import Rollout
 
 T = TypeVar("T")
@@ -42,14 +42,14 @@ class Custom(Algorithm):
         """As it says."""
         return bool(self._inner.needs_observed)
 
-    def rejects(self, group: Group) -> str | None:
+    def rejects(self, group: RolloutGroup) -> str | None:
         """As it says."""
         reason = self._ask("rejects", lambda: self._inner.rejects(group))
         if reason is not None and not (isinstance(reason, str) and _WORD.fullmatch(reason)):
             raise self._wrong(f"rejects(group {group.id}) returned {reason!r}", "return None, or a word like too_long")
         return reason
 
-    def assign(self, groups: Sequence[Group]) -> Sequence[Sequence[Credit]]:
+    def assign(self, groups: Sequence[RolloutGroup]) -> Sequence[Sequence[Credit]]:
         """As it says."""
         found = self._ask("assign", lambda: self._inner.assign(groups))
         if fault := next(_misfits(groups, found), None):
@@ -95,7 +95,7 @@ def load(config: CustomAlgorithm) -> Algorithm:
     return Custom(config.function, made)
 
 
-def _misfits(groups: Sequence[Group], found: object) -> Iterator[str]:
+def _misfits(groups: Sequence[RolloutGroup], found: object) -> Iterator[str]:
     """What is wrong with the numbers of credits."""
     if not isinstance(found, Sequence):
         yield f"a {type(found).__name__}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from primeslurm.orchestrator.algorithms.protocol import Algorithm, Credit
-from primeslurm.orchestrator.groups import Group
+from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.wire.rollouts import Float32, Rollout
 
 
@@ -29,11 +29,11 @@ class Echo(Algorithm):
         """As the inner algorithm."""
         return self.inner.needs_teacher
 
-    def rejects(self, group: Group) -> str | None:
+    def rejects(self, group: RolloutGroup) -> str | None:
         """As the inner algorithm."""
         return self.inner.rejects(group)
 
-    def assign(self, groups: Sequence[Group]) -> list[list[Credit]]:
+    def assign(self, groups: Sequence[RolloutGroup]) -> list[list[Credit]]:
         """See `Algorithm`. A token that the inner algorithm has cross-entropy on gets the sum of both factors."""
         credits = self.inner.assign(groups)
         trained = sum(int(credit.mask.sum()) for mine in credits for credit in mine)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from primeslurm.orchestrator.algorithms.protocol import Algorithm, Credit, per_rollout
-from primeslurm.orchestrator.groups import Group
+from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Grpo(Algorithm):
     the policy nowhere.
     """
 
-    def assign(self, groups: Sequence[Group]) -> list[list[Credit]]:
+    def assign(self, groups: Sequence[RolloutGroup]) -> list[list[Credit]]:
         """See `Algorithm`."""
         return [per_rollout(group, centred(group.rewards)) for group in groups]
 

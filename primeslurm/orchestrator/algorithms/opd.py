@@ -9,7 +9,7 @@ import numpy as np
 
 from primeslurm.orchestrator.algorithms.grpo import centred
 from primeslurm.orchestrator.algorithms.protocol import Algorithm, Credit, per_rollout
-from primeslurm.orchestrator.groups import Group
+from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.wire.rollouts import Float32, Rollout
 
 
@@ -25,11 +25,11 @@ class Opd(Algorithm):
     """Factor of the reward's part; 0: rewards are only reported."""
     needs_teacher = True
 
-    def assign(self, groups: Sequence[Group]) -> list[list[Credit]]:
+    def assign(self, groups: Sequence[RolloutGroup]) -> list[list[Credit]]:
         """See `Algorithm`. Raises ValueError for a sequence that no teacher was asked about."""
         return [self._group(group) for group in groups]
 
-    def _group(self, group: Group) -> list[Credit]:
+    def _group(self, group: RolloutGroup) -> list[Credit]:
         even = per_rollout(group, [self.reward * advantage for advantage in centred(group.rewards)])
         pairs = zip(group.sequences, even, strict=True)
         return [Credit(credit.advantages + _gap(sequence), credit.mask) for sequence, credit in pairs]

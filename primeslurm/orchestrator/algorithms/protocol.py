@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from primeslurm.orchestrator.groups import Group
+from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.wire.rollouts import Bool, Float32, Rollout
 
 
@@ -54,7 +54,7 @@ class Algorithm(Protocol):
         """Whether environment workers must mark what environments answered, as `observed` of a sequence."""
         return False
 
-    def rejects(self, group: Group) -> str | None:
+    def rejects(self, group: RolloutGroup) -> str | None:
         """Why a complete group is not trained, as a word for its counter (`a-z`, digits, `_`); None: it is kept.
 
         Another group is sampled in its place.
@@ -62,11 +62,11 @@ class Algorithm(Protocol):
         return None
 
     @abstractmethod
-    def assign(self, groups: Sequence[Group]) -> Sequence[Sequence[Credit]]:
+    def assign(self, groups: Sequence[RolloutGroup]) -> Sequence[Sequence[Credit]]:
         """Credit for each token of a batch.
 
         Args:
-            groups: of the batch, cut to what can be trained (`Group.cut`). Their arrays are not to be changed.
+            groups: of the batch, cut to what can be trained (`RolloutGroup.cut`). Their arrays are not to be changed.
 
         Returns:
             For each group, one `Credit` for each of its sequences, in the order of `group.sequences`.
@@ -74,7 +74,7 @@ class Algorithm(Protocol):
         ...
 
 
-def per_rollout(group: Group, advantages: Sequence[float]) -> list[Credit]:
+def per_rollout(group: RolloutGroup, advantages: Sequence[float]) -> list[Credit]:
     """Credit where every sampled token of rollout i has `advantages[i]`."""
     return [
         Credit.even(sequence, advantage)

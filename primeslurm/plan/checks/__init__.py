@@ -5,14 +5,14 @@ this file system: only a real `submit` refuses it. `warning` and `note` are advi
 """
 
 from primeslurm.plan.checks.advice import advise
-from primeslurm.plan.checks.case import Case
 from primeslurm.plan.checks.compatibility import conflicts
 from primeslurm.plan.checks.files import absent_data, model_files, with_absolute_paths
 from primeslurm.plan.checks.review import review
+from primeslurm.plan.checks.rule import RuleContext
 from primeslurm.plan.checks.teacher import teacher_problems
 
 __all__ = [
-    "Case",
+    "RuleContext",
     "absent_data",
     "advise",
     "conflicts",

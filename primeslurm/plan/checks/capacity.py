@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from primeslurm.plan.forecast import Estimate, RoleMemory
+from primeslurm.plan.memory.forecast import Estimate, RoleMemory
 from primeslurm.plan.model import Finding
-from primeslurm.plan.needs import Need
+from primeslurm.plan.placement.resources import ResourceRequest
 from primeslurm.recipe import Recipe
 
 MARGIN = 0.1
 """Half-width of what the memory model can tell apart: within it, it warns instead of refusing."""
 
 
-def capacity(recipe: Recipe, needs: list[Need], estimate: Estimate) -> list[Finding]:
+def capacity(recipe: Recipe, requests: list[ResourceRequest], estimate: Estimate) -> list[Finding]:
     """Findings about roles that do not fit their GPUs or hosts, or nearly do not."""
     found: list[Finding] = []
     for role in estimate.roles:
         found += _trainer(role) if role.role == "train" else _engines(recipe, role)
-    found += _host(needs, estimate)
+    found += _host(requests, estimate)
     return found + _concurrency(recipe, estimate)
 
 
@@ -64,9 +64,9 @@ def _finding(level: str, field: str, text: str, fix: str) -> Finding:
     return Finding(level="error" if level == "error" else "warning", field=field, text=text, fix=fix)
 
 
-def _host(needs: list[Need], estimate: Estimate) -> list[Finding]:
+def _host(requests: list[ResourceRequest], estimate: Estimate) -> list[Finding]:
     train = next((role for role in estimate.roles if role.role == "train"), None)
-    there = next((need.kind.memory_gib for need in needs if need.role == "train"), None)
+    there = next((request.kind.memory_gib for request in requests if request.role == "train"), None)
     if train is None or there is None or train.host_gib_per_node <= there:
         return []
     what = "offloaded states and activations, and copies for asynchronous checkpoints"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from primeslurm.plan.checks.case import Case, Rule
 from primeslurm.plan.checks.engine_rules import ENGINE_RULES
 from primeslurm.plan.checks.joint_rules import JOINT_RULES
+from primeslurm.plan.checks.rule import Rule, RuleContext
 from primeslurm.plan.checks.trainer_rules import TRAINER_RULES
 from primeslurm.plan.model import Finding
 
@@ -15,14 +15,14 @@ GROUPS: dict[str, tuple[Rule, ...]] = {
 }
 
 
-def conflicts(case: Case) -> list[Finding]:
+def conflicts(context: RuleContext) -> list[Finding]:
     """Every rule that the case breaks."""
-    joint = JOINT_RULES if case.serves else ()
-    rules = (*joint, *(ENGINE_RULES if case.serves else ()), *(TRAINER_RULES if case.trains else ()))
+    joint = JOINT_RULES if context.serves else ()
+    rules = (*joint, *(ENGINE_RULES if context.serves else ()), *(TRAINER_RULES if context.trains else ()))
     return [
         Finding(level=rule.level, field=rule.field, text=f"{rule.rule}: {what}", fix=rule.fix)
         for rule in rules
-        if (what := rule.finds(case))
+        if (what := rule.finds(context))
     ]
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from primeslurm.plan.checks.case import Case, Rule
-from primeslurm.plan.engine_memory import DEFAULT_BATCHED_TOKENS, low_latency_bytes
-from primeslurm.plan.gpus import GIB
+from primeslurm.plan.checks.rule import Rule, RuleContext
+from primeslurm.plan.memory.engine import DEFAULT_BATCHED_TOKENS, low_latency_bytes
+from primeslurm.plan.memory.gpus import GIB
 
 DBO_BACKENDS = ("deepep_low_latency", "deepep_high_throughput", "nixl_ep")
 GRAPH_SIZES = 512
@@ -29,146 +29,152 @@ PLANNED = frozenset(
 """vLLM options that other processes rely on."""
 
 
-def _ep_dense(case: Case) -> str:
-    return "the model has no experts" if case.dense and case.recipe.inference.expert_parallel else ""
+def _ep_dense(context: RuleContext) -> str:
+    return "the model has no experts" if context.dense and context.recipe.inference.expert_parallel else ""
 
 
-def _ep_alone(case: Case) -> str:
-    if not case.recipe.inference.expert_parallel:
+def _ep_alone(context: RuleContext) -> str:
+    if not context.recipe.inference.expert_parallel:
         return ""
-    alone = [need.role for need, _, ranks in case.expert_groups() if ranks == 1]
+    alone = [request.role for request, _, ranks in context.expert_groups() if ranks == 1]
     return f"a group of {alone[0]} nodes is one GPU: there is nothing to spread over" if alone else ""
 
 
-def _ep_divides(case: Case) -> str:
-    if case.facts is None or case.facts.experts is None:
+def _ep_divides(context: RuleContext) -> str:
+    if context.facts is None or context.facts.experts is None:
         return ""
-    count = case.facts.experts.count
-    for need, settings, ranks in case.expert_groups():
+    count = context.facts.experts.count
+    for request, settings, ranks in context.expert_groups():
         if ranks > 1 and count % ranks and str(settings.all2all).startswith("deepep"):
-            return f"{count} experts cannot be spread evenly over the {ranks} GPUs of a group of {need.role} nodes"
+            return f"{count} experts cannot be spread evenly over the {ranks} GPUs of a group of {request.role} nodes"
     return ""
 
 
-def _deepep_nodes(case: Case) -> str:
-    for need, settings, ranks in case.expert_groups():
-        if str(settings.all2all).startswith("deepep") and ranks > need.gpus and need.gpus != 8:
-            return f"groups of {need.role} nodes span nodes of {need.gpus} GPUs"
+def _deepep_nodes(context: RuleContext) -> str:
+    for request, settings, ranks in context.expert_groups():
+        if str(settings.all2all).startswith("deepep") and ranks > request.gpus and request.gpus != 8:
+            return f"groups of {request.role} nodes span nodes of {request.gpus} GPUs"
     return ""
 
 
-def _all2all_without_ep(case: Case) -> str:
-    named = [s.all2all for _, s in case.engines() if s.all2all]
-    return f"{named[0]} has nothing to move" if named and not case.recipe.inference.expert_parallel else ""
+def _all2all_without_ep(context: RuleContext) -> str:
+    named = [s.all2all for _, s in context.engines() if s.all2all]
+    return f"{named[0]} has nothing to move" if named and not context.recipe.inference.expert_parallel else ""
 
 
-def _low_latency_tokens(case: Case) -> str:
-    for need, settings, ranks in case.expert_groups():
+def _low_latency_tokens(context: RuleContext) -> str:
+    for request, settings, ranks in context.expert_groups():
         tokens = settings.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS
         if settings.all2all == "deepep_low_latency" and ranks > 1 and tokens > LOW_LATENCY_TOKENS:
-            size = f": {low_latency_bytes(case.facts, tokens) / GIB:.0f} GiB a GPU" if case.facts else ""
-            return f"{need.role} engines keep buffers for {tokens} tokens at every expert{size}"
+            size = f": {low_latency_bytes(context.facts, tokens) / GIB:.0f} GiB a GPU" if context.facts else ""
+            return f"{request.role} engines keep buffers for {tokens} tokens at every expert{size}"
     return ""
 
 
-def _low_latency_prefill(case: Case) -> str:
-    slow = [need.role for need, s in case.engines() if need.role != "decode" and s.all2all == "deepep_low_latency"]
+def _low_latency_prefill(context: RuleContext) -> str:
+    slow = [
+        request.role
+        for request, s in context.engines()
+        if request.role != "decode" and s.all2all == "deepep_low_latency"
+    ]
     return f"{slow[0]} engines compute long prompts" if slow else ""
 
 
-def _graphs_high_throughput(case: Case) -> str:
-    for need, settings, ranks in case.expert_groups():
-        if need.role == "decode" and settings.all2all == "deepep_high_throughput" and ranks > 1:
+def _graphs_high_throughput(context: RuleContext) -> str:
+    for request, settings, ranks in context.expert_groups():
+        if request.role == "decode" and settings.all2all == "deepep_high_throughput" and ranks > 1:
             return "decode engines run without CUDA graphs"
     return ""
 
 
-def _graphs_eager(case: Case) -> str:
-    inference = case.recipe.inference
+def _graphs_eager(context: RuleContext) -> str:
+    inference = context.recipe.inference
     named = [settings.cuda_graphs for settings in (inference, inference.prefill, inference.decode)]
     asked = [mode for mode in named if mode not in (None, "NONE")]
     return f"cuda_graphs: {asked[0]}, but nothing is captured" if asked and inference.enforce_eager else ""
 
 
-def _graphs_batch(case: Case) -> str:
-    for need, settings in case.engines():
-        if need.role == "decode" and (settings.max_num_seqs or 0) > GRAPH_SIZES and settings.cuda_graphs != "NONE":
+def _graphs_batch(context: RuleContext) -> str:
+    for request, settings in context.engines():
+        if request.role == "decode" and (settings.max_num_seqs or 0) > GRAPH_SIZES and settings.cuda_graphs != "NONE":
             return f"batches of more than {GRAPH_SIZES} requests run without a graph"
     return ""
 
 
-def _seqs_tokens(case: Case) -> str:
-    for need, settings in case.engines():
+def _seqs_tokens(context: RuleContext) -> str:
+    for request, settings in context.engines():
         seqs, tokens = settings.max_num_seqs, settings.max_num_batched_tokens
         if seqs and tokens and seqs > tokens:
-            return f"{seqs} {need.role} requests need {seqs} tokens a step, {tokens} are allowed"
+            return f"{seqs} {request.role} requests need {seqs} tokens a step, {tokens} are allowed"
     return ""
 
 
-def _dbo_backend(case: Case) -> str:
-    for _, settings in case.engines():
+def _dbo_backend(context: RuleContext) -> str:
+    for _, settings in context.engines():
         if settings.dbo and settings.all2all not in DBO_BACKENDS:
             return f"half batches cannot overlap with {settings.all2all or 'no expert parallelism'}"
     return ""
 
 
-def _dbo_prefix(case: Case) -> str:
-    return "vLLM ignores it" if case.site.device == "cpu" and any(s.dbo for _, s in case.engines()) else ""
+def _dbo_prefix(context: RuleContext) -> str:
+    return "vLLM ignores it" if context.site.device == "cpu" and any(s.dbo for _, s in context.engines()) else ""
 
 
-def _eplb_ep(case: Case) -> str:
-    asked = any(settings.eplb for _, settings in case.engines())
-    return "no expert is on one rank alone" if asked and not case.recipe.inference.expert_parallel else ""
+def _eplb_ep(context: RuleContext) -> str:
+    asked = any(settings.eplb for _, settings in context.engines())
+    return "no expert is on one rank alone" if asked and not context.recipe.inference.expert_parallel else ""
 
 
-def _eplb_cpu(case: Case) -> str:
-    asked = any(settings.eplb for _, settings in case.engines())
-    return "vLLM moves experts between GPUs only" if asked and case.site.device == "cpu" else ""
+def _eplb_cpu(context: RuleContext) -> str:
+    asked = any(settings.eplb for _, settings in context.engines())
+    return "vLLM moves experts between GPUs only" if asked and context.site.device == "cpu" else ""
 
 
-def _eplb_updates(case: Case) -> str:
-    asked = any(settings.eplb for _, settings in case.engines())
-    return "an update would write experts to where they were at the start" if asked and case.recipe.task == "rl" else ""
+def _eplb_updates(context: RuleContext) -> str:
+    asked = any(settings.eplb for _, settings in context.engines())
+    return (
+        "an update would write experts to where they were at the start" if asked and context.recipe.task == "rl" else ""
+    )
 
 
-def _fp8_gpu(case: Case) -> str:
-    if case.recipe.inference.quantization != "fp8" and case.recipe.inference.kv_cache_dtype != "fp8":
+def _fp8_gpu(context: RuleContext) -> str:
+    if context.recipe.inference.quantization != "fp8" and context.recipe.inference.kv_cache_dtype != "fp8":
         return ""
-    if case.site.device == "cpu":
-        return "CPUs have no FP8 kernels" if case.recipe.inference.quantization else ""
-    old = [gpu for gpu in case.gpus() if gpu.sm < 89]
+    if context.site.device == "cpu":
+        return "CPUs have no FP8 kernels" if context.recipe.inference.quantization else ""
+    old = [gpu for gpu in context.gpus() if gpu.sm < 89]
     return f"{old[0].name} is SM{old[0].sm}" if old else ""
 
 
-def _quantised_twice(case: Case) -> str:
+def _quantised_twice(context: RuleContext) -> str:
     """Of what is trained, engines see only what the trainer can read."""
-    stored = case.facts.quantization if case.facts and (case.facts.fp8_blocks or not case.trains) else None
-    return f"the checkpoint is {stored} already" if stored and case.recipe.inference.quantization else ""
+    stored = context.facts.quantization if context.facts and (context.facts.fp8_blocks or not context.trains) else None
+    return f"the checkpoint is {stored} already" if stored and context.recipe.inference.quantization else ""
 
 
-def _deep_gemm_fp8(case: Case) -> str:
-    stored = case.facts.quantization if case.facts else None
-    fp8 = case.recipe.inference.quantization == "fp8" or stored == "fp8"
-    return "nothing computes in FP8" if case.recipe.inference.deep_gemm and not fp8 else ""
+def _deep_gemm_fp8(context: RuleContext) -> str:
+    stored = context.facts.quantization if context.facts else None
+    fp8 = context.recipe.inference.quantization == "fp8" or stored == "fp8"
+    return "nothing computes in FP8" if context.recipe.inference.deep_gemm and not fp8 else ""
 
 
-def _deep_gemm_gpu(case: Case) -> str:
-    old = [gpu for gpu in case.gpus() if gpu.sm < 90]
-    return f"{old[0].name} is SM{old[0].sm}" if old and case.recipe.inference.deep_gemm else ""
+def _deep_gemm_gpu(context: RuleContext) -> str:
+    old = [gpu for gpu in context.gpus() if gpu.sm < 90]
+    return f"{old[0].name} is SM{old[0].sm}" if old and context.recipe.inference.deep_gemm else ""
 
 
-def _tp_heads(case: Case) -> str:
-    tp = case.recipe.inference.parallel.tp
-    return f"{case.facts.heads} heads cannot be cut in {tp}" if case.facts and case.facts.heads % tp else ""
+def _tp_heads(context: RuleContext) -> str:
+    tp = context.recipe.inference.parallel.tp
+    return f"{context.facts.heads} heads cannot be cut in {tp}" if context.facts and context.facts.heads % tp else ""
 
 
-def _tp_latent(case: Case) -> str:
-    tp = case.recipe.inference.parallel.tp
-    return f"all {tp} GPUs hold the same compressed KV" if case.facts and case.facts.mla and tp > 1 else ""
+def _tp_latent(context: RuleContext) -> str:
+    tp = context.recipe.inference.parallel.tp
+    return f"all {tp} GPUs hold the same compressed KV" if context.facts and context.facts.mla and tp > 1 else ""
 
 
-def _planned_options(case: Case) -> str:
-    inference = case.recipe.inference
+def _planned_options(context: RuleContext) -> str:
+    inference = context.recipe.inference
     given = {name for s in (inference, inference.prefill, inference.decode) for name in s.vllm_extra}
     taken = sorted(given & PLANNED)
     return f"{', '.join(taken)}: decided by the plan, and other processes rely on it" if taken else ""

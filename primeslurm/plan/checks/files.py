@@ -15,7 +15,7 @@ from primeslurm.model_files import ModelNotFoundError, locate, model_directory
 from primeslurm.paths import is_file
 from primeslurm.plan.model import Finding
 from primeslurm.recipe import Recipe
-from primeslurm.recipe.teacher import TeacherEngines
+from primeslurm.recipe.sections.teacher import TeacherEngines
 
 
 @dataclass(frozen=True)

@@ -2,91 +2,91 @@
 
 from __future__ import annotations
 
-from primeslurm.plan.checks.case import Case, Rule
-from primeslurm.plan.gpus import GIB
-from primeslurm.recipe.kv import MooncakeOffload
-from primeslurm.recipe.routers import LlmdRouter
+from primeslurm.plan.checks.rule import Rule, RuleContext
+from primeslurm.plan.memory.gpus import GIB
+from primeslurm.recipe.sections.kv_offload import MooncakeOffload
+from primeslurm.recipe.sections.routers import LlmdRouter
 
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 HOST_SHARE = 0.9
 """Of a node's memory that KV cache may take."""
 
 
-def _replay(case: Case) -> bool:
-    return case.recipe.trainer.router_replay and case.recipe.task == "rl"
+def _replay(context: RuleContext) -> bool:
+    return context.recipe.trainer.router_replay and context.recipe.task == "rl"
 
 
-def _replay_disaggregated(case: Case) -> str:
-    return "prefill and decode each know half of the experts" if _replay(case) and case.disaggregated else ""
+def _replay_disaggregated(context: RuleContext) -> str:
+    return "prefill and decode each know half of the experts" if _replay(context) and context.disaggregated else ""
 
 
-def _replay_offload(case: Case) -> str:
-    offload = case.recipe.inference.kv_offload
-    return f"KV from the {offload.type} tiers comes without its experts" if _replay(case) and offload else ""
+def _replay_offload(context: RuleContext) -> str:
+    offload = context.recipe.inference.kv_offload
+    return f"KV from the {offload.type} tiers comes without its experts" if _replay(context) and offload else ""
 
 
-def _replay_router(case: Case) -> str:
-    llmd = isinstance(case.recipe.inference.router, LlmdRouter)
-    return "the sidecar drops the experts of the prompt" if _replay(case) and llmd else ""
+def _replay_router(context: RuleContext) -> str:
+    llmd = isinstance(context.recipe.inference.router, LlmdRouter)
+    return "the sidecar drops the experts of the prompt" if _replay(context) and llmd else ""
 
 
-def _replay_parallel(case: Case) -> str:
+def _replay_parallel(context: RuleContext) -> str:
     names = ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size")
-    used = [name for name in names if case.option(name) not in (None, 1)]
-    return f"vLLM refuses it with {used[0]}" if used and _replay(case) else ""
+    used = [name for name in names if context.option(name) not in (None, 1)]
+    return f"vLLM refuses it with {used[0]}" if used and _replay(context) else ""
 
 
-def _replay_prefix(case: Case) -> str:
-    off = case.option("enable_prefix_caching") is False
-    return "experts are stored by blocks of the prefix cache" if off and _replay(case) else ""
+def _replay_prefix(context: RuleContext) -> str:
+    off = context.option("enable_prefix_caching") is False
+    return "experts are stored by blocks of the prefix cache" if off and _replay(context) else ""
 
 
-def _replay_dense(case: Case) -> str:
-    return "the model has no experts" if case.dense and case.recipe.trainer.router_replay else ""
+def _replay_dense(context: RuleContext) -> str:
+    return "the model has no experts" if context.dense and context.recipe.trainer.router_replay else ""
 
 
-def _replay_workers(case: Case) -> str:
-    few = [env.label for env in case.recipe.environments if env.workers == 1]
-    big = case.recipe.seq_len >= 16384
-    return f"one worker of {few[0]} decodes all routed experts" if few and big and _replay(case) else ""
+def _replay_workers(context: RuleContext) -> str:
+    few = [env.label for env in context.recipe.environments if env.workers == 1]
+    big = context.recipe.seq_len >= 16384
+    return f"one worker of {few[0]} decodes all routed experts" if few and big and _replay(context) else ""
 
 
-def _prefix_offload(case: Case) -> str:
-    off = case.option("enable_prefix_caching") is False
-    return "offloaded KV is found by its prefix" if off and case.recipe.inference.kv_offload else ""
+def _prefix_offload(context: RuleContext) -> str:
+    off = context.option("enable_prefix_caching") is False
+    return "offloaded KV is found by its prefix" if off and context.recipe.inference.kv_offload else ""
 
 
-def _mooncake_fabric(case: Case) -> str:
-    store = _mooncake(case)
-    wanted = store is not None and case.site.device == "cuda" and store.protocol != "tcp"
-    return f"{case.site.name} has none" if wanted and not case.site.network.rdma else ""
+def _mooncake_fabric(context: RuleContext) -> str:
+    store = _mooncake(context)
+    wanted = store is not None and context.site.device == "cuda" and store.protocol != "tcp"
+    return f"{context.site.name} has none" if wanted and not context.site.network.rdma else ""
 
 
-def _mooncake_tcp(case: Case) -> str:
-    store = _mooncake(case)
-    slow = store is not None and case.site.device == "cuda" and store.protocol == "tcp"
+def _mooncake_tcp(context: RuleContext) -> str:
+    store = _mooncake(context)
+    slow = store is not None and context.site.device == "cuda" and store.protocol == "tcp"
     return "works, but every hit crosses the hosts' TCP stacks" if store and slow else ""
 
 
-def _mooncake_alone(case: Case) -> str:
-    nodes = sum(need.nodes for need, _ in case.engines())
-    return "there is one inference node" if _mooncake(case) and nodes == 1 else ""
+def _mooncake_alone(context: RuleContext) -> str:
+    nodes = sum(request.nodes for request, _ in context.engines())
+    return "there is one inference node" if _mooncake(context) and nodes == 1 else ""
 
 
-def _mooncake(case: Case) -> MooncakeOffload | None:
-    offload = case.recipe.inference.kv_offload
+def _mooncake(context: RuleContext) -> MooncakeOffload | None:
+    offload = context.recipe.inference.kv_offload
     return offload if isinstance(offload, MooncakeOffload) else None
 
 
-def _offload_memory(case: Case) -> str:
-    offload = case.recipe.inference.kv_offload
+def _offload_memory(context: RuleContext) -> str:
+    offload = context.recipe.inference.kv_offload
     if offload is None:
         return ""
-    for need, _ in case.engines():
-        engines = 1 if _mooncake(case) else need.gpus // case.recipe.inference.parallel.tp
-        asked, there = offload.cpu.bytes * engines, _memory(need.kind.memory_gib, need.kind.mem)
+    for request, _ in context.engines():
+        engines = 1 if _mooncake(context) else request.gpus // context.recipe.inference.parallel.tp
+        asked, there = offload.cpu.bytes * engines, _memory(request.kind.memory_gib, request.kind.mem)
         if there and asked > there * HOST_SHARE:
-            return f"{asked / GIB:.0f} GiB on a {need.role} node of {there / GIB:.0f} GiB"
+            return f"{asked / GIB:.0f} GiB on a {request.role} node of {there / GIB:.0f} GiB"
     return ""
 
 
@@ -101,37 +101,37 @@ def _memory(gib: float | None, asked: str | None) -> float:
     return int(number) * _UNITS[unit]
 
 
-def _pinned_memory(case: Case) -> str:
-    inference = case.recipe.inference
-    everywhere = (case.site.env, inference.env, inference.prefill.env, inference.decode.env)
+def _pinned_memory(context: RuleContext) -> str:
+    inference = context.recipe.inference
+    everywhere = (context.site.env, inference.env, inference.prefill.env, inference.decode.env)
     moving = any("expandable_segments:True" in env.get("PYTORCH_CUDA_ALLOC_CONF", "") for env in everywhere)
-    pinned = case.disaggregated or inference.kv_offload is not None
+    pinned = context.disaggregated or inference.kv_offload is not None
     return "registered KV memory would move" if moving and pinned else ""
 
 
-def _hybrid_disaggregated(case: Case) -> str:
-    mamba = case.facts is not None and case.facts.mamba is not None
-    return "Mamba state must move with the KV, which is not proven here" if mamba and case.disaggregated else ""
+def _hybrid_disaggregated(context: RuleContext) -> str:
+    mamba = context.facts is not None and context.facts.mamba is not None
+    return "Mamba state must move with the KV, which is not proven here" if mamba and context.disaggregated else ""
 
 
-def _hybrid_offload(case: Case) -> str:
-    mamba = case.facts is not None and case.facts.mamba is not None
+def _hybrid_offload(context: RuleContext) -> str:
+    mamba = context.facts is not None and context.facts.mamba is not None
     return (
         "a hit needs the Mamba state too, which is not proven here"
-        if mamba and case.recipe.inference.kv_offload
+        if mamba and context.recipe.inference.kv_offload
         else ""
     )
 
 
-def _teacher_temperature(case: Case) -> str:
-    sampling = case.recipe.orchestrator.sampling
+def _teacher_temperature(context: RuleContext) -> str:
+    sampling = context.recipe.orchestrator.sampling
     plain = sampling.temperature == 1 and sampling.top_p == 1 and sampling.top_k < 1
-    asked = case.recipe.teacher is not None
+    asked = context.recipe.teacher is not None
     return "the policy's are those of what it samples from" if asked and not plain else ""
 
 
-def _teacher_images(case: Case) -> str:
-    return "it is asked by token ids alone" if case.recipe.teacher and case.recipe.model.vlm else ""
+def _teacher_images(context: RuleContext) -> str:
+    return "it is asked by token ids alone" if context.recipe.teacher and context.recipe.model.vlm else ""
 
 
 _REPLAY = "trainer.router_replay"

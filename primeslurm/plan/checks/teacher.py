@@ -10,15 +10,15 @@ from typing import Any
 from primeslurm.errors import Violation
 from primeslurm.model_files import model_directory
 from primeslurm.plan.checks.capacity import capacity
-from primeslurm.plan.checks.case import Case
 from primeslurm.plan.checks.compatibility import conflicts
 from primeslurm.plan.checks.files import ModelFiles
-from primeslurm.plan.estimate import engine_role
-from primeslurm.plan.forecast import Estimate, RoleMemory
-from primeslurm.plan.gpus import gpu_of
+from primeslurm.plan.checks.rule import RuleContext
+from primeslurm.plan.memory.estimate import engine_role
+from primeslurm.plan.memory.forecast import Estimate, RoleMemory
+from primeslurm.plan.memory.gpus import gpu_of
 from primeslurm.plan.model import Finding
-from primeslurm.plan.needs import Need
-from primeslurm.plan.teacher import served
+from primeslurm.plan.placement.resources import ResourceRequest
+from primeslurm.plan.placement.teacher import served
 from primeslurm.recipe import Recipe, Site
 
 TOKENIZER = "tokenizer.json"
@@ -28,15 +28,19 @@ _MORE_MEMORY = "raise teacher.tp, or quantization: fp8"
 
 
 def review_teacher(
-    recipe: Recipe, site: Site, needs: list[Need], model: ModelFiles | None
+    recipe: Recipe, site: Site, requests: list[ResourceRequest], model: ModelFiles | None
 ) -> tuple[list[Finding], RoleMemory | None]:
     """What is wrong or doubtful about the teacher's engines, and their memory where model and GPUs are known."""
     alone = served(recipe)
     if alone is None or model is None:
         return [], None
     # As a recipe of its own, the teacher's nodes are its one inference replica.
-    own = [replace(need, role="inference", nodes_per_replica=need.nodes) for need in needs if need.role == "teacher"]
-    found = conflicts(Case(alone, site, own, model.facts))
+    own = [
+        replace(request, role="inference", nodes_per_replica=request.nodes)
+        for request in requests
+        if request.role == "teacher"
+    ]
+    found = conflicts(RuleContext(alone, site, own, model.facts))
     if model.absent:
         found.append(model.absent)
     gpu = gpu_of(own[0].kind) if own and site.device == "cuda" else None

@@ -6,100 +6,100 @@ from difflib import get_close_matches
 from math import gcd
 
 from primeslurm.families import bundled, capabilities, lora_targets
-from primeslurm.plan.checks.case import Case, Rule
+from primeslurm.plan.checks.rule import Rule, RuleContext
 
 
-def _deepep_without_ep(case: Case) -> str:
-    p = case.recipe.trainer.parallelism
+def _deepep_without_ep(context: RuleContext) -> str:
+    p = context.recipe.trainer.parallelism
     return "there are no experts to reach with ep: 1" if p.ep_backend == "deepep" and p.ep == 1 else ""
 
 
-def _deepep_clips(case: Case) -> str:
-    clips = case.recipe.trainer.optimizer.max_norm
-    deepep = case.recipe.trainer.parallelism.ep_backend == "deepep"
+def _deepep_clips(context: RuleContext) -> str:
+    clips = context.recipe.trainer.optimizer.max_norm
+    deepep = context.recipe.trainer.parallelism.ep_backend == "deepep"
     return f"gradients are clipped to {clips:g} with ep_backend: deepep" if deepep and clips is not None else ""
 
 
-def _deepep_gpu(case: Case) -> str:
-    if case.recipe.trainer.parallelism.ep_backend != "deepep":
+def _deepep_gpu(context: RuleContext) -> str:
+    if context.recipe.trainer.parallelism.ep_backend != "deepep":
         return ""
-    if case.site.device == "cpu":
+    if context.site.device == "cpu":
         return "CPUs have no DeepEP"
-    old = [gpu for gpu in case.gpus() if gpu.sm < 90]
+    old = [gpu for gpu in context.gpus() if gpu.sm < 90]
     return f"{old[0].name} is SM{old[0].sm}" if old else ""
 
 
-def _deepep_sms(case: Case) -> str:
-    p = case.recipe.trainer.parallelism
+def _deepep_sms(context: RuleContext) -> str:
+    p = context.recipe.trainer.parallelism
     return "only DeepEP has this setting" if p.deepep_num_sms and p.ep_backend != "deepep" else ""
 
 
-def _ep_dense(case: Case) -> str:
-    return "the model has no experts" if case.dense and case.recipe.trainer.parallelism.ep > 1 else ""
+def _ep_dense(context: RuleContext) -> str:
+    return "the model has no experts" if context.dense and context.recipe.trainer.parallelism.ep > 1 else ""
 
 
-def _ep_divides(case: Case) -> str:
-    ep = case.recipe.trainer.parallelism.ep
-    if case.facts is None or case.facts.experts is None or case.facts.experts.count % ep == 0:
+def _ep_divides(context: RuleContext) -> str:
+    ep = context.recipe.trainer.parallelism.ep
+    if context.facts is None or context.facts.experts is None or context.facts.experts.count % ep == 0:
         return ""
-    return f"{case.facts.experts.count} experts cannot be spread evenly over ep: {ep}"
+    return f"{context.facts.experts.count} experts cannot be spread evenly over ep: {ep}"
 
 
-def _cp_divides(case: Case) -> str:
-    cp, length = case.recipe.trainer.parallelism.cp, case.recipe.seq_len
+def _cp_divides(context: RuleContext) -> str:
+    cp, length = context.recipe.trainer.parallelism.cp, context.recipe.seq_len
     return f"{length} tokens cannot be cut into {cp} equal pieces" if length % cp else ""
 
 
-def _cp_heads(case: Case) -> str:
-    p = case.recipe.trainer.parallelism
+def _cp_heads(context: RuleContext) -> str:
+    p = context.recipe.trainer.parallelism
     # Sparse attention is split over queries, whatever the style; recurrent layers have a rule of their own.
-    if case.facts is None or case.facts.indexer or _recurrent_heads(case):
+    if context.facts is None or context.facts.indexer or _recurrent_heads(context):
         return ""
-    if p.cp_style != "ulysses" or case.facts.heads % p.cp == 0:
+    if p.cp_style != "ulysses" or context.facts.heads % p.cp == 0:
         return ""
-    return f"{case.facts.heads} attention heads cannot be spread evenly over cp: {p.cp}"
+    return f"{context.facts.heads} attention heads cannot be spread evenly over cp: {p.cp}"
 
 
-def _recurrent_heads(case: Case) -> int:
+def _recurrent_heads(context: RuleContext) -> int:
     """Heads of Mamba-2 layers or delta nets; 0 if there are none."""
-    if case.facts is None:
+    if context.facts is None:
         return 0
-    nets, mamba = case.facts.delta_nets, case.facts.mamba
+    nets, mamba = context.facts.delta_nets, context.facts.mamba
     return nets.value_heads if nets else mamba.heads if mamba else 0
 
 
-def _cp_recurrent_heads(case: Case) -> str:
-    p, heads = case.recipe.trainer.parallelism, _recurrent_heads(case)
-    if case.facts is None or not heads or p.cp_style != "ulysses":
+def _cp_recurrent_heads(context: RuleContext) -> str:
+    p, heads = context.recipe.trainer.parallelism, _recurrent_heads(context)
+    if context.facts is None or not heads or p.cp_style != "ulysses":
         return ""
-    both = gcd(heads, case.facts.heads)
+    both = gcd(heads, context.facts.heads)
     if both % p.cp == 0:
         return ""
     nearest = max(divisor for divisor in range(1, p.cp) if both % divisor == 0)
     return (
-        f"{case.facts.heads} heads of attention and {heads} of recurrent layers cannot both be spread evenly over "
+        f"{context.facts.heads} heads of attention and {heads} of recurrent layers cannot both be spread evenly over "
         f"cp: {p.cp}; nearest: {nearest}"
     )
 
 
-def _cp_recurrent_style(case: Case) -> str:
-    p = case.recipe.trainer.parallelism
-    asked = _recurrent_heads(case) and p.cp > 1 and p.cp_style == "allgather"
+def _cp_recurrent_style(context: RuleContext) -> str:
+    p = context.recipe.trainer.parallelism
+    asked = _recurrent_heads(context) and p.cp > 1 and p.cp_style == "allgather"
     return "recurrent layers have no keys to gather, only a state over the whole sequence" if asked else ""
 
 
-def _fp8_gpu(case: Case) -> str:
-    if not case.recipe.trainer.fp8:
+def _fp8_gpu(context: RuleContext) -> str:
+    if not context.recipe.trainer.fp8:
         return ""
-    if case.site.device == "cpu":
+    if context.site.device == "cpu":
         return "CPUs have no FP8 kernels"
-    other = [gpu for gpu in case.gpus() if gpu.sm != 90]
+    other = [gpu for gpu in context.gpus() if gpu.sm != 90]
     return f"{other[0].name} is SM{other[0].sm}" if other else ""
 
 
-def _fp8_match(case: Case) -> str:
-    recipe = case.recipe
-    stored = case.facts.quantization if case.facts else None
+def _fp8_match(context: RuleContext) -> str:
+    recipe = context.recipe
+    stored = context.facts.quantization if context.facts else None
     if recipe.task != "rl" or recipe.trainer.fp8 == (recipe.inference.quantization == "fp8" or stored == "fp8"):
         return ""
     if recipe.trainer.fp8:
@@ -107,13 +107,13 @@ def _fp8_match(case: Case) -> str:
     return "the engines compute in FP8, the trainer does not"
 
 
-def _lora_files(case: Case) -> str:
-    lora, transport = case.recipe.trainer.lora, case.recipe.weights.transport
+def _lora_files(context: RuleContext) -> str:
+    lora, transport = context.recipe.trainer.lora, context.recipe.weights.transport
     return "nothing is published to files" if lora and lora.save_adapter and transport == "nccl" else ""
 
 
-def _lora_targets(case: Case) -> str:
-    lora = case.recipe.trainer.lora
+def _lora_targets(context: RuleContext) -> str:
+    lora = context.recipe.trainer.lora
     valid = lora_targets()
     unknown = [name for name in lora.targets or () if name not in valid] if lora else []
     near = [match for name in unknown for match in get_close_matches(name, valid, n=1)]
@@ -121,27 +121,27 @@ def _lora_targets(case: Case) -> str:
     return f"no model has {', '.join(unknown)}{hint}" if unknown else ""
 
 
-def _lora_absorbed(case: Case) -> str:
-    lora, sparse = case.recipe.trainer.lora, case.facts is not None and case.facts.indexer is not None
+def _lora_absorbed(context: RuleContext) -> str:
+    lora, sparse = context.recipe.trainer.lora, context.facts is not None and context.facts.indexer is not None
     return "sparse attention never calls kv_b_proj" if lora and sparse and "kv_b_proj" in (lora.targets or ()) else ""
 
 
-def _vision_dtype(case: Case) -> str:
-    able = capabilities(case.facts.model_type, "custom") if case.facts else None
+def _vision_dtype(context: RuleContext) -> str:
+    able = capabilities(context.facts.model_type, "custom") if context.facts else None
     sees = able is not None and able.images
-    return "vision models are trained in bfloat16" if sees and case.recipe.model.dtype != "bfloat16" else ""
+    return "vision models are trained in bfloat16" if sees and context.recipe.model.dtype != "bfloat16" else ""
 
 
-def _vision_lora(case: Case) -> str:
-    vlm, lora = case.recipe.model.vlm, case.recipe.trainer.lora
+def _vision_lora(context: RuleContext) -> str:
+    vlm, lora = context.recipe.model.vlm, context.recipe.trainer.lora
     return (
         "adapters alone are trained, and the encoder has none" if vlm and not vlm.freeze_vision_encoder and lora else ""
     )
 
 
-def _host_memory(case: Case) -> str:
-    muon = case.recipe.trainer.optimizer.type == "muon"
-    return "Muon multiplies matrices" if muon and case.recipe.trainer.memory.optimizer_offload else ""
+def _host_memory(context: RuleContext) -> str:
+    muon = context.recipe.trainer.optimizer.type == "muon"
+    return "Muon multiplies matrices" if muon and context.recipe.trainer.memory.optimizer_offload else ""
 
 
 _EP = "trainer.parallelism.ep"

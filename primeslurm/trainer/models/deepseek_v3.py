@@ -10,7 +10,7 @@ from torchtitan.models.deepseek_v3 import DeepSeekV3Model, build_mla_moe_layers,
 from torchtitan.models.deepseek_v3.state_dict_adapter import DeepSeekV3StateDictAdapter
 from torchtitan.protocols.model_spec import ModelSpec
 
-from primeslurm.trainer.models.common import EXPERTS, MATRIX, NORM, ends, norm, refuse
+from primeslurm.trainer.models.layers.common import EXPERTS, MATRIX, NORM, ends, norm, refuse
 
 LATENT_EPS = 1e-6
 """Epsilon of the norms of compressed queries and keys, whatever `rms_norm_eps` of the config says."""

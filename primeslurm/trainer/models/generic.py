@@ -24,7 +24,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from primeslurm.recipe import Recipe
-from primeslurm.trainer.logprobs import logit_scores
+from primeslurm.trainer.components.logprobs import logit_scores
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 

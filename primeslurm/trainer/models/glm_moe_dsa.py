@@ -17,9 +17,9 @@ from torchtitan.models.deepseek_v3 import DeepSeekV3Model
 from torchtitan.models.deepseek_v3.state_dict_adapter import DeepSeekV3StateDictAdapter
 from torchtitan.protocols.model_spec import ModelSpec
 
-from primeslurm.trainer.dsa import Context, Indexer, sparse
-from primeslurm.trainer.models.common import MATRIX, ends, refuse
+from primeslurm.trainer.components.sparse_attention import Context, Indexer, sparse
 from primeslurm.trainer.models.deepseek_v3 import LATENT_EPS, layers
+from primeslurm.trainer.models.layers.common import MATRIX, ends, refuse
 
 
 def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:

@@ -6,12 +6,12 @@ from typing import Any
 
 from torchtitan.protocols.model_spec import ModelSpec
 
-from primeslurm.trainer.models import gqa
-from primeslurm.trainer.models.adapter import TableAdapter
-from primeslurm.trainer.models.common import norm, refuse, silu_only
-from primeslurm.trainer.models.moe import sigmoid_moe
-from primeslurm.trainer.models.names import DECODER, MOE, renamed
-from primeslurm.trainer.models.rotary import rotary
+from primeslurm.trainer.models.adapters.names import DECODER, MOE, renamed
+from primeslurm.trainer.models.adapters.table import TableAdapter
+from primeslurm.trainer.models.layers import gqa
+from primeslurm.trainer.models.layers.common import norm, refuse, silu_only
+from primeslurm.trainer.models.layers.moe import sigmoid_moe
+from primeslurm.trainer.models.layers.rotary import rotary
 
 
 class MiniMaxM2Adapter(TableAdapter):

@@ -21,11 +21,11 @@ from torchtitan.models.qwen3 import parallelize_qwen3
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 
-from primeslurm.trainer.models import relu2
-from primeslurm.trainer.models.adapter import TableAdapter
-from primeslurm.trainer.models.common import MATRIX, build_parts, ends, linear, norm, refuse
-from primeslurm.trainer.models.experts import routed, spread
-from primeslurm.trainer.models.mamba import Mamba2
+from primeslurm.trainer.models.adapters.table import TableAdapter
+from primeslurm.trainer.models.layers import relu2
+from primeslurm.trainer.models.layers.common import MATRIX, build_parts, ends, linear, norm, refuse
+from primeslurm.trainer.models.layers.experts import routed, spread
+from primeslurm.trainer.models.layers.mamba import Mamba2
 
 
 class NoPositions(Module):

@@ -7,9 +7,10 @@ from typing import Any
 
 from torchtitan.protocols.model_spec import ModelSpec
 
-from primeslurm.trainer.models import qwen3, vision
-from primeslurm.trainer.models.names import DECODER, MOE, renamed
-from primeslurm.trainer.models.stacked import StackedAdapter
+from primeslurm.trainer.models import qwen3
+from primeslurm.trainer.models.adapters.names import DECODER, MOE, renamed
+from primeslurm.trainer.models.adapters.stacked import StackedAdapter
+from primeslurm.trainer.models.layers import vision
 
 _BELOW = {"model.": "model.language_model."}
 

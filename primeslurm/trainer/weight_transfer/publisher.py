@@ -14,11 +14,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from primeslurm.trainer import huggingface, peft
-from primeslurm.trainer.encoding import Encoding
-from primeslurm.trainer.export import parts
-from primeslurm.trainer.policy_model import PolicyModel
-from primeslurm.trainer.world import World
+from primeslurm.trainer.assembly.policy_model import PolicyModel
+from primeslurm.trainer.distributed.world import World
+from primeslurm.trainer.weights import huggingface, peft
+from primeslurm.trainer.weights.encoding import Encoding
+from primeslurm.trainer.weights.export import parts
 from primeslurm.wire import checkpoints, manifest
 from primeslurm.wire.manifest import FileRecord
 from primeslurm.wire.weight_transfer import filesystem, tensor_names

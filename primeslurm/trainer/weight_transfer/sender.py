@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from primeslurm.trainer.encoding import Encoding
-from primeslurm.trainer.export import Part, parts
-from primeslurm.trainer.policy_model import PolicyModel
-from primeslurm.trainer.world import World
+from primeslurm.trainer.assembly.policy_model import PolicyModel
+from primeslurm.trainer.distributed.world import World
+from primeslurm.trainer.weights.encoding import Encoding
+from primeslurm.trainer.weights.export import Part, parts
 from primeslurm.wire.link import LinkError, TrainerLink
 from primeslurm.wire.weight_transfer.catalogue import (
     Catalogue,

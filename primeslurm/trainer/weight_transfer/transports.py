@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Protocol
 
+from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.weight_transfer.publisher import Publisher
 from primeslurm.trainer.weight_transfer.sender import Sender
-from primeslurm.trainer.world import World
 from primeslurm.wire.link import TrainerLink
 from primeslurm.wire.weight_transfer import filesystem
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from primeslurm.orchestrator.dispatch import MAX_TRIES, Dispatcher, Limits
-from primeslurm.orchestrator.jobs import Job
+from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.wire.rollouts import Rollout, RolloutInfo
 
 ALL = frozenset({"a", "b"})

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from primeslurm.orchestrator import algorithms
-from primeslurm.orchestrator.batches import Batches
+from primeslurm.orchestrator.batching.batches import Batches
 from primeslurm.recipe import Recipe
-from primeslurm.recipe.load import load_recipe
+from primeslurm.recipe.reading.recipe_files import load_recipe
 from tests.support.cli import primeslurm
 from tests.support.fake_engine import FakeEngine, write_tokenizer
 from tests.support.recipes import model_dir

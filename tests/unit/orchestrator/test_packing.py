@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from primeslurm.orchestrator.algorithms import Algorithm, Echo, Grpo, MaxRl, Opd, from_recipe
-from primeslurm.orchestrator.batches import Batches
-from primeslurm.orchestrator.documents import documents
-from primeslurm.orchestrator.groups import Group
-from primeslurm.orchestrator.packing import Document, loss_tokens, pack
+from primeslurm.orchestrator.batching.batches import Batches
+from primeslurm.orchestrator.batching.documents import documents
+from primeslurm.orchestrator.batching.packing import Document, loss_tokens, pack
+from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.recipe import Recipe
 from primeslurm.wire.rollouts import Rollout, RolloutInfo, Row
 
@@ -60,13 +60,13 @@ def test_every_token_is_in_one_place(lengths: list[int], ranks: int) -> None:
     assert not any(row.mask[row.positions == 0].any() for row in rows), "a first token is never trained"
 
 
-def group(lengths: list[int], rewards: list[float]) -> Group:
+def group(lengths: list[int], rewards: list[float]) -> RolloutGroup:
     rollouts = []
     for i, (length, reward) in enumerate(zip(lengths, rewards, strict=True)):
         info = RolloutInfo(f"r{i}", "g", "e", 0, reward)
         ones = np.ones(length, np.int32)
         rollouts.append((Rollout(info, ones * i, ones.astype(bool), ones.astype(np.float32) * -1, ones * 0),))
-    return Group("g", "e", 0, 0, tuple(rollouts))
+    return RolloutGroup("g", "e", 0, 0, tuple(rollouts))
 
 
 def test_long_sequences_are_cut_and_advantages_are_centred() -> None:
@@ -76,7 +76,7 @@ def test_long_sequences_are_cut_and_advantages_are_centred() -> None:
     assert loss_tokens(docs) == 4 + SEQ_LEN - 1
 
 
-def advantages(whole: Group, algorithm: Algorithm) -> list[float]:
+def advantages(whole: RolloutGroup, algorithm: Algorithm) -> list[float]:
     """One per rollout."""
     (credits,) = algorithm.assign([whole])
     found = [set(credit.advantages.tolist()) for credit in credits]
@@ -95,7 +95,7 @@ def test_advantages_follow_the_algorithm() -> None:
     assert found == [[-1.0] * 2, [-1.0] * 2, [-1.0] * 2, [3.0] * 2]
 
 
-def scored(whole: Group) -> Group:
+def scored(whole: RolloutGroup) -> RolloutGroup:
     """The token at position i has the log-probability -i / 4 by the teacher."""
     rollouts = []
     for (branch,) in whole.rollouts:
@@ -185,7 +185,7 @@ def test_a_batch_is_the_same_whenever_it_is_asked_for() -> None:
     recipe = Recipe.model_validate(fields | {"environments": [{"id": "reverse-text"}]})
     first, second = (Batches(recipe, from_recipe(recipe)) for _ in range(2))
     for batches in (first, second):
-        batches.add(1, [Group.from_bytes(g.to_bytes()) for g in groups])
+        batches.add(1, [RolloutGroup.from_bytes(g.to_bytes()) for g in groups])
     for rank in range(2):
         a, b = first.get(1, rank, 2), second.get(1, rank, 2)
         assert a is not None and b is not None and a.encode() == b.encode()

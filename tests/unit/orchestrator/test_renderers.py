@@ -10,7 +10,7 @@ from renderers import config_from_name
 from renderers.configs import Qwen3VLRendererConfig, Qwen35RendererConfig
 
 from primeslurm.families import Family, bundled, model_types
-from primeslurm.orchestrator import generate
+from primeslurm.orchestrator.rollouts import token_client
 
 SEEING = {
     "qwen3_5": Qwen35RendererConfig,
@@ -23,7 +23,7 @@ SEEING = {
 def seeing(directory: Path, model_type: str) -> object:
     """How messages with images are rendered for a model of this type."""
     (directory / "config.json").write_text(json.dumps({"model_type": model_type}))
-    return generate._seeing(directory)
+    return token_client._seeing(directory)
 
 
 @pytest.mark.parametrize("family", [f for f in bundled() if f.renderer], ids=lambda family: family.name)

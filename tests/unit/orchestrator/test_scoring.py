@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 
 from primeslurm.orchestrator.algorithms import from_recipe
-from primeslurm.orchestrator.batches import Batches
+from primeslurm.orchestrator.arguments import OrchestratorArguments
+from primeslurm.orchestrator.batching.batches import Batches
 from primeslurm.orchestrator.dispatch import Dispatcher, Limits
-from primeslurm.orchestrator.groups import Group
-from primeslurm.orchestrator.metrics import batch_metrics
-from primeslurm.orchestrator.place import Place
 from primeslurm.orchestrator.progress import RunProgress
 from primeslurm.orchestrator.recovery import recover
-from primeslurm.orchestrator.scoring import Scoring
-from primeslurm.orchestrator.spool import Spool
-from primeslurm.orchestrator.teacher import Teacher, TeacherError, teacher_of
+from primeslurm.orchestrator.rollouts.groups import RolloutGroup
+from primeslurm.orchestrator.rollouts.spool import Spool
+from primeslurm.orchestrator.teacher.client import Teacher, TeacherError, teacher_of
+from primeslurm.orchestrator.teacher.scoring import Scoring
+from primeslurm.orchestrator.telemetry.batch_metrics import batch_metrics
 from primeslurm.recipe import Recipe
 from primeslurm.records.journal import Journal
 from primeslurm.wire.rollouts import Rollout
@@ -110,25 +110,27 @@ async def test_a_server_without_log_probabilities_is_no_teacher() -> None:
 def test_a_served_teacher_needs_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     served = {"type": "served", "base_url": "http://t/v1/", "model": "m", "key_env": "TEACHER_KEY"}
     recipe = Recipe.model_validate(recipe_data(orchestrator={"advantages": "opd"}, teacher=served))
-    place = Place(tmp_path, 1, "run", "", "", ["router-0"], ["engine-r0-0"])
+    arguments = OrchestratorArguments(tmp_path, 1, "run", "", "", ["router-0"], ["engine-r0-0"])
     monkeypatch.delenv("TEACHER_KEY", raising=False)
     with pytest.raises(TeacherError, match="TEACHER_KEY"):
-        teacher_of(recipe, place)
+        teacher_of(recipe, arguments)
     monkeypatch.setenv("TEACHER_KEY", "k")
-    made = teacher_of(recipe, place)
+    made = teacher_of(recipe, arguments)
     assert made._http.headers["Authorization"] == "Bearer k" and made._where() == ["http://t/v1"]
 
 
 def test_engines_are_asked_where_they_are_now(tmp_path: Path) -> None:
-    place = Place(tmp_path, 1, "run", "", "", ["router-0"], ["engine-r0-0"], ["teacher-0", "teacher-1"])
-    made = teacher_of(RECIPE, place)
+    arguments = OrchestratorArguments(
+        tmp_path, 1, "run", "", "", ["router-0"], ["engine-r0-0"], ["teacher-0", "teacher-1"]
+    )
+    made = teacher_of(RECIPE, arguments)
     assert made._where() == [], "nothing is published yet"
-    publish_addresses(place.attempt_dir, {"teacher-1": "http://127.0.0.1:7"})
+    publish_addresses(arguments.attempt_dir, {"teacher-1": "http://127.0.0.1:7"})
     assert made._where() == ["http://127.0.0.1:7/v1"], "the other one has no node"
 
 
 async def test_only_sampled_tokens_of_trained_length_are_kept(engine: FakeEngine, tmp_path: Path) -> None:
-    done: list[Group] = []
+    done: list[RolloutGroup] = []
     scoring = Scoring(teacher(engine.url), 2, SEQ_LEN, done.append)
     whole = group([6, 3 * SEQ_LEN, 2, 2, 2], [1.0, 0.0, 0.5, 0.5, 0.5])
     (first,) = whole.rollouts[0]
@@ -153,7 +155,7 @@ async def test_only_sampled_tokens_of_trained_length_are_kept(engine: FakeEngine
 
 
 async def test_a_dropped_group_costs_no_more(engine: FakeEngine, tmp_path: Path) -> None:
-    done: list[Group] = []
+    done: list[RolloutGroup] = []
     engine._delay_s = 30
     scoring = Scoring(teacher(engine.url), 1, SEQ_LEN, done.append)
     groups = [replace(group([3], [1.0]), id=f"g{number}") for number in range(3)]
@@ -185,7 +187,7 @@ def test_groups_at_the_teacher_count_as_started_and_grow_too_old() -> None:
 
 
 def test_spooled_groups_survive_with_and_without_the_teachers_part(tmp_path: Path) -> None:
-    place = Place(tmp_path, 1, "run", "", "", ["router-0"], ["engine-r0-0"])
+    arguments = OrchestratorArguments(tmp_path, 1, "run", "", "", ["router-0"], ["engine-r0-0"])
     spool = Spool(tmp_path / "rollouts")
     plain = replace(group([3, 5], [1.0, 0.0]), id="plain")
 
@@ -197,11 +199,11 @@ def test_spooled_groups_survive_with_and_without_the_teachers_part(tmp_path: Pat
         spool.put(one)
     progress = RunProgress(1, 3, batches={1: ["batch"], 2: ["broken"]})
     batches = Batches(RECIPE, from_recipe(RECIPE))
-    made = recover(RECIPE, place, progress, spool, batches)
+    made = recover(RECIPE, arguments, progress, spool, batches)
     assert [one.id for one in made.ready] == ["scored"] and list(made.unscored) == ["plain"]
     again = made.ready[0].rollouts[1][0].ref_logprobs
     assert again is not None and again.tolist() == [0, 1, 2, 3, 4]
     assert batches.get(1, 0, 1) is not None and batches.groups(2) is None
     without = RECIPE.model_copy(update={"teacher": None})
     batches = Batches(without, from_recipe(without))
-    assert {one.id for one in recover(without, place, progress, spool, batches).ready} == {"plain", "scored"}
+    assert {one.id for one in recover(without, arguments, progress, spool, batches).ready} == {"plain", "scored"}

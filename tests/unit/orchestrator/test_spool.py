@@ -10,7 +10,7 @@ import pytest
 from primeslurm.errors import RunError
 from primeslurm.orchestrator.algorithms import Grpo
 from primeslurm.orchestrator.progress import CHECKPOINT_PART, PROGRESS, ProgressFile, RunProgress, restore
-from primeslurm.orchestrator.spool import Spool
+from primeslurm.orchestrator.rollouts.spool import Spool
 from primeslurm.wire import checkpoints
 from primeslurm.wire.weight_transfer.messages import NewPolicy
 from tests.unit.orchestrator.test_dispatch import dispatcher, limits, run_all
@@ -40,7 +40,7 @@ def test_a_full_disk_is_reported_and_survived(tmp_path: Path, monkeypatch: pytes
         raise OSError(28, "No space left on device")
 
     spool = Spool(tmp_path)
-    monkeypatch.setattr("primeslurm.orchestrator.spool.write_atomic", full)
+    monkeypatch.setattr("primeslurm.orchestrator.rollouts.spool.write_atomic", full)
     assert not spool.put(group([3], [0.5]))
     assert list(tmp_path.iterdir()) == []
 

@@ -10,10 +10,10 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from primeslurm.orchestrator.jobs import Cancel, Job, Result, Status, ToWorker
-from primeslurm.orchestrator.metrics import batch_metrics
-from primeslurm.orchestrator.watch import StallError, Watch
-from primeslurm.orchestrator.workers import SILENT_S, UNSEEN_S, Workers
+from primeslurm.orchestrator.rollouts.job_protocol import Cancel, Job, Result, Status, ToWorker
+from primeslurm.orchestrator.rollouts.worker_pool import SILENT_S, UNSEEN_S, WorkerPool
+from primeslurm.orchestrator.telemetry.batch_metrics import batch_metrics
+from primeslurm.orchestrator.telemetry.watch import StallError, Watch
 from primeslurm.recipe import Recipe
 from primeslurm.records.journal import Journal
 from primeslurm.wire import secret
@@ -85,7 +85,7 @@ class Peers:
         self.results: list[tuple[str, object]] = []
         self.lost: list[str] = []
         self.address = address
-        self.workers = Workers(address, self._result, self.lost.append, self.clock)
+        self.workers = WorkerPool(address, self._result, self.lost.append, self.clock)
 
     def _result(self, job: str, outcome: tuple[Rollout, ...] | str) -> None:
         self.results.append((job, outcome))

@@ -13,10 +13,10 @@ import verifiers.v1 as vf
 from transformers import PreTrainedTokenizerFast
 
 from primeslurm.orchestrator import environments
-from primeslurm.orchestrator.endpoint import GenerateEndpoint
-from primeslurm.orchestrator.generate import TokenClient, serving
-from primeslurm.orchestrator.jobs import Job, RolloutFailed
-from primeslurm.orchestrator.worker import Worker
+from primeslurm.orchestrator.rollouts.generate_endpoint import GenerateEndpoint
+from primeslurm.orchestrator.rollouts.job_protocol import Job, RolloutFailed
+from primeslurm.orchestrator.rollouts.token_client import TokenClient, serving
+from primeslurm.orchestrator.rollouts.worker import Worker
 from primeslurm.recipe import Recipe
 from primeslurm.wire.addresses import AddressBook
 from primeslurm.wire.rollouts import Rollout

@@ -1,0 +1,85 @@
+"""The verbs, each with the first paragraph of its help: a verb's own module is imported when it is called."""
+
+from __future__ import annotations
+
+import inspect
+from importlib import import_module
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+VERBS: dict[str, tuple[str, str]] = {
+    "submit": ("submit:submit", "Validate a recipe, place it, and submit it as one job."),
+    "resume": (
+        "submit:resume",
+        "Go on with a run that has ended, from its last committed step, as a new attempt.",
+    ),
+    "status": ("watch:status", "Show what a run is doing."),
+    "summary": (
+        "watch:summary",
+        "Show what a run achieved: reward (or loss), versions, staleness, mismatch, restarts.",
+    ),
+    "logs": ("watch:logs", "Print the logs of a run's processes, each line with the name of its process."),
+    "attach": (
+        "attach:attach",
+        "Open a shell where a process runs, in the job's allocation, with that process's environment and directory.",
+    ),
+    "doctor": (
+        "doctor:doctor",
+        "Name the first failure of a run, what followed from it, and what helps; exit code 1 if there is one.",
+    ),
+    "diff": (
+        "diff:diff_",
+        "Compare two recipes or runs by what they would do: nodes, processes, commands, job options.",
+    ),
+    "report": (
+        "report:report",
+        "Write one HTML page about a run, with plots; it needs neither network nor scripts to be read.",
+    ),
+    "export": (
+        "export:export",
+        "Write a checkpoint of a run as a Hugging Face model, with config and tokenizer. It needs no GPU.",
+    ),
+    "cancel": (
+        "runs:cancel",
+        "End a run in good order, and its job. Committed checkpoints stay; `resume` goes on from them.",
+    ),
+    "runs": ("runs:runs", "List all runs."),
+    "nodes": ("nodes:nodes", "List the nodes that failed lately, which new jobs keep away from."),
+    "plan": (
+        "inspect:plan",
+        "Show the placement that a recipe gives: node x process x port x GPU, and derived totals.",
+    ),
+    "render": ("inspect:render_", "Print the batch script, byte for byte as it would be submitted."),
+    "check": (
+        "inspect:check",
+        "Check recipe, placement, compatibility, memory and model files; exit code 2 if it cannot run.",
+    ),
+    "schema": ("inspect:schema", "Print the JSON schema of recipes, for editors."),
+    "cluster": ("cluster:app", "Run a real Slurm cluster with fake GPUs on this machine."),
+}
+"""Name to place (module of this package and name in it) and help, in the order shown."""
+
+
+class VerbGroup(TyperGroup):
+    """The commands of `VERBS`. Lists show what is said there; the command that is called is the real one."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands = {name: TyperCommand(name, help=text) for name, (_, text) in VERBS.items()}
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command that the first word names, and the rest of the words."""
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, load_verb(name) if name and command else command, rest
+
+
+def load_verb(name: str) -> Any:
+    """A verb as a command."""
+    module, _, attribute = VERBS[name][0].partition(":")
+    found = getattr(import_module(f"primeslurm.cli.verbs.{module}"), attribute)
+    if not isinstance(found, typer.Typer):
+        function, found = found, typer.Typer(add_completion=False)
+        found.command(name, help=inspect.getdoc(function))(function)
+    return typer.main.get_command(found)

@@ -1,0 +1,81 @@
+"""`primeslurm cluster`: the embedded Slurm cluster. Results on stdout, everything else on stderr."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from primeslurm.errors import ExitCode
+from primeslurm.slurm.embedded.cluster import Cluster, ClusterStatus, default_directory, up
+from primeslurm.slurm.embedded.config import ClusterSpec
+
+app = typer.Typer(
+    help="Run a real Slurm cluster with fake GPUs on this machine.", no_args_is_help=True, add_completion=False
+)
+
+Name = Annotated[str, typer.Option(help="Name of the cluster.")]
+Directory = Annotated[
+    Path | None, typer.Option(help="Everything the cluster writes. Default: ~/.primeslurm/clusters/NAME.")
+]
+
+
+@app.command("up")
+def up_command(
+    name: Name = "local",
+    nodes: Annotated[int, typer.Option(help="Nodes with GPUs, in partition gpu.")] = 4,
+    gpus_per_node: Annotated[int, typer.Option(help="Fake GPUs of each of these nodes.")] = 8,
+    cpus_per_node: Annotated[int, typer.Option(help="CPU cores that each node claims to have.")] = 16,
+    control_nodes: Annotated[int, typer.Option(help="Nodes without GPUs, in partition cpu.")] = 1,
+    runs: Annotated[Path, typer.Option(help="Directory of runs, for the site file. It outlives the cluster.")] = Path(
+        "runs"
+    ),
+    directory: Directory = None,
+) -> None:
+    """Start the cluster and print the path of its site file. Harmless if it is up already."""
+    where = _where(name, directory)
+    spec = ClusterSpec(name, where, runs.absolute(), nodes, gpus_per_node, cpus_per_node, control_nodes)
+    cluster, started = up(spec)
+    total = nodes + control_nodes
+    typer.echo(f"cluster {name} {'is up' if started else 'was up already'}: {total} nodes, all idle", err=True)
+    typer.echo(f"export SLURM_CONF={cluster.spec.slurm_conf} to use Slurm's own commands with it", err=True)
+    typer.echo(cluster.spec.site_file)
+
+
+@app.command("status")
+def status_command(
+    name: Name = "local",
+    directory: Directory = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show daemons and nodes. Exit code 1 if not all daemons are alive."""
+    status = Cluster.load(_where(name, directory)).status()
+    typer.echo(_as_json(status) if as_json else _as_text(status))
+    if not status.up:
+        raise typer.Exit(ExitCode.FAILED)
+
+
+@app.command("down")
+def down_command(name: Name = "local", directory: Directory = None) -> None:
+    """End the cluster and its jobs and remove its directory. Runs are kept."""
+    Cluster.load(_where(name, directory)).down()
+    typer.echo(f"cluster {name} is down", err=True)
+
+
+def _where(name: str, directory: Path | None) -> Path:
+    return (directory or default_directory(name)).absolute()
+
+
+def _as_json(status: ClusterStatus) -> str:
+    fields = {"name": status.name, "up": status.up, "directory": status.directory, "site_file": status.site_file}
+    return json.dumps({"schema_version": 1, **fields, "daemons": status.daemons, "nodes": status.nodes}, indent=2)
+
+
+def _as_text(status: ClusterStatus) -> str:
+    dead = [name for name, alive in status.daemons.items() if not alive]
+    lines = [f"cluster    {status.name}: {'up' if status.up else 'not up; ended: ' + ', '.join(dead)}"]
+    lines += [f"site file  {status.site_file}"]
+    lines += [f"{node:<20} {state}" for node, state in status.nodes.items()]
+    return "\n".join(lines)

@@ -1,0 +1,74 @@
+"""Verbs that look at a recipe and change nothing: plan, render, check, schema."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from primeslurm.api.loading import Check, load
+from primeslurm.cli.options import AllOpt, JsonOpt, LocalOpt, NameOpt, RecipeArg, SetOpt, SiteOpt
+from primeslurm.cli.output import count, note, print_json
+from primeslurm.cli.views.verdict import show_findings, totals
+from primeslurm.errors import ExitCode, UsageError
+from primeslurm.recipe import Recipe, Site
+
+
+def plan(
+    recipe: RecipeArg,
+    site: SiteOpt = None,
+    set_: SetOpt = None,
+    name: NameOpt = None,
+    local: LocalOpt = False,
+    every: AllOpt = False,
+    as_json: JsonOpt = False,
+) -> None:
+    """Show the placement that a recipe gives: node x process x port x GPU, and derived totals."""
+    found = load(recipe, site=site, overrides=set_ or (), name=name, local=local).plan()
+    if as_json:
+        sys.stdout.write(found.to_json())
+    else:
+        from primeslurm.cli.views.placement import show_plan
+
+        show_plan(found, every=every)
+
+
+def render_(
+    recipe: RecipeArg,
+    site: SiteOpt = None,
+    set_: SetOpt = None,
+    name: NameOpt = None,
+) -> None:
+    """Print the batch script, byte for byte as it would be submitted."""
+    sys.stdout.write(load(recipe, site=site, overrides=set_ or (), name=name).render())
+
+
+def check(
+    recipe: RecipeArg,
+    site: SiteOpt = None,
+    set_: SetOpt = None,
+    name: NameOpt = None,
+    local: LocalOpt = False,
+    as_json: JsonOpt = False,
+) -> None:
+    """Check recipe, placement, compatibility, memory and model files; exit code 2 if it cannot run."""
+    try:
+        found = load(recipe, site=site, overrides=set_ or (), name=name, local=local).check()
+    except UsageError as error:
+        found = Check(None, error.violations)
+    if as_json:
+        print_json([finding.model_dump() for finding in found.findings])
+    elif found.plan is None:
+        raise UsageError(found.violations)
+    else:
+        show_findings(found.plan)
+        blocked = "ok, but cannot be submitted here" if found.blocked else "ok"
+        verdict = blocked if found.ok else count(len(found.errors), "error")
+        note(f"{found.plan.run}: {verdict}, {totals(found.plan)}")
+    if not found.ok:
+        raise typer.Exit(ExitCode.BAD_INPUT)
+
+
+def schema(site: bool = typer.Option(False, "--site", help="The schema of site files instead.")) -> None:
+    """Print the JSON schema of recipes, for editors."""
+    print_json((Site if site else Recipe).model_json_schema(by_alias=True))

@@ -1,0 +1,41 @@
+"""The bad-node ledger: which nodes new jobs keep away from, and why."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import msgspec
+import typer
+
+from primeslurm.api.bad_nodes import bad_nodes, forget_bad_nodes
+from primeslurm.api.sites import runs_directory
+from primeslurm.cli.options import JsonOpt, RunsOpt
+from primeslurm.cli.output import note, print_json
+from primeslurm.cli.views.tables import light_table, out
+from primeslurm.run.ledger import HOUR_S
+
+ForgetOpt = Annotated[
+    list[str] | None, typer.Option("--forget", help="Let jobs use this node again.", metavar="NODE", show_default=False)
+]
+
+
+def nodes(forget: ForgetOpt = None, runs: RunsOpt = None, as_json: JsonOpt = False) -> None:
+    """List the nodes that failed lately, which new jobs keep away from."""
+    directory, now = runs_directory(runs), time.time()
+    if forget:
+        forget_bad_nodes(directory, forget, now)
+        for name in forget:
+            note(f"{name} may be used again")
+    known = bad_nodes(directory, now)
+    if as_json:
+        print_json(msgspec.to_builtins(known))
+        return
+    table = light_table("node", "why", "run", "attempt", "hours ago", "hours left")
+    for entry in known:
+        ago, left = (now - entry.time) / HOUR_S, (entry.expires - now) / HOUR_S
+        table.add_row(entry.node, entry.reason, entry.run, str(entry.attempt), f"{ago:.1f}", f"{left:.1f}")
+    if known:
+        out.print(table)
+    else:
+        note("no node failed lately")

@@ -1,0 +1,42 @@
+"""Verbs over runs: runs, cancel."""
+
+from __future__ import annotations
+
+from primeslurm.api.runs import Run, all_runs, find_run
+from primeslurm.cli.options import JsonOpt, RunArg, RunsOpt
+from primeslurm.cli.output import note, print_json, warn
+from primeslurm.cli.views.tables import light_table, out
+from primeslurm.errors import RunError
+from primeslurm.run.status.run_status import RunStatus
+
+
+def runs(runs: RunsOpt = None, as_json: JsonOpt = False) -> None:
+    """List all runs."""
+    rows = [row for run in all_runs(runs) if (row := _row(run)) is not None]
+    if as_json:
+        keys = ("run", "run_id", "phase", "attempt", "job_id", "step", "max_steps", "committed_step", "directory")
+        print_json([{key: getattr(row, key) for key in keys} for row in rows])
+        return
+    table = light_table("run", "phase", "attempt", "job", "step", "committed")
+    for row in rows:
+        step = f"{row.step if row.step is not None else '-'}/{row.max_steps}"
+        table.add_row(row.run, row.phase, str(row.attempt), row.job_id or "-", step, str(row.committed_step or "-"))
+    out.print(table)
+
+
+def _row(run: Run) -> RunStatus | None:
+    """The status of one of many: what is wrong with it does not hide the others."""
+    try:
+        return run.status(if_silent=warn)
+    except RunError as error:
+        warn(error)
+        return None
+
+
+def cancel(run: RunArg, runs: RunsOpt = None) -> None:
+    """End a run in good order, and its job. Committed checkpoints stay; `resume` goes on from them."""
+    found = find_run(run, runs)
+    if found.cancel(if_silent=warn):
+        note(f"{run} is cancelled")
+    else:
+        note(f"{run} is {found.status(if_silent=warn).phase}: nothing to cancel")

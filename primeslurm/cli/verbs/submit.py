@@ -1,0 +1,89 @@
+"""Verbs that start work: submit and resume."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from primeslurm.api.loading import load
+from primeslurm.api.runs import Run, find_run
+from primeslurm.api.submission import DryRun, Submitted
+from primeslurm.cli.options import JsonOpt, LocalOpt, NameOpt, RecipeArg, RunArg, RunsOpt, SetOpt, SiteOpt
+from primeslurm.cli.output import note, print_json
+from primeslurm.cli.views.placement import show_plan
+from primeslurm.cli.views.tables import out
+from primeslurm.cli.views.verdict import show_findings
+
+DryRunOpt = Annotated[bool, typer.Option("--dry-run", help="Show placement and script; write and submit nothing.")]
+EmulateOpt = Annotated[
+    bool,
+    typer.Option("--emulate", help="Run the whole job with light stand-ins for engines, trainer and environments."),
+]
+WaitOpt = Annotated[bool, typer.Option("--wait", help="Show progress until the run has ended.")]
+
+
+def submit(
+    recipe: RecipeArg,
+    site: SiteOpt = None,
+    set_: SetOpt = None,
+    name: NameOpt = None,
+    local: LocalOpt = False,
+    emulate: EmulateOpt = False,
+    dry_run: DryRunOpt = False,
+    wait: WaitOpt = False,
+    as_json: JsonOpt = False,
+) -> None:
+    """Validate a recipe, place it, and submit it as one job."""
+    loaded = load(recipe, site=site, overrides=set_ or (), name=name, local=local, emulate=emulate)
+    if dry_run:
+        _show_dry_run(loaded.dry_run(), as_json)
+        return
+    cluster = loaded.cluster
+    if cluster is not None:
+        loaded.refuse_unfit()  # before a cluster is started for it
+        note(f"starting an embedded cluster of {cluster.nodes} GPU nodes and {cluster.control_nodes} control nodes")
+    with loaded.on_cluster(keep=not wait) as ready:
+        _announce(ready.start(), wait, as_json)
+    if cluster is not None:
+        note(f"end its cluster with: primeslurm cluster down --name {shlex.quote(cluster.name)}")
+
+
+def resume(
+    run: RunArg,
+    runs: RunsOpt = None,
+    wait: WaitOpt = False,
+    as_json: JsonOpt = False,
+) -> None:
+    """Go on with a run that has ended, from its last committed step, as a new attempt."""
+    _announce(find_run(run, runs).start_again(), wait, as_json)
+
+
+def _announce(submitted: Submitted, wait: bool, as_json: bool) -> None:
+    plan = submitted.plan
+    if as_json:
+        fields = {"attempt": submitted.attempt, "job_id": submitted.job_id}
+        print_json({"run": plan.run, "directory": plan.run_dir, **fields})
+    else:
+        show_findings(plan)
+        out.print(f"submitted {plan.run} as {plan.executor} job {submitted.job_id}")
+        note(f"watch it with: primeslurm status {shlex.quote(plan.run_dir)} --watch")
+    if wait:
+        from primeslurm.cli.verbs.watch import watch_until_done
+
+        raise typer.Exit(watch_until_done(Run(Path(plan.run_dir))))
+
+
+def _show_dry_run(found: DryRun, as_json: bool) -> None:
+    if as_json:
+        print_json({"plan": found.plan.model_dump(mode="json", by_alias=True), "script": found.script})
+    else:
+        show_plan(found.plan)
+        if found.script:
+            out.print("\njob.sbatch", style="bold")
+            out.print(found.script, markup=False, soft_wrap=True)
+    for text in found.unasked:
+        note(f"note: {text}")
+    note("dry run: nothing was written or submitted")

@@ -1,0 +1,115 @@
+"""Verbs that watch a run: status and logs."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.live import Live
+
+from primeslurm.api.logs import Tail, log_files
+from primeslurm.api.runs import Run, all_runs, find_run
+from primeslurm.api.sites import runs_directory
+from primeslurm.cli.options import JsonOpt, RunArg, RunsOpt
+from primeslurm.cli.output import note, print_json, warn
+from primeslurm.cli.views.dashboard import one_line, process_table, view
+from primeslurm.cli.views.tables import err, out
+from primeslurm.errors import ExitCode, RunError
+
+REFRESH_S = 1.0
+FOLLOW_S = 0.5
+
+
+def status(
+    run: Annotated[str | None, typer.Argument(help="Run; default: the newest.", show_default=False)] = None,
+    runs: RunsOpt = None,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Refresh until the run has ended.")] = False,
+    processes: Annotated[bool, typer.Option("--processes", help="List every process with its node and pid.")] = False,
+    as_json: JsonOpt = False,
+) -> None:
+    """Show what a run is doing."""
+    if run is None:
+        known = all_runs(runs)
+        if not known:
+            raise RunError(f"no runs in {runs_directory(runs)}")
+        found = known[-1]
+    else:
+        found = find_run(run, runs)
+    if watch and not as_json:
+        raise typer.Exit(watch_until_done(found))
+    current = found.status(processes=processes, if_silent=warn)
+    if as_json:
+        print_json(msgspec.to_builtins(current))
+        return
+    out.print(view(current))
+    if processes:
+        out.print(process_table(current))
+
+
+def watch_until_done(run: Run) -> ExitCode:
+    """Show live progress until the run has ended. Returns the exit code: 0 if it completed. Raises ClusterError."""
+    looks = run.watch(poll_s=REFRESH_S, if_silent=warn)
+    current = next(looks)
+    printed = -1.0
+    with Live(view(current), console=err, refresh_per_second=4, transient=False) as live:
+        for current in looks:
+            live.update(view(current))
+            step = current.metrics.get("step", 0)
+            if not err.is_terminal and step != printed:
+                printed = step
+                note(one_line(current))
+    note(f"{current.run}: {current.phase}" + (f" ({current.reason})" if current.reason else ""))
+    return ExitCode.DONE if current.phase == "completed" else ExitCode.FAILED
+
+
+def logs(
+    run: RunArg,
+    role: Annotated[str | None, typer.Argument(help="Role or process, for example trainer or decode-r0-0.")] = None,
+    runs: RunsOpt = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as the logs grow.")] = False,
+    lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Last lines of each log.")] = 20,
+    attempt: Annotated[int | None, typer.Option("--attempt", help="Default: the newest.")] = None,
+) -> None:
+    """Print the logs of a run's processes, each line with the name of its process."""
+    found = find_run(run, runs)
+    tail = Tail(log_files(found.attempt(attempt), role, found.name), lines)
+    _print(tail.first())
+    while follow and found.status(if_silent=warn).active:
+        time.sleep(FOLLOW_S)
+        _print(tail.more())
+
+
+def _print(lines: Iterable[tuple[Path, str]]) -> None:
+    for path, line in lines:
+        sys.stdout.write(f"{path.stem} | {line}\n")
+    sys.stdout.flush()
+
+
+def summary(run: RunArg, runs: RunsOpt = None, as_json: JsonOpt = False) -> None:
+    """Show what a run achieved: reward (or loss), versions, staleness, mismatch, restarts."""
+    found = find_run(run, runs).summary()
+    if as_json:
+        print_json(msgspec.to_builtins(found))
+        return
+    out.print(f"{found.run}: {found.steps} steps in {found.seconds:.0f} s, {found.attempts} attempt(s)")
+    if found.task == "sft":
+        if found.first_loss is not None:
+            out.print(f"loss: {found.first_loss:.4f} (first steps) -> {found.last_loss:.4f} (last)")
+        out.print(f"restarts: {found.engine_restarts}; {found.trained_tokens_per_s:.0f} trained tokens/s")
+        return
+    if found.gain is not None:
+        out.print(
+            f"reward: {found.first_reward:.3f} (first steps) -> {found.last_reward:.3f} (last), {found.gain:+.3f}"
+        )
+    out.print(f"rollouts of several policy versions: {found.mixed_version_rollouts}")
+    out.print(
+        f"staleness: at most {found.staleness_max:.0f} versions; {found.dropped_stale} rollouts dropped as too old"
+    )
+    if found.mismatch_kl_max is not None:
+        out.print(f"KL between trainer and engines: at most {found.mismatch_kl_max:.1e}")
+    out.print(f"restarts: {found.engine_restarts}; {found.tokens_per_s:.0f} sampled tokens/s")

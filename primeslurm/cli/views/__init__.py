@@ -1,0 +1,1 @@
+"""What verbs print: tables, folded ranges, the dashboard."""

@@ -1,0 +1,227 @@
+"""A run's status as a picture: for a terminal of 100 columns and 40 lines, whatever the number of nodes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from primeslurm.records.load import Load
+from primeslurm.run.status.run_status import ProcessStatus, ReplicaStatus, RlProgress, RunStatus
+
+MAX_LINES = 8
+"""Of each list: replicas, unhealthy processes. What is well is summed up."""
+SPARK = "▁▂▃▄▅▆▇█"
+SPARK_WIDTH = 24
+
+_COLOURS = {"HEALTHY": "green", "DONE": "green", "STALE": "yellow", "LOADING": "yellow", "STARTING": "yellow"}
+_LEVELS = {"info": "", "warning": "yellow", "error": "red"}
+_SHOWN_OF_SFT = (
+    ("loss", "trainer/loss", ".4f"),
+    ("gradient norm", "trainer/grad_norm", ".3f"),
+    ("lr", "trainer/lr", ".1e"),
+    ("tokens/s", "trainer/tokens_per_s", ".0f"),
+    ("s/step", "throughput/step_seconds", ".1f"),
+)
+_SHOWN = (
+    ("reward", "reward/mean", ".3f"),
+    ("staleness", "staleness/mean", ".2f"),
+    ("loss", "trainer/loss", ".4f"),
+    ("mixed", "rollouts/mixed_version", ".0f"),
+    ("KL", "trainer/mismatch_kl", ".1e"),
+    ("entropy", "trainer/entropy", ".3f"),
+    ("tokens/s", "throughput/tokens_per_s", ".0f"),
+    ("s/step", "throughput/step_seconds", ".1f"),
+)
+
+
+def view(status: RunStatus) -> Group:
+    """The status as a picture."""
+    parts: list[RenderableType] = [_head(status), _numbers(status)]
+    if queue := _queue(status):
+        parts.append(queue)
+    parts.append(_roles(status))
+    if status.replicas and status.active:
+        parts.append(_replicas(status.replicas))
+    if status.unhealthy:
+        parts.append(_unhealthy(status))
+    if status.events:
+        parts.append(_events(status))
+    parts += [_advice(status)] if status.advice else []
+    return Group(*parts)
+
+
+def process_table(status: RunStatus) -> Table:
+    """Every process, if the status was read with them."""
+    return _processes("process", status.processes)
+
+
+def one_line(status: RunStatus) -> str:
+    """Progress in one line, for logs."""
+    parts = [f"{status.run} {status.phase}", f"step {status.metrics.get('step', 0)}/{status.max_steps}"]
+    parts += [f"{label} {value}" for label, value in numbers_of(status)]
+    return "  ".join(parts)
+
+
+def numbers_of(status: RunStatus) -> list[tuple[str, str]]:
+    """Label and value of what the newest step says, in the order shown."""
+    shown = _SHOWN_OF_SFT if status.task == "sft" else _SHOWN
+    known = [(label, status.metrics.get(key), form) for label, key, form in shown]
+    return [(label, f"{value:{form}}") for label, value, form in known if value is not None]
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """Values as a row of bars, the last ones if there are many; lowest and highest value span the height."""
+    shown = [value for value in values if value == value][-SPARK_WIDTH:]
+    if not shown:
+        return ""
+    low, span = min(shown), (max(shown) - min(shown)) or 1.0
+    return "".join(SPARK[int((value - low) / span * (len(SPARK) - 1))] for value in shown)
+
+
+def duration(seconds: float) -> str:
+    """Days, hours, minutes and seconds, as 1 day, 2:03:04."""
+    return str(timedelta(seconds=round(seconds)))
+
+
+def _head(status: RunStatus) -> RenderableType:
+    table = Table.grid(padding=(0, 2))
+    job = f"job {status.job_id}" if status.job_id else "no job"
+    table.add_row(Text(status.run, style="bold"), status.phase, f"attempt {status.attempt}", job, status.reason)
+    step = status.metrics.get("step", status.step or 0)
+    committed = status.committed_step if status.committed_step is not None else "-"
+    times = [f"elapsed {duration(status.elapsed_s)}"] if status.elapsed_s is not None else []
+    times += [f"ETA {duration(status.eta_s)}"] if status.eta_s is not None else []
+    policy = f"policy v{status.version or 0}" if status.task != "sft" else ""
+    table.add_row("step", f"{step}/{status.max_steps}", f"committed {committed}", policy, "  ".join(times))
+    return table
+
+
+def _numbers(status: RunStatus) -> RenderableType:
+    table = Table.grid(padding=(0, 2))
+    known = numbers_of(status)
+    if not known:
+        return Text("no step yet", style="dim")
+    table.add_row(*[Text(label, style="dim") for label, _ in known])
+    table.add_row(*[value for _, value in known])
+    curves = Text()
+    for label, key in (("reward", "reward/mean"), ("staleness", "staleness/mean"), ("loss", "trainer/loss")):
+        if len(values := status.history.get(key, [])) > 1:
+            curves.append(f"{label} ", style="dim").append(f"{sparkline(values)}  ", style="cyan")
+    return Group(table, curves) if curves else table
+
+
+def _queue(status: RunStatus) -> Text | None:
+    progress = status.progress
+    if not isinstance(progress, RlProgress):
+        return None
+    text = f"{progress.ready_groups} groups ready, {progress.open_groups} open, "
+    if progress.unscored_groups:
+        text += f"{progress.unscored_groups} at the teacher, "
+    return Text.assemble(("queue ", "dim"), text + f"{progress.inflight} rollouts in flight")
+
+
+def _roles(status: RunStatus) -> Table:
+    table = _table("role", "processes")
+    for role, states in status.roles.items():
+        table.add_row(role, Text("  ").join(_state(f"{n} {state}", state) for state, n in states.items()))
+    return table
+
+
+def _replicas(replicas: Sequence[ReplicaStatus]) -> Table:
+    split = any("prefill" in replica.loads for replica in replicas)
+    names = ("waiting", "running", "KV use", "KV hits", "tokens/s")
+    table = _table("replica", "router", "engines", *names, caption="a/b: prefill/decode" if split else None)
+    for column in table.columns[2:]:
+        column.justify = "right"
+    shown = list(replicas)
+    if len(replicas) > MAX_LINES:
+        shown = [replica for replica in replicas if _ill(replica)][: MAX_LINES - 1]
+        well = [replica for replica in replicas if replica not in shown]
+        table.add_row(f"{len(well)} others", "", _count(well), *_sums(well))
+    for replica in shown:
+        router = _state(replica.router, replica.router)
+        table.add_row(str(replica.index), router, _count([replica]), *_sums([replica]))
+    return table
+
+
+def _ill(replica: ReplicaStatus) -> bool:
+    return replica.router != "HEALTHY" or replica.healthy < replica.engines
+
+
+def _count(replicas: Sequence[ReplicaStatus]) -> Text:
+    healthy, engines = sum(r.healthy for r in replicas), sum(r.engines for r in replicas)
+    return Text(f"{healthy}/{engines}", style="green" if healthy == engines else "red")
+
+
+def _sums(replicas: Sequence[ReplicaStatus]) -> list[str]:
+    """Cells of the load columns over some replicas; `prefill/decode` where these are separate."""
+    loads: dict[str, list[Load]] = {}
+    for replica in replicas:
+        for role, load in replica.loads.items():
+            loads.setdefault(role, []).append(load)
+    roles = [loads[role] for role in ("prefill", "decode", "engine") if role in loads]
+    if not roles:
+        return [""] * 5
+    return [
+        "/".join(f"{sum(load.waiting for load in role):.0f}" for role in roles),
+        "/".join(f"{sum(load.running for load in role):.0f}" for role in roles),
+        "/".join(f"{max(load.kv_usage for load in role):.0%}" for role in roles),
+        "/".join(_hits(role) for role in roles),
+        f"{sum(load.generated_per_s for load in roles[-1]):.0f}",
+    ]
+
+
+def _hits(loads: Sequence[Load]) -> str:
+    known = [load.prefix_hit_rate for load in loads if load.prefix_hit_rate is not None]
+    return f"{sum(known) / len(known):.0%}" if known else "-"
+
+
+def _unhealthy(status: RunStatus) -> Table:
+    table = _processes("not well", status.unhealthy[:MAX_LINES])
+    if (more := len(status.unhealthy) - MAX_LINES) > 0:
+        table.add_row(f"and {more} more", "", "", "", "")
+    return table
+
+
+def _processes(title: str, processes: Sequence[ProcessStatus]) -> Table:
+    table = _table(title, "state", "node", "pid", "restarts")
+    for process in processes:
+        pid = str(process.pid or "-")
+        table.add_row(process.name, _state(process.state, process.state), process.node, pid, str(process.restarts))
+    return table
+
+
+def _events(status: RunStatus) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True, overflow="ellipsis")
+    for event in status.events:
+        clock = time.strftime("%H:%M:%S", time.localtime(event.time))
+        table.add_row(Text(clock, style="dim"), event.who, Text(event.text, style=_LEVELS[event.level]))
+    return table
+
+
+def _advice(status: RunStatus) -> Group:
+    lines = []
+    for advice in status.advice:
+        lines.append(Text(advice.text, style="yellow"))
+        lines.append(Text(f"  {advice.reason}", style="dim"))
+        lines += [Text(f"  {field}: {value}") for field, value in advice.changes.items()]
+    return Group(*lines)
+
+
+def _table(*columns: str, caption: str | None = None) -> Table:
+    table = Table(*columns, box=None, padding=(0, 1, 0, 0), caption=caption, caption_justify="left")
+    for column in table.columns:
+        column.no_wrap = True
+    return table
+
+
+def _state(text: str, state: str) -> Text:
+    return Text(text, style=_COLOURS.get(state, "red"))

@@ -1,0 +1,1 @@
+"""Fixes of vLLM on CPUs."""

@@ -1,0 +1,1 @@
+"""One node's agent: it starts, watches and ends the node's processes."""

@@ -1,0 +1,238 @@
+"""The agent of one allocated node: checks the node, plays the part that the head gives it, and follows the head's end.
+
+It survives what it runs, and speaks to the other agents through small files in the attempt directory: its heartbeat
+`agents/<rank>.json`, and from the head `roster.json` (who plays which node), `addresses.json` (who listens where) and
+`fleet.json` (what is ready, and the end).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from primeslurm.files import Watched, write_json
+from primeslurm.node.agent.health_probe import TIMEOUT_S
+from primeslurm.node.agent.process_manager import ProcessManager
+from primeslurm.node.head.fleet import NODE_START_S
+from primeslurm.node.host.network import NetworkError, node_name, own_address
+from primeslurm.node.preflight.preflight import Preflight, PreflightTimings
+from primeslurm.plan.model import Plan
+from primeslurm.records.events.nodes import AgentFailed, AgentStarted, AttemptEnds, HeartbeatFailed, Seated
+from primeslurm.records.fleet import AgentReport, Ending, Fitness, FleetView, Outcome, Roster
+from primeslurm.records.journal import Journal
+from primeslurm.run.directory import Attempt
+from primeslurm.wire.addresses import Addresses
+
+LATE_S = 2.0
+"""Agents and head whose turns come later than this after one another are held up: by a machine or a file system that
+stands still, and mostly for all of them. What they have not heard of meanwhile is not silent for that."""
+
+
+@dataclass(frozen=True)
+class AgentTimings:
+    """Paces and patience of an agent, in seconds."""
+
+    tick_s: float = 0.25
+    heartbeat_s: float = 1.0
+    term_grace_s: float = 15.0
+    """From SIGTERM to SIGKILL. Slurm's own KillWait is 30 s."""
+    probe_timeout_s: float = TIMEOUT_S
+    """For the answer of a server that is probed."""
+    preflight: PreflightTimings = field(default_factory=PreflightTimings)
+
+
+class NodeAgent:
+    """Runs one node's share of a Plan, or waits as a spare. `run` blocks until the attempt has ended on this node."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        attempt: Attempt,
+        run_id: str,
+        python: str,
+        timings: AgentTimings = AgentTimings(),
+    ) -> None:
+        self.plan, self.rank, self.attempt = plan, rank, attempt
+        self.timings = timings
+        self.name = node_name()
+        self.address = _address(self.name, plan)
+        self.tmp = Path(tempfile.gettempdir()) / f"primeslurm-{run_id}-{attempt.number}-a{rank}"
+        self.journal = Journal(attempt.path, f"agent-{rank}")
+        self.preflight = Preflight(plan, rank, self.name, attempt, self.tmp, self.journal, timings.preflight)
+        self.processes: ProcessManager | None = None
+        self.addresses: Addresses | None = None
+        self.view = FleetView(time=0.0)
+        self.error = ""
+        self.head_lost = False
+        self._values = {
+            "run_dir": plan.run_dir,
+            "attempt": str(attempt.number),
+            "attempt_dir": str(attempt.path),
+            "run_id": run_id,
+            "python": python,
+            "tmp": str(self.tmp),
+        }
+        self._fleet_file = Watched(attempt.fleet_file)
+        self._roster_file = Watched(attempt.roster_file)
+        self._addresses_file = Watched(attempt.addresses_file)
+        self._local_ending: Ending | None = None
+        self._last_heartbeat = 0.0
+        self._told = (Fitness.CHECKING, False)
+        self._head_seen_at = self._ticked_at = time.time()
+        self._ending_since: float | None = None
+        self._asked_to_checkpoint = False
+        self._termed_at: float | None = None
+
+    def end(self, ending: Ending) -> None:
+        """Ask this node to stop what it runs, from any thread or signal handler."""
+        self._local_ending = self._local_ending or ending
+
+    @property
+    def ending(self) -> Ending | None:
+        """Why the attempt ends, if it does."""
+        return self._local_ending or self.view.ending
+
+    @property
+    def head_silent_s(self) -> float:
+        """A head that has published nothing for this long is gone: its nodes stop what they run."""
+        started = self.view.time > 0.0
+        return 2.0 * self.plan.node_silent_s if started else NODE_START_S
+
+    def run(self) -> None:
+        """Start what there is to start and keep it running until the attempt ends."""
+        try:
+            self.tmp.mkdir(parents=True, exist_ok=True)
+            self.journal.write(AgentStarted(self.name, self.address))
+            self.preflight.start()
+            while not self._finished():
+                self.tick(time.time())
+                time.sleep(self.timings.tick_s)
+        except Exception as error:
+            self.error = f"{type(error).__name__}: {error}"
+            self.journal.write(AgentFailed(self.error))
+            raise
+        finally:
+            if self.processes is not None:
+                self.processes.close()
+            shutil.rmtree(self.tmp, ignore_errors=True)
+            self._heartbeat(time.time(), ended=True)
+
+    def tick(self, now: float) -> None:
+        """One turn: reap, look at what the head says, act, report."""
+        self._head_seen_at += held_up_s(self._ticked_at, now)
+        self._ticked_at = now
+        if self.processes is not None:
+            ended = self.processes.reap(now, ending=self.ending is not None)
+            if any(process.gpus for process in ended):
+                self.preflight.check_gpus_again()
+        self._read_head(now)
+        if self.ending is not None:
+            self._wind_down(now, self.ending)
+        elif self.processes is not None and self.addresses is not None and self.processes.is_known(self.addresses):
+            self.processes.tick(now, self.view, self.addresses)
+        if self._has_news() or now - self._last_heartbeat >= self.timings.heartbeat_s:
+            self._heartbeat(now, ended=False)
+
+    def _has_news(self) -> bool:
+        """Whether the head waits for what the next heartbeat says: the node is checked, or its ports are claimed."""
+        return (self.preflight.verdict[0], self.processes is not None) != self._told
+
+    def _read_head(self, now: float) -> None:
+        # In this order: the head publishes addresses before the orders that rely on them.
+        view = self._fleet_file.changed()
+        if view is not None:
+            self.view = msgspec.convert(view, FleetView)
+            self._head_seen_at = now
+        elif now - self._head_seen_at > self.head_silent_s:
+            self.head_lost = True
+            self.end(Ending(Outcome.FAILED, f"the head has been silent for {self.head_silent_s:.0f} s", "head"))
+        addresses = self._addresses_file.changed()
+        if addresses is not None:
+            self.addresses = msgspec.convert(addresses, Addresses)
+            if self.processes is not None:
+                self.processes.renew(self.addresses)
+        roster = self._roster_file.changed()
+        if roster is not None:
+            self._take_place(msgspec.convert(roster, Roster, strict=False))
+
+    def _take_place(self, roster: Roster) -> None:
+        index = roster.node_of(self.rank)
+        if index is not None and self.processes is None:
+            node = self.plan.nodes[index]
+            shared = (self.address, self._values, self.journal, self.timings.probe_timeout_s)
+            self.processes = ProcessManager(self.plan, node, self.attempt, *shared)
+            seated = Seated(node=self.name, index=index, role=node.role, generation=roster.generation)
+            self.journal.write(seated)
+        elif index is None and self.processes is not None:
+            # The head gave this node up. Whatever it still runs would be in the way of what replaces it.
+            self.end(Ending(Outcome.CANCELLED, f"node {self.name} was replaced", self.name))
+
+    def _wind_down(self, now: float, ending: Ending) -> None:
+        """Trainers first, with a checkpoint if that is still possible; then everything else."""
+        if self._ending_since is None:
+            self._ending_since = now
+            self.journal.write(AttemptEnds(ending.outcome, ending.reason))
+        processes = self.processes
+        if processes is None:
+            return
+        hurry = self._local_ending is not None or ending.outcome in (Outcome.COMPLETED, Outcome.CANCELLED)
+        if not hurry and not self.view.release:
+            if not self._asked_to_checkpoint:
+                self._asked_to_checkpoint = True
+                processes.send("trainer", signal.SIGUSR1)
+            return
+        if self._termed_at is None:
+            self._termed_at = now
+            processes.terminate()
+        elif now - self._termed_at > self.timings.term_grace_s:
+            processes.kill()
+
+    def _finished(self) -> bool:
+        if self.processes is None:
+            return self._ending_since is not None
+        return self._termed_at is not None and not self.processes.children
+
+    def _heartbeat(self, now: float, *, ended: bool) -> None:
+        self._last_heartbeat = now
+        processes = self.processes
+        fitness, why = self.preflight.verdict
+        self._told = (fitness, processes is not None)
+        report = AgentReport(
+            rank=self.rank,
+            name=self.name,
+            address=self.address,
+            time=now,
+            agent_pid=os.getpid(),
+            fitness=fitness,
+            unfit_because=why,
+            node=processes.node.index if processes else None,
+            ports=processes.ports if processes else {},
+            processes=processes.reports() if processes else {},
+            ended=ended,
+            error=self.error,
+        )
+        try:
+            write_json(self.attempt.agent_file(self.rank), msgspec.to_builtins(report))
+        except OSError as error:
+            self.journal.write(HeartbeatFailed(str(error)))
+
+
+def held_up_s(last: float, now: float) -> float:
+    """Seconds for which whoever had its last turn at `last` was held up."""
+    return max(0.0, now - last - LATE_S)
+
+
+def _address(name: str, plan: Plan) -> str:
+    """The node's address; empty if it has none, which its preflight then says."""
+    try:
+        return own_address(name, plan.interface, plan.addresses)
+    except NetworkError:
+        return ""

@@ -1,0 +1,57 @@
+"""What processes find on their node: values of its own, files written for them, directories on its disk."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from primeslurm.node.agent.placeholders import resolve
+from primeslurm.node.host import fabric
+from primeslurm.plan.model import Node, Plan, Process
+from primeslurm.wire.addresses import Addresses
+
+
+class NodeContext:
+    """Everything about one node of the Plan that is known only on the machine that runs it.
+
+    Args:
+        plan: the whole.
+        node: this node's part of it.
+        address: the node's own.
+        values: placeholders that hold for every node (`plan.model`).
+    """
+
+    def __init__(self, plan: Plan, node: Node, address: str, values: Mapping[str, str]) -> None:
+        self._node = node
+        self._hcas = fabric.find_hcas(plan.hcas)
+        self._gpus = fabric.find_gpus()
+        interface = plan.interface or fabric.interface_of(address, fabric.own_interfaces())
+        self._values = {**values, "node": str(node.index), **fabric.placeholders(self._hcas, interface)}
+
+    def values(self, process: Process) -> dict[str, str]:
+        """All placeholders that are no addresses, for one process."""
+        gpus = [self._gpus[gpu] for gpu in process.gpus if gpu < len(self._gpus)]
+        near = fabric.placeholders(fabric.nearest(self._hcas, gpus), "")
+        return {**self._values, "ucx_devices_near": near["ucx_devices"]}
+
+    def make_scratch(self) -> None:
+        """Make every directory that a process wants on the node's disk, empty. Raises OSError."""
+        self.remove_scratch()  # left behind by an agent that was killed
+        for directory in self._scratch():
+            directory.mkdir(parents=True, mode=0o700)
+
+    def remove_scratch(self) -> None:
+        """Remove them."""
+        for directory in self._scratch():
+            shutil.rmtree(directory, ignore_errors=True)
+
+    def write(self, files: Mapping[str, str]) -> None:
+        """Write files of a process, name to text. Raises OSError."""
+        for name, text in files.items():
+            (Path(self._values["tmp"]) / name).write_text(text)
+
+    def _scratch(self) -> list[Path]:
+        nowhere = Addresses(hosts={}, ports={})
+        texts = {text for process in self._node.processes for text in process.scratch}
+        return [Path(resolve(text, "", nowhere, self._values)) for text in sorted(texts)]

@@ -1,0 +1,242 @@
+"""The processes of one node of the Plan, run on this machine: started, watched, restarted, ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+
+from primeslurm.node.agent.child import Child
+from primeslurm.node.agent.health_probe import TIMEOUT_S, Probe, ProbeTarget
+from primeslurm.node.agent.node_context import NodeContext
+from primeslurm.node.agent.placeholders import resolve
+from primeslurm.node.agent.supervision import ProcessState, Supervision
+from primeslurm.node.host.network import Ports
+from primeslurm.node.host.shared_memory import SharedMemory
+from primeslurm.plan.model import Node, Plan, Process
+from primeslurm.records.events.processes import ProcessExited, ProcessStarted, ProcessStartFailed
+from primeslurm.records.fleet import FleetView, ProcessReport
+from primeslurm.records.journal import Journal
+from primeslurm.run.directory import Attempt
+from primeslurm.wire.addresses import Addresses
+from primeslurm.wire.secret import generate_token, read
+
+LOOK_S = 30.0
+"""Between two looks at the shared memory of what runs."""
+UNLINK_S = 5.0
+"""What is killed at the end is gone after so long, GPU drivers' work included."""
+
+Command = tuple[tuple[str, ...], dict[str, str], dict[str, str], frozenset[str]]
+"""What a process is started with: argv, environment, files, and which of the processes that it needs were given up."""
+
+
+class ProcessManager:
+    """One node's share of a Plan.
+
+    Args:
+        plan: the whole.
+        node: this node's part of it.
+        attempt: where logs go.
+        address: the node's own.
+        values: placeholders that are no addresses (`plan.model`).
+        journal: gets an event for every start and exit.
+
+    Raises:
+        NetworkError: a port that a process needs cannot be had.
+        OSError: a directory that a process wants on the node's disk cannot be made.
+        SecretError: the plan needs the run's secret, and there is none.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        node: Node,
+        attempt: Attempt,
+        address: str,
+        values: Mapping[str, str],
+        journal: Journal,
+        probe_timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        self.plan, self.node, self.attempt, self.address = plan, node, attempt, address
+        self.supervised = {process.name: Supervision(process) for process in node.processes}
+        self.children: dict[str, Child] = {}
+        self.probes: dict[str, Probe] = {}
+        self._claims = Ports(address)
+        self.ports = {
+            process.name: {name: self._claims.claim(preferred) for name, preferred in process.ports.items()}
+            for process in node.processes
+        }
+        self._context = NodeContext(plan, node, address, values)
+        self._context.make_scratch()
+        self._secrets = _secrets(plan)
+        self._journal = journal
+        self._probe_timeout_s = probe_timeout_s
+        self._started_with: dict[str, Command] = {}
+        self._shared_memory = SharedMemory()
+        self._looked_at = 0.0
+
+    def is_known(self, addresses: Addresses) -> bool:
+        """Whether this crew's own addresses are published, and not still those of a node that it replaces."""
+        return all(
+            addresses.hosts.get(name) == self.address and addresses.ports.get(name) == ports
+            for name, ports in self.ports.items()
+        )
+
+    def reap(self, now: float, *, ending: bool) -> list[Process]:
+        """Take note of what has ended; returns it."""
+        codes = {name: code for name, child in self.children.items() if (code := child.poll()) is not None}
+        self._clear(codes)
+        ended = []
+        for name, code in codes.items():
+            del self.children[name]
+            if probe := self.probes.pop(name, None):
+                probe.stop()
+            supervision = self.supervised[name]
+            supervision.exited(now, code, ending=ending)
+            self._journal.write(ProcessExited(name, code, supervision.state, supervision.reason or None))
+            ended.append(supervision.process)
+        self._shared_memory.unlink()
+        return ended
+
+    def tick(self, now: float, view: FleetView, addresses: Addresses) -> None:
+        """Start and end what the head's view and the time ask for."""
+        if now - self._looked_at >= LOOK_S:
+            self._looked_at = now
+            self._look(self.children)
+        ready, lost = set(view.ready), set(view.lost)
+        for supervision in self.supervised.values():
+            process = supervision.process
+            if process.name in lost:
+                self._kill(process.name)
+                continue
+            probe = self.probes.get(process.name)
+            order = view.units.get(process.unit) if process.unit else None
+            decision = supervision.tick(
+                now,
+                prerequisites=all(name in ready or name in lost for name in process.after),
+                ready=supervision.running and (probe is None or probe.ready),
+                silent_s=probe.silent_s if probe else 0.0,
+                order=order,
+            )
+            if decision == "start":
+                self._start(supervision, now, addresses, order.generation if order else 0)
+            elif decision == "kill":
+                self._kill(process.name)
+
+    def renew(self, addresses: Addresses) -> None:
+        """End those that were started with what is no longer so: addresses that changed, neighbours that are lost."""
+        for name in list(self.children):
+            supervision = self.supervised[name]
+            if self._command(supervision.process, addresses) == self._started_with[name]:
+                continue
+            if supervision.renew("processes that it talks to have moved or are gone") == "kill":
+                self._kill(name)
+
+    def send(self, role: str, number: signal.Signals) -> None:
+        """Send a signal to every process of a role."""
+        for name, child in self.children.items():
+            if self.supervised[name].process.role == role:
+                child.send(number)
+
+    def terminate(self) -> None:
+        """SIGTERM to everything."""
+        self._look(self.children)
+        for child in self.children.values():
+            child.terminate()
+
+    def kill(self) -> None:
+        """SIGKILL to everything."""
+        self._look(self.children)
+        for child in self.children.values():
+            child.kill()
+
+    def close(self) -> None:
+        """SIGKILL to everything that is left, and remove what was made for it."""
+        self._clear(self.children)
+        self._shared_memory.unlink_within(UNLINK_S)
+        self._context.remove_scratch()
+        self._claims.release()
+
+    def reports(self) -> dict[str, ProcessReport]:
+        """State of every process."""
+        return {name: self._report(supervision) for name, supervision in self.supervised.items()}
+
+    def _report(self, supervision: Supervision) -> ProcessReport:
+        name = supervision.process.name
+        child, probe = self.children.get(name), self.probes.get(name)
+        healthy = probe.healthy if probe is not None else supervision.state is ProcessState.READY
+        return ProcessReport(
+            state=supervision.state,
+            pid=child.pid if child else None,
+            exit_code=supervision.exit_code,
+            restarts=supervision.restarts,
+            since=supervision.since,
+            healthy=healthy,
+            reason=supervision.reason,
+            generation=supervision.generation,
+        )
+
+    def _kill(self, name: str) -> None:
+        if child := self.children.get(name):
+            self._look([name])
+            child.kill()
+
+    def _clear(self, names: Collection[str]) -> None:
+        """Kill what is left of groups of processes; what they had in shared memory is nobody's then."""
+        self._look(names)
+        for name in names:
+            self.children[name].kill()
+            self._shared_memory.ended(self.children[name].pid)
+
+    def _look(self, names: Collection[str]) -> None:
+        self._shared_memory.look([self.children[name].pid for name in names])
+
+    def _start(self, supervision: Supervision, now: float, addresses: Addresses, generation: int) -> None:
+        process = supervision.process
+        command = self._command(process, addresses)
+        argv, env, files, _ = command
+        supervision.started(now, generation)
+        try:
+            self._context.write(files)
+            child = Child(argv, dict(os.environ) | env, self.attempt.path / process.log, Path(self.plan.run_dir))
+        except OSError as error:
+            supervision.reason = str(error)
+            supervision.exited(now, 127, ending=False)
+            self._journal.write(ProcessStartFailed(process.name, str(error)))
+            return
+        self.children[process.name] = child
+        self._started_with[process.name] = command
+        if process.health is not None:
+            port = self.ports[process.name][process.health.port]
+            target = ProbeTarget(self.address, port, process.health.path)
+            self.probes[process.name] = Probe(target, self._probe_timeout_s)
+        self._journal.write(ProcessStarted(process.name, child.pid, supervision.restarts, generation))
+
+    def _command(self, process: Process, addresses: Addresses) -> Command:
+        fill = self._fill(process, addresses)
+        private = self._fill(process, addresses, self._secrets)  # for environments: everybody can read command lines
+        filled = {key: private(value) for key, value in {**self.plan.env, **process.env}.items()}
+        env = {key: value for key, value in filled.items() if value}
+        if process.gpus:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(_visible(gpu) for gpu in process.gpus)
+        files = {name: fill(text) for name, text in process.files.items()}
+        return tuple(map(fill, process.argv)), env, files, frozenset(addresses.lost) & frozenset(process.after)
+
+    def _fill(self, process: Process, addresses: Addresses, more: Mapping[str, str] = {}) -> Callable[[str], str]:
+        values = {**self._context.values(process), **more}
+        return lambda text: resolve(text, process.name, addresses, values)
+
+
+def _secrets(plan: Plan) -> dict[str, str]:
+    """What `${secret}` and `${generate_token}` mean, if the plan uses them."""
+    if not any("${secret}" in value for value in plan.env.values()):
+        return {}
+    own = read(Path(plan.run_dir))
+    return {"secret": own, "generate_token": generate_token(own)}
+
+
+def _visible(gpu: int) -> str:
+    """The node's `gpu`-th GPU as CUDA numbers it in this allocation."""
+    allocated = [part for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if part]
+    return allocated[gpu] if gpu < len(allocated) else str(gpu)

@@ -1,0 +1,1 @@
+"""An attempt's begin and end."""

@@ -1,0 +1,91 @@
+"""The end of an attempt: put on record, and what the next one has to know."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from pathlib import Path
+
+from tenacity import RetryCallState
+
+from primeslurm.errors import ClusterError
+from primeslurm.node.attempt.requeue import should_requeue
+from primeslurm.plan.model import Plan
+from primeslurm.records.attempt import EndRecord
+from primeslurm.records.events.nodes import AttemptEnded, BadNodeNotRecorded, EndNotRecorded
+from primeslurm.records.fleet import Ending, Outcome
+from primeslurm.records.journal import Journal
+from primeslurm.run.directory import Attempt, RunDirectory
+from primeslurm.run.ledger import Ledger
+from primeslurm.slurm.client import SlurmClient
+from primeslurm.wire import checkpoints
+from primeslurm.wire.retry import insisting_in_thread
+
+EXCLUDE_S = 5.0
+
+
+def conclude(plan: Plan, run: RunDirectory, attempt: Attempt, ending: Ending, journal: Journal) -> bool:
+    """Record how the attempt ended. Returns whether the job should be requeued."""
+    step = checkpoints.newest(run.path)
+    commits = {
+        a.number: end.committed_step
+        for a in run.attempts()
+        if (end := a.end()) is not None and end.outcome == Outcome.FAILED
+    }
+    if ending.outcome is Outcome.FAILED:
+        commits[attempt.number] = step
+    requeue, why_not = should_requeue(ending, attempt.number, plan, commits)
+    record = EndRecord(
+        outcome=ending.outcome,
+        reason=ending.reason,
+        suspect=ending.suspect,
+        committed_step=step,
+        requeued=requeue,
+        why_not_requeued=why_not,
+        time=time.time(),
+    )
+    try:
+        attempt.record_end(record)
+    except OSError as error:  # a full disk must not keep the job from being requeued
+        journal.write(EndNotRecorded(str(error)))
+    journal.write(AttemptEnded(ending.outcome, requeue, why_not))
+    return requeue
+
+
+def remember_bad_node(plan: Plan, attempt: Attempt, node: str, reason: str, journal: Journal) -> None:
+    """Put a node into the ledger of all runs. Nodes of the local executor are this one machine."""
+    if plan.executor != "slurm":
+        return
+    now = time.time()
+    try:
+        ledger = Ledger(Path(plan.run_dir).parent)
+        ledger.record(node, reason, plan.run, attempt.number, now=now, hours=plan.bad_node_hours)
+    except OSError as error:
+        journal.write(BadNodeNotRecorded(node, str(error)))
+
+
+def nodes_to_avoid(plan: Plan) -> str | None:
+    """All nodes that the next attempt must not get: the recipe's, and the ledger's. None if that changes nothing."""
+    bad = tuple(entry.node for entry in Ledger(Path(plan.run_dir).parent).entries(time.time()))
+    job = plan.job.model_copy(update={"avoid": bad})
+    return job.excluded if bad else None
+
+
+def keep_away_from_bad_nodes(plan: Plan, job_id: str) -> None:
+    """Tell Slurm which nodes a job that was just requeued must not get.
+
+    More than one try: Slurm ends the step meanwhile, and its SIGTERM meets `scontrol` as well. Not for long: the job
+    does not start again before this process has ended.
+    """
+    hostlist = nodes_to_avoid(plan)
+    if hostlist is None:
+        return
+
+    def tell(state: RetryCallState) -> None:
+        error = state.outcome.exception() if state.outcome else None
+        print(f"job {job_id} is not kept away from {hostlist} yet: {error}", file=sys.stderr, flush=True)
+
+    again = insisting_in_thread(ClusterError, EXCLUDE_S, pause_s=1.0)
+    with contextlib.suppress(ClusterError):
+        again.copy(after=tell)(SlurmClient().exclude, job_id, hostlist)

@@ -1,0 +1,116 @@
+"""What the batch script runs after a step that failed.
+
+    python -m primeslurm.node.attempt.batch_epilogue RUN_DIR CODE SRUN ...
+
+Usually the head has recorded how the attempt ended. It cannot where no head was there to do so: srun ends all tasks
+when it cannot reach a single node to start one.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from primeslurm.errors import ClusterError, RunError
+from primeslurm.node.attempt.attempt_end import conclude, keep_away_from_bad_nodes, remember_bad_node
+from primeslurm.node.attempt.attempts import enter, first_of_job
+from primeslurm.node.attempt.job_output import JobOutput
+from primeslurm.records.attempt import EndRecord
+from primeslurm.records.events.nodes import AttemptEnds, LaunchedAgain, NodeLost
+from primeslurm.records.fleet import Ending, Outcome
+from primeslurm.records.journal import Journal
+from primeslurm.run.directory import RunDirectory
+from primeslurm.slurm.client import SlurmClient
+from primeslurm.slurm.launch_failures import NODES, launch_failures, node_names, restarts, spares_suffice, step_without
+
+
+def ending_of_step(end: EndRecord | None, job_state: str, code: int, unreached: dict[str, str]) -> Ending | None:
+    """How the attempt has ended, if nobody else says so and Slurm is not about to end or requeue the job. Pure.
+
+    Args:
+        end: what the head has recorded.
+        job_state: Slurm's word for the job.
+        code: srun's exit code.
+        unreached: nodes on which it could not start a task, and why.
+    """
+    if end is not None or job_state != "RUNNING":
+        return None
+    if unreached:
+        name, why = next(iter(unreached.items()))
+        more = f", nor on {len(unreached) - 1} more" if len(unreached) > 1 else ""
+        return Ending(Outcome.FAILED, f"node {name}: no agent could be started ({why}){more}", name)
+    return Ending(Outcome.FAILED, f"srun ended with exit code {code}, and no agent has said why", "job")
+
+
+class BatchEpilogue:
+    """What this job has left to do. Raises ClusterError, RunError, OSError.
+
+    Args:
+        run: the run that the job belongs to.
+        step: srun's command line.
+    """
+
+    def __init__(self, run: RunDirectory, step: list[str]) -> None:
+        self._job_id, start = os.environ["SLURM_JOB_ID"], restarts(os.environ)
+        self._run, self._step, self._client = run, step, SlurmClient()
+        self._attempt = enter(run, first_of_job(run, self._job_id) + start, wait_s=0.0)
+        self._plan = self._attempt.plan()
+        self._names = node_names(self._plan, os.environ)
+        self._output = JobOutput(run.job_output(self._job_id), start)
+        self._unreached: dict[str, str] = {}
+        """Nodes on which no task could be started, and why."""
+        self._journal = Journal(self._attempt.path, "batch")
+
+    def see_to(self, code: int) -> int:
+        """Start the attempt again on the nodes that are left, or requeue the job. Returns the last step's exit code."""
+        while code:
+            told = launch_failures(self._output.news())
+            news = {name: why for name, why in told.items() if name not in self._unreached}
+            self._unreached |= news
+            job = self._client.job(self._job_id)
+            ending = ending_of_step(self._attempt.end(), job.state if job else "", code, self._unreached)
+            if ending is None:
+                break
+            if len(self._unreached) < len(self._names):  # what befalls all of them is no node's fault
+                self._blame(news)
+            if not news or not spares_suffice(self._plan, self._names, self._unreached):
+                self._end(ending)
+                break
+            code = self._launch_again()
+        return code
+
+    def _blame(self, nodes: dict[str, str]) -> None:
+        for name, why in sorted(nodes.items()):
+            reason = f"no agent could be started: {why}"
+            self._journal.write(NodeLost(name, self._names.index(name), reason))
+            remember_bad_node(self._plan, self._attempt, name, reason, self._journal)
+
+    def _launch_again(self) -> int:
+        """A head may have seated the nodes that are left already: srun gives it seconds before it ends all tasks."""
+        self._journal.write(LaunchedAgain(sorted(self._unreached)))
+        self._attempt.forget_agents()
+        argv = step_without(self._plan, self._names, self._unreached, self._step)
+        return subprocess.run(argv, env={**os.environ, NODES: ",".join(self._names)}, check=False).returncode
+
+    def _end(self, ending: Ending) -> None:
+        self._journal.write(AttemptEnds(ending.outcome, ending.reason, ending.suspect))
+        if conclude(self._plan, self._run, self._attempt, ending, self._journal):
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # requeueing ends this script as well, but not at once
+            self._client.requeue(self._job_id)
+            keep_away_from_bad_nodes(self._plan, self._job_id)
+
+
+def main(run_dir: str, code: str, *step: str) -> int:
+    """Returns the exit code of the last step."""
+    try:
+        return BatchEpilogue(RunDirectory(Path(run_dir)), list(step)).see_to(int(code))
+    except (ClusterError, RunError, OSError) as error:
+        print(f"primeslurm: {error}", file=sys.stderr)
+        return int(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""The head agent: the state of the whole run, and its end."""

@@ -1,0 +1,316 @@
+"""The state of the whole run as its head sees it: who plays which node, what goes on without a loss, and the end.
+
+Pure: reports and a clock in; orders, news and endings out.
+
+An attempt ends when the work is complete, when something dies that nothing replaces, when nothing makes progress, or
+when it is told to (preemption, time limit, cancel). A node that is lost is replaced by a spare of its group; without
+one, the engines and routers on it are given up as long as some replica still serves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from primeslurm.node.agent.supervision import ProcessState
+from primeslurm.node.head.node_assignment import NodeAssignment
+from primeslurm.node.head.process_states import how_it_died
+from primeslurm.node.head.restart_groups import RestartGroup, restart_groups_of
+from primeslurm.plan.model import Plan, Process, Replica
+from primeslurm.records.base import Event
+from primeslurm.records.events.nodes import NodeLost, NodeReplaced, ProcessesGivenUp, Seated, UnitRestarted
+from primeslurm.records.fleet import AgentReport, Ending, Fitness, Outcome, ProcessReport, UnitOrder
+from primeslurm.wire import exits
+
+NODE_START_S = 300.0
+"""Longest time between the first agent's start and another's, the head's included: a node may first pull an image."""
+AGENT_ENDED = "its agent ended"
+"""Why a node is lost whose agent has ended by itself, without an error."""
+SPARE_WAIT_S = 30.0
+"""Longest wait for the rest once there are enough fit nodes."""
+VERDICT_S = 5.0
+"""With a spare at hand, the death of one of the trainer's ranks ends the attempt only if all of their nodes were heard
+of so much later: it takes a moment to find that a GPU has failed."""
+_EXPENDABLE = ("engine", "prefill", "decode", "router", "store")
+_REPLACEABLE = (*_EXPENDABLE, "environment", "trainer", "teacher")
+
+
+@dataclass(frozen=True)
+class News:
+    """Something that happened, for the journal."""
+
+    event: Event
+    blamed: str | None = None
+    """Name of a node that is to blame, for the bad-node ledger."""
+
+
+@dataclass
+class Fleet:
+    """The head's view. Feed it heartbeats with `observe`, then ask `decide`."""
+
+    plan: Plan
+    started_at: float
+    hosts: Sequence[str] = ()
+    """Names of the job's nodes, by rank; empty where nobody knows them before their agents report."""
+    agents: dict[int, AgentReport] = field(default_factory=dict)
+    """By rank."""
+    seen_at: dict[int, float] = field(default_factory=dict)
+    gone: dict[int, str] = field(default_factory=dict)
+    """Ranks that are not used any more in this attempt, and why."""
+    lost: set[str] = field(default_factory=set)
+    """Processes that were given up."""
+    news: list[News] = field(default_factory=list)
+    progress: Any = None
+    progress_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.assignment = NodeAssignment(self.plan)
+        self.units: dict[str, RestartGroup] = restart_groups_of(self.plan)
+        self._processes = {process.name: process for process in self.plan.processes()}
+        self._enough_since: float | None = None
+        self._died_at: dict[str, float] = {}
+        """By unit: when the first of its processes was seen to have ended for good."""
+
+    def observe(self, report: AgentReport, now: float) -> None:
+        """Take in a heartbeat. Freshness counts from when its content last changed, by this head's own clock."""
+        known = self.agents.get(report.rank)
+        if known is None or known.time != report.time:
+            self.seen_at[report.rank] = now
+        self.agents[report.rank] = report
+
+    def observe_progress(self, marker: Any, now: float) -> None:
+        """Take in a value that changes whenever the run gets on (finished rollouts, version, step)."""
+        if marker != self.progress or not self.progress_at:
+            self.progress, self.progress_at = marker, now
+
+    def observe_exits(self, exits: Mapping[str, str], now: float) -> None:
+        """Take in nodes whose task has ended, and how: without a heartbeat, its agent has never run."""
+        for rank in self.unheard:
+            if (name := self._name(rank)) in exits:
+                self._lose(rank, f"no agent could be started: {exits[name]}", now)
+
+    def held_up(self, seconds: float) -> None:
+        """Take in that the head itself was held up: for so long nobody could have been heard of."""
+        self.seen_at = {rank: at + seconds for rank, at in self.seen_at.items()}
+        self._died_at = {unit: at + seconds for unit, at in self._died_at.items()}
+
+    @property
+    def unheard(self) -> list[int]:
+        """Ranks whose agents have not reported yet."""
+        return sorted(set(range(self.plan.allocated)) - set(self.agents) - set(self.gone))
+
+    def agent_of(self, node: int) -> AgentReport | None:
+        """The heartbeat of the agent that plays a node, once it does."""
+        report = self.agents.get(self.assignment.rank_of.get(node, -1))
+        return report if report is not None and report.node == node else None
+
+    def report(self, name: str) -> ProcessReport | None:
+        """What is known of one process."""
+        agent = self.agent_of(self._processes[name].node)
+        return agent.processes.get(name) if agent else None
+
+    def silence(self, name: str, now: float) -> float:
+        """Seconds since the agent of a process was heard of."""
+        rank = self.assignment.rank_of.get(self._processes[name].node, -1)
+        return now - self.seen_at.get(rank, now)
+
+    @property
+    def assembled(self) -> bool:
+        """Whether every node is played by an agent that has taken its place."""
+        return bool(self.assignment.generation) and all(self.agent_of(node) for node in self.assignment.rank_of)
+
+    @property
+    def orders(self) -> dict[str, UnitOrder]:
+        """What agents have to know of units."""
+        return {name: unit.order for name, unit in self.units.items() if unit.generation}
+
+    def decide(self, now: float) -> Ending | None:
+        """Replace, restart and give up what must be; the reason to end the attempt now, or None."""
+        self._give_up_waiting(now)
+        if not self.assignment.generation:
+            return self._unfit(now) or self._take_seats(now)
+        return (
+            self._unfit(now)
+            or self._missing(now)
+            or self._restart_units(now)
+            or self._dead_process(now)
+            or self._complete()
+            or self._stalled(now)
+        )
+
+    # nodes
+
+    def _fit(self) -> set[int]:
+        return {r for r, agent in self.agents.items() if agent.fitness is Fitness.FIT and r not in self.gone}
+
+    def _take_seats(self, now: float) -> Ending | None:
+        if self.assignment.short(self.gone):
+            return Ending(Outcome.FAILED, "; ".join(self.gone.values()), self._name(next(iter(self.gone))))
+        undecided = sorted(set(range(self.plan.allocated)) - self._fit() - set(self.gone))
+        late = now - self.started_at > NODE_START_S
+        if self._enough_since is None and NodeAssignment(self.plan).fill(self._fit()):
+            self._enough_since = now
+        patient = self._enough_since is not None and now - self._enough_since > SPARE_WAIT_S
+        if undecided and not late and not patient:
+            return None
+        if not self.assignment.fill(self._fit()):
+            names = [self._name(rank) for rank in undecided]
+            reason = f"no sign of nodes {', '.join(names)} within {NODE_START_S:.0f} s"
+            return Ending(Outcome.FAILED, reason, names[0])
+        spares = sorted(self.agents[rank].name for rank in self._fit() if self.assignment.node_of(rank) is None)
+        nodes = [self.agents[rank].name for _, rank in sorted(self.assignment.rank_of.items())]
+        self.news.append(News(Seated(nodes, spares)))
+        return None
+
+    def _unfit(self, now: float) -> Ending | None:
+        """Agents that failed their preflight, or failed themselves."""
+        for rank, agent in sorted(self.agents.items()):
+            if rank in self.gone:
+                continue
+            if agent.fitness is Fitness.UNFIT:
+                ending = self._lose(rank, agent.unfit_because, now)
+            elif agent.error:
+                ending = self._lose(rank, agent.error, now)
+            elif agent.ended:
+                ending = self._lose(rank, AGENT_ENDED, now, blame=False)
+            else:
+                continue
+            if ending:
+                return ending
+        return None
+
+    def _give_up_waiting(self, now: float) -> None:
+        """Agents that have never reported, whether they are needed or not."""
+        if now - self.started_at > NODE_START_S:
+            for rank in self.unheard:
+                self._lose(rank, f"no sign of its agent within {NODE_START_S:.0f} s", now)
+
+    def _missing(self, now: float) -> Ending | None:
+        for rank in sorted(set(self.seen_at) - set(self.gone)):
+            silence = now - self.seen_at[rank]
+            if silence <= self.plan.node_silent_s:
+                continue
+            if ending := self._lose(rank, f"has been silent for {silence:.0f} s", now):
+                return ending
+        return None
+
+    def _name(self, rank: int) -> str:
+        if rank in self.agents:
+            return self.agents[rank].name
+        return self.hosts[rank] if rank < len(self.hosts) else f"rank {rank}"
+
+    def _lose(self, rank: int, why: str, now: float, *, blame: bool = True) -> Ending | None:
+        """Do without an agent: a spare takes its place, or what ran there is given up, or the attempt ends."""
+        name = self._name(rank)
+        reason = f"node {name}: {why}"
+        self.gone[rank] = reason
+        self.news.append(News(NodeLost(name, rank, why), name if blame else None))
+        node = self.assignment.node_of(rank)
+        if node is None:
+            return None
+        processes = self.plan.nodes[node].processes
+        if not all(process.role in _REPLACEABLE for process in processes):
+            return Ending(Outcome.FAILED, reason, name)
+        spare = self.assignment.replace(node, self._fit())
+        if spare is None:
+            self.assignment.vacate(node)
+            return self._give_up((process.name for process in processes), reason, name)
+        self.news.append(News(NodeReplaced(name, self.agents[spare].name, node)))
+        for unit in {process.unit for process in processes if process.unit is not None}:
+            self._restart_unit(self.units[unit], f"node {name} is lost", now)
+        return None
+
+    # processes
+
+    def _give_up(self, names: Iterable[str], reason: str, suspect: str) -> Ending | None:
+        """Go on without some processes if any replica still serves; whoever depends on them is given up as well."""
+        lost = self.lost | set(names)
+        for unit in self.units.values():
+            members = {process.name for process in unit.members}
+            lost |= members if members & lost else set()
+        serving = [replica for replica in self.plan.replicas if self._serves(replica, lost)]
+        for replica in self.plan.replicas:
+            if replica not in serving:
+                lost |= {replica.router, *replica.engines}
+        if not serving or not self._expendable(lost):
+            return Ending(Outcome.FAILED, reason, suspect)
+        self.news.append(News(ProcessesGivenUp(sorted(lost - self.lost), reason)))
+        self.lost = lost
+        return None
+
+    def _serves(self, replica: Replica, lost: set[str]) -> bool:
+        left = {self._processes[name].role for name in replica.engines if name not in lost}
+        return replica.router not in lost and left == {self._processes[name].role for name in replica.engines}
+
+    def _expendable(self, lost: set[str]) -> bool:
+        """Whether the run can do without all of these: a store must not be needed by what is left."""
+        stores = {name for name in lost if self._processes[name].role == "store"}
+        needed = any(stores & set(p.after) for p in self._processes.values() if p.name not in lost)
+        return not needed and all(self._processes[name].role in _EXPENDABLE for name in lost)
+
+    def _restart_units(self, now: float) -> Ending | None:
+        for unit in self.units.values():
+            if any(process.name in self.lost for process in unit.members):
+                continue
+            reports = {process.name: self.report(process.name) for process in unit.members}
+            fallen = unit.fell(reports)
+            if fallen is not None:
+                report = reports[fallen.name]
+                assert report is not None
+                reason = f"{fallen.name} {how_it_died(report)}"
+                if unit.exhausted:
+                    reason += f"; its unit {unit.name} was restarted {unit.restarts} times"
+                    if ending := self._give_up([fallen.name], reason, unit.name):
+                        return ending
+                    continue
+                self._restart_unit(unit, reason, now)
+            if self.assembled:  # or members would start with the address of a node that is being replaced
+                unit.tick(now, reports)
+        return None
+
+    def _restart_unit(self, unit: RestartGroup, reason: str, now: float) -> None:
+        unit.restart(now)
+        self._died_at.pop(unit.name, None)
+        self.news.append(News(UnitRestarted(unit.name, unit.generation, reason)))
+
+    def _dead_process(self, now: float) -> Ending | None:
+        for process in self.plan.processes():
+            report = self.report(process.name)
+            if report is None or report.state != ProcessState.FAILED or process.name in self.lost:
+                continue
+            unit = self.units.get(process.unit or "")
+            if unit is not None and report.generation < unit.generation:
+                continue  # it is about to be started again
+            reason = f"{process.name} {how_it_died(report)}"
+            if report.exit_code == exits.CHECKPOINTED:
+                return Ending(Outcome.PREEMPTED, f"{process.name} checkpointed and stopped", process.name)
+            if report.exit_code == exits.STALLED:
+                return Ending(Outcome.FAILED, f"{process.name} saw no progress: see its events", process.name)
+            if unit is not None and self._may_miss_a_node(unit, now):
+                continue
+            if ending := self._give_up([process.name], reason, process.name):
+                return ending
+        return None
+
+    def _may_miss_a_node(self, unit: RestartGroup, now: float) -> bool:
+        """Whether a process may have died of a node of its unit that is gone or broken, and can be replaced."""
+        died_at = self._died_at.setdefault(unit.name, now)
+        return any(
+            self.seen_at[self.assignment.rank_of[process.node]] <= died_at + VERDICT_S
+            and self.assignment.spare(process.node, self._fit()) is not None
+            for process in unit.members
+        )
+
+    def _complete(self) -> Ending | None:
+        last: tuple[Process, ...] = tuple(p for p in self.plan.processes() if p.role in ("trainer", "orchestrator"))
+        reports = [self.report(process.name) for process in last]
+        if reports and all(report is not None and report.state == ProcessState.DONE for report in reports):
+            return Ending(Outcome.COMPLETED, "all steps done")
+        return None
+
+    def _stalled(self, now: float) -> Ending | None:
+        limit = self.plan.stall_timeout_s * 1.5  # the orchestrator looks first, and knows more
+        if self.progress_at and now - self.progress_at > limit:
+            return Ending(Outcome.FAILED, f"no progress for {now - self.progress_at:.0f} s", "orchestrator")
+        return None

@@ -1,0 +1,213 @@
+"""The head: watches every heartbeat, gives nodes their parts, publishes the fleet's state, decides the end."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from dataclasses import dataclass
+
+import msgspec
+
+from primeslurm.files import Watched, write_json
+from primeslurm.node.agent.node_agent import NodeAgent, held_up_s
+from primeslurm.node.agent.supervision import ProcessState
+from primeslurm.node.attempt.attempt_end import conclude, remember_bad_node
+from primeslurm.node.attempt.job_output import JobOutput
+from primeslurm.node.head.fleet import AGENT_ENDED, Fleet, News
+from primeslurm.node.head.process_states import fleet_state
+from primeslurm.node.head.walltime import MARGIN_S, end_of_job, ends_too_late, seconds_to_stop
+from primeslurm.plan.model import Plan
+from primeslurm.records.events.nodes import AddressesPublished, AttemptEnds, HeadFailed, NodeLost, PublishFailed
+from primeslurm.records.fleet import AgentReport, Ending, FleetView, Outcome, Roster, Seat
+from primeslurm.records.journal import Journal
+from primeslurm.records.state import TrainerState
+from primeslurm.run.directory import Attempt, RunDirectory
+from primeslurm.run.records import progress_of
+from primeslurm.slurm.launch_failures import early_exits, launch_failures, node_names, restarts
+from primeslurm.wire.addresses import Addresses
+
+
+@dataclass(frozen=True)
+class HeadTimings:
+    """Pace and patience of the head, in seconds."""
+
+    period_s: float = 0.5
+    checkpoint_grace_s: float = 300.0
+    """Longest wait for trainers to checkpoint when an attempt ends early and no time limit presses."""
+    gather_s: float = 60.0
+    """Longest wait for the other nodes to end."""
+    gather_silent_s: float = 5.0
+    """A node that says nothing for this long at the end is not waited for. Requeueing ends what still runs there, and
+    must come before Slurm starts a component anew by itself (`Plan.survives_nodes`)."""
+
+
+class Head(threading.Thread):
+    """Runs beside the agent of rank 0, until every node has ended or had its chance to."""
+
+    def __init__(self, agent: NodeAgent, run: RunDirectory, timings: HeadTimings = HeadTimings()) -> None:
+        super().__init__(daemon=True, name="head")
+        self._agent = agent
+        self._timings = timings
+        self.plan: Plan = agent.plan
+        self.attempt: Attempt = agent.attempt
+        self.run_directory = run
+        self.fleet = Fleet(agent.plan, started_at=time.time(), hosts=node_names(agent.plan, os.environ))
+        self._job_output = JobOutput(run.job_output(os.environ.get("SLURM_JOB_ID", "")), restarts(os.environ))
+        self.journal = Journal(agent.attempt.path, "head")
+        self.ending: Ending | None = None
+        self._heartbeats = {rank: Watched(self.attempt.agent_file(rank)) for rank in range(self.plan.allocated)}
+        self._addresses = Addresses({}, {})
+        self._published_generation = 0
+        self._asked: Ending | None = None
+        self._ending_at = 0.0
+        self._ticked_at = time.time()
+        self._ends_at = end_of_job(agent.plan, os.environ, time.time())
+        self._grace_s = min(timings.checkpoint_grace_s, max(agent.plan.job.signal_s - MARGIN_S, 10.0))
+
+    def end(self, ending: Ending) -> None:
+        """Ask for the end of the attempt, from any thread or signal handler."""
+        self._asked = self._asked or ending
+
+    def run(self) -> None:
+        """Watch until the attempt has ended everywhere. An error of the head itself ends the attempt."""
+        try:
+            while not self._gathered(self._ticked_at):
+                self.tick(time.time())
+                time.sleep(self._timings.period_s)
+        except Exception as error:
+            self.ending = Ending(Outcome.FAILED, f"head: {type(error).__name__}: {error}", "head")
+            self.journal.write(HeadFailed(self.ending.reason))
+            self._agent.end(self.ending)
+
+    def tick(self, now: float) -> None:
+        """Read every heartbeat that changed, decide, publish."""
+        if late := held_up_s(self._ticked_at, now):
+            self.fleet.held_up(late)
+        self._ticked_at = now
+        for file in self._heartbeats.values():
+            if (value := file.changed()) is not None:
+                self.fleet.observe(msgspec.convert(value, AgentReport), now)
+        self._observe_progress(now)
+        if self.fleet.hosts and self.fleet.unheard:
+            self.fleet.observe_exits(self._just_ended(), now)
+        if self.ending is None and (found := self._asked_to_end(now) or self.fleet.decide(now)):
+            self.ending, self._ending_at = found, now
+            self.journal.write(AttemptEnds(found.outcome, found.reason, found.suspect))
+        self._tell_news()
+        self._publish_roster()
+        self._publish_addresses()
+        self._publish(now)
+
+    def conclude(self) -> bool:
+        """Record how the attempt ended. Returns whether the job should be requeued."""
+        ending = self.ending or Ending(Outcome.FAILED, "the head ended early")
+        if self._asked is not None and ending.reason.endswith(AGENT_ENDED):
+            ending = self._asked  # whoever ends all agents of a job may reach another one first
+        return conclude(self.plan, self.run_directory, self.attempt, ending, self.journal)
+
+    def _asked_to_end(self, now: float) -> Ending | None:
+        """By the user, by Slurm, or by the clock."""
+        if self.attempt.cancel_file.exists():
+            return Ending(Outcome.CANCELLED, "cancelled by the user")
+        stop_s = seconds_to_stop(self.attempt.state("trainer-rank-0", TrainerState))
+        if self._asked is None and ends_too_late(now, self._ends_at, self.plan.job.signal_s, stop_s):
+            self._grace_s = stop_s - MARGIN_S
+            reason = f"time limit: a last checkpoint may take {stop_s:.0f} s, more than Slurm's warning leaves"
+            return Ending(Outcome.PREEMPTED, reason)
+        return self._asked
+
+    def _just_ended(self) -> dict[str, str]:
+        """srun says so at once where an agent cannot be started; without that, only its silence would tell."""
+        try:
+            news = self._job_output.news()
+        except OSError:
+            return {}
+        return launch_failures(news) | early_exits(news)
+
+    def _observe_progress(self, now: float) -> None:
+        state = progress_of(self.attempt, self.plan.task)
+        if state is not None:
+            self.fleet.observe_progress(state.marker, now)
+
+    def _tell_news(self) -> None:
+        news, self.fleet.news = self.fleet.news, []
+        for item in news:
+            self.journal.write(item.event)
+            match item:
+                case News(NodeLost(reason=reason), blamed=str(node)):
+                    remember_bad_node(self.plan, self.attempt, node, reason, self.journal)
+
+    def _publish_roster(self) -> None:
+        assignment = self.fleet.assignment
+        if assignment.generation == self._published_generation:
+            return
+        taken = {node: Seat(rank, self.fleet.agents[rank].name) for node, rank in sorted(assignment.rank_of.items())}
+        write_json(self.attempt.roster_file, msgspec.to_builtins(Roster(assignment.generation, taken)))
+        self._published_generation = assignment.generation
+
+    def _publish_addresses(self) -> None:
+        """Who listens where, once everybody does. What was given up keeps its last address."""
+        if not self.fleet.assembled:
+            return
+        hosts, ports = dict(self._addresses.hosts), dict(self._addresses.ports)
+        for node in self.fleet.assignment.rank_of:
+            agent = self.fleet.agent_of(node)
+            assert agent is not None
+            hosts |= dict.fromkeys(agent.processes, agent.address)
+            ports |= agent.ports
+        addresses = Addresses(hosts, ports, sorted(self.fleet.lost))
+        if addresses == self._addresses:
+            return
+        write_json(self.attempt.addresses_file, msgspec.to_builtins(addresses))
+        self._addresses = addresses
+        self.journal.write(AddressesPublished(self.fleet.assignment.generation, addresses.lost))
+
+    def _publish(self, now: float) -> None:
+        fleet = self.fleet
+        states, ready = {}, []
+        for process in self.plan.processes():
+            report = fleet.report(process.name)
+            suspect = fleet.silence(process.name, now) > self.plan.node_silent_s / 3
+            states[process.name] = str(fleet_state(process, report, suspect=suspect, lost=process.name in fleet.lost))
+            if report is not None and report.state == ProcessState.READY:
+                ready.append(process.name)
+        view = FleetView(
+            time=now,
+            ready=ready,
+            states=states,
+            units=fleet.orders,
+            lost=sorted(fleet.lost),
+            ending=self.ending,
+            release=self._release(now),
+        )
+        try:
+            write_json(self.attempt.fleet_file, msgspec.to_builtins(view))
+        except OSError as error:
+            self.journal.write(PublishFailed(str(error)))
+
+    def _release(self, now: float) -> bool:
+        """Whether engines and orchestrator may stop: no trainer needs them for a last checkpoint any more."""
+        if self.ending is None:
+            return False
+        if self.ending.outcome in (Outcome.COMPLETED, Outcome.CANCELLED):
+            return True
+        checkpointing = self._all_run("trainer") and self._all_run("orchestrator", none=True)
+        return not checkpointing or now - self._ending_at > self._grace_s
+
+    def _all_run(self, role: str, *, none: bool = False) -> bool:
+        """Whether all processes of a role run; `none`: the answer if there are none."""
+        reports = [self.fleet.report(p.name) for p in self.plan.processes() if p.role == role]
+        running = (ProcessState.LOADING, ProcessState.READY)
+        return all(r is not None and r.state in running for r in reports) if reports else none
+
+    def _has_ended(self, rank: int, now: float) -> bool:
+        fleet = self.fleet
+        return fleet.agents[rank].ended or now - fleet.seen_at[rank] > self._timings.gather_silent_s
+
+    def _gathered(self, now: float) -> bool:
+        if self.ending is None:
+            return False
+        if all(self._has_ended(rank, now) for rank in self.fleet.agents):
+            return True
+        return now - self._ending_at > self._grace_s + self._timings.gather_s

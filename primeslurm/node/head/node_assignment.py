@@ -1,0 +1,68 @@
+"""Which agent plays which node of the Plan. Pure.
+
+The head's own node is always rank 0. Within a group, nodes go to fit agents in order of rank; who is left over is a
+spare, and takes the place of a node of its group that is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+from primeslurm.plan.model import Plan
+
+
+@dataclass
+class NodeAssignment:
+    """The present places."""
+
+    plan: Plan
+    generation: int = 0
+    """Rises with every change."""
+    rank_of: dict[int, int] = field(default_factory=dict)
+    """Plan node to agent rank."""
+
+    def node_of(self, rank: int) -> int | None:
+        """The Plan's node that an agent plays, or None."""
+        return next((node for node, taken in self.rank_of.items() if taken == rank), None)
+
+    def fill(self, fit: Collection[int]) -> bool:
+        """Give every node of the Plan to a fit agent. False, and nothing changes, if a group has too few."""
+        found: dict[int, int] = {}
+        if 0 not in fit:
+            return False
+        for group in self.plan.groups:
+            nodes = [node.index for node in self.plan.nodes if node.group == group.index]
+            ranks = [rank for rank in self.plan.ranks(group.index) if rank in fit]
+            if len(ranks) < len(nodes):
+                return False
+            found |= dict(zip(nodes, ranks, strict=False))
+        self.rank_of, self.generation = found, self.generation + 1
+        return True
+
+    def spare(self, node: int, fit: Collection[int]) -> int | None:
+        """The first fit spare of a node's group, or None if there is none."""
+        taken = set(self.rank_of.values())
+        group = self.plan.nodes[node].group
+        return next((rank for rank in self.plan.ranks(group) if rank in fit and rank not in taken), None)
+
+    def replace(self, node: int, fit: Collection[int]) -> int | None:
+        """Give a node to the first fit spare of its group; returns its rank, or None if there is none."""
+        spare = self.spare(node, fit)
+        if spare is not None:
+            self.rank_of[node], self.generation = spare, self.generation + 1
+        return spare
+
+    def vacate(self, node: int) -> None:
+        """Nobody plays this node any more."""
+        del self.rank_of[node]
+        self.generation += 1
+
+    def short(self, unfit: Iterable[int]) -> bool:
+        """Whether so many agents are unfit that some group cannot be filled any more."""
+        out = set(unfit)
+        return 0 in out or any(
+            sum(node.group == group.index for node in self.plan.nodes)
+            > sum(rank not in out for rank in self.plan.ranks(group.index))
+            for group in self.plan.groups
+        )

@@ -1,0 +1,38 @@
+"""The job's time limit: does a last checkpoint still fit between Slurm's warning and the end? Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from primeslurm.plan.model import Plan
+from primeslurm.recipe.fields.slurm_syntax import minutes
+from primeslurm.records.state import TrainerState
+
+MARGIN_S = 30.0
+"""For signals, the orchestrator's part and Slurm itself."""
+CAUTION = 1.5
+"""The next checkpoint may take this much longer than the last one."""
+_PHASES = ("forward_backward", "optimizer", "publish", "checkpoint")
+"""What a trainer that is asked to stop still does: the step it is in, and a checkpoint."""
+
+
+def end_of_job(plan: Plan, environ: Mapping[str, str], started_at: float) -> float:
+    """When Slurm ends the job, in Unix time: as it says itself, or by the limit that was asked for."""
+    told = environ.get("SLURM_JOB_END_TIME")  # since Slurm 23.02
+    return float(told) if told else started_at + 60.0 * minutes(plan.job.time)
+
+
+def seconds_to_stop(trainer: TrainerState | None) -> float:
+    """Longest time from asking a trainer to stop until it has, judged by the state it records of itself, if any.
+
+    0 while no checkpoint was measured: nothing is known then.
+    """
+    last = trainer.last_seconds if trainer else {}
+    if "checkpoint" not in last:
+        return 0.0
+    return CAUTION * sum(last.get(phase, 0.0) for phase in _PHASES) + MARGIN_S
+
+
+def ends_too_late(now: float, end: float, signal_s: float, stop_s: float) -> bool:
+    """Whether it is time to stop although Slurm has not warned yet: its warning will leave too little time."""
+    return stop_s > signal_s and now >= end - stop_s

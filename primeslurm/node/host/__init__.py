@@ -1,0 +1,1 @@
+"""The machine under a node: network, fabric, shared memory, processes."""

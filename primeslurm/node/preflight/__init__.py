@@ -1,0 +1,1 @@
+"""Is this node fit to work?"""

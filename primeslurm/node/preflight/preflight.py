@@ -1,0 +1,209 @@
+"""Preflight: an agent looks over its node before it takes a part in the run, in the background."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from primeslurm.files import Watched, digest, read_json, write_json
+from primeslurm.model_files import model_directory
+from primeslurm.node.head.fleet import NODE_START_S
+from primeslurm.node.host.fabric import find_hcas
+from primeslurm.node.host.network import NetworkError, own_address
+from primeslurm.node.preflight import checks
+from primeslurm.plan.model import Node, Plan
+from primeslurm.records.events.nodes import GpuFailed, PreflightDone
+from primeslurm.records.fleet import Fitness, FleetView
+from primeslurm.records.journal import Journal
+from primeslurm.records.preflight import Check, Reference
+from primeslurm.run.directory import Attempt, RunDirectory
+from primeslurm.run.versions import installed
+
+_POLL_S = 0.05
+
+
+@dataclass(frozen=True)
+class PreflightTimings:
+    """How long preflight waits, in seconds."""
+
+    limit_s: float = 60.0
+    """For all checks of the node by itself, and again for those that need the head."""
+    head_start_s: float = NODE_START_S
+    """For what the head writes first."""
+    clock_wait_s: float = 10.0
+    gpu_free_wait_s: float = 15.0
+
+
+class Preflight:
+    """The checks of one node. `start` them, then ask for the `verdict` from time to time."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        rank: int,
+        name: str,
+        attempt: Attempt,
+        tmp: Path,
+        journal: Journal,
+        timings: PreflightTimings = PreflightTimings(),
+    ) -> None:
+        self._plan, self._rank, self._name, self._attempt, self._tmp = plan, rank, name, attempt, tmp
+        self._journal = journal
+        self._timings = timings
+        self._found: list[Check] = []
+        self._done = False
+        self._started_at = time.monotonic()
+        self._deadline = math.inf
+        self._doing = "nothing"
+
+    @property
+    def verdict(self) -> tuple[Fitness, str]:
+        """Whether the node is fit, and why not."""
+        bad = [check.text for check in self._found if check.level == "failed"]
+        if bad:
+            return Fitness.UNFIT, "; ".join(bad)
+        if self._done:
+            return Fitness.FIT, ""
+        if time.monotonic() > self._deadline:
+            return (
+                Fitness.UNFIT,
+                f"preflight takes longer than {self._timings.limit_s:.0f} s; it looks at {self._doing}",
+            )
+        return Fitness.CHECKING, ""
+
+    def start(self) -> None:
+        """Begin; on the head, tell the others first what to compare with."""
+        self._started_at = time.monotonic()
+        self._deadline = self._started_at + self._timings.limit_s
+        if self._rank == 0:
+            reference = Reference(digest(self._attempt.plan_file), installed())
+            write_json(self._attempt.reference_file, msgspec.to_builtins(reference))
+        threading.Thread(target=self._run, daemon=True, name="preflight").start()
+
+    def check_gpus_again(self) -> None:
+        """After the death of a process that had GPUs: were they the reason?"""
+        if self._plan.device == "cuda":
+            threading.Thread(target=self._look_at_gpus, daemon=True, name="gpu check").start()
+
+    def _look_at_gpus(self) -> None:
+        # What the process leaves behind is given back in a moment, and tells nothing of the GPUs.
+        found = [check for check in checks.gpu_checks(self._gpus) if check.name != "gpu memory"]
+        bad = [check for check in found if check.level == "failed"]
+        if bad:
+            self._found += bad
+            self._journal.write(GpuFailed(self._name, bad))
+
+    @property
+    def _gpus(self) -> int:
+        """GPUs that the widest part of this node's group uses."""
+        return max((len({gpu for p in node.processes for gpu in p.gpus}) for node in self._parts), default=0)
+
+    @property
+    def _parts(self) -> list[Node]:
+        """Nodes of the Plan that this one may be given to play: those of its group."""
+        group = self._plan.group_of_rank(self._rank).index
+        return [node for node in self._plan.nodes if node.group == group]
+
+    def _run(self) -> None:
+        parts = {
+            "its network": self._network,
+            "its GPUs": self._gpu,
+            "its file systems": self._files,
+            "the models": self._models,
+            "the head's files": self._reference,
+            "the clock": self._clock,
+        }
+        for doing, part in parts.items():
+            self._doing = doing
+            try:
+                self._found += part()
+            except Exception as error:  # an unforeseen one is a reason to leave the node out, with that reason
+                self._found.append(Check(doing, "failed", f"{doing}: {type(error).__name__}: {error}"))
+        self._done = True
+        seconds = round(time.monotonic() - self._started_at, 2)
+        fitness, _ = self.verdict
+        self._journal.write(PreflightDone(self._name, fitness, seconds, self._found))
+
+    def _network(self) -> list[Check]:
+        try:
+            address = own_address(self._name, self._plan.interface, self._plan.addresses)
+        except NetworkError as error:
+            return [Check("address", "failed", str(error))]
+        ports = {port for node in self._parts for process in node.processes for port in process.ports.values()}
+        return [checks.port_check(address, sorted(ports))]
+
+    def _gpu(self) -> list[Check]:
+        if self._plan.device == "cpu":
+            return [Check("gpus", "ok", "skipped: this site computes on CPUs")]
+        hcas = list(dict.fromkeys([*self._plan.hcas, *checks.hca_names({**self._plan.env, **os.environ})]))
+        hcas = hcas or [hca.name for hca in find_hcas()]
+        found = self._free_gpus() if self._gpus else []
+        return found + (checks.hca_checks(hcas) if hcas else []) + checks.memory_limit_checks(hcas)
+
+    def _free_gpus(self) -> list[Check]:
+        """The GPUs' checks; what a job before this one left in their memory may take a while to go."""
+        deadline = time.monotonic() + self._timings.gpu_free_wait_s
+        while True:
+            found = checks.gpu_checks(self._gpus)
+            only_memory = {check.name for check in found if check.level == "failed"} == {"gpu memory"}
+            if not only_memory or time.monotonic() > deadline:
+                return found
+            time.sleep(1.0)
+
+    def _files(self) -> list[Check]:
+        run_dir = Path(self._plan.run_dir)
+        return [checks.writable_check(self._attempt.path, self._rank), *checks.space_checks(run_dir, self._tmp)]
+
+    def _models(self) -> list[Check]:
+        if self._plan.emulated:
+            return [Check("model", "ok", "skipped: stand-ins load none")]
+        recipe = read_json(Path(self._plan.run_dir) / "recipe.resolved.json")
+        if recipe is None:
+            return []
+        teacher = recipe.get("teacher") or {}
+        paths = [recipe["model"]["path"], *([teacher["path"]] if teacher.get("type") == "engines" else [])]
+        return [self._model(path) for path in paths]
+
+    def _model(self, path: str) -> Check:
+        directory = model_directory(path)
+        if directory is None:
+            return Check("model", "failed", f"there is no model {path}", "put it on the shared file system")
+        return checks.model_check(directory)
+
+    def _reference(self) -> list[Check]:
+        self._deadline = math.inf  # a head that starts late is no fault of this node
+        value = self._wait_for(Watched(self._attempt.reference_file), self._timings.head_start_s)
+        self._deadline = time.monotonic() + self._timings.limit_s
+        if value is None:
+            text = f"what the head wrote is not seen after {self._timings.head_start_s:.0f} s"
+            return [Check("shared file system", "failed", text, "mount the run directory's file system on the node")]
+        reference = msgspec.convert(value, Reference)
+        if digest(self._attempt.plan_file) != reference.plan_digest:
+            return [Check("shared file system", "failed", f"{self._attempt.plan_file} differs from what the head sees")]
+        lock = RunDirectory(Path(self._plan.run_dir)).lock()
+        return checks.version_checks(installed(), reference.packages, lock.packages)
+
+    def _clock(self) -> list[Check]:
+        """The head writes its time into fleet.json all the time."""
+        file = Watched(self._attempt.fleet_file)
+        found = Check("clock", "warning", "the head's time is not seen")
+        for _ in range(2):  # the first one may have been there for long
+            view = self._wait_for(file, self._timings.clock_wait_s)
+            if view is not None:
+                found = checks.clock_check(time.time() - msgspec.convert(view, FleetView).time)
+            if found.level == "ok":
+                break
+        return [found]
+
+    def _wait_for(self, file: Watched, timeout_s: float) -> Any | None:
+        deadline = time.monotonic() + timeout_s
+        while (value := file.changed()) is None and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        return value

@@ -1,0 +1,1 @@
+"""From groups to the rows that trainer ranks ask for."""

@@ -1,0 +1,94 @@
+"""A finished rollout group: all rollouts of one prompt, scored against one another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+import msgspec
+import numpy as np
+
+from primeslurm.wire.rollouts import Rollout, whole
+
+
+class GroupInfo(msgspec.Struct, frozen=True):
+    """Everything about a group but its rollouts."""
+
+    id: str
+    environment: str
+    example: int
+    """Position in the environment's task stream."""
+    opened_version: int
+    branches: list[int]
+    """Number of token sequences of each rollout, in the order of the sequences."""
+
+
+@dataclass(frozen=True)
+class RolloutGroup:
+    """`rollouts[i]` holds the token sequences of rollout i: one, or several where its conversation branched.
+
+    Every sequence of a rollout carries the rollout's reward.
+    """
+
+    id: str
+    environment: str
+    example: int
+    opened_version: int
+    rollouts: tuple[tuple[Rollout, ...], ...]
+
+    @property
+    def rewards(self) -> list[float]:
+        """One reward per rollout."""
+        return [branches[0].info.reward for branches in self.rollouts]
+
+    @property
+    def sequences(self) -> tuple[Rollout, ...]:
+        """All token sequences, rollout by rollout."""
+        return tuple(branch for branches in self.rollouts for branch in branches)
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether any two rewards differ."""
+        return len(set(self.rewards)) > 1
+
+    @property
+    def scored(self) -> bool:
+        """Whether the teacher's log-probabilities are there."""
+        return all(branch.ref_logprobs is not None for branches in self.rollouts for branch in branches)
+
+    @property
+    def newest_version(self) -> int:
+        """The newest policy version that sampled a token of it."""
+        newest = [int(branch.versions.max(initial=-1)) for branches in self.rollouts for branch in branches]
+        return max([self.opened_version, *newest])
+
+    def cut(self, seq_len: int) -> RolloutGroup:
+        """What of it can be trained: at most `seq_len` tokens of each sequence, and no part of an image.
+
+        A first token has no predecessor, so its mask is false.
+        """
+        rollouts = tuple(tuple(_cut(branch, seq_len) for branch in branches) for branches in self.rollouts)
+        return replace(self, rollouts=rollouts)
+
+    def to_bytes(self) -> bytes:
+        """As the content of a spool file."""
+        info = GroupInfo(self.id, self.environment, self.example, self.opened_version, [len(r) for r in self.rollouts])
+        sequences = [[bytes(f) for f in branch.encode()] for branches in self.rollouts for branch in branches]
+        return msgspec.msgpack.encode((info, sequences))
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> RolloutGroup:
+        """The inverse of `to_bytes`. Raises ValueError or msgspec.MsgspecError on damage."""
+        info, sequences = msgspec.msgpack.decode(data, type=tuple[GroupInfo, list[list[bytes]]])
+        if len(sequences) != sum(info.branches) or 0 in info.branches:
+            raise ValueError(f"group {info.id}: {len(sequences)} sequences for branches {info.branches}")
+        decoded = iter([Rollout.decode(frames) for frames in sequences])
+        rollouts = tuple(tuple(next(decoded) for _ in range(count)) for count in info.branches)
+        return cls(info.id, info.environment, info.example, info.opened_version, rollouts)
+
+
+def _cut(sequence: Rollout, seq_len: int) -> Rollout:
+    length, pictures = whole(sequence.info.pictures, seq_len)
+    found = {spec.name: getattr(sequence, spec.name) for spec in fields(sequence) if spec.name != "info"}
+    arrays = {name: array[:length] for name, array in found.items() if array is not None}
+    arrays["mask"] = arrays["mask"] & (np.arange(len(arrays["mask"])) > 0)
+    return replace(sequence, info=msgspec.structs.replace(sequence.info, pictures=pictures), **arrays)

@@ -1,0 +1,113 @@
+"""The worker's end of the job protocol: takes jobs, runs them concurrently, reports. What a rollout is, others decide.
+
+Nothing here needs to survive: a job that dies with its worker is dispatched anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections.abc import Awaitable, Callable
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from primeslurm.orchestrator.rollouts.job_protocol import (
+    STATUS_INTERVAL_S,
+    Cancel,
+    Job,
+    Result,
+    RolloutFailed,
+    Status,
+    ToWorker,
+    encode_result,
+)
+from primeslurm.wire import secret
+from primeslurm.wire.frames import Frame
+from primeslurm.wire.rollouts import Rollout
+
+log = logging.getLogger(__name__)
+
+
+class JobRunner:
+    """Runs jobs concurrently, as many as it is sent.
+
+    Args:
+        environment: label of the environment served.
+        number: which of the environment's workers this is.
+        address: the orchestrator's ZMQ address.
+        rollout: runs one job to its end; whatever it raises makes the job a failed one.
+    """
+
+    def __init__(
+        self, environment: str, number: int, address: str, rollout: Callable[[Job], Awaitable[tuple[Rollout, ...]]]
+    ) -> None:
+        self._environment = environment
+        self._number = number
+        self._rollout = rollout
+        self._incarnation = uuid.uuid4().hex[:8]
+        self._jobs: dict[str, asyncio.Task[None]] = {}
+        self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        secret.present(self._socket)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._refusals = secret.refusals(self._socket)
+        self._socket.connect(address)
+
+    async def serve(self) -> None:
+        """Serve until cancelled.
+
+        Raises:
+            SecretError: another run listens at the orchestrator's address. Started again, the worker finds its own
+                there, or the run starts again with other ports.
+        """
+        parts = [asyncio.create_task(part) for part in (self._beat(), self._listen(), secret.refused(self._refusals))]
+        try:
+            await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
+            if parts[-1].done():
+                raise secret.SecretError(f"{parts[-1].result()}: another run listens there")
+            await asyncio.gather(*(part for part in parts if part.done()))
+        finally:
+            for part in parts:
+                part.cancel()
+            await asyncio.gather(*parts, return_exceptions=True)
+            for task in self._jobs.values():
+                task.cancel()
+            await asyncio.gather(*self._jobs.values(), return_exceptions=True)
+            self._socket.disable_monitor()
+            self._socket.close()
+
+    async def _listen(self) -> None:
+        while True:
+            self._handle(msgspec.msgpack.decode(await self._socket.recv(), type=ToWorker))
+
+    def _handle(self, message: ToWorker) -> None:
+        if isinstance(message, Cancel):
+            for job in message.jobs:
+                if task := self._jobs.pop(job, None):
+                    task.cancel()
+        elif message.id not in self._jobs:
+            self._jobs[message.id] = asyncio.create_task(self._run(message))
+
+    async def _beat(self) -> None:
+        while True:
+            status = Status(self._environment, self._number, self._incarnation, list(self._jobs))
+            await self._socket.send(msgspec.msgpack.encode(status))
+            await asyncio.sleep(STATUS_INTERVAL_S)
+
+    async def _run(self, job: Job) -> None:
+        # The job stays in the status until its result is queued: the result reaches the orchestrator before its
+        # absence. One that is cancelled from within has no result, and is dispatched anew once it is absent.
+        try:
+            await self._socket.send_multipart(await self._outcome(job))
+        finally:
+            self._jobs.pop(job.id, None)
+
+    async def _outcome(self, job: Job) -> list[Frame]:
+        try:
+            return encode_result(job.id, await self._rollout(job))
+        except Exception as error:  # an environment may raise anything; the rollout is then tried again
+            if not isinstance(error, RolloutFailed):
+                log.exception("job %s", job.id)
+            return [msgspec.msgpack.encode(Result(job.id, error=f"{type(error).__name__}: {error}"))]

@@ -1,0 +1,150 @@
+"""A verifiers episode as token sequences to train on.
+
+verifiers keeps a rollout as a tree of messages, each with exactly the tokens that the engine saw or sampled. A path
+from root to leaf is one sequence. Where the conversation was rewritten, or a prompt could not extend the sampled tokens
+as they were, it branches: sampled tokens of a shared beginning are then trained in the first branch only, and are
+context in the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import verifiers.v1 as vf
+
+from primeslurm.orchestrator.rollouts.generate_endpoint import Completion
+from primeslurm.orchestrator.rollouts.job_protocol import Job, RolloutFailed
+from primeslurm.wire import routed_experts
+from primeslurm.wire.rollouts import Bool, Picture, Rollout, RolloutInfo
+from primeslurm.wire.routed_experts import RoutedExperts
+
+
+def trainable_trace(episode: vf.Episode) -> vf.Trace:
+    """The one trace of an episode that trains the policy.
+
+    Raises:
+        RolloutFailed: the episode failed, or has not exactly one trainable trace.
+    """
+    errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
+    if not episode.ok:
+        reasons = "; ".join(f"{error.type}: {error.message}" for error in errors)
+        raise RolloutFailed(reasons or "the episode is not ok")
+    traces = [trace for trace in episode.traces if trace.agent is None or trace.agent.trainable]
+    if len(traces) != 1:
+        raise RolloutFailed(f"{len(traces)} trainable traces in one episode; exactly one is supported")
+    return traces[0]
+
+
+def sequences(
+    job: Job, trace: vf.Trace, completions: Sequence[Completion], seconds: float, observed: bool
+) -> tuple[Rollout, ...]:
+    """The token sequences of a finished trace; `observed`: with the tokens that the environment answered marked.
+
+    Raises:
+        RolloutFailed: nothing was sampled, or a sampled message is not among the recorded completions.
+    """
+    versions = _versions_by_node(trace, completions)
+    if not versions:
+        raise RolloutFailed("nothing was sampled")
+    info = RolloutInfo(
+        id=job.id,
+        group=job.group,
+        environment=job.environment,
+        opened_version=job.opened_version,
+        reward=float(trace.reward),
+        metrics={name: float(value) for name, value in trace.metrics.items() if value is not None},
+        turns=len(versions),
+        finish_reason=next((call.finish_reason for call in reversed(trace.calls) if call.finish_reason), "stop"),
+        seconds=seconds,
+    )
+    index = {id(node): i for i, node in enumerate(trace.nodes)}
+    trained: set[int] = set()
+    result = []
+    for branch in trace.branches:
+        path = [index[id(node)] for node in branch.nodes]
+        if not branch.trainable or not any(i in versions and i not in trained for i in path):
+            continue
+        sequence = _sequence(info, trace, path, versions, trained)
+        result.append(replace(sequence, observed=_observed(trace, path, trained)) if observed else sequence)
+        trained.update(path)
+    return tuple(result)
+
+
+def _sequence(
+    info: RolloutInfo, trace: vf.Trace, path: Sequence[int], versions: dict[int, list[int]], trained: set[int]
+) -> Rollout:
+    tokens, mask, logprobs, sampled_by = [], [], [], []
+    for i in path:
+        node = trace.nodes[i]
+        fresh = i in versions and i not in trained
+        values = iter(zip(node.logprobs, versions[i], strict=True) if fresh else ())
+        for token, sampled in zip(node.token_ids, node.mask, strict=True):
+            logprob, version = next(values) if fresh and sampled else (0.0, -1)
+            tokens.append(token)
+            mask.append(fresh and sampled)
+            logprobs.append(logprob)
+            sampled_by.append(version)
+    return Rollout(
+        msgspec.structs.replace(info, pictures=_pictures(trace, path)),
+        np.array(tokens, np.int32),
+        np.array(mask, np.bool_),
+        np.array(logprobs, np.float32),
+        np.array(sampled_by, np.int32),
+        routed_experts=_routed_experts([trace.nodes[i] for i in path]),
+    )
+
+
+def _observed(trace: vf.Trace, path: Sequence[int], trained: set[int]) -> Bool:
+    """Tokens of the environment's messages after the policy's first answer, each in one sequence only."""
+    parts, answered = [], False
+    for i in path:
+        node = trace.nodes[i]
+        words = ~np.isin(node.token_ids, list(trace.mm_token_type_id_map))
+        parts.append(words & (answered and not node.sampled and i not in trained))
+        answered = answered or node.sampled
+    return np.concatenate(parts)
+
+
+def _pictures(trace: vf.Trace, path: Sequence[int]) -> tuple[Picture, ...]:
+    """The images of a path. Raises RolloutFailed if they are not as many as there are places for them."""
+    sources: list[str] = []
+    runs: list[tuple[int, int]] = []
+    first = 0
+    for node in (trace.nodes[i] for i in path):
+        content = node.message.content
+        if isinstance(content, list):
+            sources += [part.image_url.url for part in content if part.type == "image_url"]
+        if not node.sampled:
+            places = np.isin(node.token_ids, list(trace.mm_token_type_id_map)).astype(np.int8)
+            edges = np.flatnonzero(np.diff(places, prepend=0, append=0)) + first
+            runs += [(int(start), int(end)) for start, end in edges.reshape(-1, 2)]
+        first += len(node.token_ids)
+    if len(sources) != len(runs):
+        raise RolloutFailed(f"{len(sources)} images in messages, but {len(runs)} in their tokens")
+    return tuple(Picture(source, start, end) for source, (start, end) in zip(sources, runs, strict=True))
+
+
+def _routed_experts(nodes: Sequence[vf.MessageNode]) -> RoutedExperts | None:
+    """Of a path, if the engines returned any."""
+    parts = [node.routed_experts for node in nodes]
+    known = next((part for part in parts if part is not None), None)
+    return None if known is None else routed_experts.join(parts, [len(node.token_ids) for node in nodes], known)
+
+
+def _versions_by_node(trace: vf.Trace, completions: Sequence[Completion]) -> dict[int, list[int]]:
+    """Each sampled node's policy versions; node and completion belong together if tokens and log-probabilities do."""
+    left = list(completions)
+    found = {}
+    for i, node in enumerate(trace.nodes):
+        if not any(node.mask):
+            continue
+        sampled = [token for token, is_sampled in zip(node.token_ids, node.mask, strict=True) if is_sampled]
+        match = next((c for c in left if c.token_ids == sampled and c.logprobs == node.logprobs), None)
+        if match is None:
+            raise RolloutFailed("a sampled message is not among the engine's answers")
+        left.remove(match)
+        found[i] = match.versions
+    return found

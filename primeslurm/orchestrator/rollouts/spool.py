@@ -1,0 +1,51 @@
+"""Finished groups on disk, `<run>/rollouts/<group>.group`, so that a kill loses none of them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from primeslurm.files import write_atomic
+from primeslurm.orchestrator.rollouts.groups import RolloutGroup
+
+log = logging.getLogger(__name__)
+SUFFIX = ".group"
+
+
+class Spool:
+    """One file per finished group. A full disk costs durability, never the run: the group then lives in memory only."""
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._directory = directory
+
+    def put(self, group: RolloutGroup) -> bool:
+        """Persist a group. False if that was not possible."""
+        try:
+            write_atomic(self._path(group.id), group.to_bytes())
+        except OSError as error:
+            log.warning("group %s stays in memory only: %s", group.id, error)
+            return False
+        return True
+
+    def load(self) -> list[RolloutGroup]:
+        """All readable groups, by name. A damaged file is set aside with a warning."""
+        groups = []
+        for path in sorted(self._directory.glob(f"*{SUFFIX}")):
+            try:
+                groups.append(RolloutGroup.from_bytes(path.read_bytes()))
+            except (OSError, ValueError, msgspec.MsgspecError) as error:
+                log.warning("%s cannot be read and is set aside: %s", path, error)
+                path.replace(path.with_suffix(".damaged"))
+        return groups
+
+    def delete(self, ids: Iterable[str]) -> None:
+        """Remove groups; those not on disk are ignored."""
+        for name in ids:
+            self._path(name).unlink(missing_ok=True)
+
+    def _path(self, name: str) -> Path:
+        return self._directory / f"{name.replace('/', '_')}{SUFFIX}"

@@ -1,0 +1,167 @@
+"""Token-in, token-out for verifiers: the client through which its environments reach the engines.
+
+`verifiers.v1.clients.TrainClient` renders messages to token ids (extending the sampled tokens of earlier turns as they
+are), posts them to `/inference/v1/generate`, and records sampled tokens, log-probabilities and routed experts in the
+trace. It neither keeps policy versions nor tries again, and reads other shapes of log-probabilities and routed experts
+than vLLM 0.32 sends. All this is mended behind the one thing it asks of its HTTP client: `post`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import verifiers.v1 as vf
+from openai import APIConnectionError, APIStatusError
+from renderers import RendererConfig, config_from_name
+from renderers.configs import DefaultRendererConfig
+from verifiers.v1.clients import TrainClient, TrainClientConfig
+from verifiers.v1.interception import InterceptionServer
+
+from primeslurm.families import family_of, model_types
+from primeslurm.orchestrator.rollouts.generate_endpoint import Completion, GenerateEndpoint, NoAnswerError, RefusedError
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The body of an answer in the shape that `renderers` reads."""
+
+    content: bytes
+
+
+class RendererEndpoint:
+    """What a TrainClient takes for its HTTP client: posts through a GenerateEndpoint and keeps what was sampled.
+
+    Args:
+        base_url: stands for the router in the URLs that are posted to.
+        endpoint: of the router.
+    """
+
+    def __init__(self, base_url: str, endpoint: GenerateEndpoint) -> None:
+        self.base_url = base_url
+        self._endpoint = endpoint
+        self._completions: dict[str, list[Completion]] = {}
+
+    async def get(self, path: str, cast_to: Any) -> dict[str, Any]:
+        """`renderers` asks for the longest prompt of each model; `max_len` is checked by the endpoint instead."""
+        return {"data": []}
+
+    async def post(self, url: str, cast_to: Any, body: dict[str, Any], options: Mapping[str, Any]) -> Reply:
+        """Generate.
+
+        Raises:
+            APIStatusError: the request is wrong (4xx).
+            APIConnectionError: no answer before the deadline.
+            msgspec.ValidationError: the answer lacks log-probabilities, policy versions or routed experts.
+        """
+        headers = dict(options["headers"])
+        request = httpx.Request("POST", url)
+        try:
+            completion = await self._endpoint.generate(body, headers, url.removeprefix(self.base_url))
+        except RefusedError as error:
+            response = httpx.Response(error.status, request=request)
+            raise APIStatusError(str(error), response=response, body=None) from error
+        except NoAnswerError as error:
+            raise APIConnectionError(message=str(error), request=request) from error
+        # The trace keeps the routed experts; they are too large to be kept twice.
+        kept = replace(completion, routed_experts=None, prompt_ids=None, placeholders=None)
+        self._completions.setdefault(headers["X-Session-ID"], []).append(kept)
+        return _reply(completion)
+
+    def take(self, session: str) -> list[Completion]:
+        """All completions of a session (a verifiers trace id) so far; they are then forgotten."""
+        return self._completions.pop(session, [])
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._endpoint.close()
+
+
+class TokenClient(TrainClient):  # type: ignore[misc]
+    """A TrainClient that talks through a RendererEndpoint.
+
+    Args:
+        router: process name of the router.
+        where: gives its URL as it is now.
+        model: the directory of the tokenizer.
+        max_len: longest sequence an engine accepts.
+        timeout_s: longest wait for one answer, retries included.
+        routed: answers must say which experts each token was routed to.
+        images: messages may have images; raises ValueError if the model is none whose messages `renderers` renders.
+    """
+
+    def __init__(
+        self,
+        router: str,
+        where: Callable[[], str],
+        model: str,
+        max_len: int,
+        timeout_s: float,
+        routed: bool = False,
+        images: bool = False,
+    ) -> None:
+        config = TrainClientConfig(
+            base_url=f"http://{router}",
+            api_key_var="UNUSED",
+            renderer_model_name=model,
+            # By itself `renderers` knows a model by its id on the hub, and refuses to render text for one that sees.
+            renderer=_seeing(Path(model)) if images else DefaultRendererConfig(),
+        )
+        super().__init__(config)
+        self.key = config.model_dump_json()
+        self.endpoint = RendererEndpoint(config.base_url, GenerateEndpoint(where, max_len, timeout_s, routed))
+        self.client = self.endpoint
+
+
+def _seeing(model: Path) -> RendererConfig:
+    """How messages with images are rendered for a model."""
+    model_type = json.loads((model / "config.json").read_bytes())["model_type"]
+    family = family_of(model_type)
+    if family is None or family.renderer is None or not family.model_types[model_type].images:
+        seeing = ", ".join(name for name, able in model_types().items() if able.images)
+        raise ValueError(f"messages with images are rendered for {seeing}, not for {model_type}")
+    return config_from_name(family.renderer)
+
+
+@asynccontextmanager
+async def serving(env: vf.Env) -> AsyncIterator[dict[str, Any]]:
+    """`env.serving()`; yields the clients by config, to put ours among them.
+
+    verifiers builds clients from configs and offers no place to register another class. Its interception server keeps
+    one client per config, so ours is put there before the first rollout that names its config. Raises TypeError if
+    `env` is not configured with a single interception server.
+    """
+    async with env.serving():
+        server = env._interception
+        if not isinstance(server, InterceptionServer):
+            raise TypeError(f"the environment must use interception type 'server', not {type(server).__name__}")
+        yield server.clients
+
+
+def _reply(completion: Completion) -> Reply:
+    """`renderers` 0.1 reads the log-probabilities that vLLM sends in text mode: tokens as `token_id:N`.
+
+    It cuts routed experts out of the text of the answer, by how they begin: "data" must come first.
+    """
+    content = [
+        {"token": f"token_id:{token}", "logprob": logprob}
+        for token, logprob in zip(completion.token_ids, completion.logprobs, strict=True)
+    ]
+    fields: dict[str, Any] = {
+        "index": 0,
+        "finish_reason": completion.finish_reason,
+        "token_ids": completion.token_ids,
+    }
+    if (routed := completion.routed_experts) is not None:
+        about = {"shape": routed.shape, "dtype": routed.dtype.str, "start": completion.routed_from}
+        fields["routed_experts"] = {"data": routed.data.cast("B"), **about}
+    answer: dict[str, Any] = {"choices": [{**fields, "logprobs": {"content": content}}]}
+    if completion.prompt_ids is not None:
+        answer |= {"prompt_token_ids": completion.prompt_ids, "mm_placeholders": completion.placeholders}
+    return Reply(msgspec.json.encode(answer))

@@ -1,0 +1,131 @@
+"""Environment worker: runs the rollouts of one verifiers environment.
+
+python -m primeslurm.orchestrator.rollouts.worker ...
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import functools
+import logging
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import verifiers.v1 as vf
+from verifiers.v1.clients import ModelContext
+from verifiers.v1.runtimes import subprocess as subprocess_runtime
+
+from primeslurm.orchestrator import algorithms, environments
+from primeslurm.orchestrator.rollouts.images import stored
+from primeslurm.orchestrator.rollouts.job_protocol import Job
+from primeslurm.orchestrator.rollouts.job_runner import JobRunner
+from primeslurm.orchestrator.rollouts.sequences import sequences, trainable_trace
+from primeslurm.orchestrator.rollouts.token_client import TokenClient, serving
+from primeslurm.recipe import Recipe
+from primeslurm.recipe.sections.orchestrator import Environment
+from primeslurm.wire import secret
+from primeslurm.wire.addresses import AddressBook
+from primeslurm.wire.rollouts import Rollout
+
+
+class Worker:
+    """Runs the rollouts of one environment.
+
+    Args:
+        recipe: the run's recipe.
+        environment: the one of its environments to serve.
+        number: which of the environment's workers this is.
+        address: the orchestrator's ZMQ address.
+        addresses: where the routers are.
+        images: directory on the shared file system for what rollouts see.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        environment: Environment,
+        number: int,
+        address: str,
+        addresses: AddressBook,
+        images: Path,
+    ) -> None:
+        self._recipe = recipe
+        self._needs_observed = algorithms.from_recipe(recipe).needs_observed
+        self._images = images
+        self._addresses = addresses
+        options = {"interception": {"type": "server"}, **dict(environment.args.get(environments.ENV_KEY, {}))}  # type: ignore[call-overload]
+        self._env = environments.load(environment.id, {**environment.args, environments.ENV_KEY: options})
+        self._tasks = environments.TaskStream(self._env.taskset, recipe.seed)
+        self._clients: dict[str, TokenClient] = {}
+        self._by_config: dict[str, Any] = {}
+        self._runner = JobRunner(environment.label, number, address, self._rollout)
+
+    async def run(self) -> None:
+        """Serve until cancelled."""
+        async with serving(self._env) as self._by_config:
+            try:
+                await self._runner.serve()
+            finally:
+                for client in self._clients.values():
+                    await client.close()
+
+    def _client(self, router: str) -> TokenClient:
+        if router not in self._clients:
+            where = functools.partial(self._addresses.url, router)
+            recipe = self._recipe
+            timeout_s, routed = recipe.orchestrator.request_timeout_s, recipe.trainer.router_replay
+            images = recipe.model.vlm is not None
+            client = TokenClient(router, where, recipe.model.path, recipe.max_len, timeout_s, routed, images)
+            self._clients[router] = self._by_config[client.key] = client
+        return self._clients[router]
+
+    async def _rollout(self, job: Job) -> tuple[Rollout, ...]:
+        client = self._client(job.router)
+        started = time.monotonic()
+        traces: list[str] = []
+        context = ModelContext(model=self._recipe.model.path, client=client.config, sampling=self._sampling(job))
+        try:
+            episode = await self._env.run_episode(
+                self._tasks[job.example], context, on_trace=lambda trace: traces.append(trace.id)
+            )
+        finally:
+            completions = [completion for trace in traces for completion in client.endpoint.take(trace)]
+        seconds = time.monotonic() - started
+        found = sequences(job, trainable_trace(episode), completions, seconds, self._needs_observed)
+        return tuple(stored(rollout, self._images) for rollout in found)
+
+    def _sampling(self, job: Job) -> vf.SamplingConfig:
+        wanted = self._recipe.orchestrator.sampling.model_dump(exclude_none=True)
+        return vf.SamplingConfig(**wanted, cache_salt=job.cache_salt)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Entry point."""
+    parser = argparse.ArgumentParser(prog="primeslurm.orchestrator.rollouts.worker")
+    parser.add_argument("--recipe", type=Path, required=True)
+    parser.add_argument("--environment", required=True, help="label of one of the recipe's environments")
+    parser.add_argument("--worker", type=int, default=0)
+    parser.add_argument("--orchestrator", required=True, help="ZMQ address")
+    parser.add_argument("--attempt-dir", type=Path, required=True)
+    options = parser.parse_args(argv)
+    secret.keep()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    for chatty in ("httpx", "aiohttp.access", "verifiers", "renderers"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    recipe = Recipe.model_validate_json(options.recipe.read_bytes())
+    environment = next(e for e in recipe.environments if e.label == options.environment)
+    # verifiers keeps each rollout's working directory below the home directory: a killed worker would leave them there
+    subprocess_runtime.CACHE_DIR = options.attempt_dir / "environments" / f"{environment.label}-{options.worker}"
+    addresses, images = AddressBook(options.attempt_dir), options.attempt_dir.resolve().parents[1] / "images"
+    with contextlib.suppress(KeyboardInterrupt):
+        worker = Worker(recipe, environment, options.worker, options.orchestrator, addresses, images)
+        asyncio.run(worker.run())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The teacher: a frozen model that scores sampled tokens."""

@@ -1,0 +1,141 @@
+"""The teacher over HTTP: token ids to `/v1/completions`, the log-probability of each of them back."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import httpx
+import msgspec
+import numpy as np
+
+from primeslurm.errors import PrimeslurmError
+from primeslurm.orchestrator.arguments import OrchestratorArguments
+from primeslurm.orchestrator.rollouts.generate_endpoint import MovedError, UnavailableError, post_while
+from primeslurm.recipe import Recipe
+from primeslurm.recipe.sections.teacher import ServedTeacher
+from primeslurm.wire import exits
+from primeslurm.wire.http import client_out_of_run, client_within_run
+from primeslurm.wire.retry import insisting
+from primeslurm.wire.rollouts import Float32
+
+AVOID_S = 5.0
+"""An engine that failed a request gets no other for this long, as long as there are others."""
+_AGAIN = (408, 425, 429)
+"""Statuses of 4xx that are not about the request."""
+
+
+class TeacherError(PrimeslurmError):
+    """The teacher refuses, or does not answer what it was asked. It would do so every time: the attempt ends."""
+
+    exit_code = exits.STALLED
+
+
+class _Logprob(msgspec.Struct):
+    logprob: float
+
+
+class _Choice(msgspec.Struct):
+    prompt_logprobs: list[dict[str, _Logprob] | None]
+
+
+class _Answer(msgspec.Struct):
+    choices: list[_Choice]
+
+
+class Teacher:
+    """A frozen model, on one engine or several.
+
+    Args:
+        where: base URLs (`.../v1`) of its engines, those that are known now. Requests go to the one with the fewest.
+        http: with the headers that admit to it.
+        model: the name it is served by; None: whatever is served.
+    """
+
+    def __init__(
+        self,
+        where: Callable[[], Sequence[str]],
+        http: httpx.AsyncClient,
+        model: str | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._where = where
+        self._http = http
+        self._model = model
+        self._clock = clock
+        self._inflight: Counter[str] = Counter()
+        self._avoided: dict[str, float] = {}
+
+    async def logprobs(self, token_ids: Sequence[int]) -> Float32:
+        """The log-probability of each token, given those before it; 0 for the first. Waits as long as it takes.
+
+        Raises:
+            TeacherError: it refuses the request, or its answer has no log-probabilities.
+        """
+        # No token is wanted, but one is the least that can be asked for; it is not even turned into text.
+        body: dict[str, object] = {
+            "prompt": list(token_ids),
+            "max_tokens": 1,
+            "prompt_logprobs": 0,
+            "detokenize": False,
+        }
+        if self._model is not None:
+            body["model"] = self._model
+        answer: httpx.Response = await insisting(UnavailableError)(self._try, body)
+        try:
+            found = msgspec.json.decode(answer.content, type=_Answer).choices[0].prompt_logprobs
+            given = zip(token_ids[1:], found[1:], strict=True)
+            values = [0.0, *((entry or {})[str(token)].logprob for token, entry in given)]
+        except (msgspec.MsgspecError, LookupError, ValueError, TypeError) as error:
+            raise TeacherError(f"{answer.url}: no log-probabilities of the prompt: {error!r}") from error
+        return np.array(values, np.float32)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    def _engine(self) -> str | None:
+        """The engine with the fewest requests; one that failed lately only if all did, the one longest ago first."""
+        now = self._clock()
+        since = {url: max(now, self._avoided.get(url, now)) for url in self._where()}
+        return min(since, key=lambda url: (since[url], self._inflight[url]), default=None)
+
+    async def _try(self, body: dict[str, object]) -> httpx.Response:
+        """One try. Raises UnavailableError if it has to be tried again."""
+        url = self._engine()
+        if url is None:
+            raise UnavailableError("no engine of the teacher is known")
+        self._inflight[url] += 1
+        try:
+            answer = await post_while(self._http, f"{url}/completions", lambda: url in self._where(), body)
+        except (httpx.HTTPError, MovedError):
+            answer = None
+        finally:
+            self._inflight[url] -= 1
+        if answer is not None and answer.is_success:
+            self._avoided.pop(url, None)
+            return answer
+        if answer is not None and answer.is_client_error and answer.status_code not in _AGAIN:
+            raise TeacherError(f"{url}: the teacher refuses: {answer.status_code} {answer.text[:500]}")
+        self._avoided[url] = self._clock() + AVOID_S
+        raise UnavailableError(f"{url}: no answer")
+
+
+def teacher_of(recipe: Recipe, arguments: OrchestratorArguments) -> Teacher:
+    """The recipe's teacher, which it must have. Raises TeacherError: the variable of its key is not set."""
+    teacher = recipe.teacher
+    assert teacher is not None
+    timeout_s = recipe.orchestrator.request_timeout_s
+    if not isinstance(teacher, ServedTeacher):
+        return Teacher(lambda: [f"{url}/v1" for url in arguments.teacher_urls()], client_within_run(timeout_s))
+    headers = {"Authorization": f"Bearer {_key(teacher.key_env)}"} if teacher.key_env else {}
+    return Teacher(lambda: [teacher.base_url.rstrip("/")], client_out_of_run(timeout_s, headers), teacher.model)
+
+
+def _key(variable: str) -> str:
+    key = os.environ.get(variable)
+    if not key:
+        raise TeacherError(f"{variable}, the key of the teacher, is not set")
+    return key

@@ -1,0 +1,118 @@
+"""Complete groups on their way through the teacher: its log-probabilities of all tokens that they train."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+import numpy as np
+
+from primeslurm.orchestrator.arguments import OrchestratorArguments
+from primeslurm.orchestrator.rollouts.groups import RolloutGroup
+from primeslurm.orchestrator.teacher.client import Teacher, TeacherError, teacher_of
+from primeslurm.recipe import Recipe
+from primeslurm.records.events.training import Stalled
+from primeslurm.records.journal import Journal
+from primeslurm.records.metrics import Row
+from primeslurm.wire.rollouts import Rollout
+
+
+class Scoring:
+    """Asks in the order in which groups were completed, about so many sequences at once.
+
+    Args:
+        teacher: is asked.
+        concurrency: sequences.
+        seq_len: tokens beyond it are not trained, so not asked about either.
+        on_scored: called with each group once it has its log-probabilities, unless it was dropped.
+    """
+
+    def __init__(
+        self,
+        teacher: Teacher,
+        concurrency: int,
+        seq_len: int,
+        on_scored: Callable[[RolloutGroup], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._teacher = teacher
+        self._gate = asyncio.Semaphore(concurrency)
+        self._seq_len = seq_len
+        self._on_scored = on_scored
+        self._clock = clock
+        self._added: asyncio.Queue[RolloutGroup] = asyncio.Queue()
+        self._wanted: dict[str, asyncio.Task[None] | None] = {}
+        """By group: who asks about it, once somebody does."""
+        self._seconds = 0.0
+        self._tokens = 0
+
+    def add(self, group: RolloutGroup) -> None:
+        """Ask about a group."""
+        self._wanted[group.id] = None
+        self._added.put_nowait(group)
+
+    def drop(self, groups: Iterable[RolloutGroup]) -> None:
+        """Ask no longer about groups; unknown ones are ignored."""
+        for group in groups:
+            if (task := self._wanted.pop(group.id, None)) is not None:
+                task.cancel()
+
+    async def run(self, journal: Journal) -> None:
+        """Until cancelled. What the teacher refuses gets an event. Raises TeacherError, in groups of errors."""
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                while True:
+                    group = await self._added.get()
+                    if group.id in self._wanted:
+                        self._wanted[group.id] = tasks.create_task(self._score(group, journal))
+        finally:
+            await self._teacher.close()
+
+    def take_metrics(self) -> Row:
+        """What it cost since the last call: seconds over all requests, and tokens that were asked about."""
+        row = {"teacher/seconds": self._seconds, "teacher/tokens": float(self._tokens)}
+        self._seconds, self._tokens = 0.0, 0
+        return row | {"teacher/waiting": float(len(self._wanted))}
+
+    async def _score(self, group: RolloutGroup, journal: Journal) -> None:
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                asked = [[tasks.create_task(self._sequence(one)) for one in branches] for branches in group.rollouts]
+        except* TeacherError as refused:
+            journal.write(Stalled("teacher", str(refused.exceptions[0])))
+            raise
+        self._wanted.pop(group.id, None)
+        rollouts = tuple(tuple(task.result() for task in rollout) for rollout in asked)
+        self._on_scored(replace(group, rollouts=rollouts))
+
+    async def _sequence(self, rollout: Rollout) -> Rollout:
+        length = min(len(rollout.token_ids), self._seq_len)
+        found = np.zeros(len(rollout.token_ids), np.float32)
+        async with self._gate:
+            started = self._clock()
+            answer = await self._teacher.logprobs(rollout.token_ids[:length].tolist())
+            self._seconds += self._clock() - started
+        self._tokens += length
+        found[:length] = np.where(rollout.mask[:length], answer, 0)
+        return replace(rollout, ref_logprobs=found)
+
+
+def scoring_of(
+    recipe: Recipe,
+    arguments: OrchestratorArguments,
+    waiting: Iterable[RolloutGroup],
+    on_scored: Callable[[RolloutGroup], None],
+) -> Scoring | None:
+    """Of the groups that wait already, and of others; None if the recipe has no teacher.
+
+    Raises:
+        TeacherError: the variable of its key is not set.
+    """
+    if recipe.teacher is None:
+        return None
+    scoring = Scoring(teacher_of(recipe, arguments), recipe.teacher.concurrency, recipe.seq_len, on_scored)
+    for group in waiting:
+        scoring.add(group)
+    return scoring

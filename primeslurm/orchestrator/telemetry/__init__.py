@@ -1,0 +1,1 @@
+"""What the orchestrator observes: metrics, load of the engines, stalls."""

@@ -1,0 +1,58 @@
+"""What a batch says about itself, as metrics of its step."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+
+from primeslurm.orchestrator.rollouts.groups import RolloutGroup
+from primeslurm.records.metrics import Row
+from primeslurm.wire.rollouts import Rollout
+
+
+def batch_metrics(groups: Sequence[RolloutGroup], step: int, seq_len: int) -> Row:
+    """What a batch says about itself. Staleness is in policy versions: step s trains version s-1."""
+    rewards = np.array([reward for group in groups for reward in group.rewards])
+    branches = [branch for group in groups for rollout in group.rollouts for branch in rollout]
+    staleness = np.array([step - 1 - group.opened_version for group in groups])
+    age = np.array([step - 1 - branch.oldest_version for branch in branches])
+    lengths = np.array([len(branch.token_ids) for branch in branches])
+    sampled = np.array([int(branch.mask.sum()) for branch in branches])
+    row = {
+        "reward/mean": rewards.mean(),
+        "reward/std": rewards.std(),
+        "staleness/mean": staleness.mean(),
+        "staleness/max": staleness.max(),
+        "staleness/oldest_token_max": age.max(),
+        "rollouts/mixed_version": sum(branch.is_mixed for branch in branches),
+        "rollouts/length_mean": lengths.mean(),
+        "rollouts/sampled_mean": sampled.mean(),
+        "rollouts/cut_off": np.mean([branch.info.finish_reason == "length" for branch in branches]),
+        "rollouts/longer_than_seq_len": np.mean(lengths > seq_len),
+        "rollouts/turns_mean": np.mean([branch.info.turns for branch in branches]),
+        "rollouts/seconds_mean": np.mean([branch.info.seconds for branch in branches]),
+        "groups/zero_signal": np.mean([not group.has_signal for group in groups]),
+        **_by_environment(groups),
+        **_distance(branches),
+    }
+    return {name: float(value) for name, value in row.items()}
+
+
+def _distance(branches: Sequence[Rollout]) -> Row:
+    """teacher/kl: mean of log p_engine - log p_teacher over sampled tokens, an estimate of KL(policy || teacher)."""
+    asked = [(branch, branch.ref_logprobs) for branch in branches if branch.ref_logprobs is not None]
+    gaps = [(branch.logprobs - ref)[branch.mask] for branch, ref in asked]
+    return {"teacher/kl": float(np.concatenate(gaps).mean())} if gaps else {}
+
+
+def _by_environment(groups: Sequence[RolloutGroup]) -> Row:
+    values: dict[str, list[float]] = defaultdict(list)
+    for group in groups:
+        for rollout in group.rollouts:
+            info = rollout[0].info
+            values[f"{group.environment}/reward"].append(info.reward)
+            for name, value in info.metrics.items():
+                values[f"{group.environment}/{name}"].append(value)
+    return {name: float(np.mean(items)) for name, items in values.items()}

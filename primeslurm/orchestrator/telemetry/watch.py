@@ -1,0 +1,184 @@
+"""What the orchestrator observes about the run: its state once a second, load of the engines, and stalls."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from primeslurm.errors import PrimeslurmError
+from primeslurm.orchestrator.dispatch import Dispatcher
+from primeslurm.orchestrator.telemetry.load_window import LoadWindow, rounded
+from primeslurm.orchestrator.telemetry.scrape import scrape
+from primeslurm.recipe import Recipe
+from primeslurm.records.events.training import RolloutFailed, Stalled, StepReported
+from primeslurm.records.journal import Journal
+from primeslurm.records.load import Load
+from primeslurm.records.metrics import Row
+from primeslurm.records.state import OrchestratorState
+from primeslurm.wire import exits
+from primeslurm.wire.http import client_within_run
+from primeslurm.wire.rollouts import Rollout
+
+STATE_INTERVAL_S = 1.0
+FAILED_BATCHES = 4
+"""So many batches' worth of failures in a row, without one finished rollout, are no accident."""
+SCRAPE_INTERVAL_S = 5.0
+SCRAPES_PER_S = 50.0
+"""Upper bound: a thousand engines are looked at every 20 s, so that reading them stays a small part of this process."""
+_ROW_LOADS = (
+    *("running_mean", "waiting_mean", "kv_usage_mean", "generated_per_s", "computed_per_s"),
+    *("preemptions_per_s", "prefix_hit_rate", "external_hit_rate"),
+)
+"""What metrics of each step keep of the load of a role."""
+
+
+class StallError(PrimeslurmError):
+    """Nothing moved for too long; the message names the suspect."""
+
+    exit_code = exits.STALLED
+
+
+class Watch:
+    """Counts and clocks; it decides nothing but that the run has stalled."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        journal: Journal,
+        engines: Callable[[], Mapping[str, str]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._stall_timeout_s = recipe.orchestrator.stall_timeout_s
+        self._max_failures = FAILED_BATCHES * recipe.orchestrator.batch_size
+        self._failures = 0
+        self._last_failure = ""
+        self._journal = journal
+        self._engines = engines
+        self._clock = clock
+        self._window = LoadWindow()
+        self._roles: dict[str, Load] = {}
+        self._replicas: dict[str, dict[str, Load]] = {}
+        self._tokens = 0
+        self._tokens_per_s = 0.0
+        self._moved_at: float | None = None
+        self._row_at = clock()
+        self._reported_at = 0.0
+        self._wanted_at: tuple[int, float] | None = None
+        self._update_s = 0.0
+        self._counts_before: Counter[str] = Counter()
+        self._given = 0
+        self._done = 0
+        self._last_row: Row = {}
+
+    @property
+    def trained_step(self) -> int | None:
+        """The step whose batch the trainer has and has not reported as done."""
+        return self._given if self._given > self._done else None
+
+    def rollout_finished(self, sequences: tuple[Rollout, ...]) -> None:
+        """A rollout arrived."""
+        self._tokens += sum(int(sequence.mask.sum()) for sequence in sequences)
+        self._moved_at = self._clock()
+        self._failures = 0
+
+    def rollout_failed(self, job: str, error: str) -> None:
+        """A rollout failed. That is no progress."""
+        self._failures += 1
+        self._last_failure = error[:1000]
+        self._journal.write(RolloutFailed(job, self._last_failure))
+
+    def policy_wanted(self, version: int) -> None:
+        """A new policy was published."""
+        self._wanted_at = (version, self._clock())
+
+    def policy_current(self, version: int) -> None:
+        """All engines have a policy."""
+        self._moved_at = self._clock()
+        if self._wanted_at is not None and self._wanted_at[0] == version:
+            self._update_s = self._moved_at - self._wanted_at[1]
+
+    def batch_given(self, step: int) -> None:
+        """The trainer has the batch of a step."""
+        self._given = step
+
+    def step_done(self, step: int, row: Row) -> None:
+        """The trainer reported a step."""
+        self._done = step
+        self._last_row = row
+        self._journal.write(StepReported(step, row.get("reward/mean")))
+
+    def step_metrics(self, dispatch: Dispatcher, version: int | None) -> Row:
+        """What happened since the last row."""
+        now = self._clock()
+        self._tokens_per_s = self._tokens / max(now - self._row_at, 1e-6)
+        counts = dispatch.counts - self._counts_before
+        self._counts_before = dispatch.counts.copy()
+        row = {
+            "throughput/tokens_per_s": self._tokens_per_s,
+            "throughput/step_seconds": now - self._row_at,
+            "policy/version": float(-1 if version is None else version),
+            "policy/update_seconds": self._update_s,
+            "queue/ready_groups": float(len(dispatch.ready)),
+            "queue/open_groups": float(len(dispatch.open)),
+            "queue/inflight": float(dispatch.inflight),
+            "rollouts/dropped_stale": float(counts["rollouts_dropped_stale"]),
+            "rollouts/failed": float(counts["failed"]),
+            "rollouts/lost": float(counts["lost"]),
+        }
+        for name in counts:
+            if name.startswith("groups_rejected_"):
+                row[name.replace("_", "/", 1)] = float(counts[name])
+        for role, load in self._roles.items():
+            values = {name: getattr(load, name) for name in _ROW_LOADS}
+            row |= {f"engines/{role}/{name}": value for name, value in values.items() if value is not None}
+        self._tokens = 0
+        self._row_at = now
+        return row
+
+    def report(self, state: Callable[[], OrchestratorState]) -> None:
+        """Write the state file if the last one is older than a second."""
+        if self._clock() - self._reported_at >= STATE_INTERVAL_S:
+            self._reported_at = self._clock()
+            self.write_state(state())
+
+    def write_state(self, state: OrchestratorState) -> None:
+        """Write the state file, with what this watch knows."""
+        self._journal.state(
+            msgspec.structs.replace(
+                state,
+                reward=self._last_row.get("reward/mean"),
+                staleness=self._last_row.get("staleness/max"),
+                tokens_per_s=self._tokens_per_s,
+                roles=rounded(self._roles),
+                replicas={replica: rounded(roles) for replica, roles in self._replicas.items()},
+            )
+        )
+
+    def check_stall(self, suspect: Callable[[], str]) -> None:
+        """End a run that gets nowhere. Time counts from the first policy.
+
+        Raises:
+            StallError: neither a rollout nor a policy arrived for too long, or rollouts do nothing but fail.
+        """
+        if self._failures >= self._max_failures:
+            self._journal.write(Stalled("environment", self._last_failure))
+            raise StallError(f"{self._failures} rollouts failed in a row; the last: {self._last_failure}")
+        if self._moved_at is None or self._clock() - self._moved_at < self._stall_timeout_s:
+            return
+        name = suspect()
+        self._journal.write(Stalled(name, seconds=self._stall_timeout_s))
+        raise StallError(f"no finished rollout and no new policy for {self._stall_timeout_s} s; suspect: {name}")
+
+    async def scrape(self) -> None:
+        """Look at the engines' load every few seconds, until cancelled."""
+        # No connection is kept: uvicorn closes idle ones sooner than the next look.
+        async with client_within_run(SCRAPE_INTERVAL_S, keep=0) as client:
+            while True:
+                engines = self._engines()
+                self._window.add(self._clock(), await scrape(client, engines))
+                self._roles, self._replicas = self._window.by_role(), self._window.by_replica()
+                await asyncio.sleep(max(SCRAPE_INTERVAL_S, len(engines) / SCRAPES_PER_S))

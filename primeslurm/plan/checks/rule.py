@@ -1,0 +1,93 @@
+"""What a compatibility rule looks at, and what a rule is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from primeslurm.families.shape import ModelShape
+from primeslurm.plan.commands.command import EngineRole
+from primeslurm.plan.commands.engine import settings_of
+from primeslurm.plan.memory.gpus import Gpu, gpu_of
+from primeslurm.plan.model import NodeRole
+from primeslurm.plan.placement.resources import ResourceRequest, expert_ranks
+from primeslurm.recipe import Recipe, Site
+from primeslurm.recipe.sections.deployment import Disaggregated
+from primeslurm.recipe.sections.inference import EngineSettings
+
+ENGINE_ROLES: dict[NodeRole, EngineRole] = {"inference": "engine", "prefill": "prefill", "decode": "decode"}
+
+
+@dataclass(frozen=True)
+class RuleContext:
+    """One recipe on one site."""
+
+    recipe: Recipe
+    site: Site
+    requests: Sequence[ResourceRequest]
+    """Empty if the recipe cannot be placed."""
+    facts: ModelShape | None
+    """None if nothing is known about the model."""
+
+    @property
+    def trains(self) -> bool:
+        """There is a trainer."""
+        return self.recipe.task != "serve"
+
+    @property
+    def serves(self) -> bool:
+        """There are engines."""
+        return self.recipe.task != "sft"
+
+    @property
+    def disaggregated(self) -> bool:
+        """Prefill and decode are separate."""
+        return isinstance(self.recipe.deployment.inference, Disaggregated)
+
+    @property
+    def dense(self) -> bool:
+        """The model is known to have no experts."""
+        return self.facts is not None and self.facts.experts is None
+
+    @property
+    def trainer_gpus(self) -> int:
+        """GPUs of the trainer; 0 if there is none."""
+        return sum(request.nodes * request.gpus for request in self.requests if request.role == "train")
+
+    def engines(self) -> list[tuple[ResourceRequest, EngineSettings]]:
+        """The roles that run engines, with their settings."""
+        return [(n, settings_of(self.recipe, ENGINE_ROLES[n.role])) for n in self.requests if n.role in ENGINE_ROLES]
+
+    def expert_groups(self) -> list[tuple[ResourceRequest, EngineSettings, int]]:
+        """The roles that run engines, and over how many GPUs each spreads the experts."""
+        return [(request, settings, expert_ranks(self.recipe, request)) for request, settings in self.engines()]
+
+    def gpus(self) -> list[Gpu]:
+        """Known GPUs that run engines or the trainer."""
+        if self.site.device != "cuda":
+            return []
+        return [gpu for request in self.requests if request.gpus and (gpu := gpu_of(request.kind))]
+
+    def option(self, name: str) -> object:
+        """A vLLM option passed on as it is, of any role."""
+        inference = self.recipe.inference
+        for settings in (inference.prefill, inference.decode, inference):
+            if name in settings.vllm_extra:
+                return settings.vllm_extra[name]
+        return None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Two things that do not go together. `finds` says what is the case, or an empty string if the rule is kept."""
+
+    name: str
+    level: Literal["error", "warning"]
+    field: str
+    rule: str
+    """The rule in words, for the table in the docs."""
+    finds: Callable[[RuleContext], str]
+    fix: str
+    source: str
+    """Where the fact is from."""

@@ -1,0 +1,103 @@
+"""What recipes may say but the trainer does not do with every model family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from primeslurm.families import GENERIC, capabilities, model_types
+from primeslurm.families.shape import ModelShape
+from primeslurm.plan.model import Finding
+from primeslurm.recipe import Recipe
+from primeslurm.recipe.sections.deployment import Disaggregated
+from primeslurm.recipe.sections.routers import VllmRouter
+
+
+def _offloads(recipe: Recipe) -> bool:
+    return recipe.trainer.memory.optimizer_offload or recipe.trainer.memory.activation_offload
+
+
+@dataclass(frozen=True)
+class FamilyNeed:
+    """A field that only some model families can follow."""
+
+    field: str
+    what: str
+    asked: Callable[[Recipe], object]
+    fix: str
+    capability: str
+    """Name of the field of `Capabilities`."""
+
+
+NEEDS = (
+    FamilyNeed("trainer.parallelism.ep", "expert parallelism", lambda r: r.trainer.parallelism.ep > 1, "ep: 1", "ep"),
+    FamilyNeed("trainer.parallelism.cp", "context parallelism", lambda r: r.trainer.parallelism.cp > 1, "cp: 1", "cp"),
+    FamilyNeed("trainer.fp8", "FP8", lambda r: r.trainer.fp8, "false", "fp8"),
+    FamilyNeed("trainer.lora", "LoRA", lambda r: r.trainer.lora, "leave it out", "lora"),
+    FamilyNeed("trainer.router_replay", "router replay", lambda r: r.trainer.router_replay, "false", "router_replay"),
+    FamilyNeed("model.vlm", "training on images", lambda r: r.model.vlm, "leave it out", "images"),
+    FamilyNeed("trainer.memory", "logits in chunks", lambda r: r.trainer.memory.lm_head_chunk, "leave it out",
+        "head_chunks"),
+    FamilyNeed("trainer.memory", "offload to host memory", _offloads, "leave it out", "offload"),
+)  # fmt: skip
+
+
+def unsupported(recipe: Recipe, facts: ModelShape | None, model_type: str | None) -> list[Finding]:
+    """What the trainer of this version does not do. `model_type` is the model's, where it is known."""
+    if recipe.task == "serve":
+        return []
+    found: list[Finding] = []
+    found += _unseen(recipe)
+    if model_type is not None:
+        found += _incapable(recipe, model_type)
+    if facts is not None and (text := _unread(recipe, facts)):
+        found.append(Finding(level="blocked", field="model.path", text=text, fix="convert it to bfloat16 first"))
+    return found
+
+
+def _unseen(recipe: Recipe) -> list[Finding]:
+    """What is not built of reinforcement learning on images."""
+    vlm = recipe.model.vlm
+    if vlm is None or recipe.task != "rl":
+        return []
+    found = []
+    if not vlm.freeze_vision_encoder:
+        text = "engines keep what their encoder made of an image, over updates of the policy"
+        found.append(Finding(level="blocked", field="model.vlm.freeze_vision_encoder", text=text, fix="true"))
+    if isinstance(recipe.deployment.inference, Disaggregated):
+        text = "rollouts with images were not tried with prefill and decode apart"
+        fix = "type: multi_node"
+        found.append(Finding(level="blocked", field="deployment.inference.type", text=text, fix=fix))
+    if not isinstance(recipe.inference.router, VllmRouter):
+        text = f"rollouts with images were not tried behind {recipe.inference.router.type}"
+        found.append(Finding(level="blocked", field="inference.router.type", text=text, fix="vllm-router"))
+    return found
+
+
+def _incapable(recipe: Recipe, model_type: str) -> list[Finding]:
+    """What the implementation of the recipe's model cannot do."""
+    able = capabilities(model_type, recipe.model.impl)
+    if able is None:
+        text = f"the trainer has no implementation of its own for model type {model_type!r}"
+        fix = f"impl: auto or hf, or a model type of {', '.join(model_types())}"
+        return [Finding(level="blocked", field="model.impl", text=text, fix=fix)]
+    whose = "the transformers implementation" if able is GENERIC else "the trainer's implementation"
+    return [
+        Finding(level="blocked", field=need.field, text=f"{whose} of {model_type!r} has no {need.what}", fix=need.fix)
+        for need in NEEDS
+        if need.asked(recipe) and not getattr(able, need.capability)
+    ]
+
+
+def _unread(recipe: Recipe, facts: ModelShape) -> str:
+    """Why a checkpoint that is stored in fewer bits cannot be trained."""
+    if facts.quantization is None:
+        return ""
+    able = capabilities(facts.model_type, recipe.model.impl)
+    if not (facts.fp8_blocks and able is not None and able.fp8_checkpoint):
+        return (
+            f"the checkpoint is stored in {facts.quantization}, the trainer reads bfloat16, float32 or block-scale FP8"
+        )
+    if recipe.task == "rl" and facts.fp8_powers:
+        return "its scales are powers of two, and policies are published with scales that are not"
+    return ""

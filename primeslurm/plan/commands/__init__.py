@@ -1,0 +1,1 @@
+"""Command lines of all planned processes: argv, environment, ports and files."""

@@ -1,0 +1,40 @@
+"""NVIDIA Dynamo without etcd and NATS: processes find one another through files and speak TCP and ZeroMQ."""
+
+from __future__ import annotations
+
+from primeslurm.plan.commands.command import Command, EngineRole, long_options
+from primeslurm.recipe.sections.routers import DynamoRouter
+
+WORKER = "dynamo.vllm"
+_MODES: dict[EngineRole, str] = {"engine": "agg", "prefill": "prefill", "decode": "decode"}
+_SERVER_OPTIONS = ("host", "port", "enable_scale_out", "middleware", "disable_uvicorn_access_log")
+"""Options of vLLM's HTTP server, which a Dynamo worker has not."""
+
+
+def frontend(router: DynamoRouter, replica: int) -> Command:
+    """The HTTP frontend of one replica, which routes."""
+    options: dict[str, object] = {"http_host": "${host}", "http_port": "${port:http}", "router_mode": router.mode}
+    if router.session_ttl_s is not None:
+        options["router_session_affinity_ttl_secs"] = router.session_ttl_s
+    argv = ("${python}", "-m", "dynamo.frontend", *long_options(_PLANES | options | router.extra))
+    env = _env(replica) | {"DYN_VLLM_ENABLE_INFERENCE_V1_GENERATE": "1"}  # the route of tokens in, tokens out
+    return Command(argv, env, ("http",))
+
+
+def worker_options(options: dict[str, object], role: EngineRole) -> dict[str, object]:
+    """The options of a Dynamo worker: vLLM's own, but for those of its server."""
+    kept = {name: value for name, value in options.items() if name not in _SERVER_OPTIONS}
+    return kept | _PLANES | {"disaggregation_mode": _MODES[role]}
+
+
+def worker_env(replica: int) -> dict[str, str]:
+    """How the frontend finds a worker, and where the worker says that it is ready (`/health`)."""
+    return _env(replica) | {"DYN_SYSTEM_HOST": "${host}", "DYN_SYSTEM_PORT": "${port:http}"}
+
+
+def _env(replica: int) -> dict[str, str]:
+    # Replicas share the directory, so each has a namespace of its own.
+    return {"DYN_FILE_KV": "${attempt_dir}/dynamo", "DYN_NAMESPACE": f"replica-{replica}"}
+
+
+_PLANES: dict[str, object] = {"discovery_backend": "file", "request_plane": "tcp", "event_plane": "zmq"}

@@ -1,0 +1,217 @@
+"""The command line of a vLLM engine: recipe in, argv and environment out. Pure.
+
+An engine is one data-parallel rank on `tp` GPUs.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from primeslurm.families import Parsers, parsers_of
+from primeslurm.plan.commands import dynamo, kv
+from primeslurm.plan.commands.command import Command, Device, EngineRole, long_options
+from primeslurm.recipe import Recipe
+from primeslurm.recipe.sections.inference import EngineSettings
+from primeslurm.recipe.sections.routers import DynamoRouter
+
+SERVED_MODEL = "policy"
+"""The model name that clients ask engines and routers for."""
+CPU_KV_CACHE_BYTES = 256 * 2**20
+GPU_MEMORY_UTILIZATION = 0.9
+CPU_ALL2ALL = "allgather_reducescatter"
+"""The one way between experts that needs no GPU; with another, vLLM does not start on CPUs."""
+MODULE = "vllm.entrypoints.openai.api_server"
+GATE = "primeslurm.inference.gate.VersionGate"
+SECRET_GATE = "primeslurm.inference.admission.SecretGate"
+"""The same without policy versions, for engines that keep the weights they loaded."""
+START_TIMEOUT_S = 3600
+"""Longest time from an engine's start to its first answer: a trillion parameters are read, and kernels compiled."""
+QUANTIZATION = {"fp8": "fp8_per_block"}
+"""The recipe's word to vLLM's: in the blocks of 128 x 128 that DeepGEMM and the trainer compute in."""
+UNQUANTISED = ("*.in_proj_a", "*.in_proj_b")
+"""By the names of checkpoints: vLLM would quantise these weights. Released FP8 checkpoints do not, and the trainer does
+not (`trainer.encoding.in_fp8`); what else stays in full precision there, vLLM keeps so by itself."""
+TRANSFER_BACKENDS = {"filesystem": "primeslurm_filesystem", "nccl": "primeslurm_collective"}
+"""Weight transport of the recipe to vLLM's name of the backend (registered by inference.plugin)."""
+
+
+class DataParallel(NamedTuple):
+    """An engine's place in its expert-parallel group."""
+
+    size: int = 1
+    rank: int = 0
+    head: str = ""
+    """Process name of rank 0, where the others meet."""
+
+
+ALONE = DataParallel()
+
+
+def settings_of(recipe: Recipe, role: EngineRole) -> EngineSettings:
+    """What holds for engines of a role: its own settings over those of all engines, over the defaults of its role."""
+    common = recipe.inference
+    own = {"engine": EngineSettings(), "prefill": common.prefill, "decode": common.decode}[role]
+    found = {name: _first(getattr(own, name), getattr(common, name)) for name in EngineSettings.model_fields}
+    found |= {name: {**getattr(common, name), **getattr(own, name)} for name in ("env", "vllm_extra")}
+    if common.expert_parallel and found["all2all"] is None:
+        found["all2all"] = _ALL2ALL[role]
+    if role == "decode" and found["cuda_graphs"] is None:
+        found["cuda_graphs"] = "FULL_DECODE_ONLY"
+    return EngineSettings.model_validate(found)
+
+
+_ALL2ALL: dict[EngineRole, str] = {
+    "engine": "allgather_reducescatter",
+    "prefill": "deepep_high_throughput",
+    "decode": "deepep_low_latency",
+}
+
+
+def _first(own: object, common: object) -> object:
+    return common if own is None else own
+
+
+class Engines:
+    """The command lines of a role's engines: what all ranks share is worked out once.
+
+    `engine` prefills and decodes; `prefill` and `decode` hand KV over through NIXL.
+    """
+
+    def __init__(self, recipe: Recipe, device: Device, role: EngineRole, python: str) -> None:
+        self._recipe, self._device, self._role = recipe, device, role
+        self._settings = settings_of(recipe, role)
+        self._in_dynamo = isinstance(recipe.inference.router, DynamoRouter)
+        options, module = _shared_options(recipe, self._settings, device, role), MODULE
+        if self._in_dynamo:
+            options, module = dynamo.worker_options(options, role), dynamo.WORKER
+        self._argv = (python, "-m", module, *long_options(options))
+        self._files = kv.engine_files(recipe, device)
+        self._scratch = kv.engine_scratch(recipe, role)
+
+    def command(self, dp: DataParallel = ALONE, replica: int = 0) -> Command:
+        """The engine of one data-parallel rank."""
+        ports = ["http"]
+        if self._role != "engine":
+            ports.append("nixl")
+        if dp.size > 1 and dp.rank == 0:
+            ports.append("dp_rpc")
+        env = _engine_env(self._recipe, self._settings, self._device, self._role, dp)
+        if self._in_dynamo:
+            env |= dynamo.worker_env(replica)
+        argv = (*self._argv, *long_options(_rank_options(dp)))
+        return Command(argv, env, tuple(ports), self._files, self._scratch)
+
+
+def _shared_options(recipe: Recipe, settings: EngineSettings, device: Device, role: EngineRole) -> dict[str, object]:
+    options: dict[str, object] = {
+        "host": "${host}",
+        "port": "${port:http}",
+        "model": recipe.model.path,
+        "served_model_name": SERVED_MODEL,
+        "dtype": recipe.model.dtype,
+        "max_model_len": recipe.max_len,
+        "seed": recipe.seed,
+        "tensor_parallel_size": recipe.inference.parallel.tp,
+        "enable_prefix_caching": True,
+        "enable_scale_out": True,  # serves /inference/v1/generate
+        "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from: temperature, top-k, top-p
+        "disable_uvicorn_access_log": True,
+    }
+    if recipe.task == "rl":
+        options["weight_transfer_config"] = {"backend": TRANSFER_BACKENDS[recipe.weights.transport]}
+    options["middleware"] = GATE if recipe.task == "rl" else SECRET_GATE
+    options |= _memory_options(recipe, settings, device)
+    options |= _model_options(recipe, settings)
+    options |= _parallel_options(recipe, settings, device)
+    if (transfer := kv.transfer_config(recipe, role, device)) is not None:
+        options["kv_transfer_config"] = transfer
+    return options | settings.vllm_extra
+
+
+def _memory_options(recipe: Recipe, settings: EngineSettings, device: Device) -> dict[str, object]:
+    if device == "cpu":
+        return {
+            "kv_cache_memory_bytes": settings.kv_cache_bytes or CPU_KV_CACHE_BYTES,
+            "enforce_eager": True,
+            "distributed_executor_backend": "uni" if recipe.inference.parallel.tp == 1 else "mp",
+        }
+    options: dict[str, object] = {"gpu_memory_utilization": settings.gpu_memory_utilization or GPU_MEMORY_UTILIZATION}
+    if settings.kv_cache_bytes:
+        options["kv_cache_memory_bytes"] = settings.kv_cache_bytes
+    if recipe.inference.enforce_eager:
+        options["enforce_eager"] = True
+    elif settings.cuda_graphs:
+        options["compilation_config"] = {"cudagraph_mode": settings.cuda_graphs}
+    return options
+
+
+def _model_options(recipe: Recipe, settings: EngineSettings) -> dict[str, object]:
+    inference = recipe.inference
+    known = parsers_of(recipe.model.path) if recipe.task == "serve" else Parsers()
+    tool_call = inference.tool_call_parser or known.tool_call
+    options: dict[str, object] = {
+        "max_num_seqs": settings.max_num_seqs,
+        "max_num_batched_tokens": settings.max_num_batched_tokens,
+        "quantization": QUANTIZATION[inference.quantization] if inference.quantization else None,
+        "quantization_config": {"ignore": UNQUANTISED} if inference.quantization else None,
+        "kv_cache_dtype": None if inference.kv_cache_dtype == "auto" else inference.kv_cache_dtype,
+        "enable_return_routed_experts": recipe.trainer.router_replay or None,
+        "tool_call_parser": tool_call,
+        "enable_auto_tool_choice": True if tool_call else None,
+        "reasoning_parser": inference.reasoning_parser or known.reasoning,
+    }
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def _parallel_options(recipe: Recipe, settings: EngineSettings, device: Device) -> dict[str, object]:
+    options: dict[str, object] = {}
+    if recipe.inference.expert_parallel:
+        options |= {
+            "enable_expert_parallel": True,
+            "all2all_backend": settings.all2all if device == "cuda" else CPU_ALL2ALL,
+        }
+    if settings.dbo is not None:
+        options["enable_dbo"] = settings.dbo
+    if settings.eplb is not None:
+        options["enable_eplb"] = settings.eplb
+    return options
+
+
+def _rank_options(dp: DataParallel) -> dict[str, object]:
+    """Every rank of a group is an engine with an HTTP server of its own; the router balances between them."""
+    if dp.size == 1:
+        return {}
+    return {
+        "data_parallel_size": dp.size,
+        "data_parallel_rank": dp.rank,
+        "data_parallel_address": f"${{host:{dp.head}}}",
+        "data_parallel_rpc_port": f"${{port:{dp.head}:dp_rpc}}",
+    }
+
+
+def _engine_env(
+    recipe: Recipe, settings: EngineSettings, device: Device, role: EngineRole, dp: DataParallel
+) -> dict[str, str]:
+    env = {
+        "VLLM_SERVER_DEV_MODE": "1",  # the routes of pause, resume and weight updates
+        "VLLM_HOST_IP": "${host}",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ENGINE_READY_TIMEOUT_S": str(START_TIMEOUT_S),
+        "HF_HUB_OFFLINE": "1",
+    }
+    if device == "cpu":
+        env |= {
+            "OMP_NUM_THREADS": "1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # vLLM's default pins every engine of a node to the same core
+            "TORCHDYNAMO_DISABLE": "1",  # or the first request for logprobs compiles for seconds
+        }
+        if recipe.inference.parallel.tp == 1 and dp.size == 1:
+            env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # or vLLM moves the worker to a process of its own
+    if recipe.inference.deep_gemm:
+        env |= {"VLLM_USE_DEEP_GEMM": "1", "VLLM_MOE_USE_DEEP_GEMM": "1"}
+    if recipe.task == "rl" and recipe.trainer.fp8:
+        # vLLM rounds scales up to powers of two even on SM90, whose kernels do not need it. The trainer does not.
+        env["VLLM_USE_DEEP_GEMM_E8M0"] = "0"
+    if settings.dbo:
+        env["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the other runner has no dual batch overlap
+    return {**env, **kv.engine_env(recipe, role, device, dp.rank), **settings.env}

@@ -1,0 +1,175 @@
+"""How KV cache leaves an engine: to decode engines (NIXL), to tiers behind it, to a store that all engines share.
+
+    prefill --NIXL--> decode          native: engine -> its node's memory -> its node's disk
+    any engine <--Mooncake--> memory (and disk) of every inference node of the run
+
+A decode engine gets the KV of its prompts from prefill engines alone, so it reads no other tier. It writes to a
+Mooncake store what it decodes: the prefill of a conversation's next turn then finds the whole of it.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from primeslurm.plan.commands.command import Command, Device, EngineRole
+from primeslurm.recipe import Recipe
+from primeslurm.recipe.sections.kv_offload import KvOffload, MooncakeOffload, NativeOffload
+
+STORE_MASTER = "store-master"
+"""Name of the process that knows where every block of the store is."""
+STORE_CONFIG = "mooncake.json"
+MAX_TRANSFER_BUFFER = 4 * 2**30
+"""Bytes that each worker of an engine sets aside for transfers to and from the store, if the store is not smaller."""
+LEASE_MS = 120_000
+"""How long a block that was looked up cannot be evicted. An engine that is out of blocks loads late; blocks of old
+policies must not stay for long either."""
+
+Config = dict[str, Any]
+
+
+def transfer_config(recipe: Recipe, role: EngineRole, device: Device) -> Config | None:
+    """vLLM's `--kv-transfer-config` of an engine, None if its KV stays where it is."""
+    connectors = [_nixl(role, device)] if role != "engine" else []
+    match recipe.inference.kv_offload:
+        case NativeOffload() as native if role != "decode":
+            connectors.append(_native(native))
+        case MooncakeOffload():
+            connectors.append(_mooncake(role))
+    if not connectors:
+        return None
+    config = connectors[0]
+    if len(connectors) > 1:
+        config = {
+            "kv_connector": "MultiConnector",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"connectors": connectors},
+        }
+    if recipe.inference.kv_offload is not None and role != "decode":
+        # A tier may lose a block between the look-up and the load; the prompt is there to compute it again.
+        config = {**config, "kv_load_failure_policy": "recompute"}
+    return config
+
+
+def engine_env(recipe: Recipe, role: EngineRole, device: Device, rank: int) -> dict[str, str]:
+    """What the connectors of an engine read from the environment. `rank`: its place in its data-parallel group."""
+    env: dict[str, str] = {}
+    if role != "engine":
+        env |= {
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": "${host}",
+            # vLLM adds the data-parallel rank; the port reserved here is the one it shall listen on.
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": f"${{port:nixl-{rank}}}" if rank else "${port:nixl}",
+            "UCX_RCACHE_MAX_UNRELEASED": "1024",  # unbounded, UCX's registration cache crashes engines now and then
+            "UCX_NET_DEVICES": "${ucx_devices_near}",
+        }
+        env["UCX_TLS"] = "tcp,self,sm" if device == "cpu" else "all"
+    if isinstance(recipe.inference.kv_offload, MooncakeOffload):
+        env |= {
+            "MOONCAKE_CONFIG_PATH": f"${{tmp}}/{STORE_CONFIG}",
+            "MOONCAKE_REQUESTER_LOCAL_HOSTNAME": "${host}",
+            "PYTHONHASHSEED": "0",  # some of vLLM's hashes of blocks depend on it, and engines must agree on them
+        }
+    return env
+
+
+def engine_files(recipe: Recipe, device: Device) -> dict[str, str]:
+    """Files that the connectors of an engine read."""
+    offload = recipe.inference.kv_offload
+    if not isinstance(offload, MooncakeOffload):
+        return {}
+    config = {
+        "mode": "standalone-store",
+        "metadata_server": _metadata_url(),
+        "master_server_address": f"${{addr:{STORE_MASTER}:rpc}}",
+        "protocol": _protocol(offload, device),
+        "device_name": _devices(offload, device),
+        "global_segment_size": 0,  # memory belongs to the node's client, not to its engines
+        "local_buffer_size": min(MAX_TRANSFER_BUFFER, offload.cpu.bytes),
+        "enable_offload": offload.disk is not None,
+    }
+    return {STORE_CONFIG: json.dumps(config)}
+
+
+def engine_scratch(recipe: Recipe, role: EngineRole) -> tuple[str, ...]:
+    """Directories on the node's disk that an engine itself writes KV to."""
+    offload = recipe.inference.kv_offload
+    own = isinstance(offload, NativeOffload) and role != "decode"
+    return _disk(offload) if own else ()
+
+
+def store_master(recipe: Recipe) -> Command:
+    """The one Mooncake master of a run, with the metadata server that engines and clients find one another by."""
+    argv = [
+        *("${python}", "-m", "mooncake.cli", "--logtostderr"),
+        *("--rpc_address", "${host}", "--rpc_port", "${port:rpc}"),
+        "--enable_http_metadata_server",
+        *("--http_metadata_server_host", "${host}", "--http_metadata_server_port", "${port:metadata}"),
+        "--enable_metadata_cleanup_on_timeout",  # or an engine that died stays a peer for ever
+        *("--metrics_host", "${host}", "--metrics_port", "${port:http}"),
+        *("--default_kv_lease_ttl", str(LEASE_MS)),
+    ]
+    if _disk(recipe.inference.kv_offload):
+        argv.append("--enable_offload=true")
+    return Command(tuple(argv), {}, ("rpc", "metadata", "http"))
+
+
+def store_client(offload: MooncakeOffload, device: Device) -> Command:
+    """The Mooncake client of one inference node: it gives the node's memory (and disk) to the store."""
+    argv = [
+        *("${python}", "-m", "mooncake.cli_client", "--logtostderr"),
+        *("--host", "${host}", "--port", "${port:rpc}"),
+        *("--global_segment_size", str(offload.cpu.bytes)),
+        *("--master_server_address", f"${{addr:{STORE_MASTER}:rpc}}", "--metadata_server", _metadata_url()),
+        *("--protocol", _protocol(offload, device), "--device_names", _devices(offload, device)),
+        *("--enable_http_server", "--http_port", "${port:http}"),
+    ]
+    env: dict[str, str] = {}
+    scratch = _disk(offload)
+    if scratch:
+        argv.append("--enable_offload=true")
+        env["MOONCAKE_OFFLOAD_FILE_STORAGE_PATH"] = scratch[0]
+    return Command(tuple(argv), env, ("rpc", "http"), scratch=scratch)
+
+
+def _nixl(role: EngineRole, device: Device) -> Config:
+    kv_role = {"prefill": "kv_producer", "decode": "kv_consumer"}[role]
+    return {"kv_connector": "NixlConnector", "kv_role": kv_role, "kv_buffer_device": device}
+
+
+def _native(offload: NativeOffload) -> Config:
+    extra: Config = {"cpu_bytes_to_use": offload.cpu.bytes}
+    if disk := _disk(offload):
+        extra |= {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [{"type": "fs", "root_dir": disk[0]}]}
+    return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+
+
+def _mooncake(role: EngineRole) -> Config:
+    # The store outlives engines and may be found by another run: keys carry the run. Engines of a node look blocks up
+    # through a socket that is named after a port of theirs, or two of them would take the same.
+    extra: Config = {"cache_prefix": "${run_id}", "lookup_rpc_port": "${port:http}"}
+    if role == "decode":
+        extra["save_decode_cache"] = True
+    kv_role = "kv_consumer" if role == "decode" else "kv_both"
+    return {"kv_connector": "MooncakeStoreConnector", "kv_role": kv_role, "kv_connector_extra_config": extra}
+
+
+def _disk(offload: KvOffload | None) -> tuple[str, ...]:
+    """The directory of this run on this node; nodes of an emulated cluster share one disk."""
+    if offload is None or offload.disk is None:
+        return ()
+    return (f"{offload.disk.path}/primeslurm-${{run_id}}-n${{node}}",)
+
+
+def _metadata_url() -> str:
+    return f"http://${{addr:{STORE_MASTER}:metadata}}/metadata"
+
+
+def _protocol(offload: MooncakeOffload, device: Device) -> str:
+    return offload.protocol or ("rdma" if device == "cuda" else "tcp")
+
+
+def _devices(offload: MooncakeOffload, device: Device) -> str:
+    """For RDMA the recipe's HCAs, else those that the site names or the node finds."""
+    if _protocol(offload, device) == "tcp":
+        return ""
+    return ",".join(offload.devices) or "${hcas}"

@@ -1,0 +1,84 @@
+"""Commands of the processes that are our own: orchestrator, environment workers, trainer ranks."""
+
+from __future__ import annotations
+
+from primeslurm.plan.commands.command import Command
+from primeslurm.plan.placement.node_builder import RENDEZVOUS_PORT
+from primeslurm.recipe import Recipe, Site
+
+RECIPE = "${run_dir}/recipe.resolved.json"
+
+
+def orchestrator_command(engines: list[str], routers: list[str], teachers: list[str]) -> Command:
+    """The one orchestrator, on the head node."""
+    argv: tuple[str, ...] = (
+        "${python}",
+        "-m",
+        "primeslurm.orchestrator",
+        "--recipe",
+        RECIPE,
+        "--run-dir",
+        "${run_dir}",
+        "--attempt",
+        "${attempt}",
+        "--run-id",
+        "${run_id}",
+        "--bind",
+        "tcp://${host}:${port:wire}",
+        "--env-bind",
+        "tcp://${host}:${port:envs}",
+        "--routers",
+        ",".join(routers),  # names: where they are is looked up, and may change
+        "--engines",
+        ",".join(engines),
+    )
+    if teachers:
+        argv += ("--teachers", ",".join(teachers))
+    return Command(argv=argv, env={}, ports=("wire", "envs"))
+
+
+def environment_command(label: str, worker: int) -> Command:
+    """One worker process of one environment."""
+    argv = (
+        "${python}",
+        "-m",
+        "primeslurm.orchestrator.rollouts.worker",
+        "--recipe",
+        RECIPE,
+        "--environment",
+        label,
+        "--worker",
+        str(worker),
+        "--orchestrator",
+        "tcp://${addr:orchestrator:envs}",
+        "--attempt-dir",
+        "${attempt_dir}",
+    )
+    return Command(argv=argv, env={}, ports=())
+
+
+def trainer_command(recipe: Recipe, site: Site, *, rank: int, local_rank: int, world: int) -> Command:
+    """One trainer rank: one process, one GPU, one log."""
+    argv: tuple[str, ...] = (
+        "${python}",
+        "-m",
+        "primeslurm.trainer",
+        "--recipe",
+        RECIPE,
+        "--run-dir",
+        "${run_dir}",
+        "--attempt",
+        "${attempt}",
+        "--device",
+        site.device,
+    )
+    if recipe.task == "rl":
+        argv += ("--orchestrator", "tcp://${addr:orchestrator:wire}")
+    env = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "${host:trainer-rank-0}",
+        "MASTER_PORT": "${port:trainer-rank-0:master}",
+    }
+    return Command(argv=argv, env=env, ports=(RENDEZVOUS_PORT,) if rank == 0 else ())

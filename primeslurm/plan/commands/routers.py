@@ -1,0 +1,88 @@
+"""What stands in front of a replica's engines: one function per type of router, all to the same shape."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from primeslurm.plan.commands import dynamo, llmd
+from primeslurm.plan.commands.command import Command, ReplicaEngines, long_options, url_of
+from primeslurm.plan.model import Health
+from primeslurm.recipe import Recipe
+from primeslurm.recipe.sections.routers import DynamoRouter, LlmdRouter, VllmRouter
+
+
+@dataclass(frozen=True)
+class Front:
+    """One process in front of the engines of a replica."""
+
+    name: str
+    command: Command
+    health: Health | None
+    after: Sequence[str] = ()
+    beside: str | None = None
+    """The engine whose node it runs on. Default: the replica's first node."""
+
+
+def router_name(replica: int) -> str:
+    """The process that clients of a replica talk to, whatever the type of its router."""
+    return f"router-{replica}"
+
+
+def fronts(recipe: Recipe, replica: int, workers: ReplicaEngines) -> list[Front]:
+    """The processes in front of one replica; the one called `router_name` serves HTTP on its port `http`."""
+    name = router_name(replica)
+    match recipe.inference.router:
+        case VllmRouter() as router:
+            command = router_command(recipe, router, workers)
+            return [Front(name, command, Health(port="http", path="/liveness"), workers.all)]
+        case DynamoRouter() as router:
+            return [Front(name, dynamo.frontend(router, replica), Health(port="http"))]
+        case LlmdRouter() as router:
+            return _llmd(router, replica, workers)
+
+
+def _llmd(router: LlmdRouter, replica: int, workers: ReplicaEngines) -> list[Front]:
+    picker = f"picker-{replica}"
+    sidecars = {engine: f"sidecar-{engine}" for engine in workers.decode}
+    return [
+        *(Front(sidecar, llmd.sidecar(engine), None, (engine,), beside=engine) for engine, sidecar in sidecars.items()),
+        Front(picker, llmd.picker(router, workers, sidecars), Health(port="http", path="/metrics"), workers.all),
+        Front(router_name(replica), llmd.envoy(picker), Health(port="http"), (picker, *sidecars.values())),
+    ]
+
+
+def router_command(recipe: Recipe, router: VllmRouter, workers: ReplicaEngines) -> Command:
+    """vllm-router over engines, or over prefill and decode engines."""
+    options: dict[str, object] = {"host": "${host}", "port": "${port:http}", "policy": router.policy}
+    options |= _OPTIONS | {"request_timeout_secs": recipe.orchestrator.request_timeout_s}
+    if workers.disaggregated:
+        options |= {"vllm_pd_disaggregation": True, "prefill_policy": router.policy, "decode_policy": router.policy}
+    argv = ["${python}", "-m", "vllm_router.launch_router", *long_options(options | router.extra)]
+    if workers.disaggregated:
+        argv += [part for name in workers.prefill for part in ("--prefill", url_of(name))]
+        argv += [part for name in workers.decode for part in ("--decode", url_of(name))]
+    else:
+        argv += ["--worker-urls", *map(url_of, workers.engines)]
+    # RUST_LOG: below warn, it writes three lines a request. Without prefill and decode it hands on its client's token;
+    # with them it adds its own, from this variable, to everything that it relays.
+    token = {"OPENAI_API_KEY": "${generate_token}"} if workers.disaggregated else {}
+    return Command(tuple(argv), {"RUST_LOG": "warn", **token}, ("http", "metrics"))
+
+
+_OPTIONS: dict[str, object] = {
+    "prometheus_host": "${host}",
+    "prometheus_port": "${port:metrics}",
+    # It listens only once an engine is open, and would give up waiting for one after ten minutes.
+    "worker_startup_timeout_secs": 7 * 86400,
+    "worker_startup_check_interval": 1,
+    # An engine that dies or goes stale must leave the router in about a second, and come back as fast: the router
+    # retries nothing between prefill and decode, so until then its clients see errors.
+    "health_check_interval_secs": 1,
+    "health_check_timeout_secs": 5,
+    "health_failure_threshold": 1,
+    "health_success_threshold": 1,
+    "cb_failure_threshold": 2,
+    "cb_success_threshold": 1,
+    "cb_timeout_duration_secs": 2,
+}

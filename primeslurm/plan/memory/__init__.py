@@ -1,0 +1,1 @@
+"""What fits: parameters, activations, KV cache, and the estimate made of them."""

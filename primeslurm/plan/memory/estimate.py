@@ -1,0 +1,257 @@
+"""What a plan needs and gives: memory per role, tokens of KV cache, seconds of a policy update, GPU-hours. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from primeslurm.families.shape import ModelShape
+from primeslurm.plan.commands.command import EngineRole
+from primeslurm.plan.commands.engine import GPU_MEMORY_UTILIZATION, settings_of
+from primeslurm.plan.memory.engine import (
+    DEFAULT_BATCHED_TOKENS,
+    EngineLayout,
+    EngineMemory,
+    engine_memory,
+    kv_bytes_per_token,
+)
+from primeslurm.plan.memory.forecast import Amount, Estimate, RoleMemory
+from primeslurm.plan.memory.gpus import GIB, Gpu, gpu_of
+from primeslurm.plan.memory.parameters import count
+from primeslurm.plan.memory.trainer import TrainerLayout, lora_parameters, trained_parameters, trainer_memory
+from primeslurm.plan.model import NodeRole
+from primeslurm.plan.placement.resources import ResourceRequest, expert_ranks
+from primeslurm.recipe import Recipe, Site
+from primeslurm.recipe.fields.slurm_syntax import minutes
+from primeslurm.recipe.sections.kv_offload import NativeOffload
+from primeslurm.recipe.sections.slurm import DEFAULT_TIME
+from primeslurm.recipe.sections.trainer import micro_batch_rows
+
+MFU = 0.2
+"""Share of the peak that a MoE trainer reaches: 15 to 25 % are published for 8xH200 and larger."""
+LINE_SHARE = 0.5
+"""Share of the line rate that sending a policy reaches; what a published broadcast of GLM-5 (58 s) reached."""
+TYPICAL = 4
+"""A typical rollout is a quarter of the longest one."""
+STORED_BYTES = {"fp8": 1.0, "mxfp4": 0.53, "int4": 0.56}
+"""Per parameter with scales. A trained policy is bfloat16, unless the checkpoint was in FP8 blocks."""
+STATE_BYTES = {"adamw": 8, "muon": 4, "sgd": 4, "sign_sgd": 0}
+"""Optimizer state of a parameter. (Muon leaves embedding and head to AdamW: a few per cent of a large model.)"""
+ENGINE_ROLES: dict[NodeRole, EngineRole] = {"inference": "engine", "prefill": "prefill", "decode": "decode"}
+
+
+def estimate(recipe: Recipe, site: Site, requests: list[ResourceRequest], facts: ModelShape, source: str) -> Estimate:
+    """The memory of every role with known GPUs, and amounts of the whole run."""
+    roles: list[RoleMemory] = []
+    for request in requests:
+        gpu = gpu_of(request.kind) if site.device == "cuda" else None
+        if gpu is None or not request.gpus:
+            continue
+        if request.role == "train":
+            roles.append(_trainer_role(recipe, request, facts, gpu))
+        elif request.role in ENGINE_ROLES:
+            roles.append(engine_role(recipe, request, facts, gpu))
+    return Estimate(source=source, roles=tuple(roles), amounts=tuple(_amounts(recipe, site, requests, facts)))
+
+
+def engine_layout(recipe: Recipe, role: EngineRole, ep: int, facts: ModelShape) -> EngineLayout:
+    """How engines of a role are cut, with the experts spread over `ep` GPUs."""
+    settings, inference = settings_of(recipe, role), recipe.inference
+    element = 2 if recipe.model.dtype == "bfloat16" else 4
+    as_stored = recipe.task == "serve" or facts.fp8_blocks
+    stored = STORED_BYTES.get(facts.quantization or "", element) if as_stored else element
+    return EngineLayout(
+        tp=inference.parallel.tp,
+        ep=ep,
+        weight_bytes=1.0 if inference.quantization == "fp8" else stored,
+        dtype_bytes=element,
+        fp8_kv=inference.kv_cache_dtype == "fp8",
+        batched_tokens=settings.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS,
+        cuda_graphs=not inference.enforce_eager,
+        all2all=settings.all2all,
+    )
+
+
+def trainer_layout(recipe: Recipe, gpus: int, facts: ModelShape) -> TrainerLayout:
+    """How the trainer is cut on `gpus` GPUs in all."""
+    trainer = recipe.trainer
+    p = trainer.parallelism
+    return TrainerLayout(
+        shard=gpus // p.dp_replicate,
+        ep=p.ep,
+        tokens=micro_batch_rows(recipe.seq_len) * recipe.seq_len // p.cp,
+        checkpointing=p.activation_checkpointing,
+        optimizer_offload=trainer.memory.optimizer_offload,
+        activation_offload=trainer.memory.activation_offload,
+        logit_tokens=trainer.memory.lm_head_chunk,
+        lora_parameters=lora_parameters(facts, trainer.lora.rank) if trainer.lora else 0,
+        dtype_bytes=2 if recipe.model.dtype == "bfloat16" else 4,
+        state_bytes=STATE_BYTES[trainer.optimizer.type],
+        reshard=p.reshard_after_forward,
+        staged=recipe.checkpoint.asynchronous,
+        cp=p.cp,
+        images=recipe.model.vlm is not None,
+        frozen_vision=_frozen_vision(recipe),
+    )
+
+
+def _frozen_vision(recipe: Recipe) -> bool:
+    return recipe.model.vlm is None or recipe.model.vlm.freeze_vision_encoder
+
+
+def engine_role(
+    recipe: Recipe, request: ResourceRequest, facts: ModelShape, gpu: Gpu, prompt_logprobs: bool = False
+) -> RoleMemory:
+    """The memory of one GPU of a role that runs engines, which may be asked for log-probabilities of prompts."""
+    role = ENGINE_ROLES[request.role]
+    settings = settings_of(recipe, role)
+    share = settings.gpu_memory_utilization or GPU_MEMORY_UTILIZATION
+    layout = engine_layout(recipe, role, expert_ranks(recipe, request), facts)
+    layout = replace(layout, prompt_logprobs=prompt_logprobs)
+    memory = engine_memory(facts, layout, gpu.memory_gib * GIB, share)
+    kv = settings.kv_cache_bytes or memory.kv
+    memory = EngineMemory(memory.weights, memory.reserve, kv, memory.kv_per_token, memory.state_per_sequence)
+    engines = request.nodes * request.gpus // layout.tp
+    return RoleMemory(
+        role=request.role,
+        gpu=gpu.name,
+        gpu_gib=gpu.memory_gib,
+        limit_gib=round(gpu.memory_gib * share, 1),
+        parts={"weights": _gib(memory.weights), "reserve": _gib(memory.reserve), "KV": _gib(max(0, memory.kv))},
+        needed_gib=_gib(memory.weights + memory.reserve),
+        kv_bytes_per_token=memory.kv_per_token,
+        kv_tokens=memory.kv_tokens,
+        longest=round(memory.sequences(recipe.max_len) * engines, 1),
+        typical=round(memory.sequences(recipe.max_len // TYPICAL or 1) * engines, 1),
+    )
+
+
+def _trainer_role(recipe: Recipe, request: ResourceRequest, facts: ModelShape, gpu: Gpu) -> RoleMemory:
+    memory = trainer_memory(facts, trainer_layout(recipe, request.nodes * request.gpus, facts))
+    parts = {
+        "weights": memory.weights,
+        "gradients": memory.gradients,
+        "optimizer": memory.optimizer,
+        "gathered": memory.gathered,
+        "activations": memory.activations,
+        "images": memory.images,
+        "logits": memory.logits,
+    }
+    return RoleMemory(
+        role="train",
+        gpu=gpu.name,
+        gpu_gib=gpu.memory_gib,
+        limit_gib=gpu.memory_gib,
+        parts={name: _gib(size) for name, size in parts.items()},
+        needed_gib=_gib(memory.total),
+        host_gib_per_node=_gib(memory.host * request.gpus),
+    )
+
+
+def _amounts(recipe: Recipe, site: Site, requests: list[ResourceRequest], facts: ModelShape) -> list[Amount]:
+    p = count(facts)
+    gpus = sum(request.nodes * request.gpus for request in requests)
+    time = recipe.slurm.over(site.slurm).time or DEFAULT_TIME
+    hours = gpus * minutes(time) / 60
+    found = [Amount(name="parameters", value=round(p.total / 1e9, 2), unit="billion", how="of the model's shape")]
+    train = next((request for request in requests if request.role == "train"), None)
+    if train:
+        found += _training(recipe, train, facts)
+    if recipe.task == "rl" and train:
+        found += _update(recipe, site, train, requests, facts)
+        found += _replay(recipe, facts)
+    found += _host_tier(recipe, requests, facts)
+    found.append(Amount(name="GPU-hours", value=round(hours), unit="h", how=f"{gpus} GPUs for {time}"))
+    return found
+
+
+def _training(recipe: Recipe, train: ResourceRequest, facts: ModelShape) -> list[Amount]:
+    adapters = lora_parameters(facts, recipe.trainer.lora.rank) if recipe.trainer.lora else 0
+    trained = trained_parameters(facts, adapters, _frozen_vision(recipe))
+    size = (4 + STATE_BYTES[recipe.trainer.optimizer.type]) * trained
+    saved = Amount(name="checkpoint", value=round(size / 1e9, 1), unit="GB", how="float32 masters and optimizer state")
+    gpu = gpu_of(train.kind)
+    if gpu is None:
+        return [saved]
+    rollouts = recipe.orchestrator.batch_size if recipe.task == "rl" else (recipe.sft.batch_size if recipe.sft else 1)
+    flops = (6 * count(facts).active + _attention_flops(facts, recipe.seq_len)) * rollouts * recipe.seq_len
+    seconds = flops / (train.nodes * train.gpus * gpu.bf16_tflops * 1e12 * MFU)
+    how = f"{rollouts} sequences of seq_len at {MFU:.0%} of the peak; a quarter of it at a typical length"
+    return [saved, Amount(name="trainer step", value=round(seconds, 1), unit="s", how=how)]
+
+
+def _attention_flops(facts: ModelShape, length: int) -> float:
+    """Forward and backward attention of one token of a sequence: causal, so over half of it on average.
+
+    Sparse attention looks at a few thousand tokens, which is small beside the experts.
+    """
+    if facts.indexer:
+        return 0.0
+    width = facts.heads * ((facts.mla.nope + facts.mla.rope + facts.mla.value) / 2 if facts.mla else facts.head_dim)
+    return 6.0 * (facts.attention_layers - facts.window_layers) * width * length
+
+
+def _update(
+    recipe: Recipe, site: Site, train: ResourceRequest, requests: list[ResourceRequest], facts: ModelShape
+) -> list[Amount]:
+    """Bytes of one policy, and the seconds until every engine holds it."""
+    element = 2 if recipe.model.dtype == "bfloat16" else 4
+    fp8 = recipe.inference.quantization == "fp8" or facts.fp8_blocks
+    parameters = count(facts)
+    experts = float(parameters.experts * (1 if fp8 else element))
+    projections = (parameters.attention + parameters.dense) * (1 if fp8 else element)
+    common = projections + (parameters.total - parameters.experts - parameters.attention - parameters.dense) * element
+    size = experts + common
+    form = "FP8" if fp8 else recipe.model.dtype
+    found = [Amount(name="policy", value=round(size / 1e9, 1), unit="GB", how=f"in {form}")]
+    if recipe.weights.transport == "filesystem":
+        speed = site.network.storage_gbytes_per_s * train.nodes
+        how = f"written by {train.nodes} nodes and read, at {site.network.storage_gbytes_per_s:g} GB/s each"
+        return [*found, Amount(name="weight update", value=round(2 * size / 1e9 / speed, 1), unit="s", how=how)]
+    return [*found, *_sending(recipe, site, train, requests, common, experts)]
+
+
+def _sending(
+    recipe: Recipe, site: Site, train: ResourceRequest, requests: list[ResourceRequest], common: float, experts: float
+) -> list[Amount]:
+    """Trainer GPUs share what is sent; each engine GPU takes its own experts, and all else."""
+    gpu = gpu_of(train.kind)
+    gbps = site.network.gbps_per_gpu or (gpu.nic_gbps if gpu else None)
+    if gbps is None:
+        return []
+    engines = [request for request in requests if request.role in ENGINE_ROLES]
+    shares = [(request.nodes * request.gpus, common + experts / expert_ranks(recipe, request)) for request in engines]
+    sent = sum(gpus * share for gpus, share in shares) / max(1, train.nodes * train.gpus)
+    taken = max((share for _, share in shares), default=0.0)
+    seconds = max(sent, taken) * 8 / (gbps * 1e9 * LINE_SHARE)
+    speed = f"{LINE_SHARE:.0%} of {gbps:g} Gbit/s"
+    how = f"{sent / 1e9:.1f} GB from a trainer GPU, {taken / 1e9:.1f} GB to an engine GPU, at {speed}"
+    return [Amount(name="weight update", value=round(seconds, 1), unit="s", how=how)]
+
+
+def _replay(recipe: Recipe, facts: ModelShape) -> list[Amount]:
+    if not recipe.trainer.router_replay or facts.experts is None:
+        return []
+    per_token = facts.layers * facts.experts.top_k * (1 if facts.experts.count <= 256 else 2)
+    batch = per_token * recipe.seq_len * recipe.orchestrator.batch_size
+    how = f"{per_token} bytes a token, {recipe.orchestrator.batch_size} rollouts of seq_len"
+    return [Amount(name="routed experts", value=round(batch / 1e9, 1), unit="GB per step", how=how)]
+
+
+def _host_tier(recipe: Recipe, requests: list[ResourceRequest], facts: ModelShape) -> list[Amount]:
+    """Tokens whose KV fits into host memory: a Mooncake store's pool, or the tiers of all engines that have one."""
+    offload = recipe.inference.kv_offload
+    holders = [request for request in requests if request.role in ENGINE_ROLES]
+    if offload is None or not holders:
+        return []
+    layout = engine_layout(recipe, "engine", 1, facts)
+    pools = sum(request.nodes for request in holders)
+    how = f"{offload.cpu.bytes / GIB:.0f} GiB of each of {pools} nodes, shared"
+    if isinstance(offload, NativeOffload):
+        pools = sum(request.nodes * request.gpus // layout.tp for request in holders if request.role != "decode")
+        how = f"{offload.cpu.bytes / GIB:.0f} GiB of each of {pools} engines, its own"
+    tokens = pools * offload.cpu.bytes / (kv_bytes_per_token(facts, layout) * layout.tp)
+    return [Amount(name="KV in host memory", value=round(tokens / 1e6, 1), unit="million tokens", how=how)]
+
+
+def _gib(size: float) -> float:
+    return round(size / GIB, 1)

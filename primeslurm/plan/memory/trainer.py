@@ -1,0 +1,177 @@
+"""Memory of one trainer GPU under FSDP x EP x CP, and of its node's host memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from primeslurm.families.shape import ModelShape
+from primeslurm.plan.memory.activations import images_of, layers_of
+from primeslurm.plan.memory.gpus import GIB
+from primeslurm.plan.memory.parameters import count, largest_layer
+
+CONTEXT_BYTES = 2 * GIB
+"""CUDA context and NCCL communicators: not in what torch reports as reserved."""
+LOGIT_BYTES = 16
+"""Per logit at the peak of the loss: bfloat16 output, float32 copy, log-softmax and gradient, bfloat16 gradient."""
+
+
+@dataclass(frozen=True)
+class TrainerLayout:
+    """How the trainer's model and batch are cut."""
+
+    shard: int
+    """GPUs that a copy of the model is spread over."""
+    ep: int
+    tokens: int
+    """Tokens of a micro batch on one GPU: after context parallelism has cut them."""
+    checkpointing: str
+    """none, selective or full."""
+    optimizer_offload: bool = False
+    activation_offload: bool = False
+    logit_tokens: int | None = None
+    """Tokens whose logits exist at once; None for all."""
+    lora_parameters: int = 0
+    """Trained parameters; 0 for all of the model."""
+    dtype_bytes: int = 2
+    """Bytes per element of compute."""
+    state_bytes: int = 8
+    """Optimizer state of a trained parameter: two float32 moments with AdamW."""
+    reshard: bool = True
+    """Whether gathered layers are given up after their forward pass."""
+    staged: bool = False
+    """Whether checkpoints are written from a copy in host memory."""
+    cp: int = 1
+    """Ranks that share each row. They share no images: each sees those of all its tokens."""
+    images: bool = False
+    """Whether rows have images."""
+    frozen_vision: bool = True
+    """Whether the encoder of images stays as it is."""
+
+
+@dataclass(frozen=True)
+class TrainerMemory:
+    """Bytes on one trainer GPU, and in host memory for each of them."""
+
+    weights: int
+    """This rank's shard of the float32 masters."""
+    gradients: int
+    optimizer: int
+    gathered: int
+    """The layer that computes and the next one that is prefetched, unsharded, with gradients before reduction."""
+    activations: int
+    images: int
+    """What the encoder keeps, as if every token stood for a part of an image."""
+    logits: int
+    host: int
+
+    @property
+    def allocated(self) -> int:
+        """What torch allocates at the peak."""
+        states = self.weights + self.gradients + self.optimizer
+        return states + self.gathered + self.activations + self.images + self.logits
+
+    @property
+    def total(self) -> int:
+        """With the CUDA context."""
+        return self.allocated + CONTEXT_BYTES
+
+
+def trainer_memory(facts: ModelShape, layout: TrainerLayout) -> TrainerMemory:
+    """The peak of one trainer GPU.
+
+    States: float32 masters, gradients and two AdamW moments, 16 bytes a parameter over the shard (Rajbhandari et al.,
+    ZeRO, arXiv 1910.02054, stage 3). With optimizer offload all three are in host memory. With LoRA the model is
+    frozen: masters only.
+    """
+    total, trained = count(facts).total, trained_parameters(facts, layout.lora_parameters, layout.frozen_vision)
+    masters, gradients, state = 4 * total, 4 * trained, layout.state_bytes * trained
+    on_host = masters + gradients + state if layout.optimizer_offload else 0
+    on_gpu = 0 if layout.optimizer_offload else 1
+    copies = masters + state if layout.staged else 0
+    activations = activation_bytes(facts, layout)
+    logits = min(layout.tokens, layout.logit_tokens or layout.tokens) * facts.vocab * LOGIT_BYTES
+    return TrainerMemory(
+        weights=on_gpu * masters // layout.shard,
+        gradients=on_gpu * gradients // layout.shard,
+        optimizer=on_gpu * state // layout.shard,
+        gathered=_gathered(facts, layout),
+        activations=activations,
+        images=image_bytes(facts, layout, beside=activations + logits),
+        logits=logits,
+        host=(on_host + copies) // layout.shard + _waiting(facts, layout),
+    )
+
+
+def trained_parameters(facts: ModelShape, adapters: int, frozen_vision: bool) -> int:
+    """Parameters that have gradients: those of adapters, if there are any, or of all that is not frozen."""
+    parameters = count(facts)
+    return adapters or (parameters.language if frozen_vision else parameters.total)
+
+
+def layer_gather_bytes(facts: ModelShape, ep: int, bytes_per_parameter: int) -> int:
+    """One unsharded layer on a GPU: experts stay spread over the expert-parallel ranks."""
+    experts, rest = largest_layer(facts)
+    return (experts // ep + rest) * bytes_per_parameter
+
+
+def lora_parameters(facts: ModelShape, rank: int) -> int:
+    """Parameters of adapters on every linear layer: rank x (inputs + outputs)."""
+    q, kv = facts.heads * facts.head_dim, facts.kv_heads * facts.head_dim
+    per_layer = (facts.hidden + q) * 2 + (facts.hidden + kv) * 2
+    total = facts.attention_layers * per_layer + facts.dense_layers * 3 * (facts.hidden + facts.dense_width)
+    if facts.experts:
+        e = facts.experts
+        each = 3 * ((e.latent or facts.hidden) + e.width)
+        total += facts.moe_layers * (e.count * each + (3 * (facts.hidden + e.shared_width) if e.shared_width else 0))
+    return rank * total
+
+
+def _gathered(facts: ModelShape, layout: TrainerLayout) -> int:
+    """Two layers in the compute dtype, or all; gradients of one, and their float32 copy on the way to the reduction.
+
+    An encoder of images is gathered, block by block, when no layer is: only one that stays gathered counts.
+    """
+    frozen = bool(layout.lora_parameters)
+    gradients = 0 if frozen else layout.dtype_bytes + 4
+    copies = 2 if layout.reshard else facts.layers
+    layers = layer_gather_bytes(facts, layout.ep, copies * layout.dtype_bytes + gradients)
+    ends = facts.vocab * facts.hidden * (layout.dtype_bytes + gradients)
+    encoder = 0 if layout.reshard or not layout.images else count(facts).vision * layout.dtype_bytes
+    return layers + ends + encoder
+
+
+def activation_bytes(facts: ModelShape, layout: TrainerLayout) -> int:
+    """What the forward pass keeps for the backward pass, and the working set of the layer that is recomputed.
+
+    With offload, two layers' are here. Ranks that share rows share the heads of recurrent layers, too.
+    """
+    kinds = layers_of(facts, layout.dtype_bytes)
+    kept = sum(layers.count * layers.kept(layout.checkpointing) for layers in kinds)
+    if layout.activation_offload:
+        kept = 2 * max(layers.kept(layout.checkpointing) for layers in kinds)
+    return layout.tokens * kept + max(layout.tokens * layers.working + layers.part // layout.cp for layers in kinds)
+
+
+def image_bytes(facts: ModelShape, layout: TrainerLayout, beside: int) -> int:
+    """What images take beside their tokens, if every token stands for a part of one.
+
+    The encoder works before and after all layers of the language model, when what these take, `beside`, is not there:
+    only more than that counts. A frozen one keeps nothing but its results.
+    """
+    if facts.vision is None or not layout.images:
+        return 0
+    each = images_of(facts.vision, layout.dtype_bytes)
+    patches = layout.tokens * layout.cp * facts.vision.patches
+    kept = each.pixels + each.features
+    if not layout.frozen_vision:
+        blocks = each.block if layout.checkpointing == "none" else each.input
+        kept += each.ends + facts.vision.depth * blocks
+    return patches * kept + max(0, patches * each.block - beside)
+
+
+def _waiting(facts: ModelShape, layout: TrainerLayout) -> int:
+    """Activations in host memory."""
+    if not layout.activation_offload:
+        return 0
+    kinds = layers_of(facts, layout.dtype_bytes)
+    return layout.tokens * sum(layers.count * layers.kept(layout.checkpointing) for layers in kinds)

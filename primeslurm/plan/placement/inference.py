@@ -1,0 +1,119 @@
+"""Engines and routers on the inference nodes: who shares experts with whom, and which router stands in front."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from primeslurm.plan.commands import kv
+from primeslurm.plan.commands.command import EngineRole, ReplicaEngines
+from primeslurm.plan.commands.engine import START_TIMEOUT_S, DataParallel, Engines
+from primeslurm.plan.commands.routers import fronts, router_name
+from primeslurm.plan.model import Health, NodeRole, Replica
+from primeslurm.plan.placement.node_builder import NodeBuilder
+from primeslurm.recipe import Recipe, Site
+from primeslurm.recipe.sections.deployment import Disaggregated
+from primeslurm.recipe.sections.kv_offload import MooncakeOffload
+
+ENGINE_READY = "/primeslurm/status"
+"""Answers 200 as soon as an engine's HTTP server is up, current or not: `/health` waits for the current policy.
+Only engines that are trained for have it."""
+
+ROLE_OF: dict[NodeRole, EngineRole] = {"inference": "engine", "prefill": "prefill", "decode": "decode"}
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Nodes whose engines share the experts, if they do: a replica's, or one of its prefill or decode groups."""
+
+    role: EngineRole
+    builders: Sequence[NodeBuilder]
+
+
+def place_inference(recipe: Recipe, site: Site, builders: list[NodeBuilder]) -> list[Replica]:
+    """Put one engine per data-parallel rank on every inference node, and a router on each replica's first node."""
+    members: dict[int, list[NodeBuilder]] = {}
+    for builder in builders:
+        if builder.replica is not None:
+            members.setdefault(builder.replica, []).append(builder)
+    _place_store(recipe, site, [builder for nodes in members.values() for builder in nodes])
+    return [_place_replica(recipe, site, index, nodes) for index, nodes in sorted(members.items())]
+
+
+def _place_store(recipe: Recipe, site: Site, builders: list[NodeBuilder]) -> None:
+    """A client of the Mooncake store on every inference node, and its master on the first one."""
+    offload = recipe.inference.kv_offload
+    if not isinstance(offload, MooncakeOffload) or not builders:
+        return
+    first = min(builders, key=lambda builder: builder.index)
+    first.add(kv.STORE_MASTER, "store", kv.store_master(recipe), health=Health(port="http"))
+    for builder in builders:
+        builder.add(
+            f"store-{builder.index}",
+            "store",
+            kv.store_client(offload, site.device),
+            health=Health(port="http"),
+            after=(kv.STORE_MASTER,),
+        )
+
+
+def _stores(builder: NodeBuilder) -> tuple[str, ...]:
+    """What an engine on this node waits for: the store, once the node gives its share to it."""
+    return tuple(process.name for process in builder.processes if process.role == "store")
+
+
+def _place_replica(recipe: Recipe, site: Site, index: int, nodes: list[NodeBuilder]) -> Replica:
+    names: dict[EngineRole, list[str]] = {"engine": [], "prefill": [], "decode": []}
+    for group in _groups(recipe, nodes):
+        _place_group(recipe, site, index, group, names[group.role])
+    workers = ReplicaEngines(tuple(names["engine"]), tuple(names["prefill"]), tuple(names["decode"]))
+    for front in fronts(recipe, index, workers):
+        builder = next((builder for builder in nodes if builder.holds(front.beside)), nodes[0])
+        builder.add(front.name, "router", front.command, replica=index, health=front.health, after=front.after)
+    return Replica(
+        index=index,
+        router=router_name(index),
+        engines=workers.all,
+        nodes=tuple(builder.index for builder in nodes),
+    )
+
+
+def _groups(recipe: Recipe, nodes: list[NodeBuilder]) -> Iterator[_Group]:
+    shape = recipe.deployment.inference
+    sizes: dict[EngineRole, int] = {"engine": len(nodes)}
+    if isinstance(shape, Disaggregated):
+        sizes = {"prefill": shape.prefill.nodes_per_replica, "decode": shape.decode.nodes_per_replica}
+    for role, size in sizes.items():
+        own = [builder for builder in nodes if ROLE_OF[builder.role] == role]
+        for first in range(0, len(own), size):
+            yield _Group(role, own[first : first + size])
+
+
+def _place_group(recipe: Recipe, site: Site, replica: int, group: _Group, names: list[str]) -> None:
+    """Engines in rank order, with expert parallelism as data-parallel ranks of one unit."""
+    tp, role = recipe.inference.parallel.tp, group.role
+    places = [(builder, first) for builder in group.builders for first in range(0, builder.gpus, tp)]
+    dp = (recipe.inference.parallel.dp or len(places)) if recipe.inference.expert_parallel else 1
+    engines = Engines(recipe, site.device, role, "${python}")
+    start = len(names)
+    for number, (builder, first) in enumerate(places):
+        name = f"{role}-r{replica}-{start + number}"
+        rank = number % dp
+        head = f"{role}-r{replica}-{start + number - rank}"
+        names.append(name)
+        builder.add(
+            name,
+            role,
+            engines.command(DataParallel(dp, rank, head), replica),
+            gpus=range(first, first + tp),
+            replica=replica,
+            restart="unit" if dp > 1 else "in_place",
+            unit=f"{role}-r{replica}-g{(start + number) // dp}" if dp > 1 else None,
+            health=Health(
+                port="http",
+                path=ENGINE_READY if recipe.task == "rl" else "/health",
+                start_timeout_s=START_TIMEOUT_S,
+                hang_timeout_s=recipe.inference.hang_timeout_s,
+            ),
+            after=_stores(builder),
+        )

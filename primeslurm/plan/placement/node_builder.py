@@ -1,0 +1,83 @@
+"""A node of the plan while processes are put on it: GPUs and preferred ports are handed out in order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from primeslurm.plan.commands.command import Command
+from primeslurm.plan.model import Health, Node, NodeRole, Process, Restart, Role
+
+RENDEZVOUS_PORT = "master"
+RENDEZVOUS_OFFSET = 500
+"""torch listens for its ranks on every address of the host, so no node of an emulated cluster may prefer that port."""
+
+
+@dataclass
+class NodeBuilder:
+    """A node while it is being filled."""
+
+    index: int
+    group: int
+    role: NodeRole
+    index_in_group: int
+    replica: int | None
+    gpus: int
+    first_gpu: int
+    port_base: int
+    port: int
+    processes: list[Process] = field(default_factory=list)
+
+    def add(
+        self,
+        name: str,
+        role: Role,
+        command: Command,
+        *,
+        gpus: Iterable[int] = (),
+        replica: int | None = None,
+        restart: Restart = "in_place",
+        unit: str | None = None,
+        health: Health | None = None,
+        after: Iterable[str] = (),
+    ) -> None:
+        """Put a process on the node. `gpus` counts from the node's first one."""
+        self.processes.append(
+            Process(
+                name=name,
+                role=role,
+                node=self.index,
+                replica=replica,
+                argv=command.argv,
+                env=command.env,
+                log=f"logs/{role}/{name}.log",
+                ports={port: self._port(port) for port in command.ports},
+                gpus=tuple(self.first_gpu + gpu for gpu in gpus),
+                restart=restart,
+                unit=unit,
+                health=health,
+                files=command.files,
+                scratch=command.scratch,
+                after=tuple(after),
+            )
+        )
+
+    def holds(self, process: str | None) -> bool:
+        """Whether a process of this name is on the node."""
+        return any(placed.name == process for placed in self.processes)
+
+    def node(self) -> Node:
+        """The finished node."""
+        return Node(
+            index=self.index,
+            group=self.group,
+            role=self.role,
+            index_in_group=self.index_in_group,
+            processes=tuple(self.processes),
+        )
+
+    def _port(self, name: str) -> int:
+        if name == RENDEZVOUS_PORT:
+            return self.port_base + RENDEZVOUS_OFFSET
+        self.port += 1
+        return self.port - 1

@@ -1,0 +1,229 @@
+"""What each role of a recipe asks of a site: nodes and GPUs, or every reason why the site cannot give them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from primeslurm.errors import UsageError, Violation
+from primeslurm.plan.model import NodeRole
+from primeslurm.recipe import Recipe, Site
+from primeslurm.recipe.sections.deployment import Disaggregated
+from primeslurm.recipe.sections.teacher import TeacherEngines
+from primeslurm.recipe.site import NodeKind
+
+MAX_NODES = 10_000
+"""More than any cluster has: what asks for more is a slip of the pen, and would be planned for hours."""
+
+
+@dataclass(frozen=True)
+class ResourceRequest:
+    """What one role gets."""
+
+    role: NodeRole
+    nodes: int
+    gpus: int
+    """GPUs used on each node."""
+    kind: NodeKind
+    nodes_per_replica: int
+    """Nodes of this role in one inference replica; 0 for roles outside of inference."""
+    spares: int
+    """Nodes on top that replace others."""
+
+
+@dataclass(frozen=True)
+class _Ask:
+    """What the recipe says about one role, and where it says so."""
+
+    role: NodeRole
+    field: str
+    nodes: int
+    gpus: int | None
+    nodes_per_replica: int = 0
+
+
+def resource_requests(recipe: Recipe, site: Site) -> list[ResourceRequest]:
+    """Nodes and GPUs of each role, in het-group order. The head runs on the first node.
+
+    Raises:
+        UsageError: the site cannot give what is asked; every reason at once.
+    """
+    problems: list[Violation] = []
+    requests = [request for ask in _asks(recipe) if (request := _place(recipe, ask, site, problems))]
+    problems += (
+        _engine_problems(recipe, requests) + _expert_problems(recipe, requests) + _router_problems(recipe, requests)
+    )
+    problems += _trainer_problems(recipe, requests) + _teacher_problems(recipe, requests)
+    partitions = sorted({request.kind.partition for request in requests})
+    if recipe.deployment.layout == "single" and len(partitions) > 1:
+        why = f"one allocation cannot span partitions {', '.join(partitions)}"
+        problems.append(Violation("deployment.layout", "single", why, "use layout: het"))
+    if (nodes := sum(request.nodes + request.spares for request in requests)) > MAX_NODES:
+        problems.append(Violation("deployment", f"{nodes} nodes", f"is more than the {MAX_NODES} that can be planned"))
+    if problems:
+        raise UsageError(problems)
+    return requests
+
+
+def local_problems(site: Site, requests: list[ResourceRequest]) -> list[Violation]:
+    """All roles share one machine's GPUs, and may ask for more than it has."""
+    if site.device != "cuda":
+        return []
+    asked, there = (
+        sum(request.nodes * request.gpus for request in requests),
+        max(kind.gpus for kind in site.nodes.values()),
+    )
+    if asked <= there:
+        return []
+    why = f"the roles together ask for {asked} GPUs, this machine has {there}"
+    return [Violation("deployment", "", why, "lower gpus_per_node of a role")]
+
+
+def _asks(recipe: Recipe) -> list[_Ask]:
+    deployment, inference = recipe.deployment, recipe.deployment.inference
+    train = _Ask("train", "deployment.train", deployment.train.nodes, deployment.train.gpus_per_node)
+    if recipe.task == "sft":
+        return [train]
+    # In a single allocation the control processes share the first trainer node.
+    control = [_Ask("control", "deployment", 1, 0)] if deployment.layout == "het" else []
+    first = [*control, train] if recipe.task == "rl" else []
+    teacher = _teacher_ask(recipe)
+    where, replicas = "deployment.inference", inference.num_replicas
+    if isinstance(inference, Disaggregated):
+        p, d = inference.prefill, inference.decode
+        prefill = _Ask("prefill", f"{where}.prefill", p.nodes * replicas, p.gpus_per_node, p.nodes)
+        decode = _Ask("decode", f"{where}.decode", d.nodes * replicas, d.gpus_per_node, d.nodes)
+        return [*first, prefill, decode, *teacher]
+    per_replica = inference.nodes_per_replica
+    engines = _Ask("inference", where, per_replica * replicas, inference.gpus_per_node, per_replica)
+    return [*first, engines, *teacher]
+
+
+def _teacher_ask(recipe: Recipe) -> list[_Ask]:
+    teacher = recipe.teacher
+    if not isinstance(teacher, TeacherEngines):
+        return []
+    return [_Ask("teacher", "teacher", teacher.nodes, teacher.gpus_per_node)]
+
+
+def _place(recipe: Recipe, ask: _Ask, site: Site, problems: list[Violation]) -> ResourceRequest | None:
+    kind = site.kind(ask.role)
+    if kind is None:
+        why = f"site {site.name} has no nodes for role {ask.role}"
+        fix = f"add `{ask.role}` or `default` under `nodes` of the site file"
+        problems.append(Violation(ask.field, "", why, fix))
+        return None
+    gpus = kind.gpus if ask.gpus is None else ask.gpus
+    if gpus > kind.gpus:
+        why = f"nodes of partition {kind.partition} have {kind.gpus} GPUs"
+        problems.append(Violation(f"{ask.field}.gpus_per_node", str(gpus), why, f"nearest: {kind.gpus}"))
+    if ask.role != "control" and gpus == 0:
+        problems.append(Violation(ask.field, "", f"role {ask.role} needs GPUs, partition {kind.partition} has none"))
+    return ResourceRequest(ask.role, ask.nodes, gpus, kind, ask.nodes_per_replica, _spares(recipe, ask.role))
+
+
+def _spares(recipe: Recipe, role: NodeRole) -> int:
+    spares = recipe.deployment.spares
+    if role == "control":
+        # It would be a component of one node, with which no job survives a node (`Plan.survives_nodes`).
+        return int(any(value for _, value in spares))
+    return int(getattr(spares, role))
+
+
+def _engine_problems(recipe: Recipe, requests: list[ResourceRequest]) -> list[Violation]:
+    tp = recipe.inference.parallel.tp
+    return [
+        Violation(
+            "inference.parallel.tp",
+            str(tp),
+            f"must divide the {request.gpus} GPUs of each {request.role} node",
+            f"nearest: {_nearest_divisor(request.gpus, tp)}",
+        )
+        for request in requests
+        if request.nodes_per_replica and request.gpus and request.gpus % tp
+    ]
+
+
+def _router_problems(recipe: Recipe, requests: list[ResourceRequest]) -> list[Violation]:
+    """vllm-router does not start with a policy that has nothing to choose from."""
+    router, tp = recipe.inference.router, recipe.inference.parallel.tp
+    if router.type != "vllm-router" or router.policy != "power_of_two":
+        return []
+    few = [
+        request
+        for request in requests
+        if request.nodes_per_replica and request.nodes_per_replica * request.gpus // tp < 2
+    ]
+    why = "chooses between two engines, and a replica has only one of role {}"
+    return [
+        Violation("inference.router.policy", router.policy, why.format(request.role), "nearest: consistent_hash")
+        for request in few
+    ]
+
+
+def _expert_problems(recipe: Recipe, requests: list[ResourceRequest]) -> list[Violation]:
+    """Expert-parallel groups must fill their nodes evenly."""
+    tp, dp = recipe.inference.parallel.tp, recipe.inference.parallel.dp
+    if dp is None:
+        return []
+    field = "inference.parallel.dp"
+    if not recipe.inference.expert_parallel:
+        why = "engines are independent without inference.expert_parallel"
+        return [Violation(field, str(dp), why, "leave it out, or set inference.expert_parallel: true")]
+    sizes = {
+        request.role: group_nodes(recipe, request) * request.gpus // tp
+        for request in requests
+        if request.nodes_per_replica
+    }
+    return [
+        Violation(
+            field,
+            str(dp),
+            f"must divide the {engines} engines of a group of {role} nodes",
+            f"nearest: {_nearest_divisor(engines, dp)}",
+        )
+        for role, engines in sizes.items()
+        if engines % dp
+    ]
+
+
+def group_nodes(recipe: Recipe, request: ResourceRequest) -> int:
+    """Nodes of one group of engines: those that share the experts, with expert parallelism."""
+    shape = recipe.deployment.inference
+    if isinstance(shape, Disaggregated):
+        return (shape.prefill if request.role == "prefill" else shape.decode).nodes_per_replica
+    return request.nodes_per_replica
+
+
+def expert_ranks(recipe: Recipe, request: ResourceRequest) -> int:
+    """GPUs over which the experts of an engine are spread; 1 without expert parallelism."""
+    if not recipe.inference.expert_parallel:
+        return 1
+    tp, dp = recipe.inference.parallel.tp, recipe.inference.parallel.dp
+    return tp * dp if dp else group_nodes(recipe, request) * request.gpus
+
+
+def _trainer_problems(recipe: Recipe, requests: list[ResourceRequest]) -> list[Violation]:
+    p = recipe.trainer.parallelism
+    world = next((request.nodes * request.gpus for request in requests if request.role == "train"), 0)
+    if not world:
+        return []
+    if world % (p.dp_replicate * p.cp):
+        why = f"dp_replicate x cp = {p.dp_replicate * p.cp} must divide the {world} trainer GPUs"
+        return [Violation("trainer.parallelism", f"dp_replicate={p.dp_replicate}, cp={p.cp}", why)]
+    shard = world // p.dp_replicate
+    if shard % p.ep:
+        why = f"must divide the {shard} GPUs of one FSDP group"
+        return [Violation("trainer.parallelism.ep", str(p.ep), why, f"nearest: {_nearest_divisor(shard, p.ep)}")]
+    return []
+
+
+def _teacher_problems(recipe: Recipe, requests: list[ResourceRequest]) -> list[Violation]:
+    teacher, gpus = recipe.teacher, next((request.gpus for request in requests if request.role == "teacher"), 0)
+    if not isinstance(teacher, TeacherEngines) or not gpus or gpus % teacher.tp == 0:
+        return []
+    why = f"must divide the {gpus} GPUs of each teacher node"
+    return [Violation("teacher.tp", str(teacher.tp), why, f"nearest: {_nearest_divisor(gpus, teacher.tp)}")]
+
+
+def _nearest_divisor(number: int, wanted: int) -> int:
+    return min((d for d in range(1, number + 1) if number % d == 0), key=lambda d: abs(d - wanted))

@@ -1,0 +1,1 @@
+"""From YAML on disk to validated models, and from a mistake to one clear sentence."""

@@ -1,0 +1,125 @@
+"""From YAML on disk to validated models: `extends`, `--set`, and every violation at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from primeslurm.errors import UsageError, Violation
+from primeslurm.recipe.fields.text import text_problems
+from primeslurm.recipe.reading.explain import violation
+from primeslurm.recipe.reading.strict_yaml import parse, read_mapping
+from primeslurm.recipe.recipe import Recipe
+from primeslurm.recipe.rules import violations
+from primeslurm.recipe.site import Site
+
+M = TypeVar("M", bound=BaseModel)
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = (), name: str | None = None) -> Recipe:
+    """Read a recipe, merge what it extends, apply `a.b=value` overrides and another name, validate.
+
+    Raises:
+        UsageError: with everything that is wrong.
+    """
+    data = _apply_overrides(_read_extended(path, seen=()), overrides)
+    if name is not None:
+        data["name"] = name
+    recipe = _validate(Recipe, data, str(path))
+    if found := text_problems(recipe) + violations(recipe):
+        raise UsageError(found)
+    return recipe
+
+
+def load_site(path: Path) -> Site:
+    """Read a site file. Raises UsageError."""
+    site = _validate(Site, read_mapping(path), str(path))
+    if found := text_problems(site):
+        raise UsageError(found)
+    return site
+
+
+def _read_extended(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+    try:
+        path = path.resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # a loop of links, a name with a null byte
+        raise UsageError([Violation("extends" if seen else "RECIPE", repr(str(path)), str(error))]) from None
+    if path in seen:
+        chain = " -> ".join(p.name for p in (*seen, path))
+        raise UsageError([Violation("extends", path.name, f"goes in a circle: {chain}")])
+    data = read_mapping(path)
+    parent = data.pop("extends", None)
+    if parent is None:
+        return data
+    if not isinstance(parent, str):
+        raise UsageError([Violation("extends", repr(parent), "must be one relative path")])
+    return merge(_read_extended(path.parent / parent, (*seen, path)), data)
+
+
+def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """Deep merge: mappings merge key by key, everything else (lists too) replaces.
+
+    A mapping with another `type` replaces too: its keys belong to another kind of section.
+    """
+    if "type" in over and over["type"] != base.get("type", over["type"]):
+        return dict(over)
+    result = dict(base)
+    for key, value in over.items():
+        old = result.get(key)
+        both = isinstance(old, Mapping) and isinstance(value, Mapping)
+        result[key] = merge(old, value) if both else value  # type: ignore[arg-type]
+    return result
+
+
+def _apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    problems: list[Violation] = []
+    for override in overrides:
+        path, equals, text = override.partition("=")
+        keys = path.split(".")
+        if not equals or not all(keys):
+            problems.append(Violation("--set", override, "must be key.path=value"))
+            continue
+        try:
+            value = parse(text)
+        except ValueError:
+            problems.append(Violation(f"--set {path}", text, "the value is not valid YAML"))
+            continue
+        try:
+            data = _with(data, keys, value)
+        except LookupError as error:
+            problems.append(Violation(f"--set {path}", text, "there is no such place in the recipe", error.args[0]))
+    if problems:
+        raise UsageError(problems)
+    return data
+
+
+def _with(node: Any, keys: Sequence[str], value: Any, above: str = "") -> Any:
+    """A copy of `node` with a value at a path below it; what an alias shares with it stays as it is.
+
+    Raises:
+        LookupError: something on the path is neither a section nor a list that is long enough.
+    """
+    if not keys:
+        return value
+    key, below = keys[0], (keys[1:], value, f"{above}.{keys[0]}".lstrip("."))
+    if node is None or isinstance(node, Mapping):
+        node = node or {}
+        return {**node, key: _with(node.get(key), *below)}
+    if not isinstance(node, list):
+        raise LookupError(f"{above} is no section")
+    if not (key.isdecimal() and int(key) < len(node)):
+        raise LookupError(f"{above} has {f'entries 0 to {len(node) - 1}' if node else 'no entries'}")
+    i = int(key)
+    return [*node[:i], _with(node[i], *below), *node[i + 1 :]]
+
+
+def _validate(model: type[M], data: Mapping[str, Any], source: str) -> M:
+    if "schema" not in data:
+        data = {"schema": 1, **data} if model is Site else data
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        raise UsageError([violation(model, details, source) for details in error.errors()]) from None

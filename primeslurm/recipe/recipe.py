@@ -1,0 +1,65 @@
+"""The recipe as a whole. Rules that span sections are in `rules.py`."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, PositiveInt
+
+from primeslurm.recipe.fields.section import Section
+from primeslurm.recipe.fields.slurm_syntax import EnvironmentName, RunName
+from primeslurm.recipe.sections.deployment import Deployment
+from primeslurm.recipe.sections.inference import Inference
+from primeslurm.recipe.sections.orchestrator import Environment, Orchestrator
+from primeslurm.recipe.sections.slurm import Monitor, Slurm
+from primeslurm.recipe.sections.teacher import Teacher
+from primeslurm.recipe.sections.trainer import Checkpoint, Model, Sft, Trainer, Weights
+
+
+class Recipe(Section):
+    """A whole run. It names no host, partition or path of a site, so it runs on any cluster."""
+
+    schema_: Literal[1] = Field(1, alias="schema")
+    """Version of the recipe format."""
+    name: RunName
+    """Name of the run and of its directory."""
+    task: Literal["rl", "sft", "serve"] = "rl"
+    """rl: asynchronous RL. sft: the trainer alone. serve: engines and routers alone, until they are cancelled."""
+    seed: int = 0
+    max_steps: PositiveInt = 1000
+    """Optimizer steps of the whole run."""
+    seq_len: PositiveInt
+    """Longest trained sequence, and the length that batches are packed to."""
+    model: Model
+    trainer: Trainer = Trainer()
+    weights: Weights = Weights()
+    checkpoint: Checkpoint = Checkpoint()
+    environments: tuple[Environment, ...] = ()
+    orchestrator: Orchestrator = Orchestrator()
+    inference: Inference = Inference()
+    teacher: Teacher | None = None
+    """A frozen model that `trainer.loss.ref_kl` or `orchestrator.advantages: opd` asks for log-probabilities."""
+    sft: Sft | None = None
+    deployment: Deployment = Deployment()
+    slurm: Slurm = Slurm()
+    monitor: Monitor = Monitor()
+    pass_env: tuple[EnvironmentName, ...] = ()
+    """Variables of whoever submits that processes need, for example WANDB_API_KEY: their values are written nowhere."""
+
+    @property
+    def max_inflight(self) -> int:
+        """Rollouts in flight at once."""
+        return self.orchestrator.max_inflight_rollouts or 2 * self.orchestrator.batch_size
+
+    @property
+    def max_len(self) -> int:
+        """Longest sequence an engine accepts, in tokens."""
+        return self.model.max_len or self.seq_len
+
+    def metrics_options(self) -> dict[str, Any]:
+        """Where metrics go besides metrics.jsonl: keyword arguments of `records.metrics.MetricsLog`."""
+        wandb = self.monitor.wandb
+        if wandb is None:
+            return {"tensorboard": self.monitor.tensorboard}
+        told = {"name": self.name, "config": self.model_dump(mode="json", by_alias=True)}
+        return {"tensorboard": self.monitor.tensorboard, "wandb": wandb.model_dump() | told}

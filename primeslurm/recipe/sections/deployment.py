@@ -1,0 +1,93 @@
+"""Which nodes do what: trainer nodes, and the shape of the inference deployment."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveInt
+
+from primeslurm.recipe.fields.section import Section
+
+
+class Group(Section):
+    """Nodes that do one job."""
+
+    nodes: PositiveInt = 1
+    gpus_per_node: PositiveInt | None = None
+    """GPUs used on each node. Default: all that the site says a node has."""
+
+
+class RoleGroup(Section):
+    """One role of an inference replica: `num_replicas` groups of `nodes_per_replica` nodes each.
+
+    With expert parallelism a group is one set of engines that share the experts.
+    """
+
+    nodes_per_replica: PositiveInt = 1
+    num_replicas: PositiveInt = 1
+    gpus_per_node: PositiveInt | None = None
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of this role in one inference replica."""
+        return self.nodes_per_replica * self.num_replicas
+
+
+class SingleNode(Section):
+    """All engines on one node, behind one router."""
+
+    type: Literal["single_node"] = "single_node"
+    gpus_per_node: PositiveInt | None = None
+
+    @property
+    def num_replicas(self) -> int:
+        """Always one."""
+        return 1
+
+    @property
+    def nodes_per_replica(self) -> int:
+        """Always one."""
+        return 1
+
+
+class MultiNode(Section):
+    """Engines that both prefill and decode, on several nodes.
+
+    Without expert parallelism every engine is independent; with it, a replica's engines share the experts (wide EP).
+    """
+
+    type: Literal["multi_node"] = "multi_node"
+    num_replicas: PositiveInt = 1
+    """Inference replicas, each behind its own router."""
+    nodes_per_replica: PositiveInt = 1
+    gpus_per_node: PositiveInt | None = None
+
+
+class Disaggregated(Section):
+    """Separate prefill and decode engines; KV moves between them through NIXL."""
+
+    type: Literal["disaggregated"] = "disaggregated"
+    num_replicas: PositiveInt = 1
+    """Inference replicas, each behind its own router."""
+    prefill: RoleGroup = RoleGroup()
+    decode: RoleGroup = RoleGroup()
+
+
+class Spares(Section):
+    """Nodes allocated beyond those that work: they replace nodes that fail preflight or die."""
+
+    train: NonNegativeInt = 0
+    inference: NonNegativeInt = 0
+    prefill: NonNegativeInt = 0
+    decode: NonNegativeInt = 0
+    teacher: NonNegativeInt = 0
+
+
+class Deployment(Section):
+    """Which nodes do what. Totals are derived and always printed."""
+
+    layout: Literal["het", "single"] = "het"
+    """het: one Slurm component per role. single: one homogeneous allocation, roles over node ranges."""
+    train: Group = Group()
+    inference: Annotated[SingleNode | MultiNode | Disaggregated, Field(discriminator="type")] = SingleNode()
+    spares: Spares = Spares()

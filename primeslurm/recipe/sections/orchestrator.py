@@ -1,0 +1,86 @@
+"""What the orchestrator does: environments, sampling, batches, staleness."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from primeslurm.recipe.fields.section import Section
+from primeslurm.recipe.fields.slurm_syntax import EnvironmentId, ImportPath, Json, Label
+
+
+class Environment(Section):
+    """One verifiers environment, run in its own worker processes."""
+
+    id: EnvironmentId
+    """Name of a bundled (`reverse-text`) or installed verifiers environment."""
+    name: Label | None = None
+    """Label in metrics and logs. Default: the id, with - for what a file name cannot hold."""
+    args: dict[str, Json] = {}
+    """Options of the environment's taskset; under `env`, options of the verifiers Env around it (agents, timeouts)."""
+    ratio: PositiveFloat = 1.0
+    """Share of the groups that this environment gets."""
+    workers: int = Field(1, ge=1, le=4096)
+    """Worker processes."""
+
+    @property
+    def label(self) -> str:
+        """The name used in process names, metrics and logs."""
+        return self.name or re.sub(r"[@/]", "-", self.id)
+
+
+class Sampling(Section):
+    """Sampling parameters of training rollouts."""
+
+    temperature: PositiveFloat = 1.0
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = -1
+    max_tokens: PositiveInt | None = None
+    """New tokens per turn. Default: what seq_len leaves."""
+
+
+class CustomAlgorithm(Section):
+    """An algorithm of one's own, which must be importable wherever the orchestrator and environments run.
+
+    The function is called with kwargs, and returns an `Algorithm` as described in
+    `primeslurm/orchestrator/algorithms/protocol.py`; a class derived from it is such a function.
+    """
+
+    type: Literal["custom"] = "custom"
+    function: ImportPath
+    """For example my_package.algorithms:LeaveOneOut."""
+    kwargs: dict[str, Json] = {}
+    """Its arguments, by name."""
+
+
+AdvantageRule = Literal["grpo", "max_rl", "opd"]
+
+
+class Orchestrator(Section):
+    """Dispatch of rollouts and forming of batches."""
+
+    batch_size: PositiveInt = 128
+    """Rollouts per step; a multiple of group_size."""
+    group_size: PositiveInt = 8
+    """Rollouts of one prompt; advantages are relative to the group's mean."""
+    advantages: AdvantageRule = "grpo"
+    """grpo: reward minus the group's mean. max_rl: that over the mean, which favours rare success; rewards must not be
+    negative. opd (on-policy distillation): each token's log-probability by the teacher minus the engine's."""
+    opd_reward: NonNegativeFloat = 0.0
+    """With `advantages: opd`: also the reward minus the group's mean, times this. 0: rewards are only reported."""
+    algorithm: CustomAlgorithm | None = None
+    """Your own in place of `advantages`. `echo` adds to it."""
+    echo: PositiveFloat | None = None
+    """Also train on what environments answered (tool and user messages after the policy's first answer), by
+    cross-entropy times this; 0.1 is usual. Default: those tokens are context only."""
+    max_inflight_rollouts: PositiveInt | None = None
+    """Rollouts in flight at once. Default: twice batch_size."""
+    max_off_policy_steps: NonNegativeInt = 8
+    """A batch for step s only holds rollouts whose group opened at a version >= s-1-max_off_policy_steps."""
+    sampling: Sampling = Sampling()
+    request_timeout_s: PositiveInt = 1800
+    """Longest wait for one generation request; it is then tried again."""
+    stall_timeout_s: PositiveInt = 1800
+    """No finished rollout and no new policy for this long ends the attempt with the suspect named."""

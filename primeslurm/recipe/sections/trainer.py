@@ -1,0 +1,166 @@
+"""What the trainer does: model, optimizer, loss, parallelism, checkpoints, SFT data."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from primeslurm.recipe.fields.section import Section
+from primeslurm.recipe.sections.losses import DppoLoss, Loss
+
+Dtype = Literal["float32", "bfloat16"]
+MICRO_BATCH_TOKENS = 16384
+"""A micro batch is as many rows as fit into this many tokens, and at least one."""
+
+
+def micro_batch_rows(seq_len: int) -> int:
+    """Rows of `seq_len` tokens that the trainer computes at once."""
+    return max(1, MICRO_BATCH_TOKENS // seq_len)
+
+
+class Vlm(Section):
+    """Training on images, of a model that has a vision encoder."""
+
+    freeze_vision_encoder: bool = True
+    """The encoder stays as the checkpoint has it; only the language model is trained."""
+
+
+class Model(Section):
+    """The policy model."""
+
+    path: str
+    """Directory in Hugging Face format (config.json, safetensors, tokenizer), or a hub id cached on the cluster."""
+    dtype: Dtype = "bfloat16"
+    """Compute dtype of trainer and engines. Masters and optimizer state are always float32."""
+    impl: Literal["auto", "custom", "hf"] = "auto"
+    """Whose code trains it: our own (`custom`), or that of transformers (`hf`), which has more models, but is slower,
+    needs memory quadratic in seq_len and has FSDP alone. `auto`: our own where it has the model type."""
+    max_len: PositiveInt | None = None
+    """Longest sequence an engine accepts. Default: seq_len."""
+    vlm: Vlm | None = None
+    """Train on images, too. Default: on text alone, whatever the model could see."""
+
+
+class Optimizer(Section):
+    """The optimizer, with linear warm-up and a constant, linear or cosine schedule.
+
+    Muon trains the matrices of layers and experts, and AdamW the rest: embedding, head, norms and routers.
+    """
+
+    type: Literal["adamw", "muon", "sgd", "sign_sgd"] = "adamw"
+    lr: PositiveFloat = 1e-6
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Of AdamW."""
+    eps: PositiveFloat = 1e-8
+    """Of AdamW."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Of Muon and SGD."""
+    weight_decay: float = 0.0
+    max_norm: PositiveFloat | None = 1.0
+    """Global gradient norm is clipped to this; null = no clipping."""
+    warmup_steps: NonNegativeInt = 0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Where linear and cosine schedules end, as a part of lr."""
+
+
+class Parallelism(Section):
+    """How the trainer's ranks are arranged: FSDP shards over what EP and CP leave."""
+
+    dp_replicate: PositiveInt = 1
+    cp: PositiveInt = 1
+    """How many ranks share each row of tokens."""
+    cp_style: Literal["ulysses", "allgather"] = "ulysses"
+    """How attention sees the other ranks' tokens: by exchanging heads for tokens, or by gathering all keys and values
+    (often called ring attention), which models with recurrent layers do not have."""
+    ep: PositiveInt = 1
+    ep_backend: Literal["torch", "deepep"] = "torch"
+    """How tokens reach their experts: torch's all-to-all, or DeepEP, which is better across nodes."""
+    deepep_num_sms: PositiveInt | None = None
+    """Streaming multiprocessors for DeepEP's kernels; experts lack what it takes. Default: DeepEP's estimate."""
+    reshard_after_forward: bool = True
+    """Give up a layer's gathered weights after its forward pass, and gather them again for the backward pass."""
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+
+
+class Memory(Section):
+    """What is kept in host memory, or computed in pieces, so that a model fits."""
+
+    optimizer_offload: bool = False
+    """Masters, gradients and optimizer state live in host memory, where the step is made. Not for Muon."""
+    activation_offload: bool = False
+    """What layers save waits in host memory for the backward pass; with full checkpointing that is their input."""
+    lm_head_chunk: PositiveInt | None = None
+    """Tokens whose logits exist at once. Default: all of them."""
+
+
+class Lora(Section):
+    """Low-rank adapters instead of full training. Engines get the model with its adapters added."""
+
+    rank: PositiveInt = Field(16, multiple_of=8)
+    """A multiple of 8: the experts' grouped products need it."""
+    alpha: PositiveFloat = 32.0
+    """A weight changes by alpha / rank times the product of its adapter's factors."""
+    targets: tuple[str, ...] | None = Field(None, min_length=1)
+    """Linear layers as the checkpoint names them (q_proj, down_proj ...), and `experts`. Default: all the model has."""
+    save_adapter: bool = False
+    """Also write the adapter alone, in PEFT's format, to `adapter/` within each published version. Where vLLM wants the
+    adapters of experts stacked (Qwen3-VL-MoE, Qwen3.5-MoE with images), that of gate and up has twice the rank."""
+
+
+class Trainer(Section):
+    """The torchtitan trainer."""
+
+    optimizer: Optimizer = Optimizer()
+    loss: Annotated[Loss, Field(discriminator="type")] = DppoLoss()
+    parallelism: Parallelism = Parallelism()
+    memory: Memory = Memory()
+    lora: Lora | None = None
+    fp8: bool = False
+    """Linear layers and experts compute in block-scaled FP8, as FP8 engines do."""
+    router_replay: bool = False
+    """Train with the experts that the engines chose. Engines then return the routed experts of every token."""
+    batch_timeout_s: PositiveInt = 3600
+    """The trainer gives up (attempt ends, is requeued) if no batch arrives for this long."""
+
+
+class Checkpoint(Section):
+    """Joint checkpoints of trainer and orchestrator; complete only with a COMMITTED manifest."""
+
+    interval: PositiveInt = 10
+    """Steps between checkpoints. The last step is always saved."""
+    keep: PositiveInt = 2
+    asynchronous: bool = False
+    """Training goes on while a copy in host memory is written."""
+
+
+class Weights(Section):
+    """How a new policy reaches the engines."""
+
+    transport: Literal["filesystem", "nccl"] = "filesystem"
+    """filesystem: trainer ranks write it side by side, engines read it. nccl: trainer ranks send it to the engines
+    between two steps (by gloo where there are only CPUs); only the last version is written."""
+    keep: PositiveInt = 3
+    """Published versions kept on disk (never fewer than engines still need)."""
+    timeout_s: PositiveInt = 600
+    """Longest wait for one engine to take a new policy; then the engine is restarted."""
+
+
+class JsonlData(Section):
+    """Chat or prompt/completion pairs, one JSON object a line: {"messages": [...]} or {"prompt", "completion"}.
+
+    With `model.vlm`, a message's content may be a list of {"type": "text", "text"} and {"type": "image", "image"}; an
+    image is a path relative to the file, or a data URI.
+    """
+
+    type: Literal["jsonl"] = "jsonl"
+    path: str
+
+
+class Sft(Section):
+    """Supervised fine-tuning: the trainer alone, cross-entropy on completions."""
+
+    data: JsonlData
+    batch_size: PositiveInt = 64
+    """Sequences per step, over all ranks."""

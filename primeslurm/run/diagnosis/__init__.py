@@ -1,0 +1,1 @@
+"""What went wrong in a run, why, and what would help."""

@@ -1,0 +1,208 @@
+"""Known causes of failures: what a log line, an exit code or Slurm's word points to, and what helps. A table."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import msgspec
+
+from primeslurm.wire import exits
+
+
+class Cause(msgspec.Struct, frozen=True):
+    """What probably happened, and what helps."""
+
+    cause: str
+    fix: str
+    evidence: str = ""
+    """The line that says so."""
+
+
+@dataclass(frozen=True)
+class FailureSignature:
+    """A pattern of log lines."""
+
+    pattern: re.Pattern[str]
+    cause: str
+    fix: str
+    symptom: bool = False
+    """Usually the consequence of a failure elsewhere: another process that failed at the same time is blamed first."""
+
+
+def _known(pattern: str, cause: str, fix: str, symptom: bool = False) -> FailureSignature:
+    return FailureSignature(re.compile(pattern), cause, fix, symptom)
+
+
+KNOWN = (
+    _known(
+        r"CUDA out of memory|OutOfMemoryError|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED",
+        "a GPU ran out of memory",
+        "trainer: more GPUs, a shorter seq_len or more parallelism; engine: a lower inference.gpu_memory_utilization",
+    ),
+    _known(
+        r"No available memory for the cache blocks|larger than the maximum number of tokens that can be stored in KV",
+        "no room for the KV cache beside the weights",
+        "more GPUs per engine, a shorter seq_len, or a higher inference.gpu_memory_utilization",
+    ),
+    _known(
+        r"oom[-_]kill|Out of memory: Killed|Cannot allocate memory|\bMemoryError\b|OUT_OF_MEMORY",
+        "the node's own memory ran out",
+        "ask Slurm for more (`mem` of the component), or lower the memory of KV offload",
+    ),
+    _known(
+        r"No space left on device|Disk quota exceeded|ENOSPC|EDQUOT",
+        "a disk, quota or /dev/shm is full",
+        "free space in the run directory, in TMPDIR and in /dev/shm of the node; keep fewer checkpoints",
+    ),
+    _known(
+        r"Address already in use|EADDRINUSE|address in use",
+        "a port was taken by another process of the node",
+        "look for what listens there (`ss -ltnp`), or move port_base in the site file",
+    ),
+    _known(
+        r"(?i:no such file or directory).*(config\.json|safetensors|tokenizer|model)|Repo id must be in the form"
+        r"|does not appear to have a file named|Can't load (the )?(config|tokenizer)|LocalEntryNotFoundError"
+        r"|OfflineModeIsEnabled",
+        "model files are missing or incomplete on the node",
+        "check that model.path is on a file system that every node has, and that all its shards are there",
+    ),
+    _known(
+        r"ModuleNotFoundError|cannot open shared object file|undefined symbol|GLIBC_\S+' not found",
+        "a package or library is missing on the node, or of another version",
+        "install the locked requirements on every node; compare with a node where it works",
+    ),
+    _known(
+        r"No CUDA GPUs are available|Found no NVIDIA driver|CUDA driver version is insufficient|libcuda\.so",
+        "the process sees no usable GPU",
+        "check the driver with nvidia-smi on that node, and what gres the partition gives",
+    ),
+    _known(
+        r"uncorrectable ECC|CUDA error: (an illegal memory|unspecified launch|device-side assert)|\bXid\b"
+        r"|fallen off the bus",
+        "a GPU failed, or a kernel wrote where it must not",
+        "exclude the node (slurm.exclude) and go on; if it happens on other nodes too, it is the software",
+    ),
+    _known(
+        r"the gradient norm is (nan|inf|-inf)|loss is (nan|inf)",
+        "training diverged: the gradient is not finite",
+        "resume from an earlier checkpoint with a lower learning rate; look at KL and reward before that step",
+    ),
+    _known(
+        r"(?i:nixl)\S* ?.*(?i:error|fail|invalid|backend)|UCX +ERROR|no usable transports|Destination is unreachable"
+        r"|\buc[tp]_\w+.*(?i:fail|error)",
+        "KV transfer between engines (NIXL over UCX) failed",
+        "check network.hcas and interface in the site file; UCX must be the one of its library_path",
+    ),
+    _known(
+        r"Stale file handle|Transport endpoint is not connected|Input/output error|Errno 5\b",
+        "the shared file system failed on that node",
+        "check the mount on that node; exclude it (slurm.exclude) if others have no trouble",
+    ),
+    _known(
+        r"Too many open files",
+        "the limit of open files is too low",
+        "raise it (`ulimit -n`) in the site's prologue",
+    ),
+    _known(
+        r"ncclSystemError|ncclInternalError|ncclUnhandledCudaError|unhandled (system|cuda) error|NCCL WARN",
+        "NCCL could not use the network or a GPU",
+        "check network.hcas and interface in the site file; run with NCCL_DEBUG=INFO in the site's env",
+    ),
+    _known(
+        r"collective operation timeout|NCCL.*[Tt]imed? ?out|ncclRemoteError",
+        "a collective waited for a rank that did not come",
+        "the rank that hangs or died first is to blame: look for it among the other trainer logs",
+        symptom=True,
+    ),
+    _known(
+        r"Connection (reset|closed) by peer|Connection refused|Broken pipe|Dist(Store|Network)Error|wait timeout",
+        "another process went away, or was never reached",
+        "look for what ended first; if nothing did, check the interface in the site file",
+        symptom=True,
+    ),
+    _known(
+        r"\bLinkError\b",
+        "the orchestrator did not answer the trainer",
+        "look at the orchestrator's log and state; is its node reachable from the trainer's?",
+        symptom=True,
+    ),
+    _known(
+        r"Permission denied|Operation not permitted",
+        "the user may not read or write something",
+        "check the owner and mode of the run directory and of the model",
+    ),
+)
+
+_SIGNALS: dict[int, Cause] = {
+    signal.SIGKILL: Cause(
+        "it was killed from outside: by the kernel when the node's memory ran out, by Slurm, or by somebody",
+        "`dmesg -T` on the node and `sacct` tell which; ask for more memory if it was the kernel",
+    ),
+    signal.SIGBUS: Cause("a memory-mapped file could not be read: /dev/shm full, or a shared file changed", "see df"),
+    signal.SIGSEGV: Cause("native code crashed", "its last log lines name the library; compare versions with the lock"),
+    signal.SIGABRT: Cause("native code gave up", "the lines before the abort say why"),
+}
+_CODES = {
+    exits.STALLED: Cause("the orchestrator saw no progress", "look at the suspect that it names"),
+    exits.CHECKPOINTED: Cause("it was asked to checkpoint and stop, and did so", "nothing: the run resumes"),
+    127: Cause("the program does not exist on the node", "check `python` and modules of the site file"),
+}
+_SLURM = {
+    "TIMEOUT": Cause("the time limit was reached", "a longer slurm.time; the run resumes from its last commit"),
+    "DEADLINE": Cause("the job's deadline was reached", "submit it anew"),
+    "PREEMPTED": Cause("the job was preempted", "nothing: it resumes; or a qos that is not preempted"),
+    "NODE_FAIL": Cause("a node of the job went down", "nothing: it resumes on others; spare nodes avoid the wait"),
+    "OUT_OF_MEMORY": Cause("the node's own memory ran out", "ask Slurm for more (`mem` of the component)"),
+    "CANCELLED": Cause("somebody cancelled the job", "`primeslurm resume` goes on"),
+    "BOOT_FAIL": Cause("a node did not boot", "submit it again"),
+    "FAILED": Cause("the batch script failed before the agents could say why", "see the job's output file"),
+}
+_REASONS = (
+    (re.compile(r"USR2|time limit|preempt"), Cause("preemption or the time limit", "nothing: the run resumes")),
+    (
+        re.compile(r"silent for|no sign of node|last heartbeat"),
+        Cause("a node was lost, or its agent hangs", "see `sinfo -R` and its console; exclude it (slurm.exclude)"),
+    ),
+    (re.compile(r"not ready within"), Cause("it took too long to load", "slow storage, or a hang: see its log's end")),
+    (
+        re.compile(r"no progress|nothing moves|saw no progress|no finished rollout"),
+        Cause("the run stalled", "`primeslurm attach` to the suspect and look (py-spy dump); see its log"),
+    ),
+    (
+        re.compile(r"rollouts failed in a row"),
+        Cause("the environment fails every time", "see the error of the rollouts; try the environment by itself"),
+    ),
+)
+
+
+def in_log(lines: Iterable[str]) -> list[tuple[FailureSignature, str]]:
+    """Known causes that a log points to, each with its first line; symptoms of failures elsewhere come last."""
+    found: dict[str, tuple[FailureSignature, str]] = {}
+    for line in lines:
+        for known in KNOWN:
+            if known.cause not in found and known.pattern.search(line):
+                found[known.cause] = (known, line.strip())
+    return sorted(found.values(), key=lambda each: each[0].symptom)
+
+
+def of_exit(code: int | None) -> list[Cause]:
+    """What an exit code (negative: a signal) says by itself."""
+    if code is None:
+        return []
+    number = -code if code < 0 else code - 128  # a shell reports a signal as 128 + its number
+    cause = _CODES.get(code) or _SIGNALS.get(number)
+    return [cause] if cause else []
+
+
+def of_reason(text: str) -> list[Cause]:
+    """What the head's or the orchestrator's words say."""
+    return [cause for pattern, cause in _REASONS if pattern.search(text)][:1]
+
+
+def of_job(state: str) -> list[Cause]:
+    """What Slurm's state of the job says."""
+    cause = _SLURM.get(state.partition(" ")[0])
+    return [cause] if cause else []

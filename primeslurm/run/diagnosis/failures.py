@@ -1,0 +1,126 @@
+"""From the events of an attempt to its failures: what, where, when, how, and whether the run got over it. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+import msgspec
+
+from primeslurm.records.base import Event
+from primeslurm.records.events.nodes import (
+    AgentFailed,
+    AgentStarted,
+    AttemptEnds,
+    HeadFailed,
+    NodeLost,
+    ProcessesGivenUp,
+)
+from primeslurm.records.events.policy import EngineUpdateFailed
+from primeslurm.records.events.processes import ProcessExited, ProcessStarted, ProcessStartFailed
+from primeslurm.records.events.training import Stalled
+from primeslurm.records.fleet import AgentReport
+from primeslurm.run.status.event_text import DIED, exit_words
+from primeslurm.wire import exits
+
+SILENT_S = 20.0
+"""A node whose heartbeat stopped so long before the attempt ended was not simply the first to end."""
+_SILENCE = re.compile(r"silent for (\d+) s")
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """One thing that failed."""
+
+    time: float
+    """Unix seconds."""
+    component: str
+    """A process, an agent, or a node."""
+    node: str
+    """Name of its node; empty if unknown."""
+    how: str
+    code: int | None = None
+    """Exit code; negative: by that signal."""
+    recovered: bool = False
+    """It was started again, and worked."""
+
+
+def failures(events: Sequence[Event], heartbeats: Iterable[AgentReport]) -> list[Failure]:
+    """All failures of an attempt, in order of time.
+
+    Args:
+        events: of all processes of the attempt, in order of time.
+        heartbeats: the last one of every node.
+    """
+    hosts = {event.process: event.node for event in events if isinstance(event, AgentStarted)}
+    found = [failure for event in events if (failure := _of_event(event, hosts)) is not None]
+    found += _lost_nodes(events, heartbeats)
+    found += _unexplained_end(events, found)
+    return _with_recovery(sorted(found, key=lambda failure: failure.time), events)
+
+
+def _of_event(event: Event, hosts: Mapping[str, str]) -> Failure | None:
+    at, by = event.time, event.process
+    host = hosts.get(by, "")
+    match event:
+        case ProcessExited(name=name, code=code) if event.state in DIED and code != exits.CHECKPOINTED:
+            why = f" ({event.reason})" if event.reason else ""
+            return Failure(at, name, host, exit_words(code) + why, code)
+        case NodeLost(node=node, reason=reason):
+            return Failure(at - _silence(reason), f"node {node}", node, reason)
+        case ProcessStartFailed(name=name, error=error):
+            return Failure(at, name, host, f"cannot be started: {error}")
+        case AgentFailed(error=error) | HeadFailed(error=error):
+            return Failure(at, by, host, f"failed: {error}")
+        case EngineUpdateFailed(engine=engine, error=error):
+            return Failure(at, engine, "", f"did not take a policy: {error}")
+        case Stalled(suspect=suspect, error=error):
+            why = error or f"no finished rollout and no new policy for {event.seconds} s"
+            return Failure(at, suspect, "", f"nothing moves: {why}")
+        case _:
+            return None
+
+
+def _lost_nodes(events: Sequence[Event], heartbeats: Iterable[AgentReport]) -> list[Failure]:
+    """Nodes that fell silent before the attempt ended, whoever noticed."""
+    over = next((event.time for event in events if isinstance(event, AttemptEnds)), None)
+    if over is None:
+        return []
+    told = {event.node for event in events if isinstance(event, NodeLost)}
+    beats = [beat for beat in heartbeats if not beat.ended and beat.name not in told]
+    silent = [beat for beat in beats if beat.time < over - SILENT_S]
+    words = "last heartbeat {:.0f} s before the end"
+    return [Failure(beat.time, f"node {beat.name}", beat.name, words.format(over - beat.time)) for beat in silent]
+
+
+def _unexplained_end(events: Sequence[Event], known: Sequence[Failure]) -> list[Failure]:
+    """What the head ended the attempt for, if no event of anybody else tells of it."""
+    ending = next((e for e in events if isinstance(e, AttemptEnds) and e.process == "head"), None)
+    if ending is None or ending.outcome != "failed":
+        return []
+    suspect = ending.suspect or "head"
+    if any(suspect in (failure.component, failure.node) for failure in known):
+        return []
+    return [Failure(ending.time - _silence(ending.reason), suspect, "", ending.reason)]
+
+
+def _silence(reason: str) -> float:
+    """Seconds for which a node had been silent already when it was given up."""
+    found = _SILENCE.search(reason)
+    return float(found[1]) if found else 0.0
+
+
+def _with_recovery(found: list[Failure], events: Sequence[Event]) -> list[Failure]:
+    started = {event.name: event.time for event in events if isinstance(event, ProcessStarted)}
+    last = {failure.component: failure.time for failure in found}
+    lost = {f"node {event.node}" for event in events if isinstance(event, NodeLost)}
+    harm = [event.reason for event in events if isinstance(event, ProcessesGivenUp | AttemptEnds)]
+
+    def over(failure: Failure) -> bool:
+        name = failure.component
+        if name in lost:
+            # A spare took its place, or it was a spare itself: nothing was given up for it.
+            return not any(f"{name}:" in reason for reason in harm)
+        # Started after its last failure: the failures before that were got over as well.
+        return name in started and started[name] > last[name]
+
+    return [msgspec.structs.replace(failure, recovered=over(failure)) for failure in found]

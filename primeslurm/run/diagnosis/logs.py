@@ -1,0 +1,60 @@
+"""Finding, in the log of a process, the part of one incarnation and the line that matters in it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+
+from primeslurm.run.diagnosis.failure_signatures import in_log
+
+READ_BYTES = 4 * 1024 * 1024
+"""Of the end of a log."""
+_HEADER = re.compile(r"^--- (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d{4}) ")
+"""What an agent writes before each start of the process."""
+_START_SLACK_S = 1.5
+_EXCEPTION = re.compile(r"\b[A-Za-z_][\w.]*(Error|Exception|Interrupt)\b(: |$)")
+_POINTERS = re.compile(r"root cause above|EngineDeadError|ChildFailedError|ExceptionGroup")
+"""Exceptions that only say that there was another one."""
+_CHAIN = re.compile(r"direct cause of the following exception|During handling of the above exception")
+_GENERIC = re.compile(r"(?i)\b(error|fatal|critical|panic(ked)?|aborted|killed|failed)\b")
+
+
+def lines_until(path: Path, moment: float) -> list[str]:
+    """The lines of the incarnation that was running at `moment` (Unix seconds); of a log without headers, all."""
+    try:
+        with path.open("rb") as handle:
+            handle.seek(max(0, handle.seek(0, 2) - READ_BYTES))
+            lines = handle.read().decode(errors="replace").splitlines()
+    except OSError:
+        return []
+    starts = [(i, match[1]) for i, line in enumerate(lines) if (match := _HEADER.match(line))]
+    begun = [i for i, stamp in starts if _seconds(stamp) <= moment + _START_SLACK_S]
+    begin = begun[-1] + 1 if begun else 0
+    later = [i for i, _ in starts if i >= begin]
+    return lines[begin : later[0] if later else len(lines)]
+
+
+def error_line(lines: Sequence[str]) -> str | None:
+    """The line that says what went wrong: of a known cause, of an exception, or one that looks like an error."""
+    if known := in_log(lines):
+        return known[0][1]
+    if (raised := _exception(lines)) is not None:
+        return lines[raised].strip()
+    return next((line.strip() for line in reversed(lines) if _GENERIC.search(line)), None)
+
+
+def _exception(lines: Sequence[str]) -> int | None:
+    """The exception that the last traceback began with: not one that was raised while handling it."""
+    raised = [i for i, line in enumerate(lines) if _EXCEPTION.search(line) and not _POINTERS.search(line)]
+    if not raised:
+        return None
+    position = len(raised) - 1
+    while position and any(_CHAIN.search(line) for line in lines[raised[position - 1] : raised[position]]):
+        position -= 1
+    return raised[position]
+
+
+def _seconds(stamp: str) -> float:
+    return datetime.strptime(stamp, "%Y-%m-%dT%H:%M:%S%z").timestamp()

@@ -1,0 +1,1 @@
+"""A page about a run."""

@@ -1,0 +1,175 @@
+"""Which events a person wants to know of, in words. Everything else in the journals is for machines."""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterable, Sequence
+from typing import Literal
+
+import msgspec
+
+from primeslurm.records.base import Event
+from primeslurm.records.events import nodes, policy, processes, training
+from primeslurm.records.preflight import Check
+
+Level = Literal["info", "warning", "error"]
+DIED = ("backoff", "fallen", "failed")
+"""States of a process that ended although it should not have."""
+
+
+class EventText(msgspec.Struct, frozen=True):
+    """Something worth telling."""
+
+    time: float
+    """Unix seconds."""
+    who: str
+    """The process that it happened to, or that did it."""
+    text: str
+    level: Level = "info"
+
+
+def notable(events: Iterable[Event]) -> list[EventText]:
+    """The events worth telling, in the order given; what happens several times in a row is told once."""
+    told: list[EventText] = []
+    times = 1
+    for event in events:
+        happening = _words(event)
+        if happening is None:
+            continue
+        if told and (told[-1].who, _once(told[-1])) == (happening.who, happening.text):
+            times += 1
+            told[-1] = msgspec.structs.replace(happening, text=f"{happening.text} ({times} times)")
+        else:
+            times = 1
+            told.append(happening)
+    return told
+
+
+def lately(happenings: Sequence[EventText], count: int) -> list[EventText]:
+    """The newest happenings, each text only where it happened last."""
+    newest = {(happening.who, _once(happening)): happening for happening in happenings}
+    return sorted(newest.values(), key=lambda happening: happening.time)[-count:]
+
+
+def _once(happening: EventText) -> str:
+    return re.sub(r" \(\d+ times\)$", "", happening.text)
+
+
+def exit_words(code: int | None) -> str:
+    """How a process ended: its exit code, or the name of the signal."""
+    if code is None:
+        return "ended"
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was ended by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was ended by signal {-code}"
+
+
+def _words(event: Event) -> EventText | None:
+    """What a person wants to know of an event; None if that is nothing."""
+    match event:
+        case processes.ProcessStarted() | processes.ProcessStartFailed() | processes.ProcessExited():
+            return _of_process(event)
+        case training.CheckpointCommitted() | training.RolloutFailed() | training.Stalled() | training.ReplicaLost():
+            return _of_training(event)
+        case policy.EngineUpdateFailed(engine=engine, error=error):
+            return _tell(event, engine, "did not take a policy" + _because(error), "warning")
+        case policy.EngineRestarted(engine=engine):
+            return _tell(event, engine, "is restarted: it failed an update", "warning")
+        case nodes.AttemptEnds() | nodes.AttemptEnded() | nodes.ProcessesGivenUp() | nodes.UnitRestarted():
+            return _of_attempt(event)
+        case _:
+            return _of_node(event)
+
+
+def _of_process(
+    event: processes.ProcessStarted | processes.ProcessStartFailed | processes.ProcessExited,
+) -> EventText | None:
+    match event:
+        case processes.ProcessStarted(restarts=restarts):
+            return _tell(event, event.name, f"started again (restart {restarts})") if restarts else None
+        case processes.ProcessStartFailed(error=error):
+            return _tell(event, event.name, "cannot be started" + _because(error), "error")
+        case processes.ProcessExited(state=state) if state in DIED:
+            again = {"backoff": "; it is started again", "fallen": "; its unit is started again"}.get(state, "")
+            text = exit_words(event.code) + _because(event.reason) + again
+            return _tell(event, event.name, text, "warning" if again else "error")
+        case _:
+            return None  # it had done its work, or the attempt was ending anyway
+
+
+def _of_training(
+    event: training.CheckpointCommitted | training.RolloutFailed | training.Stalled | training.ReplicaLost,
+) -> EventText | None:
+    match event:
+        case training.CheckpointCommitted(process="trainer-rank-0", step=step):
+            return _tell(event, "trainer", f"committed step {step}")
+        case training.RolloutFailed(error=error):
+            return _tell(event, event.process, "a rollout failed" + _because(error), "warning")
+        case training.Stalled(suspect=suspect, error=error):
+            return _tell(event, suspect, "nothing moves: the suspect" + _because(error), "error")
+        case training.ReplicaLost(router=router):
+            return _tell(event, router, "is given up with its replica", "warning")
+        case _:
+            return None  # every rank tells of the commit
+
+
+def _of_attempt(
+    event: nodes.AttemptEnds | nodes.AttemptEnded | nodes.ProcessesGivenUp | nodes.UnitRestarted,
+) -> EventText | None:
+    match event:
+        case nodes.AttemptEnds(process="head" | "batch", outcome=outcome, reason=reason):
+            level: Level = "error" if outcome == "failed" else "info"
+            return _tell(event, event.process, f"ends the attempt as {outcome}: {reason}", level)
+        case nodes.AttemptEnded(outcome=outcome):
+            next_ = "requeued" if event.requeued else "not requeued" + _because(event.why_not)
+            return _tell(event, "head", f"attempt {outcome}, {next_}")
+        case nodes.ProcessesGivenUp(processes=names, reason=reason):
+            few = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            return _tell(event, "head", f"goes on without {few}{_because(reason)}", "error")
+        case nodes.UnitRestarted(unit=unit, reason=reason):
+            return _tell(event, unit, "is started again as one" + _because(reason), "warning")
+        case _:
+            return None  # every agent repeats the ending
+
+
+def _of_node(event: Event) -> EventText | None:
+    match event:
+        case nodes.Seated(process="head", nodes=names, spares=spares):
+            more = f", {len(spares)} more are spares" if spares else ""
+            return _tell(event, "head", f"all {len(names)} nodes are there{more}")
+        case nodes.PreflightDone(node=node, fitness="unfit", checks=checks):
+            return _tell(event, f"node {node}", "is not fit" + _because(_failed(checks)), "error")
+        case nodes.GpuFailed(node=node, checks=checks):
+            return _tell(event, f"node {node}", "a GPU failed" + _because(_failed(checks)), "error")
+        case nodes.NodeLost(node=node, reason=reason):
+            return _tell(event, f"node {node}", "is lost" + _because(reason), "warning")
+        case nodes.NodeReplaced(node=node, by=by):
+            return _tell(event, f"node {node}", f"is replaced by {by}")
+        case nodes.LaunchedAgain(without=without):
+            return _tell(event, "batch", f"starts all agents again without {', '.join(without)}", "warning")
+        case nodes.AgentFailed(error=error):
+            return _tell(event, event.process, "the agent failed" + _because(error), "error")
+        case nodes.HeadFailed(error=error):
+            return _tell(event, event.process, "the head failed" + _because(error), "error")
+        case nodes.HeartbeatFailed(error=error):
+            return _tell(event, event.process, "cannot write its heartbeat" + _because(error), "warning")
+        case nodes.PublishFailed(error=error):
+            return _tell(event, event.process, "cannot write fleet.json" + _because(error), "warning")
+        case _:
+            return None
+
+
+def _tell(event: Event, who: str, text: str, level: Level = "info") -> EventText:
+    return EventText(event.time, who, text, level)
+
+
+def _failed(checks: Sequence[Check]) -> str:
+    return "; ".join(check.text for check in checks if check.level == "failed")
+
+
+def _because(text: str | None) -> str:
+    return f": {text}" if text else ""

@@ -1,0 +1,284 @@
+"""What a run is doing, read from its directory and, for jobs that have not started or have gone, from Slurm.
+
+However large the run, this opens a handful of files: the head already knows the state of every process. Files of single
+nodes are read only for what is not well, or when asked for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from statistics import fmean
+
+import msgspec
+
+from primeslurm.files import read_json
+from primeslurm.records.attempt import EndRecord, JobRecord
+from primeslurm.records.fleet import AgentReport, FleetView
+from primeslurm.records.load import Load
+from primeslurm.records.metrics import Row
+from primeslurm.records.reading import recent_rows
+from primeslurm.records.state import EngineRecord, OrchestratorState, RolloutProgress, TrainerState
+from primeslurm.run.diagnosis.advice import Advice, advise, shape_of
+from primeslurm.run.directory import BY_SIGTERM, Attempt, RunDirectory
+from primeslurm.run.records import first_event, progress_of, recent_events
+from primeslurm.run.status.event_text import EventText, lately, notable
+from primeslurm.run.status.placement import PlacedProcess, RunPlacement, placement_of
+from primeslurm.wire import checkpoints
+
+SILENT_S = 60.0
+"""A head that has not written for this long is not believed to be alive."""
+HISTORY = 60
+"""Steps of history."""
+RECENT = 8
+"""Notable events shown."""
+PACE = 10
+"""Steps whose duration predicts that of the rest."""
+FINE = ("HEALTHY", "DONE", "STARTING", "LOADING")
+MAX_UNHEALTHY = 256
+"""Processes listed one by one; more than so many are no list any more."""
+
+JobQuery = Callable[[JobRecord], str | None]
+"""Slurm's word for a job's state, with its reason while pending; None if Slurm does not know the job."""
+
+
+class ProcessStatus(msgspec.Struct, frozen=True):
+    """One process."""
+
+    name: str
+    role: str
+    node: str
+    state: str
+    pid: int | None
+    restarts: int
+    replica: int | None = None
+
+
+class ReplicaStatus(msgspec.Struct, frozen=True):
+    """One inference deployment."""
+
+    index: int
+    router: str
+    """State of its router."""
+    engines: int
+    healthy: int
+    loads: dict[str, Load] = {}
+    """By role."""
+
+
+class NoProgress(msgspec.Struct, frozen=True):
+    """Of a run whose orchestrator or trainer has not said anything yet."""
+
+
+class RlProgress(RolloutProgress, frozen=True, kw_only=True):
+    """The orchestrator's state without the replicas, which are told apart, and the engines that are current."""
+
+    late_engines: dict[str, EngineRecord] = {}
+
+
+class RunStatus(msgspec.Struct, frozen=True):
+    """A run at one moment; what `primeslurm status --json` prints."""
+
+    run: str
+    run_id: str
+    directory: str
+    task: str
+    attempt: int
+    job_id: str | None
+    phase: str
+    """pending, starting, running, ending, completed, preempted, failed, cancelled, or lost (no sign of life)."""
+    reason: str
+    max_steps: int
+    committed_step: int | None
+    step: int | None = None
+    version: int | None = None
+    elapsed_s: float | None = None
+    """Since this attempt's first event, until now or its end."""
+    eta_s: float | None = None
+    """Until the last step, at the pace of the last ten."""
+    progress: RlProgress | TrainerState | NoProgress = NoProgress()
+    """The orchestrator's (or, for SFT, the trainer's) own state."""
+    metrics: Row = {}
+    """The newest row of metrics.jsonl; that of SFT under the names of RL."""
+    history: dict[str, list[float]] = {}
+    """Reward and staleness (for SFT: the loss) of the last steps, oldest first."""
+    roles: dict[str, dict[str, int]] = {}
+    """Role to how many of its processes are in which state."""
+    replicas: list[ReplicaStatus] = []
+    unhealthy: list[ProcessStatus] = []
+    """Processes that are neither healthy nor just starting; at most 256."""
+    processes: list[ProcessStatus] = []
+    """All of them, if asked for."""
+    events: list[EventText] = []
+    """What happened lately, oldest first."""
+    advice: list[Advice] = []
+
+    @property
+    def active(self) -> bool:
+        """Whether there is something left to wait for."""
+        return self.phase in ("pending", "starting", "running", "ending", "requeued")
+
+
+def read_status(run: RunDirectory, job_state: JobQuery, now: float | None = None, processes: bool = False) -> RunStatus:
+    """The status of the newest attempt; `processes`: with every single one. Raises RunError if there is none."""
+    now = time.time() if now is None else now
+    attempt = run.latest()
+    placement = placement_of(attempt)
+    job, end = attempt.job(), attempt.end()
+    fleet = attempt.fleet()
+    states = fleet.states if fleet else {}
+    progress = progress_of(attempt, placement.task)
+    begun = progress is not None and progress.begun
+    phase, reason = _phase(fleet, end, job, job_state, now, begun)
+    orchestrator = progress if isinstance(progress, OrchestratorState) else None
+    steps = recent_rows(run.path / "metrics.jsonl")
+    recipe = read_json(run.path / "recipe.resolved.json") or {}
+    max_steps, step = int(recipe.get("max_steps", 0)), progress.step if progress else None
+    return RunStatus(
+        run=run.name,
+        run_id=run.run_id,
+        directory=str(run.path),
+        task=placement.task,
+        attempt=attempt.number,
+        job_id=job.job_id if job else None,
+        phase=phase,
+        reason=reason,
+        max_steps=max_steps,
+        committed_step=checkpoints.newest(run.path),
+        step=step,
+        version=progress.version if progress else None,
+        elapsed_s=_elapsed(attempt, end.time if end else now),
+        eta_s=_eta(steps, step, max_steps) if phase == "running" else None,
+        progress=_without_what_is_well(progress),
+        metrics=(steps or [{}])[-1],
+        history=_history(placement.task, steps[-HISTORY:]),
+        roles=_by_role(placement, states),
+        replicas=_replicas(placement, states, orchestrator.replicas if orchestrator else {}),
+        unhealthy=_unhealthy(placement, attempt, states) if end is None else [],
+        processes=_describe(placement.processes(), attempt, states) if processes else [],
+        events=lately(notable(recent_events(attempt)), RECENT),
+        advice=advise(orchestrator.roles, shape_of(recipe)) if orchestrator and phase == "running" else [],
+    )
+
+
+_HISTORY = {"rl": ("reward/mean", "staleness/mean"), "sft": ("trainer/loss",)}
+
+
+def _phase(
+    fleet: FleetView | None, end: EndRecord | None, job: JobRecord | None, job_state: JobQuery, now: float, begun: bool
+) -> tuple[str, str]:
+    """Events and heartbeats first, then Slurm. `begun`: what is loading now is loading again."""
+    if end is not None and end.reason == BY_SIGTERM and job:
+        return _terminated(end, job_state(job))
+    if end is not None and not end.requeued:
+        why = f"; {end.why_not_requeued}" if end.why_not_requeued else ""
+        return end.outcome, end.reason + why
+    if end is not None:
+        state = job_state(job) if job else None
+        held = (
+            f"; Slurm holds it: `scontrol release {job.job_id}` lets it start"
+            if job and "held" in (state or "")
+            else ""
+        )
+        return ("requeued", f"{end.reason}; job {state or 'starts again'}{held}")
+    if fleet and now - fleet.time < SILENT_S:
+        if fleet.ending:
+            return "ending", fleet.ending.reason
+        loading = not begun and any(state in ("STARTING", "LOADING") for state in fleet.states.values())
+        return ("starting", "") if loading else ("running", "")
+    state = job_state(job) if job else None
+    if state is None:
+        return "lost", "no sign of life, and no such job"
+    if state.startswith(("PENDING", "CONFIGURING")):
+        return "pending", state
+    if state.startswith("RUNNING"):
+        return ("lost", f"head silent, but the job is {state}") if fleet else ("starting", "")
+    if state.startswith("COMPLETING"):  # it has ended, or Slurm requeues it: its next word says which
+        return "ending", f"job {state}"
+    return "failed", f"job {state}"
+
+
+def _terminated(end: EndRecord, state: str | None) -> tuple[str, str]:
+    """Slurm ended the attempt from outside: it cancels a job in the same way as it requeues one that lost a node."""
+    if state is not None and state.startswith("PENDING"):
+        return "requeued", f"by Slurm; job {state}"
+    if state is not None and state.startswith(("RUNNING", "COMPLETING")):
+        return "ending", f"by Slurm; job {state}"
+    return end.outcome, end.reason
+
+
+def _elapsed(attempt: Attempt, until: float) -> float | None:
+    """Since the first agent wrote its first line."""
+    first = first_event(attempt, "agent-0")
+    return until - first.time if first else None
+
+
+def _eta(steps: list[Row], step: int | None, max_steps: int) -> float | None:
+    paces = [row["throughput/step_seconds"] for row in steps[-PACE:] if "throughput/step_seconds" in row]
+    return fmean(paces) * (max_steps - step) if paces and step is not None else None
+
+
+def _history(task: str, steps: list[Row]) -> dict[str, list[float]]:
+    return {name: [row[name] for row in steps if name in row] for name in _HISTORY.get(task, ())}
+
+
+def _by_role(placement: RunPlacement, states: Mapping[str, str]) -> dict[str, dict[str, int]]:
+    table: dict[str, Counter[str]] = {}
+    for process in placement.processes():
+        table.setdefault(process.role, Counter())[states.get(process.name, "STARTING")] += 1
+    return {role: dict(counts) for role, counts in table.items()}
+
+
+def _replicas(
+    placement: RunPlacement, states: Mapping[str, str], loads: Mapping[str, dict[str, Load]]
+) -> list[ReplicaStatus]:
+    return [
+        ReplicaStatus(
+            index=replica.index,
+            router=states.get(replica.router, "STARTING"),
+            engines=len(replica.engines),
+            healthy=sum(states.get(engine) == "HEALTHY" for engine in replica.engines),
+            loads=loads.get(str(replica.index), {}),
+        )
+        for replica in placement.replicas
+    ]
+
+
+def _without_what_is_well(
+    progress: OrchestratorState | TrainerState | None,
+) -> RlProgress | TrainerState | NoProgress:
+    if not isinstance(progress, OrchestratorState):
+        return progress or NoProgress()
+    late = {name: engine for name, engine in progress.engines.items() if engine.state != "CURRENT"}
+    shared = {field: getattr(progress, field) for field in RolloutProgress.__struct_fields__}
+    return RlProgress(**shared, late_engines=late)
+
+
+def _unhealthy(placement: RunPlacement, attempt: Attempt, states: Mapping[str, str]) -> list[ProcessStatus]:
+    ill = (process for process in placement.processes() if states.get(process.name, "STARTING") not in FINE)
+    return _describe([process for _, process in zip(range(MAX_UNHEALTHY), ill, strict=False)], attempt, states)
+
+
+def _describe(processes: Iterable[PlacedProcess], attempt: Attempt, states: Mapping[str, str]) -> list[ProcessStatus]:
+    """With what the heartbeats of their nodes say."""
+    roster = attempt.roster()
+    reports: dict[int, AgentReport | None] = {}
+    found = []
+    for process in processes:
+        if process.node not in reports:
+            reports[process.node] = attempt.heartbeat(process.node, roster)
+        report = reports[process.node]
+        own = report.processes.get(process.name) if report else None
+        found.append(
+            ProcessStatus(
+                name=process.name,
+                role=process.role,
+                node=report.name if report else f"node {process.node}",
+                state=states.get(process.name, "STARTING"),
+                pid=own.pid if own else None,
+                restarts=own.restarts if own else 0,
+                replica=process.replica,
+            )
+        )
+    return found

@@ -1,0 +1,1 @@
+"""The embedded cluster: Slurm's real daemons on one machine."""

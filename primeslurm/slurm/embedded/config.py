@@ -1,0 +1,233 @@
+"""What the embedded cluster's configuration files say. Pure: specification in, text out."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+from primeslurm.errors import UsageError, Violation
+from primeslurm.recipe.site import Network, NodeKind, Site
+
+MAX_NODES = 200
+FIRST_CONTROL = MAX_NODES + 1
+MAX_GPUS = 16
+# A Unix socket's path holds at most 107 bytes. The longest is that of a job's step:
+# <directory>/spool/<node>/<node>_<job>.<step>, with up to 16 bytes of numbers.
+MAX_SOCKET = 107
+MAX_PREFIX = 8
+"""Node names begin with the cluster's name, if it is no longer than this."""
+_NAME = re.compile(r"^[a-z][a-z0-9-]{0,30}$")
+
+PLACES = 36
+
+# Slurm holds a requeued job back until the credentials of its last start have expired. Its default of 120 s is a long
+# time to look at an idle cluster; a launch on a busy machine still has to fit into this.
+CRED_EXPIRE_S = 10
+NODE_SILENT_S = 30
+"""A cluster's nodes share a local file system, which shows every change at once, but also the cores of one machine: a
+second a node, where that is more."""
+
+
+@dataclass(frozen=True)
+class ClusterSpec:
+    """An embedded cluster: `nodes` GPU nodes in partition gpu, `control_nodes` without GPUs in partition cpu."""
+
+    name: str
+    directory: Path
+    """Everything the cluster writes is in here; `down` removes it."""
+    runs: Path
+    """Directory of runs named in the site file. It is not created, and `down` leaves it alone."""
+    nodes: int = 4
+    gpus_per_node: int = 8
+    """Fake devices: Slurm counts and assigns them, nothing can compute on them."""
+    cpus_per_node: int = 16
+    """What a node claims to have, whatever this machine has."""
+    control_nodes: int = 1
+
+    def check(self) -> None:
+        """Raise UsageError with everything that is wrong with this specification."""
+        found = []
+        if not _NAME.match(self.name):
+            found.append(
+                Violation("name", self.name, "must be a-z, 0-9 and -, starting with a letter, at most 31 long")
+            )
+        for field, value, low, high in (
+            ("nodes", self.nodes, 1, MAX_NODES),
+            ("gpus_per_node", self.gpus_per_node, 0, MAX_GPUS),
+            ("cpus_per_node", self.cpus_per_node, 1, 1024),
+            ("control_nodes", self.control_nodes, 0, 50),
+        ):
+            if not low <= value <= high:
+                found.append(Violation(field, str(value), f"must be between {low} and {high}"))
+        for field, path in (("directory", self.directory), ("runs", self.runs)):
+            if not path.is_absolute() or re.search(r"[\s#\"'\\%]", str(path)):
+                found.append(Violation(field, str(path), "must be an absolute path without spaces, quotes, # and %"))
+        longest = MAX_SOCKET - len(f"/spool/{self._prefix}-n001/{self._prefix}-n001_") - 16
+        if len(str(self.directory)) > longest:
+            why = f"is longer than {longest} characters, too long for the Unix sockets in it"
+            found.append(Violation("directory", str(self.directory), why, "choose a shorter one"))
+        if found:
+            raise UsageError(found)
+
+    @property
+    def slurm_conf(self) -> Path:
+        """Path of slurm.conf."""
+        return self.directory / "slurm.conf"
+
+    @property
+    def site_file(self) -> Path:
+        """Path of the generated site file."""
+        return self.directory / "site.yaml"
+
+    @property
+    def munge_socket(self) -> Path:
+        """Path of this cluster's own munge socket."""
+        return self.directory / "munge" / "socket"
+
+    @property
+    def gpu_names(self) -> list[str]:
+        """Names of the GPU nodes."""
+        return [f"{self._prefix}-n{i:03d}" for i in range(1, self.nodes + 1)]
+
+    @property
+    def control_names(self) -> list[str]:
+        """Names of the control nodes."""
+        return [f"{self._prefix}-c{i:03d}" for i in range(1, self.control_nodes + 1)]
+
+    @property
+    def _prefix(self) -> str:
+        """Short, and different for every cluster: runs remember bad nodes by their names."""
+        if len(self.name) <= MAX_PREFIX:
+            return self.name
+        return f"{self.name[:3]}{zlib.crc32(self.name.encode()) & 0xFFF:03x}"
+
+
+@dataclass(frozen=True)
+class LoopbackPlace:
+    """Where a cluster lives among others on this machine: its part of the loopback network and its block of ports.
+
+    slurmd and slurmctld listen on all addresses, so ports must differ even between nodes. The blocks lie below
+    `Site.port_base`, from where runs take theirs.
+    """
+
+    index: int
+    """0 to PLACES - 1."""
+
+    @property
+    def subnet(self) -> str:
+        """First three numbers of the nodes' addresses."""
+        return f"127.20.{self.index + 1}"
+
+    @property
+    def port(self) -> int:
+        """Port of slurmctld. The nodes' ports follow: + 1 ... for GPU nodes, + 201 ... for control nodes."""
+        return 10000 + 256 * self.index
+
+    def ports(self, spec: ClusterSpec) -> list[int]:
+        """All ports that the daemons of `spec` need here."""
+        control = range(self.port + FIRST_CONTROL, self.port + FIRST_CONTROL + spec.control_nodes)
+        return [self.port, *range(self.port + 1, self.port + 1 + spec.nodes), *control]
+
+
+def addresses(spec: ClusterSpec, place: LoopbackPlace) -> dict[str, str]:
+    """Node name to loopback address; GPU nodes count from .1, control nodes from .201."""
+    gpu = {name: f"{place.subnet}.{i}" for i, name in enumerate(spec.gpu_names, start=1)}
+    return gpu | {name: f"{place.subnet}.{i}" for i, name in enumerate(spec.control_names, start=FIRST_CONTROL)}
+
+
+def slurm_conf(spec: ClusterSpec, place: LoopbackPlace, hostname: str, memory_mb: int) -> str:
+    """Text of slurm.conf: what makes several nodes on one machine work, and nothing shared with another cluster."""
+    directory = spec.directory
+    lines = [
+        f"ClusterName={spec.name}",
+        f"SlurmctldHost={hostname}(127.0.0.1)",
+        f"SlurmctldPort={place.port}",
+        "SlurmUser=root",
+        "SlurmdUser=root",
+        "AuthType=auth/munge",
+        f"AuthInfo=socket={spec.munge_socket},cred_expire={CRED_EXPIRE_S}",
+        "CredType=cred/munge",
+        f"StateSaveLocation={directory}/state",
+        f"SlurmdSpoolDir={directory}/spool/%n",
+        f"SlurmctldPidFile={directory}/pid/slurmctld",
+        f"SlurmdPidFile={directory}/pid/%n",
+        f"SlurmctldLogFile={directory}/log/slurmctld.log",
+        f"SlurmdLogFile={directory}/log/%n.log",
+        "MailProg=/bin/true",
+        "ProctrackType=proctrack/linuxproc",
+        "TaskPlugin=task/none",
+        "SwitchType=switch/none",
+        "MpiDefault=none",
+        "JobAcctGatherType=jobacct_gather/none",
+        "AccountingStorageType=accounting_storage/none",
+        "SlurmdParameters=config_overrides",
+        "ReturnToService=2",
+        "MessageTimeout=30",
+        "SlurmdTimeout=30",
+        "KillWait=30",
+        "MinJobAge=3600",
+        "SelectType=select/cons_tres",
+        "SelectTypeParameters=CR_Core",
+        "GresTypes=gpu",
+        "SchedulerType=sched/backfill",
+        "SchedulerParameters=bf_interval=1,sched_interval=1,bf_hetjob_immediate",
+        # The urgent partition preempts the others: a job there shows what preemption does to a run.
+        "PreemptType=preempt/partition_prio",
+        "PreemptMode=REQUEUE",
+        "SlurmctldParameters=preempt_send_user_signal",
+    ]
+    resources = f"CPUs={spec.cpus_per_node} RealMemory={memory_mb} State=UNKNOWN"
+    gres = f"Gres=gpu:{spec.gpus_per_node} " if spec.gpus_per_node else ""
+    lines.append(_node_line(hostname, spec.gpu_names, place, 1, gres + resources))
+    usual = "PriorityTier=1 PreemptMode=REQUEUE GraceTime=120 MaxTime=INFINITE State=UP"
+    gpu_range, control_range = _range(spec.gpu_names), _range(spec.control_names)
+    lines.append(f"PartitionName=gpu Nodes={gpu_range} Default=YES {usual}")
+    lines.append(f"PartitionName=urgent Nodes={gpu_range} PriorityTier=10 PreemptMode=OFF MaxTime=INFINITE State=UP")
+    if spec.control_nodes:
+        lines.append(_node_line(hostname, spec.control_names, place, FIRST_CONTROL, resources))
+        lines.append(f"PartitionName=cpu Nodes={control_range} {usual}")
+    return "\n".join(lines) + "\n"
+
+
+def _node_line(hostname: str, names: list[str], place: LoopbackPlace, first: int, resources: str) -> str:
+    addresses = _span(f"{place.subnet}.", first, len(names))
+    ports = _span("", place.port + first, len(names))
+    return f"NodeName={_range(names)} NodeHostname={hostname} NodeAddr={addresses} Port={ports} {resources}"
+
+
+def _span(prefix: str, first: int, count: int) -> str:
+    return f"{prefix}[{first}-{first + count - 1}]" if count > 1 else f"{prefix}{first}"
+
+
+def _range(names: list[str]) -> str:
+    if len(names) < 2:
+        return "".join(names)
+    return f"{names[0][:-3]}[{names[0][-3:]}-{names[-1][-3:]}]"
+
+
+def gres_conf(spec: ClusterSpec) -> str:
+    """Text of gres.conf. Slurm wants character devices and takes the numbers from their names."""
+    if not spec.gpus_per_node:
+        return ""
+    devices = _span(f"{spec.directory}/devices/gpu", 0, spec.gpus_per_node)
+    return f"NodeName={_range(spec.gpu_names)} Name=gpu File={devices}\n"
+
+
+def site(spec: ClusterSpec, place: LoopbackPlace) -> Site:
+    """The site file's content."""
+    default = NodeKind(partition="gpu", gpus=spec.gpus_per_node, cpus=spec.cpus_per_node)
+    nodes = {"default": default}
+    if spec.control_nodes:
+        nodes = {"control": NodeKind(partition="cpu", gpus=0, cpus=spec.cpus_per_node), **nodes}
+    return Site(
+        schema=1,
+        name=spec.name,
+        device="cpu",
+        runs=str(spec.runs),
+        slurm_conf=str(spec.slurm_conf),
+        nodes=nodes,
+        network=Network(addresses=addresses(spec, place)),
+        node_silent_s=max(NODE_SILENT_S, spec.nodes + spec.control_nodes),
+    )

@@ -1,0 +1,59 @@
+"""Keeps a local run's agents: `python -m primeslurm.slurm.local.controller FOLDER MAX_ATTEMPTS`.
+
+submitit's own controller starts a job at most six times, waits for every task although one asked for a requeue, and
+leaves tasks one second to end. Agents end the processes of a whole node; here they are treated as Slurm treats them.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from submitit.local.local import LOCAL_REQUEUE_RETURN_CODE, Controller, LocalJobEnvironment
+
+KILL_WAIT_S = 30.0
+_POLL_S = 0.1
+
+
+class PlanController(Controller):  # type: ignore[misc]  # submitit is not followed by mypy
+    """submitit's local controller with Slurm's manners at the end of an attempt. SIGTERM to it ends the run."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._stopping = False
+        signal.signal(signal.SIGTERM, self._stop)
+
+    def _stop(self, *_: object) -> None:
+        self._stopping = True
+
+    def wait(self, freq: int = 24) -> Sequence[int | None]:
+        """Exit codes once all tasks ended, one asked for a requeue, the time is over, or the run is to end.
+
+        USR2 reaches all tasks `signal_delay_s` before the time is over.
+        """
+        deadline = time.monotonic() + self.timeout_s
+        warned = False
+        while True:
+            codes = [task.poll() for task in self.tasks]
+            now = time.monotonic()
+            if None not in codes or LOCAL_REQUEUE_RETURN_CODE in codes or self._stopping or now > deadline:
+                return codes
+            if not warned and now > deadline - self.signal_delay_s:
+                self._forward_signal(LocalJobEnvironment._usr_sig())
+                warned = True
+            time.sleep(_POLL_S)
+
+    def kill_tasks(self) -> None:
+        """End the tasks that still run: SIGTERM, up to KILL_WAIT_S, SIGKILL; close their logs."""
+        self._forward_signal(signal.SIGTERM)
+        deadline = time.monotonic() + KILL_WAIT_S
+        while any(task.poll() is None for task in self.tasks) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        super().kill_tasks()
+
+
+if __name__ == "__main__":
+    PlanController(Path(sys.argv[1])).run(max_retry=int(sys.argv[2]))

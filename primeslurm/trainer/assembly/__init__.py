@@ -1,0 +1,1 @@
+"""From a recipe to a sharded model with its weights."""

@@ -1,0 +1,190 @@
+"""Build the policy: HF config -> converted torchtitan model on the meta device -> sharded over ranks -> HF weights."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Literal
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.distributed import utils as dist_utils
+
+from primeslurm.model_files import locate
+from primeslurm.recipe import Recipe
+from primeslurm.recipe.sections.trainer import Memory, micro_batch_rows
+from primeslurm.trainer import compat, models
+from primeslurm.trainer.assembly.converters import CONVERTERS
+from primeslurm.trainer.assembly.draft import ModelDraft
+from primeslurm.trainer.assembly.policy_model import PolicyModel
+from primeslurm.trainer.components import activation_checkpointing, lora
+from primeslurm.trainer.components.activation_offload import ActivationOffload
+from primeslurm.trainer.distributed.context_parallel import ContextParallel, Dims
+from primeslurm.trainer.distributed.world import World
+from primeslurm.trainer.models import generic
+from primeslurm.trainer.models.adapters.stacked import as_stored
+from primeslurm.trainer.weights import huggingface
+from primeslurm.wire.weight_transfer.tensor_names import FP8_SCALE, layers_ahead
+
+# Derived from other weights; some checkpoints carry them.
+_DERIVED = ("rotary_emb.inv_freq",)
+
+
+def build(recipe: Recipe, world: World, attention: Literal["varlen", "flex"] | None = None) -> PolicyModel:
+    """The recipe's model, sharded over `world`, with the weights of `recipe.model.path`.
+
+    Args:
+        attention: the kernel of attention layers, instead of the one that fits dtype and device.
+
+    Raises:
+        FileNotFoundError: there is no such model.
+        ValueError: the model, the parallelism or the checkpoint does not fit.
+    """
+    source = locate(recipe.model.path)
+    config = huggingface.load_config(source)
+    policy = _with_unchanged(assemble(config, source, recipe, world, attention), world)
+    _load(policy, config)
+    return policy
+
+
+def assemble(
+    config: Any, source: Path, recipe: Recipe, world: World, attention: Literal["varlen", "flex"] | None = None
+) -> PolicyModel:
+    """The model of a transformers config, sharded over `world`; no weights are read from `source`.
+
+    Args:
+        attention: as for `build`.
+
+    Raises:
+        ValueError: the model or the parallelism does not fit.
+    """
+    layout, memory = recipe.trainer.parallelism, recipe.trainer.memory
+    settings = SimpleNamespace(parallelism=_parallelism(recipe), training=_training(recipe))
+    dtype = getattr(torch, recipe.model.dtype)
+    dims = Dims.of(layout, world.size, settings.parallelism.spmd_backend)
+    dist_utils.set_spmd_backend(settings.parallelism.spmd_backend)
+    if models.is_generic(recipe.model.impl, config):
+        model, adapter, hf_names = generic.build(config, dims, recipe, world.device)
+        return PolicyModel(model, adapter, dims, hf_names, source, dtype, world.device)
+    spec = models.spec(config, recipe.seq_len, attention or _fitting_attention(recipe))
+    stored = huggingface.fp8_names(source) if huggingface.is_quantized(config) else frozenset()
+    draft = ModelDraft(recipe, spec, settings, stored)
+    for convert in CONVERTERS:
+        convert(draft)
+    hf_names = set(draft.adapter.to_hf(lora.base_weights(draft.model)))
+    shared = ContextParallel(layout.cp_style, dims.get_mesh("cp").get_group()) if layout.cp > 1 else None
+    if shared:
+        shared.attach(draft.model)
+    model = _shard(draft, dims)
+    _initialise(model, memory, world.device)
+    return PolicyModel(
+        model,
+        draft.adapter,
+        dims,
+        hf_names,
+        source,
+        dtype,
+        world.device,
+        shared,
+        recipe.trainer.lora,
+        stored_fp8=stored,
+    )
+
+
+def _parallelism(recipe: Recipe) -> ParallelismConfig:
+    """The recipe's layout. Context parallelism is ours: to torchtitan's model code a piece of a row is a row."""
+    layout = recipe.trainer.parallelism
+    return ParallelismConfig(
+        data_parallel_replicate_degree=layout.dp_replicate,
+        expert_parallel_degree=layout.ep,
+        fsdp_reshard_after_forward="default" if layout.reshard_after_forward else "never",
+        # torchtitan's default backend needs a newer torch for more than one rank.
+        spmd_backend="partial_dtensor",
+    )
+
+
+def _training(recipe: Recipe) -> TrainingConfig:
+    """What torchtitan's models want to know of a step."""
+    return TrainingConfig(
+        seq_len=recipe.seq_len // recipe.trainer.parallelism.cp,
+        local_batch_size=micro_batch_rows(recipe.seq_len),
+        mixed_precision_param=recipe.model.dtype,
+        enable_cpu_offload=recipe.trainer.memory.optimizer_offload,
+    )
+
+
+def _fitting_attention(recipe: Recipe) -> str:
+    """The kernel that fits dtype and device: those of varlen attention are bfloat16 only."""
+    return "flex" if compat.ON_CPU or recipe.model.dtype != "bfloat16" else "varlen"
+
+
+def _shard(draft: ModelDraft, dims: Dims) -> Any:
+    """The model of a draft, split over ranks; it has no memory yet."""
+    return draft.spec.parallelize_fn(
+        draft.model,
+        parallel_dims=dims,
+        training=draft.settings.training,
+        parallelism=draft.settings.parallelism,
+        compile_config=CompileConfig(enable=False),
+        ac_config=activation_checkpointing.POLICIES[draft.recipe.trainer.parallelism.activation_checkpointing],
+        dump_folder="",
+    )
+
+
+def _initialise(model: Any, memory: Memory, device: torch.device) -> None:
+    """Give a sharded model its memory, and what no checkpoint holds."""
+    model.to_empty(device="cpu" if memory.optimizer_offload else device.type)
+    with torch.no_grad():
+        model.init_weights(buffer_device=device)  # computes the RoPE tables, draws adapters
+    model.train()
+    if memory.activation_offload:
+        ActivationOffload(device).install(model)
+
+
+def _with_unchanged(policy: PolicyModel, world: World) -> PolicyModel:
+    """With what the checkpoint has beside the model, if anybody insists on it."""
+    beginnings: tuple[str, ...] = getattr(policy.adapter, "unchanged", ())
+    if not beginnings:
+        return policy
+    names = {name for name in huggingface.tensor_names(policy.source) if name.startswith(beginnings)}
+    unchanged = huggingface.tensors_beginning(policy.source, beginnings) if world.is_main else {}
+    return replace(policy, hf_names=policy.hf_names | names, unchanged=unchanged)
+
+
+def _load(policy: PolicyModel, hf_config: Any) -> None:
+    """Read this rank's shards from the HF files, and insist that files and model have the same tensors."""
+    ignored = _ignored(hf_config)
+    found = {name for name in huggingface.tensor_names(policy.source) if not ignored.fullmatch(name)}
+    adapter = as_stored(policy.adapter, found)
+    tensors = adapter.to_hf(policy.weights())
+    _check_names(policy, policy.hf_names if adapter is policy.adapter else set(tensors), found)
+    dcp.load(tensors, storage_reader=huggingface.reader(policy.source, hf_config))
+    loaded = adapter.from_hf(tensors)
+    missing = set(policy.weights()) - set(loaded)
+    if missing:
+        raise ValueError(f"{policy.source}: nothing was loaded for {', '.join(sorted(missing))}")
+    unknown = policy.model.load_state_dict(loaded, strict=False).unexpected_keys
+    if unknown:
+        raise ValueError(f"{policy.source}: the model has no {', '.join(sorted(unknown))}")
+
+
+def _ignored(hf_config: Any) -> re.Pattern[str]:
+    """Names of tensors that are no weights of the model, and of layers that predict further ahead."""
+    text = hf_config.get_text_config()
+    ahead = layers_ahead(text.num_hidden_layers, getattr(text, "num_nextn_predict_layers", None) or 0).pattern
+    endings = _DERIVED + ((FP8_SCALE,) if huggingface.is_quantized(hf_config) else ())
+    return re.compile("|".join([ahead, *(rf".*{re.escape(ending)}" for ending in endings)]))
+
+
+def _check_names(policy: PolicyModel, names: set[str], found: set[str]) -> None:
+    if policy.model.enable_weight_tying:
+        found.discard("lm_head.weight")
+    missing, unknown = names - found, found - names
+    if missing or unknown:
+        raise ValueError(
+            f"{policy.source}: the checkpoint does not match its config; "
+            f"missing: {', '.join(sorted(missing)[:5]) or 'none'}; unknown: {', '.join(sorted(unknown)[:5]) or 'none'}"
+        )

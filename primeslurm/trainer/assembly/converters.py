@@ -1,0 +1,45 @@
+"""Everything that is done to a model of torchtitan's before it is sharded, feature by feature.
+
+A converter changes a `ModelDraft` if its recipe asks for the feature. Raises ValueError if the model cannot have it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from primeslurm.trainer import compat
+from primeslurm.trainer.assembly.draft import ModelDraft
+from primeslurm.trainer.components import fp8, logprobs, lora, router_replay, varlen_attention
+from primeslurm.trainer.distributed import deepep
+from primeslurm.trainer.models.layers import vision
+
+
+def fit(draft: ModelDraft) -> None:
+    """Tell the config how the model will be split, as torchtitan's own trainer does."""
+    draft.config.update_from_config(config=draft.settings)
+
+
+def build(draft: ModelDraft) -> None:
+    """Build the model of its config, on the meta device."""
+    draft.adapter = draft.spec.state_dict_adapter(draft.config, None)
+    with torch.device("meta"):
+        draft.model = draft.config.build()
+
+
+CONVERTERS: tuple[Callable[[ModelDraft], None], ...] = (
+    # The config. Each of these replaces modules of torchtitan's that no other one looks for.
+    compat.convert,
+    varlen_attention.convert,
+    deepep.convert,
+    logprobs.convert,
+    router_replay.convert,
+    vision.convert,
+    fit,  # sets up token dispatchers: after deepep has said which
+    build,
+    # The model.
+    fp8.convert,  # knows projections by torchtitan's own classes: before adapters change these
+    lora.convert,  # freezes whatever is no adapter: after all that may add parameters
+)
+"""In the order in which they are applied."""

@@ -1,0 +1,1 @@
+"""Checkpoints, and models made of them."""

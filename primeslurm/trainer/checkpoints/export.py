@@ -1,0 +1,135 @@
+"""A checkpoint as a Hugging Face model: one process without a GPU, one layer in memory at a time.
+
+    python -m primeslurm.trainer.checkpoints.export --recipe RESOLVED --checkpoint DIR --out DIR
+
+It does not matter how many ranks wrote the checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from primeslurm.model_files import locate
+from primeslurm.recipe import Recipe
+from primeslurm.trainer import models
+from primeslurm.trainer.models import generic
+from primeslurm.trainer.weights import huggingface
+from primeslurm.trainer.weights.encoding import Encoding, cast
+from primeslurm.trainer.weights.export import by_layer
+from primeslurm.wire import exits
+from primeslurm.wire.weight_transfer.tensor_names import FP8_SCALE
+
+_PREFIX = "model."
+"""Of the model's tensors in a checkpoint."""
+
+
+def export(recipe: Recipe, checkpoint: Path, out: Path) -> None:
+    """Write a committed checkpoint's weights to `out`, which must not exist.
+
+    They are in the compute dtype. A run whose engines started from an FP8 checkpoint gets such a checkpoint.
+
+    Raises:
+        OSError: a file cannot be read or written.
+        ValueError: the checkpoint is not one of the recipe's model, or holds adapters alone.
+    """
+    if recipe.trainer.lora is not None:
+        raise ValueError("checkpoints of adapters hold no whole model; published versions, in weights/, do")
+    source = locate(recipe.model.path)
+    adapter, expected = _adapter(recipe, huggingface.load_config(source))
+    beside: tuple[str, ...] = getattr(adapter, "unchanged", ())
+    expected |= {name for name in huggingface.tensor_names(source) if name.startswith(beside)}
+    stored = huggingface.fp8_names(source) if recipe.task == "rl" else frozenset()
+    encoding = Encoding(getattr(torch, recipe.model.dtype), stored=stored)
+    partial = out.with_name(f".{out.name}.partial")
+    if partial.exists():
+        shutil.rmtree(partial)
+    partial.mkdir()
+    index: dict[str, str] = {}
+
+    def write(tensors: dict[str, torch.Tensor], file: str) -> None:
+        save_file({name: t.contiguous() for name, t in tensors.items()}, partial / file, metadata={"format": "pt"})
+        index.update(dict.fromkeys(tensors, file))
+
+    for number, layer in enumerate(_layers(checkpoint / "trainer")):
+        encoded = (encoding.encode(name, tensor) for name, tensor in adapter.to_hf(layer).items())
+        tensors = {name: tensor for parts in encoded for name, tensor in parts.items()}
+        if tensors:  # a layer may have nothing but buffers of our own
+            write(tensors, f"model-{number:05d}.safetensors")
+    if unknown := sorted({name.removesuffix(FP8_SCALE) for name in index} - expected):
+        raise ValueError(f"{source} has no {', '.join(unknown[:5])}")
+    if frozen := expected - set(index):
+        write(_frozen(source, frozen, encoding.dtype), "model-frozen.safetensors")
+    (partial / huggingface.INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}, indent=2) + "\n")
+    huggingface.copy_companions(source, partial, encoding.dtype_name, encoding.quantization(set(index)))
+    partial.rename(out)
+
+
+def _adapter(recipe: Recipe, config: Any) -> tuple[Any, set[str]]:
+    """What turns our tensors into those of Hugging Face, and all of their names."""
+    if models.is_generic(recipe.model.impl, config):
+        with torch.device("meta"):
+            model: Any = generic.GenericModel(config)
+        adapter: Any = generic.GenericAdapter(model)
+    else:
+        spec = models.spec(config, recipe.seq_len, "flex")
+        with torch.device("meta"):
+            model = spec.model.build()
+        adapter = spec.state_dict_adapter(spec.model, None)
+    return adapter, set(adapter.to_hf(model.state_dict()))
+
+
+def _frozen(source: Path, names: set[str], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Tensors that were not trained, from the model's own files. Raises ValueError if one is not there either."""
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(source.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as handle:
+            found |= {name: cast(name, handle.get_tensor(name), dtype) for name in names & set(handle.keys())}
+    if missing := sorted(names - set(found)):
+        raise ValueError(f"neither the checkpoint nor {source} has {', '.join(missing[:5])}")
+    return found
+
+
+def _layers(directory: Path) -> Iterator[dict[str, torch.Tensor]]:
+    """The model's tensors, what belongs to no layer first, then one layer at a time."""
+    stored = dcp.FileSystemReader(directory).read_metadata().state_dict_metadata
+    sizes = {
+        name.removeprefix(_PREFIX): entry
+        for name, entry in stored.items()
+        if name.startswith(_PREFIX) and isinstance(entry, TensorStorageMetadata)
+    }
+    for names in by_layer(sizes):
+        tensors = {name: torch.empty(sizes[name].size, dtype=sizes[name].properties.dtype) for name in names}
+        dcp.load({_PREFIX.rstrip("."): tensors}, checkpoint_id=directory, no_dist=True)
+        yield tensors
+
+
+def main() -> int:
+    """The command line. Exit code 1 with one line on stderr if it fails."""
+    parser = argparse.ArgumentParser(prog="python -m primeslurm.trainer.checkpoints.export", description=__doc__)
+    parser.add_argument("--recipe", type=Path, required=True, help="resolved recipe, JSON")
+    parser.add_argument("--checkpoint", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    try:
+        recipe = Recipe.model_validate_json(arguments.recipe.read_text())
+        export(recipe, arguments.checkpoint, arguments.out)
+    except (OSError, SafetensorError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return exits.FAILED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,153 @@
+"""Training in block-scaled FP8: linear layers and experts whose forward pass and both gradients are FP8 products.
+
+Masters stay float32; the compute copies that FSDP gathers are quantised whenever they are used, as engines quantise
+what is published to them, so trainer and engines multiply the same numbers. Which layers these are says
+`encoding.in_fp8`. Kernels take multiples of 128 only; what is smaller is filled up with zeros, which changes no scale.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torchtitan.models.common import Linear
+from torchtitan.models.common.moe import GroupedExperts
+
+from primeslurm.trainer.assembly.draft import ModelDraft
+from primeslurm.trainer.kernels.block_fp8 import (
+    BLOCK,
+    BLOCKS,
+    ROWS,
+    Groups,
+    quantise,
+    quantise_groups,
+    quantise_groups_transposed,
+)
+from primeslurm.trainer.kernels.fp8_backend import backend
+from primeslurm.trainer.weights.encoding import in_fp8
+
+
+class _LinearProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rows, weight)
+        return _times(rows, quantise(weight, BLOCKS))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rows, weight = ctx.saved_tensors
+        for_rows = for_weight = None
+        if ctx.needs_input_grad[0]:
+            for_rows = _times(gradient, quantise(weight.mT, BLOCKS))
+        if ctx.needs_input_grad[1]:
+            left, right = (quantise(_filled(t.flatten(0, -2), -2).mT, ROWS) for t in (gradient, rows))
+            for_weight = backend(rows.device.type).outer(left, right).to(weight.dtype)
+        return for_rows, for_weight
+
+
+class _GroupedProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rows, weight)
+        ctx.groups = Groups.of(offsets)
+        return _grouped_times(rows, quantise(weight, BLOCKS), ctx.groups)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        rows, weight = ctx.saved_tensors
+        for_rows = for_weight = None
+        if ctx.needs_input_grad[0]:
+            for_rows = _grouped_times(gradient, quantise(weight.mT, BLOCKS), ctx.groups)
+        if ctx.needs_input_grad[1]:
+            left, right = (quantise_groups_transposed(t, ctx.groups) for t in (gradient, rows))
+            for_weight = backend(rows.device.type).grouped_outer(left, right, ctx.groups).to(weight.dtype)
+        return for_rows, for_weight, None
+
+
+class _Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        return quantise(weight, BLOCKS).values().to(weight.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+def linear_product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """rows [..., k] times weight [n, k]: [..., n]."""
+    product: torch.Tensor = _LinearProduct.apply(_filled(rows, -1), _filled(weight, -1, -2))
+    return product[..., : len(weight)]
+
+
+def grouped_product(rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """rows [rows, k], each times the weight [groups, n, k] of its group: [rows, n]. A group ends at its offset."""
+    product: torch.Tensor = _GroupedProduct.apply(_filled(rows, -1), _filled(weight, -1, -2), offsets)
+    return product[..., : weight.shape[1]]
+
+
+def rounded(weight: torch.Tensor) -> torch.Tensor:
+    """What a quantised weight stands for; its gradient is the weight's. For weights that are used without a product."""
+    return _Rounded.apply(weight)
+
+
+def _times(rows: torch.Tensor, weight: Any) -> torch.Tensor:
+    product = backend(rows.device.type).product(quantise(rows.flatten(0, -2), ROWS), weight)
+    return product.to(rows.dtype).view(*rows.shape[:-1], -1)
+
+
+def _grouped_times(rows: torch.Tensor, weight: Any, groups: Groups) -> torch.Tensor:
+    product = backend(rows.device.type).grouped_product(quantise_groups(rows, groups), weight, groups)
+    return product.index_select(0, groups.places).to(rows.dtype)
+
+
+def _filled(tensor: torch.Tensor, *dims: int) -> torch.Tensor:
+    """With zeros at the end of dimensions -1 or -2 up to a multiple of BLOCK."""
+    columns, rows = (-tensor.shape[dim] % BLOCK if dim in dims else 0 for dim in (-1, -2))
+    return F.pad(tensor, (0, columns, 0, rows)) if columns or rows else tensor
+
+
+class FP8Linear(Linear):
+    """Linear in block-scaled FP8; a bias is added in the compute dtype."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """[..., in_features] to [..., out_features]."""
+        product = linear_product(input, self.weight)
+        return product if self.bias is None else product + self.bias
+
+
+class FP8Experts:
+    """Mixed into a class of grouped experts: their products in block-scaled FP8. Biases are added as they are there."""
+
+    def _grouped_mm(self, *, A: torch.Tensor, B_t: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        return grouped_product(A, B_t.transpose(-2, -1), offs)
+
+
+@functools.cache
+def _mixed(experts: Any) -> Any:
+    return type(f"FP8{experts.__name__}", (FP8Experts, experts), {})
+
+
+def convert(draft: ModelDraft) -> None:
+    """Have a model compute in FP8, if the recipe says so."""
+    if draft.recipe.trainer.fp8:
+        adapt(draft.model, draft.adapter, draft.stored_fp8)
+
+
+def adapt(model: nn.Module, state_dict_adapter: Any, stored: frozenset[str]) -> None:
+    """Have a model's projections and experts compute in FP8. Call it before the model is split over ranks.
+
+    Args:
+        stored: names of what the model's checkpoint stores in FP8, if it does: no other projection is one of FP8 then.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, GroupedExperts):
+            kind: Any = type(module)
+            module.__class__ = _mixed(kind)
+        elif type(module) is Linear:
+            names = state_dict_adapter.to_hf({f"{name}.weight": module.weight})
+            if any(in_fp8(hf) and (not stored or hf in stored) for hf in names):
+                module.__class__ = FP8Linear

@@ -1,0 +1,167 @@
+"""Low-rank adapters: a frozen weight W computes as W + scale * B A^T, and only A and B are trained.
+
+Each adapter lies beside its weight as two parameters, `<weight>_lora_a` [..., in, rank] and `<weight>_lora_b`
+[..., out, rank] (rank last, so that FSDP can split the dimension before it however many ranks there are). Experts have
+one pair each, and it lives where the expert lives.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import zlib
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torchtitan.models.common import Linear
+
+from primeslurm.recipe.sections.trainer import Lora
+from primeslurm.trainer import compat
+from primeslurm.trainer.assembly.draft import ModelDraft
+from primeslurm.trainer.components.sparse_attention import SparseAttention
+
+A, B = "_lora_a", "_lora_b"
+EXPERTS = "experts"
+EXPERT_WEIGHTS = ("w1_EFD", "w2_EDF", "w3_EFD")
+# Engines compute these apart from adapters, or the model does not train them.
+_NEVER = frozenset({"lm_head", "gate", "shared_expert_gate", "wq_b", "wk", "weights_proj"})
+
+
+def convert(draft: ModelDraft) -> None:
+    """Give the layers that `trainer.lora.targets` names an adapter, and freeze all else.
+
+    Without targets, every layer that can have an adapter gets one. Call it before the model is split over ranks.
+
+    Raises:
+        ValueError: the model has no layers of such a name.
+    """
+    lora, model = draft.recipe.trainer.lora, draft.model
+    if lora is None:
+        return
+    targets = _targets(model, draft.adapter)
+    valid = sorted(set(targets.values()))
+    wanted = set(valid if lora.targets is None else lora.targets)
+    if unknown := sorted(wanted - set(valid)):
+        raise ValueError("; ".join(_unknown(name, valid) for name in unknown))
+    for name, target in targets.items():
+        if target in wanted:
+            _attach(model.get_submodule(name), lora, f"{draft.recipe.seed}:{name}")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(is_adapter(name))
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of this name belongs to an adapter."""
+    return name.endswith((A, B))
+
+
+def base_weights(model: nn.Module) -> dict[str, Any]:
+    """A model's state without adapters."""
+    return {name: tensor for name, tensor in model.state_dict().items() if not is_adapter(name)}
+
+
+def merge(tensors: Mapping[str, torch.Tensor], lora: Lora) -> dict[str, torch.Tensor]:
+    """The weights among `tensors` with their adapters added. A collective: adapters, which are small, are gathered."""
+    merged: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        if name + A in tensors:
+            merged[name] = _add(tensor, tensors[name + A], tensors[name + B], lora.alpha / lora.rank)
+        elif not is_adapter(name):
+            merged[name] = tensor
+    return merged
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor that may be distributed. A collective."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _add(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
+    a, b = whole(a), whole(b)
+    if not isinstance(weight, DTensor):
+        return weight + scale * (b @ a.mT)
+    *stack, rows, columns = compat.local_region(weight)
+    local = weight.to_local() + scale * (b[(*stack, rows)] @ a[(*stack, columns)].mT)
+    return DTensor.from_local(
+        local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+    )
+
+
+def _targets(model: nn.Module, state_dict_adapter: Any) -> dict[str, str]:
+    """Names of the modules that can have an adapter, each with the name that recipes know it by."""
+    found: dict[str, str] = {}
+    # Sparse attention never calls this layer, only reads its weight.
+    absorbed = {f"{name}.wkv_b" for name, module in model.named_modules() if isinstance(module, SparseAttention)}
+    for name, module in model.named_modules():
+        if isinstance(module, compat.Experts):
+            found[name] = EXPERTS
+        elif isinstance(module, Linear) and name not in absorbed:
+            for hf_name in state_dict_adapter.to_hf({f"{name}.weight": module.weight}):
+                target = hf_name.removesuffix(".weight").rsplit(".")[-1]
+                if target not in _NEVER:
+                    found[name] = target
+    return found
+
+
+def _unknown(name: str, valid: list[str]) -> str:
+    near = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]}? " if near else ""
+    return f"trainer.lora.targets = {name}: this model has no such layers ({hint}valid: {', '.join(valid)})"
+
+
+def _attach(module: nn.Module, lora: Lora, seed: str) -> None:
+    experts = isinstance(module, compat.Experts)
+    initial, like = {}, {}
+    for weight in EXPERT_WEIGHTS if experts else ("weight",):
+        parameter = getattr(module, weight)
+        *stack, rows, columns = parameter.shape
+        for suffix, size in ((A, columns), (B, rows)):
+            module.register_parameter(weight + suffix, nn.Parameter(parameter.new_empty(*stack, size, lora.rank)))
+            like[weight + suffix] = weight
+        initial[weight + A] = partial(_draw, seed=f"{seed}.{weight}")
+        initial[weight + B] = nn.init.zeros_
+    compat.declare(module, initial, like)
+    module.scale = lora.alpha / lora.rank
+    base: Any = type(module)
+    module.__class__ = _adapted_experts(base) if experts else _adapted_linear(base)
+
+
+@functools.cache
+def _adapted_linear(base: Any) -> Any:
+    """`base`, which is Linear or derived from it, with an adapter."""
+
+    class LoraLinear(base):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            change = (input @ self.weight_lora_a) @ self.weight_lora_b.mT
+            return super().forward(input) + change * self.scale
+
+    return LoraLinear
+
+
+@functools.cache
+def _adapted_experts(base: Any) -> Any:
+    """`base`, which is Experts or derived from it, with an adapter for each expert."""
+
+    class LoraExperts(base):
+        def project(self, name: str, x_RD: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+            a, b = (self.local(name + suffix, x_RD.dtype) for suffix in (A, B))
+            change = F.grouped_mm(F.grouped_mm(x_RD, a, offs=offsets), b.mT, offs=offsets)
+            return super().project(name, x_RD, offsets) + change * self.scale
+
+    return LoraExperts
+
+
+def _draw(parameter: torch.Tensor, seed: str) -> None:
+    """Uniform within +-1/sqrt(in), the same numbers however many ranks share the parameter."""
+    generator = torch.Generator().manual_seed(zlib.crc32(seed.encode()))
+    bound = parameter.shape[-2] ** -0.5
+    values = torch.empty(parameter.shape).uniform_(-bound, bound, generator=generator)
+    if isinstance(parameter, DTensor):
+        parameter.to_local().copy_(values[compat.local_region(parameter)])
+    else:
+        parameter.copy_(values)

@@ -1,0 +1,270 @@
+"""Sparse latent attention (DSA): an indexer scores all keys cheaply, attention then sees only the best of them.
+
+Rows of packed documents may be split over context-parallel ranks. Queries stay where they are; what they need of the
+other ranks' tokens is small and gathered once a layer: compressed key, rotary key and the indexer's key, 704 values a
+token in GLM-5. Gradients of the gathered keys are reduced and scattered back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.library import custom_op
+from torchtitan.models.common import Linear
+from torchtitan.models.common.nn_modules import LayerNorm
+from torchtitan.models.deepseek_v3.model import Attention
+from torchtitan.protocols.module import Module
+
+from primeslurm.trainer import compat
+from primeslurm.trainer.components.fp8 import FP8Linear, rounded
+from primeslurm.trainer.kernels.sparse_mla import dense_mla, sparse_mla
+
+SCORES = 2**28
+"""Index scores held at once, before they are summed over heads; 1 GiB."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """Which keys the queries of this rank may see. Travels in the place of attention masks."""
+
+    first: torch.Tensor
+    """Index in its whole row of the first token of each query's document, [rows, local_len]."""
+    last: torch.Tensor
+    """Index of each query itself, [rows, local_len]."""
+    group: ProcessGroup | None = None
+    """Ranks that hold the rest of the rows."""
+    selections: dict[int, torch.Tensor] = field(default_factory=dict)
+    """What a layer selected, for the layers that share it. By layer: activations are recomputed in another order."""
+
+    @staticmethod
+    def of(positions: torch.Tensor) -> Context:
+        """The context of whole rows; `positions` [rows, len] restart at 0 with every document."""
+        index = torch.arange(positions.shape[1], device=positions.device).expand_as(positions)
+        return Context(index - positions, index)
+
+    def shard(self, group: ProcessGroup) -> Context:
+        """This rank's part of whole rows, of which each rank of the group has one contiguous piece."""
+        first, last = (part.chunk(group.size(), dim=1)[group.rank()] for part in (self.first, self.last))
+        return Context(first, last, group)
+
+    def gather(self, keys: torch.Tensor) -> torch.Tensor:
+        """Per-token values [rows, local_len, values] of whole rows; gradients are summed over ranks and scattered."""
+        return keys if self.group is None else compat.all_gather(keys, 1, self.group)
+
+
+class Indexer(Module):
+    """Scores every key for every query with a few small heads. Frozen: what it decides, a top-k, has no gradient."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        """`rope_dim` of the `head_dim` values of a head are rotated."""
+
+        heads: int
+        head_dim: int
+        rope_dim: int
+        top_k: int
+        wq_b: Linear.Config
+        wk: Linear.Config
+        k_norm: LayerNorm.Config
+        weights_proj: Linear.Config
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+        self.wq_b = config.wq_b.build()
+        self.wk = config.wk.build()
+        self.k_norm = config.k_norm.build()
+        self.weights_proj = config.weights_proj.build()
+        for parameter in self.parameters():
+            parameter.requires_grad_(False)
+
+    def forward(
+        self, x: torch.Tensor, compressed: torch.Tensor, rope: Module, positions: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries [rows, len, heads, head_dim], keys [rows, len, head_dim] and weights of heads [rows, len, heads].
+
+        Args:
+            x: the layer's input.
+            compressed: the layer's compressed queries.
+            rope: the layer's rotary embedding.
+            positions: of the tokens within their documents.
+        """
+        rows, length, _ = x.shape
+        config = self.config
+        parts = [config.rope_dim, config.head_dim - config.rope_dim]
+        with torch.no_grad():
+            heads = self.wq_b(compressed).view(rows, length, config.heads, config.head_dim)
+            query, query_rest = heads.split(parts, -1)
+            key, key_rest = self.k_norm(self.wk(x)).unsqueeze(2).split(parts, -1)
+            query, key = rope(query, key, positions)
+            weight = self.weights_proj(x).float() * (config.heads * config.head_dim) ** -0.5
+            return torch.cat([query, query_rest], -1), torch.cat([key, key_rest], -1).squeeze(2), weight
+
+
+def select(query: torch.Tensor, keys: torch.Tensor, weight: torch.Tensor, context: Context, top_k: int) -> torch.Tensor:
+    """Indices [rows, local_len, top_k], int32, of the best keys that each query may see; -1 where there are fewer.
+
+    Args:
+        query: of the indexer, [rows, local_len, heads, head_dim].
+        keys: of the indexer, of whole rows, [rows, len, head_dim].
+        weight: of each head, [rows, local_len, heads].
+        context: what each query may see.
+        top_k: how many are selected.
+    """
+    indices: torch.Tensor = _select_keys(query, keys.detach(), weight, context.first, context.last, top_k)
+    return indices
+
+
+def _select(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    weight: torch.Tensor,
+    first: torch.Tensor,
+    last: torch.Tensor,
+    top_k: int,
+) -> torch.Tensor:
+    rows, length, heads, width = query.shape
+    whole = keys.shape[1]
+    if query.is_cuda and query.dtype == torch.bfloat16 and width & (width - 1) == 0:
+        return _select_on_gpu(query, keys, weight, first, last, top_k)
+    index = torch.arange(whole, device=keys.device)
+    selected = torch.empty(rows, length, min(top_k, whole), dtype=torch.int32, device=keys.device)
+    step = max(1, SCORES // (rows * heads * whole))
+    for start in range(0, length, step):
+        part = slice(start, start + step)
+        products = torch.bmm(query[:, part].flatten(1, 2).float(), keys.float().transpose(1, 2))
+        per_head = products.relu_().view(-1, heads, whole)
+        scores = (weight[:, part].reshape(-1, 1, heads) @ per_head).view(rows, -1, whole)
+        visible = (index >= first[:, part, None]) & (index <= last[:, part, None])
+        best = scores.masked_fill_(~visible, float("-inf")).topk(selected.shape[-1], -1)
+        selected[:, part] = best.indices.masked_fill(best.values.isneginf(), -1).int()
+    return selected
+
+
+def _select_on_gpu(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    weight: torch.Tensor,
+    first: torch.Tensor,
+    last: torch.Tensor,
+    top_k: int,
+) -> torch.Tensor:
+    from primeslurm.trainer.kernels.index_kernel import index_scores
+
+    rows, length = query.shape[:2]
+    selected = torch.empty(rows, length, min(top_k, keys.shape[1]), dtype=torch.int32, device=keys.device)
+    step = max(1, SCORES // keys.shape[1])
+    for row in range(rows):
+        for start in range(0, length, step):
+            part = slice(start, start + step)
+            seen = first[row, part], last[row, part]
+            best = index_scores(query[row, part], keys[row], weight[row, part], *seen).topk(selected.shape[-1], -1)
+            selected[row, part] = best.indices.masked_fill(best.values.isneginf(), -1).int()
+    return selected
+
+
+# An operator of its own: selective activation checkpointing would otherwise keep the scores of every chunk.
+_select_keys = custom_op("primeslurm::select_keys", _select, mutates_args=())
+
+
+class SparseMla(Module):
+    """The core of attention: absorbs the up-projection of keys and values, and attends to selected keys."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        """`dense`: all scores at once, for rows not longer than the selection."""
+
+        dense: bool
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self._attend = dense_mla if config.dense else sparse_mla
+
+    def forward(
+        self,
+        q_nope: torch.Tensor,
+        q_rope: torch.Tensor,
+        kv_latent: torch.Tensor,
+        k_rope: torch.Tensor,
+        up: torch.Tensor,
+        indices: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        """Outputs of all heads [rows, queries, heads, v_head_dim].
+
+        Args:
+            q_nope: [rows, queries, heads, nope], q_rope: [rows, queries, heads, rope].
+            kv_latent: [rows, keys, rank], k_rope: [rows, keys, rope].
+            up: weight of the up-projection, [heads x (nope + v_head_dim), rank].
+            indices: the selected keys, as `sparse_mla` takes them.
+            scale: of the scores.
+        """
+        heads, nope = q_nope.shape[2:]
+        up_key, up_value = up.view(heads, -1, kv_latent.shape[-1]).tensor_split([nope], 1)
+        q_latent = torch.einsum("bqhd,hdr->bqhr", q_nope, up_key)
+        out = self._attend(q_latent, q_rope, kv_latent, k_rope, indices, scale)
+        return torch.einsum("bqhr,hdr->bqhd", out, up_value)
+
+
+class SparseAttention(Attention):
+    """Latent attention to the keys that this layer's indexer, or that of an earlier layer, selects."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Attention.Config):
+        """`inner_attention` is a `SparseMla.Config`."""
+
+        indexer: Indexer.Config | None
+        """None: the layer uses the selection of layer `selected_by`."""
+        selected_by: int
+        shared: bool
+        """Later layers use this layer's selection."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self.indexer = config.indexer.build() if config.indexer else None
+        self._selected_by, self._shared = config.selected_by, config.shared
+
+    def forward(self, x: torch.Tensor, attention_masks: Context, positions: torch.Tensor | None = None) -> torch.Tensor:
+        """The layer's input [rows, local_len, dim] to the attention's output of that shape."""
+        rows, length, _ = x.shape
+        compressed = self.q_norm(self.wq_a(x))
+        query = self.wq_b(compressed).view(rows, length, self.n_heads, self.qk_head_dim)
+        q_nope, q_rope = query.split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
+        latent, k_rope = self.wkv_a(x).split([self.kv_lora_rank, self.qk_rope_head_dim], -1)
+        q_rope, k_rope = self.rope(q_rope, k_rope.unsqueeze(2), positions)
+        own = torch.cat([self.kv_norm(latent), k_rope.squeeze(2)], -1)
+        keys, indices = self._select(x, compressed, own, attention_masks, positions)
+        latent, k_rope = keys.split([self.kv_lora_rank, self.qk_rope_head_dim], -1)
+        # The weight itself: what absorbs it never calls the projection. Engines absorb what they quantised.
+        up = rounded(self.wkv_b.weight) if isinstance(self.wkv_b, FP8Linear) else self.wkv_b.weight
+        out = self.inner_attention(q_nope, q_rope, latent, k_rope, up, indices, self.softmax_scale)
+        result: torch.Tensor = self.wo(out.flatten(2))
+        return result
+
+    def _select(
+        self,
+        x: torch.Tensor,
+        compressed: torch.Tensor,
+        own: torch.Tensor,
+        context: Context,
+        positions: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys of whole rows, and which of them each local query attends to."""
+        if self.indexer is None:
+            return context.gather(own), context.selections[self._selected_by]
+        query, key, weight = self.indexer(x, compressed, self.rope, positions)
+        keys, index_keys = context.gather(torch.cat([own, key], -1)).split([own.shape[-1], key.shape[-1]], -1)
+        indices = select(query, index_keys, weight, context, self.indexer.config.top_k)
+        if self._shared:
+            context.selections[self._selected_by] = indices
+        return keys, indices
+
+
+def sparse(attention: Any, indexer: Indexer.Config | None, selected_by: int, shared: bool, dense: bool) -> Any:
+    """The config of sparse attention with the projections of latent attention's config."""
+    kept = {f.name: getattr(attention, f.name) for f in fields(attention) if f.init and f.name != "inner_attention"}
+    core = SparseMla.Config(dense=dense)
+    return SparseAttention.Config(**kept, inner_attention=core, indexer=indexer, selected_by=selected_by, shared=shared)

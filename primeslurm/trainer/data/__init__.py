@@ -1,0 +1,1 @@
+"""What SFT and images are read from."""

@@ -1,0 +1,178 @@
+"""SFT data: JSONL conversations to token rows, in an order that depends only on the seed and the step."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from primeslurm.trainer.data.image_reader import PictureReader, expand
+from primeslurm.wire.rollouts import Batch, BatchInfo, Bool, Int32, Picture, Row, whole
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Example:
+    """One tokenized conversation; `mask` marks the tokens of the completion. Both have shape [n_tokens]."""
+
+    token_ids: Int32
+    mask: Bool
+    pictures: tuple[Picture, ...] = ()
+
+    def cut(self, length: int) -> Example:
+        """No more than the first `length` tokens; an image that would not be whole goes with all that follows it."""
+        length, pictures = whole(self.pictures, length)
+        return Example(self.token_ids[:length], self.mask[:length], pictures)
+
+
+def load(path: Path, tokenizer: Any, seq_len: int, reader: PictureReader | None = None) -> list[Example]:
+    """Read {"messages": [...]} (the last message is trained) or {"prompt", "completion"}, one a line.
+
+    Examples longer than `seq_len` are left out, and counted in the log. Those with images are cut instead, as long as
+    something to be trained is left of them.
+
+    Args:
+        reader: None if the model is trained on text alone.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: a line is neither form, has an image that cannot be read, or no example is left.
+    """
+    examples = []
+    too_long = 0
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            example = _tokenize(json.loads(line), tokenizer, path.parent, reader)
+        except OSError as error:
+            raise ValueError(f"{path}, line {number}: {error}") from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}, line {number}: {error!r}") from error
+        if (fitting := _fitting(example, seq_len)) is None:
+            too_long += 1
+        else:
+            examples.append(fitting)
+    if too_long:
+        log.warning("%s: left out %d examples of more than %d tokens", path, too_long, seq_len)
+    if not examples:
+        raise ValueError(f"{path}: no example of at most {seq_len} tokens")
+    return examples
+
+
+def batch(
+    examples: Sequence[Example],
+    step: int,
+    batch_size: int,
+    seq_len: int,
+    seed: int,
+    dp_rank: int,
+    dp_world: int,
+) -> Batch:
+    """The rows of one rank for `step` (first step: 1). Every rank gets the same number of rows."""
+    chosen = [examples[i] for i in _indices(len(examples), (step - 1) * batch_size, batch_size, seed)]
+    rows = _pack(chosen, seq_len)
+    rows += [[] for _ in range(-len(rows) % dp_world)]
+    info = BatchInfo(
+        step=step,
+        dp_rank=dp_rank,
+        dp_world=dp_world,
+        # A document's first token is never trained, so it does not count.
+        loss_tokens=sum(int(example.mask[1:].sum()) for example in chosen),
+        has_images=any(example.pictures for example in chosen),
+    )
+    return Batch(info, [_row(documents, seq_len) for documents in rows[dp_rank::dp_world]])
+
+
+def _tokenize(record: dict[str, Any], tokenizer: Any, directory: Path, reader: PictureReader | None) -> Example:
+    sources: list[str] = []
+    if "messages" in record:
+        messages = [_plain(message, sources) for message in record["messages"]]
+        prompt = tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+        if not text.startswith(prompt):
+            raise ValueError("the chat template does not render the prompt as the beginning of the conversation")
+        completion = text.removeprefix(prompt)
+        # An engine stops at the end-of-sequence token, so nothing after it is ever sampled.
+        completion = completion[: completion.rfind(tokenizer.eos_token) + len(tokenizer.eos_token)] or completion
+    else:
+        prompt, completion = record["prompt"], record["completion"] + tokenizer.eos_token
+    prompt_ids = tokenizer.encode(prompt, add_special_tokens=False)
+    completion_ids = tokenizer.encode(completion, add_special_tokens=False)
+    token_ids = np.asarray(prompt_ids + completion_ids, np.int32)
+    mask = np.arange(len(token_ids)) >= len(prompt_ids)
+    if reader is None:
+        if sources:
+            raise ValueError("it has images, but `model.vlm` is not set")
+        return Example(token_ids, mask)
+    return Example(*expand(token_ids, mask, sources, directory, reader))
+
+
+def _fitting(example: Example, seq_len: int) -> Example | None:
+    """What of an example is trained; None if nothing is."""
+    if not example.pictures:
+        return example if len(example.token_ids) <= seq_len else None
+    shorter = example.cut(seq_len)
+    return shorter if shorter.mask[1:].any() else None
+
+
+def _plain(message: dict[str, Any], sources: list[str]) -> dict[str, Any]:
+    """A message with nothing but {"type": "image"} where an image is; the images go to `sources`."""
+    if not isinstance(message, dict) or not isinstance(message.get("content"), list):
+        return message
+    parts: list[dict[str, Any]] = []
+    for part in message["content"]:
+        if part["type"] in ("image", "image_url"):
+            source = part[part["type"]]
+            sources.append(source if isinstance(source, str) else source["url"])
+            parts.append({"type": "image"})
+        elif part["type"] == "text":
+            parts.append(part)
+        else:
+            raise ValueError(f"content of type {part['type']!r}: only text, image and image_url are known")
+    return message | {"content": parts}
+
+
+def _indices(count: int, start: int, size: int, seed: int) -> Iterator[int]:
+    """Positions `start`, ... of an endless stream that shuffles all examples anew every epoch."""
+    orders: dict[int, Any] = {}
+    for position in range(start, start + size):
+        epoch, offset = divmod(position, count)
+        if epoch not in orders:
+            orders[epoch] = np.random.default_rng((seed, epoch)).permutation(count)
+        yield int(orders[epoch][offset])
+
+
+def _pack(examples: Sequence[Example], seq_len: int) -> list[list[Example]]:
+    rows: list[list[Example]] = [[]]
+    used = 0
+    for example in examples:
+        if used + len(example.token_ids) > seq_len:
+            rows.append([])
+            used = 0
+        rows[-1].append(example)
+        used += len(example.token_ids)
+    return rows
+
+
+def _row(documents: Sequence[Example], seq_len: int) -> Row:
+    firsts = np.cumsum([0, *(len(d.token_ids) for d in documents)])
+    padding = seq_len - sum(len(d.token_ids) for d in documents)
+    lengths = [*(len(d.token_ids) for d in documents), padding]
+    empty = np.zeros(padding, np.int32)
+    return Row(
+        token_ids=np.concatenate([*(d.token_ids for d in documents), empty]),
+        positions=np.concatenate([np.arange(n, dtype=np.int32) for n in lengths]),
+        mask=np.concatenate([*(d.mask for d in documents), empty.astype(bool)]),
+        logprobs=np.zeros(seq_len, np.float32),
+        advantages=np.zeros(seq_len, np.float32),
+        temperatures=np.ones(seq_len, np.float32),
+        on_policy=np.zeros(seq_len, np.bool_),
+        pictures=tuple(p.moved(first) for first, d in zip(firsts, documents, strict=False) for p in d.pictures),
+    )

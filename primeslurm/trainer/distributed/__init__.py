@@ -1,0 +1,1 @@
+"""Ranks, and how rows and tokens are spread over them."""

@@ -1,0 +1,118 @@
+"""The trainer's ranks: process groups, device, and what rank 0 decides for all."""
+
+from __future__ import annotations
+
+import os
+import resource
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torchtitan.config import CommConfig
+from torchtitan.distributed import utils as dist_utils
+
+from primeslurm.trainer import compat
+from primeslurm.trainer.loops.interrupt import Interrupt
+
+COLLECTIVE_TIMEOUT_S = 600
+T = TypeVar("T")
+
+
+class RankError(Exception):
+    """Something failed on one rank; every rank raises it, so that none waits for another."""
+
+
+@dataclass(frozen=True)
+class World:
+    """This rank's place among the ranks.
+
+    `control` is a gloo group with a long time-out, for everything that waits on rank 0's disk or on the orchestrator:
+    a GPU collective would spin meanwhile, and its watchdog would end the process.
+    """
+
+    rank: int
+    size: int
+    device: torch.device
+    control: Any
+    interrupt: Interrupt
+    store: str
+    """host:port of rank 0's store, which other processes can join."""
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    def decide(self, choice: int) -> int:
+        """Rank 0's choice, on every rank."""
+        value = torch.tensor([choice])
+        dist.broadcast(value, src=0, group=self.control)
+        return int(value.item())
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        dist.barrier(group=self.control)
+
+    def agree(self, error: Exception | None, doing: str) -> None:
+        """Raise RankError on every rank if any rank brings an error."""
+        errors = self.collect(str(error) if error else None)
+        failed = [f"rank {rank}: {text}" for rank, text in enumerate(errors) if text]
+        if failed:
+            raise RankError(f"{doing} failed: {'; '.join(failed)}") from error
+
+    def collect(self, value: T) -> list[T]:
+        """Every rank's value, by rank, on every rank."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.control)
+        return values
+
+    def share(self, value: T) -> T:
+        """Rank 0's value, on every rank."""
+        values = [value]
+        dist.broadcast_object_list(values, src=0, group=self.control)
+        return values[0]
+
+    def sum(self, values: torch.Tensor) -> torch.Tensor:
+        """Element-wise sum over all ranks."""
+        dist.all_reduce(values)
+        return values
+
+    def peak_memory_bytes(self) -> int:
+        """Most memory used so far: of the GPU, or of the process on CPU."""
+        if self.device.type == "cuda":
+            return int(torch.cuda.max_memory_allocated())
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def close(self) -> None:
+        """Leave the process groups."""
+        dist.destroy_process_group()
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of host memory on a device. Pinned first, or the host would wait for what the device has yet to do."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def join(interrupt: Interrupt, patience_s: int, host_tensors: bool = False) -> World:
+    """Join the job described by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
+
+    Args:
+        patience_s: longest time that ranks wait for rank 0 between steps.
+        host_tensors: whether meshes must also reduce tensors in host memory.
+    """
+    device = torch.device("cpu")
+    if not compat.ON_CPU:
+        if torch.cuda.device_count() == 1:
+            os.environ["LOCAL_RANK"] = "0"  # each rank sees only its own GPU; mesh set-up reads this variable
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    size = dist_utils.init_distributed(
+        CommConfig(init_timeout_seconds=COLLECTIVE_TIMEOUT_S, trace_buf_size=0),
+        enable_cpu_backend=host_tensors and device.type == "cuda",
+    )
+    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=patience_s + COLLECTIVE_TIMEOUT_S))
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    interrupt.share(dist.TCPStore(host, port, is_master=False))
+    return World(dist.get_rank(), size, device, control, interrupt, f"{host}:{port}")

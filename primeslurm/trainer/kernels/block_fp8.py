@@ -1,0 +1,132 @@
+"""Block-scaled FP8 operands: the quantiser, and rows that are laid out by group for it.
+
+The scheme is that of DeepSeek-V3: e4m3 values with one float32 scale per block. Rows (activations, gradients) have
+blocks of 1x128, weights of 128x128. A weight gradient sums over tokens, so a row of its operands is one feature, and a
+block 128 tokens of it. Scales are amax / 448, unrounded: powers of two (UE8M0) would cost precision for nothing on
+SM90. Values are multiplied by the reciprocal of their scale, as vLLM does where it quantises weights by itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from primeslurm.wire.weight_transfer.tensor_names import FP8_BLOCK
+
+BLOCK = FP8_BLOCK
+ROWS, BLOCKS = (1, BLOCK), (BLOCK, BLOCK)
+LARGEST = torch.finfo(torch.float8_e4m3fn).max
+# An all-zero block needs some scale. The usual 1e-4 would round off gradients, which are divided by a batch's tokens.
+SMALLEST_AMAX = 1e-30
+
+
+@dataclass(frozen=True)
+class Quantised:
+    """A matrix, or a stack of them: contiguous e4m3 data [..., n, k] and float32 scales, one for each block.
+
+    Blocks that reach beyond the matrix are cut off there. Matrices of groups lie one after another in data that are
+    flat: see `quantise_groups_transposed`.
+    """
+
+    data: torch.Tensor
+    scales: torch.Tensor
+    block: tuple[int, int]
+
+    def values(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """What the data stand for."""
+        rows, columns = self.data.shape[-2:]
+        scales = self.scales.to(dtype).repeat_interleave(self.block[0], -2).repeat_interleave(self.block[1], -1)
+        return self.data.to(dtype) * scales[..., :rows, :columns]
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Rows sorted by group, laid out anew so that every group begins and ends at a multiple of BLOCK."""
+
+    sizes: list[int]
+    """Rows of each group with its padding."""
+    bounds: torch.Tensor
+    """[groups + 1] int32: the padded row at which each group begins, and where the last one ends."""
+    places: torch.Tensor
+    """[rows] int64: the padded row of each row."""
+    sources: torch.Tensor
+    """[padded rows] int32: the row in each padded row, -1 for padding."""
+    owners: torch.Tensor
+    """[padded rows] int32: each padded row's group, -1 for padding."""
+
+    @classmethod
+    @functools.lru_cache(maxsize=1)
+    def of(cls, offsets: torch.Tensor) -> Groups:
+        """From the end of each group, [groups] int32. Waits for the device: the host has to know the sizes.
+
+        The products of a layer share one tensor of offsets, and only the first of them waits.
+        """
+        counts = offsets.diff(prepend=offsets.new_zeros(1)).long()
+        padded = (counts + BLOCK - 1) // BLOCK * BLOCK
+        bounds = F.pad(padded.cumsum(0), (1, 0))
+        *sizes, rows = torch.cat([padded, offsets[-1:].long()]).tolist()
+        group = torch.arange(len(sizes), device=offsets.device).repeat_interleave(counts, output_size=rows)
+        row = torch.arange(rows, device=offsets.device)
+        places = row + (bounds[:-1] - (offsets.long() - counts))[group]
+        owners, sources = torch.full((2, sum(sizes)), -1, dtype=torch.int32, device=offsets.device)
+        owners[places], sources[places] = group.int(), row.int()
+        return cls(sizes, bounds.int(), places, sources, owners)
+
+    def padded(self, matrix: torch.Tensor) -> torch.Tensor:
+        """[rows, k] to [padded rows, k], with zeros in between."""
+        result = matrix.new_zeros(len(self.owners), matrix.shape[1])
+        result[self.places] = matrix
+        return result
+
+    def ranges(self) -> Iterator[tuple[int, slice]]:
+        """Each group's number and padded rows."""
+        start = 0
+        for group, size in enumerate(self.sizes):
+            yield group, slice(start, start + size)
+            start += size
+
+
+def quantise(matrix: torch.Tensor, block: tuple[int, int]) -> Quantised:
+    """Quantise a matrix [..., n, k] in ROWS or BLOCKS. A transposed view needs no copy before."""
+    if matrix.is_cuda:
+        data, scales = _kernel().quantise(matrix, None, block == BLOCKS, SMALLEST_AMAX, LARGEST)
+        return Quantised(data, scales, block)
+    rows, columns = matrix.shape[-2:]
+    filled = F.pad(matrix.contiguous().float(), (0, -columns % block[1], 0, -rows % block[0]))
+    blocks = filled.unflatten(-1, (-1, block[1])).unflatten(-3, (-1, block[0]))
+    scales = blocks.abs().amax((-3, -1), keepdim=True).clamp(min=SMALLEST_AMAX) / LARGEST
+    data = (blocks * scales.reciprocal()).view_as(filled)[..., :rows, :columns].to(torch.float8_e4m3fn)
+    return Quantised(data.contiguous(), scales.squeeze(-1).squeeze(-2), block)
+
+
+def quantise_groups(matrix: torch.Tensor, groups: Groups) -> Quantised:
+    """Quantise a matrix [rows, k] in ROWS, as [padded rows, k]."""
+    if matrix.is_cuda:
+        data, scales = _kernel().quantise(matrix, groups.sources, False, SMALLEST_AMAX, LARGEST)
+        return Quantised(data, scales, ROWS)
+    return quantise(groups.padded(matrix), ROWS)
+
+
+def quantise_groups_transposed(matrix: torch.Tensor, groups: Groups) -> Quantised:
+    """Quantise each group of a matrix [rows, n] as [n, padded rows of the group] in ROWS.
+
+    Data are flat, one group after another. Scales are [n, blocks of padded rows].
+    """
+    if matrix.is_cuda:
+        layout = groups.sources, groups.owners, groups.bounds
+        data, scales = _kernel().quantise_groups_transposed(matrix, *layout, SMALLEST_AMAX, LARGEST)
+        return Quantised(data, scales, ROWS)
+    whole = quantise(groups.padded(matrix).mT, ROWS)
+    parts = [whole.data.view(torch.uint8)[:, part].flatten() for _, part in groups.ranges()]
+    return Quantised(torch.cat(parts).view(torch.float8_e4m3fn), whole.scales, ROWS)
+
+
+def _kernel() -> Any:
+    from primeslurm.trainer.kernels import fp8_kernel  # needs Triton, which machines without CUDA lack
+
+    return fp8_kernel

@@ -1,0 +1,1 @@
+"""The loops: a step, RL, SFT."""

@@ -1,0 +1,135 @@
+"""The RL loop: ask for a batch, train, transfer the policy, report, checkpoint. Step s makes policy version s."""
+
+from __future__ import annotations
+
+import enum
+import logging
+
+from primeslurm.recipe import Recipe
+from primeslurm.records.events.training import CheckpointLoaded, StepTrained, TrainerStopped, WeightsPublished
+from primeslurm.records.journal import Journal
+from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
+from primeslurm.trainer.distributed.world import World
+from primeslurm.trainer.loops.progress import PhaseTimer
+from primeslurm.trainer.loops.step import Learner
+from primeslurm.trainer.weight_transfer.transports import WeightTransfer
+from primeslurm.wire import exits
+from primeslurm.wire.link import LinkError, TrainerLink, TransferWanted
+from primeslurm.wire.rollouts import Batch
+
+log = logging.getLogger(__name__)
+
+
+class Choice(enum.IntEnum):
+    """What rank 0 decides before each step, for all ranks: only so do their collectives stay in step."""
+
+    TRAIN = 0
+    FINISHED = 1
+    INTERRUPTED = 2
+    FAILED = 3
+    TRANSFER = 4
+    """Engines have to be given the current policy before there can be a batch."""
+
+
+class RlTask:
+    """The loop and what it works with."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        learner: Learner,
+        transfer: WeightTransfer,
+        saver: Checkpoints,
+        world: World,
+        link: TrainerLink,
+        journal: Journal,
+    ) -> None:
+        self._recipe = recipe
+        self._learner = learner
+        self._transfer = transfer
+        self._saver = saver
+        self._world = world
+        self._link = link
+        self._journal = journal
+        self._progress = PhaseTimer(journal, record=world.is_main)
+
+    def run(self) -> int:
+        """Train until max_steps, the orchestrator's stop, or an interrupt. Returns the process's exit code.
+
+        Raises:
+            RankError: a disk, the orchestrator or a rank failed; what was committed is intact.
+        """
+        step = self._resume()
+        choice = Choice.FINISHED
+        while step < self._recipe.max_steps:
+            with self._progress.phase("wait"):
+                choice, batch = self._next(step + 1)
+            if choice is Choice.TRANSFER:
+                with self._progress.phase("publish"):
+                    self._transfer.repeat(step)
+                continue
+            if batch is None:
+                break
+            step += 1
+            self._step(step, batch)
+        self._saver.finish(step, self._learner, self._progress)
+        interrupted = choice is Choice.INTERRUPTED
+        self._journal.write(TrainerStopped(step, "interrupted" if interrupted else "finished"))
+        return exits.CHECKPOINTED if interrupted else 0
+
+    def _resume(self) -> int:
+        """Load the newest checkpoint, and have engines take its policy."""
+        self._progress.step = step = self._saver.restore(self._learner)
+        self._journal.write(CheckpointLoaded(step))
+        with self._progress.phase("publish"):
+            self._transfer.resume(step)
+        return step
+
+    def _next(self, step: int) -> tuple[Choice, Batch | None]:
+        """Rank 0 gets its batch, or learns that there is none; the others follow."""
+        choice, batch, failure = Choice.TRAIN, None, None
+        if self._world.is_main:
+            try:
+                choice, batch = self._ask(step)
+            except TransferWanted:
+                choice = Choice.TRANSFER
+            except LinkError as error:
+                choice, failure = Choice.FAILED, error
+        choice = Choice(self._world.decide(choice))
+        if choice is Choice.FAILED:
+            raise failure or LinkError(f"rank 0 got no batch for step {step}")
+        if choice is Choice.TRAIN and not self._world.is_main:
+            batch = self._fetch(step)
+            if batch is None:
+                raise LinkError(f"rank 0 got a batch for step {step}, but this rank got none")
+        return choice, batch
+
+    def _ask(self, step: int) -> tuple[Choice, Batch | None]:
+        batch = self._fetch(step)
+        if batch is not None:
+            return Choice.TRAIN, batch
+        return (Choice.INTERRUPTED if self._world.interrupt.requested() else Choice.FINISHED), None
+
+    def _fetch(self, step: int) -> Batch | None:
+        policy = self._learner.policy
+        # Only rank 0 may stop waiting: the others fetch what it has already decided to train on.
+        interrupted = self._world.interrupt.requested if self._world.is_main else lambda: False
+        timeout_s = self._recipe.trainer.batch_timeout_s
+        return self._link.get_batch(step, policy.dp_rank, policy.dp_world, timeout_s, interrupted)
+
+    def _step(self, step: int, batch: Batch) -> None:
+        self._progress.step = step
+        metrics = self._learner.train(batch, self._progress)
+        self._transfer_policy(step)
+        # Checkpoint seconds are those since the last report: a step is reported before it is saved.
+        metrics |= self._progress.take()
+        if self._world.is_main:
+            self._link.step_done(step, metrics)
+            self._journal.write(StepTrained(step, metrics["loss"], metrics["off_policy_kl"]))
+            log.info("step %d: %s", step, "  ".join(f"{k} {v:.4g}" for k, v in metrics.items()))
+        self._saver.after(step, self._learner, self._progress)
+
+    def _transfer_policy(self, version: int) -> None:
+        with self._progress.phase("publish"):
+            sent_s = self._transfer.transfer(version)
+        self._journal.write(WeightsPublished(version, round(sent_s, 3)))

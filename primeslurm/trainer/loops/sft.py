@@ -1,0 +1,96 @@
+"""The SFT loop: the trainer alone, which writes its own metrics and publishes once, at the end."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from primeslurm.recipe import Recipe
+from primeslurm.records.events.training import CheckpointLoaded, TrainerStopped, WeightsPublished
+from primeslurm.records.journal import Journal
+from primeslurm.records.metrics import MetricsLog
+from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
+from primeslurm.trainer.data import sft_data
+from primeslurm.trainer.distributed.world import World
+from primeslurm.trainer.loops.progress import PhaseTimer
+from primeslurm.trainer.loops.step import Learner
+from primeslurm.trainer.weight_transfer.publisher import Publisher
+from primeslurm.wire import exits
+from primeslurm.wire.rollouts import Batch
+
+log = logging.getLogger(__name__)
+
+
+class SftTask:
+    """The loop and what it works with."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        run_dir: Path,
+        learner: Learner,
+        publisher: Publisher,
+        saver: Checkpoints,
+        world: World,
+        examples: Sequence[sft_data.Example],
+        journal: Journal,
+    ) -> None:
+        self._recipe = recipe
+        self._run_dir = run_dir
+        self._learner = learner
+        self._publisher = publisher
+        self._saver = saver
+        self._world = world
+        self._examples = examples
+        self._journal = journal
+        self._progress = PhaseTimer(journal, record=world.is_main)
+
+    def run(self) -> int:
+        """Train until max_steps or an interrupt. Returns the process's exit code.
+
+        Raises:
+            RankError: a disk or a rank failed; what was committed is intact.
+        """
+        self._progress.step = step = self._saver.restore(self._learner)
+        self._journal.write(CheckpointLoaded(step))
+        metrics = MetricsLog(self._run_dir, step, **self._recipe.metrics_options()) if self._world.is_main else None
+        interrupted = False
+        while step < self._recipe.max_steps and not interrupted:
+            step += 1
+            self._progress.step = step
+            values = self._learner.train(self._batch(step), self._progress) | self._progress.take()
+            if metrics is not None:
+                metrics.write(step, values)
+                log.info("step %d: %s", step, "  ".join(f"{name} {value:.4g}" for name, value in values.items()))
+            self._saver.after(step, self._learner, self._progress)
+            interrupted = bool(self._world.decide(int(self._world.interrupt.requested())))
+        if metrics is not None:
+            metrics.close()
+        self._saver.finish(step, self._learner, self._progress)
+        finished = step == self._recipe.max_steps
+        if finished:
+            self._publish(step)
+        self._journal.write(TrainerStopped(step, "finished" if finished else "interrupted"))
+        return 0 if finished else exits.CHECKPOINTED
+
+    def _batch(self, step: int) -> Batch:
+        assert self._recipe.sft is not None
+        policy = self._learner.policy
+        return sft_data.batch(
+            self._examples,
+            step,
+            self._recipe.sft.batch_size,
+            self._recipe.seq_len,
+            self._recipe.seed,
+            policy.dp_rank,
+            policy.dp_world,
+        )
+
+    def _publish(self, step: int) -> None:
+        if self._publisher.is_sound(step):
+            return
+        with self._progress.phase("publish"):
+            path = self._publisher.publish(step)
+        self._journal.write(WeightsPublished(step))
+        log.info("published %s", path)

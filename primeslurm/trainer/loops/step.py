@@ -1,0 +1,143 @@
+"""One optimizer step: micro batches forward and backward, clip, update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torchtitan.distributed import utils as dist_utils
+
+from primeslurm.recipe.sections.trainer import Optimizer, micro_batch_rows
+from primeslurm.trainer.assembly.policy_model import PolicyModel
+from primeslurm.trainer.components import optimizers
+from primeslurm.trainer.components.loss import LossFunction, Targets
+from primeslurm.trainer.data.image_positions import Images, read, vision_input
+from primeslurm.trainer.data.image_reader import PictureReader
+from primeslurm.trainer.distributed.world import World, to_device
+from primeslurm.trainer.loops.progress import PhaseTimer
+from primeslurm.trainer.models.layers.vision import VisionInput
+from primeslurm.wire.rollouts import Batch, Row, stack
+
+
+class Learner:
+    """The policy with its optimizer and schedule.
+
+    Args:
+        reader: of images; None if it is trained on text alone.
+    """
+
+    def __init__(
+        self,
+        policy: PolicyModel,
+        optimizer: Optimizer,
+        max_steps: int,
+        loss: LossFunction,
+        world: World,
+        reader: PictureReader | None = None,
+    ) -> None:
+        self.policy = policy
+        self._config = optimizer
+        self._loss = loss
+        self._world = world
+        self._reader = reader
+        self.optimizer = optimizers.build(optimizer, policy.model, policy.dtype)
+        self.scheduler = optimizers.schedule(optimizer, max_steps, self.optimizer)
+
+    def train(self, batch: Batch, progress: PhaseTimer) -> dict[str, float]:
+        """Train on this rank's share of a batch. All ranks call it together, with equally many rows.
+
+        Returns:
+            Metrics over the whole batch, the same on every rank.
+
+        Raises:
+            FloatingPointError: the gradient is not finite; the weights are unchanged.
+            RankError: an image cannot be read, on any rank.
+            ValueError: there are images, but nothing that reads them.
+        """
+        tokens = max(1, batch.info.loss_tokens)
+        with progress.phase("forward_backward"):
+            totals = self._accumulate(batch, tokens)
+        with progress.phase("optimizer"):
+            lr = self.optimizer.lr
+            grad_norm = self._update()
+        seconds = progress.seconds("forward_backward") + progress.seconds("optimizer")
+        metrics = {name: value / tokens for name, value in totals.items()}
+        if share := metrics.get("on_policy_fraction", 0.0):
+            metrics["mismatch_kl"] /= share
+        else:
+            metrics.pop("mismatch_kl", None)
+        return metrics | {
+            "grad_norm": grad_norm,
+            "lr": lr,
+            "tokens": float(tokens),
+            "tokens_per_s": tokens / seconds,
+            "peak_memory_gb": self._world.peak_memory_bytes() / 1e9,
+        }
+
+    def _accumulate(self, batch: Batch, tokens: int) -> dict[str, float]:
+        totals: dict[str, torch.Tensor] = {}
+        for rows in _micro_batches(batch.rows):
+            arrays = {name: torch.from_numpy(array) for name, array in stack(rows).items()}
+            # Either all ranks run the encoder or none does: its weights are gathered from all of them.
+            sums = self._micro_batch(arrays, self._images(rows) if batch.info.has_images else None)
+            (sums.loss / tokens).backward()
+            for name, value in sums.metrics.items():
+                totals[name] = totals[name] + value if name in totals else value
+        reduced = self._world.sum(torch.stack(list(totals.values()))).tolist()
+        return dict(zip(totals, reduced, strict=True))
+
+    def _images(self, rows: Sequence[Row]) -> VisionInput:
+        if self._reader is None:
+            raise ValueError("the batch has images, but `model.vlm` is not set")
+        images: list[Images | None] = []
+        failure = None
+        try:
+            images = [read(row, self._reader) for row in rows]
+        except (OSError, ValueError) as error:
+            failure = error
+        self._world.agree(failure, "reading images")
+        return vision_input(rows, images, self.policy.model.vision, self._world.device)
+
+    def _micro_batch(self, row: dict[str, torch.Tensor], images: VisionInput | None) -> Any:
+        following = {name: _next_token(tensor) for name, tensor in row.items() if tensor.ndim == 2}
+        targets = Targets(
+            labels=following["token_ids"].long(),
+            ref_logprobs=following.get("ref_logprobs", torch.zeros_like(row["logprobs"])),
+            echo_weights=following.get("echo_weights"),
+            **{name: following[name] for name in ("logprobs", "advantages", "temperatures", "on_policy")},
+        )
+        mask = following["mask"]
+        if targets.echo_weights is not None:
+            mask = mask | (targets.echo_weights > 0)
+        # A position of 0 starts another document (or is past the row's end): these logits do not predict it.
+        mask = mask & (following["positions"] != 0)
+        names = ("token_ids", "positions", "routed_experts")
+        tokens, positions, routed = (to_device(row[n], self._world.device) if n in row else None for n in names)
+        assert tokens is not None and positions is not None
+        return self._loss(*self.policy.score(tokens.long(), positions.long(), mask, targets, routed, images))
+
+    def _update(self) -> float:
+        norm = dist_utils.clip_grad_norm_(
+            list(self.policy.model.parameters()),
+            self._config.max_norm or math.inf,
+            foreach=True,
+            ep_enabled=self.policy.dims.ep_enabled,
+        ).item()
+        if not math.isfinite(norm):
+            raise FloatingPointError(f"the gradient norm is {norm}")
+        self.optimizer.step()
+        self.scheduler.step()
+        self.optimizer.zero_grad()
+        return float(norm)
+
+
+def _micro_batches(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
+    count = micro_batch_rows(len(rows[0].token_ids))
+    return (rows[start : start + count] for start in range(0, len(rows), count))
+
+
+def _next_token(values: torch.Tensor) -> torch.Tensor:
+    """What each position says about the token after it; the last position has none, and gets 0 or False."""
+    return torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], dim=1)

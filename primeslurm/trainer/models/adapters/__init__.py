@@ -1,0 +1,1 @@
+"""Between our parameter names and those of Hugging Face checkpoints."""

@@ -1,0 +1,88 @@
+"""Rotary position embeddings of any kind whose frequencies do not depend on the sequence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torchtitan.models.common import CosSinRoPE
+from torchtitan.protocols.module import Module
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from primeslurm.trainer.models.layers.common import refuse
+
+KINDS = ("default", "linear", "llama3", "yarn")
+"""Kinds of scaling whose frequencies are the same for every length."""
+
+
+class Rotary(Module):
+    """Rotates the first `2 * len(inverse_frequencies)` values of every head, in the rotate-half order.
+
+    Angles are computed from the positions: a table for every position would cost each layer 134 MB at 131072
+    positions and heads of 128.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Module.Config):
+        inverse_frequencies: tuple[float, ...]
+        scale: float = 1.0
+        """Factor of sine and cosine (YaRN's attention factor)."""
+        axes: tuple[int, ...] = ()
+        """Which position of an image's tokens turns each of these frequencies: 0 time, 1 height, 2 width."""
+
+    inverse_frequencies: torch.Tensor
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+        self.register_buffer("inverse_frequencies", torch.tensor(config.inverse_frequencies), persistent=False)
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries and keys of shape [batch, length, heads, head_dim], rotated by positions.
+
+        These are [batch, length], or with images [batch, length, 4], as `vision.Decoder` has them.
+        """
+        own = positions.unsqueeze(-1) if positions.ndim == 2 else positions[..., 1:][..., self.config.axes]
+        angles = own.unsqueeze(-2).float() * self.inverse_frequencies
+        angles = torch.cat([angles, angles], dim=-1)
+        table = torch.cat([angles.cos(), angles.sin()], dim=-1) * self.config.scale
+        size = angles.shape[-1]
+        rotated = CosSinRoPE.apply_rotary_emb(query[..., :size], key[..., :size], table)
+        return torch.cat([rotated[0], query[..., size:]], dim=-1), torch.cat([rotated[1], key[..., size:]], dim=-1)
+
+    def _init_self_buffers(self, *, buffer_device: torch.device | None = None) -> None:
+        device = buffer_device or self.inverse_frequencies.device
+        self.inverse_frequencies = torch.tensor(self.config.inverse_frequencies, device=device)
+
+
+def rotary(hf: Any, layer_type: str | None = None) -> Rotary.Config:
+    """The rotary embedding of a config, or of one of its layer types where they differ.
+
+    Raises:
+        ValueError: the kind of scaling is not supported.
+    """
+    parameters = hf.rope_parameters if layer_type is None else hf.rope_parameters[layer_type]
+    kind = parameters["rope_type"]
+    refuse(hf, **{"RoPE scaling": "" if kind in KINDS else kind})
+    if kind != "default":
+        frequencies, scale = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"), layer_type=layer_type)
+        return Rotary.Config(inverse_frequencies=tuple(frequencies.tolist()), scale=scale, axes=_axes(hf, parameters))
+    size = int(hf.head_dim * parameters.get("partial_rotary_factor", 1.0))
+    exponents = torch.arange(0, size, 2, dtype=torch.float) / size
+    frequencies = 1.0 / parameters["rope_theta"] ** exponents
+    return Rotary.Config(inverse_frequencies=tuple(frequencies.tolist()), axes=_axes(hf, parameters))
+
+
+def _axes(hf: Any, parameters: Any) -> tuple[int, ...]:
+    """Frequencies take turns: time, height, width, time ... until those of height and width have theirs."""
+    sections = parameters.get("mrope_section")
+    if sections is None:
+        return ()
+    refuse(hf, **{"RoPE in sections": not parameters.get("mrope_interleaved", True)})
+    axes = [0] * sum(sections)
+    for axis in (1, 2):
+        axes[axis : 3 * sections[axis] : 3] = [axis] * len(axes[axis : 3 * sections[axis] : 3])
+    return tuple(axes)

@@ -1,0 +1,1 @@
+"""Weights in Hugging Face format: read, encoded, exported."""

@@ -1,0 +1,105 @@
+"""Adapters in the format of Hugging Face's PEFT, which transformers and vLLM load.
+
+Tensors are `base_model.model.<module>.lora_A.weight` [rank, in] and `lora_B.weight` [out, rank]. Experts are named one
+by one, or, in families whose checkpoints may stack them, stacked: gate and up have an adapter together, below
+`<experts>.base_layer`, and down has one below `<experts>`; A is [experts * rank, in], B [out, rank * experts].
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+
+from primeslurm.recipe.sections.trainer import Lora
+from primeslurm.trainer.assembly.policy_model import PolicyModel
+from primeslurm.trainer.components import lora as adapters
+from primeslurm.trainer.models.adapters import stacked
+
+_GATE, _DOWN, _UP = adapters.EXPERT_WEIGHTS
+_STACKS = f"experts.{stacked.GATE_UP}", f"experts.{stacked.DOWN}"
+Factors = tuple[torch.Tensor, torch.Tensor]
+"""A [..., in, rank] and B [..., out, rank]."""
+
+
+def tensors(policy: PolicyModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The policy's adapters under PEFT's names, on CPU, on every rank. A collective."""
+    return {name: tensor.to(dtype).cpu().contiguous() for name, tensor in _named(policy)}
+
+
+def write(directory: Path, named: dict[str, torch.Tensor], lora: Lora, base: Path) -> None:
+    """Write an adapter directory. Raises OSError."""
+    directory.mkdir()
+    save_file(named, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+    modules = {name.split(".")[-3] for name in named}
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(base),
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": sorted(modules - {"experts", "base_layer"}),
+        "inference_mode": True,
+    }
+    if "experts" in modules:
+        gate_up, _ = _STACKS
+        config |= {
+            "target_parameters": _STACKS,
+            "rank_pattern": {gate_up: 2 * lora.rank},
+            "alpha_pattern": {gate_up: 2 * lora.alpha},
+        }
+    (directory / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _named(policy: PolicyModel) -> Iterator[tuple[str, torch.Tensor]]:
+    state = policy.model.state_dict()
+    stacks = stacked.stacked(policy.adapter)
+    for name in state:
+        if name + adapters.A not in state:
+            continue
+        if stacks and name.endswith(adapters.EXPERT_WEIGHTS):
+            yield from _of_stack(policy, state, name, stacks.experts.format(name.split(".")[1]))
+            continue
+        a, b = _factors(policy, state, name)
+        for hf_name, part in policy.adapter.to_hf({name: b}).items():
+            yield _name(hf_name, "B"), part
+            if a.ndim == 2:
+                yield _name(hf_name, "A"), a.mT
+        if a.ndim == 3:
+            for hf_name, part in policy.adapter.to_hf({name: a.mT}).items():
+                yield _name(hf_name, "A"), part
+
+
+def _of_stack(policy: PolicyModel, state: dict[str, Any], name: str, module: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """The adapter that a weight of stacked experts is named under; that of up is in the one of gate."""
+    if name.endswith(_UP):
+        return
+    a, b = _factors(policy, state, name)
+    if name.endswith(_GATE):
+        module += ".base_layer"
+        a, b = _side_by_side((a, b), _factors(policy, state, name.removesuffix(_GATE) + _UP))
+    yield _name(module, "A"), a.mT.flatten(0, 1)
+    yield _name(module, "B"), b.permute(1, 2, 0).flatten(1)
+
+
+def _side_by_side(first: Factors, second: Factors) -> Factors:
+    """One adapter of twice the rank for two weights with the same input, whose outputs follow one another."""
+    rank = first[0].shape[-1]
+    outputs = F.pad(first[1], (0, rank)), F.pad(second[1], (rank, 0))
+    return torch.cat([first[0], second[0]], -1), torch.cat(outputs, -2)
+
+
+def _factors(policy: PolicyModel, state: dict[str, Any], name: str) -> Factors:
+    a, b = (adapters.whole(state[name + suffix].to(policy.device)) for suffix in (adapters.A, adapters.B))
+    return a, b
+
+
+def _name(hf_name: str, factor: str) -> str:
+    return f"base_model.model.{hf_name.removesuffix('.weight')}.lora_{factor}.weight"

@@ -1,0 +1,204 @@
+"""Checkpoints as they are released: in block-scale FP8, with layers that predict further ahead, under other names."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from primeslurm.families import model_types
+from primeslurm.trainer.assembly.build import build
+from primeslurm.trainer.assembly.policy_model import PolicyModel
+from primeslurm.trainer.checkpoints import export as checkpoint_export
+from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
+from primeslurm.trainer.components.loss import from_recipe
+from primeslurm.trainer.distributed.world import World
+from primeslurm.trainer.loops.step import Learner
+from primeslurm.trainer.weight_transfer.publisher import Publisher
+from primeslurm.trainer.weights.encoding import Encoding
+from primeslurm.trainer.weights.export import export
+from primeslurm.wire import checkpoints
+from primeslurm.wire.weight_transfer import filesystem
+from tests.trainer.as_released import FP8, assert_stored_alike, change_config, stack_experts, tensors, to_fp8
+from tests.trainer.conftest import SEQ_LEN, make_batch, make_progress, make_recipe
+from tests.trainer.families import CASES, Case, write
+
+RELEASED = ("qwen3_moe", "deepseek_v3", "glm_moe_dsa", "minimax_m2")
+"""Families whose publishers release them in FP8."""
+BY_NAME = {case.name: case for case in CASES}
+
+
+def exported(policy: PolicyModel) -> dict[str, torch.Tensor]:
+    """All tensors of a policy."""
+    return {name: tensor for layer in export(policy, torch.float32) for name, tensor in layer.items()}
+
+
+def loads_in_fp8(case: Case) -> bool:
+    return model_types()[case.config().model_type].fp8_checkpoint
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if loads_in_fp8(c) and "-" not in c.name], ids=lambda c: c.name)
+def test_fp8_blocks_are_dequantised(case: Case, world: World, tmp_path: Path) -> None:
+    # More rows than a block has, and not a multiple of them.
+    wider = Case(case.name, lambda: _wider(case.config()))
+    meant = to_fp8(write(wider, tmp_path))
+    found = exported(build(make_recipe(tmp_path), world))
+    assert any(tensor.shape[0] > 128 and tensor.shape[0] % 128 for name, tensor in meant.items() if "embed" not in name)
+    assert set(found) == set(meant)
+    for name, tensor in meant.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def _wider(config: Any) -> Any:
+    text = config.get_text_config()
+    text.intermediate_size = 200
+    text.moe_intermediate_size = 144
+    return config
+
+
+def test_stacked_experts_load_and_leave_one_by_one(world: World, tmp_path: Path) -> None:
+    source = write(BY_NAME["qwen3_5_moe"], tmp_path)
+    before = stack_experts(source)
+    assert len(tensors(source)) < len(before)
+    found = exported(build(make_recipe(source), world))
+    assert set(found) == set(before)
+    for name, tensor in before.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def test_a_policy_from_fp8_is_published_as_not_quantised(world: World, tmp_path: Path) -> None:
+    source = write(BY_NAME["qwen3"], tmp_path / "source")
+    meant = to_fp8(source)
+    path = Publisher(build(make_recipe(source), world), tmp_path, Encoding(torch.float32), 1, world).publish(1)
+    assert "quantization_config" not in json.loads((path / "config.json").read_text())
+    assert set(tensors(path)) == set(meant)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if c.name in RELEASED], ids=lambda c: c.name)
+def test_a_policy_from_fp8_goes_to_engines_as_it_came_to_them(case: Case, world: World, tmp_path: Path) -> None:
+    source = write(Case(case.name, lambda: _wider(case.config())), tmp_path / "source")
+    to_fp8(source)
+    policy = build(make_recipe(source, model={"path": str(source), "dtype": "bfloat16"}), world)
+    path = Publisher(policy, tmp_path, Encoding(torch.bfloat16, stored=policy.stored_fp8), 1, world).publish(1)
+    released = tensors(source)
+    expected = {name: t.bfloat16() if name in _unquantised(released) else t for name, t in released.items()}
+    assert_stored_alike(tensors(path), expected)
+    config = json.loads((path / "config.json").read_text())
+    assert (config["dtype"], config["quantization_config"] | FP8) == ("bfloat16", config["quantization_config"])
+    modules = {name.removesuffix(".weight") for name in _unquantised(released) if name.endswith(".weight")}
+    assert set(config["quantization_config"]["modules_to_not_convert"]) == modules
+
+
+def _unquantised(released: dict[str, torch.Tensor]) -> set[str]:
+    """What is published in the compute dtype: neither FP8, nor scales, nor a router's bias."""
+    return {
+        name
+        for name, tensor in released.items()
+        if tensor.dtype != torch.float8_e4m3fn and not name.endswith(("_scale_inv", "e_score_correction_bias"))
+    }
+
+
+def test_an_export_of_such_a_run_is_in_fp8_as_what_it_published(world: World, tmp_path: Path) -> None:
+    source = write(Case("wide", lambda: _wider(BY_NAME["qwen3_moe"].config())), tmp_path / "source")
+    to_fp8(source)
+    run, out = tmp_path / "run", tmp_path / "out"
+    recipe = make_recipe(source, model={"path": str(source), "dtype": "bfloat16"}, checkpoint={"interval": 1})
+    policy = build(recipe, world)
+    learner = Learner(policy, recipe.trainer.optimizer, 4, from_recipe(recipe.trainer.loss), world)
+    progress = make_progress(run)
+    learner.train(make_batch(1), progress)
+    path = Publisher(policy, run, Encoding(torch.bfloat16, stored=policy.stored_fp8), 1, world).publish(1)
+    Checkpoints(run, 1, recipe.checkpoint, world, None).after(1, learner, progress)
+    checkpoint_export.export(recipe, checkpoints.step_dir(run, 1), out)
+    found, expected = tensors(out), tensors(path)
+    assert set(found) == set(expected) == set(tensors(source))
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
+    configs = [json.loads((directory / "config.json").read_text())["quantization_config"] for directory in (out, path)]
+    assert configs[0] == configs[1]
+
+
+@pytest.mark.parametrize("change", [{"weight_block_size": None}, {"quant_method": "mxfp4"}, {"fmt": "e5m2"}])
+def test_other_quantisations_are_refused(change: dict[str, Any], world: World, tmp_path: Path) -> None:
+    path = write(BY_NAME["qwen3"], tmp_path)
+    change_config(path, quantization_config=FP8 | change)
+    with pytest.raises(ValueError, match="convert them to bfloat16 first"):
+        build(make_recipe(path), world)
+
+
+def test_layers_that_predict_further_ahead_are_left_out(world: World, tmp_path: Path) -> None:
+    path = write(BY_NAME["glm_moe_dsa"], tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    beyond = {f"model.layers.{number}.eh_proj.weight": torch.zeros(2, 2) for number in (4, 5)}
+    save_file(tensors | beyond, path / "model.safetensors", metadata={"format": "pt"})
+    change_config(path, num_nextn_predict_layers=1)
+    with pytest.raises(ValueError, match=r"unknown: model\.layers\.5\.eh_proj\.weight$"):
+        build(make_recipe(path), world)
+    change_config(path, num_nextn_predict_layers=2)
+    assert set(exported(build(make_recipe(path), world))) == set(tensors)
+
+
+@pytest.mark.parametrize("family", ["nemotron_h", "qwen3_5"])
+def test_modules_that_draft_are_left_out(family: str, world: World, tmp_path: Path) -> None:
+    path = write(BY_NAME[family], tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    draft = {"mtp.layers.0.eh_proj.weight": torch.zeros(2, 2)}
+    save_file(tensors | draft, path / "model.safetensors", metadata={"format": "pt"})
+    assert set(exported(build(make_recipe(path), world))) == set(tensors)
+
+
+@pytest.mark.parametrize("trainer", [{}, {"fp8": True, "lora": {"rank": 8}}], ids=["plain", "fp8 and adapters"])
+def test_kimi_k2_is_deepseek_v3(trainer: dict[str, Any], world: World, tmp_path: Path) -> None:
+    path = write(BY_NAME["deepseek_v3"], tmp_path)
+    recipe = make_recipe(path, trainer=trainer)
+    deepseek = build(recipe, world)
+    change_config(path, model_type="kimi_k2", auto_map={"AutoConfig": "configuration_deepseek.DeepseekV3Config"})
+    kimi = build(recipe, world)
+    same_model(kimi, deepseek)
+
+
+def same_model(one: PolicyModel, other: PolicyModel) -> None:
+    """Layers of the same kinds, the same trained parameters and the same logits."""
+    for mine, theirs in zip(one.model.named_modules(), other.model.named_modules(), strict=True):
+        assert (mine[0], type(mine[1])) == (theirs[0], type(theirs[1]))
+    for name, parameter in other.model.named_parameters():
+        assert one.model.get_parameter(name).requires_grad == parameter.requires_grad
+    tokens = torch.randint(3, 128, (1, SEQ_LEN), generator=torch.Generator().manual_seed(1))
+    positions = torch.arange(SEQ_LEN)[None]
+    with torch.no_grad():
+        assert torch.equal(one.logits(tokens, positions)[0], other.logits(tokens, positions)[0])
+
+
+def test_the_text_model_of_kimi_k25_is_deepseek_v3(world: World, tmp_path: Path) -> None:
+    plain = write(BY_NAME["deepseek_v3"], tmp_path / "plain")
+    stored = load_file(plain / "model.safetensors")
+    kimi = tmp_path / "kimi"
+    kimi.mkdir()
+    named = {f"language_model.{name}": tensor for name, tensor in stored.items()}
+    vision = {f"{part}.weight": torch.randn(2, 2) for part in ("vision_tower.patch_embed", "mm_projector.pre_norm")}
+    save_file(named | vision, kimi / "model.safetensors", metadata={"format": "pt"})
+    text = json.loads((plain / "config.json").read_text()) | {"model_type": "kimi_k2"}
+    (kimi / "config.json").write_text(json.dumps({"model_type": "kimi_k25", "text_config": text}))
+
+    same_model(*(build(make_recipe(path, trainer={"fp8": True}), world) for path in (kimi, plain)))
+    policy = build(make_recipe(kimi), world)
+    same_model(policy, build(make_recipe(plain), world))
+    Publisher(policy, tmp_path, Encoding(torch.float32), 1, world).publish(1)
+    found = tensors(filesystem.version_dir(tmp_path, 1))
+    assert set(found) == set(named | vision)
+    assert all(torch.equal(found[name], tensor) for name, tensor in (named | vision).items())
+
+
+@pytest.mark.parametrize(("family", "impl"), [("deepseek_v3", "custom"), ("glm4_moe", "hf")])
+def test_the_selection_bias_is_published_exactly(family: str, impl: str, world: World, tmp_path: Path) -> None:
+    path = write(BY_NAME[family], tmp_path)
+    policy = build(make_recipe(path, model={"path": str(path), "dtype": "bfloat16", "impl": impl}), world)
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    published = {key: tensor for layer in export(policy, torch.bfloat16) for key, tensor in layer.items()}
+    assert torch.equal(published[name], load_file(path / "model.safetensors")[name])
+    assert {tensor.dtype for key, tensor in published.items() if key != name} == {torch.bfloat16}

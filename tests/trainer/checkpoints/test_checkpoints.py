@@ -1,0 +1,133 @@
+"""Checkpoints that are written while training goes on."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint import state_dict_saver
+
+from primeslurm.trainer.assembly.build import build
+from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
+from primeslurm.trainer.components.loss import from_recipe
+from primeslurm.trainer.distributed.world import RankError, World
+from primeslurm.trainer.loops.progress import PhaseTimer
+from primeslurm.trainer.loops.step import Learner
+from primeslurm.trainer.weights.export import export
+from primeslurm.wire import checkpoints
+from tests.trainer.conftest import make_batch, make_progress, make_recipe
+
+
+class Disk:
+    """Stands between torch and the disk: writing waits until it may, and may fail."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.free = threading.Event()
+        self.error: OSError | None = None
+        real = state_dict_saver.save
+
+        def save(*args: Any, **kwargs: Any) -> Any:
+            assert self.free.wait(60)
+            if self.error is not None:
+                raise self.error
+            return real(*args, **kwargs)
+
+        patch.setattr(state_dict_saver, "save", save)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
+    """A disk that is not free yet."""
+    disk = Disk(monkeypatch)
+    yield disk
+    disk.free.set()
+
+
+class Run:
+    """One rank that trains in a directory and saves after every second step."""
+
+    def __init__(self, directory: Path, model: Path, world: World, attempt: int = 1) -> None:
+        recipe = make_recipe(
+            model, trainer={"optimizer": {"lr": 1e-2}}, checkpoint={"interval": 2, "asynchronous": True}
+        )
+        self.learner = Learner(
+            build(recipe, world), recipe.trainer.optimizer, 9, from_recipe(recipe.trainer.loss), world
+        )
+        self.saver = Checkpoints(directory, attempt, recipe.checkpoint, world, None)
+        self.progress: PhaseTimer = make_progress(directory)
+
+    def train(self, *steps: int) -> None:
+        """Train these steps."""
+        for step in steps:
+            self.learner.train(make_batch(step), self.progress)
+            self.saver.after(step, self.learner, self.progress)
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """A copy of the policy's weights."""
+        layers = export(self.learner.policy, torch.float32)
+        return {name: tensor.clone() for layer in layers for name, tensor in layer.items()}
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(
+    moe_model: Path, world: World, disk: Disk, tmp_path: Path
+) -> None:
+    run = Run(tmp_path, moe_model, world)
+    run.train(1, 2)
+    at_two = run.weights()
+    run.train(3)
+    assert checkpoints.committed(tmp_path) == []
+    disk.free.set()
+    run.train(4)  # one at a time: waits for step 2
+    assert checkpoints.committed(tmp_path)[0] == 2
+    run.train(5)
+    run.saver.finish(5, run.learner, run.progress)
+    assert checkpoints.committed(tmp_path) == [4, 5], "keep: 2"
+    events = [json.loads(line) for line in (tmp_path / "events" / "test.jsonl").read_text().splitlines()]
+    assert [event["step"] for event in events if event["kind"] == "committed"] == [2, 4, 5]
+
+    again = Run(tmp_path / "again", moe_model, world)
+    again.train(1, 2)
+    assert all(torch.equal(tensor, at_two[name]) for name, tensor in again.weights().items())
+    again.train(3)
+    again.saver.finish(2, again.learner, again.progress)
+    resumed = Run(tmp_path / "again", moe_model, world, attempt=2)
+    assert resumed.saver.restore(resumed.learner) == 2
+    assert all(torch.equal(tensor, at_two[name]) for name, tensor in resumed.weights().items())
+    resumed.train(3)
+    expected = again.weights()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in resumed.weights().items())
+
+
+def test_an_attempt_that_ends_meanwhile_loses_only_what_was_not_committed(
+    moe_model: Path, world: World, disk: Disk, tmp_path: Path
+) -> None:
+    disk.free.set()
+    run = Run(tmp_path, moe_model, world)
+    run.train(1, 2)
+    at_two = run.weights()
+    run.saver.finish(2, run.learner, run.progress)
+    disk.free.clear()
+    second = Run(tmp_path, moe_model, world, attempt=2)
+    second.saver.restore(second.learner)
+    second.train(3, 4)
+    assert checkpoints.step_dir(tmp_path, 4).is_dir(), "begun"
+    third = Run(tmp_path, moe_model, world, attempt=3)
+    assert third.saver.restore(third.learner) == 2
+    assert all(torch.equal(tensor, at_two[name]) for name, tensor in third.weights().items())
+
+
+def test_a_full_disk_is_told_and_nothing_is_committed(
+    moe_model: Path, world: World, disk: Disk, tmp_path: Path
+) -> None:
+    run = Run(tmp_path, moe_model, world)
+    disk.error = OSError("no space left on device")
+    run.train(1, 2)
+    disk.free.set()
+    with pytest.raises(RankError, match="checkpoint of step 2 failed: rank 0: no space left on device"):
+        run.saver.finish(2, run.learner, run.progress)
+    assert checkpoints.committed(tmp_path) == []

@@ -1,0 +1,52 @@
+"""What training leaves as the checkpoint has it: a router's selection bias, and the indexers of sparse attention."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from primeslurm.recipe.sections.trainer import Checkpoint
+from primeslurm.records.journal import Journal
+from primeslurm.trainer.assembly.build import build
+from primeslurm.trainer.checkpoints import export
+from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
+from primeslurm.trainer.components.loss import from_recipe
+from primeslurm.trainer.distributed.world import World
+from primeslurm.trainer.loops.progress import PhaseTimer
+from primeslurm.trainer.loops.step import Learner
+from primeslurm.wire import checkpoints
+from tests.trainer.conftest import make_batch, make_recipe
+from tests.trainer.families import CASES, write
+
+
+def test_glm5_trains_and_resumes_with_its_indexers_and_biases_unchanged(world: World, tmp_path: Path) -> None:
+    path = write(next(case for case in CASES if case.name == "glm_moe_dsa"), tmp_path / "model")
+    recipe = make_recipe(path)
+
+    def learner() -> Learner:
+        policy = build(recipe, world)
+        return Learner(policy, recipe.trainer.optimizer, recipe.max_steps, from_recipe(recipe.trainer.loss), world)
+
+    saver = Checkpoints(tmp_path, 1, Checkpoint(), world, None)
+    progress = PhaseTimer(Journal(tmp_path, "trainer"), record=False)
+    mine = learner()
+    before = {name: tensor.clone() for name, tensor in mine.policy.model.state_dict().items()}
+    mine.train(make_batch(1), progress)
+    saver.finish(1, mine, progress)
+    after = mine.policy.model.state_dict()
+    unchanged = {name for name, tensor in after.items() if torch.equal(tensor, before[name])}
+    assert unchanged == {name for name in before if ".indexer." in name or "expert_bias" in name}
+    # two indexers of five tensors, three layers with experts
+    assert len(unchanged) == 2 * 5 + 3
+
+    export.export(recipe, checkpoints.step_dir(tmp_path, 1), tmp_path / "exported")
+    exported = load_file(tmp_path / "exported" / "model-frozen.safetensors")
+    assert exported and all(".indexer." in name for name in exported)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+
+    resumed = learner()
+    assert saver.restore(resumed) == 1
+    assert resumed.train(make_batch(2), progress)["loss"] == mine.train(make_batch(2), progress)["loss"]

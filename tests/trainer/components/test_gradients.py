@@ -1,0 +1,110 @@
+"""Every layout of ranks computes the gradients of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from primeslurm.trainer.distributed.world import World
+from tests.trainer.families import CASES, write
+from tests.trainer.gradients import Layout, compare, gradients, worst
+
+TOLERANCE = 5e-6
+
+# All cases of a size share one set of processes; a case more costs about a second.
+TWO_RANKS = [
+    Layout("qwen3_moe"),
+    Layout("qwen3_moe", {"dp_replicate": 2}),
+    Layout("qwen3_moe", {"ep": 2}),
+    Layout("qwen3_moe", {"cp": 2, "cp_style": "ulysses"}),
+    Layout("qwen3_moe", {"cp": 2, "cp_style": "ulysses"}, "varlen"),
+    Layout("qwen3_moe", {"cp": 2, "cp_style": "allgather"}),
+    Layout("qwen3_moe", {"cp": 2, "cp_style": "allgather"}, "varlen"),
+    Layout("qwen3_moe", {"cp": 2, "ep": 2, "activation_checkpointing": "selective"}, "varlen"),
+    Layout("qwen3_moe", {"cp": 2, "ep": 2, "cp_style": "allgather", "activation_checkpointing": "full"}, "varlen"),
+    Layout("qwen3", {"cp": 2}),
+    # one rank's rows have no images
+    Layout("qwen3_vl", images=True),
+    Layout("qwen3_vl", {"cp": 2, "activation_checkpointing": "full"}, images=True),
+    Layout("qwen3_vl_moe", {"cp": 2, "ep": 2, "cp_style": "allgather"}, images=True),
+    Layout("qwen3_5", images=True),
+    Layout("qwen3_5", {"cp": 2}, images=True),
+    Layout("qwen3-tied", {"dp_replicate": 2}),
+    Layout("llama", {"cp": 2}, "varlen"),
+    Layout("glm4_moe", {"cp": 2, "ep": 2}, "varlen"),
+    Layout("minimax_m2", {"cp": 2, "ep": 2}, "varlen"),
+    Layout("laguna", {"cp": 2, "ep": 2}, "varlen"),
+    Layout("deepseek_v3", {"cp": 2, "ep": 2}, "varlen"),
+    Layout("deepseek_v3", {"cp": 2, "cp_style": "allgather"}, "varlen"),
+    Layout("glm_moe_dsa", {"cp": 2, "ep": 2}),
+    # attention sinks
+    Layout("gpt_oss", {"cp": 2, "ep": 2}, "varlen"),
+    Layout("gpt_oss", {"cp": 2, "cp_style": "allgather"}),
+    # recurrent layers: states of whole rows, more heads of values than of keys, groups; recomputed within recomputed
+    Layout("qwen3_5_text", {"cp": 2}, "varlen"),
+    Layout("qwen3_5_moe_text", {"cp": 2, "ep": 2, "activation_checkpointing": "full"}),
+    Layout("nemotron_h", {"cp": 2, "ep": 2, "activation_checkpointing": "selective"}, "varlen"),
+    # windows, and several masks
+    Layout("afmoe", {"cp": 2, "ep": 2}, "varlen"),
+    Layout("afmoe", {"cp": 2, "cp_style": "allgather"}, "varlen"),
+    Layout("afmoe", {"cp": 2, "cp_style": "allgather"}),
+]
+FOUR_RANKS = [
+    Layout("qwen3_moe", {"ep": 2}),
+    Layout("qwen3_moe", {"dp_replicate": 2, "ep": 2}),
+    Layout("qwen3_moe", {"cp": 2, "cp_style": "ulysses"}, "varlen"),
+    Layout("qwen3_moe", {"cp": 2, "cp_style": "allgather"}, "varlen"),
+    Layout("qwen3_moe", {"cp": 2, "ep": 4}, "varlen"),
+    Layout("qwen3_moe", {"cp": 2, "ep": 2, "cp_style": "allgather"}),
+    Layout("qwen3_moe", {"dp_replicate": 2, "cp": 2, "ep": 2}, "varlen"),
+    Layout("qwen3", {"cp": 4}, "varlen"),
+    Layout("glm_moe_dsa", {"cp": 2, "ep": 4}),
+    # fewer heads of keys, and fewer groups, than ranks
+    Layout("qwen3_5_text", {"cp": 4}, "varlen"),
+    Layout("nemotron_h", {"cp": 4, "ep": 4}, "varlen"),
+    Layout("nemotron_h", {"cp": 2, "ep": 2}),
+]
+
+
+@pytest.fixture(scope="module")
+def references(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with the model of every case, and the gradients that one process computes."""
+    directory = tmp_path_factory.mktemp("gradients")
+    used = {layout.case for layout in TWO_RANKS + FOUR_RANKS}
+    for case in CASES:
+        if case.name in used:
+            write(case, directory / case.name)
+            images = any(layout.case == case.name and layout.images for layout in TWO_RANKS)
+            found = gradients(Layout(case.name, images=images), directory, world)
+            torch.save(found, directory / f"{case.name}.pt")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def two_ranks(references: Path) -> dict[str, float]:
+    """The worst difference of each layout of two ranks."""
+    return dict(zip(map(str, TWO_RANKS), compare(2, TWO_RANKS, references), strict=True))
+
+
+@pytest.fixture(scope="module")
+def four_ranks(references: Path) -> dict[str, float]:
+    """The worst difference of each layout of four ranks."""
+    return dict(zip(map(str, FOUR_RANKS), compare(4, FOUR_RANKS, references), strict=True))
+
+
+@pytest.mark.parametrize("layout", TWO_RANKS, ids=str)
+def test_two_ranks_equal_one(layout: Layout, two_ranks: dict[str, float]) -> None:
+    assert two_ranks[str(layout)] < TOLERANCE
+
+
+@pytest.mark.parametrize("layout", FOUR_RANKS, ids=str)
+def test_four_ranks_equal_one(layout: Layout, four_ranks: dict[str, float]) -> None:
+    assert four_ranks[str(layout)] < TOLERANCE
+
+
+@pytest.mark.parametrize("case", ["qwen3_5_text", "nemotron_h", "glm_moe_dsa"])
+def test_what_selective_checkpointing_computes_anew_is_the_same(case: str, references: Path, world: World) -> None:
+    selective = gradients(Layout(case, {"activation_checkpointing": "selective"}), references, world)
+    assert worst(selective, torch.load(references / f"{case}.pt"), torch.inf) < TOLERANCE

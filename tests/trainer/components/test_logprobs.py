@@ -1,0 +1,67 @@
+"""Log-probabilities in chunks against those from whole logits: values, gradients, and through the sharded model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from primeslurm.trainer.assembly.build import build
+from primeslurm.trainer.components.logprobs import token_logprobs
+from primeslurm.trainer.components.loss import from_recipe
+from primeslurm.trainer.distributed.world import World
+from primeslurm.trainer.loops.step import Learner
+from tests.trainer.conftest import make_batch, make_progress, make_recipe
+from tests.trainer.families import CASES, write
+
+ROWS, LENGTH, DIM, VOCABULARY = 2, 30, 8, 17
+
+
+def scores(chunk: int | None, dtype: torch.dtype, trained: float = 0.7) -> list[torch.Tensor]:
+    """Log-probs, entropies, and the gradients of hidden states and head, for a loss that weighs every token anew."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (ROWS, LENGTH)
+    hidden = torch.randn(*shape, DIM, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(VOCABULARY, DIM, generator=generator).to(dtype).requires_grad_()
+    labels = torch.randint(0, VOCABULARY, shape, generator=generator)
+    temperatures = 0.5 + torch.rand(shape, generator=generator)
+    mask = torch.rand(shape, generator=generator) < trained
+    places = mask.flatten().nonzero().squeeze(1)
+    logprobs, entropy = token_logprobs(hidden, weight, labels[mask], temperatures[mask], places, chunk)
+    assert logprobs.dtype == entropy.dtype == torch.float32
+    assert not entropy.requires_grad
+    (logprobs * torch.randn(logprobs.shape, generator=generator)).sum().backward()
+    assert hidden.grad is not None and weight.grad is not None
+    return [logprobs.detach(), entropy, hidden.grad, weight.grad]
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1000])
+def test_chunks_equal_whole_logits(chunk: int) -> None:
+    for mine, expected in zip(scores(chunk, torch.float32), scores(None, torch.float32), strict=True):
+        torch.testing.assert_close(mine, expected, atol=5e-6, rtol=1e-5)
+
+
+def test_chunks_in_bfloat16_round_like_whole_logits() -> None:
+    for mine, expected in zip(scores(7, torch.bfloat16), scores(None, torch.bfloat16), strict=True):
+        assert mine.dtype == expected.dtype
+        torch.testing.assert_close(mine, expected, atol=3e-2, rtol=2e-2)
+
+
+def test_no_trained_token_is_no_gradient() -> None:
+    logprobs, entropy, *gradients = scores(7, torch.float32, trained=0.0)
+    assert logprobs.shape == entropy.shape == (0,)
+    assert all((gradient == 0).all() for gradient in gradients)
+
+
+@pytest.mark.parametrize("name", ["qwen3-tied", "qwen3_moe"])
+def test_a_step_is_the_same_in_chunks(name: str, world: World, tmp_path: Path) -> None:
+    model = write(next(case for case in CASES if case.name == name), tmp_path / "model")
+    metrics = []
+    for chunk in (None, 13):
+        trainer = {"memory": {"lm_head_chunk": chunk}, "optimizer": {"lr": 1e-3}}
+        recipe = make_recipe(model, trainer=trainer)
+        learner = Learner(build(recipe, world), recipe.trainer.optimizer, 4, from_recipe(recipe.trainer.loss), world)
+        steps = [learner.train(make_batch(step), make_progress(tmp_path)) for step in (1, 2)]
+        metrics.append([step[name] for step in steps for name in ("loss", "entropy", "grad_norm")])
+    assert metrics[1] == pytest.approx(metrics[0], rel=1e-5)

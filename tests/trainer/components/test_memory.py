@@ -1,0 +1,80 @@
+"""What saves memory changes no number. How much it saves is measured on a GPU: tests/gpu/test_memory.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from primeslurm.trainer.assembly.build import build
+from primeslurm.trainer.components import activation_offload
+from primeslurm.trainer.components.loss import from_recipe
+from primeslurm.trainer.distributed.world import World
+from primeslurm.trainer.loops.step import Learner
+from primeslurm.trainer.weights.export import export
+from tests.trainer.conftest import SEQ_LEN, make_batch, make_progress, make_recipe
+
+Result = tuple[list[float], dict[str, torch.Tensor]]
+
+
+def train(model: Path, directory: Path, world: World, **trainer: Any) -> Result:
+    """Losses and gradient norms of two steps of two micro batches, and the weights after them."""
+    recipe = make_recipe(model, trainer={"optimizer": {"lr": 1e-3}, **trainer})
+    policy = build(recipe, world)
+    learner = Learner(policy, recipe.trainer.optimizer, 4, from_recipe(recipe.trainer.loss), world)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("primeslurm.recipe.sections.trainer.MICRO_BATCH_TOKENS", 2 * SEQ_LEN)
+        metrics = [learner.train(make_batch(step), make_progress(directory)) for step in (1, 2)]
+    tensors = {name: tensor for layer in export(policy, torch.float32) for name, tensor in layer.items()}
+    return [m[name] for m in metrics for name in ("loss", "grad_norm")], tensors
+
+
+@pytest.fixture(scope="module")
+def plain(moe_model: Path, world: World, tmp_path_factory: pytest.TempPathFactory) -> Result:
+    """Nothing saved."""
+    return train(moe_model, tmp_path_factory.mktemp("plain"), world)
+
+
+@pytest.mark.parametrize(
+    "trainer",
+    [
+        {"memory": {"activation_offload": True}},
+        {"memory": {"activation_offload": True}, "parallelism": {"activation_checkpointing": "selective"}},
+        {"memory": {"activation_offload": True}, "parallelism": {"activation_checkpointing": "full"}},
+        {"memory": {"optimizer_offload": True}},
+        {"memory": {"optimizer_offload": True, "activation_offload": True, "lm_head_chunk": 16}},
+        {"parallelism": {"reshard_after_forward": False}},
+    ],
+    ids=str,
+)
+def test_the_numbers_stay(
+    trainer: dict[str, Any], moe_model: Path, plain: Result, world: World, tmp_path: Path
+) -> None:
+    metrics, tensors = train(moe_model, tmp_path, world, **trainer)
+    assert metrics == pytest.approx(plain[0], rel=1e-5)
+    for name, tensor in tensors.items():
+        torch.testing.assert_close(tensor, plain[1][name], atol=1e-4, rtol=1e-4, msg=name)
+
+
+def test_activations_leave_and_weights_stay(moe_model: Path, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[tuple[int, ...]] = []
+    real = activation_offload._Saved.__init__
+
+    def note(saved: Any, tensor: torch.Tensor, layer: Any) -> None:
+        left.append(tuple(tensor.shape))
+        real(saved, tensor, layer)
+
+    monkeypatch.setattr(activation_offload._Saved, "__init__", note)
+    for checkpointing in ("full", "none"):
+        left.clear()
+        parallelism = {"activation_checkpointing": checkpointing}
+        recipe = make_recipe(moe_model, trainer={"memory": {"activation_offload": True}, "parallelism": parallelism})
+        policy = build(recipe, world)
+        tokens = torch.randint(3, 128, (1, 48))
+        policy.logits(tokens, torch.arange(48)[None])[0].sum().backward()
+        if checkpointing == "full":
+            assert left == [(1, 48, 32)] * 2, "the input of each of two layers"
+        weights = {tuple(parameter.shape) for parameter in policy.model.parameters() if parameter.ndim > 1}
+        assert left and not weights & set(left)

@@ -1,0 +1,73 @@
+"""Every family trains on two ranks as on one, with experts and sequences split as its capabilities say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from primeslurm.families import capabilities
+from primeslurm.recipe import Recipe
+from primeslurm.trainer.distributed.world import World
+from primeslurm.wire.weight_transfer import filesystem
+from tests.trainer.as_released import stack_experts
+from tests.trainer.conftest import SEQ_LEN, finish, make_recipe, start_ranks
+from tests.trainer.families import CASES, GENERIC_CASES, Case, write
+from tests.trainer.ranks import train
+
+COMPARED = ("loss", "off_policy_kl", "mismatch_kl", "entropy", "masked_fraction", "grad_norm")
+FIRST = {case.config().model_type: case for case in reversed((*CASES, *GENERIC_CASES))}
+SPLIT = [case for case in (*CASES, *GENERIC_CASES) if case in FIRST.values()]
+"""A case of every family."""
+
+
+def recipe(path: Path, case: Case, size: int) -> Recipe:
+    """One step on `size` ranks."""
+    able = capabilities(case.config().model_type, "auto")
+    assert able is not None
+    parallelism = {
+        "ep": size if able.ep else 1,
+        "cp": size if able.cp else 1,
+        "activation_checkpointing": "none" if size == 1 else "full",
+    }
+    trainer: dict[str, Any] = {"optimizer": {"lr": 1e-3}, "parallelism": parallelism}
+    return make_recipe(path, max_steps=1, seq_len=SEQ_LEN, trainer=trainer)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str, float], Path]]:
+    """By case: metrics of the step, and where the model and what was published are."""
+    root = tmp_path_factory.mktemp("families")
+    arguments = []
+    for case in SPLIT:
+        path = write(case, root / case.name / "model")
+        if case.name == "qwen3_5_moe":
+            stack_experts(path)  # as it is released in bfloat16
+        (root / case.name / "recipe.json").write_text(recipe(path, case, 2).model_dump_json(by_alias=True))
+        arguments += [str(root / case.name / "recipe.json"), str(root / case.name)]
+    first, second = finish(start_ranks(2, "-m", "tests.trainer.ranks", *arguments))
+    metrics = [json.loads(line[8:]) for line in first.splitlines() if line.startswith("METRICS ")]
+    assert len(metrics) == second.count("METRICS ") == len(SPLIT)
+    return {case.name: (found, root / case.name) for case, found in zip(SPLIT, metrics, strict=True)}
+
+
+@pytest.mark.parametrize("case", SPLIT, ids=lambda case: case.name)
+def test_two_ranks_equal_one(
+    case: Case, two_ranks: dict[str, tuple[dict[str, float], Path]], world: World, tmp_path: Path
+) -> None:
+    found, directory = two_ranks[case.name]
+    expected = train(recipe(directory / "model", case, 1), tmp_path, world)[0]
+    for name in COMPARED:
+        assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
+    theirs, ours = (_tensors(filesystem.version_dir(run, 1)) for run in (directory, tmp_path))
+    assert set(theirs) == set(ours)
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(tensor, ours[name], atol=5e-4, rtol=1e-3, msg=name)
+
+
+def _tensors(directory: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}

@@ -1,0 +1,72 @@
+"""FP8 and adapters with experts on two ranks train as one rank does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from primeslurm.trainer import tiny
+from primeslurm.trainer.distributed.world import World
+from primeslurm.wire.weight_transfer import filesystem
+from tests.trainer.conftest import finish, make_recipe, start_ranks
+from tests.trainer.families import CASES as FAMILIES
+from tests.trainer.families import write
+from tests.trainer.ranks import train
+
+STEPS = 2
+# what is asked of the trainer, and how it is spread over ranks
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "fp8": ({"fp8": True}, {"ep": 2, "activation_checkpointing": "full"}),
+    "lora": (
+        {"lora": {"rank": 8, "targets": ["o_proj", "experts"]}},
+        {"ep": 2, "activation_checkpointing": "selective"},
+    ),
+    "glm5": ({"fp8": True}, {"ep": 2, "cp": 2, "activation_checkpointing": "full"}),
+}
+
+
+def published(directory: Path) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
+    for file in filesystem.version_dir(directory, STEPS).glob("*.safetensors"):
+        tensors |= load_file(file)
+    return tensors
+
+
+def test_two_ranks_equal_one(world: World, tmp_path: Path) -> None:
+    qwen, glm = tmp_path / "qwen", tmp_path / "glm"
+    tiny.write_model(qwen, "qwen3_moe", hidden=128)
+    write(next(case for case in FAMILIES if case.name == "glm_moe_dsa-short"), glm)
+    arguments, expected = [], []
+    for name, (options, layout) in CASES.items():
+        model = glm if name == "glm5" else qwen
+        for out in (tmp_path / name, tmp_path / f"{name}-one"):
+            out.mkdir()
+        trainer = {"optimizer": {"lr": 1e-3}, **options}
+        recipe = make_recipe(model, max_steps=STEPS, trainer=trainer)
+        expected += train(recipe, tmp_path / f"{name}-one", world)
+        recipe = make_recipe(model, max_steps=STEPS, trainer={**trainer, "parallelism": layout})
+        path = tmp_path / f"{name}.json"
+        path.write_text(recipe.model_dump_json(by_alias=True))
+        arguments += [str(path), str(tmp_path / name)]
+    outputs = finish(start_ranks(2, "-m", "tests.trainer.ranks", *arguments))
+    metrics = [json.loads(line[8:]) for line in outputs[0].splitlines() if line.startswith("METRICS ")]
+    pairs = list(zip(metrics, expected, strict=True))
+    fp8, adapters, glm5 = (pairs[i : i + STEPS] for i in range(0, len(pairs), STEPS))
+    for mine, one in adapters:
+        for name in ("loss", "entropy", "grad_norm"):
+            assert mine[name] == pytest.approx(one[name], rel=1e-4, abs=1e-6), name
+    tensors, ones = published(tmp_path / "lora"), published(tmp_path / "lora-one")
+    for name, tensor in tensors.items():
+        torch.testing.assert_close(tensor, ones[name], atol=5e-4, rtol=1e-3, msg=name)
+    # Rows are scaled one by one, so they do not care who computes them. Weight gradients sum over blocks of 128 tokens,
+    # and which tokens share a block and a scale depends on the layout.
+    for (first, first_one), (second, second_one) in (fp8, glm5):
+        assert first["loss"] == pytest.approx(first_one["loss"], rel=1e-4)
+        assert first["entropy"] == pytest.approx(first_one["entropy"], rel=1e-5)
+        assert first["grad_norm"] == pytest.approx(first_one["grad_norm"], rel=0.02)
+        assert second["entropy"] == pytest.approx(second_one["entropy"], rel=1e-3)

@@ -1,0 +1,69 @@
+"""Attention over selected keys: gathered equals dense equals a plain loop, forward and backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from primeslurm.trainer.components import sparse_attention
+from primeslurm.trainer.kernels import sparse_mla
+from primeslurm.trainer.kernels.sparse_mla import dense_mla
+
+ROWS, QUERIES, KEYS, HEADS, RANK, ROPE, TOP_K, SCALE = 2, 12, 20, 3, 8, 4, 5, 0.3
+
+
+def make_inputs() -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Float64 inputs that want gradients, and selections with as few as one key."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((ROWS, QUERIES, HEADS, RANK), (ROWS, QUERIES, HEADS, ROPE), (ROWS, KEYS, RANK), (ROWS, KEYS, ROPE))
+    tensors = [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    indices = torch.rand(ROWS, QUERIES, KEYS, generator=generator).topk(TOP_K).indices.int()
+    absent = torch.rand(ROWS, QUERIES, TOP_K, generator=generator) < 0.4
+    absent[..., 0] = False
+    return tensors, indices.masked_fill(absent, -1)
+
+
+def plain(tensors: list[torch.Tensor], indices: torch.Tensor) -> torch.Tensor:
+    """One query and head after the other."""
+    q_latent, q_rope, kv_latent, k_rope = tensors
+    rows = []
+    for row in range(ROWS):
+        for query in range(QUERIES):
+            own = indices[row, query][indices[row, query] >= 0].long()
+            latent, rope = kv_latent[row, own], k_rope[row, own]
+            scores = q_latent[row, query] @ latent.T + q_rope[row, query] @ rope.T
+            rows.append((scores * SCALE).softmax(-1) @ latent)
+    return torch.stack(rows).view(ROWS, QUERIES, HEADS, RANK)
+
+
+@pytest.mark.parametrize("attend", [dense_mla, sparse_mla.sparse_mla])
+def test_outputs_and_gradients_equal_a_plain_loop(attend: sparse_mla.Attend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sparse_mla, "CHUNK", 7)  # not a divisor of the number of queries
+    tensors, indices = make_inputs()
+    expected, out = plain(tensors, indices), attend(*tensors, indices, SCALE)
+    weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    wanted = torch.autograd.grad((expected * weight).sum(), tensors)
+    gradients = torch.autograd.grad((out * weight).sum(), tensors)
+    # the softmax itself is computed in float32
+    torch.testing.assert_close(out, expected, atol=1e-6, rtol=1e-6)
+    for mine, reference in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(mine, reference, atol=3e-6, rtol=1e-5)
+
+
+def test_the_best_visible_keys_are_selected() -> None:
+    generator = torch.Generator().manual_seed(0)
+    heads, length, top_k = 6, 24, 4
+    query = torch.randn(1, length, heads, 8, generator=generator)
+    keys = torch.randn(1, length, 8, generator=generator)
+    weight = torch.randn(1, length, heads, generator=generator)
+    positions = torch.cat([torch.arange(10), torch.arange(14)])[None]
+    context = sparse_attention.Context.of(positions)
+    selected = sparse_attention.select(query, keys, weight, context, top_k)
+    for token in range(length):
+        start = 0 if token < 10 else 10
+        seen = range(start, token + 1)
+        score = {key: float(weight[0, token] @ (query[0, token] @ keys[0, key]).relu()) for key in seen}
+        best = sorted(score, key=lambda key: -score[key])[:top_k]
+        chosen = [key for key in selected[0, token].tolist() if key >= 0]
+        assert sorted(score[key] for key in chosen) == pytest.approx(sorted(score[key] for key in best))
+        assert set(chosen) <= set(seen) and len(set(chosen)) == len(best)

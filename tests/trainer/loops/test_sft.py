@@ -1,0 +1,159 @@
+"""SFT: data, learning, checkpoints and what is published."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+
+from primeslurm.recipe import Recipe
+from primeslurm.records.journal import Journal
+from primeslurm.trainer import tiny
+from primeslurm.trainer.assembly.build import build
+from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
+from primeslurm.trainer.components.loss import cross_entropy
+from primeslurm.trainer.data import sft_data
+from primeslurm.trainer.data.image_reader import PictureReader
+from primeslurm.trainer.distributed.world import World
+from primeslurm.trainer.loops.sft import SftTask
+from primeslurm.trainer.loops.step import Learner
+from primeslurm.trainer.weight_transfer.publisher import Publisher
+from primeslurm.trainer.weights.encoding import Encoding
+from primeslurm.wire import checkpoints
+from primeslurm.wire.weight_transfer import filesystem
+from tests.trainer.conftest import SEQ_LEN, finish, make_recipe, start_ranks, trainer_command
+
+
+@pytest.fixture(scope="module")
+def demonstrations(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Noise-free reverse-text conversations."""
+    path = tmp_path_factory.mktemp("data") / "reverse.jsonl"
+    path.write_text("".join(json.dumps(chat) + "\n" for chat in tiny.demonstrations(64, 0.0, 0)))
+    return path
+
+
+def sft_recipe(model: Path, demonstrations: Path, /, **sections: Any) -> Recipe:
+    """Constant learning rate: a run in two parts is then the same as one."""
+    sft = {"data": {"path": str(demonstrations)}, "batch_size": 8}
+    base: dict[str, Any] = {"task": "sft", "sft": sft, "environments": [], "monitor": {"tensorboard": False}}
+    return make_recipe(model, **(base | sections))
+
+
+def train(
+    recipe: Recipe, run_dir: Path, world: World, attempt: int = 1, reader: PictureReader | None = None
+) -> list[dict[str, float]]:
+    """Run SFT in this process; returns metrics.jsonl."""
+    assert recipe.sft is not None
+    policy = build(recipe, world)
+    learner = Learner(policy, recipe.trainer.optimizer, recipe.max_steps, cross_entropy, world, reader)
+    publisher = Publisher(policy, run_dir, Encoding(torch.float32), recipe.weights.keep, world)
+    saver = Checkpoints(run_dir, attempt, recipe.checkpoint, world, None)
+    tokenizer = AutoTokenizer.from_pretrained(policy.source)
+    examples = sft_data.load(Path(recipe.sft.data.path), tokenizer, recipe.seq_len, reader)
+    journal = Journal(run_dir / "attempts" / str(attempt), "trainer-rank-0")
+    assert SftTask(recipe, run_dir, learner, publisher, saver, world, examples, journal).run() == 0
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def final_weights(run_dir: Path, version: int) -> dict[str, torch.Tensor]:
+    """All tensors of a published version."""
+    tensors: dict[str, torch.Tensor] = {}
+    for file in filesystem.version_dir(run_dir, version).glob("*.safetensors"):
+        tensors |= load_file(file)
+    return tensors
+
+
+def test_only_the_completion_is_trained(moe_model: Path, demonstrations: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(moe_model)
+    example = sft_data.load(demonstrations, tokenizer, SEQ_LEN)[0]
+    chat = json.loads(demonstrations.read_text().splitlines()[0])["messages"]
+    assert tokenizer.decode(example.token_ids[example.mask]) == chat[1]["content"] + "<|im_end|>"
+    prompt = tokenizer.apply_chat_template(chat[:1], tokenize=False, add_generation_prompt=True)
+    assert tokenizer.decode(example.token_ids[~example.mask]) == prompt
+
+
+def test_prompt_and_completion_lines(moe_model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"prompt": "ab", "completion": "cd"}\n\n{"prompt": "' + "x" * 99 + '", "completion": "y"}\n')
+    tokenizer = AutoTokenizer.from_pretrained(moe_model)
+    (example,) = sft_data.load(path, tokenizer, SEQ_LEN)
+    assert tokenizer.decode(example.token_ids) == "abcd<|im_end|>"
+    assert example.mask.tolist() == [False, False, True, True, True]
+
+
+@pytest.mark.parametrize("line", ["not json", '{"text": "x"}', "[]"])
+def test_a_bad_line_is_named(line: str, moe_model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "data.jsonl"
+    path.write_text('{"prompt": "ab", "completion": "cd"}\n' + line + "\n")
+    with pytest.raises(ValueError, match=r"data\.jsonl, line 2"):
+        sft_data.load(path, AutoTokenizer.from_pretrained(moe_model), SEQ_LEN)
+
+
+def test_batches_cover_every_example_once_an_epoch_on_any_number_of_ranks() -> None:
+    examples = [
+        sft_data.Example(np.full(5, i, np.int32), np.array([False, False, True, True, True])) for i in range(12)
+    ]
+    for dp_world in (1, 2, 3):
+        seen: list[int] = []
+        for step in (1, 2, 3):
+            shares = [sft_data.batch(examples, step, 4, 16, 0, rank, dp_world) for rank in range(dp_world)]
+            assert len({len(share.rows) for share in shares}) == 1
+            assert {share.info.loss_tokens for share in shares} == {12}
+            for row in (row for share in shares for row in share.rows):
+                assert len(row.token_ids) == 16 and row.positions[0] == 0
+                seen += row.token_ids[row.mask][::3].tolist()
+        assert sorted(seen) == list(range(12))
+
+
+def test_the_loss_falls(moe_model: Path, demonstrations: Path, world: World, tmp_path: Path) -> None:
+    recipe = sft_recipe(moe_model, demonstrations, max_steps=20, trainer={"optimizer": {"lr": 5e-3}})
+    metrics = train(recipe, tmp_path, world)
+    assert [m["step"] for m in metrics] == list(range(1, 21))
+    assert metrics[-1]["loss"] < metrics[0]["loss"] - 1
+    assert filesystem.published(tmp_path) == [20]
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(
+    moe_model: Path, demonstrations: Path, world: World, tmp_path: Path
+) -> None:
+    whole = train(sft_recipe(moe_model, demonstrations, max_steps=4), tmp_path / "whole", world)
+    parts = tmp_path / "parts"
+    train(sft_recipe(moe_model, demonstrations, max_steps=2), parts, world)
+    with (parts / "metrics.jsonl").open("a") as handle:
+        handle.write('{"step": 3, "lo')  # killed in the middle of a line
+    resumed = train(sft_recipe(moe_model, demonstrations, max_steps=4), parts, world, attempt=2)
+    assert [(m["step"], m["loss"], m["grad_norm"]) for m in resumed] == [
+        (m["step"], m["loss"], m["grad_norm"]) for m in whole
+    ]
+    expected = final_weights(tmp_path / "whole", 4)
+    for name, tensor in final_weights(parts, 4).items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(
+    moe_model: Path, demonstrations: Path, world: World, tmp_path: Path
+) -> None:
+    recipe = sft_recipe(moe_model, demonstrations, max_steps=4, checkpoint={"interval": 2})
+    before = train(recipe, tmp_path, world)
+    (checkpoints.step_dir(tmp_path, 4) / "trainer" / ".metadata").write_bytes(b"damage")
+    after = train(recipe, tmp_path, world, attempt=2)
+    assert [(m["step"], m["loss"]) for m in after] == [(m["step"], m["loss"]) for m in before]
+    record = checkpoints.read_commit(checkpoints.step_dir(tmp_path, 4))
+    assert record is not None and record.attempt == 2
+    assert (tmp_path / "checkpoints" / "step_000004.damaged-2").is_dir()
+
+
+def test_two_ranks_from_the_command_line(moe_model: Path, demonstrations: Path, tmp_path: Path) -> None:
+    recipe = sft_recipe(moe_model, demonstrations, max_steps=2, monitor={"tensorboard": True})
+    path = tmp_path / "recipe.json"
+    path.write_text(recipe.model_dump_json(by_alias=True))
+    finish(start_ranks(2, *trainer_command(path, tmp_path / "run", 1)))
+    assert filesystem.damage(filesystem.version_dir(tmp_path / "run", 2)) == []
+    assert checkpoints.committed(tmp_path / "run") == [2]
+    assert list((tmp_path / "run" / "tensorboard").iterdir())

@@ -1,0 +1,60 @@
+"""The benchmark of training steps, at a size that says nothing about speed; and the operations it counts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import Qwen3Config
+
+from benchmarks.training_models import SHAPES, attention_flops, matrix_flops
+from benchmarks.training_speed import arguments, make_recipe, measure, ours
+from primeslurm.trainer.distributed.world import World
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "num_hidden_layers": 2,
+}
+
+
+def test_both_steps_are_timed(world: World) -> None:
+    options = ["--layers", "1", "--seq", "64", "--rows", "2", "--steps", "1", "--lm-head-chunk", "64", "--vocab", "256"]
+    found = measure(arguments([*options, "--against", "torchtitan"]), world)
+    assert found["tokens_per_step"] == 128 and found["speed_ratio"] > 0
+    assert found["ours"]["tokens_per_s"] > 0 and found["torchtitan"]["tokens_per_s"] > 0
+
+
+def test_what_torchtitan_lacks_is_refused(world: World) -> None:
+    with pytest.raises(SystemExit, match="it has no GLM-5"):
+        measure(arguments(["--shape", "glm5", "--against", "torchtitan"]), world)
+
+
+def test_products_with_weights_are_as_many_as_torch_counts(world: World, tmp_path: Path) -> None:
+    config = Qwen3Config(**SHAPES["qwen3_4b"].settings | SMALL | {"intermediate_size": 128})
+    recipe = make_recipe(arguments(["--seq", "64", "--checkpointing", "none"]), on_cpu=True)
+    step, policy = ours(recipe, config, 1, world, tmp_path)
+    with FlopCounterMode(display=False) as counter:
+        step()
+    counted = counter.get_flop_counts()["Global"][torch.ops.aten.mm]
+    head_of_last_token = 6 * 256 * 64  # it predicts nothing
+    assert matrix_flops(policy.model, config) * 64 == counted + head_of_last_token
+
+
+@pytest.mark.parametrize("length", [8, 40])
+def test_attention_counts_the_keys_that_are_seen(length: int) -> None:
+    sizes = {"index_topk": 16, "kv_lora_rank": 32, "qk_rope_head_dim": 16, "index_n_heads": 3, "index_head_dim": 8}
+    config = SHAPES["glm5"].config(**SHAPES["glm5"].settings | SMALL | sizes)
+    seen = [query + 1 for query in range(length)]
+    attended = sum(min(keys, 16) for keys in seen) * (2 * 32 + 16)
+    scored = sum(seen) * 3 * 8
+    flops = 2 * (3 * 2 * 4 * attended + 2 * scored)  # layers, heads; the indexer has no backward pass
+    assert attention_flops(config, length, causal=True) * length == pytest.approx(flops)
+    config = Qwen3Config(**SMALL)
+    assert attention_flops(config, length, causal=True) * length == 3 * 2 * 2 * 4 * 2 * 32 * sum(seen)

@@ -1,0 +1,159 @@
+"""Our models against transformers, both ways, and the refusal of checkpoints that do not fit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from primeslurm.trainer import compat, models
+from primeslurm.trainer.assembly.build import build
+from primeslurm.trainer.assembly.policy_model import PolicyModel
+from primeslurm.trainer.distributed.world import World
+from primeslurm.trainer.weight_transfer.publisher import Publisher
+from primeslurm.trainer.weights.encoding import Encoding
+from primeslurm.wire.weight_transfer import filesystem
+from tests.trainer.conftest import SEQ_LEN, make_recipe
+from tests.trainer.families import CASES, MLA_YARN, YARN
+
+FIRST = 40
+"""Length of the first document in the packed row."""
+
+
+def packed_logits(policy: PolicyModel, tokens: torch.Tensor) -> torch.Tensor:
+    """Our logits of one row that holds two documents."""
+    positions = torch.cat([torch.arange(FIRST), torch.arange(SEQ_LEN - FIRST)])[None]
+    with torch.no_grad():
+        return policy.logits(tokens, positions)[0]
+
+
+def separate_logits(path: Path, tokens: torch.Tensor) -> torch.Tensor:
+    """The logits of transformers for the same documents, one by one."""
+    reference = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    with torch.no_grad():
+        parts = [reference(tokens[:, :FIRST]).logits, reference(tokens[:, FIRST:]).logits]
+    return torch.cat(parts, dim=1)
+
+
+@pytest.fixture(params=["dense_model", "moe_model"])
+def model_path(request: pytest.FixtureRequest) -> Path:
+    """Each family in turn."""
+    path = request.getfixturevalue(request.param)
+    assert isinstance(path, Path)
+    return path
+
+
+def test_logits_equal_those_of_transformers(model_path: Path, world: World) -> None:
+    policy = build(make_recipe(model_path), world)
+    tokens = torch.randint(0, 128, (1, SEQ_LEN), generator=torch.Generator().manual_seed(1))
+    expected = separate_logits(model_path, tokens)
+    assert expected.abs().max() > 0.1
+    torch.testing.assert_close(packed_logits(policy, tokens), expected, atol=2e-5, rtol=1e-4)
+
+
+def test_a_published_policy_loads_in_transformers(model_path: Path, world: World, tmp_path: Path) -> None:
+    policy = build(make_recipe(model_path), world)
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            parameter.mul_(1.1)
+    path = Publisher(policy, tmp_path, Encoding(torch.float32), 3, world).publish(7)
+    assert path == filesystem.version_dir(tmp_path, 7)
+    assert filesystem.damage(path) == []
+    assert (path / "tokenizer.json").is_file()
+    tokens = torch.randint(0, 128, (1, SEQ_LEN), generator=torch.Generator().manual_seed(2))
+    torch.testing.assert_close(packed_logits(policy, tokens), separate_logits(path, tokens), atol=2e-5, rtol=1e-4)
+
+
+def test_bfloat16_is_published_as_such(moe_model: Path, world: World, tmp_path: Path) -> None:
+    policy = build(make_recipe(moe_model, model={"path": str(moe_model), "dtype": "bfloat16"}), world)
+    assert {parameter.dtype for parameter in policy.model.parameters()} == {torch.float32}, "masters stay float32"
+    path = Publisher(policy, tmp_path, Encoding(torch.bfloat16), 3, world).publish(1)
+    original = load_file(moe_model / "model.safetensors")
+    for file in path.glob("*.safetensors"):
+        for name, tensor in load_file(file).items():
+            assert torch.equal(tensor, original[name].bfloat16()), name
+    assert json.loads((path / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_pruning_keeps_the_newest_and_what_checkpoints_need(moe_model: Path, world: World, tmp_path: Path) -> None:
+    from primeslurm.wire import checkpoints
+
+    publisher = Publisher(build(make_recipe(moe_model), world), tmp_path, Encoding(torch.float32), 2, world)
+    needed = checkpoints.step_dir(tmp_path, 1)
+    needed.mkdir(parents=True)
+    checkpoints.commit(needed, 1, 1)
+    for version in range(1, 6):
+        publisher.publish(version)
+    assert filesystem.published(tmp_path) == [1, 4, 5]
+    publisher.discard_after(4)
+    assert filesystem.published(tmp_path) == [1, 4]
+    assert publisher.is_sound(4) and not publisher.is_sound(5)
+
+
+@pytest.mark.parametrize("change", ["missing", "unknown"])
+def test_a_checkpoint_that_does_not_fit_its_config_is_refused(
+    change: str, moe_model: Path, world: World, tmp_path: Path
+) -> None:
+    broken = shutil.copytree(moe_model, tmp_path / "broken")
+    tensors = load_file(broken / "model.safetensors")
+    name = "model.layers.1.mlp.experts.3.up_proj.weight"
+    if change == "missing":
+        del tensors[name]
+    else:
+        tensors[name + "_extra"] = torch.zeros(1)
+    save_file(tensors, broken / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=f"{change}: {name}"):
+        build(make_recipe(broken), world)
+
+
+def test_a_missing_model_is_named(world: World) -> None:
+    with pytest.raises(FileNotFoundError, match="no/such/place"):
+        build(make_recipe(Path("/no/such/place")), world)
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        ("gpt_oss", {"attention_bias": False}, "attention_bias false "),
+        ("gpt_oss", {"rope_parameters": YARN | {"rope_type": "longrope"}}, "RoPE scaling longrope "),
+        ("gpt_oss", {"rope_parameters": YARN | {"mscale": 0.7}}, "RoPE option mscale "),
+        ("nemotron_h", {"tie_word_embeddings": True}, "tie_word_embeddings True "),
+        ("nemotron_h", {"mlp_hidden_act": "silu"}, "mlp_activation silu "),
+        ("qwen3_5_text", {"attention_bias": True}, "attention_bias True "),
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave false "),
+        ("deepseek_v3", {"rope_parameters": MLA_YARN | {"mscale": 0.7}}, "mscale_all_dim 1.0 beside mscale 0.7 "),
+        ("deepseek_v3", {"rope_parameters": MLA_YARN | {"rope_type": "llama3"}}, "RoPE scaling llama3 "),
+        ("glm_moe_dsa", {"indexer_types": ["shared"] * 4}, "indexer_types beginning with a shared one "),
+        ("glm_moe_dsa", {"mlp_layer_types": ["sparse", "dense"] * 2}, "dense layers after sparse ones "),
+    ],
+)
+def test_what_a_family_lacks_is_named(family: str, change: dict[str, Any], message: str) -> None:
+    config = next(case for case in CASES if case.name == family).config()
+    for name, value in change.items():
+        setattr(config, name, value)
+    with pytest.raises(ValueError, match=f"{message}.*is not supported for {family}"):
+        models.spec(config, SEQ_LEN, "flex")
+
+
+def test_sinks_are_never_trained_through_a_kernel_without_their_gradient() -> None:
+    config = next(case for case in CASES if case.name == "gpt_oss").config()
+    for layer in models.spec(config, SEQ_LEN, "varlen").model.layers:
+        assert isinstance(layer.attention.inner_attention, compat.titan_attention.FlexAttention.Config)
+
+
+def test_unsupported_configs_are_refused(moe_model: Path) -> None:
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(moe_model)
+    config.attention_bias = True
+    with pytest.raises(ValueError, match="attention_bias"):
+        models.spec(config, SEQ_LEN, "flex")
+    config.model_type = "mistral"
+    with pytest.raises(ValueError, match=r"mistral is not supported \(supported: afmoe, .*, qwen3, "):
+        models.spec(config, SEQ_LEN, "flex")

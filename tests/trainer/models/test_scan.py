@@ -1,0 +1,104 @@
+"""Recurrent layers compute the same whether they take rows whole or in parts, and do not keep what is inside a part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.live_memory import passes
+from primeslurm.trainer import models
+from primeslurm.trainer.components.activation_checkpointing import POLICIES
+from primeslurm.trainer.models.layers import scan
+from tests.trainer.families import CASES
+
+LENGTH = 250
+POSITIONS = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in ((1, 40, 209), (64, 186))])
+LAYERS = [("qwen3_5_text", "delta_net"), ("nemotron_h", "mamba")]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What a forward and backward pass of a layer gave."""
+
+    results: list[torch.Tensor]
+    """Output, and the gradients of the input and of every parameter."""
+    kept: int
+    """Bytes between the two passes, without parameters."""
+
+
+def layer(case_name: str, part: str) -> nn.Module:
+    """The recurrent layer of a tiny model, random."""
+    config = next(case for case in CASES if case.name == case_name).config()
+    torch.manual_seed(0)
+    built: nn.Module = getattr(models.spec(config, 64, "flex").model.layers[0], part).build()
+    for parameter in built.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return built
+
+
+def run(mixer: nn.Module) -> Pass:
+    owned = {parameter.untyped_storage().data_ptr() for parameter in mixer.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in owned:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    row = torch.randn(2, LENGTH, 32, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = mixer(row, POSITIONS)
+    gradients = torch.autograd.grad(out.square().sum(), [row, *mixer.parameters()])
+    return Pass([out.detach(), *gradients], sum(kept.values()))
+
+
+@pytest.mark.parametrize(("case_name", "part"), LAYERS)
+def test_parts_change_nothing(case_name: str, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mixer = layer(case_name, part)
+    whole = run(mixer)
+    monkeypatch.setattr(scan, "PART_TOKENS", 2 * 64)
+    for mine, expected in zip(run(mixer).results, whole.results, strict=True):
+        assert (mine - expected).abs().max() < 2e-6 * expected.abs().max()
+
+
+@pytest.mark.parametrize(("case_name", "part"), LAYERS)
+def test_what_is_inside_a_part_is_not_kept(case_name: str, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mixer = layer(case_name, part)
+    bounded = run(mixer).kept
+    # As if there were no parts.
+    monkeypatch.setattr(scan, "checkpoint", lambda function, *tensors, **options: function(*tensors))
+    assert 4 * bounded < run(mixer).kept
+
+
+class Decoder(nn.Module):
+    """One layer, where activation checkpointing looks for layers."""
+
+    def __init__(self, mixer: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({"0": mixer})
+
+    def forward(self, row: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layers["0"](row, POSITIONS)
+        return out
+
+
+def once(decoder: Decoder, row: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return (decoder(row),)
+
+
+@pytest.mark.parametrize(("case_name", "part"), LAYERS)
+def test_checkpointing_of_whole_layers_keeps_less_than_they_do_themselves(case_name: str, part: str) -> None:
+    kept = {}
+    for name, policy in POLICIES.items():
+        decoder = Decoder(layer(case_name, part))
+        if policy is not None:
+            policy.build(dump_folder="").apply(decoder)
+        row = torch.randn(2, LENGTH, 32, requires_grad=True)
+        kept[name] = passes(decoder, partial(once, decoder, row), [row, POSITIONS]).kept
+    assert kept["full"] == 0, "of the inputs alone"
+    assert 0 < kept["selective"] < kept["none"]

@@ -1,0 +1,59 @@
+"""Models that see images, against transformers: packed, trained and frozen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from primeslurm.recipe import Recipe
+from primeslurm.trainer.assembly.build import build
+from primeslurm.trainer.assembly.policy_model import PolicyModel
+from primeslurm.trainer.data.image_positions import Images, vision_input
+from primeslurm.trainer.distributed.world import World
+from primeslurm.wire.rollouts import Row
+from tests.trainer.conftest import make_recipe
+from tests.trainer.families import CASES, IMAGES, Case, reference_of, write
+from tests.trainer.pictures import DOCUMENTS, document, packed
+
+SEEING = [case for case in CASES if hasattr(case.config(), "vision_config")]
+
+
+def vlm_recipe(path: Path, trainer: dict[str, Any] | None = None, freeze: bool = True) -> Recipe:
+    """A recipe that trains on images."""
+    model = {"path": str(path), "dtype": "float32", "vlm": {"freeze_vision_encoder": freeze}}
+    return make_recipe(path, model=model, **({"trainer": trainer} if trainer else {}))
+
+
+def logits(policy: PolicyModel, *with_images: tuple[Row, Images | None]) -> torch.Tensor:
+    rows, found = zip(*with_images, strict=True)
+    tokens, positions = (torch.from_numpy(np.stack([getattr(r, n) for r in rows])) for n in ("token_ids", "positions"))
+    images = vision_input(rows, found, policy.model.vision, policy.device)
+    with torch.no_grad():
+        return policy.logits(tokens.long(), positions.long(), images=images)[0]
+
+
+@pytest.mark.parametrize("case", SEEING, ids=lambda case: case.name)
+def test_logits_with_images_equal_those_of_transformers(case: Case, world: World, tmp_path: Path) -> None:
+    path = write(case, tmp_path)
+    found = logits(build(vlm_recipe(path), world), packed(DOCUMENTS), packed(DOCUMENTS[1:], 7))
+    reference = reference_of(case).from_pretrained(path, dtype=torch.float32).eval()
+    for row, (documents, seed) in enumerate(((DOCUMENTS, 0), (DOCUMENTS[1:], 7))):
+        first = 0
+        for index, grids in enumerate(documents):
+            tokens, images = document(grids, seed + index)
+            ids = torch.from_numpy(tokens).long()[None]
+            options: dict[str, Any] = {
+                "pixel_values": torch.from_numpy(images.pixels),
+                "image_grid_thw": torch.from_numpy(images.grids).long(),
+                "mm_token_type_ids": (ids == IMAGES["image_token_id"]).int(),
+            }
+            with torch.no_grad():
+                expected = reference(ids, **(options if grids else {})).logits[0]
+            part = found[row, first : first + len(tokens)]
+            assert expected.abs().max() > 0.5
+            assert (part - expected).abs().max() < case.tolerance, (row, index)
+            first += len(tokens)

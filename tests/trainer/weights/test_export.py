@@ -1,0 +1,57 @@
+"""`primeslurm export`: a checkpoint becomes the model that was published at that step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from primeslurm.trainer.assembly.build import build
+from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
+from primeslurm.trainer.components.loss import from_recipe
+from primeslurm.trainer.distributed.world import World
+from primeslurm.trainer.loops.step import Learner
+from primeslurm.trainer.weight_transfer.publisher import Publisher
+from primeslurm.trainer.weights.encoding import Encoding
+from primeslurm.wire.weight_transfer import filesystem
+from tests.support.cli import primeslurm
+from tests.trainer.conftest import make_batch, make_progress, make_recipe
+
+
+def tensors(directory: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a model directory."""
+    return {name: tensor for file in directory.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def test_export_equals_what_was_published(moe_model: Path, world: World, tmp_path: Path) -> None:
+    run, out = tmp_path / "run", tmp_path / "model"
+    recipe = make_recipe(moe_model, model={"path": str(moe_model), "dtype": "bfloat16"}, checkpoint={"interval": 1})
+    policy = build(recipe, world)
+    learner = Learner(policy, recipe.trainer.optimizer, 4, from_recipe(recipe.trainer.loss), world)
+    saver, progress = Checkpoints(run, 1, recipe.checkpoint, world, None), make_progress(run)
+    publisher = Publisher(policy, run, Encoding(torch.bfloat16), 3, world)
+    for step in (1, 2):
+        learner.train(make_batch(step), progress)
+        publisher.publish(step)
+        saver.after(step, learner, progress)
+    (run / "lock.json").write_text("{}")
+    (run / "recipe.resolved.json").write_text(recipe.model_dump_json(by_alias=True))
+
+    wrong = primeslurm("export", run, moe_model, "--step", "7", cwd=tmp_path)
+    assert wrong.code == 2
+    assert "--step = 7: is no committed step (nearest: 2)" in wrong.err
+    assert f"DIR = {moe_model}: exists already" in wrong.err
+
+    done = primeslurm("export", run, out, "--step", "1", cwd=tmp_path)
+    assert (done.code, done.out) == (0, f"{out}\n"), done.err
+    expected = tensors(filesystem.version_dir(run, 1))
+    found = tensors(out)
+    assert set(found) == set(expected)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+    AutoTokenizer.from_pretrained(out)
+    _, loading = AutoModelForCausalLM.from_pretrained(out, output_loading_info=True)
+    assert not loading["missing_keys"] and not loading["unexpected_keys"]

@@ -1,0 +1,167 @@
+"""The package's face: recipes and runs from Python, without a cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import primeslurm
+from primeslurm.files import write_json
+from primeslurm.plan import derive
+from primeslurm.records.attempt import EndRecord, JobRecord
+from primeslurm.run.directory import RunDirectory
+from tests.support.cli import primeslurm as command
+from tests.support.cli import run_python
+from tests.support.plans import plan_of, python
+from tests.support.recipes import model_dir, recipe_data, site
+
+ROOT = Path(__file__).resolve().parents[3]
+EXAMPLE = ROOT / "examples" / "submit_from_python.py"
+NO_SLURM = "placement not checked, because Slurm gives no answer: sinfo"
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with a site file and a recipe that fit together, but neither the model nor Slurm's controller."""
+    write(tmp_path)
+    (tmp_path / "site.yaml").write_text(yaml.safe_dump(site(runs="runs").model_dump(mode="json", by_alias=True)))
+    (tmp_path / "sinfo").write_text("#!/bin/sh\necho no controller >&2; exit 1\n")
+    (tmp_path / "sinfo").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def write(place: Path, **changes: Any) -> None:
+    (place / "r.yaml").write_text(yaml.safe_dump(recipe_data(**{"model": {"path": "org/none"}, **changes})))
+
+
+def test_all_names_are_there_and_no_others() -> None:
+    for name in primeslurm.__all__:
+        assert getattr(primeslurm, name) is not None
+    assert set(primeslurm.__all__) <= set(dir(primeslurm))
+    with pytest.raises(AttributeError, match="has no attribute 'lod'"):
+        primeslurm.lod  # noqa: B018
+    assert (ROOT / "primeslurm" / "py.typed").is_file()
+
+
+def test_what_only_looks_needs_neither_slurm_nor_the_model(place: Path) -> None:
+    loaded = primeslurm.load("r.yaml", overrides={"max_steps": 7, "trainer.optimizer.lr": 1e-6}, name="x")
+    assert (loaded.recipe.max_steps, loaded.recipe.trainer.optimizer.lr, loaded.recipe.name) == (7, 1e-6, "x")
+    plan = loaded.plan()
+    assert (plan.totals.nodes, plan.run_dir) == (3, str(place / "runs" / "x"))
+    blocked = [finding for finding in plan.findings if finding.level == "blocked"]
+    assert [finding.text for finding in blocked] == ["org/none: no such directory, and not in the Hugging Face cache"]
+    assert loaded.render().startswith("#!/bin/bash\n")
+    dry = loaded.dry_run()
+    assert dry.plan == plan and dry.script == loaded.render()
+    (unasked,) = dry.unasked
+    assert unasked.startswith(NO_SLURM) and "no controller" in unasked
+    assert not (place / "runs").exists()
+
+
+def test_check_says_everything_and_submit_refuses_it(place: Path) -> None:
+    loaded = primeslurm.load("r.yaml", overrides=["deployment.train.gpus_per_node=9"])
+    check = loaded.check()
+    assert not check.ok and check.plan is None
+    assert [(finding.level, finding.field) for finding in check.findings] == [
+        ("error", "model.path"),
+        ("error", "deployment.train.gpus_per_node"),
+    ]
+    with pytest.raises(primeslurm.UsageError) as refused:
+        loaded.submit()
+    assert refused.value.violations == check.violations == check.errors
+    assert not (place / "runs").exists()
+
+
+def test_a_sound_recipe_may_be_blocked(place: Path) -> None:
+    check = primeslurm.load("r.yaml", overrides={"model.path": "Qwen/Qwen3-8B", "model.dtype": "bfloat16"}).check()
+    assert check.ok and check.blocked and check.plan is not None
+
+
+def test_recipe_and_site_are_read_before_anything_is_said(place: Path) -> None:
+    with pytest.raises(primeslurm.UsageError) as refused:
+        primeslurm.load("r.yaml", site="nowhere.yaml", overrides={"max_steps": 0})
+    assert [violation.field for violation in refused.value.violations] == ["max_steps", "nowhere.yaml"]
+
+
+@pytest.mark.parametrize("emulate", [False, True])
+def test_needs_are_worked_out_once(place: Path, monkeypatch: pytest.MonkeyPatch, emulate: bool) -> None:
+    loaded = primeslurm.load("r.yaml", site="site.yaml", emulate=emulate)
+    calls = []
+    work_out = derive.needs_of
+    monkeypatch.setattr(derive, "needs_of", lambda *given: calls.append(given) or work_out(*given))
+    assert loaded.plan().emulated == emulate
+    assert len(calls) == 1
+
+
+def test_commands_that_only_look_end_well_without_slurm_and_model(place: Path) -> None:
+    shown = command("submit", "r.yaml", "--dry-run", cwd=place, path=place)
+    assert shown.code == 0, shown.err
+    assert "blocked: model.path: org/none: no such directory" in shown.err
+    assert f"note: {NO_SLURM}" in shown.err
+    assert "totals: 3 nodes" in shown.out and "#SBATCH hetjob" in shown.out
+    assert command("render", "r.yaml", cwd=place, path=place).code == 0
+    planned = command("plan", "r.yaml", cwd=place, path=place)
+    assert planned.code == 0 and "blocked: model.path: org/none" in planned.err
+    refused = command("submit", "r.yaml", cwd=place, path=place)
+    assert refused.code == 2 and "model.path = org/none: no such directory" in refused.err
+    write(place, model={"path": str(model_dir(place))})
+    assert command("submit", "r.yaml", cwd=place, path=place).code == 3
+    assert not (place / "runs").exists()
+
+
+def test_the_example_checks_and_shows_without_slurm_and_model(place: Path) -> None:
+    done = run_python(EXAMPLE, "r.yaml", "--dry-run", cwd=place)
+    assert done.code == 0, done.err
+    assert done.out.startswith("test-run: 3 nodes, 16 GPUs, 8 engines\n")
+    assert "error: model.path: org/none: no such directory" in done.err and NO_SLURM in done.err
+    refused = run_python(EXAMPLE, "r.yaml", cwd=place)
+    assert (refused.code, refused.out) == (2, "")
+    assert refused.err == "model.path: no such directory, and not in the Hugging Face cache\n"
+    assert run_python(EXAMPLE, "nothing.yaml", cwd=place).code == 2
+
+
+@pytest.fixture
+def finished(place: Path) -> RunDirectory:
+    """A run that is over."""
+    process = plan_of(place / "runs" / "done", (_process(),))
+    run = RunDirectory(place / "runs" / "done")
+    attempt = run.attempt(1)
+    attempt.prepare(process)
+    attempt.record_job(JobRecord("999999", "local", 1.0))
+    attempt.record_end(EndRecord("completed", "all steps done", "", 4, False, "", 2.0))
+    write_json(run.path / "lock.json", {"run_id": "done-1", "created_at": 1.0})
+    return run
+
+
+def _process() -> Any:
+    from primeslurm.plan.model import Process
+
+    return Process(name="trainer-rank-0", role="trainer", node=0, argv=python("pass"), log="x")
+
+
+def test_a_run_is_found_and_read(finished: RunDirectory) -> None:
+    run = primeslurm.find_run("done")
+    assert [each.name for each in primeslurm.all_runs()] == ["done"]
+    assert run == primeslurm.Run(finished.path)
+    assert run.status().phase == run.wait().phase == "completed"
+    assert [status.phase for status in run.watch()] == ["completed"]
+    assert run.plan().run == finished.attempt(1).plan().run
+    assert run.summary().attempts == 1 and run.diagnose().outcome == "completed"
+    assert not run.cancel()
+    with pytest.raises(primeslurm.UsageError, match="there is nothing to resume"):
+        run.resume()
+    with pytest.raises(primeslurm.UsageError, match="did you mean done"):
+        primeslurm.find_run("don")
+
+
+def test_waiting_has_an_end(finished: RunDirectory) -> None:
+    (finished.attempt(1).path / "end.json").unlink()
+    write_json(finished.attempt(1).fleet_file, {"time": 4e9, "states": {}})
+    with pytest.raises(TimeoutError, match=r"^done is running after 0\.02 s$"):
+        primeslurm.find_run("done").wait(timeout_s=0.02, poll_s=0.01)

@@ -1,0 +1,247 @@
+"""Whole commands without a cluster: exit code, stdout, stderr, and what is left on disk."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from primeslurm.api.sites import find_site
+from primeslurm.errors import UsageError
+from primeslurm.model_files import model_directory
+from primeslurm.plan.checks.files import model_files
+from primeslurm.plan.derive import derive
+from primeslurm.plan.model import Plan
+from primeslurm.recipe.reading.recipe_files import load_recipe
+from primeslurm.run.create import create
+from tests.support.cli import primeslurm
+from tests.support.recipes import model_dir, recipe_data, site, write_recipe
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A directory with a model, a site file and a recipe that fit together."""
+    model = model_dir(tmp_path)
+    data = site(runs="runs").model_dump(mode="json", by_alias=True)
+    (tmp_path / "site.yaml").write_text(yaml.safe_dump(data))
+    write(tmp_path, model={"path": str(model)})
+    return tmp_path
+
+
+def write(directory: Path, **changes: Any) -> Path:
+    path = directory / "r.yaml"
+    path.write_text(yaml.safe_dump(recipe_data(**{"model": {"path": str(directory / "model")}, **changes})))
+    return path
+
+
+def files(directory: Path) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in directory.rglob("*")}
+
+
+def test_a_dry_run_shows_placement_and_script_and_writes_nothing(place: Path) -> None:
+    before = files(place)
+    result = primeslurm("submit", "r.yaml", "--local", "--dry-run", cwd=place)
+    assert result.code == 0, result.err
+    assert result.err.endswith("dry run: nothing was written or submitted\n")
+    for text in ("engine-r0-0..7", "router-0", "trainer-rank-1..7", "orchestrator", "wire:20000", "totals: 3 nodes"):
+        assert text in result.out
+    assert files(place) == before
+
+
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A directory with a short path: clusters below it have Unix sockets."""
+    with tempfile.TemporaryDirectory(prefix="e") as directory:
+        yield Path(directory)
+
+
+def test_an_emulated_dry_run_needs_neither_site_nor_model_and_shows_the_real_job(short: Path) -> None:
+    slurm = {"account": "lab", "train": {"partition": "h200", "mem": "2000G"}, "time": "02:00:00"}
+    write(short, slurm=slurm, model={"path": "zai-org/GLM-5.1"})
+    result = primeslurm("submit", "r.yaml", "--name", "e", "--emulate", "--dry-run", "--json", cwd=short)
+    assert result.code == 0, result.err
+    answer = json.loads(result.out)
+    assert answer["plan"]["totals"]["nodes"] == 3 and answer["plan"]["run_dir"] == str(short / "runs" / "e")
+    assert "--time=02:00:00" in answer["script"]
+    assert not any(word in answer["script"] for word in ("--account", "h200", "2000G")), "these are of another cluster"
+    modules = {p["role"]: p["argv"][2] for node in answer["plan"]["nodes"] for p in node["processes"]}
+    assert modules["engine"] == "primeslurm.emulated.engine" and modules["router"] == "vllm_router.launch_router"
+    assert [path.name for path in short.iterdir()] == ["r.yaml"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "message"),
+    [
+        (
+            {},
+            ["--local"],
+            "error: --local: an emulated run is a real Slurm job, on an embedded cluster (leave it out)\n",
+        ),
+        (
+            {"deployment": {"train": {"gpus_per_node": 9}}},
+            [],
+            "error: deployment.train.gpus_per_node = 9: nodes of partition gpu have 8 GPUs (nearest: 8)\n",
+        ),
+    ],
+)
+def test_what_cannot_be_emulated_is_refused(
+    short: Path, changes: dict[str, Any], options: list[str], message: str
+) -> None:
+    write(short, **changes)
+    result = primeslurm("submit", "r.yaml", "--name", "e", "--emulate", *options, cwd=short)
+    assert (result.code, result.out, result.err) == (2, "", message)
+    assert [path.name for path in short.iterdir()] == ["r.yaml"]
+
+
+def test_plan_as_json_is_the_plan(place: Path) -> None:
+    result = primeslurm("plan", "r.yaml", "--json", cwd=place)
+    assert result.code == 0
+    plan = Plan.model_validate_json(result.out)
+    assert (plan.run, plan.totals.nodes, plan.totals.engines) == ("test-run", 3, 8)
+
+
+def test_render_prints_the_script_alone(place: Path) -> None:
+    result = primeslurm("render", "r.yaml", cwd=place)
+    assert (result.code, result.err) == (0, "")
+    assert result.out.startswith("#!/bin/bash\n")
+    assert subprocess.run(["bash", "-n"], input=result.out, text=True, check=False).returncode == 0
+
+
+def test_check_accepts_a_good_recipe_and_gives_advice(place: Path) -> None:
+    write(place, checkpoint={"interval": 100})
+    result = primeslurm("check", "r.yaml", cwd=place)
+    assert (result.code, result.out) == (0, "")
+    assert "warning: checkpoint.interval: only the last step (4) is saved" in result.err
+    assert "test-run: ok, 3 nodes" in result.err
+    found = json.loads(primeslurm("check", "r.yaml", "--json", cwd=place).out)
+    assert "checkpoint.interval" in [finding["field"] for finding in found]
+
+
+def test_schema_is_a_json_schema_of_recipes_or_sites(place: Path) -> None:
+    assert "max_off_policy_steps" in primeslurm("schema", cwd=place).out
+    assert "port_base" in json.loads(primeslurm("schema", "--site", cwd=place).out)["properties"]
+
+
+BAD = [
+    ({"max_step": 3}, (), "error: max_step = 3: no such key (did you mean max_steps?)\n"),
+    (
+        {"model": {"path": "./none"}},
+        (),
+        "error: model.path = ./none: no such directory, and not in the Hugging Face cache (give a directory)\n",
+    ),
+    (
+        {"model": {"path": "org/none"}},
+        (),
+        "error: model.path = org/none: no such directory, and not in the Hugging Face cache "
+        "(`hf download org/none` on the shared file system)\n",
+    ),
+    ({"seq_len": 8192}, (), "error: seq_len = 8192: the model's max_position_embeddings is 4096 (nearest: 4096)\n"),
+    (
+        {"deployment": {"train": {"gpus_per_node": 9}}},
+        (),
+        "error: deployment.train.gpus_per_node = 9: nodes of partition local have 8 GPUs (nearest: 8)\n",
+    ),
+    (
+        {"deployment": {"train": {"nodes": 10**9}}},
+        (),
+        "error: deployment = 1000000002 nodes: is more than the 10000 that can be planned\n",
+    ),
+    ({}, ("--set", "seq_len=x"), "error: seq_len = 'x': must be a whole number"),
+    (
+        {"max_steps": 0, "model": {"path": "./none"}},
+        ("--site", "nowhere.yaml"),
+        "error: 2 problems\n  max_steps = 0: must be greater than 0 (nearest: 1)\n  nowhere.yaml: cannot be read",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "args", "message"), BAD, ids=[b[2][:50] for b in BAD])
+def test_bad_input_is_one_message_exit_code_2_and_writes_nothing(
+    place: Path, changes: dict[str, Any], args: tuple[str, ...], message: str
+) -> None:
+    write(place, **changes)
+    before = files(place)
+    result = primeslurm("submit", "r.yaml", "--local", *args, cwd=place)
+    assert result.err.startswith(message), result.err
+    assert (result.code, result.out) == (2, "")
+    assert files(place) == before
+
+
+def test_a_run_name_in_use_is_refused(place: Path) -> None:
+    (place / "runs" / "test-run").mkdir(parents=True)
+    (place / "runs" / "test-run" / "lock.json").write_text("{}")
+    result = primeslurm("submit", "r.yaml", "--local", cwd=place)
+    assert result.code == 2
+    assert "name = test-run: is in use" in result.err
+    assert "(`--name` another, or `primeslurm resume test-run` to go on with it)" in result.err
+
+
+def test_a_run_that_cannot_be_written_whole_is_not_there(tmp_path: Path) -> None:
+    recipe = load_recipe(write_recipe(tmp_path / "r.yaml"))
+    plan = derive(recipe, site(), tmp_path / "runs" / "half")
+    with pytest.raises(FileNotFoundError):
+        create(recipe, plan, tmp_path / "gone.yaml")
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
+def test_what_sbatch_does_not_take_leaves_nothing(place: Path) -> None:
+    commands = {
+        "sinfo": 'case "$*" in *Node*) ;; *) echo "cpu|up|0/9/0/9|96|(null)"; echo "gpu|up|0/9/0/9|96|gpu:8";; esac',
+        "sbatch": 'echo "sbatch: error: Invalid account" >&2; exit 1',
+    }
+    for name, text in commands.items():
+        (place / name).write_text(f"#!/bin/sh\n{text}\n")
+        (place / name).chmod(0o755)
+    result = primeslurm("submit", "r.yaml", cwd=place, path=place)
+    assert result.code == 3 and "sbatch: error: Invalid account" in result.err, result.err
+    assert list((place / "runs").iterdir()) == []
+
+
+def test_check_as_json_is_a_list_of_findings_in_any_case(place: Path) -> None:
+    result = primeslurm("check", "r.yaml", "--json", "--set", "max_steps=0", cwd=place)
+    assert (result.code, result.err) == (2, "")
+    text, fix = "0: must be greater than 0", "nearest: 1"
+    assert json.loads(result.out) == [{"level": "error", "field": "max_steps", "text": text, "fix": fix}]
+
+
+@pytest.mark.parametrize("path", ["~nosuchuser/x", "x" * 300])
+def test_a_path_that_cannot_be_looked_at_is_not_there(tmp_path: Path, path: str) -> None:
+    assert model_directory(path) is None
+    recipe = load_recipe(write_recipe(tmp_path / "r.yaml", model={"path": path}))
+    assert [problem.field for problem in model_files(recipe).problems] == ["model.path"]
+
+
+def test_the_directory_of_runs_has_to_be_one_that_can_be_found(place: Path) -> None:
+    data = site(runs="~nosuchuser/runs").model_dump(mode="json", by_alias=True)
+    (place / "site.yaml").write_text(yaml.safe_dump(data))
+    with pytest.raises(UsageError, match=r"^runs = ~nosuchuser/runs: .*absolute path"):
+        find_site(place / "site.yaml")
+
+
+def test_without_a_site_file_the_ways_out_are_named(place: Path) -> None:
+    (place / "site.yaml").unlink()
+    result = primeslurm("plan", "r.yaml", cwd=place)
+    assert (result.code, result.err) == (
+        2,
+        "error: --site: no site file: looked for site.yaml, ~/.primeslurm/site.yaml "
+        "(`primeslurm cluster up` makes an emulated cluster with one, or use --local)\n",
+    )
+
+
+@pytest.mark.parametrize("verb", ["status", "logs", "cancel", "resume"])
+def test_verbs_over_a_run_that_does_not_exist_name_the_nearest(place: Path, verb: str) -> None:
+    (place / "runs" / "other").mkdir(parents=True)
+    (place / "runs" / "other" / "lock.json").write_text("{}")
+    result = primeslurm(verb, "othr", cwd=place)
+    assert (result.code, result.err) == (
+        2,
+        f"error: RUN = othr: no such run in {place}/runs (did you mean other?)\n",
+    )

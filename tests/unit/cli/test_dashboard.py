@@ -1,0 +1,96 @@
+"""The picture of a run: readable for one node and for 128."""
+
+from __future__ import annotations
+
+from io import StringIO
+
+import msgspec
+from rich.console import Console
+
+from primeslurm.cli.views.dashboard import duration, numbers_of, one_line, sparkline, view
+from primeslurm.records.load import Load
+from primeslurm.run.diagnosis.advice import Advice
+from primeslurm.run.status.event_text import EventText
+from primeslurm.run.status.run_status import ProcessStatus, ReplicaStatus, RlProgress, RunStatus
+
+
+def picture(status: RunStatus, width: int = 100) -> list[str]:
+    console = Console(file=StringIO(), width=width)
+    console.print(view(status))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    return [line.rstrip() for line in text.splitlines()]
+
+
+def status_of(replicas: int, ill: int) -> RunStatus:
+    prefill = Load(engines=24, running=24, waiting=30, kv_usage=0.4, prefix_hit_rate=0.5)
+    decode = Load(engines=8, running=200, kv_usage=0.6, generated_per_s=1000.4)
+    return RunStatus(
+        run="glm5",
+        run_id="glm5-1",
+        directory="/runs/glm5",
+        task="rl",
+        attempt=2,
+        job_id="77",
+        phase="running",
+        reason="",
+        max_steps=400,
+        committed_step=10,
+        step=12,
+        version=12,
+        elapsed_s=3723.4,
+        eta_s=90000,
+        progress=RlProgress(ready_groups=5, open_groups=9, inflight=300),
+        metrics={"step": 12, "reward/mean": 0.5, "staleness/mean": 1.25},
+        history={"reward/mean": [0.1, 0.2, 0.5], "staleness/mean": [1.0]},
+        roles={"trainer": {"HEALTHY": 128 - ill, "SUSPECT": ill}, "prefill": {"HEALTHY": 24 * replicas}},
+        replicas=[
+            ReplicaStatus(i, "HEALTHY" if i else "RESTARTING", 32, 32, {"prefill": prefill, "decode": decode})
+            for i in range(replicas)
+        ],
+        unhealthy=[ProcessStatus(f"trainer-rank-{i}", "trainer", "n1", "SUSPECT", 4, 0) for i in range(ill)],
+        events=[EventText(0.0, "router-0", "was ended by SIGKILL", "warning")] * 8,
+        advice=[Advice("prefill is saturated", "because", {"deployment.inference.prefill.num_replicas": 4})],
+    )
+
+
+def test_an_sft_run_shows_its_loss_and_pace() -> None:
+    newest = {"step": 12, "trainer/loss": 1.5, "trainer/tokens_per_s": 900.0, "throughput/step_seconds": 2.0}
+    status = msgspec.structs.replace(
+        status_of(0, 0), task="sft", metrics=newest, history={"trainer/loss": [3.0, 2.0, 1.5]}, progress={}
+    )
+    text = "\n".join(picture(status))
+    assert "loss █▃▁" in text and "policy" not in text
+    assert numbers_of(status) == [("loss", "1.5000"), ("tokens/s", "900"), ("s/step", "2.0")]
+
+
+def test_a_small_run_shows_every_replica_on_one_line() -> None:
+    lines = picture(status_of(replicas=2, ill=1))
+    (line,) = [line for line in lines if line.startswith("1  ")]
+    assert line.split() == ["1", "HEALTHY", "32/32", "30/0", "24/200", "40%/60%", "50%/-", "1000"]
+    text = "\n".join(lines)
+    assert "elapsed 1:02:03" in text and "ETA 1 day, 1:00:00" in text
+    assert "5 groups ready, 9 open, 300 rollouts in flight" in text
+    assert "reward ▁▂█" in text and "was ended by SIGKILL" in text
+    assert "deployment.inference.prefill.num_replicas: 4" in text
+
+
+def test_a_large_run_sums_up_what_is_well_and_fits_a_terminal() -> None:
+    lines = picture(status_of(replicas=128, ill=200))
+    assert len(lines) <= 45 and max(map(len, lines)) <= 100
+    text = "\n".join(lines)
+    assert "127 others" in text and "4064/4064" in text
+    assert [line.split()[:2] for line in lines if "RESTARTING" in line] == [["0", "RESTARTING"]]
+    assert "and 192 more" in text
+
+
+def test_eighty_columns_lose_nothing() -> None:
+    assert not any("…" in line for line in picture(status_of(replicas=128, ill=9), width=80))
+
+
+def test_sparklines_durations_and_lines_for_logs() -> None:
+    assert sparkline([0.0, 1.0, float("nan"), 2.0]) == "▁▄█" and sparkline([3.0]) == "▁" and sparkline([]) == ""
+    assert len(sparkline(list(range(100)))) == 24
+    assert duration(59.6) == "0:01:00"
+    status = status_of(1, 0)
+    assert numbers_of(status) == [("reward", "0.500"), ("staleness", "1.25")]
+    assert one_line(status) == "glm5 running  step 12/400  reward 0.500  staleness 1.25"

@@ -1,0 +1,88 @@
+"""Rows that are alike are told as one, and none is lost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from primeslurm.cli.views.differences import difference_table, summary_of
+from primeslurm.cli.views.folding import fold, ranges
+from primeslurm.cli.views.placement import every_row, folded_rows
+from primeslurm.plan.derive import derive
+from primeslurm.recipe.reading.recipe_files import load_recipe, load_site
+from primeslurm.run.diff import Difference, diff
+from tests.support.cli import primeslurm
+
+ROOT = Path(__file__).resolve().parents[3]
+SITE = ROOT / "sites" / "h200.yaml"
+LARGE = ROOT / "recipes" / "glm5_pd.yaml"
+
+
+@pytest.mark.parametrize(
+    ("texts", "told"),
+    [
+        (["trainer-rank-0", "trainer-rank-1", "trainer-rank-2"], ["trainer-rank-0..2"]),
+        (["router-0", "engine-r0-0", "engine-r0-1", "router-1"], ["router-0..1", "engine-r0-0..1"]),
+        (["store-3", "store-1", "store-7"], ["store-[1, 3, 7]"]),
+        (["orchestrator"], ["orchestrator"]),
+        (["a1", "b1"], ["a1", "b1"]),
+        (["env.07"], ["env.07"]),
+    ],
+)
+def test_texts_that_differ_in_numbers_are_one(texts: list[str], told: list[str]) -> None:
+    assert fold(texts) == told
+
+
+def test_many_ranges_are_the_first_and_the_last() -> None:
+    assert ranges([5, 0, 1, 2, 9]) == "0..2, 5, 9"
+    assert ranges(range(0, 20, 2)) == "0..18 (10)"
+
+
+def test_the_placement_of_28_nodes_fits_a_screen() -> None:
+    plan = derive(load_recipe(LARGE), load_site(SITE), Path("/shared/run"))
+    folded, every = folded_rows(plan.nodes), every_row(plan.nodes)
+    assert len(every) == len(plan.processes()) > 250
+    assert len(folded) < 25
+    rows = [(row.nodes, row.role, row.process, row.gpus) for row in folded]
+    assert ("1", "train[0]", "trainer-rank-0", "0") in rows
+    assert ("2..12", "train[1..11]", "trainer-rank-8..95", "0..7") in rows
+    assert folded[0].nodes == "0"
+
+
+def test_plan_shows_sums_first_and_every_process_if_asked() -> None:
+    shown = primeslurm("plan", str(LARGE), "--site", str(SITE), cwd=ROOT)
+    assert shown.code == 0, shown.err
+    assert len(shown.out.splitlines()) < 80
+    assert shown.out.index("totals: 29 nodes") < shown.out.index("trainer-rank-8..95")
+    every = primeslurm("plan", str(LARGE), "--site", str(SITE), "--all", cwd=ROOT)
+    assert "trainer-rank-95 " in every.out and "trainer-rank-8.." not in every.out
+
+
+def test_differences_of_like_processes_are_one() -> None:
+    found = [
+        Difference("train", "on", "train[0]", "train[1]", members=["trainer-rank-0", "trainer-rank-1"]),
+        Difference("train", "on", "train[1]", "train[2]", members=["trainer-rank-2", "trainer-rank-3"]),
+        Difference("prefill", "after store-1", "present", None, members=["prefill-r0-0"]),
+        Difference("prefill", "after store-2", "present", None, members=["prefill-r0-0"]),
+        Difference("prefill", "argv --seed", "1", "2", members=["prefill-r0-0"]),
+        Difference("job", "comment", "x" * 100, None),
+    ]
+    assert summary_of(found) == "6 differences: train 2, prefill 3, job 1"
+    cells = [list(column.cells) for column in difference_table("a", "b", found, every=False).columns]
+    assert list(zip(*cells, strict=True)) == [
+        ("trainer-rank-0..3 (4)", "on", "train[0..1]", "train[1..2]"),
+        ("prefill-r0-0", "after store-1..2", "present", "-"),
+        ("prefill-r0-0", "argv --seed", "1", "2"),
+        ("job", "comment", f"{'x' * 77}...", "-"),
+    ]
+    every = [list(column.cells) for column in difference_table("a", "b", found, every=True).columns]
+    assert len(every[0]) == len(found) and every[0][0] == "trainer-rank-0, trainer-rank-1" and every[2][-1] == "x" * 100
+
+
+def test_the_difference_of_two_large_recipes_fits_a_screen_or_two() -> None:
+    site = load_site(SITE)
+    plans = [derive(load_recipe(ROOT / "recipes" / f"{n}.yaml"), site, Path("/runs/x")) for n in ("glm5_pd", "glm5_r3")]
+    found = diff(*plans)
+    table = difference_table("a", "b", found, every=False)
+    assert len(found) > 60 and table.row_count < len(found) / 2

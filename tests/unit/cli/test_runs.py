@@ -1,0 +1,151 @@
+"""Verbs over runs, on run directories as finished runs leave them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from primeslurm.api.runs import Run
+from primeslurm.cli.verbs.watch import watch_until_done
+from primeslurm.files import write_json
+from primeslurm.plan.model import Process
+from primeslurm.records.attempt import EndRecord, JobRecord
+from primeslurm.run.directory import RunDirectory
+from tests.support.cli import primeslurm
+from tests.support.plans import plan_of, python
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """Two finished local runs below ./runs."""
+    for created, name in enumerate(("older", "newer")):
+        process = Process(name="trainer-rank-0", role="trainer", node=0, argv=python("pass"), log="x")
+        run = RunDirectory(tmp_path / "runs" / name)
+        attempt = run.attempt(1)
+        attempt.prepare(plan_of(run.path, (process,)))
+        attempt.record_job(JobRecord("999999", "local", 1.0))
+        attempt.record_end(EndRecord("completed", "all steps done", "", 4, False, "", 2.0))
+        write_json(run.path / "lock.json", {"run_id": f"{name}-1", "created_at": float(created)})
+        write_json(run.path / "recipe.resolved.json", {"max_steps": 4})
+        rows = [{"step": i, "time": 1.0, "reward/mean": i / 4, "trainer/loss": 0.5} for i in range(1, 5)]
+        (run.path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        for role, process_name in (("trainer", "trainer-rank-0"), ("router", "router-0")):
+            log = attempt.path / "logs" / role / f"{process_name}.log"
+            log.parent.mkdir(parents=True)
+            log.write_text("first\nsecond\nthird\n")
+    return tmp_path
+
+
+def test_status_without_a_name_shows_the_newest(place: Path) -> None:
+    result = primeslurm("status", cwd=place)
+    assert result.code == 0, result.err
+    assert result.out.startswith("newer  completed  attempt 1")
+    assert "1.000" in result.out and "0.5000" in result.out
+
+
+def test_status_as_json_is_the_whole_status(place: Path) -> None:
+    status = json.loads(primeslurm("status", "older", "--json", cwd=place).out)
+    assert (status["run_id"], status["phase"], status["reason"]) == ("older-1", "completed", "all steps done")
+    assert status["metrics"]["step"] == 4
+
+
+def test_watching_a_run_that_has_ended_ends_at_once(place: Path) -> None:
+    result = primeslurm("status", "older", "--watch", cwd=place)
+    assert result.code == 0
+    assert "older: completed (all steps done)" in result.err
+
+
+def test_a_controller_that_starts_again_ends_neither_the_watch_nor_makes_a_run_resumable(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = place / "bin"
+    answers.mkdir()
+    waits = "JobId=5 Partition=gpu JobState=PENDING Reason=Resources Restarts=0 StartTime=Unknown ExitCode=0:0"
+    says = (
+        f"echo {waits}",
+        "echo Unable to contact slurm controller >&2; exit 1",
+        f"echo {waits}".replace("PENDING", "NODE_FAIL"),
+    )
+    for name, line in zip("123", says, strict=True):
+        (answers / name).write_text(line)
+    (answers / "scontrol").write_text(
+        f"#!/bin/sh\ncd {answers}; [ -e 1 ] && mv 1 now || mv 2 now 2>&- || mv 3 now 2>&-; . ./now\n"
+    )
+    (answers / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", str(answers), prepend=":")
+    monkeypatch.setattr("primeslurm.cli.verbs.watch.REFRESH_S", 0.01)
+    run = RunDirectory(place / "runs" / "newer")
+    (run.attempt(1).path / "end.json").unlink()
+    run.attempt(1).record_job(JobRecord("5", "slurm", 1.0))
+    assert watch_until_done(Run(run.path)) == 1
+    assert not (answers / "3").exists(), "the watch ended before the job did"
+    (answers / "3").write_text(says[1])
+    result = primeslurm("resume", "newer", cwd=place)
+    assert (result.code, run.latest().number) == (3, 1), result.err
+
+
+def test_runs_lists_all(place: Path) -> None:
+    rows = json.loads(primeslurm("runs", "--json", cwd=place).out)
+    assert [(row["run"], row["phase"]) for row in rows] == [("older", "completed"), ("newer", "completed")]
+    assert "newer" in primeslurm("runs", cwd=place).out
+
+
+def test_logs_of_a_role_a_process_or_everything(place: Path) -> None:
+    trainer = primeslurm("logs", "older", "trainer", "-n", "2", cwd=place)
+    assert trainer.out == "trainer-rank-0 | second\ntrainer-rank-0 | third\n"
+    assert primeslurm("logs", "older", "router-0", "-n", "1", "-f", cwd=place).out == "router-0 | third\n"
+    assert primeslurm("logs", "older", "-n", "1", cwd=place).out == "router-0 | third\ntrainer-rank-0 | third\n"
+
+
+def test_logs_of_something_else_name_the_nearest(place: Path) -> None:
+    result = primeslurm("logs", "older", "--attempt", "7", cwd=place)
+    assert (result.code, result.err) == (2, "error: --attempt = 7: the attempts are 1 (nearest: 1)\n")
+    result = primeslurm("logs", "older", "trainers", cwd=place)
+    assert (result.code, result.err) == (2, "error: ROLE = trainers: no such log (did you mean trainer?)\n")
+
+
+def test_summary_shows_the_gain(place: Path) -> None:
+    result = primeslurm("summary", "older", cwd=place)
+    assert "older: 4 steps" in result.out
+    assert json.loads(primeslurm("summary", "older", "--json", cwd=place).out)["last_reward"] == 0.625
+
+
+def test_nothing_to_cancel_or_resume(place: Path) -> None:
+    result = primeslurm("cancel", "older", cwd=place)
+    assert (result.code, result.err) == (0, "older is completed: nothing to cancel\n")
+    result = primeslurm("resume", "older", cwd=place)
+    assert (result.code, result.err) == (2, "error: RUN = older: is completed: there is nothing to resume\n")
+
+
+def test_a_damaged_run_is_named_and_hides_no_other(place: Path) -> None:
+    run = place / "runs" / "older"
+    (run / "attempts" / "1" / "fleet.json").write_text("[3]")
+    (run / "attempts" / "1" / "end.json").write_bytes(b"\xff\xfe\x00")  # as if it were not there
+    message = f"{run} is damaged, or was made by another release (ValidationError: Expected `object`, got `array`)"
+    result = primeslurm("status", "older", "--json", cwd=place)
+    assert (result.code, result.err) == (4, f"error: {message}\n")
+    assert json.loads(result.out) == {"error": message, "exit_code": 4, "violations": []}
+    result = primeslurm("runs", "--json", cwd=place)
+    assert (result.code, result.err) == (0, f"warning: {message}\n")
+    assert [row["run"] for row in json.loads(result.out)] == ["newer"]
+    (run / "lock.json").unlink()
+    result = primeslurm("doctor", "older", cwd=place)
+    assert (result.code, result.err) == (4, f"error: {place}/runs/older is damaged: it has no lock.json\n")
+
+
+def test_a_name_that_no_file_can_have_is_no_run(place: Path) -> None:
+    result = primeslurm("summary", "x" * 300, cwd=place)
+    assert result.code == 2 and "no such run in" in result.err
+
+
+def test_json_has_null_for_what_is_no_number(place: Path) -> None:
+    with (place / "runs" / "older" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "time": 2.0, "trainer/loss": NaN}\n')
+    assert json.loads(primeslurm("status", "older", "--json", cwd=place).out)["metrics"]["trainer/loss"] is None
+
+
+def test_no_runs_is_exit_code_4(tmp_path: Path) -> None:
+    result = primeslurm("status", cwd=tmp_path)
+    assert (result.code, result.err) == (4, "error: no runs in runs\n")

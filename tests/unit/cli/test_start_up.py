@@ -1,0 +1,99 @@
+"""What a command imports decides how long it takes to start."""
+
+from __future__ import annotations
+
+import inspect
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import typer
+import yaml
+
+from primeslurm.cli.lazy_verbs import VERBS, load_verb
+from tests.support.cli import run_python
+from tests.support.recipes import model_dir, recipe_data, site
+
+NEVER = {"torch", "vllm", "transformers", "verifiers", "numpy", "zmq", "httpx", "submitit"}
+"""No command that submits nothing imports these."""
+
+
+def imported_by(*args: str, cwd: Path) -> set[str]:
+    """The modules, and the packages they are of, that a command imports."""
+    code = f"""
+import atexit, sys
+atexit.register(lambda: print("IMPORTED", *sys.modules, file=sys.stderr))
+sys.argv = ["primeslurm", *{list(args)!r}]
+from primeslurm.cli import main
+main()
+"""
+    done = run_python("-c", code, cwd=cwd)
+    assert done.code == 0, done.err
+    names = next(line for line in done.err.splitlines() if line.startswith("IMPORTED")).split()[1:]
+    return {name[: i if i > 0 else None] for name in names for i in (-1, name.find("."))}
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A directory with a model, a site file and a recipe that fit together."""
+    recipe = recipe_data(model={"path": str(model_dir(tmp_path))})
+    (tmp_path / "site.yaml").write_text(yaml.safe_dump(site(runs="runs").model_dump(mode="json", by_alias=True)))
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump(recipe))
+    return tmp_path
+
+
+def test_help_imports_no_verb_and_nothing_that_only_verbs_need(place: Path) -> None:
+    found = imported_by("--help", cwd=place)
+    assert found & (NEVER | {"pydantic", "yaml", "jinja2", "msgspec"}) == set()
+    ours = {name for name in found if name.startswith("primeslurm.")}
+    assert ours == {"primeslurm.cli", "primeslurm.cli.lazy_verbs", "primeslurm.errors"}
+
+
+@pytest.mark.parametrize(
+    ("verb", "spared"),
+    [
+        (
+            ("check", "r.yaml"),
+            {"jinja2", "primeslurm.slurm.render", "primeslurm.run.status.run_status", "primeslurm.node"},
+        ),
+        (("render", "r.yaml"), {"primeslurm.run.status.run_status", "primeslurm.node"}),
+        (
+            ("plan", "r.yaml"),
+            {"jinja2", "primeslurm.slurm.render", "primeslurm.run.status.run_status", "primeslurm.node"},
+        ),
+        (("submit", "r.yaml", "--local", "--dry-run"), {"primeslurm.node"}),
+        (("runs",), {"jinja2", "primeslurm.node"}),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else "",
+)
+def test_a_verb_imports_what_it_needs(place: Path, verb: tuple[str, ...], spared: set[str]) -> None:
+    assert imported_by(*verb, cwd=place) & (NEVER | spared) == set()
+
+
+def test_importing_the_package_imports_none_of_its_rooms(tmp_path: Path) -> None:
+    code = "import sys; before = set(sys.modules); import primeslurm; print(*set(sys.modules) - before)"
+    assert set(run_python("-c", code, cwd=tmp_path).out.split()) == {"primeslurm"}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_verb_is_shown_with_the_first_paragraph_of_its_own_help(verb: str) -> None:
+    module, _, name = VERBS[verb][0].partition(":")
+    found = getattr(import_module(f"primeslurm.cli.{module}"), name)
+    text = found.info.help if isinstance(found, typer.Typer) else inspect.getdoc(found)
+    assert text.split("\n\n")[0].replace("\n", " ") == VERBS[verb][1]
+    assert load_verb(verb).get_short_help_str(1000)
+
+
+def test_words_are_completed_without_and_with_a_verb(place: Path) -> None:
+    def complete(*words: str) -> list[str]:
+        env = {
+            "_PRIMESLURM_COMPLETE": "complete_bash",
+            "COMP_WORDS": " ".join(words),
+            "COMP_CWORD": str(len(words) - 1),
+        }
+        code = "import sys; sys.argv = ['primeslurm']; from primeslurm.cli import main; main()"
+        return run_python("-c", code, cwd=place, **env).out.split()
+
+    assert complete("primeslurm", "ren") == ["render"]
+    assert "--dry-run" in complete("primeslurm", "submit", "--dr")
+    assert complete("primeslurm", "cluster", "do") == ["down"]

@@ -1,0 +1,411 @@
+"""Agents and head over real processes: order, restarts, endings, clean-up."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from primeslurm.files import read_json
+from primeslurm.node.agent.node_agent import AgentTimings, NodeAgent
+from primeslurm.node.head.fleet import NODE_START_S
+from primeslurm.node.head.head import Head, HeadTimings
+from primeslurm.plan.model import Health, Plan, Process
+from primeslurm.records.base import Event
+from primeslurm.records.events.processes import ProcessExited, ProcessStarted
+from primeslurm.records.fleet import Ending, Outcome, ProcessReport
+from primeslurm.run.directory import BY_SIGTERM, Attempt, RunDirectory
+from primeslurm.run.status.summary import events as all_events
+from primeslurm.wire import exits
+from tests.support.plans import SERVER, plan_of, python
+
+E = TypeVar("E", bound=Event)
+SLEEP = python("import time; time.sleep(600)")
+IGNORES_TERM = python("import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)")
+# A trainer that checkpoints on SIGUSR1 and exits as trainers do.
+TRAINER = python(
+    "import signal, sys, time\n"
+    f"signal.signal(signal.SIGUSR1, lambda *a: (open(sys.argv[1], 'w').close(), sys.exit({exits.CHECKPOINTED})))\n"
+    "open(sys.argv[2], 'w').close(); time.sleep(600)",
+    "${attempt_dir}/checkpointed",
+    "${attempt_dir}/listens",
+)
+
+
+def process(name: str, node: int, argv: tuple[str, ...], role: str = "engine", **options: object) -> Process:
+    return Process.model_validate(
+        {"name": name, "role": role, "node": node, "argv": argv, "log": f"logs/{role}/{name}.log", **options}
+    )
+
+
+QUICK = AgentTimings(term_grace_s=1.0)
+PATIENT = HeadTimings()
+
+
+class Running:
+    """A plan being run by one thread per node, as submitit's processes would."""
+
+    def __init__(self, plan: Plan, monkeypatch: pytest.MonkeyPatch, agents: AgentTimings, head: HeadTimings) -> None:
+        self.run = RunDirectory(Path(plan.run_dir))
+        self.attempt: Attempt = self.run.attempt(1)
+        self.attempt.prepare(plan)
+        for module in ("agent.node_agent", "preflight.preflight"):
+            monkeypatch.setattr(f"primeslurm.node.{module}.own_address", lambda *_: "127.0.0.1")
+        self.agents = [
+            NodeAgent(plan, rank, self.attempt, "test-id", plan.python, agents) for rank in range(plan.allocated)
+        ]
+        for agent in self.agents:
+            agent.address = f"127.0.0.{agent.rank + 1}"
+        self.head = Head(self.agents[0], self.run, head)
+        self.threads = [threading.Thread(target=agent.run, daemon=True) for agent in self.agents]
+        for thread in [*self.threads, self.head]:
+            thread.start()
+
+    def report(self, name: str) -> ProcessReport:
+        """What is known of a process; before anything is, that it waits."""
+        node = self.attempt.plan().process(name).node
+        heartbeat = self.attempt.heartbeat(node, self.attempt.roster())
+        return (heartbeat.processes.get(name) if heartbeat else None) or ProcessReport("waiting")
+
+    def wait(self, condition: Callable[[], object], timeout_s: float = 60.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if condition():
+                return
+            time.sleep(0.05)
+        raise AssertionError("timed out")
+
+    def wait_state(self, name: str, state: str) -> ProcessReport:
+        self.wait(lambda: self.report(name).state == state)
+        return self.report(name)
+
+    def events(self, kind: type[E]) -> list[E]:
+        return [event for event in all_events(self.run) if isinstance(event, kind)]
+
+    def join(self) -> None:
+        for thread in [*self.threads, self.head]:
+            thread.join(60)
+            assert not thread.is_alive()
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
+    started: list[Running] = []
+
+    def run(
+        *nodes: tuple[Process, ...],
+        agents: AgentTimings = QUICK,
+        head: HeadTimings = PATIENT,
+        **options: int,
+    ) -> Running:
+        started.append(Running(plan_of(tmp_path / "run", *nodes, **options), monkeypatch, agents, head))
+        return started[-1]
+
+    yield run
+    for running in started:
+        running.head.end(Ending(Outcome.CANCELLED, "test over"))
+        running.join()
+
+
+def alive(pid: object) -> bool:
+    try:
+        os.kill(int(str(pid)), 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_dependents_start_after_what_they_need_answers(start: Callable[..., Running]) -> None:
+    server = process(
+        "server",
+        1,
+        python(SERVER, "${host}", "${port:http}"),
+        ports={"http": 21000},
+        health=Health(port="http", path="/x"),
+    )
+    client = process("client", 0, python("import sys; print(sys.argv[1])", "${addr:server:http}"), after=("server",))
+    running = start((client,), (server,))
+    running.wait_state("client", "done")
+    log = (running.attempt.path / "logs/engine/client.log").read_text().splitlines()
+    port = read_json(running.attempt.agent_file(1))["ports"]["server"]["http"]
+    assert log[-1] == f"127.0.0.2:{port}"
+    assert running.report("server").healthy is True
+
+
+def test_a_killed_engine_is_restarted_in_place_on_its_port(start: Callable[..., Running]) -> None:
+    argv = python(SERVER, "${host}", "${port:http}")
+    server = process("server", 0, argv, ports={"http": 21000}, health=Health(port="http", path="/x"))
+    running = start((server,))
+    first = running.wait_state("server", "ready")
+    os.kill(int(str(first.pid)), signal.SIGKILL)
+    running.wait(lambda: running.report("server").restarts == 1)
+    second = running.wait_state("server", "ready")
+    assert second.pid != first.pid
+    assert running.head.ending is None
+
+
+def test_shared_memory_of_a_killed_engine_is_freed(start: Callable[..., Running], tmp_path: Path) -> None:
+    name = Path(f"/dev/shm/primeslurm-test-{tmp_path.name}-{os.getpid()}")
+    worker = python(
+        "import mmap, os, sys, time\n"
+        "if os.fork(): time.sleep(600)\n"  # The engine; its worker has the memory.
+        "file = open(f'{sys.argv[1]}-{os.getpid()}', 'w+b'); file.truncate(4096)\n"
+        "mapped = mmap.mmap(file.fileno(), 0)\n"
+        "open(sys.argv[2], 'a').close(); time.sleep(600)",
+        str(name),
+        str(tmp_path / "mapped"),
+    )
+    running = start([process("engine-0", 0, worker)])
+    running.wait((tmp_path / "mapped").exists)
+    [first] = name.parent.glob(name.name + "-*")
+    os.kill(int(str(running.wait_state("engine-0", "ready").pid)), signal.SIGKILL)
+    running.wait(lambda: not first.exists())
+    running.wait(lambda: list(name.parent.glob(name.name + "-*")))
+    running.agents[0].end(Ending(Outcome.CANCELLED, "test", "test"))
+    running.join()
+    assert list(name.parent.glob(name.name + "-*")) == []
+
+
+def test_a_process_that_keeps_dying_ends_the_attempt(start: Callable[..., Running]) -> None:
+    running = start((process("bad", 0, python("raise SystemExit(3)"), max_restarts=1),))
+    running.join()
+    assert running.head.ending is not None
+    assert running.head.ending.outcome is Outcome.FAILED
+    assert running.head.ending.reason == "bad ended with exit code 3 after 1 restarts"
+    assert running.head.conclude() is True
+
+
+def test_a_dead_trainer_ends_the_attempt_everywhere(start: Callable[..., Running]) -> None:
+    trainer = process("trainer-rank-0", 1, SLEEP, role="trainer", restart="attempt")
+    running = start((process("orchestrator", 0, IGNORES_TERM, role="orchestrator"),), (trainer,))
+    other = running.wait_state("orchestrator", "ready").pid
+    os.kill(int(str(running.wait_state("trainer-rank-0", "ready").pid)), signal.SIGKILL)
+    running.join()
+    assert running.head.ending == Ending(Outcome.FAILED, "trainer-rank-0 was ended by signal 9", "trainer-rank-0")
+    assert not alive(other)
+
+
+def test_preemption_lets_trainers_checkpoint_first(start: Callable[..., Running]) -> None:
+    trainer = process("trainer-rank-0", 1, TRAINER, role="trainer", restart="attempt")
+    running = start((process("orchestrator", 0, SLEEP, role="orchestrator"),), (trainer,))
+    running.wait_state("orchestrator", "ready")
+    running.wait_state("trainer-rank-0", "ready")
+    running.wait((running.attempt.path / "listens").exists)
+    running.head.end(Ending(Outcome.PREEMPTED, "USR2"))
+    running.join()
+    assert (running.attempt.path / "checkpointed").exists()
+    assert running.report("trainer-rank-0").exit_code == exits.CHECKPOINTED
+    assert running.head.conclude() is True
+
+
+def test_the_signal_before_a_time_limit_is_for_the_agent_alone(start: Callable[..., Running]) -> None:
+    running = start((process("engine", 0, SLEEP),))
+    pid = int(str(running.wait_state("engine", "ready").pid))
+    os.kill(pid, signal.SIGUSR2)
+    time.sleep(1.5)
+    assert running.report("engine").pid == pid
+    assert running.report("engine").restarts == 0
+
+
+def test_completion_ends_servers_and_leaves_nothing(start: Callable[..., Running]) -> None:
+    done = python("pass")
+    running = start(
+        (process("orchestrator", 0, done, role="orchestrator"),),
+        (process("trainer-rank-0", 1, done, role="trainer", restart="attempt"), process("engine", 1, SLEEP)),
+    )
+    running.join()
+    assert running.head.ending is not None and running.head.ending.outcome is Outcome.COMPLETED
+    assert running.head.conclude() is False
+    assert not any(agent.tmp.exists() for agent in running.agents)
+    assert all(agent.processes is not None and not agent.processes.children for agent in running.agents)
+
+
+def test_a_program_that_does_not_exist_is_reported(start: Callable[..., Running]) -> None:
+    running = start((process("bad", 0, ("/no/such/program",), max_restarts=0),))
+    running.join()
+    assert running.head.ending is not None
+    assert "No such file" in running.head.ending.reason
+
+
+def test_an_error_of_the_head_ends_the_attempt(start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(Head, "_publish_addresses", broken)
+    running = start((process("engine", 0, SLEEP),))
+    running.join()
+    assert running.head.ending is not None
+    assert running.head.ending.reason == "head: OSError: [Errno 5] Input/output error"
+
+
+def test_a_head_may_start_as_late_as_any_node(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path / "run", (), (process("b", 1, SLEEP),), node_silent_s=1)
+    attempt = RunDirectory(tmp_path / "run").attempt(1)
+    attempt.prepare(plan)
+    agent, now = NodeAgent(plan, 1, attempt, "test-id", plan.python), time.time()
+    for seconds in range(int(NODE_START_S)):
+        agent.tick(now + seconds)
+        assert agent.ending is None
+    agent.tick(now + NODE_START_S + 1)
+    assert agent.ending == Ending(Outcome.FAILED, "the head has been silent for 300 s", "head")
+
+
+def test_nodes_stop_when_the_head_is_gone(start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
+    running = start((process("engine", 0, SLEEP),), (process("other", 1, SLEEP),))
+    pid = running.wait_state("other", "ready").pid
+    monkeypatch.setattr(NodeAgent, "head_silent_s", 1.0)
+    monkeypatch.setattr(Head, "_publish", lambda *_: None)
+    running.wait(lambda: not alive(pid))
+    assert running.agents[1].ending == Ending(Outcome.FAILED, "the head has been silent for 1 s", "head")
+
+
+@pytest.fixture
+def seated(tmp_path: Path) -> tuple[Head, list[NodeAgent], float]:
+    """A head, its agents, and the time of their last heartbeat; none of them does anything by itself."""
+    plan = plan_of(tmp_path / "run", (process("a", 0, SLEEP),), (process("b", 1, SLEEP),), node_silent_s=90)
+    attempt = RunDirectory(tmp_path / "run").attempt(1)
+    attempt.prepare(plan)
+    agents = [NodeAgent(plan, rank, attempt, "test-id", plan.python) for rank in (0, 1)]
+    head, now = Head(agents[0], RunDirectory(tmp_path / "run")), time.time()
+    for agent in agents:
+        agent.preflight._done = True
+        agent._heartbeat(now, ended=False)
+    head.tick(now)
+    assert head.fleet.assignment.generation
+    return head, agents, now
+
+
+def test_who_was_held_up_itself_holds_nobody_for_silent(seated: tuple[Head, list[NodeAgent], float]) -> None:
+    """A machine that stood still for long goes on with any of its processes first."""
+    head, agents, now = seated
+    agents[1]._read_head(now)
+    for seconds in range(1000, 1080):
+        head.tick(now + seconds)
+        assert head.ending is None
+    agents[1].tick(now + 1000)
+    assert agents[1].ending is None
+    for seconds in range(1080, 1100):
+        head.tick(now + seconds)
+    assert head.ending is not None and "silent for 91 s" in head.ending.reason
+
+
+def test_a_job_that_is_cancelled_is_not_requeued_where_the_head_hears_of_it_last(
+    seated: tuple[Head, list[NodeAgent], float],
+) -> None:
+    head, agents, now = seated
+    agents[1]._heartbeat(now + 1, ended=True)
+    head.tick(now + 1)
+    assert head.ending is not None and head.ending.reason.endswith("its agent ended")
+    head.end(Ending(Outcome.CANCELLED, BY_SIGTERM))
+    assert head.conclude() is False
+    end = head.attempt.end()
+    assert end is not None and (end.outcome, end.reason) == ("cancelled", BY_SIGTERM)
+
+
+def server(name: str, node: int, port: int, *uses: str, **options: object) -> Process:
+    argv = python(SERVER, "${host}", "${port:http}", *(f"${{addr:{other}:http}}" for other in uses))
+    options = {"ports": {"http": port}, "health": Health(port="http", path="/x"), **options}
+    return process(name, node, argv, **options)
+
+
+def test_a_server_that_hangs_is_restarted(start: Callable[..., Running]) -> None:
+    timings = AgentTimings(term_grace_s=1.0, probe_timeout_s=0.5)
+    hangs = Health(port="http", path="/x", hang_timeout_s=3)
+    running = start((server("server", 0, 21000, health=hangs),), agents=timings)
+    pid = int(str(running.wait_state("server", "ready").pid))
+    os.kill(pid, signal.SIGSTOP)
+    running.wait(lambda: running.report("server").pid not in (pid, None))
+    running.wait_state("server", "ready")
+    first = running.events(ProcessExited)[0]
+    assert first.code == -9 and (first.reason or "").startswith("gave no answer for ")
+
+
+def test_a_unit_is_restarted_as_one(start: Callable[..., Running]) -> None:
+    unit = {"unit": "u", "restart": "unit"}
+    running = start(
+        (server("a", 0, 21000, **unit), server("other", 0, 21010)), (server("b", 1, 21020, "a", after=("a",), **unit),)
+    )
+    before = {name: running.wait_state(name, "ready").pid for name in ("a", "b", "other")}
+    os.kill(int(str(before["b"])), signal.SIGKILL)
+    running.wait(lambda: all(running.report(name).generation == 1 for name in ("a", "b")))
+    after = {name: running.wait_state(name, "ready").pid for name in ("a", "b", "other")}
+    assert [name for name in before if after[name] == before[name]] == ["other"]
+    assert running.head.ending is None
+
+
+def test_a_spare_takes_over_and_what_is_concerned_starts_anew(
+    start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent that is given up still lives: it ends what it runs, and is not used again."""
+    running = start(
+        (server("router", 0, 21000, "engine", after=("engine",), role="router"), server("other", 0, 21010)),
+        (server("engine", 1, 21020),),
+        spares=1,
+        node_silent_s=4,
+    )
+    before = {name: running.wait_state(name, "ready").pid for name in ("router", "engine", "other")}
+    lost = running.agents[1]
+    beat = lost._heartbeat
+    monkeypatch.setattr(lost, "_heartbeat", lambda *_, **__: None)
+    running.wait(lambda: running.attempt.roster().assignment[1].rank == 2)
+    monkeypatch.setattr(lost, "_heartbeat", beat)
+    running.wait(lambda: not running.threads[1].is_alive())
+    assert not alive(before["engine"])
+    running.wait(lambda: running.report("router").pid not in (before["router"], None))
+    after = {name: running.wait_state(name, "ready").pid for name in ("router", "engine", "other")}
+    assert after["other"] == before["other"] and after["engine"] != before["engine"]
+    assert running.report("router").restarts == 0, "it is not at fault"
+    assert [e.process for e in running.events(ProcessStarted) if e.name == "engine"] == ["agent-1", "agent-2"]
+    assert running.head.ending is None
+
+
+def test_no_end_waits_for_a_silent_node(start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
+    timings = HeadTimings(gather_silent_s=2.0)
+    running = start((process("a", 0, SLEEP),), (process("b", 1, SLEEP),), head=timings, node_silent_s=600)
+    running.wait(lambda: running.head.fleet.assembled)
+    monkeypatch.setattr(running.agents[1], "_heartbeat", lambda *_, **__: None)
+    running.attempt.cancel_file.touch()
+    running.join()
+    assert not running.head.fleet.agents[1].ended
+
+
+def test_the_cancel_file_ends_the_attempt(start: Callable[..., Running]) -> None:
+    running = start((process("engine", 0, SLEEP),))
+    pid = running.wait_state("engine", "ready").pid
+    running.attempt.cancel_file.touch()
+    running.join()
+    assert running.head.ending == Ending(Outcome.CANCELLED, "cancelled by the user")
+    assert not alive(pid)
+
+
+def test_a_process_finds_its_files_and_directories_and_no_empty_variables(
+    start: Callable[..., Running], tmp_path: Path
+) -> None:
+    disk = tmp_path / "disk" / "run-${run_id}-n${node}"
+    code = "import os, sys, time; print(open(sys.argv[1]).read(), 'EMPTY' in os.environ, flush=True); time.sleep(600)"
+    reader = process(
+        "reader",
+        0,
+        python(code, "${tmp}/config.json"),
+        ports={"http": 21000},
+        env={"EMPTY": ""},
+        files={"config.json": '{"at": "${addr:reader:http}"}'},
+        scratch=[str(disk)],
+    )
+    left_behind = tmp_path / "disk" / "run-test-id-n0" / "old"
+    left_behind.mkdir(parents=True)
+    running = start((reader,))
+    log = running.attempt.path / "logs/engine/reader.log"
+    running.wait(lambda: log.exists() and len(log.read_text().splitlines()) > 1)
+    port = read_json(running.attempt.addresses_file)["ports"]["reader"]["http"]
+    assert log.read_text().splitlines()[-1] == f'{{"at": "127.0.0.1:{port}"}} False'
+    assert left_behind.parent.is_dir() and not left_behind.exists()
+    running.head.end(Ending(Outcome.CANCELLED, "enough"))
+    running.join()
+    assert list((tmp_path / "disk").iterdir()) == []

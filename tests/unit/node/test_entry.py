@@ -1,0 +1,146 @@
+"""The submitit entrypoint over real processes through the local executor: attempts, requeue, resume, cancel."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from primeslurm.errors import RunError
+from primeslurm.files import write_json
+from primeslurm.node import entry
+from primeslurm.node.entry import AgentTask
+from primeslurm.plan.model import Plan, Process
+from primeslurm.records.attempt import EndRecord
+from primeslurm.run.directory import RunDirectory
+from primeslurm.slurm.local import submit
+from tests.support.plans import plan_of, python
+
+SLEEP = python("import time; time.sleep(600)")
+# A trainer that dies in the first attempt and ends well in the second.
+SECOND_TRY = python("import sys; sys.exit(0 if sys.argv[1] == '2' else 1)", "${attempt}")
+
+
+def process(name: str, node: int, argv: tuple[str, ...], role: str) -> Process:
+    restart = "attempt" if role == "trainer" else "in_place"
+    fields = {"name": name, "role": role, "node": node, "argv": argv, "log": f"logs/{name}.log", "restart": restart}
+    return Process.model_validate(fields)
+
+
+@pytest.fixture
+def start(tmp_path: Path):  # type: ignore[no-untyped-def]
+    started: list[tuple[Plan, str]] = []
+
+    def run(*nodes: tuple[Process, ...], max_attempts: int = 3) -> tuple[RunDirectory, str]:
+        plan = plan_of(tmp_path / "run", *nodes, max_attempts=max_attempts)
+        plan = plan.model_copy(update={"addresses": {f"local-{i}": f"127.0.0.{i + 1}" for i in range(len(nodes))}})
+        directory = RunDirectory(tmp_path / "run")
+        directory.attempt(1).prepare(plan)
+        write_json(directory.path / "lock.json", {"run_id": "test-id"})
+        started.append((plan, submit.submit_local(plan, AgentTask(plan.run_dir, 1))))
+        return directory, started[-1][1]
+
+    yield run
+    for plan, job_id in started:
+        with contextlib.suppress(RunError):  # it has ended by itself
+            submit.cancel(plan, job_id)
+
+
+def wait(condition: Callable[[], object], timeout_s: float = 90.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.1)
+
+
+def end_of(run: RunDirectory, attempt: int) -> EndRecord:
+    wait(lambda: run.attempt(attempt).end() is not None)
+    record = run.attempt(attempt).end()
+    assert record is not None
+    return record
+
+
+def test_a_failed_attempt_is_requeued_and_the_next_one_completes(
+    start: Callable[..., tuple[RunDirectory, str]],
+) -> None:
+    orchestrator = process("orchestrator", 0, python("pass"), "orchestrator")
+    run, job_id = start((orchestrator,), (process("trainer-rank-0", 1, SECOND_TRY, "trainer"),))
+    first, second = end_of(run, 1), end_of(run, 2)
+    assert (first.outcome, first.reason, first.requeued) == ("failed", "trainer-rank-0 ended with exit code 1", True)
+    assert (second.outcome, second.requeued) == ("completed", False)
+    wait(lambda: not submit.is_running(run.attempt(2).plan(), job_id))
+    assert [attempt.number for attempt in run.attempts()] == [1, 2]
+
+
+def test_a_run_that_commits_nothing_stops_after_three_attempts(start: Callable[..., tuple[RunDirectory, str]]) -> None:
+    run, _ = start((process("trainer-rank-0", 0, python("raise SystemExit(1)"), "trainer"),), max_attempts=9)
+    last = end_of(run, 3)
+    assert last.requeued is False
+    assert last.why_not_requeued == "three failed attempts in a row committed nothing new"
+
+
+def test_ending_the_controller_ends_every_agent_and_process(start: Callable[..., tuple[RunDirectory, str]]) -> None:
+    run, job_id = start(
+        (process("orchestrator", 0, SLEEP, "orchestrator"),), (process("trainer-rank-0", 1, SLEEP, "trainer"),)
+    )
+    plan = run.attempt(1).plan()
+    agent_file = run.attempt(1).agent_file(1)
+    wait(lambda: agent_file.exists() and '"ready"' in agent_file.read_text())
+    submit.cancel(plan, job_id)
+    wait(lambda: not submit.is_running(plan, job_id))
+    record = end_of(run, 1)
+    assert (record.outcome, record.reason, record.requeued) == ("cancelled", "SIGTERM", False)
+    for index in (0, 1):
+        assert '"pid": null' in run.attempt(1).agent_file(index).read_text()
+
+
+@pytest.fixture
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[AgentTask]:
+    """The only task of a run that completes by itself, in this process as under submitit."""
+    last = process("trainer-rank-0", 0, python("pass"), "trainer")
+    plan = plan_of(tmp_path / "run", (last,)).model_copy(update={"addresses": {"local-0": "127.0.0.1"}})
+    RunDirectory(tmp_path / "run").attempt(1).prepare(plan)
+    ids = {"JOB_ID": "1", "NTASKS": "1", "JOB_NUM_NODES": "1", "NODEID": "0", "GLOBALID": "0", "LOCALID": "0"}
+    for name, value in ids.items():
+        monkeypatch.setenv(f"SUBMITIT_LOCAL_{name}", value)
+    monkeypatch.setenv("SUBMITIT_EXECUTOR", "local")
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR2)}
+    signal.signal(signal.SIGTERM, lambda *_: None)  # submitit passes over it
+    yield AgentTask(plan.run_dir, 1)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize(("number", "outcome"), [(signal.SIGTERM, "cancelled"), (signal.SIGUSR2, "preempted")])
+def test_a_signal_that_comes_before_the_agent_is_there_is_heeded(
+    number: signal.Signals, outcome: str, alone: AgentTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    enter = entry.enter
+
+    def checkpoint(*_: object) -> None:
+        raise SystemExit(alone.checkpoint() is not None)
+
+    def signalled(*args: object, **options: float) -> object:
+        os.kill(os.getpid(), number)
+        return enter(*args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(entry, "enter", signalled)
+    signal.signal(signal.SIGUSR2, checkpoint)
+    requeued = False
+    try:
+        alone()
+    except SystemExit as leave:
+        requeued = bool(leave.code)
+    end = RunDirectory(tmp_path / "run").attempt(1).end()
+    assert end is not None and end.outcome == outcome
+    assert end.requeued is requeued is (number == signal.SIGUSR2)
+
+
+def test_a_warning_just_after_the_end_does_not_requeue_what_is_complete(alone: AgentTask) -> None:
+    assert alone() == "completed"
+    assert alone.checkpoint() is None

@@ -1,0 +1,50 @@
+"""Commands in the surroundings of a process, and of its agent where it has ended."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SLEEP = [sys.executable, "-c", "print(flush=True); import time; time.sleep(60)"]
+
+
+@pytest.fixture
+def pids(tmp_path: Path) -> Iterator[list[int]]:
+    """A process, its agent, and a process that has ended."""
+    (tmp_path / "work").mkdir()
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    started = []
+    for env, cwd in (({"WHO": "process"}, tmp_path / "work"), ({"WHO": "agent", "PATH": "/usr/bin:/bin"}, tmp_path)):
+        process = subprocess.Popen(SLEEP, env=env, cwd=cwd, stdout=subprocess.PIPE)
+        assert process.stdout is not None and process.stdout.readline()  # past exec: its environment is its own
+        started.append(process)
+    yield [*(process.pid for process in started), ended.pid]
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def inside(pid: int, agent: int, *command: str) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-m", "primeslurm.node.host.exec_in_process", str(pid), str(agent), *command]
+    return subprocess.run(argv, cwd=Path(__file__).parents[3], capture_output=True, text=True, check=False)
+
+
+def test_the_process_is_over_its_agent_and_the_agent_alone_where_it_ended(pids: list[int], tmp_path: Path) -> None:
+    process, agent, ended = pids
+    done = inside(process, agent, "sh", "-c", "echo $WHO $PATH $PWD; exit 3")
+    assert (done.returncode, done.stdout, done.stderr) == (3, f"process /usr/bin:/bin {tmp_path}/work\n", "")
+    done = inside(ended, agent, "sh", "-c", "echo $WHO $PWD")
+    assert done.stdout == f"agent {tmp_path}\n" and "does not run" in done.stderr
+
+
+def test_nothing_there_is_126_and_no_such_command_127(pids: list[int]) -> None:
+    process, agent, ended = pids
+    done = inside(process, ended, "true")
+    assert done.returncode == 126 and "does not run on this node" in done.stderr
+    done = inside(process, agent, "no-such-command")
+    assert (done.returncode, done.stderr) == (127, "no-such-command: No such file or directory\n")

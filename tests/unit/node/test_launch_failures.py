@@ -1,0 +1,194 @@
+"""Agents that could not be started: what Slurm says of them, and what follows."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from primeslurm.files import write_json
+from primeslurm.node.attempt.attempts import enter, first_of_job
+from primeslurm.node.attempt.batch_epilogue import BatchEpilogue, ending_of_step
+from primeslurm.node.attempt.job_output import JobOutput
+from primeslurm.plan.model import Plan
+from primeslurm.records.attempt import EndRecord, JobRecord
+from primeslurm.records.fleet import Ending, Outcome, Roster, Seat
+from primeslurm.run.directory import Attempt, RunDirectory
+from primeslurm.slurm.launch_failures import (
+    NODES,
+    early_exits,
+    launch_failures,
+    node_names,
+    spares_suffice,
+    step_without,
+)
+from tests.support.plans import plan_of
+from tests.support.slurm_plans import group, plan
+
+OUTPUT = """primeslurm: start 0
+srun: error: Task launch for StepId=1.0 failed on node n9: Communication connection failure
+primeslurm: start 1
+srun: error: n002: task 1: Exited with exit code 127
+3: srun: error: n004: task 4: Exited with exit code 1
+srun: error: n[005,007-008]: tasks 4,6-7: Exited with exit code 2
+srun: error: Task launch for StepId=1.0 failed on node n003: Communication connection failure
+srun: error: Application launch failed: Communication connection failure
+srun: error: n001: task 0: Killed
+"""
+
+
+def test_what_srun_says_of_the_newest_start_of_the_job(tmp_path: Path) -> None:
+    path = tmp_path / "slurm-7.out"
+    path.write_text(OUTPUT)
+    lines = JobOutput(path, 1).news()
+    assert launch_failures(lines) == {"n003": "Communication connection failure"}
+    codes = {"n002": 127, "n005": 2, "n007": 2, "n008": 2}
+    assert early_exits(lines) == {name: f"Exited with exit code {code}" for name, code in codes.items()}
+    assert JobOutput(path, 2).news() == ""
+
+
+def test_the_output_of_a_start_is_read_once_and_in_whole_lines(tmp_path: Path) -> None:
+    path = tmp_path / "slurm-7.out"
+    output = JobOutput(path, 1)
+    with pytest.raises(FileNotFoundError):
+        output.news()
+    pieces = (  # what is appended, and what is new then
+        (b"primeslurm: start 0\nold\nprimeslurm: sta", ""),
+        (b"rt 1", ""),
+        (b"1\nprimeslurm: start 1\nfirst", ""),
+        (b"\nsecond \xc3", "first\n"),
+        (b"", ""),
+        (b"\xa4\nthird\n", "second \N{LATIN SMALL LETTER A WITH DIAERESIS}\nthird\n"),
+        (b"", ""),
+    )
+    for piece, news in pieces:
+        with path.open("ab") as handle:
+            handle.write(piece)
+        assert output.news() == news
+
+
+def test_names_of_the_nodes_by_rank(tmp_path: Path) -> None:
+    single = plan(tmp_path, group(0, "all", 3))
+    assert node_names(single, {"SLURM_JOB_NODELIST": "n[1-2],x7"}) == ("n1", "n2", "x7")
+    assert node_names(single, {}) == ()
+    het = plan(tmp_path, group(0, "control"), group(1, "train", 2))
+    environ = {"SLURM_JOB_NODELIST_HET_GROUP_0": "c1", "SLURM_JOB_NODELIST_HET_GROUP_1": "n[3-4]"}
+    assert node_names(het, environ) == ("c1", "n3", "n4")
+
+
+def needing(given: Plan, *nodes: int) -> Plan:
+    """A plan whose groups need so many of their nodes, and have the rest as spares."""
+    needed = [node for node in given.nodes if node.index_in_group < nodes[node.group]]
+    return given.model_copy(update={"nodes": tuple(needed)})
+
+
+def test_a_job_begins_without_nodes_that_spares_replace(tmp_path: Path) -> None:
+    single, names = needing(plan(tmp_path, group(0, "all", 4)), 3), ("n0", "n1", "n2", "n3")
+    assert spares_suffice(single, names, {"n2"})
+    assert not spares_suffice(single, names, {"n1", "n2"}), "there is one spare"
+    assert not spares_suffice(single, names, {"n0"}), "the head has none"
+    assert not spares_suffice(single, (), {"n2"}), "nobody knows the nodes"
+    het = needing(plan(tmp_path, group(0, "control", 2), group(1, "train", 2)), 1, 2)
+    assert spares_suffice(het, names, {"n1"}) and not spares_suffice(het, names, {"n2"})
+    alone = needing(plan(tmp_path, group(0, "control", 1), group(1, "train", 3)), 1, 2)
+    assert not spares_suffice(alone, names, {"n3"}), "Slurm ends a job with a component of one node"
+
+
+def test_the_step_on_the_nodes_that_are_left(tmp_path: Path) -> None:
+    names = ("n0", "n1", "n2", "n3")
+    single = ["srun", "--nodes=3", "--ntasks=3", "--nodelist=n0,n2,n3", "--label", "python", "x"]
+    assert step_without(plan(tmp_path, group(0, "all", 4)), names, {"n1"}, ["srun", "--label", "python", "x"]) == single
+    het = plan(tmp_path, group(0, "control", 2), group(1, "train", 2))
+    first = ["srun", "--het-group=0", "--nodes=2", "--ntasks=2", "--nodelist=n0,n1", "--label", "python", "x"]
+    second = [":", "--het-group=1", "--nodes=1", "--ntasks=1", "--nodelist=n3", "--label", "python", "x"]
+    step = ["srun", "--het-group=0,1", "--label", "python", "x"]
+    assert step_without(het, names, {"n2"}, step) == [*first, *second]
+    assert node_names(het, {NODES: ",".join(names)}) == names
+
+
+RECORD = EndRecord("failed", "x", "y", None, requeued=True, why_not_requeued="", time=0.0)
+
+
+@pytest.mark.parametrize(
+    ("end", "state", "unreached", "reason", "suspect"),
+    [
+        (RECORD, "RUNNING", {"n1": "gone"}, None, ""),  # the head has said how it ended
+        (None, "CANCELLED", {}, None, ""),  # by scancel
+        (None, "COMPLETING", {}, None, ""),
+        (None, "PENDING", {"n1": "gone"}, None, ""),  # Slurm has requeued it by itself
+        (None, "", {}, None, ""),
+        (None, "RUNNING", {"n1": "gone"}, "node n1: no agent could be started (gone)", "n1"),
+        (None, "RUNNING", {"n1": "gone", "n2": "x"}, "node n1: no agent could be started (gone), nor on 1 more", "n1"),
+        (None, "RUNNING", {}, "srun ended with exit code 7, and no agent has said why", "job"),
+    ],
+)
+def test_a_step_that_failed(
+    end: EndRecord | None, state: str, unreached: dict[str, str], reason: str | None, suspect: str
+) -> None:
+    expected = None if reason is None else Ending(Outcome.FAILED, reason, suspect)
+    assert ending_of_step(end, state, 7, unreached) == expected
+
+
+@pytest.fixture
+def fake_srun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Writes down how it was called, in a job of four nodes that Slurm says is running; its step succeeds."""
+    scripts = tmp_path / "bin"
+    scripts.mkdir()
+    for name, line in (
+        ("scontrol", "echo JobId=5 Partition=gpu JobState=RUNNING Reason=None Restarts=0 StartTime=now"),
+        ("srun", f'echo "$@" >> {tmp_path}/called'),
+    ):
+        (scripts / name).write_text(f"#!/bin/sh\n{line}\n")
+        (scripts / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(scripts), prepend=os.pathsep)
+    for variable, value in (("JOB_ID", "5"), ("RESTART_COUNT", "0"), ("JOB_NODELIST", "n[0-3]")):
+        monkeypatch.setenv(f"SLURM_{variable}", value)
+    return scripts / "srun"
+
+
+@pytest.fixture
+def stopped(tmp_path: Path) -> Attempt:
+    """An attempt with a spare whose step srun has ended, because it did not reach n2."""
+    run = RunDirectory(tmp_path / "run")
+    attempt = run.attempt(1)
+    attempt.prepare(needing(plan(run.path, group(0, "all", 4)), 3))
+    attempt.record_job(JobRecord("5", "slurm", 0.0))
+    said = "srun: error: Task launch for StepId=5.0 failed on node n2: Communication connection failure"
+    run.job_output("5").write_text(f"primeslurm: start 0\n{said}\n")
+    return attempt
+
+
+@pytest.mark.parametrize("seated", [False, True])
+def test_the_step_starts_again_also_after_a_head_has_seated_the_others(
+    seated: bool, stopped: Attempt, fake_srun: Path, tmp_path: Path
+) -> None:
+    """On a slow machine the head reads what srun says before srun ends it."""
+    if seated:
+        roster = Roster(1, {0: Seat(0, "n0"), 1: Seat(1, "n1"), 2: Seat(3, "n3")})
+        write_json(stopped.roster_file, msgspec.to_builtins(roster))
+    assert BatchEpilogue(RunDirectory(tmp_path / "run"), [str(fake_srun), "--label", "agent"]).see_to(1) == 0
+    assert (tmp_path / "called").read_text() == "--nodes=3 --ntasks=3 --nodelist=n0,n1,n3 --label agent\n"
+    assert not stopped.roster().seats, "of heads that are gone"
+    assert stopped.end() is None
+
+
+def test_an_attempt_that_no_head_has_made_is_made_by_those_who_waited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RunDirectory(tmp_path / "run")
+    for number, job_id in ((1, "5"), (2, "6"), (3, "6")):
+        run.attempt(number).prepare(plan_of(run.path, ()))
+        run.attempt(number).record_job(JobRecord(job_id, "slurm", 0.0))
+    assert [first_of_job(run, job_id) for job_id in ("5", "6", "7")] == [1, 2, 3]
+    prepare, seen = Attempt.prepare, []
+
+    def look_first(attempt: Attempt, plan: Plan) -> None:
+        seen.append((run.latest().number, attempt.job()))
+        prepare(attempt, plan)
+
+    monkeypatch.setattr(Attempt, "prepare", look_first)
+    attempt = enter(run, 4, wait_s=0.0)
+    assert seen == [(3, run.attempt(3).job())], "it has its job before anybody sees it"
+    assert attempt.plan() == run.attempt(3).plan() and attempt.job() == run.attempt(3).job()

@@ -1,0 +1,233 @@
+"""Preflight: each check against what it looks at."""
+
+from __future__ import annotations
+
+import json
+import resource
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from primeslurm.files import write_json
+from primeslurm.node.preflight import checks
+from primeslurm.node.preflight.checks import (
+    Check,
+    clock_check,
+    hca_checks,
+    hca_names,
+    judge_gpus,
+    model_check,
+    version_checks,
+)
+from primeslurm.node.preflight.preflight import Preflight, PreflightTimings
+from primeslurm.plan.model import Plan, Process
+from primeslurm.records.fleet import Fitness
+from primeslurm.records.journal import Journal
+from primeslurm.run.directory import RunDirectory
+from tests.support.plans import plan_of, python
+from tests.support.recipes import model_dir
+
+# As `nvidia-smi --format=csv,noheader,nounits` prints them: index, uuid, MiB used, uncorrected errors.
+SOUND = ["0", "GPU-a", "4", "0"]
+NO_ECC = ["1", "GPU-b", "4", "[N/A]"]
+ROWS = [["GPU-a", "No", "No"], ["GPU-b", "No", "No"]]
+
+
+def texts(found: list[Check], level: str) -> list[str]:
+    return [check.text for check in found if check.level == level]
+
+
+def test_sound_gpus() -> None:
+    assert judge_gpus(2, [SOUND, NO_ECC], ROWS) == [Check("gpus", "ok", "2 GPUs")]
+
+
+def test_what_is_wrong_with_gpus_is_all_told() -> None:
+    gpus = [["0", "GPU-a", "90000", "3"], NO_ECC]
+    found = judge_gpus(8, gpus, [["GPU-a", "Yes", "No"], ["GPU-b", "Yes", "Yes"]])
+    assert texts(found, "failed") == [
+        "2 GPUs are visible, 8 are needed",
+        "GPU 0 has 3 uncorrected ECC errors",
+        "GPU 0: 90000 MiB are in use already",
+        "GPU 1 cannot remap a broken row of its memory",
+    ]
+    assert texts(found, "warning") == ["GPU 0 waits for a reset to remap a row"]
+
+
+def test_gpus_that_cannot_be_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (found,) = checks.gpu_checks(1)
+    assert (found.level, found.text) == ("failed", "nvidia-smi failed: No such file or directory")
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 'Unable to determine the device handle: GPU is lost'\nexit 15\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    (found,) = checks.gpu_checks(1)
+    assert found.text == "nvidia-smi failed: Unable to determine the device handle: GPU is lost"
+
+
+@pytest.mark.parametrize(
+    ("env", "names"),
+    [
+        ({}, []),
+        ({"UCX_NET_DEVICES": "mlx5_0:1,mlx5_3:1", "NCCL_IB_HCA": "=mlx5_0:1"}, ["mlx5_0:1", "mlx5_3:1"]),
+        ({"UCX_NET_DEVICES": "all", "NCCL_IB_HCA": "^mlx5_0"}, []),
+        ({"NCCL_IB_HCA": "mlx5"}, []),  # a prefix: which ones it means is not said
+    ],
+)
+def test_adapters_that_are_named(env: dict[str, str], names: list[str]) -> None:
+    assert hca_names(env) == names
+
+
+def test_adapters_must_be_there_and_active(tmp_path: Path) -> None:
+    for name, state in (("mlx5_0", "4: ACTIVE"), ("mlx5_1", "1: DOWN")):
+        port = tmp_path / name / "ports" / "1"
+        port.mkdir(parents=True)
+        (port / "state").write_text(state + "\n")
+    assert hca_checks(["mlx5_0:1"], tmp_path) == [Check("hca", "ok", "active: mlx5_0:1")]
+    found = hca_checks(["mlx5_0", "mlx5_1:1", "mlx5_2"], tmp_path)
+    assert texts(found, "failed") == ["adapter mlx5_1:1 is 1: DOWN", "there is no adapter mlx5_2"]
+
+
+def test_busy_ports_are_told() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        found = checks.port_check("127.0.0.1", [port])
+    assert (found.level, found.text) == ("warning", f"in use: {port}")
+
+
+@pytest.mark.parametrize(
+    ("ahead_s", "level"), [(0.5, "ok"), (-4.9, "ok"), (-6.0, "failed"), (30.0, "warning"), (66.0, "failed")]
+)
+def test_clocks(ahead_s: float, level: str) -> None:
+    assert clock_check(ahead_s).level == level
+
+
+def test_a_directory_must_take_files(tmp_path: Path) -> None:
+    assert checks.writable_check(tmp_path, 3).level == "ok"
+    assert list(tmp_path.iterdir()) == []
+    found = checks.writable_check(tmp_path / "none", 3)
+    assert (found.level, found.text) == ("failed", f"cannot write to {tmp_path}/none: No such file or directory")
+
+
+def test_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "ENOUGH_FREE", 2**60)
+    assert [check.level for check in checks.space_checks(tmp_path, tmp_path)] == ["warning", "warning"]
+    monkeypatch.setattr(checks, "LEAST_FREE", 2**60)
+    assert [check.level for check in checks.space_checks(tmp_path, tmp_path)] == ["failed", "failed"]
+
+
+def test_rdma_needs_locked_memory() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, hard))
+    try:
+        assert texts(checks.memory_limit_checks(["mlx5_0"]), "failed") == ["limited to 64 KiB, RDMA needs more"]
+        assert texts(checks.memory_limit_checks([]), "failed") == []
+    finally:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, (soft, hard))
+
+
+def test_a_model_must_be_complete(tmp_path: Path) -> None:
+    assert model_check(tmp_path).text == f"{tmp_path} has no readable config.json"
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "a.safetensors").write_bytes(b"x" * 100)
+    assert model_check(tmp_path).level == "ok"
+    index = {"weight_map": {"w1": "a.safetensors", "w2": "b.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    (tmp_path / "b.safetensors").touch()
+    assert model_check(tmp_path).text == f"{tmp_path} lacks 1 of 2 shards: b.safetensors"
+    (tmp_path / "b.safetensors").write_bytes(b"x")
+    assert model_check(tmp_path).level == "ok"
+
+
+def test_versions() -> None:
+    head = {"torch": "2.9", "nixl": None}
+    assert version_checks(head, head, head) == [Check("versions", "ok", "the head's")]
+    (found,) = version_checks({"torch": "2.8", "nixl": None}, head, head)
+    assert (found.level, found.text) == ("failed", "torch is 2.8, the head has 2.9")
+    (found,) = version_checks(head, head, {"torch": "2.7"})
+    assert (found.level, found.text) == ("warning", "torch is 2.9, the run was submitted with 2.7")
+
+
+def preflight(plan: Plan, rank: int, tmp_path: Path, **seconds: float) -> Preflight:
+    attempt = RunDirectory(Path(plan.run_dir)).attempt(1)
+    journal = Journal(attempt.path, f"agent-{rank}")
+    return Preflight(plan, rank, f"n{rank}", attempt, tmp_path, journal, PreflightTimings(**seconds))
+
+
+def verdict(found: Preflight) -> tuple[Fitness, str]:
+    deadline = time.monotonic() + 30
+    while found.verdict[0] is Fitness.CHECKING:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return found.verdict
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> Plan:
+    process = Process(name="p", role="engine", node=0, argv=python("pass"), log="p.log", ports={"http": 21500})
+    made = plan_of(tmp_path / "run", (process,), spares=1)
+    made = made.model_copy(update={"addresses": {"n0": "127.0.0.1", "n1": "127.0.0.1"}})
+    attempt = RunDirectory(tmp_path / "run").attempt(1)
+    attempt.prepare(made)
+    write_json(attempt.fleet_file, {"time": time.time()})
+    return made
+
+
+def test_two_sound_nodes(plan: Plan, tmp_path: Path) -> None:
+    both = [preflight(plan, rank, tmp_path, clock_wait_s=0.2) for rank in (1, 0)]
+    for one in both:
+        one.start()
+    assert [verdict(one) for one in both] == [(Fitness.FIT, "")] * 2
+
+
+def test_a_node_that_sees_another_plan_is_not_fit(plan: Plan, tmp_path: Path) -> None:
+    attempt = RunDirectory(Path(plan.run_dir)).attempt(1)
+    write_json(attempt.path / "preflight.json", {"plan_digest": "other", "packages": {}})
+    found = preflight(plan, 1, tmp_path)
+    found.start()
+    assert verdict(found) == (Fitness.UNFIT, f"{attempt.plan_file} differs from what the head sees")
+
+
+def test_the_teacher_s_files_are_looked_at_as_well(plan: Plan, tmp_path: Path) -> None:
+    model = model_dir(tmp_path)
+    teacher = {"type": "engines", "path": str(tmp_path / "none")}
+    write_json(Path(plan.run_dir) / "recipe.resolved.json", {"model": {"path": str(model)}, "teacher": teacher})
+    found = preflight(plan, 0, tmp_path)
+    found.start()
+    assert verdict(found) == (Fitness.UNFIT, f"there is no model {tmp_path / 'none'}")
+
+
+def test_a_check_that_hangs_makes_a_node_unfit(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("primeslurm.node.preflight.checks.space_checks", lambda *_: time.sleep(60))
+    found = preflight(plan, 1, tmp_path, limit_s=0.2)
+    found.start()
+    assert verdict(found) == (Fitness.UNFIT, "preflight takes longer than 0 s; it looks at its file systems")
+
+
+def test_a_head_that_starts_late_makes_no_node_unfit(plan: Plan, tmp_path: Path) -> None:
+    """Its image may take minutes to be pulled."""
+    late = preflight(plan, 1, tmp_path, clock_wait_s=0.2, limit_s=2.0)
+    late.start()
+    time.sleep(3.0)
+    assert late.verdict[0] is Fitness.CHECKING
+    preflight(plan, 0, tmp_path, clock_wait_s=0.2, limit_s=2.0).start()
+    assert verdict(late) == (Fitness.FIT, "")
+
+
+def test_a_head_that_never_starts_is_not_waited_for_for_ever(plan: Plan, tmp_path: Path) -> None:
+    alone = preflight(plan, 1, tmp_path, head_start_s=0.2)
+    alone.start()
+    assert verdict(alone) == (Fitness.UNFIT, "what the head wrote is not seen after 0 s")
+
+
+def test_a_site_s_hcas_are_looked_for(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NCCL_IB_HCA", raising=False)
+    on_gpus = plan.model_copy(update={"device": "cuda", "hcas": ("mlx5_77",)})
+    found = preflight(on_gpus, 1, tmp_path)
+    found.start()
+    fitness, why = verdict(found)
+    assert fitness is Fitness.UNFIT and "mlx5_77" in why

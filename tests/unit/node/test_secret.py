@@ -1,0 +1,153 @@
+"""The secret of a run: where it is, where it is not, and who is let in."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from primeslurm.node.agent.placeholders import UnknownPlaceholder
+from primeslurm.node.agent.process_manager import ProcessManager
+from primeslurm.plan.derive import derive
+from primeslurm.plan.model import Plan, Process
+from primeslurm.recipe.reading.recipe_files import load_recipe
+from primeslurm.records.fleet import FleetView
+from primeslurm.records.journal import Journal
+from primeslurm.run.create import create, missing_variables
+from primeslurm.run.directory import RunDirectory
+from primeslurm.slurm.render import render
+from primeslurm.wire import secret
+from primeslurm.wire.addresses import Addresses
+from tests.support.plans import plan_of
+from tests.support.recipes import site, write_recipe
+
+
+def made(tmp_path: Path) -> tuple[Plan, str]:
+    """A created run and its secret."""
+    path = write_recipe(tmp_path / "r.yaml")
+    recipe = load_recipe(path)
+    plan = derive(recipe, site(), tmp_path / "runs" / "test-run")
+    create(recipe, plan, path)
+    return plan, secret.read(Path(plan.run_dir))
+
+
+def test_a_run_keeps_its_secret_to_its_owner_and_in_one_file(tmp_path: Path) -> None:
+    plan, own = made(tmp_path)
+    run = Path(plan.run_dir)
+    assert len(bytes.fromhex(own)) == 32
+    assert stat.S_IMODE((run / "secret").stat().st_mode) == 0o600
+    assert stat.S_IMODE(run.stat().st_mode) == 0o700
+    holding = [p for p in run.rglob("*") if p.is_file() and own in p.read_text()]
+    assert holding == [run / "secret"]
+    assert own not in render(plan) and own not in plan.to_json()
+    secret.create(run)
+    assert secret.read(run) == own  # a resumed run keeps it
+
+
+def test_every_run_has_another(tmp_path: Path) -> None:
+    assert made(tmp_path / "a")[1] != made(tmp_path / "b")[1]
+
+
+@pytest.fixture(autouse=True)
+def _directories(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+
+
+def crew_of(tmp_path: Path, process: Process) -> tuple[ProcessManager, Addresses]:
+    """What may start `process`, and where it is."""
+    run = RunDirectory(tmp_path / "run")
+    plan = plan_of(run.path, (process,))
+    plan = plan.model_copy(update={"env": {**plan.env, secret.VARIABLE: "${secret}"}})
+    attempt = run.attempt(1)
+    attempt.prepare(plan)
+    secret.create(run.path)
+    values = {"run_dir": str(run.path), "tmp": str(tmp_path)}
+    processes = ProcessManager(plan, plan.nodes[0], attempt, "127.0.0.1", values, Journal(attempt.path, "agent-0"))
+    return processes, Addresses(hosts={process.name: "127.0.0.1"}, ports={process.name: {}})
+
+
+def test_processes_get_it_in_their_environment_alone(tmp_path: Path) -> None:
+    argv = (sys.executable, "-c", "import time; time.sleep(60)")
+    process = Process(name="p", role="environment", node=0, argv=argv, log="logs/p.log")
+    processes, addresses = crew_of(tmp_path, process)
+    processes.tick(time.time(), FleetView(time=0.0), addresses)
+    try:
+        pid, own = processes.children["p"].pid, secret.read(tmp_path / "run")
+        environment = Path(f"/proc/{pid}/environ").read_text().split("\0")
+        assert f"{secret.VARIABLE}={own}" in environment
+        assert own not in Path(f"/proc/{pid}/cmdline").read_text()
+        assert stat.S_IMODE(Path(f"/proc/{pid}/environ").stat().st_mode) == 0o400
+        written = [p for p in (tmp_path / "run").rglob("*") if p.is_file() and own in p.read_text()]
+        assert written == [tmp_path / "run" / "secret"]
+    finally:
+        processes.children["p"].kill()
+
+
+def test_a_command_line_cannot_hold_it(tmp_path: Path) -> None:
+    process = Process(name="p", role="router", node=0, argv=("x", "${secret}"), log="logs/p.log")
+    processes, addresses = crew_of(tmp_path, process)
+    with pytest.raises(UnknownPlaceholder):
+        processes.tick(time.time(), FleetView(time=0.0), addresses)
+
+
+def reaches(server: zmq.Socket[bytes], address: str, prepare: Callable[[zmq.Socket[bytes]], None]) -> bool:
+    """Whether what a client says arrives."""
+    with zmq.Context.instance().socket(zmq.DEALER) as client:
+        client.linger = 0
+        prepare(client)
+        client.connect(address)
+        client.send(b"hello")
+        if not server.poll(1000):
+            return False
+        server.recv_multipart()
+        return True
+
+
+def test_zmq_peers_show_the_secret_or_are_not_heard() -> None:
+    def wrong(client: zmq.Socket[Any]) -> None:
+        client.plain_username, client.plain_password = b"primeslurm", b"wrong"
+
+    with zmq.Context.instance().socket(zmq.ROUTER) as server:
+        server.linger = 0
+        secret.demand(server)
+        address = f"tcp://127.0.0.1:{server.bind_to_random_port('tcp://127.0.0.1')}"
+        assert not reaches(server, address, lambda client: None)
+        assert not reaches(server, address, wrong)
+        assert reaches(server, address, secret.present)
+
+
+def test_a_kept_secret_is_not_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(secret.VARIABLE, own := secret.own())
+    monkeypatch.setattr(secret, "_kept", "")
+    secret.keep()
+    assert secret.VARIABLE not in os.environ
+    assert secret.header() == {"Authorization": f"Bearer {own}"}
+
+
+def test_without_a_secret_there_is_no_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(os.environ, secret.VARIABLE)
+    with pytest.raises(secret.SecretError):
+        secret.header()
+
+
+def test_a_variable_to_pass_on_must_be_set_and_its_value_is_in_no_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_recipe(tmp_path / "r.yaml", pass_env=["WANDB_API_KEY"])
+    recipe = load_recipe(path)
+    plan = derive(recipe, site(pass_env=["HF_TOKEN"]), tmp_path / "run")
+    monkeypatch.setenv("HF_TOKEN", "hf-value")
+    assert [violation.value for violation in missing_variables(plan)] == ["WANDB_API_KEY"]
+    monkeypatch.setenv("WANDB_API_KEY", "wandb-value")
+    assert missing_variables(plan) == []
+    create(recipe, plan, path)
+    texts = [render(plan), *(p.read_text() for p in (tmp_path / "run").rglob("*") if p.is_file())]
+    assert not any("hf-value" in text or "wandb-value" in text for text in texts)

@@ -1,0 +1,57 @@
+"""A last checkpoint before the job's time limit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from primeslurm.node.head.walltime import end_of_job, ends_too_late, seconds_to_stop
+from primeslurm.records.journal import Journal
+from primeslurm.records.reading import read_record
+from primeslurm.records.state import TrainerState
+from primeslurm.trainer.loops.progress import PhaseTimer
+from tests.support.plans import plan_of
+
+
+@pytest.mark.parametrize(
+    ("now", "signal_s", "stop_s", "expected"),
+    [
+        (9000.0, 120, 100, False),  # Slurm's warning will do, and comes by itself
+        (9999.0, 120, 100, False),
+        (9000.0, 120, 700, False),  # too early
+        (9299.0, 120, 700, False),
+        (9300.0, 120, 700, True),
+        (9300.0, 120, 0, False),  # nothing is known of checkpoints yet
+    ],
+)
+def test_it_is_time_to_stop(now: float, signal_s: float, stop_s: float, expected: bool) -> None:
+    assert ends_too_late(now, 10000.0, signal_s, stop_s) is expected
+
+
+@pytest.mark.parametrize(
+    ("took", "expected"),
+    [
+        (None, 0.0),
+        ({"forward_backward": 100.0}, 0.0),
+        ({"forward_backward": 100.0, "wait": 1000.0, "checkpoint": 300.0}, 630.0),
+    ],
+)
+def test_what_a_trainer_still_does(took: dict[str, float] | None, expected: float) -> None:
+    assert seconds_to_stop(None if took is None else TrainerState(last_seconds=took)) == expected
+
+
+def test_the_trainer_records_what_its_checkpoint_took(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, "trainer-rank-0")
+    progress = PhaseTimer(journal, record=True)
+    with progress.phase("checkpoint"):
+        pass
+    with progress.phase("wait"):
+        pass
+    assert seconds_to_stop(read_record(tmp_path / "state" / "trainer-rank-0.json", TrainerState)) >= 30.0
+
+
+def test_the_end_of_a_job() -> None:
+    plan = plan_of(Path("/runs/x"), ())
+    assert end_of_job(plan, {}, 1000.0) == 1000.0 + 600
+    assert end_of_job(plan, {"SLURM_JOB_END_TIME": "5000"}, 1000.0) == 5000.0

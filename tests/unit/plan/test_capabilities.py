@@ -1,0 +1,55 @@
+"""What the trainer cannot do with a model family is said by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from primeslurm.families import GENERIC, capabilities, model_types
+from primeslurm.plan.checks.unsupported import NEEDS, unsupported
+from primeslurm.recipe import Recipe
+from tests.support.recipes import recipe_data
+
+ASKED: dict[str, dict[str, Any]] = {
+    "expert parallelism": {"parallelism": {"ep": 2}},
+    "context parallelism": {"parallelism": {"cp": 2}},
+    "FP8": {"fp8": True},
+    "LoRA": {"lora": {}},
+    "router replay": {"router_replay": True},
+    "training on images": {"vlm": {}},
+    "logits in chunks": {"memory": {"lm_head_chunk": 64}},
+    "offload to host memory": {"memory": {"activation_offload": True}},
+}
+
+
+def texts(family: str, impl: str, vlm: Any = None, **trainer: Any) -> list[str]:
+    """What is found about the family."""
+    model = {"path": "m", "impl": impl, "vlm": vlm}
+    recipe = Recipe.model_validate(recipe_data(trainer=trainer) | {"model": model})
+    return [finding.text for finding in unsupported(recipe, None, family) if "mplementation" in finding.text]
+
+
+def test_every_capability_has_a_recipe_that_needs_it() -> None:
+    assert {need.what for need in NEEDS} == set(ASKED)
+    assert len({need.capability for need in NEEDS}) == len(NEEDS)
+
+
+@pytest.mark.parametrize(("family", "impl"), [("mistral", "auto"), ("qwen3_moe", "hf")])
+@pytest.mark.parametrize("what", ASKED)
+def test_the_implementation_in_transformers_has_fsdp_alone(family: str, impl: str, what: str) -> None:
+    assert texts(family, impl, **ASKED[what]) == [f"the transformers implementation of {family!r} has no {what}"]
+    assert texts(family, impl) == []
+
+
+def test_a_family_has_what_its_capabilities_say() -> None:
+    assert texts("qwen3_moe", "auto", **ASKED["expert parallelism"]) == []
+    assert texts("llama", "custom", **ASKED["expert parallelism"]) == [
+        "the trainer's implementation of 'llama' has no expert parallelism"
+    ]
+
+
+def test_our_own_implementation_is_preferred_and_can_be_demanded() -> None:
+    assert capabilities("qwen3", "auto") is model_types()["qwen3"]
+    assert capabilities("mistral", "auto") is capabilities("qwen3", "hf") is GENERIC
+    assert texts("mistral", "custom") == ["the trainer has no implementation of its own for model type 'mistral'"]

@@ -1,0 +1,157 @@
+"""Command lines of engines and routers."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from primeslurm.plan.commands.command import Command, ReplicaEngines
+from primeslurm.plan.commands.routers import router_command
+from primeslurm.recipe import Recipe
+from primeslurm.recipe.sections.routers import VllmRouter
+from tests.support.engine_commands import engine_command
+
+
+def recipe(**inference: Any) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "name": "test",
+            "max_steps": 1,
+            "seq_len": 2048,
+            "model": {"path": "/models/tiny", "dtype": "float32"},
+            "environments": [{"id": "reverse-text"}],
+            "inference": inference,
+        }
+    )
+
+
+def option(command: Command, name: str) -> str:
+    """The value after an option that must occur exactly once."""
+    assert command.argv.count(name) == 1
+    return command.argv[command.argv.index(name) + 1]
+
+
+def test_aggregated_engine_on_cpu() -> None:
+    command = engine_command(recipe(), "cpu", "engine", "/venv/bin/python")
+    assert command.argv == (
+        *("/venv/bin/python", "-m", "vllm.entrypoints.openai.api_server"),
+        *("--host", "${host}", "--port", "${port:http}"),
+        *("--model", "/models/tiny", "--served-model-name", "policy", "--dtype", "float32"),
+        *("--max-model-len", "2048", "--seed", "0", "--tensor-parallel-size", "1"),
+        *("--enable-prefix-caching", "--enable-scale-out", "--logprobs-mode", "processed_logprobs"),
+        "--disable-uvicorn-access-log",
+        *("--weight-transfer-config", '{"backend": "primeslurm_filesystem"}'),
+        *("--middleware", "primeslurm.inference.gate.VersionGate"),
+        *("--kv-cache-memory-bytes", "268435456", "--enforce-eager", "--distributed-executor-backend", "uni"),
+    )
+    assert command.env == {
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_HOST_IP": "${host}",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ENGINE_READY_TIMEOUT_S": "3600",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "TORCHDYNAMO_DISABLE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    }
+    assert command.ports == ("http",)
+
+
+@pytest.mark.parametrize(("role", "kv_role"), [("prefill", "kv_producer"), ("decode", "kv_consumer")])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_disaggregated_engines_hand_kv_over(role: Any, kv_role: str, device: Any) -> None:
+    command = engine_command(recipe(), device, role, "python")
+    assert json.loads(option(command, "--kv-transfer-config")) == {
+        "kv_connector": "NixlConnector",
+        "kv_role": kv_role,
+        "kv_buffer_device": device,
+    }
+    assert command.env["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "${host}"
+    assert command.env["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "${port:nixl}"
+    assert command.env["UCX_TLS"] == ("tcp,self,sm" if device == "cpu" else "all")
+    assert command.env["UCX_NET_DEVICES"] == "${ucx_devices_near}"
+    assert command.ports == ("http", "nixl")
+
+
+def test_cuda_engine_leaves_memory_and_kernels_to_vllm() -> None:
+    command = engine_command(recipe(parallel={"tp": 8}), "cuda", "engine", "python")
+    assert option(command, "--tensor-parallel-size") == "8"
+    assert option(command, "--gpu-memory-utilization") == "0.9"
+    for absent in ("--enforce-eager", "--kv-cache-memory-bytes", "--distributed-executor-backend"):
+        assert absent not in command.argv
+    assert not {"OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE", "VLLM_ENABLE_V1_MULTIPROCESSING"} & command.env.keys()
+
+
+def test_cuda_engine_with_fixed_cache_and_eager() -> None:
+    command = engine_command(recipe(kv_cache_bytes=1000, enforce_eager=True), "cuda", "engine", "python")
+    assert option(command, "--kv-cache-memory-bytes") == "1000" and "--enforce-eager" in command.argv
+
+
+def test_tensor_parallel_engine_on_cpu_has_worker_processes() -> None:
+    command = engine_command(recipe(parallel={"tp": 2}), "cpu", "engine", "python")
+    assert option(command, "--distributed-executor-backend") == "mp"
+    assert "VLLM_ENABLE_V1_MULTIPROCESSING" not in command.env
+
+
+def test_extra_options_replace_and_add() -> None:
+    extra = {
+        "max_model_len": 9,
+        "enable_lora": True,
+        "enable_prefix_caching": False,
+        "speculative_config": {"method": "ngram"},
+        "allowed_origins": ["a", "b"],
+    }
+    argv = engine_command(recipe(vllm_extra=extra), "cpu", "engine", "python").argv
+    assert argv[argv.index("--max-model-len") + 1] == "9" and argv.count("--max-model-len") == 1
+    assert "--enable-lora" in argv and "--no-enable-prefix-caching" in argv and "--enable-prefix-caching" not in argv
+    assert argv[argv.index("--speculative-config") + 1] == '{"method": "ngram"}'
+    assert argv[argv.index("--allowed-origins") :][:3] == ("--allowed-origins", "a", "b")
+
+
+def test_engines_of_an_fp8_trainer_scale_as_it_does() -> None:
+    it = recipe(quantization="fp8")
+    assert "VLLM_USE_DEEP_GEMM_E8M0" not in engine_command(it, "cuda", "engine", "python").env
+    fp8 = it.model_copy(update={"trainer": it.trainer.model_copy(update={"fp8": True})})
+    assert engine_command(fp8, "cuda", "engine", "python").env["VLLM_USE_DEEP_GEMM_E8M0"] == "0"
+
+
+def test_own_environment_wins_and_the_role_s_wins_over_that() -> None:
+    it = recipe(env={"OMP_NUM_THREADS": "4", "A": "all"}, prefill={"env": {"A": "prefill"}})
+    assert engine_command(it, "cpu", "engine", "python").env["OMP_NUM_THREADS"] == "4"
+    assert engine_command(it, "cpu", "prefill", "python").env["A"] == "prefill"
+    assert engine_command(it, "cpu", "decode", "python").env["A"] == "all"
+
+
+def test_router_over_engines() -> None:
+    command = router_command(recipe(), VllmRouter(), ReplicaEngines(engines=["engine-r0-0", "engine-r0-1"]))
+    assert command.argv[:3] == ("${python}", "-m", "vllm_router.launch_router")
+    assert option(command, "--policy") == "consistent_hash"
+    assert command.argv[-3:] == (
+        "--worker-urls",
+        "http://${addr:engine-r0-0:http}",
+        "http://${addr:engine-r0-1:http}",
+    )
+    assert command.ports == ("http", "metrics")
+
+
+def test_router_over_prefill_and_decode() -> None:
+    router = VllmRouter(policy="power_of_two", extra={"max_payload_size": 7})
+    command = router_command(recipe(), router, ReplicaEngines(prefill=["p0", "p1"], decode=["d0"]))
+    assert "--vllm-pd-disaggregation" in command.argv and "--worker-urls" not in command.argv
+    assert command.argv[-6:] == (
+        *("--prefill", "http://${addr:p0:http}", "--prefill", "http://${addr:p1:http}"),
+        *("--decode", "http://${addr:d0:http}"),
+    )
+    assert option(command, "--prefill-policy") == option(command, "--decode-policy") == "power_of_two"
+    assert option(command, "--max-payload-size") == "7"
+
+
+@pytest.mark.parametrize(
+    "workers", [{}, {"prefill": ["p"]}, {"decode": ["d"]}, {"engines": ["e"], "prefill": ["p"], "decode": ["d"]}]
+)
+def test_a_replica_has_exactly_one_shape(workers: dict[str, list[str]]) -> None:
+    with pytest.raises(ValueError, match="either engines, or prefill"):
+        ReplicaEngines(**workers)

@@ -1,0 +1,375 @@
+"""The memory model: against published sizes and measurements, and by what it must never get wrong."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.memory_model import TRAINER_ROWS, predicted_gib
+from primeslurm.families.catalog import CATALOG, catalog
+from primeslurm.families.config import shape_of
+from primeslurm.families.shape import Mamba, Vision
+from primeslurm.plan.checks import model_files
+from primeslurm.plan.memory.activations import Mixer, delta_net, images_of, layers_of, mamba
+from primeslurm.plan.memory.engine import (
+    EngineLayout,
+    engine_memory,
+    kv_bytes_per_token,
+    low_latency_bytes,
+    prompt_logit_bytes,
+)
+from primeslurm.plan.memory.estimate import engine_layout
+from primeslurm.plan.memory.gpus import GIB, GPUS, gpu_of
+from primeslurm.plan.memory.parameters import count
+from primeslurm.plan.memory.trainer import TrainerLayout, layer_gather_bytes, trainer_memory
+from primeslurm.recipe import Recipe
+from primeslurm.recipe.reading.recipe_files import merge
+from tests.support.planning import reviewed
+from tests.support.recipes import model_dir, recipe_data, site
+
+RESULTS = Path(__file__).resolve().parents[3] / "benchmarks" / "results"
+GLM, QWEN = catalog()["zai-org/GLM-5.1"].shape, catalog()["Qwen/Qwen3-30B-A3B"].shape
+BF16 = EngineLayout(1, 1, 2, 2, False, 8192, True, None)
+SHARDED = TrainerLayout(shard=8, ep=1, tokens=16384, checkpointing="full")
+
+QWEN_3_5_35B_A3B: dict[str, Any] = {
+    "model_type": "qwen3_5_moe_text",
+    "vocab_size": 248320,
+    "hidden_size": 2048,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "num_experts_per_tok": 8,
+    "num_experts": 256,
+    "layer_types": [*["linear_attention"] * 3, "full_attention"] * 10,
+}
+
+
+@pytest.mark.parametrize("name", catalog())
+def test_parameters_are_those_published(name: str) -> None:
+    entry = catalog()[name]
+    assert count(entry.shape).total / 1e9 == pytest.approx(entry.parameters_b, rel=0.015)
+    assert count(entry.shape).active / 1e9 == pytest.approx(entry.active_b, rel=0.09)
+
+
+@pytest.mark.parametrize("row", TRAINER_ROWS, ids=lambda row: f"{row.model}-{row.mode}-{row.seq_len}")
+def test_trainer_memory_is_within_a_fifth_of_prime_rls_measurements(row: Any) -> None:
+    assert predicted_gib(row) == pytest.approx(row.measured_gib, rel=0.2)
+
+
+def test_one_glm5_layer_in_float32_is_forty_gigabytes_without_expert_parallelism() -> None:
+    assert layer_gather_bytes(GLM, 1, 4) / 1e9 == pytest.approx(39.5, abs=0.1)
+    assert layer_gather_bytes(GLM, 8, 4) / 1e9 == pytest.approx(5.7, abs=0.2)
+
+
+def test_kv_bytes_per_token_follow_the_kind_of_attention() -> None:
+    assert kv_bytes_per_token(QWEN, BF16) == 48 * 2 * 4 * 128 * 2
+    assert kv_bytes_per_token(QWEN, replace(BF16, tp=2)) == 48 * 2 * 2 * 128 * 2
+    assert kv_bytes_per_token(QWEN, replace(BF16, tp=8)) == 48 * 2 * 1 * 128 * 2  # a head is not cut
+    assert kv_bytes_per_token(QWEN, replace(BF16, fp8_kv=True)) == 48 * 2 * 4 * 128
+    assert kv_bytes_per_token(GLM, BF16) == 78 * ((512 + 64) * 2 + 132)
+    assert kv_bytes_per_token(GLM, replace(BF16, tp=8)) == kv_bytes_per_token(GLM, BF16)
+    assert kv_bytes_per_token(GLM, replace(BF16, fp8_kv=True)) == 78 * (656 + 132)
+
+
+def test_delta_nets_have_a_state_instead_of_keys_and_values() -> None:
+    facts = QWEN_3_5
+    assert facts.layers == 40
+    assert count(facts).total == pytest.approx(34_660_610_688, rel=1e-5), "what transformers builds of it"
+    assert kv_bytes_per_token(facts, BF16) == 10 * 2 * 2 * 256 * 2
+    state = 30 * (32 * 128 * 128 * 4 + (2 * 16 * 128 + 32 * 128) * 3 * 2)
+    assert engine_memory(facts, BF16, 140 * GIB, 0.9).state_per_sequence == state
+
+
+def test_sliding_windows_and_mamba_state_belong_to_the_sequence() -> None:
+    oss, hybrid = (
+        catalog()["openai/gpt-oss-120b"].shape,
+        catalog()["nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16"].shape,
+    )
+    assert kv_bytes_per_token(oss, BF16) == 18 * 2 * 8 * 64 * 2
+    assert engine_memory(oss, BF16, 80 * GIB, 0.9).state_per_sequence == 18 * 128 * 2 * 8 * 64 * 2
+    assert kv_bytes_per_token(hybrid, BF16) == 12 * 2 * 2 * 128 * 2
+    assert engine_memory(hybrid, BF16, 80 * GIB, 0.9).state_per_sequence > 48 * 256 * 64 * 128 * 4
+
+
+def test_wider_expert_parallelism_leaves_more_kv() -> None:
+    free = [engine_memory(GLM, replace(BF16, ep=ep, weight_bytes=1), 139.8 * GIB, 0.8).kv for ep in (8, 16, 32, 64)]
+    assert free == sorted(free)
+    assert free[0] < 20 * GIB < 60 * GIB < free[2]
+
+
+def test_sharding_divides_states_and_context_parallelism_divides_activations() -> None:
+    one, two = trainer_memory(QWEN, SHARDED), trainer_memory(QWEN, replace(SHARDED, shard=16, tokens=8192))
+    assert (one.weights, one.optimizer) == (2 * two.weights, 2 * two.optimizer)
+    assert (one.activations, one.logits) == (2 * two.activations, 2 * two.logits)
+    assert one.weights + one.gradients + one.optimizer == pytest.approx(16 * count(QWEN).total / 8)
+
+
+def test_offload_moves_masters_gradients_and_optimizer_to_the_host() -> None:
+    here, away = trainer_memory(QWEN, SHARDED), trainer_memory(QWEN, replace(SHARDED, optimizer_offload=True))
+    assert (away.weights, away.gradients, away.optimizer) == (0, 0, 0)
+    assert (here.host, away.host) == (0, here.weights + here.gradients + here.optimizer)
+
+
+def test_a_copy_for_checkpoints_is_in_host_memory() -> None:
+    plain, staged = trainer_memory(QWEN, SHARDED), trainer_memory(QWEN, replace(SHARDED, staged=True))
+    assert staged.host == plain.weights + plain.optimizer
+    assert staged.total == plain.total
+
+
+def test_offloaded_activations_leave_two_layers_behind() -> None:
+    here, away = trainer_memory(QWEN, SHARDED), trainer_memory(QWEN, replace(SHARDED, activation_offload=True))
+    layer = SHARDED.tokens * QWEN.hidden * 2
+    assert here.activations - away.activations == (QWEN.layers - 2) * layer
+    assert away.host == QWEN.layers * layer
+
+
+QWEN_3_5 = shape_of({"model_type": "qwen3_5_moe", "text_config": QWEN_3_5_35B_A3B})
+NEMOTRON_3_NANO = Mamba(layers=23, heads=64, head_dim=64, state=128, groups=8, conv=4, chunk=128)
+
+
+def recurrent(name: str) -> tuple[Mixer, dict[str, Any]]:
+    """A layer of `benchmarks recurrence_memory`: as it is estimated, and as it was measured."""
+    assert QWEN_3_5.delta_nets is not None
+    estimated = {"gated_delta_net": delta_net(QWEN_3_5.delta_nets, 2048, 2), "mamba_2": mamba(NEMOTRON_3_NANO, 2688, 2)}
+    return estimated[name], json.loads((RESULTS / "recurrence_memory.json").read_bytes())[name]
+
+
+@pytest.mark.parametrize("name", ["gated_delta_net", "mamba_2"])
+def test_recurrent_layers_keep_and_take_what_was_measured(name: str) -> None:
+    mixer, measured = recurrent(name)
+    kept = measured["bytes_per_token"]
+    assert mixer.kept == pytest.approx(kept["none"], rel=1e-3)
+    assert mixer.selective == pytest.approx(kept["selective"], rel=1e-3)
+    all_saved = mixer.kept + mixer.part / 2048
+    assert all_saved == pytest.approx(measured["bytes_per_token_all_saved"], rel=0.05)
+    peak = measured["peak_bytes_of_16384"]
+    assert peak < 16384 * 2 * mixer.kept + mixer.part < 1.25 * peak
+
+
+def test_hybrid_models_keep_what_each_kind_of_layer_keeps() -> None:
+    attention, nets = layers_of(QWEN_3_5, 2)
+    assert (attention.count, nets.count) == (10, 30)
+    assert attention.full == nets.full == 2048 * 2
+    assert nets.none - attention.none == recurrent("gated_delta_net")[0].kept - (2 * 16 * 256 + 2 * 2 * 256) * 2
+    none, full = (
+        trainer_memory(QWEN_3_5, replace(SHARDED, checkpointing=kind)).activations for kind in ("none", "full")
+    )
+    assert none - full == 16384 * (10 * (attention.none - attention.full) + 30 * (nets.none - nets.full))
+
+
+def test_context_parallelism_divides_the_parts_of_recurrent_layers_too() -> None:
+    whole = replace(SHARDED, tokens=131072)
+    shared = replace(whole, tokens=131072 // 4, cp=4)
+    assert trainer_memory(QWEN_3_5, whole).activations == 4 * trainer_memory(QWEN_3_5, shared).activations
+
+
+def encoder(name: str) -> tuple[Vision, dict[str, Any]]:
+    """An encoder of `benchmarks vision_memory`, four blocks deep, and the bytes a patch that were measured."""
+    vision = {"depth": 4, "out_hidden_size": 2048} | (
+        {"deepstack_visual_indexes": [0, 1, 2]} if name == "qwen3_vl_moe" else {}
+    )
+    found = shape_of({"model_type": name, "text_config": QWEN_3_5_35B_A3B, "vision_config": vision}).vision
+    assert found is not None
+    return found, json.loads((RESULTS / "vision_memory.json").read_bytes())["bytes_per_patch"][name]
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl_moe", "qwen3_5_moe"])
+def test_vision_encoders_keep_and_take_what_was_measured(name: str) -> None:
+    vision, measured = encoder(name)
+    each = images_of(vision, 2)
+    assert each.block == pytest.approx(measured["frozen"]["forward"], rel=0.05)
+    assert each.ends + vision.depth * each.block == pytest.approx(measured["none"]["kept"], rel=0.05)
+    assert each.ends + vision.depth * each.input == pytest.approx(measured["full"]["kept"], rel=0.05)
+    backward = measured["full"]["backward"]
+    assert backward < each.ends + vision.depth * each.input + each.block < 2.1 * backward
+
+
+VL = catalog()["Qwen/Qwen3-VL-30B-A3B-Instruct"].shape
+
+
+def test_a_frozen_encoder_has_weights_and_no_gradients() -> None:
+    frozen, trained = (trainer_memory(VL, replace(SHARDED, frozen_vision=frozen)) for frozen in (True, False))
+    size = count(VL).vision
+    assert size == 538_631_408, "what transformers builds of it"
+    assert frozen.weights == trained.weights == 4 * count(VL).total // 8
+    assert trained.gradients - frozen.gradients == pytest.approx(4 * size / 8, rel=1e-6)
+    assert trained.optimizer - frozen.optimizer == pytest.approx(8 * size / 8, rel=1e-6)
+    assert frozen.images == trained.images == 0, "rows of text"
+
+
+def test_images_are_not_shared_by_ranks_that_share_rows() -> None:
+    assert VL.vision is not None
+    each, patches = images_of(VL.vision, 2), 16384 * 4
+    rows = replace(SHARDED, images=True)
+    whole, shared = (trainer_memory(VL, replace(rows, tokens=16384 // cp, cp=cp)) for cp in (1, 4))
+    assert whole.images == shared.images == patches * (each.pixels + each.features)
+    trained = [
+        trainer_memory(VL, replace(rows, frozen_vision=False, checkpointing=kind)).images for kind in ("full", "none")
+    ]
+    kept = [each.pixels + each.features + each.ends + 27 * size for size in (each.input, each.block)]
+    assert trained == [patches * size for size in kept]
+
+
+def test_optimizers_differ_in_their_state() -> None:
+    states = [trainer_memory(QWEN, replace(SHARDED, state_bytes=size)).optimizer for size in (8, 4, 0)]
+    assert states == [2 * states[1], states[1], 0]
+
+
+def test_weights_that_stay_gathered_are_the_whole_model() -> None:
+    kept = trainer_memory(QWEN, replace(SHARDED, reshard=False)).gathered
+    assert kept > 2 * 0.95 * count(QWEN).total
+    assert trainer_memory(QWEN, replace(SHARDED, reshard=False, ep=8)).gathered < kept / 4
+
+
+def test_logits_of_prompts_are_those_that_vllm_has_at_once() -> None:
+    measured = json.loads((RESULTS / "memory_model.json").read_bytes())["prompt_logits_of_vllm"]
+    facts = replace(QWEN, vocab=measured["vocab"])
+    steps = [replace(BF16, batched_tokens=tokens) for tokens in (measured["tokens"], 2 * measured["tokens"])]
+    assert [prompt_logit_bytes(facts, layout) for layout in steps] == pytest.approx([measured["bytes"]] * 2, rel=1e-3)
+
+
+def test_log_probabilities_of_prompts_take_the_place_of_sampling() -> None:
+    asked = [replace(BF16, prompt_logprobs=True, tp=tp, dtype_bytes=size) for tp, size in ((1, 2), (8, 2), (8, 4))]
+    more = [
+        engine_memory(QWEN, layout, 140 * GIB, 0.9).reserve
+        - engine_memory(QWEN, replace(layout, prompt_logprobs=False), 140 * GIB, 0.9).reserve
+        for layout in asked
+    ]
+    sampling = 1024 * QWEN.vocab * 8
+    assert more == [0, 0, prompt_logit_bytes(QWEN, asked[2]) - sampling]
+    assert 0 < more[2] < sampling
+
+
+def test_an_encoder_that_sees_stays_gathered_with_the_layers() -> None:
+    kept = replace(SHARDED, reshard=False)
+    blind, seeing = (trainer_memory(VL, replace(kept, images=images)).gathered for images in (False, True))
+    assert seeing - blind == 2 * count(VL).vision
+    assert trainer_memory(VL, replace(SHARDED, images=True)).gathered == trainer_memory(VL, SHARDED).gathered
+
+
+def test_low_latency_buffers_grow_with_tokens_and_experts() -> None:
+    assert low_latency_bytes(GLM, 96) / 1e9 == pytest.approx(1.2, abs=0.05)
+    assert low_latency_bytes(GLM, 8192) > 100e9
+
+
+def test_the_gpu_is_named_by_its_field_or_its_gres() -> None:
+    kind = site(nodes={"default": {"gres": "gpu:h200"}}).nodes["default"]
+    assert gpu_of(kind) is GPUS["h200"]
+    assert gpu_of(kind.model_copy(update={"gpu": "B200"})) is GPUS["b200"]
+    assert gpu_of(kind.model_copy(update={"gres": "gpu"})) is None
+
+
+def test_an_unknown_config_is_no_decoder() -> None:
+    with pytest.raises(KeyError):
+        shape_of({"model_type": "bert"})
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [{"num_hidden_layers": "many"}, {"decoder_sparse_step": 0}, {"text_config": "none"}, {"num_attention_heads": 0}],
+    ids=str,
+)
+def test_a_damaged_config_gives_no_estimate(damage: dict[str, Any], tmp_path: Path) -> None:
+    config = json.loads(CATALOG.read_bytes())["Qwen/Qwen3-30B-A3B"]["config"]
+    model = model_dir(tmp_path, **{**config, "head_dim": None, **damage})
+    files = model_files(Recipe.model_validate(recipe_data(model={"path": str(model)})))
+    assert (files.facts, files.model_type, files.problems) == (None, "qwen3_moe", ())
+
+
+def found(changes: dict[str, Any], model: str = "zai-org/GLM-5.1", gres: str = "gpu:h200", **more: Any) -> list[str]:
+    """Findings about fitting, of a recipe of one train node and one inference node."""
+    nodes = {"nodes": {"default": {"gres": gres, "mem": "1900G", **more}}}
+    recipe = Recipe.model_validate(recipe_data(**merge({"model": {"path": model, "dtype": "bfloat16"}}, changes)))
+    findings, _ = reviewed(recipe, site(**nodes))
+    return [f"{f.level} {f.field}: {f.text}" for f in findings if "fit" in f.text or "memory" in f.text]
+
+
+def test_a_model_that_does_not_fit_is_refused_with_the_reason() -> None:
+    trainer, engines = found({})
+    assert trainer.startswith("error deployment.train: does not fit: needs 2365.8 of 139.8 GiB a GPU")
+    assert "optimizer 692.8" in trainer
+    assert engines.startswith("error inference: does not fit: weights 1")
+
+
+def test_a_trained_encoder_of_images_is_named_where_it_does_not_fit() -> None:
+    vlm = {"model": {"vlm": {"freeze_vision_encoder": False}}, "task": "sft", "seq_len": 32768}
+    sft = {"sft": {"data": {"type": "jsonl", "path": "data.jsonl"}}, "environments": []}
+    (text,) = found(merge(vlm, sft), "Qwen/Qwen3-VL-30B-A3B-Instruct")
+    assert "images 1" in text
+
+
+def test_a_sequence_longer_than_the_kv_cache_is_refused() -> None:
+    changes = {"seq_len": 40960, "inference": {"kv_cache_bytes": 2**30}, "deployment": {"train": {"nodes": 4}}}
+    texts = found(changes, "Qwen/Qwen3-30B-A3B")
+    assert any("a GPU holds 10922 tokens of KV, one sequence may have 40960" in text for text in texts)
+
+
+def test_offloaded_states_must_fit_the_host() -> None:
+    changes = {"trainer": {"memory": {"optimizer_offload": True}, "parallelism": {"ep": 8}}}
+    texts = found(changes, memory_gib=1000)
+    assert any(text.startswith("error trainer.memory: does not fit") for text in texts)
+
+
+def test_without_a_known_gpu_there_is_a_note_and_no_verdict() -> None:
+    assert found({}, gres="gpu") == ["note site: no memory estimate: the type of the GPUs in gpu is not known"]
+
+
+def amounts(**changes: Any) -> dict[str, float]:
+    recipe = Recipe.model_validate(
+        recipe_data(**merge({"model": {"path": "zai-org/GLM-5.1", "dtype": "bfloat16"}}, changes))
+    )
+    _, estimate = reviewed(recipe, site(nodes={"default": {"gres": "gpu:h200"}}))
+    assert estimate is not None
+    return {amount.name: amount.value for amount in estimate.amounts}
+
+
+def test_routed_experts_of_a_batch_are_21_gigabytes_for_the_large_glm5_run() -> None:
+    found = amounts(seq_len=131072, orchestrator={"batch_size": 256}, trainer={"router_replay": True})
+    assert found["routed experts"] == pytest.approx(20.9, abs=0.1)  # 624 bytes x 131,072 x 256
+
+
+def test_engines_from_fp8_blocks_stay_in_fp8_when_the_model_is_trained() -> None:
+    recipe = Recipe.model_validate(recipe_data(model={"path": "m", "dtype": "bfloat16"}))
+    for stored, size in (({"quantization": "fp8", "fp8_blocks": True}, 1.0), ({"quantization": "mxfp4"}, 2)):
+        assert engine_layout(recipe, "engine", 1, replace(GLM, **stored)).weight_bytes == size
+
+
+def test_sending_all_of_glm5_takes_a_minute_and_its_own_experts_to_each_gpu_much_less() -> None:
+    assert amounts(weights={"transport": "nccl"})["weight update"] == pytest.approx(59.5, abs=0.5)
+    wide = amounts(weights={"transport": "nccl"}, inference={"expert_parallel": True})["weight update"]
+    assert 59.5 / 8 < wide < 59.5 / 6, "an eighth of the experts, and all that is no expert"
+    halved = amounts(weights={"transport": "nccl"}, inference={"quantization": "fp8"})["weight update"]
+    assert halved == pytest.approx(59.5 / 2, rel=0.02)
+    adapters = {"lora": {"rank": 8}}
+    assert amounts(trainer=adapters)["policy"] == amounts()["policy"], "engines get the merged policy"
+    assert amounts(trainer=adapters)["checkpoint"] < amounts()["checkpoint"] / 50
+
+
+def test_host_tiers_are_shared_with_mooncake_and_apart_without() -> None:
+    tier = {"cpu": {"bytes": 2**40}}
+    shared = amounts(inference={"kv_offload": {"type": "mooncake", **tier}})["KV in host memory"]
+    apart = amounts(inference={"kv_offload": {"type": "native", **tier}})["KV in host memory"]
+    assert (shared, apart) == (11.0, 87.8)  # one node, or its eight engines; 100,152 bytes a token
+
+
+def test_published_configurations_fit(tmp_path: Path) -> None:
+    """prime-rl 0.6.0: GLM-5 on 16 train nodes, and prefill and decode groups of 2, 4 and 8 nodes at 0.75 to 0.8."""
+    train = TrainerLayout(128, 8, 131072 // 4, "full", True, True, 1024)
+    assert trainer_memory(GLM, train).total < 139.8 * GIB
+    for nodes, share, tokens in ((2, 0.75, 8192), (4, 0.8, 8192), (8, 0.75, 96)):
+        all2all = "deepep_low_latency" if tokens == 96 else "deepep_high_throughput"
+        layout = replace(BF16, ep=8 * nodes, weight_bytes=1, batched_tokens=tokens, all2all=all2all)
+        assert engine_memory(GLM, layout, 139.8 * GIB, share).kv_tokens > 131072

@@ -1,0 +1,231 @@
+"""Placement, ports and URLs, by example and by property."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from primeslurm.errors import UsageError
+from primeslurm.node.agent.placeholders import Addresses, resolve
+from primeslurm.plan.derive import derive
+from primeslurm.plan.local_site import local_site
+from primeslurm.plan.model import Plan
+from primeslurm.recipe import Recipe
+from tests.support.recipes import recipe_data, site
+
+RUN = Path("/shared/runs/test-run")
+
+
+def plan_for(local: bool = False, site_changes: dict[str, Any] | None = None, **changes: Any) -> Plan:
+    return derive(Recipe.model_validate(recipe_data(**changes)), site(**(site_changes or {})), RUN, local=local)
+
+
+def disaggregated(
+    replicas: int = 1, prefill: tuple[int, int] = (1, 1), decode: tuple[int, int] = (1, 1)
+) -> dict[str, Any]:
+    return {
+        "deployment": {
+            "inference": {
+                "type": "disaggregated",
+                "num_replicas": replicas,
+                "prefill": {"nodes_per_replica": prefill[0], "num_replicas": prefill[1]},
+                "decode": {"nodes_per_replica": decode[0], "num_replicas": decode[1]},
+            }
+        }
+    }
+
+
+def test_two_prefill_replicas_of_two_nodes_and_one_decode_replica_of_two_make_six_nodes() -> None:
+    plan = plan_for(**disaggregated(prefill=(2, 2), decode=(2, 1)))
+    assert plan.totals.inference_nodes == 6
+    assert [(group.name, group.nodes) for group in plan.groups] == [
+        ("control", 1),
+        ("train", 1),
+        ("prefill", 4),
+        ("decode", 2),
+    ]
+
+
+def test_three_inference_replicas_make_eighteen_nodes_and_three_routers() -> None:
+    plan = plan_for(**disaggregated(3, prefill=(2, 2), decode=(2, 1)))
+    assert (plan.totals.inference_nodes, plan.totals.routers, plan.totals.engines) == (18, 3, 144)
+    assert [len(replica.nodes) for replica in plan.replicas] == [6, 6, 6]
+
+
+def test_single_layout_is_one_component_with_the_same_processes() -> None:
+    het, single = plan_for(), plan_for(deployment={"layout": "single"})
+    assert [group.nodes for group in single.groups] == [2]
+    assert {p.name for p in single.processes()} == {p.name for p in het.processes()}
+    assert single.process("orchestrator").node == 0
+
+
+def test_the_same_input_gives_the_same_bytes_and_they_load_again() -> None:
+    first, second = plan_for(**disaggregated()), plan_for(**disaggregated())
+    assert first.to_json() == second.to_json()
+    assert Plan.model_validate_json(first.to_json()) == first
+
+
+BAD = [
+    (
+        {"deployment": {"train": {"gpus_per_node": 16}}},
+        {},
+        ["deployment.train.gpus_per_node = 16: nodes of partition gpu have 8 GPUs (nearest: 8)"],
+    ),
+    (
+        {"inference": {"parallel": {"tp": 3}}},
+        {},
+        ["inference.parallel.tp = 3: must divide the 8 GPUs of each inference node (nearest: 2)"],
+    ),
+    (
+        {"trainer": {"parallelism": {"cp": 3}}},
+        {},
+        ["trainer.parallelism = dp_replicate=1, cp=3: dp_replicate x cp = 3 must divide the 8 trainer GPUs"],
+    ),
+    (
+        {"trainer": {"parallelism": {"ep": 5}}},
+        {},
+        ["trainer.parallelism.ep = 5: must divide the 8 GPUs of one FSDP group (nearest: 4)"],
+    ),
+    (
+        {},
+        {"nodes": {"default": {"gpus": 0}}},
+        [
+            "deployment.train: role train needs GPUs, partition gpu has none",
+            "deployment.inference: role inference needs GPUs, partition gpu has none",
+        ],
+    ),
+    (
+        {"deployment": {"layout": "single"}},
+        {"nodes": {"train": {"partition": "big", "gpus": 8, "cpus": 8}}},
+        ["deployment.layout = single: one allocation cannot span partitions big, gpu (use layout: het)"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "site_changes", "expected"), BAD, ids=[str(b[2][0])[:40] for b in BAD])
+def test_impossible_placements(changes: dict[str, Any], site_changes: dict[str, Any], expected: list[str]) -> None:
+    with pytest.raises(UsageError) as caught:
+        plan_for(site_changes=site_changes, **changes)
+    assert [str(violation) for violation in caught.value.violations] == expected
+
+
+def test_a_site_without_nodes_for_a_role_says_which() -> None:
+    recipe = Recipe.model_validate(recipe_data())
+    bare = site().model_copy(update={"nodes": {"train": site().nodes["default"]}})
+    with pytest.raises(UsageError) as caught:
+        derive(recipe, bare, RUN)
+    assert [v.field for v in caught.value.violations] == ["deployment", "deployment.inference"]
+
+
+def test_local_roles_share_the_gpus_of_one_machine(tmp_path: Path) -> None:
+    for i in range(4):
+        (tmp_path / f"nvidia{i}").touch()
+    (tmp_path / "nvidiactl").touch()
+    machine = local_site(tmp_path, tmp_path)
+    assert (machine.device, machine.nodes["default"].gpus) == ("cuda", 4)
+    groups = {"train": {"gpus_per_node": 1}, "inference": {"gpus_per_node": 2}}
+    plan = derive(Recipe.model_validate(recipe_data(deployment=groups)), machine, RUN, local=True)
+    assert [p.gpus for p in plan.processes() if p.gpus] == [(0,), (1,), (2,)]
+    groups["inference"]["gpus_per_node"] = 4
+    with pytest.raises(UsageError, match="ask for 5 GPUs, this machine has 4"):
+        derive(Recipe.model_validate(recipe_data(deployment=groups)), machine, RUN, local=True)
+
+
+shapes = st.fixed_dictionaries(
+    {
+        "layout": st.sampled_from(["het", "single"]),
+        "train": st.integers(1, 4),
+        "replicas": st.integers(1, 3),
+        "prefill": st.tuples(st.integers(1, 3), st.integers(1, 2)),
+        "decode": st.tuples(st.integers(1, 3), st.integers(1, 2)),
+        "tp": st.sampled_from([1, 2, 4, 8]),
+        "workers": st.integers(1, 3),
+    }
+)
+
+
+@settings(max_examples=60)
+@given(shapes)
+def test_every_placement_is_sound(shape: dict[str, Any]) -> None:
+    changes = disaggregated(shape["replicas"], shape["prefill"], shape["decode"])
+    changes["deployment"] |= {"layout": shape["layout"], "train": {"nodes": shape["train"]}}
+    changes["inference"] = {"parallel": {"tp": shape["tp"]}}
+    changes["environments"] = [{"id": "reverse-text", "workers": shape["workers"]}]
+    plan = plan_for(**changes)
+
+    assert [node.index for node in plan.nodes] == list(range(plan.totals.nodes))
+    assert sum(group.nodes for group in plan.groups) == plan.totals.nodes
+    names = [process.name for process in plan.processes()]
+    assert len(set(names)) == len(names)
+    for node in plan.nodes:
+        ports = [port for process in node.processes for port in process.ports.values()]
+        assert len(set(ports)) == len(ports), "two processes of a node prefer one port"
+        gpus = [gpu for process in node.processes for gpu in process.gpus]
+        assert len(set(gpus)) == len(gpus), "two processes of a node share a GPU"
+        assert all(0 <= gpu < 8 for gpu in gpus)
+    engines = [name for replica in plan.replicas for name in replica.engines]
+    assert sorted(engines) == sorted(p.name for p in plan.processes() if p.role in ("prefill", "decode"))
+    for replica in plan.replicas:
+        assert {plan.process(name).node for name in replica.engines} == set(replica.nodes)
+        assert set(plan.process(replica.router).after) == set(replica.engines)
+
+
+VALUES = (
+    *("run_dir", "attempt", "attempt_dir", "run_id", "python", "tmp", "node"),
+    *("interface", "hcas", "nccl_hcas", "ucx_devices", "ucx_devices_near"),
+)
+
+
+@settings(max_examples=20)
+@given(shapes)
+def test_every_placeholder_resolves_to_a_process_that_listens(shape: dict[str, Any]) -> None:
+    changes = disaggregated(shape["replicas"], shape["prefill"], shape["decode"])
+    changes["inference"] = {"parallel": {"tp": shape["tp"]}}
+    plan = plan_for(**changes)
+    hosts = {process.name: f"10.0.0.{process.node}" for process in plan.processes()}
+    ports = {process.name: process.ports for process in plan.processes()}
+    values = dict.fromkeys(VALUES, "/x")
+    secrets = {**values, "secret": "s", "generate_token": "g"}
+    listening = {f"{hosts[p.name]}:{port}" for p in plan.processes() for port in p.ports.values()}
+    for process in plan.processes():
+        texts = [(text, values) for text in process.argv]
+        texts += [(text, secrets) for text in (*process.env.values(), *plan.env.values())]
+        for text, known in texts:
+            filled = resolve(text, process.name, Addresses(hosts, ports), known)
+            assert "${" not in filled
+            for address in re.findall(r"10\.0\.0\.\d+:\d+", filled):
+                assert address in listening
+
+
+MANY = {"type": "multi_node", "num_replicas": 2}
+
+
+def test_a_job_survives_nodes_only_if_every_component_has_two() -> None:
+    plan = plan_for(deployment={"train": {"nodes": 2}, "inference": MANY, "spares": {"inference": 1}})
+    assert [(group.name, group.nodes, group.spares) for group in plan.groups] == [
+        ("control", 2, 1),
+        ("train", 2, 0),
+        ("inference", 3, 1),
+    ]
+    assert plan.survives_nodes
+    assert [plan.group_of_rank(rank).name for rank in range(plan.allocated)] == [
+        *["control"] * 2,
+        *["train"] * 2,
+        *["inference"] * 3,
+    ]
+    assert not plan_for(deployment={"inference": MANY, "spares": {"inference": 1}}).survives_nodes
+    assert plan_for(deployment={"layout": "single", "inference": MANY}).survives_nodes
+
+
+def test_ranks_of_a_trainer_are_one_unit_and_engines_may_hang_for_a_while() -> None:
+    plan = plan_for(deployment={"train": {"nodes": 2}}, inference={"hang_timeout_s": 7})
+    assert {(p.restart, p.unit) for p in plan.processes() if p.role == "trainer"} == {("attempt", "trainer")}
+    engines = [p.health for p in plan.processes() if p.role == "engine"]
+    assert {health.hang_timeout_s for health in engines if health} == {7} and None not in engines
+    alone = plan_for(deployment={"train": {"nodes": 1, "gpus_per_node": 1}})
+    assert alone.process("trainer-rank-0").unit is None

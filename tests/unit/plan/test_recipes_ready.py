@@ -1,0 +1,94 @@
+"""The ready recipes: each is placed, rendered and checked on the example site, with the nodes that its head names."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from primeslurm.families.catalog import catalog
+from primeslurm.plan.checks import model_files
+from primeslurm.plan.checks.unsupported import unsupported
+from primeslurm.plan.derive import derive
+from primeslurm.plan.local_site import local_site
+from primeslurm.recipe import Recipe
+from primeslurm.recipe.reading.recipe_files import load_recipe, load_site
+from primeslurm.slurm.render import render
+from tests.support.planning import reviewed
+
+ROOT = Path(__file__).resolve().parents[3]
+SITE = load_site(ROOT / "sites" / "h200.yaml")
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+LARGE = [path for path in RECIPES if load_recipe(path).model.path in catalog()]
+NAMED = re.compile(r"^# (\d+) H200 (?:nodes?|GPUs)", re.MULTILINE)
+
+
+BLOCKED = {
+    "gpt_oss_120b": ["the checkpoint is stored in mxfp4, the trainer reads bfloat16, float32 or block-scale FP8"],
+    "kimi_k2_7_pd": ["the checkpoint is stored in int4, the trainer reads bfloat16, float32 or block-scale FP8"],
+}
+"""Recipes that this version's trainer cannot run, and why."""
+
+
+def findings(recipe: Recipe, *levels: str) -> list[str]:
+    found, _ = reviewed(recipe, SITE)
+    return [f"{finding.field}: {finding.text}" for finding in found if finding.level in levels]
+
+
+def test_there_are_recipes_of_every_kind() -> None:
+    loaded = [load_recipe(path) for path in LARGE]
+    assert len(loaded) >= 12
+    assert {recipe.task for recipe in loaded} == {"rl", "sft", "serve"}
+    assert {recipe.deployment.inference.type for recipe in loaded} == {"single_node", "multi_node", "disaggregated"}
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_it_renders_to_a_script_that_bash_reads(path: Path, tmp_path: Path) -> None:
+    script = render(derive(load_recipe(path), SITE, tmp_path))
+    assert subprocess.run(["bash", "-n"], input=script, text=True, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("path", LARGE, ids=lambda path: path.stem)
+def test_it_contradicts_nothing_and_fits(path: Path) -> None:
+    recipe = load_recipe(path)
+    assert not findings(recipe, "error")
+    assert not [text for text in findings(recipe, "warning") if "fit" in text]
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_the_trainer_can_do_it(path: Path) -> None:
+    recipe = load_recipe(path)
+    model = model_files(recipe)
+    assert [finding.text for finding in unsupported(recipe, model.facts, model.model_type)] == BLOCKED.get(
+        path.stem, []
+    )
+
+
+@pytest.mark.parametrize("path", LARGE, ids=lambda path: path.stem)
+def test_its_head_names_its_nodes(path: Path, tmp_path: Path) -> None:
+    plan = derive(load_recipe(path), SITE, tmp_path)
+    gpu_nodes = sum(1 for node in plan.nodes if node.role != "control")
+    (named,) = NAMED.findall(path.read_text())
+    assert int(named) == (plan.totals.gpus if plan.layout == "single" else gpu_nodes)
+    assert "Where the numbers come from" in path.read_text() or load_recipe(path).trainer.router_replay
+
+
+def test_glm5_runs_on_28_nodes_with_three_prefill_nodes_for_each_decode_node(tmp_path: Path) -> None:
+    recipe = load_recipe(ROOT / "recipes" / "glm5_pd.yaml")
+    plan = derive(recipe, SITE, tmp_path)
+    nodes = {group.name: group.nodes for group in plan.groups}
+    assert nodes == {"control": 1, "train": 12, "prefill": 12, "decode": 4}
+    assert (plan.totals.gpus, plan.totals.engines, plan.totals.routers) == (224, 128, 1)
+    assert (recipe.orchestrator.batch_size, recipe.seq_len) == (256, 131072)
+
+
+def test_the_single_node_recipe_fits_one_machine_without_slurm(tmp_path: Path) -> None:
+    devices = tmp_path / "dev"
+    devices.mkdir()
+    for index in range(8):
+        (devices / f"nvidia{index}").touch()
+    recipe = load_recipe(ROOT / "recipes" / "qwen3_8b_single_node.yaml")
+    plan = derive(recipe, local_site(tmp_path, devices), tmp_path / "run", local=True)
+    assert sorted(gpu for process in plan.processes() for gpu in process.gpus) == list(range(8))

@@ -1,0 +1,97 @@
+"""What the trainer cannot read is found before a run: families, and how checkpoints are stored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from primeslurm.families.catalog import catalog
+from primeslurm.families.config import shape_of
+from primeslurm.plan.checks.unsupported import unsupported
+from primeslurm.recipe import Recipe
+from tests.support.recipes import recipe_data
+
+MOE: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "vocab_size": 128,
+}
+BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+SFT: dict[str, Any] = {"task": "sft", "environments": [], "sft": {"data": {"type": "jsonl", "path": "data.jsonl"}}}
+
+
+def texts(config: dict[str, Any], **changes: Any) -> list[str]:
+    """What is found about a model with this config."""
+    found = unsupported(Recipe.model_validate(recipe_data(**changes)), shape_of(config), config["model_type"])
+    return [f"{finding.level}: {finding.text}" for finding in found if finding.field == "model.path"]
+
+
+def test_an_unknown_family_is_named_with_those_that_are_known() -> None:
+    (finding,) = unsupported(Recipe.model_validate(recipe_data(model={"impl": "custom"})), None, "dinosaur")
+    assert finding.text == "the trainer has no implementation of its own for model type 'dinosaur'"
+    assert "qwen3_moe" in finding.fix.split(", ")
+
+
+def test_block_scale_fp8_is_read() -> None:
+    assert texts(MOE | {"quantization_config": BLOCKS}, **SFT) == []
+
+
+@pytest.mark.parametrize(
+    ("stored", "text"),
+    [
+        ({"quant_method": "fp8"}, "stored in fp8"),
+        (BLOCKS | {"weight_block_size": [64, 64]}, "stored in fp8"),
+        (BLOCKS | {"fmt": "e5m2"}, "stored in fp8"),
+        ({"quant_method": "compressed-tensors", "bits": 4}, "stored in int4"),
+    ],
+)
+def test_other_ways_to_store_weights_are_not(stored: dict[str, Any], text: str) -> None:
+    (found,) = texts(MOE | {"quantization_config": stored}, **SFT)
+    assert found.startswith("blocked: ") and text in found
+
+
+def test_the_implementation_in_transformers_reads_no_fp8() -> None:
+    (found,) = texts(MOE | {"quantization_config": BLOCKS}, **SFT, model={"impl": "hf"})
+    assert found.startswith("blocked: the checkpoint is stored in fp8")
+
+
+def test_engines_that_start_in_fp8_are_sent_fp8() -> None:
+    assert texts(MOE | {"quantization_config": BLOCKS}) == []
+
+
+def test_scales_that_are_powers_of_two_are_read_but_not_published() -> None:
+    powers = MOE | {"quantization_config": BLOCKS | {"scale_fmt": "ue8m0"}}
+    assert texts(powers, **SFT) == []
+    (found,) = texts(powers)
+    assert found.startswith("blocked: its scales are powers of two")
+
+
+def test_glm5_is_a_model_the_trainer_builds() -> None:
+    facts = catalog()["zai-org/GLM-5.1"].shape
+    assert not [
+        f for f in unsupported(Recipe.model_validate(recipe_data()), facts, facts.model_type) if f.field == "model.path"
+    ]
+
+
+def test_rollouts_with_images_need_whole_engines_and_a_frozen_encoder() -> None:
+    def fields(trained: bool, **changes: Any) -> set[str]:
+        recipe = recipe_data(model={"vlm": {"freeze_vision_encoder": not trained}}, **changes)
+        found = unsupported(Recipe.model_validate(recipe), None, "qwen3_vl")
+        return {finding.field for finding in found if finding.level == "blocked"}
+
+    apart = {"deployment": {"inference": {"type": "disaggregated"}}}
+    assert fields(False) == fields(True, **SFT) == set()
+    assert fields(True, **apart) == {"model.vlm.freeze_vision_encoder", "deployment.inference.type"}
+    assert fields(False, inference={"router": {"type": "llm-d"}}) == {"inference.router.type"}
+
+
+def test_the_text_config_says_how_weights_are_stored() -> None:
+    stored = {"quant_method": "compressed-tensors", "bits": 4}
+    (found,) = texts({"model_type": "kimi_k25", "text_config": MOE | {"quantization_config": stored}}, **SFT)
+    assert "stored in int4" in found

@@ -1,0 +1,82 @@
+"""Benchmarks: one command for all of them, which documents name rightly."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.__main__ import benchmarks
+from benchmarks.fault_table import recorded
+from benchmarks.training_speed import arguments
+from benchmarks.training_sweep import cells
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "benchmarks" / "README.md"]
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    """`python -m benchmarks WORDS`."""
+    argv = [sys.executable, "-m", "benchmarks", *words]
+    return subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_each_says_what_it_measures() -> None:
+    known = benchmarks()
+    assert {"gpu_run", "training_speed"} <= known.keys() and not {"live_memory", "titan_step"} & known.keys()
+    assert all(line.endswith(".") for line in known.values())
+    listed = run().stdout
+    assert all(f"\n{name} " in listed and line in listed for name, line in known.items())
+
+
+def test_one_is_run_with_its_words() -> None:
+    shown = run("training_sweep", "--help")
+    assert shown.returncode == 0 and shown.stdout.startswith("usage: python -m benchmarks training_sweep")
+    wrong = run("training_sweeep")
+    assert wrong.returncode == 1 and "no benchmark is named 'training_sweeep'" in wrong.stderr
+
+
+def test_documents_name_benchmarks_that_exist() -> None:
+    named = {name for page in PAGES for name in re.findall(r"python -m benchmarks ([a-z_]+)", page.read_text())}
+    assert len(named) > 10 and named <= benchmarks().keys()
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "benchmarks").rglob("*.py")), ids=lambda path: path.stem)
+def test_none_imports_tests(path: Path) -> None:
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    modules = [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
+    modules += [name.name for node in nodes if isinstance(node, ast.Import) for name in node.names]
+    assert "tests" not in {module.partition(".")[0] for module in modules}
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 4])
+def test_a_sweep_asks_for_what_training_speed_takes(gpus: int) -> None:
+    for settings in cells(gpus).values():
+        asked = arguments([*settings, "--ranks", str(gpus)])
+        assert asked.ep in (1, gpus) and asked.cp in (1, gpus) and (asked.experts or gpus) % gpus == 0
+
+
+def test_a_fault_table_is_what_tests_recorded(tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text(
+        "import pytest\n@pytest.mark.parametrize('n', [1, 2])\n"
+        "def test_it(n, record_property):\n    record_property('cost', f'{{\"fault\": \"f{n}\"}}')\n    assert n == 1\n"
+    )
+    report = tmp_path / "report.xml"
+    argv = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "--rootdir",
+        tmp_path,
+        tmp_path,
+        f"--junitxml={report}",
+        "-o",
+        "junit_family=xunit1",
+    ]
+    assert subprocess.run(argv, capture_output=True, check=False, cwd=tmp_path).returncode == 1
+    assert recorded(report) == [{"fault": "f1"}, {"fault": "f2"}]

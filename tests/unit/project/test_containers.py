@@ -1,0 +1,42 @@
+"""Images for GPU nodes: both descriptions have the same content, which is that of set-up."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+DOCKERFILE = (ROOT / "containers" / "Dockerfile").read_text()
+DEFINITION = (ROOT / "containers" / "primeslurm.def").read_text()
+
+
+def packages(text: str) -> list[str]:
+    """What is installed by apt."""
+    found = re.search(r"--no-install-recommends \\\n((?:.*\\\n)*.*)", text)
+    assert found
+    return [word for word in found[1].partition("&&")[0].split() if re.fullmatch(r"[a-z0-9-]+", word)]
+
+
+def test_both_start_from_the_same_and_install_the_same() -> None:
+    assert re.findall(r"nvidia/cuda:\S+", DOCKERFILE) == re.findall(r"nvidia/cuda:\S+", DEFINITION)
+    wanted = packages(DOCKERFILE)
+    assert len(wanted) > 5 and packages(DEFINITION)[: len(wanted)] == wanted
+    for text in (DOCKERFILE, DEFINITION):
+        assert "uv pip install --no-cache --requirement requirements/gpu.txt" in text
+
+
+def test_uv_and_nccl_have_one_version_everywhere() -> None:
+    for pattern, more in ((r"uv==([\d.]+)", ["just", "requirements/cpu.txt"]), (r"nccl-cu13==([\d.]+)", [])):
+        texts = [DOCKERFILE, DEFINITION, *((ROOT / name).read_text() for name in more)]
+        found = [re.findall(pattern, text) for text in texts]
+        assert all(found) and len({version for versions in found for version in versions}) == 1
+    nccl = re.search(r'^nccl = "(.*)"', (ROOT / "third_party" / "deepep" / "manifest.toml").read_text(), re.MULTILINE)
+    assert nccl and f"nvidia-nccl-cu13=={nccl[1]}" in DOCKERFILE
+
+
+def test_what_is_copied_exists() -> None:
+    for source in re.findall(r"^COPY (?!--from)(\S+) ", DOCKERFILE, re.MULTILINE):
+        assert (ROOT / source).exists(), source
+    section = DEFINITION[DEFINITION.index("%files") : DEFINITION.index("%post")]
+    copied = [line.split()[0] for line in section.splitlines()[1:] if line.strip()]
+    assert len(copied) > 5 and all((ROOT / name).exists() for name in copied)

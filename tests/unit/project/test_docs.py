@@ -1,0 +1,71 @@
+"""Every command that README and docs show exists with those options; links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+import typer
+import yaml
+from typer.core import TyperGroup
+
+from primeslurm.cli import app
+from primeslurm.recipe import Recipe, Site
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"```(\w*)\n(.*?)```", re.DOTALL)
+INLINE = re.compile(r"`(primeslurm [^`]+|\./just [^`]+)`")
+
+
+def commands() -> list[tuple[str, str]]:
+    """(page, command) of every primeslurm or just command shown."""
+    found = []
+    for page in PAGES:
+        text = page.read_text()
+        lines = [line for _, body in FENCE.findall(text) for line in body.splitlines()]
+        for line in [*lines, *INLINE.findall(FENCE.sub("", text))]:
+            if re.match(r"(primeslurm|\./just) ", line):
+                found.append((page.name, line.split("#")[0].split(">")[0].strip()))
+    return found
+
+
+def test_there_are_commands_to_check() -> None:
+    assert len(commands()) > 15
+
+
+@pytest.mark.parametrize(("page", "command"), commands())
+def test_every_command_shown_can_be_typed(page: str, command: str) -> None:
+    words = shlex.split(command)
+    if words[0] == "./just":
+        names = subprocess.run([".venv/bin/just", "--summary"], cwd=ROOT, capture_output=True, text=True, check=True)
+        assert words[1] in names.stdout.split()
+        return
+    parser = typer.main.get_command(app)
+    rest = words[1:]
+    while isinstance(parser, TyperGroup):
+        assert rest[0] in parser.commands, command
+        _, parser, rest = parser.resolve_command(typer.Context(parser), rest)
+    parser.make_context(words[1], rest)  # raises for an unknown option or a missing argument
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_to_files(page: Path) -> None:
+    for target in re.findall(r"\]\((?!http)([^)#]+)\)", page.read_text()):
+        assert (page.parent / target).exists(), target
+
+
+def test_yaml_shown_is_valid() -> None:
+    blocks = [body for page in PAGES for kind, body in FENCE.findall(page.read_text()) if kind == "yaml"]
+    assert len(blocks) >= 2
+    for block in blocks:
+        data = yaml.safe_load(block)
+        (Site if "nodes" in data else Recipe).model_validate(data)
+
+
+@pytest.mark.parametrize("recipe", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.name)
+def test_recipes_say_what_they_are_for(recipe: Path) -> None:
+    assert recipe.read_text().startswith("# ")

@@ -1,0 +1,37 @@
+"""Pages written from the code are current."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from primeslurm.recipe import Recipe
+from primeslurm.recipe.reference import markdown
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+def test_generated_pages_are_current() -> None:
+    argv = [sys.executable, "scripts/docs.py", "--check"]
+    done = subprocess.run(argv, cwd=ROOT, env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_reference_names_every_section_and_field() -> None:
+    text = markdown(Recipe)
+    schema = Recipe.model_json_schema(by_alias=True)
+    for name, section in [("Recipe", schema), *schema["$defs"].items()]:
+        assert f"## {name}\n" in text
+        for field in section["properties"]:
+            assert f"| `{field}` |" in text
+
+
+def test_published_numbers_are_those_of_the_results() -> None:
+    page = (ROOT / "docs" / "planning.md").read_text()
+    results = ROOT / "benchmarks" / "results"
+    trainer = json.loads((results / "memory_model.json").read_bytes())["trainer_gib"]
+    assert f"mean {trainer['mean_absolute_error_percent']:g} %, worst {trainer['worst_error_percent']:g} %" in page
+    for size in json.loads((results / "plan_scale.json").read_bytes())["sizes"]:
+        assert f"| {size['gpu_nodes']:,} | {size['gpus']:,} | {size['processes']:,} |" in page

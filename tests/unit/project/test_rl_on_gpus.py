@@ -1,0 +1,58 @@
+"""The benchmark of whole loops on GPUs, as far as it goes without any: its runs are planned and contradict nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.rl_on_gpus import CELLS, CONFIG, HERE, report
+from primeslurm.plan.derive import derive
+from primeslurm.plan.local_site import local_site
+from primeslurm.recipe.reading.recipe_files import load_recipe
+from primeslurm.records.events.policy import EngineUpdated
+from primeslurm.records.events.training import WeightsPublished
+from tests.support.planning import reviewed
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_every_cell_is_planned_on_its_gpus(name: str, tmp_path: Path) -> None:
+    cell = CELLS[name]
+    model = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], **CONFIG}
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    devices = tmp_path / "dev"
+    devices.mkdir()
+    for gpu in range(cell.gpus):
+        (devices / f"nvidia{gpu}").touch()
+    settings = [f"{key}={value}" for key, value in {"model.path": str(tmp_path), **cell.settings}.items()]
+    recipe = load_recipe(HERE / cell.recipe, settings)
+    site = local_site(tmp_path / "runs", devices)
+    findings, _ = reviewed(recipe, site)
+    assert not [finding for finding in findings if finding.level in ("error", "blocked")]
+    assert derive(recipe, site, tmp_path).totals.gpus == cell.gpus
+
+
+def test_a_report_takes_the_slowest_engine_of_each_update() -> None:
+    steps = [
+        {"trainer/mismatch_kl": kl, "trainer/seconds/publish": 0.5, "throughput/step_seconds": 2.0}
+        for kl in (9e-4, 3e-4, 1e-4, 2e-4)
+    ]
+    happened = [
+        EngineUpdated("engine-r0-0", 0, "confirm", seconds=0.1),
+        *(WeightsPublished(version, sent_s=0.3) for version in (1, 2, 3, 4)),
+        *(
+            EngineUpdated("engine-r0-0", version, load_s=load, pause_s=load + 0.1)
+            for version in (1, 2, 3, 4)
+            for load in (0.2 * version, 0.1)
+        ),
+    ]
+    found = report(steps, happened)
+    assert found["steps"] == 4 and found["mismatch_kl"] == {"median": 2.5e-4, "max": 9e-4}
+    assert found["update_seconds"] == {"publish": 0.5, "transfer": 0.3, "load": 0.7, "pause": 0.8}
+    assert report([], []) == {
+        "steps": 0,
+        "mismatch_kl": {"median": None, "max": None},
+        "update_seconds": dict.fromkeys(("publish", "transfer", "load", "pause")),
+        "step_seconds": None,
+    }

@@ -1,0 +1,287 @@
+"""Loading of recipes: composition, and one clear message for each thing that is wrong."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from primeslurm.errors import UsageError
+from primeslurm.recipe import Recipe
+from primeslurm.recipe.fields.slurm_syntax import minutes
+from primeslurm.recipe.reading.recipe_files import load_recipe, load_site
+from tests.support.recipes import recipe_data, write_recipe
+
+
+def messages(path: Path, *overrides: str) -> list[str]:
+    with pytest.raises(UsageError) as caught:
+        load_recipe(path, overrides)
+    assert caught.value.exit_code == 2
+    return [str(violation) for violation in caught.value.violations]
+
+
+BAD: list[tuple[dict[str, Any], list[str]]] = [
+    ({"max_step": 3}, ["max_step = 3: no such key (did you mean max_steps?)"]),
+    ({"max_steps": 0}, ["max_steps = 0: must be greater than 0 (nearest: 1)"]),
+    ({"model": {"dtype": "float"}}, ["model.dtype = 'float': is not a valid choice (did you mean float32?)"]),
+    (
+        {"deployment": {"inference": {"type": "disagregated"}}},
+        ["deployment.inference.type = 'disagregated': is not a valid choice (did you mean disaggregated?)"],
+    ),
+    (
+        {"deployment": {"inference": {"type": "disaggregated", "prefil": {}}}},
+        ["deployment.inference.prefil = {{}}: no such key (did you mean prefill?)"],
+    ),
+    (
+        {"environments": [{"idd": "x"}]},
+        [
+            "environments.0.id: is required but missing in {path}",
+            "environments.0.idd = 'x': no such key (did you mean id?)",
+        ],
+    ),
+    ({"environments": []}, ["environments: task rl needs at least one (add `environments: [{{id: reverse-text}}]`)"]),
+    (
+        {"orchestrator": {"batch_size": 18}},
+        ["orchestrator.batch_size = 18: must be a multiple of orchestrator.group_size = 4 (nearest: 16)"],
+    ),
+    (
+        {"orchestrator": {"max_inflight_rollouts": 2}},
+        ["orchestrator.max_inflight_rollouts = 2: must be at least orchestrator.group_size = 4 (nearest: 4)"],
+    ),
+    (
+        {"environments": [{"id": "a"}, {"id": "a"}]},
+        ["environments = a: names must be unique (give each a `name`)"],
+    ),
+    (
+        {"orchestrator": {"sampling": {"max_tokens": 128}}},
+        ["orchestrator.sampling.max_tokens = 128: leaves no room for a prompt in seq_len = 128"],
+    ),
+    ({"model": {"max_len": 64}}, ["model.max_len = 64: is shorter than seq_len = 128"]),
+    ({"task": "sft"}, ["sft: task sft needs this section (add `sft: {{data: {{type: jsonl, path: ...}}}}`)"]),
+    ({"task": "serve"}, ["environments = reverse-text: task serve runs none (leave them out, or task: rl)"]),
+    (
+        {"orchestrator": {"advantages": "opd"}, "trainer": {"loss": {"type": "ipo", "ref_kl": 0.1}}},
+        [
+            "trainer.loss.ref_kl = 0.1: needs a teacher (add `teacher: {{type: engines, path: ...}}`)",
+            "orchestrator.advantages = opd: needs a teacher (add `teacher: {{type: engines, path: ...}}`)",
+        ],
+    ),
+    (
+        {"teacher": {"type": "engines", "path": "x"}, "orchestrator": {"opd_reward": 0.5}},
+        [
+            "orchestrator.opd_reward = 0.5: advantages: grpo are the reward's already"
+            " (leave it out, or advantages: opd)",
+            "teacher = engines: nothing asks for its log-probabilities"
+            " (set trainer.loss.ref_kl or orchestrator.advantages: opd, or leave it out)",
+        ],
+    ),
+    (
+        {"orchestrator": {"algorithm": {"function": "a.b:C"}, "advantages": "max_rl", "opd_reward": 0.5}},
+        [
+            "orchestrator.advantages = max_rl: orchestrator.algorithm = a.b:C says what advantages are (leave one out)",
+            "orchestrator.opd_reward = 0.5: orchestrator.algorithm = a.b:C says what advantages are (leave one out)",
+        ],
+    ),
+    (
+        {"orchestrator": {"algorithm": {"type": "custom", "function": "a.b.C"}}},
+        ["orchestrator.algorithm.function = 'a.b.C': must be package.module:function"],
+    ),
+    (
+        {"orchestrator": {"algorithm": {"type": "rloo", "function": "a:b", "arguments": {}}}},
+        [
+            "orchestrator.algorithm.type = 'rloo': is not a valid choice (valid: custom)",
+            "orchestrator.algorithm.arguments = {{}}: no such key (did you mean kwargs?)",
+        ],
+    ),
+    (
+        {"task": "serve", "environments": [], "teacher": {"type": "engines", "path": "x"}},
+        ["teacher = engines: task serve samples nothing for it (leave it out)"],
+    ),
+    (
+        {"task": "sft", "sft": {"data": {"type": "jsonl", "path": "x"}}, "teacher": {"type": "engines", "path": "x"}},
+        ["teacher = engines: task sft samples nothing for it (leave it out)"],
+    ),
+    (
+        {"teacher": {"type": "engine", "path": "x"}},
+        ["teacher.type = 'engine': is not a valid choice (did you mean engines?)"],
+    ),
+    ({"teacher": {"path": "x"}}, ["teacher.type: is required but missing in {path} (valid: engines, served)"]),
+    (
+        {"teacher": {"type": "served", "base_url": "teacher:8000", "model": "m"}},
+        ["teacher.base_url = 'teacher:8000': must be an http or https URL, for example http://host:8000/v1"],
+    ),
+    ({"slurm": {"time": "soon"}}, ["slurm.time = 'soon': must be HH:MM:SS or D-HH:MM:SS, in quotes"]),
+    (
+        {"name": "Bad Name"},
+        [
+            "name = 'Bad Name': must be at most 63 of a-z, 0-9 and . _ -, the first a letter or a digit"
+            " (nearest: bad-name)"
+        ],
+    ),
+    (
+        {"model": None, "environments": 3, "monitor": {"tensorboard": "no idea"}, "name": 7},
+        [
+            'name = 7: must be text (nearest: "7")',
+            "model = null: must be a section of keys and values",
+            "environments = 3: must be a list (nearest: [3])",
+            "monitor.tensorboard = 'no idea': must be true or false",
+        ],
+    ),
+    ({"trainer": {"parallelism": {"ep": True}}}, ["trainer.parallelism.ep = 'true': must be a whole number"]),
+    ({"trainer": {"optimizer": {"lr": math.inf}}}, ["trainer.optimizer.lr = inf: must be a finite number"]),
+    (
+        {"inference": {"gpu_memory_utilization": 2}},
+        ["inference.gpu_memory_utilization = 2: must be at most 1 (nearest: 1)"],
+    ),
+    (
+        {"environments": [{"id": "reverse-text", "args": {"a": math.nan}}]},
+        [
+            "environments.0.args.a = nan: cannot be written as JSON"
+            " (valid: finite numbers, text, true, false, null, lists, mappings)"
+        ],
+    ),
+    ({"schema": 2}, ["schema = 2: is not a valid choice (valid: 1)"]),
+    (
+        {"max_steps": "many", "seq_len": -1, "nam": "x"},
+        [
+            "max_steps = 'many': must be a whole number",
+            "seq_len = -1: must be greater than 0 (nearest: 1)",
+            "nam = 'x': no such key (did you mean name?)",
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "expected"), BAD, ids=[str(list(changes)) for changes, _ in BAD])
+def test_bad_input_gives_every_violation_at_once(tmp_path: Path, changes: dict[str, Any], expected: list[str]) -> None:
+    path = write_recipe(tmp_path / "r.yaml", **changes)
+    assert messages(path) == [line.format(path=path) for line in expected]
+
+
+BROKEN = [
+    ("a: [1,\nb: 2", "{path}:2:5: not valid YAML: expected ',' or ']', but got '<stream end>'"),
+    ("", "{path}: must be a mapping of keys to values, is empty"),
+    ("- a\n", "{path}: must be a mapping of keys to values, is a list"),
+    ("\t: x", "{path}:1:1: not valid YAML: found character '\\t' that cannot start any token"),
+    ("a:\n  b: 1\n  b: 2\n", "{path}:3:3: not valid YAML: b is given twice"),
+    ("a: !!int x", "{path}: not valid YAML: invalid literal for int() with base 10: 'x'"),
+    ("a: " + "[" * 2000, "{path}: not valid YAML: nested too deeply"),
+    ("a: \0", "{path}: not valid YAML: unacceptable character #x0000: special characters are not allowed"),
+    ("--- 1\n", "{path}: must be a mapping of keys to values, is a single value"),
+    ("extends: 3", "extends = 3: must be one relative path"),
+    ("extends: r.yaml", "extends = r.yaml: goes in a circle: r.yaml -> r.yaml"),
+]
+
+
+@pytest.mark.parametrize(("text", "expected"), BROKEN, ids=[repr(text) for text, _ in BROKEN])
+def test_broken_files_give_place_and_reason(tmp_path: Path, text: str, expected: str) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text(text)
+    assert messages(path) == [expected.format(path=path)]
+
+
+def test_a_missing_file_names_its_nearest_sibling(tmp_path: Path) -> None:
+    write_recipe(tmp_path / "reverse_text.yaml")
+    assert messages(tmp_path / "revers_text.yaml") == [
+        f"{tmp_path}/revers_text.yaml: cannot be read: No such file or directory (did you mean reverse_text.yaml?)"
+    ]
+
+
+def test_what_is_no_file_of_text_is_refused_without_being_read(tmp_path: Path) -> None:
+    loop, pipe, latin = (tmp_path / name for name in ("loop.yaml", "pipe.yaml", "latin.yaml"))
+    loop.symlink_to(loop)
+    os.mkfifo(pipe)
+    latin.write_bytes("name: grün\n".encode("latin-1"))
+    assert messages(loop) == [f"RECIPE = '{loop}': Symlink loop from '{loop}'"]
+    assert messages(pipe) == [f"{pipe}: is not a regular file"]
+    assert messages(tmp_path) == [f"{tmp_path}: is a directory"]
+    assert messages(latin) == [f"{latin}: not text in UTF-8 (byte 8)"]
+
+
+def test_extends_merges_mappings_and_replaces_lists(tmp_path: Path) -> None:
+    write_recipe(tmp_path / "base.yaml", environments=[{"id": "a"}, {"id": "b"}])
+    child = tmp_path / "sub" / "child.yaml"
+    child.parent.mkdir()
+    child.write_text("extends: ../base.yaml\nname: child\norchestrator: {group_size: 8}\nenvironments: [{id: c}]\n")
+    recipe = load_recipe(child)
+    assert (recipe.name, recipe.orchestrator.group_size, recipe.orchestrator.batch_size) == ("child", 8, 16)
+    assert [environment.id for environment in recipe.environments] == ["c"]
+
+
+def test_another_type_replaces_the_whole_section(tmp_path: Path) -> None:
+    prefill = {"deployment": {"inference": {"type": "disaggregated", "prefill": {"num_replicas": 2}}}}
+    write_recipe(tmp_path / "base.yaml", **prefill)
+    child = tmp_path / "child.yaml"
+    child.write_text("extends: base.yaml\ndeployment: {inference: {type: multi_node, num_replicas: 3}}\n")
+    inference = load_recipe(child).deployment.inference
+    assert (inference.type, inference.num_replicas) == ("multi_node", 3)
+
+
+def test_overrides_reach_into_lists_and_parse_yaml(tmp_path: Path) -> None:
+    path = write_recipe(tmp_path / "r.yaml")
+    overrides = ("max_steps=9", "environments.0.args={min_length: 2}", "trainer.optimizer.max_norm=null")
+    recipe = load_recipe(path, overrides)
+    assert recipe.max_steps == 9
+    assert recipe.environments[0].args == {"min_length": 2}
+    assert recipe.trainer.optimizer.max_norm is None
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("max_steps", "--set = max_steps: must be key.path=value"),
+        (
+            "environments.4.id=x",
+            "--set environments.4.id = x: there is no such place in the recipe (environments has entries 0 to 0)",
+        ),
+        (
+            "environments.-1.id=x",
+            "--set environments.-1.id = x: there is no such place in the recipe (environments has entries 0 to 0)",
+        ),
+        ("max_steps.x.y=1", "--set max_steps.x.y = 1: there is no such place in the recipe (max_steps is no section)"),
+        ("trainer..fp8=1", "--set = trainer..fp8=1: must be key.path=value"),
+        ("name=[", "--set name = [: the value is not valid YAML"),
+    ],
+)
+def test_bad_overrides(tmp_path: Path, override: str, expected: str) -> None:
+    assert messages(write_recipe(tmp_path / "r.yaml"), override) == [expected]
+
+
+def test_an_override_leaves_what_an_alias_shares_with_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "r.yaml"
+    text = yaml.safe_dump(recipe_data())
+    path.write_text(text + "inference: {prefill: &same {max_num_seqs: 8}, decode: *same}\nmonitor:\n")
+    recipe = load_recipe(path, ("inference.decode.max_num_seqs=4", "monitor.tensorboard=false"))
+    assert (recipe.inference.prefill.max_num_seqs, recipe.inference.decode.max_num_seqs) == (8, 4)
+    assert not recipe.monitor.tensorboard
+
+
+def test_a_name_is_taken_as_it_is(tmp_path: Path) -> None:
+    assert load_recipe(write_recipe(tmp_path / "r.yaml"), name="12").name == "12"
+
+
+def test_a_resolved_recipe_loads_again_as_itself(tmp_path: Path) -> None:
+    recipe = Recipe.model_validate(recipe_data())
+    path = tmp_path / "recipe.resolved.json"
+    path.write_text(recipe.model_dump_json(by_alias=True))
+    assert load_recipe(path) == recipe
+
+
+def test_site_files_are_checked_too(tmp_path: Path) -> None:
+    path = tmp_path / "site.yaml"
+    path.write_text(yaml.safe_dump({"name": "x", "devise": "cpu", "nodes": {"default": {"partition": "p"}}}))
+    with pytest.raises(UsageError) as caught:
+        load_site(path)
+    assert [str(v) for v in caught.value.violations] == [
+        f"nodes.default.cpus: is required but missing in {path}",
+        "devise = 'cpu': no such key (did you mean device?)",
+    ]
+
+
+@pytest.mark.parametrize(("text", "expected"), [("00:30:00", 30), ("1-00:00:00", 1440), ("00:00:01", 1)])
+def test_slurm_time_in_minutes(text: str, expected: int) -> None:
+    assert minutes(text) == expected

@@ -1,0 +1,83 @@
+"""Advice from the load of the engines."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from primeslurm.records.load import Load
+from primeslurm.run.diagnosis.advice import Advice, Shape, advise, shape_of
+
+SPLIT = Shape(prefill=3, decode=1)
+BUSY_PREFILL = Load(
+    engines=24, seconds=60, running_mean=24, waiting_mean=90, busy_mean=1, computed_per_s=5200, kv_usage_mean=0.5
+)
+CALM_DECODE = Load(engines=8, seconds=60, running_mean=200, busy_mean=1, generated_per_s=1000, kv_usage_mean=0.6)
+FULL_DECODE = msgspec.structs.replace(CALM_DECODE, waiting_mean=80, kv_usage_mean=0.95)
+IDLE_PREFILL = msgspec.structs.replace(BUSY_PREFILL, waiting_mean=0, running_mean=2, busy_mean=0.3)
+
+
+def only(prefill: Load, decode: Load, shape: Shape = SPLIT) -> Advice | None:
+    found = advise({"prefill": prefill, "decode": decode}, shape)
+    assert len(found) <= 1
+    return found[0] if found else None
+
+
+def test_saturated_prefill_gets_as_many_replicas_as_decode_can_feed_on() -> None:
+    advice = only(BUSY_PREFILL, CALM_DECODE)
+    assert advice is not None
+    assert advice.text == "prefill is saturated: 4:1 (prefill:decode) would balance, you run 3:1"
+    assert "3.8 requests waited per prefill engine (busy 100% of the time)" in advice.reason
+    assert "5.2 prompt tokens computed per sampled one" in advice.reason
+    assert advice.changes == {"deployment.inference.prefill.num_replicas": 4}
+
+
+def test_no_advice_goes_further_than_doubling() -> None:
+    advice = only(BUSY_PREFILL, msgspec.structs.replace(CALM_DECODE, kv_usage_mean=0.02))
+    assert advice is not None and advice.changes == {"deployment.inference.prefill.num_replicas": 6}
+
+
+def test_saturated_decode_takes_from_idle_prefill_or_else_grows() -> None:
+    advice = only(IDLE_PREFILL, FULL_DECODE)
+    assert advice is not None and advice.changes == {"deployment.inference.prefill.num_replicas": 2}
+    assert advice.text.startswith("decode is saturated: 2:1")
+    advice = only(IDLE_PREFILL, FULL_DECODE, Shape(prefill=1, decode=1))
+    assert advice is not None and advice.changes == {"deployment.inference.decode.num_replicas": 2}
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode"),
+    [
+        (msgspec.structs.replace(BUSY_PREFILL, seconds=10), CALM_DECODE),
+        (msgspec.structs.replace(BUSY_PREFILL, busy_mean=0.5), CALM_DECODE),
+        (msgspec.structs.replace(BUSY_PREFILL, waiting_mean=5), CALM_DECODE),
+        (BUSY_PREFILL, FULL_DECODE),
+        (IDLE_PREFILL, CALM_DECODE),
+        (msgspec.structs.replace(BUSY_PREFILL, deferred_mean=90), CALM_DECODE),
+        (IDLE_PREFILL, msgspec.structs.replace(FULL_DECODE, deferred_mean=80)),
+        (BUSY_PREFILL, Load()),
+    ],
+    ids=["short", "half-busy", "few wait", "both full", "both calm", "waits for offload", "waits for KV", "no decode"],
+)
+def test_without_evidence_nothing_is_said(prefill: Load, decode: Load) -> None:
+    assert only(prefill, decode) is None
+
+
+def test_engines_that_preempt_get_fewer_rollouts_in_flight() -> None:
+    load = Load(engines=2, seconds=60, preemptions_per_s=0.1, kv_usage_mean=0.97, running_mean=40.5, waiting_mean=20)
+    (advice,) = advise({"engine": load}, Shape(max_inflight=64))
+    assert advice.changes == {"orchestrator.max_inflight_rollouts": 40}
+    assert "6.0 times a minute" in advice.reason
+    (advice,) = advise({"engine": load}, Shape())
+    assert advice.changes == {} and "or KV offload" in advice.text
+    (advice,) = advise({"engine": load}, Shape(kv_offload=True))
+    assert "offload" not in advice.text
+    assert advise({"engine": msgspec.structs.replace(load, preemptions_per_s=0.001)}, Shape()) == []
+
+
+def test_the_shape_is_read_from_the_recipe() -> None:
+    inference = {"type": "disaggregated", "prefill": {"num_replicas": 3}, "decode": {"num_replicas": 1}}
+    recipe = {"deployment": {"inference": inference}, "orchestrator": {"max_inflight_rollouts": 9}}
+    assert shape_of({**recipe, "inference": {"kv_offload": {"type": "native"}}}) == Shape(3, 1, 9, True)
+    assert shape_of({"deployment": {"inference": {"type": "multi_node"}}}) == Shape()
+    assert shape_of({}) == Shape()

@@ -1,0 +1,309 @@
+"""The first failure of an attempt, found in events, heartbeats and logs as processes leave them."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from primeslurm.files import write_json
+from primeslurm.plan.model import Process
+from primeslurm.records.attempt import EndRecord, JobRecord
+from primeslurm.records.fleet import AgentReport
+from primeslurm.run.diagnosis.doctor import Diagnosis, diagnose
+from primeslurm.run.diagnosis.failure_signatures import in_log, of_exit, of_job, of_reason
+from primeslurm.run.diagnosis.logs import error_line, lines_until
+from primeslurm.run.diagnosis.validity import problems
+from primeslurm.run.directory import RunDirectory
+from tests.support.cli import primeslurm
+from tests.support.plans import plan_of, python
+
+T0 = 1_790_000_000.0
+OOM = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+RESET = "RuntimeError: [../gloo/pair.cc:553] Connection closed by peer [10.0.0.2]:1234"
+
+
+def process(name: str, node: int) -> Process:
+    role = "trainer" if name.startswith("trainer") else "decode"
+    return Process(name=name, role=role, node=node, argv=python("pass"), log=f"logs/{role}/{name}.log")  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    """Two trainer nodes and an engine, all started."""
+    directory = RunDirectory(tmp_path / "runs" / "r")
+    attempt = directory.attempt(1)
+    nodes = [(process("trainer-rank-0", 0),), (process("trainer-rank-1", 1), process("decode-r0-0", 1))]
+    attempt.prepare(plan_of(directory.path, *nodes))
+    attempt.record_job(JobRecord("7", "slurm", T0))
+    write_json(directory.path / "lock.json", {"run_id": "r-1", "created_at": T0})
+    write_json(directory.path / "recipe.resolved.json", {"orchestrator": {"batch_size": 8}})
+    for node in (0, 1):
+        say(directory, f"agent-{node}", T0, "agent_started", node=f"n{node}")
+        beat(directory, node, T0 + 100, ended=True)
+    return directory
+
+
+def beat(run: RunDirectory, rank: int, at: float, *, ended: bool) -> None:
+    """The last heartbeat of an agent."""
+    report = AgentReport(rank, f"n{rank}", f"10.0.0.{rank}", at, agent_pid=1, ended=ended)
+    write_json(run.attempt(1).agent_file(rank), msgspec.to_builtins(report))
+
+
+def say(run: RunDirectory, writer: str, at: float, kind: str, /, **fields: Any) -> None:
+    with (run.attempt(1).path / "events" / f"{writer}.jsonl").open("a") as handle:
+        handle.write(json.dumps({"time": at, "process": writer, "kind": kind, **fields}) + "\n")
+
+
+def log(run: RunDirectory, name: str, at: float, *lines: str) -> None:
+    role = "trainer" if name.startswith("trainer") else "decode"
+    path = run.attempt(1).path / "logs" / role / f"{name}.log"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    stamp = time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(at))
+    with path.open("a") as handle:
+        handle.write("\n".join([f"--- {stamp} python -m x", *lines]) + "\n")
+
+
+def end(run: RunDirectory, at: float, reason: str, suspect: str, outcome: str = "failed") -> None:
+    say(run, "head", at, "ending", outcome=outcome, reason=reason, suspect=suspect)
+    run.attempt(1).record_end(EndRecord(outcome, reason, suspect, 4, False, "", at + 5))
+
+
+def diagnosis(run: RunDirectory, job: str | None = None) -> Diagnosis:
+    return diagnose(run, run.attempt(1), lambda record: job)
+
+
+def test_the_rank_that_ran_out_of_memory_is_named_and_not_the_one_that_noticed(run: RunDirectory) -> None:
+    log(run, "trainer-rank-0", T0, "step 3", "Traceback (most recent call last):", RESET)
+    log(run, "trainer-rank-1", T0, "step 3", "Traceback (most recent call last):", OOM, "bye")
+    say(run, "agent-0", T0 + 50.0, "exited", name="trainer-rank-0", code=1, state="failed")
+    say(run, "agent-1", T0 + 50.4, "exited", name="trainer-rank-1", code=1, state="failed")
+    end(run, T0 + 51, "trainer-rank-0 ended with exit code 1", "trainer-rank-0")
+    found = diagnosis(run)
+    assert found.first is not None and not found.well
+    assert (found.first.failure.component, found.first.failure.node, found.first.failure.code) == (
+        "trainer-rank-1",
+        "n1",
+        1,
+    )
+    assert found.first.error == OOM
+    assert found.first.last_lines[-2:] == [OOM, "bye"]
+    (cause,) = found.first.causes
+    assert cause.cause == "a GPU ran out of memory" and cause.evidence == OOM
+    assert [event.who for event in found.followed] == ["trainer-rank-0", "head"]
+
+
+def test_a_rank_that_was_killed_is_named_and_not_the_one_that_says_nothing(run: RunDirectory) -> None:
+    log(run, "trainer-rank-0", T0, "a rank is gone")
+    log(run, "trainer-rank-1", T0, "step 3")
+    say(run, "agent-0", T0 + 50.0, "exited", name="trainer-rank-0", code=1, state="failed")
+    say(run, "agent-1", T0 + 50.2, "exited", name="trainer-rank-1", code=-9, state="failed")
+    end(run, T0 + 51, "trainer-rank-0 ended with exit code 1", "trainer-rank-0")
+    found = diagnosis(run)
+    assert found.first is not None and found.first.failure.component == "trainer-rank-1"
+    assert [event.who for event in found.followed] == ["trainer-rank-0", "head"]
+
+
+def test_what_was_restarted_is_not_the_first_failure(run: RunDirectory) -> None:
+    log(run, "decode-r0-0", T0, OOM)
+    log(run, "decode-r0-0", T0 + 12, "serving")
+    say(run, "agent-1", T0 + 10, "exited", name="decode-r0-0", code=-9, state="backoff")
+    say(run, "agent-1", T0 + 12, "started", name="decode-r0-0", pid=5, restarts=1)
+    say(run, "agent-0", T0 + 50, "exited", name="trainer-rank-0", code=-9, state="failed")
+    end(run, T0 + 51, "trainer-rank-0 was ended by signal 9", "trainer-rank-0")
+    found = diagnosis(run)
+    assert found.first is not None and found.first.failure.component == "trainer-rank-0"
+    assert "killed from outside" in found.first.causes[0].cause
+    assert [failure.component for failure in found.recovered] == ["decode-r0-0"]
+
+
+def test_an_engine_that_fails_again_and_again_was_never_got_over(run: RunDirectory) -> None:
+    for restart, state in enumerate(("backoff", "backoff", "failed")):
+        say(run, "agent-1", T0 + 10 * restart, "started", name="decode-r0-0", restarts=restart)
+        log(run, "decode-r0-0", T0 + 10 * restart, f"OSError: [Errno 98] Address already in use ({restart})")
+        say(run, "agent-1", T0 + 10 * restart + 5, "exited", name="decode-r0-0", code=1, state=state)
+    end(run, T0 + 30, "decode-r0-0 ended with exit code 1 after 2 restarts", "decode-r0-0")
+    found = diagnosis(run)
+    assert found.first is not None and found.first.failure.time == T0 + 5
+    assert found.first.error == "OSError: [Errno 98] Address already in use (0)"
+    assert found.first.causes[0].cause.startswith("a port was taken") and found.recovered == []
+
+
+def test_a_node_that_fell_silent_comes_before_those_that_missed_it(run: RunDirectory) -> None:
+    beat(run, 1, T0 + 40, ended=False)
+    log(run, "trainer-rank-0", T0, RESET)
+    say(run, "agent-0", T0 + 100, "exited", name="trainer-rank-0", code=1, state="failed")
+    end(run, T0 + 101, "trainer-rank-0 ended with exit code 1", "trainer-rank-0")
+    found = diagnosis(run)
+    assert found.first is not None
+    assert (found.first.failure.component, found.first.failure.how) == ("node n1", "last heartbeat 61 s before the end")
+    assert "a node was lost" in found.first.causes[0].cause
+    assert "trainer-rank-0" in [event.who for event in found.followed]
+
+
+def test_a_node_that_a_spare_replaced_was_got_over(run: RunDirectory) -> None:
+    say(run, "head", T0 + 95, "node_lost", node="n1", rank=1, reason="has been silent for 91 s")
+    say(run, "head", T0 + 95, "node_replaced", node="n1", by="n2", index=1)
+    found = diagnosis(run, "RUNNING")
+    assert found.well
+    assert [(f.component, f.time, f.how) for f in found.recovered] == [("node n1", T0 + 4, "has been silent for 91 s")]
+
+
+def test_a_replica_that_was_given_up_is_a_failure_of_a_run_that_goes_on(run: RunDirectory) -> None:
+    say(run, "head", T0 + 95, "node_lost", node="n1", rank=1, reason="has been silent for 91 s")
+    say(run, "head", T0 + 95, "given_up", processes=["decode-r0-0"], reason="node n1: has been silent for 91 s")
+    found = diagnosis(run, "RUNNING")
+    assert (found.outcome, found.well) == ("running", False)
+    assert found.first is not None and found.first.failure.component == "node n1"
+    assert "a node was lost" in found.first.causes[0].cause
+    assert [event.text for event in found.followed if event.who == "head"] == [
+        "goes on without decode-r0-0: node n1: has been silent for 91 s"
+    ]
+
+
+def test_a_member_of_a_unit_that_died_is_over_once_the_unit_runs_again(run: RunDirectory) -> None:
+    say(run, "agent-1", T0 + 10, "exited", name="decode-r0-0", code=1, state="fallen", reason="hangs")
+    assert diagnosis(run, "RUNNING").first is not None
+    say(run, "agent-1", T0 + 12, "started", name="decode-r0-0", restarts=0, generation=1)
+    found = diagnosis(run, "RUNNING")
+    assert found.well and found.recovered[0].how == "ended with exit code 1 (hangs)"
+
+
+def test_a_stall_names_the_suspect(run: RunDirectory) -> None:
+    say(run, "orchestrator", T0 + 60, "stall", suspect="trainer (has the batch of step 3)", seconds=600)
+    say(run, "agent-0", T0 + 61, "exited", name="orchestrator", code=76, state="failed")
+    end(run, T0 + 62, "orchestrator saw no progress: see its events", "orchestrator")
+    found = diagnosis(run)
+    assert found.first is not None and found.first.failure.component == "trainer (has the batch of step 3)"
+    assert found.first.causes[0].cause == "the run stalled"
+
+
+@pytest.mark.parametrize(
+    ("job", "cause"), [("TIMEOUT", "the time limit was reached"), ("NODE_FAIL", "a node of the job went down")]
+)
+def test_a_job_that_left_no_word_is_judged_by_slurms(run: RunDirectory, job: str, cause: str) -> None:
+    (run.path / "slurm-7.out").write_text("slurmstepd: something\n")
+    found = diagnosis(run, job)
+    assert found.outcome == job and found.first is not None
+    assert (found.first.failure.component, found.first.causes[0].cause) == ("job", cause)
+    assert found.first.last_lines == ["slurmstepd: something"]
+
+
+@pytest.mark.parametrize("outcome", ["completed", "cancelled", "preempted"])
+def test_a_good_end_is_no_failure(run: RunDirectory, outcome: str) -> None:
+    end(run, T0 + 50, "", "", outcome)
+    assert diagnosis(run).well and diagnosis(run).first is None
+
+
+def test_a_running_attempt_is_well(run: RunDirectory) -> None:
+    assert diagnosis(run, "RUNNING").well
+
+
+def test_the_log_of_one_incarnation_is_read(run: RunDirectory) -> None:
+    for start in (0, 100, 200):
+        log(run, "decode-r0-0", T0 + start, f"started at {start}")
+    path = run.attempt(1).path / "logs" / "decode" / "decode-r0-0.log"
+    assert lines_until(path, T0 + 150) == ["started at 100"]
+    assert lines_until(path, T0 + 500) == ["started at 200"]
+    assert lines_until(path.with_name("none.log"), T0) == []
+
+
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        (["a", "ValueError: first", "direct cause of the following exception:", "KeyError: 'x'"], "ValueError: first"),
+        (["KeyError: 'earlier'", "fine again", "ValueError: last"], "ValueError: last"),
+        (["ValueError: root", "RuntimeError: Engine core failed. See root cause above."], "ValueError: root"),
+        (["all is well", "FATAL: no licence", "bye"], "FATAL: no licence"),
+        (["x: Connection reset by peer", OOM], OOM),
+        (["nothing here"], None),
+    ],
+)
+def test_the_line_that_matters(lines: list[str], expected: str | None) -> None:
+    assert error_line(lines) == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "cause"),
+    [
+        ("[rank3]: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=5)", "a collective waited"),
+        ("nixl._bindings.nixlBackendError: NIXL_ERR_BACKEND", "KV transfer"),
+        ("[1700000.1] [n1:1:0] ucp_ep.c:1 UCX  ERROR no remote ep", "KV transfer"),
+        ("zmq.error.ZMQError: Address already in use (addr='tcp://10.0.0.1:8000')", "a port was taken"),
+        ("OSError: [Errno 28] No space left on device", "a disk, quota"),
+        ("FileNotFoundError: [Errno 2] No such file or directory: '/m/config.json'", "model files are missing"),
+        ("OSError: /m does not appear to have a file named config.json", "model files are missing"),
+        ("slurmstepd: error: Detected 1 oom_kill event in StepId=5.0", "the node's own memory ran out"),
+        ("ValueError: No available memory for the cache blocks.", "no room for the KV cache"),
+        ("FloatingPointError: the gradient norm is nan", "training diverged"),
+        ("ImportError: libcudart.so.13: cannot open shared object file", "a package or library is missing"),
+        ("OSError: [Errno 116] Stale file handle: '/runs/r'", "the shared file system failed"),
+    ],
+)
+def test_known_causes(line: str, cause: str) -> None:
+    ((known, evidence),) = in_log(["INFO step 3: loss 0.1", line])
+    assert known.cause.startswith(cause) and evidence == line
+
+
+def test_ordinary_lines_point_to_nothing() -> None:
+    lines = ["INFO NIXL is available", "Using NixlConnector", "error: 0", "nixl agent created", "model loaded"]
+    assert in_log(lines) == []
+
+
+def test_causes_of_exits_reasons_and_states() -> None:
+    assert of_exit(None) == of_exit(1) == [] and of_exit(-9) == of_exit(137)
+    assert "native code crashed" in of_exit(-11)[0].cause
+    assert of_reason("USR2: time limit or preemption")[0].cause == "preemption or the time limit"
+    assert of_job("OUT_OF_MEMORY (x)")[0].cause == "the node's own memory ran out" and of_job("RUNNING") == []
+
+
+GOOD = {
+    "trainer/tokens": 500.0,
+    "rollouts/sampled_mean": 9.0,
+    "groups/zero_signal": 0.5,
+    "trainer/mismatch_kl": 1e-5,
+    "rollouts/dropped_stale": 2.0,
+    "trainer/loss": 0.1,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({}, None),
+        ({"trainer/tokens": 1.0}, "no token was trained on in the last 5 steps"),
+        ({"rollouts/sampled_mean": 0.0}, "engines sampled no token in the last 5 steps"),
+        ({"groups/zero_signal": 1.0}, "all rewards of each group were equal in the last 5 steps"),
+        ({"trainer/mismatch_kl": 0.5}, "trainer and engines disagree about the same policy: KL 0.5"),
+        ({"rollouts/dropped_stale": 200.0}, "1000 rollouts were dropped as too old, 40 were trained on"),
+        ({"trainer/loss": float("nan")}, "trainer/loss is nan in step 0"),
+    ],
+)
+def test_a_run_is_invalid_because(change: dict[str, float], problem: str | None) -> None:
+    found = problems([{"step": i, **GOOD, **change} for i in range(5)], 0, batch_size=8)
+    assert [text[: len(problem)] for text in found] == [problem] if problem else found == []
+
+
+def test_validity_needs_evidence_and_sees_what_never_made_a_batch() -> None:
+    assert problems([{"groups/zero_signal": 1.0}] * 2, 0, 8) == []
+    assert problems([], 0, 8) == []
+    assert problems([], 64, 8) == ["64 rollouts were dropped as too old, 0 were trained on"]
+    assert problems([{"trainer/mismatch_kl": 0.5}] * 5, 0, 8, max_kl=1.0) == []
+
+
+def test_the_verb_shows_it_and_exits_with_1(run: RunDirectory, tmp_path: Path) -> None:
+    log(run, "trainer-rank-0", T0, OOM)
+    say(run, "agent-0", T0 + 50, "exited", name="trainer-rank-0", code=1, state="failed")
+    end(run, T0 + 51, "trainer-rank-0 ended with exit code 1", "trainer-rank-0")
+    result = primeslurm("doctor", "r", cwd=tmp_path)
+    assert result.code == 1, result.err
+    assert "trainer-rank-0 on n0 ended with exit code 1" in result.out
+    assert f"error  {OOM}" in result.out and "cause  a GPU ran out of memory" in result.out
+    found = json.loads(primeslurm("doctor", "r", "--json", cwd=tmp_path).out)
+    assert found["first"]["failure"]["component"] == "trainer-rank-0"
+    result = primeslurm("doctor", "r", "--attempt", "3", cwd=tmp_path)
+    assert (result.code, result.err) == (2, "error: --attempt = 3: the attempts are 1 (nearest: 1)\n")

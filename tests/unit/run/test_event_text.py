@@ -1,0 +1,128 @@
+"""Events in words."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from primeslurm.records.base import Event
+from primeslurm.records.events import decode
+from primeslurm.run.status.event_text import exit_words, lately, notable
+
+
+def read(*events: dict[str, Any]) -> list[Event]:
+    """As a reader of journals gets them."""
+    lines = (json.dumps({"time": i + 1.0, "process": "head", **event}).encode() for i, event in enumerate(events))
+    return [event for line in lines if (event := decode(line)) is not None]
+
+
+def told(*events: dict[str, Any]) -> list[tuple[str, str, str]]:
+    found = notable(read(*events))
+    return [(happening.who, happening.text, happening.level) for happening in found]
+
+
+CHECKS = [
+    {"name": "gpus", "level": "ok", "text": "fine"},
+    {"name": "ecc", "level": "failed", "text": "GPU 3 has 2 ECC errors"},
+]
+
+
+@pytest.mark.parametrize(
+    ("event", "words"),
+    [
+        (
+            {"kind": "exited", "name": "router-0", "code": -9, "state": "backoff"},
+            ("router-0", "was ended by SIGKILL; it is started again", "warning"),
+        ),
+        (
+            {"kind": "exited", "name": "decode-r0-0", "code": 1, "state": "fallen", "reason": "hangs"},
+            ("decode-r0-0", "ended with exit code 1: hangs; its unit is started again", "warning"),
+        ),
+        (
+            {"kind": "exited", "name": "trainer-rank-0", "code": 1, "state": "failed"},
+            ("trainer-rank-0", "ended with exit code 1", "error"),
+        ),
+        ({"kind": "started", "name": "router-0", "restarts": 2}, ("router-0", "started again (restart 2)", "info")),
+        (
+            {"kind": "seated", "nodes": ["a", "b"], "spares": ["c"]},
+            ("head", "all 2 nodes are there, 1 more are spares", "info"),
+        ),
+        ({"kind": "node_lost", "node": "n1", "reason": "ECC"}, ("node n1", "is lost: ECC", "warning")),
+        (
+            {"kind": "launched_again", "process": "batch", "without": ["n1", "n2"]},
+            ("batch", "starts all agents again without n1, n2", "warning"),
+        ),
+        (
+            {"kind": "ending", "process": "batch", "outcome": "failed", "reason": "why"},
+            ("batch", "ends the attempt as failed: why", "error"),
+        ),
+        ({"kind": "node_replaced", "node": "n1", "by": "n2"}, ("node n1", "is replaced by n2", "info")),
+        (
+            {"kind": "given_up", "processes": list("abcde"), "reason": "node n1: ECC"},
+            ("head", "goes on without a, b, c and 2 more: node n1: ECC", "error"),
+        ),
+        (
+            {"kind": "preflight", "node": "n1", "fitness": "unfit", "checks": CHECKS},
+            ("node n1", "is not fit: GPU 3 has 2 ECC errors", "error"),
+        ),
+        (
+            {"kind": "gpu_failed", "node": "n1", "checks": CHECKS},
+            ("node n1", "a GPU failed: GPU 3 has 2 ECC errors", "error"),
+        ),
+        (
+            {"kind": "unit_restart", "unit": "decode-r0", "reason": "x died"},
+            ("decode-r0", "is started again as one: x died", "warning"),
+        ),
+        ({"kind": "stall", "suspect": "trainer"}, ("trainer", "nothing moves: the suspect", "error")),
+        (
+            {"kind": "ending", "outcome": "failed", "reason": "why"},
+            ("head", "ends the attempt as failed: why", "error"),
+        ),
+        ({"kind": "ended", "outcome": "failed", "why_not": "no"}, ("head", "attempt failed, not requeued: no", "info")),
+        ({"kind": "committed", "process": "trainer-rank-0", "step": 5}, ("trainer", "committed step 5", "info")),
+    ],
+)
+def test_what_a_person_wants_to_know(event: dict[str, Any], words: tuple[str, str, str]) -> None:
+    assert told(event) == [words]
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"kind": "exited", "name": "x", "code": -15, "state": "stopped"},
+        {"kind": "started", "name": "x", "restarts": 0},
+        {"kind": "seated", "process": "agent-1", "node": "n1"},
+        {"kind": "ending", "process": "agent-1", "outcome": "failed", "reason": "why"},
+        {"kind": "committed", "process": "trainer-rank-3", "step": 5},
+        {"kind": "preflight", "node": "n1", "fitness": "fit", "checks": []},
+        {"kind": "policy_current", "version": 3},
+        {},
+    ],
+)
+def test_what_is_for_machines_is_left_out(event: dict[str, Any]) -> None:
+    assert told(event) == []
+
+
+def test_what_happens_again_and_again_is_told_once() -> None:
+    failed = {"kind": "rollout_failed", "process": "orchestrator", "error": "no answer"}
+    assert told(failed, failed, failed) == [("orchestrator", "a rollout failed: no answer (3 times)", "warning")]
+
+
+def test_the_newest_are_told_each_once() -> None:
+    failed = {"kind": "rollout_failed", "process": "orchestrator", "error": "no answer", "time": 1.0}
+    commits = [{"kind": "committed", "process": "trainer-rank-0", "step": i, "time": 1.0 + i} for i in range(1, 5)]
+    events = [failed, commits[0], failed | {"time": 2.5}, *commits[1:]]
+    found = lately(notable(read(*events)), 4)
+    assert [(happening.who, happening.time) for happening in found] == [
+        ("orchestrator", 2.5),
+        ("trainer", 3.0),
+        ("trainer", 4.0),
+        ("trainer", 5.0),
+    ]
+
+
+def test_exit_codes_and_signals_in_words() -> None:
+    assert exit_words(None) == "ended" and exit_words(3) == "ended with exit code 3"
+    assert exit_words(-6) == "was ended by SIGABRT" and exit_words(-99) == "was ended by signal 99"

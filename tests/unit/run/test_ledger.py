@@ -1,0 +1,71 @@
+"""The ledger of nodes that failed, and the verb that shows it."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+from primeslurm.node.attempt.attempt_end import nodes_to_avoid, remember_bad_node
+from primeslurm.records.journal import Journal
+from primeslurm.run.directory import RunDirectory
+from primeslurm.run.ledger import Ledger, avoiding
+from tests.support.cli import primeslurm
+from tests.support.plans import plan_of
+
+
+def test_entries_expire_and_the_newest_of_a_node_counts(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
+    assert ledger.entries(0.0) == []
+    ledger.record("n1", "old", "a", 1, now=0.0, hours=24)
+    ledger.record("n1", "ECC errors", "b", 1, now=3600.0, hours=24)
+    ledger.record("n2", "silent", "a", 2, now=7200.0, hours=1)
+    assert [(e.node, e.reason) for e in ledger.entries(7300.0)] == [("n2", "silent"), ("n1", "ECC errors")]
+    assert [(e.node, e.reason) for e in ledger.entries(80000.0)] == [("n1", "ECC errors")]
+    assert ledger.entries(100000.0) == []
+
+
+def test_a_damaged_entry_is_passed_over(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
+    ledger.record("n1", "x", "a", 1, now=0.0, hours=1)
+    (tmp_path / ".bad-nodes" / "n2.a.1.json").write_text('{"node": ')
+    assert [entry.node for entry in ledger.entries(1.0)] == ["n1"]
+
+
+def test_a_plan_that_keeps_away(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path)
+    ledger.record("n1", "2 uncorrected ECC errors", "a", 1, now=0.0, hours=24)
+    plan = plan_of(tmp_path / "run", ())
+    plan = plan.model_copy(update={"job": plan.job.model_copy(update={"exclude": "x[1-3]"})})
+    found = avoiding(plan, ledger.entries(10800.0), 10800.0)
+    assert found.job.excluded == "x[1-3],n1"
+    assert found.findings[0].text == "n1 is avoided: 2 uncorrected ECC errors (run a, 3.0 h ago)"
+    again = avoiding(found, [], 10800.0)
+    assert (again.job.excluded, again.findings) == ("x[1-3]", ())
+
+
+def test_agents_remember_nodes_of_slurm_only(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path / "run", ())
+    attempt = RunDirectory(tmp_path / "run").attempt(1)
+    journal = Journal(attempt.path, "head")
+    remember_bad_node(plan, attempt, "local-1", "silent", journal)
+    assert nodes_to_avoid(plan) is None
+    remember_bad_node(plan.model_copy(update={"executor": "slurm"}), attempt, "n1", "silent", journal)
+    assert nodes_to_avoid(plan) == "n1"
+
+
+def test_nodes_are_listed_and_forgotten(tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    nothing = primeslurm("nodes", "--runs", runs, cwd=tmp_path)
+    assert (nothing.code, nothing.out) == (0, "") and "no node failed lately" in nothing.err
+    now = time.time()
+    for node in ("gpu-01", "gpu-02"):
+        Ledger(runs).record(node, "silent", "demo", 2, now=now, hours=24)
+    listed = primeslurm("nodes", "--runs", runs, "--json", cwd=tmp_path)
+    assert {entry["node"] for entry in json.loads(listed.out)} == {"gpu-01", "gpu-02"}
+    wrong = primeslurm("nodes", "--runs", runs, "--forget", "gpu-03", cwd=tmp_path)
+    assert wrong.code == 2
+    assert "--forget = gpu-03: is not in the ledger of bad nodes (did you mean gpu-0" in wrong.err
+    done = primeslurm("nodes", "--runs", runs, "--forget", "gpu-01", cwd=tmp_path)
+    assert done.code == 0 and "gpu-02" in done.out and "gpu-01" not in done.out

@@ -1,0 +1,254 @@
+"""What `status` makes of a run directory, with Slurm's answers given."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Barrier
+
+import msgspec
+import pytest
+
+from primeslurm.errors import RunError, UsageError, Violation
+from primeslurm.files import write_json
+from primeslurm.plan.derive import derive
+from primeslurm.plan.model import Process, Replica
+from primeslurm.recipe.reading.recipe_files import load_recipe
+from primeslurm.records.attempt import EndRecord, JobRecord
+from primeslurm.records.fleet import AgentReport, Ending, FleetView, Outcome, ProcessReport, Roster, Seat
+from primeslurm.records.reading import recent_rows
+from primeslurm.records.state import EngineRecord
+from primeslurm.run.create import create, name_in_use
+from primeslurm.run.directory import RunDirectory
+from primeslurm.run.status.run_status import RlProgress, RunStatus, read_status
+from primeslurm.run.status.summary import summarise
+from primeslurm.wire import checkpoints
+from tests.support.plans import plan_of, python
+from tests.support.recipes import site, write_recipe
+
+NOW = 1000.0
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    process = Process(name="decode-r0-0", role="decode", node=0, argv=python("pass"), log="x.log", replica=0)
+    plan = plan_of(tmp_path / "r", (process,))
+    directory = RunDirectory(tmp_path / "r")
+    directory.attempt(1).prepare(plan)
+    directory.attempt(1).record_job(JobRecord("7", "slurm", NOW))
+    write_json(directory.path / "lock.json", {"run_id": "r-1", "created_at": NOW})
+    write_json(directory.path / "recipe.resolved.json", {"max_steps": 9})
+    return directory
+
+
+def status(run: RunDirectory, job: str | None = None, processes: bool = False) -> RunStatus:
+    return read_status(run, lambda record: job, now=NOW, processes=processes)
+
+
+def fleet(run: RunDirectory, age: float = 0.0, ending: Ending | None = None, state: str = "HEALTHY") -> None:
+    value = FleetView(NOW - age, states={"decode-r0-0": state}, ending=ending)
+    write_json(run.attempt(1).fleet_file, msgspec.to_builtins(value))
+
+
+def heartbeat(run: RunDirectory, process: ProcessReport) -> None:
+    """Of the plan's node 0, which the agent of rank 1 plays."""
+    roster = Roster(1, {0: Seat(1, "n001")})
+    report = AgentReport(1, "n001", "10.0.0.1", NOW, agent_pid=1, processes={"decode-r0-0": process})
+    write_json(run.attempt(1).roster_file, msgspec.to_builtins(roster))
+    write_json(run.attempt(1).agent_file(1), msgspec.to_builtins(report))
+
+
+@pytest.mark.parametrize(
+    ("job", "phase", "reason"),
+    [
+        ("PENDING (Resources)", "pending", "PENDING (Resources)"),
+        ("RUNNING", "starting", ""),
+        ("COMPLETING", "ending", "job COMPLETING"),
+        ("NODE_FAIL", "failed", "job NODE_FAIL"),
+        (None, "lost", "no sign of life, and no such job"),
+    ],
+)
+def test_before_any_sign_of_life_slurm_is_believed(run: RunDirectory, job: str | None, phase: str, reason: str) -> None:
+    found = status(run, job)
+    assert (found.phase, found.reason) == (phase, reason)
+
+
+def test_a_fresh_head_is_believed_over_slurm(run: RunDirectory) -> None:
+    fleet(run)
+    assert status(run, "NODE_FAIL").phase == "running"
+    fleet(run, state="LOADING")
+    assert status(run, None).phase == "starting"
+    fleet(run, ending=Ending(Outcome.CANCELLED, "cancelled by the user"))
+    assert (status(run).phase, status(run).reason) == ("ending", "cancelled by the user")
+
+
+def test_a_silent_head_is_not_believed(run: RunDirectory) -> None:
+    fleet(run, age=61)
+    assert status(run, "RUNNING").reason == "head silent, but the job is RUNNING"
+
+
+def test_an_ended_attempt_says_how_and_whether_it_goes_on(run: RunDirectory) -> None:
+    record = EndRecord("failed", "trainer died", "t", 5, True, "", NOW)
+    run.attempt(1).record_end(record)
+    assert (status(run, "PENDING").phase, status(run, "PENDING").reason) == ("requeued", "trainer died; job PENDING")
+    assert status(run, "PENDING").active
+    held = status(run, "PENDING (launch_failed_requeued_held)").reason
+    assert "Slurm holds it: `scontrol release " in held
+    run.attempt(1).record_end(EndRecord("failed", "trainer died", "t", 5, False, "this was attempt 1 of 1", NOW))
+    assert status(run).reason == "trainer died; this was attempt 1 of 1"
+    assert not status(run).active
+
+
+@pytest.mark.parametrize(
+    ("job", "phase"),
+    [("PENDING (BeginTime)", "requeued"), ("COMPLETING", "ending"), ("CANCELLED", "cancelled"), (None, "cancelled")],
+)
+def test_slurm_ends_an_attempt_in_the_same_way_for_a_requeue_and_a_cancel(
+    run: RunDirectory, job: str | None, phase: str
+) -> None:
+    run.attempt(1).record_end(EndRecord("cancelled", "SIGTERM", "", 5, False, "", NOW))
+    assert status(run, job).phase == phase
+
+
+def test_processes_progress_and_metrics_are_shown(run: RunDirectory) -> None:
+    fleet(run)
+    process = ProcessReport("ready", pid=42, restarts=2)
+    heartbeat(run, process)
+    write_json(run.attempt(1).path / "state" / "orchestrator.json", {"step": 3, "version": 2})
+    (run.path / "metrics.jsonl").write_text('{"step": 2, "reward/mean": 0.5}\n{"step": 3')
+    directory = checkpoints.step_dir(run.path, 2)
+    directory.mkdir(parents=True)
+    checkpoints.commit(directory, 2, 1)
+    found = status(run, processes=True)
+    assert (found.step, found.version, found.committed_step, found.max_steps) == (3, 2, 2, 9)
+    assert found.metrics == {"step": 2, "reward/mean": 0.5}
+    assert [(p.name, p.node, p.state, p.pid, p.restarts) for p in found.processes] == [
+        ("decode-r0-0", "n001", "HEALTHY", 42, 2)
+    ]
+    assert found.roles == {"decode": {"HEALTHY": 1}}
+    assert status(run).processes == [] and status(run).unhealthy == []
+
+
+def test_before_anybody_tells_of_progress_there_is_none(run: RunDirectory) -> None:
+    state = run.attempt(1).path / "state" / "orchestrator.json"
+    for text in (None, '{"step": 1', '{"step": "one"}'):
+        if text is not None:
+            state.write_text(text)
+        found = status(run)
+        assert (found.step, found.version, msgspec.to_builtins(found)["progress"]) == (None, None, {})
+
+
+def test_an_engine_that_loads_again_does_not_make_the_run_start_again(run: RunDirectory) -> None:
+    fleet(run, state="LOADING")
+    assert status(run).phase == "starting"
+    write_json(run.attempt(1).path / "state" / "orchestrator.json", {"step": 0, "version": 0})
+    assert status(run).phase == "running"
+
+
+def test_what_is_not_well_is_listed_with_its_node(run: RunDirectory) -> None:
+    fleet(run, state="RESTARTING")
+    process = ProcessReport("backoff", restarts=2)
+    heartbeat(run, process)
+    (ill,) = status(run).unhealthy
+    assert (ill.name, ill.node, ill.state, ill.restarts) == ("decode-r0-0", "n001", "RESTARTING", 2)
+
+
+def test_replicas_have_their_load_and_late_engines_are_told(run: RunDirectory) -> None:
+    fleet(run)
+    plan = run.attempt(1).plan()
+    replica = Replica(index=0, router="router-0", engines=("decode-r0-0",), nodes=(0,))
+    run.attempt(1).plan_file.write_text(plan.model_copy(update={"replicas": (replica,)}).to_json())
+    engines = {"decode-r0-0": {"state": "CURRENT"}, "decode-r0-1": {"state": "STALE"}}
+    load = {"decode": {"engines": 1, "running": 3.0, "kv_usage": 0.5}}
+    write_json(
+        run.attempt(1).path / "state" / "orchestrator.json", {"step": 1, "engines": engines, "replicas": {"0": load}}
+    )
+    found = status(run)
+    (shown,) = found.replicas
+    assert (shown.router, shown.engines, shown.healthy, shown.loads["decode"].running) == ("STARTING", 1, 1, 3.0)
+    assert found.progress == RlProgress(step=1, late_engines={"decode-r0-1": EngineRecord("STALE")})
+    assert not {"engines", "replicas"} & msgspec.to_builtins(found.progress).keys()
+
+
+def test_history_elapsed_and_the_time_that_is_left(run: RunDirectory) -> None:
+    fleet(run)
+    rows = [{"step": i, "reward/mean": i / 10, "throughput/step_seconds": 20.0} for i in range(1, 5)]
+    (run.path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_json(run.attempt(1).path / "state" / "orchestrator.json", {"step": 4})
+    started = {"time": NOW - 90, "process": "agent-0", "kind": "agent_started"}
+    (run.attempt(1).path / "events" / "agent-0.jsonl").write_text(json.dumps(started) + "\n")
+    found = status(run)
+    assert found.history == {"reward/mean": [0.1, 0.2, 0.3, 0.4], "staleness/mean": []}
+    assert (found.elapsed_s, found.eta_s) == (90.0, 100.0)
+    run.attempt(1).record_end(EndRecord("completed", "", "", 4, False, "", NOW - 10))
+    assert (status(run).elapsed_s, status(run).eta_s) == (80.0, None)
+
+
+def test_a_summary_compares_first_and_last_steps(run: RunDirectory) -> None:
+    rows = [{"step": i, "reward/mean": i / 10, "rollouts/mixed_version": 1, "time": NOW} for i in range(1, 11)]
+    (run.path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    events = run.attempt(1).path / "events" / "agent-0.jsonl"
+    events.write_text(json.dumps({"time": NOW + 60, "kind": "started", "name": "x", "restarts": 1}) + "\n")
+    found = summarise(run)
+    assert (found.first_reward, found.last_reward, found.gain) == pytest.approx((0.3, 0.8, 0.5))
+    assert (found.mixed_version_rollouts, found.engine_restarts, found.seconds) == (10, 1, 60)
+
+
+def test_an_sft_run_shows_its_loss_and_when_it_will_be_done(run: RunDirectory) -> None:
+    plan = run.attempt(1).plan().model_copy(update={"task": "sft"})
+    run.attempt(1).plan_file.write_text(plan.to_json())
+    write_json(run.path / "recipe.resolved.json", {"max_steps": 9, "task": "sft"})
+    fleet(run)
+    write_json(run.attempt(1).path / "state" / "trainer-rank-0.json", {"step": 4, "phase": "optimizer"})
+    own = {"tokens_per_s": 50.0, "seconds/forward_backward": 8.0, "seconds/optimizer": 2.0}
+    rows = [{"step": i, "time": NOW, "loss": 4.0 - i / 2, **own} for i in range(1, 5)]
+    (run.path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"step": 5, "lo')
+    found = status(run)
+    assert (found.phase, found.step, found.eta_s) == ("running", 4, 50.0)
+    assert (found.metrics["step"], found.metrics["trainer/loss"], found.metrics["trainer/tokens_per_s"]) == (4, 2, 50)
+    assert found.history == {"trainer/loss": [3.5, 3.0, 2.5, 2.0]}
+    achieved = summarise(run)
+    assert (achieved.task, achieved.steps, achieved.first_loss, achieved.last_loss) == ("sft", 4, 2.75, 2.75)
+    assert achieved.trained_tokens_per_s == 50.0
+
+
+def test_runs_without_attempts_or_with_damaged_plans_are_run_errors(tmp_path: Path, run: RunDirectory) -> None:
+    with pytest.raises(RunError, match="has no attempt"):
+        RunDirectory(tmp_path / "none").latest()
+    run.attempt(1).plan_file.write_text("{")
+    with pytest.raises(RunError, match="cannot be read"):
+        run.attempt(1).plan()
+
+
+def test_names_in_use_are_seen(tmp_path: Path, run: RunDirectory) -> None:
+    assert name_in_use(tmp_path / "fresh") == []
+    assert [v.value for v in name_in_use(run.path)] == ["r"]
+
+
+def test_of_two_who_submit_a_name_at_once_one_gets_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_recipe(tmp_path / "r.yaml")
+    recipe, both = load_recipe(path), Barrier(2)
+    plan = derive(recipe, site(), tmp_path / "runs" / "twice")
+
+    def look(run_dir: Path) -> list[Violation]:
+        found = name_in_use(run_dir)
+        both.wait(60)
+        return found
+
+    def submit(_: int) -> str:
+        try:
+            return str(create(recipe, plan, path).number)
+        except UsageError as error:
+            return str(error)
+
+    monkeypatch.setattr("primeslurm.run.create.name_in_use", look)
+    with ThreadPoolExecutor(2) as threads:
+        first, second = sorted(threads.map(submit, range(2)))
+    assert first == "1" and "is in use" in second
+
+
+def test_rows_of_nothing_are_none(tmp_path: Path) -> None:
+    assert recent_rows(tmp_path / "none") == []
+    (tmp_path / "bad").write_text('x\n[1]\n{"step": 1')
+    assert recent_rows(tmp_path / "bad") == []

@@ -1,0 +1,101 @@
+"""Where `attach` goes, and a command beside a process of a local run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from primeslurm.errors import RunError, UsageError
+from primeslurm.files import read_json, write_json
+from primeslurm.node.entry import AgentTask
+from primeslurm.plan.model import Process
+from primeslurm.records.attempt import JobRecord
+from primeslurm.run.directory import RunDirectory
+from primeslurm.run.status.placement import placement_of
+from primeslurm.run.status.target import find_target
+from primeslurm.slurm.attach import step_command
+from primeslurm.slurm.client import JobComponent, JobState
+from primeslurm.slurm.local import submit
+from tests.support.cli import primeslurm
+from tests.support.plans import plan_of, python
+
+CHECKOUT = str(Path(__file__).parents[3])
+
+
+def job(*states: str) -> JobState:
+    components = tuple(JobComponent(str(70 + i), i, "gpu", state, "n[1-2]") for i, state in enumerate(states))
+    return JobState("70", states[0], "", 0, "", None, components, "scontrol")
+
+
+def test_a_component_is_reached_through_the_leader() -> None:
+    argv = step_command(job("RUNNING", "RUNNING"), 1, "n2", ["true"], terminal=True)
+    assert argv[:3] == ["srun", "--jobid=70", "--het-group=1"] and argv[-2:] == ["--pty", "true"]
+    assert "--overlap" in argv and "--nodelist=n2" in argv
+
+
+def test_a_job_of_one_component_has_no_het_groups_and_containers_are_entered() -> None:
+    argv = step_command(job("RUNNING"), 0, "n1", ["true"], more=("--container-image=i",), terminal=False)
+    assert argv[-2:] == ["--container-image=i", "true"] and not any("het" in word or word == "--pty" for word in argv)
+
+
+@pytest.mark.parametrize(("state", "group"), [("PENDING", 0), ("RUNNING", 5)])
+def test_what_does_not_run_is_not_entered(state: Literal["PENDING", "RUNNING"], group: int) -> None:
+    with pytest.raises(RunError, match="job 70 does not run"):
+        step_command(job(state, state), group, "n1", ["true"], terminal=False)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[RunDirectory]:
+    """A local run of one node whose only process sleeps."""
+    process = Process(
+        name="trainer-rank-0",
+        role="trainer",
+        node=0,
+        argv=python("import time; time.sleep(600)"),
+        env={"RANK": "0"},
+        log="logs/trainer/trainer-rank-0.log",
+    )
+    directory = RunDirectory(tmp_path / "runs" / "here")
+    changes = {"env": {"PYTHONPATH": CHECKOUT}, "addresses": {"local-0": "127.77.0.1"}}
+    given = plan_of(directory.path, (process,)).model_copy(update=changes)
+    attempt = directory.attempt(1)
+    attempt.prepare(given)
+    write_json(directory.path / "lock.json", {"run_id": "here-1", "created_at": time.time()})
+    job_id = submit.submit_local(given, AgentTask(given.run_dir, 1))
+    attempt.record_job(JobRecord(job_id, "local", time.time()))
+    yield directory
+    submit.cancel(given, job_id)
+    while submit.is_running(given, job_id):
+        time.sleep(0.1)
+
+
+def test_a_local_process_is_joined_by_process_role_or_node(run: RunDirectory, tmp_path: Path) -> None:
+    attempt = run.attempt(1)
+    deadline = time.monotonic() + 60
+    while (read_json(attempt.fleet_file) or {}).get("states") != {"trainer-rank-0": "HEALTHY"}:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    result = primeslurm("attach", "here", "trainer", "--", "sh", "-c", "echo $RANK $PWD; exit 5", cwd=tmp_path)
+    assert (result.code, result.out) == (5, f"0 {run.path}\n"), result.err
+    placement = placement_of(attempt)
+    by_process = find_target(placement, attempt, "trainer-rank-0")
+    assert find_target(placement, attempt, "trainer") == by_process
+    assert find_target(placement, attempt, "0").process is None
+    assert find_target(placement, attempt, by_process.host).node == 0
+    with pytest.raises(UsageError, match="did you mean trainer"):
+        find_target(placement, attempt, "triner")
+
+
+def test_a_node_that_has_not_reported_cannot_be_entered(tmp_path: Path) -> None:
+    directory = RunDirectory(tmp_path / "r")
+    process = Process(name="router-0", role="router", node=0, argv=("true",), log="x.log")
+    directory.attempt(1).prepare(plan_of(directory.path, (process,)))
+    with pytest.raises(RunError, match="node 0 of r has not reported in attempt 1"):
+        find_target(placement_of(directory.attempt(1)), directory.attempt(1), "router")
+    write_json(directory.path / "lock.json", {"run_id": "r-1"})
+    result = primeslurm("attach", directory.path, "router", cwd=tmp_path)
+    assert (result.code, result.err) == (4, "error: r does not run\n")

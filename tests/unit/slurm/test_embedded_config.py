@@ -1,0 +1,101 @@
+"""The embedded cluster's files, without any daemon."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+import yaml
+
+from primeslurm.errors import UsageError
+from primeslurm.hostlists import expand
+from primeslurm.recipe.site import Site
+from primeslurm.slurm.embedded.config import PLACES, ClusterSpec, LoopbackPlace, addresses, gres_conf, site, slurm_conf
+
+SPEC = ClusterSpec("demo", Path("/tmp/demo"), Path("/tmp/runs"), nodes=4, gpus_per_node=2, cpus_per_node=8)
+
+
+@pytest.mark.parametrize(
+    ("field", "spec"),
+    [
+        ("name", replace(SPEC, name="Demo 1")),
+        ("nodes", replace(SPEC, nodes=0)),
+        ("nodes", replace(SPEC, nodes=201)),
+        ("gpus_per_node", replace(SPEC, gpus_per_node=-1)),
+        ("cpus_per_node", replace(SPEC, cpus_per_node=0)),
+        ("control_nodes", replace(SPEC, control_nodes=51)),
+        ("directory", replace(SPEC, directory=Path("relative"))),
+        ("directory", replace(SPEC, directory=Path("/tmp/a b"))),
+        ("directory", replace(SPEC, directory=Path("/tmp/" + "x" * 70))),
+        ("runs", replace(SPEC, runs=Path("relative"))),
+    ],
+)
+def test_check_refuses(field: str, spec: ClusterSpec) -> None:
+    with pytest.raises(UsageError) as caught:
+        spec.check()
+    assert [violation.field for violation in caught.value.violations] == [field]
+
+
+def test_check_names_everything_at_once() -> None:
+    with pytest.raises(UsageError) as caught:
+        replace(SPEC, name="", nodes=0, cpus_per_node=0).check()
+    assert [violation.field for violation in caught.value.violations] == ["name", "nodes", "cpus_per_node"]
+
+
+def test_places_share_nothing() -> None:
+    largest = replace(SPEC, nodes=200, control_nodes=50)
+    for a, b in combinations([LoopbackPlace(index) for index in range(PLACES)], 2):
+        assert not set(a.ports(largest)) & set(b.ports(largest))
+        assert not set(addresses(largest, a).values()) & set(addresses(largest, b).values())
+
+
+def test_ports_stay_below_those_of_runs() -> None:
+    port_base = Site.model_fields["port_base"].default
+    assert max(LoopbackPlace(PLACES - 1).ports(replace(SPEC, nodes=200, control_nodes=50))) < port_base
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 200])
+def test_every_node_has_its_address_and_port(nodes: int) -> None:
+    spec = replace(SPEC, nodes=nodes)
+    lines = slurm_conf(spec, LoopbackPlace(3), "host", 1000).splitlines()
+    found: dict[str, str] = {}
+    ports: list[int] = []
+    for line in lines:
+        if line.startswith("NodeName="):
+            values = dict(part.split("=", 1) for part in line.split())
+            found |= dict(zip(expand(values["NodeName"]), expand(values["NodeAddr"]), strict=True))
+            ports += [int(port) for port in expand(values["Port"])]
+    assert found == addresses(spec, LoopbackPlace(3))
+    assert sorted([LoopbackPlace(3).port, *ports]) == sorted(LoopbackPlace(3).ports(spec))
+
+
+def test_no_gpus_no_gres() -> None:
+    spec = replace(SPEC, gpus_per_node=0)
+    assert gres_conf(spec) == ""
+    assert "Gres=" not in slurm_conf(spec, LoopbackPlace(0), "host", 1000)
+
+
+def test_the_site_file_round_trips() -> None:
+    made = site(SPEC, LoopbackPlace(0))
+    assert Site.model_validate(yaml.safe_load(yaml.safe_dump(made.model_dump(by_alias=True, mode="json")))) == made
+    control, train = made.kind("control"), made.kind("train")
+    assert control is not None
+    assert train is not None
+    assert (control.partition, control.gpus, train.partition, train.gpus) == ("cpu", 0, "gpu", 2)
+
+
+def test_sockets_of_job_steps_fit_whatever_the_name() -> None:
+    for name in ("gpu", "emulate", "a" * 31):
+        spec = ClusterSpec(name, Path("/root/.primeslurm/clusters") / name, Path("/runs"), nodes=28)
+        spec.check()
+        node = spec.gpu_names[-1]
+        assert len(f"{spec.directory}/spool/{node}/{node}_99999.4294967291") <= 107
+    with pytest.raises(UsageError, match="too long for the Unix sockets"):
+        ClusterSpec("emulated", Path("/" + "d" * 60), Path("/runs")).check()
+
+
+def test_clusters_with_long_names_have_nodes_of_their_own() -> None:
+    first, second = (ClusterSpec(f"emulate-glm5-{end}", Path("/a"), Path("/runs")) for end in ("pd", "r3"))
+    assert not set(first.gpu_names) & set(second.gpu_names)

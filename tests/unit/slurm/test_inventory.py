@@ -1,0 +1,59 @@
+"""What is installed: found without importing it, and held against the lock."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from primeslurm.node.preflight import installed
+from primeslurm.slurm.inventory import REQUIRED, InstalledDifference, differences, lock
+
+GOOD: dict[str, str | None] = dict.fromkeys(REQUIRED, "1.0") | {"deep_ep": None, "gpus": None}
+
+
+def test_this_host_says_what_it_has_without_importing_it() -> None:
+    code = (
+        "import sys, primeslurm.node.preflight.installed as i; i.installed(); "
+        "print(bool({'torch', 'vllm'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"
+    done = subprocess.run([sys.executable, "-m", installed.__name__], capture_output=True, text=True, check=True)
+    parts = json.loads(done.stdout)["parts"]
+    assert parts["python"] == platform.python_version()
+    assert parts["torch"] and parts["nixl"]
+    assert set(installed.PACKAGES) < set(parts)
+
+
+def test_the_first_library_on_the_path_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "libucp.so.0").touch()
+    monkeypatch.setenv("LD_LIBRARY_PATH", f"/nowhere:{tmp_path}/b:{tmp_path}/a")
+    assert installed.installed()["libucp"] == f"{tmp_path}/b/libucp.so.0"
+
+
+def test_an_optional_part_may_be_missing_but_not_of_another_version() -> None:
+    assert differences({"n1": GOOD}, {}, []) == []
+    found = differences({"n1": GOOD | {"deep_ep": "2.0"}}, {"deep_ep": "2.1"}, [])
+    assert found == [InstalledDifference("n1", "deep_ep", "2.0", "2.1", required=False)]
+
+
+def test_what_is_required_is_named_by_node() -> None:
+    nodes = {"n1": GOOD | {"vllm": None}, "n2": GOOD | {"vllm": "0.31"}, "n3": None}
+    assert differences(nodes, {"vllm": "0.32"}, []) == [
+        InstalledDifference("n1", "vllm", None, "0.32", required=True),
+        InstalledDifference("n2", "vllm", "0.31", "0.32", required=True),
+        InstalledDifference("n3", "node", "down", "up", required=True),
+    ]
+    assert [each.part for each in differences({"n1": GOOD}, {}, ["n1"])] == ["gpus"]
+
+
+def test_the_lock_is_the_requirements_and_the_manifests() -> None:
+    assert lock("cpu")["vllm-router"] == lock("cuda")["vllm-router"] == "0.1.17"
+    assert lock("cpu")["ucx"]

@@ -1,0 +1,299 @@
+"""What processes say to one another: arrays, whole files, versions, checkpoints, the trainer's link."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from primeslurm.files import read_json, write_atomic, write_json
+from primeslurm.orchestrator.rollouts import job_protocol
+from primeslurm.records.events import decode
+from primeslurm.records.events.training import TrainerStarted
+from primeslurm.records.journal import Journal
+from primeslurm.records.state import TrainerState
+from primeslurm.wire import checkpoints, frames, routed_experts
+from primeslurm.wire.link import Answer, GetBatch, LinkError, OrchestratorLink, Request, TrainerLink
+from primeslurm.wire.rollouts import Batch, BatchInfo, Rollout, RolloutInfo, Row
+from primeslurm.wire.weight_transfer import filesystem, tensor_names
+from primeslurm.wire.weight_transfer.messages import NewPolicy
+
+arrays = st.dictionaries(
+    st.text(min_size=1, max_size=8),
+    st.tuples(
+        st.sampled_from(["<i4", "<f4", "|b1", "<i8", "|u1"]), st.lists(st.integers(0, 5), min_size=1, max_size=3)
+    ),
+    max_size=5,
+)
+
+
+@given(st.dictionaries(st.text(max_size=5), st.integers(-(2**63), 2**63), max_size=4), arrays)
+def test_arrays_survive_the_wire(meta: dict[str, int], specs: dict[str, tuple[str, list[int]]]) -> None:
+    rng = np.random.default_rng(0)
+    given_arrays = {name: rng.integers(0, 2, shape).astype(dtype) for name, (dtype, shape) in specs.items()}
+    message = [bytes(frame) for frame in frames.encode(meta, given_arrays)]
+    found_meta, found = frames.decode(message, dict[str, int])
+    assert found_meta == meta
+    assert list(found) == list(given_arrays)
+    for name, array in given_arrays.items():
+        assert found[name].dtype == array.dtype and np.array_equal(found[name], array)
+
+
+def test_a_message_that_lost_a_buffer_is_refused() -> None:
+    message = frames.encode({}, {"a": np.zeros(3)})
+    with pytest.raises(ValueError, match="0 buffers, but the header names 1"):
+        frames.decode(message[:1], dict)
+
+
+def rollout(versions: list[int]) -> Rollout:
+    n = len(versions)
+    info = RolloutInfo("r", "g", "e", opened_version=3, reward=0.5, metrics={"exact": 1.0})
+    array = np.array(versions, np.int32)
+    return Rollout(info, np.arange(n, dtype=np.int32), array >= 0, np.zeros(n, np.float32), array)
+
+
+@pytest.mark.parametrize(
+    ("versions", "oldest", "mixed"), [([-1, -1], 3, False), ([-1, 4, 4], 4, False), ([-1, 4, 5], 4, True)]
+)
+def test_rollouts_know_the_versions_of_their_tokens(versions: list[int], oldest: int, mixed: bool) -> None:
+    found = Rollout.decode([bytes(frame) for frame in rollout(versions).encode()])
+    assert (found.oldest_version, found.is_mixed, found.info) == (oldest, mixed, rollout(versions).info)
+
+
+ROW = {"token_ids": np.int32, "positions": np.int32, "mask": np.bool_, "logprobs": np.float32}
+ROW |= {"advantages": np.float32, "temperatures": np.float32, "on_policy": np.bool_}
+
+
+def batch(step: int = 1) -> Batch:
+    rows = [Row(**{name: np.full(4, i, kind) for name, kind in ROW.items()}) for i in range(2)]
+    return Batch(BatchInfo(step, 0, 1, 8), rows)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+def test_routed_experts_travel_with_rollouts_and_batches_if_there_are_any(dtype: type) -> None:
+    choices = np.arange(4 * 3 * 2, dtype=dtype).reshape(4, 3, 2)
+    plain = rollout([-1, -1, 3, 3])
+    both = (replace(plain, routed_experts=choices), plain)
+    head, *buffers = [bytes(frame) for frame in job_protocol.encode_result("j", both)]
+    result = msgspec.msgpack.decode(head, type=job_protocol.Result)
+    routed, without = job_protocol.decode_sequences(result, buffers)
+    assert routed.routed_experts is not None and routed.routed_experts.dtype == dtype
+    assert np.array_equal(routed.routed_experts, choices) and without.routed_experts is None
+    with pytest.raises(ValueError, match="10 frames for sequences of"):
+        job_protocol.decode_sequences(result, buffers[1:])
+
+    sent = Batch(batch().info, [replace(row, routed_experts=choices + i) for i, row in enumerate(batch().rows)])
+    for i, row in enumerate(Batch.decode([bytes(frame) for frame in sent.encode()]).rows):
+        assert row.routed_experts is not None and row.routed_experts.dtype == dtype
+        assert np.array_equal(row.routed_experts, choices + i)
+
+
+def test_unknown_routed_experts_are_all_ones() -> None:
+    part = np.arange(4, dtype=np.uint16).reshape(2, 1, 2)
+    joined = routed_experts.join([None, part, None], [1, 2, 1], part)
+    assert joined.tolist() == [[[65535, 65535]], [[0, 1]], [[2, 3]], [[65535, 65535]]]
+    with pytest.raises(ValueError, match="uint8"):
+        routed_experts.join([part.astype(np.uint8)], [2], part)
+
+
+def test_atomic_writes_leave_the_old_content_when_they_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x.json"
+    write_json(path, {"a": 1})
+
+    def full(_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_atomic(path, "{}")
+    assert read_json(path) == {"a": 1}
+    assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
+    assert read_json(tmp_path / "none") is None
+
+
+def test_a_full_disk_does_not_stop_a_process_that_writes_its_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Journal(tmp_path, "p")
+    journal.write(TrainerStarted(1))
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "open", full)
+    journal.write(TrainerStarted(2))
+    journal.state(TrainerState(1))
+    monkeypatch.undo()
+    (line,) = (tmp_path / "events" / "p.jsonl").read_bytes().splitlines()
+    assert isinstance(event := decode(line), TrainerStarted) and (event.pid, event.process) == (1, "p")
+
+
+def publish(run: Path, version: int) -> Path:
+    directory = filesystem.version_dir(run, version)
+    directory.mkdir(parents=True)
+    (directory / "model.safetensors").write_bytes(bytes([version]))
+    filesystem.complete(directory, version, "float32")
+    return directory
+
+
+def test_a_version_exists_once_its_manifest_does(tmp_path: Path) -> None:
+    first = publish(tmp_path, 1)
+    (filesystem.version_dir(tmp_path, 2)).mkdir()
+    assert filesystem.published(tmp_path) == [1]
+    assert filesystem.damage(first) == []
+    (first / "model.safetensors").write_bytes(b"x")
+    assert filesystem.damage(first) == [f"{first}/model.safetensors: differs from its record"]
+    assert filesystem.damage(tmp_path) == [f"{tmp_path}: no readable MANIFEST.json"]
+
+
+def test_tensors_for_tokens_further_ahead_are_layers_after_the_last_or_a_module_of_their_own() -> None:
+    draft = "mtp.layers.0.input_layernorm.weight"
+    names = [f"model.layers.{number}.input_layernorm.weight" for number in (6, 7, 60, 61, 62, 610)] + [draft]
+    found = [name for name in names if tensor_names.layers_ahead(61, 1).fullmatch(name)]
+    assert found == ["model.layers.61.input_layernorm.weight", draft]
+    assert [name for name in names if tensor_names.layers_ahead(61, 0).fullmatch(name)] == [draft]
+
+
+def test_what_a_model_stacks_may_come_expert_by_expert() -> None:
+    gate_up, down = (f"model.layers.3.mlp.experts.{part}_proj" for part in ("gate_up", "down"))
+    one = {f"model.layers.3.mlp.experts.0.{part}_proj.weight" for part in ("gate", "up", "down")}
+    assert tensor_names.absent({gate_up, down, "x"}, {*one, "x"}) == set()
+    assert tensor_names.absent({gate_up, down, "x"}, {gate_up, down}) == {"x"}
+    for name in one:
+        assert tensor_names.absent({gate_up, down}, one - {name}) == {down if "down" in name else gate_up}
+    assert tensor_names.absent(one, {gate_up, down}) == one, "only a model's own stacks are known to be read"
+
+
+def test_versions_that_are_needed_are_never_pruned(tmp_path: Path) -> None:
+    for version in range(1, 7):
+        publish(tmp_path, version)
+    assert filesystem.prune(tmp_path, keep=2, needed={2}) == [1, 3, 4]
+    assert filesystem.published(tmp_path) == [2, 5, 6]
+
+
+def save(run: Path, step: int, committed: bool = True) -> Path:
+    directory = checkpoints.step_dir(run, step)
+    (directory / "trainer").mkdir(parents=True)
+    (directory / "trainer" / "part").write_text("x")
+    if committed:
+        checkpoints.commit(directory, step, attempt=1)
+    return directory
+
+
+def test_only_committed_checkpoints_count(tmp_path: Path) -> None:
+    assert checkpoints.newest(tmp_path) is None
+    first = save(tmp_path, 5)
+    save(tmp_path, 10, committed=False)
+    assert checkpoints.newest(tmp_path) == 5
+    assert checkpoints.damage(first) == []
+    (first / "trainer" / "part").unlink()
+    assert checkpoints.damage(first) == [f"{first}/trainer/part: differs from its record"]
+    assert checkpoints.damage(checkpoints.step_dir(tmp_path, 10))[0].endswith("not committed")
+
+
+def test_pruning_keeps_the_newest_and_whatever_is_being_written(tmp_path: Path) -> None:
+    for step in (5, 10, 15):
+        save(tmp_path, step)
+    save(tmp_path, 12, committed=False)
+    save(tmp_path, 20, committed=False)
+    assert checkpoints.prune(tmp_path, keep=2) == [5, 12]
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step_000010", "step_000015", "step_000020"]
+
+
+class Server:
+    """An orchestrator's end of the link in a thread, answering with `answer`."""
+
+    def __init__(self, delay_s: float = 0.0) -> None:
+        self.seen: list[Request] = []
+        self.delay_s = delay_s
+        self.address = ""
+        self._ready = threading.Event()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        self._ready.wait(10)
+
+    async def answer(self, request: Request) -> Batch | Answer:
+        self.seen.append(request)
+        delay, self.delay_s = self.delay_s, 0.0
+        await asyncio.sleep(delay)
+        if isinstance(request, GetBatch):
+            return batch(request.step) if request.step < 3 else Answer("stop" if request.step == 3 else "wait")
+        if isinstance(request, NewPolicy) and request.version < 0:
+            raise ValueError("no such version")
+        return Answer("ok")
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._task = self._loop.create_task(self._serve())
+        with contextlib.suppress(asyncio.CancelledError):
+            self._loop.run_until_complete(self._task)
+
+    async def _serve(self) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+        link = OrchestratorLink(self.address, self.answer)
+        self._ready.set()
+        await link.serve()
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._task.cancel)
+        self._thread.join(10)
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    made = Server()
+    yield made
+    made.stop()
+
+
+def test_batches_come_until_there_are_no_more(server: Server) -> None:
+    link = TrainerLink(server.address)
+    found = link.get_batch(1, 0, 1, timeout_s=5)
+    assert found is not None
+    assert found.info == batch(1).info
+    for row, expected in zip(found.rows, batch().rows, strict=True):
+        assert all(np.array_equal(getattr(row, name), getattr(expected, name)) for name in ROW)
+        assert row.routed_experts is None
+    assert link.get_batch(3, 0, 1, timeout_s=5) is None
+    link.close()
+
+
+def test_a_lost_answer_is_asked_for_again(server: Server) -> None:
+    server.delay_s = 1.0
+    link = TrainerLink(server.address, timeout_s=10, retry_s=0.3)
+    link.announce(1, "/w")
+    assert server.seen.count(NewPolicy(1, "/w")) >= 2
+    link.close()
+
+
+def test_waits_end(server: Server) -> None:
+    link = TrainerLink(server.address, timeout_s=5, retry_s=1)
+    with pytest.raises(LinkError, match="no batch for step 9 within 0 s"):
+        link.get_batch(9, 0, 1, timeout_s=0)
+    assert link.get_batch(9, 0, 1, timeout_s=60, interrupted=lambda: len(server.seen) > 3) is None
+    with pytest.raises(LinkError, match="ValueError: no such version"):
+        link.announce(-1, "/w")
+    link.close()
+
+
+def test_a_dead_peer_is_an_error_not_a_hang() -> None:
+    link = TrainerLink("tcp://127.0.0.1:1", timeout_s=0.5, retry_s=0.2)
+    begin = time.monotonic()
+    with pytest.raises(LinkError, match="did not answer"):
+        link.step_done(1, {})
+    assert time.monotonic() - begin < 5
+    link.close()
