@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from primeslurm.orchestrator.algorithms import Algorithm, Credit, Group, per_rollout
+from primeslurm.orchestrator.algorithms import Algorithm, Credit, RolloutGroup, per_rollout
 
 
 @dataclass(frozen=True)
@@ -18,11 +18,11 @@ class LeaveOneOut(Algorithm):
     min_spread: float = 0.0
     """Groups whose best and worst reward are no further apart are not trained."""
 
-    def rejects(self, group: Group) -> str | None:
+    def rejects(self, group: RolloutGroup) -> str | None:
         """The word is counted as `groups/rejected_no_spread` in the metrics."""
         return "no_spread" if max(group.rewards) - min(group.rewards) <= self.min_spread else None
 
-    def assign(self, groups: Sequence[Group]) -> list[list[Credit]]:
+    def assign(self, groups: Sequence[RolloutGroup]) -> list[list[Credit]]:
         """One `Credit` for each sequence."""
         return [per_rollout(group, leave_one_out(group.rewards)) for group in groups]
 

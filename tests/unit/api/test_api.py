@@ -94,7 +94,7 @@ def test_needs_are_worked_out_once(place: Path, monkeypatch: pytest.MonkeyPatch,
     loaded = primeslurm.load("r.yaml", site="site.yaml", emulate=emulate)
     calls = []
     work_out = derive.needs_of
-    monkeypatch.setattr(derive, "needs_of", lambda *given: calls.append(given) or work_out(*given))
+    monkeypatch.setattr(derive, "resource_requests", lambda *given: calls.append(given) or work_out(*given))
     assert loaded.plan().emulated == emulate
     assert len(calls) == 1
 

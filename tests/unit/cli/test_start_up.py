@@ -78,7 +78,7 @@ def test_importing_the_package_imports_none_of_its_rooms(tmp_path: Path) -> None
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_verb_is_shown_with_the_first_paragraph_of_its_own_help(verb: str) -> None:
     module, _, name = VERBS[verb][0].partition(":")
-    found = getattr(import_module(f"primeslurm.cli.{module}"), name)
+    found = getattr(import_module(f"primeslurm.cli.verbs.{module}"), name)
     text = found.info.help if isinstance(found, typer.Typer) else inspect.getdoc(found)
     assert text.split("\n\n")[0].replace("\n", " ") == VERBS[verb][1]
     assert load_verb(verb).get_short_help_str(1000)

@@ -353,7 +353,7 @@ def test_a_spare_takes_over_and_what_is_concerned_starts_anew(
     lost = running.agents[1]
     beat = lost._heartbeat
     monkeypatch.setattr(lost, "_heartbeat", lambda *_, **__: None)
-    running.wait(lambda: running.attempt.roster().assignment[1].rank == 2)
+    running.wait(lambda: running.attempt.roster().seats[1].rank == 2)
     monkeypatch.setattr(lost, "_heartbeat", beat)
     running.wait(lambda: not running.threads[1].is_alive())
     assert not alive(before["engine"])

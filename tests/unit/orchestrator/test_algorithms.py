@@ -16,10 +16,10 @@ from primeslurm.orchestrator.algorithms import (
     Algorithm,
     Credit,
     Echo,
-    Group,
     Grpo,
     MaxRl,
     Opd,
+    RolloutGroup,
     from_recipe,
     per_rollout,
 )
@@ -33,7 +33,7 @@ relaxed = settings(deadline=None)
 
 
 @st.composite
-def groups(draw: st.DrawFn, min_reward: float = -10) -> list[Group]:
+def groups(draw: st.DrawFn, min_reward: float = -10) -> list[RolloutGroup]:
     """A batch of groups of up to five rollouts, some in several sequences, all with a teacher's and observed tokens."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     made = []
@@ -44,7 +44,7 @@ def groups(draw: st.DrawFn, min_reward: float = -10) -> list[Group]:
             tuple(sequence(rng, f"g{number}/{i}", reward) for _ in range(count))
             for i, (reward, count) in enumerate(zip(rewards, branches, strict=True))
         )
-        made.append(Group(f"g{number}", "e", number, 0, rollouts))
+        made.append(RolloutGroup(f"g{number}", "e", number, 0, rollouts))
     return made
 
 
@@ -63,7 +63,7 @@ def sequence(rng: np.random.Generator, name: str, reward: float) -> Rollout:
     )
 
 
-def pairs(batch: Sequence[Group], algorithm: Algorithm) -> list[tuple[Group, Rollout, Credit]]:
+def pairs(batch: Sequence[RolloutGroup], algorithm: Algorithm) -> list[tuple[RolloutGroup, Rollout, Credit]]:
     """Each sequence with its group and credit. Nothing that was given is changed, and asking again says the same."""
     before = [group.to_bytes() for group in batch]
     credits, again = algorithm.assign(batch), algorithm.assign(batch)
@@ -86,7 +86,7 @@ def close(found: np.ndarray, exact: np.ndarray | float) -> bool:
 
 @relaxed
 @given(batch=groups())
-def test_grpo_is_the_reward_less_the_mean_and_sums_to_zero_in_each_group(batch: list[Group]) -> None:
+def test_grpo_is_the_reward_less_the_mean_and_sums_to_zero_in_each_group(batch: list[RolloutGroup]) -> None:
     for group, one, credit in pairs(batch, Grpo()):
         exact = np.float64(one.info.reward) - np.mean(np.array(group.rewards, np.float64))
         assert close(credit.advantages, exact)
@@ -97,7 +97,7 @@ def test_grpo_is_the_reward_less_the_mean_and_sums_to_zero_in_each_group(batch: 
 
 @relaxed
 @given(batch=groups(min_reward=0))
-def test_max_rl_is_that_over_the_mean(batch: list[Group]) -> None:
+def test_max_rl_is_that_over_the_mean(batch: list[RolloutGroup]) -> None:
     for group, one, credit in pairs(batch, MaxRl()):
         mean = np.mean(np.array(group.rewards, np.float64))
         exact = (np.float64(one.info.reward) - mean) / mean if mean > 0 else 0.0
@@ -106,7 +106,7 @@ def test_max_rl_is_that_over_the_mean(batch: list[Group]) -> None:
 
 @relaxed
 @given(batch=groups(), reward=st.sampled_from([0.0, 0.37]))
-def test_opd_is_the_gap_to_the_teacher_and_a_share_of_the_reward(batch: list[Group], reward: float) -> None:
+def test_opd_is_the_gap_to_the_teacher_and_a_share_of_the_reward(batch: list[RolloutGroup], reward: float) -> None:
     for group, one, credit in pairs(batch, Opd(reward)):
         assert one.ref_logprobs is not None
         gap = one.ref_logprobs.astype(np.float64) - one.logprobs.astype(np.float64)
@@ -117,7 +117,7 @@ def test_opd_is_the_gap_to_the_teacher_and_a_share_of_the_reward(batch: list[Gro
 @relaxed
 @given(batch=groups(), weight=st.sampled_from([0.1, 2.5]), inner=st.sampled_from([Grpo(), Opd(0.5)]))
 def test_echo_adds_the_mean_cross_entropy_of_observed_tokens(
-    batch: list[Group], weight: float, inner: Algorithm
+    batch: list[RolloutGroup], weight: float, inner: Algorithm
 ) -> None:
     found = pairs(batch, Echo(inner, weight))
     plain = [credit for mine in inner.assign(batch) for credit in mine]
@@ -162,10 +162,10 @@ class FirstTokens(Algorithm):
     tokens: int = 1
     needs_observed = True
 
-    def rejects(self, group: Group) -> str | None:
+    def rejects(self, group: RolloutGroup) -> str | None:
         return "odd" if group.example % 2 else None
 
-    def assign(self, groups: Sequence[Group]) -> list[list[Credit]]:
+    def assign(self, groups: Sequence[RolloutGroup]) -> list[list[Credit]]:
         return [[self._one(one) for one in group.sequences] for group in groups]
 
     def _one(self, one: Rollout) -> Credit:
@@ -178,20 +178,20 @@ class Returns(Algorithm):
     """Gives an answer that a test made, or raises it."""
 
     needs_teacher = True
-    answer: Callable[[Group], Any] = staticmethod(lambda group: None)
+    answer: Callable[[RolloutGroup], Any] = staticmethod(lambda group: None)
     reason: Any = None
 
-    def rejects(self, group: Group) -> str | None:
+    def rejects(self, group: RolloutGroup) -> str | None:
         return self.reason  # type: ignore[no-any-return]
 
-    def assign(self, groups: Sequence[Group]) -> Any:
+    def assign(self, groups: Sequence[RolloutGroup]) -> Any:
         return self.answer(groups[0])
 
 
 class Silent(Algorithm):
     """Answers nothing."""
 
-    def assign(self, groups: Sequence[Group]) -> Any:
+    def assign(self, groups: Sequence[RolloutGroup]) -> Any:
         return None
 
 
@@ -211,13 +211,13 @@ def own(name: str, echo: float | None = None, teacher: bool = True, **kwargs: An
     return from_recipe(Recipe.model_validate(recipe_data(**changes)))
 
 
-def one_group(rewards: Sequence[float] = (1.0, 0.0)) -> Group:
+def one_group(rewards: Sequence[float] = (1.0, 0.0)) -> RolloutGroup:
     rng = np.random.default_rng(3)
     made = [replace(sequence(rng, f"r{i}", reward), observed=None) for i, reward in enumerate(rewards)]
     whole = [
         replace(one, mask=np.arange(len(one.mask)) > 0, observed=np.zeros(len(one.mask), np.bool_)) for one in made
     ]
-    return Group("g", "e", 0, 0, tuple((one,) for one in whole))
+    return RolloutGroup("g", "e", 0, 0, tuple((one,) for one in whole))
 
 
 def test_an_algorithm_of_ones_own_says_which_tokens_are_trained_and_how() -> None:
@@ -273,13 +273,13 @@ def test_a_teacher_that_is_needed_must_be_there() -> None:
     assert violations(Recipe.model_validate(with_teacher)) == [], "nobody knows yet whether it asks"
 
 
-def credits_of(group: Group, **changes: Any) -> list[list[Credit]]:
+def credits_of(group: RolloutGroup, **changes: Any) -> list[list[Credit]]:
     """Right ones, but for some fields of the second sequence."""
     first, second = per_rollout(group, [0.5, -0.5])
     return [[first, replace(second, **changes)]]
 
 
-def arrays(group: Group, **values: Any) -> list[list[Credit]]:
+def arrays(group: RolloutGroup, **values: Any) -> list[list[Credit]]:
     """The same, with fields that are made for the second sequence's length."""
     length = len(group.sequences[1].token_ids)
     return credits_of(group, **{name: value(length) for name, value in values.items()})
@@ -308,7 +308,7 @@ def arrays(group: Group, **values: Any) -> list[list[Credit]]:
     ],
 )
 def test_a_wrong_answer_is_one_error_that_names_the_algorithm(
-    answer: Callable[[Group], Any], why: str, monkeypatch: pytest.MonkeyPatch
+    answer: Callable[[RolloutGroup], Any], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     algorithm, group = own("Returns"), one_group()
     monkeypatch.setattr(Returns, "answer", staticmethod(lambda group: [per_rollout(group, [0.5, -0.5])]))
