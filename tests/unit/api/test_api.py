@@ -93,7 +93,7 @@ def test_recipe_and_site_are_read_before_anything_is_said(place: Path) -> None:
 def test_needs_are_worked_out_once(place: Path, monkeypatch: pytest.MonkeyPatch, emulate: bool) -> None:
     loaded = primeslurm.load("r.yaml", site="site.yaml", emulate=emulate)
     calls = []
-    work_out = derive.needs_of
+    work_out = derive.resource_requests
     monkeypatch.setattr(derive, "resource_requests", lambda *given: calls.append(given) or work_out(*given))
     assert loaded.plan().emulated == emulate
     assert len(calls) == 1
