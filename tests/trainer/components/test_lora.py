@@ -17,9 +17,9 @@ from primeslurm.plan.memory.trainer import lora_parameters
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.trainer import Checkpoint
 from primeslurm.records.journal import Journal
-from primeslurm.trainer import compat
+from primeslurm.trainer import compat, models
 from primeslurm.trainer.assembly.build import build
-from primeslurm.trainer.assembly.draft import ModelDraft, models
+from primeslurm.trainer.assembly.draft import ModelDraft
 from primeslurm.trainer.assembly.policy_model import PolicyModel
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
 from primeslurm.trainer.components import lora
