@@ -41,7 +41,7 @@ def strict_plan_of(recipe: Recipe, site: Site, files: RecipeFiles, *, local: boo
 
 def emulated_plan_of(recipe: Recipe, site: Site) -> Plan:
     """The plan of an emulated run; its files need not be there. Raises UsageError."""
-    return make_emulated_plan(recipe, site, _run_dir(recipe, site), model_files(recipe).facts)
+    return make_emulated_plan(recipe, site, _run_dir(recipe, site), model_files(recipe).shape)
 
 
 def _run_dir(recipe: Recipe, site: Site) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -9,9 +10,12 @@ from primeslurm.errors import UsageError, Violation
 from primeslurm.paths import expanded, is_file
 from primeslurm.recipe import Site
 from primeslurm.recipe.reading.recipe_files import load_site
+from primeslurm.recipe.site import Network, NodeKind
 
 SITE_FILES = (Path("site.yaml"), Path("~/.primeslurm/site.yaml"))
 """Where a site file is looked for if none is named."""
+_LOCAL_NODES = 64
+_FAKE_GPUS = 8
 
 
 def find_site(path: Path | None, *, local: bool = False) -> Site:
@@ -25,8 +29,6 @@ def find_site(path: Path | None, *, local: bool = False) -> Site:
         UsageError: there is no site file, or something is wrong in it.
     """
     if local and path is None:
-        from primeslurm.plan.local_site import local_site
-
         return _with_libraries(local_site(Path("runs").resolve()))
     candidates = [path] if path else [expanded(candidate) for candidate in SITE_FILES]
     for candidate in candidates:
@@ -36,6 +38,23 @@ def find_site(path: Path | None, *, local: bool = False) -> Site:
     why = f"no site file: looked for {', '.join(str(c) for c in SITE_FILES)}"
     fix = "`primeslurm cluster up` makes an emulated cluster with one, or use --local"
     raise UsageError([Violation("--site", "", why, fix)])
+
+
+def local_site(runs: Path, device_dir: Path = Path("/dev")) -> Site:
+    """This machine as a site: its own GPUs, or, without any, CPU processes on pretended ones.
+
+    Every agent gets a loopback address of its own, so that "nodes" may use the same ports.
+    """
+    gpus = len([path for path in device_dir.glob("nvidia[0-9]*") if path.name[6:].isdigit()])
+    kind = NodeKind(partition="local", gpus=gpus or _FAKE_GPUS, cpus=os.cpu_count() or 1)
+    return Site(
+        schema=1,
+        name="local",
+        device="cuda" if gpus else "cpu",
+        runs=str(runs),
+        nodes={"default": kind},
+        network=Network(addresses={f"local-{i}": f"127.77.0.{i + 1}" for i in range(_LOCAL_NODES)}),
+    )
 
 
 def runs_directory(runs: str | Path | None) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from primeslurm.errors import UsageError, Violation
-from primeslurm.plan import jobs
+from primeslurm.plan import batch_job
 from primeslurm.plan.commands.processes import environment_command, orchestrator_command, trainer_command
 from primeslurm.plan.model import Plan, Replica, Totals
 from primeslurm.plan.placement.inference import place_inference
@@ -30,7 +30,7 @@ def derive(recipe: Recipe, site: Site, run_dir: Path, *, local: bool = False) ->
 
 def asked_of(recipe: Recipe, site: Site, *, local: bool) -> tuple[list[ResourceRequest], list[Violation]]:
     """What each role gets (nothing, if the site cannot give it), and every reason why the recipe cannot be placed."""
-    problems, requests = jobs.problems(recipe, site), []
+    problems, requests = batch_job.problems(recipe, site), []
     try:
         requests = resource_requests(recipe, site)
     except UsageError as error:
@@ -40,7 +40,7 @@ def asked_of(recipe: Recipe, site: Site, *, local: bool) -> tuple[list[ResourceR
 
 def place(recipe: Recipe, site: Site, run_dir: Path, requests: list[ResourceRequest], *, local: bool) -> Plan:
     """The run with all its processes, on the nodes that each role gets."""
-    builders = _slots(recipe, site, requests, local)
+    builders = _builders(recipe, site, requests, local)
     replicas = place_inference(recipe, site, builders)
     teachers = place_teacher(recipe, site, builders)
     trainer_gpus = _trainer(recipe, site, builders)
@@ -55,12 +55,12 @@ def place(recipe: Recipe, site: Site, run_dir: Path, requests: list[ResourceRequ
         executor="local" if local else "slurm",
         device=site.device,
         python=site.python or "python3",
-        job=jobs.job_options(recipe, site, run_dir),
-        groups=jobs.groups(recipe, requests),
+        job=batch_job.job_options(recipe, site, run_dir),
+        groups=batch_job.groups(recipe, requests),
         nodes=tuple(builder.node() for builder in builders),
         replicas=tuple(replicas),
         totals=_totals(builders, requests, replicas, trainer_gpus, len(teachers)),
-        env=jobs.environment(site),
+        env=batch_job.environment(site),
         library_path=site.library_path,
         interface=site.network.interface,
         hcas=site.network.hcas,
@@ -73,7 +73,7 @@ def place(recipe: Recipe, site: Site, run_dir: Path, requests: list[ResourceRequ
     )
 
 
-def _slots(recipe: Recipe, site: Site, requests: list[ResourceRequest], local: bool) -> list[NodeBuilder]:
+def _builders(recipe: Recipe, site: Site, requests: list[ResourceRequest], local: bool) -> list[NodeBuilder]:
     single = recipe.deployment.layout == "single"
     builders: list[NodeBuilder] = []
     for group, request in enumerate(requests):

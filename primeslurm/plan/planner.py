@@ -9,10 +9,9 @@ from typing import Literal
 
 from primeslurm.errors import UsageError, Violation
 from primeslurm.families.shape import ModelShape
-from primeslurm.plan.checks.advice import advise
 from primeslurm.plan.checks.compatibility import conflicts
 from primeslurm.plan.checks.files import ModelFiles
-from primeslurm.plan.checks.review import review
+from primeslurm.plan.checks.review import advise, review
 from primeslurm.plan.checks.rule import RuleContext
 from primeslurm.plan.derive import asked_of, place
 from primeslurm.plan.emulate import emulate
@@ -54,7 +53,7 @@ def make_plan(recipe: Recipe, site: Site, run_dir: Path, files: RecipeFiles, *, 
     return plan.model_copy(update={"findings": tuple(findings), "estimate": estimate})
 
 
-def make_emulated_plan(recipe: Recipe, site: Site, run_dir: Path, facts: ModelShape | None) -> Plan:
+def make_emulated_plan(recipe: Recipe, site: Site, run_dir: Path, shape: ModelShape | None) -> Plan:
     """Work out a run of stand-ins, with what is known to go wrong with what they stand for. It needs no files.
 
     Raises:
@@ -65,7 +64,7 @@ def make_emulated_plan(recipe: Recipe, site: Site, run_dir: Path, facts: ModelSh
         raise UsageError(problems)
     plan = emulate(place(recipe, site, run_dir, requests, local=False))
     real = site.model_copy(update={"device": "cuda"})  # stand-ins contradict nothing, what they stand for may
-    findings = (*conflicts(RuleContext(recipe, real, requests, facts)), *advise(recipe, plan))
+    findings = (*conflicts(RuleContext(recipe, real, requests, shape)), *advise(recipe, plan))
     return plan.model_copy(update={"findings": findings})
 
 

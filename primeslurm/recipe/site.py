@@ -8,10 +8,10 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from primeslurm.recipe.fields.section import Section
 from primeslurm.recipe.fields.slurm_syntax import Directory, EnvironmentName, Module, Name, SearchPath
-from primeslurm.recipe.sections.slurm import Placement, Submission
+from primeslurm.recipe.sections.slurm import ComponentOptions, Submission
 
 
-class NodeKind(Placement):
+class NodeKind(ComponentOptions):
     """Nodes of one partition, and the Slurm options of every component that gets them."""
 
     partition: Name

@@ -22,7 +22,7 @@ from primeslurm.recipe.sections.teacher import TeacherEngines
 class ModelFiles:
     """What is known of the recipe's model."""
 
-    facts: ModelShape | None
+    shape: ModelShape | None
     """None if neither a config.json that this understands nor the catalog has it."""
     model_type: str | None
     """Of its config, where known."""
@@ -49,10 +49,10 @@ def model_files(recipe: Recipe) -> ModelFiles:
     limit = config.get("max_position_embeddings")
     problems += _too_long(recipe, limit if isinstance(limit, int) else None)
     try:
-        facts = shape_of(config)
+        shape = shape_of(config)
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError):
-        facts = None  # not a decoder's config, or a damaged one
-    return ModelFiles(facts, config.get("model_type"), str(directory / "config.json"), tuple(problems))
+        shape = None  # not a decoder's config, or a damaged one
+    return ModelFiles(shape, config.get("model_type"), str(directory / "config.json"), tuple(problems))
 
 
 def _absent(recipe: Recipe, why: str) -> ModelFiles:

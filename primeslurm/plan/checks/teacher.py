@@ -40,13 +40,13 @@ def review_teacher(
         for request in requests
         if request.role == "teacher"
     ]
-    found = conflicts(RuleContext(alone, site, own, model.facts))
+    found = conflicts(RuleContext(alone, site, own, model.shape))
     if model.absent:
         found.append(model.absent)
     gpu = gpu_of(own[0].kind) if own and site.device == "cuda" else None
     memory = None
-    if gpu is not None and model.facts is not None:
-        memory = engine_role(alone, own[0], model.facts, gpu, prompt_logprobs=True)
+    if gpu is not None and model.shape is not None:
+        memory = engine_role(alone, own[0], model.shape, gpu, prompt_logprobs=True)
         found += [
             finding.model_copy(update={"fix": _MORE_MEMORY})
             for finding in capacity(alone, own, Estimate(source=model.source, roles=(memory,)))

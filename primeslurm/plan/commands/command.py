@@ -10,8 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from primeslurm.plan.model import NodeRole
+
 EngineRole = Literal["engine", "prefill", "decode"]
 Device = Literal["cuda", "cpu"]
+
+ENGINE_ROLES: dict[NodeRole, EngineRole] = {"inference": "engine", "prefill": "prefill", "decode": "decode"}
+"""What engines do on the nodes of a role."""
 
 
 class Command(NamedTuple):

@@ -188,9 +188,9 @@ def _expert_problems(recipe: Recipe, requests: list[ResourceRequest]) -> list[Vi
 
 def group_nodes(recipe: Recipe, request: ResourceRequest) -> int:
     """Nodes of one group of engines: those that share the experts, with expert parallelism."""
-    shape = recipe.deployment.inference
-    if isinstance(shape, Disaggregated):
-        return (shape.prefill if request.role == "prefill" else shape.decode).nodes_per_replica
+    inference = recipe.deployment.inference
+    if isinstance(inference, Disaggregated):
+        return (inference.prefill if request.role == "prefill" else inference.decode).nodes_per_replica
     return request.nodes_per_replica
 
 
