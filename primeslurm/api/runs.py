@@ -194,9 +194,10 @@ class Run:
 
 
 def find_run(name: str | Path, runs: str | Path | None = None) -> Run:
-    """A run by its name or directory.
+    """Find a run by its name or directory.
 
     Args:
+        name: the run's name, or its directory.
         runs: directory of all runs; by default the site file's, or ./runs.
 
     Raises:

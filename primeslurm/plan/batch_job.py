@@ -20,7 +20,7 @@ from primeslurm.recipe.sections.slurm import (
     Pyxis,
     Submission,
 )
-from primeslurm.wire.secret import VARIABLE as SECRET
+from primeslurm.wire import secret
 
 
 def problems(recipe: Recipe, site: Site) -> list[Violation]:
@@ -85,7 +85,7 @@ def environment(site: Site) -> dict[str, str]:
     if site.device == "cpu":
         # One thread a process: an emulated cluster puts many "nodes" on few cores.
         env |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_CONFIG_ROOT": "${tmp}/vllm"}
-    return env | site.env | {SECRET: "${secret}"}
+    return env | site.env | {secret.VARIABLE: "${secret}"}
 
 
 def _group(index: int, name: str, nodes: int, spares: int, request: ResourceRequest, component: Component) -> HetGroup:

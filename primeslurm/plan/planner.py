@@ -38,7 +38,10 @@ def make_plan(recipe: Recipe, site: Site, run_dir: Path, files: RecipeFiles, *, 
     """Work out a whole run, with all findings and the estimate. Files that cannot be used block it.
 
     Args:
+        recipe: what is asked for.
+        site: where it is to run.
         run_dir: where the run will be.
+        files: what is known of the files that the recipe names.
         local: without Slurm, all nodes are agents on this one machine and share its GPUs.
 
     Raises:

@@ -29,7 +29,7 @@ Config = dict[str, Any]
 
 
 def transfer_config(recipe: Recipe, role: EngineRole, device: Device) -> Config | None:
-    """vLLM's `--kv-transfer-config` of an engine, None if its KV stays where it is."""
+    """Work out vLLM's `--kv-transfer-config` of an engine; None if its KV stays where it is."""
     connectors = [_nixl(role, device)] if role != "engine" else []
     match recipe.inference.kv_offload:
         case NativeOffload() as native if role != "decode":

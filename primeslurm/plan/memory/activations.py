@@ -138,8 +138,10 @@ def _plain(count: int, elements: int, shape: ModelShape, dtype_bytes: int) -> La
 
 
 def _recurrent(count: int, mixer: Mixer, elements: int, shape: ModelShape, dtype_bytes: int) -> Layers:
-    """Layers with a recurrence, and `elements` per token of all else in them, with which the backward pass is done when
-    it computes the recurrence anew."""
+    """Layers with a recurrence, and `elements` per token of all else in them.
+
+    The backward pass is done with the latter when it computes the recurrence anew.
+    """
     beside = elements * dtype_bytes
     return Layers(
         count,

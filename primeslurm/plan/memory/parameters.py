@@ -126,8 +126,10 @@ def _norms(shape: ModelShape) -> int:
 
 
 def _vision(vision: Vision) -> int:
-    """Linear layers and norms have biases. Patches that become one token pass a network as wide as they are together,
-    one for each output."""
+    """Count the encoder of images, whose linear layers and norms have biases.
+
+    Patches that become one token pass a network as wide as they are together, one for each output.
+    """
     hidden, width, merged = vision.hidden, vision.width, vision.hidden * vision.patches
     block = 4 * hidden * (hidden + 1) + 2 * hidden * width + width + hidden + 4 * hidden
     embedding = hidden * (vision.patch_values + 1) + hidden * vision.positions

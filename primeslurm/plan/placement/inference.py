@@ -88,7 +88,7 @@ def _groups(recipe: Recipe, nodes: list[NodeBuilder]) -> Iterator[_Group]:
 
 
 def _place_group(recipe: Recipe, site: Site, replica: int, group: _Group, names: list[str]) -> None:
-    """Engines in rank order, with expert parallelism as data-parallel ranks of one unit."""
+    """Put engines on nodes in rank order; with expert parallelism they are ranks of one data-parallel group."""
     tp, role = recipe.inference.parallel.tp, group.role
     places = [(builder, first) for builder in group.builders for first in range(0, builder.gpus, tp)]
     dp = (recipe.inference.parallel.dp or len(places)) if recipe.inference.expert_parallel else 1
