@@ -29,7 +29,7 @@ class Attachment:
 
 
 def attachment(run: Run, word: str, command: Sequence[str], *, terminal: bool) -> Attachment:
-    """What runs `command` beside a process of a run, in the job's allocation and with that process's environment.
+    """Work out what runs `command` beside a process of a run, in the job's allocation, with its environment.
 
     Args:
         run: which run.

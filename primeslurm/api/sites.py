@@ -19,7 +19,7 @@ _FAKE_GPUS = 8
 
 
 def find_site(path: Path | None, *, local: bool = False) -> Site:
-    """The site to use: of a file, or of this machine.
+    """Find the site to use: of a file, or of this machine.
 
     Args:
         path: a site file; None: the first of `SITE_FILES` that is there.
@@ -41,9 +41,13 @@ def find_site(path: Path | None, *, local: bool = False) -> Site:
 
 
 def local_site(runs: Path, device_dir: Path = Path("/dev")) -> Site:
-    """This machine as a site: its own GPUs, or, without any, CPU processes on pretended ones.
+    """Describe this machine as a site: its own GPUs, or, without any, CPU processes on pretended ones.
 
     Every agent gets a loopback address of its own, so that "nodes" may use the same ports.
+
+    Args:
+        runs: directory of all runs.
+        device_dir: where the devices of GPUs are.
     """
     gpus = len([path for path in device_dir.glob("nvidia[0-9]*") if path.name[6:].isdigit()])
     kind = NodeKind(partition="local", gpus=gpus or _FAKE_GPUS, cpus=os.cpu_count() or 1)
@@ -58,7 +62,7 @@ def local_site(runs: Path, device_dir: Path = Path("/dev")) -> Site:
 
 
 def runs_directory(runs: str | Path | None) -> Path:
-    """Where runs live: as given, else as the site file says, else ./runs."""
+    """Find where runs live: as given, else as the site file says, else ./runs."""
     if runs is not None:
         return Path(runs)
     try:
@@ -68,7 +72,7 @@ def runs_directory(runs: str | Path | None) -> Path:
 
 
 def with_python(site: Site) -> Site:
-    """The site with this interpreter on its nodes, if it names none."""
+    """Put this interpreter on the nodes of a site that names none."""
     return site.model_copy(update={"python": site.python or sys.executable})
 
 

@@ -24,7 +24,7 @@ from primeslurm.wire import secret
 
 
 def problems(recipe: Recipe, site: Site) -> list[Violation]:
-    """Options that contradict one another, and host lists that are none."""
+    """Find options that contradict one another, and host lists that are none."""
     found = [*_host_problems(recipe, site), *_time_problems(recipe, site)]
     for field, options in _component_options(recipe, site):
         if options.mem and options.mem_per_gpu:
@@ -34,7 +34,7 @@ def problems(recipe: Recipe, site: Site) -> list[Violation]:
 
 
 def groups(recipe: Recipe, requests: list[ResourceRequest]) -> tuple[HetGroup, ...]:
-    """The job's components in order: one per role, or one for all of them (`layout: single`)."""
+    """List the job's components in order: one per role, or one for all of them (`layout: single`)."""
     if recipe.deployment.layout == "single":
         widest = max(requests, key=lambda request: request.gpus)
         nodes, spares = sum(request.nodes for request in requests), sum(request.spares for request in requests)
@@ -46,7 +46,7 @@ def groups(recipe: Recipe, requests: list[ResourceRequest]) -> tuple[HetGroup, .
 
 
 def job_options(recipe: Recipe, site: Site, run_dir: Path) -> JobOptions:
-    """The options of the job as a whole: the recipe's, and the site's for what it does not say."""
+    """Take the options of the job as a whole from the recipe, and from the site what the recipe does not say."""
     slurm, asked = recipe.slurm, recipe.slurm.over(site.slurm)
     return JobOptions(
         name=recipe.name,
@@ -74,7 +74,7 @@ def job_options(recipe: Recipe, site: Site, run_dir: Path) -> JobOptions:
 
 
 def environment(site: Site) -> dict[str, str]:
-    """Environment of every process on every node."""
+    """Make the environment of every process on every node, with placeholders."""
     env = {
         "PYTHONUNBUFFERED": "1",
         "TMPDIR": "${tmp}",

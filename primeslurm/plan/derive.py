@@ -17,19 +17,34 @@ from primeslurm.recipe.sections.teacher import ServedTeacher
 
 
 def derive(recipe: Recipe, site: Site, run_dir: Path, *, local: bool = False) -> Plan:
-    """Work out the whole run. `local`: without Slurm, all nodes are agents on this one machine and share its GPUs.
+    """Work out the whole run.
+
+    Args:
+        recipe: what is asked for.
+        site: where it is to run.
+        run_dir: where the run will be.
+        local: without Slurm, all nodes are agents on this one machine and share its GPUs.
 
     Raises:
         UsageError: the recipe cannot be placed on this site; every reason at once.
     """
-    requests, problems = asked_of(recipe, site, local=local)
+    requests, problems = requests_of(recipe, site, local=local)
     if problems:
         raise UsageError(problems)
     return place(recipe, site, run_dir, requests, local=local)
 
 
-def asked_of(recipe: Recipe, site: Site, *, local: bool) -> tuple[list[ResourceRequest], list[Violation]]:
-    """What each role gets (nothing, if the site cannot give it), and every reason why the recipe cannot be placed."""
+def requests_of(recipe: Recipe, site: Site, *, local: bool) -> tuple[list[ResourceRequest], list[Violation]]:
+    """Work out what each role asks of the site.
+
+    Args:
+        recipe: what is asked for.
+        site: where it is to run.
+        local: as of `derive`.
+
+    Returns:
+        The requests (none, if the site cannot give them), and every reason why the recipe cannot be placed.
+    """
     problems, requests = batch_job.problems(recipe, site), []
     try:
         requests = resource_requests(recipe, site)
@@ -39,7 +54,15 @@ def asked_of(recipe: Recipe, site: Site, *, local: bool) -> tuple[list[ResourceR
 
 
 def place(recipe: Recipe, site: Site, run_dir: Path, requests: list[ResourceRequest], *, local: bool) -> Plan:
-    """The run with all its processes, on the nodes that each role gets."""
+    """Put all processes of a run on the nodes that each role gets.
+
+    Args:
+        recipe: what is asked for, with models and data where they lie.
+        site: where it is to run.
+        run_dir: where the run will be.
+        requests: what each role gets, as `requests_of` says.
+        local: as of `derive`.
+    """
     builders = _builders(recipe, site, requests, local)
     replicas = place_inference(recipe, site, builders)
     teachers = place_teacher(recipe, site, builders)

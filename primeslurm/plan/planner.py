@@ -13,7 +13,7 @@ from primeslurm.plan.checks.compatibility import conflicts
 from primeslurm.plan.checks.files import ModelFiles
 from primeslurm.plan.checks.review import advise, review
 from primeslurm.plan.checks.rule import RuleContext
-from primeslurm.plan.derive import asked_of, place
+from primeslurm.plan.derive import place, requests_of
 from primeslurm.plan.emulate import emulate
 from primeslurm.plan.model import Finding, Plan
 from primeslurm.recipe import Recipe, Site
@@ -47,7 +47,7 @@ def make_plan(recipe: Recipe, site: Site, run_dir: Path, files: RecipeFiles, *, 
     Raises:
         UsageError: the recipe cannot be placed on this site; every reason at once, contradictions of the recipe too.
     """
-    requests, problems = asked_of(recipe, site, local=local)
+    requests, problems = requests_of(recipe, site, local=local)
     findings, estimate = review(recipe, site, requests, files.model, files.teacher)
     if problems:
         raise UsageError([*problems, *refusals(findings, "error")])
@@ -59,10 +59,16 @@ def make_plan(recipe: Recipe, site: Site, run_dir: Path, files: RecipeFiles, *, 
 def make_emulated_plan(recipe: Recipe, site: Site, run_dir: Path, shape: ModelShape | None) -> Plan:
     """Work out a run of stand-ins, with what is known to go wrong with what they stand for. It needs no files.
 
+    Args:
+        recipe: what is asked for.
+        site: where it is to run.
+        run_dir: where the run will be.
+        shape: the model's, where it is known.
+
     Raises:
         UsageError: the recipe cannot be placed on this site; every reason at once.
     """
-    requests, problems = asked_of(recipe, site, local=False)
+    requests, problems = requests_of(recipe, site, local=False)
     if problems:
         raise UsageError(problems)
     plan = emulate(place(recipe, site, run_dir, requests, local=False))
@@ -78,12 +84,12 @@ def refuse(plan: Plan, *levels: str) -> None:
 
 
 def refusals(findings: Iterable[Finding], *levels: str) -> list[Violation]:
-    """Findings of these levels as violations."""
+    """Take findings of these levels as violations."""
     return [Violation(f.field, "", f.text, f.fix) for f in findings if f.level in levels]
 
 
 def as_findings(violations: Iterable[Violation], level: Literal["error", "blocked"]) -> list[Finding]:
-    """Violations as findings of this level."""
+    """Take violations as findings of this level."""
     return [
         Finding(level=level, field=v.field, text=f"{v.value}: {v.why}" if v.value else v.why, fix=v.fix)
         for v in violations

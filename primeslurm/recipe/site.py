@@ -85,6 +85,6 @@ class Site(Section):
     """First port that a plan may prefer."""
 
     def kind(self, role: str) -> NodeKind | None:
-        """The kind of node that serves a role, or None."""
+        """Find the kind of node that serves a role; None if the site has none."""
         names = (role, "inference", "default") if role == "teacher" else (role, "default")
         return next((self.nodes[name] for name in names if name in self.nodes), None)

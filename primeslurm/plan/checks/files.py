@@ -80,7 +80,7 @@ def _too_long(recipe: Recipe, limit: int | None) -> list[Violation]:
 
 
 def with_absolute_paths(recipe: Recipe) -> Recipe:
-    """The recipe with its models and data as absolute paths, where they exist here: processes run elsewhere."""
+    """Give the recipe its models and data as absolute paths, where they exist here: processes run elsewhere."""
     update: dict[str, object] = {}
     if (directory := model_directory(recipe.model.path)) is not None:
         update["model"] = recipe.model.model_copy(update={"path": str(directory)})
@@ -93,7 +93,7 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
 
 
 def absent_data(recipe: Recipe) -> Finding | None:
-    """The training data that is not there."""
+    """Say which training data is not there; None if it is, or none is asked for."""
     if recipe.task != "sft" or recipe.sft is None or is_file(Path(recipe.sft.data.path)):
         return None
     text = f"{recipe.sft.data.path}: no such file"

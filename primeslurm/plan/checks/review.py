@@ -19,7 +19,7 @@ from primeslurm.recipe import Recipe, Site
 def review(
     recipe: Recipe, site: Site, requests: list[ResourceRequest], model: ModelFiles, teacher: ModelFiles | None
 ) -> tuple[list[Finding], Estimate | None]:
-    """What is wrong or doubtful; and memory and amounts, if the model's shape is known.
+    """Say what is wrong or doubtful; and estimate memory and amounts, if the model's shape is known.
 
     Args:
         recipe: what is asked for.
@@ -43,7 +43,7 @@ def review(
 
 
 def advise(recipe: Recipe, plan: Plan) -> tuple[Finding, ...]:
-    """Advice about a recipe that can run but may not run well."""
+    """Advise on a recipe that can run but may not run well."""
     found: list[Finding] = []
     orchestrator = recipe.orchestrator
     if recipe.task == "rl":

@@ -53,7 +53,7 @@ class RuleContext:
         return sum(request.nodes * request.gpus for request in self.requests if request.role == "train")
 
     def engines(self) -> list[tuple[ResourceRequest, EngineSettings]]:
-        """The roles that run engines, with their settings."""
+        """List the roles that run engines, with their settings."""
         return [
             (request, settings_of(self.recipe, ENGINE_ROLES[request.role]))
             for request in self.requests
@@ -61,7 +61,7 @@ class RuleContext:
         ]
 
     def expert_groups(self) -> list[tuple[ResourceRequest, EngineSettings, int]]:
-        """The roles that run engines, and over how many GPUs each spreads the experts."""
+        """List the roles that run engines, with their settings, and over how many GPUs each spreads the experts."""
         return [(request, settings, expert_ranks(self.recipe, request)) for request, settings in self.engines()]
 
     def gpus(self) -> list[Gpu]:
@@ -71,7 +71,7 @@ class RuleContext:
         return [gpu for request in self.requests if request.gpus and (gpu := gpu_of(request.kind))]
 
     def option(self, name: str) -> object:
-        """A vLLM option passed on as it is, of any role."""
+        """Look up a vLLM option that is passed on as it is, of any role; None if no role has it."""
         inference = self.recipe.inference
         for settings in (inference.prefill, inference.decode, inference):
             if name in settings.vllm_extra:

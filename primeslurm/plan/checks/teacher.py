@@ -30,7 +30,17 @@ _MORE_MEMORY = "raise teacher.tp, or quantization: fp8"
 def review_teacher(
     recipe: Recipe, site: Site, requests: list[ResourceRequest], model: ModelFiles | None
 ) -> tuple[list[Finding], RoleMemory | None]:
-    """What is wrong or doubtful about the teacher's engines, and their memory where model and GPUs are known."""
+    """Say what is wrong or doubtful about the teacher's engines.
+
+    Args:
+        recipe: of the run.
+        site: where it is to run.
+        requests: what each role gets; empty if the recipe cannot be placed.
+        model: what is known of the teacher's model; None if the run serves no teacher.
+
+    Returns:
+        Findings, and the memory of a GPU of these engines where model and GPUs are known.
+    """
     alone = served(recipe)
     if alone is None or model is None:
         return [], None
@@ -56,7 +66,7 @@ def review_teacher(
 
 
 def teacher_problems(recipe: Recipe, model: ModelFiles | None) -> list[Violation]:
-    """Why the teacher's files cannot be used."""
+    """Say why the teacher's files cannot be used."""
     alone = served(recipe)
     if alone is None or model is None:
         return []

@@ -43,7 +43,16 @@ NEEDS = (
 
 
 def unsupported(recipe: Recipe, shape: ModelShape | None, model_type: str | None) -> list[Finding]:
-    """What the trainer of this version does not do. `model_type` is the model's, where it is known."""
+    """Find what a recipe asks for and the trainer of this version does not do.
+
+    Args:
+        recipe: what is asked for.
+        shape: the model's, where it is known.
+        model_type: of its config, where it is known.
+
+    Returns:
+        Findings of level `blocked`; none if nothing is trained.
+    """
     if recipe.task == "serve":
         return []
     found: list[Finding] = []

@@ -60,7 +60,7 @@ class ReplicaEngines:
 
 
 def long_options(options: Mapping[str, object]) -> list[str]:
-    """`{"max_len": 5, "fast": True, "slow": False, "x": {...}}` -> --max-len 5 --fast --no-slow --x JSON."""
+    """Turn `{"max_len": 5, "fast": True, "slow": False, "x": {...}}` into --max-len 5 --fast --no-slow --x JSON."""
     argv: list[str] = []
     for key, value in options.items():
         name = key.replace("_", "-")
@@ -76,5 +76,5 @@ def long_options(options: Mapping[str, object]) -> list[str]:
 
 
 def url_of(process: str) -> str:
-    """Where a process serves HTTP."""
+    """Write the URL at which a process serves HTTP, with a placeholder."""
     return f"http://${{addr:{process}:http}}"

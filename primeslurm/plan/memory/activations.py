@@ -44,9 +44,13 @@ class Mixer:
 
 
 def layers_of(shape: ModelShape, dtype_bytes: int) -> list[Layers]:
-    """The layers of a model by what they do; `dtype_bytes` for an element of compute.
+    """Group the layers of a model by what they do.
 
     Hybrid models with Mamba have one job a layer, the others a mixer and a feed-forward network.
+
+    Args:
+        shape: of the model.
+        dtype_bytes: bytes of an element of compute.
     """
     attention, network = _attention(shape), _feed_forward(shape)
     if shape.mamba:
@@ -66,7 +70,7 @@ def layers_of(shape: ModelShape, dtype_bytes: int) -> list[Layers]:
 
 
 def delta_net(nets: DeltaNets, hidden: int, dtype_bytes: int) -> Mixer:
-    """A gated delta net.
+    """Work out the bytes of a gated delta net.
 
     Kept are its input, what is projected from it, the float32 output of the recurrence, that output gated, and of every
     part the state and the ends of convolutions that it begins with. Inside of a part, each head has 15 float32
@@ -85,7 +89,7 @@ def delta_net(nets: DeltaNets, hidden: int, dtype_bytes: int) -> Mixer:
 
 
 def mamba(layers: Mamba, hidden: int, dtype_bytes: int) -> Mixer:
-    """A Mamba-2 layer; kept is what a gated delta net keeps.
+    """Work out the bytes of a Mamba-2 layer; kept is what a gated delta net keeps.
 
     Inside of a part, each head has nine float32 copies of values, two of what goes into and comes out of the state, two
     of the pairs of a chunk, and two states for each chunk: as many as autograd saves.
@@ -119,7 +123,7 @@ class Images:
 
 
 def images_of(vision: Vision, dtype_bytes: int) -> Images:
-    """An encoder of vision transformer blocks: eleven tensors as wide as it is, two as wide as its networks."""
+    """Work out the bytes of vision transformer blocks: eleven tensors as wide as it is, two as wide as its networks."""
     hidden = vision.hidden * dtype_bytes
     features = vision.outputs * vision.out * dtype_bytes // vision.patches
     return Images(

@@ -59,12 +59,19 @@ class EngineMemory:
         return max(0, self.kv) // self.kv_per_token if self.kv_per_token else 0
 
     def sequences(self, length: int) -> float:
-        """How many sequences of a length fit at once."""
+        """Count the sequences of `length` tokens that fit at once."""
         return max(0, self.kv) / (self.kv_per_token * length + self.state_per_sequence)
 
 
 def engine_memory(shape: ModelShape, layout: EngineLayout, gpu_bytes: float, utilization: float) -> EngineMemory:
-    """The memory of one GPU of an engine on a GPU of `gpu_bytes`, of which vLLM may use a share."""
+    """Work out the memory of one GPU of an engine.
+
+    Args:
+        shape: of its model.
+        layout: how it is cut.
+        gpu_bytes: bytes that the GPU has.
+        utilization: the share of them that vLLM may use, 0 to 1.
+    """
     weights = weight_bytes(shape, layout)
     reserve = _reserve(shape, layout)
     return EngineMemory(
@@ -77,7 +84,7 @@ def engine_memory(shape: ModelShape, layout: EngineLayout, gpu_bytes: float, uti
 
 
 def weight_bytes(shape: ModelShape, layout: EngineLayout) -> int:
-    """Weights of one GPU.
+    """Work out the bytes of weights on one GPU.
 
     Linear layers are cut by tensor parallelism, except for what MLA compresses with and the indexer, which every rank
     holds. Experts are cut over the expert-parallel ranks, or by tensor parallelism without them. Embedding, output,
@@ -94,7 +101,7 @@ def weight_bytes(shape: ModelShape, layout: EngineLayout) -> int:
 
 
 def kv_bytes_per_token(shape: ModelShape, layout: EngineLayout) -> int:
-    """KV cache of one token on one GPU.
+    """Work out the bytes that the KV cache of one token takes on one GPU.
 
     GQA: K and V of this rank's heads (at least one). MLA: the compressed KV and the RoPE key, on every rank; in FP8 the
     sparse kernels take 656 bytes (512 FP8 + 4 scales + 64 bfloat16). DSA: the indexer's key in FP8 with its scales.
@@ -169,9 +176,10 @@ def _activations(shape: ModelShape, layout: EngineLayout) -> int:
 
 
 def prompt_logit_bytes(shape: ModelShape, layout: EngineLayout) -> int:
-    """Logits of prompts: those of some tokens are still there while those of the next ones are computed.
+    """Work out the bytes of prompts' logits.
 
-    With tensor parallelism each rank has its own part of these, all parts as they came, and all in order.
+    Those of some tokens are still there while those of the next ones are computed. With tensor parallelism each rank
+    has its own part of these, all parts as they came, and all in order.
     """
     copies = 2 if layout.tp == 1 else 3 + 1 / layout.tp
     return int(min(layout.batched_tokens, PROMPT_TOKENS) * shape.vocab * layout.dtype_bytes * copies)
@@ -186,7 +194,10 @@ def _buffers(shape: ModelShape, layout: EngineLayout) -> int:
 
 
 def low_latency_bytes(shape: ModelShape, tokens: int) -> int:
-    """DeepEP's low-latency buffer: room for every rank's tokens at every expert, sent and received, twice."""
+    """Work out the bytes of DeepEP's low-latency buffer.
+
+    It has room for every rank's tokens at every expert, sent and received, twice.
+    """
     if shape.experts is None:
         return 0
     return 4 * shape.experts.count * tokens * (shape.experts.latent or shape.hidden) * 2

@@ -38,7 +38,15 @@ STATE_BYTES = {"adamw": 8, "muon": 4, "sgd": 4, "sign_sgd": 0}
 
 
 def estimate(recipe: Recipe, site: Site, requests: list[ResourceRequest], shape: ModelShape, source: str) -> Estimate:
-    """The memory of every role with known GPUs, and amounts of the whole run."""
+    """Estimate the memory of every role with known GPUs, and amounts of the whole run.
+
+    Args:
+        recipe: of the run.
+        site: where it is to run.
+        requests: what each role gets.
+        shape: of the policy's model.
+        source: where the shape is from.
+    """
     roles: list[RoleMemory] = []
     for request in requests:
         gpu = gpu_of(request.kind) if site.device == "cuda" else None
@@ -52,7 +60,7 @@ def estimate(recipe: Recipe, site: Site, requests: list[ResourceRequest], shape:
 
 
 def engine_layout(recipe: Recipe, role: EngineRole, ep: int, shape: ModelShape) -> EngineLayout:
-    """How engines of a role are cut, with the experts spread over `ep` GPUs."""
+    """Say how engines of a role are cut, with the experts spread over `ep` GPUs."""
     settings, inference = settings_of(recipe, role), recipe.inference
     element = 2 if recipe.model.dtype == "bfloat16" else 4
     as_stored = recipe.task == "serve" or shape.fp8_blocks
@@ -70,7 +78,7 @@ def engine_layout(recipe: Recipe, role: EngineRole, ep: int, shape: ModelShape) 
 
 
 def trainer_layout(recipe: Recipe, gpus: int, shape: ModelShape) -> TrainerLayout:
-    """How the trainer is cut on `gpus` GPUs in all."""
+    """Say how the trainer is cut on `gpus` GPUs in all."""
     trainer = recipe.trainer
     p = trainer.parallelism
     return TrainerLayout(
@@ -99,7 +107,15 @@ def _frozen_vision(recipe: Recipe) -> bool:
 def engine_role(
     recipe: Recipe, request: ResourceRequest, shape: ModelShape, gpu: Gpu, prompt_logprobs: bool = False
 ) -> RoleMemory:
-    """The memory of one GPU of a role that runs engines, which may be asked for log-probabilities of prompts."""
+    """Estimate the memory of one GPU of a role that runs engines.
+
+    Args:
+        recipe: what they serve.
+        request: what the role gets.
+        shape: of their model.
+        gpu: the type of its GPUs.
+        prompt_logprobs: whether they are asked for log-probabilities of prompts.
+    """
     role = ENGINE_ROLES[request.role]
     settings = settings_of(recipe, role)
     share = settings.gpu_memory_utilization or GPU_MEMORY_UTILIZATION

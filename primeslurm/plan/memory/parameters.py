@@ -78,7 +78,11 @@ def count(shape: ModelShape) -> Parameters:
 
 
 def largest_layer(shape: ModelShape) -> tuple[int, int]:
-    """Parameters of the largest layer: (routed experts, everything else)."""
+    """Count the parameters of the largest layer.
+
+    Returns:
+        (routed experts, everything else).
+    """
     if shape.experts is None:
         rest = _attention(shape) + (3 if shape.gated else 2) * shape.hidden * shape.dense_width
         return 0, rest

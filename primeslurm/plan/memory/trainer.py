@@ -77,7 +77,7 @@ class TrainerMemory:
 
 
 def trainer_memory(shape: ModelShape, layout: TrainerLayout) -> TrainerMemory:
-    """The peak of one trainer GPU.
+    """Work out the peak of one trainer GPU, in bytes.
 
     States: float32 masters, gradients and two AdamW moments, 16 bytes a parameter over the shard (Rajbhandari et al.,
     ZeRO, arXiv 1910.02054, stage 3). With optimizer offload all three are in host memory. With LoRA the model is
@@ -103,19 +103,19 @@ def trainer_memory(shape: ModelShape, layout: TrainerLayout) -> TrainerMemory:
 
 
 def trained_parameters(shape: ModelShape, adapters: int, frozen_vision: bool) -> int:
-    """Parameters that have gradients: those of adapters, if there are any, or of all that is not frozen."""
+    """Count parameters that have gradients: those of adapters, if there are any, or of all that is not frozen."""
     parameters = count(shape)
     return adapters or (parameters.language if frozen_vision else parameters.total)
 
 
 def layer_gather_bytes(shape: ModelShape, ep: int, bytes_per_parameter: int) -> int:
-    """One unsharded layer on a GPU: experts stay spread over the expert-parallel ranks."""
+    """Work out the bytes of one unsharded layer on a GPU: experts stay spread over the expert-parallel ranks."""
     experts, rest = largest_layer(shape)
     return (experts // ep + rest) * bytes_per_parameter
 
 
 def lora_parameters(shape: ModelShape, rank: int) -> int:
-    """Parameters of adapters on every linear layer: rank x (inputs + outputs)."""
+    """Count parameters of adapters on every linear layer: rank x (inputs + outputs)."""
     q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     per_layer = (shape.hidden + q) * 2 + (shape.hidden + kv) * 2
     total = shape.attention_layers * per_layer + shape.dense_layers * 3 * (shape.hidden + shape.dense_width)
@@ -141,7 +141,7 @@ def _gathered(shape: ModelShape, layout: TrainerLayout) -> int:
 
 
 def activation_bytes(shape: ModelShape, layout: TrainerLayout) -> int:
-    """What the forward pass keeps for the backward pass, and the working set of the layer that is recomputed.
+    """Work out the bytes that the forward pass keeps for the backward pass, and those of the layer that is recomputed.
 
     With offload, two layers' are here. Ranks that share rows share the heads of recurrent layers, too.
     """
@@ -153,7 +153,7 @@ def activation_bytes(shape: ModelShape, layout: TrainerLayout) -> int:
 
 
 def image_bytes(shape: ModelShape, layout: TrainerLayout, beside: int) -> int:
-    """What images take beside their tokens, if every token stands for a part of one.
+    """Work out the bytes of images beside their tokens, if every token stands for a part of one.
 
     The encoder works before and after all layers of the language model, when what these take, `beside`, is not there:
     only more than that counts. A frozen one keeps nothing but its results.

@@ -29,7 +29,16 @@ class _Group:
 
 
 def place_inference(recipe: Recipe, site: Site, builders: list[NodeBuilder]) -> list[Replica]:
-    """Put one engine per data-parallel rank on every inference node, and a router on each replica's first node."""
+    """Put one engine per data-parallel rank on every inference node, and a router on each replica's first node.
+
+    Args:
+        recipe: of the run.
+        site: where it is to run.
+        builders: all nodes; those of a replica are filled.
+
+    Returns:
+        The replicas, by index.
+    """
     members: dict[int, list[NodeBuilder]] = {}
     for builder in builders:
         if builder.replica is not None:
