@@ -25,7 +25,7 @@ Float32 = NDArray[np.float32]
 Bool = NDArray[np.bool_]
 
 
-class Picture(msgspec.Struct, frozen=True):
+class ImageSpan(msgspec.Struct, frozen=True):
     """An image in a sequence of tokens. Who trains on it decodes it."""
 
     source: str
@@ -37,17 +37,17 @@ class Picture(msgspec.Struct, frozen=True):
     sha256: str | None = None
     """Of the encoded image, in hex. None if nobody has read it yet."""
 
-    def moved(self, by: int) -> Picture:
+    def moved(self, by: int) -> ImageSpan:
         """The same, `by` tokens further on."""
         return msgspec.structs.replace(self, start=self.start + int(by), end=self.end + int(by))
 
 
-def whole(pictures: Sequence[Picture], length: int) -> tuple[int, tuple[Picture, ...]]:
+def whole(images: Sequence[ImageSpan], length: int) -> tuple[int, tuple[ImageSpan, ...]]:
     """Where a sequence of at most `length` tokens has to end so that no image is cut, and its images."""
-    for picture in pictures:
-        if picture.start < length < picture.end:
-            length = picture.start
-    return length, tuple(picture for picture in pictures if picture.end <= length)
+    for image in images:
+        if image.start < length < image.end:
+            length = image.start
+    return length, tuple(image for image in images if image.end <= length)
 
 
 class RolloutInfo(msgspec.Struct, frozen=True):
@@ -65,7 +65,7 @@ class RolloutInfo(msgspec.Struct, frozen=True):
     seconds: float = 0.0
     error: str | None = None
     """Set if the rollout failed; it is then never trained on."""
-    pictures: tuple[Picture, ...] = ()
+    images: tuple[ImageSpan, ...] = ()
     """Its images, in order."""
 
 
@@ -132,12 +132,12 @@ class Row:
     """[seq_len, layers, top_k]; None unless the trainer replays them. All rows of a batch have them, or none."""
     ref_logprobs: Float32 | None = None
     """The teacher's log-probabilities of the trained tokens. None without a teacher."""
-    pictures: tuple[Picture, ...] = ()
+    images: tuple[ImageSpan, ...] = ()
     """Its images, in order."""
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         """What there is for each token, by name."""
-        found = {spec.name: getattr(self, spec.name) for spec in fields(self) if spec.name != "pictures"}
+        found = {spec.name: getattr(self, spec.name) for spec in fields(self) if spec.name != "images"}
         return {name: array for name, array in found.items() if array is not None}
 
 
@@ -163,7 +163,7 @@ class _Header(msgspec.Struct, frozen=True):
     """What is sent of a batch beside arrays."""
 
     info: BatchInfo
-    pictures: list[tuple[Picture, ...]]
+    images: list[tuple[ImageSpan, ...]]
     """Of each row."""
 
 
@@ -176,13 +176,13 @@ class Batch:
 
     def encode(self) -> list[Frame]:
         """As wire frames: one stacked [rows, seq_len, ...] array per field."""
-        return frames.encode(_Header(self.info, [row.pictures for row in self.rows]), stack(self.rows))
+        return frames.encode(_Header(self.info, [row.images for row in self.rows]), stack(self.rows))
 
     @classmethod
     def decode(cls, message: Sequence[Any]) -> Batch:
         """From wire frames."""
         header, arrays = frames.decode(message, _Header)
-        pictures = enumerate(header.pictures)
+        images = enumerate(header.images)
         return cls(
-            header.info, [Row(**{name: array[i] for name, array in arrays.items()}, pictures=p) for i, p in pictures]
+            header.info, [Row(**{name: array[i] for name, array in arrays.items()}, images=p) for i, p in images]
         )

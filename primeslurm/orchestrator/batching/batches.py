@@ -48,5 +48,5 @@ class Batches:
         docs = documents(self._groups[step], seq_len, step - 1, self._algorithm)
         total = loss_tokens(docs)
         rows = pack(docs, seq_len, ranks, self._recipe.orchestrator.sampling.temperature)
-        seen = any(doc.pictures for doc in docs)
+        seen = any(doc.images for doc in docs)
         return [Batch(BatchInfo(step, rank, ranks, total, max_steps, seen), mine) for rank, mine in enumerate(rows)]

@@ -40,5 +40,5 @@ def _document(sequence: Rollout, credit: Credit, on_policy: bool) -> Document:
         cross_entropy=credit.cross_entropy,
         routed_experts=sequence.routed_experts,
         ref_logprobs=sequence.ref_logprobs,
-        pictures=sequence.info.pictures,
+        images=sequence.info.images,
     )

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from primeslurm.wire import routed_experts
-from primeslurm.wire.rollouts import Bool, Float32, Int32, Picture, Row
+from primeslurm.wire.rollouts import Bool, Float32, ImageSpan, Int32, Row
 from primeslurm.wire.routed_experts import RoutedExperts
 
 
@@ -27,7 +27,7 @@ class Document:
     """Above 0: the token is trained by cross-entropy times this. None: 0 everywhere."""
     routed_experts: RoutedExperts | None = field(default=None, kw_only=True)
     ref_logprobs: Float32 | None = field(default=None, kw_only=True)
-    pictures: tuple[Picture, ...] = field(default=(), kw_only=True)
+    images: tuple[ImageSpan, ...] = field(default=(), kw_only=True)
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -119,7 +119,7 @@ def _row(docs: Sequence[Document], common: _Common) -> Row:
         ref_logprobs=joined([_or_zeros(doc, doc.ref_logprobs) for doc in docs], np.float32)
         if common.referred
         else None,
-        pictures=tuple(p.moved(first) for first, doc in zip(firsts, docs, strict=False) for p in doc.pictures),
+        images=tuple(image.moved(first) for first, doc in zip(firsts, docs, strict=False) for image in doc.images),
     )
 
 

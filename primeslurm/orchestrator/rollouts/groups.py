@@ -87,8 +87,8 @@ class RolloutGroup:
 
 
 def _cut(sequence: Rollout, seq_len: int) -> Rollout:
-    length, pictures = whole(sequence.info.pictures, seq_len)
+    length, images = whole(sequence.info.images, seq_len)
     found = {spec.name: getattr(sequence, spec.name) for spec in fields(sequence) if spec.name != "info"}
     arrays = {name: array[:length] for name, array in found.items() if array is not None}
     arrays["mask"] = arrays["mask"] & (np.arange(len(arrays["mask"])) > 0)
-    return replace(sequence, info=msgspec.structs.replace(sequence.info, pictures=pictures), **arrays)
+    return replace(sequence, info=msgspec.structs.replace(sequence.info, images=images), **arrays)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from primeslurm.trainer.data.image_reader import PictureReader
+from primeslurm.trainer.data.image_reader import ImageReader
 from primeslurm.trainer.distributed.world import to_device
 from primeslurm.trainer.models.layers.vision import VisionEncoder, VisionInput
 from primeslurm.wire.rollouts import Float32, Int32, Row
@@ -26,16 +26,16 @@ class Images:
     """[images]: index of the first of the tokens that stand for each, in ascending order."""
 
 
-def read(row: Row, reader: PictureReader) -> Images | None:
+def read(row: Row, reader: ImageReader) -> Images | None:
     """Decode the images of a row, if it has any.
 
     Raises:
-        OSError, ValueError: as for `PictureReader.read`.
+        OSError, ValueError: as for `ImageReader.read`.
     """
-    if not row.pictures:
+    if not row.images:
         return None
-    pixels, grids = zip(*map(reader.read, row.pictures), strict=True)
-    return Images(np.concatenate(pixels), np.stack(grids), np.array([p.start for p in row.pictures], np.int32))
+    pixels, grids = zip(*map(reader.read, row.images), strict=True)
+    return Images(np.concatenate(pixels), np.stack(grids), np.array([image.start for image in row.images], np.int32))
 
 
 def vision_input(

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from primeslurm.trainer.data.image_reader import PictureReader, expand
-from primeslurm.wire.rollouts import Batch, BatchInfo, Bool, Int32, Picture, Row, whole
+from primeslurm.trainer.data.image_reader import ImageReader, expand
+from primeslurm.wire.rollouts import Batch, BatchInfo, Bool, ImageSpan, Int32, Row, whole
 
 log = logging.getLogger(__name__)
 
@@ -23,15 +23,15 @@ class Example:
 
     token_ids: Int32
     mask: Bool
-    pictures: tuple[Picture, ...] = ()
+    images: tuple[ImageSpan, ...] = ()
 
     def cut(self, length: int) -> Example:
         """No more than the first `length` tokens; an image that would not be whole goes with all that follows it."""
-        length, pictures = whole(self.pictures, length)
-        return Example(self.token_ids[:length], self.mask[:length], pictures)
+        length, images = whole(self.images, length)
+        return Example(self.token_ids[:length], self.mask[:length], images)
 
 
-def load(path: Path, tokenizer: Any, seq_len: int, reader: PictureReader | None = None) -> list[Example]:
+def load(path: Path, tokenizer: Any, seq_len: int, reader: ImageReader | None = None) -> list[Example]:
     """Read {"messages": [...]} (the last message is trained) or {"prompt", "completion"}, one a line.
 
     Examples longer than `seq_len` are left out, and counted in the log. Those with images are cut instead, as long as
@@ -85,12 +85,12 @@ def batch(
         dp_world=dp_world,
         # A document's first token is never trained, so it does not count.
         loss_tokens=sum(int(example.mask[1:].sum()) for example in chosen),
-        has_images=any(example.pictures for example in chosen),
+        has_images=any(example.images for example in chosen),
     )
     return Batch(info, [_row(documents, seq_len) for documents in rows[dp_rank::dp_world]])
 
 
-def _tokenize(record: dict[str, Any], tokenizer: Any, directory: Path, reader: PictureReader | None) -> Example:
+def _tokenize(record: dict[str, Any], tokenizer: Any, directory: Path, reader: ImageReader | None) -> Example:
     sources: list[str] = []
     if "messages" in record:
         messages = [_plain(message, sources) for message in record["messages"]]
@@ -116,7 +116,7 @@ def _tokenize(record: dict[str, Any], tokenizer: Any, directory: Path, reader: P
 
 def _fitting(example: Example, seq_len: int) -> Example | None:
     """What of an example is trained; None if nothing is."""
-    if not example.pictures:
+    if not example.images:
         return example if len(example.token_ids) <= seq_len else None
     shorter = example.cut(seq_len)
     return shorter if shorter.mask[1:].any() else None
@@ -174,5 +174,5 @@ def _row(documents: Sequence[Example], seq_len: int) -> Row:
         advantages=np.zeros(seq_len, np.float32),
         temperatures=np.ones(seq_len, np.float32),
         on_policy=np.zeros(seq_len, np.bool_),
-        pictures=tuple(p.moved(first) for first, d in zip(firsts, documents, strict=False) for p in d.pictures),
+        images=tuple(image.moved(first) for first, d in zip(firsts, documents, strict=False) for image in d.images),
     )
