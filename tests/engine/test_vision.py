@@ -28,11 +28,11 @@ from primeslurm.trainer.loops.progress import PhaseTimer
 from primeslurm.trainer.loops.step import Learner
 from primeslurm.wire.addresses import AddressBook
 from primeslurm.wire.rollouts import Rollout
-from tests.engine.conftest import tiny_engine
+from tests.engine.conftest import ConnectEngine, StartRouter, tiny_engine
 from tests.support import looking
 from tests.support.generate import generate, logprobs, tokens
 from tests.support.models import publish
-from tests.support.processes import Server
+from tests.support.processes import Server, Zygote
 from tests.support.vision_models import image_token, make_vision_model, reference_logprobs
 
 pytest.importorskip("torchvision", reason="vLLM's models that see images need it", exc_type=ImportError)
@@ -87,7 +87,7 @@ def train(rollout: Rollout, model: Path, world: World, directory: Path) -> dict[
 
 
 async def test_after_an_update_text_and_images_are_seen_as_the_trainer_sees_them(
-    zygote, client, open_router, world: World, tmp_path: Path
+    zygote: Zygote, client: ConnectEngine, open_router: StartRouter, world: World, tmp_path: Path
 ) -> None:
     models = [make_vision_model(tmp_path / f"m{seed}", seed) for seed in (0, 1)]
     policy = PolicyVersion(1, str(publish(models[1], tmp_path, 1)))
