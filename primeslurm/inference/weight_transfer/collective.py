@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.utils.nccl import unpinned_nccl_env
 
-from primeslurm.inference.weight_transfer.errors import PolicyError
 from primeslurm.inference.weight_transfer.experts import held_experts
-from primeslurm.inference.weight_transfer.layerwise import LayerwiseTransferEngine
+from primeslurm.inference.weight_transfer.layerwise import LayerwiseTransferEngine, PolicyError
 from primeslurm.wire.weight_transfer.collective import Channel, Store, TransferError, receive
 from primeslurm.wire.weight_transfer.messages import TransferSession
 

@@ -10,8 +10,7 @@ import torch
 from safetensors import safe_open
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 
-from primeslurm.inference.weight_transfer.errors import PolicyError, some
-from primeslurm.inference.weight_transfer.layerwise import LayerwiseTransferEngine
+from primeslurm.inference.weight_transfer.layerwise import LayerwiseTransferEngine, PolicyError, some
 from primeslurm.wire.weight_transfer.filesystem import MANIFEST, read_manifest
 from primeslurm.wire.weight_transfer.tensor_names import absent, layers_ahead
 

@@ -1,15 +1,17 @@
-"""The batches that the trainer may still ask for: formed once, then the same however often they are asked for."""
+"""The batches that the trainer may still ask for: formed once, then the same however often they are asked for.
+
+The groups of a batch become the sequences that are trained as the run's algorithm says; packing makes rows of these.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from primeslurm.orchestrator.algorithms import Algorithm
-from primeslurm.orchestrator.batching.documents import documents
-from primeslurm.orchestrator.batching.packing import loss_tokens, pack
+from primeslurm.orchestrator.algorithms import Algorithm, Credit
+from primeslurm.orchestrator.batching.packing import Document, loss_tokens, pack
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.recipe import Recipe
-from primeslurm.wire.rollouts import Batch, BatchInfo
+from primeslurm.wire.rollouts import Batch, BatchInfo, Rollout
 
 KEPT_STEPS = 2
 """Packed batches kept: the step being trained and the one before."""
@@ -50,3 +52,37 @@ class Batches:
         rows = pack(docs, seq_len, ranks, self._recipe.orchestrator.sampling.temperature)
         seen = any(doc.images for doc in docs)
         return [Batch(BatchInfo(step, rank, ranks, total, max_steps, seen), mine) for rank, mine in enumerate(rows)]
+
+
+def documents(groups: Sequence[RolloutGroup], seq_len: int, version: int, algorithm: Algorithm) -> list[Document]:
+    """All sequences of the groups, cut to seq_len, to be trained on policy `version`.
+
+    Raises:
+        UsageError: an algorithm of the user's own made an error.
+    """
+    cut = [group.cut(seq_len) for group in groups]
+    found = algorithm.assign(cut)
+    return [
+        _document(sequence, credit, _is_on_policy(original, version))
+        for before, group, credits in zip(groups, cut, found, strict=True)
+        for original, sequence, credit in zip(before.sequences, group.sequences, credits, strict=True)
+    ]
+
+
+def _is_on_policy(rollout: Rollout, version: int) -> bool:
+    """A rollout that was in flight over an update has KV of the older policy even under its newer tokens."""
+    return rollout.info.opened_version == version and not rollout.is_mixed
+
+
+def _document(sequence: Rollout, credit: Credit, on_policy: bool) -> Document:
+    return Document(
+        sequence.token_ids,
+        credit.mask,
+        sequence.logprobs,
+        credit.advantages,
+        on_policy,
+        cross_entropy=credit.cross_entropy,
+        routed_experts=sequence.routed_experts,
+        ref_logprobs=sequence.ref_logprobs,
+        images=sequence.info.images,
+    )
