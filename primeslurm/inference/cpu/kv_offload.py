@@ -119,7 +119,7 @@ def apply() -> None:
 
 
 def _get_worker(self: Any, kv_caches: Any) -> OffloadingWorker:
-    """vLLM's own, without its refusal of platforms that are not accelerators."""
+    """Do as vLLM's own, without its refusal of platforms that are not accelerators."""
     if self._worker is None:
         self._worker = self.create_worker(kv_caches)
     worker: OffloadingWorker = self._worker

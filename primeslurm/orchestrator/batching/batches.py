@@ -27,18 +27,18 @@ class Batches:
         self._packed: dict[tuple[int, int], list[Batch]] = {}
 
     def add(self, step: int, groups: Sequence[RolloutGroup]) -> None:
-        """The groups that `step` trains on."""
+        """Keep the groups that `step` trains on, and forget those of steps that are not asked for any more."""
         self._groups[step] = list(groups)
         for old in [s for s in self._groups if s <= step - KEPT_STEPS]:
             del self._groups[old]
         self._packed = {key: value for key, value in self._packed.items() if key[0] in self._groups}
 
     def groups(self, step: int) -> list[RolloutGroup] | None:
-        """The groups of a step, if it is still kept."""
+        """Return the groups of a step, or None if they are not kept any more."""
         return self._groups.get(step)
 
     def get(self, step: int, rank: int, ranks: int) -> Batch | None:
-        """The rows of one rank, or None if there is no such batch (any more)."""
+        """Return the rows of one of `ranks` ranks, or None if there is no such batch (any more)."""
         if step not in self._groups:
             return None
         if (step, ranks) not in self._packed:
@@ -55,7 +55,13 @@ class Batches:
 
 
 def documents(groups: Sequence[RolloutGroup], seq_len: int, version: int, algorithm: Algorithm) -> list[Document]:
-    """All sequences of the groups, cut to seq_len, to be trained on policy `version`.
+    """Make documents of all sequences of the groups.
+
+    Args:
+        groups: of one batch.
+        seq_len: longest document [tokens]; sequences are cut to it.
+        version: of the policy that is trained: what it sampled all of is on-policy.
+        algorithm: assigns credit to the tokens.
 
     Raises:
         UsageError: an algorithm of the user's own made an error.

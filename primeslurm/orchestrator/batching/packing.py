@@ -44,11 +44,16 @@ class _Common(NamedTuple):
 
 
 def pack(docs: Sequence[Document], seq_len: int, ranks: int, temperature: float) -> list[list[Row]]:
-    """Rows of each rank. First fit decreasing; rows are dealt so that the ranks' token counts are close.
+    """Pack documents into the rows of each rank: first fit decreasing, dealt so that ranks' token counts are close.
 
     Args:
         docs: none longer than seq_len.
+        seq_len: tokens of a row, padding included.
+        ranks: how many data-parallel ranks there are.
         temperature: sampling temperature of every sampled token.
+
+    Returns:
+        For each rank its rows, as many as every other has; where documents do not suffice, empty ones.
     """
     bins = _fit([len(doc) for doc in docs], seq_len)
     per_rank = max(1, -(-len(bins) // ranks))
@@ -64,7 +69,7 @@ def pack(docs: Sequence[Document], seq_len: int, ranks: int, temperature: float)
 
 
 def loss_tokens(docs: Sequence[Document]) -> int:
-    """Sampled tokens that are trained, in the whole batch."""
+    """Count the sampled tokens that are trained, in the whole batch."""
     return sum(int(doc.mask.sum()) for doc in docs)
 
 

@@ -40,7 +40,7 @@ class TransferSessions:
     """Forms sessions.
 
     Args:
-        workers: of one engine.
+        workers: how many workers an engine has.
         timeout_s: longest wait for anything within a session.
     """
 
@@ -90,7 +90,9 @@ class TransferSessions:
         """Answer the trainer, within `hold_s`.
 
         Args:
+            request: the trainer's offer.
             wanting: how many engines still want the policy.
+            hold_s: longest time until the answer "wait"; shorter than the trainer's own patience.
         """
         if request.version != self._version:
             self.expect(request.version)

@@ -41,7 +41,14 @@ def read(row: Row, reader: ImageReader) -> Images | None:
 def vision_input(
     rows: Sequence[Row], images: Sequence[Images | None], encoder: VisionEncoder, device: torch.device
 ) -> VisionInput:
-    """The images of each of some rows together. Without any, the encoder gets a blank one, which nothing reads."""
+    """Put the images of some rows together. Without any, the encoder gets a blank one, which nothing reads.
+
+    Args:
+        rows: whose tokens are placed.
+        images: of each row; None for a row without any.
+        encoder: says how patches become tokens.
+        device: where the result is computed with.
+    """
     merge = encoder.merge
     found = [one for one in images if one is not None]
     pixels = [one.pixels for one in found] or [np.zeros((merge**2, encoder.patch_values), np.float32)]
@@ -61,18 +68,19 @@ def vision_input(
 
 
 def place(positions: Int32, images: Images | None, merge: int) -> tuple[Int32, Int32]:
-    """What each token of a packed row stands for, and where it is.
+    """Find what each token of a packed row stands for, and where it is.
 
     An image takes as many positions as it has tokens in height or in width, whichever is more: fewer than it has
     tokens, so that what comes after it in its document moves up.
 
     Args:
         positions: [length], restarting at 0 with every document.
+        images: of the row; None if it has none.
         merge: a token stands for so many patches in height, and as many in width.
 
     Returns:
-        [length], the number of the feature that a token stands for, counted through all images; -1 for text. [length,
-        3], its positions in time, height and width.
+        [length], the number of the feature that a token stands for, counted through all images; -1 for text.
+        [length, 3], its positions in time, height and width.
     """
     features = np.full(len(positions), -1, np.int32)
     coordinates = np.repeat(positions[:, None], 3, axis=1)

@@ -36,7 +36,7 @@ class ImageReader:
             raise ValueError(f"{directory}: no image processor (preprocessor_config.json)") from error
 
     def tokens(self, source: str) -> int:
-        """How many tokens stand for an image; decodes no more than its header.
+        """Count the tokens that stand for an image; decodes no more than its header.
 
         Raises:
             OSError, ValueError: the image cannot be read.
@@ -48,7 +48,10 @@ class ImageReader:
         return int(patches) // self._processor.merge_size**2
 
     def read(self, image: ImageSpan) -> tuple[Float32, Int32]:
-        """The patches of an image [patches, values], and how many there are in time, height and width.
+        """Decode an image.
+
+        Returns:
+            Its patches [patches, values], and how many there are in time, height and width [3].
 
         Raises:
             OSError, ValueError: the image cannot be read, or it is not the one that the tokens were made of.
@@ -73,8 +76,14 @@ def expand(
     """Repeat each placeholder as often as its image has tokens; none of these are trained.
 
     Args:
-        token_ids, mask: of a conversation, with one placeholder an image.
-        sources: its images in order; paths are relative to `directory`.
+        token_ids: [n_tokens] of a conversation, with one placeholder an image.
+        mask: [n_tokens], whether each is trained.
+        sources: its images in order.
+        directory: paths of images are relative to it.
+        reader: knows the placeholder, and how many tokens an image has.
+
+    Returns:
+        Token ids and mask with every placeholder repeated, and where the images are.
 
     Raises:
         OSError, ValueError: an image cannot be read, or there are more or fewer placeholders than images.

@@ -38,7 +38,10 @@ def load(path: Path, tokenizer: Any, seq_len: int, reader: ImageReader | None = 
     something to be trained is left of them.
 
     Args:
-        reader: None if the model is trained on text alone.
+        path: of a JSONL file; paths of images are relative to its directory.
+        tokenizer: of Hugging Face, with a chat template.
+        seq_len: longest example [tokens].
+        reader: of images; None if the model is trained on text alone.
 
     Raises:
         OSError: the file cannot be read.
@@ -75,7 +78,7 @@ def batch(
     dp_rank: int,
     dp_world: int,
 ) -> Batch:
-    """The rows of one rank for `step` (first step: 1). Every rank gets the same number of rows."""
+    """Return the rows of one rank for `step` (first step: 1). Every rank gets the same number of rows."""
     chosen = [examples[i] for i in _indices(len(examples), (step - 1) * batch_size, batch_size, seed)]
     rows = _pack(chosen, seq_len)
     rows += [[] for _ in range(-len(rows) % dp_world)]

@@ -138,8 +138,10 @@ class Channel:
             raise TransferError(self._reason() or failure)
 
     def _failure(self, start: Callable[[], list[Any]]) -> str:
-        """Why not all works were completed. They must not outlive this call, as an exception's frames would:
-        they hold connections open."""
+        """Say why not all works were completed; "" if they were.
+
+        The works must not outlive this call, as they would in the frames of an exception: they hold connections open.
+        """
         try:
             works = start()
             if self._device.type != "cpu":

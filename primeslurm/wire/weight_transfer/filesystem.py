@@ -34,6 +34,9 @@ def complete(directory: Path, version: int, dtype: str, described: Sequence[File
     """Describe every file of `directory` in a manifest: from here on the version exists.
 
     Args:
+        directory: of the version, with all its files.
+        version: its number.
+        dtype: of its weights, as in torch's names.
         described: records of files that their writers made; only the others are read.
     """
     done = {MANIFEST, *(record.name for record in described)}
