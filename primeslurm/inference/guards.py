@@ -8,7 +8,16 @@ from typing import Any
 
 
 def expect(owner: type, name: str, parameters: Sequence[str]) -> Callable[..., Any]:
-    """Return the method `owner.name`, which must take `parameters`. Raises RuntimeError if vLLM has changed there."""
+    """Return a method of vLLM that a fix replaces.
+
+    Args:
+        owner: its class.
+        name: its name.
+        parameters: those that it must take.
+
+    Raises:
+        RuntimeError: vLLM has changed there.
+    """
     method: Callable[..., Any] | None = getattr(owner, name, None)
     if method is None:
         raise changed(f"{owner.__name__}.{name} is gone")
@@ -19,7 +28,7 @@ def expect(owner: type, name: str, parameters: Sequence[str]) -> Callable[..., A
 
 
 def changed(what: str) -> RuntimeError:
-    """The error that says what is not as it was."""
+    """Make the error that says what is not as it was."""
     import vllm
 
     where = "primeslurm/inference/cpu/ and primeslurm/inference/weight_transfer/reloads.py"

@@ -38,12 +38,20 @@ class ImageSpan(msgspec.Struct, frozen=True):
     """Of the encoded image, in hex. None if nobody has read it yet."""
 
     def moved(self, by: int) -> ImageSpan:
-        """The same, `by` tokens further on."""
+        """Return the same image, `by` tokens further on."""
         return msgspec.structs.replace(self, start=self.start + int(by), end=self.end + int(by))
 
 
 def whole(images: Sequence[ImageSpan], length: int) -> tuple[int, tuple[ImageSpan, ...]]:
-    """Where a sequence of at most `length` tokens has to end so that no image is cut, and its images."""
+    """Find where a sequence has to end so that no image is cut.
+
+    Args:
+        images: of the sequence, in order.
+        length: longest end [tokens].
+
+    Returns:
+        The end [tokens], and the images before it.
+    """
     for image in images:
         if image.start < length < image.end:
             length = image.start
@@ -86,25 +94,30 @@ class Rollout:
     """The teacher's log-probabilities of the sampled tokens, 0 elsewhere; None until it was asked."""
 
     def encode(self) -> list[Frame]:
-        """As wire frames: one buffer per array there is."""
+        """Encode it as wire frames: one buffer per array there is."""
         found = {spec.name: getattr(self, spec.name) for spec in fields(self) if spec.name != "info"}
         return frames.encode(self.info, {name: array for name, array in found.items() if array is not None})
 
     @classmethod
     def decode(cls, message: Sequence[Any]) -> Rollout:
-        """From wire frames. Raises ValueError or msgspec.MsgspecError on damage."""
+        """Decode it from wire frames.
+
+        Raises:
+            ValueError: the frames do not match their header.
+            msgspec.MsgspecError: the header is damaged.
+        """
         info, arrays = frames.decode(message, RolloutInfo)
         return cls(info, **arrays)
 
     @property
     def oldest_version(self) -> int:
-        """The oldest policy version that sampled a token of it (its opened version if none did)."""
+        """Return the oldest policy version that sampled a token of it (its opened version if none did)."""
         sampled = self.versions[self.versions >= 0]
         return int(sampled.min()) if sampled.size else self.info.opened_version
 
     @property
     def is_mixed(self) -> bool:
-        """Whether tokens of more than one policy version are in it."""
+        """Tell whether tokens of more than one policy version are in it."""
         sampled = self.versions[self.versions >= 0]
         return bool(sampled.size) and bool(sampled.min() != sampled.max())
 
@@ -136,13 +149,13 @@ class Row:
     """Its images, in order."""
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """What there is for each token, by name."""
+        """Return the arrays that it has, by name."""
         found = {spec.name: getattr(self, spec.name) for spec in fields(self) if spec.name != "images"}
         return {name: array for name, array in found.items() if array is not None}
 
 
 def stack(rows: Sequence[Row]) -> dict[str, NDArray[Any]]:
-    """Each array of some rows as one [rows, seq_len, ...]."""
+    """Stack each array of some rows to one [rows, seq_len, ...], by name."""
     return {name: np.stack([getattr(row, name) for row in rows]) for name in rows[0].arrays()}
 
 
@@ -175,12 +188,12 @@ class Batch:
     rows: list[Row] = field(default_factory=list)
 
     def encode(self) -> list[Frame]:
-        """As wire frames: one stacked [rows, seq_len, ...] array per field."""
+        """Encode it as wire frames: one stacked [rows, seq_len, ...] array per field."""
         return frames.encode(_Header(self.info, [row.images for row in self.rows]), stack(self.rows))
 
     @classmethod
     def decode(cls, message: Sequence[Any]) -> Batch:
-        """From wire frames."""
+        """Decode it from wire frames. Raises as `Rollout.decode`."""
         header, arrays = frames.decode(message, _Header)
         images = enumerate(header.images)
         return cls(

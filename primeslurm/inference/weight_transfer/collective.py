@@ -40,7 +40,7 @@ class CollectiveTransferEngine(LayerwiseTransferEngine):
     update_info_cls = CollectiveUpdate
 
     def init_transfer_engine(self, init_info: CollectiveInit) -> None:
-        """Nothing to set up."""
+        """Set nothing up: everything comes with an update."""
 
     def receive_weights(self, update_info: CollectiveUpdate) -> None:
         """Take part in the session.

@@ -54,7 +54,11 @@ class LayerwiseTransferEngine(WeightTransferEngine):
             torch.accelerator.synchronize()
 
     def finish_weight_update(self) -> None:
-        """Put the new weights in place. Raises PolicyError if any parameter was not given."""
+        """Put the new weights in place.
+
+        Raises:
+            PolicyError: a parameter, or an expert of one, was not given.
+        """
         missing = self._expected - self._loaded
         if missing:
             raise PolicyError(f"{len(missing)} parameters were not given: {some(missing)}")
@@ -65,7 +69,7 @@ class LayerwiseTransferEngine(WeightTransferEngine):
             patches.refresh_tied_lm_heads(self.model)
 
     def shutdown(self) -> None:
-        """Nothing outlives an update."""
+        """Do nothing: nothing outlives an update."""
 
     def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Load (Hugging Face name, tensor) pairs, in any order; host tensors are copied shard by shard.
@@ -77,7 +81,10 @@ class LayerwiseTransferEngine(WeightTransferEngine):
         self._loaded |= self.model.load_weights(tensors)
 
     def has_tied_embeddings(self) -> bool:
-        """Whether the head is the embedding. Of a model with parts, the whole's config says so, if it says anything."""
+        """Tell whether the head is the embedding.
+
+        Of a model with parts, the whole's config says so, if it says anything.
+        """
         whole, text = self.model_config.hf_config, self.model_config.hf_text_config
         return bool(getattr(whole, "tie_word_embeddings", getattr(text, "tie_word_embeddings", False)))
 
@@ -105,7 +112,7 @@ class LayerwiseTransferEngine(WeightTransferEngine):
 
 
 def some(names: set[str]) -> str:
-    """The first few of many names, for an error."""
+    """Name the first few of many names, for an error."""
     shown = sorted(names)[:3]
     return ", ".join(shown) + (" ..." if len(names) > len(shown) else "")
 

@@ -50,8 +50,8 @@ class Batches:
         docs = documents(self._groups[step], seq_len, step - 1, self._algorithm)
         total = loss_tokens(docs)
         rows = pack(docs, seq_len, ranks, self._recipe.orchestrator.sampling.temperature)
-        seen = any(doc.images for doc in docs)
-        return [Batch(BatchInfo(step, rank, ranks, total, max_steps, seen), mine) for rank, mine in enumerate(rows)]
+        has_images = any(doc.images for doc in docs)
+        return [Batch(BatchInfo(step, rank, ranks, total, max_steps, has_images), r) for rank, r in enumerate(rows)]
 
 
 def documents(groups: Sequence[RolloutGroup], seq_len: int, version: int, algorithm: Algorithm) -> list[Document]:

@@ -49,7 +49,7 @@ class RendererEndpoint:
         self._completions: dict[str, list[Completion]] = {}
 
     async def get(self, path: str, cast_to: Any) -> dict[str, Any]:
-        """`renderers` asks for the longest prompt of each model; `max_len` is checked by the endpoint instead."""
+        """Name no model: `renderers` asks for the longest prompt of each, which the endpoint checks instead."""
         return {"data": []}
 
     async def post(self, url: str, cast_to: Any, body: dict[str, Any], options: Mapping[str, Any]) -> Reply:
@@ -75,7 +75,7 @@ class RendererEndpoint:
         return _reply(completion)
 
     def take(self, session: str) -> list[Completion]:
-        """All completions of a session (a verifiers trace id) so far; they are then forgotten."""
+        """Return all completions of a session (a verifiers trace id) so far, and forget them."""
         return self._completions.pop(session, [])
 
     async def close(self) -> None:

@@ -74,7 +74,7 @@ class WorkerPool:
 
     @property
     def environments(self) -> set[str]:
-        """Labels of the environments that have a live worker."""
+        """Return the labels of the environments that have a live worker."""
         return {worker.environment for worker in self._live.values()}
 
     async def serve(self) -> None:

@@ -26,7 +26,7 @@ class Example:
     images: tuple[ImageSpan, ...] = ()
 
     def cut(self, length: int) -> Example:
-        """No more than the first `length` tokens; an image that would not be whole goes with all that follows it."""
+        """Keep at most the first `length` tokens; an image that would not be whole goes with all that follows it."""
         length, images = whole(self.images, length)
         return Example(self.token_ids[:length], self.mask[:length], images)
 
