@@ -12,5 +12,5 @@ from primeslurm.recipe import Recipe, Site
 
 def reviewed(recipe: Recipe, site: Site) -> tuple[list[Finding], Estimate | None]:
     """All findings about a recipe on a site, and the estimate."""
-    files, (needs, _) = look_at_files(recipe), asked_of(recipe, site, local=False)
-    return review(recipe, site, needs, files.model, files.teacher)
+    files, (resources, _) = look_at_files(recipe), asked_of(recipe, site, local=False)
+    return review(recipe, site, resources, files.model, files.teacher)

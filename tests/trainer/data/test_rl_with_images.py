@@ -30,7 +30,7 @@ from primeslurm.trainer.weights.export import export
 from primeslurm.wire.rollouts import Batch, ImageSpan, Rollout, RolloutInfo
 from tests.trainer.conftest import SEQ_LEN, make_progress, make_recipe
 from tests.trainer.families import IMAGES, reference_of
-from tests.trainer.image_rows import MERGE, case_of, write_seeing
+from tests.trainer.image_rows import MERGE, case_of, write_vision_model
 
 LR, TEMPERATURE, TRUST = 0.5, 0.8, 2e-3
 Size = tuple[int, int]
@@ -151,7 +151,7 @@ def watched(function: LossFunction, seen: list[tuple[torch.Tensor, Targets]]) ->
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Qwen3-VL directory."""
-    return write_seeing("qwen3_vl", tmp_path_factory.mktemp("qwen3_vl"))
+    return write_vision_model("qwen3_vl", tmp_path_factory.mktemp("qwen3_vl"))
 
 
 def recipe_of(model: Path) -> Recipe:
@@ -175,7 +175,7 @@ def learner_of(recipe: Recipe, world: World, loss: LossFunction) -> Learner:
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_vl_moe", "qwen3_5"])
 def test_a_step_is_that_of_transformers_on_whole_rollouts(name: str, world: World, tmp_path: Path) -> None:
-    model = write_seeing(name, tmp_path / "model")
+    model = write_vision_model(name, tmp_path / "model")
     processor = AutoImageProcessor.from_pretrained(model)
     reference = reference_of(case_of(name)).from_pretrained(model, dtype=torch.float32)
     seen = [make(number, parts, processor) for number, parts in enumerate(ROLLOUTS)]

@@ -24,7 +24,7 @@ from primeslurm.trainer.distributed.world import World
 from primeslurm.wire.rollouts import Batch
 from tests.trainer.conftest import SEQ_LEN, make_recipe
 from tests.trainer.families import IMAGES
-from tests.trainer.image_rows import END, IMAGE, START, write_seeing
+from tests.trainer.image_rows import END, IMAGE, START, write_vision_model
 from tests.trainer.loops.test_sft import final_weights, sft_recipe, train
 
 COLOURS = {"r": (250, 30, 20), "b": (20, 30, 250)}
@@ -33,7 +33,7 @@ COLOURS = {"r": (250, 30, 20), "b": (20, 30, 250)}
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Qwen3-VL directory."""
-    return write_seeing("qwen3_vl", tmp_path_factory.mktemp("qwen3_vl"))
+    return write_vision_model("qwen3_vl", tmp_path_factory.mktemp("qwen3_vl"))
 
 
 @pytest.fixture(scope="module")
