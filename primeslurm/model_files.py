@@ -7,7 +7,7 @@ from pathlib import Path
 from primeslurm.paths import expanded, is_dir
 
 _NEEDED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
-"""A snapshot without other files (pictures, weights in other formats) is complete."""
+"""A snapshot without other files (images, weights in other formats) is complete."""
 
 
 class ModelNotFoundError(FileNotFoundError):

@@ -50,7 +50,7 @@ class SecretGate:
             await answer(send, 401, {"error": "the run's secret is missing or wrong"})
 
     async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """An admitted request."""
+        """Serve an admitted request."""
         await self._app(scope, receive, send)
 
     def _admits(self, scope: Scope) -> bool:
@@ -64,7 +64,7 @@ class SecretGate:
 
 
 async def answer(send: Send, status: int, content: dict[str, Any]) -> None:
-    """Send JSON."""
+    """Send JSON as the answer to a request."""
     raw = json.dumps(content).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(raw)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": headers})

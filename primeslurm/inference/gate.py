@@ -61,7 +61,7 @@ class GateState:
             self.version = None
 
     def report(self) -> dict[str, Any]:
-        """The answer to GET /primeslurm/status. During an update the engine is at no version."""
+        """Return the answer to GET /primeslurm/status. During an update the engine is at no version."""
         return {
             "version": None if self.updating else self.version,
             "incarnation": self.incarnation,

@@ -8,7 +8,16 @@ from typing import Any
 
 
 def expect(owner: type, name: str, parameters: Sequence[str]) -> Callable[..., Any]:
-    """The method `owner.name`, which must take `parameters`. Raises RuntimeError if vLLM has changed there."""
+    """Return a method of vLLM that a fix replaces.
+
+    Args:
+        owner: its class.
+        name: its name.
+        parameters: those that it must take.
+
+    Raises:
+        RuntimeError: vLLM has changed there.
+    """
     method: Callable[..., Any] | None = getattr(owner, name, None)
     if method is None:
         raise changed(f"{owner.__name__}.{name} is gone")
@@ -19,9 +28,8 @@ def expect(owner: type, name: str, parameters: Sequence[str]) -> Callable[..., A
 
 
 def changed(what: str) -> RuntimeError:
-    """The error that says what is not as it was."""
+    """Make the error that says what is not as it was."""
     import vllm
 
-    return RuntimeError(
-        f"vLLM {vllm.__version__}: {what}. primeslurm fixes vLLM 0.32; see primeslurm/inference/cpu_*.py and reloads.py"
-    )
+    where = "primeslurm/inference/cpu/ and primeslurm/inference/weight_transfer/reloads.py"
+    return RuntimeError(f"vLLM {vllm.__version__}: {what}. primeslurm fixes vLLM 0.32; see {where}")

@@ -12,7 +12,7 @@ _registered = False
 
 
 def register() -> None:
-    """Register our transfer engines and the fix of `reloads`; on CPU, those of `cpu_patches`, too.
+    """Register our transfer engines and the fix of `reloads`; on CPU, those of `cpu.patches`, too.
 
     Calling it again changes nothing.
 

@@ -27,21 +27,21 @@ class OrchestratorArguments:
 
     @property
     def attempt_dir(self) -> Path:
-        """Directory of this attempt."""
+        """Return the directory of this attempt."""
         return self.run_dir / "attempts" / str(self.attempt)
 
     @cached_property
     def addresses(self) -> AddressBook:
-        """Where routers and engines listen now."""
+        """Return the book of where routers and engines listen now."""
         return AddressBook(self.attempt_dir)
 
     def engine_urls(self) -> dict[str, str]:
-        """URL by name of every engine that was not given up."""
+        """Return the URL by name of every engine that was not given up."""
         lost = self.addresses.lost
         return {name: self.addresses.url(name) for name in self.engines if name not in lost}
 
     def teacher_urls(self) -> list[str]:
-        """URLs of the teacher's engines, without those that are on no node yet."""
+        """Return the URLs of the teacher's engines, without those that are on no node yet."""
         found = []
         for name in self.teachers:
             with suppress(LookupError):

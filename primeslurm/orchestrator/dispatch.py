@@ -36,7 +36,7 @@ class Limits:
 
     @property
     def groups_per_batch(self) -> int:
-        """Groups that make a batch."""
+        """Return how many groups make a batch."""
         return self.batch_size // self.group_size
 
     @property
@@ -48,7 +48,7 @@ class Limits:
         return max(2 * self.groups_per_batch, self.max_inflight // self.group_size)
 
     def oldest_version(self, step: int) -> int:
-        """The oldest version at which a group of `step`'s batch may have been opened."""
+        """Return the oldest version at which a group of `step`'s batch may have been opened."""
         return step - 1 - self.max_off_policy_steps
 
 
@@ -108,25 +108,32 @@ class Dispatcher:
 
     @property
     def inflight(self) -> int:
-        """Jobs dispatched and not ended."""
+        """Return how many jobs were dispatched and have not ended."""
         return len(self._jobs)
 
     @property
     def cursors(self) -> dict[str, int]:
-        """Next position in each environment's task stream."""
+        """Return the next position in each environment's task stream."""
         return dict(self._cursors)
 
     @property
     def unfinished(self) -> list[tuple[str, int]]:
-        """Positions before the cursors whose groups are not finished."""
+        """Return the positions before the cursors whose groups are not finished."""
         return [*((group.environment, group.example) for group in self.open.values()), *self._unfinished]
 
     def runs(self, job: str) -> bool:
-        """Whether a job is in flight."""
+        """Tell whether a job is in flight."""
         return job in self._jobs
 
     def next_job(self, available: Collection[str]) -> Job | None:
-        """The next job for the environments that have a worker, or None if nothing may start now."""
+        """Dispatch the next job.
+
+        Args:
+            available: labels of the environments that have a worker.
+
+        Returns:
+            None if nothing may start now.
+        """
         if self.version < 0 or self.inflight >= self.limits.max_inflight:
             return None
         group = next((g for g in self.open.values() if g.to_dispatch and g.environment in available), None)
@@ -135,11 +142,18 @@ class Dispatcher:
 
     @property
     def routers(self) -> tuple[str, ...]:
-        """Routers that groups are pinned to."""
+        """Return the routers that groups are pinned to."""
         return tuple(self._routers)
 
     def finished(self, job: str, rollout: tuple[Rollout, ...]) -> RolloutGroup | None:
-        """A job delivered its rollout. Returns the group if that completed it. Raises KeyError for an unknown job."""
+        """Take the rollout that a job made.
+
+        Returns:
+            Its group, if that completed it.
+
+        Raises:
+            KeyError: the job is not in flight.
+        """
         group, index = self._end(job, "finished")
         group.done[index] = rollout
         if len(group.done) < self.limits.group_size:
@@ -149,7 +163,11 @@ class Dispatcher:
         return RolloutGroup(group.id, group.environment, group.example, group.version, rollouts)
 
     def failed(self, job: str) -> list[str]:
-        """A job failed: it is tried again, or its group is given up; returns the jobs to cancel then."""
+        """Try the rollout of a failed job again, or give up its group.
+
+        Returns:
+            The jobs to cancel, if the group was given up.
+        """
         group, index = self._end(job, "failed")
         group.tries[index] += 1
         if group.tries[index] >= MAX_TRIES:
@@ -158,12 +176,16 @@ class Dispatcher:
         return []
 
     def lost(self, job: str) -> None:
-        """What ran a job is gone: the job is dispatched again."""
+        """Dispatch a job again, as what ran it is gone."""
         group, index = self._end(job, "lost")
         group.to_dispatch.append(index)
 
     def drop_router(self, router: str) -> list[str]:
-        """A replica is gone: its open groups go on with the others. Returns the jobs to cancel; they run again."""
+        """Have the open groups of a replica that is gone go on with the others.
+
+        Returns:
+            The jobs to cancel; they are dispatched again.
+        """
         self._routers.remove(router)
         moved = {group.id for group in self.open.values() if group.router == router}
         for name in sorted(moved):
@@ -174,30 +196,49 @@ class Dispatcher:
         return jobs
 
     def rejected(self, group: RolloutGroup, reason: str) -> None:
-        """The algorithm does not train a complete group: its prompt is not sampled again, another group opens."""
+        """Leave out a complete group that the algorithm does not train.
+
+        Its prompt is not sampled again; another group opens.
+        """
         self._taken.add(group.id)
         self.counts[f"groups_rejected_{reason}"] += 1
 
     def add_ready(self, group: RolloutGroup) -> bool:
-        """A complete group waits for a batch. False if it is too old already, and was dropped."""
+        """Have a complete group wait for a batch.
+
+        Returns:
+            False if it is too old already, and was dropped.
+        """
         if not self._take(group):
             return False
         self.ready.append(group)
         return True
 
     def add_unscored(self, group: RolloutGroup) -> bool:
-        """A complete group waits for the teacher. False if it is too old already, and was dropped."""
+        """Have a complete group wait for the teacher.
+
+        Returns:
+            False if it is too old already, and was dropped.
+        """
         if not self._take(group):
             return False
         self.unscored[group.id] = group
         return True
 
     def scored(self, group: RolloutGroup) -> bool:
-        """The teacher was asked about a group: it waits for a batch now. False if it was dropped meanwhile."""
+        """Have a group that the teacher was asked about wait for a batch.
+
+        Returns:
+            False if it was dropped meanwhile.
+        """
         return self.unscored.pop(group.id, None) is not None and self.add_ready(group)
 
     def sweep(self, step: int) -> tuple[list[RolloutGroup], list[str]]:
-        """Drop what is too old for `step`. Returns the dropped complete groups, and the jobs to cancel."""
+        """Drop what is too old for `step`.
+
+        Returns:
+            The complete groups that were dropped, and the jobs to cancel.
+        """
         oldest = self.limits.oldest_version(step)
         stale = [group for group in (*self.ready, *self.unscored.values()) if group.opened_version < oldest]
         self.ready = [group for group in self.ready if group.opened_version >= oldest]
@@ -210,7 +251,11 @@ class Dispatcher:
         return stale, cancelled
 
     def cut(self) -> list[RolloutGroup] | None:
-        """The groups of the next step's batch, oldest first, or None if there are not enough. Sweep first."""
+        """Take the groups of the next step's batch, oldest first. Sweep before.
+
+        Returns:
+            None if there are not enough.
+        """
         if len(self.ready) < self.limits.groups_per_batch:
             return None
         self.ready.sort(key=lambda group: group.opened_version)  # stable: equal versions stay in order of completion
@@ -302,5 +347,5 @@ class Dispatcher:
 
 
 def group_id(label: str, example: int) -> str:
-    """The id of a group: the same after a restart."""
+    """Return the id of a group: the same after a restart."""
     return f"{label}-{example:08d}"

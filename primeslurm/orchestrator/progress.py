@@ -25,7 +25,7 @@ PROGRESS = "rollouts/progress.bin"
 
 
 class RunProgress(msgspec.Struct, frozen=True):
-    """The record. A new run is `Progress(attempt=n)`."""
+    """The record. A new run is `RunProgress(attempt=n)`."""
 
     attempt: int
     next_step: int = 1
@@ -41,13 +41,13 @@ class RunProgress(msgspec.Struct, frozen=True):
     """The last step whose checkpoint the trainer announced as committed."""
 
     def save(self, path: Path) -> None:
-        """Write atomically. Raises OSError."""
+        """Write the record atomically. Raises OSError."""
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, msgspec.msgpack.encode(self))
 
 
 def restore(run_dir: Path, attempt: int) -> RunProgress:
-    """Where to continue: in this attempt's own progress, else from the newest checkpoint, else from the start.
+    """Find where to continue: in this attempt's own progress, else from the newest checkpoint, else from the start.
 
     Raises:
         RunError: the newest committed checkpoint has no readable orchestrator part.
@@ -91,7 +91,7 @@ class ProgressFile:
         self._path, self._dispatch = path, dispatch
 
     def snapshot(self) -> RunProgress:
-        """The record with the dispatcher's present positions."""
+        """Return the record with the dispatcher's present positions."""
         return msgspec.structs.replace(self.now, cursors=self._dispatch.cursors, unfinished=self._dispatch.unfinished)
 
     def record(self, **changes: Any) -> None:

@@ -47,7 +47,7 @@ def recover(
 
 
 def limits(recipe: Recipe) -> Limits:
-    """What a recipe says about dispatch."""
+    """Take what a recipe says about dispatch."""
     options = recipe.orchestrator
     return Limits(
         group_size=options.group_size,

@@ -17,7 +17,7 @@ from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
 from primeslurm.trainer.components import loss
 from primeslurm.trainer.data import sft_data
-from primeslurm.trainer.data.image_reader import PictureReader
+from primeslurm.trainer.data.image_reader import ImageReader
 from primeslurm.trainer.distributed.world import RankError, World, join
 from primeslurm.trainer.loops.interrupt import Interrupt
 from primeslurm.trainer.loops.rl import RlTask
@@ -67,7 +67,7 @@ def _task(
     function = loss.from_recipe(recipe.trainer.loss) if recipe.task == "rl" else loss.cross_entropy
     reader = None
     if recipe.model.vlm is not None:
-        reader = PictureReader(policy.source, huggingface.load_config(policy.source).image_token_id)
+        reader = ImageReader(policy.source, huggingface.load_config(policy.source).image_token_id)
     learner = Learner(policy, recipe.trainer.optimizer, recipe.max_steps, function, world, reader)
     encoding = published(recipe, policy.stored_fp8)
     publisher = Publisher(policy, run_dir, encoding, recipe.weights.keep, world)

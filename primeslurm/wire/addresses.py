@@ -43,13 +43,17 @@ class AddressBook:
         self._known: Addresses | None = None
 
     def url(self, name: str) -> str:
-        """Base URL of a process's `http` port. Raises LookupError if it has none."""
+        """Return the base URL of a process's `http` port.
+
+        Raises:
+            LookupError: it has none, or nothing was published yet.
+        """
         known = self._read()
         return f"http://{known.hosts[name]}:{known.ports[name]['http']}"
 
     @property
     def lost(self) -> frozenset[str]:
-        """Processes that were given up."""
+        """Return the names of processes that were given up."""
         return frozenset(self._read().lost)
 
     def _read(self) -> Addresses:

@@ -27,7 +27,7 @@ class Commit(msgspec.Struct, frozen=True):
 
 
 def step_dir(run_dir: Path, step: int) -> Path:
-    """Where the checkpoint of `step` lives."""
+    """Return the directory of the checkpoint of `step`."""
     return run_dir / "checkpoints" / f"step_{step:06d}"
 
 
@@ -40,12 +40,12 @@ def commit(directory: Path, step: int, attempt: int) -> Commit:
 
 
 def read_commit(directory: Path) -> Commit | None:
-    """The commit record, or None if the checkpoint is not complete."""
+    """Read the commit record; None if the checkpoint is not complete."""
     return manifest.read(directory / COMMITTED, Commit)
 
 
 def committed(run_dir: Path) -> list[int]:
-    """Steps with a complete checkpoint, ascending."""
+    """List the steps that have a complete checkpoint, ascending."""
     root = run_dir / "checkpoints"
     if not root.is_dir():
         return []
@@ -54,19 +54,27 @@ def committed(run_dir: Path) -> list[int]:
 
 
 def newest(run_dir: Path) -> int | None:
-    """The last committed step, or None."""
+    """Return the last committed step, or None."""
     steps = committed(run_dir)
     return steps[-1] if steps else None
 
 
 def damage(directory: Path) -> list[str]:
-    """What is wrong with a committed checkpoint, in words; empty if every part has its recorded size and digest."""
+    """Compare a committed checkpoint with its record.
+
+    Returns:
+        What is wrong, in words; empty if every part has its recorded size and digest.
+    """
     record = read_commit(directory)
     return manifest.differing(directory, record.parts) if record else [f"{directory}: not committed"]
 
 
 def prune(run_dir: Path, keep: int) -> list[int]:
-    """Delete committed checkpoints beyond the newest `keep`, and uncommitted leftovers older than the newest one."""
+    """Delete committed checkpoints beyond the newest `keep`, and uncommitted leftovers older than the newest one.
+
+    Returns:
+        The steps whose directories were deleted, ascending.
+    """
     steps = committed(run_dir)
     if not steps:
         return []

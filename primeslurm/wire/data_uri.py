@@ -11,12 +11,12 @@ _SHOWN = 80
 
 
 def is_inline(source: str) -> bool:
-    """Whether a source of an image is a data URI of one, and not the name of a file."""
+    """Tell whether a source of an image is a data URI of one, and not the name of a file."""
     return source.startswith(_START)
 
 
 def shown(source: str) -> str:
-    """The source of an image as messages name it."""
+    """Shorten the source of an image to what messages name it by."""
     return source[:_SHOWN] + "..." if is_inline(source) and len(source) > _SHOWN else source
 
 

@@ -31,7 +31,12 @@ class _Header(msgspec.Struct, frozen=True):
 
 
 def encode(meta: Any, arrays: Mapping[str, NDArray[Any]] = {}) -> list[Frame]:
-    """A msgspec-encodable `meta` and named arrays as frames, ready for `send_multipart(copy=False)`."""
+    """Encode `meta` and named arrays as frames, ready for `send_multipart(copy=False)`.
+
+    Args:
+        meta: anything that msgspec encodes.
+        arrays: by name; a contiguous one is not copied.
+    """
     contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     specs = tuple(ArraySpec(name, array.dtype.str, array.shape) for name, array in contiguous.items())
     header = _Header(msgspec.Raw(msgspec.msgpack.encode(meta)), specs)
@@ -40,7 +45,11 @@ def encode(meta: Any, arrays: Mapping[str, NDArray[Any]] = {}) -> list[Frame]:
 
 
 def decode(frames: Sequence[Any], kind: type[T]) -> tuple[T, Arrays]:
-    """The inverse of `encode`. Arrays are read-only views of the frames.
+    """Decode what `encode` made. Arrays are read-only views of the frames.
+
+    Args:
+        frames: of one message.
+        kind: type of `meta`.
 
     Raises:
         ValueError: the frames do not match their header.

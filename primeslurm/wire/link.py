@@ -61,10 +61,11 @@ Request = GetBatch | NewPolicy | OfferTransfer | StepDone | Save | Committed
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """kind: batch (frames follow), ok, wait (ask again), stop (no more batches), error (text says why),
-    transfer (engines want the policy before the next batch), session (come to it)."""
+    """What the orchestrator says to a request."""
 
     kind: str
+    """batch (frames follow), ok, wait (ask again), stop (no more batches), error (text says why), transfer (engines
+    want the policy before the next batch), session (come to it)."""
     text: str = ""
     session: TransferSession | None = None
     version: int | None = None
@@ -103,7 +104,10 @@ class TrainerLink:
         timeout_s: float,
         interrupted: Callable[[], bool] = lambda: False,
     ) -> Batch | None:
-        """This rank's rows of `step`. None if the orchestrator has no more batches, or if `interrupted()` became true.
+        """Ask for this rank's rows of `step`.
+
+        Returns:
+            None if the orchestrator has no more batches, or if `interrupted()` became true.
 
         Raises:
             LinkError: nothing came for `timeout_s`.
@@ -125,8 +129,9 @@ class TrainerLink:
     def announce(self, version: int, path: str) -> int:
         """Announce a policy: complete under `path`, or (if empty) to be sent.
 
-        Returns the newest one that was announced in this attempt: newer than `version` if the trainer was started again
-        from a checkpoint, and repeats steps.
+        Returns:
+            The newest one that was announced in this attempt: newer than `version` if the trainer was started again
+            from a checkpoint, and repeats steps.
         """
         answer, _ = self._ask(NewPolicy(version, path))
         return version if answer.version is None else answer.version
@@ -134,9 +139,12 @@ class TrainerLink:
     def offer_transfer(
         self, version: int, store: str, senders: int, done: str, deadline: float
     ) -> TransferSession | None:
-        """The next session in which engines are sent `version`; None if no engine waits for it.
+        """Offer a policy until engines come for it: the next session with them; None if no engine waits.
 
         Args:
+            version: of the policy that is offered.
+            store: host:port where senders and receivers meet.
+            senders: number of trainer ranks.
             done: the session that was dealt with last.
             deadline: time.monotonic() after which None is returned in any case.
         """

@@ -22,12 +22,12 @@ class FileRecord(msgspec.Struct, frozen=True):
 
 
 def describe(directory: Path, files: Iterable[Path]) -> list[FileRecord]:
-    """Records of `files` below `directory`, by name."""
+    """Make records of `files` below `directory`, sorted by path."""
     return [FileRecord(str(p.relative_to(directory)), p.stat().st_size, digest(p)) for p in sorted(files)]
 
 
 def differing(directory: Path, records: Sequence[FileRecord]) -> list[str]:
-    """What is missing or differs from its record, in words."""
+    """Say in words which files are missing or differ from their records."""
     return [f"{directory / r.name}: differs from its record" for r in records if not _matches(directory / r.name, r)]
 
 
@@ -37,7 +37,7 @@ def write(path: Path, value: object) -> None:
 
 
 def read(path: Path, kind: type[T]) -> T | None:
-    """A manifest, or None if there is no readable one."""
+    """Read a manifest; None if there is no readable one."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except (FileNotFoundError, NotADirectoryError, msgspec.MsgspecError):

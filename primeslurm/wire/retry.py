@@ -1,7 +1,7 @@
 """Trying again what fails for a while, over tenacity: what is asked again, for how long, and with which pauses.
 
-For requests that change nothing when they are repeated. What has states of its own (links, fleets, polls of files)
-keeps its own time.
+For requests that change nothing when they are repeated. What has states of its own (links, the engine pool, polls of
+files) keeps its own time.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ def _spread(state: RetryCallState) -> float:
 
 
 def insisting(on: Errors, within_s: float | None = None) -> AsyncRetrying:
-    """Await something until it succeeds, with growing pauses: `await insisting(OSError)(function, argument)`.
+    """Await something until it succeeds, with growing pauses.
+
+    As in `await insisting(OSError)(function, argument)`.
 
     Args:
         on: errors that pass; any other is raised at once.

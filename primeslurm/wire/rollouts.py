@@ -25,7 +25,7 @@ Float32 = NDArray[np.float32]
 Bool = NDArray[np.bool_]
 
 
-class Picture(msgspec.Struct, frozen=True):
+class ImageSpan(msgspec.Struct, frozen=True):
     """An image in a sequence of tokens. Who trains on it decodes it."""
 
     source: str
@@ -37,17 +37,25 @@ class Picture(msgspec.Struct, frozen=True):
     sha256: str | None = None
     """Of the encoded image, in hex. None if nobody has read it yet."""
 
-    def moved(self, by: int) -> Picture:
-        """The same, `by` tokens further on."""
+    def moved(self, by: int) -> ImageSpan:
+        """Return the same image, `by` tokens further on."""
         return msgspec.structs.replace(self, start=self.start + int(by), end=self.end + int(by))
 
 
-def whole(pictures: Sequence[Picture], length: int) -> tuple[int, tuple[Picture, ...]]:
-    """Where a sequence of at most `length` tokens has to end so that no image is cut, and its images."""
-    for picture in pictures:
-        if picture.start < length < picture.end:
-            length = picture.start
-    return length, tuple(picture for picture in pictures if picture.end <= length)
+def whole(images: Sequence[ImageSpan], length: int) -> tuple[int, tuple[ImageSpan, ...]]:
+    """Find where a sequence has to end so that no image is cut.
+
+    Args:
+        images: of the sequence, in order.
+        length: longest end [tokens].
+
+    Returns:
+        The end [tokens], and the images before it.
+    """
+    for image in images:
+        if image.start < length < image.end:
+            length = image.start
+    return length, tuple(image for image in images if image.end <= length)
 
 
 class RolloutInfo(msgspec.Struct, frozen=True):
@@ -65,7 +73,7 @@ class RolloutInfo(msgspec.Struct, frozen=True):
     seconds: float = 0.0
     error: str | None = None
     """Set if the rollout failed; it is then never trained on."""
-    pictures: tuple[Picture, ...] = ()
+    images: tuple[ImageSpan, ...] = ()
     """Its images, in order."""
 
 
@@ -86,25 +94,30 @@ class Rollout:
     """The teacher's log-probabilities of the sampled tokens, 0 elsewhere; None until it was asked."""
 
     def encode(self) -> list[Frame]:
-        """As wire frames: one buffer per array there is."""
+        """Encode it as wire frames: one buffer per array there is."""
         found = {spec.name: getattr(self, spec.name) for spec in fields(self) if spec.name != "info"}
         return frames.encode(self.info, {name: array for name, array in found.items() if array is not None})
 
     @classmethod
     def decode(cls, message: Sequence[Any]) -> Rollout:
-        """From wire frames. Raises ValueError or msgspec.MsgspecError on damage."""
+        """Decode it from wire frames.
+
+        Raises:
+            ValueError: the frames do not match their header.
+            msgspec.MsgspecError: the header is damaged.
+        """
         info, arrays = frames.decode(message, RolloutInfo)
         return cls(info, **arrays)
 
     @property
     def oldest_version(self) -> int:
-        """The oldest policy version that sampled a token of it (its opened version if none did)."""
+        """Return the oldest policy version that sampled a token of it (its opened version if none did)."""
         sampled = self.versions[self.versions >= 0]
         return int(sampled.min()) if sampled.size else self.info.opened_version
 
     @property
     def is_mixed(self) -> bool:
-        """Whether tokens of more than one policy version are in it."""
+        """Tell whether tokens of more than one policy version are in it."""
         sampled = self.versions[self.versions >= 0]
         return bool(sampled.size) and bool(sampled.min() != sampled.max())
 
@@ -132,17 +145,17 @@ class Row:
     """[seq_len, layers, top_k]; None unless the trainer replays them. All rows of a batch have them, or none."""
     ref_logprobs: Float32 | None = None
     """The teacher's log-probabilities of the trained tokens. None without a teacher."""
-    pictures: tuple[Picture, ...] = ()
+    images: tuple[ImageSpan, ...] = ()
     """Its images, in order."""
 
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """What there is for each token, by name."""
-        found = {spec.name: getattr(self, spec.name) for spec in fields(self) if spec.name != "pictures"}
+        """Return the arrays that it has, by name."""
+        found = {spec.name: getattr(self, spec.name) for spec in fields(self) if spec.name != "images"}
         return {name: array for name, array in found.items() if array is not None}
 
 
 def stack(rows: Sequence[Row]) -> dict[str, NDArray[Any]]:
-    """Each array of some rows as one [rows, seq_len, ...]."""
+    """Stack each array of some rows to one [rows, seq_len, ...], by name."""
     return {name: np.stack([getattr(row, name) for row in rows]) for name in rows[0].arrays()}
 
 
@@ -163,7 +176,7 @@ class _Header(msgspec.Struct, frozen=True):
     """What is sent of a batch beside arrays."""
 
     info: BatchInfo
-    pictures: list[tuple[Picture, ...]]
+    images: list[tuple[ImageSpan, ...]]
     """Of each row."""
 
 
@@ -175,14 +188,14 @@ class Batch:
     rows: list[Row] = field(default_factory=list)
 
     def encode(self) -> list[Frame]:
-        """As wire frames: one stacked [rows, seq_len, ...] array per field."""
-        return frames.encode(_Header(self.info, [row.pictures for row in self.rows]), stack(self.rows))
+        """Encode it as wire frames: one stacked [rows, seq_len, ...] array per field."""
+        return frames.encode(_Header(self.info, [row.images for row in self.rows]), stack(self.rows))
 
     @classmethod
     def decode(cls, message: Sequence[Any]) -> Batch:
-        """From wire frames."""
+        """Decode it from wire frames. Raises as `Rollout.decode`."""
         header, arrays = frames.decode(message, _Header)
-        pictures = enumerate(header.pictures)
+        images = enumerate(header.images)
         return cls(
-            header.info, [Row(**{name: array[i] for name, array in arrays.items()}, pictures=p) for i, p in pictures]
+            header.info, [Row(**{name: array[i] for name, array in arrays.items()}, images=p) for i, p in images]
         )

@@ -17,10 +17,15 @@ RoutedExperts = NDArray[np.uint8] | NDArray[np.uint16]
 
 
 def join(parts: Sequence[RoutedExperts | None], lengths: Sequence[int], like: RoutedExperts) -> RoutedExperts:
-    """Parts of these lengths [tokens] one after another; a part that is None is unknown.
+    """Put parts of a sequence one after another.
 
     Args:
+        parts: each [its length, layers, top_k]; None where the engines do not say.
+        lengths: of each part [tokens].
         like: any array of the same model.
+
+    Returns:
+        [sum of lengths, layers, top_k].
 
     Raises:
         ValueError: a part is of another length or of another model.

@@ -44,7 +44,7 @@ def create(run_dir: Path) -> None:
 
 
 def read(run_dir: Path) -> str:
-    """The secret of a run. Raises SecretError."""
+    """Read the secret of a run. Raises SecretError."""
     try:
         found = (run_dir / FILE).read_text().strip()
     except OSError as error:
@@ -55,7 +55,11 @@ def read(run_dir: Path) -> str:
 
 
 def own() -> str:
-    """The secret that this process was started with. Raises SecretError: without one, nothing is served."""
+    """Return the secret that this process was started with.
+
+    Raises:
+        SecretError: there is none; without one, nothing is served.
+    """
     found = _kept or os.environ.get(VARIABLE, "")
     if not found:
         raise SecretError(f"{VARIABLE} is not set: processes of a run are started by its agents")
@@ -70,7 +74,7 @@ def keep() -> None:
 
 
 def generate_token(secret: str) -> str:
-    """A token that only opens generation.
+    """Derive a token that only opens generation.
 
     For a router that adds its own token to whatever it relays, control routes included: it must not have the secret.
     """
@@ -78,18 +82,21 @@ def generate_token(secret: str) -> str:
 
 
 def header() -> dict[str, str]:
-    """What an HTTP client of the run sends."""
+    """Make the header that an HTTP client of the run sends."""
     return {"Authorization": f"Bearer {own()}"}
 
 
 def present(socket: zmq.Socket[Any]) -> None:
-    """Before `connect`: show the secret."""
+    """Show the secret to those that the socket connects to. To be called before `connect`."""
     socket.plain_username = _USER
     socket.plain_password = own().encode()
 
 
 def refusals(socket: zmq.asyncio.Socket) -> zmq.asyncio.Socket:
-    """Before `connect`, or the first one may be missed: where `refused` hears of peers that refuse the secret."""
+    """Return a socket by which `refused` hears of peers that refuse the secret.
+
+    To be called before `connect`, or the first refusal may be missed.
+    """
     import zmq
 
     return socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
@@ -103,7 +110,7 @@ async def refused(refusals: zmq.asyncio.Socket) -> str:
 
 
 def demand(socket: zmq.Socket[Any]) -> None:
-    """Before `bind`: let only peers in that show the secret."""
+    """Let only peers in that show the secret. To be called before `bind`."""
     context = socket.context.underlying
     if context not in _authenticators:
         _authenticators[context] = _authenticator(context)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,8 @@ from tests.support.models import make_model
 from tests.support.processes import Server, Zygote, start_router
 
 StartEngine = Callable[..., Server]
+StartRouter = Callable[..., Server]
+ConnectEngine = Callable[[Server], EngineClient]
 
 
 def tiny_recipe(model: Path, transport: str = "filesystem", **inference: Any) -> Recipe:
@@ -76,20 +78,19 @@ def start_engine(zygote: Zygote, model: Path) -> Iterator[StartEngine]:
 
 
 @pytest.fixture
-def open_router(model: Path, tmp_path: Path) -> Iterator[Callable[..., Server]]:
+def open_router(model: Path, tmp_path: Path) -> Iterator[StartRouter]:
     """Start a router over engines, or over prefill and decode engines. It listens once engines are open."""
     routers: list[Server] = []
 
     def start(
-        engines: list[Server] = (),
-        prefill: list[Server] = (),
-        decode: list[Server] = (),
+        engines: Sequence[Server] = (),
+        prefill: Sequence[Server] = (),
+        decode: Sequence[Server] = (),
         policy: str = "consistent_hash",
     ) -> Server:
         named = {server.url.rpartition(":")[2]: server for server in (*engines, *prefill, *decode)}
         groups = [[s.url.rpartition(":")[2] for s in group] for group in (engines, prefill, decode)]
-        router = VllmRouter(policy=policy)
-        command = router_command(tiny_recipe(model), router, ReplicaEngines(*groups))
+        command = router_command(tiny_recipe(model), VllmRouter(policy=policy), ReplicaEngines(*groups))
         addresses = {name: server.url.removeprefix("http://") for name, server in named.items()}
         router = start_router(command, addresses, tmp_path / f"router-{len(routers)}.log")
         routers.append(router)
@@ -101,6 +102,6 @@ def open_router(model: Path, tmp_path: Path) -> Iterator[Callable[..., Server]]:
 
 
 @pytest.fixture
-def client(model: Path) -> Callable[[Server], EngineClient]:
+def client(model: Path) -> ConnectEngine:
     """The orchestrator's end of an engine that was started from `model`."""
     return lambda server: EngineClient(lambda: server.url, str(model), retry_s=0.1)

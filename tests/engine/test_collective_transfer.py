@@ -84,7 +84,9 @@ def sender(model: Path, world: World, exchange: Exchange) -> Sender:
     return Sender(policy, Encoding(torch.float32), TrainerLink(exchange.address), world, timeout_s=20)
 
 
-async def test_engines_compute_with_what_the_trainer_sent(servers, exchange, world: World, tmp_path: Path) -> None:
+async def test_engines_compute_with_what_the_trainer_sent(
+    servers: list[Server], exchange: Exchange, world: World, tmp_path: Path
+) -> None:
     for version in (1, 2):
         target = make_model(tmp_path / str(version), seed=20 + version)
         applying = asyncio.create_task(exchange.apply(version))
@@ -94,7 +96,7 @@ async def test_engines_compute_with_what_the_trainer_sent(servers, exchange, wor
 
 
 async def test_engines_recover_from_a_trainer_that_broke_off(
-    servers, exchange, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    servers: list[Server], exchange: Exchange, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = make_model(tmp_path / "target", seed=30)
     send, failures = Channel.send, iter([TransferError("the cable is out")])
@@ -111,7 +113,7 @@ async def test_engines_recover_from_a_trainer_that_broke_off(
     assert all(exact(server, target, "after") for server in servers)
 
 
-async def test_an_engine_without_its_trainer_is_refused_in_time(exchange) -> None:
+async def test_an_engine_without_its_trainer_is_refused_in_time(exchange: Exchange) -> None:
     exchange.sessions.expect(4)
     results = await exchange.apply(4, timeout_s=1)
     assert all(isinstance(result, EngineUpdateError) for result in results)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from primeslurm.families import families
+from primeslurm.plan.commands.command import Device, EngineRole
 from primeslurm.plan.memory.engine import PROMPT_TOKENS
 from tests.engine.conftest import tiny_recipe
 from tests.support.engine_commands import engine_command
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.engine
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("role", ["engine", "prefill", "decode"])
-def test_vllm_parses_the_options(model: Path, device, role) -> None:
+def test_vllm_parses_the_options(model: Path, device: Device, role: EngineRole) -> None:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 

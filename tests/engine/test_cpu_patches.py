@@ -15,10 +15,11 @@ import torch.multiprocessing as mp
 from primeslurm.inference import guards
 from primeslurm.inference.cpu import patches
 from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion
-from tests.engine.conftest import tiny_recipe
+from tests.engine.conftest import ConnectEngine, tiny_recipe
 from tests.support.engine_commands import engine_command
 from tests.support.generate import generate, logprobs, tokens
 from tests.support.models import make_model, publish, reference_logprobs
+from tests.support.processes import Zygote
 
 pytestmark = pytest.mark.engine
 PROMPT = [2, 5, 9, 14, 7, 3, 21]
@@ -75,7 +76,9 @@ def test_collectives_of_uneven_sizes(tmp_path: Path) -> None:
     mp.start_processes(_collectives, (str(tmp_path / "store"),), nprocs=2, start_method="spawn")
 
 
-async def test_expert_parallel_workers_take_a_policy(zygote, client, model: Path, tmp_path: Path) -> None:
+async def test_expert_parallel_workers_take_a_policy(
+    zygote: Zygote, client: ConnectEngine, model: Path, tmp_path: Path
+) -> None:
     recipe = tiny_recipe(model, parallel={"tp": 2}, vllm_extra={"enable_expert_parallel": True})
     engine = zygote.start(engine_command(recipe, "cpu", "engine", sys.executable))
     engine.wait("/primeslurm/status")

@@ -9,13 +9,16 @@ import pytest
 
 from primeslurm.orchestrator.weight_transfer.engine_client import EngineDownError, PolicyVersion, Step
 from primeslurm.wire import secret
+from tests.engine.conftest import ConnectEngine, StartEngine
 from tests.support.generate import generate, spans
 from tests.support.models import make_model, publish
 
 pytestmark = pytest.mark.engine
 
 
-async def test_serves_nothing_before_its_policy_is_confirmed(start_engine, client, model: Path) -> None:
+async def test_serves_nothing_before_its_policy_is_confirmed(
+    start_engine: StartEngine, client: ConnectEngine, model: Path
+) -> None:
     engine = start_engine()
     control = client(engine)
     assert engine.status_code("/health") == 503
@@ -30,7 +33,9 @@ async def test_serves_nothing_before_its_policy_is_confirmed(start_engine, clien
     assert await control.apply(PolicyVersion(0, str(model)), timeout_s=120) is Step.NOTHING
 
 
-async def test_shutdown_ends_the_process_and_a_new_start_is_stale(start_engine, client, model: Path) -> None:
+async def test_shutdown_ends_the_process_and_a_new_start_is_stale(
+    start_engine: StartEngine, client: ConnectEngine, model: Path
+) -> None:
     engine = start_engine()
     control = client(engine)
     await control.apply(PolicyVersion(0, str(model)), timeout_s=120)
@@ -46,7 +51,9 @@ async def test_shutdown_ends_the_process_and_a_new_start_is_stale(start_engine, 
     assert after.version is None and engine.status_code("/health") == 503
 
 
-async def test_policies_change_under_way(start_engine, client, model: Path, tmp_path: Path) -> None:
+async def test_policies_change_under_way(
+    start_engine: StartEngine, client: ConnectEngine, model: Path, tmp_path: Path
+) -> None:
     engine = start_engine()
     control = client(engine)
     first = publish(make_model(tmp_path / "m1", seed=1), tmp_path, 1)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from primeslurm.inference.weight_transfer.errors import PolicyError
 from primeslurm.inference.weight_transfer.filesystem import policy_files, tensor_names
+from primeslurm.inference.weight_transfer.layerwise import PolicyError
 from primeslurm.wire.weight_transfer import filesystem
 from tests.support.models import publish
 

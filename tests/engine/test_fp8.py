@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from primeslurm.inference.weight_transfer import dequantise
-from primeslurm.inference.weight_transfer.dequantise import dequantised
-from primeslurm.inference.weight_transfer.errors import PolicyError
+from primeslurm.inference.weight_transfer import layerwise
+from primeslurm.inference.weight_transfer.layerwise import PolicyError, dequantised
 from primeslurm.trainer.kernels.block_fp8 import BLOCKS, quantise
 from primeslurm.trainer.weights.encoding import Encoding
 
@@ -32,7 +31,7 @@ def test_weights_find_their_scales_in_any_order(order: int) -> None:
 
 
 def test_a_stack_is_its_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dequantise, "_ELEMENTS_AT_ONCE", 2 * 200 * 130)  # two matrices, and the last one alone
+    monkeypatch.setattr(layerwise, "_ELEMENTS_AT_ONCE", 2 * 200 * 130)  # two matrices, and the last one alone
     quantised = quantise(torch.randn(3, 200, 130), BLOCKS)
     stack = {"up_proj.weight": quantised.data, "up_proj.weight_scale_inv": quantised.scales}
     found = dict(dequantised(iter(stack.items()), torch.float32))["up_proj.weight"]

@@ -13,7 +13,7 @@ from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion
 from primeslurm.plan.commands.command import Command, EngineRole
 from primeslurm.plan.commands.kv import store_client, store_master
 from primeslurm.recipe import Recipe
-from tests.engine.conftest import tiny_engine, tiny_recipe
+from tests.engine.conftest import ConnectEngine, StartRouter, tiny_engine, tiny_recipe
 from tests.support.generate import generate, metric, tokens
 from tests.support.processes import HOST, Server, Zygote, free_port, start_process
 
@@ -48,7 +48,7 @@ async def open_at_once(engine: Server, client: Any, model: Path) -> Server:
 
 @pytest.mark.parametrize("disk", [False, True])
 async def test_native_tiers_give_back_what_the_cache_had_to_drop(
-    disk: bool, zygote: Zygote, client, model: Path, tmp_path: Path
+    disk: bool, zygote: Zygote, client: ConnectEngine, model: Path, tmp_path: Path
 ) -> None:
     tiers: dict[str, Any] = {"type": "native", "cpu": {"bytes": 2**21}}
     if disk:
@@ -111,7 +111,7 @@ def store(model: Path, tmp_path: Path) -> Iterator[Store]:
 
 
 async def test_engines_share_a_store_and_outlive_its_master(
-    store: Store, zygote: Zygote, client, open_router, model: Path
+    store: Store, zygote: Zygote, client: ConnectEngine, open_router: StartRouter, model: Path
 ) -> None:
     def start(role: EngineRole) -> Server:
         return zygote.start(small_engine(model, role, kv_offload=MOONCAKE), elsewhere=store.elsewhere)

@@ -10,6 +10,7 @@ import pytest
 from primeslurm.orchestrator.telemetry.load_window import LoadWindow
 from primeslurm.orchestrator.telemetry.scrape import COUNTERS, GAUGES, scrape
 from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion
+from tests.engine.conftest import ConnectEngine, StartEngine
 from tests.support.generate import generate
 
 pytestmark = pytest.mark.engine
@@ -17,7 +18,7 @@ pytestmark = pytest.mark.engine
 ONLY_WITH_A_CONNECTOR = {"external_queries", "external_hits"}
 
 
-async def test_the_load_of_a_real_engine(start_engine, client, model: Path) -> None:
+async def test_the_load_of_a_real_engine(start_engine: StartEngine, client: ConnectEngine, model: Path) -> None:
     engine = start_engine()
     await client(engine).apply(PolicyVersion(0, str(model)), timeout_s=120)
     window = LoadWindow()

@@ -11,6 +11,7 @@ import pytest
 
 from primeslurm.plan.placement.teacher import served
 from primeslurm.recipe import Recipe
+from tests.engine.conftest import StartEngine, StartRouter
 from tests.support.engine_commands import engine_command
 from tests.support.models import make_model, publish, reference_logprobs
 from tests.support.processes import Server, Zygote
@@ -36,7 +37,7 @@ def teacher(zygote: Zygote, tmp_path: Path) -> Iterator[tuple[Path, Server]]:
 
 
 def test_trained_tokens_are_what_the_engines_sampled(
-    start_engine, open_router, model: Path, teacher: tuple[Path, Server], tmp_path: Path
+    start_engine: StartEngine, open_router: StartRouter, model: Path, teacher: tuple[Path, Server], tmp_path: Path
 ) -> None:
     servers = {"prefill-r0-0": start_engine("prefill"), "decode-r0-0": start_engine("decode")}
     router = open_router(prefill=[servers["prefill-r0-0"]], decode=[servers["decode-r0-0"]])

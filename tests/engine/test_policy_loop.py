@@ -20,6 +20,7 @@ from primeslurm.orchestrator.weight_transfer.engine_client import (
 )
 from primeslurm.orchestrator.weight_transfer.policy_loop import PolicyLoop
 from primeslurm.records.journal import Journal
+from tests.engine.conftest import ConnectEngine, StartEngine
 from tests.support.generate import generate, spans
 from tests.support.models import make_model, publish
 from tests.support.processes import Server
@@ -48,7 +49,9 @@ def port(server: Server) -> int:
     return int(server.url.rpartition(":")[2])
 
 
-async def test_engines_are_brought_and_kept_at_the_wanted_policy(start_engine, client, model, tmp_path: Path) -> None:
+async def test_engines_are_brought_and_kept_at_the_wanted_policy(
+    start_engine: StartEngine, client: ConnectEngine, model: Path, tmp_path: Path
+) -> None:
     servers = {"a": start_engine(), "b": start_engine()}
     hooks: list[tuple[str, int]] = []
 
@@ -85,7 +88,9 @@ async def test_engines_are_brought_and_kept_at_the_wanted_policy(start_engine, c
     assert events.count('"engine_updated"') == 6  # two at 0, two at 1, a at 2, b at 2
 
 
-async def test_an_engine_that_cannot_take_a_policy_is_ended(start_engine, client, model, tmp_path: Path) -> None:
+async def test_an_engine_that_cannot_take_a_policy_is_ended(
+    start_engine: StartEngine, client: ConnectEngine, model: Path, tmp_path: Path
+) -> None:
     server = start_engine()
     async with running(PolicyLoop({"a": client(server)}, Journal(tmp_path, "o"), 30, 0.2)) as loop:
         await loop.want(PolicyVersion(0, str(model)))
@@ -99,7 +104,7 @@ async def test_an_engine_that_cannot_take_a_policy_is_ended(start_engine, client
 
 
 async def test_an_engine_that_hangs_is_down_and_an_update_of_it_times_out(
-    start_engine, client, model, tmp_path: Path
+    start_engine: StartEngine, client: ConnectEngine, model: Path, tmp_path: Path
 ) -> None:
     server = start_engine()
     control = client(server)

@@ -26,9 +26,9 @@ from vllm.platforms.cpu import CpuPlatform
 
 from primeslurm.families import model_types
 from primeslurm.inference.plugin import register
-from primeslurm.inference.weight_transfer.errors import PolicyError
 from primeslurm.inference.weight_transfer.experts import held_experts
 from primeslurm.inference.weight_transfer.filesystem import FilesystemTransferEngine
+from primeslurm.inference.weight_transfer.layerwise import PolicyError
 from primeslurm.wire.weight_transfer.catalogue import stacked
 from tests.trainer.families import CASES, write
 

@@ -14,10 +14,10 @@ from transformers import Qwen3MoeForCausalLM
 from primeslurm.orchestrator.rollouts.generate_endpoint import ROUTED_FROM, Completion, GenerateEndpoint
 from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion
 from primeslurm.recipe import Recipe
-from tests.engine.conftest import tiny_recipe
+from tests.engine.conftest import ConnectEngine, tiny_recipe
 from tests.support.engine_commands import engine_command
 from tests.support.models import make_model, publish
-from tests.support.processes import Server
+from tests.support.processes import Server, Zygote
 
 pytestmark = pytest.mark.engine
 PROMPT = [2, *(3 + i * 7 % 40 for i in range(200))]
@@ -25,7 +25,7 @@ NEW_TOKENS = 24
 
 
 @pytest.fixture(scope="module")
-def engine(zygote, model: Path) -> Iterator[Server]:
+def engine(zygote: Zygote, model: Path) -> Iterator[Server]:
     """An engine of a run that replays; a long prompt takes it several steps."""
     given = tiny_recipe(model, max_num_batched_tokens=128).model_dump(by_alias=True)
     recipe = Recipe.model_validate(given | {"trainer": {"router_replay": True}})
@@ -44,7 +44,7 @@ def reference_experts(directory: Path, token_ids: list[int]) -> np.ndarray:
     return torch.stack(layers, dim=1).sort(-1).values.numpy()
 
 
-async def test_the_experts_of_every_token_are_returned(engine, client, tmp_path: Path) -> None:
+async def test_the_experts_of_every_token_are_returned(engine: Server, client: ConnectEngine, tmp_path: Path) -> None:
     policy = make_model(tmp_path / "policy", seed=5)
     await client(engine).apply(PolicyVersion(1, str(publish(policy, tmp_path, 1))), timeout_s=120)
     endpoint = GenerateEndpoint(lambda: engine.url, 4096, timeout_s=120, routed=True)

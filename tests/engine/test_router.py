@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
 
@@ -12,6 +13,7 @@ import pytest
 
 from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion
 from primeslurm.recipe.sections.routers import VllmRouter
+from tests.engine.conftest import ConnectEngine, StartEngine, StartRouter
 from tests.support.generate import generate, metric, spans, tokens
 from tests.support.models import make_model, publish
 
@@ -19,7 +21,7 @@ pytestmark = pytest.mark.engine
 PROMPT = [2, 5, 9, 14, 7, 3, 21]
 
 
-async def eventually(condition, timeout_s: float = 15) -> None:
+async def eventually(condition: Callable[[], bool], timeout_s: float = 15) -> None:
     """Wait until `condition()` holds."""
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -40,7 +42,7 @@ def retrying(url: str, session: str, seconds: float = 20) -> dict:
 
 
 async def test_a_killed_engine_returns_only_with_the_current_policy(
-    start_engine, client, open_router, tmp_path: Path
+    start_engine: StartEngine, client: ConnectEngine, open_router: StartRouter, tmp_path: Path
 ) -> None:
     engines = [start_engine(), start_engine()]
     policy = PolicyVersion(1, str(publish(make_model(tmp_path / "m", seed=1), tmp_path, 1)))
@@ -77,7 +79,7 @@ async def test_a_killed_engine_returns_only_with_the_current_policy(
 
 
 async def test_prefill_and_decode_engines_answer_as_one(
-    start_engine, client, open_router, model: Path, tmp_path: Path
+    start_engine: StartEngine, client: ConnectEngine, open_router: StartRouter, model: Path, tmp_path: Path
 ) -> None:
     plain, prefill, decode = start_engine(), start_engine("prefill"), start_engine("decode")
     everyone = (plain, prefill, decode)
@@ -105,7 +107,9 @@ async def test_prefill_and_decode_engines_answer_as_one(
     assert spans(retrying(router.url, "s")) == [(1, 0, 4)]
 
 
-async def test_every_policy_serves(start_engine, client, open_router, model: Path) -> None:
+async def test_every_policy_serves(
+    start_engine: StartEngine, client: ConnectEngine, open_router: StartRouter, model: Path
+) -> None:
     engines = [start_engine(), start_engine()]
     for engine in engines:
         await client(engine).apply(PolicyVersion(0, str(model)), 60)

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from primeslurm.orchestrator.weight_transfer.engine_client import EngineUpdateError, PolicyVersion, Step
 from primeslurm.wire import secret
 from primeslurm.wire.weight_transfer import filesystem
+from tests.engine.conftest import ConnectEngine, StartEngine
 from tests.support.generate import generate, logprobs, metric, spans, tokens
 from tests.support.models import make_constant_model, make_model, publish, reference_logprobs, token_id
 from tests.support.processes import Server
 
 pytestmark = pytest.mark.engine
 PROMPT = [2, 5, 9, 14, 7, 3, 21]
+PolicyOf = Callable[[int], PolicyVersion]
 
 
 @pytest.fixture(scope="module")
@@ -38,18 +42,20 @@ def policies(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Path]:
 
 
 @pytest.fixture(scope="module")
-def engine(start_engine) -> Server:
+def engine(start_engine: StartEngine) -> Server:
     """One engine for the whole module; every test brings it to the version it needs."""
     return start_engine()
 
 
 @pytest.fixture
-def policy(policies: dict[int, Path]):
+def policy(policies: dict[int, Path]) -> PolicyOf:
     """Policy by version."""
     return lambda version: PolicyVersion(version, str(filesystem.version_dir(policies[-1], version)))
 
 
-async def test_requests_in_flight_go_on_with_the_new_policy(engine, client, policy) -> None:
+async def test_requests_in_flight_go_on_with_the_new_policy(
+    engine: Server, client: ConnectEngine, policy: PolicyOf
+) -> None:
     control = client(engine)
     await control.apply(policy(1), timeout_s=120)
     requests = [asyncio.to_thread(generate, engine.url, PROMPT, 1500) for _ in range(4)]
@@ -67,7 +73,9 @@ async def test_requests_in_flight_go_on_with_the_new_policy(engine, client, poli
     assert metric(engine.url, "vllm:num_preemptions_total") == 0
 
 
-async def test_logprobs_after_updates_are_those_of_the_new_weights(engine, client, policy, policies) -> None:
+async def test_logprobs_after_updates_are_those_of_the_new_weights(
+    engine: Server, client: ConnectEngine, policy: PolicyOf, policies: dict[int, Path]
+) -> None:
     control = client(engine)
     for version in (3, 4):
         await control.apply(policy(version), timeout_s=120)
@@ -76,7 +84,9 @@ async def test_logprobs_after_updates_are_those_of_the_new_weights(engine, clien
         assert logprobs(answer) == pytest.approx(expected, abs=1e-4)
 
 
-async def test_a_version_that_is_there_is_not_applied_again(engine, client, policy) -> None:
+async def test_a_version_that_is_there_is_not_applied_again(
+    engine: Server, client: ConnectEngine, policy: PolicyOf
+) -> None:
     control = client(engine)
     await control.apply(policy(4), timeout_s=120)
     before = await control.status()
@@ -85,7 +95,7 @@ async def test_a_version_that_is_there_is_not_applied_again(engine, client, poli
 
 
 async def test_a_refused_policy_closes_the_gate_and_a_good_one_reopens_it(
-    engine, client, policy, policies, tmp_path: Path
+    engine: Server, client: ConnectEngine, policy: PolicyOf, policies: dict[int, Path], tmp_path: Path
 ) -> None:
     control = client(engine)
     await control.apply(policy(3), timeout_s=120)
@@ -103,11 +113,11 @@ async def test_a_refused_policy_closes_the_gate_and_a_good_one_reopens_it(
     assert logprobs(answer) == pytest.approx(expected, abs=1e-4)
 
 
-def _without_an_expert(tensors: dict) -> None:
+def _without_an_expert(tensors: dict[str, torch.Tensor]) -> None:
     del tensors["model.layers.1.mlp.experts.2.down_proj.weight"]
 
 
-def _with_a_wrong_shape(tensors: dict) -> None:
+def _with_a_wrong_shape(tensors: dict[str, torch.Tensor]) -> None:
     # loaded half-way: k_proj sorts before v_proj, and both fill the same fused layer
     name = "model.layers.1.self_attn.v_proj.weight"
     tensors[name] = tensors[name][:, :-1].contiguous()
@@ -115,7 +125,12 @@ def _with_a_wrong_shape(tensors: dict) -> None:
 
 @pytest.mark.parametrize("damage", [_without_an_expert, _with_a_wrong_shape])
 async def test_a_policy_that_does_not_fit_is_refused_and_leaves_no_trace(
-    engine, client, policy, policies, tmp_path: Path, damage
+    engine: Server,
+    client: ConnectEngine,
+    policy: PolicyOf,
+    policies: dict[int, Path],
+    tmp_path: Path,
+    damage: Callable[[dict[str, torch.Tensor]], None],
 ) -> None:
     control = client(engine)
     bad = tmp_path / "bad"
@@ -136,7 +151,9 @@ async def test_a_policy_that_does_not_fit_is_refused_and_leaves_no_trace(
         assert logprobs(answer) == pytest.approx(expected, abs=1e-4)
 
 
-async def test_a_directory_of_another_version_is_refused(engine, client, policy, policies) -> None:
+async def test_a_directory_of_another_version_is_refused(
+    engine: Server, client: ConnectEngine, policy: PolicyOf, policies: dict[int, Path]
+) -> None:
     control = client(engine)
     mislabelled = PolicyVersion(6, policy(3).path)
     with pytest.raises(EngineUpdateError):
@@ -145,7 +162,7 @@ async def test_a_directory_of_another_version_is_refused(engine, client, policy,
     assert engine.status_code("/health") == 200
 
 
-async def test_a_new_salt_reuses_no_cache(engine, client, policy) -> None:
+async def test_a_new_salt_reuses_no_cache(engine: Server, client: ConnectEngine, policy: PolicyOf) -> None:
     await client(engine).apply(policy(3), timeout_s=120)
     prompt = [3 + i % 40 for i in range(400)]
 
@@ -159,7 +176,9 @@ async def test_a_new_salt_reuses_no_cache(engine, client, policy) -> None:
     assert hits("run.0:4") == 0
 
 
-async def test_an_update_that_nobody_resumed_is_resumed(engine, client, policy) -> None:
+async def test_an_update_that_nobody_resumed_is_resumed(
+    engine: Server, client: ConnectEngine, policy: PolicyOf
+) -> None:
     control = client(engine)
     await control.apply(policy(3), timeout_s=120)
     httpx.post(f"{engine.url}/pause?mode=keep&clear_cache=false", headers=secret.header())
@@ -168,7 +187,9 @@ async def test_an_update_that_nobody_resumed_is_resumed(engine, client, policy) 
     assert len(tokens(generate(engine.url, PROMPT, 4))) == 4
 
 
-async def test_a_tied_head_follows_the_embedding(start_engine, client, tmp_path: Path) -> None:
+async def test_a_tied_head_follows_the_embedding(
+    start_engine: StartEngine, client: ConnectEngine, tmp_path: Path
+) -> None:
     model = make_model(tmp_path / "tied", seed=7, tied=True)
     target = make_model(tmp_path / "target", seed=8, tied=True)
     engine = start_engine(source=model)

@@ -22,17 +22,17 @@ from primeslurm.recipe import Recipe
 from primeslurm.records.journal import Journal
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.components.loss import from_recipe
-from primeslurm.trainer.data.image_reader import PictureReader
+from primeslurm.trainer.data.image_reader import ImageReader
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.loops.progress import PhaseTimer
 from primeslurm.trainer.loops.step import Learner
 from primeslurm.wire.addresses import AddressBook
 from primeslurm.wire.rollouts import Rollout
-from tests.engine.conftest import tiny_engine
+from tests.engine.conftest import ConnectEngine, StartRouter, tiny_engine
 from tests.support import looking
 from tests.support.generate import generate, logprobs, tokens
 from tests.support.models import publish
-from tests.support.processes import Server
+from tests.support.processes import Server, Zygote
 from tests.support.vision_models import image_token, make_vision_model, reference_logprobs
 
 pytest.importorskip("torchvision", reason="vLLM's models that see images need it", exc_type=ImportError)
@@ -81,13 +81,13 @@ def train(rollout: Rollout, model: Path, world: World, directory: Path) -> dict[
         recipe.max_steps,
         from_recipe(recipe.trainer.loss),
         world,
-        PictureReader(model, image_token(model)),
+        ImageReader(model, image_token(model)),
     )
     return learner.train(batch, PhaseTimer(Journal(directory, "trainer"), record=False))
 
 
 async def test_after_an_update_text_and_images_are_seen_as_the_trainer_sees_them(
-    zygote, client, open_router, world: World, tmp_path: Path
+    zygote: Zygote, client: ConnectEngine, open_router: StartRouter, world: World, tmp_path: Path
 ) -> None:
     models = [make_vision_model(tmp_path / f"m{seed}", seed) for seed in (0, 1)]
     policy = PolicyVersion(1, str(publish(models[1], tmp_path, 1)))
@@ -105,11 +105,11 @@ async def test_after_an_update_text_and_images_are_seen_as_the_trainer_sees_them
     expected = reference_logprobs(models[1], PROMPT + tokens(answer))[len(PROMPT) - 1 :]
     assert logprobs(answer) == pytest.approx(expected, abs=1e-4)
 
-    (picture,) = rollout.info.pictures
-    assert Path(picture.source).parent == tmp_path / "images"
+    (image,) = rollout.info.images
+    assert Path(image.source).parent == tmp_path / "images"
     placeholders = np.flatnonzero(rollout.token_ids == image_token(models[0]))
-    assert placeholders.tolist() == list(range(picture.start, picture.end)) and len(placeholders) == 6
-    pixels, grid = PictureReader(models[0], image_token(models[0])).read(picture)
+    assert placeholders.tolist() == list(range(image.start, image.end)) and len(placeholders) == 6
+    pixels, grid = ImageReader(models[0], image_token(models[0])).read(image)
     seen = [0.0, *reference_logprobs(models[1], rollout.token_ids.tolist(), pixels, grid)]
     assert rollout.mask.any()
     np.testing.assert_allclose(rollout.logprobs[rollout.mask], np.array(seen)[rollout.mask], atol=1e-4)

@@ -12,7 +12,7 @@ import pytest
 from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion
 from primeslurm.plan.commands.command import EngineRole
 from primeslurm.plan.commands.engine import DataParallel
-from tests.engine.conftest import tiny_recipe
+from tests.engine.conftest import ConnectEngine, StartRouter, tiny_recipe
 from tests.support.engine_commands import engine_command
 from tests.support.generate import generate, logprobs, metric, spans, tokens
 from tests.support.models import make_model, publish, reference_logprobs
@@ -56,7 +56,7 @@ def exact(server: Server, weights: Path, salt: str) -> bool:
 
 
 async def test_every_rank_serves_and_takes_policies_in_flight(
-    ranks, client, open_router, model: Path, tmp_path: Path
+    ranks: list[Server], client: ConnectEngine, open_router: StartRouter, model: Path, tmp_path: Path
 ) -> None:
     controls = [client(rank) for rank in ranks]
     await asyncio.gather(*(control.apply(PolicyVersion(0, str(model)), 60) for control in controls))
@@ -80,7 +80,7 @@ async def test_every_rank_serves_and_takes_policies_in_flight(
 
 
 async def test_prefill_and_decode_groups_hand_kv_over_from_any_rank_to_any(
-    zygote, client, open_router, model: Path
+    zygote: Zygote, client: ConnectEngine, open_router: StartRouter, model: Path
 ) -> None:
     prefill, decode = start_ranks(zygote, model, 2, "prefill"), start_ranks(zygote, model, 2, "decode")
     try:

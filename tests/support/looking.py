@@ -15,7 +15,7 @@ from primeslurm.orchestrator.environments.chat import ChatHarness
 __all__ = ["ChatHarness", "LookingTaskset"]
 
 
-def picture() -> str:
+def random_image() -> str:
     """A data URI of 96 x 64 random pixels."""
     file = io.BytesIO()
     values = np.random.default_rng(0).integers(0, 256, (64, 96, 3), dtype=np.uint8)
@@ -41,5 +41,5 @@ class LookingTaskset(vf.Taskset[LookingTask, LookingConfig]):  # type: ignore[mi
 
     def load(self) -> Iterator[LookingTask]:
         """Once."""
-        content = [{"type": "image_url", "image_url": {"url": picture()}}, {"type": "text", "text": "what"}]
+        content = [{"type": "image_url", "image_url": {"url": random_image()}}, {"type": "text", "text": "what"}]
         yield LookingTask(vf.TaskData(prompt=[{"role": "user", "content": content}]), self.config.task)

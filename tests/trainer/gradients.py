@@ -22,7 +22,7 @@ from primeslurm.trainer.loops.interrupt import Interrupt
 from primeslurm.trainer.models.layers.vision import VisionInput
 from primeslurm.wire.rollouts import Row
 from tests.trainer.conftest import SEQ_LEN, finish, make_recipe, start_ranks
-from tests.trainer.pictures import DOCUMENTS, packed
+from tests.trainer.image_rows import DOCUMENTS, packed
 
 MARK = "GRADIENTS "
 ROWS = 4

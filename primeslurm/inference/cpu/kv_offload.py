@@ -47,20 +47,20 @@ class HostOffloadingWorker(OffloadingWorker):
             self._tier.append(chunks.unflatten(1, (blocks_per_chunk, page)))
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        """KV cache to tier."""
+        """Copy from the KV cache to the tier."""
         return self._copy(job_id, src_spec, dst_spec, store=True)
 
     def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
-        """Tier to KV cache."""
+        """Copy from the tier to the KV cache."""
         return self._copy(job_id, dst_spec, src_spec, store=False)
 
     def get_finished(self) -> list[TransferResult]:
-        """Transfers finished since the last call."""
+        """Return the transfers finished since the last call."""
         finished, self._finished = self._finished, []
         return finished
 
     def wait(self, job_ids: set[int]) -> None:
-        """Nothing is ever under way."""
+        """Return at once: nothing is ever under way."""
 
     def shutdown(self) -> None:
         """Let go of the shared memory."""
@@ -119,7 +119,7 @@ def apply() -> None:
 
 
 def _get_worker(self: Any, kv_caches: Any) -> OffloadingWorker:
-    """vLLM's own, without its refusal of platforms that are not accelerators."""
+    """Do as vLLM's own, without its refusal of platforms that are not accelerators."""
     if self._worker is None:
         self._worker = self.create_worker(kv_caches)
     worker: OffloadingWorker = self._worker

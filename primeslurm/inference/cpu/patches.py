@@ -38,7 +38,7 @@ def refresh_tied_lm_heads(model: torch.nn.Module) -> None:
 
 
 def _repack_experts_after_update() -> None:
-    """vLLM packs CPU experts only when their kernel is first built: after an update they lie in the wrong layout."""
+    """Pack CPU experts after every update: vLLM does so only when their kernel is first built."""
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 
     original = expect(UnquantizedFusedMoEMethod, "_setup_kernel", ("self", "layer", "w13", "w2"))
@@ -54,9 +54,9 @@ def _repack_experts_after_update() -> None:
 
 
 def _map_experts_under_expert_parallelism() -> None:
-    """vLLM's CPU experts ignore `expert_map` and read beyond the local experts.
+    """Make global expert ids local; a token's remote experts get weight 0 on this rank.
 
-    Global expert ids become local ones here; a token's remote experts get weight 0 on this rank.
+    vLLM's CPU experts ignore `expert_map` and read beyond the local experts.
     """
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 
@@ -79,7 +79,7 @@ def _map_experts_under_expert_parallelism() -> None:
 
 
 def _add_variable_collectives() -> None:
-    """vLLM's CPU communicator lacks the two collectives that data- and expert-parallel experts need."""
+    """Add the two collectives that data- and expert-parallel experts need, and vLLM's CPU communicator lacks."""
     from vllm.distributed.device_communicators.base_device_communicator import DeviceCommunicatorBase
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
 
@@ -93,14 +93,14 @@ def _add_variable_collectives() -> None:
 
 
 def _offload_from_host_memory() -> None:
-    """vLLM offloads KV only from accelerators."""
+    """Offload KV from host memory, too: vLLM does only from accelerators."""
     from primeslurm.inference.cpu import kv_offload
 
     kv_offload.apply()
 
 
 def _return_routed_experts() -> None:
-    """vLLM captures routed experts only in a runner that needs Triton."""
+    """Capture routed experts on CPU, too: vLLM does only in a runner that needs Triton."""
     from primeslurm.inference.cpu import routed_experts
 
     routed_experts.apply()

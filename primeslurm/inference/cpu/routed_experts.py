@@ -29,7 +29,7 @@ def apply() -> None:
 
 
 def _accept(config: type) -> None:
-    """vLLM's own check of what routed experts go together with, but for the runner."""
+    """Keep vLLM's own check of what routed experts go together with, but for the runner."""
     original = expect(config, "_verify_aux_output_compatibility", ("self",))
     as_it_is = vars(config)["use_v2_model_runner"]
 

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 from vllm.utils.nccl import unpinned_nccl_env
 
-from primeslurm.inference.weight_transfer.errors import PolicyError
 from primeslurm.inference.weight_transfer.experts import held_experts
-from primeslurm.inference.weight_transfer.layerwise import LayerwiseTransferEngine
+from primeslurm.inference.weight_transfer.layerwise import LayerwiseTransferEngine, PolicyError
 from primeslurm.wire.weight_transfer.collective import Channel, Store, TransferError, receive
 from primeslurm.wire.weight_transfer.messages import TransferSession
 
@@ -41,7 +40,7 @@ class CollectiveTransferEngine(LayerwiseTransferEngine):
     update_info_cls = CollectiveUpdate
 
     def init_transfer_engine(self, init_info: CollectiveInit) -> None:
-        """Nothing to set up."""
+        """Set nothing up: everything comes with an update."""
 
     def receive_weights(self, update_info: CollectiveUpdate) -> None:
         """Take part in the session.

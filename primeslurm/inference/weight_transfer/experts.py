@@ -31,14 +31,19 @@ class HeldExperts:
     order: tuple[int, ...] | None
 
     def loadable(self, item: Named) -> Iterator[tuple[str, torch.Tensor]]:
-        """What a trainer sent, as the model's `load_weights` takes it: whole stacks, and all else one by one."""
+        """Make of what a trainer sent what the model's `load_weights` takes: whole stacks, and all else one by one."""
         if item.tensor.ndim == 3 and item.experts and item.experts == self.order:
             return iter([(item.name.format(item.experts[0]), item.tensor)])
         return item.each()
 
 
 def held_experts(model: torch.nn.Module, enable_eplb: bool) -> HeldExperts:
-    """What a worker holds of a model."""
+    """Find out which experts a worker holds of a model.
+
+    Args:
+        model: the worker's part of it.
+        enable_eplb: experts move between workers.
+    """
     layers = _layers(model)
     if enable_eplb or not layers:
         return HeldExperts(None, None)

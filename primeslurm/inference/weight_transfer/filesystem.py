@@ -10,8 +10,7 @@ import torch
 from safetensors import safe_open
 from vllm.distributed.weight_transfer.base import WeightTransferInitInfo, WeightTransferUpdateInfo
 
-from primeslurm.inference.weight_transfer.errors import PolicyError, some
-from primeslurm.inference.weight_transfer.layerwise import LayerwiseTransferEngine
+from primeslurm.inference.weight_transfer.layerwise import LayerwiseTransferEngine, PolicyError, some
 from primeslurm.wire.weight_transfer.filesystem import MANIFEST, read_manifest
 from primeslurm.wire.weight_transfer.tensor_names import absent, layers_ahead
 
@@ -36,7 +35,7 @@ class FilesystemTransferEngine(LayerwiseTransferEngine):
     update_info_cls = FilesystemUpdate
 
     def init_transfer_engine(self, init_info: FilesystemInit) -> None:
-        """Nothing to set up."""
+        """Set nothing up: a file system is there."""
 
     def receive_weights(self, update_info: FilesystemUpdate) -> None:
         """Check the policy as a whole, then load it.
@@ -62,7 +61,11 @@ class FilesystemTransferEngine(LayerwiseTransferEngine):
 
 
 def policy_files(directory: Path, version: int) -> list[Path]:
-    """The safetensors files of a complete published policy. Raises PolicyError if it is not complete."""
+    """List the safetensors files of a complete published policy.
+
+    Raises:
+        PolicyError: there is no manifest, it is of another version, or files are missing or cut short.
+    """
     manifest = read_manifest(directory)
     if manifest is None:
         raise PolicyError(f"{directory}: no readable {MANIFEST}: not a complete policy")
@@ -80,7 +83,7 @@ def policy_files(directory: Path, version: int) -> list[Path]:
 
 
 def tensor_names(files: list[Path]) -> set[str]:
-    """Names of all tensors in safetensors files (reads the headers only)."""
+    """Read the names of all tensors in safetensors files (the headers only)."""
     names: set[str] = set()
     for path in files:
         with safe_open(path, framework="pt") as handle:

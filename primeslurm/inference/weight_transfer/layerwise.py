@@ -20,9 +20,15 @@ from vllm.platforms import current_platform
 
 from primeslurm.inference.cpu import patches
 from primeslurm.inference.weight_transfer import reloads
-from primeslurm.inference.weight_transfer.dequantise import dequantised
-from primeslurm.inference.weight_transfer.errors import PolicyError, some
 from primeslurm.inference.weight_transfer.experts import incomplete_experts
+from primeslurm.wire.weight_transfer.tensor_names import FP8_BLOCK, FP8_SCALE
+
+_ELEMENTS_AT_ONCE = 2**25
+"""How much of a stack of FP8 weights is in float32 at a time."""
+
+
+class PolicyError(RuntimeError):
+    """A published policy is incomplete or does not fit the model. The engine must not resume on it."""
 
 
 class LayerwiseTransferEngine(WeightTransferEngine):
@@ -48,7 +54,11 @@ class LayerwiseTransferEngine(WeightTransferEngine):
             torch.accelerator.synchronize()
 
     def finish_weight_update(self) -> None:
-        """Put the new weights in place. Raises PolicyError if any parameter was not given."""
+        """Put the new weights in place.
+
+        Raises:
+            PolicyError: a parameter, or an expert of one, was not given.
+        """
         missing = self._expected - self._loaded
         if missing:
             raise PolicyError(f"{len(missing)} parameters were not given: {some(missing)}")
@@ -59,7 +69,7 @@ class LayerwiseTransferEngine(WeightTransferEngine):
             patches.refresh_tied_lm_heads(self.model)
 
     def shutdown(self) -> None:
-        """Nothing outlives an update."""
+        """Do nothing: nothing outlives an update."""
 
     def load(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Load (Hugging Face name, tensor) pairs, in any order; host tensors are copied shard by shard.
@@ -71,7 +81,10 @@ class LayerwiseTransferEngine(WeightTransferEngine):
         self._loaded |= self.model.load_weights(tensors)
 
     def has_tied_embeddings(self) -> bool:
-        """Whether the head is the embedding. Of a model with parts, the whole's config says so, if it says anything."""
+        """Tell whether the head is the embedding.
+
+        Of a model with parts, the whole's config says so, if it says anything.
+        """
         whole, text = self.model_config.hf_config, self.model_config.hf_text_config
         return bool(getattr(whole, "tie_word_embeddings", getattr(text, "tie_word_embeddings", False)))
 
@@ -96,3 +109,41 @@ class LayerwiseTransferEngine(WeightTransferEngine):
             return set()
         heads = [name for name, module in self.model.named_modules() if isinstance(module, ParallelLMHead)]
         return {f"{head}.weight" for head in heads}
+
+
+def some(names: set[str]) -> str:
+    """Name the first few of many names, for an error."""
+    shown = sorted(names)[:3]
+    return ", ".join(shown) + (" ..." if len(names) > len(shown) else "")
+
+
+def dequantised(tensors: Iterator[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """Weights in block-scaled FP8 as weights of `dtype`; all else as it is.
+
+    Raises:
+        PolicyError: a weight came without its scales, or scales without their weight.
+    """
+    alone: dict[str, torch.Tensor] = {}  # weights and scales whose other half has not come yet
+    for name, tensor in tensors:
+        weight = name.removesuffix(FP8_SCALE)
+        if weight == name and tensor.dtype != torch.float8_e4m3fn:
+            yield name, tensor
+        elif (other := alone.pop(weight, None)) is None:
+            alone[weight] = tensor
+        else:
+            pair = (other, tensor) if weight != name else (tensor, other)
+            yield weight, _unscaled(*pair, dtype)
+    if alone:
+        raise PolicyError(f"FP8 weights and their scales do not match: {some(set(alone))}")
+
+
+def _unscaled(weight: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Of a matrix, or of a stack of them; some at a time, as engines have little memory to spare."""
+    rows, columns = weight.shape[-2:]
+    result = torch.empty(weight.shape, dtype=dtype, device=weight.device)
+    at_once = max(1, _ELEMENTS_AT_ONCE // (rows * columns))
+    stacks = (tensor.view(-1, *tensor.shape[-2:]).split(at_once) for tensor in (result, weight, scales))
+    for target, data, scale in zip(*stacks, strict=True):
+        wide = scale.repeat_interleave(FP8_BLOCK, -2).repeat_interleave(FP8_BLOCK, -1)
+        target.copy_(data.float() * wide[..., :rows, :columns])
+    return result

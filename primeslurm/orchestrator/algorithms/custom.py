@@ -34,23 +34,31 @@ class Custom(Algorithm):
 
     @property
     def needs_teacher(self) -> bool:
-        """As it says."""
+        """Ask the user's algorithm."""
         return bool(self._inner.needs_teacher)
 
     @property
     def needs_observed(self) -> bool:
-        """As it says."""
+        """Ask the user's algorithm."""
         return bool(self._inner.needs_observed)
 
     def rejects(self, group: RolloutGroup) -> str | None:
-        """As it says."""
+        """Ask the user's algorithm.
+
+        Raises:
+            UsageError: it raised an error, or its answer is no word for a counter.
+        """
         reason = self._ask("rejects", lambda: self._inner.rejects(group))
         if reason is not None and not (isinstance(reason, str) and _WORD.fullmatch(reason)):
             raise self._wrong(f"rejects(group {group.id}) returned {reason!r}", "return None, or a word like too_long")
         return reason
 
     def assign(self, groups: Sequence[RolloutGroup]) -> Sequence[Sequence[Credit]]:
-        """As it says."""
+        """Ask the user's algorithm.
+
+        Raises:
+            UsageError: it raised an error, or its answer is not one fitting `Credit` for each sequence of each group.
+        """
         found = self._ask("assign", lambda: self._inner.assign(groups))
         if fault := next(_misfits(groups, found), None):
             raise self._wrong(f"assign returned {fault}", "return a list for each group, of a Credit for each sequence")

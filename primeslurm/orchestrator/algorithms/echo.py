@@ -26,11 +26,11 @@ class Echo(Algorithm):
 
     @property
     def needs_teacher(self) -> bool:
-        """As the inner algorithm."""
+        """Ask the inner algorithm."""
         return self.inner.needs_teacher
 
     def rejects(self, group: RolloutGroup) -> str | None:
-        """As the inner algorithm."""
+        """Ask the inner algorithm."""
         return self.inner.rejects(group)
 
     def assign(self, groups: Sequence[RolloutGroup]) -> list[list[Credit]]:

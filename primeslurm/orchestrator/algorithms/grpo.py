@@ -24,6 +24,6 @@ class Grpo(Algorithm):
 
 
 def centred(rewards: Sequence[float]) -> list[float]:
-    """Rewards minus their mean."""
+    """Subtract from rewards their mean."""
     mean = sum(rewards) / len(rewards)
     return [reward - mean for reward in rewards]

@@ -24,7 +24,7 @@ class MaxRl(Algorithm):
 
 
 def relative(rewards: Sequence[float]) -> list[float]:
-    """Rewards minus their mean, over the mean."""
+    """Subtract from rewards their mean, and divide by it."""
     mean = sum(rewards) / len(rewards)
     scale = 1 / mean if mean > 0 else 0.0
     return [advantage * scale for advantage in centred(rewards)]

@@ -27,7 +27,7 @@ class Credit:
 
     @classmethod
     def even(cls, sequence: Rollout, advantage: float) -> Credit:
-        """Every sampled token is trained with the same advantage."""
+        """Train every sampled token of a sequence with the same advantage."""
         return cls(np.full(len(sequence.token_ids), advantage, np.float32), sequence.mask)
 
 
@@ -75,7 +75,11 @@ class Algorithm(Protocol):
 
 
 def per_rollout(group: RolloutGroup, advantages: Sequence[float]) -> list[Credit]:
-    """Credit where every sampled token of rollout i has `advantages[i]`."""
+    """Give every sampled token of rollout i the advantage `advantages[i]`.
+
+    Returns:
+        One `Credit` for each sequence of the group, in the order of `group.sequences`.
+    """
     return [
         Credit.even(sequence, advantage)
         for sequences, advantage in zip(group.rollouts, advantages, strict=True)

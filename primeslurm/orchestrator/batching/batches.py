@@ -1,15 +1,17 @@
-"""The batches that the trainer may still ask for: formed once, then the same however often they are asked for."""
+"""The batches that the trainer may still ask for: formed once, then the same however often they are asked for.
+
+The groups of a batch become the sequences that are trained as the run's algorithm says; packing makes rows of these.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from primeslurm.orchestrator.algorithms import Algorithm
-from primeslurm.orchestrator.batching.documents import documents
-from primeslurm.orchestrator.batching.packing import loss_tokens, pack
+from primeslurm.orchestrator.algorithms import Algorithm, Credit
+from primeslurm.orchestrator.batching.packing import Document, loss_tokens, pack
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.recipe import Recipe
-from primeslurm.wire.rollouts import Batch, BatchInfo
+from primeslurm.wire.rollouts import Batch, BatchInfo, Rollout
 
 KEPT_STEPS = 2
 """Packed batches kept: the step being trained and the one before."""
@@ -25,18 +27,18 @@ class Batches:
         self._packed: dict[tuple[int, int], list[Batch]] = {}
 
     def add(self, step: int, groups: Sequence[RolloutGroup]) -> None:
-        """The groups that `step` trains on."""
+        """Keep the groups that `step` trains on, and forget those of steps that are not asked for any more."""
         self._groups[step] = list(groups)
         for old in [s for s in self._groups if s <= step - KEPT_STEPS]:
             del self._groups[old]
         self._packed = {key: value for key, value in self._packed.items() if key[0] in self._groups}
 
     def groups(self, step: int) -> list[RolloutGroup] | None:
-        """The groups of a step, if it is still kept."""
+        """Return the groups of a step, or None if they are not kept any more."""
         return self._groups.get(step)
 
     def get(self, step: int, rank: int, ranks: int) -> Batch | None:
-        """The rows of one rank, or None if there is no such batch (any more)."""
+        """Return the rows of one of `ranks` ranks, or None if there is no such batch (any more)."""
         if step not in self._groups:
             return None
         if (step, ranks) not in self._packed:
@@ -48,5 +50,45 @@ class Batches:
         docs = documents(self._groups[step], seq_len, step - 1, self._algorithm)
         total = loss_tokens(docs)
         rows = pack(docs, seq_len, ranks, self._recipe.orchestrator.sampling.temperature)
-        seen = any(doc.pictures for doc in docs)
-        return [Batch(BatchInfo(step, rank, ranks, total, max_steps, seen), mine) for rank, mine in enumerate(rows)]
+        has_images = any(doc.images for doc in docs)
+        return [Batch(BatchInfo(step, rank, ranks, total, max_steps, has_images), r) for rank, r in enumerate(rows)]
+
+
+def documents(groups: Sequence[RolloutGroup], seq_len: int, version: int, algorithm: Algorithm) -> list[Document]:
+    """Make documents of all sequences of the groups.
+
+    Args:
+        groups: of one batch.
+        seq_len: longest document [tokens]; sequences are cut to it.
+        version: of the policy that is trained: what it sampled all of is on-policy.
+        algorithm: assigns credit to the tokens.
+
+    Raises:
+        UsageError: an algorithm of the user's own made an error.
+    """
+    cut = [group.cut(seq_len) for group in groups]
+    found = algorithm.assign(cut)
+    return [
+        _document(sequence, credit, _is_on_policy(original, version))
+        for before, group, credits in zip(groups, cut, found, strict=True)
+        for original, sequence, credit in zip(before.sequences, group.sequences, credits, strict=True)
+    ]
+
+
+def _is_on_policy(rollout: Rollout, version: int) -> bool:
+    """A rollout that was in flight over an update has KV of the older policy even under its newer tokens."""
+    return rollout.info.opened_version == version and not rollout.is_mixed
+
+
+def _document(sequence: Rollout, credit: Credit, on_policy: bool) -> Document:
+    return Document(
+        sequence.token_ids,
+        credit.mask,
+        sequence.logprobs,
+        credit.advantages,
+        on_policy,
+        cross_entropy=credit.cross_entropy,
+        routed_experts=sequence.routed_experts,
+        ref_logprobs=sequence.ref_logprobs,
+        images=sequence.info.images,
+    )

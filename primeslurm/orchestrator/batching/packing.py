@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from primeslurm.wire import routed_experts
-from primeslurm.wire.rollouts import Bool, Float32, Int32, Picture, Row
+from primeslurm.wire.rollouts import Bool, Float32, ImageSpan, Int32, Row
 from primeslurm.wire.routed_experts import RoutedExperts
 
 
@@ -27,7 +27,7 @@ class Document:
     """Above 0: the token is trained by cross-entropy times this. None: 0 everywhere."""
     routed_experts: RoutedExperts | None = field(default=None, kw_only=True)
     ref_logprobs: Float32 | None = field(default=None, kw_only=True)
-    pictures: tuple[Picture, ...] = field(default=(), kw_only=True)
+    images: tuple[ImageSpan, ...] = field(default=(), kw_only=True)
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -44,11 +44,16 @@ class _Common(NamedTuple):
 
 
 def pack(docs: Sequence[Document], seq_len: int, ranks: int, temperature: float) -> list[list[Row]]:
-    """Rows of each rank. First fit decreasing; rows are dealt so that the ranks' token counts are close.
+    """Pack documents into the rows of each rank: first fit decreasing, dealt so that ranks' token counts are close.
 
     Args:
         docs: none longer than seq_len.
+        seq_len: tokens of a row, padding included.
+        ranks: how many data-parallel ranks there are.
         temperature: sampling temperature of every sampled token.
+
+    Returns:
+        For each rank its rows, as many as every other has; where documents do not suffice, empty ones.
     """
     bins = _fit([len(doc) for doc in docs], seq_len)
     per_rank = max(1, -(-len(bins) // ranks))
@@ -64,7 +69,7 @@ def pack(docs: Sequence[Document], seq_len: int, ranks: int, temperature: float)
 
 
 def loss_tokens(docs: Sequence[Document]) -> int:
-    """Sampled tokens that are trained, in the whole batch."""
+    """Count the sampled tokens that are trained, in the whole batch."""
     return sum(int(doc.mask.sum()) for doc in docs)
 
 
@@ -119,7 +124,7 @@ def _row(docs: Sequence[Document], common: _Common) -> Row:
         ref_logprobs=joined([_or_zeros(doc, doc.ref_logprobs) for doc in docs], np.float32)
         if common.referred
         else None,
-        pictures=tuple(p.moved(first) for first, doc in zip(firsts, docs, strict=False) for p in doc.pictures),
+        images=tuple(image.moved(first) for first, doc in zip(firsts, docs, strict=False) for image in doc.images),
     )
 
 

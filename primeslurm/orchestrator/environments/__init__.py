@@ -73,7 +73,7 @@ class TaskStream:
 
 
 def _provide_bundled(name: str) -> None:
-    """verifiers imports a taskset by its bare module name; ours live in this package."""
+    """Make a bundled taskset importable by its bare module name, as verifiers asks for it."""
     if name in BUNDLED:
         module = name.replace("-", "_")
         sys.modules[module] = importlib.import_module(f"{__name__}.{module}")

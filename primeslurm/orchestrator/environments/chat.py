@@ -33,7 +33,7 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
         mcp_urls: dict[str, str],
         data: vf.TaskData,
     ) -> ProgramResult:
-        """One turn. The rollout's own error, if any, is raised by verifiers after this returns."""
+        """Take one turn. The rollout's own error, if any, is raised by verifiers after this returns."""
         system, prompt = self.resolve_prompt(data)
         messages = [{"role": "system", "content": system}] if system else []
         if isinstance(prompt, str):

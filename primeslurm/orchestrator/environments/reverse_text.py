@@ -36,12 +36,12 @@ class ReverseTextTask(vf.Task[ReverseTextData, vf.State, vf.TaskConfig]):  # typ
 
     @vf.reward  # type: ignore[untyped-decorator]
     async def reversed_letters(self, trace: vf.Trace) -> float:
-        """Matching positions over the longer of the two lengths, in [0, 1]."""
+        """Return matching positions over the longer of the two lengths, in [0, 1]."""
         return similarity(trace.last_reply or "", self.data.answer)
 
     @vf.metric  # type: ignore[untyped-decorator]
     async def exact(self, trace: vf.Trace) -> float:
-        """1 if the whole word is right."""
+        """Return 1 if the whole word is right, else 0."""
         return float((trace.last_reply or "").strip() == self.data.answer)
 
 
@@ -49,26 +49,29 @@ class ReverseTextTaskset(vf.Taskset[ReverseTextTask, ReverseTextConfig]):  # typ
     """Random lowercase words; word i is the same for the same seed whatever n is."""
 
     def load(self) -> Iterator[ReverseTextTask]:
-        """The words, in order."""
+        """Yield the words, in order."""
         for word in words(self.config.n, self.config.seed, self.config.min_length, self.config.max_length):
             yield ReverseTextTask(ReverseTextData(prompt=PROMPT + word, answer=word[::-1]), self.config.task)
 
 
 def words(n: int, seed: int, min_length: int = 4, max_length: int = 8) -> Iterator[str]:
-    """`n` random lowercase words."""
+    """Yield `n` random lowercase words."""
     rng = random.Random(seed)
     for _ in range(n):
         yield "".join(rng.choices(LETTERS, k=rng.randint(min_length, max_length)))
 
 
 def demonstrations(n: int, seed: int, min_length: int = 4, max_length: int = 8) -> Iterator[tuple[str, str]]:
-    """`n` pairs of user message and right answer, for supervised warm starts."""
+    """Yield `n` pairs of user message and right answer, for supervised warm starts."""
     for word in words(n, seed, min_length, max_length):
         yield PROMPT + word, word[::-1]
 
 
 def similarity(reply: str, answer: str) -> float:
-    """Matching positions over the longer length; 1.0 only for an exact reply (surrounding blanks do not count)."""
+    """Return matching positions over the longer length.
+
+    1.0 only for an exact reply (surrounding blanks do not count).
+    """
     given = reply.strip()
     matches = sum(a == b for a, b in zip(given, answer, strict=False))
     return matches / max(len(given), len(answer), 1)

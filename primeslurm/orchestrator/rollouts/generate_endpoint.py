@@ -210,7 +210,7 @@ def _versions(choice: _Choice) -> list[int]:
 
 
 def _routed_experts(choice: _Choice, tokens: int) -> RoutedExperts:
-    """vLLM sends a .npy file [tokens - 1, layers, top_k]: nothing was computed from the last token."""
+    """Read the .npy file [tokens - 1, layers, top_k] that vLLM sends: nothing was computed from the last token."""
     if choice.routed_experts is None:
         raise msgspec.ValidationError("no routed experts: the engine runs without --enable-return-routed-experts")
     file = io.BytesIO(binascii.a2b_base64(choice.routed_experts))

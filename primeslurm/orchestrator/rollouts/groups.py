@@ -37,27 +37,27 @@ class RolloutGroup:
 
     @property
     def rewards(self) -> list[float]:
-        """One reward per rollout."""
+        """Return one reward per rollout."""
         return [branches[0].info.reward for branches in self.rollouts]
 
     @property
     def sequences(self) -> tuple[Rollout, ...]:
-        """All token sequences, rollout by rollout."""
+        """Return all token sequences, rollout by rollout."""
         return tuple(branch for branches in self.rollouts for branch in branches)
 
     @property
     def has_signal(self) -> bool:
-        """Whether any two rewards differ."""
+        """Tell whether any two rewards differ."""
         return len(set(self.rewards)) > 1
 
     @property
     def scored(self) -> bool:
-        """Whether the teacher's log-probabilities are there."""
+        """Tell whether the teacher's log-probabilities are there."""
         return all(branch.ref_logprobs is not None for branches in self.rollouts for branch in branches)
 
     @property
     def newest_version(self) -> int:
-        """The newest policy version that sampled a token of it."""
+        """Return the newest policy version that sampled a token of it."""
         newest = [int(branch.versions.max(initial=-1)) for branches in self.rollouts for branch in branches]
         return max([self.opened_version, *newest])
 
@@ -70,14 +70,19 @@ class RolloutGroup:
         return replace(self, rollouts=rollouts)
 
     def to_bytes(self) -> bytes:
-        """As the content of a spool file."""
+        """Encode it as the content of a spool file."""
         info = GroupInfo(self.id, self.environment, self.example, self.opened_version, [len(r) for r in self.rollouts])
         sequences = [[bytes(f) for f in branch.encode()] for branches in self.rollouts for branch in branches]
         return msgspec.msgpack.encode((info, sequences))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> RolloutGroup:
-        """The inverse of `to_bytes`. Raises ValueError or msgspec.MsgspecError on damage."""
+        """Decode what `to_bytes` made.
+
+        Raises:
+            ValueError: parts are missing.
+            msgspec.MsgspecError: a part is damaged.
+        """
         info, sequences = msgspec.msgpack.decode(data, type=tuple[GroupInfo, list[list[bytes]]])
         if len(sequences) != sum(info.branches) or 0 in info.branches:
             raise ValueError(f"group {info.id}: {len(sequences)} sequences for branches {info.branches}")
@@ -87,8 +92,8 @@ class RolloutGroup:
 
 
 def _cut(sequence: Rollout, seq_len: int) -> Rollout:
-    length, pictures = whole(sequence.info.pictures, seq_len)
+    length, images = whole(sequence.info.images, seq_len)
     found = {spec.name: getattr(sequence, spec.name) for spec in fields(sequence) if spec.name != "info"}
     arrays = {name: array[:length] for name, array in found.items() if array is not None}
     arrays["mask"] = arrays["mask"] & (np.arange(len(arrays["mask"])) > 0)
-    return replace(sequence, info=msgspec.structs.replace(sequence.info, pictures=pictures), **arrays)
+    return replace(sequence, info=msgspec.structs.replace(sequence.info, images=images), **arrays)

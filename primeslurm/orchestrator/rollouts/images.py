@@ -11,7 +11,7 @@ import msgspec
 from primeslurm.files import write_atomic
 from primeslurm.orchestrator.rollouts.job_protocol import RolloutFailed
 from primeslurm.wire import data_uri
-from primeslurm.wire.rollouts import Picture, Rollout
+from primeslurm.wire.rollouts import ImageSpan, Rollout
 
 
 def stored(rollout: Rollout, directory: Path) -> Rollout:
@@ -21,15 +21,15 @@ def stored(rollout: Rollout, directory: Path) -> Rollout:
         RolloutFailed: an image is none.
         OSError: a file cannot be written.
     """
-    if not rollout.info.pictures:
+    if not rollout.info.images:
         return rollout
-    pictures = tuple(_as_file(picture, directory) for picture in rollout.info.pictures)
-    return replace(rollout, info=msgspec.structs.replace(rollout.info, pictures=pictures))
+    images = tuple(_as_file(image, directory) for image in rollout.info.images)
+    return replace(rollout, info=msgspec.structs.replace(rollout.info, images=images))
 
 
-def _as_file(picture: Picture, directory: Path) -> Picture:
+def _as_file(image: ImageSpan, directory: Path) -> ImageSpan:
     try:
-        data = data_uri.decode(picture.source)
+        data = data_uri.decode(image.source)
     except ValueError as error:
         raise RolloutFailed(str(error)) from error
     digest = hashlib.sha256(data).hexdigest()
@@ -37,4 +37,4 @@ def _as_file(picture: Picture, directory: Path) -> Picture:
     if not path.exists():
         directory.mkdir(exist_ok=True)
         write_atomic(path, data)
-    return msgspec.structs.replace(picture, source=str(path), sha256=digest)
+    return msgspec.structs.replace(image, source=str(path), sha256=digest)

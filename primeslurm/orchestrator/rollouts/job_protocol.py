@@ -1,8 +1,8 @@
-"""What orchestrator and environment workers say to one another: ZMQ ROUTER (orchestrator) and DEALER (worker).
+"""The job protocol between the orchestrator and its environment workers: ZMQ ROUTER (pool) and DEALER (worker).
 
-A worker reports its Status every second, with the jobs it is running. The orchestrator compares: a job that it does not
-know is cancelled, a job that the worker does not have is lost and is dispatched anew. So either side may be killed and
-restarted at any time.
+A worker (`job_runner`) reports its Status every second, with the jobs it is running. The orchestrator (`worker_pool`)
+compares: a job that it does not know is cancelled, a job that the worker does not have is lost and is dispatched anew.
+So either side may be killed and restarted at any time.
 
 worker -> orchestrator      Status | Result (each followed by the frames of its token sequences)
 orchestrator -> worker      Job | Cancel
@@ -70,14 +70,18 @@ ToOrchestrator = Status | Result
 
 
 def encode_result(job: str, sequences: Sequence[Rollout]) -> list[Frame]:
-    """A finished job as wire frames."""
+    """Encode a finished job as wire frames."""
     encoded = [sequence.encode() for sequence in sequences]
     head = msgspec.msgpack.encode(Result(job, [len(frames) for frames in encoded]))
     return [head, *chain.from_iterable(encoded)]
 
 
 def decode_sequences(result: Result, frames: Sequence[Any]) -> tuple[Rollout, ...]:
-    """The sequences of a Result from the frames that follow it. Raises ValueError if they do not fit."""
+    """Decode the sequences of a Result from the frames that follow it.
+
+    Raises:
+        ValueError: the frames are not as many as the Result says, or damaged.
+    """
     if len(frames) != sum(result.frames):
         raise ValueError(f"{len(frames)} frames for sequences of {result.frames}")
     ends = accumulate(result.frames)

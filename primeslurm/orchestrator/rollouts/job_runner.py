@@ -1,4 +1,4 @@
-"""The worker's end of the job protocol: takes jobs, runs them concurrently, reports. What a rollout is, others decide.
+"""The worker's end of the job protocol: it takes jobs, runs them concurrently and reports. `worker` says how one runs.
 
 Nothing here needs to survive: a job that dies with its worker is dispatched anew.
 """
@@ -38,7 +38,7 @@ class JobRunner:
         environment: label of the environment served.
         number: which of the environment's workers this is.
         address: the orchestrator's ZMQ address.
-        rollout: runs one job to its end; whatever it raises makes the job a failed one.
+        rollout: runs one job to its end and returns its token sequences; whatever it raises makes the job a failed one.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ import verifiers.v1 as vf
 from primeslurm.orchestrator.rollouts.generate_endpoint import Completion
 from primeslurm.orchestrator.rollouts.job_protocol import Job, RolloutFailed
 from primeslurm.wire import routed_experts
-from primeslurm.wire.rollouts import Bool, Picture, Rollout, RolloutInfo
+from primeslurm.wire.rollouts import Bool, ImageSpan, Rollout, RolloutInfo
 from primeslurm.wire.routed_experts import RoutedExperts
 
 
@@ -88,7 +88,7 @@ def _sequence(
             logprobs.append(logprob)
             sampled_by.append(version)
     return Rollout(
-        msgspec.structs.replace(info, pictures=_pictures(trace, path)),
+        msgspec.structs.replace(info, images=_images(trace, path)),
         np.array(tokens, np.int32),
         np.array(mask, np.bool_),
         np.array(logprobs, np.float32),
@@ -108,7 +108,7 @@ def _observed(trace: vf.Trace, path: Sequence[int], trained: set[int]) -> Bool:
     return np.concatenate(parts)
 
 
-def _pictures(trace: vf.Trace, path: Sequence[int]) -> tuple[Picture, ...]:
+def _images(trace: vf.Trace, path: Sequence[int]) -> tuple[ImageSpan, ...]:
     """The images of a path. Raises RolloutFailed if they are not as many as there are places for them."""
     sources: list[str] = []
     runs: list[tuple[int, int]] = []
@@ -124,7 +124,7 @@ def _pictures(trace: vf.Trace, path: Sequence[int]) -> tuple[Picture, ...]:
         first += len(node.token_ids)
     if len(sources) != len(runs):
         raise RolloutFailed(f"{len(sources)} images in messages, but {len(runs)} in their tokens")
-    return tuple(Picture(source, start, end) for source, (start, end) in zip(sources, runs, strict=True))
+    return tuple(ImageSpan(source, start, end) for source, (start, end) in zip(sources, runs, strict=True))
 
 
 def _routed_experts(nodes: Sequence[vf.MessageNode]) -> RoutedExperts | None:

@@ -23,7 +23,11 @@ class Spool:
         self._directory = directory
 
     def put(self, group: RolloutGroup) -> bool:
-        """Persist a group. False if that was not possible."""
+        """Persist a group.
+
+        Returns:
+            False if that was not possible: it is in memory only.
+        """
         try:
             write_atomic(self._path(group.id), group.to_bytes())
         except OSError as error:
@@ -32,7 +36,7 @@ class Spool:
         return True
 
     def load(self) -> list[RolloutGroup]:
-        """All readable groups, by name. A damaged file is set aside with a warning."""
+        """Read all readable groups, by name. A damaged file is set aside with a warning."""
         groups = []
         for path in sorted(self._directory.glob(f"*{SUFFIX}")):
             try:

@@ -49,7 +49,7 @@ class RendererEndpoint:
         self._completions: dict[str, list[Completion]] = {}
 
     async def get(self, path: str, cast_to: Any) -> dict[str, Any]:
-        """`renderers` asks for the longest prompt of each model; `max_len` is checked by the endpoint instead."""
+        """Name no model: `renderers` asks for the longest prompt of each, which the endpoint checks instead."""
         return {"data": []}
 
     async def post(self, url: str, cast_to: Any, body: dict[str, Any], options: Mapping[str, Any]) -> Reply:
@@ -75,7 +75,7 @@ class RendererEndpoint:
         return _reply(completion)
 
     def take(self, session: str) -> list[Completion]:
-        """All completions of a session (a verifiers trace id) so far; they are then forgotten."""
+        """Return all completions of a session (a verifiers trace id) so far, and forget them."""
         return self._completions.pop(session, [])
 
     async def close(self) -> None:
@@ -110,8 +110,8 @@ class TokenClient(TrainClient):  # type: ignore[misc]
             base_url=f"http://{router}",
             api_key_var="UNUSED",
             renderer_model_name=model,
-            # By itself `renderers` knows a model by its id on the hub, and refuses to render text for one that sees.
-            renderer=_seeing(Path(model)) if images else DefaultRendererConfig(),
+            # By itself `renderers` knows a model by its id on the hub, and refuses to render text for one with vision.
+            renderer=_vision_renderer(Path(model)) if images else DefaultRendererConfig(),
         )
         super().__init__(config)
         self.key = config.model_dump_json()
@@ -119,13 +119,13 @@ class TokenClient(TrainClient):  # type: ignore[misc]
         self.client = self.endpoint
 
 
-def _seeing(model: Path) -> RendererConfig:
+def _vision_renderer(model: Path) -> RendererConfig:
     """How messages with images are rendered for a model."""
     model_type = json.loads((model / "config.json").read_bytes())["model_type"]
     family = family_of(model_type)
     if family is None or family.renderer is None or not family.model_types[model_type].images:
-        seeing = ", ".join(name for name, able in model_types().items() if able.images)
-        raise ValueError(f"messages with images are rendered for {seeing}, not for {model_type}")
+        able = ", ".join(name for name, kind in model_types().items() if kind.images)
+        raise ValueError(f"messages with images are rendered for {able}, not for {model_type}")
     return config_from_name(family.renderer)
 
 

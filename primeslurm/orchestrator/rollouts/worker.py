@@ -1,6 +1,6 @@
-"""Environment worker: runs the rollouts of one verifiers environment.
+"""An environment worker: a process that runs the rollouts of one verifiers environment.
 
-python -m primeslurm.orchestrator.rollouts.worker ...
+`python -m primeslurm.orchestrator.rollouts.worker ...`
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from primeslurm.wire.rollouts import Rollout
 
 
 class Worker:
-    """Runs the rollouts of one environment.
+    """Runs the rollouts of one environment, as the jobs of its `JobRunner` ask for.
 
     Args:
         recipe: the run's recipe.
@@ -104,7 +104,7 @@ class Worker:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Entry point."""
+    """Serve one environment until the process is ended."""
     parser = argparse.ArgumentParser(prog="primeslurm.orchestrator.rollouts.worker")
     parser.add_argument("--recipe", type=Path, required=True)
     parser.add_argument("--environment", required=True, help="label of one of the recipe's environments")

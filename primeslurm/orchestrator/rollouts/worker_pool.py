@@ -1,4 +1,4 @@
-"""The orchestrator's end of the environment workers: who is alive, who runs which job."""
+"""The orchestrator's end of the job protocol: which environment workers are alive, and which job each of them runs."""
 
 from __future__ import annotations
 
@@ -32,13 +32,18 @@ UNSEEN_S = 5.0
 
 
 @dataclass
-class _Peer:
+class _Worker:
+    """What the pool knows of an environment worker that is alive."""
+
     identity: bytes
+    """Of its connection, as ZMQ names it."""
     environment: str
-    worker: int
+    number: int
     incarnation: str
     heard: float
+    """When its last status came."""
     sent: dict[str, float] = field(default_factory=dict)
+    """Jobs that it was sent and has not ended, by id, with the time of sending."""
 
 
 class WorkerPool:
@@ -60,8 +65,8 @@ class WorkerPool:
         self._on_result = on_result
         self._on_lost = on_lost
         self._clock = clock
-        self._peers: dict[bytes, _Peer] = {}
-        self._owners: dict[str, _Peer] = {}
+        self._live: dict[bytes, _Worker] = {}
+        self._owners: dict[str, _Worker] = {}
         self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
         secret.demand(self._socket)
         self._socket.setsockopt(zmq.LINGER, 0)
@@ -69,8 +74,8 @@ class WorkerPool:
 
     @property
     def environments(self) -> set[str]:
-        """Labels of the environments that have a live worker."""
-        return {peer.environment for peer in self._peers.values()}
+        """Return the labels of the environments that have a live worker."""
+        return {worker.environment for worker in self._live.values()}
 
     async def serve(self) -> None:
         """Receive until cancelled."""
@@ -86,25 +91,25 @@ class WorkerPool:
 
     async def send(self, job: Job) -> None:
         """Give a job to a worker of its environment, which must have one."""
-        peer = min((p for p in self._peers.values() if p.environment == job.environment), key=lambda p: len(p.sent))
-        peer.sent[job.id] = self._clock()
-        self._owners[job.id] = peer
-        await self._tell(peer, job)
+        worker = min((w for w in self._live.values() if w.environment == job.environment), key=lambda w: len(w.sent))
+        worker.sent[job.id] = self._clock()
+        self._owners[job.id] = worker
+        await self._tell(worker, job)
 
     async def cancel(self, jobs: Iterable[str]) -> None:
         """Stop jobs; nothing is heard of them any more."""
-        by_peer: dict[bytes, list[str]] = {}
+        by_worker: dict[bytes, list[str]] = {}
         for job in jobs:
-            if peer := self._forget(job):
-                by_peer.setdefault(peer.identity, []).append(job)
-        for identity, cancelled in by_peer.items():
-            await self._tell(self._peers[identity], Cancel(cancelled))
+            if worker := self._forget(job):
+                by_worker.setdefault(worker.identity, []).append(job)
+        for identity, cancelled in by_worker.items():
+            await self._tell(self._live[identity], Cancel(cancelled))
 
     def expire(self) -> None:
         """Give up the workers that are silent."""
         now = self._clock()
-        for peer in [p for p in self._peers.values() if now - p.heard > SILENT_S]:
-            self._give_up(peer, "is silent")
+        for worker in [w for w in self._live.values() if now - w.heard > SILENT_S]:
+            self._give_up(worker, "is silent")
 
     async def _receive(self, identity: bytes, head: bytes, frames: list[bytes]) -> None:
         message = msgspec.msgpack.decode(head, type=ToOrchestrator)
@@ -115,44 +120,44 @@ class WorkerPool:
 
     async def _reconcile(self, identity: bytes, status: Status) -> None:
         now = self._clock()
-        for other in list(self._peers.values()):
-            if (other.environment, other.worker) != (status.environment, status.worker):
+        for other in list(self._live.values()):
+            if (other.environment, other.number) != (status.environment, status.worker):
                 continue
             if other.incarnation != status.incarnation:
                 self._give_up(other, "was restarted")
             elif other.identity != identity:  # its connection was lost, and ZMQ made another one
-                del self._peers[other.identity]
+                del self._live[other.identity]
                 other.identity = identity
-                self._peers[identity] = other
-        peer = self._peers.get(identity)
-        if peer is None:
-            peer = _Peer(identity, status.environment, status.worker, status.incarnation, now)
-            self._peers[identity] = peer
+                self._live[identity] = other
+        worker = self._live.get(identity)
+        if worker is None:
+            worker = _Worker(identity, status.environment, status.worker, status.incarnation, now)
+            self._live[identity] = worker
             log.info("worker %s %d is up", status.environment, status.worker)
-        peer.heard = now
+        worker.heard = now
         running = set(status.jobs)
-        for job in [j for j, since in peer.sent.items() if j not in running and now - since > UNSEEN_S]:
+        for job in [j for j, since in worker.sent.items() if j not in running and now - since > UNSEEN_S]:
             self._forget(job)
             self._on_lost(job)
-        unknown = sorted(running - peer.sent.keys())
+        unknown = sorted(running - worker.sent.keys())
         if unknown:
-            await self._tell(peer, Cancel(unknown))
+            await self._tell(worker, Cancel(unknown))
 
-    def _give_up(self, peer: _Peer, why: str) -> None:
-        log.warning("worker %s %d %s; %d jobs are lost", peer.environment, peer.worker, why, len(peer.sent))
-        del self._peers[peer.identity]
-        for job in list(peer.sent):
+    def _give_up(self, worker: _Worker, why: str) -> None:
+        log.warning("worker %s %d %s; %d jobs are lost", worker.environment, worker.number, why, len(worker.sent))
+        del self._live[worker.identity]
+        for job in list(worker.sent):
             self._forget(job)
             self._on_lost(job)
 
-    def _forget(self, job: str) -> _Peer | None:
-        peer = self._owners.pop(job, None)
-        if peer is not None:
-            peer.sent.pop(job, None)
-        return peer
+    def _forget(self, job: str) -> _Worker | None:
+        worker = self._owners.pop(job, None)
+        if worker is not None:
+            worker.sent.pop(job, None)
+        return worker
 
-    async def _tell(self, peer: _Peer, message: ToWorker) -> None:
-        await self._socket.send_multipart([peer.identity, msgspec.msgpack.encode(message)])
+    async def _tell(self, worker: _Worker, message: ToWorker) -> None:
+        await self._socket.send_multipart([worker.identity, msgspec.msgpack.encode(message)])
 
 
 def _sequences(result: Result, frames: list[bytes]) -> tuple[Rollout, ...] | str:

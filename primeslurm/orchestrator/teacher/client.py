@@ -69,7 +69,10 @@ class Teacher:
         self._avoided: dict[str, float] = {}
 
     async def logprobs(self, token_ids: Sequence[int]) -> Float32:
-        """The log-probability of each token, given those before it; 0 for the first. Waits as long as it takes.
+        """Ask for the log-probability of each token, given those before it. Waits as long as it takes.
+
+        Returns:
+            [n_tokens]; 0 for the first.
 
         Raises:
             TeacherError: it refuses the request, or its answer has no log-probabilities.
@@ -124,7 +127,11 @@ class Teacher:
 
 
 def teacher_of(recipe: Recipe, arguments: OrchestratorArguments) -> Teacher:
-    """The recipe's teacher, which it must have. Raises TeacherError: the variable of its key is not set."""
+    """Make the recipe's teacher, which it must have.
+
+    Raises:
+        TeacherError: the variable of its key is not set.
+    """
     teacher = recipe.teacher
     assert teacher is not None
     timeout_s = recipe.orchestrator.request_timeout_s

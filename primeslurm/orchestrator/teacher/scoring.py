@@ -60,7 +60,11 @@ class Scoring:
                 task.cancel()
 
     async def run(self, journal: Journal) -> None:
-        """Until cancelled. What the teacher refuses gets an event. Raises TeacherError, in groups of errors."""
+        """Ask until cancelled. What the teacher refuses gets an event in `journal`.
+
+        Raises:
+            ExceptionGroup: of a TeacherError.
+        """
         try:
             async with asyncio.TaskGroup() as tasks:
                 while True:
@@ -71,7 +75,7 @@ class Scoring:
             await self._teacher.close()
 
     def take_metrics(self) -> Row:
-        """What it cost since the last call: seconds over all requests, and tokens that were asked about."""
+        """Return what it cost since the last call: seconds over all requests, and tokens that were asked about."""
         row = {"teacher/seconds": self._seconds, "teacher/tokens": float(self._tokens)}
         self._seconds, self._tokens = 0.0, 0
         return row | {"teacher/waiting": float(len(self._wanted))}
@@ -105,7 +109,10 @@ def scoring_of(
     waiting: Iterable[RolloutGroup],
     on_scored: Callable[[RolloutGroup], None],
 ) -> Scoring | None:
-    """Of the groups that wait already, and of others; None if the recipe has no teacher.
+    """Make the scoring of the groups that wait already, and of others.
+
+    Returns:
+        None if the recipe has no teacher.
 
     Raises:
         TeacherError: the variable of its key is not set.

@@ -13,7 +13,13 @@ from primeslurm.wire.rollouts import Rollout
 
 
 def batch_metrics(groups: Sequence[RolloutGroup], step: int, seq_len: int) -> Row:
-    """What a batch says about itself. Staleness is in policy versions: step s trains version s-1."""
+    """Compute what a batch says about itself. Staleness is in policy versions: step s trains version s-1.
+
+    Args:
+        groups: of the batch.
+        step: that trains on it.
+        seq_len: longest document [tokens]; longer sequences are counted.
+    """
     rewards = np.array([reward for group in groups for reward in group.rewards])
     branches = [branch for group in groups for rollout in group.rollouts for branch in rollout]
     staleness = np.array([step - 1 - group.opened_version for group in groups])

@@ -70,11 +70,11 @@ class LoadWindow:
             self._engines.setdefault(name, _Engine()).add(now, sample, self._window_s)
 
     def by_role(self) -> dict[str, Load]:
-        """The load of each role."""
+        """Return the load of each role."""
         return {role: _sum(engines) for (role,), engines in self._grouped("role").items()}
 
     def by_replica(self) -> dict[str, dict[str, Load]]:
-        """The load of each role of each inference replica, by the replica's index."""
+        """Return the load of each role of each inference replica, by the replica's index."""
         found: dict[str, dict[str, Load]] = {}
         for (replica, role), engines in self._grouped("replica", "role").items():
             found.setdefault(replica, {})[role] = _sum(engines)
@@ -89,7 +89,7 @@ class LoadWindow:
 
 
 def rounded(loads: Mapping[str, Load]) -> dict[str, Load]:
-    """For a state file, with values rounded to what a reader can use."""
+    """Round values to what a reader of a state file can use."""
     return {name: Load(*(_rounded(value) for value in msgspec.structs.astuple(load))) for name, load in loads.items()}
 
 

@@ -49,7 +49,7 @@ _AT_ONCE = 32
 
 
 def parse(text: str) -> Sample:
-    """The wanted values of one engine's Prometheus text, summed over the labels that do not matter."""
+    """Read the wanted values of one engine's Prometheus text, summed over the labels that do not matter."""
     found: Sample = {}
     for name, labels, value in _SAMPLE.findall(text):
         field = _PLAIN.get(name) or next(
@@ -61,7 +61,15 @@ def parse(text: str) -> Sample:
 
 
 async def scrape(client: httpx.AsyncClient, engines: Mapping[str, str]) -> dict[str, Sample]:
-    """A sample by engine name; an engine that does not answer within 2 s is left out."""
+    """Ask engines for their metrics.
+
+    Args:
+        client: for requests within the run.
+        engines: URL by name.
+
+    Returns:
+        A sample by engine name; an engine that does not answer within 2 s is left out.
+    """
     gate = asyncio.Semaphore(_AT_ONCE)
 
     async def one(name: str, url: str) -> tuple[str, Sample | None]:

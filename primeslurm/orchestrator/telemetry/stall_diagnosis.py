@@ -12,10 +12,12 @@ Engines = Mapping[str, EngineRecord]
 
 
 def suspect(engines: Engines, environments: Collection[str], dispatch: Dispatcher, trained_step: int | None) -> str:
-    """The one that everybody else waits for, in words.
+    """Name the one that everybody else waits for, in words.
 
     Args:
+        engines: of policies; one that is not current keeps rollouts from starting.
         environments: labels of those that have a worker.
+        dispatch: knows which rollouts and groups are under way.
         trained_step: the step whose batch the trainer works on, if it has one.
     """
     late = {name: engine.state for name, engine in engines.items() if engine.state != "CURRENT"}

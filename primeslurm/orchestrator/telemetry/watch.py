@@ -76,43 +76,43 @@ class Watch:
 
     @property
     def trained_step(self) -> int | None:
-        """The step whose batch the trainer has and has not reported as done."""
+        """Return the step whose batch the trainer has and has not reported as done."""
         return self._given if self._given > self._done else None
 
     def rollout_finished(self, sequences: tuple[Rollout, ...]) -> None:
-        """A rollout arrived."""
+        """Note that a rollout arrived."""
         self._tokens += sum(int(sequence.mask.sum()) for sequence in sequences)
         self._moved_at = self._clock()
         self._failures = 0
 
     def rollout_failed(self, job: str, error: str) -> None:
-        """A rollout failed. That is no progress."""
+        """Note that a rollout failed. That is no progress."""
         self._failures += 1
         self._last_failure = error[:1000]
         self._journal.write(RolloutFailed(job, self._last_failure))
 
     def policy_wanted(self, version: int) -> None:
-        """A new policy was published."""
+        """Note that a new policy was published."""
         self._wanted_at = (version, self._clock())
 
     def policy_current(self, version: int) -> None:
-        """All engines have a policy."""
+        """Note that all engines have a policy."""
         self._moved_at = self._clock()
         if self._wanted_at is not None and self._wanted_at[0] == version:
             self._update_s = self._moved_at - self._wanted_at[1]
 
     def batch_given(self, step: int) -> None:
-        """The trainer has the batch of a step."""
+        """Note that the trainer has the batch of a step."""
         self._given = step
 
     def step_done(self, step: int, row: Row) -> None:
-        """The trainer reported a step."""
+        """Note that the trainer reported a step."""
         self._done = step
         self._last_row = row
         self._journal.write(StepReported(step, row.get("reward/mean")))
 
     def step_metrics(self, dispatch: Dispatcher, version: int | None) -> Row:
-        """What happened since the last row."""
+        """Compute what happened since the last row."""
         now = self._clock()
         self._tokens_per_s = self._tokens / max(now - self._row_at, 1e-6)
         counts = dispatch.counts - self._counts_before

@@ -56,7 +56,7 @@ class EngineUpdateError(Exception):
 
 
 def next_step(status: EngineStatus, policy: PolicyVersion, model_path: str) -> Step:
-    """What has to be done to an engine that was started from `model_path`."""
+    """Decide what has to be done to an engine that was started from `model_path`."""
     if status.version == policy.version:
         return Step.RESUME if status.paused else Step.NOTHING
     if status.updates == 0 and (policy.version == 0 or policy.path == model_path):
@@ -99,11 +99,11 @@ class EngineClient:
 
     @property
     def url(self) -> str:
-        """Base URL of the engine as it is now."""
+        """Return the base URL of the engine as it is now."""
         return self._where()
 
     async def status(self) -> EngineStatus:
-        """The engine's status. Raises EngineDownError."""
+        """Ask for the engine's status. Raises EngineDownError."""
         try:
             response = await self._look()
             response.raise_for_status()
@@ -114,7 +114,8 @@ class EngineClient:
     async def apply(self, policy: PolicyVersion, timeout_s: float) -> Step:
         """Bring the engine to `policy`; requests in flight are kept and go on with the new weights.
 
-        Returns what had to be done: an engine that is there already is left alone.
+        Returns:
+            What had to be done: an engine that is there already is left alone.
 
         Raises:
             EngineDownError: it is not there. No fault of the update: it will be met again.

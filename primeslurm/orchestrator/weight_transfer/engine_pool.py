@@ -48,7 +48,7 @@ class EnginePool:
                 self._enter(view, "STALE")
 
     def seen(self, name: str, status: EngineStatus | None) -> None:
-        """An engine answered, or (None) did not."""
+        """Note an engine's status, or (None) that it did not answer."""
         view = self._views[name]
         if status is None:
             view.version = None
@@ -62,11 +62,11 @@ class EnginePool:
         self._advance()
 
     def updating(self, name: str) -> None:
-        """An update of the engine begins. It still counts as serving its old version."""
+        """Note that an update of the engine begins. It still counts as serving its old version."""
         self._enter(self._views[name], "UPDATING")
 
     def updated(self, name: str, version: int) -> None:
-        """The engine acknowledged `version`."""
+        """Note that the engine acknowledged `version`."""
         view = self._views[name]
         view.version, view.error = version, None
         current = self.wanted is not None and version == self.wanted.version
@@ -74,35 +74,35 @@ class EnginePool:
         self._advance()
 
     def failed(self, name: str, error: str) -> None:
-        """The engine could not take the policy: this incarnation of it is condemned."""
+        """Note that the engine could not take the policy: this incarnation of it is condemned."""
         view = self._views[name]
         view.condemned, view.error, view.version = view.incarnation, error, None
         self._enter(view, "STALE")
         self._advance()
 
     def needs_update(self, name: str) -> bool:
-        """Whether the engine is up, sound and not at the wanted policy."""
+        """Tell whether the engine is up, sound and not at the wanted policy."""
         return self.wanted is not None and self._views[name].state == "STALE" and not self.must_restart(name)
 
     def needs_weights(self, name: str) -> bool:
-        """Whether the engine holds another policy than the wanted one, or none."""
+        """Tell whether the engine holds another policy than the wanted one, or none."""
         return self.wanted is not None and self._views[name].version != self.wanted.version
 
     def wanting(self) -> int:
-        """How many engines are up and not at the wanted policy, or on their way to it."""
+        """Count the engines that are up and not at the wanted policy, or on their way to it."""
         return sum(view.state == "UPDATING" or self.needs_update(name) for name, view in self._views.items())
 
     def held(self, name: str) -> None:
-        """An update of the engine did not begin: the trainer does not send now."""
+        """Note that an update of the engine did not begin: the trainer does not send now."""
         self._enter(self._views[name], "STALE")
 
     def must_restart(self, name: str) -> bool:
-        """Whether the engine that is up is one that failed an update."""
+        """Tell whether the engine that is up is one that failed an update."""
         view = self._views[name]
         return view.state != "DOWN" and view.condemned is not None and view.condemned == view.incarnation
 
     def report(self) -> dict[str, EngineRecord]:
-        """For status: per engine its state, since when, version and last error."""
+        """Return, per engine, its state, since when, version and last error."""
         return {
             name: EngineRecord(view.state, view.since, view.version, self.must_restart(name), view.error)
             for name, view in self._views.items()

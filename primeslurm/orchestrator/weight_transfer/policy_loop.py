@@ -80,11 +80,11 @@ class PolicyLoop:
 
     @property
     def current_version(self) -> int | None:
-        """Newest version that every serving engine has acknowledged."""
+        """Return the newest version that every serving engine has acknowledged."""
         return self.pool.current_version
 
     def wants_transfer(self) -> bool:
-        """Whether engines wait for a policy that only the trainer can give them."""
+        """Tell whether engines wait for a policy that only the trainer can give them."""
         wanted = self.pool.wanted
         return wanted is not None and not wanted.path and self.pool.wanting() > 0
 
@@ -108,7 +108,7 @@ class PolicyLoop:
             await self._advanced.wait_for(reached)
 
     def moved(self, name: str, *, lost: bool) -> None:
-        """An engine is somewhere else now, or was given up for good: what it was asked is not waited for any more."""
+        """Stop waiting for an engine that is somewhere else now, or (`lost`) was given up for good."""
         if lost:
             self._lost.add(name)
         if request := self._requests.get(name):

@@ -40,7 +40,7 @@ class TransferSessions:
     """Forms sessions.
 
     Args:
-        workers: of one engine.
+        workers: how many workers an engine has.
         timeout_s: longest wait for anything within a session.
     """
 
@@ -55,17 +55,17 @@ class TransferSessions:
         self._changed = asyncio.Condition()
 
     def expect(self, version: int) -> None:
-        """The trainer is about to send `version`."""
+        """Prepare for the trainer to send `version`, as it is about to."""
         self._version, self._asked, self._session = version, self._clock(), None
         self._dismiss()
 
     def close(self) -> None:
-        """The trainer does something else now."""
+        """End all waiting: the trainer does something else now."""
         self._version = self._session = None
         self._dismiss()
 
     def sends(self, version: int) -> bool:
-        """Whether the trainer sends `version` now."""
+        """Tell whether the trainer sends `version` now."""
         asking = self._session is not None or self._clock() - self._asked < PATIENCE_S
         return version == self._version and asking
 
@@ -90,7 +90,9 @@ class TransferSessions:
         """Answer the trainer, within `hold_s`.
 
         Args:
+            request: the trainer's offer.
             wanting: how many engines still want the policy.
+            hold_s: longest time until the answer "wait"; shorter than the trainer's own patience.
         """
         if request.version != self._version:
             self.expect(request.version)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from primeslurm.trainer.data.image_reader import PictureReader
+from primeslurm.trainer.data.image_reader import ImageReader
 from primeslurm.trainer.distributed.world import to_device
 from primeslurm.trainer.models.layers.vision import VisionEncoder, VisionInput
 from primeslurm.wire.rollouts import Float32, Int32, Row
@@ -26,22 +26,29 @@ class Images:
     """[images]: index of the first of the tokens that stand for each, in ascending order."""
 
 
-def read(row: Row, reader: PictureReader) -> Images | None:
+def read(row: Row, reader: ImageReader) -> Images | None:
     """Decode the images of a row, if it has any.
 
     Raises:
-        OSError, ValueError: as for `PictureReader.read`.
+        OSError, ValueError: as for `ImageReader.read`.
     """
-    if not row.pictures:
+    if not row.images:
         return None
-    pixels, grids = zip(*map(reader.read, row.pictures), strict=True)
-    return Images(np.concatenate(pixels), np.stack(grids), np.array([p.start for p in row.pictures], np.int32))
+    pixels, grids = zip(*map(reader.read, row.images), strict=True)
+    return Images(np.concatenate(pixels), np.stack(grids), np.array([image.start for image in row.images], np.int32))
 
 
 def vision_input(
     rows: Sequence[Row], images: Sequence[Images | None], encoder: VisionEncoder, device: torch.device
 ) -> VisionInput:
-    """The images of each of some rows together. Without any, the encoder gets a blank one, which nothing reads."""
+    """Put the images of some rows together. Without any, the encoder gets a blank one, which nothing reads.
+
+    Args:
+        rows: whose tokens are placed.
+        images: of each row; None for a row without any.
+        encoder: says how patches become tokens.
+        device: where the result is computed with.
+    """
     merge = encoder.merge
     found = [one for one in images if one is not None]
     pixels = [one.pixels for one in found] or [np.zeros((merge**2, encoder.patch_values), np.float32)]
@@ -61,18 +68,19 @@ def vision_input(
 
 
 def place(positions: Int32, images: Images | None, merge: int) -> tuple[Int32, Int32]:
-    """What each token of a packed row stands for, and where it is.
+    """Find what each token of a packed row stands for, and where it is.
 
     An image takes as many positions as it has tokens in height or in width, whichever is more: fewer than it has
     tokens, so that what comes after it in its document moves up.
 
     Args:
         positions: [length], restarting at 0 with every document.
+        images: of the row; None if it has none.
         merge: a token stands for so many patches in height, and as many in width.
 
     Returns:
-        [length], the number of the feature that a token stands for, counted through all images; -1 for text. [length,
-        3], its positions in time, height and width.
+        [length], the number of the feature that a token stands for, counted through all images; -1 for text.
+        [length, 3], its positions in time, height and width.
     """
     features = np.full(len(positions), -1, np.int32)
     coordinates = np.repeat(positions[:, None], 3, axis=1)

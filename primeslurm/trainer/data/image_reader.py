@@ -1,4 +1,4 @@
-"""Pictures of conversations: from files or data URIs to what a vision encoder takes."""
+"""Images of conversations: from files or data URIs to what a vision encoder takes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from transformers import AutoImageProcessor
 
 from primeslurm.wire import data_uri
-from primeslurm.wire.rollouts import Bool, Float32, Int32, Picture
+from primeslurm.wire.rollouts import Bool, Float32, ImageSpan, Int32
 
 
-class PictureReader:
+class ImageReader:
     """Decodes, scales and cuts images into patches, as the model's own image processor is set.
 
     Args:
@@ -36,7 +36,7 @@ class PictureReader:
             raise ValueError(f"{directory}: no image processor (preprocessor_config.json)") from error
 
     def tokens(self, source: str) -> int:
-        """How many tokens stand for an image; decodes no more than its header.
+        """Count the tokens that stand for an image; decodes no more than its header.
 
         Raises:
             OSError, ValueError: the image cannot be read.
@@ -47,20 +47,23 @@ class PictureReader:
             patches = self._processor.get_number_of_image_patches(height, width, {})
         return int(patches) // self._processor.merge_size**2
 
-    def read(self, picture: Picture) -> tuple[Float32, Int32]:
-        """The patches of an image [patches, values], and how many there are in time, height and width.
+    def read(self, image: ImageSpan) -> tuple[Float32, Int32]:
+        """Decode an image.
+
+        Returns:
+            Its patches [patches, values], and how many there are in time, height and width [3].
 
         Raises:
             OSError, ValueError: the image cannot be read, or it is not the one that the tokens were made of.
         """
-        source = picture.source
+        source = image.source
         data = data_uri.decode(source) if data_uri.is_inline(source) else Path(source).read_bytes()
         with _naming(source):
-            if picture.sha256 is not None and hashlib.sha256(data).hexdigest() != picture.sha256:
+            if image.sha256 is not None and hashlib.sha256(data).hexdigest() != image.sha256:
                 raise ValueError("it has changed since the rollout")
             made = self._processor(images=[_decoded(data)], return_tensors="np")
         pixels, grid = made["pixel_values"], made["image_grid_thw"][0]
-        tokens, wanted = len(pixels) // self._processor.merge_size**2, picture.end - picture.start
+        tokens, wanted = len(pixels) // self._processor.merge_size**2, image.end - image.start
         if tokens != wanted:
             why = "it has changed, or engines and trainer have different image processors"
             raise ValueError(f"image {data_uri.shown(source)}: {wanted} tokens stand for it, not {tokens}: {why}")
@@ -68,13 +71,19 @@ class PictureReader:
 
 
 def expand(
-    token_ids: Int32, mask: Bool, sources: Sequence[str], directory: Path, reader: PictureReader
-) -> tuple[Int32, Bool, tuple[Picture, ...]]:
+    token_ids: Int32, mask: Bool, sources: Sequence[str], directory: Path, reader: ImageReader
+) -> tuple[Int32, Bool, tuple[ImageSpan, ...]]:
     """Repeat each placeholder as often as its image has tokens; none of these are trained.
 
     Args:
-        token_ids, mask: of a conversation, with one placeholder an image.
-        sources: its images in order; paths are relative to `directory`.
+        token_ids: [n_tokens] of a conversation, with one placeholder an image.
+        mask: [n_tokens], whether each is trained.
+        sources: its images in order.
+        directory: paths of images are relative to it.
+        reader: knows the placeholder, and how many tokens an image has.
+
+    Returns:
+        Token ids and mask with every placeholder repeated, and where the images are.
 
     Raises:
         OSError, ValueError: an image cannot be read, or there are more or fewer placeholders than images.
@@ -86,12 +95,12 @@ def expand(
     counts = np.ones(len(token_ids), np.int64)
     counts[places] = [reader.tokens(source) for source in found]
     ends = np.cumsum(counts)
-    pictures = tuple(
-        Picture(source, int(ends[place] - counts[place]), int(ends[place]))
+    images = tuple(
+        ImageSpan(source, int(ends[place] - counts[place]), int(ends[place]))
         for source, place in zip(found, places, strict=True)
     )
     repeated = np.repeat(token_ids, counts)
-    return repeated, np.repeat(mask, counts) & (repeated != reader.token), pictures
+    return repeated, np.repeat(mask, counts) & (repeated != reader.token), images
 
 
 def _decoded(data: bytes) -> Image.Image:

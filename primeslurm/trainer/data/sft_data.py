@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from primeslurm.trainer.data.image_reader import PictureReader, expand
-from primeslurm.wire.rollouts import Batch, BatchInfo, Bool, Int32, Picture, Row, whole
+from primeslurm.trainer.data.image_reader import ImageReader, expand
+from primeslurm.wire.rollouts import Batch, BatchInfo, Bool, ImageSpan, Int32, Row, whole
 
 log = logging.getLogger(__name__)
 
@@ -23,22 +23,25 @@ class Example:
 
     token_ids: Int32
     mask: Bool
-    pictures: tuple[Picture, ...] = ()
+    images: tuple[ImageSpan, ...] = ()
 
     def cut(self, length: int) -> Example:
-        """No more than the first `length` tokens; an image that would not be whole goes with all that follows it."""
-        length, pictures = whole(self.pictures, length)
-        return Example(self.token_ids[:length], self.mask[:length], pictures)
+        """Keep at most the first `length` tokens; an image that would not be whole goes with all that follows it."""
+        length, images = whole(self.images, length)
+        return Example(self.token_ids[:length], self.mask[:length], images)
 
 
-def load(path: Path, tokenizer: Any, seq_len: int, reader: PictureReader | None = None) -> list[Example]:
+def load(path: Path, tokenizer: Any, seq_len: int, reader: ImageReader | None = None) -> list[Example]:
     """Read {"messages": [...]} (the last message is trained) or {"prompt", "completion"}, one a line.
 
     Examples longer than `seq_len` are left out, and counted in the log. Those with images are cut instead, as long as
     something to be trained is left of them.
 
     Args:
-        reader: None if the model is trained on text alone.
+        path: of a JSONL file; paths of images are relative to its directory.
+        tokenizer: of Hugging Face, with a chat template.
+        seq_len: longest example [tokens].
+        reader: of images; None if the model is trained on text alone.
 
     Raises:
         OSError: the file cannot be read.
@@ -75,7 +78,7 @@ def batch(
     dp_rank: int,
     dp_world: int,
 ) -> Batch:
-    """The rows of one rank for `step` (first step: 1). Every rank gets the same number of rows."""
+    """Return the rows of one rank for `step` (first step: 1). Every rank gets the same number of rows."""
     chosen = [examples[i] for i in _indices(len(examples), (step - 1) * batch_size, batch_size, seed)]
     rows = _pack(chosen, seq_len)
     rows += [[] for _ in range(-len(rows) % dp_world)]
@@ -85,12 +88,12 @@ def batch(
         dp_world=dp_world,
         # A document's first token is never trained, so it does not count.
         loss_tokens=sum(int(example.mask[1:].sum()) for example in chosen),
-        has_images=any(example.pictures for example in chosen),
+        has_images=any(example.images for example in chosen),
     )
     return Batch(info, [_row(documents, seq_len) for documents in rows[dp_rank::dp_world]])
 
 
-def _tokenize(record: dict[str, Any], tokenizer: Any, directory: Path, reader: PictureReader | None) -> Example:
+def _tokenize(record: dict[str, Any], tokenizer: Any, directory: Path, reader: ImageReader | None) -> Example:
     sources: list[str] = []
     if "messages" in record:
         messages = [_plain(message, sources) for message in record["messages"]]
@@ -116,7 +119,7 @@ def _tokenize(record: dict[str, Any], tokenizer: Any, directory: Path, reader: P
 
 def _fitting(example: Example, seq_len: int) -> Example | None:
     """What of an example is trained; None if nothing is."""
-    if not example.pictures:
+    if not example.images:
         return example if len(example.token_ids) <= seq_len else None
     shorter = example.cut(seq_len)
     return shorter if shorter.mask[1:].any() else None
@@ -174,5 +177,5 @@ def _row(documents: Sequence[Example], seq_len: int) -> Row:
         advantages=np.zeros(seq_len, np.float32),
         temperatures=np.ones(seq_len, np.float32),
         on_policy=np.zeros(seq_len, np.bool_),
-        pictures=tuple(p.moved(first) for first, d in zip(firsts, documents, strict=False) for p in d.pictures),
+        images=tuple(image.moved(first) for first, d in zip(firsts, documents, strict=False) for image in d.images),
     )

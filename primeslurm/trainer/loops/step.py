@@ -14,7 +14,7 @@ from primeslurm.trainer.assembly.policy_model import PolicyModel
 from primeslurm.trainer.components import optimizers
 from primeslurm.trainer.components.loss import LossFunction, Targets
 from primeslurm.trainer.data.image_positions import Images, read, vision_input
-from primeslurm.trainer.data.image_reader import PictureReader
+from primeslurm.trainer.data.image_reader import ImageReader
 from primeslurm.trainer.distributed.world import World, to_device
 from primeslurm.trainer.loops.progress import PhaseTimer
 from primeslurm.trainer.models.layers.vision import VisionInput
@@ -35,7 +35,7 @@ class Learner:
         max_steps: int,
         loss: LossFunction,
         world: World,
-        reader: PictureReader | None = None,
+        reader: ImageReader | None = None,
     ) -> None:
         self.policy = policy
         self._config = optimizer

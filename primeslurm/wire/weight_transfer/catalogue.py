@@ -35,7 +35,7 @@ class TensorInfo(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def bytes(self) -> int:
-        """Its size."""
+        """Return its size [bytes]."""
         return int(getattr(torch, self.dtype).itemsize) * math.prod(self.shape)
 
 
@@ -51,22 +51,22 @@ class Piece(NamedTuple):
 
     @property
     def experts(self) -> tuple[int, ...]:
-        """Whose each row is."""
+        """Return the expert of each row."""
         return tuple(self.whole.experts[row] for row in self.rows)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape in the message."""
+        """Return its shape in the message."""
         return (len(self.rows), *self.whole.shape[1:]) if self.rows else self.whole.shape
 
     @property
     def bytes(self) -> int:
-        """Its size."""
+        """Return its size without alignment [bytes]."""
         return self.whole.bytes * len(self.rows) // len(self.whole.experts) if self.rows else self.whole.bytes
 
     @property
     def room(self) -> int:
-        """Its size in a message, where the next tensor starts aligned."""
+        """Return its size in a message [bytes], rounded up so that the next tensor starts aligned."""
         return -(-self.bytes // _ALIGNMENT) * _ALIGNMENT
 
 
@@ -81,7 +81,7 @@ class Named(NamedTuple):
     experts: tuple[int, ...] = ()
 
     def each(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every tensor in it under its own name."""
+        """Iterate over every tensor in it, under its own name."""
         if not self.experts:
             return iter([(self.name, self.tensor)])
         names = (self.name.format(expert) for expert in self.experts)
@@ -89,7 +89,14 @@ class Named(NamedTuple):
 
 
 def stacked(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Named]:
-    """Tensors of a layer, and stacks of its experts."""
+    """Put the experts of a layer into stacks.
+
+    Args:
+        tensors: of the layer, by name, those of experts one by one.
+
+    Yields:
+        Its other tensors as they are, then the stacks.
+    """
     experts: dict[str, dict[int, torch.Tensor]] = {}
     for name, tensor in tensors:
         if found := _EXPERT.search(name):
@@ -102,7 +109,16 @@ def stacked(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Named]:
 
 
 def outgoing(layer: Sequence[TensorInfo], sender: int, experts: Experts) -> list[Message]:
-    """The messages of a layer from one sender to a receiver that holds `experts`: what all get, then its experts."""
+    """List the messages of a layer from one sender to one receiver.
+
+    Args:
+        layer: of the catalogue.
+        sender: rank of the sender.
+        experts: those that the receiver holds.
+
+    Returns:
+        What every receiver gets, then what only this one's experts need; messages without content are left out.
+    """
     mine = [info for info in layer if info.sender == sender]
     common = tuple(Piece(info) for info in mine if not info.experts)
     stacks = ((info, _held(info, experts)) for info in mine if info.experts)
@@ -111,7 +127,16 @@ def outgoing(layer: Sequence[TensorInfo], sender: int, experts: Experts) -> list
 
 
 def pack(message: Message, tensors: dict[str, torch.Tensor], device: torch.device) -> torch.Tensor:
-    """The bytes of a message, out of a sender's whole tensors and stacks."""
+    """Copy the bytes of a message out of a sender's whole tensors and stacks.
+
+    Args:
+        message: says what, and in which order.
+        tensors: by the names of the catalogue.
+        device: of the result.
+
+    Returns:
+        uint8, as long as `buffer` makes it.
+    """
     data = buffer(message, device)
     for piece, place in _places(message, data):
         source = tensors[piece.whole.name]
@@ -124,12 +149,16 @@ def pack(message: Message, tensors: dict[str, torch.Tensor], device: torch.devic
 
 
 def buffer(message: Message, device: torch.device) -> torch.Tensor:
-    """Room for the bytes of a message."""
+    """Make room for the bytes of a message: uint8, uninitialised."""
     return torch.empty(sum(piece.room for piece in message), dtype=torch.uint8, device=device)
 
 
 def unpack(messages: Iterable[tuple[Message, torch.Tensor]]) -> list[Named]:
-    """A layer's tensors out of its messages from all senders; stacks hold all experts that have come, ascending."""
+    """Take a layer's tensors out of its messages from all senders.
+
+    Returns:
+        Views of the messages where possible; stacks hold all experts that have come, ascending.
+    """
     found: list[Named] = []
     stacks: dict[str, list[tuple[Piece, torch.Tensor]]] = {}
     for message, data in messages:

@@ -65,7 +65,11 @@ class Store:
         self.store.set("catalogue", zlib.compress(msgspec.msgpack.encode(catalogue), 1))
 
     def catalogue(self) -> Catalogue:
-        """What every session sends. Raises TransferError."""
+        """Wait for what every session sends.
+
+        Raises:
+            TransferError: the trainer did not describe it in time.
+        """
         with _waiting_for("the catalogue"):
             raw = zlib.decompress(self.store.get("catalogue"))
         return msgspec.msgpack.decode(raw, type=Catalogue)
@@ -103,7 +107,7 @@ class Channel:
             self._group = _group(self._store, rank, session.size, device, self._timeout)
 
     def experts(self, receiver: int) -> Experts:
-        """Which experts a receiver holds."""
+        """Return the experts that a receiver holds."""
         found: Experts = msgspec.msgpack.decode(self._store.get(f"experts/{receiver}"), type=Experts)
         return found
 
@@ -138,8 +142,10 @@ class Channel:
             raise TransferError(self._reason() or failure)
 
     def _failure(self, start: Callable[[], list[Any]]) -> str:
-        """Why not all works were completed. They must not outlive this call, as an exception's frames would:
-        they hold connections open."""
+        """Say why not all works were completed; "" if they were.
+
+        The works must not outlive this call, as they would in the frames of an exception: they hold connections open.
+        """
         try:
             works = start()
             if self._device.type != "cpu":
@@ -175,7 +181,21 @@ class Channel:
 def receive(
     channel: Channel, catalogue: Catalogue, senders: int, experts: Experts, device: torch.device
 ) -> Iterator[Named]:
-    """Everything that a receiver with `experts` needs, as it comes, layer by layer. Raises TransferError."""
+    """Receive everything that a receiver with `experts` needs.
+
+    Args:
+        channel: this receiver's end of the session.
+        catalogue: what the session sends.
+        senders: how many ranks send.
+        experts: those that this receiver holds; the same as the channel was opened with.
+        device: of the tensors.
+
+    Yields:
+        Tensors and stacks as they come, layer by layer.
+
+    Raises:
+        TransferError: the session failed.
+    """
     for layer in catalogue:
         incoming = [(sender, message) for sender in range(senders) for message in outgoing(layer, sender, experts)]
         data = [(message, buffer(message, device)) for _, message in incoming]

@@ -26,7 +26,7 @@ class WeightManifest(msgspec.Struct, frozen=True):
 
 
 def version_dir(run_dir: Path, version: int) -> Path:
-    """Where version `version` is published."""
+    """Return the directory that version `version` is published in."""
     return run_dir / "weights" / f"v{version:06d}"
 
 
@@ -34,6 +34,9 @@ def complete(directory: Path, version: int, dtype: str, described: Sequence[File
     """Describe every file of `directory` in a manifest: from here on the version exists.
 
     Args:
+        directory: of the version, with all its files.
+        version: its number.
+        dtype: of its weights, as in torch's names.
         described: records of files that their writers made; only the others are read.
     """
     done = {MANIFEST, *(record.name for record in described)}
@@ -45,18 +48,22 @@ def complete(directory: Path, version: int, dtype: str, described: Sequence[File
 
 
 def read_manifest(directory: Path) -> WeightManifest | None:
-    """The manifest, or None if the directory is not a complete policy."""
+    """Read the manifest; None if the directory is not a complete policy."""
     return manifest.read(directory / MANIFEST, WeightManifest)
 
 
 def damage(directory: Path) -> list[str]:
-    """What is wrong with a published policy, in words; empty if every file matches its digest."""
+    """Compare a published policy with its manifest.
+
+    Returns:
+        What is wrong, in words; empty if every file matches its digest.
+    """
     value = read_manifest(directory)
     return manifest.differing(directory, value.files) if value else [f"{directory}: no readable {MANIFEST}"]
 
 
 def published(run_dir: Path) -> list[int]:
-    """All complete versions, ascending."""
+    """List all complete versions, ascending."""
     root = run_dir / "weights"
     if not root.is_dir():
         return []
@@ -65,7 +72,11 @@ def published(run_dir: Path) -> list[int]:
 
 
 def prune(run_dir: Path, keep: int, needed: set[int]) -> list[int]:
-    """Delete published versions beyond the newest `keep`, but never one in `needed`. Returns what was deleted."""
+    """Delete published versions beyond the newest `keep`, but never one in `needed`.
+
+    Returns:
+        The versions that were deleted, ascending.
+    """
     versions = published(run_dir)
     doomed = [v for v in versions[:-keep] if v not in needed]
     for version in doomed:

@@ -13,16 +13,27 @@ _STACK = re.compile(r"(.+\.experts)\.(?:gate_up|(down))_proj")
 
 
 def layers_ahead(layers: int, ahead: int) -> re.Pattern[str]:
-    """Names of a checkpoint's tensors for tokens further ahead: `ahead` layers beyond its `layers`, or a module `mtp`.
+    """Make a pattern of the names of a checkpoint's tensors for tokens further ahead.
 
     They draft for speculative decoding; neither training nor an engine without drafts reads them.
+
+    Args:
+        layers: how many layers the model has without them.
+        ahead: how many there are beyond these; a module `mtp` matches in any case.
     """
     numbers = "|".join(str(layers + index) for index in range(ahead))
     return re.compile(rf"(model\.layers\.({numbers})|mtp)\..*")
 
 
 def absent(expected: Collection[str], found: Collection[str]) -> set[str]:
-    """Names of `expected` that are not `found`. What one checkpoint stacks, another may hold expert by expert."""
+    """Find the names that are not there.
+
+    What one checkpoint stacks, another may hold expert by expert: such a stack counts as found.
+
+    Args:
+        expected: names that must be there.
+        found: names that are there.
+    """
     return {name for name in expected if name not in found and not _one_by_one(name, found)}
 
 

@@ -23,14 +23,14 @@ from primeslurm.orchestrator.rollouts.images import stored
 from primeslurm.recipe import Recipe
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.components.loss import LossFunction, Sums, Targets, from_recipe
-from primeslurm.trainer.data.image_reader import PictureReader
+from primeslurm.trainer.data.image_reader import ImageReader
 from primeslurm.trainer.distributed.world import RankError, World
 from primeslurm.trainer.loops.step import Learner
 from primeslurm.trainer.weights.export import export
-from primeslurm.wire.rollouts import Batch, Picture, Rollout, RolloutInfo
+from primeslurm.wire.rollouts import Batch, ImageSpan, Rollout, RolloutInfo
 from tests.trainer.conftest import SEQ_LEN, make_progress, make_recipe
 from tests.trainer.families import IMAGES, reference_of
-from tests.trainer.pictures import MERGE, case_of, write_seeing
+from tests.trainer.image_rows import MERGE, case_of, write_vision_model
 
 LR, TEMPERATURE, TRUST = 0.5, 0.8, 2e-3
 Size = tuple[int, int]
@@ -59,7 +59,7 @@ class Seen:
     """[n_tokens]: sampled, and within a row."""
 
 
-def picture(size: Size, rng: np.random.Generator) -> Image.Image:
+def noise(size: Size, rng: np.random.Generator) -> Image.Image:
     return Image.fromarray(rng.integers(0, 256, (size[1], size[0], 3), dtype=np.uint8))
 
 
@@ -73,7 +73,7 @@ def uri(image: Image.Image) -> str:
     return "data:image/png;base64," + base64.b64encode(png(image)).decode()
 
 
-PNG = png(picture((16, 8), np.random.default_rng(0)))
+PNG = png(noise((16, 8), np.random.default_rng(0)))
 """An image of two tokens."""
 
 
@@ -82,21 +82,21 @@ def make(number: int, parts: tuple[Part, ...], processor: Any) -> Seen:
     rng = np.random.default_rng(number)
     tokens: list[int] = []
     mask: list[bool] = []
-    pictures, found = [], []
+    spans, found = [], []
     for part in parts:
         if isinstance(part, int):
             new = rng.integers(3, 100, abs(part)).tolist()
         else:
-            image = picture(part, rng)
+            image = noise(part, rng)
             found.append(processor(images=[image], return_tensors="pt"))
             count = int(found[-1]["image_grid_thw"].prod()) // MERGE**2
-            pictures.append(Picture(uri(image), len(tokens) + 1, len(tokens) + 1 + count))
+            spans.append(ImageSpan(uri(image), len(tokens) + 1, len(tokens) + 1 + count))
             new = [IMAGES["vision_start_token_id"], *[IMAGES["image_token_id"]] * count, IMAGES["vision_end_token_id"]]
         tokens += new
         mask += [isinstance(part, int) and part < 0] * len(new)
     sampled = np.array(mask)
     rollout = Rollout(
-        RolloutInfo(f"r{number}", "g", "e", 0, float(number % 3), pictures=tuple(pictures)),
+        RolloutInfo(f"r{number}", "g", "e", 0, float(number % 3), images=tuple(spans)),
         np.array(tokens, np.int32),
         sampled,
         np.zeros(len(tokens), np.float32),
@@ -151,7 +151,7 @@ def watched(function: LossFunction, seen: list[tuple[torch.Tensor, Targets]]) ->
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Qwen3-VL directory."""
-    return write_seeing("qwen3_vl", tmp_path_factory.mktemp("qwen3_vl"))
+    return write_vision_model("qwen3_vl", tmp_path_factory.mktemp("qwen3_vl"))
 
 
 def recipe_of(model: Path) -> Recipe:
@@ -169,13 +169,13 @@ def recipe_of(model: Path) -> Recipe:
 
 def learner_of(recipe: Recipe, world: World, loss: LossFunction) -> Learner:
     policy = build(recipe, world)
-    reader = PictureReader(policy.source, IMAGES["image_token_id"])
+    reader = ImageReader(policy.source, IMAGES["image_token_id"])
     return Learner(policy, recipe.trainer.optimizer, recipe.max_steps, loss, world, reader)
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "qwen3_vl_moe", "qwen3_5"])
 def test_a_step_is_that_of_transformers_on_whole_rollouts(name: str, world: World, tmp_path: Path) -> None:
-    model = write_seeing(name, tmp_path / "model")
+    model = write_vision_model(name, tmp_path / "model")
     processor = AutoImageProcessor.from_pretrained(model)
     reference = reference_of(case_of(name)).from_pretrained(model, dtype=torch.float32)
     seen = [make(number, parts, processor) for number, parts in enumerate(ROLLOUTS)]
@@ -183,11 +183,11 @@ def test_a_step_is_that_of_transformers_on_whole_rollouts(name: str, world: Worl
     seen = as_engines_sampled(seen, logprobs)
     recipe = recipe_of(model)
     batch = orchestrated(recipe, [one.rollout for one in seen], tmp_path / "images")
-    assert [len(row.pictures) for row in batch.rows] == [2, 3]
+    assert [len(row.images) for row in batch.rows] == [2, 3]
     for row in batch.rows:
-        places = [place for one in row.pictures for place in range(one.start, one.end)]
+        places = [place for one in row.images for place in range(one.start, one.end)]
         assert np.flatnonzero(row.token_ids == IMAGES["image_token_id"]).tolist() == places
-    assert [int(start) for start in np.flatnonzero(batch.rows[1].positions == 0)][1] < batch.rows[1].pictures[2].start
+    assert [int(start) for start in np.flatnonzero(batch.rows[1].positions == 0)][1] < batch.rows[1].images[2].start
 
     # the loss: -A * r * keep + kl_tau * d**2, in the mean over all trained tokens
     trained = [torch.from_numpy(one.trained) for one in seen]
@@ -237,7 +237,10 @@ def released(reference: Any) -> dict[str, torch.Tensor]:
     ("spoil", "why"),
     [
         (lambda file: file.unlink(), "No such file"),
-        (lambda file: picture((24, 16), np.random.default_rng(9)).save(file, "PNG"), "has changed since the rollout"),
+        (
+            lambda file: noise((24, 16), np.random.default_rng(9)).save(file, "PNG"),
+            "has changed since the rollout",
+        ),
         (lambda file: file.write_bytes(file.read_bytes()[:200]), "has changed since the rollout"),
     ],
     ids=["gone", "another", "cut off"],
@@ -249,7 +252,7 @@ def test_an_image_that_is_not_what_the_policy_saw_ends_the_step(
     recipe = recipe_of(model)
     rollouts = [make(number, parts, processor).rollout for number, parts in enumerate(ROLLOUTS[:2])]
     batch = orchestrated(recipe, rollouts, tmp_path / "images")
-    file = Path(batch.rows[0].pictures[0].source)
+    file = Path(batch.rows[0].images[0].source)
     spoil(file)
     learner = learner_of(recipe, world, from_recipe(recipe.trainer.loss))
     with pytest.raises(RankError, match=rf"reading images failed: rank 0: .*{why}") as caught:
@@ -270,6 +273,6 @@ def test_an_image_that_is_not_what_the_policy_saw_ends_the_step(
 )
 def test_an_image_that_cannot_be_read_is_named(data: bytes, tokens: int, why: str, model: Path, tmp_path: Path) -> None:
     (tmp_path / "a.png").write_bytes(data)
-    reader = PictureReader(model, IMAGES["image_token_id"])
+    reader = ImageReader(model, IMAGES["image_token_id"])
     with pytest.raises(ValueError, match=rf"image {tmp_path}/a\.png: .*{why}"):
-        reader.read(Picture(str(tmp_path / "a.png"), 1, 1 + tokens))
+        reader.read(ImageSpan(str(tmp_path / "a.png"), 1, 1 + tokens))

@@ -19,13 +19,13 @@ from primeslurm.recipe import Recipe
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.data import sft_data
 from primeslurm.trainer.data.image_positions import read
-from primeslurm.trainer.data.image_reader import PictureReader
+from primeslurm.trainer.data.image_reader import ImageReader
 from primeslurm.trainer.distributed.world import World
 from primeslurm.wire.rollouts import Batch
 from tests.trainer.conftest import SEQ_LEN, make_recipe
 from tests.trainer.families import IMAGES
+from tests.trainer.image_rows import END, IMAGE, START, write_vision_model
 from tests.trainer.loops.test_sft import final_weights, sft_recipe, train
-from tests.trainer.pictures import END, IMAGE, START, write_seeing
 
 COLOURS = {"r": (250, 30, 20), "b": (20, 30, 250)}
 
@@ -33,13 +33,13 @@ COLOURS = {"r": (250, 30, 20), "b": (20, 30, 250)}
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Qwen3-VL directory."""
-    return write_seeing("qwen3_vl", tmp_path_factory.mktemp("qwen3_vl"))
+    return write_vision_model("qwen3_vl", tmp_path_factory.mktemp("qwen3_vl"))
 
 
 @pytest.fixture(scope="module")
-def reader(model: Path) -> PictureReader:
+def reader(model: Path) -> ImageReader:
     """What reads images for it."""
-    return PictureReader(model, IMAGES["image_token_id"])
+    return ImageReader(model, IMAGES["image_token_id"])
 
 
 def conversation(answer: str, *sources: str) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def conversation(answer: str, *sources: str) -> dict[str, Any]:
 
 
 def write_lines(directory: Path, *lines: dict[str, Any]) -> Path:
-    """Lines of a data file, and beside it a picture of each colour, `r.png` and `b.png`."""
+    """Lines of a data file, and beside it an image of each colour, `r.png` and `b.png`."""
     for name, colour in COLOURS.items():
         Image.new("RGB", (16, 8), colour).save(directory / f"{name}.png")
     path = directory / "data.jsonl"
@@ -61,19 +61,19 @@ def write_lines(directory: Path, *lines: dict[str, Any]) -> Path:
     return path
 
 
-def load(path: Path, model: Path, reader: PictureReader | None, seq_len: int = SEQ_LEN) -> list[sft_data.Example]:
+def load(path: Path, model: Path, reader: ImageReader | None, seq_len: int = SEQ_LEN) -> list[sft_data.Example]:
     return sft_data.load(path, AutoTokenizer.from_pretrained(model), seq_len, reader)
 
 
 def test_placeholders_are_as_many_as_the_tokens_of_their_image(
-    model: Path, reader: PictureReader, tmp_path: Path
+    model: Path, reader: ImageReader, tmp_path: Path
 ) -> None:
     path = write_lines(tmp_path)
     inline = "data:image/png;base64," + base64.b64encode((tmp_path / "b.png").read_bytes()).decode()
     path = write_lines(tmp_path, conversation("x", "r.png", inline), {"prompt": "ab", "completion": "cd"})
     seeing, blind = load(path, model, reader)
     text = AutoTokenizer.from_pretrained(model).decode(seeing.token_ids)
-    assert text.count(f"{START}{IMAGE * 2}{END}") == 2 and not blind.pictures
+    assert text.count(f"{START}{IMAGE * 2}{END}") == 2 and not blind.images
     assert AutoTokenizer.from_pretrained(model).decode(seeing.token_ids[seeing.mask]) == "x<|im_end|>"
 
     batch = sft_data.batch([blind, seeing], 1, 2, SEQ_LEN, 0, 0, 1)
@@ -88,18 +88,18 @@ def test_placeholders_are_as_many_as_the_tokens_of_their_image(
         np.testing.assert_allclose(pixels.mean((0, 2)), np.array(COLOURS[colour]) / 127.5 - 1, atol=1e-5)
 
 
-def test_an_image_is_whole_or_not_there(model: Path, reader: PictureReader, tmp_path: Path) -> None:
+def test_an_image_is_whole_or_not_there(model: Path, reader: ImageReader, tmp_path: Path) -> None:
     (example,) = load(write_lines(tmp_path, conversation("x", "r.png", "b.png", "r.png")), model, reader)
-    assert len(example.pictures) == 3
+    assert len(example.images) == 3
     for length in range(len(example.token_ids) + 1):
         shorter = example.cut(length)
         placeholders = np.flatnonzero(shorter.token_ids == IMAGES["image_token_id"])
-        assert placeholders.tolist() == [i for p in shorter.pictures for i in range(p.start, p.end)]
+        assert placeholders.tolist() == [i for p in shorter.images for i in range(p.start, p.end)]
         assert length - 2 < len(shorter.token_ids) <= length  # an image has two tokens
         assert len(shorter.mask) == len(shorter.token_ids)
 
 
-def test_what_has_nothing_left_to_train_is_left_out(model: Path, reader: PictureReader, tmp_path: Path) -> None:
+def test_what_has_nothing_left_to_train_is_left_out(model: Path, reader: ImageReader, tmp_path: Path) -> None:
     path = write_lines(tmp_path, conversation("x" * 40, "r.png"), conversation("y", "r.png"))
     prompt = int((~load(path, model, reader)[0].mask).sum())
     assert [len(example.token_ids) for example in load(path, model, reader, prompt + 1)] == [prompt + 1] * 2
@@ -119,7 +119,7 @@ def test_what_has_nothing_left_to_train_is_left_out(model: Path, reader: Picture
     ],
 )
 def test_an_image_that_cannot_be_used_is_named(
-    line: dict[str, Any], sees: bool, why: str, model: Path, reader: PictureReader, tmp_path: Path
+    line: dict[str, Any], sees: bool, why: str, model: Path, reader: ImageReader, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=rf"line 1: .*{why}"):
         load(write_lines(tmp_path, line), model, reader if sees else None)
@@ -139,7 +139,7 @@ def colours(tmp_path: Path) -> Path:
 
 
 def test_colours_are_learned_with_the_encoder_as_it_was(
-    model: Path, reader: PictureReader, colours: Path, world: World, tmp_path: Path
+    model: Path, reader: ImageReader, colours: Path, world: World, tmp_path: Path
 ) -> None:
     metrics = train(colours_recipe(model, colours, max_steps=12), tmp_path / "whole", world, reader=reader)
     # An answer is a letter and the end; without the image the letter is one of two.
@@ -156,7 +156,7 @@ def test_colours_are_learned_with_the_encoder_as_it_was(
 
 
 def test_an_encoder_that_is_not_frozen_is_trained(
-    model: Path, reader: PictureReader, colours: Path, world: World, tmp_path: Path
+    model: Path, reader: ImageReader, colours: Path, world: World, tmp_path: Path
 ) -> None:
     train(colours_recipe(model, colours, freeze=False, max_steps=1), tmp_path, world, reader=reader)
     before, after = load_file(model / "model.safetensors"), final_weights(tmp_path, 1)

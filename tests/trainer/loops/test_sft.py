@@ -19,7 +19,7 @@ from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
 from primeslurm.trainer.components.loss import cross_entropy
 from primeslurm.trainer.data import sft_data
-from primeslurm.trainer.data.image_reader import PictureReader
+from primeslurm.trainer.data.image_reader import ImageReader
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.loops.sft import SftTask
 from primeslurm.trainer.loops.step import Learner
@@ -46,7 +46,7 @@ def sft_recipe(model: Path, demonstrations: Path, /, **sections: Any) -> Recipe:
 
 
 def train(
-    recipe: Recipe, run_dir: Path, world: World, attempt: int = 1, reader: PictureReader | None = None
+    recipe: Recipe, run_dir: Path, world: World, attempt: int = 1, reader: ImageReader | None = None
 ) -> list[dict[str, float]]:
     """Run SFT in this process; returns metrics.jsonl."""
     assert recipe.sft is not None

@@ -17,7 +17,7 @@ from primeslurm.trainer.distributed.world import World
 from primeslurm.wire.rollouts import Row
 from tests.trainer.conftest import make_recipe
 from tests.trainer.families import CASES, IMAGES, Case, reference_of, write
-from tests.trainer.pictures import DOCUMENTS, document, packed
+from tests.trainer.image_rows import DOCUMENTS, document, packed
 
 SEEING = [case for case in CASES if hasattr(case.config(), "vision_config")]
 

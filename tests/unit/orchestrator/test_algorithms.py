@@ -23,7 +23,7 @@ from primeslurm.orchestrator.algorithms import (
     from_recipe,
     per_rollout,
 )
-from primeslurm.orchestrator.batching.documents import documents
+from primeslurm.orchestrator.batching.batches import documents
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.rules import violations
 from primeslurm.wire.rollouts import Rollout, RolloutInfo

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from primeslurm.orchestrator.algorithms import Grpo
-from primeslurm.orchestrator.batching.documents import documents
+from primeslurm.orchestrator.batching.batches import documents
 from primeslurm.orchestrator.batching.packing import pack
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.images import stored
 from primeslurm.orchestrator.rollouts.job_protocol import RolloutFailed
-from primeslurm.wire.rollouts import Batch, BatchInfo, Picture, Rollout, RolloutInfo
+from primeslurm.wire.rollouts import Batch, BatchInfo, ImageSpan, Rollout, RolloutInfo
 
 PAD = 7
 """Stands for an image; other tokens are 1."""
@@ -23,13 +23,13 @@ PAD = 7
 def rollout(number: int, length: int, *places: tuple[int, int], sources: tuple[str, ...] = ()) -> Rollout:
     """Random images at these places; the last token is sampled."""
     names = sources or tuple(f"{number}/{i}" for i in range(len(places)))
-    pictures = tuple(Picture(name, start, end) for name, (start, end) in zip(names, places, strict=True))
+    images = tuple(ImageSpan(name, start, end) for name, (start, end) in zip(names, places, strict=True))
     tokens = np.ones(length, np.int32)
     for start, end in places:
         tokens[start:end] = PAD
     mask = np.arange(length) == length - 1
     return Rollout(
-        RolloutInfo(f"r{number}", "g", "e", 0, float(number), pictures=pictures),
+        RolloutInfo(f"r{number}", "g", "e", 0, float(number), images=images),
         tokens,
         mask,
         np.zeros(length, np.float32),
@@ -46,15 +46,15 @@ def test_images_are_packed_with_their_documents_and_come_whole_or_not_at_all() -
     group = RolloutGroup("g", "e", 0, 0, tuple((one,) for one in found))
     docs = documents([group], 16, 0, Grpo())
     assert [len(doc) for doc in docs] == [12, 14, 5], "the second ends before the image that would be cut"
-    assert [[p.source for p in doc.pictures] for doc in docs] == [["0/0"], ["1/0"], []]
+    assert [[p.source for p in doc.images] for doc in docs] == [["0/0"], ["1/0"], []]
     rows = [row for mine in pack(docs, 32, 1, 1.0) for row in mine]
     again = Batch.decode(Batch(BatchInfo(1, 0, 1, 3, has_images=True), rows).encode())
     assert again.info.has_images
-    assert [row.pictures for row in again.rows] == [row.pictures for row in rows]
+    assert [row.images for row in again.rows] == [row.images for row in rows]
     for row in again.rows:
-        places = [i for picture in row.pictures for i in range(picture.start, picture.end)]
+        places = [i for image in row.images for i in range(image.start, image.end)]
         assert np.flatnonzero(row.token_ids == PAD).tolist() == places
-    assert sorted(p.source for row in again.rows for p in row.pictures) == ["0/0", "1/0"]
+    assert sorted(p.source for row in again.rows for p in row.images) == ["0/0", "1/0"]
 
 
 def test_an_image_is_kept_once_however_often_it_is_seen(tmp_path: Path) -> None:
@@ -62,8 +62,8 @@ def test_an_image_is_kept_once_however_often_it_is_seen(tmp_path: Path) -> None:
     seen = [stored(rollout(i, 9, (1, 3), (5, 7), sources=(inline(b"a"), inline(b"b"))), directory) for i in range(2)]
     assert len(list(directory.iterdir())) == 2
     for found in seen:
-        assert [Path(p.source).read_bytes() for p in found.info.pictures] == [b"a", b"b"]
-        assert [(p.start, p.end) for p in found.info.pictures] == [(1, 3), (5, 7)]
+        assert [Path(p.source).read_bytes() for p in found.info.images] == [b"a", b"b"]
+        assert [(p.start, p.end) for p in found.info.images] == [(1, 3), (5, 7)]
     plain = rollout(0, 4)
     assert stored(plain, tmp_path / "none") is plain and not (tmp_path / "none").exists()
 

@@ -99,7 +99,7 @@ def test_progress_is_on_disk_before_it_is_known(tmp_path: Path) -> None:
     (tmp_path / PROGRESS).parent.rmdir()
     (tmp_path / PROGRESS).parent.write_text("in the way")
     before = file.now
-    with pytest.raises(OSError):
+    with pytest.raises(FileExistsError):
         file.record(next_step=3)
     assert file.now is before
     file.note(done_step=1)

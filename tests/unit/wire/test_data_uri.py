@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import re
 
 import pytest
 
@@ -29,15 +30,14 @@ def test_an_image_is_decoded_with_and_without_line_breaks() -> None:
     ],
 )
 def test_what_cannot_be_decoded_is_named(source: str, why: str) -> None:
-    with pytest.raises(ValueError) as raised:
+    with pytest.raises(ValueError, match=re.escape(why)):
         decode(source)
-    assert why in str(raised.value)
 
 
 def test_messages_name_files_whole_and_no_more_than_the_beginning_of_data_uris() -> None:
     path, source = "a/" * 100, "data:image/png;base64," + "A" * 1000
     assert shown(path) == path and shown("data:image/png,A") == "data:image/png,A"
     assert len(shown(source)) == 83 and source.startswith(shown(source).removesuffix("..."))
-    with pytest.raises(ValueError) as raised:
+    with pytest.raises(ValueError, match="an image is no base64") as raised:
         decode(source + "*")
     assert len(str(raised.value)) < 200

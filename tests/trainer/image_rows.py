@@ -1,4 +1,4 @@
-"""Models that see, and packed rows of random text with random images in it."""
+"""Models with vision, and packed rows of random text with random images in it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def case_of(name: str) -> Case:
     return next(case for case in CASES if case.name == name)
 
 
-def write_seeing(name: str, directory: Path) -> Path:
+def write_vision_model(name: str, directory: Path) -> Path:
     """A checkpoint of a case with what reads its images and renders its conversations."""
     path = write(case_of(name), directory)
     tokenizer = AutoTokenizer.from_pretrained(path)

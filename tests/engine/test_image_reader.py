@@ -11,8 +11,8 @@ import pytest
 from PIL import Image
 from vllm.multimodal.media.image import ImageMediaIO
 
-from primeslurm.trainer.data.image_reader import PictureReader
-from primeslurm.wire.rollouts import Picture
+from primeslurm.trainer.data.image_reader import ImageReader
+from primeslurm.wire.rollouts import ImageSpan
 from tests.support.vision_models import image_token, make_vision_model
 
 pytestmark = pytest.mark.engine
@@ -50,18 +50,18 @@ FILES: dict[str, Callable[[], bytes]] = {
 
 
 @pytest.fixture(scope="module")
-def reader(tmp_path_factory: pytest.TempPathFactory) -> PictureReader:
+def reader(tmp_path_factory: pytest.TempPathFactory) -> ImageReader:
     """Of a model with images."""
     model = make_vision_model(tmp_path_factory.mktemp("model"), 0)
-    return PictureReader(model, image_token(model))
+    return ImageReader(model, image_token(model))
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_files_are_decoded_as_engines_decode_them(name: str, reader: PictureReader, tmp_path: Path) -> None:
+def test_files_are_decoded_as_engines_decode_them(name: str, reader: ImageReader, tmp_path: Path) -> None:
     data = FILES[name]()
     (tmp_path / "image").write_bytes(data)
     (tmp_path / "engine.png").write_bytes(saved(ImageMediaIO().load_bytes(data).media))
     (pixels, grid), (expected, expected_grid) = (
-        reader.read(Picture(str(tmp_path / file), 0, 6)) for file in ("image", "engine.png")
+        reader.read(ImageSpan(str(tmp_path / file), 0, 6)) for file in ("image", "engine.png")
     )
     assert grid.tolist() == expected_grid.tolist() and np.array_equal(pixels, expected)
