@@ -69,6 +69,7 @@ def built(config: Any, name: str, norm: str | None, checkpointing: str) -> nn.Mo
     """The recurrent layer of a model's first layer in bfloat16, not initialised; called with rows and positions.
 
     Args:
+        config: of the model, as transformers has it.
         name: of the recurrent layer.
         norm: name of the norm before it, if that is to be part of it.
         checkpointing: none, selective or full.

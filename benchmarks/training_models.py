@@ -98,6 +98,7 @@ def attention_flops(config: Any, length: int, causal: bool) -> float:
     https://arxiv.org/abs/2204.02311, appendix B).
 
     Args:
+        config: of the model, as transformers has it.
         length: of the document.
         causal: count the keys that a token sees; otherwise all of them, as torchtitan and many others do.
     """

@@ -121,7 +121,7 @@ def random_batch(seq_len: int, vocabulary: int, rows: int, dp_rank: int, dp_worl
 
 
 def torchtitans(options: argparse.Namespace, recipe: Any, flavor: str, config: Any, world: Any) -> tuple[Step, Any]:
-    """torchtitan's step on random rows, and its model."""
+    """The step of torchtitan on random rows, and its model."""
     import torch
 
     from benchmarks.titan_step import TitanStep

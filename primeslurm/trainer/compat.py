@@ -118,7 +118,7 @@ class DenseAttention(titan_attention.FlexAttention):
 
     @dataclass(kw_only=True, slots=True)
     class Config(titan_attention.FlexAttention.Config):
-        pass
+        """As FlexAttention's."""
 
     def forward(
         self,
@@ -155,7 +155,7 @@ class Experts(GroupedExperts):
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):
-        pass
+        """As GroupedExperts'."""
 
     def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
         """Tokens sorted by expert, [rows, dim], through their experts' SwiGLU."""
@@ -201,6 +201,7 @@ def declare(module: Any, initial: Mapping[str, Callable[..., Any]], like: Mappin
     """Tell torchtitan about parameters that were added to a built module.
 
     Args:
+        module: what they were added to.
         initial: what initialises each of them.
         like: the parameter of the module whose place each of them shares.
     """

@@ -37,6 +37,8 @@ def build(recipe: Recipe, world: World, attention: Literal["varlen", "flex"] | N
     """The recipe's model, sharded over `world`, with the weights of `recipe.model.path`.
 
     Args:
+        recipe: names the model and says how it is trained.
+        world: the ranks that share it.
         attention: the kernel of attention layers, instead of the one that fits dtype and device.
 
     Raises:
@@ -56,6 +58,10 @@ def assemble(
     """The model of a transformers config, sharded over `world`; no weights are read from `source`.
 
     Args:
+        config: what transformers knows of the model.
+        source: the directory of its checkpoint.
+        recipe: says how the model is trained.
+        world: the ranks that share it.
         attention: as for `build`.
 
     Raises:

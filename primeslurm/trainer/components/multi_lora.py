@@ -39,6 +39,8 @@ class MultiLora(nn.Module):
         scales: alpha / rank of each adapter.
     """
 
+    scales: torch.Tensor
+
     def __init__(self, linear: Linear, rank: int, scales: Sequence[float]) -> None:
         super().__init__()
         count = len(scales)

@@ -18,7 +18,7 @@ from torchtitan.components.optimizer.utils import (
 from primeslurm.recipe.sections.trainer import Optimizer
 from primeslurm.trainer.components.muon import Muon
 
-Named = list[tuple[str, torch.Tensor]]
+Named = Iterable[tuple[str, torch.Tensor]]
 _IN_A_LAYER = re.compile(r"(^|\.)layers\.\d+\.")
 # Routers choose, biases and convolutions are stored as matrices without being any.
 _NO_MATRIX = re.compile(r"\b(router|gate|conv1d)\.|bias")
@@ -27,11 +27,11 @@ _NO_MATRIX = re.compile(r"\b(router|gate|conv1d)\.|bias")
 class SignSGD(torch.optim.Optimizer):
     """Every weight moves by the learning rate against the sign of its gradient. It has no state."""
 
-    def __init__(self, named: Iterable[tuple[str, torch.Tensor]], lr: float, weight_decay: float) -> None:
+    def __init__(self, named: Named, lr: float, weight_decay: float) -> None:
         super().__init__(named, {"lr": lr, "weight_decay": weight_decay})
 
-    def step(self, closure: Any = None) -> None:
-        """Update every parameter that has a gradient."""
+    def step(self, closure: Any = None) -> Any:
+        """Update every parameter that has a gradient; it calls no closure and returns None."""
         with torch.no_grad():
             for group in self.param_groups:
                 for parameter in group["params"]:
@@ -86,6 +86,8 @@ def build(config: Optimizer, model: torch.nn.Module, dtype: torch.dtype) -> Opti
     """The recipe's optimizer over all trained parameters.
 
     Args:
+        config: the recipe's.
+        model: whose trained parameters are given to it by name.
         dtype: in which Muon orthogonalizes.
     """
     trained = [(canonical_fqn(name), p) for name, p in model.named_parameters() if p.requires_grad]

@@ -29,7 +29,7 @@ class VarlenAttention(titan.VarlenAttention):
 
     @dataclass(kw_only=True, slots=True)
     class Config(titan.VarlenAttention.Config):
-        pass
+        """As torchtitan's."""
 
     def forward(
         self,
@@ -42,9 +42,12 @@ class VarlenAttention(titan.VarlenAttention):
         enable_gqa: bool = False,
         out_transform: OutTransform | None = None,
     ) -> torch.Tensor:
-        """Attend from queries to keys and values, each [rows, length, heads, size]; rows are packed one after another.
+        """Attend from queries to keys and values; rows are packed one after another.
 
         Args:
+            q_BLNH: queries [rows, length, heads, size].
+            k_BLNH: keys [rows, keys, kv_heads, size].
+            v_BLNH: values [rows, keys, kv_heads, size].
             attention_masks: boundaries of documents among all queries and among all keys.
             scale: of the scores; 1 / sqrt(size) if not given.
             enable_gqa: ignored, the heads say so themselves.

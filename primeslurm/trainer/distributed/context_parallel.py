@@ -192,6 +192,8 @@ def local_documents(documents: VarlenMetadata, seq_len: int, rank: int, ranks: i
     Args:
         documents: boundaries of the documents of whole rows, one row after another; none crosses a row's end.
         seq_len: length of a row.
+        rank: this one, among those that share rows.
+        ranks: how many share rows.
     """
     boundaries = documents.cu_seq_q.tolist()
     piece = seq_len // ranks

@@ -99,6 +99,7 @@ def join(interrupt: Interrupt, patience_s: int, host_tensors: bool = False) -> W
     """Join the job described by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
 
     Args:
+        interrupt: is told of the others' signals.
         patience_s: longest time that ranks wait for rank 0 between steps.
         host_tensors: whether meshes must also reduce tensors in host memory.
     """

@@ -39,6 +39,8 @@ class ScaledEmbedding(Embedding):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Embedding.Config):
+        """Embedding's, and the constant."""
+
         scale: float
 
     def __init__(self, config: Config) -> None:

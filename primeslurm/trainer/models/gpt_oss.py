@@ -31,6 +31,8 @@ class Experts(GroupedExperts):
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):
+        """GroupedExperts', and the constants of the activation."""
+
         alpha: float
         limit: float
 
@@ -63,6 +65,8 @@ class Model(GptOssModel):
 
     @dataclass(kw_only=True, slots=True)
     class Config(GptOssModel.Config):
+        """As GptOssModel's, but its experts have other parameters."""
+
         def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
             """Fill in how modules are sharded."""
             GptOssModel.Config.update_from_config(self, config=config, **kwargs)

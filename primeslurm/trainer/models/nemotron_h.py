@@ -33,7 +33,7 @@ class NoPositions(Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        pass
+        """Nothing."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -50,6 +50,8 @@ class Block(Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
+        """The norm, and one of the others."""
+
         norm: RMSNorm.Config
         mamba: Mamba2.Config | None = None
         attention: GQAttention.Config | None = None
@@ -78,6 +80,8 @@ class Model(Decoder):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Decoder.Config):
+        """As Decoder's, but its experts have other parameters."""
+
         def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
             """Fill in how modules are sharded."""
             Decoder.Config.update_from_config(self, config=config, **kwargs)

@@ -37,6 +37,8 @@ class OffsetNorm(Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
+        """Width, and what keeps the root from 0."""
+
         dim: int
         eps: float
 
@@ -57,6 +59,8 @@ class GatedAttention(BaseAttention):
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseAttention.Config):
+        """Projections, norms and embeddings."""
+
         head_dim: int
         wq: Linear.Config
         """Queries, each head's followed by its gate."""
@@ -90,6 +94,8 @@ class Block(Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
+        """Two norms; attention or a delta net; a feed-forward network or experts."""
+
         attention_norm: OffsetNorm.Config
         ffn_norm: OffsetNorm.Config
         attention: GatedAttention.Config | None = None
@@ -103,7 +109,7 @@ class Block(Module):
         self.moe_enabled = config.moe is not None
 
     def forward(
-        self, x: torch.Tensor, attention_masks: AttentionMasksType | None, positions: torch.Tensor | None = None
+        self, x: torch.Tensor, attention_masks: AttentionMasksType | None, positions: torch.Tensor
     ) -> torch.Tensor:
         """[rows, length, dim] to the same."""
         normed = self.attention_norm(x)
@@ -120,6 +126,8 @@ class Model(vision.Decoder):
 
     @dataclass(kw_only=True, slots=True)
     class Config(vision.Decoder.Config):
+        """As vision.Decoder's, but its experts have other parameters."""
+
         def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
             """Fill in how modules are sharded."""
             vision.Decoder.Config.update_from_config(self, config=config, **kwargs)

@@ -41,6 +41,8 @@ class DeltaNet(Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
+        """Projections and sizes."""
+
         in_proj_qkv: Linear.Config
         in_proj_z: Linear.Config
         in_proj_a: Linear.Config

@@ -44,6 +44,8 @@ class Attention(BaseAttention):
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseAttention.Config):
+        """What the attention is made of; what is None, it does not have."""
+
         n_kv_heads: int
         head_dim: int
         qkv_linear: QKVLinear.Config
@@ -103,6 +105,8 @@ class Block(TransformerBlock):
 
     @dataclass(kw_only=True, slots=True)
     class Config(TransformerBlock.Config):
+        """TransformerBlock's, and norms of what attention and feed-forward network put out, if there are any."""
+
         post_attention_norm: RMSNorm.Config | None = None
         post_ffn_norm: RMSNorm.Config | None = None
 
@@ -132,6 +136,8 @@ class Model(vision.Decoder):
 
     @dataclass(kw_only=True, slots=True)
     class Config(vision.Decoder.Config):
+        """As vision.Decoder's."""
+
         def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
             """Prepare the experts for the parallelism of `config`."""
             vision.Decoder.Config.update_from_config(self, config=config, **kwargs)
@@ -171,9 +177,12 @@ def attention(
     """The attention of a config.
 
     Args:
+        hf: the model's config in transformers.
         backend: "flex" or "varlen".
         heads: of queries, where layers differ.
-        bias: of the projections of queries, keys and values.
+        window: how many tokens a token sees, itself included; None for all before it.
+        bias: whether projections of queries, keys and values have one.
+        output_bias: whether the projection of outputs has one.
         rest: further fields of `Attention.Config`.
     """
     heads, size = heads or hf.num_attention_heads, hf.head_dim

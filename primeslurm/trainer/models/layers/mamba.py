@@ -36,6 +36,8 @@ class Mamba2(Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
+        """Projections and sizes."""
+
         in_proj: Linear.Config
         out_proj: Linear.Config
         heads: int

@@ -26,10 +26,12 @@ def sigmoid_moe(
     """The experts of a layer.
 
     Args:
+        hf: the model's config in transformers.
         experts: how many there are.
         width: intermediate size of one.
         shared_width: intermediate size of the shared ones together; 0 for none.
         normalise: scores of the chosen experts add up to 1, before `scale`.
+        scale: factor of the chosen experts' scores.
         groups: how many groups there are, and from how many of them a token's experts come.
     """
     top_k, limited = hf.num_experts_per_tok, groups[0] > 1

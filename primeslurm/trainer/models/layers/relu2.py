@@ -22,6 +22,8 @@ class FeedForward(Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
+        """The two matrices."""
+
         w1: Linear.Config
         w2: Linear.Config
 
@@ -40,7 +42,7 @@ class Experts(GroupedExperts):
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):
-        pass
+        """As GroupedExperts'."""
 
     def __init__(self, config: Config) -> None:
         Module.__init__(self)  # not the parent's parameters
@@ -61,6 +63,8 @@ class LatentExperts(RoutedExperts):
 
     @dataclass(kw_only=True, slots=True)
     class Config(RoutedExperts.Config):
+        """RoutedExperts', and the projections around the experts."""
+
         down: Linear.Config
         up: Linear.Config
 

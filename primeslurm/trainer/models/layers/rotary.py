@@ -25,6 +25,8 @@ class Rotary(Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
+        """Frequencies, one for each pair of dimensions, and what is done with them."""
+
         inverse_frequencies: tuple[float, ...]
         scale: float = 1.0
         """Factor of sine and cosine (YaRN's attention factor)."""

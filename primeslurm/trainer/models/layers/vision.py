@@ -49,6 +49,8 @@ class VisionEncoder(Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
+        """What is built, and whether it is trained."""
+
         hf: Any
         """A transformers config."""
         frozen: bool = True
@@ -82,6 +84,8 @@ class Decoder(titan.Decoder):
 
     @dataclass(kw_only=True, slots=True)
     class Config(titan.Decoder.Config):
+        """Decoder's of torchtitan, and the encoder, if there is one."""
+
         vision: VisionEncoder.Config | None = None
 
     def __init__(self, config: Config) -> None:
