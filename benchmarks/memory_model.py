@@ -63,17 +63,17 @@ TRAINER_ROWS = (
 
 def predicted_gib(row: Row) -> float:
     """What the model says torch allocates."""
-    facts = catalog()[row.model].shape
+    shape = catalog()[row.model].shape
     layout = TrainerLayout(
         shard=row.gpus,
         ep=1,
         tokens=row.seq_len,
         checkpointing="full",
         activation_offload=row.activation_offload,
-        logit_tokens=None if row.mode == "sft" else PIECE // facts.vocab,
-        lora_parameters=lora_parameters(facts, RANK) if row.mode == "lora" else 0,
+        logit_tokens=None if row.mode == "sft" else PIECE // shape.vocab,
+        lora_parameters=lora_parameters(shape, RANK) if row.mode == "lora" else 0,
     )
-    return trainer_memory(facts, layout).allocated / GIB
+    return trainer_memory(shape, layout).allocated / GIB
 
 
 def main(words: list[str]) -> None:
@@ -139,11 +139,11 @@ def kv_cache() -> dict[str, object]:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory)
         tiny.write_model(path)
-        facts = shape_of(json.loads((path / "config.json").read_bytes()))
+        shape = shape_of(json.loads((path / "config.json").read_bytes()))
         engine = LLM(str(path), dtype="bfloat16", enforce_eager=True, kv_cache_memory_bytes=size, max_model_len=1024)
         config = engine.llm_engine.vllm_config.cache_config
     allocated = config.num_gpu_blocks * config.block_size
-    per_token = kv_bytes_per_token(facts, EngineLayout(1, 1, 2, 2, False, 8192, False, None))
+    per_token = kv_bytes_per_token(shape, EngineLayout(1, 1, 2, 2, False, 8192, False, None))
     predicted = size // per_token
     return {"bytes": size, "tokens": allocated, "predicted": predicted, "error_percent": _percent(predicted, allocated)}
 
@@ -162,15 +162,15 @@ def prompt_logits() -> dict[str, object]:
         ids = sampled.unsqueeze(-1)
         return SimpleNamespace(logprob_token_ids=ids, logprobs=logits.gather(-1, ids), selected_token_ranks=sampled)
 
-    facts = catalog()["Qwen/Qwen3-0.6B"].shape
-    head, hidden = torch.randn(facts.vocab, 8, dtype=torch.bfloat16), torch.randn(4096, 8, dtype=torch.bfloat16)
-    tokens = torch.randint(0, facts.vocab, (len(hidden),))
+    shape = catalog()["Qwen/Qwen3-0.6B"].shape
+    head, hidden = torch.randn(shape.vocab, 8, dtype=torch.bfloat16), torch.randn(4096, 8, dtype=torch.bfloat16)
+    tokens = torch.randint(0, shape.vocab, (len(hidden),))
     score = prompt_logprob.compute_prompt_logprobs_with_chunking
     kernel = patch.object(prompt_logprob, "compute_topk_scores", gathered)
     with kernel, LiveMemory([head, hidden, tokens]) as memory:
         score(tokens, hidden, lambda piece: torch.nn.functional.linear(piece, head), 0)
-    predicted = prompt_logit_bytes(facts, EngineLayout(1, 1, 2, 2, False, len(hidden), False, None))
-    measured = {"tokens": len(hidden), "vocab": facts.vocab, "bytes": memory.peak}
+    predicted = prompt_logit_bytes(shape, EngineLayout(1, 1, 2, 2, False, len(hidden), False, None))
+    measured = {"tokens": len(hidden), "vocab": shape.vocab, "bytes": memory.peak}
     return measured | {"predicted": predicted, "error_percent": _percent(predicted, memory.peak)}
 
 

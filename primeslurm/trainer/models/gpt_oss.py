@@ -18,7 +18,7 @@ from torchtitan.protocols.module import Module
 
 from primeslurm.trainer.models.adapters.table import TableAdapter
 from primeslurm.trainer.models.layers.common import MATRIX, ends, linear, norm, refuse
-from primeslurm.trainer.models.layers.experts import local, routed, spread
+from primeslurm.trainer.models.layers.moe import local, routed, spread
 
 _PARAMETERS = ("gate_up_EDG", "gate_up_bias_EG", "down_EFD", "down_bias_ED")
 

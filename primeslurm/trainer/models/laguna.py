@@ -6,8 +6,7 @@ from typing import Any
 
 from torchtitan.protocols.model_spec import ModelSpec
 
-from primeslurm.trainer.models.adapters.names import DECODER, MOE, renamed
-from primeslurm.trainer.models.adapters.table import TableAdapter
+from primeslurm.trainer.models.adapters.table import DECODER, MOE, TableAdapter, renamed
 from primeslurm.trainer.models.layers import gqa
 from primeslurm.trainer.models.layers.common import linear, norm, refuse, silu_only
 from primeslurm.trainer.models.layers.moe import dense_or_moe

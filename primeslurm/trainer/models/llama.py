@@ -6,8 +6,7 @@ from typing import Any
 
 from torchtitan.protocols.model_spec import ModelSpec
 
-from primeslurm.trainer.models.adapters.names import DECODER
-from primeslurm.trainer.models.adapters.table import TableAdapter
+from primeslurm.trainer.models.adapters.table import DECODER, TableAdapter
 from primeslurm.trainer.models.layers import gqa
 from primeslurm.trainer.models.layers.common import ffn, norm, refuse, silu_only
 from primeslurm.trainer.models.layers.rotary import rotary

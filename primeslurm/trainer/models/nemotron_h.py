@@ -24,8 +24,8 @@ from torchtitan.protocols.module import Module
 from primeslurm.trainer.models.adapters.table import TableAdapter
 from primeslurm.trainer.models.layers import relu2
 from primeslurm.trainer.models.layers.common import MATRIX, build_parts, ends, linear, norm, refuse
-from primeslurm.trainer.models.layers.experts import routed, spread
 from primeslurm.trainer.models.layers.mamba import Mamba2
+from primeslurm.trainer.models.layers.moe import routed, spread
 
 
 class NoPositions(Module):

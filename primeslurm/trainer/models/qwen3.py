@@ -8,8 +8,7 @@ from torchtitan.models.common.config_utils import make_moe_config, make_routed_e
 from torchtitan.models.common.moe import MoE
 from torchtitan.protocols.model_spec import ModelSpec
 
-from primeslurm.trainer.models.adapters.names import DECODER, MOE
-from primeslurm.trainer.models.adapters.table import TableAdapter
+from primeslurm.trainer.models.adapters.table import DECODER, MOE, TableAdapter
 from primeslurm.trainer.models.layers import gqa
 from primeslurm.trainer.models.layers.common import EXPERTS, MATRIX, ffn, norm, refuse, silu_only
 from primeslurm.trainer.models.layers.rotary import rotary

@@ -22,13 +22,12 @@ from torchtitan.models.common.moe import GroupedExperts, MoE
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 
-from primeslurm.trainer.models.adapters.names import renamed
 from primeslurm.trainer.models.adapters.stacked import StackedAdapter
-from primeslurm.trainer.models.adapters.table import TableAdapter
+from primeslurm.trainer.models.adapters.table import TableAdapter, renamed
 from primeslurm.trainer.models.layers import vision
 from primeslurm.trainer.models.layers.common import EXPERTS, MATRIX, build_parts, ends, ffn, linear, refuse
 from primeslurm.trainer.models.layers.delta_net import DeltaNet
-from primeslurm.trainer.models.layers.experts import routed, spread
+from primeslurm.trainer.models.layers.moe import routed, spread
 from primeslurm.trainer.models.layers.rotary import Rotary, rotary
 
 

@@ -8,8 +8,8 @@ from typing import Any
 from torchtitan.protocols.model_spec import ModelSpec
 
 from primeslurm.trainer.models import qwen3
-from primeslurm.trainer.models.adapters.names import DECODER, MOE, renamed
 from primeslurm.trainer.models.adapters.stacked import StackedAdapter
+from primeslurm.trainer.models.adapters.table import DECODER, MOE, renamed
 from primeslurm.trainer.models.layers import vision
 
 _BELOW = {"model.": "model.language_model."}

@@ -204,9 +204,9 @@ def test_families_name_the_layers_that_they_have() -> None:
 
 def test_the_plan_counts_as_many_parameters_as_there_are(model: Path, world: World) -> None:
     policy = build(recipe_of(model), world)
-    facts = shape_of(json.loads((model / "config.json").read_text()))
+    shape = shape_of(json.loads((model / "config.json").read_text()))
     trained = sum(p.numel() for p in policy.model.parameters() if p.requires_grad)
-    assert trained == lora_parameters(facts, 8)
+    assert trained == lora_parameters(shape, 8)
 
 
 def test_adapters_are_drawn_from_the_recipes_seed(moe_model: Path, world: World) -> None:

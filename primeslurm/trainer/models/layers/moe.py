@@ -1,11 +1,23 @@
-"""Mixtures of experts whose router scores by sigmoid and chooses by score plus bias."""
+"""Mixtures of experts: configs of those whose router scores by sigmoid and chooses by score plus bias.
+
+Experts that are not torchtitan's SwiGLU of three matrices are put into a mixture by `routed` and `spread`.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from torchtitan.models.common.config_utils import make_moe_config, make_routed_experts_config, make_router_config
-from torchtitan.models.common.moe import MoE
+import torch
+from torch.distributed.tensor import DTensor
+from torchtitan.models.common.config_utils import (
+    make_moe_config,
+    make_routed_experts_config,
+    make_router_config,
+    make_token_dispatcher_config,
+)
+from torchtitan.models.common.moe import MoE, RoutedExperts
+from torchtitan.models.common.moe_sharding import expert_param_placement_sparse
+from torchtitan.protocols.sharding import ShardingConfig
 
 from primeslurm.trainer.models.layers.common import EXPERTS, MATRIX, ffn
 
@@ -66,3 +78,20 @@ def dense_or_moe(hf: Any, dense: bool, **experts: Any) -> dict[str, Any]:
     if dense:
         return {"feed_forward": ffn(hf, hf.intermediate_size)}
     return {"moe": sigmoid_moe(hf, width=hf.moe_intermediate_size, **experts)}
+
+
+def routed(experts: Any, top_k: int, kind: type[RoutedExperts] = RoutedExperts, **more: Any) -> Any:
+    """A config of `kind` that sends each token to `top_k` of `experts`, over ranks by all-to-all."""
+    dispatcher = make_token_dispatcher_config(num_experts=experts.num_experts, top_k=top_k, comm_backend="standard")
+    return kind.Config(inner_experts=experts, token_dispatcher=dispatcher, **more)
+
+
+def spread(moe: Any, *parameters: str) -> None:
+    """Let expert parallelism split the experts' `parameters`, by their first dimension, in a MoE config."""
+    layout = dict.fromkeys(parameters, expert_param_placement_sparse())
+    moe.routed_experts.inner_experts.sharding_config = ShardingConfig(state_shardings=layout)
+
+
+def local(parameter: Any, dtype: torch.dtype) -> torch.Tensor:
+    """This rank's part of an expert parameter."""
+    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).to(dtype)

@@ -11,7 +11,7 @@ from torchtitan.models.common import Linear
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 from torchtitan.protocols.module import Module
 
-from primeslurm.trainer.models.layers.experts import local
+from primeslurm.trainer.models.layers.moe import local
 
 PARAMETERS = ("w1_EFD", "w2_EDF")
 """Of experts."""
