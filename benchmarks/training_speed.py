@@ -83,16 +83,16 @@ def ours(recipe: Any, config: Any, rows: int, world: Any, directory: Path) -> tu
     from primeslurm.records.journal import Journal
     from primeslurm.trainer.assembly.build import assemble
     from primeslurm.trainer.components.loss import from_recipe
-    from primeslurm.trainer.loops.progress import PhaseTimer
+    from primeslurm.trainer.loops.phase_timer import PhaseTimer
     from primeslurm.trainer.loops.step import Learner
 
     policy = assemble(config, Path(recipe.model.path), recipe, world)
     learner = Learner(policy, recipe.trainer.optimizer, 10_000, from_recipe(recipe.trainer.loss), world)
     batch = random_batch(recipe.seq_len, config.vocab_size, rows, policy.dp_rank, policy.dp_world)
-    progress = PhaseTimer(Journal(directory, f"rank-{world.rank}"), record=world.is_main)
+    timer = PhaseTimer(Journal(directory, f"rank-{world.rank}"), record=world.is_main)
 
     def step() -> None:
-        learner.train(batch, progress)
+        learner.train(batch, timer)
 
     return step, policy
 

@@ -24,7 +24,7 @@ from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
 from primeslurm.trainer.components import lora
 from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.distributed.world import World
-from primeslurm.trainer.loops.progress import PhaseTimer
+from primeslurm.trainer.loops.phase_timer import PhaseTimer
 from primeslurm.trainer.loops.step import Learner
 from primeslurm.trainer.weight_transfer.publisher import Publisher
 from primeslurm.trainer.weights.encoding import Encoding
@@ -49,8 +49,8 @@ def learner_of(recipe: Recipe, world: World) -> Learner:
 
 def train(learner: Learner, directory: Path, *steps: int) -> list[float]:
     """The loss of each step."""
-    progress = PhaseTimer(Journal(directory, "rank-0"), record=False)
-    return [learner.train(make_batch(step), progress)["loss"] for step in steps]
+    timer = PhaseTimer(Journal(directory, "rank-0"), record=False)
+    return [learner.train(make_batch(step), timer)["loss"] for step in steps]
 
 
 def state_of(learner: Learner) -> dict[str, torch.Tensor]:
@@ -106,8 +106,8 @@ def test_a_checkpoint_holds_adapters_alone_and_training_goes_on_from_it(
     recipe = recipe_of(moe_model)
     learner = learner_of(recipe, world)
     train(learner, tmp_path, 1)
-    progress = PhaseTimer(Journal(tmp_path, "rank-0"), record=False)
-    Checkpoints(tmp_path, 1, Checkpoint(), world, None).finish(1, learner, progress)
+    timer = PhaseTimer(Journal(tmp_path, "rank-0"), record=False)
+    Checkpoints(tmp_path, 1, Checkpoint(), world, None).finish(1, learner, timer)
     reader = dcp.FileSystemReader(tmp_path / "checkpoints" / "step_000001" / "trainer")
     saved = {name for name in reader.read_metadata().state_dict_metadata if not name.startswith("scheduler")}
     assert saved and all("_lora_" in name or "param_groups" in name for name in saved)
