@@ -62,7 +62,7 @@ TRAINER_ROWS = (
 
 
 def predicted_gib(row: Row) -> float:
-    """What the model says torch allocates."""
+    """Return what the model says torch allocates."""
     shape = catalog()[row.model].shape
     layout = TrainerLayout(
         shard=row.gpus,
@@ -109,7 +109,7 @@ def main(words: list[str]) -> None:
 
 
 def built_parameters() -> list[dict[str, object]]:
-    """Parameters of the models that transformers builds (on no device) from the catalog's configs."""
+    """Count parameters of the models that transformers builds (on no device) from the catalog's configs."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -129,7 +129,7 @@ def built_parameters() -> list[dict[str, object]]:
 
 
 def kv_cache() -> dict[str, object]:
-    """Tokens that vLLM puts into a KV cache of a given size, for a tiny model on the CPU."""
+    """Measure the tokens that vLLM puts into a KV cache of a given size, for a tiny model on the CPU."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
     from vllm import LLM
 
@@ -149,7 +149,7 @@ def kv_cache() -> dict[str, object]:
 
 
 def prompt_logits() -> dict[str, object]:
-    """What vLLM's loop over tokens of prompts has at once; its Triton kernel, which makes no logits, is left out."""
+    """Measure what vLLM's loop over tokens of prompts has at once, without its Triton kernel, which makes no logits."""
     from types import SimpleNamespace
     from unittest.mock import patch
 

@@ -43,7 +43,7 @@ class PolicyModel:
     """Names of the weights that the source stores in FP8."""
 
     def weights(self) -> dict[str, Any]:
-        """The model's own tensors, without adapters."""
+        """Return the model's own tensors, without adapters."""
         return lora.base_weights(self.model)
 
     @property

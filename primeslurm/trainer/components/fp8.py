@@ -108,7 +108,7 @@ def _grouped_times(rows: torch.Tensor, weight: Any, groups: Groups) -> torch.Ten
 
 
 def _filled(tensor: torch.Tensor, *dims: int) -> torch.Tensor:
-    """With zeros at the end of dimensions -1 or -2 up to a multiple of BLOCK."""
+    """Fill up with zeros at the end of dimensions -1 or -2 up to a multiple of BLOCK."""
     columns, rows = (-tensor.shape[dim] % BLOCK if dim in dims else 0 for dim in (-1, -2))
     return F.pad(tensor, (0, columns, 0, rows)) if columns or rows else tensor
 
@@ -117,7 +117,7 @@ class FP8Linear(Linear):
     """Linear in block-scaled FP8; a bias is added in the compute dtype."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """[..., in_features] to [..., out_features]."""
+        """Map [..., in_features] to [..., out_features]."""
         product = linear_product(input, self.weight)
         return product if self.bias is None else product + self.bias
 

@@ -68,7 +68,7 @@ class Optimizers:
             optimizer.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        """State and settings by parameter name."""
+        """Return state and settings by parameter name."""
         result: dict[str, Any] = {}
         for optimizer in self._optimizers:
             init_optim_state(optimizer)
@@ -76,14 +76,14 @@ class Optimizers:
         return result
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of `state_dict`."""
+        """Take back what `state_dict` returned."""
         for optimizer in self._optimizers:
             init_optim_state(optimizer)  # says which state is expected
             load_flat_optim_state_dict(optimizer, state)
 
 
 def build(config: Optimizer, model: torch.nn.Module, dtype: torch.dtype) -> Optimizers:
-    """The recipe's optimizer over all trained parameters.
+    """Build the recipe's optimizer over all trained parameters.
 
     Args:
         config: the recipe's.
@@ -115,7 +115,7 @@ def is_matrix(name: str, parameter: torch.Tensor) -> bool:
 
 
 def schedule(config: Optimizer, max_steps: int, optimizers: Optimizers) -> Any:
-    """The learning rate's course: linear warm-up, then constant, or falling to its floor at the last step."""
+    """Build the learning rate's schedule: linear warm-up, then constant, or falling to its floor at the last step."""
     constant = config.schedule == "constant"
     return LRSchedulersContainer.Config(
         warmup_steps=config.warmup_steps,

@@ -52,7 +52,7 @@ class ScaledEmbedding(Embedding):
 
 
 def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
-    """The torchtitan spec of an AFMoE config. Raises ValueError for features that are not implemented."""
+    """Make the torchtitan spec of an AFMoE config. Raises ValueError for features that are not implemented."""
     refuse(hf, **silu_only(hf))
     layers = [_layer(hf, index, attention) for index in range(hf.num_hidden_layers)]
     embedding = ScaledEmbedding.Config(

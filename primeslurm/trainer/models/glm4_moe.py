@@ -20,7 +20,7 @@ class Glm4MoeAdapter(TableAdapter):
 
 
 def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
-    """The torchtitan spec of a GLM-4.5 config. Raises ValueError for features that are not implemented."""
+    """Make the torchtitan spec of a GLM-4.5 config. Raises ValueError for features that are not implemented."""
     refuse(hf, **silu_only(hf))
     layers = [_layer(hf, index, attention) for index in range(hf.num_hidden_layers)]
     return gqa.model_spec(hf, layers, Glm4MoeAdapter)

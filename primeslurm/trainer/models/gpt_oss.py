@@ -46,7 +46,7 @@ class Experts(GroupedExperts):
         self.down_bias_ED = nn.Parameter(torch.empty(e, d))
 
     def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
-        """Tokens sorted by expert, [rows, dim], through their experts."""
+        """Run tokens sorted by expert, [rows, dim], through their experts."""
         gate_up, gate_up_bias, down, down_bias = (local(getattr(self, name), x_RD.dtype) for name in _PARAMETERS)
         offsets = torch.cumsum(num_tokens_per_expert_E, dim=0, dtype=torch.int32)
 
@@ -101,7 +101,7 @@ class Adapter(TableAdapter):
 
 
 def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
-    """The torchtitan spec of a GPT-OSS config. Raises ValueError for features that are not implemented.
+    """Make the torchtitan spec of a GPT-OSS config. Raises ValueError for features that are not implemented.
 
     `attention` changes nothing: only flex attention can train sinks.
     """

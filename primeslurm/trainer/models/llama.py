@@ -19,7 +19,7 @@ class LlamaAdapter(TableAdapter):
 
 
 def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
-    """The torchtitan spec of a Llama config. Raises ValueError for features that are not implemented."""
+    """Make the torchtitan spec of a Llama config. Raises ValueError for features that are not implemented."""
     refuse(hf, mlp_bias=hf.mlp_bias, **silu_only(hf))
     layers = [_layer(hf, attention) for _ in range(hf.num_hidden_layers)]
     return gqa.model_spec(hf, layers, LlamaAdapter)

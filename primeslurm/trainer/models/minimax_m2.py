@@ -29,7 +29,7 @@ class MiniMaxM2Adapter(TableAdapter):
 
 
 def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
-    """The torchtitan spec of a MiniMax-M2 config. Raises ValueError for features that are not implemented."""
+    """Make the torchtitan spec of a MiniMax-M2 config. Raises ValueError for features that are not implemented."""
     refuse(hf, router_jitter_noise=hf.router_jitter_noise, **silu_only(hf))
     layers = [_layer(hf, attention) for _ in range(hf.num_hidden_layers)]
     return gqa.model_spec(hf, layers, MiniMaxM2Adapter)

@@ -41,7 +41,7 @@ class NoPositions(Module):
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries and keys as they are."""
+        """Return queries and keys as they are."""
         return query, key
 
 
@@ -66,7 +66,7 @@ class Block(Module):
     def forward(
         self, x: torch.Tensor, attention_masks: AttentionMasksType | None, positions: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """[rows, length, dim] to the same."""
+        """Map hidden states [rows, length, dim] to the same shape."""
         normed = self.norm(x)
         if self.mamba is not None:
             return x + self.mamba(normed, positions)
@@ -129,7 +129,7 @@ class Adapter(TableAdapter):
 
 
 def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
-    """The torchtitan spec of a Nemotron-H config. Raises ValueError for features that are not implemented."""
+    """Make the torchtitan spec of a Nemotron-H config. Raises ValueError for features that are not implemented."""
     refuse(
         hf,
         use_bias=hf.use_bias,

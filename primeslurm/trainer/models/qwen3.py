@@ -21,7 +21,7 @@ class Qwen3Adapter(TableAdapter):
 
 
 def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
-    """The torchtitan spec of a Qwen3 config. Raises ValueError for features that are not implemented."""
+    """Make the torchtitan spec of a Qwen3 config. Raises ValueError for features that are not implemented."""
     window = getattr(hf, "use_sliding_window", False)  # Qwen3-VL has none
     refuse(hf, attention_bias=hf.attention_bias, use_sliding_window=window, **silu_only(hf))
     layers = [_layer(hf, index, attention) for index in range(hf.num_hidden_layers)]

@@ -47,7 +47,7 @@ class OffsetNorm(Module):
         self.weight = nn.Parameter(torch.empty(config.dim))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., dim] to the same."""
+        """Map [..., dim] to the same shape."""
         wide = x.float()
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return (normed * (1 + self.weight.float())).to(x.dtype)
@@ -78,7 +78,7 @@ class GatedAttention(BaseAttention):
     def forward(
         self, x: torch.Tensor, attention_masks: AttentionMasksType | None, positions: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """[rows, length, dim] to the same."""
+        """Map hidden states [rows, length, dim] to the same shape."""
         q, gate = self.wq(x).unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
         k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.wk, self.wv))
         q, k = self.rope(self.q_norm(q), self.k_norm(k), positions)
@@ -110,7 +110,7 @@ class Block(Module):
     def forward(
         self, x: torch.Tensor, attention_masks: AttentionMasksType | None, positions: torch.Tensor
     ) -> torch.Tensor:
-        """[rows, length, dim] to the same."""
+        """Map hidden states [rows, length, dim] to the same shape."""
         normed = self.attention_norm(x)
         if self.attention is not None:
             x = x + self.attention(normed, attention_masks, positions)
@@ -196,7 +196,7 @@ class WholeAdapter(vision.SeeingAdapter):
 
 
 def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
-    """The torchtitan spec of a Qwen3.5 config. Raises ValueError for features that are not implemented."""
+    """Make the torchtitan spec of a Qwen3.5 config. Raises ValueError for features that are not implemented."""
     whole, hf = hf, hf.get_text_config()
     refuse(
         hf,

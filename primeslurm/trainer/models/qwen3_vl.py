@@ -16,7 +16,7 @@ _BELOW = {"model.": "model.language_model."}
 
 
 def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
-    """The torchtitan spec of a Qwen3-VL config. Raises ValueError for features that are not implemented."""
+    """Make the torchtitan spec of a Qwen3-VL config. Raises ValueError for features that are not implemented."""
     text = hf.text_config
     text.tie_word_embeddings = hf.tie_word_embeddings
     made = qwen3.spec(text, seq_len, attention)

@@ -19,6 +19,7 @@ from primeslurm.recipe.sections.trainer import Checkpoint
 from primeslurm.records.journal import Journal
 from primeslurm.trainer import compat, models
 from primeslurm.trainer.assembly.build import build
+from primeslurm.trainer.assembly.draft import ModelDraft
 from primeslurm.trainer.assembly.policy_model import PolicyModel
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
 from primeslurm.trainer.components import lora
@@ -188,9 +189,10 @@ def test_names_that_the_model_does_not_have_are_refused_at_once(dense_model: Pat
 
 def test_families_name_the_layers_that_they_have() -> None:
     built: dict[str, set[str]] = {}
+    recipe = make_recipe(Path("not-read"))
     for case in ADAPTED:
         spec = models.spec(case.config(), SEQ_LEN, "flex")
-        compat.adapt(spec.model)
+        compat.convert(ModelDraft(recipe, spec))
         with torch.device("meta"):
             model = spec.model.build()
         family = family_of(case.config().model_type)

@@ -64,7 +64,7 @@ class TableAdapter(MoEStateDictAdapter):
         self._hf_names = {ours: hf for hf, ours in self.names.items()}
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Our tensors under checkpoint names. Raises KeyError for one that the table does not have."""
+        """Return our tensors under checkpoint names. Raises KeyError for one that the table does not have."""
         converted: dict[str, Any] = {}
         for name, tensor in state_dict.items():
             pattern, numbers = _parse(name)
@@ -76,7 +76,7 @@ class TableAdapter(MoEStateDictAdapter):
         return converted
 
     def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
-        """What `to_hf` made, or a whole checkpoint, under our names. Raises KeyError for an unknown name."""
+        """Return what `to_hf` made, or a whole checkpoint, under our names. Raises KeyError for an unknown name."""
         converted: dict[str, Any] = {}
         experts: dict[tuple[str, str], dict[int, Any]] = {}
         for name, tensor in hf_state_dict.items():

@@ -72,7 +72,7 @@ class Attention(BaseAttention):
         self.gate = config.gate.build() if config.gate else None
 
     def forward(self, x: torch.Tensor, masks: Any, positions: torch.Tensor) -> torch.Tensor:
-        """Hidden states [batch, length, dim] to hidden states. `masks` is what the model's get_attention_masks made."""
+        """Map hidden states [batch, length, dim] to the same shape. `masks` come from get_attention_masks."""
         config = self.config
         query, key, value = self.qkv_linear(x)
         query, key = _normalised(self.q_norm, query), _normalised(self.k_norm, key)
@@ -124,7 +124,7 @@ class Block(TransformerBlock):
         self.post_ffn_norm = config.post_ffn_norm.build() if config.post_ffn_norm else None
 
     def forward(self, x: torch.Tensor, masks: Any, positions: torch.Tensor) -> torch.Tensor:
-        """Hidden states [batch, length, dim] to hidden states."""
+        """Map hidden states [batch, length, dim] to hidden states."""
         h = self.attention(self.attention_norm(x), masks, positions)
         x = x + (h if self.post_attention_norm is None else self.post_attention_norm(h))
         h = (self.moe if self.moe_enabled else self.feed_forward)(self.ffn_norm(x))
@@ -174,7 +174,7 @@ def attention(
     output_bias: bool = False,
     **rest: Any,
 ) -> Attention.Config:
-    """The attention of a config.
+    """Make the config of an attention layer.
 
     Args:
         hf: the model's config in transformers.
@@ -207,7 +207,7 @@ def attention(
 
 
 def model_spec(hf: Any, layers: Sequence[Block.Config], adapter: type[TableAdapter], **changes: Any) -> ModelSpec:
-    """The spec of a model of these layers; `changes` replace what `ends` says of what is around them."""
+    """Make the spec of a model of these layers; `changes` replace what `ends` says of what is around them."""
     return ModelSpec(
         name="gqa",
         flavor=hf.model_type,

@@ -35,7 +35,7 @@ def sigmoid_moe(
     scale: float = 1.0,
     groups: tuple[int, int] = (1, 1),
 ) -> MoE.Config:
-    """The experts of a layer.
+    """Make the config of the experts of a layer.
 
     Args:
         hf: the model's config in transformers.
@@ -74,14 +74,14 @@ def sigmoid_moe(
 
 
 def dense_or_moe(hf: Any, dense: bool, **experts: Any) -> dict[str, Any]:
-    """The second half of a `gqa.Block.Config`: a dense network, or experts, of which `sigmoid_moe` is told the rest."""
+    """Make the second half of a `gqa.Block.Config`: a dense network, or experts, as `sigmoid_moe` takes them."""
     if dense:
         return {"feed_forward": ffn(hf, hf.intermediate_size)}
     return {"moe": sigmoid_moe(hf, width=hf.moe_intermediate_size, **experts)}
 
 
 def routed(experts: Any, top_k: int, kind: type[RoutedExperts] = RoutedExperts, **more: Any) -> Any:
-    """A config of `kind` that sends each token to `top_k` of `experts`, over ranks by all-to-all."""
+    """Make a config of `kind` that sends each token to `top_k` of `experts`, over ranks by all-to-all."""
     dispatcher = make_token_dispatcher_config(num_experts=experts.num_experts, top_k=top_k, comm_backend="standard")
     return kind.Config(inner_experts=experts, token_dispatcher=dispatcher, **more)
 
@@ -93,5 +93,5 @@ def spread(moe: Any, *parameters: str) -> None:
 
 
 def local(parameter: Any, dtype: torch.dtype) -> torch.Tensor:
-    """This rank's part of an expert parameter."""
+    """Return this rank's part of an expert parameter."""
     return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).to(dtype)

@@ -29,7 +29,7 @@ class Chunks:
 
 
 def chunks(positions: torch.Tensor, size: int) -> Chunks:
-    """Masks for rows of `positions`, [B, L], in chunks of `size` (the last one filled up)."""
+    """Make masks for rows of `positions`, [B, L], in chunks of `size` (the last one filled up)."""
     documents = in_chunks((positions == 0).cumsum(dim=1), size)
     previous = F.pad(documents[:, :-1, -1:], (0, 0, 1, 0))
     causal = torch.ones(size, size, dtype=torch.bool, device=positions.device).tril()
@@ -41,7 +41,7 @@ def chunks(positions: torch.Tensor, size: int) -> Chunks:
 
 
 def in_chunks(values: torch.Tensor, size: int) -> torch.Tensor:
-    """[B, L, ...] to [B, C, size, ...], filled up with zeros."""
+    """Cut [B, L, ...] into [B, C, size, ...], filled up with zeros."""
     missing = -values.shape[1] % size
     filled = torch.cat([values, values.new_zeros(values.shape[0], missing, *values.shape[2:])], dim=1)
     return filled.unflatten(1, (-1, size))
