@@ -25,7 +25,7 @@ from primeslurm.plan.model import Plan
 from primeslurm.records.events.processes import ProcessStarted
 from primeslurm.records.state import OrchestratorState
 from primeslurm.run.directory import RunDirectory
-from primeslurm.run.status.summary import events, rows
+from primeslurm.run.records import events, rows
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -91,7 +91,7 @@ def primeslurm(*args: str, cwd: Path) -> str:
 
 
 def measure(recipe: Path, nodes: int, steps: int, where: Path) -> dict[str, Any]:
-    """One run from nothing to its last step."""
+    """Measure one run from nothing to its last step."""
     train, replicas = SIZES[nodes]
     name = f"scale-{nodes}"
     changes = {
@@ -146,7 +146,7 @@ def _tokens(attempt: Any, plan: Plan) -> bool:
 
 
 def report(run: RunDirectory, usage: Usage, began: float, seen: dict[str, float]) -> dict[str, Any]:
-    """The result's figures."""
+    """Return the result's figures."""
     attempt = run.attempt(1)
     job, end, plan, table = attempt.job(), attempt.end(), attempt.plan(), rows(run.path)
     assert job is not None and end is not None

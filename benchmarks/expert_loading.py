@@ -78,7 +78,7 @@ def main(words: list[str]) -> None:
 
 
 def make_engine(config: dict[str, Any]) -> FilesystemTransferEngine:
-    """The receiving end of a worker whose model has random weights."""
+    """Make the receiving end of a worker whose model has random weights."""
     with tempfile.TemporaryDirectory() as directory:
         (Path(directory) / "config.json").write_text(json.dumps(config))
         llm = LLM(directory, load_format="dummy", skip_tokenizer_init=True, enforce_eager=True, max_model_len=256)
@@ -87,7 +87,7 @@ def make_engine(config: dict[str, Any]) -> FilesystemTransferEngine:
 
 
 def measure(engine: FilesystemTransferEngine, config: dict[str, Any], repeats: int, whole: bool) -> dict[str, float]:
-    """Medians of the parts of an update."""
+    """Measure the medians of the parts of an update."""
     held = held_experts(engine.model, enable_eplb=False)
     parts: dict[str, list[float]] = {"start_s": [], "load_s": [], "finish_s": []}
     for _ in range(repeats):
@@ -107,7 +107,7 @@ def measure(engine: FilesystemTransferEngine, config: dict[str, Any], repeats: i
 
 
 def experts(config: dict[str, Any], device: torch.device) -> list[Named]:
-    """The experts of a layer, as a trainer sends them; `L` stands for the layer's number."""
+    """Make the experts of a layer, as a trainer sends them; `L` stands for the layer's number."""
     hidden, inner = config["hidden_size"], config["moe_intermediate_size"]
     shapes = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
     name = "model.layers.L.mlp.experts.{}."
@@ -120,7 +120,7 @@ def experts(config: dict[str, Any], device: torch.device) -> list[Named]:
 def policy(
     config: dict[str, Any], layer: list[tuple[str, torch.Tensor]], device: torch.device
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """All tensors of a policy. Its layers share theirs: only the model is as large as it is."""
+    """Make all tensors of a policy. Its layers share theirs: only the model is as large as it is."""
     hidden, words, head = config["hidden_size"], config["vocab_size"], config["head_dim"]
     queries, keys = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
     shapes = {
@@ -144,12 +144,12 @@ def policy(
 
 
 def random(*shape: int, device: torch.device) -> torch.Tensor:
-    """In bfloat16."""
+    """Return random values in bfloat16."""
     return torch.randn(shape, dtype=torch.bfloat16, device=device)
 
 
 def now(device: torch.device) -> float:
-    """Seconds, when the device has done everything."""
+    """Return the time in seconds, when the device has done everything."""
     if device.type != "cpu":
         torch.accelerator.synchronize()
     return time.perf_counter()

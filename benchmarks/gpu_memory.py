@@ -74,7 +74,7 @@ def in_process(part: str, directory: str) -> dict[str, Any]:
 
 
 def compare(measured: dict[str, float], predicted: dict[str, float]) -> dict[str, dict[str, float]]:
-    """Both, and the error in per cent."""
+    """Return both, and the error in per cent."""
     return {
         name: {
             "measured": round(value, 2),
@@ -86,20 +86,20 @@ def compare(measured: dict[str, float], predicted: dict[str, float]) -> dict[str
 
 
 def predicted_engine(gpu_gib: float) -> dict[str, float]:
-    """What the memory model says of an engine that has the GPU to itself."""
+    """Return what the memory model says of an engine that has the GPU to itself."""
     layout = EngineLayout(1, 1, 2, 2, False, BATCHED_TOKENS, True, None)
     memory = engine_memory(shape_of(CONFIG), layout, gpu_gib * GIB, UTILIZATION)
     return {"weights_gib": memory.weights / GIB, "kv_tokens": memory.kv_tokens}
 
 
 def predicted_trainer() -> dict[str, float]:
-    """What the memory model says of a trainer on one GPU."""
+    """Return what the memory model says of a trainer on one GPU."""
     memory = trainer_memory(shape_of(CONFIG), TrainerLayout(1, 1, SEQ_LEN, "full"))
     return {"peak_gib": memory.allocated / GIB}
 
 
 def make_model(directory: Path) -> dict[str, Any]:
-    """Random weights and a config; no tokenizer is needed."""
+    """Write random weights and a config; no tokenizer is needed."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -112,7 +112,7 @@ def make_model(directory: Path) -> dict[str, Any]:
 
 
 def measure_engine(directory: Path) -> dict[str, float]:
-    """Weights that vLLM loaded, and tokens in its KV cache."""
+    """Measure the weights that vLLM loaded, and tokens in its KV cache."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM
 
@@ -129,7 +129,7 @@ def measure_engine(directory: Path) -> dict[str, float]:
 
 
 def measure_trainer(directory: Path) -> dict[str, float]:
-    """The peak of three steps of our trainer's model with AdamW and full recompute."""
+    """Measure the peak of three steps of our trainer's model with AdamW and full recompute."""
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29533"}
     os.environ |= alone
     import torch

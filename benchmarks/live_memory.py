@@ -67,7 +67,7 @@ class Passes:
 
 
 def passes(module: torch.nn.Module, call: Callable[[], tuple[torch.Tensor, ...]], given: list[torch.Tensor]) -> Passes:
-    """What a forward and a backward pass need.
+    """Measure what a forward and a backward pass need.
 
     Args:
         module: whose parameters and gradients are left out.

@@ -62,18 +62,18 @@ TRAINER_ROWS = (
 
 
 def predicted_gib(row: Row) -> float:
-    """What the model says torch allocates."""
-    facts = catalog()[row.model].shape
+    """Return what the model says torch allocates."""
+    shape = catalog()[row.model].shape
     layout = TrainerLayout(
         shard=row.gpus,
         ep=1,
         tokens=row.seq_len,
         checkpointing="full",
         activation_offload=row.activation_offload,
-        logit_tokens=None if row.mode == "sft" else PIECE // facts.vocab,
-        lora_parameters=lora_parameters(facts, RANK) if row.mode == "lora" else 0,
+        logit_tokens=None if row.mode == "sft" else PIECE // shape.vocab,
+        lora_parameters=lora_parameters(shape, RANK) if row.mode == "lora" else 0,
     )
-    return trainer_memory(facts, layout).allocated / GIB
+    return trainer_memory(shape, layout).allocated / GIB
 
 
 def main(words: list[str]) -> None:
@@ -109,7 +109,7 @@ def main(words: list[str]) -> None:
 
 
 def built_parameters() -> list[dict[str, object]]:
-    """Parameters of the models that transformers builds (on no device) from the catalog's configs."""
+    """Count parameters of the models that transformers builds (on no device) from the catalog's configs."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -129,7 +129,7 @@ def built_parameters() -> list[dict[str, object]]:
 
 
 def kv_cache() -> dict[str, object]:
-    """Tokens that vLLM puts into a KV cache of a given size, for a tiny model on the CPU."""
+    """Measure the tokens that vLLM puts into a KV cache of a given size, for a tiny model on the CPU."""
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
     from vllm import LLM
 
@@ -139,17 +139,17 @@ def kv_cache() -> dict[str, object]:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory)
         tiny.write_model(path)
-        facts = shape_of(json.loads((path / "config.json").read_bytes()))
+        shape = shape_of(json.loads((path / "config.json").read_bytes()))
         engine = LLM(str(path), dtype="bfloat16", enforce_eager=True, kv_cache_memory_bytes=size, max_model_len=1024)
         config = engine.llm_engine.vllm_config.cache_config
     allocated = config.num_gpu_blocks * config.block_size
-    per_token = kv_bytes_per_token(facts, EngineLayout(1, 1, 2, 2, False, 8192, False, None))
+    per_token = kv_bytes_per_token(shape, EngineLayout(1, 1, 2, 2, False, 8192, False, None))
     predicted = size // per_token
     return {"bytes": size, "tokens": allocated, "predicted": predicted, "error_percent": _percent(predicted, allocated)}
 
 
 def prompt_logits() -> dict[str, object]:
-    """What vLLM's loop over tokens of prompts has at once; its Triton kernel, which makes no logits, is left out."""
+    """Measure what vLLM's loop over tokens of prompts has at once, without its Triton kernel, which makes no logits."""
     from types import SimpleNamespace
     from unittest.mock import patch
 
@@ -162,15 +162,15 @@ def prompt_logits() -> dict[str, object]:
         ids = sampled.unsqueeze(-1)
         return SimpleNamespace(logprob_token_ids=ids, logprobs=logits.gather(-1, ids), selected_token_ranks=sampled)
 
-    facts = catalog()["Qwen/Qwen3-0.6B"].shape
-    head, hidden = torch.randn(facts.vocab, 8, dtype=torch.bfloat16), torch.randn(4096, 8, dtype=torch.bfloat16)
-    tokens = torch.randint(0, facts.vocab, (len(hidden),))
+    shape = catalog()["Qwen/Qwen3-0.6B"].shape
+    head, hidden = torch.randn(shape.vocab, 8, dtype=torch.bfloat16), torch.randn(4096, 8, dtype=torch.bfloat16)
+    tokens = torch.randint(0, shape.vocab, (len(hidden),))
     score = prompt_logprob.compute_prompt_logprobs_with_chunking
     kernel = patch.object(prompt_logprob, "compute_topk_scores", gathered)
     with kernel, LiveMemory([head, hidden, tokens]) as memory:
         score(tokens, hidden, lambda piece: torch.nn.functional.linear(piece, head), 0)
-    predicted = prompt_logit_bytes(facts, EngineLayout(1, 1, 2, 2, False, len(hidden), False, None))
-    measured = {"tokens": len(hidden), "vocab": facts.vocab, "bytes": memory.peak}
+    predicted = prompt_logit_bytes(shape, EngineLayout(1, 1, 2, 2, False, len(hidden), False, None))
+    measured = {"tokens": len(hidden), "vocab": shape.vocab, "bytes": memory.peak}
     return measured | {"predicted": predicted, "error_percent": _percent(predicted, memory.peak)}
 
 

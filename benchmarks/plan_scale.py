@@ -53,7 +53,7 @@ def main(words: list[str]) -> None:
 
 
 def measure(nodes: int) -> dict[str, object]:
-    """Best seconds of each part, and of the whole command `primeslurm render`."""
+    """Measure the best seconds of each part, and of the whole command `primeslurm render`."""
     train, replicas = SIZES[nodes]
     overrides = [f"deployment.train.nodes={train}", f"deployment.inference.num_replicas={replicas}"]
     site = load_site(SITE)
@@ -96,7 +96,7 @@ def _sums(measured: Iterable[tuple[float, float]]) -> dict[str, float]:
 
 
 def best(part: Callable[[], object]) -> tuple[float, float]:
-    """The shortest of a few runs: seconds on the clock, and of CPU, which other work does not lengthen as much."""
+    """Time the shortest of a few runs: seconds on the clock, and of CPU, which other work does not lengthen as much."""
     clock, cpu = [], []
     for _ in range(REPEATS):
         began, used = time.perf_counter(), _cpu_seconds()

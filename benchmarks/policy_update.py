@@ -47,7 +47,7 @@ TIMEOUT_S = 180.0
 
 
 def recipe(model: Path, fp8: bool, dtype: str) -> Recipe:
-    """One engine that is sent its policies."""
+    """Make the recipe of one engine that is sent its policies."""
     inference = {
         "enforce_eager": True,
         "kv_cache_bytes": 2**31,
@@ -65,14 +65,14 @@ def recipe(model: Path, fp8: bool, dtype: str) -> Recipe:
 
 
 def start_engine(asked: Recipe, device: Device, log: Path) -> Server:
-    """On the second GPU, if there are any."""
+    """Start the engine, on the second GPU if there are any."""
     command = Engines(asked, device, "engine", sys.executable).command(ALONE)
     env = {**command.env, "CUDA_VISIBLE_DEVICES": "1", "PYTHONPATH": os.environ.get("PYTHONPATH", str(Path.cwd()))}
     return start_process(command._replace(argv=(*command.argv, "--skip-tokenizer-init"), env=env), {}, log)
 
 
 async def difference(server: Server, policy: PolicyModel) -> float:
-    """Mean difference of log-probabilities that engine and trainer give what the engine samples."""
+    """Return the mean difference of log-probabilities that engine and trainer give what the engine samples."""
     endpoint = GenerateEndpoint(lambda: server.url, SEQ_LEN, timeout_s=TIMEOUT_S, routed=False)
     sampling = {"max_tokens": 32, "temperature": 0.0, "ignore_eos": True}
     request = {"token_ids": PROMPT, "cache_salt": str(time.monotonic()), "sampling_params": sampling}

@@ -66,9 +66,10 @@ class _Layer(nn.Module):
 
 
 def built(config: Any, name: str, norm: str | None, checkpointing: str) -> nn.Module:
-    """The recurrent layer of a model's first layer in bfloat16, not initialised; called with rows and positions.
+    """Build the recurrent layer of a model's first layer in bfloat16, not initialised; called with rows and positions.
 
     Args:
+        config: of the model, as transformers has it.
         name: of the recurrent layer.
         norm: name of the norm before it, if that is to be part of it.
         checkpointing: none, selective or full.
@@ -82,7 +83,7 @@ def built(config: Any, name: str, norm: str | None, checkpointing: str) -> nn.Mo
 
 
 def measure(config: Any, length: int, name: str, norm: str | None = None, checkpointing: str = "none") -> Passes:
-    """A forward and backward pass of one row through what `built` returns."""
+    """Measure a forward and backward pass of one row through what `built` returns."""
     with FakeTensorMode(allow_non_fake_inputs=True):
         layer = built(config, name, norm, checkpointing)
         row = torch.empty(1, length, config.hidden_size, dtype=torch.bfloat16, requires_grad=True)
@@ -91,7 +92,7 @@ def measure(config: Any, length: int, name: str, norm: str | None = None, checkp
 
 
 def per_token(config: Any, found: Passes, length: int) -> int:
-    """Bytes kept of a token, with the layer's input and its position."""
+    """Return the bytes kept of a token, with the layer's input and its position."""
     return round(found.kept / length) + config.hidden_size * 2 + 8
 
 

@@ -76,7 +76,7 @@ CELLS = {
 
 
 def make_model(directory: Path) -> None:
-    """A random model with the demo's tokenizer."""
+    """Write a random model with the demo's tokenizer."""
     import torch
     from transformers import GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -105,7 +105,7 @@ def run(name: str, cell: Cell, model: Path) -> dict[str, Any]:
 
 
 def report(steps: Sequence[Mapping[str, Any]], happened: Sequence[Event]) -> dict[str, Any]:
-    """Medians over the steps and updates of a run.
+    """Return medians over the steps and updates of a run.
 
     `publish` is the trainer's part of an update, `transfer` that of it in which tensors are sent; `load` (while they
     arrive) and `pause` are those of the engine that took longest.

@@ -83,7 +83,7 @@ def main(words: list[str]) -> None:
 
 
 def recipe(directory: Path, dtype: str) -> Recipe:
-    """Of a run that replays."""
+    """Make the recipe of a run that replays."""
     return Recipe.model_validate(
         {
             "name": "router-replay",
@@ -98,7 +98,7 @@ def recipe(directory: Path, dtype: str) -> Recipe:
 
 
 def make_model(directory: Path) -> None:
-    """Random weights, a config and the demo's tokenizer."""
+    """Write random weights, a config and the demo's tokenizer."""
     import torch
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -111,7 +111,7 @@ def make_model(directory: Path) -> None:
 
 
 def sample(directory: Path, device: str) -> list[Row]:
-    """Packed rows of one on-policy batch."""
+    """Sample packed rows of one on-policy batch."""
     engines = Engines(recipe(directory, "bfloat16"), cast(Device, device), "engine", sys.executable)
     engine = start_process(engines.command(ALONE), {}, directory / "engine.log")
     try:
@@ -124,7 +124,7 @@ def sample(directory: Path, device: str) -> list[Row]:
 
 
 async def rollouts(url: str, directory: Path) -> list[Document]:
-    """Answers of the engine to random prompts."""
+    """Return answers of the engine to random prompts."""
     client = EngineClient(lambda: url, str(directory), retry_s=0.1)
     await client.apply(PolicyVersion(0, str(directory)), timeout_s=120)
     endpoint = GenerateEndpoint(lambda: url, SEQ_LEN, timeout_s=600, routed=True)
@@ -152,7 +152,7 @@ def document(prompt: list[int], answer: Completion) -> Document:
 
 
 def compare(directory: Path, dtype: str, rows: list[Row]) -> dict[str, Any]:
-    """Mismatch with experts of the trainer's own choice, and with the engine's."""
+    """Measure the mismatch with experts of the trainer's own choice, and with the engine's."""
     alone = rank_environment(0, 1, free_port())
     os.environ |= {name: value for name, value in alone.items() if name != "OMP_NUM_THREADS"}
     import torch

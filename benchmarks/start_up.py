@@ -51,7 +51,7 @@ def main(words: list[str]) -> None:
 
 
 def cpu_seconds(argv: list[str]) -> float:
-    """User and system time of a command and what it starts."""
+    """Return user and system time of a command and what it starts."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, check=True)
@@ -60,5 +60,5 @@ def cpu_seconds(argv: list[str]) -> float:
 
 
 def ratio(taken: list[float], base: list[float]) -> float:
-    """Median over the rounds."""
+    """Return the median over the rounds."""
     return round(statistics.median(one / other for one, other in zip(taken, base, strict=True)), 2)

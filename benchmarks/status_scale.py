@@ -37,7 +37,7 @@ LOAD = Load(engines=24, running=30, waiting=9, kv_usage=0.7, seconds=60, generat
 
 
 def make(root: Path, nodes: int) -> RunDirectory:
-    """A run in the middle of its work: half of the nodes train, replicas of 3 prefill and 1 decode node."""
+    """Make a run in the middle of its work: half of the nodes train, replicas of 3 prefill and 1 decode node."""
     replicas = nodes // 8
     inference = {
         "type": "disaggregated",
@@ -91,7 +91,7 @@ def _say(attempt: Attempt, plan: Plan, run: RunDirectory) -> None:
 
 
 def measure(run: RunDirectory, *options: str) -> dict[str, float]:
-    """The fastest of five runs of the whole command, in seconds: the others tell of what else the machine did.
+    """Measure the fastest of five runs of the whole command, in seconds: the others tell of what else the machine did.
 
     `cpu` is its processor time, which other work on the machine does not lengthen much.
     """

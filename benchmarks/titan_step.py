@@ -37,6 +37,7 @@ class TitanStep(Trainer):
             config: how many layers, and how large a vocabulary, the model has.
             recipe: dtype, lengths, layout and chunks of the head's loss; its model is not looked at.
             rows: of each data-parallel rank.
+            world: the ranks that share the work.
         """
         layout = recipe.trainer.parallelism
         self.device = world.device

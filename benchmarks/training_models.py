@@ -21,7 +21,7 @@ class Shape:
     """torchtitan's name of the same shape, if it has it."""
 
     def build(self, layers: int, experts: int | None, vocabulary: int | None) -> Any:
-        """The transformers config with this many layers, and of the rest as much as the model has, unless given."""
+        """Make the transformers config with so many layers, and of the rest as much as the model has, unless given."""
         counts: dict[str, Any] = {"num_hidden_layers": layers}
         if experts is not None:
             counts["num_local_experts" if self.config is GlmMoeDsaConfig else "num_experts"] = experts
@@ -75,7 +75,7 @@ SHAPES = {
 
 
 def matrix_flops(model: Any, config: Any) -> float:
-    """Operations a token costs in the products with weights, forward and backward.
+    """Count the operations a token costs in the products with weights, forward and backward.
 
     Six for each weight that a token meets (two forward, two for each of both gradients; Kaplan et al. 2020,
     https://arxiv.org/abs/2001.08361, table 1), two where it is frozen. Embeddings are looked up, and only count where
@@ -92,12 +92,13 @@ def matrix_flops(model: Any, config: Any) -> float:
 
 
 def attention_flops(config: Any, length: int, causal: bool) -> float:
-    """Operations a token costs in products of queries, keys and values, forward and backward; mean of a document.
+    """Count the operations a token costs in products of queries, keys and values, as the mean of a document.
 
     Three times those of the forward pass, without recomputation (Chowdhery et al. 2022,
     https://arxiv.org/abs/2204.02311, appendix B).
 
     Args:
+        config: of the model, as transformers has it.
         length: of the document.
         causal: count the keys that a token sees; otherwise all of them, as torchtitan and many others do.
     """

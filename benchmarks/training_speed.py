@@ -31,7 +31,7 @@ Step = Callable[[], None]
 
 
 def arguments(words: list[str]) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks training_speed", description=__doc__)
     parser.add_argument("--shape", choices=["qwen3_30b_a3b", "qwen3_4b", "glm5", "tiny"], default="tiny")
     parser.add_argument("--layers", type=int, default=2)
@@ -57,7 +57,7 @@ def arguments(words: list[str]) -> argparse.Namespace:
 
 
 def make_recipe(options: argparse.Namespace, on_cpu: bool) -> Any:
-    """The recipe that a run with these options would have."""
+    """Make the recipe that a run with these options would have."""
     from primeslurm.recipe import Recipe
 
     parallelism = {
@@ -79,26 +79,26 @@ def make_recipe(options: argparse.Namespace, on_cpu: bool) -> Any:
 
 
 def ours(recipe: Any, config: Any, rows: int, world: Any, directory: Path) -> tuple[Step, Any]:
-    """Our step on random rows, and the policy."""
+    """Build our step on random rows, and the policy."""
     from primeslurm.records.journal import Journal
     from primeslurm.trainer.assembly.build import assemble
     from primeslurm.trainer.components.loss import from_recipe
-    from primeslurm.trainer.loops.progress import PhaseTimer
+    from primeslurm.trainer.loops.phase_timer import PhaseTimer
     from primeslurm.trainer.loops.step import Learner
 
     policy = assemble(config, Path(recipe.model.path), recipe, world)
     learner = Learner(policy, recipe.trainer.optimizer, 10_000, from_recipe(recipe.trainer.loss), world)
     batch = random_batch(recipe.seq_len, config.vocab_size, rows, policy.dp_rank, policy.dp_world)
-    progress = PhaseTimer(Journal(directory, f"rank-{world.rank}"), record=world.is_main)
+    timer = PhaseTimer(Journal(directory, f"rank-{world.rank}"), record=world.is_main)
 
     def step() -> None:
-        learner.train(batch, progress)
+        learner.train(batch, timer)
 
     return step, policy
 
 
 def random_batch(seq_len: int, vocabulary: int, rows: int, dp_rank: int, dp_world: int) -> Any:
-    """Rows of one document each, of which every token but the first is trained."""
+    """Make rows of one document each, of which every token but the first is trained."""
     import numpy as np
 
     from primeslurm.wire.rollouts import Batch, BatchInfo, Row
@@ -121,7 +121,7 @@ def random_batch(seq_len: int, vocabulary: int, rows: int, dp_rank: int, dp_worl
 
 
 def torchtitans(options: argparse.Namespace, recipe: Any, flavor: str, config: Any, world: Any) -> tuple[Step, Any]:
-    """torchtitan's step on random rows, and its model."""
+    """Build the step of torchtitan on random rows, and its model."""
     import torch
 
     from benchmarks.titan_step import TitanStep
@@ -142,7 +142,7 @@ def torchtitans(options: argparse.Namespace, recipe: Any, flavor: str, config: A
 
 
 def take_turns(steps: Mapping[str, Step], count: int, world: Any) -> dict[str, list[tuple[float, float]]]:
-    """Of each timed step: seconds elapsed, and seconds of processor time. All ranks begin each together."""
+    """Return of each timed step the seconds elapsed, and seconds of processor time. All ranks begin each together."""
     import torch
 
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}

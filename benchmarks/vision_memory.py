@@ -30,7 +30,7 @@ MODES = ("frozen", "none", "full")
 
 
 def measure(config: Any, mode: str, width: int) -> Passes:
-    """A forward and backward pass of an image of 32 patches in height."""
+    """Measure a forward and backward pass of an image of 32 patches in height."""
     encoder = AutoModel.from_config(config, dtype=torch.bfloat16).requires_grad_(mode != "frozen").train()
     if mode == "full":
         encoder.gradient_checkpointing_enable({"use_reentrant": False})
@@ -45,7 +45,7 @@ def measure(config: Any, mode: str, width: int) -> Passes:
 
 
 def per_patch(config: Any, mode: str) -> dict[str, int]:
-    """Bytes of a patch, beside its pixels and what the encoder returns."""
+    """Return the bytes of a patch, beside its pixels and what the encoder returns."""
     small, large = (asdict(measure(config, mode, width)) for width in (16, 32))
     return {name: round((large[name] - small[name]) / 512) for name in small}
 

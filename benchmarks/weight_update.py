@@ -52,14 +52,14 @@ class TimedClient(EngineClient):
         self.requests[path.partition("?")[0]] = (begun, time.monotonic() - begun)
 
     def split(self) -> dict[str, float]:
-        """Seconds of the last update."""
+        """Return the seconds of the last update."""
         load = self.requests["/update_weights"][1] + self.requests["/finish_weight_update"][1]
         resumed = sum(self.requests["/resume"])
         return {"load": load, "pause": resumed - self.requests["/pause"][0]}
 
 
 def recipe(model: Path, transport: str) -> Recipe:
-    """The demo's, as far as engines are concerned."""
+    """Make the demo's recipe, as far as engines are concerned."""
     return Recipe.model_validate(
         {
             "name": "weight-update",
@@ -74,7 +74,7 @@ def recipe(model: Path, transport: str) -> Recipe:
 
 
 def start(asked: Recipe, log: Path) -> Server:
-    """The engine."""
+    """Start the engine."""
     server = start_process(Engines(asked, "cpu", "engine", sys.executable).command(ALONE), {}, log)
     server.wait("/primeslurm/status")
     return server

@@ -26,7 +26,7 @@ _given: set[int] = set()
 
 
 def free_port() -> int:
-    """A port that is free now, and another one each time: the kernel may well choose the same again."""
+    """Return a port that is free now, and another one each time: the kernel may well choose the same again."""
     while True:
         with socket.socket() as probe:
             probe.bind((HOST, 0))
@@ -61,7 +61,7 @@ class Server:
     log: Path
 
     def status_code(self, path: str = "/health") -> int | None:
-        """HTTP status of a GET, None if nobody answers."""
+        """Return the HTTP status of a GET, None if nobody answers."""
         try:
             return httpx.get(self.url + path, timeout=5, verify=False).status_code  # plain HTTP: no certificates
         except httpx.HTTPError:
@@ -87,11 +87,11 @@ class Server:
         return True
 
     def kill(self) -> None:
-        """SIGKILL to the whole group, and wait until it and its shared memory are gone."""
+        """Send SIGKILL to the whole group, and wait until it and its shared memory are gone."""
         self._end(signal.SIGKILL)
 
     def stop(self) -> None:
-        """SIGTERM to the group, SIGKILL to what does not heed it."""
+        """Send SIGTERM to the group, SIGKILL to what does not heed it."""
         self._end(signal.SIGTERM)
 
     def _end(self, first: signal.Signals) -> None:
@@ -140,7 +140,7 @@ def start_process(
 
 
 def rank_environment(rank: int, size: int, port: int) -> dict[str, str]:
-    """What an agent sets for one trainer rank."""
+    """Return what an agent sets for one trainer rank."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

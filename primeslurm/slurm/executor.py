@@ -30,7 +30,7 @@ def submit(plan: Plan, agent: Agent, script_path: Path, slurm_conf: str | None) 
         raise ClusterError(f"sbatch refused the job: {str(error).strip() or 'it did not say why'}") from error
 
 
-class PlanExecutor(submitit.SlurmExecutor):  # type: ignore[misc]  # submitit is not followed by mypy
+class PlanExecutor(submitit.SlurmExecutor):
     """Submits the script that was rendered from a Plan, instead of submitit's own."""
 
     def __init__(self, plan: Plan, script_path: Path, slurm_conf: str | None) -> None:

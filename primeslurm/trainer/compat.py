@@ -97,7 +97,7 @@ if not ON_CPU:
 
 
 def all_gather(tensor: torch.Tensor, dim: int, group: ProcessGroup) -> torch.Tensor:
-    """Every rank's tensor, concatenated along `dim`. Gradients are summed, and scattered back."""
+    """Gather every rank's tensor, concatenated along `dim`. Gradients are summed, and scattered back."""
     parts = _waited(collectives.all_gather_single(tensor.contiguous(), 0, group)).unflatten(0, (group.size(), -1))
     return parts.movedim(0, dim).flatten(dim, dim + 1)
 
@@ -118,7 +118,7 @@ class DenseAttention(titan_attention.FlexAttention):
 
     @dataclass(kw_only=True, slots=True)
     class Config(titan_attention.FlexAttention.Config):
-        pass
+        """As FlexAttention's."""
 
     def forward(
         self,
@@ -132,7 +132,7 @@ class DenseAttention(titan_attention.FlexAttention):
         out_transform: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None,
         **unsupported: Any,
     ) -> torch.Tensor:
-        """Queries, keys and values of shape [batch, length, heads, head_dim] to outputs of the queries' shape.
+        """Map queries, keys and values [batch, length, heads, head_dim] to outputs of the queries' shape.
 
         `out_transform` gets outputs and the log of each query's sum of exponentials, [batch, length, heads].
         """
@@ -155,10 +155,10 @@ class Experts(GroupedExperts):
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):
-        pass
+        """As GroupedExperts'."""
 
     def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
-        """Tokens sorted by expert, [rows, dim], through their experts' SwiGLU."""
+        """Run tokens sorted by expert, [rows, dim], through their experts' SwiGLU."""
         offsets = torch.cumsum(num_tokens_per_expert_E, dim=0, dtype=torch.int32)
         gate = self.project("w1_EFD", x_RD, offsets)
         up = self.project("w3_EFD", x_RD, offsets)
@@ -169,13 +169,13 @@ class Experts(GroupedExperts):
         return self._grouped_mm(A=x_RD, B_t=self.local(name, x_RD.dtype).transpose(-2, -1), offs=offsets)
 
     def local(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """This rank's experts' part of parameter `name`, in a dtype."""
+        """Return this rank's experts' part of parameter `name`, in a dtype."""
         parameter = getattr(self, name)
         return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).to(dtype)
 
 
 def local_region(tensor: DTensor) -> tuple[slice, ...]:
-    """Which part of a distributed tensor this rank holds."""
+    """Return which part of a distributed tensor this rank holds."""
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
 
@@ -201,6 +201,7 @@ def declare(module: Any, initial: Mapping[str, Callable[..., Any]], like: Mappin
     """Tell torchtitan about parameters that were added to a built module.
 
     Args:
+        module: what they were added to.
         initial: what initialises each of them.
         like: the parameter of the module whose place each of them shares.
     """

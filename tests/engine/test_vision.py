@@ -24,7 +24,7 @@ from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.data.image_reader import ImageReader
 from primeslurm.trainer.distributed.world import World
-from primeslurm.trainer.loops.progress import PhaseTimer
+from primeslurm.trainer.loops.phase_timer import PhaseTimer
 from primeslurm.trainer.loops.step import Learner
 from primeslurm.wire.addresses import AddressBook
 from primeslurm.wire.rollouts import Rollout

@@ -24,13 +24,13 @@ def main() -> None:
     recipe = Recipe.model_validate_json(path.read_text())
     world = join(Interrupt(), 60, recipe.trainer.memory.optimizer_offload)
     learner = Learner(build(recipe, world), recipe.trainer.optimizer, 9, from_recipe(recipe.trainer.loss), world)
-    progress = make_progress(path.parent)
+    timer = make_progress(path.parent)
     losses = []
     for step in (1, 2, 3):
         if step == 2:
             torch.cuda.synchronize()
             began = time.monotonic()
-        losses.append(learner.train(make_batch(step, rows=1, seq_len=recipe.seq_len), progress)["loss"])
+        losses.append(learner.train(make_batch(step, rows=1, seq_len=recipe.seq_len), timer)["loss"])
     torch.cuda.synchronize()
     seconds = (time.monotonic() - began) / 2
     print("RESULT", json.dumps({"gb": world.peak_memory_bytes() / 1e9, "seconds": seconds, "losses": losses}))

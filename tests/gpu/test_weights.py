@@ -16,8 +16,7 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, Step
-from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion as Update
+from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, PolicyVersion, Step
 from primeslurm.orchestrator.weight_transfer.sessions import TransferSessions
 from primeslurm.recipe import Recipe
 from primeslurm.wire.link import Answer, OrchestratorLink, Request, TrainerLink
@@ -29,6 +28,7 @@ from tests.trainer.as_released import to_fp8
 
 if TYPE_CHECKING:
     from primeslurm.trainer.assembly.policy_model import PolicyModel
+    from primeslurm.trainer.distributed.world import World
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 GPUS = torch.cuda.device_count()
@@ -133,7 +133,9 @@ def engine(request: pytest.FixtureRequest, models: list[Path], tmp_path: Path) -
 
 
 @pytest.mark.skipif(GPUS < 2, reason="needs two GPUs: trainer and engine")
-async def test_an_engine_computes_with_what_another_gpu_sent(engine, models: list[Path], world) -> None:
+async def test_an_engine_computes_with_what_another_gpu_sent(
+    engine: tuple[Server, Recipe], models: list[Path], world: World
+) -> None:
     from primeslurm.trainer.assembly.build import build
     from primeslurm.trainer.weight_transfer.sender import Sender
     from primeslurm.trainer.weights import huggingface
@@ -150,7 +152,7 @@ async def test_an_engine_computes_with_what_another_gpu_sent(engine, models: lis
         return await sessions.answer(request, lambda: wanting, 4)
 
     serving = asyncio.create_task(OrchestratorLink(address, handle).serve())
-    await client.apply(Update(0, asked.model.path), 120)
+    await client.apply(PolicyVersion(0, asked.model.path), 120)
     seconds, mean = [], []
     for version, model in enumerate([models[1], models[2]], start=1):
         before = generate(server.url, PROMPT, 64, salt=f"before:{version}")
@@ -159,7 +161,7 @@ async def test_an_engine_computes_with_what_another_gpu_sent(engine, models: lis
         wanting = 1
         sessions.expect(version)
         begun = time.monotonic()
-        applying = asyncio.create_task(client.apply(Update(version, ""), 120))
+        applying = asyncio.create_task(client.apply(PolicyVersion(version, ""), 120))
         sending = asyncio.create_task(asyncio.to_thread(sender.send, version))
         assert await applying is Step.UPDATE
         seconds.append(round(time.monotonic() - begun, 3))

@@ -49,13 +49,13 @@ def steps(learner: Learner, saver: Checkpoints | None, directory: Path, done: in
     """Train up to step 3 and publish."""
     import torch
 
-    progress = make_progress(directory)
+    timer = make_progress(directory)
     policy = learner.policy
     for step in range(done + 1, 4):
-        metrics = learner.train(make_batch(step, policy.dp_rank, policy.dp_world), progress)
+        metrics = learner.train(make_batch(step, policy.dp_rank, policy.dp_world), timer)
         assert metrics["grad_norm"] > 0.1, "clipping must be tested"
         if saver is not None:
-            saver.after(step, learner, progress)
+            saver.after(step, learner, timer)
     Publisher(policy, directory, Encoding(torch.float32), 1, world).publish(3)
 
 

@@ -12,7 +12,7 @@ from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.distributed.world import World, join
 from primeslurm.trainer.loops.interrupt import Interrupt
-from primeslurm.trainer.loops.progress import PhaseTimer
+from primeslurm.trainer.loops.phase_timer import PhaseTimer
 from primeslurm.trainer.loops.step import Learner
 from primeslurm.trainer.weight_transfer.publisher import Publisher
 from primeslurm.trainer.weights.encoding import Encoding
@@ -25,12 +25,12 @@ def train(recipe: Recipe, out: Path, world: World) -> list[dict[str, float]]:
 
     policy = build(recipe, world)
     learner = Learner(policy, recipe.trainer.optimizer, recipe.max_steps, from_recipe(recipe.trainer.loss), world)
-    progress = PhaseTimer(Journal(out, f"rank-{world.rank}"), record=False)
+    timer = PhaseTimer(Journal(out, f"rank-{world.rank}"), record=False)
     metrics = []
     for step in range(1, recipe.max_steps + 1):
         routed = recipe.trainer.router_replay
         batch = make_batch(step, policy.dp_rank, policy.dp_world, seq_len=recipe.seq_len, routed=routed)
-        metrics.append(learner.train(batch, progress))
+        metrics.append(learner.train(batch, timer))
     Publisher(policy, out, Encoding(torch.float32), 1, world).publish(recipe.max_steps)
     return metrics
 

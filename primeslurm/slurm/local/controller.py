@@ -18,7 +18,7 @@ KILL_WAIT_S = 30.0
 _POLL_S = 0.1
 
 
-class PlanController(Controller):  # type: ignore[misc]  # submitit is not followed by mypy
+class PlanController(Controller):
     """submitit's local controller with Slurm's manners at the end of an attempt. SIGTERM to it ends the run."""
 
     def __init__(self, folder: Path) -> None:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from typing import Any
 
 import psutil
 import submitit
@@ -60,7 +61,7 @@ def cancel(plan: Plan, job_id: str) -> None:
         os.kill(int(job_id), signal.SIGTERM)
 
 
-class PlanLocalExecutor(submitit.LocalExecutor):  # type: ignore[misc]  # submitit is not followed by mypy
+class PlanLocalExecutor(submitit.LocalExecutor):
     """Runs a Plan's agents as tasks of one local job under our own controller."""
 
     def __init__(self, plan: Plan) -> None:
@@ -74,7 +75,7 @@ class PlanLocalExecutor(submitit.LocalExecutor):  # type: ignore[misc]  # submit
         found = [*self._plan.library_path, *inherited]
         return {"LD_LIBRARY_PATH": ":".join(found)} if found else {}
 
-    def _submit_command(self, command: str) -> LocalJob:
+    def _submit_command(self, command: str) -> LocalJob[Any]:
         tasks = self._num_tasks()
         environment = {
             **os.environ,

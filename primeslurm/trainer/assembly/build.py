@@ -34,9 +34,11 @@ _DERIVED = ("rotary_emb.inv_freq",)
 
 
 def build(recipe: Recipe, world: World, attention: Literal["varlen", "flex"] | None = None) -> PolicyModel:
-    """The recipe's model, sharded over `world`, with the weights of `recipe.model.path`.
+    """Build the recipe's model, sharded over `world`, with the weights of `recipe.model.path`.
 
     Args:
+        recipe: names the model and says how it is trained.
+        world: the ranks that share it.
         attention: the kernel of attention layers, instead of the one that fits dtype and device.
 
     Raises:
@@ -53,9 +55,13 @@ def build(recipe: Recipe, world: World, attention: Literal["varlen", "flex"] | N
 def assemble(
     config: Any, source: Path, recipe: Recipe, world: World, attention: Literal["varlen", "flex"] | None = None
 ) -> PolicyModel:
-    """The model of a transformers config, sharded over `world`; no weights are read from `source`.
+    """Assemble the model of a transformers config, sharded over `world`; no weights are read from `source`.
 
     Args:
+        config: what transformers knows of the model.
+        source: the directory of its checkpoint.
+        recipe: says how the model is trained.
+        world: the ranks that share it.
         attention: as for `build`.
 
     Raises:
@@ -145,7 +151,7 @@ def _initialise(model: Any, memory: Memory, device: torch.device) -> None:
 
 
 def _with_unchanged(policy: PolicyModel, world: World) -> PolicyModel:
-    """With what the checkpoint has beside the model, if anybody insists on it."""
+    """Add what the checkpoint has beside the model, if anybody insists on it."""
     beginnings: tuple[str, ...] = getattr(policy.adapter, "unchanged", ())
     if not beginnings:
         return policy

@@ -30,5 +30,5 @@ class ModelDraft:
 
     @property
     def config(self) -> Any:
-        """torchtitan's config of the model, which is changed in place before the model is built of it."""
+        """The model's config in torchtitan, which is changed in place before the model is built of it."""
         return self.spec.model

@@ -43,7 +43,7 @@ class PolicyModel:
     """Names of the weights that the source stores in FP8."""
 
     def weights(self) -> dict[str, Any]:
-        """The model's own tensors, without adapters."""
+        """Return the model's own tensors, without adapters."""
         return lora.base_weights(self.model)
 
     @property
@@ -93,10 +93,13 @@ class PolicyModel:
         """Run the model on packed rows, and return what a loss takes.
 
         Args:
-            tokens, positions, routed, images: as for `logits`.
+            tokens: [rows, seq_len].
+            positions: as for `logits`.
             mask: whether the token that a position predicts is trained, [rows, seq_len], in host memory: a device would
                 have to be waited for to know how many are.
             targets: of shape [rows, seq_len], in host memory.
+            routed: as for `logits`.
+            images: as for `logits`.
 
         Returns:
             Log-probabilities, entropies and targets [trained tokens] of this rank's part of the rows.

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from primeslurm.recipe.sections.trainer import Checkpoint
 from primeslurm.records.events.training import CheckpointCommitted
 from primeslurm.trainer.distributed.world import World
-from primeslurm.trainer.loops.progress import PhaseTimer
+from primeslurm.trainer.loops.phase_timer import PhaseTimer
 from primeslurm.trainer.loops.step import Learner
 from primeslurm.wire import checkpoints
 from primeslurm.wire.link import LinkError, TrainerLink
@@ -63,26 +63,26 @@ class Checkpoints:
         pinned = world.device.type == "cuda"
         self._stager = DefaultStager(StagingOptions(pinned, False, False, pinned)) if config.asynchronous else None
 
-    def after(self, step: int, learner: Learner, progress: PhaseTimer) -> None:
+    def after(self, step: int, learner: Learner, timer: PhaseTimer) -> None:
         """Commit what has been written meanwhile, and save `step` if it is one of the interval.
 
         Raises:
             RankError: the disk or the orchestrator failed; earlier checkpoints are intact.
         """
         if self._writing is not None and self._world.decide(int(self._writing.done.done())):
-            self._conclude(progress)
+            self._conclude(timer)
         if step % self._config.interval == 0:
-            self._save(step, learner, progress)
+            self._save(step, learner, timer)
 
-    def finish(self, step: int, learner: Learner, progress: PhaseTimer) -> None:
+    def finish(self, step: int, learner: Learner, timer: PhaseTimer) -> None:
         """Save `step` unless that has been done, and return when everything is committed. The last call.
 
         Raises:
             RankError: as from `after`.
         """
         if step > self._saved:
-            self._save(step, learner, progress)
-        self._conclude(progress)
+            self._save(step, learner, timer)
+        self._conclude(timer)
         self._thread.shutdown()
         if self._stager is not None:
             self._stager.close()
@@ -114,11 +114,11 @@ class Checkpoints:
             directory.rename(directory.with_name(f"{directory.name}.damaged-{self._attempt}"))
         return 0
 
-    def _save(self, step: int, learner: Learner, progress: PhaseTimer) -> None:
-        self._conclude(progress)
+    def _save(self, step: int, learner: Learner, timer: PhaseTimer) -> None:
+        self._conclude(timer)
         directory = checkpoints.step_dir(self._run_dir, step)
         began = time.monotonic()
-        with progress.phase("snapshot"):
+        with timer.phase("snapshot"):
             self._on_main(lambda: self._begin(directory, step), f"checkpoint of step {step}")
             state = {name: part.state_dict() for name, part in _state(learner).items()}
             where: dict[str, Any] = {"checkpoint_id": directory / "trainer", "process_group": self._group}
@@ -130,7 +130,7 @@ class Checkpoints:
         self._writing = _Writing(step, began, self._thread.submit(self._write, write, directory, step))
         self._saved = step
         if self._stager is None:
-            self._conclude(progress)
+            self._conclude(timer)
 
     def _begin(self, directory: Path, step: int) -> None:
         """The orchestrator's part comes first, while its state is that of `step`."""
@@ -143,17 +143,17 @@ class Checkpoints:
         if self._world.is_main:
             checkpoints.commit(directory, step, self._attempt)
 
-    def _conclude(self, progress: PhaseTimer) -> None:
+    def _conclude(self, timer: PhaseTimer) -> None:
         """Wait for the checkpoint that is being written, if any, and tell everyone that it is committed."""
         if self._writing is None:
             return
         writing, self._writing = self._writing, None
         doing = f"checkpoint of step {writing.step}"
-        with progress.phase("checkpoint"):
+        with timer.phase("checkpoint"):
             self._world.agree(_failure(writing.done), doing)
             self._on_main(lambda: self._announce(writing.step), doing)
-        progress.took("checkpoint", time.monotonic() - writing.began)
-        progress.journal.write(CheckpointCommitted(writing.step))
+        timer.took("checkpoint", time.monotonic() - writing.began)
+        timer.journal.write(CheckpointCommitted(writing.step))
 
     def _announce(self, step: int) -> None:
         if self._link is not None:

@@ -18,7 +18,7 @@ class MatrixProductsAC(SelectiveAC):
 
     @dataclass(kw_only=True, slots=True)
     class Config(SelectiveAC.Config):
-        pass
+        """As SelectiveAC's."""
 
     def get_save_ops(self) -> set[Any]:
         """Operations whose results are kept."""

@@ -78,13 +78,16 @@ class _Rounded(torch.autograd.Function):
 
 
 def linear_product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """rows [..., k] times weight [n, k]: [..., n]."""
+    """Multiply rows [..., k] by weight [n, k]: [..., n]."""
     product: torch.Tensor = _LinearProduct.apply(_filled(rows, -1), _filled(weight, -1, -2))
     return product[..., : len(weight)]
 
 
 def grouped_product(rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """rows [rows, k], each times the weight [groups, n, k] of its group: [rows, n]. A group ends at its offset."""
+    """Multiply each of rows [rows, k] by the weight [groups, n, k] of its group: [rows, n].
+
+    A group ends at its offset.
+    """
     product: torch.Tensor = _GroupedProduct.apply(_filled(rows, -1), _filled(weight, -1, -2), offsets)
     return product[..., : weight.shape[1]]
 
@@ -105,7 +108,7 @@ def _grouped_times(rows: torch.Tensor, weight: Any, groups: Groups) -> torch.Ten
 
 
 def _filled(tensor: torch.Tensor, *dims: int) -> torch.Tensor:
-    """With zeros at the end of dimensions -1 or -2 up to a multiple of BLOCK."""
+    """Fill up with zeros at the end of dimensions -1 or -2 up to a multiple of BLOCK."""
     columns, rows = (-tensor.shape[dim] % BLOCK if dim in dims else 0 for dim in (-1, -2))
     return F.pad(tensor, (0, columns, 0, rows)) if columns or rows else tensor
 
@@ -114,7 +117,7 @@ class FP8Linear(Linear):
     """Linear in block-scaled FP8; a bias is added in the compute dtype."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """[..., in_features] to [..., out_features]."""
+        """Map [..., in_features] to [..., out_features]."""
         product = linear_product(input, self.weight)
         return product if self.bias is None else product + self.bias
 
@@ -141,6 +144,8 @@ def adapt(model: nn.Module, state_dict_adapter: Any, stored: frozenset[str]) -> 
     """Have a model's projections and experts compute in FP8. Call it before the model is split over ranks.
 
     Args:
+        model: built, on the meta device.
+        state_dict_adapter: of the model, to Hugging Face names.
         stored: names of what the model's checkpoint stores in FP8, if it does: no other projection is one of FP8 then.
     """
     for name, module in model.named_modules():

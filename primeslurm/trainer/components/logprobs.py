@@ -129,6 +129,8 @@ class ScoringHead(Linear):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Linear.Config):
+        """Linear's, and how the head is computed."""
+
         chunk: int | None = None
         """As in `token_logprobs`."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import functools
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -114,9 +114,10 @@ def _unknown(name: str, valid: list[str]) -> str:
     return f"trainer.lora.targets = {name}: this model has no such layers ({hint}valid: {', '.join(valid)})"
 
 
-def _attach(module: nn.Module, lora: Lora, seed: str) -> None:
+def _attach(module: Linear | compat.Experts, lora: Lora, seed: str) -> None:
     experts = isinstance(module, compat.Experts)
-    initial, like = {}, {}
+    initial: dict[str, Callable[..., Any]] = {}
+    like: dict[str, str] = {}
     for weight in EXPERT_WEIGHTS if experts else ("weight",):
         parameter = getattr(module, weight)
         *stack, rows, columns = parameter.shape

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 
 import torch
@@ -38,7 +38,7 @@ class Targets:
     def apply(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Targets:
         """The same with every tensor changed."""
         values = {spec.name: getattr(self, spec.name) for spec in fields(self)}
-        return Targets(**{name: None if value is None else change(value) for name, value in values.items()})
+        return replace(self, **{name: change(value) for name, value in values.items() if value is not None})
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ class Assignment:
 
     @classmethod
     def of(cls, owners: torch.Tensor, adapters: int) -> Assignment:
-        """From the adapter of each token, [rows, len], every one of them below `adapters`."""
+        """Sort tokens by the adapter of each, [rows, len], every one of them below `adapters`."""
         flat = owners.flatten()
         counts = torch.bincount(flat, minlength=adapters)
         return cls(flat.argsort(stable=True), counts.cumsum(0, dtype=torch.int32))
@@ -39,6 +39,8 @@ class MultiLora(nn.Module):
         scales: alpha / rank of each adapter.
     """
 
+    scales: torch.Tensor
+
     def __init__(self, linear: Linear, rank: int, scales: Sequence[float]) -> None:
         super().__init__()
         count = len(scales)
@@ -48,7 +50,7 @@ class MultiLora(nn.Module):
         self.register_buffer("scales", linear.weight.new_tensor(list(scales)))
 
     def forward(self, input: torch.Tensor, assignment: Assignment) -> torch.Tensor:
-        """[rows, len, in_features] to the change of the output, [rows, len, out_features]."""
+        """Map [rows, len, in_features] to the change of the output, [rows, len, out_features]."""
         rows = input.flatten(0, -2)[assignment.order]
         down = F.grouped_mm(rows, self.a, offs=assignment.offsets)
         up = F.grouped_mm(down, (self.b * self.scales[:, None, None]).mT, offs=assignment.offsets)

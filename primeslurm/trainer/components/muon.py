@@ -53,8 +53,8 @@ class Muon(torch.optim.Optimizer):
         super().__init__(named, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
         self._dtype = dtype
 
-    def step(self, closure: Any = None) -> None:
-        """Update every parameter that has a gradient. A collective."""
+    def step(self, closure: Any = None) -> Any:
+        """Update every parameter that has a gradient. A collective; it calls no closure and returns None."""
         with torch.no_grad():
             for group in self.param_groups:
                 for together in _bunches(group["params"]):

@@ -18,7 +18,7 @@ from torchtitan.components.optimizer.utils import (
 from primeslurm.recipe.sections.trainer import Optimizer
 from primeslurm.trainer.components.muon import Muon
 
-Named = list[tuple[str, torch.Tensor]]
+Named = Iterable[tuple[str, torch.Tensor]]
 _IN_A_LAYER = re.compile(r"(^|\.)layers\.\d+\.")
 # Routers choose, biases and convolutions are stored as matrices without being any.
 _NO_MATRIX = re.compile(r"\b(router|gate|conv1d)\.|bias")
@@ -27,11 +27,11 @@ _NO_MATRIX = re.compile(r"\b(router|gate|conv1d)\.|bias")
 class SignSGD(torch.optim.Optimizer):
     """Every weight moves by the learning rate against the sign of its gradient. It has no state."""
 
-    def __init__(self, named: Iterable[tuple[str, torch.Tensor]], lr: float, weight_decay: float) -> None:
+    def __init__(self, named: Named, lr: float, weight_decay: float) -> None:
         super().__init__(named, {"lr": lr, "weight_decay": weight_decay})
 
-    def step(self, closure: Any = None) -> None:
-        """Update every parameter that has a gradient."""
+    def step(self, closure: Any = None) -> Any:
+        """Update every parameter that has a gradient; it calls no closure and returns None."""
         with torch.no_grad():
             for group in self.param_groups:
                 for parameter in group["params"]:
@@ -68,7 +68,7 @@ class Optimizers:
             optimizer.zero_grad()
 
     def state_dict(self) -> dict[str, Any]:
-        """State and settings by parameter name."""
+        """Return state and settings by parameter name."""
         result: dict[str, Any] = {}
         for optimizer in self._optimizers:
             init_optim_state(optimizer)
@@ -76,16 +76,18 @@ class Optimizers:
         return result
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of `state_dict`."""
+        """Take back what `state_dict` returned."""
         for optimizer in self._optimizers:
             init_optim_state(optimizer)  # says which state is expected
             load_flat_optim_state_dict(optimizer, state)
 
 
 def build(config: Optimizer, model: torch.nn.Module, dtype: torch.dtype) -> Optimizers:
-    """The recipe's optimizer over all trained parameters.
+    """Build the recipe's optimizer over all trained parameters.
 
     Args:
+        config: the recipe's.
+        model: whose trained parameters are given to it by name.
         dtype: in which Muon orthogonalizes.
     """
     trained = [(canonical_fqn(name), p) for name, p in model.named_parameters() if p.requires_grad]
@@ -113,7 +115,7 @@ def is_matrix(name: str, parameter: torch.Tensor) -> bool:
 
 
 def schedule(config: Optimizer, max_steps: int, optimizers: Optimizers) -> Any:
-    """The learning rate's course: linear warm-up, then constant, or falling to its floor at the last step."""
+    """Build the learning rate's schedule: linear warm-up, then constant, or falling to its floor at the last step."""
     constant = config.schedule == "constant"
     return LRSchedulersContainer.Config(
         warmup_steps=config.warmup_steps,

@@ -22,6 +22,8 @@ class ReplayRouter(TokenChoiceTopKRouter):
 
     @dataclass(kw_only=True, slots=True)
     class Config(TokenChoiceTopKRouter.Config):
+        """TokenChoiceTopKRouter's, and where the router is."""
+
         layer: int = -1
         """Index among all layers of the model."""
 
@@ -63,9 +65,10 @@ def narrow(routed: torch.Tensor) -> torch.Tensor:
 
 
 def assign(model: torch.nn.Module, routed: torch.Tensor | None) -> None:
-    """What the routers of a model replay in the next forward pass and its backward pass, which may compute it anew.
+    """Set what a model's routers replay in the next forward pass, and its backward pass, which may compute it anew.
 
     Args:
+        model: whose routers these are.
         routed: `narrow`ed [rows, len, layers, top_k], as described in `wire.routed_experts`. None: nothing.
 
     Raises:

@@ -196,8 +196,10 @@ class SparseMla(Module):
         """Outputs of all heads [rows, queries, heads, v_head_dim].
 
         Args:
-            q_nope: [rows, queries, heads, nope], q_rope: [rows, queries, heads, rope].
-            kv_latent: [rows, keys, rank], k_rope: [rows, keys, rope].
+            q_nope: [rows, queries, heads, nope].
+            q_rope: [rows, queries, heads, rope].
+            kv_latent: [rows, keys, rank].
+            k_rope: [rows, keys, rope].
             up: weight of the up-projection, [heads x (nope + v_head_dim), rank].
             indices: the selected keys, as `sparse_mla` takes them.
             scale: of the scores.

@@ -29,7 +29,7 @@ class VarlenAttention(titan.VarlenAttention):
 
     @dataclass(kw_only=True, slots=True)
     class Config(titan.VarlenAttention.Config):
-        pass
+        """As torchtitan's."""
 
     def forward(
         self,
@@ -42,9 +42,12 @@ class VarlenAttention(titan.VarlenAttention):
         enable_gqa: bool = False,
         out_transform: OutTransform | None = None,
     ) -> torch.Tensor:
-        """Attend from queries to keys and values, each [rows, length, heads, size]; rows are packed one after another.
+        """Attend from queries to keys and values; rows are packed one after another.
 
         Args:
+            q_BLNH: queries [rows, length, heads, size].
+            k_BLNH: keys [rows, keys, kv_heads, size].
+            v_BLNH: values [rows, keys, kv_heads, size].
             attention_masks: boundaries of documents among all queries and among all keys.
             scale: of the scores; 1 / sqrt(size) if not given.
             enable_gqa: ignored, the heads say so themselves.
@@ -71,7 +74,7 @@ def flash(
     scale: float | None,
     window: tuple[int, int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tensors [tokens, heads, size] to outputs, and log-sum-exp [heads, tokens]. Computes in bfloat16."""
+    """Attend in bfloat16: [tokens, heads, size] to outputs of that shape, and log-sum-exp [heads, tokens]."""
     second_generation = current_flash_attention_impl() in (None, "FA2")
     value_size, scale = v.shape[-1], scale if scale is not None else q.shape[-1] ** -0.5
     q, k, v = (tensor.bfloat16() for tensor in (q, k, v))
@@ -104,7 +107,7 @@ def _is_latent(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
 
 
 def _wide(tensor: torch.Tensor, size: int) -> torch.Tensor:
-    """With zeros at the end of every head: they add nothing to scores."""
+    """Add zeros at the end of every head: they add nothing to scores."""
     return F.pad(tensor, (0, size - tensor.shape[-1])) if tensor.shape[-1] < size else tensor
 
 
@@ -116,7 +119,7 @@ def dense(
     scale: float | None,
     window: tuple[int, int],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `flash`, with all scores at once and in the tensors' dtype."""
+    """Compute as `flash` does, with all scores at once and in the tensors' dtype."""
     k, v = (tensor.repeat_interleave(q.shape[1] // tensor.shape[1], dim=1) for tensor in (k, v))
     scores = torch.einsum("qnh,knh->nqk", q, k) * (scale if scale is not None else q.shape[-1] ** -0.5)
     scores = scores.masked_fill(~visible(documents, window), -torch.inf)
@@ -124,7 +127,7 @@ def dense(
 
 
 def visible(documents: VarlenMetadata, window: tuple[int, int]) -> torch.Tensor:
-    """Which key each query sees, [queries, keys].
+    """Return which key each query sees, [queries, keys].
 
     Args:
         documents: boundaries among queries and keys; a document's last query is its last key.
@@ -143,7 +146,7 @@ def visible(documents: VarlenMetadata, window: tuple[int, int]) -> torch.Tensor:
 
 
 def _places(boundaries: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of every token: which document it is of, and how far it is from that document's end (negative)."""
+    """Return of every token which document it is of, and how far it is from that document's end (negative)."""
     lengths = boundaries.diff()
     document = torch.repeat_interleave(torch.arange(len(lengths), device=boundaries.device), lengths)
     index = torch.arange(int(boundaries[-1]), device=boundaries.device)

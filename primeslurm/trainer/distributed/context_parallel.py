@@ -187,11 +187,13 @@ def all_heads(rows: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
 
 
 def local_documents(documents: VarlenMetadata, seq_len: int, rank: int, ranks: int) -> LocalDocuments:
-    """What the queries of one rank see.
+    """Work out what the queries of one rank see.
 
     Args:
         documents: boundaries of the documents of whole rows, one row after another; none crosses a row's end.
         seq_len: length of a row.
+        rank: this one, among those that share rows.
+        ranks: how many share rows.
     """
     boundaries = documents.cu_seq_q.tolist()
     piece = seq_len // ranks
@@ -210,7 +212,7 @@ def local_documents(documents: VarlenMetadata, seq_len: int, rank: int, ranks: i
 
 
 def local_block_mask(mask: BlockMask, rank: int, ranks: int) -> BlockMask:
-    """What the queries of one rank see, as a mask function and its blocks."""
+    """Return what the queries of one rank see, as a mask function and its blocks."""
     rows, heads, queries, keys = mask.shape
     first = rank * (queries // ranks)
 

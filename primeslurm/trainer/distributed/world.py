@@ -46,7 +46,7 @@ class World:
         return self.rank == 0
 
     def decide(self, choice: int) -> int:
-        """Rank 0's choice, on every rank."""
+        """Return rank 0's choice, on every rank."""
         value = torch.tensor([choice])
         dist.broadcast(value, src=0, group=self.control)
         return int(value.item())
@@ -63,24 +63,24 @@ class World:
             raise RankError(f"{doing} failed: {'; '.join(failed)}") from error
 
     def collect(self, value: T) -> list[T]:
-        """Every rank's value, by rank, on every rank."""
+        """Return every rank's value, by rank, on every rank."""
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.control)
         return values
 
     def share(self, value: T) -> T:
-        """Rank 0's value, on every rank."""
+        """Return rank 0's value, on every rank."""
         values = [value]
         dist.broadcast_object_list(values, src=0, group=self.control)
         return values[0]
 
     def sum(self, values: torch.Tensor) -> torch.Tensor:
-        """Element-wise sum over all ranks."""
+        """Return the element-wise sum over all ranks; `values` is changed to it."""
         dist.all_reduce(values)
         return values
 
     def peak_memory_bytes(self) -> int:
-        """Most memory used so far: of the GPU, or of the process on CPU."""
+        """Return the most memory used so far: of the GPU, or of the process on CPU."""
         if self.device.type == "cuda":
             return int(torch.cuda.max_memory_allocated())
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -91,7 +91,7 @@ class World:
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of host memory on a device. Pinned first, or the host would wait for what the device has yet to do."""
+    """Copy a tensor to a device. It is pinned first, or the host would wait for what the device has yet to do."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
@@ -99,6 +99,7 @@ def join(interrupt: Interrupt, patience_s: int, host_tensors: bool = False) -> W
     """Join the job described by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
 
     Args:
+        interrupt: is told of the others' signals.
         patience_s: longest time that ranks wait for rank 0 between steps.
         host_tensors: whether meshes must also reduce tensors in host memory.
     """

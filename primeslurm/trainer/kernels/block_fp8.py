@@ -62,7 +62,7 @@ class Groups:
     @classmethod
     @functools.lru_cache(maxsize=1)
     def of(cls, offsets: torch.Tensor) -> Groups:
-        """From the end of each group, [groups] int32. Waits for the device: the host has to know the sizes.
+        """Lay out groups by where each ends, [groups] int32. Waits for the device: the host has to know the sizes.
 
         The products of a layer share one tensor of offsets, and only the first of them waits.
         """
@@ -78,7 +78,7 @@ class Groups:
         return cls(sizes, bounds.int(), places, sources, owners)
 
     def padded(self, matrix: torch.Tensor) -> torch.Tensor:
-        """[rows, k] to [padded rows, k], with zeros in between."""
+        """Spread [rows, k] to [padded rows, k], with zeros in between."""
         result = matrix.new_zeros(len(self.owners), matrix.shape[1])
         result[self.places] = matrix
         return result

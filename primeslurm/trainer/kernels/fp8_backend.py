@@ -16,19 +16,19 @@ class Backend(Protocol):
     """Products of quantised operands, accumulated in float32."""
 
     def product(self, a: Quantised, b: Quantised) -> torch.Tensor:
-        """a [m, k] in ROWS times b [n, k] in BLOCKS: [m, n]."""
+        """Multiply a [m, k] in ROWS by b [n, k] in BLOCKS: [m, n]."""
 
     def grouped_product(self, a: Quantised, b: Quantised, groups: Groups) -> torch.Tensor:
-        """a [padded rows, k] in ROWS, each row times its group's b [groups, n, k] in BLOCKS: [padded rows, n].
+        """Multiply each row of a [padded rows, k] in ROWS by its group's b [groups, n, k] in BLOCKS: [padded rows, n].
 
         Padding rows of the result are undefined.
         """
 
     def outer(self, a: Quantised, b: Quantised) -> torch.Tensor:
-        """a [n, rows] times b [k, rows], both in ROWS: [n, k] in float32."""
+        """Multiply a [n, rows] by b [k, rows], both in ROWS: [n, k] in float32."""
 
     def grouped_outer(self, a: Quantised, b: Quantised, groups: Groups) -> torch.Tensor:
-        """The same for each group of what `quantise_groups_transposed` makes: [groups, n, k] in float32."""
+        """Do the same for each group of what `quantise_groups_transposed` makes: [groups, n, k] in float32."""
 
 
 class Emulated:

@@ -95,9 +95,10 @@ def _quantise_tile_of_group(  # type: ignore[no-untyped-def]
 def quantise(
     matrix: torch.Tensor, sources: torch.Tensor | None, tall: bool, smallest: float, largest: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Data and scales of a matrix [..., n, k] with any strides on a GPU.
+    """Data and scales of a matrix.
 
     Args:
+        matrix: [..., n, k] with any strides, on a GPU.
         sources: [rows] int32, for one matrix: which of its rows is each row of the result; -1 is a row of zeros.
         tall: whether blocks are 128 rows high instead of one. They are 128 columns wide.
         smallest: no block's amax counts as less.

@@ -23,7 +23,8 @@ def index_scores(
         query: [queries, heads, head_dim], bfloat16; head_dim is a power of two.
         keys: [keys, head_dim], bfloat16.
         weight: [queries, heads], float32.
-        first, last: the keys that each query may see, [queries].
+        first: the first key that each query may see, [queries].
+        last: the last one, [queries].
     """
     queries, heads, size = query.shape
     scores = torch.empty(queries, len(keys), dtype=torch.float32, device=keys.device)

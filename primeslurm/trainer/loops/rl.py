@@ -10,7 +10,7 @@ from primeslurm.records.events.training import CheckpointLoaded, StepTrained, Tr
 from primeslurm.records.journal import Journal
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
 from primeslurm.trainer.distributed.world import World
-from primeslurm.trainer.loops.progress import PhaseTimer
+from primeslurm.trainer.loops.phase_timer import PhaseTimer
 from primeslurm.trainer.loops.step import Learner
 from primeslurm.trainer.weight_transfer.transports import WeightTransfer
 from primeslurm.wire import exits
@@ -51,7 +51,7 @@ class RlTask:
         self._world = world
         self._link = link
         self._journal = journal
-        self._progress = PhaseTimer(journal, record=world.is_main)
+        self._timer = PhaseTimer(journal, record=world.is_main)
 
     def run(self) -> int:
         """Train until max_steps, the orchestrator's stop, or an interrupt. Returns the process's exit code.
@@ -62,26 +62,26 @@ class RlTask:
         step = self._resume()
         choice = Choice.FINISHED
         while step < self._recipe.max_steps:
-            with self._progress.phase("wait"):
+            with self._timer.phase("wait"):
                 choice, batch = self._next(step + 1)
             if choice is Choice.TRANSFER:
-                with self._progress.phase("publish"):
+                with self._timer.phase("publish"):
                     self._transfer.repeat(step)
                 continue
             if batch is None:
                 break
             step += 1
             self._step(step, batch)
-        self._saver.finish(step, self._learner, self._progress)
+        self._saver.finish(step, self._learner, self._timer)
         interrupted = choice is Choice.INTERRUPTED
         self._journal.write(TrainerStopped(step, "interrupted" if interrupted else "finished"))
         return exits.CHECKPOINTED if interrupted else 0
 
     def _resume(self) -> int:
         """Load the newest checkpoint, and have engines take its policy."""
-        self._progress.step = step = self._saver.restore(self._learner)
+        self._timer.step = step = self._saver.restore(self._learner)
         self._journal.write(CheckpointLoaded(step))
-        with self._progress.phase("publish"):
+        with self._timer.phase("publish"):
             self._transfer.resume(step)
         return step
 
@@ -118,18 +118,18 @@ class RlTask:
         return self._link.get_batch(step, policy.dp_rank, policy.dp_world, timeout_s, interrupted)
 
     def _step(self, step: int, batch: Batch) -> None:
-        self._progress.step = step
-        metrics = self._learner.train(batch, self._progress)
+        self._timer.step = step
+        metrics = self._learner.train(batch, self._timer)
         self._transfer_policy(step)
         # Checkpoint seconds are those since the last report: a step is reported before it is saved.
-        metrics |= self._progress.take()
+        metrics |= self._timer.take()
         if self._world.is_main:
             self._link.step_done(step, metrics)
             self._journal.write(StepTrained(step, metrics["loss"], metrics["off_policy_kl"]))
             log.info("step %d: %s", step, "  ".join(f"{k} {v:.4g}" for k, v in metrics.items()))
-        self._saver.after(step, self._learner, self._progress)
+        self._saver.after(step, self._learner, self._timer)
 
     def _transfer_policy(self, version: int) -> None:
-        with self._progress.phase("publish"):
+        with self._timer.phase("publish"):
             sent_s = self._transfer.transfer(version)
         self._journal.write(WeightsPublished(version, round(sent_s, 3)))

@@ -13,7 +13,7 @@ from primeslurm.records.metrics import MetricsLog
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
 from primeslurm.trainer.data import sft_data
 from primeslurm.trainer.distributed.world import World
-from primeslurm.trainer.loops.progress import PhaseTimer
+from primeslurm.trainer.loops.phase_timer import PhaseTimer
 from primeslurm.trainer.loops.step import Learner
 from primeslurm.trainer.weight_transfer.publisher import Publisher
 from primeslurm.wire import exits
@@ -44,7 +44,7 @@ class SftTask:
         self._world = world
         self._examples = examples
         self._journal = journal
-        self._progress = PhaseTimer(journal, record=world.is_main)
+        self._timer = PhaseTimer(journal, record=world.is_main)
 
     def run(self) -> int:
         """Train until max_steps or an interrupt. Returns the process's exit code.
@@ -52,22 +52,22 @@ class SftTask:
         Raises:
             RankError: a disk or a rank failed; what was committed is intact.
         """
-        self._progress.step = step = self._saver.restore(self._learner)
+        self._timer.step = step = self._saver.restore(self._learner)
         self._journal.write(CheckpointLoaded(step))
         metrics = MetricsLog(self._run_dir, step, **self._recipe.metrics_options()) if self._world.is_main else None
         interrupted = False
         while step < self._recipe.max_steps and not interrupted:
             step += 1
-            self._progress.step = step
-            values = self._learner.train(self._batch(step), self._progress) | self._progress.take()
+            self._timer.step = step
+            values = self._learner.train(self._batch(step), self._timer) | self._timer.take()
             if metrics is not None:
                 metrics.write(step, values)
                 log.info("step %d: %s", step, "  ".join(f"{name} {value:.4g}" for name, value in values.items()))
-            self._saver.after(step, self._learner, self._progress)
+            self._saver.after(step, self._learner, self._timer)
             interrupted = bool(self._world.decide(int(self._world.interrupt.requested())))
         if metrics is not None:
             metrics.close()
-        self._saver.finish(step, self._learner, self._progress)
+        self._saver.finish(step, self._learner, self._timer)
         finished = step == self._recipe.max_steps
         if finished:
             self._publish(step)
@@ -90,7 +90,7 @@ class SftTask:
     def _publish(self, step: int) -> None:
         if self._publisher.is_sound(step):
             return
-        with self._progress.phase("publish"):
+        with self._timer.phase("publish"):
             path = self._publisher.publish(step)
         self._journal.write(WeightsPublished(step))
         log.info("published %s", path)

@@ -16,7 +16,7 @@ from primeslurm.trainer.components.loss import LossFunction, Targets
 from primeslurm.trainer.data.image_positions import Images, read, vision_input
 from primeslurm.trainer.data.image_reader import ImageReader
 from primeslurm.trainer.distributed.world import World, to_device
-from primeslurm.trainer.loops.progress import PhaseTimer
+from primeslurm.trainer.loops.phase_timer import PhaseTimer
 from primeslurm.trainer.models.layers.vision import VisionInput
 from primeslurm.wire.rollouts import Batch, Row, stack
 
@@ -45,7 +45,7 @@ class Learner:
         self.optimizer = optimizers.build(optimizer, policy.model, policy.dtype)
         self.scheduler = optimizers.schedule(optimizer, max_steps, self.optimizer)
 
-    def train(self, batch: Batch, progress: PhaseTimer) -> dict[str, float]:
+    def train(self, batch: Batch, timer: PhaseTimer) -> dict[str, float]:
         """Train on this rank's share of a batch. All ranks call it together, with equally many rows.
 
         Returns:
@@ -57,12 +57,12 @@ class Learner:
             ValueError: there are images, but nothing that reads them.
         """
         tokens = max(1, batch.info.loss_tokens)
-        with progress.phase("forward_backward"):
+        with timer.phase("forward_backward"):
             totals = self._accumulate(batch, tokens)
-        with progress.phase("optimizer"):
+        with timer.phase("optimizer"):
             lr = self.optimizer.lr
             grad_norm = self._update()
-        seconds = progress.seconds("forward_backward") + progress.seconds("optimizer")
+        seconds = timer.seconds("forward_backward") + timer.seconds("optimizer")
         metrics = {name: value / tokens for name, value in totals.items()}
         if share := metrics.get("on_policy_fraction", 0.0):
             metrics["mismatch_kl"] /= share

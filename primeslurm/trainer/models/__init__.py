@@ -31,7 +31,7 @@ def is_generic(impl: str, hf_config: Any) -> bool:
 
 
 def spec(hf_config: Any, seq_len: int, attention: str) -> ModelSpec:
-    """The torchtitan spec of a Hugging Face config.
+    """Make the torchtitan spec of a Hugging Face config.
 
     Args:
         hf_config: a transformers config.

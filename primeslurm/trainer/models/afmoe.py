@@ -9,8 +9,7 @@ import torch
 from torchtitan.models.common import Embedding
 from torchtitan.protocols.model_spec import ModelSpec
 
-from primeslurm.trainer.models.adapters.names import DECODER, MOE, renamed
-from primeslurm.trainer.models.adapters.table import TableAdapter
+from primeslurm.trainer.models.adapters.table import DECODER, MOE, TableAdapter, renamed
 from primeslurm.trainer.models.layers import gqa
 from primeslurm.trainer.models.layers.common import MATRIX, linear, norm, refuse, silu_only
 from primeslurm.trainer.models.layers.moe import dense_or_moe
@@ -39,6 +38,8 @@ class ScaledEmbedding(Embedding):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Embedding.Config):
+        """Embedding's, and the constant."""
+
         scale: float
 
     def __init__(self, config: Config) -> None:
@@ -51,7 +52,7 @@ class ScaledEmbedding(Embedding):
 
 
 def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
-    """The torchtitan spec of an AFMoE config. Raises ValueError for features that are not implemented."""
+    """Make the torchtitan spec of an AFMoE config. Raises ValueError for features that are not implemented."""
     refuse(hf, **silu_only(hf))
     layers = [_layer(hf, index, attention) for index in range(hf.num_hidden_layers)]
     embedding = ScaledEmbedding.Config(

@@ -17,7 +17,7 @@ LATENT_EPS = 1e-6
 
 
 def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
-    """The torchtitan spec of a DeepSeek-V3 config. Raises ValueError for features that are not implemented."""
+    """Make the torchtitan spec of a DeepSeek-V3 config. Raises ValueError for features that are not implemented."""
     return ModelSpec(
         name="deepseek_v3",
         flavor=hf.model_type,

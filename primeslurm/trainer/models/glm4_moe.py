@@ -6,8 +6,7 @@ from typing import Any
 
 from torchtitan.protocols.model_spec import ModelSpec
 
-from primeslurm.trainer.models.adapters.names import DECODER, MOE
-from primeslurm.trainer.models.adapters.table import TableAdapter
+from primeslurm.trainer.models.adapters.table import DECODER, MOE, TableAdapter
 from primeslurm.trainer.models.layers import gqa
 from primeslurm.trainer.models.layers.common import norm, refuse, silu_only
 from primeslurm.trainer.models.layers.moe import dense_or_moe
@@ -21,7 +20,7 @@ class Glm4MoeAdapter(TableAdapter):
 
 
 def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
-    """The torchtitan spec of a GLM-4.5 config. Raises ValueError for features that are not implemented."""
+    """Make the torchtitan spec of a GLM-4.5 config. Raises ValueError for features that are not implemented."""
     refuse(hf, **silu_only(hf))
     layers = [_layer(hf, index, attention) for index in range(hf.num_hidden_layers)]
     return gqa.model_spec(hf, layers, Glm4MoeAdapter)

@@ -23,7 +23,7 @@ from primeslurm.trainer.models.layers.common import MATRIX, ends, refuse
 
 
 def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
-    """The torchtitan spec of a GLM-5 config. Raises ValueError for features that are not implemented."""
+    """Make the torchtitan spec of a GLM-5 config. Raises ValueError for features that are not implemented."""
     refuse(
         hf,
         q_lora_rank="" if hf.q_lora_rank else "none",

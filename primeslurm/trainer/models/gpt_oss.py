@@ -18,7 +18,7 @@ from torchtitan.protocols.module import Module
 
 from primeslurm.trainer.models.adapters.table import TableAdapter
 from primeslurm.trainer.models.layers.common import MATRIX, ends, linear, norm, refuse
-from primeslurm.trainer.models.layers.experts import local, routed, spread
+from primeslurm.trainer.models.layers.moe import local, routed, spread
 
 _PARAMETERS = ("gate_up_EDG", "gate_up_bias_EG", "down_EFD", "down_bias_ED")
 
@@ -31,6 +31,8 @@ class Experts(GroupedExperts):
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):
+        """GroupedExperts', and the constants of the activation."""
+
         alpha: float
         limit: float
 
@@ -44,7 +46,7 @@ class Experts(GroupedExperts):
         self.down_bias_ED = nn.Parameter(torch.empty(e, d))
 
     def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
-        """Tokens sorted by expert, [rows, dim], through their experts."""
+        """Run tokens sorted by expert, [rows, dim], through their experts."""
         gate_up, gate_up_bias, down, down_bias = (local(getattr(self, name), x_RD.dtype) for name in _PARAMETERS)
         offsets = torch.cumsum(num_tokens_per_expert_E, dim=0, dtype=torch.int32)
 
@@ -63,6 +65,8 @@ class Model(GptOssModel):
 
     @dataclass(kw_only=True, slots=True)
     class Config(GptOssModel.Config):
+        """As GptOssModel's, but its experts have other parameters."""
+
         def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
             """Fill in how modules are sharded."""
             GptOssModel.Config.update_from_config(self, config=config, **kwargs)
@@ -97,7 +101,7 @@ class Adapter(TableAdapter):
 
 
 def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
-    """The torchtitan spec of a GPT-OSS config. Raises ValueError for features that are not implemented.
+    """Make the torchtitan spec of a GPT-OSS config. Raises ValueError for features that are not implemented.
 
     `attention` changes nothing: only flex attention can train sinks.
     """

@@ -14,7 +14,7 @@ PREFIX = "language_model."
 
 
 def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
-    """The torchtitan spec of the config's text model. Raises ValueError for features that are not implemented."""
+    """Make the torchtitan spec of the config's text model. Raises ValueError for features that are not implemented."""
     text = kimi_k2.spec(hf.text_config, seq_len, attention)
     return replace(text, flavor=hf.model_type, state_dict_adapter=KimiStateDictAdapter)
 
@@ -26,9 +26,9 @@ class KimiStateDictAdapter(DeepSeekV3StateDictAdapter):
     """How names of tensors begin that are not the text model's."""
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Tensors under their Hugging Face names."""
+        """Return tensors under their Hugging Face names."""
         return {PREFIX + name: tensor for name, tensor in super().to_hf(state_dict).items()}
 
     def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Tensors under the model's names."""
+        """Return tensors under the model's names."""
         return dict(super().from_hf({name.removeprefix(PREFIX): t for name, t in hf_state_dict.items()}))

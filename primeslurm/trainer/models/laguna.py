@@ -6,8 +6,7 @@ from typing import Any
 
 from torchtitan.protocols.model_spec import ModelSpec
 
-from primeslurm.trainer.models.adapters.names import DECODER, MOE, renamed
-from primeslurm.trainer.models.adapters.table import TableAdapter
+from primeslurm.trainer.models.adapters.table import DECODER, MOE, TableAdapter, renamed
 from primeslurm.trainer.models.layers import gqa
 from primeslurm.trainer.models.layers.common import linear, norm, refuse, silu_only
 from primeslurm.trainer.models.layers.moe import dense_or_moe
@@ -27,7 +26,7 @@ class LagunaAdapter(TableAdapter):
 
 
 def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
-    """The torchtitan spec of a Laguna config. Raises ValueError for features that are not implemented."""
+    """Make the torchtitan spec of a Laguna config. Raises ValueError for features that are not implemented."""
     refuse(hf, moe_router_logit_softcapping=hf.moe_router_logit_softcapping, **silu_only(hf))
     layers = [_layer(hf, index, attention) for index in range(hf.num_hidden_layers)]
     return gqa.model_spec(hf, layers, LagunaAdapter)

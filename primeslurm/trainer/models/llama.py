@@ -6,8 +6,7 @@ from typing import Any
 
 from torchtitan.protocols.model_spec import ModelSpec
 
-from primeslurm.trainer.models.adapters.names import DECODER
-from primeslurm.trainer.models.adapters.table import TableAdapter
+from primeslurm.trainer.models.adapters.table import DECODER, TableAdapter
 from primeslurm.trainer.models.layers import gqa
 from primeslurm.trainer.models.layers.common import ffn, norm, refuse, silu_only
 from primeslurm.trainer.models.layers.rotary import rotary
@@ -20,7 +19,7 @@ class LlamaAdapter(TableAdapter):
 
 
 def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
-    """The torchtitan spec of a Llama config. Raises ValueError for features that are not implemented."""
+    """Make the torchtitan spec of a Llama config. Raises ValueError for features that are not implemented."""
     refuse(hf, mlp_bias=hf.mlp_bias, **silu_only(hf))
     layers = [_layer(hf, attention) for _ in range(hf.num_hidden_layers)]
     return gqa.model_spec(hf, layers, LlamaAdapter)

@@ -6,8 +6,7 @@ from typing import Any
 
 from torchtitan.protocols.model_spec import ModelSpec
 
-from primeslurm.trainer.models.adapters.names import DECODER, MOE, renamed
-from primeslurm.trainer.models.adapters.table import TableAdapter
+from primeslurm.trainer.models.adapters.table import DECODER, MOE, TableAdapter, renamed
 from primeslurm.trainer.models.layers import gqa
 from primeslurm.trainer.models.layers.common import norm, refuse, silu_only
 from primeslurm.trainer.models.layers.moe import sigmoid_moe
@@ -30,7 +29,7 @@ class MiniMaxM2Adapter(TableAdapter):
 
 
 def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
-    """The torchtitan spec of a MiniMax-M2 config. Raises ValueError for features that are not implemented."""
+    """Make the torchtitan spec of a MiniMax-M2 config. Raises ValueError for features that are not implemented."""
     refuse(hf, router_jitter_noise=hf.router_jitter_noise, **silu_only(hf))
     layers = [_layer(hf, attention) for _ in range(hf.num_hidden_layers)]
     return gqa.model_spec(hf, layers, MiniMaxM2Adapter)

@@ -24,8 +24,8 @@ from torchtitan.protocols.module import Module
 from primeslurm.trainer.models.adapters.table import TableAdapter
 from primeslurm.trainer.models.layers import relu2
 from primeslurm.trainer.models.layers.common import MATRIX, build_parts, ends, linear, norm, refuse
-from primeslurm.trainer.models.layers.experts import routed, spread
 from primeslurm.trainer.models.layers.mamba import Mamba2
+from primeslurm.trainer.models.layers.moe import routed, spread
 
 
 class NoPositions(Module):
@@ -33,7 +33,7 @@ class NoPositions(Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
-        pass
+        """Nothing."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class NoPositions(Module):
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries and keys as they are."""
+        """Return queries and keys as they are."""
         return query, key
 
 
@@ -50,6 +50,8 @@ class Block(Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
+        """The norm, and one of the others."""
+
         norm: RMSNorm.Config
         mamba: Mamba2.Config | None = None
         attention: GQAttention.Config | None = None
@@ -64,7 +66,7 @@ class Block(Module):
     def forward(
         self, x: torch.Tensor, attention_masks: AttentionMasksType | None, positions: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """[rows, length, dim] to the same."""
+        """Map hidden states [rows, length, dim] to the same shape."""
         normed = self.norm(x)
         if self.mamba is not None:
             return x + self.mamba(normed, positions)
@@ -78,6 +80,8 @@ class Model(Decoder):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Decoder.Config):
+        """As Decoder's, but its experts have other parameters."""
+
         def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
             """Fill in how modules are sharded."""
             Decoder.Config.update_from_config(self, config=config, **kwargs)
@@ -125,7 +129,7 @@ class Adapter(TableAdapter):
 
 
 def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
-    """The torchtitan spec of a Nemotron-H config. Raises ValueError for features that are not implemented."""
+    """Make the torchtitan spec of a Nemotron-H config. Raises ValueError for features that are not implemented."""
     refuse(
         hf,
         use_bias=hf.use_bias,

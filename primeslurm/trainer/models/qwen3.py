@@ -8,8 +8,7 @@ from torchtitan.models.common.config_utils import make_moe_config, make_routed_e
 from torchtitan.models.common.moe import MoE
 from torchtitan.protocols.model_spec import ModelSpec
 
-from primeslurm.trainer.models.adapters.names import DECODER, MOE
-from primeslurm.trainer.models.adapters.table import TableAdapter
+from primeslurm.trainer.models.adapters.table import DECODER, MOE, TableAdapter
 from primeslurm.trainer.models.layers import gqa
 from primeslurm.trainer.models.layers.common import EXPERTS, MATRIX, ffn, norm, refuse, silu_only
 from primeslurm.trainer.models.layers.rotary import rotary
@@ -22,7 +21,7 @@ class Qwen3Adapter(TableAdapter):
 
 
 def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
-    """The torchtitan spec of a Qwen3 config. Raises ValueError for features that are not implemented."""
+    """Make the torchtitan spec of a Qwen3 config. Raises ValueError for features that are not implemented."""
     window = getattr(hf, "use_sliding_window", False)  # Qwen3-VL has none
     refuse(hf, attention_bias=hf.attention_bias, use_sliding_window=window, **silu_only(hf))
     layers = [_layer(hf, index, attention) for index in range(hf.num_hidden_layers)]

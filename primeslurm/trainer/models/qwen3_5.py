@@ -22,13 +22,12 @@ from torchtitan.models.common.moe import GroupedExperts, MoE
 from torchtitan.protocols.model_spec import ModelSpec
 from torchtitan.protocols.module import Module
 
-from primeslurm.trainer.models.adapters.names import renamed
 from primeslurm.trainer.models.adapters.stacked import StackedAdapter
-from primeslurm.trainer.models.adapters.table import TableAdapter
+from primeslurm.trainer.models.adapters.table import TableAdapter, renamed
 from primeslurm.trainer.models.layers import vision
 from primeslurm.trainer.models.layers.common import EXPERTS, MATRIX, build_parts, ends, ffn, linear, refuse
 from primeslurm.trainer.models.layers.delta_net import DeltaNet
-from primeslurm.trainer.models.layers.experts import routed, spread
+from primeslurm.trainer.models.layers.moe import routed, spread
 from primeslurm.trainer.models.layers.rotary import Rotary, rotary
 
 
@@ -37,6 +36,8 @@ class OffsetNorm(Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
+        """Width, and what keeps the root from 0."""
+
         dim: int
         eps: float
 
@@ -46,7 +47,7 @@ class OffsetNorm(Module):
         self.weight = nn.Parameter(torch.empty(config.dim))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., dim] to the same."""
+        """Map [..., dim] to the same shape."""
         wide = x.float()
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return (normed * (1 + self.weight.float())).to(x.dtype)
@@ -57,6 +58,8 @@ class GatedAttention(BaseAttention):
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseAttention.Config):
+        """Projections, norms and embeddings."""
+
         head_dim: int
         wq: Linear.Config
         """Queries, each head's followed by its gate."""
@@ -75,7 +78,7 @@ class GatedAttention(BaseAttention):
     def forward(
         self, x: torch.Tensor, attention_masks: AttentionMasksType | None, positions: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """[rows, length, dim] to the same."""
+        """Map hidden states [rows, length, dim] to the same shape."""
         q, gate = self.wq(x).unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
         k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.wk, self.wv))
         q, k = self.rope(self.q_norm(q), self.k_norm(k), positions)
@@ -90,6 +93,8 @@ class Block(Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
+        """Two norms; attention or a delta net; a feed-forward network or experts."""
+
         attention_norm: OffsetNorm.Config
         ffn_norm: OffsetNorm.Config
         attention: GatedAttention.Config | None = None
@@ -103,9 +108,9 @@ class Block(Module):
         self.moe_enabled = config.moe is not None
 
     def forward(
-        self, x: torch.Tensor, attention_masks: AttentionMasksType | None, positions: torch.Tensor | None = None
+        self, x: torch.Tensor, attention_masks: AttentionMasksType | None, positions: torch.Tensor
     ) -> torch.Tensor:
-        """[rows, length, dim] to the same."""
+        """Map hidden states [rows, length, dim] to the same shape."""
         normed = self.attention_norm(x)
         if self.attention is not None:
             x = x + self.attention(normed, attention_masks, positions)
@@ -120,6 +125,8 @@ class Model(vision.Decoder):
 
     @dataclass(kw_only=True, slots=True)
     class Config(vision.Decoder.Config):
+        """As vision.Decoder's, but its experts have other parameters."""
+
         def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
             """Fill in how modules are sharded."""
             vision.Decoder.Config.update_from_config(self, config=config, **kwargs)
@@ -189,7 +196,7 @@ class WholeAdapter(vision.SeeingAdapter):
 
 
 def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
-    """The torchtitan spec of a Qwen3.5 config. Raises ValueError for features that are not implemented."""
+    """Make the torchtitan spec of a Qwen3.5 config. Raises ValueError for features that are not implemented."""
     whole, hf = hf, hf.get_text_config()
     refuse(
         hf,

@@ -8,15 +8,15 @@ from typing import Any
 from torchtitan.protocols.model_spec import ModelSpec
 
 from primeslurm.trainer.models import qwen3
-from primeslurm.trainer.models.adapters.names import DECODER, MOE, renamed
 from primeslurm.trainer.models.adapters.stacked import StackedAdapter
+from primeslurm.trainer.models.adapters.table import DECODER, MOE, renamed
 from primeslurm.trainer.models.layers import vision
 
 _BELOW = {"model.": "model.language_model."}
 
 
 def spec(hf: Any, seq_len: int, attention: str) -> ModelSpec:
-    """The torchtitan spec of a Qwen3-VL config. Raises ValueError for features that are not implemented."""
+    """Make the torchtitan spec of a Qwen3-VL config. Raises ValueError for features that are not implemented."""
     text = hf.text_config
     text.tie_word_embeddings = hf.tie_word_embeddings
     made = qwen3.spec(text, seq_len, attention)

@@ -1,4 +1,4 @@
-"""The senders' end of a session: all trainer ranks send the policy to engines that want it, between two steps."""
+"""The senders' end of a transfer session: between two steps, trainer ranks send the policy to engines that want it."""
 
 from __future__ import annotations
 

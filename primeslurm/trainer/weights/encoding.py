@@ -37,7 +37,7 @@ def in_fp8(name: str) -> bool:
 
 
 def cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor in the dtype in which it leaves the trainer."""
+    """Return a tensor in the dtype in which it leaves the trainer."""
     return tensor if name.endswith(_EXACT) else tensor.to(dtype)
 
 
@@ -67,7 +67,7 @@ class Encoding:
         return torch.float32 if self.stored else self.dtype
 
     def encode(self, name: str, tensor: torch.Tensor, experts: Sequence[int] = ()) -> dict[str, torch.Tensor]:
-        """A tensor, or a stack of experts under a name with `{}` for their number, as what leaves the trainer."""
+        """Encode a tensor, or a stack of experts under a name with `{}` for their number, as it leaves the trainer."""
         # A layer's experts are in one format: engines hold them so.
         alone = (name.format(experts[0]), tensor[0]) if experts else (name, tensor)
         if not self._in_fp8(*alone):
@@ -76,7 +76,7 @@ class Encoding:
         return {name: quantised.data, name + FP8_SCALE: quantised.scales}
 
     def quantization(self, names: set[str]) -> dict[str, Any] | None:
-        """config.json's `quantization_config` of a model with tensors `names`, if there is one."""
+        """Return config.json's `quantization_config` of a model with tensors `names`, if there is one."""
         if not (self.fp8 or self.stored):
             return None
         weights = {name for name in names if name.endswith(".weight")}
@@ -96,7 +96,7 @@ class Encoding:
 
 
 def published(recipe: Recipe, stored: frozenset[str]) -> Encoding:
-    """What becomes of the policies of a run whose model is stored in FP8 as far as `stored` says.
+    """Say what becomes of the policies of a run whose model is stored in FP8 as far as `stored` says.
 
     Engines get what they compute in; what SFT has made is not quantised.
     """

@@ -34,12 +34,12 @@ class Part:
     """Its shape and dtype are those of the whole."""
 
     def whole(self) -> torch.Tensor:
-        """The whole tensor (a collective of the ranks that have this part, in the order of parts)."""
+        """Gather the whole tensor (a collective of the ranks that have this part, in the order of parts)."""
         return lora.whole(self.sharded)
 
 
 def parts(policy: PolicyModel, dtype: torch.dtype, world: World) -> Iterator[list[Part]]:
-    """What this rank hands on or helps to gather, layer by layer; what belongs to no layer comes first."""
+    """Yield what this rank hands on or helps to gather, layer by layer; what belongs to no layer comes first."""
     turns = _Turns(world, policy.dims)
     beside = [Part(name, True, cast(name, t.to(policy.device), dtype)) for name, t in policy.unchanged.items()]
     for state in _layers(policy, dtype):
@@ -52,7 +52,7 @@ def parts(policy: PolicyModel, dtype: torch.dtype, world: World) -> Iterator[lis
 
 
 def export(policy: PolicyModel, dtype: torch.dtype) -> Iterator[dict[str, torch.Tensor]]:
-    """Whole tensors under Hugging Face names, one layer at a time, on every rank (a collective).
+    """Yield whole tensors under Hugging Face names, one layer at a time, on every rank (a collective).
 
     The first dictionary holds what belongs to no layer. For looking at small models: each rank gathers whole layers,
     experts included.
@@ -62,7 +62,7 @@ def export(policy: PolicyModel, dtype: torch.dtype) -> Iterator[dict[str, torch.
 
 
 def by_layer(names: Iterable[str]) -> list[list[str]]:
-    """Names of a state dict, those of a layer together; what belongs to no layer comes first."""
+    """Group names of a state dict, those of a layer together; what belongs to no layer comes first."""
     layers: dict[int, list[str]] = {}
     for name in names:
         match = _LAYER.search(name)
@@ -80,13 +80,13 @@ class _Turns:
         self._turns: Counter[tuple[int, ...]] = Counter()
 
     def owns(self, tensor: Any) -> bool:
-        """For a tensor that came out of sharded ones: this rank's own, or still sharded."""
+        """Say who hands on a tensor that came out of sharded ones: this rank's own, or still sharded."""
         if not isinstance(tensor, DTensor):
             return self._first_replica
         return self._next(tuple(tensor.device_mesh.mesh.flatten().tolist()))
 
     def takes(self) -> bool:
-        """For a tensor that every rank has."""
+        """Say who hands on a tensor that every rank has."""
         return self._next(tuple(range(self._world.size)))
 
     def _next(self, ranks: tuple[int, ...]) -> bool:

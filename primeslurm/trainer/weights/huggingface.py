@@ -22,7 +22,7 @@ _COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model")
 
 
 def load_config(directory: Path) -> Any:
-    """The transformers config of a model directory.
+    """Read the transformers config of a model directory.
 
     Raises:
         ValueError: no such model type, or weights stored in a way that is not read.
@@ -56,14 +56,14 @@ def _is_block_fp8(stored: Mapping[str, Any]) -> bool:
 
 
 def reader(directory: Path, config: Any) -> HuggingFaceStorageReader:
-    """What reads the tensors of a model directory, in float32 if they are stored in FP8."""
+    """Make what reads the tensors of a model directory, in float32 if they are stored in FP8."""
     if is_quantized(config):
         return QuantizedHuggingFaceStorageReader(str(directory), thread_count=4, block_size=FP8_BLOCK)
     return HuggingFaceStorageReader(str(directory))
 
 
 def tensor_names(directory: Path) -> set[str]:
-    """Names of all tensors in the directory's safetensors files."""
+    """Return the names of all tensors in the directory's safetensors files."""
     names: set[str] = set()
     for file in sorted(directory.glob("*.safetensors")):
         with safe_open(file, framework="pt") as handle:
@@ -72,7 +72,7 @@ def tensor_names(directory: Path) -> set[str]:
 
 
 def tensors_beginning(directory: Path, beginnings: tuple[str, ...]) -> dict[str, torch.Tensor]:
-    """The tensors of a model directory whose names begin with one of `beginnings`, as they are stored."""
+    """Read the tensors of a model directory whose names begin with one of `beginnings`, as they are stored."""
     found: dict[str, torch.Tensor] = {}
     for file in sorted(directory.glob("*.safetensors")):
         with safe_open(file, framework="pt") as handle:
@@ -81,7 +81,7 @@ def tensors_beginning(directory: Path, beginnings: tuple[str, ...]) -> dict[str,
 
 
 def fp8_names(directory: Path) -> frozenset[str]:
-    """Names of the weights that a model directory stores in FP8 with scales."""
+    """Return the names of the weights that a model directory stores in FP8 with scales."""
     names = tensor_names(directory)
     return frozenset(name for name in names if name + FP8_SCALE in names)
 

@@ -28,7 +28,7 @@ Factors = tuple[torch.Tensor, torch.Tensor]
 
 
 def tensors(policy: PolicyModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The policy's adapters under PEFT's names, on CPU, on every rank. A collective."""
+    """Return the policy's adapters under PEFT's names, on CPU, on every rank. A collective."""
     return {name: tensor.to(dtype).cpu().contiguous() for name, tensor in _named(policy)}
 
 

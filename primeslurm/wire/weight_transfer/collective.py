@@ -62,7 +62,8 @@ class Store:
 
     def put_catalogue(self, catalogue: Catalogue) -> None:
         """Describe what every session sends."""
-        self.store.set("catalogue", zlib.compress(msgspec.msgpack.encode(catalogue), 1))
+        packed = zlib.compress(msgspec.msgpack.encode(catalogue), 1)
+        self.store.set("catalogue", packed)  # type: ignore[arg-type]  # torch's stub knows str alone
 
     def catalogue(self) -> Catalogue:
         """Wait for what every session sends.
@@ -133,7 +134,7 @@ class Channel:
 
     def _meet(self, where: str, rank: int, size: int, word: bytes) -> None:
         """Leave a word for the others, and wait until all have left theirs."""
-        self._store.set(f"{where}/{rank}", word)
+        self._store.set(f"{where}/{rank}", word)  # type: ignore[arg-type]  # torch's stub knows str alone
         arriving = min(self._timeout, timedelta(seconds=ARRIVE_S))
         self._store.wait([f"{where}/{other}" for other in range(size)], arriving)
 

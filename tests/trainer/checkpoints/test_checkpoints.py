@@ -16,7 +16,7 @@ from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
 from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.distributed.world import RankError, World
-from primeslurm.trainer.loops.progress import PhaseTimer
+from primeslurm.trainer.loops.phase_timer import PhaseTimer
 from primeslurm.trainer.loops.step import Learner
 from primeslurm.trainer.weights.export import export
 from primeslurm.wire import checkpoints
@@ -59,13 +59,13 @@ class Run:
             build(recipe, world), recipe.trainer.optimizer, 9, from_recipe(recipe.trainer.loss), world
         )
         self.saver = Checkpoints(directory, attempt, recipe.checkpoint, world, None)
-        self.progress: PhaseTimer = make_progress(directory)
+        self.timer: PhaseTimer = make_progress(directory)
 
     def train(self, *steps: int) -> None:
         """Train these steps."""
         for step in steps:
-            self.learner.train(make_batch(step), self.progress)
-            self.saver.after(step, self.learner, self.progress)
+            self.learner.train(make_batch(step), self.timer)
+            self.saver.after(step, self.learner, self.timer)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """A copy of the policy's weights."""
@@ -85,7 +85,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     run.train(4)  # one at a time: waits for step 2
     assert checkpoints.committed(tmp_path)[0] == 2
     run.train(5)
-    run.saver.finish(5, run.learner, run.progress)
+    run.saver.finish(5, run.learner, run.timer)
     assert checkpoints.committed(tmp_path) == [4, 5], "keep: 2"
     events = [json.loads(line) for line in (tmp_path / "events" / "test.jsonl").read_text().splitlines()]
     assert [event["step"] for event in events if event["kind"] == "committed"] == [2, 4, 5]
@@ -94,7 +94,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     again.train(1, 2)
     assert all(torch.equal(tensor, at_two[name]) for name, tensor in again.weights().items())
     again.train(3)
-    again.saver.finish(2, again.learner, again.progress)
+    again.saver.finish(2, again.learner, again.timer)
     resumed = Run(tmp_path / "again", moe_model, world, attempt=2)
     assert resumed.saver.restore(resumed.learner) == 2
     assert all(torch.equal(tensor, at_two[name]) for name, tensor in resumed.weights().items())
@@ -110,7 +110,7 @@ def test_an_attempt_that_ends_meanwhile_loses_only_what_was_not_committed(
     run = Run(tmp_path, moe_model, world)
     run.train(1, 2)
     at_two = run.weights()
-    run.saver.finish(2, run.learner, run.progress)
+    run.saver.finish(2, run.learner, run.timer)
     disk.free.clear()
     second = Run(tmp_path, moe_model, world, attempt=2)
     second.saver.restore(second.learner)
@@ -129,5 +129,5 @@ def test_a_full_disk_is_told_and_nothing_is_committed(
     run.train(1, 2)
     disk.free.set()
     with pytest.raises(RankError, match="checkpoint of step 2 failed: rank 0: no space left on device"):
-        run.saver.finish(2, run.learner, run.progress)
+        run.saver.finish(2, run.learner, run.timer)
     assert checkpoints.committed(tmp_path) == []

@@ -15,7 +15,7 @@ from primeslurm.trainer.checkpoints import export
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
 from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.distributed.world import World
-from primeslurm.trainer.loops.progress import PhaseTimer
+from primeslurm.trainer.loops.phase_timer import PhaseTimer
 from primeslurm.trainer.loops.step import Learner
 from primeslurm.wire import checkpoints
 from tests.trainer.conftest import make_batch, make_recipe
@@ -31,11 +31,11 @@ def test_glm5_trains_and_resumes_with_its_indexers_and_biases_unchanged(world: W
         return Learner(policy, recipe.trainer.optimizer, recipe.max_steps, from_recipe(recipe.trainer.loss), world)
 
     saver = Checkpoints(tmp_path, 1, Checkpoint(), world, None)
-    progress = PhaseTimer(Journal(tmp_path, "trainer"), record=False)
+    timer = PhaseTimer(Journal(tmp_path, "trainer"), record=False)
     mine = learner()
     before = {name: tensor.clone() for name, tensor in mine.policy.model.state_dict().items()}
-    mine.train(make_batch(1), progress)
-    saver.finish(1, mine, progress)
+    mine.train(make_batch(1), timer)
+    saver.finish(1, mine, timer)
     after = mine.policy.model.state_dict()
     unchanged = {name for name, tensor in after.items() if torch.equal(tensor, before[name])}
     assert unchanged == {name for name in before if ".indexer." in name or "expert_bias" in name}
@@ -49,4 +49,4 @@ def test_glm5_trains_and_resumes_with_its_indexers_and_biases_unchanged(world: W
 
     resumed = learner()
     assert saver.restore(resumed) == 1
-    assert resumed.train(make_batch(2), progress)["loss"] == mine.train(make_batch(2), progress)["loss"]
+    assert resumed.train(make_batch(2), timer)["loss"] == mine.train(make_batch(2), timer)["loss"]

@@ -25,7 +25,7 @@ from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
 from primeslurm.trainer.components import lora
 from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.distributed.world import World
-from primeslurm.trainer.loops.progress import PhaseTimer
+from primeslurm.trainer.loops.phase_timer import PhaseTimer
 from primeslurm.trainer.loops.step import Learner
 from primeslurm.trainer.weight_transfer.publisher import Publisher
 from primeslurm.trainer.weights.encoding import Encoding
@@ -50,8 +50,8 @@ def learner_of(recipe: Recipe, world: World) -> Learner:
 
 def train(learner: Learner, directory: Path, *steps: int) -> list[float]:
     """The loss of each step."""
-    progress = PhaseTimer(Journal(directory, "rank-0"), record=False)
-    return [learner.train(make_batch(step), progress)["loss"] for step in steps]
+    timer = PhaseTimer(Journal(directory, "rank-0"), record=False)
+    return [learner.train(make_batch(step), timer)["loss"] for step in steps]
 
 
 def state_of(learner: Learner) -> dict[str, torch.Tensor]:
@@ -107,8 +107,8 @@ def test_a_checkpoint_holds_adapters_alone_and_training_goes_on_from_it(
     recipe = recipe_of(moe_model)
     learner = learner_of(recipe, world)
     train(learner, tmp_path, 1)
-    progress = PhaseTimer(Journal(tmp_path, "rank-0"), record=False)
-    Checkpoints(tmp_path, 1, Checkpoint(), world, None).finish(1, learner, progress)
+    timer = PhaseTimer(Journal(tmp_path, "rank-0"), record=False)
+    Checkpoints(tmp_path, 1, Checkpoint(), world, None).finish(1, learner, timer)
     reader = dcp.FileSystemReader(tmp_path / "checkpoints" / "step_000001" / "trainer")
     saved = {name for name in reader.read_metadata().state_dict_metadata if not name.startswith("scheduler")}
     assert saved and all("_lora_" in name or "param_groups" in name for name in saved)
@@ -189,9 +189,10 @@ def test_names_that_the_model_does_not_have_are_refused_at_once(dense_model: Pat
 
 def test_families_name_the_layers_that_they_have() -> None:
     built: dict[str, set[str]] = {}
+    recipe = make_recipe(Path("not-read"))
     for case in ADAPTED:
         spec = models.spec(case.config(), SEQ_LEN, "flex")
-        compat.convert(ModelDraft(make_recipe(Path()), spec))
+        compat.convert(ModelDraft(recipe, spec))
         with torch.device("meta"):
             model = spec.model.build()
         family = family_of(case.config().model_type)
@@ -205,9 +206,9 @@ def test_families_name_the_layers_that_they_have() -> None:
 
 def test_the_plan_counts_as_many_parameters_as_there_are(model: Path, world: World) -> None:
     policy = build(recipe_of(model), world)
-    facts = shape_of(json.loads((model / "config.json").read_text()))
+    shape = shape_of(json.loads((model / "config.json").read_text()))
     trained = sum(p.numel() for p in policy.model.parameters() if p.requires_grad)
-    assert trained == lora_parameters(facts, 8)
+    assert trained == lora_parameters(shape, 8)
 
 
 def test_adapters_are_drawn_from_the_recipes_seed(moe_model: Path, world: World) -> None:

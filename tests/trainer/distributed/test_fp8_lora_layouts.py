@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from primeslurm.trainer import tiny
 from primeslurm.trainer.distributed.world import World
 from primeslurm.wire.weight_transfer import filesystem
+from tests.trainer import families
 from tests.trainer.conftest import finish, make_recipe, start_ranks
-from tests.trainer.families import CASES as FAMILIES
 from tests.trainer.families import write
 from tests.trainer.ranks import train
 
@@ -40,7 +40,7 @@ def published(directory: Path) -> dict[str, torch.Tensor]:
 def test_two_ranks_equal_one(world: World, tmp_path: Path) -> None:
     qwen, glm = tmp_path / "qwen", tmp_path / "glm"
     tiny.write_model(qwen, "qwen3_moe", hidden=128)
-    write(next(case for case in FAMILIES if case.name == "glm_moe_dsa-short"), glm)
+    write(next(case for case in families.CASES if case.name == "glm_moe_dsa-short"), glm)
     arguments, expected = [], []
     for name, (options, layout) in CASES.items():
         model = glm if name == "glm5" else qwen

@@ -19,7 +19,8 @@ from primeslurm.recipe import Recipe
 from primeslurm.wire import checkpoints, link
 from primeslurm.wire.rollouts import Batch
 from primeslurm.wire.weight_transfer import filesystem, messages
-from tests.trainer.conftest import finish, free_port, make_batch, make_recipe, start_ranks, trainer_command
+from tests.support.processes import free_port
+from tests.trainer.conftest import finish, make_batch, make_recipe, start_ranks, trainer_command
 
 
 class FakeOrchestrator:

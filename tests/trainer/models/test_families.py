@@ -27,7 +27,7 @@ def test_every_family_is_compared() -> None:
     assert set(model_types()) == compared | {"kimi_k2", "kimi_k25"}
 
 
-@pytest.mark.parametrize("case", (*CASES, *GENERIC_CASES), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CASES, *GENERIC_CASES], ids=lambda case: case.name)
 def test_logits_and_round_trip(case: Case, world: World, tmp_path: Path) -> None:
     path = write(case, tmp_path)
     policy = build(make_recipe(path), world)

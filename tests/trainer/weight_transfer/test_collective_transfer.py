@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from primeslurm.wire.weight_transfer.catalogue import Experts, Named, TensorInfo, outgoing, pack, stacked
 from primeslurm.wire.weight_transfer.collective import Channel, Store, TransferError, receive
 from primeslurm.wire.weight_transfer.messages import TransferSession
-from tests.trainer.conftest import free_port
+from tests.support.processes import free_port
 
 CPU = torch.device("cpu")
 EXPERT = "layers.0.mlp.experts.{}.up_proj.weight"
@@ -47,12 +47,12 @@ def catalogue(senders: int) -> list[list[TensorInfo]]:
 
 
 @pytest.fixture(scope="module")
-def address() -> str:
-    """The store of a trainer."""
+def address() -> Iterator[str]:
+    """Start a trainer's store, and give its address."""
     port = free_port()
-    global _kept  # a store ends with its last reference
-    _kept = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
-    return f"127.0.0.1:{port}"
+    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    yield f"127.0.0.1:{port}"
+    del store  # it ends with its last reference
 
 
 def send(session: TransferSession, rank: int, address: str) -> None:

@@ -19,8 +19,9 @@ from primeslurm.trainer.weights.encoding import Encoding
 from primeslurm.wire import link
 from primeslurm.wire.weight_transfer import collective, filesystem, messages
 from primeslurm.wire.weight_transfer.catalogue import Experts
+from tests.support.processes import free_port
 from tests.trainer.as_released import assert_stored_alike, tensors, to_fp8
-from tests.trainer.conftest import finish, free_port, make_recipe, start_ranks
+from tests.trainer.conftest import finish, make_recipe, start_ranks
 from tests.trainer.families import COMMON, EXPERTS, Case, write
 
 RANKS = 4

@@ -31,12 +31,12 @@ def test_export_equals_what_was_published(moe_model: Path, world: World, tmp_pat
     recipe = make_recipe(moe_model, model={"path": str(moe_model), "dtype": "bfloat16"}, checkpoint={"interval": 1})
     policy = build(recipe, world)
     learner = Learner(policy, recipe.trainer.optimizer, 4, from_recipe(recipe.trainer.loss), world)
-    saver, progress = Checkpoints(run, 1, recipe.checkpoint, world, None), make_progress(run)
+    saver, timer = Checkpoints(run, 1, recipe.checkpoint, world, None), make_progress(run)
     publisher = Publisher(policy, run, Encoding(torch.bfloat16), 3, world)
     for step in (1, 2):
-        learner.train(make_batch(step), progress)
+        learner.train(make_batch(step), timer)
         publisher.publish(step)
-        saver.after(step, learner, progress)
+        saver.after(step, learner, timer)
     (run / "lock.json").write_text("{}")
     (run / "recipe.resolved.json").write_text(recipe.model_dump_json(by_alias=True))
 

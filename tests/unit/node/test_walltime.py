@@ -10,7 +10,7 @@ from primeslurm.node.head.walltime import end_of_job, ends_too_late, seconds_to_
 from primeslurm.records.journal import Journal
 from primeslurm.records.reading import read_record
 from primeslurm.records.state import TrainerState
-from primeslurm.trainer.loops.progress import PhaseTimer
+from primeslurm.trainer.loops.phase_timer import PhaseTimer
 from tests.support.plans import plan_of
 
 
@@ -43,10 +43,10 @@ def test_what_a_trainer_still_does(took: dict[str, float] | None, expected: floa
 
 def test_the_trainer_records_what_its_checkpoint_took(tmp_path: Path) -> None:
     journal = Journal(tmp_path, "trainer-rank-0")
-    progress = PhaseTimer(journal, record=True)
-    with progress.phase("checkpoint"):
+    timer = PhaseTimer(journal, record=True)
+    with timer.phase("checkpoint"):
         pass
-    with progress.phase("wait"):
+    with timer.phase("wait"):
         pass
     assert seconds_to_stop(read_record(tmp_path / "state" / "trainer-rank-0.json", TrainerState)) >= 30.0
 

@@ -74,7 +74,7 @@ def _locally(change: Callable[..., torch.Tensor], *stacks: Any) -> Any:
     if not isinstance(stacks[0], DTensor):
         return change(*stacks)
     mesh, placements = stacks[0].device_mesh, stacks[0].placements
-    if any(placement.is_shard() and placement.dim != 0 for placement in placements):
+    if any(placement.is_shard() and not placement.is_shard(0) for placement in placements):
         placements = (Replicate(),) * mesh.ndim
         stacks = tuple(stack.redistribute(placements=placements) for stack in stacks)
     local = change(*(stack.to_local() for stack in stacks)).contiguous()

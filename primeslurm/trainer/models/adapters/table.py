@@ -1,8 +1,12 @@
-"""Between our parameter names and those of a Hugging Face checkpoint, by a table per family."""
+"""Between our parameter names and those of a Hugging Face checkpoint, by a table per family.
+
+`DECODER` and `MOE` hold the names that most checkpoints agree on.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -10,6 +14,40 @@ from torch.distributed.tensor import DTensor
 from torchtitan.models.utils import MoEStateDictAdapter
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+_LAYER = "model.layers.{}."
+_ATTENTION = {"q_proj": "qkv_linear.wq", "k_proj": "qkv_linear.wk", "v_proj": "qkv_linear.wv", "o_proj": "wo"}
+_FFN = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+_EXPERTS = "layers.{}.moe.routed_experts.inner_experts."
+
+DECODER: dict[str, str] = {
+    "model.embed_tokens.weight": "tok_embeddings.weight",
+    "model.norm.weight": "norm.weight",
+    "lm_head.weight": "lm_head.weight",
+    _LAYER + "input_layernorm.weight": "layers.{}.attention_norm.weight",
+    _LAYER + "post_attention_layernorm.weight": "layers.{}.ffn_norm.weight",
+    _LAYER + "self_attn.q_norm.weight": "layers.{}.attention.q_norm.weight",
+    _LAYER + "self_attn.k_norm.weight": "layers.{}.attention.k_norm.weight",
+    **{
+        f"{_LAYER}self_attn.{hf}.{kind}": f"layers.{{}}.attention.{ours}.{kind}"
+        for hf, ours in _ATTENTION.items()
+        for kind in ("weight", "bias")
+    },
+    **{f"{_LAYER}mlp.{hf}.weight": f"layers.{{}}.feed_forward.{ours}.weight" for hf, ours in _FFN.items()},
+}
+"""A dense decoder."""
+
+MOE: dict[str, str] = {
+    _LAYER + "mlp.gate.weight": "layers.{}.moe.router.gate.weight",
+    _LAYER + "mlp.gate.e_score_correction_bias": "layers.{}.moe.expert_bias_E",
+    _LAYER + "mlp.experts.{}.gate_proj.weight": _EXPERTS + "w1_EFD",
+    _LAYER + "mlp.experts.{}.up_proj.weight": _EXPERTS + "w3_EFD",
+    _LAYER + "mlp.experts.{}.down_proj.weight": _EXPERTS + "w2_EDF",
+    **{
+        f"{_LAYER}mlp.shared_experts.{hf}.weight": f"layers.{{}}.moe.shared_experts.{ours}.weight"
+        for hf, ours in _FFN.items()
+    },
+}
+"""Its mixtures of experts."""
 
 
 class TableAdapter(MoEStateDictAdapter):
@@ -26,7 +64,7 @@ class TableAdapter(MoEStateDictAdapter):
         self._hf_names = {ours: hf for hf, ours in self.names.items()}
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Our tensors under checkpoint names. Raises KeyError for one that the table does not have."""
+        """Return our tensors under checkpoint names. Raises KeyError for one that the table does not have."""
         converted: dict[str, Any] = {}
         for name, tensor in state_dict.items():
             pattern, numbers = _parse(name)
@@ -38,7 +76,7 @@ class TableAdapter(MoEStateDictAdapter):
         return converted
 
     def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
-        """What `to_hf` made, or a whole checkpoint, under our names. Raises KeyError for an unknown name."""
+        """Return what `to_hf` made, or a whole checkpoint, under our names. Raises KeyError for an unknown name."""
         converted: dict[str, Any] = {}
         experts: dict[tuple[str, str], dict[int, Any]] = {}
         for name, tensor in hf_state_dict.items():
@@ -68,6 +106,14 @@ class TableAdapter(MoEStateDictAdapter):
         local = whole.to_local() if isinstance(whole, DTensor) else whole
         mesh, placements = self.grouped_expert_weight_mesh[ours], self.grouped_expert_weight_placements[ours]
         return DTensor.from_local(local, mesh, placements, run_check=False)
+
+
+def renamed(names: Mapping[str, str], changes: Mapping[str, str]) -> dict[str, str]:
+    """`names`, with the keys of `changes` replaced by their values, in order, in every Hugging Face name."""
+    result = dict(names)
+    for old, new in changes.items():
+        result = {hf.replace(old, new): ours for hf, ours in result.items()}
+    return result
 
 
 def _parse(name: str) -> tuple[str, list[str]]:

@@ -17,18 +17,18 @@ EXPERTS = dict.fromkeys(("w1_EFD", "w2_EDF", "w3_EFD"), MATRIX["weight"])
 
 
 def norm(hf: Any, dim: int) -> RMSNorm.Config:
-    """An RMSNorm over `dim` values with the model's epsilon."""
+    """Make an RMSNorm over `dim` values with the model's epsilon."""
     eps = hf.layer_norm_epsilon if hasattr(hf, "layer_norm_epsilon") else hf.rms_norm_eps
     return RMSNorm.Config(normalized_shape=dim, eps=eps, param_init=NORM)
 
 
 def linear(inputs: int, outputs: int, bias: bool = False) -> Linear.Config:
-    """A linear layer."""
+    """Make the config of a linear layer."""
     return Linear.Config(in_features=inputs, out_features=outputs, bias=bias, param_init=MATRIX)
 
 
 def ffn(hf: Any, width: int) -> FeedForward.Config:
-    """A SwiGLU feed-forward network with this intermediate size."""
+    """Make the config of a SwiGLU feed-forward network with this intermediate size."""
     return make_ffn_config(dim=hf.hidden_size, hidden_dim=width, w1_param_init=MATRIX, w2w3_param_init=MATRIX)
 
 
@@ -40,7 +40,7 @@ def build_parts(module: nn.Module, config: Any, *names: str) -> None:
 
 
 def ends(hf: Any) -> dict[str, Any]:
-    """What every decoder config has before and after its layers: embedding, final norm, head, tying."""
+    """Return what every decoder config has before and after its layers: embedding, final norm, head, tying."""
     return {
         "dim": hf.hidden_size,
         "vocab_size": hf.vocab_size,
@@ -61,5 +61,5 @@ def refuse(hf: Any, **features: object) -> None:
 
 
 def silu_only(hf: Any) -> dict[str, str]:
-    """What to `refuse` of a config whose feed-forward networks are built as SwiGLU."""
+    """Return what to `refuse` of a config whose feed-forward networks are built as SwiGLU."""
     return {"activation": "" if hf.hidden_act == "silu" else hf.hidden_act}

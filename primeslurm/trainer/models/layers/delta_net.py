@@ -41,6 +41,8 @@ class DeltaNet(Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
+        """Projections and sizes."""
+
         in_proj_qkv: Linear.Config
         in_proj_z: Linear.Config
         in_proj_a: Linear.Config
@@ -73,7 +75,7 @@ class DeltaNet(Module):
         self.out_proj = config.out_proj.build()
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """[rows, length, dim] to the same; state and convolution begin anew where `positions` are 0."""
+        """Map [rows, length, dim] to the same shape; state and convolution begin anew where `positions` are 0."""
         mixed = self._by_head(self.in_proj_qkv(x), dim=-1)
         by_head = (*self._by_head(self.conv_weight.squeeze(1), dim=0), *NO_BIASES, self.dt_bias, self.A_log)
         out = self.scan((*mixed, self.in_proj_a(x), self.in_proj_b(x)), by_head, positions)

@@ -44,6 +44,8 @@ class Attention(BaseAttention):
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseAttention.Config):
+        """What the attention is made of; what is None, it does not have."""
+
         n_kv_heads: int
         head_dim: int
         qkv_linear: QKVLinear.Config
@@ -70,7 +72,7 @@ class Attention(BaseAttention):
         self.gate = config.gate.build() if config.gate else None
 
     def forward(self, x: torch.Tensor, masks: Any, positions: torch.Tensor) -> torch.Tensor:
-        """Hidden states [batch, length, dim] to hidden states. `masks` is what the model's get_attention_masks made."""
+        """Map hidden states [batch, length, dim] to the same shape. `masks` come from get_attention_masks."""
         config = self.config
         query, key, value = self.qkv_linear(x)
         query, key = _normalised(self.q_norm, query), _normalised(self.k_norm, key)
@@ -103,6 +105,8 @@ class Block(TransformerBlock):
 
     @dataclass(kw_only=True, slots=True)
     class Config(TransformerBlock.Config):
+        """TransformerBlock's, and norms of what attention and feed-forward network put out, if there are any."""
+
         post_attention_norm: RMSNorm.Config | None = None
         post_ffn_norm: RMSNorm.Config | None = None
 
@@ -120,7 +124,7 @@ class Block(TransformerBlock):
         self.post_ffn_norm = config.post_ffn_norm.build() if config.post_ffn_norm else None
 
     def forward(self, x: torch.Tensor, masks: Any, positions: torch.Tensor) -> torch.Tensor:
-        """Hidden states [batch, length, dim] to hidden states."""
+        """Map hidden states [batch, length, dim] to hidden states."""
         h = self.attention(self.attention_norm(x), masks, positions)
         x = x + (h if self.post_attention_norm is None else self.post_attention_norm(h))
         h = (self.moe if self.moe_enabled else self.feed_forward)(self.ffn_norm(x))
@@ -132,6 +136,8 @@ class Model(vision.Decoder):
 
     @dataclass(kw_only=True, slots=True)
     class Config(vision.Decoder.Config):
+        """As vision.Decoder's."""
+
         def update_from_config(self, *, config: Any, **kwargs: Any) -> None:
             """Prepare the experts for the parallelism of `config`."""
             vision.Decoder.Config.update_from_config(self, config=config, **kwargs)
@@ -168,12 +174,15 @@ def attention(
     output_bias: bool = False,
     **rest: Any,
 ) -> Attention.Config:
-    """The attention of a config.
+    """Make the config of an attention layer.
 
     Args:
+        hf: the model's config in transformers.
         backend: "flex" or "varlen".
         heads: of queries, where layers differ.
-        bias: of the projections of queries, keys and values.
+        window: how many tokens a token sees, itself included; None for all before it.
+        bias: whether projections of queries, keys and values have one.
+        output_bias: whether the projection of outputs has one.
         rest: further fields of `Attention.Config`.
     """
     heads, size = heads or hf.num_attention_heads, hf.head_dim
@@ -198,7 +207,7 @@ def attention(
 
 
 def model_spec(hf: Any, layers: Sequence[Block.Config], adapter: type[TableAdapter], **changes: Any) -> ModelSpec:
-    """The spec of a model of these layers; `changes` replace what `ends` says of what is around them."""
+    """Make the spec of a model of these layers; `changes` replace what `ends` says of what is around them."""
     return ModelSpec(
         name="gqa",
         flavor=hf.model_type,

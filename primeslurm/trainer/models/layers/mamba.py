@@ -36,6 +36,8 @@ class Mamba2(Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
+        """Projections and sizes."""
+
         in_proj: Linear.Config
         out_proj: Linear.Config
         heads: int
@@ -66,7 +68,7 @@ class Mamba2(Module):
         self.out_proj = config.out_proj.build()
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """[rows, length, dim] to the same; state and convolution begin anew where `positions` are 0."""
+        """Map [rows, length, dim] to the same shape; state and convolution begin anew where `positions` are 0."""
         gate, mixed, dt = self.in_proj(x).split([self.widths[0], sum(self.widths), self.config.heads], dim=-1)
         biases = NO_BIASES if self.conv_bias is None else self._by_head(self.conv_bias, dim=0)
         conv = (*self._by_head(self.conv_weight.squeeze(1), dim=0), *biases)

@@ -29,7 +29,7 @@ class Chunks:
 
 
 def chunks(positions: torch.Tensor, size: int) -> Chunks:
-    """Masks for rows of `positions`, [B, L], in chunks of `size` (the last one filled up)."""
+    """Make masks for rows of `positions`, [B, L], in chunks of `size` (the last one filled up)."""
     documents = in_chunks((positions == 0).cumsum(dim=1), size)
     previous = F.pad(documents[:, :-1, -1:], (0, 0, 1, 0))
     causal = torch.ones(size, size, dtype=torch.bool, device=positions.device).tril()
@@ -41,7 +41,7 @@ def chunks(positions: torch.Tensor, size: int) -> Chunks:
 
 
 def in_chunks(values: torch.Tensor, size: int) -> torch.Tensor:
-    """[B, L, ...] to [B, C, size, ...], filled up with zeros."""
+    """Cut [B, L, ...] into [B, C, size, ...], filled up with zeros."""
     missing = -values.shape[1] % size
     filled = torch.cat([values, values.new_zeros(values.shape[0], missing, *values.shape[2:])], dim=1)
     return filled.unflatten(1, (-1, size))
@@ -101,7 +101,8 @@ def state_space(
         x: [B, L, H, head_dim].
         dt: time steps, [B, L, H].
         decay: of each head, negative, [H].
-        b, c: into and out of the state, [B, L, groups, state]; consecutive heads share a group.
+        b: into the state, [B, L, groups, state]; consecutive heads share a group.
+        c: out of the state, of the shape of b.
         positions: [B, L].
         state: that the rows before left, [B, H, state, head_dim].
         size: positions in a chunk.
@@ -148,7 +149,8 @@ def gated_delta_rule(
     """The gated delta rule: state decays, forgets what it holds for k by beta, and learns v for k; out = q state.
 
     Args:
-        q, k: [B, L, H, key_dim]; they are normalised here.
+        q: [B, L, H, key_dim]; it is normalised here.
+        k: of the shape of q; it is normalised here.
         v: [B, L, H, value_dim].
         log_decay: not positive, [B, L, H].
         beta: in (0, 1), [B, L, H].
@@ -173,7 +175,7 @@ def gated_delta_rule(
     between = decays(total, pairs)
     from_start = total.masked_fill(~entered, -torch.inf).exp().unsqueeze(-1)
     to_end = (total[..., -1:] - total).masked_fill(~left, -torch.inf).exp().unsqueeze(-1)
-    # What each position really learns, once for an empty state and once per unit of the state that enters the chunk.
+    # What each position really learns: for an empty state, and for each dimension of the state that enters the chunk.
     system = k_beta @ k.transpose(-1, -2) * between
     both = torch.cat([v_beta, k_beta * from_start], dim=-1)
     learned, known = torch.linalg.solve_triangular(system, both, upper=False, unitriangular=True).split(

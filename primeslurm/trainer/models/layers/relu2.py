@@ -11,7 +11,7 @@ from torchtitan.models.common import Linear
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 from torchtitan.protocols.module import Module
 
-from primeslurm.trainer.models.layers.experts import local
+from primeslurm.trainer.models.layers.moe import local
 
 PARAMETERS = ("w1_EFD", "w2_EDF")
 """Of experts."""
@@ -22,6 +22,8 @@ class FeedForward(Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
+        """The two matrices."""
+
         w1: Linear.Config
         w2: Linear.Config
 
@@ -31,7 +33,7 @@ class FeedForward(Module):
         self.w2 = config.w2.build()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., dim] to the same."""
+        """Map [..., dim] to the same shape."""
         return self.w2(F.relu(self.w1(x)).square())
 
 
@@ -40,7 +42,7 @@ class Experts(GroupedExperts):
 
     @dataclass(kw_only=True, slots=True)
     class Config(GroupedExperts.Config):
-        pass
+        """As GroupedExperts'."""
 
     def __init__(self, config: Config) -> None:
         Module.__init__(self)  # not the parent's parameters
@@ -49,7 +51,7 @@ class Experts(GroupedExperts):
         self.w2_EDF = nn.Parameter(torch.empty(config.num_experts, config.dim, config.hidden_dim))
 
     def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
-        """Tokens sorted by expert, [rows, dim], through their experts."""
+        """Run tokens sorted by expert, [rows, dim], through their experts."""
         w1, w2 = (local(getattr(self, name), x_RD.dtype).transpose(-2, -1) for name in PARAMETERS)
         offsets = torch.cumsum(num_tokens_per_expert_E, dim=0, dtype=torch.int32)
         hidden = F.relu(self._grouped_mm(A=x_RD, B_t=w1, offs=offsets)).square()
@@ -61,6 +63,8 @@ class LatentExperts(RoutedExperts):
 
     @dataclass(kw_only=True, slots=True)
     class Config(RoutedExperts.Config):
+        """RoutedExperts', and the projections around the experts."""
+
         down: Linear.Config
         up: Linear.Config
 
@@ -76,6 +80,6 @@ class LatentExperts(RoutedExperts):
         topk_expert_ids_BLK: torch.Tensor,
         num_local_tokens_per_expert_E: torch.Tensor,
     ) -> torch.Tensor:
-        """What each token's experts make of it."""
+        """Return what each token's experts make of it, of the shape of `x_BLD`."""
         narrow = super().forward(self.down(x_BLD), topk_scores_BLK, topk_expert_ids_BLK, num_local_tokens_per_expert_E)
         return self.up(narrow)

@@ -25,6 +25,8 @@ class Rotary(Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
+        """Frequencies, one for each pair of dimensions, and what is done with them."""
+
         inverse_frequencies: tuple[float, ...]
         scale: float = 1.0
         """Factor of sine and cosine (YaRN's attention factor)."""
@@ -41,7 +43,7 @@ class Rotary(Module):
     def forward(
         self, query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Queries and keys of shape [batch, length, heads, head_dim], rotated by positions.
+        """Rotate queries and keys, [batch, length, heads, head_dim], by positions.
 
         These are [batch, length], or with images [batch, length, 4], as `vision.Decoder` has them.
         """
@@ -59,7 +61,7 @@ class Rotary(Module):
 
 
 def rotary(hf: Any, layer_type: str | None = None) -> Rotary.Config:
-    """The rotary embedding of a config, or of one of its layer types where they differ.
+    """Make the rotary embedding of a config, or of one of its layer types where they differ.
 
     Raises:
         ValueError: the kind of scaling is not supported.

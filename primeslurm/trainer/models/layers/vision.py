@@ -39,7 +39,7 @@ class VisionInput:
     """[rows, length, 3]: positions of a token in time, height and width; equal in text."""
 
     def spread(self, outputs: torch.Tensor, text: torch.Tensor) -> torch.Tensor:
-        """What tokens get of the encoder's outputs [tokens of images, dim], or else of `text`: [rows, length, dim]."""
+        """Spread the encoder's outputs [tokens of images, dim] over rows; other tokens keep `text` [rows, len, dim]."""
         own = outputs.to(text.dtype)[self.features.clamp(min=0)]
         return torch.where((self.features >= 0).unsqueeze(-1), own, text)
 
@@ -49,6 +49,8 @@ class VisionEncoder(Module):
 
     @dataclass(kw_only=True, slots=True)
     class Config(Module.Config):
+        """What is built, and whether it is trained."""
+
         hf: Any
         """A transformers config."""
         frozen: bool = True
@@ -63,7 +65,7 @@ class VisionEncoder(Module):
         self.patch_values = int(hf.in_channels * hf.temporal_patch_size * hf.patch_size**2)
 
     def forward(self, pixels: torch.Tensor, grids: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The features of all images, [tokens, dim], and those that are added after the first layers of the decoder."""
+        """Compute features of all images, [tokens, dim], and those to be added after first layers of the decoder."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.frozen):
             out = self.encoder(pixels, grid_thw=grids, return_dict=True)
         return out.pooler_output, *(getattr(out, "deepstack_features", None) or ())
@@ -82,6 +84,8 @@ class Decoder(titan.Decoder):
 
     @dataclass(kw_only=True, slots=True)
     class Config(titan.Decoder.Config):
+        """Decoder's of torchtitan, and the encoder, if there is one."""
+
         vision: VisionEncoder.Config | None = None
 
     def __init__(self, config: Config) -> None:
@@ -95,7 +99,7 @@ class Decoder(titan.Decoder):
         attention_masks: Any,
         images: VisionInput | None = None,
     ) -> Any:
-        """Tokens [rows, length] to what the head makes of them.
+        """Map tokens [rows, length] to what the head makes of them.
 
         Layers get `positions` as they are given, [rows, length]; with images, those and the three coordinates of each
         token, [rows, length, 4].
@@ -114,7 +118,7 @@ class Decoder(titan.Decoder):
 
 
 def document_positions(positions: torch.Tensor) -> torch.Tensor:
-    """[rows, length] out of the positions that layers get."""
+    """Return positions [rows, length] in documents, out of the positions that layers get."""
     return positions if positions.ndim == 2 else positions[..., 0]
 
 
@@ -165,12 +169,12 @@ class SeeingAdapter(TableAdapter):
     """Names of checkpoints that hold an encoder beside the language model."""
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Our tensors under checkpoint names. Raises KeyError for one that the table does not have."""
+        """Return our tensors under checkpoint names. Raises KeyError for one that the table does not have."""
         vision, rest = _divided(state_dict, _OURS)
         return super().to_hf(rest) | {_THEIRS + name: tensor for name, tensor in vision.items()}
 
     def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
-        """What `to_hf` made, or a whole checkpoint, under our names. Raises KeyError for an unknown name."""
+        """Return what `to_hf` made, or a whole checkpoint, under our names. Raises KeyError for an unknown name."""
         vision, rest = _divided(hf_state_dict, _THEIRS)
         return super().from_hf(rest) | {_OURS + name: tensor for name, tensor in vision.items()}
 

@@ -38,11 +38,11 @@ class PhaseTimer:
         self._last[name] = seconds
 
     def seconds(self, name: str) -> float:
-        """Seconds spent on a phase since the last `take`."""
+        """Return the seconds spent on a phase since the last `take`."""
         return self._seconds[name]
 
     def take(self) -> dict[str, float]:
-        """Seconds by phase as metrics, counted from the last call."""
+        """Return seconds by phase as metrics, counted from the last call."""
         metrics = {f"seconds/{name}": spent for name, spent in self._seconds.items()}
         self._seconds.clear()
         return metrics
