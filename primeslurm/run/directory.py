@@ -11,10 +11,10 @@ from primeslurm.errors import RunError
 from primeslurm.files import write_atomic, write_json
 from primeslurm.paths import is_dir, is_file
 from primeslurm.plan.model import JOB_OUTPUT, Plan
-from primeslurm.plan.storage import plan_file as storage
+from primeslurm.plan.storage import plan_file
 from primeslurm.records.attempt import EndRecord, JobRecord, LockRecord
 from primeslurm.records.base import Record
-from primeslurm.records.fleet import AgentReport, FleetView, Roster
+from primeslurm.records.fleet import AgentReport, AssignmentRecord, FleetView
 from primeslurm.records.reading import find_record, read_record
 from primeslurm.wire import addresses
 
@@ -33,27 +33,27 @@ class Attempt:
 
     @property
     def plan_file(self) -> Path:
-        """plan.json"""
+        """The path of plan.json."""
         return self.path / "plan.json"
 
     @property
     def fleet_file(self) -> Path:
-        """fleet.json, written by the head."""
+        """The path of fleet.json, written by the head."""
         return self.path / "fleet.json"
 
     @property
     def addresses_file(self) -> Path:
-        """addresses.json, written by the head once every process has its ports, and when one moves."""
+        """The path of addresses.json, written by the head once every process has its ports, and when one moves."""
         return self.path / addresses.FILE
 
     @property
     def roster_file(self) -> Path:
-        """roster.json, written by the head: which agent plays which node of the plan."""
+        """The path of roster.json, written by the head: which agent plays which node of the plan."""
         return self.path / "roster.json"
 
-    def roster(self) -> Roster:
+    def assignment(self) -> AssignmentRecord:
         """Which agent plays which node of the plan; empty before the head has decided."""
-        return find_record(self.roster_file, Roster) or Roster(0, {})
+        return find_record(self.roster_file, AssignmentRecord) or AssignmentRecord(0, {})
 
     def fleet(self) -> FleetView | None:
         """What the head tells of the fleet; None if it has told nothing yet. Raises ValueError if it is damaged."""
@@ -68,10 +68,10 @@ class Attempt:
         """The heartbeat of one agent."""
         return self.path / "agents" / f"{rank}.json"
 
-    def heartbeat(self, node: int, roster: Roster) -> AgentReport | None:
+    def heartbeat(self, node: int, assignment: AssignmentRecord) -> AgentReport | None:
         """The newest heartbeat of the agent that plays a node of the plan. Raises ValueError if it is damaged."""
-        seat = roster.seats.get(node)
-        return read_record(self.agent_file(seat.rank), AgentReport) if seat else None
+        agent = assignment.agents.get(node)
+        return read_record(self.agent_file(agent.rank), AgentReport) if agent else None
 
     def heartbeats(self) -> list[AgentReport]:
         """The newest heartbeat of every agent. Raises ValueError if one is damaged."""
@@ -80,7 +80,7 @@ class Attempt:
 
     @property
     def reference_file(self) -> Path:
-        """preflight.json, written by the head."""
+        """The path of preflight.json, written by the head."""
         return self.path / "preflight.json"
 
     def forget_agents(self) -> None:
@@ -93,12 +93,12 @@ class Attempt:
         """Make the directory and write the plan, last."""
         for name in ("agents", "events", "state", "logs"):
             (self.path / name).mkdir(parents=True, exist_ok=True)
-        write_atomic(self.plan_file, storage.to_file(plan))
+        write_atomic(self.plan_file, plan_file.to_file(plan))
 
     def plan(self) -> Plan:
         """The plan of this attempt. Raises RunError."""
         try:
-            return storage.from_file(self.plan_file.read_bytes())
+            return plan_file.from_file(self.plan_file.read_bytes())
         except (OSError, ValueError) as error:
             raise RunError(f"{self.plan_file} cannot be read: {error}") from None
 
@@ -125,7 +125,7 @@ class Attempt:
 
 
 class RunDirectory:
-    """`<runs>/<name>/`"""
+    """One run: `<runs>/<name>/`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -155,7 +155,7 @@ class RunDirectory:
         return attempts[-1]
 
     def lock(self) -> LockRecord:
-        """lock.json; an empty one if it cannot be read."""
+        """Read lock.json; an empty one if it cannot be read."""
         return find_record(self.path / "lock.json", LockRecord) or LockRecord()
 
     @property

@@ -1,9 +1,10 @@
-"""Tasks that could not be started: what the job's output tells of them, and the step without their nodes. Pure."""
+"""Tasks that could not be started: what the job's output tells of them, and the step without their nodes."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 
 from primeslurm.hostlists import expand
 from primeslurm.plan.model import Plan
@@ -36,6 +37,37 @@ def since_start(output: str, start: int) -> str | None:
     """What of the job's output follows the mark of a start; None without this mark."""
     _, mark, rest = output.rpartition(f"{MARK} {start}\n")
     return rest if mark else None
+
+
+class JobOutput:
+    """The output of a job since one of its starts, read on from where it was left.
+
+    That of earlier starts stands before it in the same file, which grows, and whose file system may be slow.
+
+    Args:
+        path: the file, which is only ever appended to.
+        start: how often Slurm had requeued the job before.
+    """
+
+    def __init__(self, path: Path, start: int) -> None:
+        self._path, self._start = path, start
+        self._read = 0
+        """Bytes, whole lines only."""
+        self._begun = False
+
+    def news(self) -> str:
+        """The whole lines of this start that were not there the last time. Raises OSError."""
+        # Opened each time: that is what makes a network file system ask its server.
+        with self._path.open("rb") as handle:
+            handle.seek(self._read)
+            lines, end, _ = handle.read().rpartition(b"\n")
+        self._read += len(lines) + len(end)
+        text = (lines + end).decode(errors="replace")
+        following = since_start(text, self._start)
+        if following is None:
+            return text if self._begun else ""
+        self._begun = True
+        return following
 
 
 def launch_failures(output: str) -> dict[str, str]:

@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
-from primeslurm.emulated.metrics import exposition
-from primeslurm.emulated.scheduler import Request, Scheduler
+from primeslurm.emulated.scheduler import Request, Scheduler, exposition
 from primeslurm.orchestrator.telemetry.load_window import LoadWindow, as_json
 from primeslurm.orchestrator.telemetry.scrape import parse
-from primeslurm.records.load import Load
+from primeslurm.records.state import Load
 from primeslurm.run.diagnosis.advice import Advice, Shape, advise
 
 TICK_S = 0.1

@@ -17,7 +17,7 @@ from primeslurm.cli.output import print_json, warn
 from primeslurm.cli.views.installed import show_installed
 from primeslurm.cli.views.tables import out
 from primeslurm.errors import ExitCode
-from primeslurm.run.diagnosis.doctor import Diagnosis, Finding
+from primeslurm.run.diagnosis.doctor import Diagnosis, ExaminedFailure
 from primeslurm.run.diagnosis.validity import MAX_KL
 
 
@@ -78,7 +78,7 @@ def _show(found: Diagnosis) -> None:
             out.print(f"{line.number}  {line.outcome}: {line.reason}{step}", markup=False, soft_wrap=True)
 
 
-def _show_first(first: Finding) -> None:
+def _show_first(first: ExaminedFailure) -> None:
     failure = first.failure
     where = f" on {failure.node}" if failure.node and failure.node not in failure.component else ""
     _section("first failure")

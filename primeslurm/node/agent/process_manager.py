@@ -9,8 +9,7 @@ from pathlib import Path
 
 from primeslurm.node.agent.child import Child
 from primeslurm.node.agent.health_probe import TIMEOUT_S, Probe, ProbeTarget
-from primeslurm.node.agent.node_context import NodeContext
-from primeslurm.node.agent.placeholders import resolve
+from primeslurm.node.agent.node_context import NodeContext, resolve
 from primeslurm.node.agent.supervision import ProcessState, Supervision
 from primeslurm.node.host.network import Ports
 from primeslurm.node.host.shared_memory import SharedMemory
@@ -32,7 +31,7 @@ Command = tuple[tuple[str, ...], dict[str, str], dict[str, str], frozenset[str]]
 
 
 class ProcessManager:
-    """One node's share of a Plan.
+    """Starts, watches, restarts and ends one node's share of a Plan.
 
     Args:
         plan: the whole.
@@ -77,7 +76,7 @@ class ProcessManager:
         self._looked_at = 0.0
 
     def is_known(self, addresses: Addresses) -> bool:
-        """Whether this crew's own addresses are published, and not still those of a node that it replaces."""
+        """Whether its own addresses are published, and not still those of a node that this one replaces."""
         return all(
             addresses.hosts.get(name) == self.address and addresses.ports.get(name) == ports
             for name, ports in self.ports.items()

@@ -1,16 +1,16 @@
-"""The end of an attempt: put on record, and what the next one has to know."""
+"""The end of an attempt: whether another one follows, what is put on record, and what the next one has to know."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from tenacity import RetryCallState
 
 from primeslurm.errors import ClusterError
-from primeslurm.node.attempt.requeue import should_requeue
 from primeslurm.plan.model import Plan
 from primeslurm.records.attempt import EndRecord
 from primeslurm.records.events.nodes import AttemptEnded, BadNodeNotRecorded, EndNotRecorded
@@ -51,6 +51,23 @@ def conclude(plan: Plan, run: RunDirectory, attempt: Attempt, ending: Ending, jo
         journal.write(EndNotRecorded(str(error)))
     journal.write(AttemptEnded(ending.outcome, requeue, why_not))
     return requeue
+
+
+def should_requeue(ending: Ending, attempt: int, plan: Plan, commits: Mapping[int, int | None]) -> tuple[bool, str]:
+    """Whether the job resumes as a new attempt, and why not if it does not.
+
+    `commits`: newest committed step at the end of each failed attempt so far, this one included.
+    """
+    if ending.outcome in (Outcome.COMPLETED, Outcome.CANCELLED):
+        return False, ""
+    if attempt >= plan.max_attempts:
+        return False, f"this was attempt {attempt} of {plan.max_attempts}"
+    if ending.outcome is Outcome.PREEMPTED:
+        return True, ""
+    recent = [commits[n] for n in sorted(commits)][-3:]
+    if len(recent) == 3 and len(set(recent)) == 1:
+        return False, "three failed attempts in a row committed nothing new"
+    return True, ""
 
 
 def remember_bad_node(plan: Plan, attempt: Attempt, node: str, reason: str, journal: Journal) -> None:

@@ -17,14 +17,21 @@ from pathlib import Path
 from primeslurm.errors import ClusterError, RunError
 from primeslurm.node.attempt.attempt_end import conclude, keep_away_from_bad_nodes, remember_bad_node
 from primeslurm.node.attempt.attempts import enter, first_of_job
-from primeslurm.node.attempt.job_output import JobOutput
 from primeslurm.records.attempt import EndRecord
 from primeslurm.records.events.nodes import AttemptEnds, LaunchedAgain, NodeLost
 from primeslurm.records.fleet import Ending, Outcome
 from primeslurm.records.journal import Journal
 from primeslurm.run.directory import RunDirectory
 from primeslurm.slurm.client import SlurmClient
-from primeslurm.slurm.launch_failures import NODES, launch_failures, node_names, restarts, spares_suffice, step_without
+from primeslurm.slurm.launch_failures import (
+    NODES,
+    JobOutput,
+    launch_failures,
+    node_names,
+    restarts,
+    spares_suffice,
+    step_without,
+)
 
 
 def ending_of_step(end: EndRecord | None, job_state: str, code: int, unreached: dict[str, str]) -> Ending | None:
@@ -89,7 +96,7 @@ class BatchEpilogue:
             remember_bad_node(self._plan, self._attempt, name, reason, self._journal)
 
     def _launch_again(self) -> int:
-        """A head may have seated the nodes that are left already: srun gives it seconds before it ends all tasks."""
+        """A head may have assigned the nodes that are left already: srun gives it seconds before it ends all tasks."""
         self._journal.write(LaunchedAgain(sorted(self._unreached)))
         self._attempt.forget_agents()
         argv = step_without(self._plan, self._names, self._unreached, self._step)

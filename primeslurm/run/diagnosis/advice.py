@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from primeslurm.records.load import Load
+from primeslurm.records.state import Load
 
 MIN_SECONDS = 30.0
 """Shorter windows say nothing: a policy update alone takes seconds."""

@@ -65,6 +65,10 @@ def chart(
     """A chart over steps of the metrics in `series` (label, name); None if no row has any of them.
 
     Args:
+        title: its heading.
+        unit: of the values, in words.
+        rows: of metrics.jsonl, oldest first.
+        series: lines of the chart, each with its label and the name of its metric.
         log: logarithmic values; those that are not positive are left out.
     """
     found = [(label, _thinned(_points(rows, name, log))) for label, name in series]

@@ -16,10 +16,9 @@ import msgspec
 from primeslurm.files import read_json
 from primeslurm.records.attempt import EndRecord, JobRecord
 from primeslurm.records.fleet import AgentReport, FleetView
-from primeslurm.records.load import Load
 from primeslurm.records.metrics import Row
 from primeslurm.records.reading import recent_rows
-from primeslurm.records.state import EngineRecord, OrchestratorState, RolloutProgress, TrainerState
+from primeslurm.records.state import EngineRecord, Load, OrchestratorState, RolloutProgress, TrainerState
 from primeslurm.run.diagnosis.advice import Advice, advise, shape_of
 from primeslurm.run.directory import BY_SIGTERM, Attempt, RunDirectory
 from primeslurm.run.records import first_event, progress_of, recent_events
@@ -262,12 +261,12 @@ def _unhealthy(placement: RunPlacement, attempt: Attempt, states: Mapping[str, s
 
 def _describe(processes: Iterable[PlacedProcess], attempt: Attempt, states: Mapping[str, str]) -> list[ProcessStatus]:
     """With what the heartbeats of their nodes say."""
-    roster = attempt.roster()
+    assignment = attempt.assignment()
     reports: dict[int, AgentReport | None] = {}
     found = []
     for process in processes:
         if process.node not in reports:
-            reports[process.node] = attempt.heartbeat(process.node, roster)
+            reports[process.node] = attempt.heartbeat(process.node, assignment)
         report = reports[process.node]
         own = report.processes.get(process.name) if report else None
         found.append(

@@ -48,13 +48,13 @@ def find_target(placement: RunPlacement, attempt: Attempt, word: str) -> Process
 
 
 def _target(placement: RunPlacement, attempt: Attempt, index: int, process: str | None) -> ProcessTarget:
-    report = attempt.heartbeat(index, attempt.roster())
+    report = attempt.heartbeat(index, attempt.assignment())
     if report is None:
         raise RunError(f"node {index} of {placement.run} has not reported in attempt {attempt.number}")
     return ProcessTarget(index, placement.nodes[index].group, process, report.name, report)
 
 
 def _reports(placement: RunPlacement, attempt: Attempt) -> dict[int, AgentReport]:
-    roster = attempt.roster()
-    found = {node.index: attempt.heartbeat(node.index, roster) for node in placement.nodes}
+    assignment = attempt.assignment()
+    found = {node.index: attempt.heartbeat(node.index, assignment) for node in placement.nodes}
     return {index: report for index, report in found.items() if report is not None}

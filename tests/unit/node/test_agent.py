@@ -70,7 +70,7 @@ class Running:
     def report(self, name: str) -> ProcessReport:
         """What is known of a process; before anything is, that it waits."""
         node = self.attempt.plan().process(name).node
-        heartbeat = self.attempt.heartbeat(node, self.attempt.roster())
+        heartbeat = self.attempt.heartbeat(node, self.attempt.assignment())
         return (heartbeat.processes.get(name) if heartbeat else None) or ProcessReport("waiting")
 
     def wait(self, condition: Callable[[], object], timeout_s: float = 60.0) -> None:
@@ -266,7 +266,7 @@ def test_nodes_stop_when_the_head_is_gone(start: Callable[..., Running], monkeyp
 
 
 @pytest.fixture
-def seated(tmp_path: Path) -> tuple[Head, list[NodeAgent], float]:
+def assigned(tmp_path: Path) -> tuple[Head, list[NodeAgent], float]:
     """A head, its agents, and the time of their last heartbeat; none of them does anything by itself."""
     plan = plan_of(tmp_path / "run", (process("a", 0, SLEEP),), (process("b", 1, SLEEP),), node_silent_s=90)
     attempt = RunDirectory(tmp_path / "run").attempt(1)
@@ -281,9 +281,9 @@ def seated(tmp_path: Path) -> tuple[Head, list[NodeAgent], float]:
     return head, agents, now
 
 
-def test_who_was_held_up_itself_holds_nobody_for_silent(seated: tuple[Head, list[NodeAgent], float]) -> None:
+def test_who_was_held_up_itself_holds_nobody_for_silent(assigned: tuple[Head, list[NodeAgent], float]) -> None:
     """A machine that stood still for long goes on with any of its processes first."""
-    head, agents, now = seated
+    head, agents, now = assigned
     agents[1]._read_head(now)
     for seconds in range(1000, 1080):
         head.tick(now + seconds)
@@ -296,9 +296,9 @@ def test_who_was_held_up_itself_holds_nobody_for_silent(seated: tuple[Head, list
 
 
 def test_a_job_that_is_cancelled_is_not_requeued_where_the_head_hears_of_it_last(
-    seated: tuple[Head, list[NodeAgent], float],
+    assigned: tuple[Head, list[NodeAgent], float],
 ) -> None:
-    head, agents, now = seated
+    head, agents, now = assigned
     agents[1]._heartbeat(now + 1, ended=True)
     head.tick(now + 1)
     assert head.ending is not None and head.ending.reason.endswith("its agent ended")
@@ -353,7 +353,7 @@ def test_a_spare_takes_over_and_what_is_concerned_starts_anew(
     lost = running.agents[1]
     beat = lost._heartbeat
     monkeypatch.setattr(lost, "_heartbeat", lambda *_, **__: None)
-    running.wait(lambda: running.attempt.roster().seats[1].rank == 2)
+    running.wait(lambda: running.attempt.assignment().agents[1].rank == 2)
     monkeypatch.setattr(lost, "_heartbeat", beat)
     running.wait(lambda: not running.threads[1].is_alive())
     assert not alive(before["engine"])

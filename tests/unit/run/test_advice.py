@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from primeslurm.records.load import Load
+from primeslurm.records.state import Load
 from primeslurm.run.diagnosis.advice import Advice, Shape, advise, shape_of
 
 SPLIT = Shape(prefill=3, decode=1)
