@@ -5,13 +5,11 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-import msgspec
 import pytest
 
 from primeslurm.emulated.scheduler import Request, Scheduler, exposition
-from primeslurm.orchestrator.telemetry.load_window import LoadWindow, as_json
+from primeslurm.orchestrator.telemetry.load_window import LoadWindow, rounded
 from primeslurm.orchestrator.telemetry.scrape import parse
-from primeslurm.records.state import Load
 from primeslurm.run.diagnosis.advice import Advice, Shape, advise
 
 TICK_S = 0.1
@@ -51,8 +49,7 @@ class Loop:
             if tick % round(LOOK_S / TICK_S) == 0:
                 engines = {"prefill-r0-0": self.prefill} | {f"decode-r0-{i}": e for i, e in enumerate(self.decode)}
                 window.add(tick * TICK_S, {name: parse(exposition(engine)) for name, engine in engines.items()})
-        loads = {role: msgspec.convert(load, Load) for role, load in as_json(window.by_role()).items()}
-        return advise(loads, Shape(prefill=1, decode=3))
+        return advise(rounded(window.by_role()), Shape(prefill=1, decode=3))
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from primeslurm.recipe.sections.trainer import Checkpoint
 from primeslurm.records.journal import Journal
 from primeslurm.trainer import compat, models
 from primeslurm.trainer.assembly.build import build
+from primeslurm.trainer.assembly.draft import ModelDraft
 from primeslurm.trainer.assembly.policy_model import PolicyModel
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
 from primeslurm.trainer.components import lora
@@ -190,7 +191,7 @@ def test_families_name_the_layers_that_they_have() -> None:
     built: dict[str, set[str]] = {}
     for case in ADAPTED:
         spec = models.spec(case.config(), SEQ_LEN, "flex")
-        compat.adapt(spec.model)
+        compat.convert(ModelDraft(make_recipe(Path()), spec))
         with torch.device("meta"):
             model = spec.model.build()
         family = family_of(case.config().model_type)

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,7 +21,7 @@ from primeslurm.records.base import Event
 from primeslurm.records.events.processes import ProcessExited, ProcessStarted
 from primeslurm.records.fleet import Ending, Outcome, ProcessReport
 from primeslurm.run.directory import BY_SIGTERM, Attempt, RunDirectory
-from primeslurm.run.status.summary import events as all_events
+from primeslurm.run.records import events as all_events
 from primeslurm.wire import exits
 from tests.support.plans import SERVER, plan_of, python
 
@@ -95,7 +95,7 @@ class Running:
 
 
 @pytest.fixture
-def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Running]]:
     started: list[Running] = []
 
     def run(
@@ -326,7 +326,7 @@ def test_a_server_that_hangs_is_restarted(start: Callable[..., Running]) -> None
     assert first.code == -9 and (first.reason or "").startswith("gave no answer for ")
 
 
-def test_a_unit_is_restarted_as_one(start: Callable[..., Running]) -> None:
+def test_a_restart_group_is_restarted_as_one(start: Callable[..., Running]) -> None:
     unit = {"unit": "u", "restart": "unit"}
     running = start(
         (server("a", 0, 21000, **unit), server("other", 0, 21010)), (server("b", 1, 21020, "a", after=("a",), **unit),)
