@@ -49,6 +49,7 @@ class EmulatedEngine:
         blocks: KV blocks.
         seed: of lengths and tokens.
         batched_tokens: that a step of the real engine computes at most.
+        tick_s: between two turns of the scheduler, in seconds.
     """
 
     def __init__(
@@ -244,7 +245,17 @@ class Hangable(SecretGate):
 
 
 async def serve(host: str, port: int, engine: EmulatedEngine, *, gated: bool) -> None:
-    """Serve until cancelled. Raises OSError if the port is taken."""
+    """Serve until cancelled.
+
+    Args:
+        host: address to listen at.
+        port: port to listen at.
+        engine: what answers.
+        gated: behind the gate of policy versions, as an engine; without it, as a teacher.
+
+    Raises:
+        OSError: the port is taken.
+    """
     server = await http.start(Hangable(VersionGate(engine) if gated else engine), host, port)
     async with server:
         await engine.run()

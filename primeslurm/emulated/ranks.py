@@ -91,7 +91,19 @@ class Ranks:
 
 
 def follow(address: str, port: int, timeout_s: float = JOIN_TIMEOUT_S) -> int:
-    """What a rank other than 0 does: be there until rank 0 ends. Returns the exit code. Raises LostRankError."""
+    """Do what a rank other than 0 does: be there until rank 0 ends.
+
+    Args:
+        address: of rank 0.
+        port: the rendezvous port.
+        timeout_s: longest wait for rank 0 to listen.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        LostRankError: rank 0 did not listen in time.
+    """
     connection: socket.socket | None = None
     asked = False
 

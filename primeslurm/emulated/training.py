@@ -43,6 +43,11 @@ class EmulatedTrainer:
     """The loop of rank 0.
 
     Args:
+        recipe: of the run.
+        run_dir: where checkpoints and weights go.
+        attempt: its number.
+        link: to the orchestrator.
+        ranks: the other ranks.
         world: number of ranks.
     """
 

@@ -50,7 +50,7 @@ class MetricsLog:
             self._wandb.log(dict(row), step=step)
 
     def close(self) -> None:
-        """Flush and close."""
+        """Flush what is left, and close."""
         if self._board is not None:
             self._board.close()
         if self._wandb is not None:

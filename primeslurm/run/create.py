@@ -48,6 +48,11 @@ def missing_variables(plan: Plan) -> list[Violation]:
 def create(recipe: Recipe, plan: Plan, source: Path) -> Attempt:
     """Create the run directory with its first attempt, or nothing.
 
+    Args:
+        recipe: as it was resolved.
+        plan: of the first attempt.
+        source: the recipe's file, of which a copy is kept.
+
     Raises:
         UsageError: the name is in use.
         OSError: it cannot be written.

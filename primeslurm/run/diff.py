@@ -141,7 +141,13 @@ def _option(name: str, values: Sequence[str]) -> Leaves:
 
 
 def leaves(value: Any, path: str = "", *, sets: bool = False) -> Leaves:
-    """Nested data as paths and values. `sets`: the order of plain values in a list means nothing."""
+    """Flatten nested data into paths and values.
+
+    Args:
+        value: what JSON can hold.
+        path: of this value, before those of its parts.
+        sets: the order of plain values in a list means nothing.
+    """
     if isinstance(value, list) and sets and all(isinstance(item, str | int) for item in value):
         return {f"{path} {item}": PRESENT for item in value}
     if isinstance(value, Mapping):

@@ -39,7 +39,19 @@ class Ledger:
         self._path = runs / DIRECTORY
 
     def record(self, node: str, reason: str, run: str, attempt: int, *, now: float, hours: float) -> None:
-        """Remember a node for `hours`. Raises OSError."""
+        """Remember a node.
+
+        Args:
+            node: its name, in Slurm's words.
+            reason: why to keep away from it.
+            run: name of the run that found out.
+            attempt: its attempt.
+            now: Unix seconds.
+            hours: for how long.
+
+        Raises:
+            OSError: the entry cannot be written.
+        """
         self._path.mkdir(exist_ok=True)
         entry = BadNode(node, reason, run, attempt, now, now + hours * HOUR_S)
         write_json(self._path / f"{node}.{run}.{attempt}.json", msgspec.to_builtins(entry))
@@ -65,7 +77,13 @@ class Ledger:
 
 
 def avoiding(plan: Plan, bad: Sequence[BadNode], now: float) -> Plan:
-    """The plan of a job that keeps away from bad nodes, with a finding for each."""
+    """Change a plan into that of a job that keeps away from bad nodes, with a finding for each.
+
+    Args:
+        plan: findings about bad nodes that it has already are replaced.
+        bad: the nodes.
+        now: Unix seconds.
+    """
     findings = [
         Finding(
             level="note",

@@ -128,9 +128,20 @@ class SlurmClient:
         return {name: state.startswith(("idle", "mix", "alloc", "comp")) for name, state in rows}
 
     def run_on(self, partition: str, nodes: Sequence[str], argv: Sequence[str]) -> str:
-        """Run a command once on each of these nodes and return what they print.
+        """Run a command once on each of some nodes.
 
         Nodes that are busy to the last core are waited for, up to the time-out of a command.
+
+        Args:
+            partition: of the nodes.
+            nodes: their names.
+            argv: the command.
+
+        Returns:
+            What they print, all together.
+
+        Raises:
+            ClusterError: srun failed, or took too long.
         """
         where = (f"--partition={partition}", f"--nodelist={compress(nodes)}", f"--nodes={len(nodes)}")
         size = ("--ntasks-per-node=1", "--cpus-per-task=1", "--mem=256M", "--time=00:02:00")

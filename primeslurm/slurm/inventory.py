@@ -46,7 +46,15 @@ def here() -> dict[str, Parts]:
 
 
 def on_nodes(site: Site, client: SlurmClient, node: str | None) -> dict[str, Parts | None]:
-    """Parts by node of the site's partitions, or of one node; None for a node that is down.
+    """Ask the nodes of the site's partitions what is installed.
+
+    Args:
+        site: whose partitions are asked.
+        client: of the cluster.
+        node: name of the only node to ask; None for all of them.
+
+    Returns:
+        Parts by node; None for a node that is down.
 
     Raises:
         ClusterError: Slurm does not answer, or nodes are not free within a minute.
@@ -82,7 +90,13 @@ def lock(device: str) -> dict[str, str]:
 def differences(
     nodes: Mapping[str, Parts | None], pins: Mapping[str, str], gpu_nodes: Sequence[str]
 ) -> list[InstalledDifference]:
-    """Everything that is missing or not as locked, by node. `gpu_nodes` must have a driver and GPUs."""
+    """List everything that is missing or not as locked, by node.
+
+    Args:
+        nodes: parts by node; None for a node that is down.
+        pins: locked version by distribution.
+        gpu_nodes: those that must have a driver and GPUs.
+    """
     found = []
     for name, parts in nodes.items():
         if parts is None:

@@ -81,7 +81,13 @@ def early_exits(output: str) -> dict[str, str]:
 
 
 def spares_suffice(plan: Plan, names: Sequence[str], lost: Collection[str]) -> bool:
-    """Whether the job can begin without some of its nodes: not without the head's, and only if others do their work."""
+    """Whether the job can begin without some of its nodes: not without the head's, and only if others do their work.
+
+    Args:
+        plan: of the job.
+        names: of the job's nodes, by rank.
+        lost: names of those that it would do without.
+    """
     if not names or names[0] in lost or not plan.survives_nodes:
         return False
     needed = {group.index: sum(node.group == group.index for node in plan.nodes) for group in plan.groups}
@@ -89,7 +95,14 @@ def spares_suffice(plan: Plan, names: Sequence[str], lost: Collection[str]) -> b
 
 
 def step_without(plan: Plan, names: Sequence[str], lost: Collection[str], step: Sequence[str]) -> list[str]:
-    """The command line of a step (srun, its options, its command) on all nodes but those that are lost."""
+    """Change the command line of a step so that it runs on all nodes but those that are lost.
+
+    Args:
+        plan: of the job.
+        names: of the job's nodes, by rank.
+        lost: names of those that it does without.
+        step: srun, its options, and its command.
+    """
     program, *words = [word for word in step if not word.startswith("--het-group=")]
     het = len(plan.groups) > 1
     argv = [program]

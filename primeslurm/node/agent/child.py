@@ -59,11 +59,11 @@ class Child:
             self._popen.send_signal(number)
 
     def terminate(self) -> None:
-        """SIGTERM to the whole group."""
+        """Send SIGTERM to the whole group."""
         self._signal_group(signal.SIGTERM)
 
     def kill(self) -> None:
-        """SIGKILL to the whole group."""
+        """Send SIGKILL to the whole group."""
         self._signal_group(signal.SIGKILL)
 
     def _signal_group(self, number: signal.Signals) -> None:

@@ -49,7 +49,16 @@ class AgentTimings:
 
 
 class NodeAgent:
-    """Runs one node's share of a Plan, or waits as a spare. `run` blocks until the attempt has ended on this node."""
+    """Runs one node's share of a Plan, or waits as a spare. `run` blocks until the attempt has ended on this node.
+
+    Args:
+        plan: the whole.
+        rank: of this agent among the job's nodes.
+        attempt: through whose files agents and head speak.
+        run_id: the run's unique id.
+        python: what `${python}` in command lines means.
+        timings: paces and patience.
+    """
 
     def __init__(
         self,

@@ -69,6 +69,15 @@ def resolve(text: str, process: str, addresses: Addresses, values: Mapping[str, 
     `${host}`, `${host:NAME}`, `${port:http}`, `${port:http-3}` (that port minus three), `${port:NAME:http}`,
     `${addr:NAME:http}`; anything else of the form `${word}` must be in `values`.
 
+    Args:
+        text: of a Plan.
+        process: name of the process that it belongs to.
+        addresses: hosts and ports of all processes.
+        values: placeholders that are no addresses.
+
+    Returns:
+        The text with nothing left to fill in.
+
     Raises:
         UnknownPlaceholder: something is named that does not exist.
     """

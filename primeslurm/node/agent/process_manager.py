@@ -83,7 +83,15 @@ class ProcessManager:
         )
 
     def reap(self, now: float, *, ending: bool) -> list[Process]:
-        """Take note of what has ended; returns it."""
+        """Take note of what has ended.
+
+        Args:
+            now: the clock, in seconds.
+            ending: the attempt ends, so that nothing is started again.
+
+        Returns:
+            The processes that have ended since the last call.
+        """
         codes = {name: code for name, child in self.children.items() if (code := child.poll()) is not None}
         self._clear(codes)
         ended = []
@@ -99,7 +107,13 @@ class ProcessManager:
         return ended
 
     def tick(self, now: float, view: FleetView, addresses: Addresses) -> None:
-        """Start and end what the head's view and the time ask for."""
+        """Start and end what the head's view and the time ask for.
+
+        Args:
+            now: the clock, in seconds.
+            view: what the head said last.
+            addresses: who listens where; a process is started with what they say of it and of those that it talks to.
+        """
         if now - self._looked_at >= LOOK_S:
             self._looked_at = now
             self._look(self.children)
@@ -139,26 +153,26 @@ class ProcessManager:
                 child.send(number)
 
     def terminate(self) -> None:
-        """SIGTERM to everything."""
+        """Send SIGTERM to everything."""
         self._look(self.children)
         for child in self.children.values():
             child.terminate()
 
     def kill(self) -> None:
-        """SIGKILL to everything."""
+        """Send SIGKILL to everything."""
         self._look(self.children)
         for child in self.children.values():
             child.kill()
 
     def close(self) -> None:
-        """SIGKILL to everything that is left, and remove what was made for it."""
+        """Send SIGKILL to everything that is left, and remove what was made for it."""
         self._clear(self.children)
         self._shared_memory.unlink_within(UNLINK_S)
         self._context.remove_scratch()
         self._claims.release()
 
     def reports(self) -> dict[str, ProcessReport]:
-        """State of every process."""
+        """Return the state of every process, by name, for the heartbeat."""
         return {name: self._report(supervision) for name, supervision in self.supervised.items()}
 
     def _report(self, supervision: Supervision) -> ProcessReport:

@@ -65,7 +65,7 @@ class Supervision:
     def tick(
         self, now: float, *, prerequisites: bool, ready: bool, silent_s: float = 0.0, order: RestartOrder | None = None
     ) -> Decision:
-        """What to do now.
+        """Decide what to do now.
 
         Args:
             now: the clock, in seconds.
@@ -90,20 +90,33 @@ class Supervision:
         return "nothing"
 
     def renew(self, reason: str) -> Decision:
-        """It has to be ended and started anew."""
+        """Have the process ended, to be started anew.
+
+        Args:
+            reason: why, in words.
+
+        Returns:
+            "kill", or "nothing" if that was said before.
+        """
         if self.renewing:
             return "nothing"
         self.renewing, self.reason = True, reason
         return "kill"
 
     def started(self, now: float, generation: int = 0) -> None:
-        """The process was started."""
+        """Take in that the process was started, in a generation of its restart group if it has one."""
         self.started_at, self.exit_code, self.generation = now, None, generation
         self.renewing, self.reason = False, ""
         self._become(ProcessState.LOADING, now)
 
     def exited(self, now: float, code: int, *, ending: bool) -> None:
-        """The process ended with `code` (negative: by that signal)."""
+        """Take in that the process ended.
+
+        Args:
+            now: the clock, in seconds.
+            code: its exit code; negative: by that signal.
+            ending: the attempt ends, so that it is not started again.
+        """
         self.exit_code = code
         if ending:
             self._become(ProcessState.STOPPED, now)

@@ -42,7 +42,13 @@ class HeadTimings:
 
 
 class Head(threading.Thread):
-    """Runs beside the agent of rank 0, until every node has ended or had its chance to."""
+    """Runs beside the agent of rank 0, until every node has ended or had its chance to.
+
+    Args:
+        agent: of the same node.
+        run: the run's directory.
+        timings: pace and patience.
+    """
 
     def __init__(self, agent: NodeAgent, run: RunDirectory, timings: HeadTimings = HeadTimings()) -> None:
         super().__init__(daemon=True, name="head")

@@ -14,7 +14,7 @@ from primeslurm.plan.model import Plan
 
 @dataclass
 class NodeAssignment:
-    """The present places."""
+    """The agents that play the Plan's nodes now."""
 
     plan: Plan
     generation: int = 0
@@ -47,14 +47,22 @@ class NodeAssignment:
         return next((rank for rank in self.plan.ranks(group) if rank in fit and rank not in taken), None)
 
     def replace(self, node: int, fit: Collection[int]) -> int | None:
-        """Give a node to the first fit spare of its group; returns its rank, or None if there is none."""
+        """Give a node to the first fit spare of its group.
+
+        Args:
+            node: index of the Plan's node.
+            fit: ranks of the agents that can be given a node.
+
+        Returns:
+            The spare's rank, or None if there is none.
+        """
         spare = self.spare(node, fit)
         if spare is not None:
             self.rank_of[node], self.generation = spare, self.generation + 1
         return spare
 
     def vacate(self, node: int) -> None:
-        """Nobody plays this node any more."""
+        """Leave a node to nobody: nobody plays it any more."""
         del self.rank_of[node]
         self.generation += 1
 

@@ -25,7 +25,12 @@ def node_name() -> str:
 
 
 def own_address(name: str, interface: str | None, addresses: Mapping[str, str]) -> str:
-    """The address at which other nodes reach this one: the site's table, else the interface, else the name's address.
+    """Find the address at which other nodes reach this one.
+
+    Args:
+        name: of the node; what it resolves to is the last resort.
+        interface: whose address is taken if the table has none.
+        addresses: the site's table, by name of the node.
 
     Raises:
         NetworkError: none of them gives an address.

@@ -49,7 +49,13 @@ def gpu_checks(wanted: int) -> list[PreflightCheck]:
 
 
 def judge_gpus(wanted: int, gpus: Sequence[Sequence[str]], rows: Sequence[Sequence[str]]) -> list[PreflightCheck]:
-    """From nvidia-smi's answers: (index, uuid, MiB used, uncorrected errors) per GPU, and (uuid, pending, failure)."""
+    """Judge nvidia-smi's answers.
+
+    Args:
+        wanted: how many GPUs the node has to have.
+        gpus: for each GPU its index, uuid, MiB in use, and uncorrected ECC errors.
+        rows: for each GPU its uuid, whether rows of its memory wait to be remapped, and whether that has failed.
+    """
     found = []
     if len(gpus) < wanted:
         found.append(
@@ -202,7 +208,13 @@ def model_check(directory: Path) -> PreflightCheck:
 def version_checks(
     here: Mapping[str, str | None], head: Mapping[str, str | None], lock: Mapping[str, str | None]
 ) -> list[PreflightCheck]:
-    """Whether the node has the same packages as the head, and as the machine that submitted."""
+    """Compare the node's packages with the head's, and with those of the machine that submitted.
+
+    Args:
+        here: version by package on this node; None: it is not installed.
+        head: the same of the head's node.
+        lock: the same of lock.json.
+    """
     found = []
     for name, version in head.items():
         mine = here.get(name)

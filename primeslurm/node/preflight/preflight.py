@@ -41,7 +41,17 @@ class PreflightTimings:
 
 
 class Preflight:
-    """The checks of one node. `start` them, then ask for the `verdict` from time to time."""
+    """The checks of one node. `start` them, then ask for the `verdict` from time to time.
+
+    Args:
+        plan: the whole.
+        rank: of the node's agent.
+        name: of the node, in Slurm's words.
+        attempt: whose directory has to be readable and writable.
+        tmp: the agent's directory on the node's disk.
+        journal: gets the outcome.
+        timings: how long to wait.
+    """
 
     def __init__(
         self,
@@ -87,7 +97,7 @@ class Preflight:
         threading.Thread(target=self._run, daemon=True, name="preflight").start()
 
     def check_gpus_again(self) -> None:
-        """After the death of a process that had GPUs: were they the reason?"""
+        """Check the GPUs once more, after the death of a process that had some: were they the reason?"""
         if self._plan.device == "cuda":
             threading.Thread(target=self._look_at_gpus, daemon=True, name="gpu check").start()
 

@@ -67,14 +67,24 @@ class Diagnosis(msgspec.Struct, frozen=True):
 
     @property
     def well(self) -> bool:
-        """Nothing to find."""
+        """Whether there is nothing to find."""
         return self.first is None and not self.invalid
 
 
 def diagnose(
     run: RunDirectory, attempt: Attempt, job_state: Callable[[JobRecord], str | None], max_kl: float = MAX_KL
 ) -> Diagnosis:
-    """Read everything that an attempt left and name what failed first. Raises RunError without a readable plan."""
+    """Read everything that an attempt left and name what failed first.
+
+    Args:
+        run: the run.
+        attempt: the one in question.
+        job_state: Slurm's word for a job.
+        max_kl: largest accepted median of the KL between trainer and engines.
+
+    Raises:
+        RunError: the attempt has no readable plan.
+    """
     placement = placement_of(attempt)
     happened = attempt_events(attempt)
     failed = failures(happened, attempt.heartbeats())

@@ -124,7 +124,19 @@ class Timeline:
 
 
 def report(run: RunDirectory, job_state: JobQuery, now: float) -> str:
-    """The page as HTML. Raises RunError if the run has no readable attempt."""
+    """Render the page.
+
+    Args:
+        run: the run.
+        job_state: Slurm's word for a job.
+        now: Unix seconds.
+
+    Returns:
+        The page as HTML.
+
+    Raises:
+        RunError: the run has no readable attempt.
+    """
     status, steps = read_status(run, job_state, now), rows(run.path)
     plan = run.latest().plan()
     recipe = read_json(run.path / "recipe.resolved.json") or {}

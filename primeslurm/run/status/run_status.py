@@ -120,7 +120,17 @@ class RunStatus(msgspec.Struct, frozen=True):
 
 
 def read_status(run: RunDirectory, job_state: JobQuery, now: float | None = None, processes: bool = False) -> RunStatus:
-    """The status of the newest attempt; `processes`: with every single one. Raises RunError if there is none."""
+    """Read the status of the newest attempt.
+
+    Args:
+        run: the run.
+        job_state: Slurm's word for a job.
+        now: Unix seconds; the present if left out.
+        processes: with every single process.
+
+    Raises:
+        RunError: the run has no attempt with a readable plan.
+    """
     now = time.time() if now is None else now
     attempt = run.latest()
     placement = placement_of(attempt)

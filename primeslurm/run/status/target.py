@@ -28,7 +28,12 @@ class ProcessTarget:
 
 
 def find_target(placement: RunPlacement, attempt: Attempt, word: str) -> ProcessTarget:
-    """A process by name, the first process of a role, or a node by its name or index.
+    """Find a process by name, the first process of a role, or a node by its name or index.
+
+    Args:
+        placement: what runs where.
+        attempt: whose nodes have reported.
+        word: the user's.
 
     Raises:
         UsageError: the run has nothing of that name.

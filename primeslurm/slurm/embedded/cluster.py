@@ -201,10 +201,14 @@ class Cluster:
 
 
 def up(spec: ClusterSpec) -> tuple[Cluster, bool]:
-    """Start a cluster and wait until all nodes are idle. The flag is False if it was up already.
+    """Start a cluster and wait until all nodes are idle.
 
-    Raises UsageError for a bad specification, missing programs, or a directory that is in use otherwise;
-    ClusterError, with the end of the daemon's log, if a daemon does not come up (nothing is left behind then).
+    Returns:
+        The cluster, and whether it was started: False if it was up already.
+
+    Raises:
+        UsageError: a bad specification, missing programs, or a directory that is in use otherwise.
+        ClusterError: a daemon did not come up; with the end of its log. Nothing is left behind then.
     """
     spec.check()
     _check_machine()

@@ -138,7 +138,17 @@ def addresses(spec: ClusterSpec, place: LoopbackPlace) -> dict[str, str]:
 
 
 def slurm_conf(spec: ClusterSpec, place: LoopbackPlace, hostname: str, memory_mb: int) -> str:
-    """Text of slurm.conf: what makes several nodes on one machine work, and nothing shared with another cluster."""
+    """Write slurm.conf: what makes several nodes on one machine work, and nothing shared with another cluster.
+
+    Args:
+        spec: what the user asked for.
+        place: the loopback addresses and ports of the cluster.
+        hostname: of this machine.
+        memory_mb: of this machine, in MB.
+
+    Returns:
+        Its text.
+    """
     directory = spec.directory
     lines = [
         f"ClusterName={spec.name}",

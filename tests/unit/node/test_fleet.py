@@ -164,7 +164,7 @@ def test_what_is_ended_to_be_renewed_starts_again_at_once_and_for_free() -> None
     assert s.tick(1, prerequisites=True, ready=False) == "start"
 
 
-def test_a_unit_s_member_follows_its_generation() -> None:
+def test_a_member_of_a_restart_group_follows_its_generation() -> None:
     s = Supervision(process(unit="u"))
     s.started(0)
     held, free = RestartOrder(1, hold=True), RestartOrder(1, hold=False)
@@ -210,7 +210,7 @@ def test_operators_words(report: ProcessReport | None, suspect: bool, expected: 
 
 
 @pytest.mark.parametrize("code", [0, 1])
-def test_a_trainer_rank_starts_again_with_a_new_generation_of_its_unit(code: int) -> None:
+def test_a_trainer_rank_starts_again_with_a_new_generation_of_its_group(code: int) -> None:
     s = Supervision(process("trainer", "attempt", health=False))
     s.started(0.0)
     s.exited(1.0, code, ending=False)
@@ -443,7 +443,7 @@ def fallen(generation: int, state: str = "fallen") -> ProcessReport:
     return ProcessReport(state=state, exit_code=-9, generation=generation)
 
 
-def test_a_unit_restarts_as_one_and_only_when_all_of_it_has_ended() -> None:
+def test_a_restart_group_restarts_as_one_and_only_when_all_of_it_has_ended() -> None:
     agents = unit_of_two()
     fleet = agents.assigned()
     agents.states = {"engine-r0-1": fallen(0)}
@@ -460,7 +460,7 @@ def test_a_unit_restarts_as_one_and_only_when_all_of_it_has_ended() -> None:
     assert [news.generation for news in agents.news(ProcessesRestarted)] == [1]
 
 
-def test_a_unit_that_keeps_dying_is_given_up_as_one() -> None:
+def test_a_restart_group_that_keeps_dying_is_given_up_as_one() -> None:
     agents = unit_of_two()
     fleet = agents.assigned()
     for generation in range(3):
@@ -470,7 +470,7 @@ def test_a_unit_that_keeps_dying_is_given_up_as_one() -> None:
     assert fleet.lost == {"engine-r0-0", "engine-r0-1", "router-0"}
 
 
-def test_a_unit_moves_to_a_spare_as_one() -> None:
+def test_a_restart_group_moves_to_a_spare_as_one() -> None:
     agents = unit_of_two(spares=1)
     fleet = agents.assigned()
     agents.silent = {2}
@@ -481,7 +481,7 @@ def test_a_unit_moves_to_a_spare_as_one() -> None:
     assert fleet.assignment.rank_of[2] == 3 and fleet.orders == {"r0": RestartOrder(1, hold=False)}
 
 
-def test_a_unit_without_one_of_its_nodes_is_lost_as_one() -> None:
+def test_a_restart_group_without_one_of_its_nodes_is_lost_as_one() -> None:
     agents = unit_of_two()
     fleet = agents.assigned()
     agents.silent = {2}

@@ -161,7 +161,7 @@ def stopped(tmp_path: Path) -> Attempt:
 
 
 @pytest.mark.parametrize("assigned", [False, True])
-def test_the_step_starts_again_also_after_a_head_has_seated_the_others(
+def test_the_step_starts_again_also_after_a_head_has_assigned_the_others(
     assigned: bool, stopped: Attempt, fake_srun: Path, tmp_path: Path
 ) -> None:
     """On a slow machine the head reads what srun says before srun ends it."""
