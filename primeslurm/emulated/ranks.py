@@ -42,7 +42,11 @@ class Ranks:
         self._listener = socket.create_server(("", port), backlog=max(others, 1))
 
     def join(self, timeout_s: float = JOIN_TIMEOUT_S) -> None:
-        """Wait for every rank, then watch them. Raises LostRankError if some do not come."""
+        """Wait for every rank, then watch them.
+
+        Raises:
+            LostRankError: some did not come in time.
+        """
         deadline = time.monotonic() + timeout_s
         while len(self._connections) < self._others:
             self._listener.settimeout(max(deadline - time.monotonic(), 0.001))

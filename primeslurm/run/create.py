@@ -20,7 +20,7 @@ from primeslurm.plan.model import Plan
 from primeslurm.recipe import Recipe
 from primeslurm.records.attempt import LockRecord
 from primeslurm.run.directory import Attempt, RunDirectory
-from primeslurm.run.versions import installed
+from primeslurm.run.versions import installed_packages
 from primeslurm.wire import secret
 
 
@@ -98,7 +98,7 @@ def _lock(name: str, resolved: str, plan: Plan) -> LockRecord:
         recipe_hash=hashlib.blake2b(resolved.encode(), digest_size=16).hexdigest(),
         plan_hash=hashlib.blake2b(plan.to_json().encode(), digest_size=16).hexdigest(),
         python=sys.version.split()[0],
-        packages=installed(),
+        packages=installed_packages(),
         git=_git_state(),
     )
 

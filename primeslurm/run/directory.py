@@ -56,7 +56,11 @@ class Attempt:
         return find_record(self.roster_file, AssignmentRecord) or AssignmentRecord(0, {})
 
     def fleet(self) -> FleetView | None:
-        """What the head tells of the fleet; None if it has told nothing yet. Raises ValueError if it is damaged."""
+        """Read what the head tells of the fleet; None if it has told nothing yet.
+
+        Raises:
+            ValueError: the file is damaged.
+        """
         return read_record(self.fleet_file, FleetView)
 
     @property
@@ -69,12 +73,20 @@ class Attempt:
         return self.path / "agents" / f"{rank}.json"
 
     def heartbeat(self, node: int, assignment: AssignmentRecord) -> AgentReport | None:
-        """The newest heartbeat of the agent that plays a node of the plan. Raises ValueError if it is damaged."""
+        """Read the newest heartbeat of the agent that plays a node of the plan; None without one.
+
+        Raises:
+            ValueError: the file is damaged.
+        """
         agent = assignment.agents.get(node)
         return read_record(self.agent_file(agent.rank), AgentReport) if agent else None
 
     def heartbeats(self) -> list[AgentReport]:
-        """The newest heartbeat of every agent. Raises ValueError if one is damaged."""
+        """Read the newest heartbeat of every agent.
+
+        Raises:
+            ValueError: a file is damaged.
+        """
         found = (read_record(path, AgentReport) for path in (self.path / "agents").glob("*.json"))
         return [report for report in found if report is not None]
 
@@ -96,7 +108,11 @@ class Attempt:
         write_atomic(self.plan_file, plan_file.to_file(plan))
 
     def plan(self) -> Plan:
-        """The plan of this attempt. Raises RunError."""
+        """Read the plan of this attempt.
+
+        Raises:
+            RunError: it is not there, or cannot be read.
+        """
         try:
             return plan_file.from_file(self.plan_file.read_bytes())
         except (OSError, ValueError) as error:
@@ -148,7 +164,11 @@ class RunDirectory:
         return [self.attempt(number) for number in numbers]
 
     def latest(self) -> Attempt:
-        """The newest attempt. Raises RunError if there is none."""
+        """Return the newest attempt that has a plan.
+
+        Raises:
+            RunError: there is none.
+        """
         attempts = self.attempts()
         if not attempts:
             raise RunError(f"{self.path} has no attempt")

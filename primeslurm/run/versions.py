@@ -17,7 +17,7 @@ PACKAGES = (
 )
 
 
-def installed() -> dict[str, str | None]:
+def installed_packages() -> dict[str, str | None]:
     """Version by package; None for one that is not installed here."""
     return {name: version(name) for name in PACKAGES}
 

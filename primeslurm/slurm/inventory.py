@@ -41,7 +41,14 @@ class InstalledDifference:
 
 
 def here() -> dict[str, Parts]:
-    """This host's parts. Raises ClusterError."""
+    """Ask this host what is installed.
+
+    Returns:
+        Its parts, by its name.
+
+    Raises:
+        ClusterError: the command failed.
+    """
     return _parse(_run([sys.executable, "-m", MODULE]))
 
 

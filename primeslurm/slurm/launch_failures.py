@@ -56,7 +56,11 @@ class JobOutput:
         self._begun = False
 
     def news(self) -> str:
-        """The whole lines of this start that were not there the last time. Raises OSError."""
+        """Read the whole lines of this start that were not there the last time.
+
+        Raises:
+            OSError: the file cannot be read, or is not there yet.
+        """
         # Opened each time: that is what makes a network file system ask its server.
         with self._path.open("rb") as handle:
             handle.seek(self._read)

@@ -22,7 +22,11 @@ def submitit_folder(plan: Plan) -> Path:
 
 
 def render(plan: Plan) -> str:
-    """The batch script of a Plan. Raises UsageError for text that cannot stand in a script."""
+    """Render the batch script of a Plan.
+
+    Raises:
+        UsageError: it holds text that cannot stand in a script.
+    """
     _check(plan)
     templates = environment(autoescape=False)
     templates.filters["quote"] = lambda value: shlex.quote(str(value))

@@ -38,7 +38,11 @@ class NodeContext:
         return {**self._values, "ucx_devices_near": near["ucx_devices"]}
 
     def make_scratch(self) -> None:
-        """Make every directory that a process wants on the node's disk, empty. Raises OSError."""
+        """Make every directory that a process wants on the node's disk, empty.
+
+        Raises:
+            OSError: one cannot be made.
+        """
         self.remove_scratch()  # left behind by an agent that was killed
         for directory in self._scratch():
             directory.mkdir(parents=True, mode=0o700)
@@ -49,7 +53,11 @@ class NodeContext:
             shutil.rmtree(directory, ignore_errors=True)
 
     def write(self, files: Mapping[str, str]) -> None:
-        """Write files of a process, name to text. Raises OSError."""
+        """Write files of a process, name to text.
+
+        Raises:
+            OSError: one cannot be written.
+        """
         for name, text in files.items():
             (Path(self._values["tmp"]) / name).write_text(text)
 

@@ -32,7 +32,11 @@ def enter(run: RunDirectory, number: int, *, wait_s: float) -> Attempt:
 
 
 def first_of_job(run: RunDirectory, job_id: str) -> int:
-    """Number of the attempt that a job began with. Raises RunError if the run has no attempt at all."""
+    """Find the number of the attempt that a job began with.
+
+    Raises:
+        RunError: the run has no attempt at all.
+    """
     jobs = {attempt.number: attempt.job() for attempt in run.attempts()}
     own = [number for number, job in jobs.items() if job is not None and job.job_id == job_id]
     return min(own, default=run.latest().number)

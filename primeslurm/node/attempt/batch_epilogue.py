@@ -53,11 +53,16 @@ def ending_of_step(end: EndRecord | None, job_state: str, code: int, unreached: 
 
 
 class BatchEpilogue:
-    """What this job has left to do. Raises ClusterError, RunError, OSError.
+    """What this job has left to do.
 
     Args:
         run: the run that the job belongs to.
         step: srun's command line.
+
+    Raises:
+        ClusterError: Slurm refused or did not answer; also in what follows.
+        RunError: the run has no attempt, or none with a readable plan.
+        OSError: the run directory cannot be read or written; also in what follows.
     """
 
     def __init__(self, run: RunDirectory, step: list[str]) -> None:

@@ -23,7 +23,7 @@ from primeslurm.records.events.nodes import GpuFailed, PreflightDone
 from primeslurm.records.fleet import Fitness, FleetView, PreflightCheck, PreflightReference
 from primeslurm.records.journal import Journal
 from primeslurm.run.directory import Attempt, RunDirectory
-from primeslurm.run.versions import installed
+from primeslurm.run.versions import installed_packages
 
 _POLL_S = 0.05
 
@@ -92,7 +92,7 @@ class Preflight:
         self._started_at = time.monotonic()
         self._deadline = self._started_at + self._timings.limit_s
         if self._rank == 0:
-            reference = PreflightReference(digest(self._attempt.plan_file), installed())
+            reference = PreflightReference(digest(self._attempt.plan_file), installed_packages())
             write_json(self._attempt.reference_file, msgspec.to_builtins(reference))
         threading.Thread(target=self._run, daemon=True, name="preflight").start()
 
@@ -205,7 +205,7 @@ class Preflight:
                 )
             ]
         lock = RunDirectory(Path(self._plan.run_dir)).lock()
-        return checks.version_checks(installed(), reference.packages, lock.packages)
+        return checks.version_checks(installed_packages(), reference.packages, lock.packages)
 
     def _clock(self) -> list[PreflightCheck]:
         """The head writes its time into fleet.json all the time."""

@@ -59,7 +59,11 @@ class RunPlacement(msgspec.Struct, frozen=True):
 
 
 def placement_of(attempt: Attempt) -> RunPlacement:
-    """What runs where in an attempt. Raises RunError if there is no readable plan."""
+    """Read what runs where in an attempt.
+
+    Raises:
+        RunError: there is no readable plan.
+    """
     try:
         plan = plain(attempt.plan_file.read_bytes(), PlacedProcess.__struct_fields__)
         return msgspec.convert(plan, RunPlacement)

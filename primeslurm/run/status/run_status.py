@@ -19,7 +19,7 @@ from primeslurm.records.fleet import AgentReport, FleetView
 from primeslurm.records.metrics import Row
 from primeslurm.records.reading import recent_rows
 from primeslurm.records.state import EngineRecord, Load, OrchestratorState, RolloutProgress, TrainerState
-from primeslurm.run.diagnosis.advice import Advice, advise, shape_of
+from primeslurm.run.diagnosis.advice import Advice, advise, tunables_of
 from primeslurm.run.directory import BY_SIGTERM, Attempt, RunDirectory
 from primeslurm.run.records import first_event, progress_of, recent_events
 from primeslurm.run.status.event_text import EventText, lately, notable
@@ -167,7 +167,7 @@ def read_status(run: RunDirectory, job_state: JobQuery, now: float | None = None
         unhealthy=_unhealthy(placement, attempt, states) if end is None else [],
         processes=_describe(placement.processes(), attempt, states) if processes else [],
         events=lately(notable(recent_events(attempt)), RECENT),
-        advice=advise(orchestrator.roles, shape_of(recipe)) if orchestrator and phase == "running" else [],
+        advice=advise(orchestrator.roles, tunables_of(recipe)) if orchestrator and phase == "running" else [],
     )
 
 

@@ -64,7 +64,11 @@ class Cluster:
 
     @classmethod
     def load(cls, directory: Path) -> Cluster:
-        """The cluster of a directory, up or not. Raises UsageError if there is none."""
+        """Find the cluster of a directory, up or not.
+
+        Raises:
+            UsageError: there is none.
+        """
         state = directory / _STATE
         if not state.is_file():
             why = "holds no embedded cluster"
