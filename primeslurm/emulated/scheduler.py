@@ -171,7 +171,7 @@ class Scheduler:
 
 
 def exposition(scheduler: Scheduler) -> str:
-    """The engine's /metrics, as Prometheus text: the names that vLLM uses, for what the scheduler knows."""
+    """Return the engine's /metrics, as Prometheus text: the names that vLLM uses, for what the scheduler knows."""
     counts = scheduler.counts
     by_source = "prompt_tokens_by_source_total"
     values: dict[str, float] = {

@@ -113,7 +113,7 @@ class AssignmentRecord(msgspec.Struct, frozen=True):
     """By index of the Plan's node."""
 
     def node_of(self, rank: int) -> int | None:
-        """The Plan's node that an agent plays, or None: it is a spare, or was replaced."""
+        """Return the Plan's node that an agent plays, or None: it is a spare, or was replaced."""
         return next((node for node, agent in self.agents.items() if agent.rank == rank), None)
 
 

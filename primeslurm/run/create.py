@@ -25,7 +25,7 @@ from primeslurm.wire import secret
 
 
 def name_in_use(run_dir: Path) -> list[Violation]:
-    """A violation if the run directory holds anything already, or is no directory."""
+    """Return a violation if the run directory holds anything already, or is no directory."""
     if is_dir(run_dir) and not any(run_dir.iterdir()):
         return []
     return [_in_use(run_dir)] if os.path.lexists(run_dir) else []
@@ -37,7 +37,7 @@ def _in_use(run_dir: Path) -> Violation:
 
 
 def missing_variables(plan: Plan) -> list[Violation]:
-    """A violation for each variable that processes need and that is not set here, where its value is taken from."""
+    """Return a violation for each variable that processes need and that is not set here, where its value comes from."""
     return [
         Violation("pass_env", name, "is not set where you submit", f"export {name}=...")
         for name in plan.pass_env

@@ -52,7 +52,7 @@ class Attempt:
         return self.path / "roster.json"
 
     def assignment(self) -> AssignmentRecord:
-        """Which agent plays which node of the plan; empty before the head has decided."""
+        """Read which agent plays which node of the plan; empty before the head has decided."""
         return find_record(self.roster_file, AssignmentRecord) or AssignmentRecord(0, {})
 
     def fleet(self) -> FleetView | None:
@@ -69,7 +69,7 @@ class Attempt:
         return self.path / "cancel"
 
     def agent_file(self, rank: int) -> Path:
-        """The heartbeat of one agent."""
+        """Return the path of the heartbeat of one agent."""
         return self.path / "agents" / f"{rank}.json"
 
     def heartbeat(self, node: int, assignment: AssignmentRecord) -> AgentReport | None:
@@ -119,7 +119,7 @@ class Attempt:
             raise RunError(f"{self.plan_file} cannot be read: {error}") from None
 
     def job(self) -> JobRecord | None:
-        """What was submitted, if it was recorded."""
+        """Read what was submitted, if it was recorded."""
         return find_record(self.path / "job.json", JobRecord)
 
     def record_job(self, job: JobRecord) -> None:
@@ -128,7 +128,7 @@ class Attempt:
         write_json(self.path / "job.json", msgspec.to_builtins(job))
 
     def end(self) -> EndRecord | None:
-        """How it ended, or None."""
+        """Read how it ended, or None."""
         return find_record(self.path / "end.json", EndRecord)
 
     def record_end(self, end: EndRecord) -> None:
@@ -136,7 +136,7 @@ class Attempt:
         write_json(self.path / "end.json", msgspec.to_builtins(end))
 
     def state(self, process: str, kind: type[R]) -> R | None:
-        """The state that a process records of itself; None if there is none that can be read."""
+        """Read the state that a process records of itself; None if there is none that can be read."""
         return find_record(self.path / "state" / f"{process}.json", kind)
 
 
@@ -156,7 +156,7 @@ class RunDirectory:
         return Attempt(self.path, number)
 
     def attempts(self) -> list[Attempt]:
-        """All attempts that have a plan, oldest first."""
+        """Return all attempts that have a plan, oldest first."""
         root = self.path / "attempts"
         if not is_dir(root):
             return []
@@ -184,7 +184,7 @@ class RunDirectory:
         return self.lock().created_at
 
     def job_output(self, job_id: str) -> Path:
-        """What the batch script, srun and the agents of a job of Slurm print."""
+        """Return the path of the file in which the batch script, srun and the agents of a job print."""
         return self.path / JOB_OUTPUT.format(job_id)
 
     @property

@@ -57,7 +57,7 @@ class Ledger:
         write_json(self._path / f"{node}.{run}.{attempt}.json", msgspec.to_builtins(entry))
 
     def entries(self, now: float) -> list[BadNode]:
-        """What is remembered and has not expired, newest first, one entry a node."""
+        """Read what is remembered and has not expired, newest first, one entry a node."""
         valid = sorted((e for _, e in self._read() if e.expires > now), key=lambda e: e.time)
         return sorted({entry.node: entry for entry in valid}.values(), key=lambda e: -e.time)
 

@@ -19,23 +19,23 @@ NOTABLE_FILES = 24
 
 
 def rows(run_dir: Path) -> list[Row]:
-    """The rows of metrics.jsonl, one per step, in order; those of SFT under the names of RL."""
+    """Read the rows of metrics.jsonl, one per step, in order; those of SFT under the names of RL."""
     return reading.rows(run_dir / "metrics.jsonl")
 
 
 def events(run: RunDirectory) -> list[Event]:
-    """The events of all processes of all attempts, in order of time."""
+    """Read the events of all processes of all attempts, in order of time."""
     return in_order(event for attempt in run.attempts() for event in attempt_events(attempt))
 
 
 def attempt_events(attempt: Attempt) -> list[Event]:
-    """The events of all processes of one attempt, in order of time."""
+    """Read the events of all processes of one attempt, in order of time."""
     files = (attempt.path / "events").glob("*.jsonl")
     return in_order(_known(line for path in files for line in whole_lines(path)))
 
 
 def recent_events(attempt: Attempt) -> list[Event]:
-    """The newest events, in order of time, without a look at every node's: agents write when something happens."""
+    """Read the newest events, in order of time, without a look at every node's: agents write when something happens."""
     directory = attempt.path / "events"
     always = ("head.jsonl", "orchestrator.jsonl", "trainer-rank-0.jsonl")
     try:
@@ -48,7 +48,7 @@ def recent_events(attempt: Attempt) -> list[Event]:
 
 
 def first_event(attempt: Attempt, writer: str) -> Event | None:
-    """The first event of a process, without a look at the others; None if it has written none."""
+    """Read the first event of a process, without a look at the others; None if it has written none."""
     try:
         with (attempt.path / "events" / f"{writer}.jsonl").open("rb") as handle:
             return decode(handle.readline())
@@ -57,7 +57,7 @@ def first_event(attempt: Attempt, writer: str) -> Event | None:
 
 
 def progress_of(attempt: Attempt, task: str) -> OrchestratorState | TrainerState | None:
-    """The state of who knows how far an attempt is: the orchestrator, or, where there is none, the trainer."""
+    """Read the state of who knows how far an attempt is: the orchestrator, or, where there is none, the trainer."""
     if task == "rl":
         return attempt.state("orchestrator", OrchestratorState)
     return attempt.state("trainer-rank-0", TrainerState)

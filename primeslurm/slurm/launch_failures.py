@@ -19,12 +19,12 @@ _EXIT = re.compile(r"^srun: error: (\S+): tasks? [\d,-]+: (Exited with exit code
 
 
 def restarts(environ: Mapping[str, str]) -> int:
-    """How often Slurm has requeued the job that this process belongs to."""
+    """Tell how often Slurm has requeued the job that this process belongs to."""
     return int(environ.get("SLURM_RESTART_COUNT", "0"))
 
 
 def node_names(plan: Plan, environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Names of the job's nodes, in order of rank; empty outside a job of Slurm."""
+    """Return the names of the job's nodes, in order of rank; empty outside a job of Slurm."""
     if NODES in environ:
         return tuple(environ[NODES].split(","))
     single = len(plan.groups) == 1
@@ -34,7 +34,7 @@ def node_names(plan: Plan, environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def since_start(output: str, start: int) -> str | None:
-    """What of the job's output follows the mark of a start; None without this mark."""
+    """Return what of the job's output follows the mark of a start; None without this mark."""
     _, mark, rest = output.rpartition(f"{MARK} {start}\n")
     return rest if mark else None
 
@@ -75,12 +75,12 @@ class JobOutput:
 
 
 def launch_failures(output: str) -> dict[str, str]:
-    """Nodes that srun could not reach, with its reason, by the output of one start. It then ends all other tasks."""
+    """Find nodes that srun could not reach, and why, in the output of one start. It then ends all other tasks."""
     return dict(_LAUNCH.findall(output))
 
 
 def early_exits(output: str) -> dict[str, str]:
-    """Nodes whose task has ended badly by itself, with how, by the output of one start."""
+    """Find nodes whose task has ended badly by itself, and how, in the output of one start."""
     return {name: how for hostlist, how in _EXIT.findall(output) for name in expand(hostlist)}
 
 

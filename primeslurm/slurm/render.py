@@ -51,7 +51,7 @@ def _step_options(plan: Plan) -> list[str]:
 
 
 def exports(plan: Plan) -> dict[str, str]:
-    """Variables of the agents. Those with placeholders can only be filled in on the node, by the agent itself."""
+    """Return the variables of the agents. Those with placeholders are filled in on the node, by the agent itself."""
     return {name: value for name, value in plan.env.items() if "${" not in value}
 
 

@@ -50,7 +50,7 @@ class Child:
         return self._popen.pid
 
     def poll(self) -> int | None:
-        """The exit code once it ended (negative: by that signal). What it left in its group lives on."""
+        """Return the exit code once it ended (negative: by that signal). What it left in its group lives on."""
         return self._popen.poll()
 
     def send(self, number: signal.Signals) -> None:

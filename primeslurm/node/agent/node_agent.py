@@ -235,7 +235,7 @@ class NodeAgent:
 
 
 def held_up_s(last: float, now: float) -> float:
-    """Seconds for which whoever had its last turn at `last` was held up."""
+    """Tell for how many seconds whoever had its last turn at `last` was held up."""
     return max(0.0, now - last - LATE_S)
 
 

@@ -32,7 +32,7 @@ class NodeContext:
         self._values = {**values, "node": str(node.index), **fabric.placeholders(self._hcas, interface)}
 
     def values(self, process: Process) -> dict[str, str]:
-        """Values of all placeholders that are no addresses, for one process."""
+        """Return the values of all placeholders that are no addresses, for one process."""
         gpus = [self._gpus[gpu] for gpu in process.gpus if gpu < len(self._gpus)]
         near = fabric.placeholders(fabric.nearest(self._hcas, gpus), "")
         return {**self._values, "ucx_devices_near": near["ucx_devices"]}

@@ -35,7 +35,7 @@ from primeslurm.slurm.launch_failures import (
 
 
 def ending_of_step(end: EndRecord | None, job_state: str, code: int, unreached: dict[str, str]) -> Ending | None:
-    """How the attempt has ended, if nobody else says so and Slurm is not about to end or requeue the job. Pure.
+    """Tell how the attempt has ended, if nobody else says so and Slurm is not about to end or requeue the job. Pure.
 
     Args:
         end: what the head has recorded.

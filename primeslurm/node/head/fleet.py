@@ -101,17 +101,17 @@ class Fleet:
         return sorted(set(range(self.plan.allocated)) - set(self.agents) - set(self.gone))
 
     def agent_of(self, node: int) -> AgentReport | None:
-        """The heartbeat of the agent that plays a node, once it does."""
+        """Return the heartbeat of the agent that plays a node, once it does."""
         report = self.agents.get(self.assignment.rank_of.get(node, -1))
         return report if report is not None and report.node == node else None
 
     def report(self, name: str) -> ProcessReport | None:
-        """What is known of one process."""
+        """Tell what is known of one process."""
         agent = self.agent_of(self._processes[name].node)
         return agent.processes.get(name) if agent else None
 
     def silence(self, name: str, now: float) -> float:
-        """Seconds since the agent of a process was heard of."""
+        """Tell how many seconds ago the agent of a process was heard of."""
         rank = self.assignment.rank_of.get(self._processes[name].node, -1)
         return now - self.seen_at.get(rank, now)
 

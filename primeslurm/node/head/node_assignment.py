@@ -23,7 +23,7 @@ class NodeAssignment:
     """Plan node to agent rank."""
 
     def node_of(self, rank: int) -> int | None:
-        """The Plan's node that an agent plays, or None."""
+        """Return the Plan's node that an agent plays, or None."""
         return next((node for node, taken in self.rank_of.items() if taken == rank), None)
 
     def fill(self, fit: Collection[int]) -> bool:
@@ -41,7 +41,7 @@ class NodeAssignment:
         return True
 
     def spare(self, node: int, fit: Collection[int]) -> int | None:
-        """The first fit spare of a node's group, or None if there is none."""
+        """Find the first fit spare of a node's group, or None if there is none."""
         taken = set(self.rank_of.values())
         group = self.plan.nodes[node].group
         return next((rank for rank in self.plan.ranks(group) if rank in fit and rank not in taken), None)

@@ -41,7 +41,7 @@ class RestartGroup:
         return self.restarts >= min(process.max_restarts for process in self.members)
 
     def fell(self, reports: Mapping[str, ProcessReport | None]) -> Process | None:
-        """The member, if any, that died in the present generation."""
+        """Find the member, if any, that died in the present generation."""
         for process in self.members:
             report = reports[process.name]
             if report and report.state == ProcessState.FALLEN and report.generation == self.generation:
@@ -49,7 +49,7 @@ class RestartGroup:
         return None
 
     def restart(self, now: float) -> None:
-        """A new generation, which starts once `tick` lets it."""
+        """Begin a new generation, which starts once `tick` lets it."""
         if now - self.raised_at > STABLE_S:
             self.restarts = 0
         self.generation += 1
@@ -67,7 +67,7 @@ class RestartGroup:
 
 
 def restart_groups_of(plan: Plan) -> dict[str, RestartGroup]:
-    """All restart groups of a plan, by name."""
+    """Return all restart groups of a plan, by name."""
     members: dict[str, list[Process]] = {}
     for process in plan.processes():
         if process.unit is not None:

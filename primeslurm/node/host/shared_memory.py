@@ -64,7 +64,7 @@ class SharedMemory:
 
 
 def mapped_by(groups: Collection[int]) -> dict[int, set[Inode]]:
-    """Files of /dev/shm that the processes of each process group have mapped, whatever their names are now."""
+    """Find files of /dev/shm that the processes of each process group have mapped, whatever their names are now."""
     found: dict[int, set[Inode]] = {}
     for pid in psutil.pids() if groups else ():
         with contextlib.suppress(ProcessLookupError):
@@ -74,7 +74,7 @@ def mapped_by(groups: Collection[int]) -> dict[int, set[Inode]]:
 
 
 def names_of(inodes: Collection[Inode]) -> dict[Path, Inode]:
-    """Names in /dev/shm that these files still have, of this user's."""
+    """Find names in /dev/shm that these files still have, of this user's."""
     found: dict[Path, Inode] = {}
     for path in DIRECTORY.iterdir() if inodes else ():
         with contextlib.suppress(OSError):

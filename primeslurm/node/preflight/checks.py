@@ -33,7 +33,7 @@ SLOW_S = 5.0
 
 
 def gpu_checks(wanted: int) -> list[PreflightCheck]:
-    """The GPUs that nvidia-smi sees: how many, their memory, their errors.
+    """Check the GPUs that nvidia-smi sees: how many, their memory, their errors.
 
     A program of its own and not its library (NVML) in this process: a call into a driver that hangs never returns and
     cannot be killed, and an agent that is stuck in one could not even end.

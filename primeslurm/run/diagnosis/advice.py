@@ -64,7 +64,7 @@ def tunables_of(recipe: Mapping[str, Any]) -> Tunables:
 
 
 def advise(roles: Mapping[str, Load], tunables: Tunables) -> list[Advice]:
-    """What to change, most important first."""
+    """Tell what to change, most important first."""
     found = []
     known = {role: load for role, load in roles.items() if load.engines and load.seconds >= MIN_SECONDS}
     prefill, decode = known.get("prefill"), known.get("decode")

@@ -62,7 +62,7 @@ class Chart:
 def chart(
     title: str, unit: str, rows: Sequence[Row], series: Sequence[tuple[str, str]], log: bool = False
 ) -> Chart | None:
-    """A chart over steps of the metrics in `series` (label, name); None if no row has any of them.
+    """Draw a chart over steps of the metrics in `series` (label, name); None if no row has any of them.
 
     Args:
         title: its heading.

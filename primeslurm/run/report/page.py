@@ -160,7 +160,7 @@ def report(run: RunDirectory, job_state: JobQuery, now: float) -> str:
 
 
 def all_charts(steps: Sequence[Row]) -> list[Chart]:
-    """Every chart for which there are numbers."""
+    """Draw every chart for which there are numbers."""
     found = [chart(title, unit, steps, series, log) for title, unit, series, log in _CHARTS]
     for title, unit, name in _ENGINE_CHARTS:
         found.append(chart(title, unit, steps, [(role, f"engines/{role}/{name}") for role in _ROLES]))

@@ -30,7 +30,7 @@ class EventText(msgspec.Struct, frozen=True):
 
 
 def notable(events: Iterable[Event]) -> list[EventText]:
-    """The events worth telling, in the order given; what happens several times in a row is told once."""
+    """Pick the events worth telling, in the order given; what happens several times in a row is told once."""
     told: list[EventText] = []
     times = 1
     for event in events:
@@ -47,7 +47,7 @@ def notable(events: Iterable[Event]) -> list[EventText]:
 
 
 def lately(told: Sequence[EventText], count: int) -> list[EventText]:
-    """The newest `count` of these, oldest first; each text only where it happened last."""
+    """Return the newest `count` of these, oldest first; each text only where it happened last."""
     newest = {(each.who, _once(each)): each for each in told}
     return sorted(newest.values(), key=lambda each: each.time)[-count:]
 
@@ -58,7 +58,7 @@ def _once(told: EventText) -> str:
 
 
 def exit_words(code: int | None) -> str:
-    """How a process ended: its exit code, or the name of the signal."""
+    """Tell how a process ended: its exit code, or the name of the signal."""
     if code is None:
         return "ended"
     if code >= 0:

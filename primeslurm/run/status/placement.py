@@ -54,7 +54,7 @@ class RunPlacement(msgspec.Struct, frozen=True):
     replicas: list[PlacedReplica]
 
     def processes(self) -> Iterator[PlacedProcess]:
-        """All processes, in node order."""
+        """Return all processes, in node order."""
         return (process for node in self.nodes for process in node.processes)
 
 

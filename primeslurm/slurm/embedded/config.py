@@ -126,7 +126,7 @@ class LoopbackPlace:
         return 10000 + 256 * self.index
 
     def ports(self, spec: ClusterSpec) -> list[int]:
-        """All ports that the daemons of `spec` need here."""
+        """Return all ports that the daemons of `spec` need here."""
         control = range(self.port + FIRST_CONTROL, self.port + FIRST_CONTROL + spec.control_nodes)
         return [self.port, *range(self.port + 1, self.port + 1 + spec.nodes), *control]
 
@@ -226,7 +226,7 @@ def gres_conf(spec: ClusterSpec) -> str:
 
 
 def site(spec: ClusterSpec, place: LoopbackPlace) -> Site:
-    """The site file's content."""
+    """Return the site file's content."""
     default = NodeKind(partition="gpu", gpus=spec.gpus_per_node, cpus=spec.cpus_per_node)
     nodes = {"default": default}
     if spec.control_nodes:

@@ -27,7 +27,7 @@ class OsProcess:
 
     @classmethod
     def of(cls, name: str, pid: int) -> OsProcess | None:
-        """The running process `pid`, or None if there is none."""
+        """Find the running process `pid`, or None if there is none."""
         started = _started(pid)
         return None if started is None else cls(name, pid, started)
 
@@ -74,7 +74,7 @@ def _gone(processes: list[OsProcess], timeout_s: float) -> bool:
 
 
 def job_processes(slurm_conf: Path) -> list[OsProcess]:
-    """What jobs of the cluster with this slurm.conf consist of, Slurm's step daemons included.
+    """Find the processes of jobs of the cluster with this slurm.conf, Slurm's step daemons included.
 
     This also finds what has left its step, which proctrack/linuxproc does not.
     """
