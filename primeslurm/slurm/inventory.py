@@ -83,7 +83,7 @@ def on_nodes(site: Site, client: SlurmClient, node: str | None) -> dict[str, Par
 
 
 def lock(device: str) -> dict[str, str]:
-    """Read the locked version of each distribution from the checkout's requirements and manifests; empty outside one."""
+    """Read the locked version of each distribution from the checkout's requirements and manifests; empty without."""
     path = _ROOT / "requirements" / ("gpu.txt" if device == "cuda" else "cpu.txt")
     text = path.read_text() if path.is_file() else ""
     pins = {name.lower().replace("_", "-"): version for name, version in re.findall(r"^([\w.-]+)==(\S+)", text, re.M)}
