@@ -19,7 +19,7 @@ import msgspec
 
 from primeslurm.api.planning import look_at_files
 from primeslurm.plan.checks import advise, review
-from primeslurm.plan.derive import asked_of, derive
+from primeslurm.plan.derive import derive, requests_of
 from primeslurm.plan.model import Plan
 from primeslurm.plan.storage.plan_file import from_file, plain, to_file
 from primeslurm.recipe.reading.recipe_files import load_recipe, load_site
@@ -59,7 +59,7 @@ def measure(nodes: int) -> dict[str, object]:
     site = load_site(SITE)
     recipe = load_recipe(RECIPE, overrides)
     plan = derive(recipe, site, Path("/shared/run"))
-    files, (requests, _) = look_at_files(recipe), asked_of(recipe, site, local=False)
+    files, (requests, _) = look_at_files(recipe), requests_of(recipe, site, local=False)
     file, text = to_file(plan).encode(), plan.to_json()
     fields = PlacedProcess.__struct_fields__
     parts: dict[str, Callable[[], object]] = {

@@ -13,14 +13,20 @@ __all__ = ["ChatHarness", "SortTaskset"]  # where verifiers looks
 
 
 class SortData(vf.TaskData):
+    """What a task knows that its prompt does not say."""
+
     answer: str
 
 
-class SortConfig(vf.TasksetConfig):  # what `args` may say
+class SortConfig(vf.TasksetConfig):
+    """What `args` may say."""
+
     length: int = 5
 
 
 class SortTask(vf.Task[SortData, vf.State, vf.TaskConfig]):
+    """One word to sort, and how an answer is rewarded."""
+
     @vf.reward
     async def sorted_letters(self, trace: vf.Trace) -> float:
         """The share of letters in their right place."""
@@ -29,6 +35,8 @@ class SortTask(vf.Task[SortData, vf.State, vf.TaskConfig]):
 
 
 class SortTaskset(vf.Taskset[SortTask, SortConfig]):
+    """All words to sort."""
+
     def load(self) -> Iterator[SortTask]:
         """The same words in the same order in every worker."""
         rng = random.Random(0)

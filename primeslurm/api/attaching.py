@@ -28,11 +28,13 @@ class Attachment:
     host: str
 
 
-def attachment(run: Run, target: str, command: Sequence[str], *, terminal: bool) -> Attachment:
-    """What runs `command` beside a process of a run, in the job's allocation and with that process's environment.
+def attachment(run: Run, word: str, command: Sequence[str], *, terminal: bool) -> Attachment:
+    """Work out what runs `command` beside a process of a run, in the job's allocation, with its environment.
 
     Args:
-        target: a role, process or node.
+        run: which run.
+        word: a role, process or node.
+        command: program and arguments.
         terminal: give the command a terminal.
 
     Raises:
@@ -45,13 +47,13 @@ def attachment(run: Run, target: str, command: Sequence[str], *, terminal: bool)
     if job is None or attempt.end() is not None:
         raise RunError(f"{run.name} does not run")
     with reading(run):
-        place = find_target(placement_of(attempt), attempt, target)
-    inside = [*plan.job.launcher, plan.python, "-m", "primeslurm.node.host.exec_in_process", *_pids(place), *command]
+        target = find_target(placement_of(attempt), attempt, word)
+    inside = [*plan.job.launcher, plan.python, "-m", "primeslurm.node.host.exec_in_process", *_pids(target), *command]
     environment = {**os.environ, **({"SLURM_CONF": job.slurm_conf} if job.slurm_conf else {})}
-    return Attachment(_argv(plan, job, place, inside, terminal), environment, place.process, place.host)
+    return Attachment(_argv(plan, job, target, inside, terminal), environment, target.process, target.host)
 
 
-def _argv(plan: Plan, job: JobRecord, place: ProcessTarget, inside: list[str], terminal: bool) -> list[str]:
+def _argv(plan: Plan, job: JobRecord, target: ProcessTarget, inside: list[str], terminal: bool) -> list[str]:
     if job.executor == "local":
         if not submit.is_running(plan, job.job_id):
             raise RunError(f"{plan.run} does not run")
@@ -59,11 +61,11 @@ def _argv(plan: Plan, job: JobRecord, place: ProcessTarget, inside: list[str], t
     state = SlurmClient(job.slurm_conf).job(job.job_id)
     if state is None:
         raise RunError(f"Slurm does not know job {job.job_id}")
-    return step_command(state, place.group, place.host, inside, more=plan.job.srun, terminal=terminal)
+    return step_command(state, target.group, target.host, inside, more=plan.job.srun, terminal=terminal)
 
 
-def _pids(place: ProcessTarget) -> list[str]:
+def _pids(target: ProcessTarget) -> list[str]:
     """The process's, or again the agent's where there is none."""
-    agent = place.report.agent_pid
-    own = place.report.processes.get(place.process or "")
+    agent = target.report.agent_pid
+    own = target.report.processes.get(target.process or "")
     return [str((own.pid if own else None) or agent), str(agent)]

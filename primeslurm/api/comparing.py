@@ -16,12 +16,14 @@ RECIPES = (".yaml", ".yml")
 def compare(
     a: str, b: str, *, site: Path | None = None, runs: Path | None = None, local: bool = False
 ) -> list[Difference]:
-    """Every difference of two plans, from the whole to the parts; empty if they are the same.
+    """List every difference of two plans, from the whole to the parts; none if they are the same.
 
     Args:
-        a, b: a recipe's file, or the name or directory of a run.
-        site, local: as of `load`, for recipes.
+        a: a recipe's file, or the name or directory of a run.
+        b: the same, for what it is held against.
+        site: as of `load`, for recipes.
         runs: as of `find_run`, for runs.
+        local: as of `load`, for recipes.
 
     Raises:
         UsageError: there is no such run, or a recipe cannot be planned.

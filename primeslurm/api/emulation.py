@@ -21,7 +21,7 @@ KEPT_SLURM_FIELDS = ("time", "comment", "requeue", "max_attempts", "checkpoint_s
 
 
 def for_emulation(recipe: Recipe) -> Recipe:
-    """The recipe of its emulated run. Raises UsageError for what has no stand-in."""
+    """Make the recipe of a recipe's emulated run. Raises UsageError for what has no stand-in."""
     if recipe.task != "rl":
         raise UsageError([Violation("task", recipe.task, "only rl runs have stand-ins", "leave out --emulate")])
     if isinstance(recipe.teacher, ServedTeacher):
@@ -32,7 +32,7 @@ def for_emulation(recipe: Recipe) -> Recipe:
 
 
 def cluster_for(recipe: Recipe) -> ClusterSpec:
-    """An embedded cluster of exactly the nodes that the recipe asks for. Raises UsageError."""
+    """Describe an embedded cluster of exactly the nodes that the recipe asks for. Raises UsageError."""
     name = f"emulate-{re.sub(r'[^a-z0-9-]', '-', recipe.name)}"[:31].rstrip("-")
     spec = ClusterSpec(name, default_directory(name), Path("runs").absolute())
     requests = resource_requests(recipe, site_of(spec))
@@ -44,13 +44,25 @@ def cluster_for(recipe: Recipe) -> ClusterSpec:
 
 
 def site_of(spec: ClusterSpec) -> Site:
-    """The site of an embedded cluster that is not up."""
+    """Describe the site of an embedded cluster that is not up."""
     return site(spec, LoopbackPlace(0))
 
 
 @contextmanager
 def running(spec: ClusterSpec, *, keep: bool) -> Iterator[Site]:
-    """Start an embedded cluster; yields its site. Unless `keep`, it ends with the block; after an error in any case."""
+    """Start an embedded cluster, and end it with the block.
+
+    Args:
+        spec: the cluster.
+        keep: leave it; after an error it ends in any case.
+
+    Yields:
+        Its site.
+
+    Raises:
+        UsageError: programs are missing, or its directory is in use otherwise.
+        ClusterError: it does not start.
+    """
     cluster, _ = up(spec)
     try:
         yield site(cluster.spec, cluster.place)

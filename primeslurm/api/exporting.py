@@ -17,8 +17,12 @@ def export(run: Run, directory: Path, step: int | None = None) -> Path:
     """Write a checkpoint of a run as a Hugging Face model, with config and tokenizer. It needs no GPU.
 
     Args:
-        directory: made by this; returned as an absolute path.
+        run: which run.
+        directory: made by this.
         step: a committed step; by default the newest.
+
+    Returns:
+        The directory as an absolute path.
 
     Raises:
         UsageError: there is no such step, or the directory cannot be made.

@@ -1,4 +1,4 @@
-"""Asking whoever runs the job of a run for its state: Slurm, or the process table. And ending it."""
+"""The job of a run: asking whoever runs it (Slurm, or the process table) for its state, and ending it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ OnSilence = Callable[[ClusterError], None]
 
 
 def job_query(run: RunDirectory, if_silent: OnSilence | None = None) -> JobQuery:
-    """What asks for the state of a job of this run.
+    """Make what asks for the state of a job of this run.
 
     Args:
+        run: whose job is asked for.
         if_silent: called where Slurm gives no answer, which is then taken for a job that Slurm does not know. Without
             it, the query raises ClusterError.
     """

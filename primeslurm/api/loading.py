@@ -90,7 +90,7 @@ class LoadedRecipe:
         return plan_of(self.recipe, self.site, self.files, local=self.local)
 
     def strict_plan(self) -> Plan:
-        """The plan of what is to run. Raises UsageError also for files that cannot be used."""
+        """Work out the plan of what is to run. Raises UsageError also for files that cannot be used."""
         if self.files is None:
             return emulated_plan_of(self.recipe, self.site)
         return strict_plan_of(self.recipe, self.site, self.files, local=self.local)
@@ -103,7 +103,7 @@ class LoadedRecipe:
             return Check(None, error.violations)
 
     def render(self) -> str:
-        """The batch script, byte for byte as it would be submitted.
+        """Render the batch script, byte for byte as it would be submitted.
 
         Raises:
             UsageError: the recipe cannot be placed, or contradicts itself.

@@ -11,7 +11,12 @@ from primeslurm.run.directory import Attempt
 
 
 def log_files(attempt: Attempt, role: str | None, run: str) -> list[Path]:
-    """The logs of a role or process, or all of them.
+    """Pick the logs of a role or process, or all of them.
+
+    Args:
+        attempt: whose logs.
+        role: a role or process; None: all.
+        run: the run's name, for what is said if there are none.
 
     Raises:
         UsageError: there is no such log; names the nearest.
@@ -40,14 +45,14 @@ class Tail:
         self._lines = lines
 
     def first(self) -> Iterator[tuple[Path, str]]:
-        """Log and line, of the last lines of each log."""
+        """Yield log and line, of the last lines of each log."""
         for path in self._offsets:
             text = path.read_bytes()
             self._offsets[path] = len(text)
             yield from _decoded(path, text.splitlines()[-self._lines :] if self._lines else [])
 
     def more(self) -> Iterator[tuple[Path, str]]:
-        """Log and line, of what was written since."""
+        """Yield log and line, of what was written since."""
         for path, offset in self._offsets.items():
             with path.open("rb") as handle:
                 handle.seek(offset)

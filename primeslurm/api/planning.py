@@ -14,7 +14,7 @@ from primeslurm.recipe import Recipe, Site
 
 
 def look_at_files(recipe: Recipe) -> RecipeFiles:
-    """What is known here of the recipe's models and data."""
+    """Look at the recipe's models and data, as far as they are here."""
     model, teacher = model_files(recipe), served(recipe)
     of_teacher = model_files(teacher) if teacher else None
     located = with_absolute_paths(recipe)
@@ -24,12 +24,12 @@ def look_at_files(recipe: Recipe) -> RecipeFiles:
 
 
 def plan_of(recipe: Recipe, site: Site, files: RecipeFiles, *, local: bool) -> Plan:
-    """The plan; files that cannot be used block it. Raises UsageError if the recipe cannot be placed."""
+    """Work out the plan; files that cannot be used block it. Raises UsageError if the recipe cannot be placed."""
     return make_plan(recipe, site, _run_dir(recipe, site), files, local=local)
 
 
 def strict_plan_of(recipe: Recipe, site: Site, files: RecipeFiles, *, local: bool) -> Plan:
-    """The plan of what is to run. Raises UsageError also for files that cannot be used."""
+    """Work out the plan of what is to run. Raises UsageError also for files that cannot be used."""
     try:
         plan = plan_of(recipe, site, files, local=local)
     except UsageError as error:
@@ -40,8 +40,8 @@ def strict_plan_of(recipe: Recipe, site: Site, files: RecipeFiles, *, local: boo
 
 
 def emulated_plan_of(recipe: Recipe, site: Site) -> Plan:
-    """The plan of an emulated run; its files need not be there. Raises UsageError."""
-    return make_emulated_plan(recipe, site, _run_dir(recipe, site), model_files(recipe).facts)
+    """Work out the plan of an emulated run; its files need not be there. Raises UsageError."""
+    return make_emulated_plan(recipe, site, _run_dir(recipe, site), model_files(recipe).shape)
 
 
 def _run_dir(recipe: Recipe, site: Site) -> Path:

@@ -45,11 +45,11 @@ class Run:
         return RunDirectory(self.path)
 
     def plan(self) -> Plan:
-        """The plan of the newest attempt. Raises RunError."""
+        """Read the plan of the newest attempt. Raises RunError."""
         return self.directory.latest().plan()
 
     def attempt(self, number: int | None = None) -> Attempt:
-        """An attempt by its number, or the newest. Raises UsageError, or RunError if there is none."""
+        """Find an attempt by its number, or the newest. Raises UsageError, or RunError if there is none."""
         newest = self.directory.latest()
         if number is None:
             return newest
@@ -60,7 +60,7 @@ class Run:
         return known[number]
 
     def status(self, *, processes: bool = False, if_silent: OnSilence | None = None) -> RunStatus:
-        """What the run is doing.
+        """Say what the run is doing.
 
         Args:
             processes: list every single process.
@@ -148,7 +148,7 @@ class Run:
         return self
 
     def start_again(self) -> Submitted:
-        """The same; returns what was submitted."""
+        """Do the same as `resume`; return what was submitted."""
         from primeslurm.api import submission
 
         status = self.status()
@@ -157,7 +157,7 @@ class Run:
         return submission.resume(self.directory)
 
     def summary(self) -> Summary:
-        """What the run achieved: reward, versions, staleness, mismatch, restarts. Raises RunError."""
+        """Sum up what the run achieved: reward, versions, staleness, mismatch, restarts. Raises RunError."""
         from primeslurm.run.status.summary import summarise
 
         with reading(self):
@@ -186,7 +186,7 @@ class Run:
             return diagnose(self.directory, chosen, query, MAX_KL if max_kl is None else max_kl)
 
     def report(self, *, if_silent: OnSilence | None = None) -> str:
-        """One HTML page about the run, with plots. Raises RunError, ClusterError as `status`."""
+        """Make one HTML page about the run, with plots. Raises RunError, ClusterError as `status`."""
         from primeslurm.run.report.page import report
 
         with reading(self):
@@ -194,9 +194,10 @@ class Run:
 
 
 def find_run(name: str | Path, runs: str | Path | None = None) -> Run:
-    """A run by its name or directory.
+    """Find a run by its name or directory.
 
     Args:
+        name: the run's name, or its directory.
         runs: directory of all runs; by default the site file's, or ./runs.
 
     Raises:
@@ -215,7 +216,7 @@ def find_run(name: str | Path, runs: str | Path | None = None) -> Run:
 
 
 def all_runs(runs: str | Path | None = None) -> list[Run]:
-    """Every run below a directory (by default the site file's, or ./runs), oldest first."""
+    """List every run below a directory (by default the site file's, or ./runs), oldest first."""
     root = runs_directory(runs)
     found = [RunDirectory(path) for path in root.absolute().iterdir()] if is_dir(root) else []
     known = sorted((run for run in found if run.exists()), key=lambda run: run.created_at)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -9,13 +10,16 @@ from primeslurm.errors import UsageError, Violation
 from primeslurm.paths import expanded, is_file
 from primeslurm.recipe import Site
 from primeslurm.recipe.reading.recipe_files import load_site
+from primeslurm.recipe.site import Network, NodeKind
 
 SITE_FILES = (Path("site.yaml"), Path("~/.primeslurm/site.yaml"))
 """Where a site file is looked for if none is named."""
+_LOCAL_NODES = 64
+_FAKE_GPUS = 8
 
 
 def find_site(path: Path | None, *, local: bool = False) -> Site:
-    """The site to use: of a file, or of this machine.
+    """Find the site to use: of a file, or of this machine.
 
     Args:
         path: a site file; None: the first of `SITE_FILES` that is there.
@@ -25,8 +29,6 @@ def find_site(path: Path | None, *, local: bool = False) -> Site:
         UsageError: there is no site file, or something is wrong in it.
     """
     if local and path is None:
-        from primeslurm.plan.local_site import local_site
-
         return _with_libraries(local_site(Path("runs").resolve()))
     candidates = [path] if path else [expanded(candidate) for candidate in SITE_FILES]
     for candidate in candidates:
@@ -38,8 +40,29 @@ def find_site(path: Path | None, *, local: bool = False) -> Site:
     raise UsageError([Violation("--site", "", why, fix)])
 
 
+def local_site(runs: Path, device_dir: Path = Path("/dev")) -> Site:
+    """Describe this machine as a site: its own GPUs, or, without any, CPU processes on pretended ones.
+
+    Every agent gets a loopback address of its own, so that "nodes" may use the same ports.
+
+    Args:
+        runs: directory of all runs.
+        device_dir: where the devices of GPUs are.
+    """
+    gpus = len([path for path in device_dir.glob("nvidia[0-9]*") if path.name[6:].isdigit()])
+    kind = NodeKind(partition="local", gpus=gpus or _FAKE_GPUS, cpus=os.cpu_count() or 1)
+    return Site(
+        schema=1,
+        name="local",
+        device="cuda" if gpus else "cpu",
+        runs=str(runs),
+        nodes={"default": kind},
+        network=Network(addresses={f"local-{i}": f"127.77.0.{i + 1}" for i in range(_LOCAL_NODES)}),
+    )
+
+
 def runs_directory(runs: str | Path | None) -> Path:
-    """Where runs live: as given, else as the site file says, else ./runs."""
+    """Find where runs live: as given, else as the site file says, else ./runs."""
     if runs is not None:
         return Path(runs)
     try:
@@ -49,7 +72,7 @@ def runs_directory(runs: str | Path | None) -> Path:
 
 
 def with_python(site: Site) -> Site:
-    """The site with this interpreter on its nodes, if it names none."""
+    """Put this interpreter on the nodes of a site that names none."""
     return site.model_copy(update={"python": site.python or sys.executable})
 
 

@@ -1,4 +1,4 @@
-"""Verbs that start work: submit and resume, and the dry run of a submission."""
+"""What starts a job: submit and resume, and the dry run of a submission."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from primeslurm.api.bad_nodes import avoid_bad_nodes
+from primeslurm.api.nodes import avoid_bad_nodes
 from primeslurm.errors import ClusterError, PrimeslurmError, UsageError, Violation
 from primeslurm.files import write_atomic
 from primeslurm.plan.model import Plan
@@ -45,6 +45,8 @@ def dry_run(plan: Plan, slurm_conf: str | None, *, ask: bool) -> DryRun:
     """Do all that `submit` does before it writes anything.
 
     Args:
+        plan: of the run.
+        slurm_conf: SLURM_CONF of its cluster, where it is not the system's own.
         ask: the run's cluster is there, and may be asked.
 
     Raises:
@@ -75,7 +77,10 @@ def submit(plan: Plan, recipe: Recipe, source: Path, slurm_conf: str | None) -> 
     """Make the run directory and submit the job; its cluster is up.
 
     Args:
-        recipe: as it will be kept in the run directory, beside a copy of its file `source`.
+        plan: of the run.
+        recipe: as it will be kept in the run directory.
+        source: the recipe's file, of which a copy is kept beside it.
+        slurm_conf: SLURM_CONF of the run's cluster, where it is not the system's own.
 
     Raises:
         UsageError: something speaks against the plan; every reason at once.
@@ -130,11 +135,11 @@ def _start(attempt: Attempt, plan: Plan, script: str, slurm_conf: str | None) ->
 
             job_id = submit_local(plan, task)
         else:
-            from primeslurm.slurm.executor import submit as submit_slurm
+            from primeslurm.slurm import executor
 
             path = attempt.path / "job.sbatch"
             write_atomic(path, script)
-            job_id = submit_slurm(plan, task, path, slurm_conf)
+            job_id = executor.submit(plan, task, path, slurm_conf)
     except (PrimeslurmError, OSError):
         discard(attempt)
         raise

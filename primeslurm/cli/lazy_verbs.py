@@ -34,7 +34,7 @@ VERBS: dict[str, tuple[str, str]] = {
         "Compare two recipes or runs by what they would do: nodes, processes, commands, job options.",
     ),
     "report": (
-        "report:report",
+        "export:report",
         "Write one HTML page about a run, with plots; it needs neither network nor scripts to be read.",
     ),
     "export": (
@@ -70,13 +70,13 @@ class VerbGroup(TyperGroup):
         self.commands = {name: TyperCommand(name, help=text) for name, (_, text) in VERBS.items()}
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command that the first word names, and the rest of the words."""
+        """Find the command that the first word names, and the rest of the words."""
         name, command, rest = super().resolve_command(ctx, args)
         return name, load_verb(name) if name and command else command, rest
 
 
 def load_verb(name: str) -> Any:
-    """A verb as a command."""
+    """Load a verb as a command."""
     module, _, attribute = VERBS[name][0].partition(":")
     found = getattr(import_module(f"primeslurm.cli.verbs.{module}"), attribute)
     if not isinstance(found, typer.Typer):

@@ -12,7 +12,7 @@ from primeslurm.errors import PrimeslurmError, UsageError
 
 
 def print_json(value: Any) -> None:
-    """One JSON document on stdout. JSON has no word for numbers that are not finite: they become null."""
+    """Print one JSON document on stdout. JSON has no word for numbers that are not finite: they become null."""
     sys.stdout.write(json.dumps(_finite(value), indent=2) + "\n")
 
 
@@ -25,28 +25,28 @@ def _finite(value: Any) -> Any:
 
 
 def count(number: int, word: str) -> str:
-    """`1 node`, `2 nodes`."""
+    """Write a number of things: `1 node`, `2 nodes`."""
     return f"{number} {word}" if number == 1 else f"{number} {word}s"
 
 
 def note(text: str) -> None:
-    """Prose for a person."""
+    """Print prose for a person on stderr."""
     print(text, file=sys.stderr)
 
 
 def warn(error: PrimeslurmError) -> None:
-    """What went wrong and is got over."""
+    """Say what went wrong and is got over."""
     note(f"warning: {error}")
 
 
 def report_json(error: PrimeslurmError) -> None:
-    """An error as JSON on stdout, for scripts that asked for JSON."""
+    """Print an error as JSON on stdout, for scripts that asked for JSON."""
     violations = error.violations if isinstance(error, UsageError) else ()
     print_json({"error": str(error), "exit_code": error.exit_code, "violations": [asdict(v) for v in violations]})
 
 
 def report(error: PrimeslurmError) -> None:
-    """An error as one message on stderr, all its violations below one another."""
+    """Print an error as one message on stderr, all its violations below one another."""
     lines = [str(v) for v in error.violations] if isinstance(error, UsageError) else str(error).splitlines()
     if len(lines) == 1:
         note(f"error: {lines[0]}")

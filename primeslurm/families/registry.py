@@ -19,7 +19,7 @@ ENTRY_POINTS = "primeslurm.families"
 
 @cache
 def bundled() -> tuple[Family, ...]:
-    """The families of this package: what its modules call FAMILY."""
+    """List the families of this package: what its modules call FAMILY."""
     here = pkgutil.iter_modules([str(Path(__file__).parent)])
     modules = [import_module(f"{__package__}.{module.name}") for module in here]
     return tuple(module.FAMILY for module in modules if hasattr(module, "FAMILY"))
@@ -27,7 +27,7 @@ def bundled() -> tuple[Family, ...]:
 
 @cache
 def families() -> tuple[Family, ...]:
-    """All families, those of installed packages last.
+    """List all families, those of installed packages last.
 
     Raises:
         UsageError: a package's family cannot be imported, is none, or has a model type that another family has.
@@ -53,18 +53,26 @@ def _refused(value: str, why: str) -> UsageError:
 
 
 def family_of(model_type: str) -> Family | None:
-    """The family that a `model_type` of config.json belongs to; None if the trainer has no code of its own for it."""
+    """Find the family that a `model_type` belongs to; None if the trainer has no code of its own for it."""
     return next((family for family in families() if model_type in family.model_types), None)
 
 
 def model_types(among: Iterable[Family] | None = None) -> dict[str, Capabilities]:
-    """What works with each model type that the trainer has code of its own for, in alphabetical order."""
+    """Say what works with each model type that the trainer has code of its own for, in alphabetical order."""
     every = families() if among is None else among
     return dict(sorted(pair for family in every for pair in family.model_types.items()))
 
 
 def capabilities(model_type: str, impl: str) -> Capabilities | None:
-    """What works with a model type under `model.impl`; None if there is no such implementation."""
+    """Say what works with a model type.
+
+    Args:
+        model_type: of config.json.
+        impl: `model.impl` of the recipe: auto, hf or custom.
+
+    Returns:
+        None if there is no such implementation.
+    """
     family = family_of(model_type)
     if impl == "hf" or (impl == "auto" and family is None):
         return GENERIC
@@ -72,7 +80,7 @@ def capabilities(model_type: str, impl: str) -> Capabilities | None:
 
 
 def parsers_of(model: str) -> Parsers:
-    """The parsers of a model, by the last part of its path.
+    """Find the parsers of a model, by the last part of its path.
 
     Of two patterns in a name the later one holds, and of two at one place the longer one: a Qwen3 that learned from
     DeepSeek-R1 is named for both, in this order, and Qwen3-Coder is no plain Qwen3.
@@ -88,5 +96,5 @@ def parsers_of(model: str) -> Parsers:
 
 
 def lora_targets(among: Iterable[Family] | None = None) -> frozenset[str]:
-    """Every layer that recipes may name for adapters of some family."""
+    """List every layer that recipes may name for adapters of some family."""
     return frozenset().union(*(family.lora_targets for family in (families() if among is None else among)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from primeslurm.errors import UsageError, Violation
-from primeslurm.plan import jobs
+from primeslurm.plan import batch_job
 from primeslurm.plan.commands.processes import environment_command, orchestrator_command, trainer_command
 from primeslurm.plan.model import Plan, Replica, Totals
 from primeslurm.plan.placement.inference import place_inference
@@ -17,20 +17,35 @@ from primeslurm.recipe.sections.teacher import ServedTeacher
 
 
 def derive(recipe: Recipe, site: Site, run_dir: Path, *, local: bool = False) -> Plan:
-    """Work out the whole run. `local`: without Slurm, all nodes are agents on this one machine and share its GPUs.
+    """Work out the whole run.
+
+    Args:
+        recipe: what is asked for.
+        site: where it is to run.
+        run_dir: where the run will be.
+        local: without Slurm, all nodes are agents on this one machine and share its GPUs.
 
     Raises:
         UsageError: the recipe cannot be placed on this site; every reason at once.
     """
-    requests, problems = asked_of(recipe, site, local=local)
+    requests, problems = requests_of(recipe, site, local=local)
     if problems:
         raise UsageError(problems)
     return place(recipe, site, run_dir, requests, local=local)
 
 
-def asked_of(recipe: Recipe, site: Site, *, local: bool) -> tuple[list[ResourceRequest], list[Violation]]:
-    """What each role gets (nothing, if the site cannot give it), and every reason why the recipe cannot be placed."""
-    problems, requests = jobs.problems(recipe, site), []
+def requests_of(recipe: Recipe, site: Site, *, local: bool) -> tuple[list[ResourceRequest], list[Violation]]:
+    """Work out what each role asks of the site.
+
+    Args:
+        recipe: what is asked for.
+        site: where it is to run.
+        local: as of `derive`.
+
+    Returns:
+        The requests (none, if the site cannot give them), and every reason why the recipe cannot be placed.
+    """
+    problems, requests = batch_job.problems(recipe, site), []
     try:
         requests = resource_requests(recipe, site)
     except UsageError as error:
@@ -39,8 +54,16 @@ def asked_of(recipe: Recipe, site: Site, *, local: bool) -> tuple[list[ResourceR
 
 
 def place(recipe: Recipe, site: Site, run_dir: Path, requests: list[ResourceRequest], *, local: bool) -> Plan:
-    """The run with all its processes, on the nodes that each role gets."""
-    builders = _slots(recipe, site, requests, local)
+    """Put all processes of a run on the nodes that each role gets.
+
+    Args:
+        recipe: what is asked for, with models and data where they lie.
+        site: where it is to run.
+        run_dir: where the run will be.
+        requests: what each role gets, as `requests_of` says.
+        local: as of `derive`.
+    """
+    builders = _builders(recipe, site, requests, local)
     replicas = place_inference(recipe, site, builders)
     teachers = place_teacher(recipe, site, builders)
     trainer_gpus = _trainer(recipe, site, builders)
@@ -55,12 +78,12 @@ def place(recipe: Recipe, site: Site, run_dir: Path, requests: list[ResourceRequ
         executor="local" if local else "slurm",
         device=site.device,
         python=site.python or "python3",
-        job=jobs.job_options(recipe, site, run_dir),
-        groups=jobs.groups(recipe, requests),
+        job=batch_job.job_options(recipe, site, run_dir),
+        groups=batch_job.groups(recipe, requests),
         nodes=tuple(builder.node() for builder in builders),
         replicas=tuple(replicas),
         totals=_totals(builders, requests, replicas, trainer_gpus, len(teachers)),
-        env=jobs.environment(site),
+        env=batch_job.environment(site),
         library_path=site.library_path,
         interface=site.network.interface,
         hcas=site.network.hcas,
@@ -73,7 +96,7 @@ def place(recipe: Recipe, site: Site, run_dir: Path, requests: list[ResourceRequ
     )
 
 
-def _slots(recipe: Recipe, site: Site, requests: list[ResourceRequest], local: bool) -> list[NodeBuilder]:
+def _builders(recipe: Recipe, site: Site, requests: list[ResourceRequest], local: bool) -> list[NodeBuilder]:
     single = recipe.deployment.layout == "single"
     builders: list[NodeBuilder] = []
     for group, request in enumerate(requests):

@@ -17,7 +17,7 @@ STAND_INS: dict[Role, str] = {
 
 
 def emulate(plan: Plan) -> Plan:
-    """The same Plan with stand-ins: only the module after `-m` of some commands differs, and the Plan says so."""
+    """Put stand-ins into a Plan: only the module after `-m` of some commands differs, and the Plan says so."""
     nodes = tuple(
         node.model_copy(update={"processes": tuple(_replaced(process) for process in node.processes)})
         for node in plan.nodes

@@ -55,10 +55,11 @@ class Process(Section):
     gpus: tuple[int, ...] = ()
     """Indices of the node's GPUs that this process sees."""
     restart: Restart = "in_place"
-    """in_place: restarted by its agent with back-off. unit: together with all processes of its `unit`. attempt: its
+    """in_place: restarted by its agent with back-off. unit: together with its restart group, `unit`. attempt: its
     death ends the attempt."""
     unit: str | None = None
-    """Processes of one unit only work together, such as ranks of an expert-parallel group or of the trainer."""
+    """Name of its restart group, if it has one: processes that only work together, such as ranks of an expert-parallel
+    group or of the trainer."""
     max_restarts: int = 5
     health: Health | None = None
     files: dict[str, str] = {}

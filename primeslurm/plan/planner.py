@@ -9,12 +9,11 @@ from typing import Literal
 
 from primeslurm.errors import UsageError, Violation
 from primeslurm.families.shape import ModelShape
-from primeslurm.plan.checks.advice import advise
 from primeslurm.plan.checks.compatibility import conflicts
 from primeslurm.plan.checks.files import ModelFiles
-from primeslurm.plan.checks.review import review
+from primeslurm.plan.checks.review import advise, review
 from primeslurm.plan.checks.rule import RuleContext
-from primeslurm.plan.derive import asked_of, place
+from primeslurm.plan.derive import place, requests_of
 from primeslurm.plan.emulate import emulate
 from primeslurm.plan.model import Finding, Plan
 from primeslurm.recipe import Recipe, Site
@@ -39,13 +38,16 @@ def make_plan(recipe: Recipe, site: Site, run_dir: Path, files: RecipeFiles, *, 
     """Work out a whole run, with all findings and the estimate. Files that cannot be used block it.
 
     Args:
+        recipe: what is asked for.
+        site: where it is to run.
         run_dir: where the run will be.
+        files: what is known of the files that the recipe names.
         local: without Slurm, all nodes are agents on this one machine and share its GPUs.
 
     Raises:
         UsageError: the recipe cannot be placed on this site; every reason at once, contradictions of the recipe too.
     """
-    requests, problems = asked_of(recipe, site, local=local)
+    requests, problems = requests_of(recipe, site, local=local)
     findings, estimate = review(recipe, site, requests, files.model, files.teacher)
     if problems:
         raise UsageError([*problems, *refusals(findings, "error")])
@@ -54,18 +56,24 @@ def make_plan(recipe: Recipe, site: Site, run_dir: Path, files: RecipeFiles, *, 
     return plan.model_copy(update={"findings": tuple(findings), "estimate": estimate})
 
 
-def make_emulated_plan(recipe: Recipe, site: Site, run_dir: Path, facts: ModelShape | None) -> Plan:
+def make_emulated_plan(recipe: Recipe, site: Site, run_dir: Path, shape: ModelShape | None) -> Plan:
     """Work out a run of stand-ins, with what is known to go wrong with what they stand for. It needs no files.
+
+    Args:
+        recipe: what is asked for.
+        site: where it is to run.
+        run_dir: where the run will be.
+        shape: the model's, where it is known.
 
     Raises:
         UsageError: the recipe cannot be placed on this site; every reason at once.
     """
-    requests, problems = asked_of(recipe, site, local=False)
+    requests, problems = requests_of(recipe, site, local=False)
     if problems:
         raise UsageError(problems)
     plan = emulate(place(recipe, site, run_dir, requests, local=False))
     real = site.model_copy(update={"device": "cuda"})  # stand-ins contradict nothing, what they stand for may
-    findings = (*conflicts(RuleContext(recipe, real, requests, facts)), *advise(recipe, plan))
+    findings = (*conflicts(RuleContext(recipe, real, requests, shape)), *advise(recipe, plan))
     return plan.model_copy(update={"findings": findings})
 
 
@@ -76,12 +84,12 @@ def refuse(plan: Plan, *levels: str) -> None:
 
 
 def refusals(findings: Iterable[Finding], *levels: str) -> list[Violation]:
-    """Findings of these levels as violations."""
+    """Take findings of these levels as violations."""
     return [Violation(f.field, "", f.text, f.fix) for f in findings if f.level in levels]
 
 
 def as_findings(violations: Iterable[Violation], level: Literal["error", "blocked"]) -> list[Finding]:
-    """Violations as findings of this level."""
+    """Take violations as findings of this level."""
     return [
         Finding(level=level, field=v.field, text=f"{v.value}: {v.why}" if v.value else v.why, fix=v.fix)
         for v in violations

@@ -57,7 +57,7 @@ class Recipe(Section):
         return self.model.max_len or self.seq_len
 
     def metrics_options(self) -> dict[str, Any]:
-        """Where metrics go besides metrics.jsonl: keyword arguments of `records.metrics.MetricsLog`."""
+        """Say where metrics go besides metrics.jsonl: keyword arguments of `records.metrics.MetricsLog`."""
         wandb = self.monitor.wandb
         if wandb is None:
             return {"tensorboard": self.monitor.tensorboard}

@@ -14,7 +14,7 @@ from primeslurm.recipe.fields.section import descriptions
 
 
 def markdown(model: type[BaseModel]) -> str:
-    """Tables of a model and of every section below it."""
+    """Write tables of a model and of every section below it."""
     lines: list[str] = []
     for section in _sections(model):
         lines += [f"## {section.__name__}", "", " ".join((section.__doc__ or "").split()), ""]

@@ -8,10 +8,10 @@ from pydantic import Field, PositiveFloat, PositiveInt
 
 from primeslurm.recipe.fields.section import Section
 from primeslurm.recipe.fields.slurm_syntax import Directory, EnvironmentName, Module, Name, SearchPath
-from primeslurm.recipe.sections.slurm import Placement, Submission
+from primeslurm.recipe.sections.slurm import ComponentOptions, Submission
 
 
-class NodeKind(Placement):
+class NodeKind(ComponentOptions):
     """Nodes of one partition, and the Slurm options of every component that gets them."""
 
     partition: Name
@@ -85,6 +85,6 @@ class Site(Section):
     """First port that a plan may prefer."""
 
     def kind(self, role: str) -> NodeKind | None:
-        """The kind of node that serves a role, or None."""
+        """Find the kind of node that serves a role; None if the site has none."""
         names = (role, "inference", "default") if role == "teacher" else (role, "default")
         return next((self.nodes[name] for name in names if name in self.nodes), None)

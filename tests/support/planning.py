@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from primeslurm.api.planning import look_at_files
 from primeslurm.plan.checks import review
-from primeslurm.plan.derive import asked_of
+from primeslurm.plan.derive import requests_of
 from primeslurm.plan.memory.forecast import Estimate
 from primeslurm.plan.model import Finding
 from primeslurm.recipe import Recipe, Site
@@ -12,5 +12,5 @@ from primeslurm.recipe import Recipe, Site
 
 def reviewed(recipe: Recipe, site: Site) -> tuple[list[Finding], Estimate | None]:
     """All findings about a recipe on a site, and the estimate."""
-    files, (needs, _) = look_at_files(recipe), asked_of(recipe, site, local=False)
-    return review(recipe, site, needs, files.model, files.teacher)
+    files, (requests, _) = look_at_files(recipe), requests_of(recipe, site, local=False)
+    return review(recipe, site, requests, files.model, files.teacher)

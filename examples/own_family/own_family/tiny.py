@@ -1,4 +1,4 @@
-"""Write a tiny, randomly initialised Maple with a tokenizer: python -m own_family.tiny DIR"""
+"""Write a tiny, randomly initialised Maple with a tokenizer: `python -m own_family.tiny DIR`."""
 
 import json
 import sys

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import time
 from typing import Annotated
 
 import msgspec
 import typer
-from rich.table import Table
-from rich.text import Text
 
-from primeslurm.api.installed import installed
+from primeslurm.api.nodes import installed
 from primeslurm.api.runs import find_run
 from primeslurm.cli.options import JsonOpt, RunsOpt, SiteOpt
 from primeslurm.cli.output import print_json, warn
-from primeslurm.cli.views.installed import show_installed
-from primeslurm.cli.views.tables import out
+from primeslurm.cli.views.doctor import show_diagnosis, show_installed
 from primeslurm.errors import ExitCode
-from primeslurm.run.diagnosis.doctor import Diagnosis, ExaminedFailure
 from primeslurm.run.diagnosis.validity import MAX_KL
 
 
@@ -46,57 +41,7 @@ def doctor(
         if as_json:
             print_json(msgspec.to_builtins(found))
         else:
-            _show(found)
+            show_diagnosis(found)
         well = found.well
     if not well:
         raise typer.Exit(ExitCode.FAILED)
-
-
-def _show(found: Diagnosis) -> None:
-    reason = f" ({found.reason})" if found.reason else ""
-    out.print(f"{found.run}, attempt {found.attempt}: {found.outcome}{reason}", markup=False, soft_wrap=True)
-    if found.first is None:
-        out.print("no failure" + (" that it did not get over by itself" if found.recovered else ""))
-    else:
-        _show_first(found.first)
-    if found.followed:
-        _section("what followed")
-        table = Table.grid(padding=(0, 2))
-        for event in found.followed:
-            table.add_row(_clock(event.time), event.who, Text(event.text))
-        out.print(table)
-    if found.recovered:
-        _section("got over by itself")
-        for failure in found.recovered:
-            out.print(f"{_clock(failure.time)}  {failure.component} {failure.how}", markup=False, soft_wrap=True)
-    for problem in found.invalid:
-        out.print(Text(f"invalid because {problem}", style="red"), soft_wrap=True)
-    if len(found.attempts) > 1:
-        _section("attempts")
-        for line in found.attempts:
-            step = f", committed step {line.committed_step}" if line.committed_step is not None else ""
-            out.print(f"{line.number}  {line.outcome}: {line.reason}{step}", markup=False, soft_wrap=True)
-
-
-def _show_first(first: ExaminedFailure) -> None:
-    failure = first.failure
-    where = f" on {failure.node}" if failure.node and failure.node not in failure.component else ""
-    _section("first failure")
-    out.print(Text(f"{_clock(failure.time)}  {failure.component}{where} {failure.how}", style="red"), soft_wrap=True)
-    if first.error:
-        out.print(Text.assemble(("error  ", "bold"), first.error), soft_wrap=True)
-    for cause in first.causes:
-        out.print(Text.assemble(("cause  ", "bold"), cause.cause), soft_wrap=True)
-        out.print(Text.assemble(("fix    ", "bold"), cause.fix), soft_wrap=True)
-    if first.last_lines:
-        _section(f"last lines of {first.log}")
-        for text in first.last_lines:
-            out.print(text, markup=False, soft_wrap=True)
-
-
-def _section(title: str) -> None:
-    out.print(Text(f"\n{title}", style="bold"), soft_wrap=True)
-
-
-def _clock(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

@@ -1,4 +1,4 @@
-"""The verb that makes a model of a checkpoint: export."""
+"""Verbs that write what was made of a run: export and report."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ import typer
 from primeslurm.api import exporting
 from primeslurm.api.runs import find_run
 from primeslurm.cli.options import RunArg, RunsOpt
+from primeslurm.cli.output import warn
 from primeslurm.cli.views.tables import out
+from primeslurm.errors import UsageError, Violation
+from primeslurm.files import write_atomic
 
 
 def export(
@@ -21,3 +24,20 @@ def export(
 ) -> None:
     """Write a checkpoint of a run as a Hugging Face model, with config and tokenizer. It needs no GPU."""
     out.print(str(exporting.export(find_run(run, runs), directory, step)), markup=False, soft_wrap=True)
+
+
+def report(
+    run: RunArg,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="Default: report.html in the run.")] = None,
+    runs: RunsOpt = None,
+) -> None:
+    """Write one HTML page about a run, with plots; it needs neither network nor scripts to be read."""
+    found = find_run(run, runs)
+    target = output or found.path / "report.html"
+    text = found.report(if_silent=warn)
+    try:
+        write_atomic(target, text)
+    except (OSError, ValueError) as error:  # ValueError: a path without a last part
+        why = f"cannot be written: {getattr(error, 'strerror', None) or error}"
+        raise UsageError([Violation("--output", str(target), why)]) from None
+    out.print(str(target), markup=False, soft_wrap=True)

@@ -8,7 +8,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from primeslurm.api.bad_nodes import bad_nodes, forget_bad_nodes
+from primeslurm.api.nodes import bad_nodes, forget_bad_nodes
 from primeslurm.api.sites import runs_directory
 from primeslurm.cli.options import JsonOpt, RunsOpt
 from primeslurm.cli.output import note, print_json

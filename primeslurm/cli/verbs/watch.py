@@ -1,4 +1,4 @@
-"""Verbs that watch a run: status and logs."""
+"""Verbs that look at a run: status, logs and summary."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ from primeslurm.cli.views.tables import err, out
 from primeslurm.errors import ExitCode, RunError
 
 REFRESH_S = 1.0
+"""Between two looks at a run's status."""
 FOLLOW_S = 0.5
+"""Between two looks at its logs."""
 
 
 def status(
@@ -51,9 +53,20 @@ def status(
         out.print(process_table(current))
 
 
-def watch_until_done(run: Run) -> ExitCode:
-    """Show live progress until the run has ended. Returns the exit code: 0 if it completed. Raises ClusterError."""
-    looks = run.watch(poll_s=REFRESH_S, if_silent=warn)
+def watch_until_done(run: Run, *, poll_s: float = REFRESH_S) -> ExitCode:
+    """Show live progress until the run has ended.
+
+    Args:
+        run: which run.
+        poll_s: seconds between two looks.
+
+    Returns:
+        The exit code of the command: 0 if the run completed.
+
+    Raises:
+        ClusterError: Slurm does not answer the first look.
+    """
+    looks = run.watch(poll_s=poll_s, if_silent=warn)
     current = next(looks)
     printed = -1.0
     with Live(view(current), console=err, refresh_per_second=4, transient=False) as live:

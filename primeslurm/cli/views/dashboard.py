@@ -40,7 +40,7 @@ _SHOWN = (
 
 
 def view(status: RunStatus) -> Group:
-    """The status as a picture."""
+    """Draw the status."""
     parts: list[RenderableType] = [_head(status), _numbers(status)]
     if queue := _queue(status):
         parts.append(queue)
@@ -56,26 +56,26 @@ def view(status: RunStatus) -> Group:
 
 
 def process_table(status: RunStatus) -> Table:
-    """Every process, if the status was read with them."""
+    """List every process, if the status was read with them."""
     return _processes("process", status.processes)
 
 
 def one_line(status: RunStatus) -> str:
-    """Progress in one line, for logs."""
+    """Write progress in one line, for logs."""
     parts = [f"{status.run} {status.phase}", f"step {status.metrics.get('step', 0)}/{status.max_steps}"]
     parts += [f"{label} {value}" for label, value in numbers_of(status)]
     return "  ".join(parts)
 
 
 def numbers_of(status: RunStatus) -> list[tuple[str, str]]:
-    """Label and value of what the newest step says, in the order shown."""
+    """List label and value of what the newest step says, in the order shown."""
     shown = _SHOWN_OF_SFT if status.task == "sft" else _SHOWN
     known = [(label, status.metrics.get(key), form) for label, key, form in shown]
     return [(label, f"{value:{form}}") for label, value, form in known if value is not None]
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Values as a row of bars, the last ones if there are many; lowest and highest value span the height."""
+    """Draw values as a row of bars, the last ones if there are many; lowest and highest value span the height."""
     shown = [value for value in values if value == value][-SPARK_WIDTH:]
     if not shown:
         return ""
@@ -84,7 +84,7 @@ def sparkline(values: Sequence[float]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Days, hours, minutes and seconds, as 1 day, 2:03:04."""
+    """Write days, hours, minutes and seconds, as 1 day, 2:03:04."""
     return str(timedelta(seconds=round(seconds)))
 
 

@@ -19,13 +19,20 @@ PLACES = ("node", "on")
 
 
 def summary_of(found: Sequence[Difference]) -> str:
-    """How many values differ in which parts."""
+    """Say how many values differ in which parts."""
     parts = Counter(each.where for each in found)
     return f"{count(len(found), 'difference')}: " + ", ".join(f"{where} {number}" for where, number in parts.items())
 
 
 def difference_table(a: str, b: str, found: Sequence[Difference], *, every: bool) -> Table:
-    """The differences side by side. `every`: one row each, with all members and whole values."""
+    """Lay the differences side by side.
+
+    Args:
+        a: name of the first column of values.
+        b: name of the second.
+        found: the differences.
+        every: one row each, with all members and whole values.
+    """
     table = light_table("part", "field", a, b)
     for row in (_row([each], every) for each in found) if every else (_row(group, every) for group in _alike(found)):
         table.add_row(*row)

@@ -11,12 +11,12 @@ _NUMBER = re.compile(r"\d+")
 
 
 def pattern(text: str) -> str:
-    """What texts have in common that are told as one."""
+    """Find what texts have in common that are told as one."""
     return _NUMBER.sub("#", text)
 
 
 def fold(texts: Iterable[str]) -> list[str]:
-    """Texts of one pattern as one each, in order of the first of them."""
+    """Tell texts of one pattern as one each, in order of the first of them."""
     alike: dict[str, list[str]] = {}
     for text in texts:
         alike.setdefault(pattern(text), []).append(text)
@@ -24,7 +24,7 @@ def fold(texts: Iterable[str]) -> list[str]:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Numbers as ranges, for example `0..3, 7`."""
+    """Write numbers as ranges, for example `0..3, 7`."""
     ordered = sorted(set(numbers))
     starts = [n for i, n in enumerate(ordered) if i == 0 or ordered[i - 1] != n - 1]
     ends = [n for i, n in enumerate(ordered) if i == len(ordered) - 1 or ordered[i + 1] != n + 1]

@@ -26,7 +26,12 @@ class Row:
 
 
 def show_plan(plan: Plan, *, every: bool = False) -> None:
-    """Groups, totals, memory and placement, on stdout. `every`: a row for each process."""
+    """Print groups, totals, memory and placement on stdout, and findings on stderr.
+
+    Args:
+        plan: what is shown.
+        every: a row for each process; else those that are alike share one.
+    """
     groups = light_table("group", "nodes", "partition", "gres", "cpus", title=f"{plan.run}: {plan.layout} job")
     for group in plan.groups:
         groups.add_row(group.name, str(group.nodes), group.partition, group.gres or "-", str(group.cpus_per_task))
@@ -43,7 +48,7 @@ def show_plan(plan: Plan, *, every: bool = False) -> None:
 
 
 def every_row(nodes: Iterable[Node]) -> list[Row]:
-    """A row for each process."""
+    """Make a row for each process."""
     return [
         Row(
             nodes=str(node.index) if i == 0 else "",
@@ -59,7 +64,7 @@ def every_row(nodes: Iterable[Node]) -> list[Row]:
 
 
 def folded_rows(nodes: Iterable[Node]) -> list[Row]:
-    """A row for all like processes of all like nodes: those that run as many of each kind, on the same GPUs."""
+    """Make a row for all like processes of all like nodes: those that run as many of each kind, on the same GPUs."""
     alike: dict[object, list[Node]] = {}
     for node in nodes:
         alike.setdefault(_kind_of_node(node), []).append(node)

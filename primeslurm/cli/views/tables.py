@@ -17,7 +17,7 @@ err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
 def light_table(*columns: str, title: str | None = None) -> Table:
-    """A table without lines, which leaves 80 columns to what it says."""
+    """Make a table without lines, which leaves 80 columns to what it says."""
     table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0))
     for column in columns:
         table.add_column(column, overflow="fold")

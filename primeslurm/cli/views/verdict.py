@@ -1,4 +1,4 @@
-"""A plan in few words: its findings and its sums."""
+"""A plan in few words: its findings and its sums. It prints in plain text, as rich takes long to import."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from primeslurm.plan.model import Plan
 
 
 def show_findings(plan: Plan) -> None:
-    """Advice, on stderr."""
+    """Print findings on stderr."""
     for finding in plan.findings:
         note(f"{finding.level}: {finding.field}: {finding.text}" + (f" ({finding.fix})" if finding.fix else ""))
 
 
 def totals(plan: Plan) -> str:
-    """Derived sums in one line."""
+    """Write derived sums in one line."""
     t = plan.totals
     parts = [(t.nodes, "node"), (t.gpus, "GPU"), (t.trainer_gpus, "trainer GPU")]
     if t.spares:

@@ -4,10 +4,9 @@ Levels: `error` contradicts something, and is refused everywhere. `blocked` is s
 this file system: only a real `submit` refuses it. `warning` and `note` are advice.
 """
 
-from primeslurm.plan.checks.advice import advise
 from primeslurm.plan.checks.compatibility import conflicts
 from primeslurm.plan.checks.files import absent_data, model_files, with_absolute_paths
-from primeslurm.plan.checks.review import review
+from primeslurm.plan.checks.review import advise, review
 from primeslurm.plan.checks.rule import RuleContext
 from primeslurm.plan.checks.teacher import teacher_problems
 

@@ -12,7 +12,7 @@ MARGIN = 0.1
 
 
 def capacity(recipe: Recipe, requests: list[ResourceRequest], estimate: Estimate) -> list[Finding]:
-    """Findings about roles that do not fit their GPUs or hosts, or nearly do not."""
+    """Find roles that do not fit their GPUs or hosts, or nearly do not."""
     found: list[Finding] = []
     for role in estimate.roles:
         found += _trainer(role) if role.role == "train" else _engines(recipe, role)

@@ -1,4 +1,4 @@
-"""The compatibility table: every rule, applied to a case or printed for the docs."""
+"""The compatibility table: every rule, applied to a recipe on a site or printed for the docs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GROUPS: dict[str, tuple[Rule, ...]] = {
 
 
 def conflicts(context: RuleContext) -> list[Finding]:
-    """Every rule that the case breaks."""
+    """Find every rule that the recipe breaks on its site."""
     joint = JOINT_RULES if context.serves else ()
     rules = (*joint, *(ENGINE_RULES if context.serves else ()), *(TRAINER_RULES if context.trains else ()))
     return [
@@ -27,7 +27,7 @@ def conflicts(context: RuleContext) -> list[Finding]:
 
 
 def as_markdown() -> str:
-    """The table for the docs."""
+    """Write the table for the docs."""
     lines: list[str] = []
     for title, rules in GROUPS.items():
         lines += [f"### {title}", "", "| rule | field | level | what to do | where from |", "|---|---|---|---|---|"]

@@ -41,9 +41,9 @@ def _ep_alone(context: RuleContext) -> str:
 
 
 def _ep_divides(context: RuleContext) -> str:
-    if context.facts is None or context.facts.experts is None:
+    if context.shape is None or context.shape.experts is None:
         return ""
-    count = context.facts.experts.count
+    count = context.shape.experts.count
     for request, settings, ranks in context.expert_groups():
         if ranks > 1 and count % ranks and str(settings.all2all).startswith("deepep"):
             return f"{count} experts cannot be spread evenly over the {ranks} GPUs of a group of {request.role} nodes"
@@ -66,7 +66,7 @@ def _low_latency_tokens(context: RuleContext) -> str:
     for request, settings, ranks in context.expert_groups():
         tokens = settings.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS
         if settings.all2all == "deepep_low_latency" and ranks > 1 and tokens > LOW_LATENCY_TOKENS:
-            size = f": {low_latency_bytes(context.facts, tokens) / GIB:.0f} GiB a GPU" if context.facts else ""
+            size = f": {low_latency_bytes(context.shape, tokens) / GIB:.0f} GiB a GPU" if context.shape else ""
             return f"{request.role} engines keep buffers for {tokens} tokens at every expert{size}"
     return ""
 
@@ -148,12 +148,12 @@ def _fp8_gpu(context: RuleContext) -> str:
 
 def _quantised_twice(context: RuleContext) -> str:
     """Of what is trained, engines see only what the trainer can read."""
-    stored = context.facts.quantization if context.facts and (context.facts.fp8_blocks or not context.trains) else None
+    stored = context.shape.quantization if context.shape and (context.shape.fp8_blocks or not context.trains) else None
     return f"the checkpoint is {stored} already" if stored and context.recipe.inference.quantization else ""
 
 
 def _deep_gemm_fp8(context: RuleContext) -> str:
-    stored = context.facts.quantization if context.facts else None
+    stored = context.shape.quantization if context.shape else None
     fp8 = context.recipe.inference.quantization == "fp8" or stored == "fp8"
     return "nothing computes in FP8" if context.recipe.inference.deep_gemm and not fp8 else ""
 
@@ -165,12 +165,12 @@ def _deep_gemm_gpu(context: RuleContext) -> str:
 
 def _tp_heads(context: RuleContext) -> str:
     tp = context.recipe.inference.parallel.tp
-    return f"{context.facts.heads} heads cannot be cut in {tp}" if context.facts and context.facts.heads % tp else ""
+    return f"{context.shape.heads} heads cannot be cut in {tp}" if context.shape and context.shape.heads % tp else ""
 
 
 def _tp_latent(context: RuleContext) -> str:
     tp = context.recipe.inference.parallel.tp
-    return f"all {tp} GPUs hold the same compressed KV" if context.facts and context.facts.mla and tp > 1 else ""
+    return f"all {tp} GPUs hold the same compressed KV" if context.shape and context.shape.mla and tp > 1 else ""
 
 
 def _planned_options(context: RuleContext) -> str:

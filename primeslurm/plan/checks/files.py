@@ -22,7 +22,7 @@ from primeslurm.recipe.sections.teacher import TeacherEngines
 class ModelFiles:
     """What is known of the recipe's model."""
 
-    facts: ModelShape | None
+    shape: ModelShape | None
     """None if neither a config.json that this understands nor the catalog has it."""
     model_type: str | None
     """Of its config, where known."""
@@ -49,10 +49,10 @@ def model_files(recipe: Recipe) -> ModelFiles:
     limit = config.get("max_position_embeddings")
     problems += _too_long(recipe, limit if isinstance(limit, int) else None)
     try:
-        facts = shape_of(config)
+        shape = shape_of(config)
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError):
-        facts = None  # not a decoder's config, or a damaged one
-    return ModelFiles(facts, config.get("model_type"), str(directory / "config.json"), tuple(problems))
+        shape = None  # not a decoder's config, or a damaged one
+    return ModelFiles(shape, config.get("model_type"), str(directory / "config.json"), tuple(problems))
 
 
 def _absent(recipe: Recipe, why: str) -> ModelFiles:
@@ -80,7 +80,7 @@ def _too_long(recipe: Recipe, limit: int | None) -> list[Violation]:
 
 
 def with_absolute_paths(recipe: Recipe) -> Recipe:
-    """The recipe with its models and data as absolute paths, where they exist here: processes run elsewhere."""
+    """Give the recipe its models and data as absolute paths, where they exist here: processes run elsewhere."""
     update: dict[str, object] = {}
     if (directory := model_directory(recipe.model.path)) is not None:
         update["model"] = recipe.model.model_copy(update={"path": str(directory)})
@@ -93,7 +93,7 @@ def with_absolute_paths(recipe: Recipe) -> Recipe:
 
 
 def absent_data(recipe: Recipe) -> Finding | None:
-    """The training data that is not there."""
+    """Say which training data is not there; None if it is, or none is asked for."""
     if recipe.task != "sft" or recipe.sft is None or is_file(Path(recipe.sft.data.path)):
         return None
     text = f"{recipe.sft.data.path}: no such file"

@@ -110,12 +110,12 @@ def _pinned_memory(context: RuleContext) -> str:
 
 
 def _hybrid_disaggregated(context: RuleContext) -> str:
-    mamba = context.facts is not None and context.facts.mamba is not None
+    mamba = context.shape is not None and context.shape.mamba is not None
     return "Mamba state must move with the KV, which is not proven here" if mamba and context.disaggregated else ""
 
 
 def _hybrid_offload(context: RuleContext) -> str:
-    mamba = context.facts is not None and context.facts.mamba is not None
+    mamba = context.shape is not None and context.shape.mamba is not None
     return (
         "a hit needs the Mamba state too, which is not proven here"
         if mamba and context.recipe.inference.kv_offload

@@ -1,4 +1,4 @@
-"""All findings about a recipe on a site, and the estimate that some of them rest on."""
+"""All findings about a recipe on a site and its plan, and the estimate that some of them rest on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from primeslurm.plan.checks.unsupported import unsupported
 from primeslurm.plan.memory.estimate import estimate
 from primeslurm.plan.memory.forecast import Estimate
 from primeslurm.plan.memory.gpus import GPUS, gpu_of
-from primeslurm.plan.model import Finding
+from primeslurm.plan.model import Finding, Plan
 from primeslurm.plan.placement.resources import ResourceRequest
 from primeslurm.recipe import Recipe, Site
 
@@ -19,24 +19,55 @@ from primeslurm.recipe import Recipe, Site
 def review(
     recipe: Recipe, site: Site, requests: list[ResourceRequest], model: ModelFiles, teacher: ModelFiles | None
 ) -> tuple[list[Finding], Estimate | None]:
-    """What is wrong or doubtful; and memory and amounts, if the model's shape is known.
+    """Say what is wrong or doubtful; and estimate memory and amounts, if the model's shape is known.
 
     Args:
-        needs: what each role gets; empty if the recipe cannot be placed.
+        recipe: what is asked for.
+        site: where it is to run.
+        requests: what each role gets; empty if the recipe cannot be placed.
+        model: what is known of the policy's model.
         teacher: what is known of the teacher's model, if the run serves one.
     """
-    found = conflicts(RuleContext(recipe, site, requests, model.facts))
-    found += unsupported(recipe, model.facts, model.model_type)
+    found = conflicts(RuleContext(recipe, site, requests, model.shape))
+    found += unsupported(recipe, model.shape, model.model_type)
     if model.absent:
         found.append(model.absent)
     of_teacher, memory = review_teacher(recipe, site, requests, teacher)
     found += of_teacher
-    if model.facts is None:
+    if model.shape is None:
         return found, None
-    worked_out = estimate(recipe, site, requests, model.facts, model.source)
+    worked_out = estimate(recipe, site, requests, model.shape, model.source)
     found += capacity(recipe, requests, worked_out) + _unknown_gpus(site, requests)
     roles = (*worked_out.roles, *([memory] if memory else []))
     return found, worked_out.model_copy(update={"roles": roles})
+
+
+def advise(recipe: Recipe, plan: Plan) -> tuple[Finding, ...]:
+    """Advise on a recipe that can run but may not run well."""
+    found: list[Finding] = []
+    orchestrator = recipe.orchestrator
+    if recipe.task == "rl":
+        per_engine = recipe.max_inflight / max(plan.totals.engines, 1)
+        router = recipe.inference.router
+        hashed = router.type == "vllm-router" and router.policy == "consistent_hash"
+        if hashed and per_engine < 4:
+            text = f"{recipe.max_inflight} rollouts over {plan.totals.engines} engines fill a hash ring unevenly"
+            found.append(Finding(level="warning", field="inference.router.policy", text=text, fix="use round_robin"))
+        lead = recipe.max_inflight / orchestrator.batch_size
+        if lead > orchestrator.max_off_policy_steps + 1:
+            bound = orchestrator.max_off_policy_steps
+            text = f"{lead:.1f} batches in flight, but rollouts older than {bound} steps are dropped"
+            fix = "lower it, or raise orchestrator.max_off_policy_steps"
+            found.append(Finding(level="warning", field="orchestrator.max_inflight_rollouts", text=text, fix=fix))
+    single = [group.name for group in plan.groups if group.nodes == 1]
+    if single and any(group.spares for group in plan.groups):
+        text = f"component {', '.join(single)} has one node: Slurm then requeues the whole job when any node is lost"
+        fix = "give it a spare, or use layout: single"
+        found.append(Finding(level="warning", field="deployment.spares", text=text, fix=fix))
+    if recipe.checkpoint.interval > recipe.max_steps:
+        text = f"only the last step ({recipe.max_steps}) is saved: a failure before it starts from the beginning"
+        found.append(Finding(level="warning", field="checkpoint.interval", text=text))
+    return tuple(found)
 
 
 def _unknown_gpus(site: Site, requests: list[ResourceRequest]) -> list[Finding]:

@@ -7,16 +7,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from primeslurm.families.shape import ModelShape
-from primeslurm.plan.commands.command import EngineRole
+from primeslurm.plan.commands.command import ENGINE_ROLES
 from primeslurm.plan.commands.engine import settings_of
 from primeslurm.plan.memory.gpus import Gpu, gpu_of
-from primeslurm.plan.model import NodeRole
 from primeslurm.plan.placement.resources import ResourceRequest, expert_ranks
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.sections.deployment import Disaggregated
 from primeslurm.recipe.sections.inference import EngineSettings
-
-ENGINE_ROLES: dict[NodeRole, EngineRole] = {"inference": "engine", "prefill": "prefill", "decode": "decode"}
 
 
 @dataclass(frozen=True)
@@ -27,7 +24,7 @@ class RuleContext:
     site: Site
     requests: Sequence[ResourceRequest]
     """Empty if the recipe cannot be placed."""
-    facts: ModelShape | None
+    shape: ModelShape | None
     """None if nothing is known about the model."""
 
     @property
@@ -48,7 +45,7 @@ class RuleContext:
     @property
     def dense(self) -> bool:
         """The model is known to have no experts."""
-        return self.facts is not None and self.facts.experts is None
+        return self.shape is not None and self.shape.experts is None
 
     @property
     def trainer_gpus(self) -> int:
@@ -56,11 +53,15 @@ class RuleContext:
         return sum(request.nodes * request.gpus for request in self.requests if request.role == "train")
 
     def engines(self) -> list[tuple[ResourceRequest, EngineSettings]]:
-        """The roles that run engines, with their settings."""
-        return [(n, settings_of(self.recipe, ENGINE_ROLES[n.role])) for n in self.requests if n.role in ENGINE_ROLES]
+        """List the roles that run engines, with their settings."""
+        return [
+            (request, settings_of(self.recipe, ENGINE_ROLES[request.role]))
+            for request in self.requests
+            if request.role in ENGINE_ROLES
+        ]
 
     def expert_groups(self) -> list[tuple[ResourceRequest, EngineSettings, int]]:
-        """The roles that run engines, and over how many GPUs each spreads the experts."""
+        """List the roles that run engines, with their settings, and over how many GPUs each spreads the experts."""
         return [(request, settings, expert_ranks(self.recipe, request)) for request, settings in self.engines()]
 
     def gpus(self) -> list[Gpu]:
@@ -70,7 +71,7 @@ class RuleContext:
         return [gpu for request in self.requests if request.gpus and (gpu := gpu_of(request.kind))]
 
     def option(self, name: str) -> object:
-        """A vLLM option passed on as it is, of any role."""
+        """Look up a vLLM option that is passed on as it is, of any role; None if no role has it."""
         inference = self.recipe.inference
         for settings in (inference.prefill, inference.decode, inference):
             if name in settings.vllm_extra:

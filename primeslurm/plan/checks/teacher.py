@@ -30,7 +30,17 @@ _MORE_MEMORY = "raise teacher.tp, or quantization: fp8"
 def review_teacher(
     recipe: Recipe, site: Site, requests: list[ResourceRequest], model: ModelFiles | None
 ) -> tuple[list[Finding], RoleMemory | None]:
-    """What is wrong or doubtful about the teacher's engines, and their memory where model and GPUs are known."""
+    """Say what is wrong or doubtful about the teacher's engines.
+
+    Args:
+        recipe: of the run.
+        site: where it is to run.
+        requests: what each role gets; empty if the recipe cannot be placed.
+        model: what is known of the teacher's model; None if the run serves no teacher.
+
+    Returns:
+        Findings, and the memory of a GPU of these engines where model and GPUs are known.
+    """
     alone = served(recipe)
     if alone is None or model is None:
         return [], None
@@ -40,13 +50,13 @@ def review_teacher(
         for request in requests
         if request.role == "teacher"
     ]
-    found = conflicts(RuleContext(alone, site, own, model.facts))
+    found = conflicts(RuleContext(alone, site, own, model.shape))
     if model.absent:
         found.append(model.absent)
     gpu = gpu_of(own[0].kind) if own and site.device == "cuda" else None
     memory = None
-    if gpu is not None and model.facts is not None:
-        memory = engine_role(alone, own[0], model.facts, gpu, prompt_logprobs=True)
+    if gpu is not None and model.shape is not None:
+        memory = engine_role(alone, own[0], model.shape, gpu, prompt_logprobs=True)
         found += [
             finding.model_copy(update={"fix": _MORE_MEMORY})
             for finding in capacity(alone, own, Estimate(source=model.source, roles=(memory,)))
@@ -56,7 +66,7 @@ def review_teacher(
 
 
 def teacher_problems(recipe: Recipe, model: ModelFiles | None) -> list[Violation]:
-    """Why the teacher's files cannot be used."""
+    """Say why the teacher's files cannot be used."""
     alone = served(recipe)
     if alone is None or model is None:
         return []

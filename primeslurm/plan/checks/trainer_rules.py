@@ -40,9 +40,9 @@ def _ep_dense(context: RuleContext) -> str:
 
 def _ep_divides(context: RuleContext) -> str:
     ep = context.recipe.trainer.parallelism.ep
-    if context.facts is None or context.facts.experts is None or context.facts.experts.count % ep == 0:
+    if context.shape is None or context.shape.experts is None or context.shape.experts.count % ep == 0:
         return ""
-    return f"{context.facts.experts.count} experts cannot be spread evenly over ep: {ep}"
+    return f"{context.shape.experts.count} experts cannot be spread evenly over ep: {ep}"
 
 
 def _cp_divides(context: RuleContext) -> str:
@@ -53,31 +53,31 @@ def _cp_divides(context: RuleContext) -> str:
 def _cp_heads(context: RuleContext) -> str:
     p = context.recipe.trainer.parallelism
     # Sparse attention is split over queries, whatever the style; recurrent layers have a rule of their own.
-    if context.facts is None or context.facts.indexer or _recurrent_heads(context):
+    if context.shape is None or context.shape.indexer or _recurrent_heads(context):
         return ""
-    if p.cp_style != "ulysses" or context.facts.heads % p.cp == 0:
+    if p.cp_style != "ulysses" or context.shape.heads % p.cp == 0:
         return ""
-    return f"{context.facts.heads} attention heads cannot be spread evenly over cp: {p.cp}"
+    return f"{context.shape.heads} attention heads cannot be spread evenly over cp: {p.cp}"
 
 
 def _recurrent_heads(context: RuleContext) -> int:
     """Heads of Mamba-2 layers or delta nets; 0 if there are none."""
-    if context.facts is None:
+    if context.shape is None:
         return 0
-    nets, mamba = context.facts.delta_nets, context.facts.mamba
+    nets, mamba = context.shape.delta_nets, context.shape.mamba
     return nets.value_heads if nets else mamba.heads if mamba else 0
 
 
 def _cp_recurrent_heads(context: RuleContext) -> str:
     p, heads = context.recipe.trainer.parallelism, _recurrent_heads(context)
-    if context.facts is None or not heads or p.cp_style != "ulysses":
+    if context.shape is None or not heads or p.cp_style != "ulysses":
         return ""
-    both = gcd(heads, context.facts.heads)
+    both = gcd(heads, context.shape.heads)
     if both % p.cp == 0:
         return ""
     nearest = max(divisor for divisor in range(1, p.cp) if both % divisor == 0)
     return (
-        f"{context.facts.heads} heads of attention and {heads} of recurrent layers cannot both be spread evenly over "
+        f"{context.shape.heads} heads of attention and {heads} of recurrent layers cannot both be spread evenly over "
         f"cp: {p.cp}; nearest: {nearest}"
     )
 
@@ -99,7 +99,7 @@ def _fp8_gpu(context: RuleContext) -> str:
 
 def _fp8_match(context: RuleContext) -> str:
     recipe = context.recipe
-    stored = context.facts.quantization if context.facts else None
+    stored = context.shape.quantization if context.shape else None
     if recipe.task != "rl" or recipe.trainer.fp8 == (recipe.inference.quantization == "fp8" or stored == "fp8"):
         return ""
     if recipe.trainer.fp8:
@@ -122,12 +122,12 @@ def _lora_targets(context: RuleContext) -> str:
 
 
 def _lora_absorbed(context: RuleContext) -> str:
-    lora, sparse = context.recipe.trainer.lora, context.facts is not None and context.facts.indexer is not None
+    lora, sparse = context.recipe.trainer.lora, context.shape is not None and context.shape.indexer is not None
     return "sparse attention never calls kv_b_proj" if lora and sparse and "kv_b_proj" in (lora.targets or ()) else ""
 
 
 def _vision_dtype(context: RuleContext) -> str:
-    able = capabilities(context.facts.model_type, "custom") if context.facts else None
+    able = capabilities(context.shape.model_type, "custom") if context.shape else None
     sees = able is not None and able.images
     return "vision models are trained in bfloat16" if sees and context.recipe.model.dtype != "bfloat16" else ""
 

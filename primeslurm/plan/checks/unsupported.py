@@ -42,15 +42,24 @@ NEEDS = (
 )  # fmt: skip
 
 
-def unsupported(recipe: Recipe, facts: ModelShape | None, model_type: str | None) -> list[Finding]:
-    """What the trainer of this version does not do. `model_type` is the model's, where it is known."""
+def unsupported(recipe: Recipe, shape: ModelShape | None, model_type: str | None) -> list[Finding]:
+    """Find what a recipe asks for and the trainer of this version does not do.
+
+    Args:
+        recipe: what is asked for.
+        shape: the model's, where it is known.
+        model_type: of its config, where it is known.
+
+    Returns:
+        Findings of level `blocked`; none if nothing is trained.
+    """
     if recipe.task == "serve":
         return []
     found: list[Finding] = []
     found += _unseen(recipe)
     if model_type is not None:
         found += _incapable(recipe, model_type)
-    if facts is not None and (text := _unread(recipe, facts)):
+    if shape is not None and (text := _unread(recipe, shape)):
         found.append(Finding(level="blocked", field="model.path", text=text, fix="convert it to bfloat16 first"))
     return found
 
@@ -89,15 +98,15 @@ def _incapable(recipe: Recipe, model_type: str) -> list[Finding]:
     ]
 
 
-def _unread(recipe: Recipe, facts: ModelShape) -> str:
+def _unread(recipe: Recipe, shape: ModelShape) -> str:
     """Why a checkpoint that is stored in fewer bits cannot be trained."""
-    if facts.quantization is None:
+    if shape.quantization is None:
         return ""
-    able = capabilities(facts.model_type, recipe.model.impl)
-    if not (facts.fp8_blocks and able is not None and able.fp8_checkpoint):
+    able = capabilities(shape.model_type, recipe.model.impl)
+    if not (shape.fp8_blocks and able is not None and able.fp8_checkpoint):
         return (
-            f"the checkpoint is stored in {facts.quantization}, the trainer reads bfloat16, float32 or block-scale FP8"
+            f"the checkpoint is stored in {shape.quantization}, the trainer reads bfloat16, float32 or block-scale FP8"
         )
-    if recipe.task == "rl" and facts.fp8_powers:
+    if recipe.task == "rl" and shape.fp8_powers:
         return "its scales are powers of two, and policies are published with scales that are not"
     return ""

@@ -10,8 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from primeslurm.plan.model import NodeRole
+
 EngineRole = Literal["engine", "prefill", "decode"]
 Device = Literal["cuda", "cpu"]
+
+ENGINE_ROLES: dict[NodeRole, EngineRole] = {"inference": "engine", "prefill": "prefill", "decode": "decode"}
+"""What engines do on the nodes of a role."""
 
 
 class Command(NamedTuple):
@@ -55,7 +60,7 @@ class ReplicaEngines:
 
 
 def long_options(options: Mapping[str, object]) -> list[str]:
-    """`{"max_len": 5, "fast": True, "slow": False, "x": {...}}` -> --max-len 5 --fast --no-slow --x JSON."""
+    """Turn `{"max_len": 5, "fast": True, "slow": False, "x": {...}}` into --max-len 5 --fast --no-slow --x JSON."""
     argv: list[str] = []
     for key, value in options.items():
         name = key.replace("_", "-")
@@ -71,5 +76,5 @@ def long_options(options: Mapping[str, object]) -> list[str]:
 
 
 def url_of(process: str) -> str:
-    """Where a process serves HTTP."""
+    """Write the URL at which a process serves HTTP, with a placeholder."""
     return f"http://${{addr:{process}:http}}"

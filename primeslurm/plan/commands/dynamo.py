@@ -12,7 +12,7 @@ _SERVER_OPTIONS = ("host", "port", "enable_scale_out", "middleware", "disable_uv
 
 
 def frontend(router: DynamoRouter, replica: int) -> Command:
-    """The HTTP frontend of one replica, which routes."""
+    """Make the command of one replica's HTTP frontend, which routes."""
     options: dict[str, object] = {"http_host": "${host}", "http_port": "${port:http}", "router_mode": router.mode}
     if router.session_ttl_s is not None:
         options["router_session_affinity_ttl_secs"] = router.session_ttl_s
@@ -22,13 +22,13 @@ def frontend(router: DynamoRouter, replica: int) -> Command:
 
 
 def worker_options(options: dict[str, object], role: EngineRole) -> dict[str, object]:
-    """The options of a Dynamo worker: vLLM's own, but for those of its server."""
+    """Take the options of a Dynamo worker: vLLM's own, but for those of its server."""
     kept = {name: value for name, value in options.items() if name not in _SERVER_OPTIONS}
     return kept | _PLANES | {"disaggregation_mode": _MODES[role]}
 
 
 def worker_env(replica: int) -> dict[str, str]:
-    """How the frontend finds a worker, and where the worker says that it is ready (`/health`)."""
+    """Set how the frontend finds a worker, and where the worker says that it is ready (`/health`)."""
     return _env(replica) | {"DYN_SYSTEM_HOST": "${host}", "DYN_SYSTEM_PORT": "${port:http}"}
 
 

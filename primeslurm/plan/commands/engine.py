@@ -48,7 +48,7 @@ ALONE = DataParallel()
 
 
 def settings_of(recipe: Recipe, role: EngineRole) -> EngineSettings:
-    """What holds for engines of a role: its own settings over those of all engines, over the defaults of its role."""
+    """Merge what holds for engines of a role: its own settings over those of all engines, over the role's defaults."""
     common = recipe.inference
     own = {"engine": EngineSettings(), "prefill": common.prefill, "decode": common.decode}[role]
     found = {name: _first(getattr(own, name), getattr(common, name)) for name in EngineSettings.model_fields}
@@ -89,7 +89,7 @@ class Engines:
         self._scratch = kv.engine_scratch(recipe, role)
 
     def command(self, dp: DataParallel = ALONE, replica: int = 0) -> Command:
-        """The engine of one data-parallel rank."""
+        """Make the command of the engine of one data-parallel rank of a replica."""
         ports = ["http"]
         if self._role != "engine":
             ports.append("nixl")

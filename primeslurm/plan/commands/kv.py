@@ -29,7 +29,7 @@ Config = dict[str, Any]
 
 
 def transfer_config(recipe: Recipe, role: EngineRole, device: Device) -> Config | None:
-    """vLLM's `--kv-transfer-config` of an engine, None if its KV stays where it is."""
+    """Work out vLLM's `--kv-transfer-config` of an engine; None if its KV stays where it is."""
     connectors = [_nixl(role, device)] if role != "engine" else []
     match recipe.inference.kv_offload:
         case NativeOffload() as native if role != "decode":
@@ -52,7 +52,14 @@ def transfer_config(recipe: Recipe, role: EngineRole, device: Device) -> Config 
 
 
 def engine_env(recipe: Recipe, role: EngineRole, device: Device, rank: int) -> dict[str, str]:
-    """What the connectors of an engine read from the environment. `rank`: its place in its data-parallel group."""
+    """Set what the connectors of an engine read from the environment.
+
+    Args:
+        recipe: of the run.
+        role: what the engine does.
+        device: what it computes on.
+        rank: its place in its data-parallel group.
+    """
     env: dict[str, str] = {}
     if role != "engine":
         env |= {
@@ -73,7 +80,7 @@ def engine_env(recipe: Recipe, role: EngineRole, device: Device, rank: int) -> d
 
 
 def engine_files(recipe: Recipe, device: Device) -> dict[str, str]:
-    """Files that the connectors of an engine read."""
+    """Write the files that the connectors of an engine read."""
     offload = recipe.inference.kv_offload
     if not isinstance(offload, MooncakeOffload):
         return {}
@@ -91,14 +98,14 @@ def engine_files(recipe: Recipe, device: Device) -> dict[str, str]:
 
 
 def engine_scratch(recipe: Recipe, role: EngineRole) -> tuple[str, ...]:
-    """Directories on the node's disk that an engine itself writes KV to."""
+    """List the directories on the node's disk that an engine itself writes KV to."""
     offload = recipe.inference.kv_offload
     own = isinstance(offload, NativeOffload) and role != "decode"
     return _disk(offload) if own else ()
 
 
 def store_master(recipe: Recipe) -> Command:
-    """The one Mooncake master of a run, with the metadata server that engines and clients find one another by."""
+    """Make the command of a run's Mooncake master, with the metadata server by which engines and clients meet."""
     argv = [
         *("${python}", "-m", "mooncake.cli", "--logtostderr"),
         *("--rpc_address", "${host}", "--rpc_port", "${port:rpc}"),
@@ -114,7 +121,7 @@ def store_master(recipe: Recipe) -> Command:
 
 
 def store_client(offload: MooncakeOffload, device: Device) -> Command:
-    """The Mooncake client of one inference node: it gives the node's memory (and disk) to the store."""
+    """Make the command of an inference node's Mooncake client, which gives its memory (and disk) to the store."""
     argv = [
         *("${python}", "-m", "mooncake.cli_client", "--logtostderr"),
         *("--host", "${host}", "--port", "${port:rpc}"),

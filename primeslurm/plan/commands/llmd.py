@@ -23,7 +23,13 @@ _EXT_PROC = "envoy.service.ext_proc.v3.ExternalProcessor"
 
 
 def picker(router: LlmdRouter, workers: ReplicaEngines, sidecars: Mapping[str, str]) -> Command:
-    """The endpoint picker of one replica. `sidecars`: decode engine to the sidecar in front of it."""
+    """Make the command of one replica's endpoint picker.
+
+    Args:
+        router: its settings.
+        workers: the engines it picks from.
+        sidecars: decode engine to the sidecar in front of it.
+    """
     argv = (
         *("epp", "--config-file", f"${{tmp}}/{PICKER_CONFIG}", "--pool-name", "primeslurm"),
         *("--grpc-port", "${port:grpc}", "--grpc-health-port", "${port:grpc_health}"),
@@ -34,7 +40,7 @@ def picker(router: LlmdRouter, workers: ReplicaEngines, sidecars: Mapping[str, s
 
 
 def sidecar(engine: str) -> Command:
-    """Takes the requests of one decode engine: has a prefill engine compute the prompt first."""
+    """Make the command of what takes a decode engine's requests, and has a prefill engine compute the prompt first."""
     argv = (
         *("pd-sidecar", "--port", "${port:http}", "--model-server-port", f"${{port:{engine}:http}}"),
         *("--kv-connector", "nixlv2", "--secure-serving=false"),
@@ -43,7 +49,7 @@ def sidecar(engine: str) -> Command:
 
 
 def envoy(picker_name: str) -> Command:
-    """The HTTP server of one replica. It sends each request where the picker says."""
+    """Make the command of one replica's HTTP server. It sends each request where the picker says."""
     argv = ("envoy", "-c", f"${{tmp}}/{ENVOY_CONFIG}", "--service-node", "primeslurm", "--log-level", "warn")
     return Command(argv, {}, ("http", "admin"), {ENVOY_CONFIG: _json(_envoy_config(picker_name))})
 

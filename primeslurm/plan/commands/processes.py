@@ -10,7 +10,7 @@ RECIPE = "${run_dir}/recipe.resolved.json"
 
 
 def orchestrator_command(engines: list[str], routers: list[str], teachers: list[str]) -> Command:
-    """The one orchestrator, on the head node."""
+    """Make the command of the one orchestrator, on the head node, from the names of whom it talks to."""
     argv: tuple[str, ...] = (
         "${python}",
         "-m",
@@ -38,7 +38,7 @@ def orchestrator_command(engines: list[str], routers: list[str], teachers: list[
 
 
 def environment_command(label: str, worker: int) -> Command:
-    """One worker process of one environment."""
+    """Make the command of one worker process of one environment."""
     argv = (
         "${python}",
         "-m",
@@ -58,7 +58,7 @@ def environment_command(label: str, worker: int) -> Command:
 
 
 def trainer_command(recipe: Recipe, site: Site, *, rank: int, local_rank: int, world: int) -> Command:
-    """One trainer rank: one process, one GPU, one log."""
+    """Make the command of one trainer rank: one process, one GPU, one log."""
     argv: tuple[str, ...] = (
         "${python}",
         "-m",

@@ -25,12 +25,18 @@ class Front:
 
 
 def router_name(replica: int) -> str:
-    """The process that clients of a replica talk to, whatever the type of its router."""
+    """Name the process that clients of a replica talk to, whatever the type of its router."""
     return f"router-{replica}"
 
 
 def fronts(recipe: Recipe, replica: int, workers: ReplicaEngines) -> list[Front]:
-    """The processes in front of one replica; the one called `router_name` serves HTTP on its port `http`."""
+    """List the processes in front of one replica; the one called `router_name` serves HTTP on its port `http`.
+
+    Args:
+        recipe: says which router it is.
+        replica: index of the replica.
+        workers: its engines, by name.
+    """
     name = router_name(replica)
     match recipe.inference.router:
         case VllmRouter() as router:
@@ -53,7 +59,7 @@ def _llmd(router: LlmdRouter, replica: int, workers: ReplicaEngines) -> list[Fro
 
 
 def router_command(recipe: Recipe, router: VllmRouter, workers: ReplicaEngines) -> Command:
-    """vllm-router over engines, or over prefill and decode engines."""
+    """Make the command of vllm-router over engines, or over prefill and decode engines."""
     options: dict[str, object] = {"host": "${host}", "port": "${port:http}", "policy": router.policy}
     options |= _OPTIONS | {"request_timeout_secs": recipe.orchestrator.request_timeout_s}
     if workers.disaggregated:

@@ -43,30 +43,34 @@ class Mixer:
     """While a part is computed anew."""
 
 
-def layers_of(facts: ModelShape, dtype_bytes: int) -> list[Layers]:
-    """The layers of a model by what they do; `dtype_bytes` for an element of compute.
+def layers_of(shape: ModelShape, dtype_bytes: int) -> list[Layers]:
+    """Group the layers of a model by what they do.
 
     Hybrid models with Mamba have one job a layer, the others a mixer and a feed-forward network.
+
+    Args:
+        shape: of the model.
+        dtype_bytes: bytes of an element of compute.
     """
-    attention, network = _attention(facts), _feed_forward(facts)
-    if facts.mamba:
-        mixer = mamba(facts.mamba, facts.hidden, dtype_bytes)
+    attention, network = _attention(shape), _feed_forward(shape)
+    if shape.mamba:
+        mixer = mamba(shape.mamba, shape.hidden, dtype_bytes)
         found = [
-            _plain(facts.attention_layers, attention + 2 * facts.hidden, facts, dtype_bytes),
-            _plain(facts.dense_layers + facts.moe_layers, network + 2 * facts.hidden, facts, dtype_bytes),
-            _recurrent(facts.mamba.layers, mixer, 2 * facts.hidden, facts, dtype_bytes),
+            _plain(shape.attention_layers, attention + 2 * shape.hidden, shape, dtype_bytes),
+            _plain(shape.dense_layers + shape.moe_layers, network + 2 * shape.hidden, shape, dtype_bytes),
+            _recurrent(shape.mamba.layers, mixer, 2 * shape.hidden, shape, dtype_bytes),
         ]
     else:
-        inside = network + 4 * facts.hidden
-        found = [_plain(facts.attention_layers, attention + inside, facts, dtype_bytes)]
-        if facts.delta_nets:
-            mixer = delta_net(facts.delta_nets, facts.hidden, dtype_bytes)
-            found.append(_recurrent(facts.delta_nets.layers, mixer, inside, facts, dtype_bytes))
+        inside = network + 4 * shape.hidden
+        found = [_plain(shape.attention_layers, attention + inside, shape, dtype_bytes)]
+        if shape.delta_nets:
+            mixer = delta_net(shape.delta_nets, shape.hidden, dtype_bytes)
+            found.append(_recurrent(shape.delta_nets.layers, mixer, inside, shape, dtype_bytes))
     return [layers for layers in found if layers.count]
 
 
 def delta_net(nets: DeltaNets, hidden: int, dtype_bytes: int) -> Mixer:
-    """A gated delta net.
+    """Work out the bytes of a gated delta net.
 
     Kept are its input, what is projected from it, the float32 output of the recurrence, that output gated, and of every
     part the state and the ends of convolutions that it begins with. Inside of a part, each head has 15 float32
@@ -85,7 +89,7 @@ def delta_net(nets: DeltaNets, hidden: int, dtype_bytes: int) -> Mixer:
 
 
 def mamba(layers: Mamba, hidden: int, dtype_bytes: int) -> Mixer:
-    """A Mamba-2 layer; kept is what a gated delta net keeps.
+    """Work out the bytes of a Mamba-2 layer; kept is what a gated delta net keeps.
 
     Inside of a part, each head has nine float32 copies of values, two of what goes into and comes out of the state, two
     of the pairs of a chunk, and two states for each chunk: as many as autograd saves.
@@ -119,7 +123,7 @@ class Images:
 
 
 def images_of(vision: Vision, dtype_bytes: int) -> Images:
-    """An encoder of vision transformer blocks: eleven tensors as wide as it is, two as wide as its networks."""
+    """Work out the bytes of vision transformer blocks: eleven tensors as wide as it is, two as wide as its networks."""
     hidden = vision.hidden * dtype_bytes
     features = vision.outputs * vision.out * dtype_bytes // vision.patches
     return Images(
@@ -131,21 +135,23 @@ def images_of(vision: Vision, dtype_bytes: int) -> Images:
     )
 
 
-def _plain(count: int, elements: int, facts: ModelShape, dtype_bytes: int) -> Layers:
+def _plain(count: int, elements: int, shape: ModelShape, dtype_bytes: int) -> Layers:
     """Layers without a recurrence. Tensors that are computed anew meet their gradients, hence twice."""
-    inside, given = elements * dtype_bytes, facts.hidden * dtype_bytes
+    inside, given = elements * dtype_bytes, shape.hidden * dtype_bytes
     return Layers(count, inside, given + inside // 2, given, working=2 * inside)
 
 
-def _recurrent(count: int, mixer: Mixer, elements: int, facts: ModelShape, dtype_bytes: int) -> Layers:
-    """Layers with a recurrence, and `elements` per token of all else in them, with which the backward pass is done when
-    it computes the recurrence anew."""
+def _recurrent(count: int, mixer: Mixer, elements: int, shape: ModelShape, dtype_bytes: int) -> Layers:
+    """Layers with a recurrence, and `elements` per token of all else in them.
+
+    The backward pass is done with the latter when it computes the recurrence anew.
+    """
     beside = elements * dtype_bytes
     return Layers(
         count,
         none=mixer.kept + beside,
         selective=mixer.selective + beside // 2,
-        full=facts.hidden * dtype_bytes,
+        full=shape.hidden * dtype_bytes,
         working=2 * mixer.kept,
         part=mixer.part,
     )
@@ -156,19 +162,19 @@ def _convolved(channels: int, width: int, dtype_bytes: int) -> int:
     return channels * (width + 2) * dtype_bytes
 
 
-def _attention(facts: ModelShape) -> int:
+def _attention(shape: ModelShape) -> int:
     """Elements per token that the projections of an attention layer compute."""
-    if facts.mla:
-        m = facts.mla
-        return facts.heads * (2 * (m.nope + m.rope) + 2 * m.value) + m.q_rank + m.kv_rank
-    return 2 * facts.heads * facts.head_dim + 2 * facts.kv_heads * facts.head_dim
+    if shape.mla:
+        m = shape.mla
+        return shape.heads * (2 * (m.nope + m.rope) + 2 * m.value) + m.q_rank + m.kv_rank
+    return 2 * shape.heads * shape.head_dim + 2 * shape.kv_heads * shape.head_dim
 
 
-def _feed_forward(facts: ModelShape) -> int:
+def _feed_forward(shape: ModelShape) -> int:
     """Elements per token that the largest feed-forward network computes."""
-    dense = 3 * facts.dense_width if facts.dense_layers else 0
-    if facts.experts is None:
+    dense = 3 * shape.dense_width if shape.dense_layers else 0
+    if shape.experts is None:
         return dense
-    e = facts.experts
-    routed = e.top_k * (4 * (e.latent or facts.hidden) + 3 * e.width)  # in and out, in token and in expert order
+    e = shape.experts
+    routed = e.top_k * (4 * (e.latent or shape.hidden) + 3 * e.width)  # in and out, in token and in expert order
     return max(dense, routed + 3 * e.shared_width)

@@ -59,33 +59,40 @@ class EngineMemory:
         return max(0, self.kv) // self.kv_per_token if self.kv_per_token else 0
 
     def sequences(self, length: int) -> float:
-        """How many sequences of a length fit at once."""
+        """Count the sequences of `length` tokens that fit at once."""
         return max(0, self.kv) / (self.kv_per_token * length + self.state_per_sequence)
 
 
-def engine_memory(facts: ModelShape, layout: EngineLayout, gpu_bytes: float, utilization: float) -> EngineMemory:
-    """The memory of one GPU of an engine on a GPU of `gpu_bytes`, of which vLLM may use a share."""
-    weights = weight_bytes(facts, layout)
-    reserve = _reserve(facts, layout)
+def engine_memory(shape: ModelShape, layout: EngineLayout, gpu_bytes: float, utilization: float) -> EngineMemory:
+    """Work out the memory of one GPU of an engine.
+
+    Args:
+        shape: of its model.
+        layout: how it is cut.
+        gpu_bytes: bytes that the GPU has.
+        utilization: the share of them that vLLM may use, 0 to 1.
+    """
+    weights = weight_bytes(shape, layout)
+    reserve = _reserve(shape, layout)
     return EngineMemory(
         weights=weights,
         reserve=reserve,
         kv=int(gpu_bytes * utilization) - weights - reserve,
-        kv_per_token=kv_bytes_per_token(facts, layout),
-        state_per_sequence=_state(facts, layout),
+        kv_per_token=kv_bytes_per_token(shape, layout),
+        state_per_sequence=_state(shape, layout),
     )
 
 
-def weight_bytes(facts: ModelShape, layout: EngineLayout) -> int:
-    """Weights of one GPU.
+def weight_bytes(shape: ModelShape, layout: EngineLayout) -> int:
+    """Work out the bytes of weights on one GPU.
 
     Linear layers are cut by tensor parallelism, except for what MLA compresses with and the indexer, which every rank
     holds. Experts are cut over the expert-parallel ranks, or by tensor parallelism without them. Embedding, output,
     routers, norms and the encoder of images are never quantised. vLLM keeps a second, absorbed copy of MLA's value and
     key up-projections.
     """
-    p = count(facts)
-    replicated, absorbed = _mla_parts(facts)
+    p = count(shape)
+    replicated, absorbed = _mla_parts(shape)
     scale = 4 / FP8_BLOCK if layout.weight_bytes == 1 else 0
     linear = (p.attention - replicated + p.dense) / layout.tp + replicated
     experts = p.experts / (layout.ep if layout.ep > 1 else layout.tp)
@@ -93,100 +100,104 @@ def weight_bytes(facts: ModelShape, layout: EngineLayout) -> int:
     return int((linear + experts) * (layout.weight_bytes + scale) + plain * layout.dtype_bytes)
 
 
-def kv_bytes_per_token(facts: ModelShape, layout: EngineLayout) -> int:
-    """KV cache of one token on one GPU.
+def kv_bytes_per_token(shape: ModelShape, layout: EngineLayout) -> int:
+    """Work out the bytes that the KV cache of one token takes on one GPU.
 
     GQA: K and V of this rank's heads (at least one). MLA: the compressed KV and the RoPE key, on every rank; in FP8 the
     sparse kernels take 656 bytes (512 FP8 + 4 scales + 64 bfloat16). DSA: the indexer's key in FP8 with its scales.
     Layers with a sliding window count as state of the sequence.
     """
-    layers = facts.attention_layers - facts.window_layers
-    if facts.mla:
-        return layers * (_latent_bytes(facts, facts.mla, layout) + _indexer_bytes(facts))
-    return layers * _gqa_bytes(facts, layout)
+    layers = shape.attention_layers - shape.window_layers
+    if shape.mla:
+        return layers * (_latent_bytes(shape, shape.mla, layout) + _indexer_bytes(shape))
+    return layers * _gqa_bytes(shape, layout)
 
 
-def _gqa_bytes(facts: ModelShape, layout: EngineLayout) -> int:
-    return 2 * max(1, facts.kv_heads // layout.tp) * facts.head_dim * (1 if layout.fp8_kv else layout.dtype_bytes)
+def _gqa_bytes(shape: ModelShape, layout: EngineLayout) -> int:
+    return 2 * max(1, shape.kv_heads // layout.tp) * shape.head_dim * (1 if layout.fp8_kv else layout.dtype_bytes)
 
 
-def _latent_bytes(facts: ModelShape, mla: Mla, layout: EngineLayout) -> int:
+def _latent_bytes(shape: ModelShape, mla: Mla, layout: EngineLayout) -> int:
     if not layout.fp8_kv:
         return (mla.kv_rank + mla.rope) * layout.dtype_bytes
-    return mla.kv_rank + mla.kv_rank // 128 * 4 + mla.rope * 2 if facts.indexer else mla.kv_rank + mla.rope
+    return mla.kv_rank + mla.kv_rank // 128 * 4 + mla.rope * 2 if shape.indexer else mla.kv_rank + mla.rope
 
 
-def _indexer_bytes(facts: ModelShape) -> int:
-    return facts.indexer.dim + facts.indexer.dim // 128 * 4 if facts.indexer else 0
+def _indexer_bytes(shape: ModelShape) -> int:
+    return shape.indexer.dim + shape.indexer.dim // 128 * 4 if shape.indexer else 0
 
 
-def _state(facts: ModelShape, layout: EngineLayout) -> int:
-    windows = facts.window_layers * (facts.window or 0) * _gqa_bytes(facts, layout)
+def _state(shape: ModelShape, layout: EngineLayout) -> int:
+    windows = shape.window_layers * (shape.window or 0) * _gqa_bytes(shape, layout)
     recurrent = 0
-    if facts.mamba:
-        m = facts.mamba
+    if shape.mamba:
+        m = shape.mamba
         ssm = m.heads * m.head_dim * m.state * 4
         conv = (m.heads * m.head_dim + 2 * m.groups * m.state) * (m.conv - 1) * 2
         recurrent += m.layers * (ssm + conv)
-    if facts.delta_nets:
-        d = facts.delta_nets
+    if shape.delta_nets:
+        d = shape.delta_nets
         memory = d.value_heads * d.value_dim * d.key_dim * 4
         conv = (2 * d.key_heads * d.key_dim + d.value_heads * d.value_dim) * (d.conv - 1) * 2
         recurrent += d.layers * (memory + conv)
     return windows + recurrent // layout.tp
 
 
-def _mla_parts(facts: ModelShape) -> tuple[int, int]:
+def _mla_parts(shape: ModelShape) -> tuple[int, int]:
     """Parameters (that every tensor-parallel rank holds, of absorbed copies)."""
-    if facts.mla is None:
+    if shape.mla is None:
         return 0, 0
-    mla, layers = facts.mla, facts.attention_layers
-    replicated = facts.hidden * (mla.q_rank + mla.kv_rank + mla.rope)
-    if facts.indexer:
-        i = facts.indexer
-        replicated += mla.q_rank * i.heads * i.dim + facts.hidden * (i.dim + i.heads)
-    return layers * replicated, layers * mla.kv_rank * facts.heads * (mla.nope + mla.value)
+    mla, layers = shape.mla, shape.attention_layers
+    replicated = shape.hidden * (mla.q_rank + mla.kv_rank + mla.rope)
+    if shape.indexer:
+        i = shape.indexer
+        replicated += mla.q_rank * i.heads * i.dim + shape.hidden * (i.dim + i.heads)
+    return layers * replicated, layers * mla.kv_rank * shape.heads * (mla.nope + mla.value)
 
 
-def _reserve(facts: ModelShape, layout: EngineLayout) -> int:
+def _reserve(shape: ModelShape, layout: EngineLayout) -> int:
     graphs = GRAPH_BYTES if layout.cuda_graphs else 0
-    return CONTEXT_BYTES + _activations(facts, layout) + graphs + _buffers(facts, layout)
+    return CONTEXT_BYTES + _activations(shape, layout) + graphs + _buffers(shape, layout)
 
 
-def _activations(facts: ModelShape, layout: EngineLayout) -> int:
+def _activations(shape: ModelShape, layout: EngineLayout) -> int:
     """Peak of a forward pass over the largest batch: one layer's tensors, and logits of sampled positions or prompts.
 
     A token of a MoE layer exists top_k times: its input, two intermediate results and its output.
     """
-    widest = 3 * facts.dense_width / layout.tp
-    if facts.experts:
-        e = facts.experts
-        widest = max(widest, e.top_k * (2 * (e.latent or facts.hidden) + 3 * e.width))
-    attention = 3 * facts.heads * facts.head_dim / layout.tp
-    tensors = layout.batched_tokens * (4 * facts.hidden + max(widest, attention)) * layout.dtype_bytes
-    logits = min(layout.batched_tokens, 1024) * facts.vocab * 4 * 2
-    return int(tensors + max(logits, prompt_logit_bytes(facts, layout) if layout.prompt_logprobs else 0))
+    widest = 3 * shape.dense_width / layout.tp
+    if shape.experts:
+        e = shape.experts
+        widest = max(widest, e.top_k * (2 * (e.latent or shape.hidden) + 3 * e.width))
+    attention = 3 * shape.heads * shape.head_dim / layout.tp
+    tensors = layout.batched_tokens * (4 * shape.hidden + max(widest, attention)) * layout.dtype_bytes
+    logits = min(layout.batched_tokens, 1024) * shape.vocab * 4 * 2
+    return int(tensors + max(logits, prompt_logit_bytes(shape, layout) if layout.prompt_logprobs else 0))
 
 
-def prompt_logit_bytes(facts: ModelShape, layout: EngineLayout) -> int:
-    """Logits of prompts: those of some tokens are still there while those of the next ones are computed.
+def prompt_logit_bytes(shape: ModelShape, layout: EngineLayout) -> int:
+    """Work out the bytes of prompts' logits.
 
-    With tensor parallelism each rank has its own part of these, all parts as they came, and all in order.
+    Those of some tokens are still there while those of the next ones are computed. With tensor parallelism each rank
+    has its own part of these, all parts as they came, and all in order.
     """
     copies = 2 if layout.tp == 1 else 3 + 1 / layout.tp
-    return int(min(layout.batched_tokens, PROMPT_TOKENS) * facts.vocab * layout.dtype_bytes * copies)
+    return int(min(layout.batched_tokens, PROMPT_TOKENS) * shape.vocab * layout.dtype_bytes * copies)
 
 
-def _buffers(facts: ModelShape, layout: EngineLayout) -> int:
+def _buffers(shape: ModelShape, layout: EngineLayout) -> int:
     if layout.ep == 1 or layout.all2all is None:
         return 0
     if layout.all2all == "deepep_low_latency":
-        return low_latency_bytes(facts, layout.batched_tokens)
+        return low_latency_bytes(shape, layout.batched_tokens)
     return DEEPEP_BUFFER_BYTES if layout.all2all.startswith("deepep") else 0
 
 
-def low_latency_bytes(facts: ModelShape, tokens: int) -> int:
-    """DeepEP's low-latency buffer: room for every rank's tokens at every expert, sent and received, twice."""
-    if facts.experts is None:
+def low_latency_bytes(shape: ModelShape, tokens: int) -> int:
+    """Work out the bytes of DeepEP's low-latency buffer.
+
+    It has room for every rank's tokens at every expert, sent and received, twice.
+    """
+    if shape.experts is None:
         return 0
-    return 4 * facts.experts.count * tokens * (facts.experts.latent or facts.hidden) * 2
+    return 4 * shape.experts.count * tokens * (shape.experts.latent or shape.hidden) * 2

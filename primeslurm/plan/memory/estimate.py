@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from primeslurm.families.shape import ModelShape
-from primeslurm.plan.commands.command import EngineRole
+from primeslurm.plan.commands.command import ENGINE_ROLES, EngineRole
 from primeslurm.plan.commands.engine import GPU_MEMORY_UTILIZATION, settings_of
 from primeslurm.plan.memory.engine import (
     DEFAULT_BATCHED_TOKENS,
@@ -18,7 +18,6 @@ from primeslurm.plan.memory.forecast import Amount, Estimate, RoleMemory
 from primeslurm.plan.memory.gpus import GIB, Gpu, gpu_of
 from primeslurm.plan.memory.parameters import count
 from primeslurm.plan.memory.trainer import TrainerLayout, lora_parameters, trained_parameters, trainer_memory
-from primeslurm.plan.model import NodeRole
 from primeslurm.plan.placement.resources import ResourceRequest, expert_ranks
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.fields.slurm_syntax import minutes
@@ -36,29 +35,36 @@ STORED_BYTES = {"fp8": 1.0, "mxfp4": 0.53, "int4": 0.56}
 """Per parameter with scales. A trained policy is bfloat16, unless the checkpoint was in FP8 blocks."""
 STATE_BYTES = {"adamw": 8, "muon": 4, "sgd": 4, "sign_sgd": 0}
 """Optimizer state of a parameter. (Muon leaves embedding and head to AdamW: a few per cent of a large model.)"""
-ENGINE_ROLES: dict[NodeRole, EngineRole] = {"inference": "engine", "prefill": "prefill", "decode": "decode"}
 
 
-def estimate(recipe: Recipe, site: Site, requests: list[ResourceRequest], facts: ModelShape, source: str) -> Estimate:
-    """The memory of every role with known GPUs, and amounts of the whole run."""
+def estimate(recipe: Recipe, site: Site, requests: list[ResourceRequest], shape: ModelShape, source: str) -> Estimate:
+    """Estimate the memory of every role with known GPUs, and amounts of the whole run.
+
+    Args:
+        recipe: of the run.
+        site: where it is to run.
+        requests: what each role gets.
+        shape: of the policy's model.
+        source: where the shape is from.
+    """
     roles: list[RoleMemory] = []
     for request in requests:
         gpu = gpu_of(request.kind) if site.device == "cuda" else None
         if gpu is None or not request.gpus:
             continue
         if request.role == "train":
-            roles.append(_trainer_role(recipe, request, facts, gpu))
+            roles.append(_trainer_role(recipe, request, shape, gpu))
         elif request.role in ENGINE_ROLES:
-            roles.append(engine_role(recipe, request, facts, gpu))
-    return Estimate(source=source, roles=tuple(roles), amounts=tuple(_amounts(recipe, site, requests, facts)))
+            roles.append(engine_role(recipe, request, shape, gpu))
+    return Estimate(source=source, roles=tuple(roles), amounts=tuple(_amounts(recipe, site, requests, shape)))
 
 
-def engine_layout(recipe: Recipe, role: EngineRole, ep: int, facts: ModelShape) -> EngineLayout:
-    """How engines of a role are cut, with the experts spread over `ep` GPUs."""
+def engine_layout(recipe: Recipe, role: EngineRole, ep: int, shape: ModelShape) -> EngineLayout:
+    """Say how engines of a role are cut, with the experts spread over `ep` GPUs."""
     settings, inference = settings_of(recipe, role), recipe.inference
     element = 2 if recipe.model.dtype == "bfloat16" else 4
-    as_stored = recipe.task == "serve" or facts.fp8_blocks
-    stored = STORED_BYTES.get(facts.quantization or "", element) if as_stored else element
+    as_stored = recipe.task == "serve" or shape.fp8_blocks
+    stored = STORED_BYTES.get(shape.quantization or "", element) if as_stored else element
     return EngineLayout(
         tp=inference.parallel.tp,
         ep=ep,
@@ -71,8 +77,8 @@ def engine_layout(recipe: Recipe, role: EngineRole, ep: int, facts: ModelShape) 
     )
 
 
-def trainer_layout(recipe: Recipe, gpus: int, facts: ModelShape) -> TrainerLayout:
-    """How the trainer is cut on `gpus` GPUs in all."""
+def trainer_layout(recipe: Recipe, gpus: int, shape: ModelShape) -> TrainerLayout:
+    """Say how the trainer is cut on `gpus` GPUs in all."""
     trainer = recipe.trainer
     p = trainer.parallelism
     return TrainerLayout(
@@ -83,7 +89,7 @@ def trainer_layout(recipe: Recipe, gpus: int, facts: ModelShape) -> TrainerLayou
         optimizer_offload=trainer.memory.optimizer_offload,
         activation_offload=trainer.memory.activation_offload,
         logit_tokens=trainer.memory.lm_head_chunk,
-        lora_parameters=lora_parameters(facts, trainer.lora.rank) if trainer.lora else 0,
+        lora_parameters=lora_parameters(shape, trainer.lora.rank) if trainer.lora else 0,
         dtype_bytes=2 if recipe.model.dtype == "bfloat16" else 4,
         state_bytes=STATE_BYTES[trainer.optimizer.type],
         reshard=p.reshard_after_forward,
@@ -99,15 +105,23 @@ def _frozen_vision(recipe: Recipe) -> bool:
 
 
 def engine_role(
-    recipe: Recipe, request: ResourceRequest, facts: ModelShape, gpu: Gpu, prompt_logprobs: bool = False
+    recipe: Recipe, request: ResourceRequest, shape: ModelShape, gpu: Gpu, prompt_logprobs: bool = False
 ) -> RoleMemory:
-    """The memory of one GPU of a role that runs engines, which may be asked for log-probabilities of prompts."""
+    """Estimate the memory of one GPU of a role that runs engines.
+
+    Args:
+        recipe: what they serve.
+        request: what the role gets.
+        shape: of their model.
+        gpu: the type of its GPUs.
+        prompt_logprobs: whether they are asked for log-probabilities of prompts.
+    """
     role = ENGINE_ROLES[request.role]
     settings = settings_of(recipe, role)
     share = settings.gpu_memory_utilization or GPU_MEMORY_UTILIZATION
-    layout = engine_layout(recipe, role, expert_ranks(recipe, request), facts)
+    layout = engine_layout(recipe, role, expert_ranks(recipe, request), shape)
     layout = replace(layout, prompt_logprobs=prompt_logprobs)
-    memory = engine_memory(facts, layout, gpu.memory_gib * GIB, share)
+    memory = engine_memory(shape, layout, gpu.memory_gib * GIB, share)
     kv = settings.kv_cache_bytes or memory.kv
     memory = EngineMemory(memory.weights, memory.reserve, kv, memory.kv_per_token, memory.state_per_sequence)
     engines = request.nodes * request.gpus // layout.tp
@@ -125,8 +139,8 @@ def engine_role(
     )
 
 
-def _trainer_role(recipe: Recipe, request: ResourceRequest, facts: ModelShape, gpu: Gpu) -> RoleMemory:
-    memory = trainer_memory(facts, trainer_layout(recipe, request.nodes * request.gpus, facts))
+def _trainer_role(recipe: Recipe, request: ResourceRequest, shape: ModelShape, gpu: Gpu) -> RoleMemory:
+    memory = trainer_memory(shape, trainer_layout(recipe, request.nodes * request.gpus, shape))
     parts = {
         "weights": memory.weights,
         "gradients": memory.gradients,
@@ -147,56 +161,56 @@ def _trainer_role(recipe: Recipe, request: ResourceRequest, facts: ModelShape, g
     )
 
 
-def _amounts(recipe: Recipe, site: Site, requests: list[ResourceRequest], facts: ModelShape) -> list[Amount]:
-    p = count(facts)
+def _amounts(recipe: Recipe, site: Site, requests: list[ResourceRequest], shape: ModelShape) -> list[Amount]:
+    p = count(shape)
     gpus = sum(request.nodes * request.gpus for request in requests)
     time = recipe.slurm.over(site.slurm).time or DEFAULT_TIME
     hours = gpus * minutes(time) / 60
     found = [Amount(name="parameters", value=round(p.total / 1e9, 2), unit="billion", how="of the model's shape")]
     train = next((request for request in requests if request.role == "train"), None)
     if train:
-        found += _training(recipe, train, facts)
+        found += _training(recipe, train, shape)
     if recipe.task == "rl" and train:
-        found += _update(recipe, site, train, requests, facts)
-        found += _replay(recipe, facts)
-    found += _host_tier(recipe, requests, facts)
+        found += _update(recipe, site, train, requests, shape)
+        found += _replay(recipe, shape)
+    found += _host_tier(recipe, requests, shape)
     found.append(Amount(name="GPU-hours", value=round(hours), unit="h", how=f"{gpus} GPUs for {time}"))
     return found
 
 
-def _training(recipe: Recipe, train: ResourceRequest, facts: ModelShape) -> list[Amount]:
-    adapters = lora_parameters(facts, recipe.trainer.lora.rank) if recipe.trainer.lora else 0
-    trained = trained_parameters(facts, adapters, _frozen_vision(recipe))
+def _training(recipe: Recipe, train: ResourceRequest, shape: ModelShape) -> list[Amount]:
+    adapters = lora_parameters(shape, recipe.trainer.lora.rank) if recipe.trainer.lora else 0
+    trained = trained_parameters(shape, adapters, _frozen_vision(recipe))
     size = (4 + STATE_BYTES[recipe.trainer.optimizer.type]) * trained
     saved = Amount(name="checkpoint", value=round(size / 1e9, 1), unit="GB", how="float32 masters and optimizer state")
     gpu = gpu_of(train.kind)
     if gpu is None:
         return [saved]
     rollouts = recipe.orchestrator.batch_size if recipe.task == "rl" else (recipe.sft.batch_size if recipe.sft else 1)
-    flops = (6 * count(facts).active + _attention_flops(facts, recipe.seq_len)) * rollouts * recipe.seq_len
+    flops = (6 * count(shape).active + _attention_flops(shape, recipe.seq_len)) * rollouts * recipe.seq_len
     seconds = flops / (train.nodes * train.gpus * gpu.bf16_tflops * 1e12 * MFU)
     how = f"{rollouts} sequences of seq_len at {MFU:.0%} of the peak; a quarter of it at a typical length"
     return [saved, Amount(name="trainer step", value=round(seconds, 1), unit="s", how=how)]
 
 
-def _attention_flops(facts: ModelShape, length: int) -> float:
+def _attention_flops(shape: ModelShape, length: int) -> float:
     """Forward and backward attention of one token of a sequence: causal, so over half of it on average.
 
     Sparse attention looks at a few thousand tokens, which is small beside the experts.
     """
-    if facts.indexer:
+    if shape.indexer:
         return 0.0
-    width = facts.heads * ((facts.mla.nope + facts.mla.rope + facts.mla.value) / 2 if facts.mla else facts.head_dim)
-    return 6.0 * (facts.attention_layers - facts.window_layers) * width * length
+    width = shape.heads * ((shape.mla.nope + shape.mla.rope + shape.mla.value) / 2 if shape.mla else shape.head_dim)
+    return 6.0 * (shape.attention_layers - shape.window_layers) * width * length
 
 
 def _update(
-    recipe: Recipe, site: Site, train: ResourceRequest, requests: list[ResourceRequest], facts: ModelShape
+    recipe: Recipe, site: Site, train: ResourceRequest, requests: list[ResourceRequest], shape: ModelShape
 ) -> list[Amount]:
     """Bytes of one policy, and the seconds until every engine holds it."""
     element = 2 if recipe.model.dtype == "bfloat16" else 4
-    fp8 = recipe.inference.quantization == "fp8" or facts.fp8_blocks
-    parameters = count(facts)
+    fp8 = recipe.inference.quantization == "fp8" or shape.fp8_blocks
+    parameters = count(shape)
     experts = float(parameters.experts * (1 if fp8 else element))
     projections = (parameters.attention + parameters.dense) * (1 if fp8 else element)
     common = projections + (parameters.total - parameters.experts - parameters.attention - parameters.dense) * element
@@ -228,28 +242,28 @@ def _sending(
     return [Amount(name="weight update", value=round(seconds, 1), unit="s", how=how)]
 
 
-def _replay(recipe: Recipe, facts: ModelShape) -> list[Amount]:
-    if not recipe.trainer.router_replay or facts.experts is None:
+def _replay(recipe: Recipe, shape: ModelShape) -> list[Amount]:
+    if not recipe.trainer.router_replay or shape.experts is None:
         return []
-    per_token = facts.layers * facts.experts.top_k * (1 if facts.experts.count <= 256 else 2)
+    per_token = shape.layers * shape.experts.top_k * (1 if shape.experts.count <= 256 else 2)
     batch = per_token * recipe.seq_len * recipe.orchestrator.batch_size
     how = f"{per_token} bytes a token, {recipe.orchestrator.batch_size} rollouts of seq_len"
     return [Amount(name="routed experts", value=round(batch / 1e9, 1), unit="GB per step", how=how)]
 
 
-def _host_tier(recipe: Recipe, requests: list[ResourceRequest], facts: ModelShape) -> list[Amount]:
+def _host_tier(recipe: Recipe, requests: list[ResourceRequest], shape: ModelShape) -> list[Amount]:
     """Tokens whose KV fits into host memory: a Mooncake store's pool, or the tiers of all engines that have one."""
     offload = recipe.inference.kv_offload
     holders = [request for request in requests if request.role in ENGINE_ROLES]
     if offload is None or not holders:
         return []
-    layout = engine_layout(recipe, "engine", 1, facts)
+    layout = engine_layout(recipe, "engine", 1, shape)
     pools = sum(request.nodes for request in holders)
     how = f"{offload.cpu.bytes / GIB:.0f} GiB of each of {pools} nodes, shared"
     if isinstance(offload, NativeOffload):
         pools = sum(request.nodes * request.gpus // layout.tp for request in holders if request.role != "decode")
         how = f"{offload.cpu.bytes / GIB:.0f} GiB of each of {pools} engines, its own"
-    tokens = pools * offload.cpu.bytes / (kv_bytes_per_token(facts, layout) * layout.tp)
+    tokens = pools * offload.cpu.bytes / (kv_bytes_per_token(shape, layout) * layout.tp)
     return [Amount(name="KV in host memory", value=round(tokens / 1e6, 1), unit="million tokens", how=how)]
 
 

@@ -39,6 +39,6 @@ GPUS: dict[str, Gpu] = {
 
 
 def gpu_of(kind: NodeKind) -> Gpu | None:
-    """The GPU of a kind of node: its `gpu` field, else the type in its gres (gpu:h200); None if neither names one."""
+    """Find the GPU of a kind of node: its `gpu` field, else the type in its gres (gpu:h200); None if unknown."""
     names = [kind.gpu] if kind.gpu else kind.gres.lower().split(":")[1:]
     return next((GPUS[name.lower()] for name in names if name.lower() in GPUS), None)

@@ -49,63 +49,67 @@ class Parameters:
         return self.language - self.embedding - self.head
 
 
-def count(facts: ModelShape) -> Parameters:
+def count(shape: ModelShape) -> Parameters:
     """Count the parameters of a model."""
-    ends = facts.vocab * facts.hidden
-    matrices = 3 if facts.gated else 2
+    ends = shape.vocab * shape.hidden
+    matrices = 3 if shape.gated else 2
     experts = active = shared = routers = 0
-    if facts.experts:
-        e = facts.experts
-        inside = e.latent or facts.hidden
-        one = matrices * inside * e.width + (2 * e.width + inside if facts.expert_bias else 0)
-        experts, active = (facts.moe_layers * n * one for n in (e.count, e.top_k))
-        shared = facts.moe_layers * matrices * facts.hidden * e.shared_width
-        shared += facts.moe_layers * 2 * facts.hidden * e.latent if e.latent else 0
-        routers = facts.moe_layers * facts.hidden * e.count
-    mamba = facts.mamba.layers * _mamba(facts.mamba, facts.hidden) if facts.mamba else 0
-    nets = facts.delta_nets.layers * _delta_net(facts.delta_nets, facts.hidden) if facts.delta_nets else 0
+    if shape.experts:
+        e = shape.experts
+        inside = e.latent or shape.hidden
+        one = matrices * inside * e.width + (2 * e.width + inside if shape.expert_bias else 0)
+        experts, active = (shape.moe_layers * n * one for n in (e.count, e.top_k))
+        shared = shape.moe_layers * matrices * shape.hidden * e.shared_width
+        shared += shape.moe_layers * 2 * shape.hidden * e.latent if e.latent else 0
+        routers = shape.moe_layers * shape.hidden * e.count
+    mamba = shape.mamba.layers * _mamba(shape.mamba, shape.hidden) if shape.mamba else 0
+    nets = shape.delta_nets.layers * _delta_net(shape.delta_nets, shape.hidden) if shape.delta_nets else 0
     return Parameters(
         embedding=ends,
-        head=0 if facts.tied else ends,
-        attention=facts.attention_layers * _attention(facts) + mamba + nets,
-        dense=facts.dense_layers * matrices * facts.hidden * facts.dense_width + shared,
+        head=0 if shape.tied else ends,
+        attention=shape.attention_layers * _attention(shape) + mamba + nets,
+        dense=shape.dense_layers * matrices * shape.hidden * shape.dense_width + shared,
         routers=routers,
         experts=experts,
-        norms=_norms(facts),
+        norms=_norms(shape),
         active_experts=active,
-        vision=_vision(facts.vision) if facts.vision else 0,
+        vision=_vision(shape.vision) if shape.vision else 0,
     )
 
 
-def largest_layer(facts: ModelShape) -> tuple[int, int]:
-    """Parameters of the largest layer: (routed experts, everything else)."""
-    if facts.experts is None:
-        rest = _attention(facts) + (3 if facts.gated else 2) * facts.hidden * facts.dense_width
+def largest_layer(shape: ModelShape) -> tuple[int, int]:
+    """Count the parameters of the largest layer.
+
+    Returns:
+        (routed experts, everything else).
+    """
+    if shape.experts is None:
+        rest = _attention(shape) + (3 if shape.gated else 2) * shape.hidden * shape.dense_width
         return 0, rest
-    parameters = count(facts)
-    shared = (3 if facts.gated else 2) * facts.hidden * facts.experts.shared_width
-    attention = 0 if facts.mamba else _attention(facts)
-    return parameters.experts // facts.moe_layers, attention + shared + facts.hidden * facts.experts.count
+    parameters = count(shape)
+    shared = (3 if shape.gated else 2) * shape.hidden * shape.experts.shared_width
+    attention = 0 if shape.mamba else _attention(shape)
+    return parameters.experts // shape.moe_layers, attention + shared + shape.hidden * shape.experts.count
 
 
-def _attention(facts: ModelShape) -> int:
-    if facts.mla:
-        return _latent_attention(facts, facts.mla)
-    q, kv = facts.heads * facts.head_dim, facts.kv_heads * facts.head_dim
-    bias = q + 2 * kv + (facts.hidden if facts.output_bias else 0) if facts.attention_bias else 0
-    sinks = facts.heads if facts.sinks else 0
-    return facts.hidden * (2 * q + 2 * kv + facts.attention_gate) + bias + sinks
+def _attention(shape: ModelShape) -> int:
+    if shape.mla:
+        return _latent_attention(shape, shape.mla)
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    bias = q + 2 * kv + (shape.hidden if shape.output_bias else 0) if shape.attention_bias else 0
+    sinks = shape.heads if shape.sinks else 0
+    return shape.hidden * (2 * q + 2 * kv + shape.attention_gate) + bias + sinks
 
 
-def _latent_attention(facts: ModelShape, mla: Mla) -> int:
-    query = facts.heads * (mla.nope + mla.rope)
-    down = facts.hidden * (mla.q_rank + mla.kv_rank + mla.rope)
-    up = (mla.q_rank or facts.hidden) * query + mla.kv_rank * facts.heads * (mla.nope + mla.value)
+def _latent_attention(shape: ModelShape, mla: Mla) -> int:
+    query = shape.heads * (mla.nope + mla.rope)
+    down = shape.hidden * (mla.q_rank + mla.kv_rank + mla.rope)
+    up = (mla.q_rank or shape.hidden) * query + mla.kv_rank * shape.heads * (mla.nope + mla.value)
     indexer = 0
-    if facts.indexer:
-        i = facts.indexer
-        indexer = mla.q_rank * i.heads * i.dim + facts.hidden * (i.dim + i.heads)
-    return down + up + facts.heads * mla.value * facts.hidden + indexer
+    if shape.indexer:
+        i = shape.indexer
+        indexer = mla.q_rank * i.heads * i.dim + shape.hidden * (i.dim + i.heads)
+    return down + up + shape.heads * mla.value * shape.hidden + indexer
 
 
 def _mamba(mamba: Mamba, hidden: int) -> int:
@@ -118,16 +122,18 @@ def _delta_net(nets: DeltaNets, hidden: int) -> int:
     return hidden * (2 * keys + 3 * values + 2 * nets.value_heads) + (2 * keys + values) * nets.conv
 
 
-def _norms(facts: ModelShape) -> int:
-    per_layer = 1 if facts.mamba else 2
-    heads = 2 * facts.head_dim if facts.qk_norm else 0
-    ranks = facts.mla.q_rank + facts.mla.kv_rank if facts.mla else 0
-    return facts.hidden * (per_layer * facts.layers + 1) + facts.attention_layers * (heads + ranks)
+def _norms(shape: ModelShape) -> int:
+    per_layer = 1 if shape.mamba else 2
+    heads = 2 * shape.head_dim if shape.qk_norm else 0
+    ranks = shape.mla.q_rank + shape.mla.kv_rank if shape.mla else 0
+    return shape.hidden * (per_layer * shape.layers + 1) + shape.attention_layers * (heads + ranks)
 
 
 def _vision(vision: Vision) -> int:
-    """Linear layers and norms have biases. Patches that become one token pass a network as wide as they are together,
-    one for each output."""
+    """Count the encoder of images, whose linear layers and norms have biases.
+
+    Patches that become one token pass a network as wide as they are together, one for each output.
+    """
     hidden, width, merged = vision.hidden, vision.width, vision.hidden * vision.patches
     block = 4 * hidden * (hidden + 1) + 2 * hidden * width + width + hidden + 4 * hidden
     embedding = hidden * (vision.patch_values + 1) + hidden * vision.positions

@@ -76,102 +76,102 @@ class TrainerMemory:
         return self.allocated + CONTEXT_BYTES
 
 
-def trainer_memory(facts: ModelShape, layout: TrainerLayout) -> TrainerMemory:
-    """The peak of one trainer GPU.
+def trainer_memory(shape: ModelShape, layout: TrainerLayout) -> TrainerMemory:
+    """Work out the peak of one trainer GPU, in bytes.
 
     States: float32 masters, gradients and two AdamW moments, 16 bytes a parameter over the shard (Rajbhandari et al.,
     ZeRO, arXiv 1910.02054, stage 3). With optimizer offload all three are in host memory. With LoRA the model is
     frozen: masters only.
     """
-    total, trained = count(facts).total, trained_parameters(facts, layout.lora_parameters, layout.frozen_vision)
+    total, trained = count(shape).total, trained_parameters(shape, layout.lora_parameters, layout.frozen_vision)
     masters, gradients, state = 4 * total, 4 * trained, layout.state_bytes * trained
     on_host = masters + gradients + state if layout.optimizer_offload else 0
     on_gpu = 0 if layout.optimizer_offload else 1
     copies = masters + state if layout.staged else 0
-    activations = activation_bytes(facts, layout)
-    logits = min(layout.tokens, layout.logit_tokens or layout.tokens) * facts.vocab * LOGIT_BYTES
+    activations = activation_bytes(shape, layout)
+    logits = min(layout.tokens, layout.logit_tokens or layout.tokens) * shape.vocab * LOGIT_BYTES
     return TrainerMemory(
         weights=on_gpu * masters // layout.shard,
         gradients=on_gpu * gradients // layout.shard,
         optimizer=on_gpu * state // layout.shard,
-        gathered=_gathered(facts, layout),
+        gathered=_gathered(shape, layout),
         activations=activations,
-        images=image_bytes(facts, layout, beside=activations + logits),
+        images=image_bytes(shape, layout, beside=activations + logits),
         logits=logits,
-        host=(on_host + copies) // layout.shard + _waiting(facts, layout),
+        host=(on_host + copies) // layout.shard + _waiting(shape, layout),
     )
 
 
-def trained_parameters(facts: ModelShape, adapters: int, frozen_vision: bool) -> int:
-    """Parameters that have gradients: those of adapters, if there are any, or of all that is not frozen."""
-    parameters = count(facts)
+def trained_parameters(shape: ModelShape, adapters: int, frozen_vision: bool) -> int:
+    """Count parameters that have gradients: those of adapters, if there are any, or of all that is not frozen."""
+    parameters = count(shape)
     return adapters or (parameters.language if frozen_vision else parameters.total)
 
 
-def layer_gather_bytes(facts: ModelShape, ep: int, bytes_per_parameter: int) -> int:
-    """One unsharded layer on a GPU: experts stay spread over the expert-parallel ranks."""
-    experts, rest = largest_layer(facts)
+def layer_gather_bytes(shape: ModelShape, ep: int, bytes_per_parameter: int) -> int:
+    """Work out the bytes of one unsharded layer on a GPU: experts stay spread over the expert-parallel ranks."""
+    experts, rest = largest_layer(shape)
     return (experts // ep + rest) * bytes_per_parameter
 
 
-def lora_parameters(facts: ModelShape, rank: int) -> int:
-    """Parameters of adapters on every linear layer: rank x (inputs + outputs)."""
-    q, kv = facts.heads * facts.head_dim, facts.kv_heads * facts.head_dim
-    per_layer = (facts.hidden + q) * 2 + (facts.hidden + kv) * 2
-    total = facts.attention_layers * per_layer + facts.dense_layers * 3 * (facts.hidden + facts.dense_width)
-    if facts.experts:
-        e = facts.experts
-        each = 3 * ((e.latent or facts.hidden) + e.width)
-        total += facts.moe_layers * (e.count * each + (3 * (facts.hidden + e.shared_width) if e.shared_width else 0))
+def lora_parameters(shape: ModelShape, rank: int) -> int:
+    """Count parameters of adapters on every linear layer: rank x (inputs + outputs)."""
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    per_layer = (shape.hidden + q) * 2 + (shape.hidden + kv) * 2
+    total = shape.attention_layers * per_layer + shape.dense_layers * 3 * (shape.hidden + shape.dense_width)
+    if shape.experts:
+        e = shape.experts
+        each = 3 * ((e.latent or shape.hidden) + e.width)
+        total += shape.moe_layers * (e.count * each + (3 * (shape.hidden + e.shared_width) if e.shared_width else 0))
     return rank * total
 
 
-def _gathered(facts: ModelShape, layout: TrainerLayout) -> int:
+def _gathered(shape: ModelShape, layout: TrainerLayout) -> int:
     """Two layers in the compute dtype, or all; gradients of one, and their float32 copy on the way to the reduction.
 
     An encoder of images is gathered, block by block, when no layer is: only one that stays gathered counts.
     """
     frozen = bool(layout.lora_parameters)
     gradients = 0 if frozen else layout.dtype_bytes + 4
-    copies = 2 if layout.reshard else facts.layers
-    layers = layer_gather_bytes(facts, layout.ep, copies * layout.dtype_bytes + gradients)
-    ends = facts.vocab * facts.hidden * (layout.dtype_bytes + gradients)
-    encoder = 0 if layout.reshard or not layout.images else count(facts).vision * layout.dtype_bytes
+    copies = 2 if layout.reshard else shape.layers
+    layers = layer_gather_bytes(shape, layout.ep, copies * layout.dtype_bytes + gradients)
+    ends = shape.vocab * shape.hidden * (layout.dtype_bytes + gradients)
+    encoder = 0 if layout.reshard or not layout.images else count(shape).vision * layout.dtype_bytes
     return layers + ends + encoder
 
 
-def activation_bytes(facts: ModelShape, layout: TrainerLayout) -> int:
-    """What the forward pass keeps for the backward pass, and the working set of the layer that is recomputed.
+def activation_bytes(shape: ModelShape, layout: TrainerLayout) -> int:
+    """Work out the bytes that the forward pass keeps for the backward pass, and those of the layer that is recomputed.
 
     With offload, two layers' are here. Ranks that share rows share the heads of recurrent layers, too.
     """
-    kinds = layers_of(facts, layout.dtype_bytes)
+    kinds = layers_of(shape, layout.dtype_bytes)
     kept = sum(layers.count * layers.kept(layout.checkpointing) for layers in kinds)
     if layout.activation_offload:
         kept = 2 * max(layers.kept(layout.checkpointing) for layers in kinds)
     return layout.tokens * kept + max(layout.tokens * layers.working + layers.part // layout.cp for layers in kinds)
 
 
-def image_bytes(facts: ModelShape, layout: TrainerLayout, beside: int) -> int:
-    """What images take beside their tokens, if every token stands for a part of one.
+def image_bytes(shape: ModelShape, layout: TrainerLayout, beside: int) -> int:
+    """Work out the bytes of images beside their tokens, if every token stands for a part of one.
 
     The encoder works before and after all layers of the language model, when what these take, `beside`, is not there:
     only more than that counts. A frozen one keeps nothing but its results.
     """
-    if facts.vision is None or not layout.images:
+    if shape.vision is None or not layout.images:
         return 0
-    each = images_of(facts.vision, layout.dtype_bytes)
-    patches = layout.tokens * layout.cp * facts.vision.patches
+    each = images_of(shape.vision, layout.dtype_bytes)
+    patches = layout.tokens * layout.cp * shape.vision.patches
     kept = each.pixels + each.features
     if not layout.frozen_vision:
         blocks = each.block if layout.checkpointing == "none" else each.input
-        kept += each.ends + facts.vision.depth * blocks
+        kept += each.ends + shape.vision.depth * blocks
     return patches * kept + max(0, patches * each.block - beside)
 
 
-def _waiting(facts: ModelShape, layout: TrainerLayout) -> int:
+def _waiting(shape: ModelShape, layout: TrainerLayout) -> int:
     """Activations in host memory."""
     if not layout.activation_offload:
         return 0
-    kinds = layers_of(facts, layout.dtype_bytes)
+    kinds = layers_of(shape, layout.dtype_bytes)
     return layout.tokens * sum(layers.count * layers.kept(layout.checkpointing) for layers in kinds)

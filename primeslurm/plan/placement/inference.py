@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from primeslurm.plan.commands import kv
-from primeslurm.plan.commands.command import EngineRole, ReplicaEngines
+from primeslurm.plan.commands.command import ENGINE_ROLES, EngineRole, ReplicaEngines
 from primeslurm.plan.commands.engine import START_TIMEOUT_S, DataParallel, Engines
 from primeslurm.plan.commands.routers import fronts, router_name
-from primeslurm.plan.model import Health, NodeRole, Replica
+from primeslurm.plan.model import Health, Replica
 from primeslurm.plan.placement.node_builder import NodeBuilder
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.sections.deployment import Disaggregated
@@ -18,8 +18,6 @@ from primeslurm.recipe.sections.kv_offload import MooncakeOffload
 ENGINE_READY = "/primeslurm/status"
 """Answers 200 as soon as an engine's HTTP server is up, current or not: `/health` waits for the current policy.
 Only engines that are trained for have it."""
-
-ROLE_OF: dict[NodeRole, EngineRole] = {"inference": "engine", "prefill": "prefill", "decode": "decode"}
 
 
 @dataclass(frozen=True)
@@ -31,7 +29,16 @@ class _Group:
 
 
 def place_inference(recipe: Recipe, site: Site, builders: list[NodeBuilder]) -> list[Replica]:
-    """Put one engine per data-parallel rank on every inference node, and a router on each replica's first node."""
+    """Put one engine per data-parallel rank on every inference node, and a router on each replica's first node.
+
+    Args:
+        recipe: of the run.
+        site: where it is to run.
+        builders: all nodes; those of a replica are filled.
+
+    Returns:
+        The replicas, by index.
+    """
     members: dict[int, list[NodeBuilder]] = {}
     for builder in builders:
         if builder.replica is not None:
@@ -79,18 +86,18 @@ def _place_replica(recipe: Recipe, site: Site, index: int, nodes: list[NodeBuild
 
 
 def _groups(recipe: Recipe, nodes: list[NodeBuilder]) -> Iterator[_Group]:
-    shape = recipe.deployment.inference
+    inference = recipe.deployment.inference
     sizes: dict[EngineRole, int] = {"engine": len(nodes)}
-    if isinstance(shape, Disaggregated):
-        sizes = {"prefill": shape.prefill.nodes_per_replica, "decode": shape.decode.nodes_per_replica}
+    if isinstance(inference, Disaggregated):
+        sizes = {"prefill": inference.prefill.nodes_per_replica, "decode": inference.decode.nodes_per_replica}
     for role, size in sizes.items():
-        own = [builder for builder in nodes if ROLE_OF[builder.role] == role]
+        own = [builder for builder in nodes if ENGINE_ROLES[builder.role] == role]
         for first in range(0, len(own), size):
             yield _Group(role, own[first : first + size])
 
 
 def _place_group(recipe: Recipe, site: Site, replica: int, group: _Group, names: list[str]) -> None:
-    """Engines in rank order, with expert parallelism as data-parallel ranks of one unit."""
+    """Put engines on nodes in rank order; with expert parallelism they are ranks of one data-parallel group."""
     tp, role = recipe.inference.parallel.tp, group.role
     places = [(builder, first) for builder in group.builders for first in range(0, builder.gpus, tp)]
     dp = (recipe.inference.parallel.dp or len(places)) if recipe.inference.expert_parallel else 1

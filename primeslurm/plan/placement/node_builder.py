@@ -41,7 +41,19 @@ class NodeBuilder:
         health: Health | None = None,
         after: Iterable[str] = (),
     ) -> None:
-        """Put a process on the node. `gpus` counts from the node's first one."""
+        """Put a process on the node. All else is as in `Process`.
+
+        Args:
+            name: unique in the plan.
+            role: what it is for.
+            command: how to start it, and the ports that it listens on.
+            gpus: counted from the node's first one.
+            replica: which one it is of.
+            restart: what its death leads to.
+            unit: its restart group.
+            health: how it shows that it is ready.
+            after: processes that must be ready before it starts.
+        """
         self.processes.append(
             Process(
                 name=name,
@@ -63,11 +75,11 @@ class NodeBuilder:
         )
 
     def holds(self, process: str | None) -> bool:
-        """Whether a process of this name is on the node."""
+        """Say whether a process of this name is on the node."""
         return any(placed.name == process for placed in self.processes)
 
     def node(self) -> Node:
-        """The finished node."""
+        """Finish the node."""
         return Node(
             index=self.index,
             group=self.group,

@@ -42,7 +42,7 @@ class _Ask:
 
 
 def resource_requests(recipe: Recipe, site: Site) -> list[ResourceRequest]:
-    """Nodes and GPUs of each role, in het-group order. The head runs on the first node.
+    """List nodes and GPUs of each role, in het-group order. The head runs on the first node.
 
     Raises:
         UsageError: the site cannot give what is asked; every reason at once.
@@ -65,7 +65,7 @@ def resource_requests(recipe: Recipe, site: Site) -> list[ResourceRequest]:
 
 
 def local_problems(site: Site, requests: list[ResourceRequest]) -> list[Violation]:
-    """All roles share one machine's GPUs, and may ask for more than it has."""
+    """Say whether all roles, which share one machine's GPUs, ask for more than it has."""
     if site.device != "cuda":
         return []
     asked, there = (
@@ -187,15 +187,15 @@ def _expert_problems(recipe: Recipe, requests: list[ResourceRequest]) -> list[Vi
 
 
 def group_nodes(recipe: Recipe, request: ResourceRequest) -> int:
-    """Nodes of one group of engines: those that share the experts, with expert parallelism."""
-    shape = recipe.deployment.inference
-    if isinstance(shape, Disaggregated):
-        return (shape.prefill if request.role == "prefill" else shape.decode).nodes_per_replica
+    """Count the nodes of one group of engines: those that share the experts, with expert parallelism."""
+    inference = recipe.deployment.inference
+    if isinstance(inference, Disaggregated):
+        return (inference.prefill if request.role == "prefill" else inference.decode).nodes_per_replica
     return request.nodes_per_replica
 
 
 def expert_ranks(recipe: Recipe, request: ResourceRequest) -> int:
-    """GPUs over which the experts of an engine are spread; 1 without expert parallelism."""
+    """Count the GPUs over which the experts of an engine are spread; 1 without expert parallelism."""
     if not recipe.inference.expert_parallel:
         return 1
     tp, dp = recipe.inference.parallel.tp, recipe.inference.parallel.dp

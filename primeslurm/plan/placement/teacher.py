@@ -16,7 +16,7 @@ from primeslurm.recipe.sections.trainer import Model
 
 
 def served(recipe: Recipe) -> Recipe | None:
-    """The recipe that would serve the teacher; None if the run has no teacher engines.
+    """Make the recipe that would serve the teacher; None if the run has no teacher engines.
 
     An engine must accept the longest trained sequence and the one token that every request has to ask for.
     """
@@ -43,7 +43,16 @@ def served(recipe: Recipe) -> Recipe | None:
 
 
 def place_teacher(recipe: Recipe, site: Site, builders: list[NodeBuilder]) -> list[str]:
-    """Put an engine on every `tp` GPUs of the teacher's nodes. Returns their names."""
+    """Put an engine on every `tp` GPUs of the teacher's nodes.
+
+    Args:
+        recipe: of the run.
+        site: where it is to run.
+        builders: all nodes; those of role teacher are filled.
+
+    Returns:
+        Names of the engines; none if the run has no teacher engines.
+    """
     alone = served(recipe)
     if alone is None:
         return []

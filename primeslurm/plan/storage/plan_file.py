@@ -34,7 +34,7 @@ def from_file(data: bytes) -> Plan:
 
 
 def plain(data: bytes, process_fields: Collection[str] | None = None) -> dict[str, Any]:
-    """A plan's file as the plain data of `Plan.to_json`.
+    """Read a plan's file as the plain data of `Plan.to_json`.
 
     Args:
         data: content of the file. One that is written at length, as older releases did, is taken as it is.

@@ -87,7 +87,7 @@ RESERVED = {
 
 
 def minutes(value: str) -> int:
-    """A time as whole minutes, rounded up. Raises ValueError."""
+    """Read a time as whole minutes, rounded up. Raises ValueError."""
     match = _TIME.fullmatch(value)
     if match is None:
         raise ValueError(f"not a Slurm time: {value}")
@@ -96,7 +96,7 @@ def minutes(value: str) -> int:
 
 
 def fault(why: str, fix: str = "") -> PydanticCustomError:
-    """The error of a validator, with the nearest valid form."""
+    """Make the error of a validator, with the nearest valid form."""
     return PydanticCustomError("syntax", "{why}", {"why": why, "fix": fix})
 
 

@@ -28,7 +28,7 @@ Path = tuple[str, ...]
 
 
 def text_problems(model: BaseModel) -> list[Violation]:
-    """Every string of a recipe or site that cannot be carried, or that is a secret."""
+    """Find every string of a recipe or site that cannot be carried, or that is a secret."""
     found = []
     for path, value in strings(model):
         why, fix = _problem(path, value)
@@ -39,7 +39,7 @@ def text_problems(model: BaseModel) -> list[Violation]:
 
 
 def strings(value: object, path: Path = ()) -> Iterator[tuple[Path, str]]:
-    """Every string below a model, keys of mappings included, with the path as the user writes it."""
+    """List every string below a model, keys of mappings included, with the path as the user writes it."""
     if isinstance(value, str):
         yield path, value
     elif isinstance(value, BaseModel):

@@ -35,7 +35,13 @@ _BOUNDS = {
 
 
 def violation(model: type[BaseModel], details: Any, source: str) -> Violation:
-    """What one error means to whoever wrote the input. `source`: the file, for what is missing in it."""
+    """Say what one error means to whoever wrote the input.
+
+    Args:
+        model: what the input was validated as.
+        details: one of pydantic's errors, as `ValidationError.errors` gives it.
+        source: the file, for what is missing in it.
+    """
     path, parent = _walk(model, details["loc"])
     kind, context, value = details["type"], details.get("ctx", {}), details["input"]
     if kind == "extra_forbidden":
@@ -74,7 +80,7 @@ def _why(kind: str, context: Mapping[str, Any], message: str, value: object) -> 
 
 
 def suggestion(given: str, valid: Sequence[str]) -> str:
-    """'did you mean X?', or the list of valid choices if nothing is near."""
+    """Suggest the nearest choice ('did you mean X?'), or list the valid ones if nothing is near."""
     near = difflib.get_close_matches(given, valid, n=1, cutoff=0.5)
     if near:
         return f"did you mean {near[0]}?"
@@ -106,7 +112,7 @@ def _walk(model: type[BaseModel], loc: Sequence[int | str]) -> tuple[str, type[B
 
 
 def field_type(section: type[BaseModel] | None, key: int | str) -> Any:
-    """The annotation of a field, by name or alias; None if there is none."""
+    """Look up the annotation of a field, by name or alias; None if there is none."""
     if section is None:
         return None
     return next((info.annotation for name, info in section.model_fields.items() if key in (name, info.alias)), None)
@@ -119,7 +125,7 @@ def _element(options: Sequence[Any]) -> Any:
 
 
 def members(annotation: Any) -> list[Any]:
-    """The types that an annotation joins, without None and without what it asks of them."""
+    """List the types that an annotation joins, without None and without what it asks of them."""
     origin = get_origin(annotation)
     if origin is Annotated:
         return members(get_args(annotation)[0])

@@ -38,7 +38,7 @@ _Loader.yaml_implicit_resolvers = {
 
 
 def parse(text: str) -> Any:
-    """The value that a YAML text stands for. Raises ValueError in one line, with line and column if they are known."""
+    """Read the value of a YAML text. Raises ValueError in one line, with line and column if they are known."""
     try:
         return _Loader(text).get_single_data()
     except yaml.MarkedYAMLError as error:
@@ -52,7 +52,7 @@ def parse(text: str) -> Any:
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file. Raises UsageError."""
+    """Read the mapping in a YAML file. Raises UsageError."""
     text = _read(path)
     try:
         data = parse(text)

@@ -9,8 +9,8 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from primeslurm.recipe.fields.section import Section
 
 
-class Group(Section):
-    """Nodes that do one job."""
+class TrainNodes(Section):
+    """The trainer's nodes."""
 
     nodes: PositiveInt = 1
     gpus_per_node: PositiveInt | None = None
@@ -88,6 +88,6 @@ class Deployment(Section):
 
     layout: Literal["het", "single"] = "het"
     """het: one Slurm component per role. single: one homogeneous allocation, roles over node ranges."""
-    train: Group = Group()
+    train: TrainNodes = TrainNodes()
     inference: Annotated[SingleNode | MultiNode | Disaggregated, Field(discriminator="type")] = SingleNode()
     spares: Spares = Spares()

@@ -26,8 +26,10 @@ class VllmRouter(Section):
 
 
 class DynamoRouter(Section):
-    """NVIDIA Dynamo: its frontend, and its own vLLM workers in place of vLLM's servers. Only for task serve: workers
-    have no gate and their answers do not say which policy sampled a token."""
+    """NVIDIA Dynamo: its frontend, and its own vLLM workers in place of vLLM's servers.
+
+    Only for task serve: workers have no gate and their answers do not say which policy sampled a token.
+    """
 
     type: Literal["dynamo"] = "dynamo"
     mode: Literal["kv", "round-robin", "random", "power-of-two", "least-loaded"] = "kv"

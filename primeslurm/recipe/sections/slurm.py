@@ -26,7 +26,7 @@ from primeslurm.recipe.fields.slurm_syntax import (
 DEFAULT_TIME = "24:00:00"
 
 
-class Placement(Section):
+class ComponentOptions(Section):
     """Options that Slurm has per component of a job; anything unset comes from the role's nodes in the site file."""
 
     constraint: Constraint | None = None
@@ -43,7 +43,7 @@ class Placement(Section):
     """Share no node with other jobs."""
 
 
-class Component(Placement):
+class Component(ComponentOptions):
     """Slurm options of one role's component."""
 
     partition: Name | None = None

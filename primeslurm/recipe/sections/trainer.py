@@ -15,7 +15,7 @@ MICRO_BATCH_TOKENS = 16384
 
 
 def micro_batch_rows(seq_len: int) -> int:
-    """Rows of `seq_len` tokens that the trainer computes at once."""
+    """Count the rows of `seq_len` tokens that the trainer computes at once."""
     return max(1, MICRO_BATCH_TOKENS // seq_len)
 
 

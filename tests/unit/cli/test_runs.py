@@ -75,11 +75,10 @@ def test_a_controller_that_starts_again_ends_neither_the_watch_nor_makes_a_run_r
     )
     (answers / "scontrol").chmod(0o755)
     monkeypatch.setenv("PATH", str(answers), prepend=":")
-    monkeypatch.setattr("primeslurm.cli.verbs.watch.REFRESH_S", 0.01)
     run = RunDirectory(place / "runs" / "newer")
     (run.attempt(1).path / "end.json").unlink()
     run.attempt(1).record_job(JobRecord("5", "slurm", 1.0))
-    assert watch_until_done(Run(run.path)) == 1
+    assert watch_until_done(Run(run.path), poll_s=0.01) == 1
     assert not (answers / "3").exists(), "the watch ended before the job did"
     (answers / "3").write_text(says[1])
     result = primeslurm("resume", "newer", cwd=place)

@@ -85,12 +85,12 @@ def test_kv_bytes_per_token_follow_the_kind_of_attention() -> None:
 
 
 def test_delta_nets_have_a_state_instead_of_keys_and_values() -> None:
-    facts = QWEN_3_5
-    assert facts.layers == 40
-    assert count(facts).total == pytest.approx(34_660_610_688, rel=1e-5), "what transformers builds of it"
-    assert kv_bytes_per_token(facts, BF16) == 10 * 2 * 2 * 256 * 2
+    shape = QWEN_3_5
+    assert shape.layers == 40
+    assert count(shape).total == pytest.approx(34_660_610_688, rel=1e-5), "what transformers builds of it"
+    assert kv_bytes_per_token(shape, BF16) == 10 * 2 * 2 * 256 * 2
     state = 30 * (32 * 128 * 128 * 4 + (2 * 16 * 128 + 32 * 128) * 3 * 2)
-    assert engine_memory(facts, BF16, 140 * GIB, 0.9).state_per_sequence == state
+    assert engine_memory(shape, BF16, 140 * GIB, 0.9).state_per_sequence == state
 
 
 def test_sliding_windows_and_mamba_state_belong_to_the_sequence() -> None:
@@ -236,9 +236,9 @@ def test_weights_that_stay_gathered_are_the_whole_model() -> None:
 
 def test_logits_of_prompts_are_those_that_vllm_has_at_once() -> None:
     measured = json.loads((RESULTS / "memory_model.json").read_bytes())["prompt_logits_of_vllm"]
-    facts = replace(QWEN, vocab=measured["vocab"])
+    shape = replace(QWEN, vocab=measured["vocab"])
     steps = [replace(BF16, batched_tokens=tokens) for tokens in (measured["tokens"], 2 * measured["tokens"])]
-    assert [prompt_logit_bytes(facts, layout) for layout in steps] == pytest.approx([measured["bytes"]] * 2, rel=1e-3)
+    assert [prompt_logit_bytes(shape, layout) for layout in steps] == pytest.approx([measured["bytes"]] * 2, rel=1e-3)
 
 
 def test_log_probabilities_of_prompts_take_the_place_of_sampling() -> None:
@@ -286,7 +286,7 @@ def test_a_damaged_config_gives_no_estimate(damage: dict[str, Any], tmp_path: Pa
     config = json.loads(CATALOG.read_bytes())["Qwen/Qwen3-30B-A3B"]["config"]
     model = model_dir(tmp_path, **{**config, "head_dim": None, **damage})
     files = model_files(Recipe.model_validate(recipe_data(model={"path": str(model)})))
-    assert (files.facts, files.model_type, files.problems) == (None, "qwen3_moe", ())
+    assert (files.shape, files.model_type, files.problems) == (None, "qwen3_moe", ())
 
 
 def found(changes: dict[str, Any], model: str = "zai-org/GLM-5.1", gres: str = "gpu:h200", **more: Any) -> list[str]:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from primeslurm.api.sites import local_site
 from primeslurm.families.catalog import catalog
 from primeslurm.plan.checks import model_files
 from primeslurm.plan.checks.unsupported import unsupported
 from primeslurm.plan.derive import derive
-from primeslurm.plan.local_site import local_site
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.reading.recipe_files import load_recipe, load_site
 from primeslurm.slurm.render import render
@@ -61,7 +61,7 @@ def test_it_contradicts_nothing_and_fits(path: Path) -> None:
 def test_the_trainer_can_do_it(path: Path) -> None:
     recipe = load_recipe(path)
     model = model_files(recipe)
-    assert [finding.text for finding in unsupported(recipe, model.facts, model.model_type)] == BLOCKED.get(
+    assert [finding.text for finding in unsupported(recipe, model.shape, model.model_type)] == BLOCKED.get(
         path.stem, []
     )
 

@@ -57,7 +57,7 @@ def test_its_engines_have_nodes_of_their_own(layout: str) -> None:
     assert (plan.totals.engines, plan.totals.teacher_engines) == (without.totals.engines, 4)
     if layout == "het":
         assert [group.name for group in plan.groups] == ["control", "train", "inference", "teacher"]
-    assert plan.replicas == without.replicas, "no router stands before it, and no policy is delivered to it"
+    assert plan.replicas == without.replicas, "no router stands before it, and no policy is transferred to it"
     assert option(plan.process("orchestrator"), "--teachers") == "teacher-0,teacher-1,teacher-2,teacher-3"
     assert "--teachers" not in without.process("orchestrator").argv
 

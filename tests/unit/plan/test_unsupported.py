@@ -73,9 +73,9 @@ def test_scales_that_are_powers_of_two_are_read_but_not_published() -> None:
 
 
 def test_glm5_is_a_model_the_trainer_builds() -> None:
-    facts = catalog()["zai-org/GLM-5.1"].shape
+    shape = catalog()["zai-org/GLM-5.1"].shape
     assert not [
-        f for f in unsupported(Recipe.model_validate(recipe_data()), facts, facts.model_type) if f.field == "model.path"
+        f for f in unsupported(Recipe.model_validate(recipe_data()), shape, shape.model_type) if f.field == "model.path"
     ]
 
 

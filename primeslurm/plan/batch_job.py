@@ -11,22 +11,30 @@ from primeslurm.plan.model import HetGroup, JobOptions
 from primeslurm.plan.placement.resources import ResourceRequest
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.fields.slurm_syntax import minutes
-from primeslurm.recipe.sections.slurm import DEFAULT_TIME, Apptainer, Component, Container, Placement, Pyxis, Submission
-from primeslurm.wire.secret import VARIABLE as SECRET
+from primeslurm.recipe.sections.slurm import (
+    DEFAULT_TIME,
+    Apptainer,
+    Component,
+    ComponentOptions,
+    Container,
+    Pyxis,
+    Submission,
+)
+from primeslurm.wire import secret
 
 
 def problems(recipe: Recipe, site: Site) -> list[Violation]:
-    """Options that contradict one another, and host lists that are none."""
+    """Find options that contradict one another, and host lists that are none."""
     found = [*_host_problems(recipe, site), *_time_problems(recipe, site)]
-    for field, placement in _placements(recipe, site):
-        if placement.mem and placement.mem_per_gpu:
+    for field, options in _component_options(recipe, site):
+        if options.mem and options.mem_per_gpu:
             fix = "keep one of them"
-            found.append(Violation(f"{field}.mem_per_gpu", placement.mem_per_gpu, "contradicts mem", fix))
+            found.append(Violation(f"{field}.mem_per_gpu", options.mem_per_gpu, "contradicts mem", fix))
     return found
 
 
 def groups(recipe: Recipe, requests: list[ResourceRequest]) -> tuple[HetGroup, ...]:
-    """The job's components in order: one per role, or one for all of them (`layout: single`)."""
+    """List the job's components in order: one per role, or one for all of them (`layout: single`)."""
     if recipe.deployment.layout == "single":
         widest = max(requests, key=lambda request: request.gpus)
         nodes, spares = sum(request.nodes for request in requests), sum(request.spares for request in requests)
@@ -38,7 +46,7 @@ def groups(recipe: Recipe, requests: list[ResourceRequest]) -> tuple[HetGroup, .
 
 
 def job_options(recipe: Recipe, site: Site, run_dir: Path) -> JobOptions:
-    """The options of the job as a whole: the recipe's, and the site's for what it does not say."""
+    """Take the options of the job as a whole from the recipe, and from the site what the recipe does not say."""
     slurm, asked = recipe.slurm, recipe.slurm.over(site.slurm)
     return JobOptions(
         name=recipe.name,
@@ -66,7 +74,7 @@ def job_options(recipe: Recipe, site: Site, run_dir: Path) -> JobOptions:
 
 
 def environment(site: Site) -> dict[str, str]:
-    """Environment of every process on every node."""
+    """Make the environment of every process on every node, with placeholders."""
     env = {
         "PYTHONUNBUFFERED": "1",
         "TMPDIR": "${tmp}",
@@ -77,7 +85,7 @@ def environment(site: Site) -> dict[str, str]:
     if site.device == "cpu":
         # One thread a process: an emulated cluster puts many "nodes" on few cores.
         env |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_CONFIG_ROOT": "${tmp}/vllm"}
-    return env | site.env | {SECRET: "${secret}"}
+    return env | site.env | {secret.VARIABLE: "${secret}"}
 
 
 def _group(index: int, name: str, nodes: int, spares: int, request: ResourceRequest, component: Component) -> HetGroup:
@@ -100,12 +108,12 @@ def _group(index: int, name: str, nodes: int, spares: int, request: ResourceRequ
     )
 
 
-def _memory(placement: Placement, gpus: int) -> str | None:
+def _memory(options: ComponentOptions, gpus: int) -> str | None:
     """Memory per node. Slurm takes no --mem-per-gpu beside a --mem of another component: it is worked out here."""
-    if placement.mem_per_gpu is None:
-        return placement.mem
-    amount = placement.mem_per_gpu.rstrip("KMGT")
-    return f"{int(amount) * max(gpus, 1)}{placement.mem_per_gpu[len(amount) :]}"
+    if options.mem_per_gpu is None:
+        return options.mem
+    amount = options.mem_per_gpu.rstrip("KMGT")
+    return f"{int(amount) * max(gpus, 1)}{options.mem_per_gpu[len(amount) :]}"
 
 
 def _pyxis(container: Pyxis, run_dir: Path) -> tuple[str, ...]:
@@ -132,7 +140,7 @@ def _submissions(recipe: Recipe, site: Site) -> tuple[tuple[str, Submission], ..
     return ("slurm", recipe.slurm), (f"site {site.name}: slurm", site.slurm)
 
 
-def _placements(recipe: Recipe, site: Site) -> Iterator[tuple[str, Placement]]:
+def _component_options(recipe: Recipe, site: Site) -> Iterator[tuple[str, ComponentOptions]]:
     for role in ("control", "train", "inference", "prefill", "decode", "teacher"):
         yield f"slurm.{role}", getattr(recipe.slurm, role)
     for role, kind in site.nodes.items():
@@ -141,7 +149,7 @@ def _placements(recipe: Recipe, site: Site) -> Iterator[tuple[str, Placement]]:
 
 def _host_problems(recipe: Recipe, site: Site) -> Iterator[Violation]:
     lists = [(f"{field}.exclude", submission.exclude) for field, submission in _submissions(recipe, site)]
-    lists += [(f"{field}.nodelist", placement.nodelist) for field, placement in _placements(recipe, site)]
+    lists += [(f"{field}.nodelist", options.nodelist) for field, options in _component_options(recipe, site)]
     for field, value in lists:
         try:
             expand(value or "")

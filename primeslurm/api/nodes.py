@@ -1,17 +1,63 @@
-"""What is installed on which node of a site, held against the lock."""
+"""The nodes of a site: which failed lately, and what is installed on them."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from primeslurm.api.sites import find_site
 from primeslurm.errors import UsageError, Violation
+from primeslurm.plan.model import Plan
 from primeslurm.recipe import Site
+from primeslurm.recipe.reading.explain import suggestion
+from primeslurm.run.ledger import BadNode, Ledger, avoiding
 from primeslurm.slurm import inventory
 from primeslurm.slurm.client import SlurmClient
 from primeslurm.slurm.inventory import InstalledDifference, Parts
+
+
+def bad_nodes(runs: Path, now: float) -> list[BadNode]:
+    """List the nodes that jobs of this directory of runs keep away from, newest first. `now`: seconds since 1970."""
+    return Ledger(runs).entries(now)
+
+
+def avoid_bad_nodes(plan: Plan, slurm_conf: str | None) -> Plan:
+    """Exclude the ledger's nodes, as far as they are of this cluster, from a plan's job.
+
+    Args:
+        plan: of a run in the directory whose ledger counts.
+        slurm_conf: SLURM_CONF of the cluster, where it is not the system's own.
+
+    Raises:
+        ClusterError: Slurm does not answer.
+    """
+    now = time.time()
+    bad = bad_nodes(Path(plan.run_dir).parent, now)
+    names = {node.name for node in SlurmClient(slurm_conf).nodes()} if bad else set()
+    return avoiding(plan, [entry for entry in bad if entry.node in names], now)
+
+
+def forget_bad_nodes(runs: Path, names: Sequence[str], now: float) -> None:
+    """Let jobs use these nodes again.
+
+    Args:
+        runs: directory of the runs whose ledger names them.
+        names: the nodes.
+        now: seconds since 1970.
+
+    Raises:
+        UsageError: one is not in the ledger; then none is forgotten.
+    """
+    ledger = Ledger(runs)
+    known = [entry.node for entry in ledger.entries(now)]
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        why = "is not in the ledger of bad nodes"
+        raise UsageError([Violation("--forget", name, why, suggestion(name, known)) for name in unknown])
+    for name in names:
+        ledger.forget(name)
 
 
 @dataclass(frozen=True)
@@ -29,7 +75,12 @@ class Installed:
 
 
 def installed(site_file: Path | None, node: str | None = None, *, every: bool = False) -> Installed:
-    """Ask this host, one node, or all nodes of the site.
+    """Hold what this host, one node, or all nodes of the site have against the lock.
+
+    Args:
+        site_file: as of `find_site`; without it, `node` and `every`, this host is no node of a site.
+        node: one node of the site, by name.
+        every: all nodes of the site.
 
     Raises:
         UsageError: there is no such node or no site file.

@@ -1,0 +1,98 @@
+"""What `primeslurm doctor` prints: the diagnosis of a run, or what is installed on which node."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+
+from rich.table import Table
+from rich.text import Text
+
+from primeslurm.api.nodes import Installed
+from primeslurm.cli.output import note, print_json
+from primeslurm.cli.views.tables import out
+from primeslurm.hostlists import compress
+from primeslurm.run.diagnosis.doctor import Diagnosis, ExaminedFailure
+from primeslurm.slurm.inventory import InstalledDifference, Parts
+
+
+def show_diagnosis(found: Diagnosis) -> None:
+    """Print the first failure of an attempt, what followed from it, and what helps."""
+    reason = f" ({found.reason})" if found.reason else ""
+    out.print(f"{found.run}, attempt {found.attempt}: {found.outcome}{reason}", markup=False, soft_wrap=True)
+    if found.first is None:
+        out.print("no failure" + (" that it did not get over by itself" if found.recovered else ""))
+    else:
+        _show_first(found.first)
+    if found.followed:
+        _section("what followed")
+        table = Table.grid(padding=(0, 2))
+        for event in found.followed:
+            table.add_row(_clock(event.time), event.who, Text(event.text))
+        out.print(table)
+    if found.recovered:
+        _section("got over by itself")
+        for failure in found.recovered:
+            out.print(f"{_clock(failure.time)}  {failure.component} {failure.how}", markup=False, soft_wrap=True)
+    for problem in found.invalid:
+        out.print(Text(f"invalid because {problem}", style="red"), soft_wrap=True)
+    if len(found.attempts) > 1:
+        _section("attempts")
+        for line in found.attempts:
+            step = f", committed step {line.committed_step}" if line.committed_step is not None else ""
+            out.print(f"{line.number}  {line.outcome}: {line.reason}{step}", markup=False, soft_wrap=True)
+
+
+def _show_first(first: ExaminedFailure) -> None:
+    failure = first.failure
+    where = f" on {failure.node}" if failure.node and failure.node not in failure.component else ""
+    _section("first failure")
+    out.print(Text(f"{_clock(failure.time)}  {failure.component}{where} {failure.how}", style="red"), soft_wrap=True)
+    if first.error:
+        out.print(Text.assemble(("error  ", "bold"), first.error), soft_wrap=True)
+    for cause in first.causes:
+        out.print(Text.assemble(("cause  ", "bold"), cause.cause), soft_wrap=True)
+        out.print(Text.assemble(("fix    ", "bold"), cause.fix), soft_wrap=True)
+    if first.last_lines:
+        _section(f"last lines of {first.log}")
+        for text in first.last_lines:
+            out.print(text, markup=False, soft_wrap=True)
+
+
+def _section(title: str) -> None:
+    out.print(Text(f"\n{title}", style="bold"), soft_wrap=True)
+
+
+def _clock(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def show_installed(found: Installed, as_json: bool) -> None:
+    """Print what nodes have, and what of it is missing or another version."""
+    if as_json:
+        print_json({"nodes": found.nodes, "differences": [asdict(each) for each in found.differences]})
+    else:
+        _show_parts(found.nodes, found.differences)
+
+
+def _show_parts(nodes: Mapping[str, Parts | None], wrong: Sequence[InstalledDifference]) -> None:
+    """One row a part; nodes that have the same share a column."""
+    marked = {(each.node, each.part): each for each in wrong}
+    columns: dict[tuple[tuple[str, str | None], ...], list[str]] = {}
+    for name, found in nodes.items():
+        columns.setdefault(tuple((found or {"node": "down"}).items()), []).append(name)
+    table = Table("part", *(compress(names) for names in columns.values()))
+    for part in dict.fromkeys(part for parts in columns for part, _ in parts):
+        cells = []
+        for parts, names in columns.items():
+            value, difference = dict(parts).get(part), marked.get((names[0], part))
+            text = value or "-"
+            if difference is not None:
+                text += f" (locked: {difference.wanted})" if difference.wanted else " (required)"
+            cells.append(Text(text, style="red" if difference else ""))
+        table.add_row(part, *cells)
+    out.print(table)
+    for each in wrong:
+        locked = f", locked {each.wanted}" if each.wanted else ""
+        note(f"{each.node}: {each.part} is {each.found or 'missing'}{locked}")
