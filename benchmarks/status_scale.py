@@ -25,10 +25,9 @@ from primeslurm.plan.model import Plan
 from primeslurm.recipe import Recipe, Site
 from primeslurm.records.attempt import JobRecord
 from primeslurm.records.events.nodes import AgentStarted
-from primeslurm.records.fleet import AgentReport, FleetView, ProcessReport, Roster, Seat
+from primeslurm.records.fleet import AgentReport, AssignedAgent, AssignmentRecord, FleetView, ProcessReport
 from primeslurm.records.journal import Journal
-from primeslurm.records.load import Load
-from primeslurm.records.state import EngineRecord, OrchestratorState
+from primeslurm.records.state import EngineRecord, Load, OrchestratorState
 from primeslurm.run.directory import Attempt, RunDirectory
 
 REPEATS = 5
@@ -74,8 +73,8 @@ def _say(attempt: Attempt, plan: Plan, run: RunDirectory) -> None:
     states = {process.name: "HEALTHY" for process in plan.processes()} | {"router-0": "RESTARTING"}
     # Its time lies ahead, so that it stays fresh however long this takes.
     write_json(attempt.fleet_file, msgspec.to_builtins(FleetView(now + 3600, states=states)))
-    seats = {node.index: Seat(node.index, f"n{node.index:04d}") for node in plan.nodes}
-    write_json(attempt.roster_file, msgspec.to_builtins(Roster(1, seats)))
+    agents = {node.index: AssignedAgent(node.index, f"n{node.index:04d}") for node in plan.nodes}
+    write_json(attempt.roster_file, msgspec.to_builtins(AssignmentRecord(1, agents)))
     for node in plan.nodes:
         name, beats = f"n{node.index:04d}", {process.name: ProcessReport("ready", 42) for process in node.processes}
         report = AgentReport(node.index, name, "10.0.0.1", now, 7, node=node.index, processes=beats)

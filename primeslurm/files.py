@@ -10,7 +10,11 @@ from typing import Any
 
 
 def write_atomic(path: Path, data: bytes | str) -> None:
-    """Write beside the target, flush to disk, rename over it. Raises OSError; the old content then stays."""
+    """Write beside the target, flush to disk, rename over it.
+
+    Raises:
+        OSError: it cannot be written; the old content stays.
+    """
     raw = data.encode() if isinstance(data, str) else data
     # Of this call alone: another thread, or a process of the same number on another node, may write the same file.
     temporary = path.with_name(f".{path.name}.{os.urandom(6).hex()}.tmp")

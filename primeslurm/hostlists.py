@@ -12,9 +12,10 @@ _NUMBERED = re.compile(r"^(.*?)(\d+)$")
 
 
 def expand(hostlist: str) -> list[str]:
-    """Names of a host list, in order. Brackets may stand anywhere in a name, more than once.
+    """Expand a host list into names, in order. Brackets may stand anywhere in a name, more than once.
 
-    Raises ValueError if the text is not a host list.
+    Raises:
+        ValueError: the text is not a host list.
     """
     return [name for entry in _split(hostlist) for name in _expand_entry(entry, hostlist)]
 

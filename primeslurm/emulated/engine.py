@@ -19,8 +19,7 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from primeslurm.emulated import http
-from primeslurm.emulated.metrics import exposition
-from primeslurm.emulated.scheduler import PREFILL_TOKENS_PER_S, Request, Scheduler
+from primeslurm.emulated.scheduler import PREFILL_TOKENS_PER_S, Request, Scheduler, exposition
 from primeslurm.inference.admission import App, Receive, Scope, SecretGate, Send
 from primeslurm.inference.gate import VersionGate
 
@@ -50,6 +49,7 @@ class EmulatedEngine:
         blocks: KV blocks.
         seed: of lengths and tokens.
         batched_tokens: that a step of the real engine computes at most.
+        tick_s: between two turns of the scheduler, in seconds.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class EmulatedEngine:
         self._scheduler.finished(request, tokens)
         answer = self._answer(request, tokens, "stop" if target < limit else "length")
         if transfer.get("do_remote_decode"):
-            answer["kv_transfer_params"] = self._handover(request)
+            answer["kv_transfer_params"] = self._kv_transfer(request)
         return 200, answer
 
     async def _complete(self, body: dict[str, Any], query: dict[str, list[str]]) -> tuple[int, object]:
@@ -163,7 +163,7 @@ class EmulatedEngine:
         usage = {"prompt_tokens": len(request.prompt), "completion_tokens": len(tokens)}
         return {"request_id": f"generate-tokens-{uuid.uuid4().hex}", "choices": [choice], "usage": usage}
 
-    def _handover(self, request: Request) -> dict[str, Any]:
+    def _kv_transfer(self, request: Request) -> dict[str, Any]:
         """What a decode engine is told about the KV that waits here."""
         return {
             "do_remote_prefill": True,
@@ -245,7 +245,17 @@ class Hangable(SecretGate):
 
 
 async def serve(host: str, port: int, engine: EmulatedEngine, *, gated: bool) -> None:
-    """Serve until cancelled. Raises OSError if the port is taken."""
+    """Serve until cancelled.
+
+    Args:
+        host: address to listen at.
+        port: port to listen at.
+        engine: what answers.
+        gated: behind the gate of policy versions, as an engine; without it, as a teacher.
+
+    Raises:
+        OSError: the port is taken.
+    """
     server = await http.start(Hangable(VersionGate(engine) if gated else engine), host, port)
     async with server:
         await engine.run()

@@ -40,12 +40,12 @@ class Conversation:
     """Answers of the policy."""
 
     def given(self, tokens: list[int]) -> None:
-        """The environment said something."""
+        """Add what the environment said."""
         self.observed += [self.turns > 0] * len(tokens)
         self._add(tokens, [False] * len(tokens), [0.0] * len(tokens), [-1] * len(tokens))
 
     def sampled(self, completion: Completion) -> None:
-        """The policy answered."""
+        """Add what the policy answered."""
         tokens = completion.token_ids
         self.turns += 1
         self.observed += [False] * len(tokens)
@@ -58,7 +58,12 @@ class Conversation:
         self.versions += versions
 
     def rollout(self, info: RolloutInfo, needs_observed: bool) -> Rollout:
-        """As arrays; `needs_observed`: with the tokens that the environment answered marked."""
+        """Return it as arrays of one entry a token.
+
+        Args:
+            info: everything else that is known of the rollout.
+            needs_observed: with the tokens that the environment answered marked.
+        """
         return Rollout(
             info,
             np.array(self.token_ids, np.int32),

@@ -17,7 +17,11 @@ _REASONS = {200: "OK", 400: "Bad Request", 404: "Not Found", 500: "Internal Serv
 
 
 async def start(app: App, host: str, port: int) -> asyncio.Server:
-    """Listen. Raises OSError if the port is taken."""
+    """Serve an ASGI application until the server is closed.
+
+    Raises:
+        OSError: the port is taken.
+    """
     return await asyncio.get_running_loop().create_server(lambda: _Connection(app), host, port, backlog=512)
 
 

@@ -19,7 +19,7 @@ class PrefixCache:
         self._held: dict[int, None] = {}
 
     def hit(self, salt: str, tokens: Sequence[int]) -> int:
-        """How many leading tokens are held, in whole blocks and never all of them: the last is always computed."""
+        """Tell how many leading tokens are held, in whole blocks and never all of them: the last is always computed."""
         found = 0
         for key in _chain(salt, tokens):
             if key not in self._held:

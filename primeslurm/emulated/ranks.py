@@ -22,7 +22,7 @@ INTERRUPT = b"i"
 RETRY_S = 0.5
 
 
-class RankError(Exception):
+class LostRankError(Exception):
     """A rank is missing, or died."""
 
 
@@ -42,14 +42,18 @@ class Ranks:
         self._listener = socket.create_server(("", port), backlog=max(others, 1))
 
     def join(self, timeout_s: float = JOIN_TIMEOUT_S) -> None:
-        """Wait for every rank, then watch them. Raises RankError if some do not come."""
+        """Wait for every rank, then watch them.
+
+        Raises:
+            LostRankError: some did not come in time.
+        """
         deadline = time.monotonic() + timeout_s
         while len(self._connections) < self._others:
             self._listener.settimeout(max(deadline - time.monotonic(), 0.001))
             try:
                 connection, _ = self._listener.accept()
             except TimeoutError:
-                raise RankError(f"only {len(self._connections)} of {self._others} ranks came") from None
+                raise LostRankError(f"only {len(self._connections)} of {self._others} ranks came") from None
             self._connections.append(connection)
         threading.Thread(target=self._watch, daemon=True).start()
 
@@ -91,7 +95,19 @@ class Ranks:
 
 
 def follow(address: str, port: int, timeout_s: float = JOIN_TIMEOUT_S) -> int:
-    """What a rank other than 0 does: be there until rank 0 ends. Returns the exit code. Raises RankError."""
+    """Do what a rank other than 0 does: be there until rank 0 ends.
+
+    Args:
+        address: of rank 0.
+        port: the rendezvous port.
+        timeout_s: longest wait for rank 0 to listen.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        LostRankError: rank 0 did not listen in time.
+    """
     connection: socket.socket | None = None
     asked = False
 
@@ -121,5 +137,5 @@ def _connect(address: str, port: int, timeout_s: float) -> socket.socket:
             return connection
         except OSError as error:
             if time.monotonic() > deadline:
-                raise RankError(f"rank 0 is not at {address}:{port}: {error}") from error
+                raise LostRankError(f"rank 0 is not at {address}:{port}: {error}") from error
             time.sleep(RETRY_S)

@@ -33,7 +33,14 @@ class Script:
 
 
 def script(seed: int, environment: str, example: int, job: str) -> Script:
-    """The rollout of a job. All rollouts of one example have the same prompt."""
+    """Draw the rollout of a job. All rollouts of one example have the same prompt.
+
+    Args:
+        seed: of the run.
+        environment: its name.
+        example: index of the task in the environment's data.
+        job: id of the rollout.
+    """
     task, own = random.Random(f"{seed}/{environment}/{example}"), random.Random(f"{seed}/{job}")
     prompt = _text(task, PROMPT_TOKENS)
     more_turns = min(int(own.expovariate(1 / (MEAN_TURNS - 1))), 20)

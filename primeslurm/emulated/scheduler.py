@@ -80,18 +80,18 @@ class Scheduler:
     @property
     def used_blocks(self) -> int:
         """KV blocks of running requests."""
-        return sum(sequence.blocks for sequence in self.running)
+        return sum(request.blocks for request in self.running)
 
-    def add(self, sequence: Request) -> None:
+    def add(self, request: Request) -> None:
         """Queue a request."""
-        self.waiting.append(sequence)
+        self.waiting.append(request)
 
-    def abort(self, sequence: Request) -> None:
+    def abort(self, request: Request) -> None:
         """Drop a request wherever it is; unknown ones are ignored."""
-        if sequence in self.running:
-            self.running.remove(sequence)
-        elif sequence in self.waiting:
-            self.waiting.remove(sequence)
+        if request in self.running:
+            self.running.remove(request)
+        elif request in self.waiting:
+            self.waiting.remove(request)
 
     def clear_cache(self) -> None:
         """Forget all prefixes."""
@@ -102,33 +102,33 @@ class Scheduler:
         self._admit(seconds)
         self._prefill(seconds)
         self._decode(seconds)
-        done = [sequence for sequence in self.running if sequence.sampled >= sequence.target]
-        self.running = [sequence for sequence in self.running if sequence.sampled < sequence.target]
+        done = [request for request in self.running if request.sampled >= request.target]
+        self.running = [request for request in self.running if request.sampled < request.target]
         self.held = len(self.waiting)
         return done
 
-    def finished(self, sequence: Request, tokens: Sequence[int]) -> None:
+    def finished(self, request: Request, tokens: Sequence[int]) -> None:
         """Tell which tokens were sampled, for the prefix cache."""
-        self._cache.hold(sequence.salt, [*sequence.prompt, *tokens])
+        self._cache.hold(request.salt, [*request.prompt, *tokens])
 
     def _admit(self, seconds: float) -> None:
-        seconds -= sum(sequence.prefill_left for sequence in self.running)
+        seconds -= sum(request.prefill_left for request in self.running)
         while self.waiting and seconds > 0 and self._fits(self.waiting[0]):
-            sequence = self.waiting.popleft()
-            sequence.prefill_left = self._prefill_seconds(sequence)
-            seconds -= sequence.prefill_left
-            self.running.append(sequence)
+            request = self.waiting.popleft()
+            request.prefill_left = self._prefill_seconds(request)
+            seconds -= request.prefill_left
+            self.running.append(request)
 
-    def _fits(self, sequence: Request) -> bool:
-        return len(self.running) < self._max_running and self.used_blocks + sequence.blocks <= self.blocks
+    def _fits(self, request: Request) -> bool:
+        return len(self.running) < self._max_running and self.used_blocks + request.blocks <= self.blocks
 
-    def _prefill_seconds(self, sequence: Request) -> float:
-        hit = self._cache.hit(sequence.salt, sequence.prompt)
-        missing = sequence.length - hit
-        self.counts["prefix_queries"] += sequence.length
+    def _prefill_seconds(self, request: Request) -> float:
+        hit = self._cache.hit(request.salt, request.prompt)
+        missing = request.length - hit
+        self.counts["prefix_queries"] += request.length
         self.counts["prefix_hits"] += hit
-        self.counts["prompt_tokens"] += len(sequence.prompt)
-        if sequence.remote and not sequence.sampled:
+        self.counts["prompt_tokens"] += len(request.prompt)
+        if request.remote and not request.sampled:
             self.counts["external_queries"] += missing
             self.counts["external_hits"] += missing
             return missing / TRANSFER_TOKENS_PER_S
@@ -136,35 +136,67 @@ class Scheduler:
         return missing / self._prefill_tokens_per_s
 
     def _prefill(self, seconds: float) -> None:
-        for sequence in self.running:
-            spent = min(seconds, sequence.prefill_left)
-            sequence.prefill_left -= spent
+        for request in self.running:
+            spent = min(seconds, request.prefill_left)
+            request.prefill_left -= spent
             seconds -= spent
-            if sequence.prefill_left == 0 and not sequence.sampled:
-                self._sample(sequence, 1)  # a prefill ends with the first token
+            if request.prefill_left == 0 and not request.sampled:
+                self._sample(request, 1)  # a prefill ends with the first token
 
     def _decode(self, seconds: float) -> None:
         rate = DECODE_TOKENS_PER_S / (1 + SLOWDOWN_PER_REQUEST * len(self.running))
-        for sequence in list(self.running):
-            if sequence not in self.running or sequence.prefill_left > 0:
+        for request in list(self.running):
+            if request not in self.running or request.prefill_left > 0:
                 continue
-            sequence.progress += seconds * rate
-            whole = min(int(sequence.progress), sequence.target - sequence.sampled)
-            sequence.progress -= int(sequence.progress)
+            request.progress += seconds * rate
+            whole = min(int(request.progress), request.target - request.sampled)
+            request.progress -= int(request.progress)
             if whole:
-                self._sample(sequence, whole)
-                self._make_room(sequence)
+                self._sample(request, whole)
+                self._make_room(request)
 
-    def _sample(self, sequence: Request, count: int) -> None:
-        start, end = sequence.sampled, sequence.sampled + count
-        if sequence.spans and sequence.spans[-1][0] == self.version:
-            start = sequence.spans.pop()[1]
-        sequence.spans.append((self.version, start, end))
-        sequence.sampled = end
+    def _sample(self, request: Request, count: int) -> None:
+        start, end = request.sampled, request.sampled + count
+        if request.spans and request.spans[-1][0] == self.version:
+            start = request.spans.pop()[1]
+        request.spans.append((self.version, start, end))
+        request.sampled = end
         self.counts["generation_tokens"] += count
 
-    def _make_room(self, sequence: Request) -> None:
+    def _make_room(self, request: Request) -> None:
         """A sequence grew: while KV is short, the newest request goes back to the queue and is prefilled again."""
-        while self.used_blocks > self.blocks and self.running[-1] is not sequence:
+        while self.used_blocks > self.blocks and self.running[-1] is not request:
             self.waiting.appendleft(self.running.pop())
             self.counts["preemptions"] += 1
+
+
+def exposition(scheduler: Scheduler) -> str:
+    """Return the engine's /metrics, as Prometheus text: the names that vLLM uses, for what the scheduler knows."""
+    counts = scheduler.counts
+    by_source = "prompt_tokens_by_source_total"
+    values: dict[str, float] = {
+        "num_requests_running": len(scheduler.running),
+        "num_requests_waiting": scheduler.held,
+        "num_requests_waiting_by_reason|reason=capacity": scheduler.held,
+        "kv_cache_usage_perc": scheduler.used_blocks / scheduler.blocks,
+        "prompt_tokens_total": counts["prompt_tokens"],
+        "generation_tokens_total": counts["generation_tokens"],
+        "num_preemptions_total": counts["preemptions"],
+        "prefix_cache_queries_total": counts["prefix_queries"],
+        "prefix_cache_hits_total": counts["prefix_hits"],
+        "external_prefix_cache_queries_total": counts["external_queries"],
+        "external_prefix_cache_hits_total": counts["external_hits"],
+        f"{by_source}|source=local_compute": counts["computed_tokens"],
+        f"{by_source}|source=local_cache_hit": counts["prefix_hits"],
+        f"{by_source}|source=external_kv_transfer": counts["external_hits"],
+        "request_success_total|finished_reason=stop": counts["success_stop"],
+        "request_success_total|finished_reason=length": counts["success_length"],
+    }
+    return "".join(f"{_series(name)} {value}\n" for name, value in values.items())
+
+
+def _series(name: str) -> str:
+    metric, _, label = name.partition("|")
+    key, _, value = label.partition("=")
+    extra = f',{key}="{value}"' if label else ""
+    return f'vllm:{metric}{{engine="0",model_name="policy"{extra}}}'

@@ -15,7 +15,11 @@ async def healthy(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 async def serve(host: str, port: int) -> None:
-    """Serve until cancelled. Raises OSError if the port is taken."""
+    """Serve until cancelled.
+
+    Raises:
+        OSError: the port is taken.
+    """
     server = await http.start(healthy, host, port)
     async with server:
         await server.serve_forever()

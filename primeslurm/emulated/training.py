@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from primeslurm.emulated.ranks import RankError, Ranks
+from primeslurm.emulated.ranks import LostRankError, Ranks
 from primeslurm.recipe import Recipe
 from primeslurm.records.events.training import (
     CheckpointCommitted,
@@ -43,6 +43,11 @@ class EmulatedTrainer:
     """The loop of rank 0.
 
     Args:
+        recipe: of the run.
+        run_dir: where checkpoints and weights go.
+        attempt: its number.
+        link: to the orchestrator.
+        ranks: the other ranks.
         world: number of ranks.
     """
 
@@ -174,7 +179,7 @@ def train(argv: list[str] | None, ranks: Ranks) -> int:
     link = TrainerLink(options.orchestrator)
     try:
         code = EmulatedTrainer(recipe, options.run_dir, options.attempt, link, ranks, world).run()
-    except (RankError, LinkError, OSError) as error:
+    except (LostRankError, LinkError, OSError) as error:
         log.error("%s: %s", type(error).__name__, error)
         code = 1
     ranks.close(code)

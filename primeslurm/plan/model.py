@@ -1,6 +1,6 @@
 """The Plan: the one frozen object that decides placement, ports, environment and commands.
 
-Strings in `argv` and `env` may hold placeholders that only the node knows, filled in by `node.agent.placeholders`:
+Strings in `argv` and `env` may hold placeholders that only the node knows, filled in by `node.agent.node_context`:
 `${host}` own address, `${port:http}` own port, `${port:nixl-3}` own port minus three, `${host:NAME}` address of process
 NAME, `${port:NAME:http}` its port, `${addr:NAME:http}` its `host:port`, and the values `${run_dir}`, `${attempt}`,
 `${attempt_dir}`, `${run_id}`, `${python}`, `${tmp}`, `${node}` (own index), and of the node's network `${interface}`,

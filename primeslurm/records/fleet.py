@@ -1,13 +1,14 @@
 """What agents and head tell each other, through files in the attempt directory.
 
-`agents/<rank>.json` is an agent's heartbeat; `fleet.json` (what is ready, and the end) and `roster.json` (who plays
-which node of the Plan) are the head's.
+`agents/<rank>.json` is an agent's heartbeat. The head's are `fleet.json` (what is ready, and the end), `roster.json`
+(who plays which node of the Plan) and `preflight.json` (what nodes compare themselves with).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Literal
 
 import msgspec
 
@@ -44,7 +45,7 @@ class ProcessReport(msgspec.Struct, frozen=True):
     """Answers 200 on /health: for an engine, it is up and holds the current policy."""
     reason: str = ""
     generation: int = 0
-    """Generation of its unit that it was last started in."""
+    """Generation of its restart group that it was last started in."""
 
 
 class Fitness(StrEnum):
@@ -74,8 +75,8 @@ class AgentReport(msgspec.Struct, frozen=True):
     error: str = ""
 
 
-class UnitOrder(msgspec.Struct, frozen=True):
-    """What the processes of a unit have to do: end what is of an older generation; start, unless held."""
+class RestartOrder(msgspec.Struct, frozen=True):
+    """What the processes of a restart group have to do: end those of an older generation; start, unless held."""
 
     generation: int
     hold: bool
@@ -87,8 +88,8 @@ class FleetView(msgspec.Struct, frozen=True):
     time: float
     ready: list[str] = []
     states: dict[str, str] = {}
-    units: dict[str, UnitOrder] = {}
-    """Units that were restarted at least once."""
+    units: dict[str, RestartOrder] = {}
+    """Restart groups (`unit` in the Plan) that were restarted at least once."""
     lost: list[str] = []
     """Processes that were given up: they end, and nothing waits for them."""
     ending: Ending | None = None
@@ -96,7 +97,7 @@ class FleetView(msgspec.Struct, frozen=True):
     """Set while ending: trainers are done (or out of time), everything else may stop."""
 
 
-class Seat(msgspec.Struct, frozen=True):
+class AssignedAgent(msgspec.Struct, frozen=True):
     """The agent that plays one node of the Plan."""
 
     rank: int
@@ -104,13 +105,32 @@ class Seat(msgspec.Struct, frozen=True):
     """The node's name as Slurm knows it."""
 
 
-class Roster(msgspec.Struct, frozen=True):
+class AssignmentRecord(msgspec.Struct, frozen=True):
     """`roster.json`. A new generation is written whenever a node is replaced."""
 
     generation: int
-    seats: dict[int, Seat]
+    agents: dict[int, AssignedAgent] = msgspec.field(name="seats")
     """By index of the Plan's node."""
 
     def node_of(self, rank: int) -> int | None:
-        """The Plan's node that an agent plays, or None: it is a spare, or was replaced."""
-        return next((node for node, seat in self.seats.items() if seat.rank == rank), None)
+        """Return the Plan's node that an agent plays, or None: it is a spare, or was replaced."""
+        return next((node for node, agent in self.agents.items() if agent.rank == rank), None)
+
+
+CheckLevel = Literal["ok", "warning", "failed"]
+
+
+class PreflightCheck(msgspec.Struct, frozen=True):
+    """What one check of a node found."""
+
+    name: str
+    level: CheckLevel
+    text: str
+    fix: str = ""
+
+
+class PreflightReference(msgspec.Struct, frozen=True):
+    """`preflight.json`: what the head's own node looks like to it, for the others to compare."""
+
+    plan_digest: str
+    packages: dict[str, str | None]

@@ -50,7 +50,7 @@ class MetricsLog:
             self._wandb.log(dict(row), step=step)
 
     def close(self) -> None:
-        """Flush and close."""
+        """Flush what is left, and close."""
         if self._board is not None:
             self._board.close()
         if self._wandb is not None:
@@ -58,7 +58,7 @@ class MetricsLog:
 
 
 def by_one_name(row: Row) -> Row:
-    """A row as it was written, with the trainer's own metrics named as in RL, whatever the task.
+    """Return a row as it was written, with the trainer's own metrics named as in RL, whatever the task.
 
     What an RL run measures as `throughput/step_seconds` is, for SFT, the sum of the trainer's phases.
     """

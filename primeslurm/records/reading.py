@@ -38,7 +38,7 @@ def find_record(path: Path, kind: type[T]) -> T | None:
 
 
 def whole_lines(path: Path) -> list[bytes]:
-    """The complete lines of a file; none if there is no such file."""
+    """Read the complete lines of a file; none if there is no such file."""
     try:
         return path.read_bytes().split(b"\n")[:-1]
     except OSError:
@@ -46,7 +46,7 @@ def whole_lines(path: Path) -> list[bytes]:
 
 
 def last_lines(path: Path, size: int = TAIL_BYTES) -> list[bytes]:
-    """The complete lines in the last `size` bytes of a file; none if there is no such file."""
+    """Read the complete lines in the last `size` bytes of a file; none if there is no such file."""
     try:
         with path.open("rb") as handle:
             begin = max(0, handle.seek(0, os.SEEK_END) - size)
@@ -58,12 +58,12 @@ def last_lines(path: Path, size: int = TAIL_BYTES) -> list[bytes]:
 
 
 def rows(path: Path) -> list[Row]:
-    """The rows of a metrics.jsonl, one per step, in order; those of SFT under the names of RL."""
+    """Read the rows of a metrics.jsonl, one per step, in order; those of SFT under the names of RL."""
     return _rows(whole_lines(path))
 
 
 def recent_rows(path: Path) -> list[Row]:
-    """The last complete rows, as many as fit into 256 KiB; none if there is no such file."""
+    """Read the last complete rows, as many as fit into 256 KiB; none if there is no such file."""
     return _rows(last_lines(path))
 
 

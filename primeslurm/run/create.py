@@ -20,12 +20,12 @@ from primeslurm.plan.model import Plan
 from primeslurm.recipe import Recipe
 from primeslurm.records.attempt import LockRecord
 from primeslurm.run.directory import Attempt, RunDirectory
-from primeslurm.run.versions import installed
+from primeslurm.run.versions import installed_packages
 from primeslurm.wire import secret
 
 
 def name_in_use(run_dir: Path) -> list[Violation]:
-    """A violation if the run directory holds anything already, or is no directory."""
+    """Return a violation if the run directory holds anything already, or is no directory."""
     if is_dir(run_dir) and not any(run_dir.iterdir()):
         return []
     return [_in_use(run_dir)] if os.path.lexists(run_dir) else []
@@ -37,7 +37,7 @@ def _in_use(run_dir: Path) -> Violation:
 
 
 def missing_variables(plan: Plan) -> list[Violation]:
-    """A violation for each variable that processes need and that is not set here, where its value is taken from."""
+    """Return a violation for each variable that processes need and that is not set here, where its value comes from."""
     return [
         Violation("pass_env", name, "is not set where you submit", f"export {name}=...")
         for name in plan.pass_env
@@ -47,6 +47,11 @@ def missing_variables(plan: Plan) -> list[Violation]:
 
 def create(recipe: Recipe, plan: Plan, source: Path) -> Attempt:
     """Create the run directory with its first attempt, or nothing.
+
+    Args:
+        recipe: as it was resolved.
+        plan: of the first attempt.
+        source: the recipe's file, of which a copy is kept.
 
     Raises:
         UsageError: the name is in use.
@@ -93,7 +98,7 @@ def _lock(name: str, resolved: str, plan: Plan) -> LockRecord:
         recipe_hash=hashlib.blake2b(resolved.encode(), digest_size=16).hexdigest(),
         plan_hash=hashlib.blake2b(plan.to_json().encode(), digest_size=16).hexdigest(),
         python=sys.version.split()[0],
-        packages=installed(),
+        packages=installed_packages(),
         git=_git_state(),
     )
 

@@ -33,7 +33,7 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 def diff(a: Plan, b: Plan) -> list[Difference]:
-    """Every difference, from the whole to the parts; empty if the plans are the same."""
+    """Return every difference, from the whole to the parts; empty if the plans are the same."""
     left, right = _neutral(a), _neutral(b)
     found: list[Difference] = []
     for where, one, other in _parts(left, right):
@@ -112,7 +112,7 @@ def _process_leaves(process: Mapping[str, Any]) -> Leaves:
 
 
 def options(argv: Sequence[str]) -> Leaves:
-    """A command line option by option: `--x 1 --flag --j {...}`; values that are JSON or lists are taken apart."""
+    """Take a command line apart: `--x 1 --flag --j {...}`, option by option, and values that are JSON or lists."""
     found: dict[str, list[str]] = {}
     current = "command"
     for word in argv:
@@ -141,7 +141,13 @@ def _option(name: str, values: Sequence[str]) -> Leaves:
 
 
 def leaves(value: Any, path: str = "", *, sets: bool = False) -> Leaves:
-    """Nested data as paths and values. `sets`: the order of plain values in a list means nothing."""
+    """Flatten nested data into paths and values.
+
+    Args:
+        value: what JSON can hold.
+        path: of this value, before those of its parts.
+        sets: the order of plain values in a list means nothing.
+    """
     if isinstance(value, list) and sets and all(isinstance(item, str | int) for item in value):
         return {f"{path} {item}": PRESENT for item in value}
     if isinstance(value, Mapping):

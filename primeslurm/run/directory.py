@@ -11,10 +11,10 @@ from primeslurm.errors import RunError
 from primeslurm.files import write_atomic, write_json
 from primeslurm.paths import is_dir, is_file
 from primeslurm.plan.model import JOB_OUTPUT, Plan
-from primeslurm.plan.storage import plan_file as storage
+from primeslurm.plan.storage import plan_file
 from primeslurm.records.attempt import EndRecord, JobRecord, LockRecord
 from primeslurm.records.base import Record
-from primeslurm.records.fleet import AgentReport, FleetView, Roster
+from primeslurm.records.fleet import AgentReport, AssignmentRecord, FleetView
 from primeslurm.records.reading import find_record, read_record
 from primeslurm.wire import addresses
 
@@ -33,30 +33,34 @@ class Attempt:
 
     @property
     def plan_file(self) -> Path:
-        """plan.json"""
+        """The path of plan.json."""
         return self.path / "plan.json"
 
     @property
     def fleet_file(self) -> Path:
-        """fleet.json, written by the head."""
+        """The path of fleet.json, written by the head."""
         return self.path / "fleet.json"
 
     @property
     def addresses_file(self) -> Path:
-        """addresses.json, written by the head once every process has its ports, and when one moves."""
+        """The path of addresses.json, written by the head once every process has its ports, and when one moves."""
         return self.path / addresses.FILE
 
     @property
     def roster_file(self) -> Path:
-        """roster.json, written by the head: which agent plays which node of the plan."""
+        """The path of roster.json, written by the head: which agent plays which node of the plan."""
         return self.path / "roster.json"
 
-    def roster(self) -> Roster:
-        """Which agent plays which node of the plan; empty before the head has decided."""
-        return find_record(self.roster_file, Roster) or Roster(0, {})
+    def assignment(self) -> AssignmentRecord:
+        """Read which agent plays which node of the plan; empty before the head has decided."""
+        return find_record(self.roster_file, AssignmentRecord) or AssignmentRecord(0, {})
 
     def fleet(self) -> FleetView | None:
-        """What the head tells of the fleet; None if it has told nothing yet. Raises ValueError if it is damaged."""
+        """Read what the head tells of the fleet; None if it has told nothing yet.
+
+        Raises:
+            ValueError: the file is damaged.
+        """
         return read_record(self.fleet_file, FleetView)
 
     @property
@@ -65,22 +69,30 @@ class Attempt:
         return self.path / "cancel"
 
     def agent_file(self, rank: int) -> Path:
-        """The heartbeat of one agent."""
+        """Return the path of the heartbeat of one agent."""
         return self.path / "agents" / f"{rank}.json"
 
-    def heartbeat(self, node: int, roster: Roster) -> AgentReport | None:
-        """The newest heartbeat of the agent that plays a node of the plan. Raises ValueError if it is damaged."""
-        seat = roster.seats.get(node)
-        return read_record(self.agent_file(seat.rank), AgentReport) if seat else None
+    def heartbeat(self, node: int, assignment: AssignmentRecord) -> AgentReport | None:
+        """Read the newest heartbeat of the agent that plays a node of the plan; None without one.
+
+        Raises:
+            ValueError: the file is damaged.
+        """
+        agent = assignment.agents.get(node)
+        return read_record(self.agent_file(agent.rank), AgentReport) if agent else None
 
     def heartbeats(self) -> list[AgentReport]:
-        """The newest heartbeat of every agent. Raises ValueError if one is damaged."""
+        """Read the newest heartbeat of every agent.
+
+        Raises:
+            ValueError: a file is damaged.
+        """
         found = (read_record(path, AgentReport) for path in (self.path / "agents").glob("*.json"))
         return [report for report in found if report is not None]
 
     @property
     def reference_file(self) -> Path:
-        """preflight.json, written by the head."""
+        """The path of preflight.json, written by the head."""
         return self.path / "preflight.json"
 
     def forget_agents(self) -> None:
@@ -93,17 +105,21 @@ class Attempt:
         """Make the directory and write the plan, last."""
         for name in ("agents", "events", "state", "logs"):
             (self.path / name).mkdir(parents=True, exist_ok=True)
-        write_atomic(self.plan_file, storage.to_file(plan))
+        write_atomic(self.plan_file, plan_file.to_file(plan))
 
     def plan(self) -> Plan:
-        """The plan of this attempt. Raises RunError."""
+        """Read the plan of this attempt.
+
+        Raises:
+            RunError: it is not there, or cannot be read.
+        """
         try:
-            return storage.from_file(self.plan_file.read_bytes())
+            return plan_file.from_file(self.plan_file.read_bytes())
         except (OSError, ValueError) as error:
             raise RunError(f"{self.plan_file} cannot be read: {error}") from None
 
     def job(self) -> JobRecord | None:
-        """What was submitted, if it was recorded."""
+        """Read what was submitted, if it was recorded."""
         return find_record(self.path / "job.json", JobRecord)
 
     def record_job(self, job: JobRecord) -> None:
@@ -112,7 +128,7 @@ class Attempt:
         write_json(self.path / "job.json", msgspec.to_builtins(job))
 
     def end(self) -> EndRecord | None:
-        """How it ended, or None."""
+        """Read how it ended, or None."""
         return find_record(self.path / "end.json", EndRecord)
 
     def record_end(self, end: EndRecord) -> None:
@@ -120,12 +136,12 @@ class Attempt:
         write_json(self.path / "end.json", msgspec.to_builtins(end))
 
     def state(self, process: str, kind: type[R]) -> R | None:
-        """The state that a process records of itself; None if there is none that can be read."""
+        """Read the state that a process records of itself; None if there is none that can be read."""
         return find_record(self.path / "state" / f"{process}.json", kind)
 
 
 class RunDirectory:
-    """`<runs>/<name>/`"""
+    """One run: `<runs>/<name>/`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -140,7 +156,7 @@ class RunDirectory:
         return Attempt(self.path, number)
 
     def attempts(self) -> list[Attempt]:
-        """All attempts that have a plan, oldest first."""
+        """Return all attempts that have a plan, oldest first."""
         root = self.path / "attempts"
         if not is_dir(root):
             return []
@@ -148,14 +164,18 @@ class RunDirectory:
         return [self.attempt(number) for number in numbers]
 
     def latest(self) -> Attempt:
-        """The newest attempt. Raises RunError if there is none."""
+        """Return the newest attempt that has a plan.
+
+        Raises:
+            RunError: there is none.
+        """
         attempts = self.attempts()
         if not attempts:
             raise RunError(f"{self.path} has no attempt")
         return attempts[-1]
 
     def lock(self) -> LockRecord:
-        """lock.json; an empty one if it cannot be read."""
+        """Read lock.json; an empty one if it cannot be read."""
         return find_record(self.path / "lock.json", LockRecord) or LockRecord()
 
     @property
@@ -164,7 +184,7 @@ class RunDirectory:
         return self.lock().created_at
 
     def job_output(self, job_id: str) -> Path:
-        """What the batch script, srun and the agents of a job of Slurm print."""
+        """Return the path of the file in which the batch script, srun and the agents of a job print."""
         return self.path / JOB_OUTPUT.format(job_id)
 
     @property

@@ -39,13 +39,25 @@ class Ledger:
         self._path = runs / DIRECTORY
 
     def record(self, node: str, reason: str, run: str, attempt: int, *, now: float, hours: float) -> None:
-        """Remember a node for `hours`. Raises OSError."""
+        """Remember a node.
+
+        Args:
+            node: its name, in Slurm's words.
+            reason: why to keep away from it.
+            run: name of the run that found out.
+            attempt: its attempt.
+            now: Unix seconds.
+            hours: for how long.
+
+        Raises:
+            OSError: the entry cannot be written.
+        """
         self._path.mkdir(exist_ok=True)
         entry = BadNode(node, reason, run, attempt, now, now + hours * HOUR_S)
         write_json(self._path / f"{node}.{run}.{attempt}.json", msgspec.to_builtins(entry))
 
     def entries(self, now: float) -> list[BadNode]:
-        """What is remembered and has not expired, newest first, one entry a node."""
+        """Read what is remembered and has not expired, newest first, one entry a node."""
         valid = sorted((e for _, e in self._read() if e.expires > now), key=lambda e: e.time)
         return sorted({entry.node: entry for entry in valid}.values(), key=lambda e: -e.time)
 
@@ -65,7 +77,13 @@ class Ledger:
 
 
 def avoiding(plan: Plan, bad: Sequence[BadNode], now: float) -> Plan:
-    """The plan of a job that keeps away from bad nodes, with a finding for each."""
+    """Change a plan into that of a job that keeps away from bad nodes, with a finding for each.
+
+    Args:
+        plan: findings about bad nodes that it has already are replaced.
+        bad: the nodes.
+        now: Unix seconds.
+    """
     findings = [
         Finding(
             level="note",

@@ -6,9 +6,9 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from primeslurm.records import events as kinds
 from primeslurm.records import reading
 from primeslurm.records.base import Event
+from primeslurm.records.events import decode, in_order
 from primeslurm.records.metrics import Row
 from primeslurm.records.reading import TAIL_BYTES, last_lines, whole_lines
 from primeslurm.records.state import OrchestratorState, TrainerState
@@ -19,23 +19,23 @@ NOTABLE_FILES = 24
 
 
 def rows(run_dir: Path) -> list[Row]:
-    """The rows of metrics.jsonl, one per step, in order; those of SFT under the names of RL."""
+    """Read the rows of metrics.jsonl, one per step, in order; those of SFT under the names of RL."""
     return reading.rows(run_dir / "metrics.jsonl")
 
 
 def events(run: RunDirectory) -> list[Event]:
-    """The events of all processes of all attempts, in order of time."""
-    return kinds.in_order(event for attempt in run.attempts() for event in attempt_events(attempt))
+    """Read the events of all processes of all attempts, in order of time."""
+    return in_order(event for attempt in run.attempts() for event in attempt_events(attempt))
 
 
 def attempt_events(attempt: Attempt) -> list[Event]:
-    """The events of all processes of one attempt, in order of time."""
+    """Read the events of all processes of one attempt, in order of time."""
     files = (attempt.path / "events").glob("*.jsonl")
-    return kinds.in_order(_known(line for path in files for line in whole_lines(path)))
+    return in_order(_known(line for path in files for line in whole_lines(path)))
 
 
 def recent_events(attempt: Attempt) -> list[Event]:
-    """The newest events, in order of time, without a look at every node's: agents write when something happens."""
+    """Read the newest events, in order of time, without a look at every node's: agents write when something happens."""
     directory = attempt.path / "events"
     always = ("head.jsonl", "orchestrator.jsonl", "trainer-rank-0.jsonl")
     try:
@@ -44,20 +44,20 @@ def recent_events(attempt: Attempt) -> list[Event]:
     except FileNotFoundError:
         return []
     names = [*always, *(name for _, name in sorted(others)[-NOTABLE_FILES:])]
-    return kinds.in_order(_known(line for name in names for line in last_lines(directory / name, TAIL_BYTES // 8)))
+    return in_order(_known(line for name in names for line in last_lines(directory / name, TAIL_BYTES // 8)))
 
 
 def first_event(attempt: Attempt, writer: str) -> Event | None:
-    """The first event of a process, without a look at the others; None if it has written none."""
+    """Read the first event of a process, without a look at the others; None if it has written none."""
     try:
         with (attempt.path / "events" / f"{writer}.jsonl").open("rb") as handle:
-            return kinds.decode(handle.readline())
+            return decode(handle.readline())
     except OSError:
         return None
 
 
 def progress_of(attempt: Attempt, task: str) -> OrchestratorState | TrainerState | None:
-    """The state of who knows how far an attempt is: the orchestrator, or, where there is none, the trainer."""
+    """Read the state of who knows how far an attempt is: the orchestrator, or, where there is none, the trainer."""
     if task == "rl":
         return attempt.state("orchestrator", OrchestratorState)
     return attempt.state("trainer-rank-0", TrainerState)
@@ -70,4 +70,4 @@ def dropped_of(attempt: Attempt) -> int:
 
 
 def _known(lines: Iterable[bytes]) -> Iterable[Event]:
-    return (event for line in lines if (event := kinds.decode(line)) is not None)
+    return (event for line in lines if (event := decode(line)) is not None)

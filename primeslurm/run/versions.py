@@ -17,13 +17,13 @@ PACKAGES = (
 )
 
 
-def installed() -> dict[str, str | None]:
-    """Version by package; None for one that is not installed here."""
+def installed_packages() -> dict[str, str | None]:
+    """Return the version of each package; None for one that is not installed here."""
     return {name: version(name) for name in PACKAGES}
 
 
 def version(package: str) -> str | None:
-    """Version of a distribution; None if it is not installed here."""
+    """Return the version of a distribution; None if it is not installed here."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -14,7 +14,10 @@ def step_command(
     """`srun` of a step that shares everything with the steps that run on `host`.
 
     Args:
+        job: as Slurm knows it.
         group: of the plan; in a heterogeneous job, the component that the host belongs to.
+        host: name of the node.
+        argv: the command.
         more: options of the plan's own srun, which may name a container.
         terminal: give the step a terminal, for a shell.
 

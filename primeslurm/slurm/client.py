@@ -101,7 +101,7 @@ class SlurmClient:
             return False
 
     def partitions(self) -> dict[str, Partition]:
-        """All partitions by name."""
+        """Return all partitions by name."""
         found: dict[str, Partition] = {}
         for name, up, counts, cpus, gres in self._table("sinfo", "--noheader", "--format=%R|%a|%F|%c|%G"):
             allocated, idle, _, total = (int(part) for part in counts.split("/"))
@@ -114,7 +114,7 @@ class SlurmClient:
         return found
 
     def nodes(self) -> list[NodeState]:
-        """All nodes, once each."""
+        """Return all nodes, once each."""
         found: dict[str, NodeState] = {}
         for name, state, reason in self._table("sinfo", "--noheader", "--Node", "--format=%N|%t|%E"):
             found[name] = NodeState(
@@ -123,21 +123,32 @@ class SlurmClient:
         return list(found.values())
 
     def nodes_of(self, partition: str) -> dict[str, bool]:
-        """Nodes of a partition, and whether each can be used."""
+        """Return the nodes of a partition, and whether each can be used."""
         rows = self._table("sinfo", "--noheader", "--Node", f"--partition={partition}", "--format=%N|%t")
         return {name: state.startswith(("idle", "mix", "alloc", "comp")) for name, state in rows}
 
     def run_on(self, partition: str, nodes: Sequence[str], argv: Sequence[str]) -> str:
-        """Run a command once on each of these nodes and return what they print.
+        """Run a command once on each of some nodes.
 
         Nodes that are busy to the last core are waited for, up to the time-out of a command.
+
+        Args:
+            partition: of the nodes.
+            nodes: their names.
+            argv: the command.
+
+        Returns:
+            What they print, all together.
+
+        Raises:
+            ClusterError: srun failed, or took too long.
         """
         where = (f"--partition={partition}", f"--nodelist={compress(nodes)}", f"--nodes={len(nodes)}")
         size = ("--ntasks-per-node=1", "--cpus-per-task=1", "--mem=256M", "--time=00:02:00")
         return self._run("srun", "--job-name=primeslurm-doctor", *where, *size, *argv)
 
     def job(self, job_id: str) -> JobState | None:
-        """A job with all its components, or None if neither the controller nor the accounting knows it."""
+        """Find a job with all its components, or None if neither the controller nor the accounting knows it."""
         try:
             return parse_job(self._run("scontrol", "--oneliner", "show", "job", job_id))
         except ClusterError as error:
@@ -201,7 +212,7 @@ def _sum(a: Partition, b: Partition) -> Partition:
 
 
 def parse_job(text: str) -> JobState:
-    """The output of `scontrol --oneliner show job` for one job: a line per component."""
+    """Parse the output of `scontrol --oneliner show job` for one job: a line per component."""
     lines = [line for line in text.splitlines() if line.strip()]
     components = []
     for line in lines:
@@ -238,7 +249,7 @@ _SACCT = ("--allocations", "--parsable2", "--noheader", "--format=JobID,Partitio
 
 
 def parse_sacct(text: str) -> JobState | None:
-    """The output of `sacct` with the fields of `SlurmClient.job`; None if it lists nothing."""
+    """Parse the output of `sacct` with the fields of `SlurmClient.job`; None if it lists nothing."""
     rows = [line.split("|") for line in text.splitlines() if line]
     if not rows:
         return None

@@ -19,9 +19,19 @@ Agent = Callable[[], object]
 
 
 def submit(plan: Plan, agent: Agent, script_path: Path, slurm_conf: str | None) -> str:
-    """Submit the rendered script of a Plan and return the job id (the leader's, for a heterogeneous job).
+    """Submit the rendered script of a Plan. The pickled agent is in place when this returns.
 
-    The pickled agent is in place when this returns. Raises ClusterError with sbatch's own words if it refuses.
+    Args:
+        plan: of the job.
+        agent: what each node of the job runs.
+        script_path: the rendered script.
+        slurm_conf: path of the cluster's slurm.conf; None for the one that Slurm finds.
+
+    Returns:
+        The job id (the leader's, for a heterogeneous job).
+
+    Raises:
+        ClusterError: sbatch refused, with its own words.
     """
     executor = PlanExecutor(plan, script_path, slurm_conf)
     try:

@@ -41,12 +41,27 @@ class InstalledDifference:
 
 
 def here() -> dict[str, Parts]:
-    """This host's parts. Raises ClusterError."""
+    """Ask this host what is installed.
+
+    Returns:
+        Its parts, by its name.
+
+    Raises:
+        ClusterError: the command failed.
+    """
     return _parse(_run([sys.executable, "-m", MODULE]))
 
 
 def on_nodes(site: Site, client: SlurmClient, node: str | None) -> dict[str, Parts | None]:
-    """Parts by node of the site's partitions, or of one node; None for a node that is down.
+    """Ask the nodes of the site's partitions what is installed.
+
+    Args:
+        site: whose partitions are asked.
+        client: of the cluster.
+        node: name of the only node to ask; None for all of them.
+
+    Returns:
+        Parts by node; None for a node that is down.
 
     Raises:
         ClusterError: Slurm does not answer, or nodes are not free within a minute.
@@ -68,7 +83,7 @@ def on_nodes(site: Site, client: SlurmClient, node: str | None) -> dict[str, Par
 
 
 def lock(device: str) -> dict[str, str]:
-    """Pinned version by distribution: requirements and manifests of the checkout; empty outside of one."""
+    """Read the locked version of each distribution from the checkout's requirements and manifests; empty without."""
     path = _ROOT / "requirements" / ("gpu.txt" if device == "cuda" else "cpu.txt")
     text = path.read_text() if path.is_file() else ""
     pins = {name.lower().replace("_", "-"): version for name, version in re.findall(r"^([\w.-]+)==(\S+)", text, re.M)}
@@ -82,7 +97,13 @@ def lock(device: str) -> dict[str, str]:
 def differences(
     nodes: Mapping[str, Parts | None], pins: Mapping[str, str], gpu_nodes: Sequence[str]
 ) -> list[InstalledDifference]:
-    """Everything that is missing or not as locked, by node. `gpu_nodes` must have a driver and GPUs."""
+    """List everything that is missing or not as locked, by node.
+
+    Args:
+        nodes: parts by node; None for a node that is down.
+        pins: locked version by distribution.
+        gpu_nodes: those that must have a driver and GPUs.
+    """
     found = []
     for name, parts in nodes.items():
         if parts is None:

@@ -1,9 +1,10 @@
-"""Tasks that could not be started: what the job's output tells of them, and the step without their nodes. Pure."""
+"""Tasks that could not be started: what the job's output tells of them, and the step without their nodes."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 
 from primeslurm.hostlists import expand
 from primeslurm.plan.model import Plan
@@ -18,12 +19,12 @@ _EXIT = re.compile(r"^srun: error: (\S+): tasks? [\d,-]+: (Exited with exit code
 
 
 def restarts(environ: Mapping[str, str]) -> int:
-    """How often Slurm has requeued the job that this process belongs to."""
+    """Tell how often Slurm has requeued the job that this process belongs to."""
     return int(environ.get("SLURM_RESTART_COUNT", "0"))
 
 
 def node_names(plan: Plan, environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Names of the job's nodes, in order of rank; empty outside a job of Slurm."""
+    """Return the names of the job's nodes, in order of rank; empty outside a job of Slurm."""
     if NODES in environ:
         return tuple(environ[NODES].split(","))
     single = len(plan.groups) == 1
@@ -33,23 +34,64 @@ def node_names(plan: Plan, environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def since_start(output: str, start: int) -> str | None:
-    """What of the job's output follows the mark of a start; None without this mark."""
+    """Return what of the job's output follows the mark of a start; None without this mark."""
     _, mark, rest = output.rpartition(f"{MARK} {start}\n")
     return rest if mark else None
 
 
+class JobOutput:
+    """The output of a job since one of its starts, read on from where it was left.
+
+    That of earlier starts stands before it in the same file, which grows, and whose file system may be slow.
+
+    Args:
+        path: the file, which is only ever appended to.
+        start: how often Slurm had requeued the job before.
+    """
+
+    def __init__(self, path: Path, start: int) -> None:
+        self._path, self._start = path, start
+        self._read = 0
+        """Bytes, whole lines only."""
+        self._begun = False
+
+    def news(self) -> str:
+        """Read the whole lines of this start that were not there the last time.
+
+        Raises:
+            OSError: the file cannot be read, or is not there yet.
+        """
+        # Opened each time: that is what makes a network file system ask its server.
+        with self._path.open("rb") as handle:
+            handle.seek(self._read)
+            lines, end, _ = handle.read().rpartition(b"\n")
+        self._read += len(lines) + len(end)
+        text = (lines + end).decode(errors="replace")
+        following = since_start(text, self._start)
+        if following is None:
+            return text if self._begun else ""
+        self._begun = True
+        return following
+
+
 def launch_failures(output: str) -> dict[str, str]:
-    """Nodes that srun could not reach, with its reason, by the output of one start. It then ends all other tasks."""
+    """Find nodes that srun could not reach, and why, in the output of one start. It then ends all other tasks."""
     return dict(_LAUNCH.findall(output))
 
 
 def early_exits(output: str) -> dict[str, str]:
-    """Nodes whose task has ended badly by itself, with how, by the output of one start."""
+    """Find nodes whose task has ended badly by itself, and how, in the output of one start."""
     return {name: how for hostlist, how in _EXIT.findall(output) for name in expand(hostlist)}
 
 
 def spares_suffice(plan: Plan, names: Sequence[str], lost: Collection[str]) -> bool:
-    """Whether the job can begin without some of its nodes: not without the head's, and only if others do their work."""
+    """Whether the job can begin without some of its nodes: not without the head's, and only if others do their work.
+
+    Args:
+        plan: of the job.
+        names: of the job's nodes, by rank.
+        lost: names of those that it would do without.
+    """
     if not names or names[0] in lost or not plan.survives_nodes:
         return False
     needed = {group.index: sum(node.group == group.index for node in plan.nodes) for group in plan.groups}
@@ -57,7 +99,14 @@ def spares_suffice(plan: Plan, names: Sequence[str], lost: Collection[str]) -> b
 
 
 def step_without(plan: Plan, names: Sequence[str], lost: Collection[str], step: Sequence[str]) -> list[str]:
-    """The command line of a step (srun, its options, its command) on all nodes but those that are lost."""
+    """Change the command line of a step so that it runs on all nodes but those that are lost.
+
+    Args:
+        plan: of the job.
+        names: of the job's nodes, by rank.
+        lost: names of those that it does without.
+        step: srun, its options, and its command.
+    """
     program, *words = [word for word in step if not word.startswith("--het-group=")]
     het = len(plan.groups) > 1
     argv = [program]

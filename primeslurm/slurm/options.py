@@ -15,7 +15,7 @@ Options = dict[str, object]
 
 
 def sbatch_lines(plan: Plan, group: HetGroup) -> list[str]:
-    """What follows `#SBATCH ` on the lines of one component."""
+    """Return what follows `#SBATCH ` on the lines of one component."""
     lines = [_identity(plan, group), _resources(plan, group), _behaviour(plan)]
     if group.index == 0:
         lines.append(_once(plan))
@@ -26,7 +26,7 @@ def sbatch_lines(plan: Plan, group: HetGroup) -> list[str]:
 
 
 def quote(value: str) -> str:
-    """A word as sbatch reads it: it takes backslashes as escapes even between single quotes, unlike a shell."""
+    """Quote a word for sbatch: it takes backslashes as escapes even between single quotes, unlike a shell."""
     if value and all(character.isalnum() or character in "-_=./,:@%+" for character in value):
         return value
     return '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'

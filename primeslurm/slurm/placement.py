@@ -11,9 +11,12 @@ from primeslurm.slurm.client import SlurmClient
 
 
 def placement_problems(plan: Plan, client: SlurmClient) -> list[Violation]:
-    """Partitions that do not exist, are down, or have too few usable nodes.
+    """Find partitions that do not exist, are down, or have too few usable nodes.
 
-    Busy nodes are no problem: the job waits for them. Raises ClusterError if Slurm does not answer.
+    Busy nodes are no problem: the job waits for them.
+
+    Raises:
+        ClusterError: Slurm does not answer.
     """
     partitions = client.partitions()
     wanted: Counter[str] = Counter()

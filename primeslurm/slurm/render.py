@@ -22,7 +22,11 @@ def submitit_folder(plan: Plan) -> Path:
 
 
 def render(plan: Plan) -> str:
-    """The batch script of a Plan. Raises UsageError for text that cannot stand in a script."""
+    """Render the batch script of a Plan.
+
+    Raises:
+        UsageError: it holds text that cannot stand in a script.
+    """
     _check(plan)
     templates = environment(autoescape=False)
     templates.filters["quote"] = lambda value: shlex.quote(str(value))
@@ -47,7 +51,7 @@ def _step_options(plan: Plan) -> list[str]:
 
 
 def exports(plan: Plan) -> dict[str, str]:
-    """Variables of the agents. Those with placeholders can only be filled in on the node, by the agent itself."""
+    """Return the variables of the agents. Those with placeholders are filled in on the node, by the agent itself."""
     return {name: value for name, value in plan.env.items() if "${" not in value}
 
 

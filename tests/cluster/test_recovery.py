@@ -19,7 +19,7 @@ from primeslurm.plan.model import Health, HetGroup, JobOptions, Node, Plan, Proc
 from primeslurm.recipe.site import Site
 from primeslurm.records.attempt import JobRecord
 from primeslurm.records.base import Event
-from primeslurm.records.events.nodes import LaunchedAgain, NodeLost, PreflightDone, Seated
+from primeslurm.records.events.nodes import LaunchedAgain, NodeLost, NodesAssigned, PreflightDone
 from primeslurm.records.fleet import AgentReport
 from primeslurm.run.diagnosis.doctor import diagnose
 from primeslurm.run.directory import Attempt, RunDirectory
@@ -138,10 +138,10 @@ class Job:
         self.wait(lambda: {self.states().get(name) for name in names} == {state})
 
     def node_of(self, index: int) -> str:
-        return self.attempt.roster().seats[index].name
+        return self.attempt.assignment().agents[index].name
 
     def heartbeat(self, index: int) -> AgentReport:
-        report = self.attempt.heartbeat(index, self.attempt.roster())
+        report = self.attempt.heartbeat(index, self.attempt.assignment())
         assert report is not None
         return report
 
@@ -201,7 +201,7 @@ def test_nodes_lose_power(cluster: Cluster, start: Callable[..., Job]) -> None:
     job.wait_for(*everything)
     pids = {name: report.pid for i in (0, 2) for name, report in job.heartbeat(i).processes.items()}
 
-    first, spare = job.node_of(1), next(iter(job.events(Seated)[0].spares))
+    first, spare = job.node_of(1), next(iter(job.events(NodesAssigned)[0].spares))
     kill_node(cluster, first)
     job.wait(lambda: job.node_of(1) == spare)
     job.wait_for(*everything)
@@ -263,7 +263,7 @@ def test_a_node_where_no_agent_can_be_started(
         kill_node(cluster, lost)  # or it would start again only after SlurmdTimeout
         job.wait(lambda: job.attempt.number == 2)
     job.wait_for(*(process.name for process in job.plan.processes()))
-    assert lost not in [seat.name for seat in job.attempt.roster().seats.values()]
+    assert lost not in [agent.name for agent in job.attempt.assignment().agents.values()]
     job.finish()
     last = job.attempt.end()
     assert last is not None and last.outcome == "completed"
@@ -310,7 +310,7 @@ def test_a_job_whose_head_is_gone_is_requeued_by_another_agent(cluster: Cluster,
     assert end is not None and (end.outcome, end.suspect, end.requeued) == ("failed", "head", True)
     job.wait_for("engine-r0-0", "router-0", "orchestrator")
     assert job.node_of(0) != head
-    assert head not in [seat.name for seat in job.attempt.roster().seats.values()]
+    assert head not in [agent.name for agent in job.attempt.assignment().agents.values()]
     job.finish()
     last = job.run.attempt(2).end()
     assert last is not None and last.outcome == "completed"

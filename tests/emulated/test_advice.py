@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from primeslurm.emulated.metrics import exposition
-from primeslurm.emulated.scheduler import Request, Scheduler
+from primeslurm.emulated.scheduler import Request, Scheduler, exposition
 from primeslurm.orchestrator.telemetry.load_window import LoadWindow, rounded
 from primeslurm.orchestrator.telemetry.scrape import parse
-from primeslurm.run.diagnosis.advice import Advice, Shape, advise
+from primeslurm.run.diagnosis.advice import Advice, Tunables, advise
 
 TICK_S = 0.1
 LOOK_S = 5.0
@@ -50,7 +49,7 @@ class Loop:
             if tick % round(LOOK_S / TICK_S) == 0:
                 engines = {"prefill-r0-0": self.prefill} | {f"decode-r0-{i}": e for i, e in enumerate(self.decode)}
                 window.add(tick * TICK_S, {name: parse(exposition(engine)) for name, engine in engines.items()})
-        return advise(rounded(window.by_role()), Shape(prefill=1, decode=3))
+        return advise(rounded(window.by_role()), Tunables(prefill=1, decode=3))
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from primeslurm.emulated import rollouts
-from primeslurm.emulated.metrics import exposition
 from primeslurm.emulated.prefix_cache import PrefixCache
-from primeslurm.emulated.scheduler import PREFILL_TOKENS_PER_S, Request, Scheduler
+from primeslurm.emulated.scheduler import PREFILL_TOKENS_PER_S, Request, Scheduler, exposition
 from primeslurm.orchestrator.telemetry.scrape import parse
 
 TICK_S = 0.05

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from primeslurm.slurm.embedded.cluster import Cluster
-from primeslurm.slurm.embedded.daemons import Process
+from primeslurm.slurm.embedded.daemons import OsProcess
 
 
 def kill_node(cluster: Cluster, name: str) -> None:
@@ -20,7 +20,7 @@ def kill_node(cluster: Cluster, name: str) -> None:
     parents = {_parent(pid) for pid in tasks}
     found = sorted(tasks, key=_depth, reverse=True)
     found += [pid for pid in parents if pid is not None and _comm(pid) == "slurmstepd"]
-    processes = [process for pid in found if (process := Process.of("job", pid))]
+    processes = [process for pid in found if (process := OsProcess.of("job", pid))]
     # All at once, as without power: an srun or a step daemon would tell others of the first one's death, and end them.
     # Children first: when a parent dies, the kernel wakes those of its children that are stopped, and sends SIGHUP.
     for process in processes:
@@ -58,7 +58,7 @@ def _revive(cluster: Cluster, name: str, *argv: str) -> None:
     pid_file = cluster.spec.directory / "pid" / name
     _slurm(cluster.spec.slurm_conf, *argv, "-f", str(cluster.spec.slurm_conf))
     deadline = time.monotonic() + 60
-    while (started := Process.of(name, int(pid_file.read_text() or 0))) is None:
+    while (started := OsProcess.of(name, int(pid_file.read_text() or 0))) is None:
         assert time.monotonic() < deadline
         time.sleep(0.05)
     cluster.daemons[:] = [daemon for daemon in cluster.daemons if daemon.name != name] + [started]

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from primeslurm.records.load import Load
+from primeslurm.records.state import Load
 from primeslurm.run.status.run_status import ProcessStatus, ReplicaStatus, RlProgress, RunStatus
 
 MAX_LINES = 8

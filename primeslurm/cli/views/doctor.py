@@ -13,7 +13,7 @@ from primeslurm.api.nodes import Installed
 from primeslurm.cli.output import note, print_json
 from primeslurm.cli.views.tables import out
 from primeslurm.hostlists import compress
-from primeslurm.run.diagnosis.doctor import Diagnosis, Finding
+from primeslurm.run.diagnosis.doctor import Diagnosis, ExaminedFailure
 from primeslurm.slurm.inventory import InstalledDifference, Parts
 
 
@@ -44,7 +44,7 @@ def show_diagnosis(found: Diagnosis) -> None:
             out.print(f"{line.number}  {line.outcome}: {line.reason}{step}", markup=False, soft_wrap=True)
 
 
-def _show_first(first: Finding) -> None:
+def _show_first(first: ExaminedFailure) -> None:
     failure = first.failure
     where = f" on {failure.node}" if failure.node and failure.node not in failure.component else ""
     _section("first failure")

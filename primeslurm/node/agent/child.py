@@ -50,7 +50,7 @@ class Child:
         return self._popen.pid
 
     def poll(self) -> int | None:
-        """The exit code once it ended (negative: by that signal). What it left in its group lives on."""
+        """Return the exit code once it ended (negative: by that signal). What it left in its group lives on."""
         return self._popen.poll()
 
     def send(self, number: signal.Signals) -> None:
@@ -59,11 +59,11 @@ class Child:
             self._popen.send_signal(number)
 
     def terminate(self) -> None:
-        """SIGTERM to the whole group."""
+        """Send SIGTERM to the whole group."""
         self._signal_group(signal.SIGTERM)
 
     def kill(self) -> None:
-        """SIGKILL to the whole group."""
+        """Send SIGKILL to the whole group."""
         self._signal_group(signal.SIGKILL)
 
     def _signal_group(self, number: signal.Signals) -> None:

@@ -21,7 +21,17 @@ class ProbeTarget:
 
 
 def status_of(host: str, port: int, path: str, timeout_s: float = TIMEOUT_S) -> int | None:
-    """The HTTP status of GET `path`, or None without any answer."""
+    """Ask a server once, with GET.
+
+    Args:
+        host: address of the server.
+        port: where it listens.
+        path: what is asked for, from the slash on.
+        timeout_s: longest wait for the connection, and again for the answer.
+
+    Returns:
+        The HTTP status, or None without any answer.
+    """
     connection = http.client.HTTPConnection(host, port, timeout=timeout_s)
     try:
         connection.request("GET", path)

@@ -24,8 +24,8 @@ from primeslurm.node.head.fleet import NODE_START_S
 from primeslurm.node.host.network import NetworkError, node_name, own_address
 from primeslurm.node.preflight.preflight import Preflight, PreflightTimings
 from primeslurm.plan.model import Plan
-from primeslurm.records.events.nodes import AgentFailed, AgentStarted, AttemptEnds, HeartbeatFailed, Seated
-from primeslurm.records.fleet import AgentReport, Ending, Fitness, FleetView, Outcome, Roster
+from primeslurm.records.events.nodes import AgentFailed, AgentStarted, AttemptEnds, HeartbeatFailed, NodesAssigned
+from primeslurm.records.fleet import AgentReport, AssignmentRecord, Ending, Fitness, FleetView, Outcome
 from primeslurm.records.journal import Journal
 from primeslurm.run.directory import Attempt
 from primeslurm.wire.addresses import Addresses
@@ -49,7 +49,16 @@ class AgentTimings:
 
 
 class NodeAgent:
-    """Runs one node's share of a Plan, or waits as a spare. `run` blocks until the attempt has ended on this node."""
+    """Runs one node's share of a Plan, or waits as a spare. `run` blocks until the attempt has ended on this node.
+
+    Args:
+        plan: the whole.
+        rank: of this agent among the job's nodes.
+        attempt: through whose files agents and head speak.
+        run_id: the run's unique id.
+        python: what `${python}` in command lines means.
+        timings: paces and patience.
+    """
 
     def __init__(
         self,
@@ -159,18 +168,18 @@ class NodeAgent:
             self.addresses = msgspec.convert(addresses, Addresses)
             if self.processes is not None:
                 self.processes.renew(self.addresses)
-        roster = self._roster_file.changed()
-        if roster is not None:
-            self._take_place(msgspec.convert(roster, Roster, strict=False))
+        assignment = self._roster_file.changed()
+        if assignment is not None:
+            self._take_place(msgspec.convert(assignment, AssignmentRecord, strict=False))
 
-    def _take_place(self, roster: Roster) -> None:
-        index = roster.node_of(self.rank)
+    def _take_place(self, assignment: AssignmentRecord) -> None:
+        index = assignment.node_of(self.rank)
         if index is not None and self.processes is None:
             node = self.plan.nodes[index]
             shared = (self.address, self._values, self.journal, self.timings.probe_timeout_s)
             self.processes = ProcessManager(self.plan, node, self.attempt, *shared)
-            seated = Seated(node=self.name, index=index, role=node.role, generation=roster.generation)
-            self.journal.write(seated)
+            event = NodesAssigned(node=self.name, index=index, role=node.role, generation=assignment.generation)
+            self.journal.write(event)
         elif index is None and self.processes is not None:
             # The head gave this node up. Whatever it still runs would be in the way of what replaces it.
             self.end(Ending(Outcome.CANCELLED, f"node {self.name} was replaced", self.name))
@@ -226,7 +235,7 @@ class NodeAgent:
 
 
 def held_up_s(last: float, now: float) -> float:
-    """Seconds for which whoever had its last turn at `last` was held up."""
+    """Tell for how many seconds whoever had its last turn at `last` was held up."""
     return max(0.0, now - last - LATE_S)
 
 

@@ -1,15 +1,17 @@
-"""What processes find on their node: values of its own, files written for them, directories on its disk."""
+"""What processes find on their node: values for the Plan's placeholders, their files, and directories on its disk."""
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from primeslurm.node.agent.placeholders import resolve
 from primeslurm.node.host import fabric
 from primeslurm.plan.model import Node, Plan, Process
 from primeslurm.wire.addresses import Addresses
+
+_PLACEHOLDER = re.compile(r"\$\{([a-z_]+)(?::([^:}]+))?(?::([^:}]+))?\}")
 
 
 class NodeContext:
@@ -30,24 +32,32 @@ class NodeContext:
         self._values = {**values, "node": str(node.index), **fabric.placeholders(self._hcas, interface)}
 
     def values(self, process: Process) -> dict[str, str]:
-        """All placeholders that are no addresses, for one process."""
+        """Return the values of all placeholders that are no addresses, for one process."""
         gpus = [self._gpus[gpu] for gpu in process.gpus if gpu < len(self._gpus)]
         near = fabric.placeholders(fabric.nearest(self._hcas, gpus), "")
         return {**self._values, "ucx_devices_near": near["ucx_devices"]}
 
     def make_scratch(self) -> None:
-        """Make every directory that a process wants on the node's disk, empty. Raises OSError."""
+        """Make every directory that a process wants on the node's disk, empty.
+
+        Raises:
+            OSError: one cannot be made.
+        """
         self.remove_scratch()  # left behind by an agent that was killed
         for directory in self._scratch():
             directory.mkdir(parents=True, mode=0o700)
 
     def remove_scratch(self) -> None:
-        """Remove them."""
+        """Remove these directories, if they are there."""
         for directory in self._scratch():
             shutil.rmtree(directory, ignore_errors=True)
 
     def write(self, files: Mapping[str, str]) -> None:
-        """Write files of a process, name to text. Raises OSError."""
+        """Write files of a process, name to text.
+
+        Raises:
+            OSError: one cannot be written.
+        """
         for name, text in files.items():
             (Path(self._values["tmp"]) / name).write_text(text)
 
@@ -55,3 +65,44 @@ class NodeContext:
         nowhere = Addresses(hosts={}, ports={})
         texts = {text for process in self._node.processes for text in process.scratch}
         return [Path(resolve(text, "", nowhere, self._values)) for text in sorted(texts)]
+
+
+class UnknownPlaceholder(KeyError):
+    """A Plan names a process, port or value that does not exist."""
+
+
+def resolve(text: str, process: str, addresses: Addresses, values: Mapping[str, str]) -> str:
+    """Replace every placeholder of `text`, seen from `process`.
+
+    `${host}`, `${host:NAME}`, `${port:http}`, `${port:http-3}` (that port minus three), `${port:NAME:http}`,
+    `${addr:NAME:http}`; anything else of the form `${word}` must be in `values`.
+
+    Args:
+        text: of a Plan.
+        process: name of the process that it belongs to.
+        addresses: hosts and ports of all processes.
+        values: placeholders that are no addresses.
+
+    Returns:
+        The text with nothing left to fill in.
+
+    Raises:
+        UnknownPlaceholder: something is named that does not exist.
+    """
+
+    def fill(match: re.Match[str]) -> str:
+        word, first, second = match.groups()
+        try:
+            if word == "host":
+                return addresses.hosts[first or process]
+            if word == "port":
+                owner, port = (first, second) if second else (process, first)
+                port, _, less = port.partition("-")
+                return str(addresses.ports[owner][port] - int(less or 0))
+            if word == "addr":
+                return f"{addresses.hosts[first]}:{addresses.ports[first][second]}"
+            return values[word]
+        except KeyError:
+            raise UnknownPlaceholder(f"{match[0]} in {process}") from None
+
+    return _PLACEHOLDER.sub(fill, text)

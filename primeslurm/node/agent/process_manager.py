@@ -9,8 +9,7 @@ from pathlib import Path
 
 from primeslurm.node.agent.child import Child
 from primeslurm.node.agent.health_probe import TIMEOUT_S, Probe, ProbeTarget
-from primeslurm.node.agent.node_context import NodeContext
-from primeslurm.node.agent.placeholders import resolve
+from primeslurm.node.agent.node_context import NodeContext, resolve
 from primeslurm.node.agent.supervision import ProcessState, Supervision
 from primeslurm.node.host.network import Ports
 from primeslurm.node.host.shared_memory import SharedMemory
@@ -32,7 +31,7 @@ Command = tuple[tuple[str, ...], dict[str, str], dict[str, str], frozenset[str]]
 
 
 class ProcessManager:
-    """One node's share of a Plan.
+    """Starts, watches, restarts and ends one node's share of a Plan.
 
     Args:
         plan: the whole.
@@ -77,14 +76,22 @@ class ProcessManager:
         self._looked_at = 0.0
 
     def is_known(self, addresses: Addresses) -> bool:
-        """Whether this crew's own addresses are published, and not still those of a node that it replaces."""
+        """Whether its own addresses are published, and not still those of a node that this one replaces."""
         return all(
             addresses.hosts.get(name) == self.address and addresses.ports.get(name) == ports
             for name, ports in self.ports.items()
         )
 
     def reap(self, now: float, *, ending: bool) -> list[Process]:
-        """Take note of what has ended; returns it."""
+        """Take note of what has ended.
+
+        Args:
+            now: the clock, in seconds.
+            ending: the attempt ends, so that nothing is started again.
+
+        Returns:
+            The processes that have ended since the last call.
+        """
         codes = {name: code for name, child in self.children.items() if (code := child.poll()) is not None}
         self._clear(codes)
         ended = []
@@ -100,7 +107,13 @@ class ProcessManager:
         return ended
 
     def tick(self, now: float, view: FleetView, addresses: Addresses) -> None:
-        """Start and end what the head's view and the time ask for."""
+        """Start and end what the head's view and the time ask for.
+
+        Args:
+            now: the clock, in seconds.
+            view: what the head said last.
+            addresses: who listens where; a process is started with what they say of it and of those that it talks to.
+        """
         if now - self._looked_at >= LOOK_S:
             self._looked_at = now
             self._look(self.children)
@@ -140,26 +153,26 @@ class ProcessManager:
                 child.send(number)
 
     def terminate(self) -> None:
-        """SIGTERM to everything."""
+        """Send SIGTERM to everything."""
         self._look(self.children)
         for child in self.children.values():
             child.terminate()
 
     def kill(self) -> None:
-        """SIGKILL to everything."""
+        """Send SIGKILL to everything."""
         self._look(self.children)
         for child in self.children.values():
             child.kill()
 
     def close(self) -> None:
-        """SIGKILL to everything that is left, and remove what was made for it."""
+        """Send SIGKILL to everything that is left, and remove what was made for it."""
         self._clear(self.children)
         self._shared_memory.unlink_within(UNLINK_S)
         self._context.remove_scratch()
         self._claims.release()
 
     def reports(self) -> dict[str, ProcessReport]:
-        """State of every process."""
+        """Return the state of every process, by name, for the heartbeat."""
         return {name: self._report(supervision) for name, supervision in self.supervised.items()}
 
     def _report(self, supervision: Supervision) -> ProcessReport:

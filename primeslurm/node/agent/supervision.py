@@ -7,7 +7,7 @@ from enum import StrEnum
 from typing import Literal
 
 from primeslurm.plan.model import Process
-from primeslurm.records.fleet import UnitOrder
+from primeslurm.records.fleet import RestartOrder
 from primeslurm.wire import exits
 
 BACKOFF_S = (1.0, 2.0, 5.0, 10.0, 30.0)
@@ -27,7 +27,7 @@ class ProcessState(StrEnum):
     BACKOFF = "backoff"
     """Died; waits to be restarted."""
     FALLEN = "fallen"
-    """Died; waits for the next generation of its unit."""
+    """Died; waits for the next generation of its restart group."""
     DONE = "done"
     """Ended by itself with exit code 0."""
     FAILED = "failed"
@@ -37,7 +37,7 @@ class ProcessState(StrEnum):
 
 
 _OVER = (ProcessState.FALLEN, ProcessState.FAILED, ProcessState.DONE)
-"""Only a new generation of its unit starts it again."""
+"""Only a new generation of its restart group starts it again."""
 Decision = Literal["start", "kill", "nothing"]
 
 
@@ -53,7 +53,7 @@ class Supervision:
     since: float = 0.0
     reason: str = ""
     generation: int = 0
-    """Generation of its unit that it was last started in."""
+    """Generation of its restart group that it was last started in."""
     renewing: bool = False
     """It is being ended only to be started anew: no fault of its own."""
 
@@ -63,16 +63,16 @@ class Supervision:
         return self.state in (ProcessState.LOADING, ProcessState.READY)
 
     def tick(
-        self, now: float, *, prerequisites: bool, ready: bool, silent_s: float = 0.0, order: UnitOrder | None = None
+        self, now: float, *, prerequisites: bool, ready: bool, silent_s: float = 0.0, order: RestartOrder | None = None
     ) -> Decision:
-        """What to do now.
+        """Decide what to do now.
 
         Args:
             now: the clock, in seconds.
             prerequisites: what it needs is there.
             ready: it answers (or has no health check and runs).
             silent_s: for how long it has given no HTTP answer at all.
-            order: for a member of a unit, what the head says of the unit.
+            order: for a member of a restart group, what the head says of the group.
         """
         if order is not None and order.generation > self.generation and self.running:
             return self.renew("its unit is restarted")
@@ -90,20 +90,33 @@ class Supervision:
         return "nothing"
 
     def renew(self, reason: str) -> Decision:
-        """It has to be ended and started anew."""
+        """Have the process ended, to be started anew.
+
+        Args:
+            reason: why, in words.
+
+        Returns:
+            "kill", or "nothing" if that was said before.
+        """
         if self.renewing:
             return "nothing"
         self.renewing, self.reason = True, reason
         return "kill"
 
     def started(self, now: float, generation: int = 0) -> None:
-        """The process was started."""
+        """Take in that the process was started, in a generation of its restart group if it has one."""
         self.started_at, self.exit_code, self.generation = now, None, generation
         self.renewing, self.reason = False, ""
         self._become(ProcessState.LOADING, now)
 
     def exited(self, now: float, code: int, *, ending: bool) -> None:
-        """The process ended with `code` (negative: by that signal)."""
+        """Take in that the process ended.
+
+        Args:
+            now: the clock, in seconds.
+            code: its exit code; negative: by that signal.
+            ending: the attempt ends, so that it is not started again.
+        """
         self.exit_code = code
         if ending:
             self._become(ProcessState.STOPPED, now)

@@ -1,16 +1,16 @@
-"""The end of an attempt: put on record, and what the next one has to know."""
+"""The end of an attempt: whether another one follows, what is put on record, and what the next one has to know."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from tenacity import RetryCallState
 
 from primeslurm.errors import ClusterError
-from primeslurm.node.attempt.requeue import should_requeue
 from primeslurm.plan.model import Plan
 from primeslurm.records.attempt import EndRecord
 from primeslurm.records.events.nodes import AttemptEnded, BadNodeNotRecorded, EndNotRecorded
@@ -26,7 +26,18 @@ EXCLUDE_S = 5.0
 
 
 def conclude(plan: Plan, run: RunDirectory, attempt: Attempt, ending: Ending, journal: Journal) -> bool:
-    """Record how the attempt ended. Returns whether the job should be requeued."""
+    """Record how the attempt ended.
+
+    Args:
+        plan: of the attempt.
+        run: whose earlier attempts and checkpoints say whether another try makes sense.
+        attempt: the one that ended.
+        ending: how and why it ended.
+        journal: of whoever puts it on record.
+
+    Returns:
+        Whether the job should be requeued.
+    """
     step = checkpoints.newest(run.path)
     commits = {
         a.number: end.committed_step
@@ -53,8 +64,40 @@ def conclude(plan: Plan, run: RunDirectory, attempt: Attempt, ending: Ending, jo
     return requeue
 
 
+def should_requeue(ending: Ending, attempt: int, plan: Plan, commits: Mapping[int, int | None]) -> tuple[bool, str]:
+    """Decide whether the job resumes as a new attempt. Pure.
+
+    Args:
+        ending: how the attempt ended.
+        attempt: its number.
+        plan: of the attempt.
+        commits: newest committed step at the end of each failed attempt so far, this one included.
+
+    Returns:
+        The decision, and why not if the job does not resume though it failed.
+    """
+    if ending.outcome in (Outcome.COMPLETED, Outcome.CANCELLED):
+        return False, ""
+    if attempt >= plan.max_attempts:
+        return False, f"this was attempt {attempt} of {plan.max_attempts}"
+    if ending.outcome is Outcome.PREEMPTED:
+        return True, ""
+    recent = [commits[n] for n in sorted(commits)][-3:]
+    if len(recent) == 3 and len(set(recent)) == 1:
+        return False, "three failed attempts in a row committed nothing new"
+    return True, ""
+
+
 def remember_bad_node(plan: Plan, attempt: Attempt, node: str, reason: str, journal: Journal) -> None:
-    """Put a node into the ledger of all runs. Nodes of the local executor are this one machine."""
+    """Put a node into the ledger of all runs. Nodes of the local executor are this one machine, and are left out.
+
+    Args:
+        plan: of the attempt; it says for how long the node is avoided.
+        attempt: in which the node failed.
+        node: its name, in Slurm's words.
+        reason: what was wrong with it.
+        journal: gets an event if the ledger cannot be written.
+    """
     if plan.executor != "slurm":
         return
     now = time.time()
@@ -66,7 +109,11 @@ def remember_bad_node(plan: Plan, attempt: Attempt, node: str, reason: str, jour
 
 
 def nodes_to_avoid(plan: Plan) -> str | None:
-    """All nodes that the next attempt must not get: the recipe's, and the ledger's. None if that changes nothing."""
+    """Collect the nodes that the next attempt must not get: the recipe's, and those of the ledger.
+
+    Returns:
+        Their host list; None if the ledger has none, which changes nothing.
+    """
     bad = tuple(entry.node for entry in Ledger(Path(plan.run_dir).parent).entries(time.time()))
     job = plan.job.model_copy(update={"avoid": bad})
     return job.excluded if bad else None

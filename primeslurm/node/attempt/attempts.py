@@ -11,10 +11,15 @@ _POLL_S = 0.5
 
 
 def enter(run: RunDirectory, number: int, *, wait_s: float) -> Attempt:
-    """An attempt with its plan. After a requeue it is made from the one before, by the head: others wait for it.
+    """Return an attempt that has its plan. After a requeue the head makes it from the one before; others wait for it.
 
-    They make it themselves when there is still none after `wait_s` seconds, as without a head there never will be.
-    Raises RunError if the run has no attempt at all.
+    Args:
+        run: the run.
+        number: of the attempt.
+        wait_s: how long to wait, in seconds, before making it here: without a head it would never be there.
+
+    Raises:
+        RunError: the run has no attempt at all.
     """
     attempt = run.attempt(number)
     deadline = time.monotonic() + wait_s
@@ -27,7 +32,11 @@ def enter(run: RunDirectory, number: int, *, wait_s: float) -> Attempt:
 
 
 def first_of_job(run: RunDirectory, job_id: str) -> int:
-    """Number of the attempt that a job began with. Raises RunError if the run has no attempt at all."""
+    """Find the number of the attempt that a job began with.
+
+    Raises:
+        RunError: the run has no attempt at all.
+    """
     jobs = {attempt.number: attempt.job() for attempt in run.attempts()}
     own = [number for number, job in jobs.items() if job is not None and job.job_id == job_id]
     return min(own, default=run.latest().number)

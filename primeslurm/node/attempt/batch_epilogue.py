@@ -17,18 +17,25 @@ from pathlib import Path
 from primeslurm.errors import ClusterError, RunError
 from primeslurm.node.attempt.attempt_end import conclude, keep_away_from_bad_nodes, remember_bad_node
 from primeslurm.node.attempt.attempts import enter, first_of_job
-from primeslurm.node.attempt.job_output import JobOutput
 from primeslurm.records.attempt import EndRecord
 from primeslurm.records.events.nodes import AttemptEnds, LaunchedAgain, NodeLost
 from primeslurm.records.fleet import Ending, Outcome
 from primeslurm.records.journal import Journal
 from primeslurm.run.directory import RunDirectory
 from primeslurm.slurm.client import SlurmClient
-from primeslurm.slurm.launch_failures import NODES, launch_failures, node_names, restarts, spares_suffice, step_without
+from primeslurm.slurm.launch_failures import (
+    NODES,
+    JobOutput,
+    launch_failures,
+    node_names,
+    restarts,
+    spares_suffice,
+    step_without,
+)
 
 
 def ending_of_step(end: EndRecord | None, job_state: str, code: int, unreached: dict[str, str]) -> Ending | None:
-    """How the attempt has ended, if nobody else says so and Slurm is not about to end or requeue the job. Pure.
+    """Tell how the attempt has ended, if nobody else says so and Slurm is not about to end or requeue the job. Pure.
 
     Args:
         end: what the head has recorded.
@@ -46,11 +53,16 @@ def ending_of_step(end: EndRecord | None, job_state: str, code: int, unreached: 
 
 
 class BatchEpilogue:
-    """What this job has left to do. Raises ClusterError, RunError, OSError.
+    """What this job has left to do.
 
     Args:
         run: the run that the job belongs to.
         step: srun's command line.
+
+    Raises:
+        ClusterError: Slurm refused or did not answer; also in what follows.
+        RunError: the run has no attempt, or none with a readable plan.
+        OSError: the run directory cannot be read or written; also in what follows.
     """
 
     def __init__(self, run: RunDirectory, step: list[str]) -> None:
@@ -89,7 +101,7 @@ class BatchEpilogue:
             remember_bad_node(self._plan, self._attempt, name, reason, self._journal)
 
     def _launch_again(self) -> int:
-        """A head may have seated the nodes that are left already: srun gives it seconds before it ends all tasks."""
+        """A head may have assigned the nodes that are left already: srun gives it seconds before it ends all tasks."""
         self._journal.write(LaunchedAgain(sorted(self._unreached)))
         self._attempt.forget_agents()
         argv = step_without(self._plan, self._names, self._unreached, self._step)

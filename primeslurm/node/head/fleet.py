@@ -19,8 +19,8 @@ from primeslurm.node.head.process_states import how_it_died
 from primeslurm.node.head.restart_groups import RestartGroup, restart_groups_of
 from primeslurm.plan.model import Plan, Process, Replica
 from primeslurm.records.base import Event
-from primeslurm.records.events.nodes import NodeLost, NodeReplaced, ProcessesGivenUp, Seated, UnitRestarted
-from primeslurm.records.fleet import AgentReport, Ending, Fitness, Outcome, ProcessReport, UnitOrder
+from primeslurm.records.events.nodes import NodeLost, NodeReplaced, NodesAssigned, ProcessesGivenUp, ProcessesRestarted
+from primeslurm.records.fleet import AgentReport, Ending, Fitness, Outcome, ProcessReport, RestartOrder
 from primeslurm.wire import exits
 
 NODE_START_S = 300.0
@@ -66,11 +66,11 @@ class Fleet:
 
     def __post_init__(self) -> None:
         self.assignment = NodeAssignment(self.plan)
-        self.units: dict[str, RestartGroup] = restart_groups_of(self.plan)
+        self.restart_groups: dict[str, RestartGroup] = restart_groups_of(self.plan)
         self._processes = {process.name: process for process in self.plan.processes()}
         self._enough_since: float | None = None
         self._died_at: dict[str, float] = {}
-        """By unit: when the first of its processes was seen to have ended for good."""
+        """By restart group: when the first of its processes was seen to have ended for good."""
 
     def observe(self, report: AgentReport, now: float) -> None:
         """Take in a heartbeat. Freshness counts from when its content last changed, by this head's own clock."""
@@ -93,7 +93,7 @@ class Fleet:
     def held_up(self, seconds: float) -> None:
         """Take in that the head itself was held up: for so long nobody could have been heard of."""
         self.seen_at = {rank: at + seconds for rank, at in self.seen_at.items()}
-        self._died_at = {unit: at + seconds for unit, at in self._died_at.items()}
+        self._died_at = {group: at + seconds for group, at in self._died_at.items()}
 
     @property
     def unheard(self) -> list[int]:
@@ -101,17 +101,17 @@ class Fleet:
         return sorted(set(range(self.plan.allocated)) - set(self.agents) - set(self.gone))
 
     def agent_of(self, node: int) -> AgentReport | None:
-        """The heartbeat of the agent that plays a node, once it does."""
+        """Return the heartbeat of the agent that plays a node, once it does."""
         report = self.agents.get(self.assignment.rank_of.get(node, -1))
         return report if report is not None and report.node == node else None
 
     def report(self, name: str) -> ProcessReport | None:
-        """What is known of one process."""
+        """Tell what is known of one process."""
         agent = self.agent_of(self._processes[name].node)
         return agent.processes.get(name) if agent else None
 
     def silence(self, name: str, now: float) -> float:
-        """Seconds since the agent of a process was heard of."""
+        """Tell how many seconds ago the agent of a process was heard of."""
         rank = self.assignment.rank_of.get(self._processes[name].node, -1)
         return now - self.seen_at.get(rank, now)
 
@@ -121,19 +121,19 @@ class Fleet:
         return bool(self.assignment.generation) and all(self.agent_of(node) for node in self.assignment.rank_of)
 
     @property
-    def orders(self) -> dict[str, UnitOrder]:
-        """What agents have to know of units."""
-        return {name: unit.order for name, unit in self.units.items() if unit.generation}
+    def orders(self) -> dict[str, RestartOrder]:
+        """What agents have to know of restart groups."""
+        return {name: group.order for name, group in self.restart_groups.items() if group.generation}
 
     def decide(self, now: float) -> Ending | None:
         """Replace, restart and give up what must be; the reason to end the attempt now, or None."""
         self._give_up_waiting(now)
         if not self.assignment.generation:
-            return self._unfit(now) or self._take_seats(now)
+            return self._unfit(now) or self._assign_nodes(now)
         return (
             self._unfit(now)
             or self._missing(now)
-            or self._restart_units(now)
+            or self._restart_groups(now)
             or self._dead_process(now)
             or self._complete()
             or self._stalled(now)
@@ -144,7 +144,7 @@ class Fleet:
     def _fit(self) -> set[int]:
         return {r for r, agent in self.agents.items() if agent.fitness is Fitness.FIT and r not in self.gone}
 
-    def _take_seats(self, now: float) -> Ending | None:
+    def _assign_nodes(self, now: float) -> Ending | None:
         if self.assignment.short(self.gone):
             return Ending(Outcome.FAILED, "; ".join(self.gone.values()), self._name(next(iter(self.gone))))
         undecided = sorted(set(range(self.plan.allocated)) - self._fit() - set(self.gone))
@@ -160,7 +160,7 @@ class Fleet:
             return Ending(Outcome.FAILED, reason, names[0])
         spares = sorted(self.agents[rank].name for rank in self._fit() if self.assignment.node_of(rank) is None)
         nodes = [self.agents[rank].name for _, rank in sorted(self.assignment.rank_of.items())]
-        self.news.append(News(Seated(nodes, spares)))
+        self.news.append(News(NodesAssigned(nodes, spares)))
         return None
 
     def _unfit(self, now: float) -> Ending | None:
@@ -217,8 +217,8 @@ class Fleet:
             self.assignment.vacate(node)
             return self._give_up((process.name for process in processes), reason, name)
         self.news.append(News(NodeReplaced(name, self.agents[spare].name, node)))
-        for unit in {process.unit for process in processes if process.unit is not None}:
-            self._restart_unit(self.units[unit], f"node {name} is lost", now)
+        for group in {process.unit for process in processes if process.unit is not None}:
+            self._restart_group(self.restart_groups[group], f"node {name} is lost", now)
         return None
 
     # processes
@@ -226,8 +226,8 @@ class Fleet:
     def _give_up(self, names: Iterable[str], reason: str, suspect: str) -> Ending | None:
         """Go on without some processes if any replica still serves; whoever depends on them is given up as well."""
         lost = self.lost | set(names)
-        for unit in self.units.values():
-            members = {process.name for process in unit.members}
+        for group in self.restart_groups.values():
+            members = {process.name for process in group.members}
             lost |= members if members & lost else set()
         serving = [replica for replica in self.plan.replicas if self._serves(replica, lost)]
         for replica in self.plan.replicas:
@@ -249,57 +249,57 @@ class Fleet:
         needed = any(stores & set(p.after) for p in self._processes.values() if p.name not in lost)
         return not needed and all(self._processes[name].role in _EXPENDABLE for name in lost)
 
-    def _restart_units(self, now: float) -> Ending | None:
-        for unit in self.units.values():
-            if any(process.name in self.lost for process in unit.members):
+    def _restart_groups(self, now: float) -> Ending | None:
+        for group in self.restart_groups.values():
+            if any(process.name in self.lost for process in group.members):
                 continue
-            reports = {process.name: self.report(process.name) for process in unit.members}
-            fallen = unit.fell(reports)
+            reports = {process.name: self.report(process.name) for process in group.members}
+            fallen = group.fell(reports)
             if fallen is not None:
                 report = reports[fallen.name]
                 assert report is not None
                 reason = f"{fallen.name} {how_it_died(report)}"
-                if unit.exhausted:
-                    reason += f"; its unit {unit.name} was restarted {unit.restarts} times"
-                    if ending := self._give_up([fallen.name], reason, unit.name):
+                if group.exhausted:
+                    reason += f"; its unit {group.name} was restarted {group.restarts} times"
+                    if ending := self._give_up([fallen.name], reason, group.name):
                         return ending
                     continue
-                self._restart_unit(unit, reason, now)
+                self._restart_group(group, reason, now)
             if self.assembled:  # or members would start with the address of a node that is being replaced
-                unit.tick(now, reports)
+                group.tick(now, reports)
         return None
 
-    def _restart_unit(self, unit: RestartGroup, reason: str, now: float) -> None:
-        unit.restart(now)
-        self._died_at.pop(unit.name, None)
-        self.news.append(News(UnitRestarted(unit.name, unit.generation, reason)))
+    def _restart_group(self, group: RestartGroup, reason: str, now: float) -> None:
+        group.restart(now)
+        self._died_at.pop(group.name, None)
+        self.news.append(News(ProcessesRestarted(group.name, group.generation, reason)))
 
     def _dead_process(self, now: float) -> Ending | None:
         for process in self.plan.processes():
             report = self.report(process.name)
             if report is None or report.state != ProcessState.FAILED or process.name in self.lost:
                 continue
-            unit = self.units.get(process.unit or "")
-            if unit is not None and report.generation < unit.generation:
+            group = self.restart_groups.get(process.unit or "")
+            if group is not None and report.generation < group.generation:
                 continue  # it is about to be started again
             reason = f"{process.name} {how_it_died(report)}"
             if report.exit_code == exits.CHECKPOINTED:
                 return Ending(Outcome.PREEMPTED, f"{process.name} checkpointed and stopped", process.name)
             if report.exit_code == exits.STALLED:
                 return Ending(Outcome.FAILED, f"{process.name} saw no progress: see its events", process.name)
-            if unit is not None and self._may_miss_a_node(unit, now):
+            if group is not None and self._may_miss_a_node(group, now):
                 continue
             if ending := self._give_up([process.name], reason, process.name):
                 return ending
         return None
 
-    def _may_miss_a_node(self, unit: RestartGroup, now: float) -> bool:
-        """Whether a process may have died of a node of its unit that is gone or broken, and can be replaced."""
-        died_at = self._died_at.setdefault(unit.name, now)
+    def _may_miss_a_node(self, group: RestartGroup, now: float) -> bool:
+        """Whether a process may have died of a node of its group that is gone or broken, and can be replaced."""
+        died_at = self._died_at.setdefault(group.name, now)
         return any(
             self.seen_at[self.assignment.rank_of[process.node]] <= died_at + VERDICT_S
             and self.assignment.spare(process.node, self._fit()) is not None
-            for process in unit.members
+            for process in group.members
         )
 
     def _complete(self) -> Ending | None:

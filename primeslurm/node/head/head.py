@@ -13,18 +13,17 @@ from primeslurm.files import Watched, write_json
 from primeslurm.node.agent.node_agent import NodeAgent, held_up_s
 from primeslurm.node.agent.supervision import ProcessState
 from primeslurm.node.attempt.attempt_end import conclude, remember_bad_node
-from primeslurm.node.attempt.job_output import JobOutput
 from primeslurm.node.head.fleet import AGENT_ENDED, Fleet, News
 from primeslurm.node.head.process_states import fleet_state
 from primeslurm.node.head.walltime import MARGIN_S, end_of_job, ends_too_late, seconds_to_stop
 from primeslurm.plan.model import Plan
 from primeslurm.records.events.nodes import AddressesPublished, AttemptEnds, HeadFailed, NodeLost, PublishFailed
-from primeslurm.records.fleet import AgentReport, Ending, FleetView, Outcome, Roster, Seat
+from primeslurm.records.fleet import AgentReport, AssignedAgent, AssignmentRecord, Ending, FleetView, Outcome
 from primeslurm.records.journal import Journal
 from primeslurm.records.state import TrainerState
 from primeslurm.run.directory import Attempt, RunDirectory
 from primeslurm.run.records import progress_of
-from primeslurm.slurm.launch_failures import early_exits, launch_failures, node_names, restarts
+from primeslurm.slurm.launch_failures import JobOutput, early_exits, launch_failures, node_names, restarts
 from primeslurm.wire.addresses import Addresses
 
 
@@ -43,7 +42,13 @@ class HeadTimings:
 
 
 class Head(threading.Thread):
-    """Runs beside the agent of rank 0, until every node has ended or had its chance to."""
+    """Runs beside the agent of rank 0, until every node has ended or had its chance to.
+
+    Args:
+        agent: of the same node.
+        run: the run's directory.
+        timings: pace and patience.
+    """
 
     def __init__(self, agent: NodeAgent, run: RunDirectory, timings: HeadTimings = HeadTimings()) -> None:
         super().__init__(daemon=True, name="head")
@@ -95,7 +100,7 @@ class Head(threading.Thread):
             self.ending, self._ending_at = found, now
             self.journal.write(AttemptEnds(found.outcome, found.reason, found.suspect))
         self._tell_news()
-        self._publish_roster()
+        self._publish_assignment()
         self._publish_addresses()
         self._publish(now)
 
@@ -118,7 +123,10 @@ class Head(threading.Thread):
         return self._asked
 
     def _just_ended(self) -> dict[str, str]:
-        """srun says so at once where an agent cannot be started; without that, only its silence would tell."""
+        """Nodes whose task has ended since the last look, and how.
+
+        Where an agent cannot be started, srun says so at once; without that, only its silence would tell.
+        """
         try:
             news = self._job_output.news()
         except OSError:
@@ -138,12 +146,13 @@ class Head(threading.Thread):
                 case News(NodeLost(reason=reason), blamed=str(node)):
                     remember_bad_node(self.plan, self.attempt, node, reason, self.journal)
 
-    def _publish_roster(self) -> None:
+    def _publish_assignment(self) -> None:
         assignment = self.fleet.assignment
         if assignment.generation == self._published_generation:
             return
-        taken = {node: Seat(rank, self.fleet.agents[rank].name) for node, rank in sorted(assignment.rank_of.items())}
-        write_json(self.attempt.roster_file, msgspec.to_builtins(Roster(assignment.generation, taken)))
+        names = {rank: agent.name for rank, agent in self.fleet.agents.items()}
+        agents = {node: AssignedAgent(rank, names[rank]) for node, rank in sorted(assignment.rank_of.items())}
+        write_json(self.attempt.roster_file, msgspec.to_builtins(AssignmentRecord(assignment.generation, agents)))
         self._published_generation = assignment.generation
 
     def _publish_addresses(self) -> None:

@@ -14,7 +14,7 @@ from primeslurm.plan.model import Plan
 
 @dataclass
 class NodeAssignment:
-    """The present places."""
+    """The agents that play the Plan's nodes now."""
 
     plan: Plan
     generation: int = 0
@@ -23,7 +23,7 @@ class NodeAssignment:
     """Plan node to agent rank."""
 
     def node_of(self, rank: int) -> int | None:
-        """The Plan's node that an agent plays, or None."""
+        """Return the Plan's node that an agent plays, or None."""
         return next((node for node, taken in self.rank_of.items() if taken == rank), None)
 
     def fill(self, fit: Collection[int]) -> bool:
@@ -41,20 +41,28 @@ class NodeAssignment:
         return True
 
     def spare(self, node: int, fit: Collection[int]) -> int | None:
-        """The first fit spare of a node's group, or None if there is none."""
+        """Find the first fit spare of a node's group, or None if there is none."""
         taken = set(self.rank_of.values())
         group = self.plan.nodes[node].group
         return next((rank for rank in self.plan.ranks(group) if rank in fit and rank not in taken), None)
 
     def replace(self, node: int, fit: Collection[int]) -> int | None:
-        """Give a node to the first fit spare of its group; returns its rank, or None if there is none."""
+        """Give a node to the first fit spare of its group.
+
+        Args:
+            node: index of the Plan's node.
+            fit: ranks of the agents that can be given a node.
+
+        Returns:
+            The spare's rank, or None if there is none.
+        """
         spare = self.spare(node, fit)
         if spare is not None:
             self.rank_of[node], self.generation = spare, self.generation + 1
         return spare
 
     def vacate(self, node: int) -> None:
-        """Nobody plays this node any more."""
+        """Leave a node to nobody: nobody plays it any more."""
         del self.rank_of[node]
         self.generation += 1
 

@@ -28,7 +28,7 @@ class FleetState(StrEnum):
 
 
 def fleet_state(process: Process, report: ProcessReport | None, *, suspect: bool, lost: bool) -> FleetState:
-    """The operator's word for what a node reports of a process.
+    """Return the operator's word for what a node reports of a process.
 
     Args:
         process: which.
@@ -55,7 +55,7 @@ def fleet_state(process: Process, report: ProcessReport | None, *, suspect: bool
 
 
 def how_it_died(report: ProcessReport) -> str:
-    """What follows the name of a process that has ended, in words."""
+    """Tell how a process has ended, in words that follow its name."""
     code = report.exit_code
     how = f"was ended by signal {-code}" if code is not None and code < 0 else f"ended with exit code {code}"
     again = f" after {report.restarts} restarts" if report.restarts else ""

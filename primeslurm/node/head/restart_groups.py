@@ -1,9 +1,9 @@
-"""Units: processes that live and die together, on one node or on several. Pure: reports and a clock in, orders out.
+"""Restart groups: processes that live and die together, on one node or on several (`unit` in the Plan).
 
-When a member dies, the unit's generation rises: agents end what is left of the older one, and start all members of the
-new one together as soon as nothing of the old one runs any more and the back-off is over. Engines of a unit do so for
-any death; the ranks of a trainer only when a spare takes the place of a node of theirs: whatever else ends one of them
-ends the attempt.
+Pure: reports and a clock in, orders out. When a member dies, the group's generation rises: agents end what is left of
+the older one, and start all members of the new one together as soon as nothing of the old one runs any more and the
+back-off is over. A group of engines does so for any death; the ranks of a trainer only when a spare takes the place of
+a node of theirs: whatever else ends one of them ends the attempt.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from dataclasses import dataclass
 
 from primeslurm.node.agent.supervision import BACKOFF_S, STABLE_S, ProcessState
 from primeslurm.plan.model import Plan, Process
-from primeslurm.records.fleet import ProcessReport, UnitOrder
+from primeslurm.records.fleet import ProcessReport, RestartOrder
 
 _ENDED = (ProcessState.WAITING, ProcessState.FALLEN, ProcessState.FAILED, ProcessState.DONE)
 
 
 @dataclass
 class RestartGroup:
-    """One unit as the head sees it."""
+    """One restart group as the head sees it."""
 
     name: str
     members: tuple[Process, ...]
@@ -31,9 +31,9 @@ class RestartGroup:
     hold: bool = False
 
     @property
-    def order(self) -> UnitOrder:
+    def order(self) -> RestartOrder:
         """For the agents."""
-        return UnitOrder(self.generation, self.hold)
+        return RestartOrder(self.generation, self.hold)
 
     @property
     def exhausted(self) -> bool:
@@ -41,7 +41,7 @@ class RestartGroup:
         return self.restarts >= min(process.max_restarts for process in self.members)
 
     def fell(self, reports: Mapping[str, ProcessReport | None]) -> Process | None:
-        """The member, if any, that died in the present generation."""
+        """Find the member, if any, that died in the present generation."""
         for process in self.members:
             report = reports[process.name]
             if report and report.state == ProcessState.FALLEN and report.generation == self.generation:
@@ -49,7 +49,7 @@ class RestartGroup:
         return None
 
     def restart(self, now: float) -> None:
-        """A new generation, which starts once `tick` lets it."""
+        """Begin a new generation, which starts once `tick` lets it."""
         if now - self.raised_at > STABLE_S:
             self.restarts = 0
         self.generation += 1
@@ -67,7 +67,7 @@ class RestartGroup:
 
 
 def restart_groups_of(plan: Plan) -> dict[str, RestartGroup]:
-    """All units of a plan."""
+    """Return all restart groups of a plan, by name."""
     members: dict[str, list[Process]] = {}
     for process in plan.processes():
         if process.unit is not None:

@@ -17,7 +17,16 @@ _PHASES = ("forward_backward", "optimizer", "publish", "checkpoint")
 
 
 def end_of_job(plan: Plan, environ: Mapping[str, str], started_at: float) -> float:
-    """When Slurm ends the job, in Unix time: as it says itself, or by the limit that was asked for."""
+    """Find out when Slurm ends the job: as it says itself, or by the limit that was asked for.
+
+    Args:
+        plan: of the job.
+        environ: of a process in the job.
+        started_at: when the job started, in Unix seconds.
+
+    Returns:
+        The time, in Unix seconds.
+    """
     told = environ.get("SLURM_JOB_END_TIME")  # since Slurm 23.02
     return float(told) if told else started_at + 60.0 * minutes(plan.job.time)
 
@@ -34,5 +43,12 @@ def seconds_to_stop(trainer: TrainerState | None) -> float:
 
 
 def ends_too_late(now: float, end: float, signal_s: float, stop_s: float) -> bool:
-    """Whether it is time to stop although Slurm has not warned yet: its warning will leave too little time."""
+    """Whether it is time to stop although Slurm has not warned yet: its warning will leave too little time.
+
+    Args:
+        now: Unix seconds.
+        end: when Slurm ends the job, in Unix seconds.
+        signal_s: how long before that it warns.
+        stop_s: how long stopping with a checkpoint may take.
+    """
     return stop_s > signal_s and now >= end - stop_s

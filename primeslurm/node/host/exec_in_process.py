@@ -22,7 +22,7 @@ _TERMINAL = ("TERM", "COLORTERM", "COLUMNS", "LINES")
 
 
 def environment_of(pid: int) -> dict[str, str] | None:
-    """The environment that a process was started with; None if it has ended or is another user's.
+    """Find the environment that a process was started with; None if it has ended or is another user's.
 
     Not psutil's, which ends at the first gap: a process that writes its title over its environment makes one.
     """

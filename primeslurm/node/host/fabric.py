@@ -40,7 +40,7 @@ class Hca:
 
 
 def placeholders(hcas: Sequence[Hca], interface: str) -> dict[str, str]:
-    """What a Plan may ask for of a node's network. Empty: this node has none of it."""
+    """Tell what a Plan may ask for of a node's network. Empty: this node has none of it."""
     devices = ",".join(device for hca in hcas for device in hca.devices)
     return {
         "interface": interface,
@@ -51,7 +51,7 @@ def placeholders(hcas: Sequence[Hca], interface: str) -> dict[str, str]:
 
 
 def find_hcas(named: Sequence[str] = (), sys: Path = SYS) -> list[Hca]:
-    """HCAs with an active port, InfiniBand if there is any and else RoCE; `named` limits them to these."""
+    """Find HCAs with an active port, InfiniBand if there is any and else RoCE; `named` limits them to these."""
     root = sys / "class/infiniband"
     names = sorted((path.name for path in root.iterdir()), key=_natural) if root.is_dir() else []
     found = [hca for name in names if (not named or name in named) and (hca := _hca(root / name))]
@@ -59,7 +59,7 @@ def find_hcas(named: Sequence[str] = (), sys: Path = SYS) -> list[Hca]:
 
 
 def find_gpus(sys: Path = SYS) -> list[Path]:
-    """The node's GPUs in the order of their PCI addresses, which is CUDA's with CUDA_DEVICE_ORDER=PCI_BUS_ID."""
+    """Find the node's GPUs in the order of their PCI addresses, which is CUDA's with CUDA_DEVICE_ORDER=PCI_BUS_ID."""
     root = sys / "bus/pci/devices"
     devices = sorted(root.iterdir()) if root.is_dir() else []
     return [
@@ -70,7 +70,7 @@ def find_gpus(sys: Path = SYS) -> list[Path]:
 
 
 def nearest(hcas: Sequence[Hca], gpus: Sequence[Path]) -> list[Hca]:
-    """The HCAs nearest to any of the GPUs: same PCI switch before same NUMA node before the rest. All without GPUs."""
+    """Find the HCAs nearest to any GPU: same PCI switch before same NUMA node before the rest. All without GPUs."""
     near: set[Hca] = set()
     for gpu in gpus:
         numa = _numa(gpu)
@@ -80,12 +80,12 @@ def nearest(hcas: Sequence[Hca], gpus: Sequence[Path]) -> list[Hca]:
 
 
 def interface_of(address: str, interfaces: Mapping[str, str]) -> str:
-    """The interface (name to IPv4 address) that owns an address; empty if none does, or only the loopback."""
+    """Find the interface (name to IPv4 address) that owns an address; empty if none does, or only the loopback."""
     return next((name for name, own in interfaces.items() if own == address and name != "lo"), "")
 
 
 def own_interfaces() -> dict[str, str]:
-    """Every interface with an IPv4 address, and that address."""
+    """Find every interface with an IPv4 address, and that address."""
     found: dict[str, str] = {}
     for _, name in socket.if_nameindex():
         with contextlib.suppress(NetworkError):  # it has none

@@ -18,14 +18,19 @@ class NetworkError(RuntimeError):
 
 
 def node_name() -> str:
-    """The node's name as Slurm knows it; `local-<i>` for the i-th agent of the local executor."""
+    """Find the node's name as Slurm knows it; `local-<i>` for the i-th agent of the local executor."""
     if os.environ.get("SUBMITIT_EXECUTOR") == "local":
         return f"local-{os.environ['SUBMITIT_LOCAL_GLOBALID']}"
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def own_address(name: str, interface: str | None, addresses: Mapping[str, str]) -> str:
-    """The address at which other nodes reach this one: the site's table, else the interface, else the name's address.
+    """Find the address at which other nodes reach this one.
+
+    Args:
+        name: of the node; what it resolves to is the last resort.
+        interface: whose address is taken if the table has none.
+        addresses: the site's table, by name of the node.
 
     Raises:
         NetworkError: none of them gives an address.
@@ -41,7 +46,7 @@ def own_address(name: str, interface: str | None, addresses: Mapping[str, str]) 
 
 
 def interface_address(interface: str) -> str:
-    """The IPv4 address of an interface.
+    """Find the IPv4 address of an interface.
 
     Raises:
         NetworkError: it has none, or there is no such interface.
@@ -66,7 +71,7 @@ class Ports:
         self._claims: list[socket.socket] = []
 
     def claim(self, preferred: int) -> int:
-        """The first port from `preferred` on that nobody has claimed and that is free on this and on all addresses.
+        """Claim the first port from `preferred` on that is unclaimed and free, on this address and on all others.
 
         Raises:
             NetworkError: none of the next ports is free.

@@ -34,11 +34,11 @@ class SharedMemory:
             self._seen.setdefault(group, set()).update(inodes)
 
     def ended(self, group: int) -> None:
-        """A group was killed: from now on what it had mapped is left over."""
+        """Take note that a group was killed: from now on what it had mapped is left over."""
         self._left |= self._seen.pop(group, set())
 
     def unlink(self) -> bool:
-        """Remove the names of what is left over and that no living process has mapped; whether that was all."""
+        """Remove the names of what is left over and that no living process has mapped. Returns whether that was all."""
         names = names_of(self._left)
         used = set[Inode]().union(*map(_maps, psutil.pids())) if names else set()
         for path, inode in names.items():
@@ -49,9 +49,13 @@ class SharedMemory:
         return not self._left
 
     def unlink_within(self, timeout_s: float) -> bool:
-        """`unlink` until that was all, for at most `timeout_s`: what is killed lets go of its memory a moment later.
+        """Call `unlink` until that was all: what is killed lets go of its memory a moment later.
 
-        Returns whether it was all.
+        Args:
+            timeout_s: longest time for that, in seconds.
+
+        Returns:
+            Whether it was all.
         """
         deadline = time.monotonic() + timeout_s
         while not (done := self.unlink()) and time.monotonic() < deadline:
@@ -60,7 +64,7 @@ class SharedMemory:
 
 
 def mapped_by(groups: Collection[int]) -> dict[int, set[Inode]]:
-    """Files of /dev/shm that the processes of each process group have mapped, whatever their names are now."""
+    """Find files of /dev/shm that the processes of each process group have mapped, whatever their names are now."""
     found: dict[int, set[Inode]] = {}
     for pid in psutil.pids() if groups else ():
         with contextlib.suppress(ProcessLookupError):
@@ -70,7 +74,7 @@ def mapped_by(groups: Collection[int]) -> dict[int, set[Inode]]:
 
 
 def names_of(inodes: Collection[Inode]) -> dict[Path, Inode]:
-    """Names in /dev/shm that these files still have, of this user's."""
+    """Find names in /dev/shm that these files still have, of this user's."""
     found: dict[Path, Inode] = {}
     for path in DIRECTORY.iterdir() if inodes else ():
         with contextlib.suppress(OSError):

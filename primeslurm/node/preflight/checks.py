@@ -13,7 +13,7 @@ from pathlib import Path
 
 from primeslurm.files import read_json, write_atomic
 from primeslurm.node.host.network import can_bind
-from primeslurm.records.preflight import Check, Level
+from primeslurm.records.fleet import CheckLevel, PreflightCheck
 
 GIB = 2**30
 COMMAND_TIMEOUT_S = 20.0
@@ -32,8 +32,8 @@ SLOW_S = 5.0
 # GPUs
 
 
-def gpu_checks(wanted: int) -> list[Check]:
-    """The GPUs that nvidia-smi sees: how many, their memory, their errors.
+def gpu_checks(wanted: int) -> list[PreflightCheck]:
+    """Check the GPUs that nvidia-smi sees: how many, their memory, their errors.
 
     A program of its own and not its library (NVML) in this process: a call into a driver that hangs never returns and
     cannot be killed, and an agent that is stuck in one could not even end.
@@ -42,31 +42,41 @@ def gpu_checks(wanted: int) -> list[Check]:
         gpus = _nvidia_smi("gpu", "index", "uuid", "memory.used", "ecc.errors.uncorrected.volatile.total")
         rows = _nvidia_smi("remapped-rows", "gpu_uuid", "remapped_rows.pending", "remapped_rows.failure")
     except (OSError, subprocess.SubprocessError) as error:
-        return [Check("gpus", "failed", f"nvidia-smi failed: {_words(error)}", "look for Xid errors in `dmesg`")]
+        return [
+            PreflightCheck("gpus", "failed", f"nvidia-smi failed: {_words(error)}", "look for Xid errors in `dmesg`")
+        ]
     return judge_gpus(wanted, gpus, rows)
 
 
-def judge_gpus(wanted: int, gpus: Sequence[Sequence[str]], rows: Sequence[Sequence[str]]) -> list[Check]:
-    """From nvidia-smi's answers: (index, uuid, MiB used, uncorrected errors) per GPU, and (uuid, pending, failure)."""
+def judge_gpus(wanted: int, gpus: Sequence[Sequence[str]], rows: Sequence[Sequence[str]]) -> list[PreflightCheck]:
+    """Judge nvidia-smi's answers.
+
+    Args:
+        wanted: how many GPUs the node has to have.
+        gpus: for each GPU its index, uuid, MiB in use, and uncorrected ECC errors.
+        rows: for each GPU its uuid, whether rows of its memory wait to be remapped, and whether that has failed.
+    """
     found = []
     if len(gpus) < wanted:
-        found.append(Check("gpus", "failed", f"{len(gpus)} GPUs are visible, {wanted} are needed", "drain the node"))
+        found.append(
+            PreflightCheck("gpus", "failed", f"{len(gpus)} GPUs are visible, {wanted} are needed", "drain the node")
+        )
     for index, _, used, errors in gpus:
         if _number(errors):
             text = f"GPU {index} has {errors} uncorrected ECC errors"
-            found.append(Check("ecc", "failed", text, "reset the GPU, or drain the node"))
+            found.append(PreflightCheck("ecc", "failed", text, "reset the GPU, or drain the node"))
         if _number(used) > USED_MIB:
             text = f"GPU {index}: {used} MiB are in use already"
-            found.append(Check("gpu memory", "failed", text, "end what a former job left on it"))
+            found.append(PreflightCheck("gpu memory", "failed", text, "end what a former job left on it"))
     for uuid, pending, failure in rows:
         index = next((gpu[0] for gpu in gpus if gpu[1] == uuid), uuid)
         if _number(failure):
             text = f"GPU {index} cannot remap a broken row of its memory"
-            found.append(Check("row remapping", "failed", text, "replace the GPU"))
+            found.append(PreflightCheck("row remapping", "failed", text, "replace the GPU"))
         elif _number(pending):
             text = f"GPU {index} waits for a reset to remap a row"
-            found.append(Check("row remapping", "warning", text, "reset the GPU"))
-    return found or [Check("gpus", "ok", f"{len(gpus)} GPUs")]
+            found.append(PreflightCheck("row remapping", "warning", text, "reset the GPU"))
+    return found or [PreflightCheck("gpus", "ok", f"{len(gpus)} GPUs")]
 
 
 def _nvidia_smi(what: str, *fields: str) -> list[list[str]]:
@@ -96,7 +106,7 @@ def hca_names(env: Mapping[str, str]) -> list[str]:
     return list(dict.fromkeys(entry for entry in entries if re.fullmatch(r"[a-z]+\w*_\w+(:\d+)?", entry)))
 
 
-def hca_checks(names: Iterable[str], root: Path = Path("/sys/class/infiniband")) -> list[Check]:
+def hca_checks(names: Iterable[str], root: Path = Path("/sys/class/infiniband")) -> list[PreflightCheck]:
     """Whether the adapters are there and their ports active."""
     found = []
     for name in names:
@@ -105,35 +115,39 @@ def hca_checks(names: Iterable[str], root: Path = Path("/sys/class/infiniband"))
         try:
             text = state.read_text().strip()
         except OSError:
-            found.append(Check("hca", "failed", f"there is no adapter {name}", "correct `network` of the site file"))
+            found.append(
+                PreflightCheck("hca", "failed", f"there is no adapter {name}", "correct `network` of the site file")
+            )
             continue
         if "ACTIVE" not in text:
-            found.append(Check("hca", "failed", f"adapter {name} is {text}", "check its cable and switch port"))
-    return found or [Check("hca", "ok", f"active: {', '.join(names)}")]
+            found.append(
+                PreflightCheck("hca", "failed", f"adapter {name} is {text}", "check its cable and switch port")
+            )
+    return found or [PreflightCheck("hca", "ok", f"active: {', '.join(names)}")]
 
 
-def port_check(address: str, ports: Iterable[int]) -> Check:
+def port_check(address: str, ports: Iterable[int]) -> PreflightCheck:
     """Whether the preferred ports are free. An agent looks for others where they are not."""
     busy = [str(port) for port in ports if not can_bind(address, port)]
     if busy:
-        return Check("ports", "warning", f"in use: {', '.join(busy)}", "others are chosen")
-    return Check("ports", "ok", f"free on {address}")
+        return PreflightCheck("ports", "warning", f"in use: {', '.join(busy)}", "others are chosen")
+    return PreflightCheck("ports", "ok", f"free on {address}")
 
 
-def clock_check(ahead_s: float) -> Check:
+def clock_check(ahead_s: float) -> PreflightCheck:
     """`ahead_s`: this node's clock minus the time in a file that the head has just written, at first sight of it."""
     if -SKEW_S <= ahead_s <= SKEW_S:
-        return Check("clock", "ok", f"within {abs(ahead_s):.1f} s of the head's")
+        return PreflightCheck("clock", "ok", f"within {abs(ahead_s):.1f} s of the head's")
     if ahead_s < 0 or ahead_s > SKEW_S + CACHED_S:
         text = f"differs from the head's by {abs(ahead_s):.0f} s"
-        return Check("clock", "failed", text, "start chrony or ntpd on the node")
-    return Check("clock", "warning", f"{ahead_s:.0f} s ahead of the head's, or the file system is that slow")
+        return PreflightCheck("clock", "failed", text, "start chrony or ntpd on the node")
+    return PreflightCheck("clock", "warning", f"{ahead_s:.0f} s ahead of the head's, or the file system is that slow")
 
 
 # files
 
 
-def writable_check(directory: Path, rank: int) -> Check:
+def writable_check(directory: Path, rank: int) -> PreflightCheck:
     """Whether a small file can be written to the run directory and read again, and how long that takes."""
     path, began, content = directory / f".preflight-{rank}", time.monotonic(), os.urandom(64).hex()
     try:
@@ -141,70 +155,76 @@ def writable_check(directory: Path, rank: int) -> Check:
         same = path.read_text() == content
         path.unlink()
     except OSError as error:
-        return Check("shared file system", "failed", f"cannot write to {directory}: {_words(error)}")
+        return PreflightCheck("shared file system", "failed", f"cannot write to {directory}: {_words(error)}")
     seconds = time.monotonic() - began
     if not same:
-        return Check("shared file system", "failed", f"{directory} does not give back what is written to it")
-    level: Level = "warning" if seconds > SLOW_S else "ok"
-    return Check("shared file system", level, f"a small file takes {seconds:.2f} s")
+        return PreflightCheck("shared file system", "failed", f"{directory} does not give back what is written to it")
+    level: CheckLevel = "warning" if seconds > SLOW_S else "ok"
+    return PreflightCheck("shared file system", level, f"a small file takes {seconds:.2f} s")
 
 
-def space_checks(run_dir: Path, tmp: Path) -> list[Check]:
+def space_checks(run_dir: Path, tmp: Path) -> list[PreflightCheck]:
     """Free space where runs and temporary files go."""
     found = []
     for name, path in (("run directory", run_dir), ("temporary directory", tmp)):
         free = shutil.disk_usage(path).free
-        level: Level = "ok" if free >= ENOUGH_FREE else "warning"
+        level: CheckLevel = "ok" if free >= ENOUGH_FREE else "warning"
         if free < LEAST_FREE:
             level = "failed"
-        found.append(Check("space", level, f"{free / GIB:.1f} GiB free in the {name} {path}"))
+        found.append(PreflightCheck("space", level, f"{free / GIB:.1f} GiB free in the {name} {path}"))
     return found
 
 
-def memory_limit_checks(hcas: Sequence[str]) -> list[Check]:
+def memory_limit_checks(hcas: Sequence[str]) -> list[PreflightCheck]:
     """Shared memory for vLLM and NCCL, and locked memory for RDMA."""
     shm = shutil.disk_usage("/dev/shm").total
-    level: Level = "ok" if shm >= ENOUGH_SHM else "warning"
-    found = [Check("/dev/shm", level, f"{shm / GIB:.1f} GiB")]
+    level: CheckLevel = "ok" if shm >= ENOUGH_SHM else "warning"
+    found = [PreflightCheck("/dev/shm", level, f"{shm / GIB:.1f} GiB")]
     limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     if hcas and limit != resource.RLIM_INFINITY:
         fix = "unlimited for slurmd, and PropagateResourceLimitsExcept=MEMLOCK in slurm.conf"
-        found.append(Check("locked memory", "failed", f"limited to {limit // 1024} KiB, RDMA needs more", fix))
+        found.append(PreflightCheck("locked memory", "failed", f"limited to {limit // 1024} KiB, RDMA needs more", fix))
     return found
 
 
-def model_check(directory: Path) -> Check:
+def model_check(directory: Path) -> PreflightCheck:
     """Whether the model's files are readable and complete: its configuration and every shard of its index."""
     try:
         config = read_json(directory / "config.json")
         index = read_json(directory / "model.safetensors.index.json")
         if config is None:
-            return Check("model", "failed", f"{directory} has no readable config.json")
+            return PreflightCheck("model", "failed", f"{directory} has no readable config.json")
         names = sorted(set(index["weight_map"].values())) if index else []
         sizes = {path.name: path.stat().st_size for path in directory.glob("*.safetensors")}
     except OSError as error:
-        return Check("model", "failed", f"{directory}: {_words(error)}")
+        return PreflightCheck("model", "failed", f"{directory}: {_words(error)}")
     missing = [name for name in names if not sizes.get(name)]
     if missing:
         text = f"{directory} lacks {len(missing)} of {len(names)} shards: {', '.join(missing[:3])}"
-        return Check("model", "failed", text, "download the model again")
-    return Check("model", "ok", f"{len(sizes)} weight files, {sum(sizes.values()) / GIB:.1f} GiB")
+        return PreflightCheck("model", "failed", text, "download the model again")
+    return PreflightCheck("model", "ok", f"{len(sizes)} weight files, {sum(sizes.values()) / GIB:.1f} GiB")
 
 
 def version_checks(
     here: Mapping[str, str | None], head: Mapping[str, str | None], lock: Mapping[str, str | None]
-) -> list[Check]:
-    """Whether the node has the same packages as the head, and as the machine that submitted."""
+) -> list[PreflightCheck]:
+    """Compare the node's packages with the head's, and with those of the machine that submitted.
+
+    Args:
+        here: version by package on this node; None: it is not installed.
+        head: the same of the head's node.
+        lock: the same of lock.json.
+    """
     found = []
     for name, version in head.items():
         mine = here.get(name)
         if mine != version:
             text = f"{name} is {mine or 'missing'}, the head has {version or 'none'}"
-            found.append(Check("versions", "failed", text, "use one environment on a shared file system"))
+            found.append(PreflightCheck("versions", "failed", text, "use one environment on a shared file system"))
         elif name in lock and lock[name] != mine:
             text = f"{name} is {mine or 'missing'}, the run was submitted with {lock[name] or 'none'}"
-            found.append(Check("versions", "warning", text))
-    return found or [Check("versions", "ok", "the head's")]
+            found.append(PreflightCheck("versions", "warning", text))
+    return found or [PreflightCheck("versions", "ok", "the head's")]
 
 
 def _words(error: Exception) -> str:

@@ -20,11 +20,10 @@ from primeslurm.node.host.network import NetworkError, own_address
 from primeslurm.node.preflight import checks
 from primeslurm.plan.model import Node, Plan
 from primeslurm.records.events.nodes import GpuFailed, PreflightDone
-from primeslurm.records.fleet import Fitness, FleetView
+from primeslurm.records.fleet import Fitness, FleetView, PreflightCheck, PreflightReference
 from primeslurm.records.journal import Journal
-from primeslurm.records.preflight import Check, Reference
 from primeslurm.run.directory import Attempt, RunDirectory
-from primeslurm.run.versions import installed
+from primeslurm.run.versions import installed_packages
 
 _POLL_S = 0.05
 
@@ -42,7 +41,17 @@ class PreflightTimings:
 
 
 class Preflight:
-    """The checks of one node. `start` them, then ask for the `verdict` from time to time."""
+    """The checks of one node. `start` them, then ask for the `verdict` from time to time.
+
+    Args:
+        plan: the whole.
+        rank: of the node's agent.
+        name: of the node, in Slurm's words.
+        attempt: whose directory has to be readable and writable.
+        tmp: the agent's directory on the node's disk.
+        journal: gets the outcome.
+        timings: how long to wait.
+    """
 
     def __init__(
         self,
@@ -57,7 +66,7 @@ class Preflight:
         self._plan, self._rank, self._name, self._attempt, self._tmp = plan, rank, name, attempt, tmp
         self._journal = journal
         self._timings = timings
-        self._found: list[Check] = []
+        self._found: list[PreflightCheck] = []
         self._done = False
         self._started_at = time.monotonic()
         self._deadline = math.inf
@@ -83,12 +92,12 @@ class Preflight:
         self._started_at = time.monotonic()
         self._deadline = self._started_at + self._timings.limit_s
         if self._rank == 0:
-            reference = Reference(digest(self._attempt.plan_file), installed())
+            reference = PreflightReference(digest(self._attempt.plan_file), installed_packages())
             write_json(self._attempt.reference_file, msgspec.to_builtins(reference))
         threading.Thread(target=self._run, daemon=True, name="preflight").start()
 
     def check_gpus_again(self) -> None:
-        """After the death of a process that had GPUs: were they the reason?"""
+        """Check the GPUs once more, after the death of a process that had some: were they the reason?"""
         if self._plan.device == "cuda":
             threading.Thread(target=self._look_at_gpus, daemon=True, name="gpu check").start()
 
@@ -125,29 +134,29 @@ class Preflight:
             try:
                 self._found += part()
             except Exception as error:  # an unforeseen one is a reason to leave the node out, with that reason
-                self._found.append(Check(doing, "failed", f"{doing}: {type(error).__name__}: {error}"))
+                self._found.append(PreflightCheck(doing, "failed", f"{doing}: {type(error).__name__}: {error}"))
         self._done = True
         seconds = round(time.monotonic() - self._started_at, 2)
         fitness, _ = self.verdict
         self._journal.write(PreflightDone(self._name, fitness, seconds, self._found))
 
-    def _network(self) -> list[Check]:
+    def _network(self) -> list[PreflightCheck]:
         try:
             address = own_address(self._name, self._plan.interface, self._plan.addresses)
         except NetworkError as error:
-            return [Check("address", "failed", str(error))]
+            return [PreflightCheck("address", "failed", str(error))]
         ports = {port for node in self._parts for process in node.processes for port in process.ports.values()}
         return [checks.port_check(address, sorted(ports))]
 
-    def _gpu(self) -> list[Check]:
+    def _gpu(self) -> list[PreflightCheck]:
         if self._plan.device == "cpu":
-            return [Check("gpus", "ok", "skipped: this site computes on CPUs")]
+            return [PreflightCheck("gpus", "ok", "skipped: this site computes on CPUs")]
         hcas = list(dict.fromkeys([*self._plan.hcas, *checks.hca_names({**self._plan.env, **os.environ})]))
         hcas = hcas or [hca.name for hca in find_hcas()]
         found = self._free_gpus() if self._gpus else []
         return found + (checks.hca_checks(hcas) if hcas else []) + checks.memory_limit_checks(hcas)
 
-    def _free_gpus(self) -> list[Check]:
+    def _free_gpus(self) -> list[PreflightCheck]:
         """The GPUs' checks; what a job before this one left in their memory may take a while to go."""
         deadline = time.monotonic() + self._timings.gpu_free_wait_s
         while True:
@@ -157,13 +166,13 @@ class Preflight:
                 return found
             time.sleep(1.0)
 
-    def _files(self) -> list[Check]:
+    def _files(self) -> list[PreflightCheck]:
         run_dir = Path(self._plan.run_dir)
         return [checks.writable_check(self._attempt.path, self._rank), *checks.space_checks(run_dir, self._tmp)]
 
-    def _models(self) -> list[Check]:
+    def _models(self) -> list[PreflightCheck]:
         if self._plan.emulated:
-            return [Check("model", "ok", "skipped: stand-ins load none")]
+            return [PreflightCheck("model", "ok", "skipped: stand-ins load none")]
         recipe = read_json(Path(self._plan.run_dir) / "recipe.resolved.json")
         if recipe is None:
             return []
@@ -171,29 +180,37 @@ class Preflight:
         paths = [recipe["model"]["path"], *([teacher["path"]] if teacher.get("type") == "engines" else [])]
         return [self._model(path) for path in paths]
 
-    def _model(self, path: str) -> Check:
+    def _model(self, path: str) -> PreflightCheck:
         directory = model_directory(path)
         if directory is None:
-            return Check("model", "failed", f"there is no model {path}", "put it on the shared file system")
+            return PreflightCheck("model", "failed", f"there is no model {path}", "put it on the shared file system")
         return checks.model_check(directory)
 
-    def _reference(self) -> list[Check]:
+    def _reference(self) -> list[PreflightCheck]:
         self._deadline = math.inf  # a head that starts late is no fault of this node
         value = self._wait_for(Watched(self._attempt.reference_file), self._timings.head_start_s)
         self._deadline = time.monotonic() + self._timings.limit_s
         if value is None:
             text = f"what the head wrote is not seen after {self._timings.head_start_s:.0f} s"
-            return [Check("shared file system", "failed", text, "mount the run directory's file system on the node")]
-        reference = msgspec.convert(value, Reference)
+            return [
+                PreflightCheck(
+                    "shared file system", "failed", text, "mount the run directory's file system on the node"
+                )
+            ]
+        reference = msgspec.convert(value, PreflightReference)
         if digest(self._attempt.plan_file) != reference.plan_digest:
-            return [Check("shared file system", "failed", f"{self._attempt.plan_file} differs from what the head sees")]
+            return [
+                PreflightCheck(
+                    "shared file system", "failed", f"{self._attempt.plan_file} differs from what the head sees"
+                )
+            ]
         lock = RunDirectory(Path(self._plan.run_dir)).lock()
-        return checks.version_checks(installed(), reference.packages, lock.packages)
+        return checks.version_checks(installed_packages(), reference.packages, lock.packages)
 
-    def _clock(self) -> list[Check]:
+    def _clock(self) -> list[PreflightCheck]:
         """The head writes its time into fleet.json all the time."""
         file = Watched(self._attempt.fleet_file)
-        found = Check("clock", "warning", "the head's time is not seen")
+        found = PreflightCheck("clock", "warning", "the head's time is not seen")
         for _ in range(2):  # the first one may have been there for long
             view = self._wait_for(file, self._timings.clock_wait_s)
             if view is not None:

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from primeslurm.orchestrator.telemetry.scrape import COUNTERS, GAUGES, Sample
-from primeslurm.records.load import Load
+from primeslurm.records.state import Load
 
 WINDOW_S = 60.0
 """Means and rates go this far back: a policy update, during which nothing runs, should not look like a trend."""

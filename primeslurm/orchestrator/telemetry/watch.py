@@ -16,9 +16,8 @@ from primeslurm.orchestrator.telemetry.scrape import scrape
 from primeslurm.recipe import Recipe
 from primeslurm.records.events.training import RolloutFailed, Stalled, StepReported
 from primeslurm.records.journal import Journal
-from primeslurm.records.load import Load
 from primeslurm.records.metrics import Row
-from primeslurm.records.state import OrchestratorState
+from primeslurm.records.state import Load, OrchestratorState
 from primeslurm.wire import exits
 from primeslurm.wire.http import client_within_run
 from primeslurm.wire.rollouts import Rollout

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from primeslurm.records.base import Event
-from primeslurm.records.preflight import Check
+from primeslurm.records.fleet import PreflightCheck
 
 
 class AgentStarted(Event, frozen=True, tag="agent_started"):
@@ -43,18 +43,18 @@ class PreflightDone(Event, frozen=True, tag="preflight"):
     node: str
     fitness: str
     seconds: float = 0.0
-    checks: list[Check] = []
+    checks: list[PreflightCheck] = []
 
 
 class GpuFailed(Event, frozen=True, tag="gpu_failed"):
     """A GPU was found broken after the death of a process that used it."""
 
     node: str
-    checks: list[Check] = []
+    checks: list[PreflightCheck] = []
     """Those that failed."""
 
 
-class Seated(Event, frozen=True, tag="seated", omit_defaults=True):
+class NodesAssigned(Event, frozen=True, tag="seated", omit_defaults=True):
     """By the head: every node of the Plan is played. By an agent: it plays one."""
 
     nodes: list[str] = []
@@ -68,7 +68,7 @@ class Seated(Event, frozen=True, tag="seated", omit_defaults=True):
     role: str = ""
     """An agent's: role of that node."""
     generation: int = 0
-    """An agent's: generation of the roster that says so."""
+    """An agent's: generation of the assignment that says so."""
 
 
 class AddressesPublished(Event, frozen=True, tag="addresses"):
@@ -102,10 +102,11 @@ class ProcessesGivenUp(Event, frozen=True, tag="given_up"):
     reason: str = ""
 
 
-class UnitRestarted(Event, frozen=True, tag="unit_restart"):
-    """Processes that only work together are started again, all of them."""
+class ProcessesRestarted(Event, frozen=True, tag="unit_restart"):
+    """All processes of a restart group are started again."""
 
     unit: str
+    """Name of the restart group."""
     generation: int = 0
     reason: str = ""
 
@@ -153,12 +154,12 @@ NodeEvent = (
     | PublishFailed
     | PreflightDone
     | GpuFailed
-    | Seated
+    | NodesAssigned
     | AddressesPublished
     | NodeLost
     | NodeReplaced
     | ProcessesGivenUp
-    | UnitRestarted
+    | ProcessesRestarted
     | LaunchedAgain
     | AttemptEnds
     | AttemptEnded

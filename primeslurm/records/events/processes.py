@@ -13,7 +13,7 @@ class ProcessStarted(Event, frozen=True, tag="started"):
     restarts: int = 0
     """How often it was started before, in place."""
     generation: int = 0
-    """Generation of its unit."""
+    """Generation of its restart group."""
 
 
 class ProcessStartFailed(Event, frozen=True, tag="start_failed"):

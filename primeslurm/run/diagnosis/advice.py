@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from primeslurm.records.load import Load
+from primeslurm.records.state import Load
 
 MIN_SECONDS = 30.0
 """Shorter windows say nothing: a policy update alone takes seconds."""
@@ -39,8 +39,8 @@ class Advice(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class Shape:
-    """What the recipe asks for, as far as advice can change it."""
+class Tunables:
+    """Settings of a recipe that advice can change, or has to know."""
 
     prefill: int | None = None
     """Prefill replicas of one inference deployment; None: engines prefill and decode."""
@@ -51,11 +51,11 @@ class Shape:
     """KV that does not fit is kept in CPU memory or on disk."""
 
 
-def shape_of(recipe: Mapping[str, Any]) -> Shape:
-    """Read it from a resolved recipe."""
+def tunables_of(recipe: Mapping[str, Any]) -> Tunables:
+    """Read them from a resolved recipe."""
     inference = recipe.get("deployment", {}).get("inference", {})
     split = inference.get("type") == "disaggregated"
-    return Shape(
+    return Tunables(
         prefill=inference["prefill"].get("num_replicas") if split else None,
         decode=inference["decode"].get("num_replicas") if split else None,
         max_inflight=(recipe.get("orchestrator") or {}).get("max_inflight_rollouts"),
@@ -63,14 +63,14 @@ def shape_of(recipe: Mapping[str, Any]) -> Shape:
     )
 
 
-def advise(roles: Mapping[str, Load], shape: Shape) -> list[Advice]:
-    """What to change, most important first."""
+def advise(roles: Mapping[str, Load], tunables: Tunables) -> list[Advice]:
+    """Tell what to change, most important first."""
     found = []
     known = {role: load for role, load in roles.items() if load.engines and load.seconds >= MIN_SECONDS}
     prefill, decode = known.get("prefill"), known.get("decode")
-    if prefill and decode and shape.prefill and shape.decode:
-        found.append(_balance(prefill, decode, shape.prefill, shape.decode))
-    found += [_kv_pressure(role, known[role], shape) for role in ("engine", "decode") if role in known]
+    if prefill and decode and tunables.prefill and tunables.decode:
+        found.append(_balance(prefill, decode, tunables.prefill, tunables.decode))
+    found += [_kv_pressure(role, known[role], tunables) for role in ("engine", "decode") if role in known]
     return [advice for advice in found if advice is not None]
 
 
@@ -118,13 +118,17 @@ def _token_ratio(prefill: Load, decode: Load) -> str:
     return f"; {prefill.computed_per_s / decode.generated_per_s:.1f} prompt tokens computed per sampled one"
 
 
-def _kv_pressure(role: str, load: Load, shape: Shape) -> Advice | None:
+def _kv_pressure(role: str, load: Load, tunables: Tunables) -> Advice | None:
     per_minute = load.preemptions_per_s * 60
     if per_minute < PREEMPTIONS_PER_MIN or load.kv_usage_mean < FULL_KV:
         return None
     fits = int(load.running_mean)
-    lower = {"orchestrator.max_inflight_rollouts": fits} if shape.max_inflight and 0 < fits < shape.max_inflight else {}
-    offload = "" if shape.kv_offload else ", or KV offload (inference.kv_offload),"
+    lower = (
+        {"orchestrator.max_inflight_rollouts": fits}
+        if tunables.max_inflight and 0 < fits < tunables.max_inflight
+        else {}
+    )
+    offload = "" if tunables.kv_offload else ", or KV offload (inference.kv_offload),"
     return Advice(
         text=f"{role} engines run out of KV cache: fewer rollouts in flight{offload} would help",
         reason=(

@@ -11,7 +11,7 @@ import msgspec
 from primeslurm.files import read_json
 from primeslurm.records.attempt import JobRecord
 from primeslurm.records.base import Event
-from primeslurm.run.diagnosis import failure_signatures as causes
+from primeslurm.run.diagnosis import failure_signatures
 from primeslurm.run.diagnosis.failure_signatures import Cause
 from primeslurm.run.diagnosis.failures import Failure, failures
 from primeslurm.run.diagnosis.logs import error_line, lines_until
@@ -28,7 +28,7 @@ TOGETHER_S = 10.0
 """Failures this close together have one cause; which process ended first among them is chance."""
 
 
-class Finding(msgspec.Struct, frozen=True):
+class ExaminedFailure(msgspec.Struct, frozen=True):
     """A failure with what its log says."""
 
     failure: Failure
@@ -56,7 +56,7 @@ class Diagnosis(msgspec.Struct, frozen=True):
     outcome: str
     """As end.json says, or running, or Slurm's word for a job that ended without a word of its own."""
     reason: str
-    first: Finding | None
+    first: ExaminedFailure | None
     followed: list[EventText]
     """Errors and warnings after the first failure, oldest first."""
     recovered: list[Failure]
@@ -67,14 +67,24 @@ class Diagnosis(msgspec.Struct, frozen=True):
 
     @property
     def well(self) -> bool:
-        """Nothing to find."""
+        """Whether there is nothing to find."""
         return self.first is None and not self.invalid
 
 
 def diagnose(
     run: RunDirectory, attempt: Attempt, job_state: Callable[[JobRecord], str | None], max_kl: float = MAX_KL
 ) -> Diagnosis:
-    """Read everything that an attempt left and name what failed first. Raises RunError without a readable plan."""
+    """Read everything that an attempt left and name what failed first.
+
+    Args:
+        run: the run.
+        attempt: the one in question.
+        job_state: Slurm's word for a job.
+        max_kl: largest accepted median of the KL between trainer and engines.
+
+    Raises:
+        RunError: the attempt has no readable plan.
+    """
     placement = placement_of(attempt)
     happened = attempt_events(attempt)
     failed = failures(happened, attempt.heartbeats())
@@ -121,34 +131,37 @@ def _together(found: Sequence[Failure]) -> list[Failure]:
     return [failure for failure in found if failure.time - found[0].time <= TOGETHER_S]
 
 
-def _first(found: Sequence[Finding]) -> Finding | None:
+def _first(found: Sequence[ExaminedFailure]) -> ExaminedFailure | None:
     """Among failures at about the same time: one with a reason of its own comes first, one that blames others last."""
     return min(found, key=lambda each: (_excuse(each), each.failure.time), default=None)
 
 
-def _excuse(finding: Finding) -> int:
+def _excuse(examined: ExaminedFailure) -> int:
     """0: it says why, or was killed; 1: nothing is known; 2: its log only complains about others."""
-    symptoms = {known.cause for known in causes.KNOWN if known.symptom}
-    if finding.causes and all(cause.cause in symptoms for cause in finding.causes):
+    symptoms = {known.cause for known in failure_signatures.KNOWN if known.symptom}
+    if examined.causes and all(cause.cause in symptoms for cause in examined.causes):
         return 2
-    return 0 if finding.causes or finding.error else 1
+    return 0 if examined.causes or examined.error else 1
 
 
-def _examine(run: RunDirectory, attempt: Attempt, placement: RunPlacement, failure: Failure) -> Finding:
+def _examine(run: RunDirectory, attempt: Attempt, placement: RunPlacement, failure: Failure) -> ExaminedFailure:
     path = _log_of(run, attempt, placement, failure)
     lines = lines_until(path, failure.time) if path else []
-    known = [Cause(cause.cause, cause.fix, line) for cause, line in causes.in_log(lines[-2000:])]
-    return Finding(
+    known = [Cause(cause.cause, cause.fix, line) for cause, line in failure_signatures.in_log(lines[-2000:])]
+    return ExaminedFailure(
         failure,
         log=str(path or ""),
         error=error_line(lines),
         last_lines=lines[-LAST_LINES:],
-        causes=known or causes.of_reason(failure.how) or causes.of_exit(failure.code) or _of_job(failure),
+        causes=known
+        or failure_signatures.of_reason(failure.how)
+        or failure_signatures.of_exit(failure.code)
+        or _of_job(failure),
     )
 
 
 def _of_job(failure: Failure) -> list[Cause]:
-    return causes.of_job(failure.how.partition(":")[0]) if failure.component == "job" else []
+    return failure_signatures.of_job(failure.how.partition(":")[0]) if failure.component == "job" else []
 
 
 def _log_of(run: RunDirectory, attempt: Attempt, placement: RunPlacement, failure: Failure) -> Path | None:
@@ -161,7 +174,7 @@ def _log_of(run: RunDirectory, attempt: Attempt, placement: RunPlacement, failur
     return None
 
 
-def _followed(first: Finding | None, told: Sequence[EventText]) -> list[EventText]:
+def _followed(first: ExaminedFailure | None, told: Sequence[EventText]) -> list[EventText]:
     if first is None:
         return []
     # What happened within the same moment was noticed in the order in which agents looked.

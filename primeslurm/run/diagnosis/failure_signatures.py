@@ -189,7 +189,7 @@ def in_log(lines: Iterable[str]) -> list[tuple[FailureSignature, str]]:
 
 
 def of_exit(code: int | None) -> list[Cause]:
-    """What an exit code (negative: a signal) says by itself."""
+    """Tell what an exit code (negative: a signal) says by itself."""
     if code is None:
         return []
     number = -code if code < 0 else code - 128  # a shell reports a signal as 128 + its number
@@ -198,11 +198,11 @@ def of_exit(code: int | None) -> list[Cause]:
 
 
 def of_reason(text: str) -> list[Cause]:
-    """What the head's or the orchestrator's words say."""
+    """Tell what the head's or the orchestrator's words say."""
     return [cause for pattern, cause in _REASONS if pattern.search(text)][:1]
 
 
 def of_job(state: str) -> list[Cause]:
-    """What Slurm's state of the job says."""
+    """Tell what Slurm's state of the job says."""
     cause = _SLURM.get(state.partition(" ")[0])
     return [cause] if cause else []

@@ -45,7 +45,7 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 def failures(events: Sequence[Event], heartbeats: Iterable[AgentReport]) -> list[Failure]:
-    """All failures of an attempt, in order of time.
+    """List all failures of an attempt, in order of time.
 
     Args:
         events: of all processes of the attempt, in order of time.

@@ -22,7 +22,7 @@ _GENERIC = re.compile(r"(?i)\b(error|fatal|critical|panic(ked)?|aborted|killed|f
 
 
 def lines_until(path: Path, moment: float) -> list[str]:
-    """The lines of the incarnation that was running at `moment` (Unix seconds); of a log without headers, all."""
+    """Find the lines of the incarnation that was running at `moment` (Unix seconds); of a log without headers, all."""
     try:
         with path.open("rb") as handle:
             handle.seek(max(0, handle.seek(0, 2) - READ_BYTES))
@@ -37,7 +37,7 @@ def lines_until(path: Path, moment: float) -> list[str]:
 
 
 def error_line(lines: Sequence[str]) -> str | None:
-    """The line that says what went wrong: of a known cause, of an exception, or one that looks like an error."""
+    """Find the line that says what went wrong: of a known cause, of an exception, or one that looks like an error."""
     if known := in_log(lines):
         return known[0][1]
     if (raised := _exception(lines)) is not None:

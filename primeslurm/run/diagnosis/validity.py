@@ -19,7 +19,7 @@ _MUST_BE_FINITE = ("trainer/loss", "trainer/grad_norm", "trainer/mismatch_kl", "
 
 
 def problems(rows: Sequence[Row], dropped: int, batch_size: int, max_kl: float = MAX_KL) -> list[str]:
-    """Why a run is invalid; empty if nothing speaks against it.
+    """Tell why a run is invalid; empty if nothing speaks against it.
 
     Args:
         rows: of metrics.jsonl, oldest first.

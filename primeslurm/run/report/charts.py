@@ -62,9 +62,13 @@ class Chart:
 def chart(
     title: str, unit: str, rows: Sequence[Row], series: Sequence[tuple[str, str]], log: bool = False
 ) -> Chart | None:
-    """A chart over steps of the metrics in `series` (label, name); None if no row has any of them.
+    """Draw a chart over steps of the metrics in `series` (label, name); None if no row has any of them.
 
     Args:
+        title: its heading.
+        unit: of the values, in words.
+        rows: of metrics.jsonl, oldest first.
+        series: lines of the chart, each with its label and the name of its metric.
         log: logarithmic values; those that are not positive are left out.
     """
     found = [(label, _thinned(_points(rows, name, log))) for label, name in series]

@@ -124,7 +124,19 @@ class Timeline:
 
 
 def report(run: RunDirectory, job_state: JobQuery, now: float) -> str:
-    """The page as HTML. Raises RunError if the run has no readable attempt."""
+    """Render the page.
+
+    Args:
+        run: the run.
+        job_state: Slurm's word for a job.
+        now: Unix seconds.
+
+    Returns:
+        The page as HTML.
+
+    Raises:
+        RunError: the run has no readable attempt.
+    """
     status, steps = read_status(run, job_state, now), rows(run.path)
     plan = run.latest().plan()
     recipe = read_json(run.path / "recipe.resolved.json") or {}
@@ -148,7 +160,7 @@ def report(run: RunDirectory, job_state: JobQuery, now: float) -> str:
 
 
 def all_charts(steps: Sequence[Row]) -> list[Chart]:
-    """Every chart for which there are numbers."""
+    """Draw every chart for which there are numbers."""
     found = [chart(title, unit, steps, series, log) for title, unit, series, log in _CHARTS]
     for title, unit, name in _ENGINE_CHARTS:
         found.append(chart(title, unit, steps, [(role, f"engines/{role}/{name}") for role in _ROLES]))

@@ -11,7 +11,7 @@ import msgspec
 
 from primeslurm.records.base import Event
 from primeslurm.records.events import nodes, policy, processes, training
-from primeslurm.records.preflight import Check
+from primeslurm.records.fleet import PreflightCheck
 
 Level = Literal["info", "warning", "error"]
 DIED = ("backoff", "fallen", "failed")
@@ -19,7 +19,7 @@ DIED = ("backoff", "fallen", "failed")
 
 
 class EventText(msgspec.Struct, frozen=True):
-    """Something worth telling."""
+    """An event worth telling, in words."""
 
     time: float
     """Unix seconds."""
@@ -30,34 +30,35 @@ class EventText(msgspec.Struct, frozen=True):
 
 
 def notable(events: Iterable[Event]) -> list[EventText]:
-    """The events worth telling, in the order given; what happens several times in a row is told once."""
+    """Pick the events worth telling, in the order given; what happens several times in a row is told once."""
     told: list[EventText] = []
     times = 1
     for event in events:
-        happening = _words(event)
-        if happening is None:
+        text = _words(event)
+        if text is None:
             continue
-        if told and (told[-1].who, _once(told[-1])) == (happening.who, happening.text):
+        if told and (told[-1].who, _once(told[-1])) == (text.who, text.text):
             times += 1
-            told[-1] = msgspec.structs.replace(happening, text=f"{happening.text} ({times} times)")
+            told[-1] = msgspec.structs.replace(text, text=f"{text.text} ({times} times)")
         else:
             times = 1
-            told.append(happening)
+            told.append(text)
     return told
 
 
-def lately(happenings: Sequence[EventText], count: int) -> list[EventText]:
-    """The newest happenings, each text only where it happened last."""
-    newest = {(happening.who, _once(happening)): happening for happening in happenings}
-    return sorted(newest.values(), key=lambda happening: happening.time)[-count:]
+def lately(told: Sequence[EventText], count: int) -> list[EventText]:
+    """Return the newest `count` of these, oldest first; each text only where it happened last."""
+    newest = {(each.who, _once(each)): each for each in told}
+    return sorted(newest.values(), key=lambda each: each.time)[-count:]
 
 
-def _once(happening: EventText) -> str:
-    return re.sub(r" \(\d+ times\)$", "", happening.text)
+def _once(told: EventText) -> str:
+    """Its text without the number of times."""
+    return re.sub(r" \(\d+ times\)$", "", told.text)
 
 
 def exit_words(code: int | None) -> str:
-    """How a process ended: its exit code, or the name of the signal."""
+    """Tell how a process ended: its exit code, or the name of the signal."""
     if code is None:
         return "ended"
     if code >= 0:
@@ -79,7 +80,7 @@ def _words(event: Event) -> EventText | None:
             return _tell(event, engine, "did not take a policy" + _because(error), "warning")
         case policy.EngineRestarted(engine=engine):
             return _tell(event, engine, "is restarted: it failed an update", "warning")
-        case nodes.AttemptEnds() | nodes.AttemptEnded() | nodes.ProcessesGivenUp() | nodes.UnitRestarted():
+        case nodes.AttemptEnds() | nodes.AttemptEnded() | nodes.ProcessesGivenUp() | nodes.ProcessesRestarted():
             return _of_attempt(event)
         case _:
             return _of_node(event)
@@ -118,7 +119,7 @@ def _of_training(
 
 
 def _of_attempt(
-    event: nodes.AttemptEnds | nodes.AttemptEnded | nodes.ProcessesGivenUp | nodes.UnitRestarted,
+    event: nodes.AttemptEnds | nodes.AttemptEnded | nodes.ProcessesGivenUp | nodes.ProcessesRestarted,
 ) -> EventText | None:
     match event:
         case nodes.AttemptEnds(process="head" | "batch", outcome=outcome, reason=reason):
@@ -130,7 +131,7 @@ def _of_attempt(
         case nodes.ProcessesGivenUp(processes=names, reason=reason):
             few = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
             return _tell(event, "head", f"goes on without {few}{_because(reason)}", "error")
-        case nodes.UnitRestarted(unit=unit, reason=reason):
+        case nodes.ProcessesRestarted(unit=unit, reason=reason):
             return _tell(event, unit, "is started again as one" + _because(reason), "warning")
         case _:
             return None  # every agent repeats the ending
@@ -138,7 +139,7 @@ def _of_attempt(
 
 def _of_node(event: Event) -> EventText | None:
     match event:
-        case nodes.Seated(process="head", nodes=names, spares=spares):
+        case nodes.NodesAssigned(process="head", nodes=names, spares=spares):
             more = f", {len(spares)} more are spares" if spares else ""
             return _tell(event, "head", f"all {len(names)} nodes are there{more}")
         case nodes.PreflightDone(node=node, fitness="unfit", checks=checks):
@@ -167,7 +168,7 @@ def _tell(event: Event, who: str, text: str, level: Level = "info") -> EventText
     return EventText(event.time, who, text, level)
 
 
-def _failed(checks: Sequence[Check]) -> str:
+def _failed(checks: Sequence[PreflightCheck]) -> str:
     return "; ".join(check.text for check in checks if check.level == "failed")
 
 

@@ -54,12 +54,16 @@ class RunPlacement(msgspec.Struct, frozen=True):
     replicas: list[PlacedReplica]
 
     def processes(self) -> Iterator[PlacedProcess]:
-        """All processes, in node order."""
+        """Return all processes, in node order."""
         return (process for node in self.nodes for process in node.processes)
 
 
 def placement_of(attempt: Attempt) -> RunPlacement:
-    """What runs where in an attempt. Raises RunError if there is no readable plan."""
+    """Read what runs where in an attempt.
+
+    Raises:
+        RunError: there is no readable plan.
+    """
     try:
         plan = plain(attempt.plan_file.read_bytes(), PlacedProcess.__struct_fields__)
         return msgspec.convert(plan, RunPlacement)

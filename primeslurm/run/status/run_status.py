@@ -16,11 +16,10 @@ import msgspec
 from primeslurm.files import read_json
 from primeslurm.records.attempt import EndRecord, JobRecord
 from primeslurm.records.fleet import AgentReport, FleetView
-from primeslurm.records.load import Load
 from primeslurm.records.metrics import Row
 from primeslurm.records.reading import recent_rows
-from primeslurm.records.state import EngineRecord, OrchestratorState, RolloutProgress, TrainerState
-from primeslurm.run.diagnosis.advice import Advice, advise, shape_of
+from primeslurm.records.state import EngineRecord, Load, OrchestratorState, RolloutProgress, TrainerState
+from primeslurm.run.diagnosis.advice import Advice, advise, tunables_of
 from primeslurm.run.directory import BY_SIGTERM, Attempt, RunDirectory
 from primeslurm.run.records import first_event, progress_of, recent_events
 from primeslurm.run.status.event_text import EventText, lately, notable
@@ -121,7 +120,17 @@ class RunStatus(msgspec.Struct, frozen=True):
 
 
 def read_status(run: RunDirectory, job_state: JobQuery, now: float | None = None, processes: bool = False) -> RunStatus:
-    """The status of the newest attempt; `processes`: with every single one. Raises RunError if there is none."""
+    """Read the status of the newest attempt.
+
+    Args:
+        run: the run.
+        job_state: Slurm's word for a job.
+        now: Unix seconds; the present if left out.
+        processes: with every single process.
+
+    Raises:
+        RunError: the run has no attempt with a readable plan.
+    """
     now = time.time() if now is None else now
     attempt = run.latest()
     placement = placement_of(attempt)
@@ -158,7 +167,7 @@ def read_status(run: RunDirectory, job_state: JobQuery, now: float | None = None
         unhealthy=_unhealthy(placement, attempt, states) if end is None else [],
         processes=_describe(placement.processes(), attempt, states) if processes else [],
         events=lately(notable(recent_events(attempt)), RECENT),
-        advice=advise(orchestrator.roles, shape_of(recipe)) if orchestrator and phase == "running" else [],
+        advice=advise(orchestrator.roles, tunables_of(recipe)) if orchestrator and phase == "running" else [],
     )
 
 
@@ -262,12 +271,12 @@ def _unhealthy(placement: RunPlacement, attempt: Attempt, states: Mapping[str, s
 
 def _describe(processes: Iterable[PlacedProcess], attempt: Attempt, states: Mapping[str, str]) -> list[ProcessStatus]:
     """With what the heartbeats of their nodes say."""
-    roster = attempt.roster()
+    assignment = attempt.assignment()
     reports: dict[int, AgentReport | None] = {}
     found = []
     for process in processes:
         if process.node not in reports:
-            reports[process.node] = attempt.heartbeat(process.node, roster)
+            reports[process.node] = attempt.heartbeat(process.node, assignment)
         report = reports[process.node]
         own = report.processes.get(process.name) if report else None
         found.append(

@@ -28,7 +28,12 @@ class ProcessTarget:
 
 
 def find_target(placement: RunPlacement, attempt: Attempt, word: str) -> ProcessTarget:
-    """A process by name, the first process of a role, or a node by its name or index.
+    """Find a process by name, the first process of a role, or a node by its name or index.
+
+    Args:
+        placement: what runs where.
+        attempt: whose nodes have reported.
+        word: the user's.
 
     Raises:
         UsageError: the run has nothing of that name.
@@ -48,13 +53,13 @@ def find_target(placement: RunPlacement, attempt: Attempt, word: str) -> Process
 
 
 def _target(placement: RunPlacement, attempt: Attempt, index: int, process: str | None) -> ProcessTarget:
-    report = attempt.heartbeat(index, attempt.roster())
+    report = attempt.heartbeat(index, attempt.assignment())
     if report is None:
         raise RunError(f"node {index} of {placement.run} has not reported in attempt {attempt.number}")
     return ProcessTarget(index, placement.nodes[index].group, process, report.name, report)
 
 
 def _reports(placement: RunPlacement, attempt: Attempt) -> dict[int, AgentReport]:
-    roster = attempt.roster()
-    found = {node.index: attempt.heartbeat(node.index, roster) for node in placement.nodes}
+    assignment = attempt.assignment()
+    found = {node.index: attempt.heartbeat(node.index, assignment) for node in placement.nodes}
     return {index: report for index, report in found.items() if report is not None}

@@ -18,9 +18,9 @@ import yaml
 from primeslurm.errors import ClusterError, UsageError, Violation
 from primeslurm.files import write_json
 from primeslurm.slurm.client import SlurmClient
-from primeslurm.slurm.embedded import config as config
+from primeslurm.slurm.embedded import config
 from primeslurm.slurm.embedded.config import ClusterSpec
-from primeslurm.slurm.embedded.daemons import Process, end, job_processes
+from primeslurm.slurm.embedded.daemons import OsProcess, end, job_processes
 
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol")
 _STATE = "cluster.json"
@@ -60,11 +60,15 @@ class Cluster:
 
     spec: ClusterSpec
     place: config.LoopbackPlace
-    daemons: list[Process] = field(default_factory=list)
+    daemons: list[OsProcess] = field(default_factory=list)
 
     @classmethod
     def load(cls, directory: Path) -> Cluster:
-        """The cluster of a directory, up or not. Raises UsageError if there is none."""
+        """Find the cluster of a directory, up or not.
+
+        Raises:
+            UsageError: there is none.
+        """
         state = directory / _STATE
         if not state.is_file():
             why = "holds no embedded cluster"
@@ -72,7 +76,9 @@ class Cluster:
         data = json.loads(state.read_text())
         spec = data["spec"] | {key: Path(data["spec"][key]) for key in ("directory", "runs")}
         return cls(
-            ClusterSpec(**spec), config.LoopbackPlace(data["place"]), [Process(**daemon) for daemon in data["daemons"]]
+            ClusterSpec(**spec),
+            config.LoopbackPlace(data["place"]),
+            [OsProcess(**daemon) for daemon in data["daemons"]],
         )
 
     @property
@@ -144,7 +150,7 @@ class Cluster:
         deadline = time.monotonic() + _PID_FILE_TIMEOUT_S
         while code == 0 and time.monotonic() < deadline:
             with contextlib.suppress(OSError, ValueError):
-                process = Process.of(name, int(pid_file.read_text()))
+                process = OsProcess.of(name, int(pid_file.read_text()))
                 if process is not None:
                     self.daemons.append(process)
                     self._save()
@@ -199,10 +205,14 @@ class Cluster:
 
 
 def up(spec: ClusterSpec) -> tuple[Cluster, bool]:
-    """Start a cluster and wait until all nodes are idle. The flag is False if it was up already.
+    """Start a cluster and wait until all nodes are idle.
 
-    Raises UsageError for a bad specification, missing programs, or a directory that is in use otherwise;
-    ClusterError, with the end of the daemon's log, if a daemon does not come up (nothing is left behind then).
+    Returns:
+        The cluster, and whether it was started: False if it was up already.
+
+    Raises:
+        UsageError: a bad specification, missing programs, or a directory that is in use otherwise.
+        ClusterError: a daemon did not come up; with the end of its log. Nothing is left behind then.
     """
     spec.check()
     _check_machine()

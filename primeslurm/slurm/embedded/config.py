@@ -126,7 +126,7 @@ class LoopbackPlace:
         return 10000 + 256 * self.index
 
     def ports(self, spec: ClusterSpec) -> list[int]:
-        """All ports that the daemons of `spec` need here."""
+        """Return all ports that the daemons of `spec` need here."""
         control = range(self.port + FIRST_CONTROL, self.port + FIRST_CONTROL + spec.control_nodes)
         return [self.port, *range(self.port + 1, self.port + 1 + spec.nodes), *control]
 
@@ -138,7 +138,17 @@ def addresses(spec: ClusterSpec, place: LoopbackPlace) -> dict[str, str]:
 
 
 def slurm_conf(spec: ClusterSpec, place: LoopbackPlace, hostname: str, memory_mb: int) -> str:
-    """Text of slurm.conf: what makes several nodes on one machine work, and nothing shared with another cluster."""
+    """Write slurm.conf: what makes several nodes on one machine work, and nothing shared with another cluster.
+
+    Args:
+        spec: what the user asked for.
+        place: the loopback addresses and ports of the cluster.
+        hostname: of this machine.
+        memory_mb: of this machine, in MB.
+
+    Returns:
+        Its text.
+    """
     directory = spec.directory
     lines = [
         f"ClusterName={spec.name}",
@@ -216,7 +226,7 @@ def gres_conf(spec: ClusterSpec) -> str:
 
 
 def site(spec: ClusterSpec, place: LoopbackPlace) -> Site:
-    """The site file's content."""
+    """Return the site file's content."""
     default = NodeKind(partition="gpu", gpus=spec.gpus_per_node, cpus=spec.cpus_per_node)
     nodes = {"default": default}
     if spec.control_nodes:

@@ -14,7 +14,7 @@ import psutil
 
 
 @dataclass(frozen=True)
-class Process:
+class OsProcess:
     """A process that cannot be mistaken for a later one with the same pid."""
 
     name: str
@@ -26,8 +26,8 @@ class Process:
     """
 
     @classmethod
-    def of(cls, name: str, pid: int) -> Process | None:
-        """The running process `pid`, or None if there is none."""
+    def of(cls, name: str, pid: int) -> OsProcess | None:
+        """Find the running process `pid`, or None if there is none."""
         started = _started(pid)
         return None if started is None else cls(name, pid, started)
 
@@ -53,7 +53,7 @@ def _started(pid: int) -> int | None:
     return None if fields[0] in "ZX" else int(fields[19])
 
 
-def end(processes: Iterable[Process], grace_s: float) -> None:
+def end(processes: Iterable[OsProcess], grace_s: float) -> None:
     """End processes: SIGTERM, wait, SIGKILL. Returns when all are gone."""
     processes = list(processes)
     for process in processes:
@@ -64,7 +64,7 @@ def end(processes: Iterable[Process], grace_s: float) -> None:
         _gone(processes, grace_s)
 
 
-def _gone(processes: list[Process], timeout_s: float) -> bool:
+def _gone(processes: list[OsProcess], timeout_s: float) -> bool:
     deadline = time.monotonic() + timeout_s
     while any(process.alive for process in processes):
         if time.monotonic() > deadline:
@@ -73,14 +73,14 @@ def _gone(processes: list[Process], timeout_s: float) -> bool:
     return True
 
 
-def job_processes(slurm_conf: Path) -> list[Process]:
-    """What jobs of the cluster with this slurm.conf consist of, Slurm's step daemons included.
+def job_processes(slurm_conf: Path) -> list[OsProcess]:
+    """Find the processes of jobs of the cluster with this slurm.conf, Slurm's step daemons included.
 
     This also finds what has left its step, which proctrack/linuxproc does not.
     """
     others = (process for process in psutil.process_iter() if process.pid != os.getpid())
     ours = [other.pid for other in others if _is_task(other.pid, slurm_conf) or _is_step_daemon(other, slurm_conf)]
-    return [process for process in (Process.of("job", pid) for pid in ours) if process is not None]
+    return [process for process in (OsProcess.of("job", pid) for pid in ours) if process is not None]
 
 
 def _is_task(pid: int, slurm_conf: Path) -> bool:
@@ -97,7 +97,7 @@ def _is_task(pid: int, slurm_conf: Path) -> bool:
 
 
 def _is_step_daemon(process: psutil.Process, slurm_conf: Path) -> bool:
-    """slurmstepd writes its title over its environment, but works in the directory of slurmd's log."""
+    """Recognise slurmstepd, which writes its title over its environment, but works in the directory of slurmd's log."""
     try:
         return bool(process.name() == "slurmstepd" and Path(process.cwd()) == slurm_conf.parent / "log")
     except psutil.Error:

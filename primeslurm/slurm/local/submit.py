@@ -54,7 +54,11 @@ def _argv(pid: int) -> list[str]:
 
 
 def cancel(plan: Plan, job_id: str) -> None:
-    """Ask the controller of a run to end its agents and itself. Raises RunError if it does not run."""
+    """Ask the controller of a run to end its agents and itself.
+
+    Raises:
+        RunError: it does not run.
+    """
     if not is_running(plan, job_id):
         raise RunError(f"run {plan.run}: its local job {job_id} does not run")
     with contextlib.suppress(ProcessLookupError):

@@ -3,8 +3,14 @@
 While the file named by EMULATED_SLOW_FILES exists, every fsync and every rename takes a second longer.
 """
 
+from __future__ import annotations
+
 import os
 import time
+
+TYPE_CHECKING = False  # `typing` would be imported into every process
+if TYPE_CHECKING:
+    from typing import Any
 
 _DELAY_S = 1.0
 _SWITCH = os.environ["EMULATED_SLOW_FILES"]
@@ -16,19 +22,19 @@ def _wait() -> None:
         time.sleep(_DELAY_S)
 
 
-def _slow_fsync(fd):
+def _slow_fsync(fd: int) -> None:
     _wait()
-    return _fsync(fd)
+    _fsync(fd)
 
 
-def _slow_replace(*args, **kwargs):
+def _slow_replace(*args: Any, **kwargs: Any) -> None:
     _wait()
-    return _replace(*args, **kwargs)
+    _replace(*args, **kwargs)
 
 
-def _slow_rename(*args, **kwargs):
+def _slow_rename(*args: Any, **kwargs: Any) -> None:
     _wait()
-    return _rename(*args, **kwargs)
+    _rename(*args, **kwargs)
 
 
 os.fsync, os.replace, os.rename = _slow_fsync, _slow_replace, _slow_rename

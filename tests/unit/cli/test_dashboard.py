@@ -8,7 +8,7 @@ import msgspec
 from rich.console import Console
 
 from primeslurm.cli.views.dashboard import duration, numbers_of, one_line, sparkline, view
-from primeslurm.records.load import Load
+from primeslurm.records.state import Load
 from primeslurm.run.diagnosis.advice import Advice
 from primeslurm.run.status.event_text import EventText
 from primeslurm.run.status.run_status import ProcessStatus, ReplicaStatus, RlProgress, RunStatus

@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -21,7 +21,7 @@ from primeslurm.records.base import Event
 from primeslurm.records.events.processes import ProcessExited, ProcessStarted
 from primeslurm.records.fleet import Ending, Outcome, ProcessReport
 from primeslurm.run.directory import BY_SIGTERM, Attempt, RunDirectory
-from primeslurm.run.status.summary import events as all_events
+from primeslurm.run.records import events as all_events
 from primeslurm.wire import exits
 from tests.support.plans import SERVER, plan_of, python
 
@@ -70,7 +70,7 @@ class Running:
     def report(self, name: str) -> ProcessReport:
         """What is known of a process; before anything is, that it waits."""
         node = self.attempt.plan().process(name).node
-        heartbeat = self.attempt.heartbeat(node, self.attempt.roster())
+        heartbeat = self.attempt.heartbeat(node, self.attempt.assignment())
         return (heartbeat.processes.get(name) if heartbeat else None) or ProcessReport("waiting")
 
     def wait(self, condition: Callable[[], object], timeout_s: float = 60.0) -> None:
@@ -95,7 +95,7 @@ class Running:
 
 
 @pytest.fixture
-def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # type: ignore[no-untyped-def]
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Running]]:
     started: list[Running] = []
 
     def run(
@@ -266,7 +266,7 @@ def test_nodes_stop_when_the_head_is_gone(start: Callable[..., Running], monkeyp
 
 
 @pytest.fixture
-def seated(tmp_path: Path) -> tuple[Head, list[NodeAgent], float]:
+def assigned(tmp_path: Path) -> tuple[Head, list[NodeAgent], float]:
     """A head, its agents, and the time of their last heartbeat; none of them does anything by itself."""
     plan = plan_of(tmp_path / "run", (process("a", 0, SLEEP),), (process("b", 1, SLEEP),), node_silent_s=90)
     attempt = RunDirectory(tmp_path / "run").attempt(1)
@@ -281,9 +281,9 @@ def seated(tmp_path: Path) -> tuple[Head, list[NodeAgent], float]:
     return head, agents, now
 
 
-def test_who_was_held_up_itself_holds_nobody_for_silent(seated: tuple[Head, list[NodeAgent], float]) -> None:
+def test_who_was_held_up_itself_holds_nobody_for_silent(assigned: tuple[Head, list[NodeAgent], float]) -> None:
     """A machine that stood still for long goes on with any of its processes first."""
-    head, agents, now = seated
+    head, agents, now = assigned
     agents[1]._read_head(now)
     for seconds in range(1000, 1080):
         head.tick(now + seconds)
@@ -296,9 +296,9 @@ def test_who_was_held_up_itself_holds_nobody_for_silent(seated: tuple[Head, list
 
 
 def test_a_job_that_is_cancelled_is_not_requeued_where_the_head_hears_of_it_last(
-    seated: tuple[Head, list[NodeAgent], float],
+    assigned: tuple[Head, list[NodeAgent], float],
 ) -> None:
-    head, agents, now = seated
+    head, agents, now = assigned
     agents[1]._heartbeat(now + 1, ended=True)
     head.tick(now + 1)
     assert head.ending is not None and head.ending.reason.endswith("its agent ended")
@@ -326,7 +326,7 @@ def test_a_server_that_hangs_is_restarted(start: Callable[..., Running]) -> None
     assert first.code == -9 and (first.reason or "").startswith("gave no answer for ")
 
 
-def test_a_unit_is_restarted_as_one(start: Callable[..., Running]) -> None:
+def test_a_restart_group_is_restarted_as_one(start: Callable[..., Running]) -> None:
     unit = {"unit": "u", "restart": "unit"}
     running = start(
         (server("a", 0, 21000, **unit), server("other", 0, 21010)), (server("b", 1, 21020, "a", after=("a",), **unit),)
@@ -353,7 +353,7 @@ def test_a_spare_takes_over_and_what_is_concerned_starts_anew(
     lost = running.agents[1]
     beat = lost._heartbeat
     monkeypatch.setattr(lost, "_heartbeat", lambda *_, **__: None)
-    running.wait(lambda: running.attempt.roster().seats[1].rank == 2)
+    running.wait(lambda: running.attempt.assignment().agents[1].rank == 2)
     monkeypatch.setattr(lost, "_heartbeat", beat)
     running.wait(lambda: not running.threads[1].is_alive())
     assert not alive(before["engine"])

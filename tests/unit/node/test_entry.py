@@ -33,7 +33,7 @@ def process(name: str, node: int, argv: tuple[str, ...], role: str) -> Process:
 
 
 @pytest.fixture
-def start(tmp_path: Path):  # type: ignore[no-untyped-def]
+def start(tmp_path: Path) -> Iterator[Callable[..., tuple[RunDirectory, str]]]:
     started: list[tuple[Plan, str]] = []
 
     def run(*nodes: tuple[Process, ...], max_attempts: int = 3) -> tuple[RunDirectory, str]:

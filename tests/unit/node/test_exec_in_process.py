@@ -29,22 +29,22 @@ def pids(tmp_path: Path) -> Iterator[list[int]]:
         process.communicate()
 
 
-def inside(pid: int, agent: int, *command: str) -> subprocess.CompletedProcess[str]:
+def run_as(pid: int, agent: int, *command: str) -> subprocess.CompletedProcess[str]:
     argv = [sys.executable, "-m", "primeslurm.node.host.exec_in_process", str(pid), str(agent), *command]
     return subprocess.run(argv, cwd=Path(__file__).parents[3], capture_output=True, text=True, check=False)
 
 
 def test_the_process_is_over_its_agent_and_the_agent_alone_where_it_ended(pids: list[int], tmp_path: Path) -> None:
     process, agent, ended = pids
-    done = inside(process, agent, "sh", "-c", "echo $WHO $PATH $PWD; exit 3")
+    done = run_as(process, agent, "sh", "-c", "echo $WHO $PATH $PWD; exit 3")
     assert (done.returncode, done.stdout, done.stderr) == (3, f"process /usr/bin:/bin {tmp_path}/work\n", "")
-    done = inside(ended, agent, "sh", "-c", "echo $WHO $PWD")
+    done = run_as(ended, agent, "sh", "-c", "echo $WHO $PWD")
     assert done.stdout == f"agent {tmp_path}\n" and "does not run" in done.stderr
 
 
 def test_nothing_there_is_126_and_no_such_command_127(pids: list[int]) -> None:
     process, agent, ended = pids
-    done = inside(process, ended, "true")
+    done = run_as(process, ended, "true")
     assert done.returncode == 126 and "does not run on this node" in done.stderr
-    done = inside(process, agent, "no-such-command")
+    done = run_as(process, agent, "no-such-command")
     assert (done.returncode, done.stderr) == (127, "no-such-command: No such file or directory\n")

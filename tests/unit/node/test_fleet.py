@@ -10,15 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primeslurm.node.agent.placeholders import UnknownPlaceholder, resolve
+from primeslurm.node.agent.node_context import UnknownPlaceholder, resolve
 from primeslurm.node.agent.supervision import BACKOFF_S, ProcessState, Supervision
-from primeslurm.node.attempt.requeue import should_requeue
+from primeslurm.node.attempt.attempt_end import should_requeue
 from primeslurm.node.head.fleet import NODE_START_S, SPARE_WAIT_S, VERDICT_S, Fleet
 from primeslurm.node.head.process_states import FleetState, fleet_state
 from primeslurm.plan.model import Health, Plan, Process, Replica
 from primeslurm.records.base import Event
-from primeslurm.records.events.nodes import NodeLost, ProcessesGivenUp, UnitRestarted
-from primeslurm.records.fleet import AgentReport, Ending, Fitness, Outcome, ProcessReport, UnitOrder
+from primeslurm.records.events.nodes import NodeLost, ProcessesGivenUp, ProcessesRestarted
+from primeslurm.records.fleet import AgentReport, Ending, Fitness, Outcome, ProcessReport, RestartOrder
 from primeslurm.wire import exits
 from primeslurm.wire.addresses import Addresses
 from tests.support.plans import plan_of
@@ -88,7 +88,7 @@ class Agents:
         self.beat(now)
         return self.fleet.decide(now)
 
-    def seated(self) -> Fleet:
+    def assigned(self) -> Fleet:
         assert self.decide(0.0) is None
         self.beat(0.0)
         assert self.fleet.assembled
@@ -164,10 +164,10 @@ def test_what_is_ended_to_be_renewed_starts_again_at_once_and_for_free() -> None
     assert s.tick(1, prerequisites=True, ready=False) == "start"
 
 
-def test_a_unit_s_member_follows_its_generation() -> None:
+def test_a_member_of_a_restart_group_follows_its_generation() -> None:
     s = Supervision(process(unit="u"))
     s.started(0)
-    held, free = UnitOrder(1, hold=True), UnitOrder(1, hold=False)
+    held, free = RestartOrder(1, hold=True), RestartOrder(1, hold=False)
     assert s.tick(1, prerequisites=True, ready=True, order=held) == "kill"
     s.exited(2, -9, ending=False)
     assert s.tick(3, prerequisites=True, ready=False, order=held) == "nothing"
@@ -176,7 +176,7 @@ def test_a_unit_s_member_follows_its_generation() -> None:
     assert s.tick(5, prerequisites=True, ready=True, order=free) == "nothing"
     s.exited(6, 1, ending=False)
     assert s.tick(99, prerequisites=True, ready=False, order=free) == "nothing"
-    assert s.tick(99, prerequisites=True, ready=False, order=UnitOrder(2, hold=False)) == "start"
+    assert s.tick(99, prerequisites=True, ready=False, order=RestartOrder(2, hold=False)) == "start"
 
 
 @given(st.lists(st.sampled_from([1, -9, -11]), min_size=1, max_size=10))
@@ -210,13 +210,13 @@ def test_operators_words(report: ProcessReport | None, suspect: bool, expected: 
 
 
 @pytest.mark.parametrize("code", [0, 1])
-def test_a_trainer_rank_starts_again_with_a_new_generation_of_its_unit(code: int) -> None:
+def test_a_trainer_rank_starts_again_with_a_new_generation_of_its_group(code: int) -> None:
     s = Supervision(process("trainer", "attempt", health=False))
     s.started(0.0)
     s.exited(1.0, code, ending=False)
-    for order in (None, UnitOrder(0, hold=False), UnitOrder(1, hold=True)):
+    for order in (None, RestartOrder(0, hold=False), RestartOrder(1, hold=True)):
         assert s.tick(2.0, prerequisites=True, ready=False, order=order) == "nothing"
-    assert s.tick(2.0, prerequisites=True, ready=False, order=UnitOrder(1, hold=False)) == "start"
+    assert s.tick(2.0, prerequisites=True, ready=False, order=RestartOrder(1, hold=False)) == "start"
 
 
 def test_a_dead_trainer_is_dead_not_lost() -> None:
@@ -227,7 +227,7 @@ def test_a_dead_trainer_is_dead_not_lost() -> None:
 def test_nodes_go_to_fit_agents_in_order_and_the_rest_are_spares() -> None:
     agents = Agents((process(name="a"),), (process(name="b", node=1),), spares=1)
     agents.unfit = {1: "GPU 3 has 2 uncorrected ECC errors"}
-    fleet = agents.seated()
+    fleet = agents.assigned()
     assert fleet.assignment.rank_of == {0: 0, 1: 2}
     assert agents.news(NodeLost) == [NodeLost("n1", 1, "GPU 3 has 2 uncorrected ECC errors")]
     assert [item.blamed for item in fleet.news] == ["n1", None]
@@ -288,7 +288,7 @@ def test_a_node_whose_agent_cannot_be_started_is_not_waited_for() -> None:
 
 def test_a_silent_node_ends_the_attempt_and_is_named() -> None:
     agents = Agents((process(name="a"),), (process(name="b", node=1),))
-    fleet = agents.seated()
+    fleet = agents.assigned()
     agents.silent = {1}
     assert agents.decide(90.0) is None
     assert agents.decide(91.0) == Ending(Outcome.FAILED, "node n1: has been silent for 91 s", "n1")
@@ -311,7 +311,7 @@ def two_replicas(**options: int) -> Agents:
 
 def test_a_spare_takes_the_place_of_a_lost_node() -> None:
     agents = two_replicas(spares=1)
-    fleet = agents.seated()
+    fleet = agents.assigned()
     agents.silent = {1}
     assert agents.decide(91.0) is None
     assert fleet.assignment.rank_of == {0: 0, 1: 3, 2: 2} and fleet.assignment.generation == 2
@@ -329,7 +329,7 @@ def test_a_spare_takes_the_place_of_a_lost_node() -> None:
 
 def test_a_replica_among_several_is_given_up_and_the_last_one_is_not() -> None:
     agents = two_replicas()
-    fleet = agents.seated()
+    fleet = agents.assigned()
     agents.silent = {2}
     assert agents.decide(91.0) is None
     assert fleet.lost == {"engine-r1-0", "router-1"}
@@ -344,7 +344,7 @@ def test_one_engine_of_a_replica_may_be_lost() -> None:
     decode, router = process("decode", name="decode-r0-0"), process("router", name="router-0")
     r = replica(0, "prefill-r0-0", "prefill-r0-1", "decode-r0-0")
     agents = Agents((prefill[0], decode, router), (prefill[1],), replicas=(r,))
-    fleet = agents.seated()
+    fleet = agents.assigned()
     agents.silent = {1}
     assert agents.decide(91.0) is None
     assert fleet.lost == {"prefill-r0-1"}
@@ -356,7 +356,7 @@ def test_one_engine_of_a_replica_may_be_lost() -> None:
 def test_what_has_no_spare_ends_with_its_node() -> None:
     orchestrator = process("orchestrator", name="orchestrator", health=False, node=1)
     agents = Agents((process(name="a"),), (orchestrator,), spares=1)
-    agents.seated()
+    agents.assigned()
     agents.silent = {1}
     assert agents.decide(91.0) == Ending(Outcome.FAILED, "node n1: has been silent for 91 s", "n1")
 
@@ -366,7 +366,7 @@ def trainer_of_two(spares: int) -> Agents:
     ranks = [process("trainer", "attempt", f"t{i}", health=False, node=i + 1) for i in (0, 1)]
     members = [(rank.model_copy(update={"unit": "trainer"}),) for rank in ranks]
     agents = Agents((process("orchestrator", name="orchestrator"),), *members, spares=spares)
-    agents.seated()
+    agents.assigned()
     return agents
 
 
@@ -380,11 +380,11 @@ def test_a_trainer_whose_node_is_lost_moves_to_a_spare_as_one() -> None:
     for now in (5.0, 30.0, 90.0):
         assert agents.decide(now) is None and not agents.fleet.orders
     assert agents.decide(91.0) is None
-    assert agents.fleet.orders == {"trainer": UnitOrder(1, hold=True)}
+    assert agents.fleet.orders == {"trainer": RestartOrder(1, hold=True)}
     agents.states["t1"] = ProcessReport(state="waiting")  # on the spare
     assert agents.decide(91.0 + BACKOFF_S[0]) is None
     assert agents.fleet.assignment.rank_of[2] == 3
-    assert agents.fleet.orders == {"trainer": UnitOrder(1, hold=False)}
+    assert agents.fleet.orders == {"trainer": RestartOrder(1, hold=False)}
     agents.states = {"t0": fallen(1, "ready"), "t1": fallen(1, "ready")}
     assert agents.decide(95.0) is None
     agents.states["t0"] = msgspec.structs.replace(DIED, generation=1)
@@ -408,7 +408,7 @@ def test_a_trainer_rank_whose_gpu_failed_moves_to_a_spare() -> None:
     assert agents.decide(10.0) is None
     agents.unfit = {2: "GPU 3 has 2 uncorrected ECC errors"}
     assert agents.decide(12.0) is None
-    assert agents.fleet.assignment.rank_of[2] == 3 and agents.fleet.orders == {"trainer": UnitOrder(1, hold=True)}
+    assert agents.fleet.assignment.rank_of[2] == 3 and agents.fleet.orders == {"trainer": RestartOrder(1, hold=True)}
 
 
 def test_a_trainer_node_without_a_spare_ends_the_attempt() -> None:
@@ -422,7 +422,7 @@ def test_a_teacher_moves_to_a_spare_and_is_never_done_without(spares: int) -> No
     serving = (process("router", name="router-0"), process(name="engine-r0-0"))
     teachers = [(process("teacher", name=f"teacher-{i}", node=i + 1),) for i in (0, 1)]
     agents = Agents(serving, *teachers, spares=spares, replicas=(replica(0, "engine-r0-0"),))
-    fleet = agents.seated()
+    fleet = agents.assigned()
     agents.silent = {2}
     ending = agents.decide(91.0)
     if spares:
@@ -432,7 +432,7 @@ def test_a_teacher_moves_to_a_spare_and_is_never_done_without(spares: int) -> No
 
 
 def unit_of_two(**options: int) -> Agents:
-    """A unit over nodes 1 and 2, and another replica on the head's node."""
+    """A restart group over nodes 1 and 2, and another replica on the head's node."""
     members = [(process(name=f"engine-r0-{i}", node=i + 1, unit="r0"),) for i in (0, 1)]
     first = (process("router", name="router-0"), process("router", name="router-1"), process(name="engine-r1-0"))
     replicas = (replica(0, "engine-r0-0", "engine-r0-1"), replica(1, "engine-r1-0"))
@@ -443,47 +443,47 @@ def fallen(generation: int, state: str = "fallen") -> ProcessReport:
     return ProcessReport(state=state, exit_code=-9, generation=generation)
 
 
-def test_a_unit_restarts_as_one_and_only_when_all_of_it_has_ended() -> None:
+def test_a_restart_group_restarts_as_one_and_only_when_all_of_it_has_ended() -> None:
     agents = unit_of_two()
-    fleet = agents.seated()
+    fleet = agents.assigned()
     agents.states = {"engine-r0-1": fallen(0)}
     assert agents.decide(10.0) is None
-    assert fleet.orders == {"r0": UnitOrder(1, hold=True)}
+    assert fleet.orders == {"r0": RestartOrder(1, hold=True)}
     agents.decide(10.0 + BACKOFF_S[0])
     assert fleet.orders["r0"].hold, "its other member still runs"
     agents.states["engine-r0-0"] = fallen(0, "waiting")
     agents.decide(12.0)
-    assert fleet.orders == {"r0": UnitOrder(1, hold=False)}
+    assert fleet.orders == {"r0": RestartOrder(1, hold=False)}
     agents.states = {name: fallen(1, "ready") for name in agents.states}
     agents.decide(13.0)
-    assert fleet.orders == {"r0": UnitOrder(1, hold=False)}
-    assert [news.generation for news in agents.news(UnitRestarted)] == [1]
+    assert fleet.orders == {"r0": RestartOrder(1, hold=False)}
+    assert [news.generation for news in agents.news(ProcessesRestarted)] == [1]
 
 
-def test_a_unit_that_keeps_dying_is_given_up_as_one() -> None:
+def test_a_restart_group_that_keeps_dying_is_given_up_as_one() -> None:
     agents = unit_of_two()
-    fleet = agents.seated()
+    fleet = agents.assigned()
     for generation in range(3):
         agents.states = {"engine-r0-0": fallen(generation), "engine-r0-1": fallen(generation, "waiting")}
         assert agents.decide(10.0 + generation) is None
-    assert fleet.units["r0"].generation == 2
+    assert fleet.restart_groups["r0"].generation == 2
     assert fleet.lost == {"engine-r0-0", "engine-r0-1", "router-0"}
 
 
-def test_a_unit_moves_to_a_spare_as_one() -> None:
+def test_a_restart_group_moves_to_a_spare_as_one() -> None:
     agents = unit_of_two(spares=1)
-    fleet = agents.seated()
+    fleet = agents.assigned()
     agents.silent = {2}
     assert agents.decide(91.0) is None
-    assert fleet.orders == {"r0": UnitOrder(1, hold=True)}
+    assert fleet.orders == {"r0": RestartOrder(1, hold=True)}
     agents.states = {"engine-r0-0": fallen(0, "waiting"), "engine-r0-1": fallen(0, "waiting")}
     agents.decide(95.0)
-    assert fleet.assignment.rank_of[2] == 3 and fleet.orders == {"r0": UnitOrder(1, hold=False)}
+    assert fleet.assignment.rank_of[2] == 3 and fleet.orders == {"r0": RestartOrder(1, hold=False)}
 
 
-def test_a_unit_without_one_of_its_nodes_is_lost_as_one() -> None:
+def test_a_restart_group_without_one_of_its_nodes_is_lost_as_one() -> None:
     agents = unit_of_two()
-    fleet = agents.seated()
+    fleet = agents.assigned()
     agents.silent = {2}
     assert agents.decide(91.0) is None
     assert fleet.lost == {"engine-r0-0", "engine-r0-1", "router-0"}
@@ -491,7 +491,7 @@ def test_a_unit_without_one_of_its_nodes_is_lost_as_one() -> None:
 
 def test_an_agents_own_error_ends_the_attempt() -> None:
     agents = Agents((process(),))
-    agents.seated()
+    agents.assigned()
     fleet = agents.fleet
     fleet.observe(msgspec.structs.replace(fleet.agents[0], error="NetworkError: no free port"), now=0.0)
     assert fleet.decide(1.0) == Ending(Outcome.FAILED, "node n0: NetworkError: no free port", "n0")
@@ -499,7 +499,7 @@ def test_an_agents_own_error_ends_the_attempt() -> None:
 
 def test_completion_needs_trainer_and_orchestrator() -> None:
     agents = Agents((process("orchestrator", name="orchestrator"), process("trainer", "attempt", "t")))
-    agents.seated()
+    agents.assigned()
     agents.states = {"t": DONE}
     assert agents.decide(1.0) is None
     agents.states = {"t": DONE, "orchestrator": DONE}
@@ -517,14 +517,14 @@ def test_completion_needs_trainer_and_orchestrator() -> None:
 )
 def test_failed_processes_end_the_attempt(code: int, outcome: Outcome, reason: str) -> None:
     agents = Agents((process(),))
-    agents.seated()
+    agents.assigned()
     agents.states = {"p": ProcessReport(state="failed", exit_code=code)}
     assert agents.decide(0.0) == Ending(outcome, reason, "p")
 
 
 def test_no_progress_is_a_stall() -> None:
     agents = Agents((process(),))
-    fleet = agents.seated()
+    fleet = agents.assigned()
     fleet.observe_progress((1, 1), now=10.0)
     assert agents.decide(150.0) is None
     ending = agents.decide(161.0)
@@ -582,6 +582,6 @@ def test_a_store_s_master_is_needed_and_its_clients_are_not(node: int, goes_on: 
     agents = Agents(
         (process(name="x", role="orchestrator", health=False),), (master, *nodes[0]), nodes[1], replicas=replicas
     )
-    agents.seated()
+    agents.assigned()
     agents.silent = {node}
     assert (agents.decide(91.0) is None) is goes_on

@@ -11,13 +11,13 @@ import pytest
 from primeslurm.files import write_json
 from primeslurm.node.attempt.attempts import enter, first_of_job
 from primeslurm.node.attempt.batch_epilogue import BatchEpilogue, ending_of_step
-from primeslurm.node.attempt.job_output import JobOutput
 from primeslurm.plan.model import Plan
 from primeslurm.records.attempt import EndRecord, JobRecord
-from primeslurm.records.fleet import Ending, Outcome, Roster, Seat
+from primeslurm.records.fleet import AssignedAgent, AssignmentRecord, Ending, Outcome
 from primeslurm.run.directory import Attempt, RunDirectory
 from primeslurm.slurm.launch_failures import (
     NODES,
+    JobOutput,
     early_exits,
     launch_failures,
     node_names,
@@ -160,17 +160,19 @@ def stopped(tmp_path: Path) -> Attempt:
     return attempt
 
 
-@pytest.mark.parametrize("seated", [False, True])
-def test_the_step_starts_again_also_after_a_head_has_seated_the_others(
-    seated: bool, stopped: Attempt, fake_srun: Path, tmp_path: Path
+@pytest.mark.parametrize("assigned", [False, True])
+def test_the_step_starts_again_also_after_a_head_has_assigned_the_others(
+    assigned: bool, stopped: Attempt, fake_srun: Path, tmp_path: Path
 ) -> None:
     """On a slow machine the head reads what srun says before srun ends it."""
-    if seated:
-        roster = Roster(1, {0: Seat(0, "n0"), 1: Seat(1, "n1"), 2: Seat(3, "n3")})
-        write_json(stopped.roster_file, msgspec.to_builtins(roster))
+    if assigned:
+        assignment = AssignmentRecord(
+            1, {0: AssignedAgent(0, "n0"), 1: AssignedAgent(1, "n1"), 2: AssignedAgent(3, "n3")}
+        )
+        write_json(stopped.roster_file, msgspec.to_builtins(assignment))
     assert BatchEpilogue(RunDirectory(tmp_path / "run"), [str(fake_srun), "--label", "agent"]).see_to(1) == 0
     assert (tmp_path / "called").read_text() == "--nodes=3 --ntasks=3 --nodelist=n0,n1,n3 --label agent\n"
-    assert not stopped.roster().seats, "of heads that are gone"
+    assert not stopped.assignment().agents, "of heads that are gone"
     assert stopped.end() is None
 
 

@@ -13,7 +13,7 @@ import pytest
 from primeslurm.files import write_json
 from primeslurm.node.preflight import checks
 from primeslurm.node.preflight.checks import (
-    Check,
+    PreflightCheck,
     clock_check,
     hca_checks,
     hca_names,
@@ -35,12 +35,12 @@ NO_ECC = ["1", "GPU-b", "4", "[N/A]"]
 ROWS = [["GPU-a", "No", "No"], ["GPU-b", "No", "No"]]
 
 
-def texts(found: list[Check], level: str) -> list[str]:
+def texts(found: list[PreflightCheck], level: str) -> list[str]:
     return [check.text for check in found if check.level == level]
 
 
 def test_sound_gpus() -> None:
-    assert judge_gpus(2, [SOUND, NO_ECC], ROWS) == [Check("gpus", "ok", "2 GPUs")]
+    assert judge_gpus(2, [SOUND, NO_ECC], ROWS) == [PreflightCheck("gpus", "ok", "2 GPUs")]
 
 
 def test_what_is_wrong_with_gpus_is_all_told() -> None:
@@ -85,7 +85,7 @@ def test_adapters_must_be_there_and_active(tmp_path: Path) -> None:
         port = tmp_path / name / "ports" / "1"
         port.mkdir(parents=True)
         (port / "state").write_text(state + "\n")
-    assert hca_checks(["mlx5_0:1"], tmp_path) == [Check("hca", "ok", "active: mlx5_0:1")]
+    assert hca_checks(["mlx5_0:1"], tmp_path) == [PreflightCheck("hca", "ok", "active: mlx5_0:1")]
     found = hca_checks(["mlx5_0", "mlx5_1:1", "mlx5_2"], tmp_path)
     assert texts(found, "failed") == ["adapter mlx5_1:1 is 1: DOWN", "there is no adapter mlx5_2"]
 
@@ -145,7 +145,7 @@ def test_a_model_must_be_complete(tmp_path: Path) -> None:
 
 def test_versions() -> None:
     head = {"torch": "2.9", "nixl": None}
-    assert version_checks(head, head, head) == [Check("versions", "ok", "the head's")]
+    assert version_checks(head, head, head) == [PreflightCheck("versions", "ok", "the head's")]
     (found,) = version_checks({"torch": "2.8", "nixl": None}, head, head)
     assert (found.level, found.text) == ("failed", "torch is 2.8, the head has 2.9")
     (found,) = version_checks(head, head, {"torch": "2.7"})

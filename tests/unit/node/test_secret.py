@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import zmq
 
-from primeslurm.node.agent.placeholders import UnknownPlaceholder
+from primeslurm.node.agent.node_context import UnknownPlaceholder
 from primeslurm.node.agent.process_manager import ProcessManager
 from primeslurm.plan.derive import derive
 from primeslurm.plan.model import Plan, Process

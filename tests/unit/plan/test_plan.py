@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from primeslurm.api.sites import local_site
 from primeslurm.errors import UsageError
-from primeslurm.node.agent.placeholders import Addresses, resolve
+from primeslurm.node.agent.node_context import Addresses, resolve
 from primeslurm.plan.derive import derive
 from primeslurm.plan.model import Plan
 from primeslurm.recipe import Recipe

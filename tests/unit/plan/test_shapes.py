@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from primeslurm.errors import UsageError
-from primeslurm.node.agent.placeholders import resolve
+from primeslurm.node.agent.node_context import resolve
 from primeslurm.plan.derive import derive
 from primeslurm.plan.model import Plan, Process
 from primeslurm.recipe import Recipe

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from primeslurm.errors import UsageError
-from primeslurm.node.agent.placeholders import resolve
+from primeslurm.node.agent.node_context import resolve
 from primeslurm.plan.derive import derive
 from primeslurm.plan.model import Plan
 from primeslurm.recipe import Recipe, Site

@@ -5,10 +5,10 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from primeslurm.records.load import Load
-from primeslurm.run.diagnosis.advice import Advice, Shape, advise, shape_of
+from primeslurm.records.state import Load
+from primeslurm.run.diagnosis.advice import Advice, Tunables, advise, tunables_of
 
-SPLIT = Shape(prefill=3, decode=1)
+SPLIT = Tunables(prefill=3, decode=1)
 BUSY_PREFILL = Load(
     engines=24, seconds=60, running_mean=24, waiting_mean=90, busy_mean=1, computed_per_s=5200, kv_usage_mean=0.5
 )
@@ -17,8 +17,8 @@ FULL_DECODE = msgspec.structs.replace(CALM_DECODE, waiting_mean=80, kv_usage_mea
 IDLE_PREFILL = msgspec.structs.replace(BUSY_PREFILL, waiting_mean=0, running_mean=2, busy_mean=0.3)
 
 
-def only(prefill: Load, decode: Load, shape: Shape = SPLIT) -> Advice | None:
-    found = advise({"prefill": prefill, "decode": decode}, shape)
+def only(prefill: Load, decode: Load, tunables: Tunables = SPLIT) -> Advice | None:
+    found = advise({"prefill": prefill, "decode": decode}, tunables)
     assert len(found) <= 1
     return found[0] if found else None
 
@@ -41,7 +41,7 @@ def test_saturated_decode_takes_from_idle_prefill_or_else_grows() -> None:
     advice = only(IDLE_PREFILL, FULL_DECODE)
     assert advice is not None and advice.changes == {"deployment.inference.prefill.num_replicas": 2}
     assert advice.text.startswith("decode is saturated: 2:1")
-    advice = only(IDLE_PREFILL, FULL_DECODE, Shape(prefill=1, decode=1))
+    advice = only(IDLE_PREFILL, FULL_DECODE, Tunables(prefill=1, decode=1))
     assert advice is not None and advice.changes == {"deployment.inference.decode.num_replicas": 2}
 
 
@@ -65,19 +65,19 @@ def test_without_evidence_nothing_is_said(prefill: Load, decode: Load) -> None:
 
 def test_engines_that_preempt_get_fewer_rollouts_in_flight() -> None:
     load = Load(engines=2, seconds=60, preemptions_per_s=0.1, kv_usage_mean=0.97, running_mean=40.5, waiting_mean=20)
-    (advice,) = advise({"engine": load}, Shape(max_inflight=64))
+    (advice,) = advise({"engine": load}, Tunables(max_inflight=64))
     assert advice.changes == {"orchestrator.max_inflight_rollouts": 40}
     assert "6.0 times a minute" in advice.reason
-    (advice,) = advise({"engine": load}, Shape())
+    (advice,) = advise({"engine": load}, Tunables())
     assert advice.changes == {} and "or KV offload" in advice.text
-    (advice,) = advise({"engine": load}, Shape(kv_offload=True))
+    (advice,) = advise({"engine": load}, Tunables(kv_offload=True))
     assert "offload" not in advice.text
-    assert advise({"engine": msgspec.structs.replace(load, preemptions_per_s=0.001)}, Shape()) == []
+    assert advise({"engine": msgspec.structs.replace(load, preemptions_per_s=0.001)}, Tunables()) == []
 
 
 def test_the_shape_is_read_from_the_recipe() -> None:
     inference = {"type": "disaggregated", "prefill": {"num_replicas": 3}, "decode": {"num_replicas": 1}}
     recipe = {"deployment": {"inference": inference}, "orchestrator": {"max_inflight_rollouts": 9}}
-    assert shape_of({**recipe, "inference": {"kv_offload": {"type": "native"}}}) == Shape(3, 1, 9, True)
-    assert shape_of({"deployment": {"inference": {"type": "multi_node"}}}) == Shape()
-    assert shape_of({}) == Shape()
+    assert tunables_of({**recipe, "inference": {"kv_offload": {"type": "native"}}}) == Tunables(3, 1, 9, True)
+    assert tunables_of({"deployment": {"inference": {"type": "multi_node"}}}) == Tunables()
+    assert tunables_of({}) == Tunables()

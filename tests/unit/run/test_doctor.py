@@ -165,7 +165,7 @@ def test_a_replica_that_was_given_up_is_a_failure_of_a_run_that_goes_on(run: Run
     ]
 
 
-def test_a_member_of_a_unit_that_died_is_over_once_the_unit_runs_again(run: RunDirectory) -> None:
+def test_a_member_of_a_restart_group_that_died_is_over_once_the_group_runs_again(run: RunDirectory) -> None:
     say(run, "agent-1", T0 + 10, "exited", name="decode-r0-0", code=1, state="fallen", reason="hangs")
     assert diagnosis(run, "RUNNING").first is not None
     say(run, "agent-1", T0 + 12, "started", name="decode-r0-0", restarts=0, generation=1)

@@ -20,7 +20,7 @@ def read(*events: dict[str, Any]) -> list[Event]:
 
 def told(*events: dict[str, Any]) -> list[tuple[str, str, str]]:
     found = notable(read(*events))
-    return [(happening.who, happening.text, happening.level) for happening in found]
+    return [(told.who, told.text, told.level) for told in found]
 
 
 CHECKS = [
@@ -115,7 +115,7 @@ def test_the_newest_are_told_each_once() -> None:
     commits = [{"kind": "committed", "process": "trainer-rank-0", "step": i, "time": 1.0 + i} for i in range(1, 5)]
     events = [failed, commits[0], failed | {"time": 2.5}, *commits[1:]]
     found = lately(notable(read(*events)), 4)
-    assert [(happening.who, happening.time) for happening in found] == [
+    assert [(told.who, told.time) for told in found] == [
         ("orchestrator", 2.5),
         ("trainer", 3.0),
         ("trainer", 4.0),

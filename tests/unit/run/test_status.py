@@ -16,7 +16,15 @@ from primeslurm.plan.derive import derive
 from primeslurm.plan.model import Process, Replica
 from primeslurm.recipe.reading.recipe_files import load_recipe
 from primeslurm.records.attempt import EndRecord, JobRecord
-from primeslurm.records.fleet import AgentReport, Ending, FleetView, Outcome, ProcessReport, Roster, Seat
+from primeslurm.records.fleet import (
+    AgentReport,
+    AssignedAgent,
+    AssignmentRecord,
+    Ending,
+    FleetView,
+    Outcome,
+    ProcessReport,
+)
 from primeslurm.records.reading import recent_rows
 from primeslurm.records.state import EngineRecord
 from primeslurm.run.create import create, name_in_use
@@ -53,9 +61,9 @@ def fleet(run: RunDirectory, age: float = 0.0, ending: Ending | None = None, sta
 
 def heartbeat(run: RunDirectory, process: ProcessReport) -> None:
     """Of the plan's node 0, which the agent of rank 1 plays."""
-    roster = Roster(1, {0: Seat(1, "n001")})
+    assignment = AssignmentRecord(1, {0: AssignedAgent(1, "n001")})
     report = AgentReport(1, "n001", "10.0.0.1", NOW, agent_pid=1, processes={"decode-r0-0": process})
-    write_json(run.attempt(1).roster_file, msgspec.to_builtins(roster))
+    write_json(run.attempt(1).roster_file, msgspec.to_builtins(assignment))
     write_json(run.attempt(1).agent_file(1), msgspec.to_builtins(report))
 
 
