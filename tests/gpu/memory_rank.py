@@ -13,7 +13,7 @@ from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.distributed.world import join
 from primeslurm.trainer.loops.interrupt import Interrupt
 from primeslurm.trainer.loops.step import Learner
-from tests.trainer.conftest import make_batch, make_progress
+from tests.trainer.conftest import make_batch, make_timer
 
 
 def main() -> None:
@@ -24,7 +24,7 @@ def main() -> None:
     recipe = Recipe.model_validate_json(path.read_text())
     world = join(Interrupt(), 60, recipe.trainer.memory.optimizer_offload)
     learner = Learner(build(recipe, world), recipe.trainer.optimizer, 9, from_recipe(recipe.trainer.loss), world)
-    timer = make_progress(path.parent)
+    timer = make_timer(path.parent)
     losses = []
     for step in (1, 2, 3):
         if step == 2:

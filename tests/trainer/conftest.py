@@ -109,7 +109,7 @@ def make_batch(
     return Batch(info, everything[dp_rank::dp_world])
 
 
-def make_progress(directory: Path) -> PhaseTimer:
+def make_timer(directory: Path) -> PhaseTimer:
     """Progress of a process that nobody watches."""
     return PhaseTimer(Journal(directory, "test"), record=False)
 

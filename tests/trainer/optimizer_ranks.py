@@ -14,7 +14,7 @@ from primeslurm.trainer.loops.interrupt import Interrupt
 from primeslurm.trainer.loops.step import Learner
 from primeslurm.trainer.weight_transfer.publisher import Publisher
 from primeslurm.trainer.weights.encoding import Encoding
-from tests.trainer.conftest import make_batch, make_progress, make_recipe
+from tests.trainer.conftest import make_batch, make_recipe, make_timer
 
 TYPES = ("adamw", "muon", "sgd", "sign_sgd")
 RATES = {"adamw": 1e-3, "muon": 1e-3, "sgd": 1.0, "sign_sgd": 1e-4}
@@ -49,7 +49,7 @@ def steps(learner: Learner, saver: Checkpoints | None, directory: Path, done: in
     """Train up to step 3 and publish."""
     import torch
 
-    timer = make_progress(directory)
+    timer = make_timer(directory)
     policy = learner.policy
     for step in range(done + 1, 4):
         metrics = learner.train(make_batch(step, policy.dp_rank, policy.dp_world), timer)

@@ -24,7 +24,7 @@ from primeslurm.trainer.weights.export import export
 from primeslurm.wire import checkpoints
 from primeslurm.wire.weight_transfer import filesystem
 from tests.trainer.as_released import FP8, assert_stored_alike, change_config, stack_experts, tensors, to_fp8
-from tests.trainer.conftest import SEQ_LEN, make_batch, make_progress, make_recipe
+from tests.trainer.conftest import SEQ_LEN, make_batch, make_recipe, make_timer
 from tests.trainer.families import CASES, Case, write
 
 RELEASED = ("qwen3_moe", "deepseek_v3", "glm_moe_dsa", "minimax_m2")
@@ -109,7 +109,7 @@ def test_an_export_of_such_a_run_is_in_fp8_as_what_it_published(world: World, tm
     recipe = make_recipe(source, model={"path": str(source), "dtype": "bfloat16"}, checkpoint={"interval": 1})
     policy = build(recipe, world)
     learner = Learner(policy, recipe.trainer.optimizer, 4, from_recipe(recipe.trainer.loss), world)
-    timer = make_progress(run)
+    timer = make_timer(run)
     learner.train(make_batch(1), timer)
     path = Publisher(policy, run, Encoding(torch.bfloat16, stored=policy.stored_fp8), 1, world).publish(1)
     Checkpoints(run, 1, recipe.checkpoint, world, None).after(1, learner, timer)

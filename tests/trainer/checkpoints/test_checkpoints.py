@@ -20,7 +20,7 @@ from primeslurm.trainer.loops.phase_timer import PhaseTimer
 from primeslurm.trainer.loops.step import Learner
 from primeslurm.trainer.weights.export import export
 from primeslurm.wire import checkpoints
-from tests.trainer.conftest import make_batch, make_progress, make_recipe
+from tests.trainer.conftest import make_batch, make_recipe, make_timer
 
 
 class Disk:
@@ -59,7 +59,7 @@ class Run:
             build(recipe, world), recipe.trainer.optimizer, 9, from_recipe(recipe.trainer.loss), world
         )
         self.saver = Checkpoints(directory, attempt, recipe.checkpoint, world, None)
-        self.timer: PhaseTimer = make_progress(directory)
+        self.timer: PhaseTimer = make_timer(directory)
 
     def train(self, *steps: int) -> None:
         """Train these steps."""

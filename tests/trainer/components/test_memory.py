@@ -14,7 +14,7 @@ from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.loops.step import Learner
 from primeslurm.trainer.weights.export import export
-from tests.trainer.conftest import SEQ_LEN, make_batch, make_progress, make_recipe
+from tests.trainer.conftest import SEQ_LEN, make_batch, make_recipe, make_timer
 
 Result = tuple[list[float], dict[str, torch.Tensor]]
 
@@ -26,7 +26,7 @@ def train(model: Path, directory: Path, world: World, **trainer: Any) -> Result:
     learner = Learner(policy, recipe.trainer.optimizer, 4, from_recipe(recipe.trainer.loss), world)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("primeslurm.recipe.sections.trainer.MICRO_BATCH_TOKENS", 2 * SEQ_LEN)
-        metrics = [learner.train(make_batch(step), make_progress(directory)) for step in (1, 2)]
+        metrics = [learner.train(make_batch(step), make_timer(directory)) for step in (1, 2)]
     tensors = {name: tensor for layer in export(policy, torch.float32) for name, tensor in layer.items()}
     return [m[name] for m in metrics for name in ("loss", "grad_norm")], tensors
 

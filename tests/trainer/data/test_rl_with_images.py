@@ -28,7 +28,7 @@ from primeslurm.trainer.distributed.world import RankError, World
 from primeslurm.trainer.loops.step import Learner
 from primeslurm.trainer.weights.export import export
 from primeslurm.wire.rollouts import Batch, ImageSpan, Rollout, RolloutInfo
-from tests.trainer.conftest import SEQ_LEN, make_progress, make_recipe
+from tests.trainer.conftest import SEQ_LEN, make_recipe, make_timer
 from tests.trainer.families import IMAGES, reference_of
 from tests.trainer.image_rows import MERGE, case_of, write_vision_model
 
@@ -202,7 +202,7 @@ def test_a_step_is_that_of_transformers_on_whole_rollouts(name: str, world: Worl
 
     given: list[tuple[torch.Tensor, Targets]] = []
     learner = learner_of(recipe, world, watched(from_recipe(recipe.trainer.loss), given))
-    metrics = learner.train(batch, make_progress(tmp_path))
+    metrics = learner.train(batch, make_timer(tmp_path))
 
     assert metrics["tokens"] == len(own) and metrics["loss"] == pytest.approx(loss.item(), abs=1e-6)
     assert 0.1 < metrics["masked_fraction"] < 0.9
@@ -256,7 +256,7 @@ def test_an_image_that_is_not_what_the_policy_saw_ends_the_step(
     spoil(file)
     learner = learner_of(recipe, world, from_recipe(recipe.trainer.loss))
     with pytest.raises(RankError, match=rf"reading images failed: rank 0: .*{why}") as caught:
-        learner.train(batch, make_progress(tmp_path))
+        learner.train(batch, make_timer(tmp_path))
     assert file.name in str(caught.value)
     assert all(parameter.grad is None for parameter in learner.policy.model.parameters())
 

@@ -18,7 +18,7 @@ from primeslurm.trainer.weight_transfer.publisher import Publisher
 from primeslurm.trainer.weights.encoding import Encoding
 from primeslurm.wire.weight_transfer import filesystem
 from tests.support.cli import primeslurm
-from tests.trainer.conftest import make_batch, make_progress, make_recipe
+from tests.trainer.conftest import make_batch, make_recipe, make_timer
 
 
 def tensors(directory: Path) -> dict[str, torch.Tensor]:
@@ -31,7 +31,7 @@ def test_export_equals_what_was_published(moe_model: Path, world: World, tmp_pat
     recipe = make_recipe(moe_model, model={"path": str(moe_model), "dtype": "bfloat16"}, checkpoint={"interval": 1})
     policy = build(recipe, world)
     learner = Learner(policy, recipe.trainer.optimizer, 4, from_recipe(recipe.trainer.loss), world)
-    saver, timer = Checkpoints(run, 1, recipe.checkpoint, world, None), make_progress(run)
+    saver, timer = Checkpoints(run, 1, recipe.checkpoint, world, None), make_timer(run)
     publisher = Publisher(policy, run, Encoding(torch.bfloat16), 3, world)
     for step in (1, 2):
         learner.train(make_batch(step), timer)
