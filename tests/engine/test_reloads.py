@@ -29,6 +29,7 @@ from primeslurm.inference.plugin import register
 from primeslurm.inference.weight_transfer.experts import held_experts
 from primeslurm.inference.weight_transfer.filesystem import FilesystemTransferEngine
 from primeslurm.inference.weight_transfer.layerwise import PolicyError
+from primeslurm.trainer.distributed.world import World
 from primeslurm.wire.weight_transfer.catalogue import stacked
 from tests.trainer.families import CASES, write
 
@@ -54,9 +55,10 @@ class Gpu:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """This process as the only worker, that builds models which it could not run."""
+def worker(world: World) -> Iterator[None]:
+    """This process as the only worker, that builds models which it could not run, in the group that it is in."""
     register()
+    end = torch.distributed.destroy_process_group
     attention = CpuPlatform.get_attn_backend_cls
 
     def dense(backend: Any, attn_selector_config: Any, num_heads: int | None = None) -> str:
@@ -69,8 +71,9 @@ def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setattr(experts_config, "current_platform", Gpu())
         for supports in ("_supports_no_act_and_mul", "_supports_activation"):
             patch.setattr(CPUUnquantizedExperts, supports, lambda *_: True)
-        store = tmp_path_factory.mktemp("group") / "store"
-        parallel_state.init_distributed_environment(1, 0, f"file://{store}", 0, "gloo")
+        # vLLM would end all groups of the process with its own: other tests are in one.
+        patch.setattr(torch.distributed, "destroy_process_group", lambda group=None: group and end(group))
+        parallel_state.init_distributed_environment(1, 0, backend="gloo")
         parallel_state.initialize_model_parallel()
         gc.freeze()  # vLLM collects garbage around every load: among all that is imported, a second each time
         yield
