@@ -9,7 +9,8 @@ lock=requirements/$flavour.txt
 stamp=.venv/.installed
 wanted=$(cat "$lock" pyproject.toml scripts/setup.sh third_party/cpu/make_wheels.py | sha256sum)
 
-uv_install() { .venv/bin/uv pip install --quiet --python "$python" "$@"; }
+# Compiled once here, and not by every process anew where Python may not write beside what it reads.
+uv_install() { .venv/bin/uv pip install --quiet --compile-bytecode --python "$python" "$@"; }
 
 # uv does not read pip's configuration. Where pip was told of a mirror or of a certificate, uv is told the same.
 # The environment's word comes before that of files in the list.
