@@ -20,10 +20,10 @@ from verifiers.v1.clients import ModelContext
 from verifiers.v1.runtimes import subprocess as subprocess_runtime
 
 from primeslurm.orchestrator import algorithms, environments
-from primeslurm.orchestrator.rollouts import rendering
 from primeslurm.orchestrator.rollouts.images import stored
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.orchestrator.rollouts.job_runner import JobRunner
+from primeslurm.orchestrator.rollouts.rendering import choose
 from primeslurm.orchestrator.rollouts.sequences import sequences, trainable_trace
 from primeslurm.orchestrator.rollouts.token_client import TokenClient, serving
 from primeslurm.recipe import Recipe
@@ -63,7 +63,8 @@ class Worker:
         self._tasks = environments.TaskStream(self._env.taskset, recipe.seed)
         self._clients: dict[str, TokenClient] = {}
         self._by_config: dict[str, Any] = {}
-        rendering.choose(recipe.model.path, recipe.model.renderer, recipe.model.vlm is not None)  # once, and early
+        model = recipe.model
+        self._rendering = choose(model.path, model.renderer, model.renderer_options, model.vlm is not None)
         self._runner = JobRunner(environment.label, number, address, self._rollout)
 
     async def run(self) -> None:
@@ -81,10 +82,8 @@ class Worker:
             recipe = self._recipe
             timeout_s, routed = recipe.orchestrator.request_timeout_s, recipe.trainer.router_replay
             images = recipe.model.vlm is not None
-            model = recipe.model
-            client = TokenClient(
-                router, where, model.path, recipe.max_len, timeout_s, routed, images, renderer=model.renderer
-            )
+            path, rendering = recipe.model.path, self._rendering
+            client = TokenClient(router, where, path, recipe.max_len, timeout_s, routed, images, rendering)
             self._clients[router] = self._by_config[client.key] = client
         return self._clients[router]
 
