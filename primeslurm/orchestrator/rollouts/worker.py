@@ -60,11 +60,17 @@ class Worker:
         self._addresses = addresses
         options = {"interception": {"type": "server"}, **dict(environment.args.get(environments.ENV_KEY, {}))}  # type: ignore[call-overload]
         self._env = environments.load(environment.id, {**environment.args, environments.ENV_KEY: options})
-        self._tasks = environments.TaskStream(self._env.taskset, recipe.seed)
+        self._sampling = recipe.sampling(environment).model_dump(exclude_none=True)
+        # the recipe of a run from before there was a choice does not say, and its first epoch goes on as it began
+        shuffle = environment.shuffle and "shuffle" in environment.model_fields_set
+        self._tasks = environments.TaskStream(self._env.taskset, recipe.seed, shuffle)
+        counted = environment.curriculum is not None and self._env.taskset.bounded
         self._clients: dict[str, TokenClient] = {}
         self._by_config: dict[str, Any] = {}
         rendering.choose(recipe.model.path, recipe.model.renderer, recipe.model.vlm is not None)  # once, and early
-        self._runner = JobRunner(environment.label, number, address, self._rollout)
+        self._runner = JobRunner(
+            environment.label, number, address, self._rollout, self._tasks.count() if counted else None
+        )
 
     async def run(self) -> None:
         """Serve until cancelled."""
@@ -92,20 +98,16 @@ class Worker:
         client = self._client(job.router)
         started = time.monotonic()
         traces: list[str] = []
-        context = ModelContext(model=self._recipe.model.path, client=client.config, sampling=self._sampling(job))
+        sampling = vf.SamplingConfig(**self._sampling, cache_salt=job.cache_salt)
+        context = ModelContext(model=self._recipe.model.path, client=client.config, sampling=sampling)
+        task = self._tasks[job.example] if job.task is None else self._tasks.task(job.task)
         try:
-            episode = await self._env.run_episode(
-                self._tasks[job.example], context, on_trace=lambda trace: traces.append(trace.id)
-            )
+            episode = await self._env.run_episode(task, context, on_trace=lambda trace: traces.append(trace.id))
         finally:
             completions = [completion for trace in traces for completion in client.endpoint.take(trace)]
         seconds = time.monotonic() - started
         found = sequences(job, trainable_trace(episode), completions, seconds, self._needs_observed)
         return tuple(stored(rollout, self._images) for rollout in found)
-
-    def _sampling(self, job: Job) -> vf.SamplingConfig:
-        wanted = self._recipe.orchestrator.sampling.model_dump(exclude_none=True)
-        return vf.SamplingConfig(**wanted, cache_salt=job.cache_salt)
 
 
 def main(argv: list[str] | None = None) -> None:
