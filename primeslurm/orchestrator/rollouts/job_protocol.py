@@ -52,8 +52,10 @@ class Status(msgspec.Struct, frozen=True, tag=True):
     environment: str
     worker: int
     incarnation: str
-    """Differs after a restart of the worker."""
+    """Greater after a restart of the worker, on whichever node."""
     jobs: list[str]
+    node: str = ""
+    """The node that it is on: what the bound of rollouts on a node counts by."""
 
 
 class Result(msgspec.Struct, frozen=True, tag=True):
