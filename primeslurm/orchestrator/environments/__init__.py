@@ -19,7 +19,7 @@ from primeslurm.orchestrator.dispatch.order import first_epoch, later_epoch
 from primeslurm.orchestrator.environments import agents
 from primeslurm.recipe.sandbox_rules import ENV_KEY
 
-BUNDLED = ("reverse-text",)
+BUNDLED = ("harbor-local", "reverse-text")
 WINDOW = 2**17
 """Tasks that are shuffled with one another."""
 ENDLESS_WINDOW = 1024
