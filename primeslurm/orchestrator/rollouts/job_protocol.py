@@ -38,6 +38,8 @@ class Job(msgspec.Struct, frozen=True, tag=True):
     router: str
     """Process name of the router of the replica that the group is pinned to."""
     cache_salt: str
+    number: int = 0
+    """Greater than those of the jobs that were sent before."""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
@@ -56,6 +58,8 @@ class Status(msgspec.Struct, frozen=True, tag=True):
     jobs: list[str]
     node: str = ""
     """The node that it is on: what the bound of rollouts on a node counts by."""
+    seen: int = 0
+    """Number of the newest job that it was sent: a job up to there that is not in `jobs` is no more."""
 
 
 class Result(msgspec.Struct, frozen=True, tag=True):

@@ -15,7 +15,7 @@ import zmq.asyncio
 
 from primeslurm.orchestrator.dispatch import Dispatcher, Limits
 from primeslurm.orchestrator.rollouts.job_protocol import Cancel, Job, Result, Status, ToWorker
-from primeslurm.orchestrator.rollouts.worker_pool import QUIET_S, SILENT_S, WorkerPool
+from primeslurm.orchestrator.rollouts.worker_pool import QUIET_S, SILENT_S, UNSEEN_S, WorkerPool
 from primeslurm.wire import secret
 from primeslurm.wire.rollouts import Rollout
 
@@ -63,11 +63,11 @@ class Pool:
         identity, head, *rest = await self.pool._socket.recv_multipart()
         await self.pool._receive(identity, head, rest)
 
-    async def given(self, worker: int) -> Job | Cancel:
+    async def given(self, worker: int, keep_number: bool = False) -> Job | Cancel:
         found: Job | Cancel = msgspec.msgpack.decode(
             await asyncio.wait_for(self.sockets[worker].recv(), 20), type=ToWorker
         )
-        return found
+        return found if keep_number or isinstance(found, Cancel) else msgspec.structs.replace(found, number=0)
 
     def load(self) -> Counter[int]:
         """Jobs by worker."""
@@ -167,6 +167,40 @@ async def test_one_that_is_only_slow_is_given_jobs_again(pool: Pool) -> None:
     assert pool.pool.available == set() and pool.pool.environments == {"e"}
     await pool.hear(0)
     assert pool.pool.available == {"e"}
+
+
+async def test_a_job_is_lost_once_its_worker_has_seen_it_and_runs_it_no_more(pool: Pool) -> None:
+    """However late a status is read: it says up to which job it tells of."""
+    await pool.hear(0)
+    for name in "ab":
+        await pool.pool.send(job(name))
+    first = await pool.given(0, keep_number=True)
+    assert isinstance(first, Job)
+    pool.clock.now += UNSEEN_S - 1
+    await pool.hear(0)  # written before either came
+    assert pool.lost == []
+    await pool.tell(pool.sockets[0], Status("e", 0, "1", ["a"], seen=first.number))
+    assert pool.lost == [], "it runs the first, and has not seen the second"
+    await pool.tell(pool.sockets[0], Status("e", 0, "1", [], seen=first.number))
+    assert pool.lost == ["a"]
+    pool.clock.now += 2
+    await pool.tell(pool.sockets[0], Status("e", 0, "1", [], seen=first.number))
+    assert pool.lost == ["a", "b"], "it was lost on the way"
+
+
+async def test_an_orchestrator_that_was_restarted_counts_on(pool: Pool, address: str) -> None:
+    """Or a worker that had seen many jobs before would be taken to have seen those that are still on their way."""
+    await pool.hear(0)
+    await pool.pool.send(job("a"))
+    old = await pool.given(0, keep_number=True)
+    pool.close()
+    again = Pool(address)
+    await again.hear(0, node="")
+    await again.pool.send(job("b"))
+    assert isinstance(old, Job)
+    await again.tell(again.sockets[0], Status("e", 0, "1", [], seen=old.number))
+    assert again.lost == []
+    again.close()
 
 
 async def test_a_worker_that_was_given_up_and_lives_on_does_not_take_its_place_back(pool: Pool) -> None:
