@@ -17,7 +17,8 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from primeslurm.orchestrator.dispatch import Dispatcher, Limits
+from primeslurm.orchestrator.dispatch.dispatcher import Dispatcher
+from primeslurm.orchestrator.dispatch.limits import Limits
 from primeslurm.orchestrator.rollouts.job_protocol import STATUS_INTERVAL_S, Job, Status, ToWorker
 from primeslurm.orchestrator.rollouts.worker_pool import WorkerPool
 from primeslurm.wire import secret
@@ -72,7 +73,7 @@ def serve(address: str, nodes: int, workers: int) -> None:
         began = time.monotonic()
         for number, (socket, jobs) in enumerate(running.items()):
             seen = max((job.number for job in jobs), default=0)
-            status = Status("e", number, "1", [job.id for job in jobs], str(number % nodes), seen)
+            status = Status("e", number, "1", [job.id for job in jobs], node=str(number % nodes), seen=seen)
             socket.send(msgspec.msgpack.encode(status))
         while (left := began + STATUS_INTERVAL_S - time.monotonic()) > 0:
             for socket, _ in poller.poll(1000 * left):
@@ -95,7 +96,8 @@ async def _pool(address: str, nodes: int, workers: int, rollouts: int) -> dict[s
     serving = asyncio.create_task(pool.serve())
     while len(pool._live) < workers:
         await asyncio.sleep(0.1)
-    dispatch = Dispatcher(Limits(GROUP, rollouts // 2 // GROUP * GROUP, rollouts, 8, 500, {"e": 1.0}), ["r"], "x", "i")
+    limits = Limits({"e": GROUP}, rollouts // 2 // GROUP * GROUP, rollouts, 8, 500, {"e": 1.0})
+    dispatch = Dispatcher(limits, ["r"], "x", "i")
     dispatch.version = 0
     began = time.process_time()
     while job := dispatch.next_job(pool.available):

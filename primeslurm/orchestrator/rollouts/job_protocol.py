@@ -38,6 +38,8 @@ class Job(msgspec.Struct, frozen=True, tag=True):
     router: str
     """Process name of the router of the replica that the group is pinned to."""
     cache_salt: str
+    task: int | None = None
+    """Index in the taskset, where a curriculum has drawn it; None: what the stream has at `example`."""
     number: int = 0
     """Greater than those of the jobs that were sent before."""
 
@@ -56,6 +58,8 @@ class Status(msgspec.Struct, frozen=True, tag=True):
     incarnation: str
     """Greater after a restart of the worker, on whichever node."""
     jobs: list[str]
+    tasks: int | None = None
+    """How many the environment has; None: that is unknown, or there is no end of them."""
     node: str = ""
     """The node that it is on: what the bound of rollouts on a node counts by."""
     seen: int = 0

@@ -39,6 +39,7 @@ class JobRunner:
         number: which of the environment's workers this is.
         address: the orchestrator's ZMQ address.
         rollout: runs one job to its end and returns its token sequences; whatever it raises makes the job a failed one.
+        tasks: how many the environment has, if that is known.
         node: the node that it is on.
     """
 
@@ -48,11 +49,13 @@ class JobRunner:
         number: int,
         address: str,
         rollout: Callable[[Job], Awaitable[tuple[Rollout, ...]]],
+        tasks: int | None = None,
         node: str = "",
     ) -> None:
         self._environment = environment
         self._number = number
         self._rollout = rollout
+        self._tasks = tasks
         self._node = node
         self._incarnation = f"{time.time_ns():016x}"  # one that is started where a lost node's clock is wrong waits
         self._jobs: dict[str, asyncio.Task[None]] = {}
@@ -102,9 +105,8 @@ class JobRunner:
 
     async def _beat(self) -> None:
         while True:
-            status = Status(
-                self._environment, self._number, self._incarnation, list(self._jobs), self._node, self._seen
-            )
+            who, jobs = (self._environment, self._number, self._incarnation), list(self._jobs)
+            status = Status(*who, jobs, self._tasks, self._node, self._seen)
             await self._socket.send(msgspec.msgpack.encode(status))
             await asyncio.sleep(STATUS_INTERVAL_S)
 

@@ -71,6 +71,8 @@ class _Worker:
     node: _Node
     heard: float
     """When its last status came."""
+    tasks: int | None = None
+    """How many its environment has, if that is known."""
     sent: dict[str, _Sent] = field(default_factory=dict)
     """Jobs that it was sent and has not ended, by id."""
 
@@ -119,6 +121,11 @@ class WorkerPool:
     def available(self) -> set[str]:
         """Return the labels of the environments that a job can be sent to now."""
         return {label for node in self._nodes.values() if self._has_room(node) for label in node.listening}
+
+    @property
+    def tasks(self) -> dict[str, int]:
+        """Return how many tasks environments have, by label, of those that have said so."""
+        return {worker.environment: worker.tasks for worker in self._live.values() if worker.tasks is not None}
 
     async def serve(self) -> None:
         """Receive until cancelled."""
@@ -198,7 +205,7 @@ class WorkerPool:
     def _add(self, identity: bytes, status: Status, now: float) -> _Worker:
         log.info("worker %s %d is up on node %s", status.environment, status.worker, status.node)
         node = self._nodes.setdefault(status.node, _Node())
-        worker = _Worker(identity, status.environment, status.worker, status.incarnation, node, now)
+        worker = _Worker(identity, status.environment, status.worker, status.incarnation, node, now, status.tasks)
         node.workers += 1
         self._live[status.environment, status.worker] = worker
         return worker

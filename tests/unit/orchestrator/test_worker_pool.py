@@ -13,7 +13,8 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from primeslurm.orchestrator.dispatch import Dispatcher, Limits
+from primeslurm.orchestrator.dispatch.dispatcher import Dispatcher
+from primeslurm.orchestrator.dispatch.limits import Limits
 from primeslurm.orchestrator.rollouts.job_protocol import Cancel, Job, Result, Status, ToWorker
 from primeslurm.orchestrator.rollouts.worker_pool import QUIET_S, SILENT_S, UNSEEN_S, WorkerPool
 from primeslurm.wire import secret
@@ -56,7 +57,7 @@ class Pool:
         """One status of a worker, all the way through its socket."""
         if worker not in self.sockets:
             self.sockets[worker] = self.connect()
-        await self.tell(self.sockets[worker], Status(label, worker, incarnation, list(jobs), node))
+        await self.tell(self.sockets[worker], Status(label, worker, incarnation, list(jobs), node=node))
 
     async def tell(self, socket: zmq.asyncio.Socket, message: Status | Result) -> None:
         await socket.send(msgspec.msgpack.encode(message))
@@ -95,7 +96,7 @@ def job(name: str, label: str = "e") -> Job:
 
 
 def dispatcher() -> Dispatcher:
-    limits = Limits(16, ROLLOUTS // 2 // 16 * 16, ROLLOUTS, 8, 500, {"e": 1.0})
+    limits = Limits({"e": 16}, ROLLOUTS // 2 // 16 * 16, ROLLOUTS, 8, 500, {"e": 1.0})
     found = Dispatcher(limits, ["router-0"], "run.1", "i")
     found.version = 0
     return found
@@ -212,7 +213,7 @@ async def test_a_worker_that_was_given_up_and_lives_on_does_not_take_its_place_b
     await pool.hear(0, node="b", incarnation="2")
     assert pool.lost == ["j"]
     await pool.pool.send(job("k"))
-    await pool.tell(old, Status("e", 0, "1", ["j"], "a"))
+    await pool.tell(old, Status("e", 0, "1", ["j"], node="a"))
     assert msgspec.msgpack.decode(await old.recv(), type=ToWorker) == Cancel(["j"])
     await pool.hear(0, "k", node="b", incarnation="2")
     assert pool.lost == ["j"] and await pool.given(0) == job("k")
@@ -224,7 +225,7 @@ async def test_a_node_holds_no_more_rollouts_than_it_may(address: str) -> None:
     for worker in range(3):
         await pool.hear(worker, node="a")
     await pool.hear(3, node="b", label="other")
-    dispatch = Dispatcher(Limits(4, 8, 8, 8, 9, {"e": 1.0, "other": 1.0}), ["r"], "run.1", "i")
+    dispatch = Dispatcher(Limits({"e": 4, "other": 4}, 8, 8, 8, 9, {"e": 1.0, "other": 1.0}), ["r"], "run.1", "i")
     dispatch.version = 0
     while found := dispatch.next_job(pool.pool.available):
         await pool.pool.send(found)
