@@ -181,7 +181,8 @@ class WorkerPool:
         worker = self._live.get((status.environment, status.worker))
         if worker is not None and worker.incarnation > status.incarnation:
             # One that was given up with its node, and lives on: what it runs, its successor was sent.
-            await self._tell(identity, Cancel(status.jobs))
+            if status.jobs:
+                await self._tell(identity, Cancel(status.jobs))
             return
         if worker is not None and worker.incarnation < status.incarnation:
             self._give_up(worker, "was restarted")
