@@ -46,6 +46,8 @@ def test_it_costs_its_rollouts_in_flight_and_nothing_else(deployment: Deployment
     theirs = {name for name, process in before.items() if process.node == lost}
     assert theirs == {"environment-swe-0", "environment-swe-3"}
     committed = deployment.snapshot().committed
+    shown = deployment.status().progress
+    assert isinstance(shown, RlProgress) and len(shown.rollouts_by_node) == 3
     kill_node(deployment.cluster, lost)
 
     moved = deployment.wait(

@@ -118,6 +118,11 @@ class WorkerPool:
         return {environment for environment, _ in self._live}
 
     @property
+    def load(self) -> dict[str, int]:
+        """Return how many jobs each node runs that has a live worker."""
+        return {name: node.load for name, node in self._nodes.items() if node.workers}
+
+    @property
     def available(self) -> set[str]:
         """Return the labels of the environments that a job can be sent to now."""
         return {label for node in self._nodes.values() if self._has_room(node) for label in node.listening}

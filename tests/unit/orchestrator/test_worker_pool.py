@@ -117,6 +117,7 @@ async def test_ten_thousand_rollouts_over_512_workers_on_16_nodes(pool: Pool, mo
     for worker, count in load.items():
         by_node[worker % NODES] += count
     assert max(by_node.values()) - min(by_node.values()) <= 1
+    assert pool.pool.load == {str(node): count for node, count in by_node.items()}
 
     class Watched(dict[tuple[str, int], Any]):
         """Counts who goes through all workers."""
@@ -154,7 +155,7 @@ async def test_a_node_that_goes_quiet_gets_no_jobs_and_loses_its_own_when_it_is_
         pool.pool.expire()
         await pool.pool.send(job(f"later {pool.clock.now}"))
     assert sorted(pool.lost) == sorted(mine) and len(mine) == 2
-    assert set(pool.load()) == {2, 3} and pool.pool.environments == {"e"}
+    assert set(pool.load()) == {2, 3} and pool.pool.environments == {"e"} and pool.pool.load.keys() == {"b"}
     await pool.hear(0, node="b", incarnation="2")  # moved to the node that is left
     for name in ("m", "n", "o"):
         await pool.pool.send(job(name))
