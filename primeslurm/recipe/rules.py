@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from primeslurm.errors import Violation
+from primeslurm.families.renderers import AUTO, RENDERERS, is_import_path, nearest_renderer
 from primeslurm.recipe import environment_rules
 from primeslurm.recipe.recipe import Recipe
 from primeslurm.recipe.sections.losses import CustomLoss
@@ -13,10 +14,18 @@ def violations(recipe: Recipe) -> list[Violation]:
     """Everything in the recipe that contradicts something else in it."""
     found = {"rl": _rl, "sft": _sft, "serve": _serve}[recipe.task](recipe)
     found += _teacher(recipe)
+    found += _renderer(recipe.model.renderer)
     max_len = recipe.model.max_len
     if max_len is not None and max_len < recipe.seq_len:
         found.append(Violation("model.max_len", str(max_len), f"is shorter than seq_len = {recipe.seq_len}"))
     return found
+
+
+def _renderer(name: str) -> list[Violation]:
+    if name in (AUTO, *RENDERERS) or is_import_path(name):
+        return []
+    why = f"no renderer is called so; there are {', '.join((AUTO, *RENDERERS))}, and your own as module:Class"
+    return [Violation("model.renderer", name, why, f"nearest: {nearest_renderer(name)}")]
 
 
 def _rl(recipe: Recipe) -> list[Violation]:

@@ -20,6 +20,7 @@ from verifiers.v1.clients import ModelContext
 from verifiers.v1.runtimes import subprocess as subprocess_runtime
 
 from primeslurm.orchestrator import algorithms, environments
+from primeslurm.orchestrator.rollouts import rendering
 from primeslurm.orchestrator.rollouts.images import stored
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.orchestrator.rollouts.job_runner import JobRunner
@@ -66,6 +67,7 @@ class Worker:
         counted = environment.curriculum is not None and self._env.taskset.bounded
         self._clients: dict[str, TokenClient] = {}
         self._by_config: dict[str, Any] = {}
+        rendering.choose(recipe.model.path, recipe.model.renderer, recipe.model.vlm is not None)  # once, and early
         self._runner = JobRunner(
             environment.label, number, address, self._rollout, self._tasks.count() if counted else None
         )
@@ -85,7 +87,10 @@ class Worker:
             recipe = self._recipe
             timeout_s, routed = recipe.orchestrator.request_timeout_s, recipe.trainer.router_replay
             images = recipe.model.vlm is not None
-            client = TokenClient(router, where, recipe.model.path, recipe.max_len, timeout_s, routed, images)
+            model = recipe.model
+            client = TokenClient(
+                router, where, model.path, recipe.max_len, timeout_s, routed, images, renderer=model.renderer
+            )
             self._clients[router] = self._by_config[client.key] = client
         return self._clients[router]
 
