@@ -80,6 +80,7 @@ class Run:
         self.recipe.write_text(recipe.model_dump_json(by_alias=True))
 
     def start(self, name: str) -> None:
+        """Start the orchestrator, or a worker: that of the environment reverse-text, or of x as worker:x."""
         publish_addresses(
             self.run_dir / "attempts" / str(self.attempt),
             {f"router-{i}": url for i, url in enumerate(self.routers)} | self.engines | self.teachers,
@@ -95,7 +96,7 @@ class Run:
                 "primeslurm.orchestrator.rollouts.worker",
                 *common,
                 "--environment",
-                "reverse-text",
+                name.partition(":")[2] or "reverse-text",
                 "--worker",
                 "0",
             ]

@@ -270,3 +270,65 @@ def test_a_run_goes_on_without_a_replica_that_was_given_up(tmp_path: Path) -> No
     (event,) = run.events("replica_lost")
     assert event["router"] == "router-1" and int(str(event["rollouts"])) > 0
     assert [row["step"] for row in run.metrics()] == list(range(1, STEPS + 1))
+
+
+def test_two_environments_of_their_own_with_a_curriculum_that_survives_kills(tmp_path: Path) -> None:
+    """Group sizes, temperatures, filters, and pools that two killed processes and a killed attempt do not change."""
+    small = {"min_length": 2, "max_length": 4, "n": 6}
+    changes = {
+        "environments": [
+            {"id": "reverse-text", "group_size": 2, "filters": [{"type": "truncated"}]},
+            {
+                "id": "reverse-text",
+                "name": "pooled",
+                "args": small,
+                "sampling": {"temperature": 0.5},
+                "weight": 0.25,
+                "solved_reward": 0.9,
+                "curriculum": {"alpha": 1.0},
+            },
+        ],
+        "orchestrator": {
+            **{"batch_size": 8, "group_size": 4, "max_off_policy_steps": OFF_POLICY},
+            "filters": [{"type": "zero_advantage", "action": "monitor"}, {"type": "length", "max_tokens": 100}],
+        },
+    }
+    with FakeEngine(write_tokenizer(tmp_path / "model"), delay_s=0.05) as engine:
+        run = FakeRun(engine, tmp_path, changes)
+        processes = ("orchestrator", "worker", "worker:pooled")
+        try:
+            for name in processes:
+                run.start(name)
+            link = run.link()
+            run.publish(link, 0)
+            for step in (1, 2, 3):
+                run.train(link, step)
+                if step == 1:
+                    for name in ("orchestrator", "worker:pooled"):
+                        run.kill(name)
+                        run.start(name)
+            for name in processes:
+                run.kill(name)
+            run.attempt, run.engine.version = 2, None
+            for name in processes:
+                run.start(name)
+            link = run.link()
+            run.publish(link, 2)
+            for step in range(3, STEPS + 1):
+                run.train(link, step)
+            assert run.processes["orchestrator"].wait(180) == 0, run.logs()
+        finally:
+            run.stop()
+    rows = run.metrics()
+    assert [row["step"] for row in rows] == list(range(1, STEPS + 1)), run.logs()
+    assert {"env/reverse-text/filters/truncated", "env/pooled/filters/zero_advantage"} <= rows[-1].keys()
+    pool_names = ("unseen", "easy", "normal", "hard", "solved", "failed")
+    for row in rows:
+        assert sum(row[f"env/pooled/pool/{name}"] for name in pool_names) == small["n"]
+        assert 0 <= row["env/pooled/solve_rate"] <= 1
+    unseen = [row["env/pooled/pool/unseen"] for row in rows]
+    assert unseen == sorted(unseen, reverse=True) and unseen[-1] < unseen[0], "no kill made anything unseen again"
+    outcomes = [json.loads(line) for line in (run.run_dir / "rollouts/outcomes.jsonl").read_text().splitlines()]
+    assert len({name for name, _, _ in outcomes}) == len(outcomes) and all(0 <= task < 6 for _, task, _ in outcomes)
+    temperatures = {request["sampling_params"]["temperature"] for request in engine.requests}
+    assert temperatures == {1.0, 0.5}
