@@ -72,7 +72,9 @@ class Orchestrator:
         self._admission = Admission(recipe, self._algorithm, self._curricula, self._journal)
         self._dispatch = recover(recipe, arguments, progress, self._spool, self._batches, self._curricula)
         self._progress = ProgressFile(arguments.run_dir / PROGRESS, progress, self._dispatch, self._curricula)
-        self._workers = WorkerPool(arguments.env_bind, self._on_result, self._on_lost)
+        nodes = recipe.deployment.environments
+        most = nodes.max_rollouts_per_node if nodes else None
+        self._workers = WorkerPool(arguments.env_bind, self._on_result, self._on_lost, max_per_node=most)
         self._link = OrchestratorLink(arguments.bind, self._handle)
         url = arguments.addresses.url
         timeout = recipe.weights.timeout_s
@@ -130,7 +132,7 @@ class Orchestrator:
             cancelled, self._cancelled = self._cancelled, []
             await self._workers.cancel(cancelled)
             self._curricula.set_tasks(self._workers.tasks)
-            while job := self._dispatch.next_job(self._workers.environments):
+            while job := self._dispatch.next_job(self._workers.available):
                 await self._workers.send(job)
             self._watch.check_stall(self._suspect)
             self._watch.report(self._state)

@@ -151,8 +151,8 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
         },
         [
             "orchestrator.batch_size = 24: must be a multiple of the group_size of c = 16 (nearest: 32)",
-            "environments.group_size = 6: must be a multiple of orchestrator.group_size = 4: batches could not be filled"
-            " with whole groups (nearest: 8)",
+            "environments.group_size = 6: must be a multiple of orchestrator.group_size = 4:"
+            " batches could not be filled with whole groups (nearest: 8)",
             "environments.group_size = 16: must be a multiple of the group_size of b = 6: batches could not be filled"
             " with whole groups (nearest: 18)",
             "orchestrator.max_inflight_rollouts = 8: must be at least the group_size of c = 16 (nearest: 16)",
@@ -188,7 +188,8 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
             "environments.curriculum.hard = 0.8: must be below curriculum.easy = 0.75",
             "environments.curriculum.shares.unseen = 0: nothing new would be drawn after the first example"
             " (give it a share)",
-            "orchestrator.filters = zero_advantage: advantages of b are the teacher's, who is asked later (leave it out)",
+            "orchestrator.filters = zero_advantage: advantages of b are the teacher's, who is asked later"
+            " (leave it out)",
         ],
     ),
     (
