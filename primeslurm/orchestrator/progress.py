@@ -44,6 +44,8 @@ class RunProgress(msgspec.Struct, frozen=True):
     """Tasks that curricula drew for unfinished groups, by group id."""
     fresh: dict[str, int] = {}
     """How many unseen examples curricula drew, by environment."""
+    tasks: dict[str, int] = {}
+    """How many there are, by environment with a curriculum, as far as that is known."""
     outcomes: int = 0
     """Bytes of the curricula's file that count."""
 
@@ -107,6 +109,7 @@ class ProgressFile:
             unfinished=dispatch.unfinished,
             drawn=dispatch.drawn,
             fresh=curricula.fresh,
+            tasks=curricula.tasks,
             outcomes=curricula.flush(),
         )
 

@@ -69,6 +69,7 @@ class Orchestrator:
         self._batches = Batches(recipe, self._algorithm)
         self._metrics = MetricsLog(arguments.run_dir, progress.done_step, **recipe.metrics_options())
         self._curricula = Curricula(recipe, arguments.run_dir / OUTCOMES, progress.outcomes, progress.fresh)
+        self._curricula.set_tasks(progress.tasks)
         self._admission = Admission(recipe, self._algorithm, self._curricula, self._journal)
         self._dispatch = recover(recipe, arguments, progress, self._spool, self._batches, self._curricula)
         self._progress = ProgressFile(arguments.run_dir / PROGRESS, progress, self._dispatch, self._curricula)

@@ -58,6 +58,11 @@ class Curricula:
         """Return how many unseen examples were drawn of each environment."""
         return {label: pools.fresh for label, pools in self._pools.items()}
 
+    @property
+    def tasks(self) -> dict[str, int]:
+        """Return how many tasks environments have, where that is known."""
+        return {label: pools.tasks for label, pools in self._pools.items() if pools.tasks is not None}
+
     def set_tasks(self, tasks: Mapping[str, int]) -> None:
         """Note how many tasks environments have, by label."""
         for label in tasks.keys() & self._pools.keys():

@@ -47,7 +47,8 @@ class Pools:
         self._options = options
         self._seed = seed
         self._order = order
-        self._tasks: int | None = None
+        self.tasks: int | None = None
+        """How many there are. None: no end of them is known."""
         self._examples: dict[int, _Example] = {}
         self._members: dict[str, list[int]] = {name: [] for name in (*DRAWN_FROM, *RETIRED)}
 
@@ -55,13 +56,13 @@ class Pools:
     def sizes(self) -> dict[str, int]:
         """Return how many examples each pool has; `unseen` is there if it is known."""
         sizes = {name: len(members) for name, members in self._members.items()}
-        return sizes if self._tasks is None else {UNSEEN: self._tasks - len(self._examples), **sizes}
+        return sizes if self.tasks is None else {UNSEEN: self.tasks - len(self._examples), **sizes}
 
     def set_tasks(self, tasks: int) -> None:
-        """Note how many tasks there are. Without this there is no end of them."""
-        if tasks == self._tasks:
+        """Note how many tasks there are."""
+        if tasks == self.tasks:
             return
-        self._tasks = tasks
+        self.tasks = tasks
         for gone in [task for task in self._examples if task >= tasks]:
             self._leave(self._examples.pop(gone))
 
@@ -89,7 +90,7 @@ class Pools:
                 (name,) = source.choices(list(shares), weights)
                 self.drawn[name] += 1
                 return self._unseen(running) if name == UNSEEN else self._member(name, running, source)
-        return source.randrange(self._tasks or 1)
+        return source.randrange(self.tasks or 1)
 
     def _share(self, name: str) -> float:
         return 1.0 if name in RETIRED else float(getattr(self._options.shares, name))
@@ -97,16 +98,16 @@ class Pools:
     def _has_other(self, name: str, running: Collection[int]) -> bool:
         if name == UNSEEN:
             under_way = sum(task not in self._examples for task in running)
-            return self._tasks is None or len(self._examples) + under_way < self._tasks
+            return self.tasks is None or len(self._examples) + under_way < self.tasks
         members = self._members[name]
         return len(members) > len(running) or any(task not in running for task in members)
 
     def _unseen(self, running: Collection[int]) -> int:
         """The next one in order. Those whose groups were dropped come again when the others are through."""
         while True:
-            position = self.fresh if self._tasks is None else self.fresh % self._tasks
-            window = WINDOW if self._tasks is not None else ENDLESS_WINDOW
-            task = position if self._order is None else first_epoch(position, self._order, window, self._tasks)
+            position = self.fresh if self.tasks is None else self.fresh % self.tasks
+            window = WINDOW if self.tasks is not None else ENDLESS_WINDOW
+            task = position if self._order is None else first_epoch(position, self._order, window, self.tasks)
             self.fresh += 1
             if task not in self._examples and task not in running:
                 return task
