@@ -79,8 +79,8 @@ class Run:
         self.recipe = self.root / "recipe.json"
         self.recipe.write_text(recipe.model_dump_json(by_alias=True))
 
-    def start(self, name: str) -> None:
-        """Start the orchestrator, or a worker: that of the environment reverse-text, or of x as worker:x."""
+    def start(self, name: str, environment: str = "reverse-text") -> None:
+        """Start the orchestrator, or, under any other name, a worker of an environment."""
         publish_addresses(
             self.run_dir / "attempts" / str(self.attempt),
             {f"router-{i}": url for i, url in enumerate(self.routers)} | self.engines | self.teachers,
@@ -96,7 +96,7 @@ class Run:
                 "primeslurm.orchestrator.rollouts.worker",
                 *common,
                 "--environment",
-                name.partition(":")[2] or "reverse-text",
+                environment,
                 "--worker",
                 "0",
             ]

@@ -78,7 +78,7 @@ def has_advantage(group: RolloutGroup, algorithm: Algorithm, seq_len: int) -> bo
 def _question(each: Truncated | Length | Repetition | Gibberish, model: str) -> Callable[[Sequences], bool]:
     match each:
         case Truncated():
-            return lambda rollout: rollout[0].info.finish_reason == "length"
+            return lambda rollout: any(sequence.info.finish_reason == "length" for sequence in rollout)
         case Length(min_tokens=fewest, max_tokens=most):
             top = math.inf if most is None else most
             return lambda rollout: not fewest <= sum(int(sequence.mask.sum()) for sequence in rollout) <= top

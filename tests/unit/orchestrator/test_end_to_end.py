@@ -298,8 +298,9 @@ def test_two_environments_of_their_own_with_a_curriculum_that_survives_kills(tmp
     with FakeEngine(write_tokenizer(tmp_path / "model"), delay_s=0.05) as engine:
         run = FakeRun(engine, tmp_path, changes)
         try:
-            for name in ("orchestrator", "worker", "worker:pooled"):
-                run.start(name)
+            run.start("orchestrator")
+            run.start("worker")
+            run.start("pooled", "pooled")
             state = run.run_dir / "attempts/1/state/orchestrator.json"
             while not state.exists() or len(json.loads(state.read_text())["environments"]) < 2:
                 time.sleep(0.1)
