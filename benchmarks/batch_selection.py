@@ -1,7 +1,8 @@
 """What filters, difficulty pools and choosing a batch cost the orchestrator at the size of long agentic runs.
 
 256 rollouts of 131,072 tokens, half of them sampled, in groups of 16, through all filters; 100,000 examples, of which
-each is drawn and learned once, their record and its reading; a batch of 256 out of 512 waiting rollouts. All times are of the processor. Prints JSON.
+each is drawn and learned once, their record and its reading; a batch of 256 out of 512 waiting rollouts. All times are
+of the processor. Prints JSON.
 """
 
 from __future__ import annotations
