@@ -15,15 +15,11 @@ from verifiers.v1.configs.agent import agent_config_fields
 from verifiers.v1.utils.loaders import env_config_type, load_environment, taskset_class
 
 from primeslurm.errors import UsageError, Violation
-from primeslurm.orchestrator.dispatch.order import first_epoch, later_epoch
+from primeslurm.orchestrator.dispatch.order import ENDLESS_WINDOW, WINDOW, first_epoch, later_epoch
 from primeslurm.orchestrator.environments import agents
 from primeslurm.recipe.sandbox_rules import ENV_KEY
 
 BUNDLED = ("harbor-local", "reverse-text")
-WINDOW = 2**17
-"""Tasks that are shuffled with one another."""
-ENDLESS_WINDOW = 1024
-"""The same for a taskset without end: they are made before the first of them is run."""
 
 
 def load(name: str, args: Mapping[str, Any], agent: Mapping[str, Any] = {}) -> vf.Env:
