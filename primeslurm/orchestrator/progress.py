@@ -39,6 +39,8 @@ class RunProgress(msgspec.Struct, frozen=True):
     """Step to the ids of the groups it trains on; kept until the step is committed."""
     committed: int = 0
     """The last step whose checkpoint the trainer announced as committed."""
+    memory: dict[int, dict[str, float]] = {}
+    """Step to what the algorithm knew before its batch; kept until the step is committed. None: it knew nothing."""
 
     def save(self, path: Path) -> None:
         """Write the record atomically. Raises OSError."""
@@ -73,6 +75,7 @@ def restore(run_dir: Path, attempt: int) -> RunProgress:
         done_step=step,
         published=None,
         batches={s: groups for s, groups in saved.batches.items() if s <= step},
+        memory={s: known for s, known in saved.memory.items() if s <= step + 1},
         committed=step,
     )
 

@@ -213,14 +213,18 @@ class Orchestrator:
         groups = self._dispatch.cut()
         if groups is None:
             return False
-        batches = {**self._progress.now.batches, step: [group.id for group in groups]}
+        now = self._progress.now
+        batches = {**now.batches, step: [group.id for group in groups]}
+        known = now.memory.get(step, {})
+        after = dict(self._algorithm.remember(known, groups))
+        memory = now.memory | ({step + 1: after} if after else {})
         try:
-            self._progress.record(next_step=step + 1, batches=batches)
+            self._progress.record(next_step=step + 1, batches=batches, memory=memory)
         except OSError as error:
             log.warning("the batch of step %d is held back, it cannot be recorded: %s", step, error)
             self._dispatch.uncut(groups)
             return False
-        self._batches.add(step, groups)
+        self._batches.add(step, groups, known)
         self._watch.batch_given(step)
         row = batch_metrics(groups, step, self._recipe.seq_len)
         self._journal.write(BatchFormed(step, row["reward/mean"], row["staleness/max"]))
@@ -249,6 +253,7 @@ class Orchestrator:
         groups = self._batches.groups(request.step) or []
         row = batch_metrics(groups, request.step, self._recipe.seq_len) if groups else {}
         row |= self._watch.step_metrics(self._dispatch, self._policy.current_version)
+        row |= {f"memory/{name}": value for name, value in self._progress.now.memory.get(request.step + 1, {}).items()}
         row |= self._scoring.take_metrics() if self._scoring else {}
         row |= {f"trainer/{name}": value for name, value in request.metrics.items()}
         try:
@@ -262,7 +267,8 @@ class Orchestrator:
         gone = {s: ids for s, ids in self._progress.now.batches.items() if s <= step}
         self._spool.delete(name for ids in gone.values() for name in ids)
         kept = {s: ids for s, ids in self._progress.now.batches.items() if s > step}
-        self._progress.note(batches=kept, committed=max(step, self._progress.now.committed))
+        memory = {s: known for s, known in self._progress.now.memory.items() if s > step}
+        self._progress.note(batches=kept, memory=memory, committed=max(step, self._progress.now.committed))
 
     # rollouts
 

@@ -48,9 +48,9 @@ def _rl(recipe: Recipe) -> list[Violation]:
 
 
 def _algorithm(orchestrator: Orchestrator) -> list[Violation]:
-    """An algorithm of one's own says alone what advantages are."""
+    """An algorithm of one's own says alone what advantages are; options of a rule are read by that rule alone."""
     if orchestrator.algorithm is None:
-        return []
+        return _advantages(orchestrator)
     why = f"orchestrator.algorithm = {orchestrator.algorithm.function} says what advantages are"
     unread: dict[str, str] = {}
     if orchestrator.advantages != "grpo":
@@ -58,6 +58,22 @@ def _algorithm(orchestrator: Orchestrator) -> list[Violation]:
     if orchestrator.opd_reward:
         unread["opd_reward"] = f"{orchestrator.opd_reward:g}"
     return [Violation(f"orchestrator.{name}", value, why, "leave one out") for name, value in unread.items()]
+
+
+def _advantages(orchestrator: Orchestrator) -> list[Violation]:
+    found: list[Violation] = []
+    rule, agents = orchestrator.advantages, ", ".join(orchestrator.within_rollout)
+    if rule == "hierarchical_grpo" and not agents:
+        fix = "name them in orchestrator.within_rollout, or advantages: grpo"
+        found.append(Violation("orchestrator.within_rollout", "", f"{rule} needs the agents it is about", fix))
+    if agents and rule != "hierarchical_grpo":
+        fix = "leave it out, or advantages: hierarchical_grpo"
+        found.append(Violation("orchestrator.within_rollout", agents, f"advantages: {rule} does not read it", fix))
+    if "rae_decay" in orchestrator.model_fields_set and rule != "rae":
+        fix = "leave it out, or advantages: rae"
+        value = f"{orchestrator.rae_decay:g}"
+        found.append(Violation("orchestrator.rae_decay", value, f"advantages: {rule} does not read it", fix))
+    return found
 
 
 def _serve(recipe: Recipe) -> list[Violation]:

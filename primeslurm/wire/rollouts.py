@@ -75,6 +75,17 @@ class RolloutInfo(msgspec.Struct, frozen=True):
     """Set if the rollout failed; it is then never trained on."""
     images: tuple[ImageSpan, ...] = ()
     """Its images, in order."""
+    agent: str = ""
+    """Which of its environment's agents it is of; empty if a release wrote it that knew but one."""
+    trace: int = 0
+    """Which trace of its rollout it is of: an environment of several agents has one for each time an agent acted."""
+    length_penalty: float = 0.0
+    """What is taken off the reward before advantages are made of it."""
+
+    @property
+    def net_reward(self) -> float:
+        """Return the reward less the length penalty: what advantages are made of."""
+        return self.reward - self.length_penalty
 
 
 @dataclass(frozen=True)

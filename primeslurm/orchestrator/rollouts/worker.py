@@ -23,7 +23,7 @@ from primeslurm.orchestrator import algorithms, environments
 from primeslurm.orchestrator.rollouts.images import stored
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.orchestrator.rollouts.job_runner import JobRunner
-from primeslurm.orchestrator.rollouts.sequences import sequences, trainable_trace
+from primeslurm.orchestrator.rollouts.sequences import sequences, trainable_traces
 from primeslurm.orchestrator.rollouts.token_client import TokenClient, serving
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.orchestrator import Environment
@@ -93,10 +93,13 @@ class Worker:
                 self._tasks[job.example], context, on_trace=lambda trace: traces.append(trace.id)
             )
         finally:
-            completions = [completion for trace in traces for completion in client.endpoint.take(trace)]
+            completions = {trace: client.endpoint.take(trace) for trace in traces}
         seconds = time.monotonic() - started
-        found = sequences(job, trainable_trace(episode), completions, seconds, self._needs_observed)
-        return tuple(stored(rollout, self._images) for rollout in found)
+        return tuple(
+            stored(rollout, self._images)
+            for number, trace in enumerate(trainable_traces(episode))
+            for rollout in sequences(job, trace, completions[trace.id], seconds, self._needs_observed, number)
+        )
 
     def _sampling(self, job: Job) -> vf.SamplingConfig:
         wanted = self._recipe.orchestrator.sampling.model_dump(exclude_none=True)

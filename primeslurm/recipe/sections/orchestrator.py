@@ -55,7 +55,7 @@ class CustomAlgorithm(Section):
     """Its arguments, by name."""
 
 
-AdvantageRule = Literal["grpo", "max_rl", "opd"]
+AdvantageRule = Literal["grpo", "max_rl", "opd", "rae", "hierarchical_grpo"]
 
 
 class Orchestrator(Section):
@@ -67,9 +67,16 @@ class Orchestrator(Section):
     """Rollouts of one prompt; advantages are relative to the group's mean."""
     advantages: AdvantageRule = "grpo"
     """grpo: reward minus the group's mean. max_rl: that over the mean, which favours rare success; rewards must not be
-    negative. opd (on-policy distillation): each token's log-probability by the teacher minus the engine's."""
+    negative. opd (on-policy distillation): each token's log-probability by the teacher minus the engine's. Of several
+    agents, each is compared with its own rewards. rae: reward minus a running mean of the agent's, for self-play.
+    hierarchical_grpo: as grpo, but some agents are compared within each rollout."""
     opd_reward: NonNegativeFloat = 0.0
     """With `advantages: opd`: also the reward minus the group's mean, times this. 0: rewards are only reported."""
+    rae_decay: float = Field(0.95, ge=0, lt=1)
+    """With `advantages: rae`: share of the running mean that each new reward leaves."""
+    within_rollout: tuple[str, ...] = ()
+    """With `advantages: hierarchical_grpo`: agents of the environment whose rewards are compared within each rollout,
+    as several of them had the same task there."""
     algorithm: CustomAlgorithm | None = None
     """Your own in place of `advantages`. `echo` adds to it."""
     echo: PositiveFloat | None = None
