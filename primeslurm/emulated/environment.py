@@ -90,7 +90,7 @@ class EmulatedEnvironment:
             RolloutFailed: a tool of the environment failed, as some do.
         """
         started = time.monotonic()
-        plan = script(self._recipe.seed, job.environment, job.example, job.id)
+        plan = script(self._recipe.seed, job.environment, job.example if job.task is None else job.task, job.id)
         if plan.fails:
             raise RolloutFailed("an emulated tool failed")
         talk, finish = await self._converse(job, plan)
@@ -128,7 +128,8 @@ class EmulatedEnvironment:
             timeout_s = self._recipe.orchestrator.request_timeout_s
             where = functools.partial(self._addresses.url, job.router)
             self._endpoints[job.router] = GenerateEndpoint(where, self._recipe.max_len, timeout_s)
-        sampling = self._recipe.orchestrator.sampling.model_dump(exclude_none=True)
+        environment = next(each for each in self._recipe.environments if each.label == job.environment)
+        sampling = self._recipe.sampling(environment).model_dump(exclude_none=True)
         body = {"token_ids": tokens, "sampling_params": sampling, "cache_salt": job.cache_salt}
         return await self._endpoints[job.router].generate(body, {"X-Session-ID": job.id})
 

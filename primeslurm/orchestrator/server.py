@@ -306,7 +306,7 @@ class Orchestrator:
             self._dispatch.lost(job)
 
     def _notify_if_enough(self) -> None:
-        if len(self._dispatch.ready) < self._dispatch.limits.groups_per_batch:
+        if self._dispatch.ready_rollouts < self._dispatch.limits.batch_size:
             return
 
         async def notify() -> None:
@@ -347,7 +347,7 @@ class Orchestrator:
             version=self._policy.current_version,
             inflight=dispatch.inflight,
             ready_groups=len(dispatch.ready),
-            ready_rollouts=len(dispatch.ready) * dispatch.limits.group_size,
+            ready_rollouts=dispatch.ready_rollouts,
             open_groups=len(dispatch.open),
             unscored_groups=len(dispatch.unscored),
             counts=dict(dispatch.counts),

@@ -5,7 +5,8 @@ The groups of a batch become the sequences that are trained as the run's algorit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from primeslurm.orchestrator.algorithms import Algorithm, Credit, Memory
 from primeslurm.orchestrator.batching.averaging import averaged
@@ -25,6 +26,9 @@ class Batches:
     def __init__(self, recipe: Recipe, algorithm: Algorithm) -> None:
         self._recipe = recipe
         self._algorithm = algorithm
+        self._temperatures = {each.label: recipe.sampling(each).temperature for each in recipe.environments}
+        loss = recipe.trainer.loss
+        self._average: Average = "tokens" if isinstance(loss, CustomLoss) else loss.average
         self._groups: dict[int, list[RolloutGroup]] = {}
         self._memory: dict[int, Memory] = {}
         self._packed: dict[tuple[int, int], list[Batch]] = {}
@@ -57,9 +61,7 @@ class Batches:
     def _pack(self, step: int, ranks: int) -> list[Batch]:
         seq_len, max_steps = self._recipe.seq_len, self._recipe.max_steps
         algorithm = self._algorithm.recalling(self._memory[step])
-        loss = self._recipe.trainer.loss
-        average = "tokens" if isinstance(loss, CustomLoss) else loss.average
-        docs = documents(self._groups[step], seq_len, step - 1, algorithm, average)
+        docs = documents(self._groups[step], seq_len, step - 1, algorithm, self._temperatures, self._average)
         total = loss_tokens(docs)
         rows = pack(docs, seq_len, ranks, self._recipe.orchestrator.sampling.temperature)
         has_images = any(doc.images for doc in docs)
@@ -67,7 +69,12 @@ class Batches:
 
 
 def documents(
-    groups: Sequence[RolloutGroup], seq_len: int, version: int, algorithm: Algorithm, average: Average = "tokens"
+    groups: Sequence[RolloutGroup],
+    seq_len: int,
+    version: int,
+    algorithm: Algorithm,
+    temperatures: Mapping[str, float] = MappingProxyType({}),
+    average: Average = "tokens",
 ) -> list[Document]:
     """Make documents of all sequences of the groups.
 
@@ -76,6 +83,7 @@ def documents(
         seq_len: longest document [tokens]; sequences are cut to it.
         version: of the policy that is trained: what it sampled all of is on-policy.
         algorithm: assigns credit to the tokens.
+        temperatures: at which environments sample, by label; of those that are not there, that of the batch.
         average: what advantages are averaged over.
 
     Raises:
@@ -84,7 +92,7 @@ def documents(
     cut = [group.cut(seq_len) for group in groups]
     found = averaged(cut, algorithm.assign(cut), average, seq_len)
     return [
-        _document(sequence, credit, _is_on_policy(original, version))
+        _document(sequence, credit, _is_on_policy(original, version), temperatures.get(group.environment))
         for before, group, credits in zip(groups, cut, found, strict=True)
         for original, sequence, credit in zip(before.sequences, group.sequences, credits, strict=True)
     ]
@@ -95,7 +103,7 @@ def _is_on_policy(rollout: Rollout, version: int) -> bool:
     return rollout.info.opened_version == version and not rollout.is_mixed
 
 
-def _document(sequence: Rollout, credit: Credit, on_policy: bool) -> Document:
+def _document(sequence: Rollout, credit: Credit, on_policy: bool, temperature: float | None) -> Document:
     return Document(
         sequence.token_ids,
         credit.mask,
@@ -106,4 +114,5 @@ def _document(sequence: Rollout, credit: Credit, on_policy: bool) -> Document:
         routed_experts=sequence.routed_experts,
         ref_logprobs=sequence.ref_logprobs,
         images=sequence.info.images,
+        temperature=temperature,
     )

@@ -38,6 +38,8 @@ class Job(msgspec.Struct, frozen=True, tag=True):
     router: str
     """Process name of the router of the replica that the group is pinned to."""
     cache_salt: str
+    task: int | None = None
+    """Index in the taskset, where a curriculum has drawn it; None: what the stream has at `example`."""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
@@ -54,6 +56,8 @@ class Status(msgspec.Struct, frozen=True, tag=True):
     incarnation: str
     """Differs after a restart of the worker."""
     jobs: list[str]
+    tasks: int | None = None
+    """How many the environment has; None: that is unknown, or there is no end of them."""
 
 
 class Result(msgspec.Struct, frozen=True, tag=True):

@@ -20,6 +20,7 @@ from verifiers.v1.clients import ModelContext
 from verifiers.v1.runtimes import subprocess as subprocess_runtime
 
 from primeslurm.orchestrator import algorithms, environments
+from primeslurm.orchestrator.rollouts import rendering
 from primeslurm.orchestrator.rollouts.images import stored
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.orchestrator.rollouts.job_runner import JobRunner
@@ -59,10 +60,17 @@ class Worker:
         self._addresses = addresses
         options = {"interception": {"type": "server"}, **dict(environment.args.get(environments.ENV_KEY, {}))}  # type: ignore[call-overload]
         self._env = environments.load(environment.id, {**environment.args, environments.ENV_KEY: options})
-        self._tasks = environments.TaskStream(self._env.taskset, recipe.seed)
+        self._sampling = recipe.sampling(environment).model_dump(exclude_none=True)
+        # the recipe of a run from before there was a choice does not say, and its first epoch goes on as it began
+        shuffle = environment.shuffle and "shuffle" in environment.model_fields_set
+        self._tasks = environments.TaskStream(self._env.taskset, recipe.seed, shuffle)
+        counted = environment.curriculum is not None and self._env.taskset.bounded
         self._clients: dict[str, TokenClient] = {}
         self._by_config: dict[str, Any] = {}
-        self._runner = JobRunner(environment.label, number, address, self._rollout)
+        rendering.choose(recipe.model.path, recipe.model.renderer, recipe.model.vlm is not None)  # once, and early
+        self._runner = JobRunner(
+            environment.label, number, address, self._rollout, self._tasks.count() if counted else None
+        )
 
     async def run(self) -> None:
         """Serve until cancelled."""
@@ -79,7 +87,10 @@ class Worker:
             recipe = self._recipe
             timeout_s, routed = recipe.orchestrator.request_timeout_s, recipe.trainer.router_replay
             images = recipe.model.vlm is not None
-            client = TokenClient(router, where, recipe.model.path, recipe.max_len, timeout_s, routed, images)
+            model = recipe.model
+            client = TokenClient(
+                router, where, model.path, recipe.max_len, timeout_s, routed, images, renderer=model.renderer
+            )
             self._clients[router] = self._by_config[client.key] = client
         return self._clients[router]
 
@@ -87,11 +98,11 @@ class Worker:
         client = self._client(job.router)
         started = time.monotonic()
         traces: list[str] = []
-        context = ModelContext(model=self._recipe.model.path, client=client.config, sampling=self._sampling(job))
+        sampling = vf.SamplingConfig(**self._sampling, cache_salt=job.cache_salt)
+        context = ModelContext(model=self._recipe.model.path, client=client.config, sampling=sampling)
+        task = self._tasks[job.example] if job.task is None else self._tasks.task(job.task)
         try:
-            episode = await self._env.run_episode(
-                self._tasks[job.example], context, on_trace=lambda trace: traces.append(trace.id)
-            )
+            episode = await self._env.run_episode(task, context, on_trace=lambda trace: traces.append(trace.id))
         finally:
             completions = {trace: client.endpoint.take(trace) for trace in traces}
         seconds = time.monotonic() - started
@@ -100,10 +111,6 @@ class Worker:
             for number, trace in enumerate(trainable_traces(episode))
             for rollout in sequences(job, trace, completions[trace.id], seconds, self._needs_observed, number)
         )
-
-    def _sampling(self, job: Job) -> vf.SamplingConfig:
-        wanted = self._recipe.orchestrator.sampling.model_dump(exclude_none=True)
-        return vf.SamplingConfig(**wanted, cache_salt=job.cache_salt)
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -42,6 +42,8 @@ class _Worker:
     incarnation: str
     heard: float
     """When its last status came."""
+    tasks: int | None = None
+    """How many its environment has, if that is known."""
     sent: dict[str, float] = field(default_factory=dict)
     """Jobs that it was sent and has not ended, by id, with the time of sending."""
 
@@ -76,6 +78,11 @@ class WorkerPool:
     def environments(self) -> set[str]:
         """Return the labels of the environments that have a live worker."""
         return {worker.environment for worker in self._live.values()}
+
+    @property
+    def tasks(self) -> dict[str, int]:
+        """Return how many tasks environments have, by label, of those that have said so."""
+        return {worker.environment: worker.tasks for worker in self._live.values() if worker.tasks is not None}
 
     async def serve(self) -> None:
         """Receive until cancelled."""
@@ -131,7 +138,7 @@ class WorkerPool:
                 self._live[identity] = other
         worker = self._live.get(identity)
         if worker is None:
-            worker = _Worker(identity, status.environment, status.worker, status.incarnation, now)
+            worker = _Worker(identity, status.environment, status.worker, status.incarnation, now, status.tasks)
             self._live[identity] = worker
             log.info("worker %s %d is up", status.environment, status.worker)
         worker.heard = now

@@ -124,8 +124,9 @@ def _hybrid_offload(context: RuleContext) -> str:
 
 
 def _teacher_temperature(context: RuleContext) -> str:
-    sampling = context.recipe.orchestrator.sampling
-    plain = sampling.temperature == 1 and sampling.top_p == 1 and sampling.top_k < 1
+    recipe = context.recipe
+    used = [recipe.sampling(environment) for environment in recipe.environments]
+    plain = all(each.temperature == 1 and each.top_p == 1 and each.top_k < 1 for each in used)
     asked = context.recipe.teacher is not None
     return "the policy's are those of what it samples from" if asked and not plain else ""
 
