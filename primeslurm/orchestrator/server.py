@@ -18,6 +18,7 @@ from primeslurm.orchestrator.batching.batches import Batches
 from primeslurm.orchestrator.progress import CHECKPOINT_PART, PROGRESS, ProgressFile, restore
 from primeslurm.orchestrator.recovery import recover
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
+from primeslurm.orchestrator.rollouts.length_penalties import penalised
 from primeslurm.orchestrator.rollouts.spool import Spool
 from primeslurm.orchestrator.rollouts.worker_pool import WorkerPool
 from primeslurm.orchestrator.teacher.scoring import scoring_of
@@ -63,6 +64,7 @@ class Orchestrator:
         self._journal = Journal(arguments.attempt_dir, "orchestrator")
         progress = restore(arguments.run_dir, arguments.attempt)
         self._spool = Spool(arguments.run_dir / "rollouts")
+        self._environments = {environment.label: environment for environment in recipe.environments}
         self._algorithm = algorithms.from_recipe(recipe)
         self._batches = Batches(recipe, self._algorithm)
         self._metrics = MetricsLog(arguments.run_dir, progress.done_step, **recipe.metrics_options())
@@ -285,6 +287,7 @@ class Orchestrator:
         group = self._dispatch.finished(job, outcome)
         if group is None:
             return
+        group = penalised(group, self._environments[group.environment])
         if reason := self._algorithm.rejects(group):
             self._dispatch.rejected(group, reason)
             return

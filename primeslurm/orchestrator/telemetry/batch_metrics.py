@@ -41,6 +41,7 @@ def batch_metrics(groups: Sequence[RolloutGroup], step: int, seq_len: int) -> Ro
         "rollouts/seconds_mean": np.mean([branch.info.seconds for branch in branches]),
         "groups/zero_signal": np.mean([not group.has_signal for group in groups]),
         **_by_environment(groups),
+        **_penalties(groups),
         **_distance(branches),
     }
     return {name: float(value) for name, value in row.items()}
@@ -51,6 +52,12 @@ def _distance(branches: Sequence[Rollout]) -> Row:
     asked = [(branch, branch.ref_logprobs) for branch in branches if branch.ref_logprobs is not None]
     gaps = [(branch.logprobs - ref)[branch.mask] for branch, ref in asked]
     return {"teacher/kl": float(np.concatenate(gaps).mean())} if gaps else {}
+
+
+def _penalties(groups: Sequence[RolloutGroup]) -> Row:
+    """length_penalty/mean: what traces lost of their reward; length_penalty/fraction: of traces that lost something."""
+    lost = np.array([trace[0].info.length_penalty for group in groups for trace in group.traces])
+    return {"length_penalty/mean": lost.mean(), "length_penalty/fraction": (lost > 0).mean()} if lost.any() else {}
 
 
 def _by_environment(groups: Sequence[RolloutGroup]) -> Row:

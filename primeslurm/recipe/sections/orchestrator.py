@@ -11,6 +11,7 @@ from primeslurm.recipe.fields.section import Section
 from primeslurm.recipe.fields.slurm_syntax import EnvironmentId, ImportPath, Json, Label
 from primeslurm.recipe.sections.curriculum import Curriculum
 from primeslurm.recipe.sections.filters import Filters
+from primeslurm.recipe.sections.length_penalties import LengthPenalty
 
 AdvantageRule = Literal["grpo", "max_rl", "opd", "rae", "hierarchical_grpo"]
 RAE_DECAY = 0.95
@@ -54,6 +55,8 @@ class Environment(Section):
     """Draws examples by difficulty instead."""
     solved_reward: float = 0.5
     """A rollout with this reward or more has solved its example: for `curriculum`, and the metric `solve_rate`."""
+    length_penalty: LengthPenalty | None = None
+    """What long rollouts lose of their reward before advantages are made of it. Metrics show rewards without it."""
 
     @property
     def label(self) -> str:
