@@ -138,7 +138,8 @@ async def _serve(options: argparse.Namespace) -> None:
     recipe = Recipe.model_validate_json(options.recipe.read_bytes())
     environment = EmulatedEnvironment(recipe, AddressBook(options.attempt_dir))
     try:
-        await JobRunner(options.environment, options.worker, options.orchestrator, environment.rollout).serve()
+        where = (options.environment, options.worker, options.orchestrator)
+        await JobRunner(*where, environment.rollout, options.node).serve()
     finally:
         await environment.close()
 
@@ -151,6 +152,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--worker", type=int, default=0)
     parser.add_argument("--orchestrator", required=True, help="ZMQ address")
     parser.add_argument("--attempt-dir", type=Path, required=True)
+    parser.add_argument("--node", default="", help="index in the plan of the node that this is on")
     options = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)

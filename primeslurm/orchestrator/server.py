@@ -70,7 +70,9 @@ class Orchestrator:
         self._metrics = MetricsLog(arguments.run_dir, progress.done_step, **recipe.metrics_options())
         self._dispatch = recover(recipe, arguments, progress, self._spool, self._batches)
         self._progress = ProgressFile(arguments.run_dir / PROGRESS, progress, self._dispatch)
-        self._workers = WorkerPool(arguments.env_bind, self._on_result, self._on_lost)
+        nodes = recipe.deployment.environments
+        most = nodes.max_rollouts_per_node if nodes else None
+        self._workers = WorkerPool(arguments.env_bind, self._on_result, self._on_lost, max_per_node=most)
         self._link = OrchestratorLink(arguments.bind, self._handle)
         url = arguments.addresses.url
         timeout = recipe.weights.timeout_s
@@ -127,7 +129,7 @@ class Orchestrator:
             self._workers.expire()
             cancelled, self._cancelled = self._cancelled, []
             await self._workers.cancel(cancelled)
-            while job := self._dispatch.next_job(self._workers.environments):
+            while job := self._dispatch.next_job(self._workers.available):
                 await self._workers.send(job)
             self._watch.check_stall(self._suspect)
             self._watch.report(self._state)

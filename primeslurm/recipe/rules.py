@@ -13,8 +13,7 @@ from primeslurm.recipe.sections.orchestrator import Orchestrator
 def violations(recipe: Recipe) -> list[Violation]:
     """Everything in the recipe that contradicts something else in it."""
     found = {"rl": _rl, "sft": _sft, "serve": _serve}[recipe.task](recipe)
-    found += _teacher(recipe)
-    found += _renderer(recipe.model.renderer)
+    found += _teacher(recipe) + _environment_nodes(recipe) + _renderer(recipe.model.renderer)
     max_len = recipe.model.max_len
     if max_len is not None and max_len < recipe.seq_len:
         found.append(Violation("model.max_len", str(max_len), f"is shorter than seq_len = {recipe.seq_len}"))
@@ -74,6 +73,23 @@ def _sft(recipe: Recipe) -> list[Violation]:
     if recipe.sft is None:
         return [Violation("sft", "", "task sft needs this section", "add `sft: {data: {type: jsonl, path: ...}}`")]
     return []
+
+
+def _environment_nodes(recipe: Recipe) -> list[Violation]:
+    """Nodes for environments are there for rollouts, and of another kind than all others."""
+    deployment, found = recipe.deployment, list[Violation]()
+    field, nodes, spares = "deployment.environments", deployment.environments, deployment.spares.environments
+    if nodes is None and spares:
+        fix = f"leave it out, or add `{field}: {{nodes: 1}}`"
+        found.append(Violation("deployment.spares.environments", str(spares), "there are no nodes to replace", fix))
+    if nodes is not None and recipe.task != "rl":
+        found.append(
+            Violation(field, f"{nodes.nodes} nodes", f"task {recipe.task} runs no environments", "leave it out")
+        )
+    if nodes is not None and deployment.layout == "single":
+        why = "one allocation has nodes of one kind, and environments need none with GPUs"
+        found.append(Violation(field, f"{nodes.nodes} nodes", why, "layout: het, or leave it out"))
+    return found
 
 
 def _teacher(recipe: Recipe) -> list[Violation]:
