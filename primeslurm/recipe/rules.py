@@ -8,6 +8,7 @@ from primeslurm.recipe import advantage_rules, environment_rules
 from primeslurm.recipe.recipe import Recipe
 from primeslurm.recipe.sections.losses import CustomLoss
 from primeslurm.recipe.sections.orchestrator import Orchestrator
+from primeslurm.recipe.sections.teacher import PolicyTeacher
 
 
 def violations(recipe: Recipe) -> list[Violation]:
@@ -100,6 +101,9 @@ def _teacher(recipe: Recipe) -> list[Violation]:
     if recipe.task != "rl":
         return []
     found: list[Violation] = []
+    if isinstance(teacher, PolicyTeacher) and "{hint}" not in teacher.template:
+        why = "does not say where the hint goes"
+        found.append(Violation("teacher.template", teacher.template, why, "write {hint} in it"))
     ref_kl = None if isinstance(loss, CustomLoss) else loss.ref_kl
     opd, reward = recipe.orchestrator.advantages == "opd", recipe.orchestrator.opd_reward
     somewhere = opd or any(environment.advantages == "opd" for environment in recipe.environments)

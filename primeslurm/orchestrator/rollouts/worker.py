@@ -23,6 +23,7 @@ from verifiers.v1.runtimes import subprocess as subprocess_runtime
 
 from primeslurm.orchestrator import algorithms, environments
 from primeslurm.orchestrator.rollouts import rendering
+from primeslurm.orchestrator.rollouts.hints import hinted
 from primeslurm.orchestrator.rollouts.images import stored
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.orchestrator.rollouts.job_runner import JobRunner
@@ -30,6 +31,7 @@ from primeslurm.orchestrator.rollouts.sequences import sequences, trainable_trac
 from primeslurm.orchestrator.rollouts.token_client import TokenClient, serving
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.orchestrator import Environment
+from primeslurm.recipe.sections.teacher import PolicyTeacher
 from primeslurm.wire import secret
 from primeslurm.wire.addresses import AddressBook
 from primeslurm.wire.rollouts import Rollout
@@ -109,11 +111,12 @@ class Worker:
         finally:
             completions = {trace: client.endpoint.take(trace) for trace in traces}
         seconds = time.monotonic() - started
-        return tuple(
-            stored(rollout, self._images)
-            for number, trace in enumerate(trainable_traces(episode))
-            for rollout in sequences(job, trace, completions[trace.id], seconds, self._needs_observed, number)
-        )
+        found: list[Rollout] = []
+        for number, trace in enumerate(trainable_traces(episode)):
+            mine = sequences(job, trace, completions[trace.id], seconds, self._needs_observed, number)
+            teacher = self._recipe.teacher
+            found += await hinted(teacher, client, trace, mine) if isinstance(teacher, PolicyTeacher) else mine
+        return tuple(stored(rollout, self._images) for rollout in found)
 
 
 def _scratch(name: str) -> Path:
