@@ -68,7 +68,7 @@ class PolicyTeacher(_Asked):
     type: Literal["policy"] = "policy"
     hint: str = Field(min_length=1)
     """Field of the task's data, or entry of its `info`, that the teacher is told: for example `answer`."""
-    template: str = "For your orientation, this is a correct answer to what you are asked:\n{hint}"
+    template: str = "For your orientation, a correct answer to what you are asked: {hint}"
     """What it is told, with the field in place of {hint}."""
     into: Literal["system", "user"] = "system"
     """The first message of this role gets it at its end. A system message is made if there is none."""
