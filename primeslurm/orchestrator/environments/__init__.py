@@ -12,10 +12,12 @@ from itertools import chain
 from typing import Any
 
 import verifiers.v1 as vf
+from pydantic import ValidationError
 from verifiers.v1.configs.agent import agent_config_fields
-from verifiers.v1.utils.loaders import env_config_type, load_environment, taskset_class
+from verifiers.v1.utils.loaders import env_config_type, load_environment, taskset_config_type
 
 from primeslurm.errors import UsageError, Violation
+from primeslurm.orchestrator.environments import mistakes
 
 BUNDLED = ("reverse-text",)
 ENV_KEY = "env"
@@ -31,15 +33,19 @@ def load(name: str, args: Mapping[str, Any]) -> vf.Env:
     _provide_bundled(name)
     options = {key: value for key, value in args.items() if key != ENV_KEY}
     try:
-        taskset_class(name)
+        taskset = taskset_config_type(name)
         kind = env_config_type(name, "")
         config = dict(args.get(ENV_KEY, {}))
         roles = {role: _local(config.get(role)) for role in agent_config_fields(kind())}
         return load_environment(kind.model_validate({**config, **roles, "taskset": {"id": name, **options}}))
     except ModuleNotFoundError as error:
-        raise UsageError([Violation("environments.id", name, "no such environment", _suggestion(name))]) from error
-    except (TypeError, ValueError, AttributeError) as error:
-        raise UsageError([Violation("environments.args", name, str(error))]) from error
+        known = mistakes.absent_part(error) or mistakes.absent_module(error, name)
+        missing = known or Violation("environments.id", name, "no such environment", _suggestion(name))
+        raise UsageError([missing]) from error
+    except ValidationError as error:
+        raise UsageError(mistakes.invalid(error, kind, taskset)) from error
+    except Exception as error:  # an environment may raise anything
+        raise UsageError([Violation("environments.id", name, mistakes.raised(error, name))]) from error
 
 
 class TaskStream:

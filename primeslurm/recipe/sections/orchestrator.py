@@ -24,6 +24,8 @@ class Environment(Section):
     """Share of the groups that this environment gets."""
     workers: int = Field(1, ge=1, le=4096)
     """Worker processes."""
+    load_timeout_s: PositiveInt = 120
+    """It and its first task must be there after so many seconds, when it is tried before a run."""
 
     @property
     def label(self) -> str:
