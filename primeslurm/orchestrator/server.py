@@ -12,6 +12,9 @@ import logging
 import time
 from pathlib import Path
 
+import msgspec
+
+from primeslurm.errors import PrimeslurmError
 from primeslurm.orchestrator import algorithms
 from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.batching.batches import Batches
@@ -68,7 +71,7 @@ class Orchestrator:
         self._metrics = MetricsLog(arguments.run_dir, progress.done_step, **recipe.metrics_options())
         self._dispatch = recover(recipe, arguments, progress, self._spool, self._batches)
         self._progress = ProgressFile(arguments.run_dir / PROGRESS, progress, self._dispatch)
-        self._workers = WorkerPool(arguments.env_bind, self._on_result, self._on_lost)
+        self._workers = WorkerPool(arguments.env_bind, self._on_result, self._on_lost, self._on_unusable)
         self._link = OrchestratorLink(arguments.bind, self._handle)
         url = arguments.addresses.url
         timeout = recipe.weights.timeout_s
@@ -85,7 +88,7 @@ class Orchestrator:
             after_update=self._after_update,
             sends=self._sessions.sends,
         )
-        self._watch = Watch(recipe, self._journal, arguments.engine_urls)
+        self._watch = Watch(recipe, self._journal, arguments.engine_urls, resumed=progress.done_step > 0)
         self._scoring = scoring_of(recipe, arguments, self._dispatch.unscored.values(), self._on_scored)
         self._batch_formed = asyncio.Condition()
         self._wake = asyncio.Event()
@@ -98,6 +101,7 @@ class Orchestrator:
 
         Raises:
             StallError: nothing moved for the recipe's stall timeout.
+            FutileError: an environment cannot work.
         """
         self._journal.write(OrchestratorUp(self._progress.now.next_step, len(self._dispatch.ready)))
         try:
@@ -126,10 +130,19 @@ class Orchestrator:
             cancelled, self._cancelled = self._cancelled, []
             await self._workers.cancel(cancelled)
             while job := self._dispatch.next_job(self._workers.environments):
+                self._watch.rollout_started(job)
                 await self._workers.send(job)
-            self._watch.check_stall(self._suspect)
+            self._check()
             self._watch.report(self._state)
             await self._pause()
+
+    def _check(self) -> None:
+        """End a run that gets nowhere; the last words are for the head."""
+        try:
+            self._watch.check_stall(self._suspect, self._dispatch.runs, self._workers.environments)
+        except PrimeslurmError as error:
+            self._watch.write_state(msgspec.structs.replace(self._state(), failure=str(error)))
+            raise
 
     def _follow_addresses(self) -> None:
         """Do without what the head gave up, and wait no longer for answers from where something was."""
@@ -281,7 +294,9 @@ class Orchestrator:
             return
         if reason := self._algorithm.rejects(group):
             self._dispatch.rejected(group, reason)
+            self._watch.group_rejected(reason)
             return
+        self._watch.group_kept()
         self._spool.put(group)
         if self._scoring is None:
             self._dispatch.add_ready(group)
@@ -294,6 +309,10 @@ class Orchestrator:
             self._spool.put(group)
             self._wake.set()
             self._notify_if_enough()
+
+    def _on_unusable(self, environment: str, error: str) -> None:
+        log.warning("a worker cannot serve %s: %s", environment, error)
+        self._watch.worker_failed(environment, error)
 
     def _on_lost(self, job: str) -> None:
         if self._dispatch.runs(job):

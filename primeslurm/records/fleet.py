@@ -31,6 +31,8 @@ class Ending:
     outcome: Outcome
     reason: str
     suspect: str = ""
+    final: bool = False
+    """Another attempt would end in the same way."""
 
 
 class ProcessReport(msgspec.Struct, frozen=True):

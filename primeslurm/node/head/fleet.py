@@ -63,6 +63,8 @@ class Fleet:
     news: list[News] = field(default_factory=list)
     progress: Any = None
     progress_at: float = 0.0
+    last_words: str = ""
+    """Why the orchestrator ends, in its own words."""
 
     def __post_init__(self) -> None:
         self.assignment = NodeAssignment(self.plan)
@@ -286,7 +288,10 @@ class Fleet:
             if report.exit_code == exits.CHECKPOINTED:
                 return Ending(Outcome.PREEMPTED, f"{process.name} checkpointed and stopped", process.name)
             if report.exit_code == exits.STALLED:
-                return Ending(Outcome.FAILED, f"{process.name} saw no progress: see its events", process.name)
+                reason = self.last_words or f"{process.name} saw no progress: see its events"
+                return Ending(Outcome.FAILED, reason, process.name)
+            if report.exit_code == exits.FUTILE:
+                return Ending(Outcome.FAILED, self.last_words or f"{reason}: see its events", process.name, final=True)
             if group is not None and self._may_miss_a_node(group, now):
                 continue
             if ending := self._give_up([process.name], reason, process.name):

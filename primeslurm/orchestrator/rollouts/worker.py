@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import functools
 import logging
 import os
@@ -20,6 +19,7 @@ from verifiers.v1.clients import ModelContext
 from verifiers.v1.runtimes import subprocess as subprocess_runtime
 
 from primeslurm.orchestrator import algorithms, environments
+from primeslurm.orchestrator.rollouts import job_runner
 from primeslurm.orchestrator.rollouts.images import stored
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.orchestrator.rollouts.job_runner import JobRunner
@@ -63,10 +63,13 @@ class Worker:
         self._clients: dict[str, TokenClient] = {}
         self._by_config: dict[str, Any] = {}
         self._runner = JobRunner(environment.label, number, address, self._rollout)
+        self.serves = False
+        """Whether the environment has started."""
 
     async def run(self) -> None:
         """Serve until cancelled."""
         async with serving(self._env) as self._by_config:
+            self.serves = True
             try:
                 await self._runner.serve()
             finally:
@@ -122,9 +125,17 @@ def main(argv: list[str] | None = None) -> None:
     # verifiers keeps each rollout's working directory below the home directory: a killed worker would leave them there
     subprocess_runtime.CACHE_DIR = options.attempt_dir / "environments" / f"{environment.label}-{options.worker}"
     addresses, images = AddressBook(options.attempt_dir), options.attempt_dir.resolve().parents[1] / "images"
-    with contextlib.suppress(KeyboardInterrupt):
+    worker = None
+    try:
         worker = Worker(recipe, environment, options.worker, options.orchestrator, addresses, images)
         asyncio.run(worker.run())
+    except KeyboardInterrupt:
+        return
+    except Exception as error:
+        if worker is None or not worker.serves:
+            words = f"{type(error).__name__}: {error}"
+            job_runner.give_notice(environment.label, options.worker, options.orchestrator, words)
+        raise
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from primeslurm.orchestrator.rollouts.job_protocol import (
     Status,
     ToOrchestrator,
     ToWorker,
+    Unusable,
     decode_sequences,
 )
 from primeslurm.wire import secret
@@ -53,6 +54,7 @@ class WorkerPool:
         bind: ZMQ address for the workers.
         on_result: called with (job, sequences) or (job, error text).
         on_lost: called with the id of each job whose worker is gone.
+        on_unusable: called with the environment that a worker cannot serve, and why.
     """
 
     def __init__(
@@ -60,10 +62,12 @@ class WorkerPool:
         bind: str,
         on_result: Callable[[str, tuple[Rollout, ...] | str], None],
         on_lost: Callable[[str], None],
+        on_unusable: Callable[[str, str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._on_result = on_result
         self._on_lost = on_lost
+        self._on_unusable = on_unusable
         self._clock = clock
         self._live: dict[bytes, _Worker] = {}
         self._owners: dict[str, _Worker] = {}
@@ -115,6 +119,8 @@ class WorkerPool:
         message = msgspec.msgpack.decode(head, type=ToOrchestrator)
         if isinstance(message, Status):
             await self._reconcile(identity, message)
+        elif isinstance(message, Unusable):
+            self._on_unusable(message.environment, message.error)
         elif self._forget(message.job):
             self._on_result(message.job, message.error or _sequences(message, frames))
 
