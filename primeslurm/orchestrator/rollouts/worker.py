@@ -19,7 +19,7 @@ from verifiers.v1.clients import ModelContext
 from verifiers.v1.runtimes import subprocess as subprocess_runtime
 
 from primeslurm.orchestrator import algorithms, environments
-from primeslurm.orchestrator.rollouts import job_runner
+from primeslurm.orchestrator.rollouts import job_runner, tool_servers
 from primeslurm.orchestrator.rollouts.images import stored
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.orchestrator.rollouts.job_runner import JobRunner
@@ -124,6 +124,7 @@ def main(argv: list[str] | None = None) -> None:
     environment = next(e for e in recipe.environments if e.label == options.environment)
     # verifiers keeps each rollout's working directory below the home directory: a killed worker would leave them there
     subprocess_runtime.CACHE_DIR = options.attempt_dir / "environments" / f"{environment.label}-{options.worker}"
+    tool_servers.watch()
     addresses, images = AddressBook(options.attempt_dir), options.attempt_dir.resolve().parents[1] / "images"
     worker = None
     try:
