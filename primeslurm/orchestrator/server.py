@@ -71,7 +71,11 @@ class Orchestrator:
         self._metrics = MetricsLog(arguments.run_dir, progress.done_step, **recipe.metrics_options())
         self._dispatch = recover(recipe, arguments, progress, self._spool, self._batches)
         self._progress = ProgressFile(arguments.run_dir / PROGRESS, progress, self._dispatch)
-        self._workers = WorkerPool(arguments.env_bind, self._on_result, self._on_lost, self._on_unusable)
+        nodes = recipe.deployment.environments
+        most = nodes.max_rollouts_per_node if nodes else None
+        self._workers = WorkerPool(
+            arguments.env_bind, self._on_result, self._on_lost, self._on_unusable, max_per_node=most
+        )
         self._link = OrchestratorLink(arguments.bind, self._handle)
         url = arguments.addresses.url
         timeout = recipe.weights.timeout_s
@@ -129,7 +133,7 @@ class Orchestrator:
             self._workers.expire()
             cancelled, self._cancelled = self._cancelled, []
             await self._workers.cancel(cancelled)
-            while job := self._dispatch.next_job(self._workers.environments):
+            while job := self._dispatch.next_job(self._workers.available):
                 self._watch.rollout_started(job)
                 await self._workers.send(job)
             self._check()
@@ -294,7 +298,7 @@ class Orchestrator:
             return
         if reason := self._algorithm.rejects(group):
             self._dispatch.rejected(group, reason)
-            self._watch.group_rejected(reason)
+            self._watch.group_rejected(reason, len(group.rollouts))
             return
         self._watch.group_kept()
         self._spool.put(group)
@@ -319,7 +323,7 @@ class Orchestrator:
             self._dispatch.lost(job)
 
     def _notify_if_enough(self) -> None:
-        if len(self._dispatch.ready) < self._dispatch.limits.groups_per_batch:
+        if self._dispatch.ready_rollouts < self._dispatch.limits.batch_size:
             return
 
         async def notify() -> None:
@@ -360,7 +364,7 @@ class Orchestrator:
             version=self._policy.current_version,
             inflight=dispatch.inflight,
             ready_groups=len(dispatch.ready),
-            ready_rollouts=len(dispatch.ready) * dispatch.limits.group_size,
+            ready_rollouts=dispatch.ready_rollouts,
             open_groups=len(dispatch.open),
             unscored_groups=len(dispatch.unscored),
             counts=dict(dispatch.counts),

@@ -64,11 +64,12 @@ class Watch:
     ) -> None:
         self._stall_timeout_s = recipe.orchestrator.stall_timeout_s
         self._max_failures = FAILED_BATCHES * recipe.orchestrator.batch_size
-        self._max_rejected = self._max_failures // recipe.orchestrator.group_size
         self._failures = RolloutFailures(
             self._max_failures, [each.label for each in recipe.environments] if resumed else []
         )
         self._rejected: Counter[str] = Counter()
+        """Groups by reason, since one was kept."""
+        self._rejected_rollouts = 0
         self._rejecting_since = 0.0
         self._journal = journal
         self._engines = engines
@@ -115,12 +116,14 @@ class Watch:
     def group_kept(self) -> None:
         """Note that a complete group may be trained."""
         self._rejected.clear()
+        self._rejected_rollouts = 0
 
-    def group_rejected(self, reason: str) -> None:
-        """Note that a complete group was left out. Without one that is kept no batch can form."""
+    def group_rejected(self, reason: str, rollouts: int) -> None:
+        """Note that a complete group of so many rollouts was left out. Without one that is kept no batch can form."""
         if not self._rejected:
             self._rejecting_since = self._clock()
         self._rejected[reason] += 1
+        self._rejected_rollouts += rollouts
 
     def policy_wanted(self, version: int) -> None:
         """Note that a new policy was published."""
@@ -217,11 +220,11 @@ class Watch:
         raise StallError(f"no finished rollout and no new policy for {self._stall_timeout_s} s; suspect: {name}")
 
     def _check_kept(self) -> None:
-        rejected, seconds = self._rejected.total(), self._stall_timeout_s
-        if rejected < self._max_rejected or self._clock() - self._rejecting_since < seconds:
+        groups, seconds = self._rejected.total(), self._stall_timeout_s
+        if self._rejected_rollouts < self._max_failures or self._clock() - self._rejecting_since < seconds:
             return
         reasons = ", ".join(f"{reason}: {count}" for reason, count in self._rejected.most_common())
-        text = f"{rejected} groups in a row were rejected ({reasons}), none was kept for {seconds} s: no batch can form"
+        text = f"{groups} groups in a row were rejected ({reasons}), none was kept for {seconds} s: no batch can form"
         self._journal.write(Stalled("algorithm", text, seconds))
         raise StallError(text)
 

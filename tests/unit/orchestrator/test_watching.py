@@ -90,7 +90,7 @@ def test_a_gate_that_rejects_every_group_is_a_stall(tmp_path: Path) -> None:
     for i in range(3 * groups):  # rollouts finish all the time
         clock.now += 1
         watch.policy_current(i)
-        watch.group_rejected("zero_advantage" if i % 2 else "length")
+        watch.group_rejected("zero_advantage" if i % 2 else "length", RECIPE.orchestrator.group_size)
         if i == groups:
             watch.group_kept()
         if clock.now < groups + 1 + RECIPE.orchestrator.stall_timeout_s:
