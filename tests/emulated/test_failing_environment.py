@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from primeslurm.api.runs import Run
 from primeslurm.api.sites import local_site, with_python
 from primeslurm.api.submission import _start
 from primeslurm.plan.derive import derive
@@ -62,9 +63,12 @@ def finished(place: Path, environments: list[dict[str, Any]]) -> tuple[RunDirect
     _start(create(recipe, plan, place / "r.yaml"), plan, "", None)
     run = RunDirectory(place / "runs" / "r")
     deadline = time.monotonic() + PATIENCE_S
-    while (end := run.latest().end()) is None:
-        assert time.monotonic() < deadline, "\n".join(p.read_text()[-3000:] for p in run.path.rglob("logs/**/*.log"))
-        time.sleep(0.2)
+    try:
+        while (end := run.latest().end()) is None:
+            assert time.monotonic() < deadline, "\n".join(p.read_text()[-3000:] for p in run.path.rglob("logs/*.log"))
+            time.sleep(0.2)
+    finally:
+        Run(run.path).cancel()
     return run, end
 
 
