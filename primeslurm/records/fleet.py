@@ -69,6 +69,8 @@ class AgentReport(msgspec.Struct, frozen=True):
     agent_pid: int
     fitness: Fitness = Fitness.CHECKING
     unfit_because: str = ""
+    environments_fail: str = ""
+    """Why environments do not load there."""
     node: int | None = None
     """The Plan's node that it plays; None while it is a spare."""
     ports: dict[str, dict[str, int]] = {}

@@ -170,7 +170,9 @@ class Fleet:
         for rank, agent in sorted(self.agents.items()):
             if rank in self.gone:
                 continue
-            if agent.fitness is Fitness.UNFIT:
+            if agent.environments_fail and not self._environments_load(rank):
+                ending = self._environments_fail(rank, agent)
+            elif agent.fitness is Fitness.UNFIT:
                 ending = self._lose(rank, agent.unfit_because, now)
             elif agent.error:
                 ending = self._lose(rank, agent.error, now)
@@ -181,6 +183,19 @@ class Fleet:
             if ending:
                 return ending
         return None
+
+    def _environments_load(self, rank: int) -> bool:
+        """Whether environments load on another node of an agent's group."""
+        peers = self.plan.ranks(self.plan.group_of_rank(rank).index)
+        return any(self.agents[peer].fitness is Fitness.FIT for peer in peers if peer in self.agents)
+
+    def _environments_fail(self, rank: int, agent: AgentReport) -> Ending | None:
+        """Where they load nowhere, no node is to blame. Until all that may run them have tried, nobody knows."""
+        peers = set(self.plan.ranks(self.plan.group_of_rank(rank).index)) - set(self.gone)
+        if any(peer not in self.agents or self.agents[peer].fitness is Fitness.CHECKING for peer in peers):
+            return None
+        reason = f"environments do not load on node {agent.name}: {agent.environments_fail}"
+        return Ending(Outcome.FAILED, reason, "environments", final=True)
 
     def _give_up_waiting(self, now: float) -> None:
         """Agents that have never reported, whether they are needed or not."""

@@ -54,6 +54,7 @@ class _Child:
 
 def main() -> None:
     """Answer."""
+    _end_with_parent()
     asked = [Environment.model_validate(each) for each in json.load(sys.stdin)["environments"]]
     environments.load("reverse-text", {})  # imports what verifiers puts off
     children = [_fork(environment) for environment in asked]
@@ -85,7 +86,7 @@ def _fork(environment: Environment) -> _Child:
     if pid := os.fork():
         return _Child(pid, time.monotonic() + environment.load_timeout_s + _KILL_S, answer, stderr)
     try:
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        _end_with_parent()
         os.setsid()
         os.dup2(stderr.fileno(), 1)
         os.dup2(stderr.fileno(), 2)
@@ -96,6 +97,10 @@ def _fork(environment: Environment) -> _Child:
         os._exit(0)  # without waiting for threads that the environment has left
     finally:
         os._exit(1)
+
+
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _wait(child: _Child) -> Verdict:

@@ -169,6 +169,10 @@ _REASONS = (
     ),
     (re.compile(r"not ready within"), Cause("it took too long to load", "slow storage, or a hang: see its log's end")),
     (
+        re.compile(r"environments do not load"),
+        Cause("an environment does not load on the nodes", "correct what it says, with the Python that jobs use"),
+    ),
+    (
         re.compile(r"fails every time|rollouts failed in a row"),
         Cause("the environment fails every time", "correct it; it fails without engines, too, tried by itself"),
     ),
