@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
+from primeslurm.plan.checks.environments import Interpreter, try_all
+from primeslurm.recipe.sections.orchestrator import Environment
 from tests.support.cli import ROOT, Result, primeslurm
 from tests.support.recipes import recipe_data
 
@@ -122,3 +124,9 @@ def test_a_python_without_verifiers_is_refused(place: Path) -> None:
 def test_what_stays_offline_tries_none(place: Path, verb: str, args: list[str]) -> None:
     result = run(place, verb, [{"id": "never-loads"}], *args)
     assert result.code == 0, result.err
+
+
+def test_a_python_that_is_broken_is_named() -> None:
+    tried = try_all([Environment(id="fine-words")], Interpreter("/bin/false", {}))
+    why = "they cannot be tried: /bin/false ends with exit code 1: without a word"
+    assert [str(violation) for violation in tried.violations] == [f"environments: {why}"]
