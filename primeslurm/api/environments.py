@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from ipaddress import ip_address
 
 from primeslurm.errors import Violation
-from primeslurm.plan.checks.environments import Interpreter, try_all
+from primeslurm.plan.checks.environments import Interpreter, places, try_all
 from primeslurm.plan.model import Finding
 from primeslurm.recipe import Recipe, Site
 
@@ -31,7 +31,7 @@ def environment_problems(recipe: Recipe, site: Site, *, local: bool) -> tuple[li
         return [], [_untried("they are in the image that jobs run in")]
     if not interpreter.here:
         return [], [_untried(f"{interpreter.python} is not on this host")]
-    tried = try_all(recipe.environments, interpreter)
+    tried = try_all(places(recipe.environments), interpreter)
     if tried.unprepared and (site.modules or site.prologue) and not local:
         return [], [_untried(f"{interpreter.python} has no {tried.unprepared} without the site's modules and prologue")]
     if tried.unprepared:

@@ -314,9 +314,9 @@ class Orchestrator:
             self._wake.set()
             self._notify_if_enough()
 
-    def _on_unusable(self, environment: str, error: str) -> None:
-        log.warning("a worker cannot serve %s: %s", environment, error)
-        self._watch.worker_failed(environment, error)
+    def _on_unusable(self, environment: str, worker: int, error: str) -> None:
+        log.warning("worker %d cannot serve %s: %s", worker, environment, error)
+        self._watch.worker_failed(environment, worker, error)
 
     def _on_lost(self, job: str) -> None:
         if self._dispatch.runs(job):

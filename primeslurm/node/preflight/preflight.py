@@ -20,7 +20,7 @@ from primeslurm.node.head.fleet import NODE_START_S
 from primeslurm.node.host.fabric import find_hcas
 from primeslurm.node.host.network import NetworkError, own_address
 from primeslurm.node.preflight import checks
-from primeslurm.plan.checks.environments import Interpreter, try_all
+from primeslurm.plan.checks.environments import Interpreter, places, try_all
 from primeslurm.plan.model import Node, Plan
 from primeslurm.recipe.sections.orchestrator import Environment
 from primeslurm.records.events.nodes import GpuFailed, PreflightDone
@@ -204,7 +204,7 @@ class Preflight:
         if self._plan.emulated or recipe is None:
             return []
         wanted = [Environment.model_validate(each) for each in recipe["environments"]]
-        tried = try_all(wanted, Interpreter(sys.executable, {}))
+        tried = try_all(places(wanted), Interpreter(sys.executable, {}))
         problems = [*map(str, tried.violations), *map(str, tried.missing)]
         if tried.unprepared:
             problems = [f"{sys.executable} has no {tried.unprepared}"]

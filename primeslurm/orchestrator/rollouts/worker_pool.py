@@ -75,7 +75,7 @@ class WorkerPool:
         bind: ZMQ address for the workers.
         on_result: called with (job, sequences) or (job, error text).
         on_lost: called with the id of each job whose worker is gone.
-        on_unusable: called with the environment that a worker cannot serve, and why.
+        on_unusable: called with the environment that a worker cannot serve, the worker's number, and why.
         clock: in seconds.
         max_per_node: most jobs at once on one node. Default: no bound.
     """
@@ -85,7 +85,7 @@ class WorkerPool:
         bind: str,
         on_result: Callable[[str, tuple[Rollout, ...] | str], None],
         on_lost: Callable[[str], None],
-        on_unusable: Callable[[str, str], None],
+        on_unusable: Callable[[str, int, str], None],
         clock: Callable[[], float] = time.monotonic,
         max_per_node: int | None = None,
     ) -> None:
@@ -163,7 +163,7 @@ class WorkerPool:
         if isinstance(message, Status):
             await self._reconcile(identity, message)
         elif isinstance(message, Unusable):
-            self._on_unusable(message.environment, message.error)
+            self._on_unusable(message.environment, message.worker, message.error)
         elif self._forget(message.job):
             self._on_result(message.job, message.error or _sequences(message, frames))
 

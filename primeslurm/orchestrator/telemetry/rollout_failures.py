@@ -7,7 +7,8 @@ failures are alike, of several tasks, and nothing that was started before or wit
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from primeslurm.orchestrator.rollouts.generate_endpoint import NO_ANSWER
@@ -17,7 +18,7 @@ FEW_FAILURES = 8
 FEW_TASKS = 3
 """So many failures, of so many tasks, are enough where everything fails."""
 FEW_STARTS = 2
-"""So often a worker may fail to start while no other serves its environment."""
+"""So often workers of an environment may fail to start, each of them at least once, while none serves it."""
 SLACK = 2.0
 SLACK_S = 5.0
 """A rollout that has lived longer than this times the longest-lived failure, plus this, may yet succeed."""
@@ -59,7 +60,8 @@ class _Environment:
     streak: int = 0
     """Failures of any kind since the last rollout that got through."""
     error: str = ""
-    not_started: int = 0
+    not_started: Counter[int] = field(default_factory=Counter)
+    """By worker: how often it could not begin to serve."""
 
 
 class RolloutFailures:
@@ -67,11 +69,13 @@ class RolloutFailures:
 
     Args:
         many: so many failures of one kind are enough, whatever else is still under way.
+        workers: how many each environment has.
         hopeful: environments that are known to work: a step was trained.
     """
 
-    def __init__(self, many: int, hopeful: Iterable[str] = ()) -> None:
+    def __init__(self, many: int, workers: Mapping[str, int], hopeful: Iterable[str] = ()) -> None:
         self._many = many
+        self._workers = workers
         self._hopeful = set(hopeful)
         self._environments: dict[str, _Environment] = {}
         self._running: dict[str, tuple[Job, float]] = {}
@@ -102,10 +106,10 @@ class RolloutFailures:
         alike.longest_s = max(alike.longest_s, now - since)
         alike.error = known.error
 
-    def not_started(self, environment: str, error: str, now: float) -> None:
+    def not_started(self, environment: str, worker: int, error: str, now: float) -> None:
         """Note that a worker could not begin to serve its environment."""
         known = self._of(environment, now)
-        known.not_started += 1
+        known.not_started[worker] += 1
         known.error = headline(error)
 
     def hopeless(self, now: float, runs: Callable[[str], bool], served: Iterable[str]) -> Hopeless | None:
@@ -121,8 +125,9 @@ class RolloutFailures:
         for label, known in self._environments.items():
             if known.hopeful:
                 continue
-            if known.not_started >= FEW_STARTS and label not in live:
-                return Hopeless(label, known.error, known.not_started)
+            starts, all_tried = known.not_started.total(), len(known.not_started) >= self._workers.get(label, 1)
+            if starts >= FEW_STARTS and all_tried and label not in live:
+                return Hopeless(label, known.error, starts)
             for alike in known.kinds.values():
                 if self._is_all(label, known, alike, now):
                     return Hopeless(label, alike.error, alike.failures)

@@ -64,9 +64,8 @@ class Watch:
     ) -> None:
         self._stall_timeout_s = recipe.orchestrator.stall_timeout_s
         self._max_failures = FAILED_BATCHES * recipe.orchestrator.batch_size
-        self._failures = RolloutFailures(
-            self._max_failures, [each.label for each in recipe.environments] if resumed else []
-        )
+        workers = {each.label: each.workers for each in recipe.environments}
+        self._failures = RolloutFailures(self._max_failures, workers, hopeful=workers if resumed else ())
         self._rejected: Counter[str] = Counter()
         """Groups by reason, since one was kept."""
         self._rejected_rollouts = 0
@@ -98,7 +97,8 @@ class Watch:
         """Note that a rollout arrived."""
         self._tokens += sum(int(sequence.mask.sum()) for sequence in sequences)
         self._moved_at = self._clock()
-        self._failures.finished(sequences[0].info.id, sequences[0].info.environment, self._moved_at)
+        for first in sequences[:1]:
+            self._failures.finished(first.info.id, first.info.environment, self._moved_at)
 
     def rollout_started(self, job: Job) -> None:
         """Note that a rollout was given to a worker."""
@@ -109,9 +109,9 @@ class Watch:
         self._failures.failed(job, error, self._clock())
         self._journal.write(RolloutFailed(job, headline(error)))
 
-    def worker_failed(self, environment: str, error: str) -> None:
+    def worker_failed(self, environment: str, worker: int, error: str) -> None:
         """Note that a worker could not begin to serve its environment."""
-        self._failures.not_started(environment, error, self._clock())
+        self._failures.not_started(environment, worker, error, self._clock())
 
     def group_kept(self) -> None:
         """Note that a complete group may be trained."""

@@ -13,7 +13,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,10 +23,17 @@ from primeslurm.recipe.sections.orchestrator import Environment
 PROBE = "primeslurm.orchestrator.environments.probe"
 _SURE = ("reverse-text",)
 """Bundled, and needs nothing but verifiers: without arguments there is nothing that could be wrong."""
+_LOADED = {"id", "args", "load_timeout_s"}
+"""Fields that say how an environment loads."""
 _IMPORT_S = 180.0
 """For Python and verifiers to be imported, from however slow a file system, on top of what an environment may take."""
 _UNPREPARED = re.compile(r"ModuleNotFoundError: No module named '(primeslurm|verifiers)\b")
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$')
+
+
+def places(environments: Iterable[Environment]) -> dict[str, Environment]:
+    """Give each of a recipe's environments its place."""
+    return {f"environments.{i}": each for i, each in enumerate(environments)}
 
 
 @dataclass(frozen=True)
@@ -55,23 +62,23 @@ class Tried:
     """The package that the interpreter lacks, so that nothing could be tried."""
 
 
-def try_all(environments: Sequence[Environment], interpreter: Interpreter) -> Tried:
+def try_all(environments: Mapping[str, Environment], interpreter: Interpreter) -> Tried:
     """Load the environments that could fail to load, and the first task of each.
 
     Args:
-        environments: of a recipe, all of them: the place in the list is part of what is told.
+        environments: by their place in the recipe.
         interpreter: is here.
     """
-    wanted = [(i, each) for i, each in enumerate(environments) if not _is_sure(each)]
+    wanted = {place: each for place, each in environments.items() if not _is_sure(each)}
     if not wanted:
         return Tried()
-    asked = [each.model_dump(mode="json", by_alias=True) for _, each in wanted]
-    limit_s = _IMPORT_S + max(each.load_timeout_s for _, each in wanted)
+    asked = [each.model_dump(mode="json", by_alias=True, include=_LOADED) for each in wanted.values()]
+    limit_s = _IMPORT_S + max(each.load_timeout_s for each in wanted.values())
     code, out, err = _run(interpreter, json.dumps({"environments": asked}), limit_s)
     verdicts = json.loads(out) if code == 0 else []
     if not verdicts:
         return _nothing(interpreter, code, err)
-    found = [_judged(i, each, verdict) for (i, each), verdict in zip(wanted, verdicts, strict=True)]
+    found = [_judged(*each, verdict) for each, verdict in zip(wanted.items(), verdicts, strict=True)]
     return Tried(
         tuple(violation for tried in found for violation in tried.violations),
         tuple(violation for tried in found for violation in tried.missing),
@@ -93,7 +100,7 @@ def _run(interpreter: Interpreter, asked: str, limit_s: float) -> tuple[int | No
             text=True,
             errors="replace",
             cwd=directory,
-            env={**os.environ, "HF_HUB_OFFLINE": "1", **interpreter.env},
+            env={"HF_HUB_OFFLINE": "1", **os.environ, **interpreter.env},
             start_new_session=True,
         )
         try:
@@ -116,15 +123,15 @@ def _nothing(interpreter: Interpreter, code: int | None, err: str) -> Tried:
     return Tried((Violation("environments", "", f"they cannot be tried: {interpreter.python} {how}"),))
 
 
-def _judged(index: int, environment: Environment, verdict: Mapping[str, Any]) -> Tried:
+def _judged(place: str, environment: Environment, verdict: Mapping[str, Any]) -> Tried:
     if (answer := verdict["answer"]) is not None:
         violations, missing = (
-            tuple(_placed(index, Violation(**each)) for each in answer.get(kind, ()))
+            tuple(_placed(place, Violation(**each)) for each in answer.get(kind, ()))
             for kind in ("violations", "missing")
         )
         return Tried(violations, missing)
     why, fix = _no_answer(verdict["code"], verdict["stderr"], environment)
-    return Tried((_placed(index, Violation("environments.id", environment.id, why, fix)),))
+    return Tried((_placed(place, Violation("environments.id", environment.id, why, fix)),))
 
 
 def _no_answer(code: int, err: str, environment: Environment) -> tuple[str, str]:
@@ -142,5 +149,5 @@ def _no_answer(code: int, err: str, environment: Environment) -> tuple[str, str]
     return f"loading it ended the interpreter ({how}): {last}", ""
 
 
-def _placed(index: int, violation: Violation) -> Violation:
-    return replace(violation, field=violation.field.replace("environments.", f"environments.{index}.", 1))
+def _placed(place: str, violation: Violation) -> Violation:
+    return replace(violation, field=place + violation.field.removeprefix("environments"))

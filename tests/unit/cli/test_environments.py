@@ -127,6 +127,6 @@ def test_what_stays_offline_tries_none(place: Path, verb: str, args: list[str]) 
 
 
 def test_a_python_that_is_broken_is_named() -> None:
-    tried = try_all([Environment(id="fine-words")], Interpreter("/bin/false", {}))
+    tried = try_all({"environments.0": Environment(id="fine-words")}, Interpreter("/bin/false", {}))
     why = "they cannot be tried: /bin/false ends with exit code 1: without a word"
     assert [str(violation) for violation in tried.violations] == [f"environments: {why}"]

@@ -16,6 +16,7 @@ from primeslurm.orchestrator.telemetry.rollout_failures import (
     signature,
 )
 
+WORKERS = {"a": 2, "b": 1}
 ERROR = "RolloutFailed: TaskError: reward 'right': KeyError: 'unknown-{}'"
 
 
@@ -23,7 +24,7 @@ ERROR = "RolloutFailed: TaskError: reward 'right': KeyError: 'unknown-{}'"
 class Flight:
     """Rollouts under way, with a clock that is moved by hand."""
 
-    failures: RolloutFailures = field(default_factory=lambda: RolloutFailures(many=1000))
+    failures: RolloutFailures = field(default_factory=lambda: RolloutFailures(1000, WORKERS))
     now: float = 1000.0
     running: set[str] = field(default_factory=set)
     served: set[str] = field(default_factory=lambda: {"a", "b"})
@@ -91,7 +92,7 @@ def test_rollouts_that_live_longer_than_failures_may_yet_succeed() -> None:
 
 
 def test_very_many_failures_are_enough_whatever_still_runs() -> None:
-    flight = Flight(RolloutFailures(many=60))
+    flight = Flight(RolloutFailures(60, WORKERS))
     for task in range(60):
         assert flight.verdict is None
         flight.start(1000 + task)
@@ -108,7 +109,7 @@ def test_once_a_rollout_has_got_through_failures_come_and_go() -> None:
         flight.now += 1
     assert flight.verdict is None
     assert flight.failures.streak()[:2] == ("a", 499)
-    resumed = Flight(RolloutFailures(1000, ["a"]))
+    resumed = Flight(RolloutFailures(1000, WORKERS, ["a"]))
     for task in range(100):
         resumed.fail(resumed.start(task))
         resumed.now += 1
@@ -161,13 +162,18 @@ def test_what_was_cancelled_or_lost_is_not_waited_for() -> None:
 
 def test_a_worker_that_never_starts_is_named_unless_another_serves() -> None:
     flight = Flight()
-    flight.failures.not_started("a", "ToolsetError: no index", flight.now)
+    flight.failures.not_started("b", 0, "ToolsetError: no index", flight.now)
     flight.served = set()
     assert flight.verdict is None, "it is started again first"
-    flight.failures.not_started("a", "ToolsetError: no index", flight.now)
-    assert flight.verdict == Hopeless("a", "ToolsetError: no index", 2)
-    flight.served = {"a"}
+    flight.failures.not_started("b", 0, "ToolsetError: no index", flight.now)
+    assert flight.verdict == Hopeless("b", "ToolsetError: no index", 2)
+    flight.served = {"b"}
     assert flight.verdict is None
+    for _ in range(5):
+        flight.failures.not_started("a", 1, "ToolsetError: no index", flight.now)
+    assert flight.verdict is None, "its other worker may be about to serve"
+    flight.failures.not_started("a", 0, "ToolsetError: no index", flight.now)
+    assert flight.verdict == Hopeless("a", "ToolsetError: no index", 6)
 
 
 TRACEBACK = """Traceback (most recent call last):

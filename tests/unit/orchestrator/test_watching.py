@@ -108,15 +108,15 @@ class Peers:
         self.clock = Clock()
         self.results: list[tuple[str, object]] = []
         self.lost: list[str] = []
-        self.unusable: list[tuple[str, str]] = []
+        self.unusable: list[tuple[str, int, str]] = []
         self.address = address
         self.workers = WorkerPool(address, self._result, self.lost.append, self._unusable, self.clock)
 
     def _result(self, job: str, outcome: tuple[Rollout, ...] | str) -> None:
         self.results.append((job, outcome))
 
-    def _unusable(self, environment: str, error: str) -> None:
-        self.unusable.append((environment, error))
+    def _unusable(self, environment: str, worker: int, error: str) -> None:
+        self.unusable.append((environment, worker, error))
 
     def connect(self) -> zmq.asyncio.Socket:
         socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
@@ -147,11 +147,11 @@ def job(name: str) -> Job:
 
 async def test_a_worker_that_cannot_begin_says_why(peers: Peers) -> None:
     serving = asyncio.create_task(peers.workers.serve())
-    await asyncio.to_thread(give_notice, "e", 0, peers.address, "ToolsetError: no index")
+    await asyncio.to_thread(give_notice, "e", 3, peers.address, "ToolsetError: no index")
     while not peers.unusable:
         await asyncio.sleep(0.01)
     serving.cancel()
-    assert peers.unusable == [("e", "ToolsetError: no index")] and not peers.workers.environments
+    assert peers.unusable == [("e", 3, "ToolsetError: no index")] and not peers.workers.environments
 
 
 async def test_jobs_go_to_the_least_loaded_worker(peers: Peers) -> None:
