@@ -17,7 +17,9 @@ from verifiers.v1.utils.loaders import env_config_type, load_environment, taskse
 
 from primeslurm.errors import UsageError, Violation
 
-BUNDLED = ("reverse-text",)
+BUNDLED = ("math-problems", "reverse-text", "tool-use")
+HARNESSES = ("chat", "shell")
+"""Harnesses of our own, whose loop runs in the worker: `harness: {id: chat}` takes one for any taskset."""
 ENV_KEY = "env"
 """Key of an environment's args that holds options of the verifiers Env itself (agents, harness, runtime, timeouts)."""
 
@@ -73,9 +75,9 @@ class TaskStream:
 
 
 def _provide_bundled(name: str) -> None:
-    """Make a bundled taskset importable by its bare module name, as verifiers asks for it."""
-    if name in BUNDLED:
-        module = name.replace("-", "_")
+    """Make harnesses and a bundled taskset importable by their bare module names, as verifiers asks for them."""
+    for bundled in (*HARNESSES, *((name,) if name in BUNDLED else ())):
+        module = bundled.replace("-", "_")
         sys.modules[module] = importlib.import_module(f"{__name__}.{module}")
 
 
