@@ -68,7 +68,9 @@ class Orchestrator:
         self._metrics = MetricsLog(arguments.run_dir, progress.done_step, **recipe.metrics_options())
         self._dispatch = recover(recipe, arguments, progress, self._spool, self._batches)
         self._progress = ProgressFile(arguments.run_dir / PROGRESS, progress, self._dispatch)
-        self._workers = WorkerPool(arguments.env_bind, self._on_result, self._on_lost)
+        nodes = recipe.deployment.environments
+        most = nodes.max_rollouts_per_node if nodes else None
+        self._workers = WorkerPool(arguments.env_bind, self._on_result, self._on_lost, max_per_node=most)
         self._link = OrchestratorLink(arguments.bind, self._handle)
         url = arguments.addresses.url
         timeout = recipe.weights.timeout_s
@@ -125,7 +127,7 @@ class Orchestrator:
             self._workers.expire()
             cancelled, self._cancelled = self._cancelled, []
             await self._workers.cancel(cancelled)
-            while job := self._dispatch.next_job(self._workers.environments):
+            while job := self._dispatch.next_job(self._workers.available):
                 await self._workers.send(job)
             self._watch.check_stall(self._suspect)
             self._watch.report(self._state)
@@ -300,7 +302,7 @@ class Orchestrator:
             self._dispatch.lost(job)
 
     def _notify_if_enough(self) -> None:
-        if len(self._dispatch.ready) < self._dispatch.limits.groups_per_batch:
+        if self._dispatch.ready_rollouts < self._dispatch.limits.batch_size:
             return
 
         async def notify() -> None:
@@ -341,7 +343,7 @@ class Orchestrator:
             version=self._policy.current_version,
             inflight=dispatch.inflight,
             ready_groups=len(dispatch.ready),
-            ready_rollouts=len(dispatch.ready) * dispatch.limits.group_size,
+            ready_rollouts=dispatch.ready_rollouts,
             open_groups=len(dispatch.open),
             unscored_groups=len(dispatch.unscored),
             counts=dict(dispatch.counts),

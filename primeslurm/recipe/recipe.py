@@ -9,8 +9,9 @@ from pydantic import Field, PositiveInt
 from primeslurm.recipe.fields.section import Section
 from primeslurm.recipe.fields.slurm_syntax import EnvironmentName, RunName
 from primeslurm.recipe.sections.deployment import Deployment
+from primeslurm.recipe.sections.filters import Filters
 from primeslurm.recipe.sections.inference import Inference
-from primeslurm.recipe.sections.orchestrator import Environment, Orchestrator
+from primeslurm.recipe.sections.orchestrator import Environment, Orchestrator, Sampling
 from primeslurm.recipe.sections.slurm import Monitor, Slurm
 from primeslurm.recipe.sections.teacher import Teacher
 from primeslurm.recipe.sections.trainer import Checkpoint, Model, Sft, Trainer, Weights
@@ -55,6 +56,19 @@ class Recipe(Section):
     def max_len(self) -> int:
         """Longest sequence an engine accepts, in tokens."""
         return self.model.max_len or self.seq_len
+
+    def group_size(self, environment: Environment) -> int:
+        """Rollouts of one of the environment's prompts."""
+        return environment.group_size or self.orchestrator.group_size
+
+    def sampling(self, environment: Environment) -> Sampling:
+        """Sampling parameters of the environment's training rollouts."""
+        changes = environment.sampling.model_dump(exclude_none=True)
+        return self.orchestrator.sampling.model_copy(update=changes)
+
+    def filters(self, environment: Environment) -> Filters:
+        """Return the filters that the environment's rollouts have to pass."""
+        return self.orchestrator.filters if environment.filters is None else environment.filters
 
     def metrics_options(self) -> dict[str, Any]:
         """Say where metrics go besides metrics.jsonl: keyword arguments of `records.metrics.MetricsLog`."""

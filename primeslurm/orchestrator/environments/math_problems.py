@@ -64,8 +64,8 @@ class MathTask(vf.Task[MathData, vf.State, vf.TaskConfig]):  # type: ignore[misc
     async def correct(self, trace: vf.Trace, runtime: Runtime) -> float:
         """Return 1 if the last box of the last reply equals the answer, else 0.
 
-        Where the two are not the same text, math-verify decides, in the rollout's sandbox: what a policy writes can keep
-        a computer algebra system busy for ever.
+        Where the two are not the same text, math-verify decides, in the rollout's sandbox: what a policy writes can
+        keep a computer algebra system busy for ever.
         """
         given = boxed(trace.last_reply or "")
         if given is None or len(given) > LONGEST_ANSWER:

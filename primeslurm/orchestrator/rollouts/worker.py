@@ -11,6 +11,8 @@ import contextlib
 import functools
 import logging
 import os
+import shutil
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,7 @@ class Worker:
         address: the orchestrator's ZMQ address.
         addresses: where the routers are.
         images: directory on the shared file system for what rollouts see.
+        node: the node that it is on.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class Worker:
         address: str,
         addresses: AddressBook,
         images: Path,
+        node: str = "",
     ) -> None:
         self._recipe = recipe
         self._needs_observed = algorithms.from_recipe(recipe).needs_observed
@@ -60,11 +64,16 @@ class Worker:
         self._addresses = addresses
         options = {"interception": {"type": "server"}, **dict(environment.args.get(environments.ENV_KEY, {}))}  # type: ignore[call-overload]
         self._env = environments.load(environment.id, {**environment.args, environments.ENV_KEY: options})
-        self._tasks = environments.TaskStream(self._env.taskset, recipe.seed)
+        self._sampling = recipe.sampling(environment).model_dump(exclude_none=True)
+        # the recipe of a run from before there was a choice does not say, and its first epoch goes on as it began
+        shuffle = environment.shuffle and "shuffle" in environment.model_fields_set
+        self._tasks = environments.TaskStream(self._env.taskset, recipe.seed, shuffle)
+        counted = environment.curriculum is not None and self._env.taskset.bounded
         self._clients: dict[str, TokenClient] = {}
         self._by_config: dict[str, Any] = {}
         rendering.choose(recipe.model.path, recipe.model.renderer, recipe.model.vlm is not None)  # once, and early
-        self._runner = JobRunner(environment.label, number, address, self._rollout)
+        tasks = self._tasks.count() if counted else None
+        self._runner = JobRunner(environment.label, number, address, self._rollout, tasks, node)
 
     async def run(self) -> None:
         """Serve until cancelled."""
@@ -92,20 +101,23 @@ class Worker:
         client = self._client(job.router)
         started = time.monotonic()
         traces: list[str] = []
-        context = ModelContext(model=self._recipe.model.path, client=client.config, sampling=self._sampling(job))
+        sampling = vf.SamplingConfig(**self._sampling, cache_salt=job.cache_salt)
+        context = ModelContext(model=self._recipe.model.path, client=client.config, sampling=sampling)
+        task = self._tasks[job.example] if job.task is None else self._tasks.task(job.task)
         try:
-            episode = await self._env.run_episode(
-                self._tasks[job.example], context, on_trace=lambda trace: traces.append(trace.id)
-            )
+            episode = await self._env.run_episode(task, context, on_trace=lambda trace: traces.append(trace.id))
         finally:
             completions = [completion for trace in traces for completion in client.endpoint.take(trace)]
         seconds = time.monotonic() - started
         found = sequences(job, trainable_trace(episode), completions, seconds, self._needs_observed)
         return tuple(stored(rollout, self._images) for rollout in found)
 
-    def _sampling(self, job: Job) -> vf.SamplingConfig:
-        wanted = self._recipe.orchestrator.sampling.model_dump(exclude_none=True)
-        return vf.SamplingConfig(**wanted, cache_salt=job.cache_salt)
+
+def _scratch(name: str) -> Path:
+    """A worker's own directory on the node's disk, without what one that was killed has left there."""
+    directory = Path(tempfile.gettempdir()) / "environments" / name
+    shutil.rmtree(directory, ignore_errors=True)
+    return directory
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -116,6 +128,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--worker", type=int, default=0)
     parser.add_argument("--orchestrator", required=True, help="ZMQ address")
     parser.add_argument("--attempt-dir", type=Path, required=True)
+    parser.add_argument("--node", default="", help="index in the plan of the node that this is on")
     options = parser.parse_args(argv)
     secret.keep()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -124,11 +137,12 @@ def main(argv: list[str] | None = None) -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     recipe = Recipe.model_validate_json(options.recipe.read_bytes())
     environment = next(e for e in recipe.environments if e.label == options.environment)
-    # verifiers keeps each rollout's working directory below the home directory: a killed worker would leave them there
-    subprocess_runtime.CACHE_DIR = options.attempt_dir / "environments" / f"{environment.label}-{options.worker}"
+    # verifiers keeps each rollout's working directory below the home directory: a killed worker would leave them there.
+    # The node's own disk is faster, and its agent removes all below its temporary directory when the attempt ends.
+    subprocess_runtime.CACHE_DIR = _scratch(f"{environment.label}-{options.worker}")
     addresses, images = AddressBook(options.attempt_dir), options.attempt_dir.resolve().parents[1] / "images"
     with contextlib.suppress(KeyboardInterrupt):
-        worker = Worker(recipe, environment, options.worker, options.orchestrator, addresses, images)
+        worker = Worker(recipe, environment, options.worker, options.orchestrator, addresses, images, options.node)
         asyncio.run(worker.run())
 
 
