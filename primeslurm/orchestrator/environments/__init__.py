@@ -20,7 +20,9 @@ from primeslurm.orchestrator.dispatch.order import ENDLESS_WINDOW, WINDOW, first
 from primeslurm.orchestrator.environments import agents, mistakes
 from primeslurm.recipe.sandbox_rules import ENV_KEY
 
-BUNDLED = ("harbor-local", "reverse-text")
+BUNDLED = ("harbor-local", "math-problems", "reverse-text", "tool-use")
+HARNESSES = ("chat", "shell")
+"""Harnesses of our own, whose loop runs in the worker: `harness: {id: chat}` takes one for any taskset."""
 
 
 def load(name: str, args: Mapping[str, Any], agent: Mapping[str, Any] = {}) -> vf.Env:
@@ -99,9 +101,9 @@ class TaskStream:
 
 
 def _provide_bundled(name: str) -> None:
-    """Make a bundled taskset importable by its bare module name, as verifiers asks for it."""
-    if name in BUNDLED:
-        module = name.replace("-", "_")
+    """Make harnesses and a bundled taskset importable by their bare module names, as verifiers asks for them."""
+    for bundled in (*HARNESSES, *((name,) if name in BUNDLED else ())):
+        module = bundled.replace("-", "_")
         sys.modules[module] = importlib.import_module(f"{__name__}.{module}")
 
 
