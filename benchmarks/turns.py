@@ -21,7 +21,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +55,18 @@ def main(words: list[str]) -> None:
     parser.add_argument("--part", choices=("engine", "program", "measure"), help=argparse.SUPPRESS)
     parser.add_argument("--told", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args(words)
-    if options.part in ("engine", "program"):
-        asyncio.run({"engine": engine, "program": program}[options.part](options.told))
-        return
-    if options.part == "measure":
+    if options.part == "engine":
+        engine(options.told)
+    elif options.part == "program":
+        asyncio.run(program(options.told))
+    elif options.part == "measure":
         print(json.dumps(measured(**options.told)))
-        return
+    else:
+        report(options)
+
+
+def report(options: argparse.Namespace) -> None:
+    """Measure each client in a process of its own."""
     found = {}
     for client in options.clients:
         turns = min(options.turns, options.default_turns) if client == "default" else options.turns
@@ -286,15 +293,16 @@ async def start(part: str, told: dict[str, Any]) -> tuple[asyncio.subprocess.Pro
     return process, where
 
 
-async def engine(path: str) -> None:
-    """Play a script of answers, as vLLM answers."""
-    from aiohttp import web
+class Player(BaseHTTPRequestHandler):
+    """Plays a script of answers, as vLLM answers."""
 
-    script = iter(json.loads(Path(path).read_text())["script"])
+    protocol_version = "HTTP/1.1"
+    script: Iterator[list[int]]
 
-    async def generate(request: web.Request) -> web.Response:
-        await request.read()
-        tokens = next(script)
+    def do_POST(self) -> None:
+        """Answer a generate request."""
+        self.rfile.read(int(self.headers["Content-Length"]))
+        tokens = next(self.script)
         content = [{"token": f"token_id:{token}", "token_id": token, "logprob": -0.25} for token in tokens]
         choice = {
             "index": 0,
@@ -303,20 +311,30 @@ async def engine(path: str) -> None:
             "logprobs": {"content": content},
             "weight_versions": [{"version": "3", "start": 0, "end": len(tokens)}],
         }
-        return web.json_response({"request_id": "r", "choices": [choice]})
+        self._send({"request_id": "r", "choices": [choice]})
 
-    async def models(request: web.Request) -> web.Response:
-        return web.json_response({"data": []})
+    def do_GET(self) -> None:
+        """Name no model."""
+        self._send({"data": []})
 
-    app = web.Application(client_max_size=1 << 30)
-    app.router.add_post("/inference/v1/generate", generate)
-    app.router.add_get("/models", models)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    print(f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}", flush=True)  # type: ignore[union-attr]
-    await asyncio.Event().wait()
+    def _send(self, answer: dict[str, Any]) -> None:
+        body = json.dumps(answer).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing."""
+
+
+def engine(path: str) -> None:
+    """Serve a script on a free port."""
+    Player.script = iter(json.loads(Path(path).read_text())["script"])
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Player)
+    print(f"http://127.0.0.1:{server.server_port}", flush=True)
+    server.serve_forever()
 
 
 async def program(path: str) -> None:

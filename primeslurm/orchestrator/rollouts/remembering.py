@@ -15,7 +15,6 @@ import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from aiohttp import web
 from verifiers.v1 import graph
 from verifiers.v1.dialects import ChatDialect, Dialect
 from verifiers.v1.dialects.chat import parse_message, parse_tools
@@ -90,10 +89,10 @@ def _same(told: AssistantMessage, sampled: AssistantMessage) -> bool:
 
 def remember(server: InterceptionServer) -> None:
     """Have a server remember the messages of each rollout's last request, and their hashes, as long as it runs."""
-    handle: Callable[[web.Request, Dialect], Awaitable[web.StreamResponse]] = server.handle_request
+    handle: Callable[[Any, Dialect], Awaitable[Any]] = server.handle_request
     dialects: dict[str, RememberingDialect] = {}
 
-    async def handle_request(request: web.Request, dialect: Dialect) -> web.StreamResponse:
+    async def handle_request(request: Any, dialect: Dialect) -> Any:
         session = server.sessions.get(dialect.secret(request.headers)) if type(dialect) is ChatDialect else None
         if session is None:
             return await handle(request, dialect)
