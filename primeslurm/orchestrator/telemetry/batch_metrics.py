@@ -26,6 +26,7 @@ def batch_metrics(groups: Sequence[RolloutGroup], step: int, seq_len: int) -> Ro
     age = np.array([step - 1 - branch.oldest_version for branch in branches])
     lengths = np.array([len(branch.token_ids) for branch in branches])
     sampled = np.array([int(branch.mask.sum()) for branch in branches])
+    sequences = [len(rollout) for group in groups for rollout in group.rollouts]
     row = {
         "reward/mean": rewards.mean(),
         "reward/std": rewards.std(),
@@ -38,6 +39,8 @@ def batch_metrics(groups: Sequence[RolloutGroup], step: int, seq_len: int) -> Ro
         "rollouts/cut_off": np.mean([branch.info.finish_reason == "length" for branch in branches]),
         "rollouts/longer_than_seq_len": np.mean(lengths > seq_len),
         "rollouts/turns_mean": np.mean([branch.info.turns for branch in branches]),
+        "rollouts/sequences_mean": np.mean(sequences),
+        "rollouts/sequences_max": max(sequences),
         "rollouts/seconds_mean": np.mean([branch.info.seconds for branch in branches]),
         "groups/zero_signal": np.mean([not group.has_signal for group in groups]),
         **_by_environment(groups),
