@@ -16,15 +16,13 @@ from verifiers.v1.configs.agent import agent_config_fields
 from verifiers.v1.utils.loaders import env_config_type, load_environment, taskset_config_type
 
 from primeslurm.errors import UsageError, Violation
-from primeslurm.orchestrator.dispatch.order import first_epoch, later_epoch
+from primeslurm.orchestrator.dispatch.order import ENDLESS_WINDOW, WINDOW, first_epoch, later_epoch
 from primeslurm.orchestrator.environments import agents, mistakes
 from primeslurm.recipe.sandbox_rules import ENV_KEY
 
-BUNDLED = ("reverse-text",)
-WINDOW = 2**17
-"""Tasks that are shuffled with one another."""
-ENDLESS_WINDOW = 1024
-"""The same for a taskset without end: they are made before the first of them is run."""
+BUNDLED = ("harbor-local", "math-problems", "reverse-text", "tool-use")
+HARNESSES = ("chat", "shell")
+"""Harnesses of our own, whose loop runs in the worker: `harness: {id: chat}` takes one for any taskset."""
 
 
 def load(name: str, args: Mapping[str, Any], agent: Mapping[str, Any] = {}) -> vf.Env:
@@ -48,7 +46,7 @@ def load(name: str, args: Mapping[str, Any], agent: Mapping[str, Any] = {}) -> v
         missing = known or Violation("environments.id", name, "no such environment", _suggestion(name))
         raise UsageError([missing]) from error
     except ValidationError as error:
-        raise UsageError(mistakes.invalid(error, kind, taskset)) from error
+        raise UsageError(mistakes.invalid(error, kind, taskset, config)) from error
     except Exception as error:  # an environment may raise anything
         raise UsageError([Violation("environments.id", name, mistakes.raised(error, name))]) from error
 
@@ -103,9 +101,9 @@ class TaskStream:
 
 
 def _provide_bundled(name: str) -> None:
-    """Make a bundled taskset importable by its bare module name, as verifiers asks for it."""
-    if name in BUNDLED:
-        module = name.replace("-", "_")
+    """Make harnesses and a bundled taskset importable by their bare module names, as verifiers asks for them."""
+    for bundled in (*HARNESSES, *((name,) if name in BUNDLED else ())):
+        module = bundled.replace("-", "_")
         sys.modules[module] = importlib.import_module(f"{__name__}.{module}")
 
 

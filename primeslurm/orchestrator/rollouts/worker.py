@@ -23,14 +23,16 @@ from primeslurm.orchestrator import algorithms, environments
 from primeslurm.orchestrator.environments import agents
 from primeslurm.orchestrator.environments.sandbox.install import install
 from primeslurm.orchestrator.rollouts import job_runner, rendering, tool_servers
+from primeslurm.orchestrator.rollouts.hints import hinted
 from primeslurm.orchestrator.rollouts.images import stored
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.orchestrator.rollouts.job_runner import JobRunner
-from primeslurm.orchestrator.rollouts.sequences import sequences, trainable_trace
+from primeslurm.orchestrator.rollouts.sequences import sequences, trainable_traces
 from primeslurm.orchestrator.rollouts.token_client import TokenClient, serving
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sandbox_rules import ENV_KEY
 from primeslurm.recipe.sections.orchestrator import Environment
+from primeslurm.recipe.sections.teacher import PolicyTeacher
 from primeslurm.wire import secret
 from primeslurm.wire.addresses import AddressBook
 from primeslurm.wire.rollouts import Rollout
@@ -112,9 +114,13 @@ class Worker:
         try:
             episode = await self._env.run_episode(task, context, on_trace=lambda trace: traces.append(trace.id))
         finally:
-            completions = [completion for trace in traces for completion in client.endpoint.take(trace)]
+            completions = {trace: client.endpoint.take(trace) for trace in traces}
         seconds = time.monotonic() - started
-        found = sequences(job, trainable_trace(episode), completions, seconds, self._needs_observed)
+        found: list[Rollout] = []
+        for number, trace in enumerate(trainable_traces(episode)):
+            mine = sequences(job, trace, completions[trace.id], seconds, self._needs_observed, number)
+            teacher = self._recipe.teacher
+            found += await hinted(teacher, client, trace, mine) if isinstance(teacher, PolicyTeacher) else mine
         return tuple(stored(rollout, self._images) for rollout in found)
 
 
@@ -146,8 +152,8 @@ def main(argv: list[str] | None = None) -> None:
     # The node's own disk is fast, and its agent removes all below its temporary directory when the attempt ends.
     files = _scratch(f"{environment.label}-{options.worker}")
     install(environment.runtime, files, run_dir / "containers", [run_dir])
-    tool_servers.watch()
     addresses, images = AddressBook(options.attempt_dir), run_dir / "images"
+    tool_servers.watch()
     worker = None
     try:
         worker = Worker(recipe, environment, options.worker, options.orchestrator, addresses, images, options.node)

@@ -50,6 +50,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         {"id": "fine-words", "name": "b", "args": {"difficulty": "hrd", "n": "many"}},
         "args.difficulty = hrd: input should be 'easy' or 'hard'",
     ),
+    (
+        {"id": "fine-words", "name": "f", "harness": {"id": "bash", "edt": True}},
+        "harness.edt = True: the environment takes no such argument",
+    ),
+    ({"id": "fine-words", "name": "g", "harness": {"id": "my-own"}}, "harness.id = my-own: no such harness (with "),
     ({"id": "fine-words", "name": "c", "args": {"n": 0}}, "args: fine-words has no tasks with these arguments"),
     (
         {"id": "needs-container"},
@@ -76,10 +81,10 @@ def test_every_environment_that_does_not_load_is_named_at_once(place: Path) -> N
     wrong = [environment for environment, _ in WRONG]
     result = run(place, "check", [{"id": "reverse-text"}, *wrong, {"id": "fine-words"}], "--local")
     assert (result.code, result.out) == (2, "")
-    assert result.err.startswith("error: 12 problems\n"), result.err
+    assert result.err.startswith("error: 14 problems\n"), result.err
     for i, (_, text) in enumerate(WRONG):
         assert f"  environments.{i + 1}.{text}" in result.err, result.err
-    assert "environments.5.harness = needs-container: it cannot use the tools that the environment" in result.err
+    assert "environments.7.harness = needs-container: it cannot use the tools that the environment" in result.err
     assert "environments.3.args.n = many: input should be a valid integer" in result.err
     assert "never_loads.py, line 8, in wait (load less, or allow more: load_timeout_s)" in result.err
     assert "Traceback" not in result.err
