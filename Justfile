@@ -12,16 +12,20 @@ default:
 setup:
     scripts/setup.sh
 
-# Run recipes/reverse_text.yaml on an embedded Slurm cluster and show it live
+# Install the packages of a harness that runs on the node itself, such as mini_swe_agent
+harness name: setup
+    scripts/harness.sh {{ name }}
+
+# Run a recipe on an embedded Slurm cluster and show it live; recipes/tool_use.yaml is another one
 demo recipe="recipes/reverse_text.yaml": setup
     scripts/demo.sh {{ recipe }}
 
-# The demo's warm start: a tiny Qwen3-MoE, taught by noisy demonstrations
-warm-start: setup
-    scripts/warm_start.sh {{ home }}/reverse-text
+# A demo's warm start: a tiny Qwen3-MoE, taught by noisy demonstrations (reverse-text or tool-use)
+warm-start demo="reverse-text": setup
+    scripts/warm_start.sh {{ home }}/{{ demo }}
 
 # Lint, type-check and run all tests
-test *args: setup lint
+test *args: setup (harness "mini_swe_agent") lint
     scripts/test.sh {{ args }}
 
 # ruff, mypy, import rules, declared dependencies, shell scripts, Dockerfile, and the documentation site

@@ -12,6 +12,7 @@ from primeslurm.recipe.fields.slurm_syntax import EnvironmentId, ImportPath, Jso
 from primeslurm.recipe.sections.curriculum import Curriculum
 from primeslurm.recipe.sections.filters import Filters
 from primeslurm.recipe.sections.length_penalties import LengthPenalty
+from primeslurm.recipe.sections.sandboxes import Harness, Runtime
 
 AdvantageRule = Literal["grpo", "max_rl", "opd", "rae", "hierarchical_grpo"]
 RAE_DECAY = 0.95
@@ -40,6 +41,12 @@ class Environment(Section):
     """Share of the groups that this environment gets."""
     workers: int = Field(1, ge=1, le=4096)
     """Worker processes."""
+    harness: Harness | None = None
+    """The program that talks to the model. Default: the environment's own, or bash."""
+    runtime: Runtime | None = None
+    """What the rollout's programs run in. Default: apptainer for a harness that needs a container, else subprocess."""
+    load_timeout_s: PositiveInt = 120
+    """It and its first task must be there after so many seconds, when it is tried before a run."""
     sampling: SamplingChanges = SamplingChanges()
     group_size: PositiveInt | None = None
     """Default: `orchestrator.group_size`."""
