@@ -358,6 +358,7 @@ class Orchestrator:
             counts=dict(dispatch.counts + self._admission.counts),
             engines=self._policy.pool.report(),
             environments=sorted(self._workers.environments),
+            rollouts_by_node=self._workers.load,
         )
 
 

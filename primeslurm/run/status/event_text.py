@@ -153,6 +153,9 @@ def _of_node(event: Event) -> EventText | None:
             return _tell(event, f"node {node}", "is lost" + _because(reason), "warning")
         case nodes.NodeReplaced(node=node, by=by):
             return _tell(event, f"node {node}", f"is replaced by {by}")
+        case nodes.ProcessesMoved(node=node, processes=names, to=to):
+            where = f"{len(to)} other nodes" if len(to) > 1 else to[0]
+            return _tell(event, f"node {node}", f"its {len(names)} processes move to {where}")
         case nodes.LaunchedAgain(without=without):
             return _tell(event, "batch", f"starts all agents again without {', '.join(without)}", "warning")
         case nodes.AgentFailed(error=error):
