@@ -9,7 +9,7 @@ import numpy as np
 
 from primeslurm.orchestrator.algorithms import Algorithm
 from primeslurm.orchestrator.batching.filters import has_advantage, rollout_filters, sift
-from primeslurm.orchestrator.dispatch.curricula import Curricula
+from primeslurm.orchestrator.dispatch.curricula import Curricula, given_rewards
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.orchestrator import Environment
@@ -73,7 +73,7 @@ class Admission:
         """
         tally = self._tallies[group.environment]
         tally.groups += 1
-        tally.rewards += group.rewards
+        tally.rewards += given_rewards(group)
         self._curricula.learn(group)
         kept, counts = sift(group, self._filters[group.environment])
         reason = FILTERED if kept is None else self._rejection(kept, counts)

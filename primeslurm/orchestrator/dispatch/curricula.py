@@ -76,7 +76,7 @@ class Curricula:
         """Note what became of a complete group. One that is known already is ignored."""
         if group.task is None or group.environment not in self._pools or group.id in self._groups:
             return
-        rewards, least = group.rewards, self._solved[group.environment]
+        rewards, least = given_rewards(group), self._solved[group.environment]
         outcome = (group.id, group.task, sum(reward >= least for reward in rewards) / len(rewards))
         self._learn(outcome)
         self._unwritten += msgspec.json.encode(outcome) + b"\n"
@@ -115,6 +115,11 @@ class Curricula:
         self._groups.add(group)
         if (pools := self._pools.get(group.rpartition("-")[0])) is not None:
             pools.learn(task, solved)
+
+
+def given_rewards(group: RolloutGroup) -> list[float]:
+    """Return the environment's reward for each rollout, whatever advantages are made of."""
+    return [rollout[0].info.reward for rollout in group.rollouts]
 
 
 def _read(path: Path, known: int) -> Iterable[Outcome]:
