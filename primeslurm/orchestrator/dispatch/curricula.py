@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
+from statistics import fmean
 
 import msgspec
 
 from primeslurm.orchestrator.dispatch.pools import Pools
-from primeslurm.orchestrator.rollouts.groups import RolloutGroup
+from primeslurm.orchestrator.rollouts.groups import RolloutGroup, traces_of
 from primeslurm.recipe import Recipe
 from primeslurm.records.metrics import Row
 
@@ -118,8 +119,8 @@ class Curricula:
 
 
 def given_rewards(group: RolloutGroup) -> list[float]:
-    """Return the environment's reward for each rollout, whatever advantages are made of."""
-    return [rollout[0].info.reward for rollout in group.rollouts]
+    """Return the environment's reward for each rollout, without length penalties; of several traces their mean."""
+    return [fmean(trace[0].info.reward for trace in traces_of(rollout)) for rollout in group.rollouts]
 
 
 def _read(path: Path, known: int) -> Iterable[Outcome]:
