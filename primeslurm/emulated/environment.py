@@ -23,6 +23,7 @@ from primeslurm.orchestrator.rollouts.generate_endpoint import Completion, Gener
 from primeslurm.orchestrator.rollouts.job_protocol import Job, RolloutFailed
 from primeslurm.orchestrator.rollouts.job_runner import JobRunner
 from primeslurm.recipe import Recipe
+from primeslurm.recipe.sections.evaluation import EvaluationEnvironment
 from primeslurm.wire.addresses import AddressBook
 from primeslurm.wire.rollouts import Rollout, RolloutInfo
 
@@ -128,7 +129,10 @@ class EmulatedEnvironment:
             timeout_s = self._recipe.orchestrator.request_timeout_s
             where = functools.partial(self._addresses.url, job.router)
             self._endpoints[job.router] = GenerateEndpoint(where, self._recipe.max_len, timeout_s)
-        sampling = self._recipe.orchestrator.sampling.model_dump(exclude_none=True)
+        environment = self._recipe.environment(job.environment)
+        common = self._recipe.orchestrator
+        wanted = environment.sampling if isinstance(environment, EvaluationEnvironment) else common.sampling
+        sampling = wanted.model_dump(exclude_none=True)
         body = {"token_ids": tokens, "sampling_params": sampling, "cache_salt": job.cache_salt}
         return await self._endpoints[job.router].generate(body, {"X-Session-ID": job.id})
 

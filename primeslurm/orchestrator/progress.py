@@ -40,6 +40,11 @@ class RunProgress(msgspec.Struct, frozen=True):
     committed: int = 0
     """The last step whose checkpoint the trainer announced as committed."""
 
+    @property
+    def newest_version(self) -> int:
+        """Return the newest policy version there is: what is newer was undone."""
+        return self.published.version if self.published else self.done_step
+
     def save(self, path: Path) -> None:
         """Write the record atomically. Raises OSError."""
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -15,6 +15,7 @@ from pathlib import Path
 from primeslurm.orchestrator import algorithms
 from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.batching.batches import Batches
+from primeslurm.orchestrator.evaluation.evaluator import Evaluator
 from primeslurm.orchestrator.progress import CHECKPOINT_PART, PROGRESS, ProgressFile, restore
 from primeslurm.orchestrator.recovery import recover
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
@@ -68,6 +69,9 @@ class Orchestrator:
         self._metrics = MetricsLog(arguments.run_dir, progress.done_step, **recipe.metrics_options())
         self._dispatch = recover(recipe, arguments, progress, self._spool, self._batches)
         self._progress = ProgressFile(arguments.run_dir / PROGRESS, progress, self._dispatch)
+        self._evaluator = Evaluator(
+            recipe, arguments, progress.newest_version, self._dispatch.incarnation, self._journal, self._metrics
+        )
         self._workers = WorkerPool(arguments.env_bind, self._on_result, self._on_lost)
         self._link = OrchestratorLink(arguments.bind, self._handle)
         url = arguments.addresses.url
@@ -127,6 +131,7 @@ class Orchestrator:
             await self._workers.cancel(cancelled)
             while job := self._dispatch.next_job(self._workers.environments):
                 await self._workers.send(job)
+            await self._evaluate()
             self._watch.check_stall(self._suspect)
             self._watch.report(self._state)
             await self._pause()
@@ -140,8 +145,17 @@ class Orchestrator:
         self._engine_urls = urls
         for router in self._arguments.addresses.lost.intersection(self._dispatch.routers):
             jobs = self._dispatch.drop_router(router)
+            jobs += self._evaluator.drop_router(router)
             self._cancelled += jobs
             self._journal.write(ReplicaLost(router, len(jobs)))
+
+    async def _evaluate(self) -> None:
+        if self._evaluator.running and self._progress.now.done_step >= self._recipe.max_steps:
+            self._watch.moved()  # nothing else does; and an evaluation that stands still ends by itself
+        version = self._dispatch.version
+        await self._workers.cancel(self._evaluator.follow(version, self._workers.tasks))
+        while job := self._evaluator.next_job(self._workers.environments, version):
+            await self._workers.send(job)
 
     async def _pause(self) -> None:
         """Until something happened that may let a job start, but no longer than a tick."""
@@ -155,6 +169,8 @@ class Orchestrator:
     def _complete(self) -> bool:
         """The last step is committed, and its policy is on the engines or has been for too long on the way.
 
+        Evaluations are done: the last one needs the final policy.
+
         That COMMITTED is there is not enough: a trainer that is about to announce it would find nobody.
         """
         last, now = self._recipe.max_steps, self._progress.now
@@ -163,7 +179,11 @@ class Orchestrator:
         if self._final_policy_at is None:
             self._final_policy_at = time.monotonic()
         waited = time.monotonic() - self._final_policy_at
-        return (self._policy.current_version or 0) >= last or waited > self._recipe.weights.timeout_s
+        if (self._policy.current_version or 0) < last and not self._evaluator.running:
+            if waited <= self._recipe.weights.timeout_s:
+                return False
+            self._evaluator.give_up(last, f"no engine had its policy for {self._recipe.weights.timeout_s} s")
+        return self._evaluator.settled(last)
 
     # the trainer's requests
 
@@ -183,6 +203,7 @@ class Orchestrator:
                 self._progress.snapshot().save(Path(request.directory) / CHECKPOINT_PART)
             case Committed():
                 self._committed(request.step)
+                return Answer("ok", keep=self._evaluator.kept_steps(request.step))
         return Answer("ok")
 
     async def _get_batch(self, request: GetBatch) -> Batch | Answer:
@@ -267,6 +288,9 @@ class Orchestrator:
     # rollouts
 
     def _on_result(self, job: str, outcome: tuple[Rollout, ...] | str) -> None:
+        if self._evaluator.runs(job):
+            self._evaluator.result(job, outcome)
+            self._wake.set()
         if not self._dispatch.runs(job):
             return
         self._wake.set()
@@ -298,6 +322,8 @@ class Orchestrator:
     def _on_lost(self, job: str) -> None:
         if self._dispatch.runs(job):
             self._dispatch.lost(job)
+        elif self._evaluator.runs(job):
+            self._evaluator.lost(job)
 
     def _notify_if_enough(self) -> None:
         if len(self._dispatch.ready) < self._dispatch.limits.groups_per_batch:
@@ -347,6 +373,7 @@ class Orchestrator:
             counts=dict(dispatch.counts),
             engines=self._policy.pool.report(),
             environments=sorted(self._workers.environments),
+            evaluation=self._evaluator.progress,
         )
 
 

@@ -141,7 +141,7 @@ def _control(recipe: Recipe, builders: list[NodeBuilder], replicas: list[Replica
     engines = [name for replica in replicas for name in replica.engines]
     routers = [replica.router for replica in replicas]
     head.add("orchestrator", "orchestrator", orchestrator_command(engines, routers, teachers))
-    for environment in recipe.environments:
+    for environment in recipe.all_environments:
         for worker in range(environment.workers):
             name = f"environment-{environment.label}-{worker}"
             head.add(name, "environment", environment_command(environment.label, worker), after=("orchestrator",))

@@ -9,6 +9,7 @@ from pydantic import Field, PositiveInt
 from primeslurm.recipe.fields.section import Section
 from primeslurm.recipe.fields.slurm_syntax import EnvironmentName, RunName
 from primeslurm.recipe.sections.deployment import Deployment
+from primeslurm.recipe.sections.evaluation import Evaluation, EvaluationEnvironment
 from primeslurm.recipe.sections.inference import Inference
 from primeslurm.recipe.sections.orchestrator import Environment, Orchestrator
 from primeslurm.recipe.sections.slurm import Monitor, Slurm
@@ -36,6 +37,7 @@ class Recipe(Section):
     checkpoint: Checkpoint = Checkpoint()
     environments: tuple[Environment, ...] = ()
     orchestrator: Orchestrator = Orchestrator()
+    evaluation: Evaluation | None = None
     inference: Inference = Inference()
     teacher: Teacher | None = None
     """A frozen model that `trainer.loss.ref_kl` or `orchestrator.advantages: opd` asks for log-probabilities."""
@@ -55,6 +57,26 @@ class Recipe(Section):
     def max_len(self) -> int:
         """Longest sequence an engine accepts, in tokens."""
         return self.model.max_len or self.seq_len
+
+    @property
+    def max_evaluation_inflight(self) -> int:
+        """Evaluation rollouts in flight at once."""
+        own = self.evaluation.max_inflight_rollouts if self.evaluation else None
+        return own or max(1, self.max_inflight // 4)
+
+    @property
+    def evaluation_environments(self) -> tuple[EvaluationEnvironment, ...]:
+        """Environments that the policy is evaluated on."""
+        return self.evaluation.environments if self.evaluation else ()
+
+    def environment(self, label: str) -> Environment:
+        """Find an environment, of training or of evaluation. Raises KeyError."""
+        return {each.label: each for each in self.all_environments}[label]
+
+    @property
+    def all_environments(self) -> tuple[Environment, ...]:
+        """Every environment that has worker processes: those of training, then those of evaluation."""
+        return (*self.environments, *self.evaluation_environments)
 
     def metrics_options(self) -> dict[str, Any]:
         """Say where metrics go besides metrics.jsonl: keyword arguments of `records.metrics.MetricsLog`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from primeslurm.errors import Violation
+from primeslurm.recipe.evaluation_rules import evaluation_violations
 from primeslurm.recipe.recipe import Recipe
 from primeslurm.recipe.sections.losses import CustomLoss
 from primeslurm.recipe.sections.orchestrator import Orchestrator
@@ -11,7 +12,7 @@ from primeslurm.recipe.sections.orchestrator import Orchestrator
 def violations(recipe: Recipe) -> list[Violation]:
     """Everything in the recipe that contradicts something else in it."""
     found = {"rl": _rl, "sft": _sft, "serve": _serve}[recipe.task](recipe)
-    found += _teacher(recipe)
+    found += _teacher(recipe) + evaluation_violations(recipe)
     max_len = recipe.model.max_len
     if max_len is not None and max_len < recipe.seq_len:
         found.append(Violation("model.max_len", str(max_len), f"is shorter than seq_len = {recipe.seq_len}"))

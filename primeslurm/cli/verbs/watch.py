@@ -119,6 +119,10 @@ def summary(run: RunArg, runs: RunsOpt = None, as_json: JsonOpt = False) -> None
         out.print(
             f"reward: {found.first_reward:.3f} (first steps) -> {found.last_reward:.3f} (last), {found.gain:+.3f}"
         )
+    for record in found.evaluations:
+        out.print(f"evaluation of step {record.step}: {'; '.join(result.words for result in record.results)}")
+    if found.best is not None:
+        out.print(f"best: step {found.best.step}, {found.best.metric} {found.best.value:.3f}")
     out.print(f"rollouts of several policy versions: {found.mixed_version_rollouts}")
     out.print(
         f"staleness: at most {found.staleness_max:.0f} versions; {found.dropped_stale} rollouts dropped as too old"

@@ -65,6 +65,11 @@ class TaskStream:
             self._order = (epoch, order)
         return self._tasks[self._order[1][offset]]
 
+    def count(self, most: int) -> int:
+        """Count the tasks of the first epoch, up to `most`."""
+        self._read(most)
+        return min(most, len(self._tasks))
+
     def _read(self, count: int) -> None:
         while len(self._tasks) < count and (task := next(self._source, None)) is not None:
             self._tasks.append(task)

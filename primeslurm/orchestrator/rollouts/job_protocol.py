@@ -54,6 +54,8 @@ class Status(msgspec.Struct, frozen=True, tag=True):
     incarnation: str
     """Differs after a restart of the worker."""
     jobs: list[str]
+    tasks: int | None = None
+    """How many tasks its environment has, if it is one of evaluation; no more than are wanted."""
 
 
 class Result(msgspec.Struct, frozen=True, tag=True):

@@ -39,14 +39,21 @@ class JobRunner:
         number: which of the environment's workers this is.
         address: the orchestrator's ZMQ address.
         rollout: runs one job to its end and returns its token sequences; whatever it raises makes the job a failed one.
+        tasks: how many there are, where the orchestrator has to know.
     """
 
     def __init__(
-        self, environment: str, number: int, address: str, rollout: Callable[[Job], Awaitable[tuple[Rollout, ...]]]
+        self,
+        environment: str,
+        number: int,
+        address: str,
+        rollout: Callable[[Job], Awaitable[tuple[Rollout, ...]]],
+        tasks: int | None = None,
     ) -> None:
         self._environment = environment
         self._number = number
         self._rollout = rollout
+        self._tasks = tasks
         self._incarnation = uuid.uuid4().hex[:8]
         self._jobs: dict[str, asyncio.Task[None]] = {}
         self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
@@ -92,7 +99,7 @@ class JobRunner:
 
     async def _beat(self) -> None:
         while True:
-            status = Status(self._environment, self._number, self._incarnation, list(self._jobs))
+            status = Status(self._environment, self._number, self._incarnation, list(self._jobs), self._tasks)
             await self._socket.send(msgspec.msgpack.encode(status))
             await asyncio.sleep(STATUS_INTERVAL_S)
 

@@ -26,6 +26,7 @@ from primeslurm.orchestrator.rollouts.job_runner import JobRunner
 from primeslurm.orchestrator.rollouts.sequences import sequences, trainable_trace
 from primeslurm.orchestrator.rollouts.token_client import TokenClient, serving
 from primeslurm.recipe import Recipe
+from primeslurm.recipe.sections.evaluation import EvaluationEnvironment
 from primeslurm.recipe.sections.orchestrator import Environment
 from primeslurm.wire import secret
 from primeslurm.wire.addresses import AddressBook
@@ -60,9 +61,11 @@ class Worker:
         options = {"interception": {"type": "server"}, **dict(environment.args.get(environments.ENV_KEY, {}))}  # type: ignore[call-overload]
         self._env = environments.load(environment.id, {**environment.args, environments.ENV_KEY: options})
         self._tasks = environments.TaskStream(self._env.taskset, recipe.seed)
+        self._evaluated = environment if isinstance(environment, EvaluationEnvironment) else None
+        tasks = self._tasks.count(self._evaluated.examples) if self._evaluated else None
         self._clients: dict[str, TokenClient] = {}
         self._by_config: dict[str, Any] = {}
-        self._runner = JobRunner(environment.label, number, address, self._rollout)
+        self._runner = JobRunner(environment.label, number, address, self._rollout, tasks)
 
     async def run(self) -> None:
         """Serve until cancelled."""
@@ -77,7 +80,8 @@ class Worker:
         if router not in self._clients:
             where = functools.partial(self._addresses.url, router)
             recipe = self._recipe
-            timeout_s, routed = recipe.orchestrator.request_timeout_s, recipe.trainer.router_replay
+            timeout_s = recipe.orchestrator.request_timeout_s
+            routed = recipe.trainer.router_replay and self._evaluated is None
             images = recipe.model.vlm is not None
             client = TokenClient(router, where, recipe.model.path, recipe.max_len, timeout_s, routed, images)
             self._clients[router] = self._by_config[client.key] = client
@@ -99,7 +103,8 @@ class Worker:
         return tuple(stored(rollout, self._images) for rollout in found)
 
     def _sampling(self, job: Job) -> vf.SamplingConfig:
-        wanted = self._recipe.orchestrator.sampling.model_dump(exclude_none=True)
+        sampling = self._evaluated.sampling if self._evaluated else self._recipe.orchestrator.sampling
+        wanted = sampling.model_dump(exclude_none=True)
         return vf.SamplingConfig(**wanted, cache_salt=job.cache_salt)
 
 
@@ -107,7 +112,7 @@ def main(argv: list[str] | None = None) -> None:
     """Serve one environment until the process is ended."""
     parser = argparse.ArgumentParser(prog="primeslurm.orchestrator.rollouts.worker")
     parser.add_argument("--recipe", type=Path, required=True)
-    parser.add_argument("--environment", required=True, help="label of one of the recipe's environments")
+    parser.add_argument("--environment", required=True, help="label of an environment of the recipe")
     parser.add_argument("--worker", type=int, default=0)
     parser.add_argument("--orchestrator", required=True, help="ZMQ address")
     parser.add_argument("--attempt-dir", type=Path, required=True)
@@ -118,7 +123,7 @@ def main(argv: list[str] | None = None) -> None:
         logging.getLogger(chatty).setLevel(logging.WARNING)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     recipe = Recipe.model_validate_json(options.recipe.read_bytes())
-    environment = next(e for e in recipe.environments if e.label == options.environment)
+    environment = recipe.environment(options.environment)
     # verifiers keeps each rollout's working directory below the home directory: a killed worker would leave them there
     subprocess_runtime.CACHE_DIR = options.attempt_dir / "environments" / f"{environment.label}-{options.worker}"
     addresses, images = AddressBook(options.attempt_dir), options.attempt_dir.resolve().parents[1] / "images"

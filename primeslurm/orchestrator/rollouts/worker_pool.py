@@ -42,6 +42,8 @@ class _Worker:
     incarnation: str
     heard: float
     """When its last status came."""
+    tasks: int | None = None
+    """How many its environment has, where it says so."""
     sent: dict[str, float] = field(default_factory=dict)
     """Jobs that it was sent and has not ended, by id, with the time of sending."""
 
@@ -76,6 +78,11 @@ class WorkerPool:
     def environments(self) -> set[str]:
         """Return the labels of the environments that have a live worker."""
         return {worker.environment for worker in self._live.values()}
+
+    @property
+    def tasks(self) -> dict[str, int]:
+        """Return how many tasks environments have, of those that say so, by label."""
+        return {worker.environment: worker.tasks for worker in self._live.values() if worker.tasks is not None}
 
     async def serve(self) -> None:
         """Receive until cancelled."""
@@ -134,7 +141,7 @@ class WorkerPool:
             worker = _Worker(identity, status.environment, status.worker, status.incarnation, now)
             self._live[identity] = worker
             log.info("worker %s %d is up", status.environment, status.worker)
-        worker.heard = now
+        worker.heard, worker.tasks = now, status.tasks
         running = set(status.jobs)
         for job in [j for j, since in worker.sent.items() if j not in running and now - since > UNSEEN_S]:
             self._forget(job)
