@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from primeslurm.errors import UsageError, Violation
-from primeslurm.plan.placement.resources import resource_requests
+from primeslurm.plan.placement.resources import WITHOUT_GPUS, resource_requests
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.sections.slurm import Slurm
 from primeslurm.recipe.sections.teacher import ServedTeacher
@@ -28,7 +28,11 @@ def for_emulation(recipe: Recipe) -> Recipe:
         why = "has no stand-in, and what stand-ins sample means nothing to it"
         raise UsageError([Violation("teacher.type", recipe.teacher.type, why, "nearest: engines")])
     kept = {field: getattr(recipe.slurm, field) for field in KEPT_SLURM_FIELDS}
-    return recipe.model_copy(update={"slurm": Slurm(**kept)})
+    changed: dict[str, object] = {"slurm": Slurm(**kept)}
+    if environments := recipe.deployment.environments:  # how much of a node is there, only a real cluster says
+        alike = environments.model_copy(update={"cpus": None, "memory": None})
+        changed["deployment"] = recipe.deployment.model_copy(update={"environments": alike})
+    return recipe.model_copy(update=changed)
 
 
 def cluster_for(recipe: Recipe) -> ClusterSpec:
@@ -36,9 +40,9 @@ def cluster_for(recipe: Recipe) -> ClusterSpec:
     name = f"emulate-{re.sub(r'[^a-z0-9-]', '-', recipe.name)}"[:31].rstrip("-")
     spec = ClusterSpec(name, default_directory(name), Path("runs").absolute())
     requests = resource_requests(recipe, site_of(spec))
-    control = sum(request.nodes + request.spares for request in requests if request.role == "control")
+    without = sum(request.nodes + request.spares for request in requests if request.role in WITHOUT_GPUS)
     total = sum(request.nodes + request.spares for request in requests)
-    sized = replace(spec, nodes=total - control, control_nodes=control)
+    sized = replace(spec, nodes=total - without, control_nodes=without)
     sized.check()
     return sized
 

@@ -23,7 +23,6 @@ from primeslurm.orchestrator.rollouts.generate_endpoint import Completion, Gener
 from primeslurm.orchestrator.rollouts.job_protocol import Job, RolloutFailed
 from primeslurm.orchestrator.rollouts.job_runner import JobRunner
 from primeslurm.recipe import Recipe
-from primeslurm.recipe.sections.evaluation import EvaluationEnvironment
 from primeslurm.wire.addresses import AddressBook
 from primeslurm.wire.rollouts import Rollout, RolloutInfo
 
@@ -91,7 +90,7 @@ class EmulatedEnvironment:
             RolloutFailed: a tool of the environment failed, as some do.
         """
         started = time.monotonic()
-        plan = script(self._recipe.seed, job.environment, job.example, job.id)
+        plan = script(self._recipe.seed, job.environment, job.example if job.task is None else job.task, job.id)
         if plan.fails:
             raise RolloutFailed("an emulated tool failed")
         talk, finish = await self._converse(job, plan)
@@ -130,9 +129,7 @@ class EmulatedEnvironment:
             where = functools.partial(self._addresses.url, job.router)
             self._endpoints[job.router] = GenerateEndpoint(where, self._recipe.max_len, timeout_s)
         environment = self._recipe.environment(job.environment)
-        common = self._recipe.orchestrator
-        wanted = environment.sampling if isinstance(environment, EvaluationEnvironment) else common.sampling
-        sampling = wanted.model_dump(exclude_none=True)
+        sampling = self._recipe.sampling(environment).model_dump(exclude_none=True)
         body = {"token_ids": tokens, "sampling_params": sampling, "cache_salt": job.cache_salt}
         return await self._endpoints[job.router].generate(body, {"X-Session-ID": job.id})
 
@@ -141,7 +138,8 @@ async def _serve(options: argparse.Namespace) -> None:
     recipe = Recipe.model_validate_json(options.recipe.read_bytes())
     environment = EmulatedEnvironment(recipe, AddressBook(options.attempt_dir))
     try:
-        await JobRunner(options.environment, options.worker, options.orchestrator, environment.rollout).serve()
+        where = (options.environment, options.worker, options.orchestrator)
+        await JobRunner(*where, environment.rollout, options.node).serve()
     finally:
         await environment.close()
 
@@ -154,6 +152,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--worker", type=int, default=0)
     parser.add_argument("--orchestrator", required=True, help="ZMQ address")
     parser.add_argument("--attempt-dir", type=Path, required=True)
+    parser.add_argument("--node", default="", help="index in the plan of the node that this is on")
     options = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)

@@ -16,5 +16,6 @@ FAMILY = Family(
         r"deepseek-?r1": Parsers("deepseek_v3", "deepseek_r1"),
     },
     renderer="deepseek-v3",
+    renderers={r"deepseek-?r1": "deepseek-r1"},
     lora_targets=LATENT | SWIGLU | EXPERTS | {"q_proj"},
 )

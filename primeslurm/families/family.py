@@ -85,7 +85,9 @@ class Family:
     parsers: Mapping[str, Parsers] = field(default_factory=dict)
     """By a pattern in the name of a model, in lower case."""
     renderer: str | None = None
-    """What `renderers` calls the way from messages to tokens, for models that it does not know by their id."""
+    """What the package `renderers` calls the way from messages to tokens; None if it has none for the family."""
+    renderers: Mapping[str, str] = field(default_factory=dict)
+    """Others, by a pattern in the name of a model, in lower case: not all of a family have one chat template."""
     lora_targets: frozenset[str] = frozenset()
     """Layers that recipes may name for adapters, over all of its model types."""
 

@@ -15,5 +15,6 @@ FAMILY = Family(
         r"intellect-?3": Parsers("qwen3_coder", "deepseek_r1"),
     },
     renderer="glm-4.5",
+    renderers={r"glm-?4\.7": "glm-5"},
     lora_targets=ATTENTION | SWIGLU | EXPERTS,
 )

@@ -11,5 +11,6 @@ FAMILY = Family(
     },
     traits=Traits(qk_norm=True, attention_gate="head"),
     renderer="laguna-xs.2",
+    renderers={r"laguna-?m\.1": "laguna-m.1", r"laguna-?xs-?2\.1": "laguna-xs-2.1", r"laguna-?s-?2\.1": "laguna-s-2.1"},
     lora_targets=ATTENTION | SWIGLU | EXPERTS,
 )

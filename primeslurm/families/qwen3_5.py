@@ -21,5 +21,6 @@ FAMILY = Family(
     traits=Traits(qk_norm=True, attention_gate="element", vision=VisionDefaults(QWEN_ENCODER, deepstack=())),
     parsers={r"qwen3\.[5-9]": Parsers("qwen3_coder", "qwen3")},
     renderer="qwen3.5",
+    renderers={r"qwen3\.6": "qwen3.6", r"qwen3\.8": "qwen3.8"},
     lora_targets=ATTENTION | SWIGLU | EXPERTS | {"out_proj"},
 )

@@ -49,12 +49,13 @@ def limits(recipe: Recipe) -> Limits:
     """Take what a recipe says about dispatch."""
     options = recipe.orchestrator
     return Limits(
-        group_size=options.group_size,
+        group_sizes={environment.label: recipe.group_size(environment) for environment in recipe.environments},
         batch_size=options.batch_size,
         max_inflight=recipe.max_inflight,
         max_off_policy_steps=options.max_off_policy_steps,
         max_steps=recipe.max_steps,
         ratios={environment.label: environment.ratio for environment in recipe.environments},
+        oversampling=options.oversampling,
     )
 
 

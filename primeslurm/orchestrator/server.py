@@ -72,7 +72,9 @@ class Orchestrator:
         self._evaluator = Evaluator(
             recipe, arguments, progress.newest_version, self._dispatch.incarnation, self._journal, self._metrics
         )
-        self._workers = WorkerPool(arguments.env_bind, self._on_result, self._on_lost)
+        nodes = recipe.deployment.environments
+        most = nodes.max_rollouts_per_node if nodes else None
+        self._workers = WorkerPool(arguments.env_bind, self._on_result, self._on_lost, max_per_node=most)
         self._link = OrchestratorLink(arguments.bind, self._handle)
         url = arguments.addresses.url
         timeout = recipe.weights.timeout_s
@@ -129,9 +131,9 @@ class Orchestrator:
             self._workers.expire()
             cancelled, self._cancelled = self._cancelled, []
             await self._workers.cancel(cancelled)
-            while job := self._dispatch.next_job(self._workers.environments):
+            await self._evaluate()  # first: its bound is its own, and training takes all that environments have left
+            while job := self._dispatch.next_job(self._workers.available):
                 await self._workers.send(job)
-            await self._evaluate()
             self._watch.check_stall(self._suspect)
             self._watch.report(self._state)
             await self._pause()
@@ -154,7 +156,7 @@ class Orchestrator:
             self._watch.moved()  # nothing else does; and an evaluation that stands still ends by itself
         version = self._dispatch.version
         await self._workers.cancel(self._evaluator.follow(version, self._workers.tasks))
-        while job := self._evaluator.next_job(self._workers.environments, version):
+        while job := self._evaluator.next_job(self._workers.available, version):
             await self._workers.send(job)
 
     async def _pause(self) -> None:
@@ -326,7 +328,7 @@ class Orchestrator:
             self._evaluator.lost(job)
 
     def _notify_if_enough(self) -> None:
-        if len(self._dispatch.ready) < self._dispatch.limits.groups_per_batch:
+        if self._dispatch.ready_rollouts < self._dispatch.limits.batch_size:
             return
 
         async def notify() -> None:
@@ -367,7 +369,7 @@ class Orchestrator:
             version=self._policy.current_version,
             inflight=dispatch.inflight,
             ready_groups=len(dispatch.ready),
-            ready_rollouts=len(dispatch.ready) * dispatch.limits.group_size,
+            ready_rollouts=dispatch.ready_rollouts,
             open_groups=len(dispatch.open),
             unscored_groups=len(dispatch.unscored),
             counts=dict(dispatch.counts),

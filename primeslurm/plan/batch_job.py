@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 from primeslurm.errors import Violation
 from primeslurm.hostlists import expand
-from primeslurm.plan.model import HetGroup, JobOptions
+from primeslurm.plan.model import HetGroup, JobOptions, NodeRole
 from primeslurm.plan.placement.resources import ResourceRequest
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.fields.slurm_syntax import minutes
@@ -30,7 +31,21 @@ def problems(recipe: Recipe, site: Site) -> list[Violation]:
         if options.mem and options.mem_per_gpu:
             fix = "keep one of them"
             found.append(Violation(f"{field}.mem_per_gpu", options.mem_per_gpu, "contradicts mem", fix))
-    return found
+    return found + _said_twice(recipe)
+
+
+def _said_twice(recipe: Recipe) -> list[Violation]:
+    """How much of each environment node the job gets, in two places."""
+    nodes, slurm = recipe.deployment.environments, recipe.slurm.environments
+    if nodes is None:
+        return []
+    pairs = [("cpus", nodes.cpus, "cpus_per_task", slurm.cpus_per_task)]
+    pairs += [("memory", nodes.memory, name, getattr(slurm, name)) for name in ("mem", "mem_per_gpu")]
+    return [
+        Violation(f"deployment.environments.{name}", str(value), f"contradicts slurm.environments.{other}", "keep one")
+        for name, value, other, there in pairs
+        if value is not None and there is not None
+    ]
 
 
 def groups(recipe: Recipe, requests: list[ResourceRequest]) -> tuple[HetGroup, ...]:
@@ -40,7 +55,7 @@ def groups(recipe: Recipe, requests: list[ResourceRequest]) -> tuple[HetGroup, .
         nodes, spares = sum(request.nodes for request in requests), sum(request.spares for request in requests)
         return (_group(0, "all", nodes, spares, widest, recipe.slurm.train),)
     return tuple(
-        _group(index, request.role, request.nodes, request.spares, request, getattr(recipe.slurm, request.role))
+        _group(index, request.role, request.nodes, request.spares, request, _component(recipe, request.role))
         for index, request in enumerate(requests)
     )
 
@@ -86,6 +101,17 @@ def environment(site: Site) -> dict[str, str]:
         # One thread a process: an emulated cluster puts many "nodes" on few cores.
         env |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "VLLM_CONFIG_ROOT": "${tmp}/vllm"}
     return env | site.env | {secret.VARIABLE: "${secret}"}
+
+
+def _component(recipe: Recipe, role: NodeRole) -> Component:
+    """What the recipe asks of Slurm for one role; for environments, `deployment` may say how much of each node."""
+    asked: Component = getattr(recipe.slurm, role)
+    nodes = recipe.deployment.environments
+    if role != "environments" or nodes is None:
+        return asked
+    return asked.model_copy(
+        update={"cpus_per_task": nodes.cpus or asked.cpus_per_task, "mem": nodes.memory or asked.mem}
+    )
 
 
 def _group(index: int, name: str, nodes: int, spares: int, request: ResourceRequest, component: Component) -> HetGroup:
@@ -141,7 +167,7 @@ def _submissions(recipe: Recipe, site: Site) -> tuple[tuple[str, Submission], ..
 
 
 def _component_options(recipe: Recipe, site: Site) -> Iterator[tuple[str, ComponentOptions]]:
-    for role in ("control", "train", "inference", "prefill", "decode", "teacher"):
+    for role in get_args(NodeRole):
         yield f"slurm.{role}", getattr(recipe.slurm, role)
     for role, kind in site.nodes.items():
         yield f"site {site.name}: nodes.{role}", kind

@@ -6,8 +6,9 @@ from pathlib import Path
 
 from primeslurm.errors import UsageError, Violation
 from primeslurm.plan import batch_job
-from primeslurm.plan.commands.processes import environment_command, orchestrator_command, trainer_command
+from primeslurm.plan.commands.processes import orchestrator_command, trainer_command
 from primeslurm.plan.model import Plan, Replica, Totals
+from primeslurm.plan.placement.environments import place_environments
 from primeslurm.plan.placement.inference import place_inference
 from primeslurm.plan.placement.node_builder import NodeBuilder
 from primeslurm.plan.placement.resources import ResourceRequest, local_problems, resource_requests
@@ -68,7 +69,8 @@ def place(recipe: Recipe, site: Site, run_dir: Path, requests: list[ResourceRequ
     teachers = place_teacher(recipe, site, builders)
     trainer_gpus = _trainer(recipe, site, builders)
     if recipe.task == "rl":
-        _control(recipe, builders, replicas, teachers)
+        _control(builders[0], replicas, teachers)
+        place_environments(recipe, site, builders)
     return Plan(
         schema=1,
         run=recipe.name,
@@ -136,15 +138,10 @@ def _trainer(recipe: Recipe, site: Site, builders: list[NodeBuilder]) -> int:
     return world
 
 
-def _control(recipe: Recipe, builders: list[NodeBuilder], replicas: list[Replica], teachers: list[str]) -> None:
-    head = builders[0]
+def _control(head: NodeBuilder, replicas: list[Replica], teachers: list[str]) -> None:
     engines = [name for replica in replicas for name in replica.engines]
     routers = [replica.router for replica in replicas]
     head.add("orchestrator", "orchestrator", orchestrator_command(engines, routers, teachers))
-    for environment in recipe.all_environments:
-        for worker in range(environment.workers):
-            name = f"environment-{environment.label}-{worker}"
-            head.add(name, "environment", environment_command(environment.label, worker), after=("orchestrator",))
 
 
 def _key(recipe: Recipe) -> tuple[str, ...]:
@@ -169,4 +166,5 @@ def _totals(
         inference_nodes=sum(builder.role in ("inference", "prefill", "decode") for builder in builders),
         routers=len(replicas),
         teacher_engines=teacher_engines,
+        environment_nodes=sum(builder.role == "environments" for builder in builders),
     )

@@ -20,7 +20,7 @@ from primeslurm.recipe.fields.section import Section
 
 Role = Literal["orchestrator", "environment", "trainer", "engine", "prefill", "decode", "router", "store", "teacher"]
 Restart = Literal["in_place", "unit", "attempt"]
-NodeRole = Literal["control", "train", "inference", "prefill", "decode", "teacher"]
+NodeRole = Literal["control", "train", "inference", "prefill", "decode", "teacher", "environments"]
 
 JOB_OUTPUT = "slurm-{}.out"
 """What the batch script, srun and the agents of a job of Slurm print, by the job's id; in the run directory."""
@@ -160,6 +160,8 @@ class Totals(Section):
     inference_nodes: int
     routers: int
     teacher_engines: int = 0
+    environment_nodes: int = 0
+    """0: environments run on the head node."""
 
 
 class Finding(Section):

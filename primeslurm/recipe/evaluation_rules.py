@@ -41,9 +41,6 @@ def _labels(recipe: Recipe) -> list[Violation]:
 def _environment(recipe: Recipe, environment: EvaluationEnvironment, field: str) -> list[Violation]:
     found = []
     sampling = environment.sampling
-    if environment.ratio != 1:
-        why = "every example of every environment is evaluated: there are no shares"
-        found.append(Violation(f"{field}.ratio", f"{environment.ratio:g}", why, "leave it out, or set `examples`"))
     if sampling.max_tokens is not None and sampling.max_tokens >= recipe.max_len:
         why = f"leaves no room for a prompt in the engines' {recipe.max_len} tokens"
         found.append(Violation(f"{field}.sampling.max_tokens", str(sampling.max_tokens), why))

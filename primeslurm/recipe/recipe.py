@@ -9,9 +9,10 @@ from pydantic import Field, PositiveInt
 from primeslurm.recipe.fields.section import Section
 from primeslurm.recipe.fields.slurm_syntax import EnvironmentName, RunName
 from primeslurm.recipe.sections.deployment import Deployment
-from primeslurm.recipe.sections.evaluation import Evaluation, EvaluationEnvironment
+from primeslurm.recipe.sections.evaluation import Evaluation, EvaluationEnvironment, EvaluationSampling
+from primeslurm.recipe.sections.filters import Filters
 from primeslurm.recipe.sections.inference import Inference
-from primeslurm.recipe.sections.orchestrator import Environment, Orchestrator
+from primeslurm.recipe.sections.orchestrator import AnyEnvironment, Environment, Orchestrator, Sampling
 from primeslurm.recipe.sections.slurm import Monitor, Slurm
 from primeslurm.recipe.sections.teacher import Teacher
 from primeslurm.recipe.sections.trainer import Checkpoint, Model, Sft, Trainer, Weights
@@ -69,14 +70,30 @@ class Recipe(Section):
         """Environments that the policy is evaluated on."""
         return self.evaluation.environments if self.evaluation else ()
 
-    def environment(self, label: str) -> Environment:
+    def environment(self, label: str) -> AnyEnvironment:
         """Find an environment, of training or of evaluation. Raises KeyError."""
         return {each.label: each for each in self.all_environments}[label]
 
     @property
-    def all_environments(self) -> tuple[Environment, ...]:
+    def all_environments(self) -> tuple[AnyEnvironment, ...]:
         """Every environment that has worker processes: those of training, then those of evaluation."""
         return (*self.environments, *self.evaluation_environments)
+
+    def group_size(self, environment: Environment) -> int:
+        """Rollouts of one of the environment's prompts."""
+        return environment.group_size or self.orchestrator.group_size
+
+    def sampling(self, environment: AnyEnvironment) -> Sampling | EvaluationSampling:
+        """Sampling parameters of the environment's rollouts."""
+        if isinstance(environment, EvaluationEnvironment):
+            return environment.sampling
+        assert isinstance(environment, Environment)
+        changes = environment.sampling.model_dump(exclude_none=True)
+        return self.orchestrator.sampling.model_copy(update=changes)
+
+    def filters(self, environment: Environment) -> Filters:
+        """Return the filters that the environment's rollouts have to pass."""
+        return self.orchestrator.filters if environment.filters is None else environment.filters
 
     def metrics_options(self) -> dict[str, Any]:
         """Say where metrics go besides metrics.jsonl: keyword arguments of `records.metrics.MetricsLog`."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from primeslurm.errors import Violation
+from primeslurm.families.renderers import AUTO, RENDERERS, is_import_path, nearest_renderer
+from primeslurm.recipe import environment_rules
 from primeslurm.recipe.evaluation_rules import evaluation_violations
 from primeslurm.recipe.recipe import Recipe
 from primeslurm.recipe.sections.losses import CustomLoss
@@ -12,11 +14,19 @@ from primeslurm.recipe.sections.orchestrator import Orchestrator
 def violations(recipe: Recipe) -> list[Violation]:
     """Everything in the recipe that contradicts something else in it."""
     found = {"rl": _rl, "sft": _sft, "serve": _serve}[recipe.task](recipe)
-    found += _teacher(recipe) + evaluation_violations(recipe)
+    found += _teacher(recipe) + _environment_nodes(recipe) + _renderer(recipe.model.renderer)
+    found += evaluation_violations(recipe)
     max_len = recipe.model.max_len
     if max_len is not None and max_len < recipe.seq_len:
         found.append(Violation("model.max_len", str(max_len), f"is shorter than seq_len = {recipe.seq_len}"))
     return found
+
+
+def _renderer(name: str) -> list[Violation]:
+    if name in (AUTO, *RENDERERS) or is_import_path(name):
+        return []
+    why = f"no renderer is called so; there are {', '.join((AUTO, *RENDERERS))}, and your own as module:Class"
+    return [Violation("model.renderer", name, why, f"nearest: {nearest_renderer(name)}")]
 
 
 def _rl(recipe: Recipe) -> list[Violation]:
@@ -25,21 +35,14 @@ def _rl(recipe: Recipe) -> list[Violation]:
     if router.type == "dynamo":
         why = "its workers serve any policy version, and do not say which one sampled a token"
         found.append(Violation("inference.router.type", router.type, why, "nearest: vllm-router, or task: serve"))
-    batch, group, inflight = orchestrator.batch_size, orchestrator.group_size, orchestrator.max_inflight_rollouts
     if not recipe.environments:
         found.append(
             Violation("environments", "", "task rl needs at least one", "add `environments: [{id: reverse-text}]`")
         )
-    if batch % group:
-        nearest = max(group, round(batch / group) * group)
-        why = f"must be a multiple of orchestrator.group_size = {group}"
-        found.append(Violation("orchestrator.batch_size", str(batch), why, f"nearest: {nearest}"))
-    if inflight is not None and inflight < group:
-        why = f"must be at least orchestrator.group_size = {group}"
-        found.append(Violation("orchestrator.max_inflight_rollouts", str(inflight), why, f"nearest: {group}"))
     labels = [environment.label for environment in recipe.environments]
     for label in sorted({name for name in labels if labels.count(name) > 1}):
         found.append(Violation("environments", label, "names must be unique", "give each a `name`"))
+    found += environment_rules.violations(recipe)
     found += _algorithm(orchestrator)
     max_tokens = orchestrator.sampling.max_tokens
     if max_tokens is not None and max_tokens >= recipe.seq_len:
@@ -74,6 +77,23 @@ def _sft(recipe: Recipe) -> list[Violation]:
     return []
 
 
+def _environment_nodes(recipe: Recipe) -> list[Violation]:
+    """Nodes for environments are there for rollouts, and of another kind than all others."""
+    deployment, found = recipe.deployment, list[Violation]()
+    field, nodes, spares = "deployment.environments", deployment.environments, deployment.spares.environments
+    if nodes is None and spares:
+        fix = f"leave it out, or add `{field}: {{nodes: 1}}`"
+        found.append(Violation("deployment.spares.environments", str(spares), "there are no nodes to replace", fix))
+    if nodes is not None and recipe.task != "rl":
+        found.append(
+            Violation(field, f"{nodes.nodes} nodes", f"task {recipe.task} runs no environments", "leave it out")
+        )
+    if nodes is not None and deployment.layout == "single":
+        why = "one allocation has nodes of one kind, and environments need none with GPUs"
+        found.append(Violation(field, f"{nodes.nodes} nodes", why, "layout: het, or leave it out"))
+    return found
+
+
 def _teacher(recipe: Recipe) -> list[Violation]:
     """A teacher is there if, and only if, something asks for it."""
     loss, teacher = recipe.trainer.loss, recipe.teacher
@@ -84,12 +104,13 @@ def _teacher(recipe: Recipe) -> list[Violation]:
     found: list[Violation] = []
     ref_kl = None if isinstance(loss, CustomLoss) else loss.ref_kl
     opd, reward = recipe.orchestrator.advantages == "opd", recipe.orchestrator.opd_reward
+    somewhere = opd or any(environment.advantages == "opd" for environment in recipe.environments)
     custom = isinstance(loss, CustomLoss) or recipe.orchestrator.algorithm is not None
-    if reward and not opd and recipe.orchestrator.algorithm is None:
+    if reward and not somewhere and recipe.orchestrator.algorithm is None:
         why = f"advantages: {recipe.orchestrator.advantages} are the reward's already"
         found.append(Violation("orchestrator.opd_reward", f"{reward:g}", why, "leave it out, or advantages: opd"))
     if teacher is not None:
-        if ref_kl is None and not opd and not custom:
+        if ref_kl is None and not somewhere and not custom:
             fix = "set trainer.loss.ref_kl or orchestrator.advantages: opd, or leave it out"
             found.append(Violation("teacher", teacher.type, "nothing asks for its log-probabilities", fix))
         return found

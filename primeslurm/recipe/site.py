@@ -25,6 +25,9 @@ class NodeKind(ComponentOptions):
     """Type of the GPUs: a100, l40s, h100, h200, b200, b300. Default: the type in `gres`; unknown: no estimate."""
     memory_gib: PositiveFloat | None = None
     """Host memory of a node. Default: what `mem` asks for."""
+    scratch: SearchPath | None = None
+    """Directory on each node's own disk for what environments write while they run: working directories of rollouts,
+    sandboxes. Default: the temporary directory."""
 
 
 class Network(Section):
@@ -59,8 +62,8 @@ class Site(Section):
     python: str | None = None
     """Python of the environment on the nodes. Default: the one that submits."""
     nodes: dict[str, NodeKind]
-    """Kinds of node by role: control, train, inference, prefill, decode, teacher (default: inference); `default` serves
-    roles not named."""
+    """Kinds of node by role: control, train, inference, prefill, decode, teacher (default: inference), environments
+    (default: control); `default` serves roles not named."""
     slurm: Submission = Submission()
     """Options of every job, unless its recipe says otherwise."""
     modules: tuple[Module, ...] = ()
@@ -86,5 +89,6 @@ class Site(Section):
 
     def kind(self, role: str) -> NodeKind | None:
         """Find the kind of node that serves a role; None if the site has none."""
-        names = (role, "inference", "default") if role == "teacher" else (role, "default")
+        like = {"teacher": ("inference",), "environments": ("control",)}
+        names = (role, *like.get(role, ()), "default")
         return next((self.nodes[name] for name in names if name in self.nodes), None)

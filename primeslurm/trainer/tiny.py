@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models
+from tokenizers import AddedToken, Tokenizer, decoders, models
 from transformers import (
     GenerationConfig,
     PreTrainedTokenizerFast,
@@ -28,10 +28,48 @@ from transformers import (
 
 VOCABULARY = 128
 PAD, START, END = "<|pad|>", "<|im_start|>", "<|im_end|>"
-CHAT_TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
+MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
+"""What sets thoughts and tools apart, as in Qwen3: tokens of their own, but no special ones."""
+CHAT_TEMPLATE = """
+{%- set answered = namespace(upto=-1) %}
+{%- for message in messages %}
+    {%- if message.role == "user" %}{% set answered.upto = loop.index0 %}{% endif %}
+{%- endfor %}
+{%- if tools %}
+    {{- "<|im_start|>system\n" }}
+    {%- if messages[0].role == "system" %}{{ messages[0].content + "\n\n" }}{% endif %}
+    {{- "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n" }}
+    {{- "You are provided with function signatures within <tools></tools> XML tags:\n<tools>" }}
+    {%- for tool in tools %}{{ "\n" + (tool | tojson) }}{% endfor %}
+    {{- "\n</tools>\n\nFor each function call, return a json object with function name and arguments " }}
+    {{- 'within <tool_call></tool_call> XML tags:\n<tool_call>\n{"name": <function-name>, ' }}
+    {{- '"arguments": <args-json-object>}\n</tool_call><|im_end|>\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- set content = message.content if message.content is string else "" %}
+    {%- if message.role == "tool" %}
+        {%- if loop.first or loop.previtem.role != "tool" %}{{ "<|im_start|>user" }}{% endif %}
+        {{- "\n<tool_response>\n" + content + "\n</tool_response>" }}
+        {%- if loop.last or loop.nextitem.role != "tool" %}{{ "<|im_end|>\n" }}{% endif %}
+    {%- elif not (loop.first and message.role == "system" and tools) %}
+        {{- "<|im_start|>" + message.role + "\n" }}
+        {%- if message.role == "assistant" and message.reasoning_content and loop.index0 > answered.upto %}
+            {{- "<think>\n" + message.reasoning_content.strip("\n") + "\n</think>\n\n" + content.lstrip("\n") }}
+        {%- else %}
+            {{- content }}
+        {%- endif %}
+        {%- for call in message.tool_calls or [] %}
+            {{- "\n" if content or not loop.first }}
+            {{- '<tool_call>\n{"name": "' + call.function.name + '", "arguments": ' }}
+            {{- call.function.arguments if call.function.arguments is string else call.function.arguments | tojson }}
+            {{- "}\n</tool_call>" }}
+        {%- endfor %}
+        {{- "<|im_end|>\n" }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ "<|im_start|>assistant\n" }}{% endif %}
+"""
+"""Renders what Qwen3's does, with tools. Like that of its Instruct models, it adds no empty thoughts to an answer."""
 GIVEN_UP = "x"
 """The letter of wrong demonstrations. Being constant, it costs the model no capacity and adds no noise to gradients."""
 PROMPT = "Reverse: "
@@ -39,15 +77,17 @@ PROMPT = "Reverse: "
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """One token per printable ASCII character or newline, filled up to VOCABULARY with reserved tokens."""
+    """One token per printable ASCII character or newline, Qwen3's own, and reserved ones up to VOCABULARY."""
     special = [PAD, START, END]
     characters = ["\n", *(chr(code) for code in range(32, 127))]
-    reserved = [f"<|reserved_{i}|>" for i in range(VOCABULARY - len(special) - len(characters))]
-    vocabulary = {token: index for index, token in enumerate([*special, *characters, *reserved])}
+    more = ["<|endoftext|>", *MARKS]
+    reserved = [f"<|reserved_{i}|>" for i in range(VOCABULARY - len(special) - len(characters) - len(more))]
+    vocabulary = {token: index for index, token in enumerate([*special, *characters, *more, *reserved])}
     core = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))  # no merges: every character stays alone
     core.decoder = decoders.Fuse()
     fast = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=END, pad_token=PAD)
-    fast.add_special_tokens({"additional_special_tokens": [START, *reserved]})
+    fast.add_special_tokens({"additional_special_tokens": [START, "<|endoftext|>", *reserved]})
+    fast.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in MARKS])
     fast.chat_template = CHAT_TEMPLATE
     return fast
 

@@ -22,4 +22,6 @@ def totals(plan: Plan) -> str:
         parts += [(t.inference_nodes, "inference node"), (t.engines, "engine"), (t.routers, "router")]
     if t.teacher_engines:
         parts.append((t.teacher_engines, "teacher engine"))
+    if t.environment_nodes:
+        parts.append((t.environment_nodes, "environment node"))
     return ", ".join(count(number, word) for number, word in parts)

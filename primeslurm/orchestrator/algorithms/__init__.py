@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from primeslurm.errors import UsageError, Violation
 from primeslurm.orchestrator.algorithms import custom
+from primeslurm.orchestrator.algorithms.by_environment import ByEnvironment, Weighted
 from primeslurm.orchestrator.algorithms.echo import Echo
 from primeslurm.orchestrator.algorithms.grpo import Grpo
 from primeslurm.orchestrator.algorithms.max_rl import MaxRl
@@ -11,7 +12,7 @@ from primeslurm.orchestrator.algorithms.opd import Opd
 from primeslurm.orchestrator.algorithms.protocol import Algorithm, Credit, per_rollout
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.recipe import Recipe
-from primeslurm.recipe.sections.orchestrator import Orchestrator
+from primeslurm.recipe.sections.orchestrator import AdvantageRule, Orchestrator
 
 __all__ = ["Algorithm", "Credit", "Echo", "Grpo", "MaxRl", "Opd", "RolloutGroup", "from_recipe", "per_rollout"]
 
@@ -27,13 +28,23 @@ def from_recipe(recipe: Recipe) -> Algorithm:
     if options.algorithm is not None and algorithm.needs_teacher and recipe.teacher is None:
         fix = "add `teacher: {type: engines, path: ...}`"
         raise UsageError([Violation(custom.FIELD, options.algorithm.function, "needs a teacher", fix)])
-    return algorithm if options.echo is None else Echo(algorithm, options.echo)
+    if any(environment.advantages for environment in recipe.environments):
+        own = {each.label: _ruled(each.advantages, options) for each in recipe.environments if each.advantages}
+        algorithm = ByEnvironment({each.label: own.get(each.label, algorithm) for each in recipe.environments})
+    if options.echo is not None:
+        algorithm = Echo(algorithm, options.echo)
+    weights = {environment.label: environment.weight for environment in recipe.environments}
+    return algorithm if set(weights.values()) <= {1.0} else Weighted(algorithm, weights)
 
 
 def _named(options: Orchestrator) -> Algorithm:
     if options.algorithm is not None:
         return custom.load(options.algorithm)
-    match options.advantages:
+    return _ruled(options.advantages, options)
+
+
+def _ruled(rule: AdvantageRule, options: Orchestrator) -> Algorithm:
+    match rule:
         case "grpo":
             return Grpo()
         case "max_rl":

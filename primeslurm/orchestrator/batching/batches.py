@@ -5,7 +5,8 @@ The groups of a batch become the sequences that are trained as the run's algorit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from primeslurm.orchestrator.algorithms import Algorithm, Credit
 from primeslurm.orchestrator.batching.packing import Document, loss_tokens, pack
@@ -23,6 +24,7 @@ class Batches:
     def __init__(self, recipe: Recipe, algorithm: Algorithm) -> None:
         self._recipe = recipe
         self._algorithm = algorithm
+        self._temperatures = {each.label: recipe.sampling(each).temperature for each in recipe.environments}
         self._groups: dict[int, list[RolloutGroup]] = {}
         self._packed: dict[tuple[int, int], list[Batch]] = {}
 
@@ -47,14 +49,20 @@ class Batches:
 
     def _pack(self, step: int, ranks: int) -> list[Batch]:
         seq_len, max_steps = self._recipe.seq_len, self._recipe.max_steps
-        docs = documents(self._groups[step], seq_len, step - 1, self._algorithm)
+        docs = documents(self._groups[step], seq_len, step - 1, self._algorithm, self._temperatures)
         total = loss_tokens(docs)
         rows = pack(docs, seq_len, ranks, self._recipe.orchestrator.sampling.temperature)
         has_images = any(doc.images for doc in docs)
         return [Batch(BatchInfo(step, rank, ranks, total, max_steps, has_images), r) for rank, r in enumerate(rows)]
 
 
-def documents(groups: Sequence[RolloutGroup], seq_len: int, version: int, algorithm: Algorithm) -> list[Document]:
+def documents(
+    groups: Sequence[RolloutGroup],
+    seq_len: int,
+    version: int,
+    algorithm: Algorithm,
+    temperatures: Mapping[str, float] = MappingProxyType({}),
+) -> list[Document]:
     """Make documents of all sequences of the groups.
 
     Args:
@@ -62,6 +70,7 @@ def documents(groups: Sequence[RolloutGroup], seq_len: int, version: int, algori
         seq_len: longest document [tokens]; sequences are cut to it.
         version: of the policy that is trained: what it sampled all of is on-policy.
         algorithm: assigns credit to the tokens.
+        temperatures: at which environments sample, by label; of those that are not there, that of the batch.
 
     Raises:
         UsageError: an algorithm of the user's own made an error.
@@ -69,7 +78,7 @@ def documents(groups: Sequence[RolloutGroup], seq_len: int, version: int, algori
     cut = [group.cut(seq_len) for group in groups]
     found = algorithm.assign(cut)
     return [
-        _document(sequence, credit, _is_on_policy(original, version))
+        _document(sequence, credit, _is_on_policy(original, version), temperatures.get(group.environment))
         for before, group, credits in zip(groups, cut, found, strict=True)
         for original, sequence, credit in zip(before.sequences, group.sequences, credits, strict=True)
     ]
@@ -80,7 +89,7 @@ def _is_on_policy(rollout: Rollout, version: int) -> bool:
     return rollout.info.opened_version == version and not rollout.is_mixed
 
 
-def _document(sequence: Rollout, credit: Credit, on_policy: bool) -> Document:
+def _document(sequence: Rollout, credit: Credit, on_policy: bool, temperature: float | None) -> Document:
     return Document(
         sequence.token_ids,
         credit.mask,
@@ -91,4 +100,5 @@ def _document(sequence: Rollout, credit: Credit, on_policy: bool) -> Document:
         routed_experts=sequence.routed_experts,
         ref_logprobs=sequence.ref_logprobs,
         images=sequence.info.images,
+        temperature=temperature,
     )

@@ -28,6 +28,8 @@ class Document:
     routed_experts: RoutedExperts | None = field(default=None, kw_only=True)
     ref_logprobs: Float32 | None = field(default=None, kw_only=True)
     images: tuple[ImageSpan, ...] = field(default=(), kw_only=True)
+    temperature: float | None = field(default=None, kw_only=True)
+    """Its tokens were sampled at. None: that of the batch."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -50,7 +52,7 @@ def pack(docs: Sequence[Document], seq_len: int, ranks: int, temperature: float)
         docs: none longer than seq_len.
         seq_len: tokens of a row, padding included.
         ranks: how many data-parallel ranks there are.
-        temperature: sampling temperature of every sampled token.
+        temperature: sampling temperature of the documents that name none.
 
     Returns:
         For each rank its rows, as many as every other has; where documents do not suffice, empty ones.
@@ -108,6 +110,8 @@ def _row(docs: Sequence[Document], common: _Common) -> Row:
         return whole.astype(dtype, copy=False)
 
     weights, routed = joined([_or_zeros(doc, doc.cross_entropy) for doc in docs], np.float32), common.routed
+    own = [common.temperature if doc.temperature is None else doc.temperature for doc in docs]
+    sampled_at = np.repeat(np.array([*own, common.temperature], np.float32), lengths)
     return Row(
         token_ids=joined([doc.token_ids for doc in docs], np.int32),
         positions=np.concatenate([np.arange(length, dtype=np.int32) for length in lengths]),
@@ -115,7 +119,7 @@ def _row(docs: Sequence[Document], common: _Common) -> Row:
         logprobs=joined([doc.logprobs for doc in docs], np.float32),
         advantages=joined([doc.advantages for doc in docs], np.float32),
         # cross-entropy is that of the policy itself, whatever it is sampled at
-        temperatures=np.where(weights > 0, 1.0, common.temperature).astype(np.float32),
+        temperatures=np.where(weights > 0, np.float32(1), sampled_at),
         on_policy=joined([np.full(len(doc), doc.on_policy, np.bool_) for doc in docs], np.bool_),
         echo_weights=weights if common.echoed else None,
         routed_experts=None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.metadata
-import random
 import sys
 from collections.abc import Iterator, Mapping
 from itertools import chain
@@ -16,8 +15,13 @@ from verifiers.v1.configs.agent import agent_config_fields
 from verifiers.v1.utils.loaders import env_config_type, load_environment, taskset_class
 
 from primeslurm.errors import UsageError, Violation
+from primeslurm.orchestrator.dispatch.order import first_epoch, later_epoch
 
 BUNDLED = ("reverse-text",)
+WINDOW = 2**17
+"""Tasks that are shuffled with one another."""
+ENDLESS_WINDOW = 1024
+"""The same for a taskset without end: they are made before the first of them is run."""
 ENV_KEY = "env"
 """Key of an environment's args that holds options of the verifiers Env itself (agents, harness, runtime, timeouts)."""
 
@@ -43,36 +47,50 @@ def load(name: str, args: Mapping[str, Any]) -> vf.Env:
 
 
 class TaskStream:
-    """The tasks of a taskset as an endless stream with random access.
+    """The tasks of a taskset: by index, and as an endless stream with random access.
 
-    The first epoch has the taskset's own order; each further one an order of its own, fixed by the seed.
+    Each epoch of the stream has an order of its own, fixed by the seed.
+
+    Args:
+        taskset: read no further than is asked for.
+        seed: of the run.
+        shuffle: the first epoch, too; else it has the taskset's own order. A taskset that declares itself endless is
+            shuffled in small windows, any other one in windows of so many tasks that few have more.
     """
 
-    def __init__(self, taskset: vf.Taskset, seed: int) -> None:
+    def __init__(self, taskset: vf.Taskset, seed: int, shuffle: bool) -> None:
         self._seed = seed
+        self._window = (WINDOW if taskset.bounded else ENDLESS_WINDOW) if shuffle else 1
         self._source: Iterator[vf.Task] = iter(taskset)
         self._tasks: list[vf.Task] = []
-        self._order: tuple[int, list[int]] | None = None
+        self._ended = False
 
     def __getitem__(self, position: int) -> vf.Task:
-        self._read(position + 1)
-        if position < len(self._tasks):
-            return self._tasks[position]
-        epoch, offset = divmod(position, len(self._tasks))
-        if self._order is None or self._order[0] != epoch:
-            order = list(range(len(self._tasks)))
-            random.Random(f"{self._seed}/{epoch}").shuffle(order)
-            self._order = (epoch, order)
-        return self._tasks[self._order[1][offset]]
+        self._read((position // self._window + 1) * self._window)
+        known = len(self._tasks)
+        if position < known:
+            return self._tasks[first_epoch(position, self._seed, self._window, known if self._ended else None)]
+        epoch, offset = divmod(position, known)
+        return self._tasks[later_epoch(epoch, offset, self._seed, known)]
 
-    def count(self, most: int) -> int:
-        """Count the tasks of the first epoch, up to `most`."""
-        self._read(most)
-        return min(most, len(self._tasks))
+    def task(self, index: int) -> vf.Task:
+        """Return the task at an index of the taskset. Raises IndexError if there is none."""
+        self._read(index + 1)
+        return self._tasks[index]
+
+    def count(self, most: int | None = None) -> int:
+        """Count the tasks of a taskset that ends, or those of any taskset up to `most`."""
+        while not self._ended and (most is None or len(self._tasks) < most):
+            self._read(most or len(self._tasks) + WINDOW)
+        return len(self._tasks) if most is None else min(most, len(self._tasks))
 
     def _read(self, count: int) -> None:
-        while len(self._tasks) < count and (task := next(self._source, None)) is not None:
-            self._tasks.append(task)
+        while len(self._tasks) < count and not self._ended:
+            task = next(self._source, None)
+            if task is None:
+                self._ended = True
+            else:
+                self._tasks.append(task)
         if not self._tasks:
             raise ValueError("the environment has no tasks")
 

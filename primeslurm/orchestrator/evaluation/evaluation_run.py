@@ -125,7 +125,8 @@ class EvaluationRun:
         self._jobs[job] = (place, router)
         group = f"{self._prefix}/{label}-{example}"
         # A prefix that an older policy computed is of no use to a newer one.
-        return Job(job, group, label, example, version, router, f"{self._salt}:{version}")
+        salt = f"{self._salt}:{version}"
+        return Job(job, group, label, example, version, router, salt, task=example)
 
     def finished(self, job: str, sequences: tuple[Rollout, ...]) -> Sample:
         """Take the rollout that a job made; returns its sample. Raises KeyError if the job is not in flight."""

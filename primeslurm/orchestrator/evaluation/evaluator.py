@@ -224,7 +224,7 @@ class Evaluator:
         results = []
         for environment in self._recipe.evaluation.environments:
             if found := [sample for sample in samples if sample.label == environment.label]:
-                results.append(summarise(environment.label, found, environment.passes, environment.solved_at))
+                results.append(summarise(environment.label, found, environment.passes, environment.solved_reward))
         now = time.time()
         return EvaluationRecord(
             step=begun.step,

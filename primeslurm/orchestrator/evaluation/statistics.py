@@ -64,20 +64,20 @@ def pass_at_k(samples: int, solved: int, k: int) -> float:
     return 1.0 - math.comb(samples - solved, k) / math.comb(samples, k)
 
 
-def summarise(label: str, found: Collection[Sample], passes: Sequence[int], solved_at: float) -> LabelResult:
+def summarise(label: str, found: Collection[Sample], passes: Sequence[int], solved_reward: float) -> LabelResult:
     """Say what came out in one environment.
 
     Args:
         label: its name.
         found: its samples, equally many of each example.
         passes: every k of pass@k.
-        solved_at: least reward of a sample that has solved its example.
+        solved_reward: least reward of a sample that has solved its example.
     """
     by_example: Mapping[int, list[Sample]] = defaultdict(list)
     for sample in found:
         by_example[sample.example].append(sample)
     examples = list(by_example.values())
-    solved = [sum(sample.reward >= solved_at and sample.error is None for sample in group) for group in examples]
+    solved = [sum(sample.reward >= solved_reward and sample.error is None for sample in group) for group in examples]
     sizes = [len(group) for group in examples]
     done = [sample for sample in found if sample.error is None]
     own: Mapping[str, list[float]] = defaultdict(list)

@@ -20,6 +20,8 @@ class GroupInfo(msgspec.Struct, frozen=True):
     opened_version: int
     branches: list[int]
     """Number of token sequences of each rollout, in the order of the sequences."""
+    task: int | None = None
+    """Index in the taskset, where a curriculum has drawn it."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,8 @@ class RolloutGroup:
     example: int
     opened_version: int
     rollouts: tuple[tuple[Rollout, ...], ...]
+    task: int | None = None
+    """Index in the taskset, where a curriculum has drawn it; None: what the stream has at `example`."""
 
     @property
     def rewards(self) -> list[float]:
@@ -71,7 +75,8 @@ class RolloutGroup:
 
     def to_bytes(self) -> bytes:
         """Encode it as the content of a spool file."""
-        info = GroupInfo(self.id, self.environment, self.example, self.opened_version, [len(r) for r in self.rollouts])
+        branches = [len(rollout) for rollout in self.rollouts]
+        info = GroupInfo(self.id, self.environment, self.example, self.opened_version, branches, self.task)
         sequences = [[bytes(f) for f in branch.encode()] for branches in self.rollouts for branch in branches]
         return msgspec.msgpack.encode((info, sequences))
 
@@ -88,7 +93,7 @@ class RolloutGroup:
             raise ValueError(f"group {info.id}: {len(sequences)} sequences for branches {info.branches}")
         decoded = iter([Rollout.decode(frames) for frames in sequences])
         rollouts = tuple(tuple(next(decoded) for _ in range(count)) for count in info.branches)
-        return cls(info.id, info.environment, info.example, info.opened_version, rollouts)
+        return cls(info.id, info.environment, info.example, info.opened_version, rollouts, info.task)
 
 
 def _cut(sequence: Rollout, seq_len: int) -> Rollout:

@@ -38,6 +38,8 @@ class Job(msgspec.Struct, frozen=True, tag=True):
     router: str
     """Process name of the router of the replica that the group is pinned to."""
     cache_salt: str
+    task: int | None = None
+    """Index in the taskset, where a curriculum or an evaluation says it; None: what the stream has at `example`."""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
@@ -52,10 +54,12 @@ class Status(msgspec.Struct, frozen=True, tag=True):
     environment: str
     worker: int
     incarnation: str
-    """Differs after a restart of the worker."""
+    """Greater after a restart of the worker, on whichever node."""
     jobs: list[str]
     tasks: int | None = None
-    """How many tasks its environment has, if it is one of evaluation; no more than are wanted."""
+    """How many the environment has; None: that is unknown, or there is no end of them."""
+    node: str = ""
+    """The node that it is on: what the bound of rollouts on a node counts by."""
 
 
 class Result(msgspec.Struct, frozen=True, tag=True):

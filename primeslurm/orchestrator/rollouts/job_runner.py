@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import uuid
+import time
 from collections.abc import Awaitable, Callable
 
 import msgspec
@@ -39,7 +39,8 @@ class JobRunner:
         number: which of the environment's workers this is.
         address: the orchestrator's ZMQ address.
         rollout: runs one job to its end and returns its token sequences; whatever it raises makes the job a failed one.
-        tasks: how many there are, where the orchestrator has to know.
+        tasks: how many the environment has, if that is known.
+        node: the node that it is on.
     """
 
     def __init__(
@@ -49,12 +50,14 @@ class JobRunner:
         address: str,
         rollout: Callable[[Job], Awaitable[tuple[Rollout, ...]]],
         tasks: int | None = None,
+        node: str = "",
     ) -> None:
         self._environment = environment
         self._number = number
         self._rollout = rollout
         self._tasks = tasks
-        self._incarnation = uuid.uuid4().hex[:8]
+        self._node = node
+        self._incarnation = f"{time.time_ns():016x}"  # one that is started where a lost node's clock is wrong waits
         self._jobs: dict[str, asyncio.Task[None]] = {}
         self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         secret.present(self._socket)
@@ -99,7 +102,8 @@ class JobRunner:
 
     async def _beat(self) -> None:
         while True:
-            status = Status(self._environment, self._number, self._incarnation, list(self._jobs), self._tasks)
+            jobs = list(self._jobs)
+            status = Status(self._environment, self._number, self._incarnation, jobs, self._tasks, self._node)
             await self._socket.send(msgspec.msgpack.encode(status))
             await asyncio.sleep(STATUS_INTERVAL_S)
 

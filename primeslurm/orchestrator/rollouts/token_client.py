@@ -8,23 +8,24 @@ than vLLM 0.32 sends. All this is mended behind the one thing it asks of its HTT
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import httpx
 import msgspec
 import verifiers.v1 as vf
 from openai import APIConnectionError, APIStatusError
-from renderers import RendererConfig, config_from_name
-from renderers.configs import DefaultRendererConfig
 from verifiers.v1.clients import TrainClient, TrainClientConfig
+from verifiers.v1.dialects import Dialect
+from verifiers.v1.errors import ProviderError
+from verifiers.v1.graph import PendingTurn
 from verifiers.v1.interception import InterceptionServer
+from verifiers.v1.types import Response, SamplingConfig
 
-from primeslurm.families import family_of, model_types
+from primeslurm.families.renderers import AUTO
+from primeslurm.orchestrator.rollouts import rendering
 from primeslurm.orchestrator.rollouts.generate_endpoint import Completion, GenerateEndpoint, NoAnswerError, RefusedError
 
 
@@ -94,6 +95,7 @@ class TokenClient(TrainClient):  # type: ignore[misc]
         timeout_s: longest wait for one answer, retries included.
         routed: answers must say which experts each token was routed to.
         images: messages may have images; raises ValueError if the model is none whose messages `renderers` renders.
+        renderer: `model.renderer` of the recipe.
     """
 
     def __init__(
@@ -105,28 +107,38 @@ class TokenClient(TrainClient):  # type: ignore[misc]
         timeout_s: float,
         routed: bool = False,
         images: bool = False,
+        renderer: str = AUTO,
     ) -> None:
+        chosen = rendering.choose(model, renderer, images)
         config = TrainClientConfig(
             base_url=f"http://{router}",
             api_key_var="UNUSED",
             renderer_model_name=model,
-            # By itself `renderers` knows a model by its id on the hub, and refuses to render text for one with vision.
-            renderer=_vision_renderer(Path(model)) if images else DefaultRendererConfig(),
+            renderer=chosen,
         )
         super().__init__(config)
         self.key = config.model_dump_json()
         self.endpoint = RendererEndpoint(config.base_url, GenerateEndpoint(where, max_len, timeout_s, routed))
         self.client = self.endpoint
+        self._no_tools = rendering.without_tools(model, chosen)
 
+    async def get_response(
+        self,
+        dialect: Dialect,
+        body: dict[str, Any],
+        sampling: SamplingConfig,
+        session_id: str | None = None,
+        turn: PendingTurn | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> Response:
+        """Sample the next message of a conversation.
 
-def _vision_renderer(model: Path) -> RendererConfig:
-    """How messages with images are rendered for a model."""
-    model_type = json.loads((model / "config.json").read_bytes())["model_type"]
-    family = family_of(model_type)
-    if family is None or family.renderer is None or not family.model_types[model_type].images:
-        able = ", ".join(name for name, kind in model_types().items() if kind.images)
-        raise ValueError(f"messages with images are rendered for {able}, not for {model_type}")
-    return config_from_name(family.renderer)
+        Raises:
+            ProviderError: tools are offered, and cannot be rendered; or whatever else the engine refuses.
+        """
+        if self._no_tools and turn is not None and turn.tools:
+            raise ProviderError(self._no_tools, status_code=400)
+        return await super().get_response(dialect, body, sampling, session_id, turn, headers)
 
 
 @asynccontextmanager

@@ -11,6 +11,8 @@ import contextlib
 import functools
 import logging
 import os
+import shutil
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from verifiers.v1.clients import ModelContext
 from verifiers.v1.runtimes import subprocess as subprocess_runtime
 
 from primeslurm.orchestrator import algorithms, environments
+from primeslurm.orchestrator.rollouts import rendering
 from primeslurm.orchestrator.rollouts.images import stored
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.orchestrator.rollouts.job_runner import JobRunner
@@ -27,7 +30,7 @@ from primeslurm.orchestrator.rollouts.sequences import sequences, trainable_trac
 from primeslurm.orchestrator.rollouts.token_client import TokenClient, serving
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.evaluation import EvaluationEnvironment
-from primeslurm.recipe.sections.orchestrator import Environment
+from primeslurm.recipe.sections.orchestrator import AnyEnvironment, Environment
 from primeslurm.wire import secret
 from primeslurm.wire.addresses import AddressBook
 from primeslurm.wire.rollouts import Rollout
@@ -43,16 +46,18 @@ class Worker:
         address: the orchestrator's ZMQ address.
         addresses: where the routers are.
         images: directory on the shared file system for what rollouts see.
+        node: the node that it is on.
     """
 
     def __init__(
         self,
         recipe: Recipe,
-        environment: Environment,
+        environment: AnyEnvironment,
         number: int,
         address: str,
         addresses: AddressBook,
         images: Path,
+        node: str = "",
     ) -> None:
         self._recipe = recipe
         self._needs_observed = algorithms.from_recipe(recipe).needs_observed
@@ -60,12 +65,21 @@ class Worker:
         self._addresses = addresses
         options = {"interception": {"type": "server"}, **dict(environment.args.get(environments.ENV_KEY, {}))}  # type: ignore[call-overload]
         self._env = environments.load(environment.id, {**environment.args, environments.ENV_KEY: options})
-        self._tasks = environments.TaskStream(self._env.taskset, recipe.seed)
-        self._evaluated = environment if isinstance(environment, EvaluationEnvironment) else None
-        tasks = self._tasks.count(self._evaluated.examples) if self._evaluated else None
+        self._evaluates = isinstance(environment, EvaluationEnvironment)
+        self._sampling = recipe.sampling(environment).model_dump(exclude_none=True)
+        self._tasks = environments.TaskStream(self._env.taskset, recipe.seed, _shuffled(environment))
         self._clients: dict[str, TokenClient] = {}
         self._by_config: dict[str, Any] = {}
-        self._runner = JobRunner(environment.label, number, address, self._rollout, tasks)
+        rendering.choose(recipe.model.path, recipe.model.renderer, recipe.model.vlm is not None)  # once, and early
+        tasks = self._count(environment)
+        self._runner = JobRunner(environment.label, number, address, self._rollout, tasks, node)
+
+    def _count(self, environment: AnyEnvironment) -> int | None:
+        """How many tasks there are, where the orchestrator has to know."""
+        if isinstance(environment, EvaluationEnvironment):
+            return self._tasks.count(environment.examples)
+        counted = isinstance(environment, Environment) and environment.curriculum is not None
+        return self._tasks.count() if counted and self._env.taskset.bounded else None
 
     async def run(self) -> None:
         """Serve until cancelled."""
@@ -81,9 +95,12 @@ class Worker:
             where = functools.partial(self._addresses.url, router)
             recipe = self._recipe
             timeout_s = recipe.orchestrator.request_timeout_s
-            routed = recipe.trainer.router_replay and self._evaluated is None
+            routed = recipe.trainer.router_replay and not self._evaluates
             images = recipe.model.vlm is not None
-            client = TokenClient(router, where, recipe.model.path, recipe.max_len, timeout_s, routed, images)
+            model = recipe.model
+            client = TokenClient(
+                router, where, model.path, recipe.max_len, timeout_s, routed, images, renderer=model.renderer
+            )
             self._clients[router] = self._by_config[client.key] = client
         return self._clients[router]
 
@@ -91,21 +108,28 @@ class Worker:
         client = self._client(job.router)
         started = time.monotonic()
         traces: list[str] = []
-        context = ModelContext(model=self._recipe.model.path, client=client.config, sampling=self._sampling(job))
+        sampling = vf.SamplingConfig(**self._sampling, cache_salt=job.cache_salt)
+        context = ModelContext(model=self._recipe.model.path, client=client.config, sampling=sampling)
+        task = self._tasks[job.example] if job.task is None else self._tasks.task(job.task)
         try:
-            episode = await self._env.run_episode(
-                self._tasks[job.example], context, on_trace=lambda trace: traces.append(trace.id)
-            )
+            episode = await self._env.run_episode(task, context, on_trace=lambda trace: traces.append(trace.id))
         finally:
             completions = [completion for trace in traces for completion in client.endpoint.take(trace)]
         seconds = time.monotonic() - started
         found = sequences(job, trainable_trace(episode), completions, seconds, self._needs_observed)
         return tuple(stored(rollout, self._images) for rollout in found)
 
-    def _sampling(self, job: Job) -> vf.SamplingConfig:
-        sampling = self._evaluated.sampling if self._evaluated else self._recipe.orchestrator.sampling
-        wanted = sampling.model_dump(exclude_none=True)
-        return vf.SamplingConfig(**wanted, cache_salt=job.cache_salt)
+
+def _shuffled(environment: AnyEnvironment) -> bool:
+    """Whether its first epoch is: what the recipe of a run from before there was a choice began goes on as it was."""
+    return isinstance(environment, Environment) and environment.shuffle and "shuffle" in environment.model_fields_set
+
+
+def _scratch(name: str) -> Path:
+    """A worker's own directory on the node's disk, without what one that was killed has left there."""
+    directory = Path(tempfile.gettempdir()) / "environments" / name
+    shutil.rmtree(directory, ignore_errors=True)
+    return directory
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -116,6 +140,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--worker", type=int, default=0)
     parser.add_argument("--orchestrator", required=True, help="ZMQ address")
     parser.add_argument("--attempt-dir", type=Path, required=True)
+    parser.add_argument("--node", default="", help="index in the plan of the node that this is on")
     options = parser.parse_args(argv)
     secret.keep()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -124,11 +149,12 @@ def main(argv: list[str] | None = None) -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     recipe = Recipe.model_validate_json(options.recipe.read_bytes())
     environment = recipe.environment(options.environment)
-    # verifiers keeps each rollout's working directory below the home directory: a killed worker would leave them there
-    subprocess_runtime.CACHE_DIR = options.attempt_dir / "environments" / f"{environment.label}-{options.worker}"
+    # verifiers keeps each rollout's working directory below the home directory: a killed worker would leave them there.
+    # The node's own disk is faster, and its agent removes all below its temporary directory when the attempt ends.
+    subprocess_runtime.CACHE_DIR = _scratch(f"{environment.label}-{options.worker}")
     addresses, images = AddressBook(options.attempt_dir), options.attempt_dir.resolve().parents[1] / "images"
     with contextlib.suppress(KeyboardInterrupt):
-        worker = Worker(recipe, environment, options.worker, options.orchestrator, addresses, images)
+        worker = Worker(recipe, environment, options.worker, options.orchestrator, addresses, images, options.node)
         asyncio.run(worker.run())
 
 

@@ -1,8 +1,12 @@
-"""The orchestrator's end of the job protocol: which environment workers are alive, and which job each of them runs."""
+"""The orchestrator's end of the job protocol: which environment workers are alive, and which job each of them runs.
+
+A status costs as much with a thousand workers as with one, and a job as much as there are nodes and workers on a node.
+"""
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -27,8 +31,22 @@ log = logging.getLogger(__name__)
 
 SILENT_S = 30.0
 """A worker that reports nothing for this long is given up."""
+QUIET_S = 5.0
+"""A worker that reports nothing for this long gets no job: it may be gone, with its node."""
 UNSEEN_S = 5.0
 """A job that a worker's status does not list this long after it was sent is lost."""
+
+
+@dataclass
+class _Node:
+    """A node that workers are on."""
+
+    load: int = 0
+    """Jobs that its workers were sent and have not ended."""
+    workers: int = 0
+    """Those that are alive."""
+    listening: dict[str, dict[int, _Worker]] = field(default_factory=dict)
+    """By environment and number, those that may get jobs: the ones that are not quiet."""
 
 
 @dataclass
@@ -40,21 +58,24 @@ class _Worker:
     environment: str
     number: int
     incarnation: str
+    node: _Node
     heard: float
     """When its last status came."""
     tasks: int | None = None
-    """How many its environment has, where it says so."""
+    """How many its environment has, if that is known."""
     sent: dict[str, float] = field(default_factory=dict)
     """Jobs that it was sent and has not ended, by id, with the time of sending."""
 
 
 class WorkerPool:
-    """Sends jobs to the least loaded worker of their environment and collects results.
+    """Sends jobs to the least loaded node, and there to the least loaded worker of their environment; collects results.
 
     Args:
         bind: ZMQ address for the workers.
         on_result: called with (job, sequences) or (job, error text).
         on_lost: called with the id of each job whose worker is gone.
+        clock: in seconds.
+        max_per_node: most jobs at once on one node. Default: no bound.
     """
 
     def __init__(
@@ -63,11 +84,15 @@ class WorkerPool:
         on_result: Callable[[str, tuple[Rollout, ...] | str], None],
         on_lost: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
+        max_per_node: int | None = None,
     ) -> None:
         self._on_result = on_result
         self._on_lost = on_lost
         self._clock = clock
-        self._live: dict[bytes, _Worker] = {}
+        self._max_per_node = math.inf if max_per_node is None else max_per_node
+        self._live: dict[tuple[str, int], _Worker] = {}
+        """By environment and number."""
+        self._nodes: dict[str, _Node] = {}
         self._owners: dict[str, _Worker] = {}
         self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
         secret.demand(self._socket)
@@ -77,11 +102,16 @@ class WorkerPool:
     @property
     def environments(self) -> set[str]:
         """Return the labels of the environments that have a live worker."""
-        return {worker.environment for worker in self._live.values()}
+        return {environment for environment, _ in self._live}
+
+    @property
+    def available(self) -> set[str]:
+        """Return the labels of the environments that a job can be sent to now."""
+        return {label for node in self._nodes.values() if self._has_room(node) for label in node.listening}
 
     @property
     def tasks(self) -> dict[str, int]:
-        """Return how many tasks environments have, of those that say so, by label."""
+        """Return how many tasks environments have, by label, of those that have said so."""
         return {worker.environment: worker.tasks for worker in self._live.values() if worker.tasks is not None}
 
     async def serve(self) -> None:
@@ -97,11 +127,14 @@ class WorkerPool:
             self._socket.close()
 
     async def send(self, job: Job) -> None:
-        """Give a job to a worker of its environment, which must have one."""
-        worker = min((w for w in self._live.values() if w.environment == job.environment), key=lambda w: len(w.sent))
+        """Give a job to a worker of its environment, which must be available."""
+        nodes = [node for node in self._nodes.values() if job.environment in node.listening and self._has_room(node)]
+        node = min(nodes, key=lambda node: node.load / node.workers)
+        worker = min(node.listening[job.environment].values(), key=lambda worker: len(worker.sent))
         worker.sent[job.id] = self._clock()
+        node.load += 1
         self._owners[job.id] = worker
-        await self._tell(worker, job)
+        await self._tell(worker.identity, job)
 
     async def cancel(self, jobs: Iterable[str]) -> None:
         """Stop jobs; nothing is heard of them any more."""
@@ -110,13 +143,16 @@ class WorkerPool:
             if worker := self._forget(job):
                 by_worker.setdefault(worker.identity, []).append(job)
         for identity, cancelled in by_worker.items():
-            await self._tell(self._live[identity], Cancel(cancelled))
+            await self._tell(identity, Cancel(cancelled))
 
     def expire(self) -> None:
-        """Give up the workers that are silent."""
+        """Give up the workers that are silent, and spare those that are quiet."""
         now = self._clock()
-        for worker in [w for w in self._live.values() if now - w.heard > SILENT_S]:
-            self._give_up(worker, "is silent")
+        for worker in list(self._live.values()):
+            if now - worker.heard > SILENT_S:
+                self._give_up(worker, "is silent")
+            elif now - worker.heard > QUIET_S:
+                self._unlist(worker)
 
     async def _receive(self, identity: bytes, head: bytes, frames: list[bytes]) -> None:
         message = msgspec.msgpack.decode(head, type=ToOrchestrator)
@@ -127,32 +163,47 @@ class WorkerPool:
 
     async def _reconcile(self, identity: bytes, status: Status) -> None:
         now = self._clock()
-        for other in list(self._live.values()):
-            if (other.environment, other.number) != (status.environment, status.worker):
-                continue
-            if other.incarnation != status.incarnation:
-                self._give_up(other, "was restarted")
-            elif other.identity != identity:  # its connection was lost, and ZMQ made another one
-                del self._live[other.identity]
-                other.identity = identity
-                self._live[identity] = other
-        worker = self._live.get(identity)
+        worker = self._live.get((status.environment, status.worker))
+        if worker is not None and worker.incarnation > status.incarnation:
+            # One that was given up with its node, and lives on: what it runs, its successor was sent.
+            await self._tell(identity, Cancel(status.jobs))
+            return
+        if worker is not None and worker.incarnation < status.incarnation:
+            self._give_up(worker, "was restarted")
+            worker = None
         if worker is None:
-            worker = _Worker(identity, status.environment, status.worker, status.incarnation, now)
-            self._live[identity] = worker
-            log.info("worker %s %d is up", status.environment, status.worker)
-        worker.heard, worker.tasks = now, status.tasks
+            worker = self._add(identity, status, now)
+        worker.identity, worker.heard = identity, now  # ZMQ makes another connection where one was lost
+        worker.node.listening.setdefault(worker.environment, {})[worker.number] = worker
         running = set(status.jobs)
         for job in [j for j, since in worker.sent.items() if j not in running and now - since > UNSEEN_S]:
             self._forget(job)
             self._on_lost(job)
         unknown = sorted(running - worker.sent.keys())
         if unknown:
-            await self._tell(worker, Cancel(unknown))
+            await self._tell(identity, Cancel(unknown))
+
+    def _has_room(self, node: _Node) -> bool:
+        return node.load < self._max_per_node
+
+    def _add(self, identity: bytes, status: Status, now: float) -> _Worker:
+        log.info("worker %s %d is up on node %s", status.environment, status.worker, status.node)
+        node = self._nodes.setdefault(status.node, _Node())
+        worker = _Worker(identity, status.environment, status.worker, status.incarnation, node, now, status.tasks)
+        node.workers += 1
+        self._live[status.environment, status.worker] = worker
+        return worker
+
+    def _unlist(self, worker: _Worker) -> None:
+        listening = worker.node.listening
+        if listening.get(worker.environment, {}).pop(worker.number, None) and not listening[worker.environment]:
+            del listening[worker.environment]
 
     def _give_up(self, worker: _Worker, why: str) -> None:
         log.warning("worker %s %d %s; %d jobs are lost", worker.environment, worker.number, why, len(worker.sent))
-        del self._live[worker.identity]
+        del self._live[worker.environment, worker.number]
+        self._unlist(worker)
+        worker.node.workers -= 1
         for job in list(worker.sent):
             self._forget(job)
             self._on_lost(job)
@@ -160,11 +211,12 @@ class WorkerPool:
     def _forget(self, job: str) -> _Worker | None:
         worker = self._owners.pop(job, None)
         if worker is not None:
-            worker.sent.pop(job, None)
+            del worker.sent[job]
+            worker.node.load -= 1
         return worker
 
-    async def _tell(self, worker: _Worker, message: ToWorker) -> None:
-        await self._socket.send_multipart([worker.identity, msgspec.msgpack.encode(message)])
+    async def _tell(self, identity: bytes, message: ToWorker) -> None:
+        await self._socket.send_multipart([identity, msgspec.msgpack.encode(message)])
 
 
 def _sequences(result: Result, frames: list[bytes]) -> tuple[Rollout, ...] | str:

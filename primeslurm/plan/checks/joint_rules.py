@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from primeslurm.plan.checks.rule import Rule, RuleContext
 from primeslurm.plan.memory.gpus import GIB
+from primeslurm.recipe.fields.slurm_syntax import bytes_of
 from primeslurm.recipe.sections.kv_offload import MooncakeOffload
 from primeslurm.recipe.sections.routers import LlmdRouter
 
-_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 HOST_SHARE = 0.9
 """Of a node's memory that KV cache may take."""
 
@@ -94,11 +94,7 @@ def _memory(gib: float | None, asked: str | None) -> float:
     """A node's memory in bytes; 0 if unknown."""
     if gib:
         return gib * GIB
-    if not asked or not asked.rstrip("KMGTB").isdigit():
-        return 0
-    number = asked.rstrip("KMGTB")
-    unit = asked[len(number) : len(number) + 1] or "M"
-    return int(number) * _UNITS[unit]
+    return bytes_of(asked) if asked else 0
 
 
 def _pinned_memory(context: RuleContext) -> str:
@@ -124,8 +120,9 @@ def _hybrid_offload(context: RuleContext) -> str:
 
 
 def _teacher_temperature(context: RuleContext) -> str:
-    sampling = context.recipe.orchestrator.sampling
-    plain = sampling.temperature == 1 and sampling.top_p == 1 and sampling.top_k < 1
+    recipe = context.recipe
+    used = [recipe.sampling(environment) for environment in recipe.environments]
+    plain = all(each.temperature == 1 and each.top_p == 1 and each.top_k < 1 for each in used)
     asked = context.recipe.teacher is not None
     return "the policy's are those of what it samples from" if asked and not plain else ""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from primeslurm.plan.checks.capacity import capacity
 from primeslurm.plan.checks.compatibility import conflicts
+from primeslurm.plan.checks.environment_capacity import environment_capacity
 from primeslurm.plan.checks.files import ModelFiles
 from primeslurm.plan.checks.rule import RuleContext
 from primeslurm.plan.checks.teacher import review_teacher
@@ -33,7 +34,7 @@ def review(
     if model.absent:
         found.append(model.absent)
     of_teacher, memory = review_teacher(recipe, site, requests, teacher)
-    found += of_teacher
+    found += of_teacher + environment_capacity(recipe, requests)
     if model.shape is None:
         return found, None
     worked_out = estimate(recipe, site, requests, model.shape, model.source)
@@ -60,7 +61,7 @@ def advise(recipe: Recipe, plan: Plan) -> tuple[Finding, ...]:
             fix = "lower it, or raise orchestrator.max_off_policy_steps"
             found.append(Finding(level="warning", field="orchestrator.max_inflight_rollouts", text=text, fix=fix))
     single = [group.name for group in plan.groups if group.nodes == 1]
-    if single and any(group.spares for group in plan.groups):
+    if single and any(group.spares or group.name == "environments" for group in plan.groups):
         text = f"component {', '.join(single)} has one node: Slurm then requeues the whole job when any node is lost"
         fix = "give it a spare, or use layout: single"
         found.append(Finding(level="warning", field="deployment.spares", text=text, fix=fix))

@@ -37,8 +37,14 @@ def orchestrator_command(engines: list[str], routers: list[str], teachers: list[
     return Command(argv=argv, env={}, ports=("wire", "envs"))
 
 
-def environment_command(label: str, worker: int) -> Command:
-    """Make the command of one worker process of one environment."""
+def environment_command(label: str, worker: int, scratch: str | None = None) -> Command:
+    """Make the command of one worker process of one environment.
+
+    Args:
+        label: the environment's.
+        worker: which of its workers.
+        scratch: directory on the nodes' own disks for what rollouts write. Default: the temporary one.
+    """
     argv = (
         "${python}",
         "-m",
@@ -53,8 +59,13 @@ def environment_command(label: str, worker: int) -> Command:
         "tcp://${addr:orchestrator:envs}",
         "--attempt-dir",
         "${attempt_dir}",
+        "--node",
+        "${node}",
     )
-    return Command(argv=argv, env={}, ports=())
+    if scratch is None:
+        return Command(argv=argv, env={}, ports=())
+    own = f"{scratch.rstrip('/')}/primeslurm-${{run_id}}-${{attempt}}-${{node}}"
+    return Command(argv=argv, env={"TMPDIR": own}, ports=(), scratch=(own,))
 
 
 def trainer_command(recipe: Recipe, site: Site, *, rank: int, local_rank: int, world: int) -> Command:

@@ -11,6 +11,8 @@ from primeslurm.recipe.sections.deployment import Disaggregated
 from primeslurm.recipe.sections.teacher import TeacherEngines
 from primeslurm.recipe.site import NodeKind
 
+WITHOUT_GPUS: tuple[NodeRole, ...] = ("control", "environments")
+"""Roles that use no GPU."""
 MAX_NODES = 10_000
 """More than any cluster has: what asks for more is a slip of the pen, and would be planned for hours."""
 
@@ -86,16 +88,16 @@ def _asks(recipe: Recipe) -> list[_Ask]:
     # In a single allocation the control processes share the first trainer node.
     control = [_Ask("control", "deployment", 1, 0)] if deployment.layout == "het" else []
     first = [*control, train] if recipe.task == "rl" else []
-    teacher = _teacher_ask(recipe)
+    teacher, environments = _teacher_ask(recipe), _environments_ask(recipe)
     where, replicas = "deployment.inference", inference.num_replicas
     if isinstance(inference, Disaggregated):
         p, d = inference.prefill, inference.decode
         prefill = _Ask("prefill", f"{where}.prefill", p.nodes * replicas, p.gpus_per_node, p.nodes)
         decode = _Ask("decode", f"{where}.decode", d.nodes * replicas, d.gpus_per_node, d.nodes)
-        return [*first, prefill, decode, *teacher]
+        return [*first, prefill, decode, *teacher, *environments]
     per_replica = inference.nodes_per_replica
     engines = _Ask("inference", where, per_replica * replicas, inference.gpus_per_node, per_replica)
-    return [*first, engines, *teacher]
+    return [*first, engines, *teacher, *environments]
 
 
 def _teacher_ask(recipe: Recipe) -> list[_Ask]:
@@ -103,6 +105,11 @@ def _teacher_ask(recipe: Recipe) -> list[_Ask]:
     if not isinstance(teacher, TeacherEngines):
         return []
     return [_Ask("teacher", "teacher", teacher.nodes, teacher.gpus_per_node)]
+
+
+def _environments_ask(recipe: Recipe) -> list[_Ask]:
+    asked = recipe.deployment.environments
+    return [_Ask("environments", "deployment.environments", asked.nodes, 0)] if asked else []
 
 
 def _place(recipe: Recipe, ask: _Ask, site: Site, problems: list[Violation]) -> ResourceRequest | None:
@@ -116,8 +123,12 @@ def _place(recipe: Recipe, ask: _Ask, site: Site, problems: list[Violation]) -> 
     if gpus > kind.gpus:
         why = f"nodes of partition {kind.partition} have {kind.gpus} GPUs"
         problems.append(Violation(f"{ask.field}.gpus_per_node", str(gpus), why, f"nearest: {kind.gpus}"))
-    if ask.role != "control" and gpus == 0:
+    if ask.role not in WITHOUT_GPUS and gpus == 0:
         problems.append(Violation(ask.field, "", f"role {ask.role} needs GPUs, partition {kind.partition} has none"))
+    cpus = recipe.deployment.environments.cpus if recipe.deployment.environments else None
+    if ask.role == "environments" and cpus is not None and cpus > kind.cpus:
+        why = f"a job may use {kind.cpus} CPU cores of a node of partition {kind.partition}"
+        problems.append(Violation(f"{ask.field}.cpus", str(cpus), why, f"nearest: {kind.cpus}"))
     return ResourceRequest(ask.role, ask.nodes, gpus, kind, ask.nodes_per_replica, _spares(recipe, ask.role))
 
 
@@ -125,7 +136,8 @@ def _spares(recipe: Recipe, role: NodeRole) -> int:
     spares = recipe.deployment.spares
     if role == "control":
         # It would be a component of one node, with which no job survives a node (`Plan.survives_nodes`).
-        return int(any(value for _, value in spares))
+        environments = recipe.deployment.environments
+        return int(any(value for _, value in spares) or (environments is not None and environments.nodes > 1))
     return int(getattr(spares, role))
 
 

@@ -17,6 +17,7 @@ from pydantic_core import PydanticCustomError
 _TIME = re.compile(r"(?:(\d+)-)?(\d{1,2}):(\d{2}):(\d{2})")
 _MEMORY = re.compile(r"\d+[KMGT]?")
 _LOOSE_MEMORY = re.compile(r"(\d+)\s*([kKmMgGtT])i?[bB]?")
+_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _NAME = re.compile(r"\w[\w.@+:-]*")
 _RUN_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,62}")
 _HOSTS = re.compile(r"[\w.,\[\]-]+")
@@ -93,6 +94,14 @@ def minutes(value: str) -> int:
         raise ValueError(f"not a Slurm time: {value}")
     days, hours, mins, secs = (int(part or 0) for part in match.groups())
     return days * 1440 + hours * 60 + mins + (1 if secs else 0)
+
+
+def bytes_of(memory: str) -> int:
+    """Read an amount of memory, which Slurm takes in MiB where it has no unit. Raises ValueError."""
+    if not _MEMORY.fullmatch(memory):
+        raise ValueError(f"not an amount of memory: {memory}")
+    number = memory.rstrip("KMGT")
+    return int(number) * _UNITS[memory[len(number) :] or "M"]
 
 
 def fault(why: str, fix: str = "") -> PydanticCustomError:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from primeslurm.recipe.fields.section import Section
+from primeslurm.recipe.sections.environment_nodes import EnvironmentNodes
 
 
 class TrainNodes(Section):
@@ -81,6 +82,7 @@ class Spares(Section):
     prefill: NonNegativeInt = 0
     decode: NonNegativeInt = 0
     teacher: NonNegativeInt = 0
+    environments: NonNegativeInt = 0
 
 
 class Deployment(Section):
@@ -90,4 +92,6 @@ class Deployment(Section):
     """het: one Slurm component per role. single: one homogeneous allocation, roles over node ranges."""
     train: TrainNodes = TrainNodes()
     inference: Annotated[SingleNode | MultiNode | Disaggregated, Field(discriminator="type")] = SingleNode()
+    environments: EnvironmentNodes | None = None
+    """Nodes of their own for environments. Default: their workers run on the head node."""
     spares: Spares = Spares()

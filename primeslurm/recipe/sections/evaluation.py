@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field, NonNegativeFloat, PositiveInt
 
 from primeslurm.recipe.fields.section import Section
-from primeslurm.recipe.sections.orchestrator import Environment
+from primeslurm.recipe.sections.orchestrator import AnyEnvironment
 
 REWARD_MEAN = "reward_mean"
 
@@ -21,7 +21,7 @@ class EvaluationSampling(Section):
     """New tokens per turn. Default: what the engines' longest sequence leaves."""
 
 
-class EvaluationEnvironment(Environment):
+class EvaluationEnvironment(AnyEnvironment):
     """An environment that the policy is evaluated on, in worker processes of its own. Nothing of it is trained."""
 
     sampling: EvaluationSampling = EvaluationSampling()
@@ -29,8 +29,8 @@ class EvaluationEnvironment(Environment):
     """The first so many tasks of the taskset; all, if it has fewer."""
     samples: PositiveInt = 1
     """Rollouts of each example. pass@k is told for 1, 2, 4, ... and this many."""
-    solved_at: float = 1.0
-    """A rollout with at least this reward has solved its example: what pass@k counts."""
+    solved_reward: float = 0.5
+    """A rollout with this reward or more has solved its example: what pass@k counts."""
 
     @property
     def passes(self) -> tuple[int, ...]:

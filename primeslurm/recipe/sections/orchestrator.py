@@ -9,9 +9,22 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 
 from primeslurm.recipe.fields.section import Section
 from primeslurm.recipe.fields.slurm_syntax import EnvironmentId, ImportPath, Json, Label
+from primeslurm.recipe.sections.curriculum import Curriculum
+from primeslurm.recipe.sections.filters import Filters
+
+AdvantageRule = Literal["grpo", "max_rl", "opd"]
 
 
-class Environment(Section):
+class SamplingChanges(Section):
+    """What one environment samples otherwise than `orchestrator.sampling` says. Default: as that says."""
+
+    temperature: PositiveFloat | None = None
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = None
+    max_tokens: PositiveInt | None = None
+
+
+class AnyEnvironment(Section):
     """One verifiers environment, run in its own worker processes."""
 
     id: EnvironmentId
@@ -20,8 +33,6 @@ class Environment(Section):
     """Label in metrics and logs. Default: the id, with - for what a file name cannot hold."""
     args: dict[str, Json] = {}
     """Options of the environment's taskset; under `env`, options of the verifiers Env around it (agents, timeouts)."""
-    ratio: PositiveFloat = 1.0
-    """Share of the groups that this environment gets."""
     workers: int = Field(1, ge=1, le=4096)
     """Worker processes."""
 
@@ -29,6 +40,28 @@ class Environment(Section):
     def label(self) -> str:
         """The name used in process names, metrics and logs."""
         return self.name or re.sub(r"[@/]", "-", self.id)
+
+
+class Environment(AnyEnvironment):
+    """An environment that the policy is trained on."""
+
+    ratio: PositiveFloat = 1.0
+    """Share of the groups that this environment gets."""
+    sampling: SamplingChanges = SamplingChanges()
+    group_size: PositiveInt | None = None
+    """Default: `orchestrator.group_size`."""
+    advantages: AdvantageRule | None = None
+    """Default: as `orchestrator.advantages` or `orchestrator.algorithm` says."""
+    weight: NonNegativeFloat = 1.0
+    """Factor of its advantages, and of what is trained by cross-entropy. 0: sampled and measured, not trained."""
+    filters: Filters | None = None
+    """Default: `orchestrator.filters`; `[]` for none."""
+    shuffle: bool = True
+    """Examples come in another order each epoch, fixed by the seed. false: the first one has the taskset's own."""
+    curriculum: Curriculum | None = None
+    """Draws examples by difficulty instead."""
+    solved_reward: float = 0.5
+    """A rollout with this reward or more has solved its example: for `curriculum`, and the metric `solve_rate`."""
 
 
 class Sampling(Section):
@@ -55,14 +88,11 @@ class CustomAlgorithm(Section):
     """Its arguments, by name."""
 
 
-AdvantageRule = Literal["grpo", "max_rl", "opd"]
-
-
 class Orchestrator(Section):
     """Dispatch of rollouts and forming of batches."""
 
     batch_size: PositiveInt = 128
-    """Rollouts per step; a multiple of group_size."""
+    """Rollouts per step; a multiple of each environment's group_size."""
     group_size: PositiveInt = 8
     """Rollouts of one prompt; advantages are relative to the group's mean."""
     advantages: AdvantageRule = "grpo"
@@ -77,6 +107,11 @@ class Orchestrator(Section):
     cross-entropy times this; 0.1 is usual. Default: those tokens are context only."""
     max_inflight_rollouts: PositiveInt | None = None
     """Rollouts in flight at once. Default: twice batch_size."""
+    filters: Filters = ()
+    """Which finished rollouts and groups are not trained. A rollout is counted by each one that applies to it."""
+    oversampling: float = Field(1.0, ge=1, le=16)
+    """Rollouts that run for each one that a batch needs, where filters leave some out: 1 / the share that is kept. What
+    is kept beyond a batch waits for the next one, if it is not too old then."""
     max_off_policy_steps: NonNegativeInt = 8
     """A batch for step s only holds rollouts whose group opened at a version >= s-1-max_off_policy_steps."""
     sampling: Sampling = Sampling()

@@ -134,6 +134,7 @@ class Slurm(Submission):
     prefill: Component = Component()
     decode: Component = Component()
     teacher: Component = Component()
+    environments: Component = Component()
 
 
 class Wandb(Section):

@@ -40,6 +40,9 @@ class Model(Section):
     """Longest sequence an engine accepts. Default: seq_len."""
     vlm: Vlm | None = None
     """Train on images, too. Default: on text alone, whatever the model could see."""
+    renderer: str = "auto"
+    """The way from messages to tokens and back, by its name in the package `renderers`, or one of your own as
+    my_package.module:Class. `auto`: that of the model's family, if it does what the model's own chat template does."""
 
 
 class Optimizer(Section):

@@ -16,8 +16,9 @@ ENDS = ("finished", "failed", "cancelled", "lost")
 
 
 def limits(off_policy: int = 1, **changes: object) -> Limits:
-    fields = {"group_size": 2, "batch_size": 4, "max_inflight": 6, "max_steps": 50, "ratios": {"a": 1.0, "b": 3.0}}
-    return Limits(max_off_policy_steps=off_policy, **{**fields, **changes})  # type: ignore[arg-type]
+    fields = {"batch_size": 4, "max_inflight": 6, "max_steps": 50, "ratios": {"a": 1.0, "b": 3.0}, **changes}
+    sizes = dict.fromkeys(fields["ratios"], 2)  # type: ignore[call-overload]
+    return Limits(max_off_policy_steps=off_policy, **{"group_sizes": sizes, **fields})  # type: ignore[arg-type]
 
 
 def dispatcher(limit: Limits, **state: object) -> Dispatcher:

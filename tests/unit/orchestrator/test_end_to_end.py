@@ -195,7 +195,8 @@ def test_a_run_follows_an_algorithm_of_ones_own(tmp_path: Path) -> None:
     chosen = {"function": "tests.unit.orchestrator.test_algorithms:FirstTokens", "kwargs": {"tokens": 1}}
     batches = {"batch_size": 8, "group_size": 4, "max_off_policy_steps": OFF_POLICY}
     with FakeEngine(write_tokenizer(tmp_path / "model"), delay_s=0.01) as engine:
-        run = FakeRun(engine, tmp_path, {"max_steps": 2, "orchestrator": {**batches, "algorithm": chosen}})
+        in_order = {"environments": [{"id": "reverse-text", "shuffle": False}]}
+        run = FakeRun(engine, tmp_path, {"max_steps": 2, "orchestrator": {**batches, "algorithm": chosen}, **in_order})
         run.start("orchestrator")
         run.start("worker")
         link = run.link()

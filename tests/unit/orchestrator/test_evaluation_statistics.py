@@ -72,7 +72,7 @@ def test_what_came_out_in_an_environment() -> None:
     cut_off = Sample("w", 0, 1, reward=0.25, tokens=30, turns=4, finish_reason="length")
     wrong = Sample("w", 1, 0, reward=0.5, tokens=20, turns=3, finish_reason="stop", metrics={"own": 5.0})
     failed = Sample("w", 1, 1, error="the tool is gone")
-    result = summarise("w", [solved, cut_off, wrong, failed], (1, 2), solved_at=1.0)
+    result = summarise("w", [solved, cut_off, wrong, failed], (1, 2), solved_reward=1.0)
     assert (result.examples, result.samples) == (2, 2)
     assert result.reward.value == pytest.approx((0.625 + 0.25) / 2), "what failed counts as 0"
     assert result.reward.stderr == pytest.approx(np.std([0.625, 0.25], ddof=1) / np.sqrt(2))
@@ -85,5 +85,5 @@ def test_what_came_out_in_an_environment() -> None:
 
 
 def test_a_failed_sample_never_solves_even_where_nothing_is_enough() -> None:
-    result = summarise("w", [Sample("w", 0, 0, error="gone"), Sample("w", 1, 0)], (1,), solved_at=0.0)
+    result = summarise("w", [Sample("w", 0, 0, error="gone"), Sample("w", 1, 0)], (1,), solved_reward=0.0)
     assert result.pass_at[1].value == 0.5

@@ -6,11 +6,16 @@ import json
 from pathlib import Path
 
 import pytest
-from renderers import config_from_name
+from renderers import base, config_from_name
 from renderers.configs import Qwen3VLRendererConfig, Qwen35RendererConfig
 
 from primeslurm.families import Family, bundled, model_types
-from primeslurm.orchestrator.rollouts import token_client
+from primeslurm.families.renderers import RENDERERS, renderers_of
+from primeslurm.orchestrator.rollouts import rendering
+from primeslurm.recipe import Recipe
+from primeslurm.recipe.rules import violations
+from primeslurm.trainer import tiny
+from tests.support.fake_engine import write_tokenizer
 
 VISION = {
     "qwen3_5": Qwen35RendererConfig,
@@ -20,21 +25,81 @@ VISION = {
 }
 
 
-def vision_renderer(directory: Path, model_type: str) -> object:
-    """How messages with images are rendered for a model of this type."""
+def write_config(directory: Path, model_type: str) -> str:
+    """Of a model of this type. Returns its path."""
     (directory / "config.json").write_text(json.dumps({"model_type": model_type}))
-    return token_client._vision_renderer(directory)
+    return str(directory)
+
+
+def test_recipes_may_name_what_renderers_has() -> None:
+    base._populate_registry()
+    assert sorted(RENDERERS) == sorted(base.RENDERER_REGISTRY)
 
 
 @pytest.mark.parametrize("family", [f for f in bundled() if f.renderer], ids=lambda family: family.name)
 def test_renderers_has_what_families_name(family: Family) -> None:
-    config = config_from_name(family.renderer)
-    assert config is not None and config.name == family.renderer
+    for name in (family.renderer, *family.renderers.values()):
+        assert config_from_name(name).name == name
+
+
+@pytest.mark.parametrize(
+    ("model_type", "model", "first"),
+    [
+        ("qwen3_moe", "/models/Qwen3-30B-A3B/", "qwen3"),
+        ("glm4_moe", "/models/GLM-4.5-Air", "glm-4.5"),
+        ("glm4_moe", "zai-org/GLM-4.7-Flash", "glm-5"),
+        ("glm_moe_dsa", "GLM-5.3-BF16", "glm-5.3"),
+        ("deepseek_v3", "DeepSeek-R1-0528", "deepseek-r1"),
+        ("deepseek_v3", "DeepSeek-V3", "deepseek-v3"),
+        ("nemotron_h", "NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16", "nemotron-3-ultra"),
+        ("laguna", "poolside/Laguna-S-2.1", "laguna-s-2.1"),
+        ("qwen3_5_moe", "Qwen3.6-35B-A3B", "qwen3.6"),
+    ],
+)
+def test_models_of_one_type_have_the_renderers_that_they_are_named_for(model_type: str, model: str, first: str) -> None:
+    assert renderers_of(model_type, model)[0] == first
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_the_tiny_model_is_rendered_as_qwen3_is(family: str, tmp_path: Path) -> None:
+    tiny.tokenizer().save_pretrained(tmp_path)
+    model = write_config(tmp_path, family)
+    chosen = rendering.choose(model)
+    assert chosen.name == "qwen3" and not rendering.without_tools(model, chosen)
+
+
+def test_a_model_with_another_template_than_its_family_gets_its_own(tmp_path: Path) -> None:
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = tiny.CHAT_TEMPLATE.replace("{{ content }}", "{{ content | upper }}")
+    tokenizer.chat_template = tokenizer.chat_template.replace("{{- content }}", "{{- content | upper }}")
+    tokenizer.save_pretrained(tmp_path)
+    model = write_config(tmp_path, "qwen3")
+    chosen = rendering.choose(model)
+    assert chosen.name == "default"
+    assert "chat template is not that of qwen3; name one that fits in model.renderer" in rendering.without_tools(
+        model, chosen
+    )
+    assert rendering.choose(model, "qwen3").name == "qwen3", "the recipe decides"
+
+
+def test_a_model_of_no_family_is_rendered_by_its_own_template_and_without_tools(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    model = write_config(tmp_path, "unheard_of")
+    chosen = rendering.choose(model)
+    assert chosen.name == "default"
+    assert "no renderer for model type unheard_of (" in rendering.without_tools(model, chosen)
+
+
+def test_a_renderer_that_does_not_exist_is_refused_with_the_nearest() -> None:
+    fields = {"name": "test", "seq_len": 64, "model": {"path": "m", "renderer": "Qwen-3"}, "task": "serve"}
+    (found,) = violations(Recipe.model_validate(fields))
+    assert found.field == "model.renderer" and found.fix == "nearest: qwen3"
+    assert not violations(Recipe.model_validate(fields | {"model": {"path": "m", "renderer": "mine.chat:Renderer"}}))
 
 
 @pytest.mark.parametrize("model_type", sorted(VISION))
 def test_messages_with_images_are_rendered_as_the_family_says(model_type: str, tmp_path: Path) -> None:
-    assert isinstance(vision_renderer(tmp_path, model_type), VISION[model_type])
+    assert isinstance(rendering.choose(write_config(tmp_path, model_type), images=True), VISION[model_type])
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "qwen3_5_text", "kimi_k25", "unheard_of"])
@@ -42,4 +107,4 @@ def test_models_that_are_not_trained_on_images_are_shown_none(model_type: str, t
     names = ", ".join(name for name, able in model_types().items() if able.images)
     assert set(names.split(", ")) == set(VISION)
     with pytest.raises(ValueError, match=f"rendered for {names}, not for {model_type}"):
-        vision_renderer(tmp_path, model_type)
+        rendering.choose(write_config(tmp_path, model_type), images=True)

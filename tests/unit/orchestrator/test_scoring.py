@@ -171,7 +171,7 @@ async def test_a_dropped_group_costs_no_more(engine: FakeEngine, tmp_path: Path)
 
 
 def test_groups_at_the_teacher_count_as_started_and_grow_too_old() -> None:
-    fields = {"group_size": 1, "batch_size": 1, "max_inflight": 1, "max_steps": 9, "ratios": {"e": 1.0}}
+    fields = {"group_sizes": {"e": 1}, "batch_size": 1, "max_inflight": 1, "max_steps": 9, "ratios": {"e": 1.0}}
     made = Dispatcher(Limits(max_off_policy_steps=1, **fields), ["router-0"], "run.1", "i")  # type: ignore[arg-type]
     made.version = 0
     whole = replace(group([3], [1.0]), id="e-00000000")

@@ -10,46 +10,18 @@ Every dispatched job ends in exactly one of the counters finished, failed, cance
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from typing import Protocol
 
+from primeslurm.orchestrator.dispatch.limits import Limits, choose
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.wire.rollouts import Rollout
 
 MAX_TRIES = 3
 """Failures of one rollout after which its group is given up. Lost jobs (their worker died) do not count."""
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What the recipe says about dispatch."""
-
-    group_size: int
-    batch_size: int
-    max_inflight: int
-    max_off_policy_steps: int
-    max_steps: int
-    ratios: dict[str, float]
-    """Share of the groups by environment label."""
-
-    @property
-    def groups_per_batch(self) -> int:
-        """Return how many groups make a batch."""
-        return self.batch_size // self.group_size
-
-    @property
-    def groups_ahead(self) -> int:
-        """Groups that may be open or wait for a batch.
-
-        One batch beyond the one being filled keeps the trainer busy; with a slow trainer, more would only grow older.
-        """
-        return max(2 * self.groups_per_batch, self.max_inflight // self.group_size)
-
-    def oldest_version(self, step: int) -> int:
-        """Return the oldest version at which a group of `step`'s batch may have been opened."""
-        return step - 1 - self.max_off_policy_steps
 
 
 @dataclass
@@ -63,8 +35,34 @@ class OpenGroup:
     router: str
     to_dispatch: list[int]
     """Indices of rollouts that no job runs now."""
+    task: int | None
+    """Index in the taskset, where a curriculum has drawn it; None: what the stream has at `example`."""
     done: dict[int, tuple[Rollout, ...]] = field(default_factory=dict)
     tries: Counter[int] = field(default_factory=Counter)
+
+
+class Draws(Protocol):
+    """Says which task an environment's next group is of."""
+
+    def draw(self, label: str, position: int, running: Collection[int]) -> int | None:
+        """Draw a task.
+
+        Args:
+            label: of the environment.
+            position: of the group in the environment's stream.
+            running: tasks of its open groups.
+
+        Returns:
+            The task's index in the taskset; None: the one that the stream has at `position`.
+        """
+        ...
+
+
+class _InOrder:
+    """Leaves the order to the streams."""
+
+    def draw(self, label: str, position: int, running: Collection[int]) -> int | None:
+        return None
 
 
 class Dispatcher:
@@ -76,6 +74,8 @@ class Dispatcher:
         cursors: next position in each environment's task stream.
         unfinished: positions before the cursors whose groups never finished; they are opened first.
         taken: ids of groups that exist already (finished or trained) and must not be opened again.
+        draws: of the tasks that groups are of; each environment's own order without it.
+        drawn: tasks of the unfinished groups, by group id, as `drawn` was before a restart.
     """
 
     def __init__(
@@ -88,6 +88,8 @@ class Dispatcher:
         cursors: dict[str, int] | None = None,
         unfinished: Iterable[tuple[str, int]] = (),
         taken: Collection[str] = (),
+        draws: Draws | None = None,
+        drawn: Mapping[str, int] | None = None,
     ) -> None:
         self.limits = limits
         self.step = step
@@ -103,6 +105,8 @@ class Dispatcher:
         self._cursors = {label: (cursors or {}).get(label, 0) for label in limits.ratios}
         self._unfinished = [(label, example) for label, example in unfinished if label in limits.ratios]
         self._taken = set(taken)
+        self._draws: Draws = draws or _InOrder()
+        self._drawn = dict(drawn or {})
         self._jobs: dict[str, tuple[str, int]] = {}
         self._serial = count()
 
@@ -120,6 +124,17 @@ class Dispatcher:
     def unfinished(self) -> list[tuple[str, int]]:
         """Return the positions before the cursors whose groups are not finished."""
         return [*((group.environment, group.example) for group in self.open.values()), *self._unfinished]
+
+    @property
+    def drawn(self) -> dict[str, int]:
+        """Return the tasks that were drawn for unfinished groups, by group id."""
+        drawn = {group.id: group.task for group in self.open.values() if group.task is not None}
+        return drawn | self._drawn
+
+    @property
+    def ready_rollouts(self) -> int:
+        """Return how many rollouts of a batch the groups that wait for one fill."""
+        return self._rollouts(self.ready)
 
     def runs(self, job: str) -> bool:
         """Tell whether a job is in flight."""
@@ -156,11 +171,12 @@ class Dispatcher:
         """
         group, index = self._end(job, "finished")
         group.done[index] = rollout
-        if len(group.done) < self.limits.group_size:
+        size = self.limits.group_sizes[group.environment]
+        if len(group.done) < size:
             return None
         del self.open[group.id]
-        rollouts = tuple(group.done[i] for i in range(self.limits.group_size))
-        return RolloutGroup(group.id, group.environment, group.example, group.version, rollouts)
+        rollouts = tuple(group.done[i] for i in range(size))
+        return RolloutGroup(group.id, group.environment, group.example, group.version, rollouts, task=group.task)
 
     def failed(self, job: str) -> list[str]:
         """Try the rollout of a failed job again, or give up its group.
@@ -253,14 +269,19 @@ class Dispatcher:
     def cut(self) -> list[RolloutGroup] | None:
         """Take the groups of the next step's batch, oldest first. Sweep before.
 
+        A group fills as many places of a batch as its environment's groups have rollouts, however many it has kept.
+
         Returns:
             None if there are not enough.
         """
-        if len(self.ready) < self.limits.groups_per_batch:
-            return None
         self.ready.sort(key=lambda group: group.opened_version)  # stable: equal versions stay in order of completion
-        batch = self.ready[: self.limits.groups_per_batch]
-        del self.ready[: self.limits.groups_per_batch]
+        sizes = [self.limits.group_sizes[group.environment] for group in self.ready]
+        chosen = choose(sizes, self.limits.batch_size)
+        if chosen is None:
+            return None
+        batch = [self.ready[index] for index in chosen]
+        for index in reversed(chosen):
+            del self.ready[index]
         self.step += 1
         return batch
 
@@ -269,23 +290,28 @@ class Dispatcher:
         self.step -= 1
         self.ready[:0] = groups
 
-    def _may_open(self) -> bool:
-        started = len(self.ready) + len(self.unscored) + len(self.open)
-        if started >= self.limits.groups_ahead:
-            return False
-        step = self.step + started // self.limits.groups_per_batch
-        return step <= self.limits.max_steps and self.version >= self.limits.oldest_version(step)
+    def _rollouts(self, groups: Iterable[OpenGroup | RolloutGroup]) -> int:
+        return sum(self.limits.group_sizes[group.environment] for group in groups)
+
+    def _may_open(self, available: Collection[str]) -> list[str]:
+        """Labels of the environments of which a group may open now."""
+        ready = self._rollouts((*self.ready, *self.unscored.values()))
+        pending = self._rollouts(self.open.values())
+        labels = [label for label in self._cursors if label in available]
+        return [name for name in labels if self.limits.may_open(name, self.step, self.version, ready, pending)]
 
     def _open(self, available: Collection[str]) -> OpenGroup | None:
-        if not self._may_open():
-            return None
-        position = self._next_position(available)
+        position = self._next_position(self._may_open(available))
         if position is None:
             return None
         label, example = position
-        members = list(range(self.limits.group_size))
-        router = self._least_loaded()
-        group = OpenGroup(group_id(label, example), label, example, self.version, router, members)
+        name = group_id(label, example)
+        task = self._drawn.pop(name, None)
+        if task is None:
+            mine = [group.task for group in self.open.values() if group.environment == label]
+            task = self._draws.draw(label, example, {other for other in mine if other is not None})
+        members = list(range(self.limits.group_sizes[label]))
+        group = OpenGroup(name, label, example, self.version, self._least_loaded(), members, task)
         self.open[group.id] = group
         self.counts["groups_opened"] += 1
         return group
@@ -294,18 +320,18 @@ class Dispatcher:
         load = Counter(group.router for group in self.open.values())
         return min(self._routers, key=lambda name: load[name])
 
-    def _next_position(self, available: Collection[str]) -> tuple[str, int] | None:
+    def _next_position(self, available: Sequence[str]) -> tuple[str, int] | None:
         for position in self._unfinished:
             if position[0] in available:
                 self._unfinished.remove(position)
                 if group_id(*position) not in self._taken:
                     return position
+                self._drawn.pop(group_id(*position), None)
                 return self._next_position(available)
-        labels = [label for label in self._cursors if label in available]
-        if not labels:
+        if not available:
             return None
         # the environment that is furthest behind its share
-        label = min(labels, key=lambda name: (self._cursors[name] + 1) / self.limits.ratios[name])
+        label = min(available, key=lambda name: (self._cursors[name] + 1) / self.limits.ratios[name])
         while group_id(label, self._cursors[label]) in self._taken:
             self._cursors[label] += 1
         self._cursors[label] += 1
@@ -317,7 +343,7 @@ class Dispatcher:
         self._jobs[job] = (group.id, index)
         self.counts["dispatched"] += 1
         salt = f"{self._salt}:{group.version}"
-        return Job(job, group.id, group.environment, group.example, group.version, group.router, salt)
+        return Job(job, group.id, group.environment, group.example, group.version, group.router, salt, group.task)
 
     def _end(self, job: str, how: str) -> tuple[OpenGroup, int]:
         group, index = self._jobs.pop(job)

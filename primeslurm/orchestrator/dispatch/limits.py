@@ -1,0 +1,75 @@
+"""How much runs ahead, and which groups make a batch. Both are counted in rollouts, as groups may differ in size.
+
+Each size divides the next larger one and the batch (`recipe.environment_rules`). Then any groups that hold a batch's
+number of rollouts or more have some among them that hold exactly that number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the recipe says about dispatch."""
+
+    group_sizes: Mapping[str, int]
+    """Rollouts of a group, by environment label."""
+    batch_size: int
+    max_inflight: int
+    max_off_policy_steps: int
+    max_steps: int
+    ratios: Mapping[str, float]
+    """Share of the groups by environment label."""
+    oversampling: float = 1.0
+    """Of the rollouts of open groups, one in so many is expected to be trained."""
+
+    @property
+    def ahead(self) -> int:
+        """Return how many rollouts may be open or wait for a batch.
+
+        One batch beyond the one being filled keeps the trainer busy; with a slow trainer, more would only grow older.
+        """
+        return max(2 * self.batch_size, self.max_inflight)
+
+    def oldest_version(self, step: int) -> int:
+        """Return the oldest version at which a group of `step`'s batch may have been opened."""
+        return step - 1 - self.max_off_policy_steps
+
+    def may_open(self, label: str, step: int, version: int, ready: int, pending: int) -> bool:
+        """Tell whether a group of an environment may open.
+
+        Args:
+            label: of the environment.
+            step: whose batch is formed next.
+            version: at which the group would open.
+            ready: rollouts of complete groups that are kept.
+            pending: rollouts of open groups.
+        """
+        expected = ready + int(pending / self.oversampling) + self.group_sizes[label]
+        if expected > self.ahead:
+            return False
+        lands_in = step + (expected - 1) // self.batch_size
+        return lands_in <= self.max_steps and version >= self.oldest_version(lands_in)
+
+
+def choose(sizes: Sequence[int], total: int) -> list[int] | None:
+    """Choose groups that hold exactly `total` rollouts, the first of them wherever there is a choice.
+
+    Returns:
+        Indices into `sizes`, ascending; None if no choice holds exactly so many.
+    """
+    within = (1 << total + 1) - 1
+    reachable = [1]  # bit n: the groups from here on can hold n rollouts
+    for size in reversed(sizes):
+        reachable.append((reachable[-1] | reachable[-1] << size) & within)
+    if not reachable.pop() >> total & 1:
+        return None
+    chosen = []
+    for index, size in enumerate(sizes):
+        rest = reachable.pop()
+        if total >= size and rest >> (total - size) & 1:
+            chosen.append(index)
+            total -= size
+    return chosen

@@ -1,0 +1,144 @@
+"""Which renderer a model gets: the way from messages to token ids, and from sampled tokens to messages.
+
+That of the model's family, if it does what the model's own chat template does: a fine-tuned model may have been given
+another. `renderers` knows models by their exact id on the hub, and cannot tell of a directory what it holds.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from datetime import datetime
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from renderers import RendererConfig, config_from_name, create_renderer
+from renderers.base import load_tokenizer
+from renderers.configs import CustomRendererConfig
+
+from primeslurm.families import family_of, model_types
+from primeslurm.families.renderers import AUTO, DEFAULT, families_with_renderers, is_import_path, renderers_of
+from primeslurm.model_files import model_directory
+
+log = logging.getLogger(__name__)
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "Looks a word up.",
+        "parameters": {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]},
+    },
+}
+CALL = {"id": "functions.look_up:0", "type": "function", "function": {"name": "look_up", "arguments": {"word": "a b"}}}
+PROBE: Sequence[dict[str, Any]] = (
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "Look it up."},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "tool_call_id": CALL["id"], "name": "look_up", "content": "found"},
+    {"role": "assistant", "content": "It is there."},
+    {"role": "user", "content": "Thanks."},
+)
+"""What a renderer and a chat template must render alike: system, tools, a call and its result, and a next question."""
+SOME_DAY = datetime(2024, 7, 26)
+"""Templates that tell the date are shown this one, which `renderers` takes for Llama's."""
+
+
+@cache
+def choose(model: str, asked: str = AUTO, images: bool = False) -> RendererConfig:
+    """Choose the renderer of a model.
+
+    Args:
+        model: path or hub id.
+        asked: `model.renderer` of the recipe.
+        images: messages may have images.
+
+    Raises:
+        ValueError: messages with images cannot be rendered for it.
+    """
+    model_type = _model_type(model)
+    if images:
+        return _for_images(model_type, asked)
+    if asked == AUTO:
+        return _of_family(model, model_type)
+    return CustomRendererConfig(import_path=asked.replace(":", ".")) if is_import_path(asked) else _named(asked)
+
+
+def without_tools(model: str, chosen: RendererConfig) -> str:
+    """Say why tools cannot be rendered for a model; empty if they can."""
+    if chosen.name != DEFAULT or chosen.tool_parser is not None:
+        return ""
+    model_type = _model_type(model)
+    candidates = renderers_of(model_type or "", model)
+    if not candidates:
+        why = f"there is no renderer for model type {model_type} ({', '.join(families_with_renderers())} have one)"
+    else:
+        why = f"its chat template is not that of {' or '.join(candidates)}"
+    return f"tools cannot be rendered for {model}: {why}; name one that fits in model.renderer"
+
+
+def _of_family(model: str, model_type: str | None) -> RendererConfig:
+    candidates = [_named(name) for name in renderers_of(model_type or "", model)]
+    if not candidates:
+        return _named(DEFAULT)
+    tokenizer = load_tokenizer(model)
+    differences = []
+    for config in candidates:
+        difference = unlike_template(tokenizer, config)
+        if not difference:
+            return config
+        differences.append(f"{config.name}: {difference}")
+    log.warning("%s is rendered by its own chat template, without tools: %s", model, "; ".join(differences))
+    return _named(DEFAULT)
+
+
+def unlike_template(tokenizer: Any, config: RendererConfig) -> str:
+    """Say how a renderer differs from a tokenizer's own chat template; empty if it does not, or if there is none."""
+    try:
+        renderer = create_renderer(tokenizer, config)
+    except Exception as error:  # an assertion that names a special token, for one
+        return str(error) or type(error).__name__
+    if not tokenizer.chat_template:
+        return ""
+    for messages, tools in ((PROBE[:2], None), ([*PROBE[:2], *PROBE[4:]], None), (PROBE, [TOOL])):
+        ours = renderer.render_ids(list(messages), tools=tools, add_generation_prompt=True)
+        try:
+            theirs = tokenizer.apply_chat_template(
+                list(messages),
+                tools=tools,
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=False,
+                strftime_now=SOME_DAY.strftime,
+            )
+        except Exception as error:  # templates raise what they like: jinja2's errors, TypeError, their own
+            return f"the chat template says {error}"
+        if ours != theirs:
+            at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), -1)
+            here, there = (tokenizer.decode(ids[max(at - 4, 0) :][:24]) for ids in (ours, theirs))
+            return f"it renders {here!r} where the model's chat template has {there!r}"
+    return ""
+
+
+def _for_images(model_type: str | None, asked: str) -> RendererConfig:
+    family = family_of(model_type or "")
+    if family is None or family.renderer is None or not family.model_types[model_type or ""].images:
+        able = ", ".join(name for name, kind in model_types().items() if kind.images)
+        raise ValueError(f"messages with images are rendered for {able}, not for {model_type}")
+    return _named(family.renderer if asked == AUTO else asked)
+
+
+def _named(name: str) -> RendererConfig:
+    return config_from_name(name)
+
+
+def _model_type(model: str) -> str | None:
+    """`model_type` of its config.json; None where there is none."""
+    directory = model_directory(model) or Path(model)
+    try:
+        found: dict[str, str] = json.loads((directory / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return None
+    return found.get("model_type")

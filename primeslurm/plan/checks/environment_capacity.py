@@ -1,0 +1,66 @@
+"""Whether the nodes that environment workers run on have enough for them."""
+
+from __future__ import annotations
+
+from primeslurm.plan.memory.gpus import GIB
+from primeslurm.plan.model import Finding
+from primeslurm.plan.placement.resources import ResourceRequest
+from primeslurm.recipe import Recipe
+from primeslurm.recipe.fields.slurm_syntax import bytes_of
+from primeslurm.recipe.sections.environment_nodes import EnvironmentNodes
+
+FIELD = "deployment.environments"
+
+
+def environment_capacity(recipe: Recipe, requests: list[ResourceRequest]) -> list[Finding]:
+    """Find environment nodes that are too small or too many, and a head node that is too small without them."""
+    workers = sum(environment.workers for environment in recipe.all_environments)
+    asked = recipe.deployment.environments
+    found: list[Finding] = []
+    for request in requests:
+        if asked is None and request.role == "control" and workers > request.kind.cpus:
+            text = f"{workers} environment workers share the {request.kind.cpus} CPU cores of the head node"
+            fix = "give them nodes of their own: deployment.environments"
+            found.append(Finding(level="warning", field="environments", text=text, fix=fix))
+        elif asked is not None and request.role == "environments":
+            found += [*_node(recipe, asked, request, workers), *_spread(recipe, asked, workers)]
+    return found
+
+
+def _node(recipe: Recipe, asked: EnvironmentNodes, request: ResourceRequest, workers: int) -> list[Finding]:
+    """What the fullest node runs, against what it has."""
+    most = -(-workers // asked.nodes)
+    kind, component = request.kind, recipe.slurm.environments
+    cores = asked.cpus or component.cpus_per_task or kind.cpus
+    found = []
+    if most * asked.cpus_per_worker > cores:
+        needed = f"{most} workers of {asked.cpus_per_worker:g} CPU cores"
+        fix = "more nodes, fewer workers, or a smaller cpus_per_worker"
+        found.append(_error(f"does not fit: a node runs {needed}, and has {cores}", fix))
+    memory = asked.memory or component.mem or kind.mem
+    there = bytes_of(memory) if memory else (kind.memory_gib or 0) * GIB
+    if there and most * bytes_of(asked.memory_per_worker) > there:
+        needed = f"{most} workers of {asked.memory_per_worker}"
+        fix = "more nodes, fewer workers, or a smaller memory_per_worker"
+        found.append(_error(f"does not fit: a node runs {needed}, and has {there / GIB:.0f} GiB", fix))
+    return found
+
+
+def _spread(recipe: Recipe, asked: EnvironmentNodes, workers: int) -> list[Finding]:
+    found = []
+    if workers < asked.nodes:
+        fix = "raise environments.workers, or lower nodes"
+        found.append(_warning(f"{workers} workers leave {asked.nodes - workers} of {asked.nodes} nodes idle", fix))
+    bound = (asked.max_rollouts_per_node or recipe.max_inflight) * asked.nodes
+    if bound < recipe.max_inflight:
+        text = f"{asked.nodes} nodes of {asked.max_rollouts_per_node} rollouts run {bound} of {recipe.max_inflight}"
+        found.append(_warning(text, "more nodes, or raise max_rollouts_per_node"))
+    return found
+
+
+def _error(text: str, fix: str) -> Finding:
+    return Finding(level="error", field=FIELD, text=text, fix=fix)
+
+
+def _warning(text: str, fix: str) -> Finding:
+    return Finding(level="warning", field=FIELD, text=text, fix=fix)

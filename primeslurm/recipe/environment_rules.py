@@ -1,0 +1,95 @@
+"""Rules between environments and what they share: batches, engines, advantages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+from primeslurm.errors import Violation
+from primeslurm.recipe.recipe import Recipe
+from primeslurm.recipe.sections.curriculum import Curriculum
+from primeslurm.recipe.sections.filters import Filters, Length
+from primeslurm.recipe.sections.orchestrator import Environment
+
+
+def violations(recipe: Recipe) -> list[Violation]:
+    """Everything about environments that contradicts something else."""
+    found = _sizes(recipe) + _filters("orchestrator.filters", recipe.orchestrator.filters)
+    if recipe.environments and not any(environment.weight for environment in recipe.environments):
+        found.append(Violation("environments.weight", "0", "nothing would be trained", "leave it out for one of them"))
+    for environment in recipe.environments:
+        found += _of(recipe, environment)
+    return found
+
+
+def _of(recipe: Recipe, environment: Environment) -> list[Violation]:
+    found, label = _filters("environments.filters", environment.filters or ()), environment.label
+    found += _curriculum(environment.curriculum) if environment.curriculum else []
+    wanted = recipe.sampling(environment).max_tokens
+    if environment.sampling.max_tokens is not None and wanted is not None and wanted >= recipe.seq_len:
+        why = f"leaves no room for a prompt of {label} in seq_len = {recipe.seq_len}"
+        found.append(Violation("environments.sampling.max_tokens", str(wanted), why))
+    if environment.advantages == "opd" and recipe.teacher is None:
+        fix = "add `teacher: {type: engines, path: ...}`"
+        found.append(Violation("environments.advantages", "opd", f"{label} needs a teacher", fix))
+    plain = recipe.orchestrator.algorithm is None
+    rule = environment.advantages or (recipe.orchestrator.advantages if plain else None)
+    if rule == "opd" and any(each.type == "zero_advantage" for each in recipe.filters(environment)):
+        field = "orchestrator.filters" if environment.filters is None else "environments.filters"
+        why = f"advantages of {label} are the teacher's, who is asked later"
+        found.append(Violation(field, "zero_advantage", why, "leave it out"))
+    return found
+
+
+def _sizes(recipe: Recipe) -> list[Violation]:
+    """Whole groups of these sizes, whichever finish first, must make batches of exactly batch_size rollouts."""
+    options = recipe.orchestrator
+    sizes = {options.group_size: "orchestrator.group_size"} if _default_used(recipe) else {}
+    for environment in recipe.environments:
+        sizes.setdefault(recipe.group_size(environment), f"the group_size of {environment.label}")
+    largest = max(sizes)
+    found = []
+    if uneven := [size for size in sizes if options.batch_size % size]:
+        nearest = max(largest, round(options.batch_size / largest) * largest)
+        why = f"must be a multiple of {sizes[max(uneven)]} = {max(uneven)}"
+        found.append(Violation("orchestrator.batch_size", str(options.batch_size), why, f"nearest: {nearest}"))
+    for small, large in pairwise(sorted(sizes)):
+        if large % small:
+            why = f"must be a multiple of {sizes[small]} = {small}: batches could not be filled with whole groups"
+            fix = f"nearest: {round(large / small) * small}"
+            found.append(Violation("environments.group_size", str(large), why, fix))
+    inflight = options.max_inflight_rollouts
+    if inflight is not None and inflight < largest:
+        why = f"must be at least {sizes[largest]} = {largest}"
+        found.append(Violation("orchestrator.max_inflight_rollouts", str(inflight), why, f"nearest: {largest}"))
+    return found
+
+
+def _default_used(recipe: Recipe) -> bool:
+    return not recipe.environments or any(each.group_size is None for each in recipe.environments)
+
+
+def _filters(field: str, filters: Filters) -> list[Violation]:
+    found = []
+    for name in _repeated([each.type for each in filters]):
+        found.append(Violation(field, name, "is there twice", "one filter of each type"))
+    for each in filters:
+        if isinstance(each, Length) and each.max_tokens is not None and each.max_tokens < each.min_tokens:
+            why = f"is less than min_tokens = {each.min_tokens}"
+            found.append(Violation(f"{field}.max_tokens", str(each.max_tokens), why))
+    return found
+
+
+def _repeated(names: Sequence[str]) -> list[str]:
+    return sorted({name for name in names if names.count(name) > 1})
+
+
+def _curriculum(curriculum: Curriculum) -> list[Violation]:
+    found, shares = [], curriculum.shares
+    if curriculum.hard >= curriculum.easy:
+        why = f"must be below curriculum.easy = {curriculum.easy:g}"
+        found.append(Violation("environments.curriculum.hard", f"{curriculum.hard:g}", why))
+    if not shares.unseen:
+        why = "nothing new would be drawn after the first example"
+        found.append(Violation("environments.curriculum.shares.unseen", "0", why, "give it a share"))
+    return found
