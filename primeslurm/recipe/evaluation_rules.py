@@ -15,6 +15,8 @@ def evaluation_violations(recipe: Recipe) -> list[Violation]:
     if recipe.task != "rl":
         labels = ", ".join(environment.label for environment in evaluation.environments)
         return [Violation("evaluation", labels, f"task {recipe.task} evaluates nothing", "leave it out, or task: rl")]
+    if not evaluation.environments:
+        return [Violation("evaluation.environments", "", "needs at least one", "add one, or leave `evaluation` out")]
     found = _labels(recipe)
     for i, environment in enumerate(evaluation.environments):
         found += _environment(recipe, environment, f"evaluation.environments.{i}")

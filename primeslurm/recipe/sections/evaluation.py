@@ -47,7 +47,7 @@ class EvaluationEnvironment(AnyEnvironment):
 class Evaluation(Section):
     """Evaluation on the engines that training samples from, while it goes on. The final policy is always evaluated."""
 
-    environments: tuple[EvaluationEnvironment, ...] = Field(min_length=1)
+    environments: tuple[EvaluationEnvironment, ...]
     interval: PositiveInt = 50
     """Steps from one evaluation to the next. One that is due while another runs waits for it; of several that wait, the
     newest is made."""
