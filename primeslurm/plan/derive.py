@@ -68,7 +68,7 @@ def place(recipe: Recipe, site: Site, run_dir: Path, requests: list[ResourceRequ
     replicas = place_inference(recipe, site, builders)
     teachers = place_teacher(recipe, site, builders)
     trainer_gpus = _trainer(recipe, site, builders)
-    if recipe.task == "rl":
+    if recipe.samples:
         _control(builders[0], replicas, teachers)
         place_environments(recipe, site, builders)
     return Plan(

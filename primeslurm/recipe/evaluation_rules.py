@@ -11,23 +11,29 @@ def evaluation_violations(recipe: Recipe) -> list[Violation]:
     """Everything about evaluation that contradicts itself or the rest of the recipe."""
     evaluation = recipe.evaluation
     if evaluation is None:
-        return []
-    if recipe.task != "rl":
+        fix = "add `evaluation: {environments: [{id: reverse-text}]}`"
+        why = "task eval needs this section"
+        return [Violation("evaluation", "", why, fix)] if recipe.task == "eval" else []
+    if not recipe.samples:
         labels = ", ".join(environment.label for environment in evaluation.environments)
-        return [Violation("evaluation", labels, f"task {recipe.task} evaluates nothing", "leave it out, or task: rl")]
+        return [
+            Violation(
+                "evaluation", labels, f"task {recipe.task} evaluates nothing", "leave it out, or task: rl or eval"
+            )
+        ]
     if not evaluation.environments:
         return [Violation("evaluation.environments", "", "needs at least one", "add one, or leave `evaluation` out")]
     found = _labels(recipe)
     for i, environment in enumerate(evaluation.environments):
         found += _environment(recipe, environment, f"evaluation.environments.{i}")
-    return found + _best(recipe)
+    return found + (_best(recipe) if recipe.task == "rl" else [])
 
 
 def _labels(recipe: Recipe) -> list[Violation]:
     """Training environments among themselves are looked at elsewhere."""
     assert recipe.evaluation is not None
     labels = [environment.label for environment in recipe.evaluation.environments]
-    trained = {environment.label for environment in recipe.environments}
+    trained = {environment.label for environment in recipe.environments if recipe.task == "rl"}
     found = []
     for label in sorted(set(labels)):
         if label in trained:

@@ -25,8 +25,9 @@ class Recipe(Section):
     """Version of the recipe format."""
     name: RunName
     """Name of the run and of its directory."""
-    task: Literal["rl", "sft", "serve"] = "rl"
-    """rl: asynchronous RL. sft: the trainer alone. serve: engines and routers alone, until they are cancelled."""
+    task: Literal["rl", "sft", "serve", "eval"] = "rl"
+    """rl: asynchronous RL. sft: the trainer alone. serve: engines and routers alone, until they are cancelled. eval:
+    engines and the environments of `evaluation`, until `model` has been evaluated once (see `primeslurm eval`)."""
     seed: int = 0
     max_steps: PositiveInt = 1000
     """Optimizer steps of the whole run."""
@@ -50,6 +51,11 @@ class Recipe(Section):
     """Variables of whoever submits that processes need, for example WANDB_API_KEY: their values are written nowhere."""
 
     @property
+    def samples(self) -> bool:
+        """Whether rollouts are sampled, by engines that know their policy's version."""
+        return self.task in ("rl", "eval")
+
+    @property
     def max_inflight(self) -> int:
         """Rollouts in flight at once."""
         return self.orchestrator.max_inflight_rollouts or 2 * self.orchestrator.batch_size
@@ -63,7 +69,7 @@ class Recipe(Section):
     def max_evaluation_inflight(self) -> int:
         """Evaluation rollouts in flight at once."""
         own = self.evaluation.max_inflight_rollouts if self.evaluation else None
-        return own or max(1, self.max_inflight // 4)
+        return own or max(1, self.max_inflight // (1 if self.task == "eval" else 4))
 
     @property
     def evaluation_environments(self) -> tuple[EvaluationEnvironment, ...]:
@@ -77,7 +83,7 @@ class Recipe(Section):
     @property
     def all_environments(self) -> tuple[AnyEnvironment, ...]:
         """Every environment that has worker processes: those of training, then those of evaluation."""
-        return (*self.environments, *self.evaluation_environments)
+        return (*(self.environments if self.task == "rl" else ()), *self.evaluation_environments)
 
     def group_size(self, environment: Environment) -> int:
         """Rollouts of one of the environment's prompts."""

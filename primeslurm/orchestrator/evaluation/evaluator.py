@@ -141,6 +141,11 @@ class Evaluator:
         return sorted({*best, *running, *self._schedule.owing(committed)})
 
     @property
+    def routers(self) -> tuple[str, ...]:
+        """Return the routers that rollouts are spread over."""
+        return tuple(self._routers)
+
+    @property
     def running(self) -> bool:
         """Tell whether an evaluation runs."""
         return self._run is not None

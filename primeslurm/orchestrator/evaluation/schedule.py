@@ -18,12 +18,15 @@ class Schedule:
     def __init__(self, recipe: Recipe, settled: Iterable[int] = ()) -> None:
         self._evaluation = recipe.evaluation
         self._last = recipe.max_steps
+        self._alone = recipe.task == "eval"
         self.settled = set(settled)
 
     def all_due(self, version: int) -> list[int]:
         """List the steps up to a policy version that are to be evaluated at some time, ascending."""
         if self._evaluation is None or version < 0:
             return []
+        if self._alone:
+            return [0]
         first = [0] if self._evaluation.at_start else []
         steps = [*first, *range(self._evaluation.interval, self._last, self._evaluation.interval), self._last]
         return [step for step in steps if step <= version]

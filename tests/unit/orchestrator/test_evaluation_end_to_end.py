@@ -221,3 +221,27 @@ def test_an_environment_that_always_fails_ends_as_failed(engine: FakeEngine, tmp
     assert result is not None and (result.failed, result.reward.value, result.examples) == (1, 0, 2)
     assert len(run.events("evaluation_sample_failed")) == 2 * SAMPLES * 3
     assert run.events("rollout_failed") == []
+
+
+def test_an_evaluation_alone_needs_no_trainer_and_goes_on_after_a_kill(engine: FakeEngine, tmp_path: Path) -> None:
+    run = EvaluatedRun(engine, tmp_path, max_inflight_rollouts=1)
+    recipe = json.loads(run.recipe.read_text())
+    run.recipe.write_text(json.dumps({**recipe, "task": "eval"}))
+    engine._delay_s = 0.3
+    try:
+        run.start("orchestrator")
+        run.start("evaluation", "held-out")
+        run.wait_for_samples(0, 3)
+        run.kill("orchestrator")
+        there = run.samples(0)
+        engine._delay_s = 0.01
+        asked = len(engine.requests)
+        run.start("orchestrator")
+        assert run.processes["orchestrator"].wait(180) == 0, run.logs()
+    finally:
+        run.stop()
+    (record,) = evaluations(run.run_dir)
+    assert (record.step, record.oldest_version, record.newest_version) == (0, 0, 0)
+    assert 0 <= len(engine.requests) - asked - (EXAMPLES * SAMPLES - there) <= 1
+    state = json.loads((run.run_dir / "attempts/1/state/orchestrator.json").read_text())
+    assert state["evaluation"]["last"]["step"] == 0

@@ -76,7 +76,7 @@ def test_everything_wrong_is_said_at_once(tmp_path: Path) -> None:
 
 def test_only_rl_has_engines_to_evaluate_on(tmp_path: Path) -> None:
     (found,) = problems(tmp_path, {"environments": [HELD_OUT]}, task="serve", environments=[])
-    assert found == "evaluation = held-out: task serve evaluates nothing (leave it out, or task: rl)"
+    assert found == "evaluation = held-out: task serve evaluates nothing (leave it out, or task: rl or eval)"
 
 
 @pytest.mark.parametrize(
