@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from primeslurm.errors import Violation
+from primeslurm.recipe import sandbox_rules
 from primeslurm.recipe.recipe import Recipe
 from primeslurm.recipe.sections.evaluation import EvaluationEnvironment
 
@@ -23,7 +24,7 @@ def evaluation_violations(recipe: Recipe) -> list[Violation]:
         ]
     if not evaluation.environments:
         return [Violation("evaluation.environments", "", "needs at least one", "add one, or leave `evaluation` out")]
-    found = _labels(recipe)
+    found = _labels(recipe) + sandbox_rules.violations(evaluation.environments, "evaluation.environments")
     for i, environment in enumerate(evaluation.environments):
         found += _environment(recipe, environment, f"evaluation.environments.{i}")
     return found + (_best(recipe) if recipe.task == "rl" else [])

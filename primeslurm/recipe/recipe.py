@@ -27,7 +27,7 @@ class Recipe(Section):
     """Name of the run and of its directory."""
     task: Literal["rl", "sft", "serve", "eval"] = "rl"
     """rl: asynchronous RL. sft: the trainer alone. serve: engines and routers alone, until they are cancelled. eval:
-    engines and the environments of `evaluation`, until `model` has been evaluated once (see `primeslurm eval`)."""
+    engines and the environments of `evaluation`, until `model` has been evaluated once."""
     seed: int = 0
     max_steps: PositiveInt = 1000
     """Optimizer steps of the whole run."""

@@ -106,11 +106,13 @@ class AssignedAgent(msgspec.Struct, frozen=True):
 
 
 class AssignmentRecord(msgspec.Struct, frozen=True):
-    """`roster.json`. A new generation is written whenever a node is replaced."""
+    """`roster.json`. A new generation is written whenever a node is replaced, or left to nobody."""
 
     generation: int
     agents: dict[int, AssignedAgent] = msgspec.field(name="seats")
     """By index of the Plan's node."""
+    moved: dict[str, int] = {}
+    """Processes of nodes that are lost, and the Plan's nodes that run them instead."""
 
     def node_of(self, rank: int) -> int | None:
         """Return the Plan's node that an agent plays, or None: it is a spare, or was replaced."""

@@ -152,7 +152,8 @@ class Head(threading.Thread):
             return
         names = {rank: agent.name for rank, agent in self.fleet.agents.items()}
         agents = {node: AssignedAgent(rank, names[rank]) for node, rank in sorted(assignment.rank_of.items())}
-        write_json(self.attempt.roster_file, msgspec.to_builtins(AssignmentRecord(assignment.generation, agents)))
+        record = AssignmentRecord(assignment.generation, agents, assignment.moved)
+        write_json(self.attempt.roster_file, msgspec.to_builtins(record))
         self._published_generation = assignment.generation
 
     def _publish_addresses(self) -> None:

@@ -151,10 +151,11 @@ class Preflight:
     def _gpu(self) -> list[PreflightCheck]:
         if self._plan.device == "cpu":
             return [PreflightCheck("gpus", "ok", "skipped: this site computes on CPUs")]
+        if not self._gpus:
+            return [PreflightCheck("gpus", "ok", "skipped: no process of this node uses one")]
         hcas = list(dict.fromkeys([*self._plan.hcas, *checks.hca_names({**self._plan.env, **os.environ})]))
         hcas = hcas or [hca.name for hca in find_hcas()]
-        found = self._free_gpus() if self._gpus else []
-        return found + (checks.hca_checks(hcas) if hcas else []) + checks.memory_limit_checks(hcas)
+        return self._free_gpus() + (checks.hca_checks(hcas) if hcas else []) + checks.memory_limit_checks(hcas)
 
     def _free_gpus(self) -> list[PreflightCheck]:
         """The GPUs' checks; what a job before this one left in their memory may take a while to go."""

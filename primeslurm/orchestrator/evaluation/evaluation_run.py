@@ -11,12 +11,14 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import count
+from itertools import chain, count
+from statistics import fmean
 
 import numpy as np
 
-from primeslurm.orchestrator.dispatch import MAX_TRIES
+from primeslurm.orchestrator.dispatch.dispatcher import MAX_TRIES
 from primeslurm.orchestrator.evaluation.statistics import Sample
+from primeslurm.orchestrator.rollouts.groups import traces_of
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.recipe.sections.evaluation import EvaluationEnvironment
 from primeslurm.wire.rollouts import Rollout
@@ -190,18 +192,24 @@ def _failed(place: Place, error: str) -> Sample:
 
 
 def _sample(place: Place, sequences: tuple[Rollout, ...]) -> Sample:
-    info = sequences[0].info
-    if not math.isfinite(info.reward):
-        return _failed(place, f"its reward is {info.reward}")
+    """Its reward is that of its trace, or the mean over the traces of several agents."""
+    infos = [trace[0].info for trace in traces_of(sequences)]
+    reward = fmean(info.reward for info in infos)
+    if not math.isfinite(reward):
+        return _failed(place, f"its reward is {reward}")
+    metrics: dict[str, list[float]] = {}
+    for name, value in chain.from_iterable(info.metrics.items() for info in infos):
+        if math.isfinite(value):
+            metrics.setdefault(name, []).append(value)
     versions = np.concatenate([sequence.versions[sequence.mask] for sequence in sequences])
     return Sample(
         *place,
-        reward=info.reward,
+        reward=reward,
         tokens=len(versions),
-        turns=info.turns,
-        finish_reason=info.finish_reason,
-        seconds=info.seconds,
+        turns=sum(info.turns for info in infos),
+        finish_reason=next((info.finish_reason for info in infos if info.finish_reason == "length"), "stop"),
+        seconds=infos[0].seconds,
         oldest_version=int(versions.min()) if len(versions) else -1,
         newest_version=int(versions.max(initial=-1)),
-        metrics={name: value for name, value in info.metrics.items() if math.isfinite(value)},
+        metrics={name: fmean(values) for name, values in metrics.items()},
     )

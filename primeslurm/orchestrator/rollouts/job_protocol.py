@@ -40,6 +40,8 @@ class Job(msgspec.Struct, frozen=True, tag=True):
     cache_salt: str
     task: int | None = None
     """Index in the taskset, where a curriculum or an evaluation says it; None: what the stream has at `example`."""
+    number: int = 0
+    """Greater than those of the jobs that were sent before."""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
@@ -60,6 +62,8 @@ class Status(msgspec.Struct, frozen=True, tag=True):
     """How many the environment has; None: that is unknown, or there is no end of them."""
     node: str = ""
     """The node that it is on: what the bound of rollouts on a node counts by."""
+    seen: int = 0
+    """Number of the newest job that it was sent: a job up to there that is not in `jobs` is no more."""
 
 
 class Result(msgspec.Struct, frozen=True, tag=True):

@@ -59,9 +59,11 @@ class JobRunner:
         self._node = node
         self._incarnation = f"{time.time_ns():016x}"  # one that is started where a lost node's clock is wrong waits
         self._jobs: dict[str, asyncio.Task[None]] = {}
+        self._seen = 0
         self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         secret.present(self._socket)
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
         self._refusals = secret.refusals(self._socket)
         self._socket.connect(address)
 
@@ -98,12 +100,13 @@ class JobRunner:
                 if task := self._jobs.pop(job, None):
                     task.cancel()
         elif message.id not in self._jobs:
+            self._seen = max(self._seen, message.number)
             self._jobs[message.id] = asyncio.create_task(self._run(message))
 
     async def _beat(self) -> None:
         while True:
-            jobs = list(self._jobs)
-            status = Status(self._environment, self._number, self._incarnation, jobs, self._tasks, self._node)
+            who, jobs = (self._environment, self._number, self._incarnation), list(self._jobs)
+            status = Status(*who, jobs, self._tasks, self._node, self._seen)
             await self._socket.send(msgspec.msgpack.encode(status))
             await asyncio.sleep(STATUS_INTERVAL_S)
 

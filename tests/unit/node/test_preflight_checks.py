@@ -226,7 +226,10 @@ def test_a_head_that_never_starts_is_not_waited_for_for_ever(plan: Plan, tmp_pat
 
 def test_a_site_s_hcas_are_looked_for(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NCCL_IB_HCA", raising=False)
-    on_gpus = plan.model_copy(update={"device": "cuda", "hcas": ("mlx5_77",)})
+    (node,) = plan.nodes
+    used = tuple(process.model_copy(update={"gpus": (0,)}) for process in node.processes)
+    nodes = (node.model_copy(update={"processes": used}),)
+    on_gpus = plan.model_copy(update={"device": "cuda", "hcas": ("mlx5_77",), "nodes": nodes})
     found = preflight(on_gpus, 1, tmp_path)
     found.start()
     fitness, why = verdict(found)
