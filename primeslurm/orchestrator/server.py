@@ -12,6 +12,9 @@ import logging
 import time
 from pathlib import Path
 
+import msgspec
+
+from primeslurm.errors import PrimeslurmError
 from primeslurm.orchestrator import algorithms
 from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.batching.admission import Admission
@@ -81,7 +84,9 @@ class Orchestrator:
         )
         nodes = recipe.deployment.environments
         most = nodes.max_rollouts_per_node if nodes else None
-        self._workers = WorkerPool(arguments.env_bind, self._on_result, self._on_lost, max_per_node=most)
+        self._workers = WorkerPool(
+            arguments.env_bind, self._on_result, self._on_lost, self._on_unusable, max_per_node=most
+        )
         self._link = OrchestratorLink(arguments.bind, self._handle)
         url = arguments.addresses.url
         timeout = recipe.weights.timeout_s
@@ -98,7 +103,7 @@ class Orchestrator:
             after_update=self._after_update,
             sends=self._sessions.sends,
         )
-        self._watch = Watch(recipe, self._journal, arguments.engine_urls)
+        self._watch = Watch(recipe, self._journal, arguments.engine_urls, resumed=progress.done_step > 0)
         self._scoring = scoring_of(recipe, arguments, self._dispatch.unscored.values(), self._on_scored)
         self._batch_formed = asyncio.Condition()
         self._wake = asyncio.Event()
@@ -111,6 +116,7 @@ class Orchestrator:
 
         Raises:
             StallError: nothing moved for the recipe's stall timeout.
+            FutileError: an environment cannot work.
         """
         self._journal.write(OrchestratorUp(self._progress.now.next_step, len(self._dispatch.ready)))
         try:
@@ -141,10 +147,19 @@ class Orchestrator:
             self._curricula.set_tasks(self._workers.tasks)
             await self._evaluate()  # first: its bound is its own, and training takes all that environments have left
             while job := self._dispatch.next_job(self._workers.available):
+                self._watch.rollout_started(job)
                 await self._workers.send(job)
-            self._watch.check_stall(self._suspect)
+            self._check()
             self._watch.report(self._state)
             await self._pause()
+
+    def _check(self) -> None:
+        """End a run that gets nowhere; the last words are for the head."""
+        try:
+            self._watch.check_stall(self._suspect, self._dispatch.runs, self._workers.environments)
+        except PrimeslurmError as error:
+            self._watch.write_state(msgspec.structs.replace(self._state(), failure=str(error)))
+            raise
 
     def _follow_addresses(self) -> None:
         """Do without what the head gave up, and wait no longer for answers from where something was."""
@@ -323,8 +338,10 @@ class Orchestrator:
         kept = self._admission.decide(penalised(group, self._environments[group.environment]))
         if isinstance(kept, str):
             self._dispatch.rejected(group, kept)
+            self._watch.group_rejected(kept, len(group.rollouts))
             return
         group = kept
+        self._watch.group_kept()
         self._spool.put(group)
         if self._scoring is None:
             self._dispatch.add_ready(group)
@@ -337,6 +354,13 @@ class Orchestrator:
             self._spool.put(group)
             self._wake.set()
             self._notify_if_enough()
+
+    def _on_unusable(self, environment: str, worker: int, error: str) -> None:
+        log.warning("worker %d cannot serve %s: %s", worker, environment, error)
+        if environment in self._environments:
+            self._watch.worker_failed(environment, worker, error)
+        else:
+            self._evaluator.unusable(environment, worker, error)
 
     def _on_lost(self, job: str) -> None:
         if self._dispatch.runs(job):

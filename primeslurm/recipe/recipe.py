@@ -83,7 +83,12 @@ class Recipe(Section):
     @property
     def all_environments(self) -> tuple[AnyEnvironment, ...]:
         """Every environment that has worker processes: those of training, then those of evaluation."""
-        return (*(self.environments if self.task == "rl" else ()), *self.evaluation_environments)
+        return (*self.trained_environments, *self.evaluation_environments)
+
+    @property
+    def trained_environments(self) -> tuple[Environment, ...]:
+        """Environments that the policy is trained on, if it is."""
+        return self.environments if self.task == "rl" else ()
 
     def group_size(self, environment: Environment) -> int:
         """Rollouts of one of the environment's prompts."""

@@ -117,6 +117,10 @@ class Evaluator:
         assert self._run is not None
         self._ended(self._run.lost(job))
 
+    def unusable(self, label: str, worker: int, error: str) -> None:
+        """Note that a worker cannot serve an environment. Without any other one its samples fail once time is up."""
+        self._journal.write(EvaluationSampleFailed(f"environment-{label}-{worker}", error[:1000]))
+
     def drop_router(self, router: str) -> list[str]:
         """Do without a replica that is gone; returns the jobs to cancel."""
         if router in self._routers:

@@ -36,7 +36,9 @@ class EvaluationServer:
         self._evaluator = Evaluator(recipe, arguments, VERSION, incarnation, self._journal, self._metrics)
         nodes = recipe.deployment.environments
         most = nodes.max_rollouts_per_node if nodes else None
-        self._workers = WorkerPool(arguments.env_bind, self._on_result, self._on_lost, max_per_node=most)
+        self._workers = WorkerPool(
+            arguments.env_bind, self._on_result, self._on_lost, self._evaluator.unusable, max_per_node=most
+        )
         url = arguments.addresses.url
         clients = {name: EngineClient(functools.partial(url, name), recipe.model.path) for name in arguments.engines}
         self._policy = PolicyLoop(clients, self._journal, recipe.weights.timeout_s)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import functools
 import logging
 import os
@@ -23,7 +22,7 @@ from verifiers.v1.clients import ModelContext
 from primeslurm.orchestrator import algorithms, environments
 from primeslurm.orchestrator.environments import agents
 from primeslurm.orchestrator.environments.sandbox.install import install
-from primeslurm.orchestrator.rollouts import rendering
+from primeslurm.orchestrator.rollouts import job_runner, rendering, tool_servers
 from primeslurm.orchestrator.rollouts.hints import hinted
 from primeslurm.orchestrator.rollouts.images import stored
 from primeslurm.orchestrator.rollouts.job_protocol import Job
@@ -78,6 +77,8 @@ class Worker:
         rendering.choose(recipe.model.path, recipe.model.renderer, recipe.model.vlm is not None)  # once, and early
         tasks = self._count(environment)
         self._runner = JobRunner(environment.label, number, address, self._rollout, tasks, node)
+        self.serves = False
+        """Whether the environment has started."""
 
     def _count(self, environment: AnyEnvironment) -> int | None:
         """How many tasks there are, where the orchestrator has to know."""
@@ -89,6 +90,7 @@ class Worker:
     async def run(self) -> None:
         """Serve until cancelled."""
         async with serving(self._env) as self._by_config:
+            self.serves = True
             try:
                 await self._runner.serve()
             finally:
@@ -163,9 +165,18 @@ def main(argv: list[str] | None = None) -> None:
     files = _scratch(f"{environment.label}-{options.worker}")
     install(environment.runtime, files, run_dir / "containers", [run_dir])
     addresses, images = AddressBook(options.attempt_dir), run_dir / "images"
-    with contextlib.suppress(KeyboardInterrupt):
+    tool_servers.watch()
+    worker = None
+    try:
         worker = Worker(recipe, environment, options.worker, options.orchestrator, addresses, images, options.node)
         asyncio.run(worker.run())
+    except KeyboardInterrupt:
+        return
+    except Exception as error:
+        if worker is None or not worker.serves:
+            words = f"{type(error).__name__}: {error}"
+            job_runner.give_notice(environment.label, options.worker, options.orchestrator, words)
+        raise
 
 
 if __name__ == "__main__":

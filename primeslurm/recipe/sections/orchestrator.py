@@ -43,6 +43,8 @@ class AnyEnvironment(Section):
     """The program that talks to the model. Default: the environment's own, or bash."""
     runtime: Runtime | None = None
     """What the rollout's programs run in. Default: apptainer for a harness that needs a container, else subprocess."""
+    load_timeout_s: PositiveInt = 120
+    """It and its first task must be there after so many seconds, when it is tried before a run."""
 
     @property
     def label(self) -> str:
