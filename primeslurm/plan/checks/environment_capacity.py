@@ -14,7 +14,7 @@ FIELD = "deployment.environments"
 
 def environment_capacity(recipe: Recipe, requests: list[ResourceRequest]) -> list[Finding]:
     """Find environment nodes that are too small or too many, and a head node that is too small without them."""
-    workers = sum(environment.workers for environment in recipe.environments)
+    workers = sum(environment.workers for environment in recipe.all_environments)
     asked = recipe.deployment.environments
     found: list[Finding] = []
     for request in requests:
