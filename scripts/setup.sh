@@ -13,10 +13,6 @@ wanted=$(cat "$lock" pyproject.toml scripts/setup.sh third_party/cpu/make_wheels
 # Compiled once here, and not by every process anew where Python may not write beside what it reads.
 uv_install() { .venv/bin/uv pip install --quiet --compile-bytecode --python "$python" "$@"; }
 
-# uv does not read pip's configuration. Where pip was told of a mirror or of a certificate, uv is told the same.
-# The environment's word comes before that of files in the list.
-pip_setting() { $python -m pip config list | sed -nE "s/^(:env:|global|install)\.$1='(.*)'\$/\2/p" | sed -n 1p; }
-
 install_torch_for_cpu() {
   local torch
   torch=$(grep '^torch==' "$lock")
@@ -29,11 +25,8 @@ install_torch_for_cpu() {
 }
 
 install_python() {
-  local mirror certificates stand_ins=()
-  mirror=$(pip_setting index-url)
-  certificates=$(pip_setting cert)
-  [[ -z $mirror ]] || export UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-$mirror}
-  [[ -z $certificates ]] || export SSL_CERT_FILE=${SSL_CERT_FILE:-$certificates}
+  local stand_ins=()
+  source scripts/mirror.sh
   if [[ $flavour == cpu ]]; then
     install_torch_for_cpu
     $python third_party/cpu/make_wheels.py build/wheels

@@ -139,7 +139,7 @@ async def _serve(options: argparse.Namespace) -> None:
     environment = EmulatedEnvironment(recipe, AddressBook(options.attempt_dir))
     try:
         where = (options.environment, options.worker, options.orchestrator)
-        await JobRunner(*where, environment.rollout, options.node).serve()
+        await JobRunner(*where, environment.rollout, node=options.node).serve()
     finally:
         await environment.close()
 

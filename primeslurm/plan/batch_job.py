@@ -39,7 +39,7 @@ def _said_twice(recipe: Recipe) -> list[Violation]:
     nodes, slurm = recipe.deployment.environments, recipe.slurm.environments
     if nodes is None:
         return []
-    pairs = [("cpus", nodes.cpus, "cpus_per_task", slurm.cpus_per_task)]
+    pairs: list[tuple[str, object, str, object]] = [("cpus", nodes.cpus, "cpus_per_task", slurm.cpus_per_task)]
     pairs += [("memory", nodes.memory, name, getattr(slurm, name)) for name in ("mem", "mem_per_gpu")]
     return [
         Violation(f"deployment.environments.{name}", str(value), f"contradicts slurm.environments.{other}", "keep one")

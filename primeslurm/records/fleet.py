@@ -31,6 +31,8 @@ class Ending:
     outcome: Outcome
     reason: str
     suspect: str = ""
+    final: bool = False
+    """Another attempt would end in the same way."""
 
 
 class ProcessReport(msgspec.Struct, frozen=True):
@@ -67,6 +69,8 @@ class AgentReport(msgspec.Struct, frozen=True):
     agent_pid: int
     fitness: Fitness = Fitness.CHECKING
     unfit_because: str = ""
+    environments_fail: str = ""
+    """Why environments do not load there."""
     node: int | None = None
     """The Plan's node that it plays; None while it is a spare."""
     ports: dict[str, dict[str, int]] = {}
@@ -106,11 +110,13 @@ class AssignedAgent(msgspec.Struct, frozen=True):
 
 
 class AssignmentRecord(msgspec.Struct, frozen=True):
-    """`roster.json`. A new generation is written whenever a node is replaced."""
+    """`roster.json`. A new generation is written whenever a node is replaced, or left to nobody."""
 
     generation: int
     agents: dict[int, AssignedAgent] = msgspec.field(name="seats")
     """By index of the Plan's node."""
+    moved: dict[str, int] = {}
+    """Processes of nodes that are lost, and the Plan's nodes that run them instead."""
 
     def node_of(self, rank: int) -> int | None:
         """Return the Plan's node that an agent plays, or None: it is a spare, or was replaced."""

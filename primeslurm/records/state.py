@@ -84,6 +84,8 @@ class RolloutProgress(Record, frozen=True):
     """Rollouts of this attempt by what became of them."""
     environments: list[str] = []
     """Those that have a worker."""
+    rollouts_by_node: dict[str, int] = {}
+    """Rollouts that run, by index in the plan of the node that their workers are on."""
     reward: float | None = None
     """Mean of the last step's batch."""
     staleness: float | None = None
@@ -97,6 +99,8 @@ class RolloutProgress(Record, frozen=True):
 class OrchestratorState(RolloutProgress, frozen=True):
     """`state/orchestrator.json`."""
 
+    failure: str = ""
+    """Why the orchestrator ends before its work is done, once it does."""
     engines: dict[str, EngineRecord] = {}
     replicas: dict[str, dict[str, Load]] = {}
     """Load by replica and role."""

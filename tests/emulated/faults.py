@@ -301,6 +301,13 @@ FAULTS = (
         repair_late=True,
     ),
     Fault(
+        "environment node down",
+        "a node with environment workers loses power; there is no spare, its workers move to the other one",
+        _lose_nodes("environment-swe-0"),
+        repair=_revive_nodes,
+        repair_late=True,
+    ),
+    Fault(
         "two nodes down",
         "a node with trainer ranks and one with prefill engines lose power; there are no spares for them",
         _lose_nodes("trainer-rank-2", "prefill-r1-0"),

@@ -11,6 +11,7 @@ from primeslurm.api.loading import load
 from primeslurm.plan.commands.command import Command
 from primeslurm.plan.derive import derive
 from primeslurm.plan.emulate import STAND_INS, emulate
+from primeslurm.plan.placement.resources import WITHOUT_GPUS
 from primeslurm.recipe import Recipe
 from tests.support.processes import start_process
 from tests.support.recipes import recipe_data, site
@@ -44,8 +45,8 @@ def test_the_embedded_cluster_has_the_nodes_of_the_job_spares_included() -> None
     loaded = load(Path(__file__).with_name("small.yaml"), emulate=True)
     plan, spec = loaded.plan(), loaded.cluster
     assert spec is not None and any(group.spares for group in plan.groups)
-    control = sum(group.nodes for group in plan.groups if group.name == "control")
-    assert (spec.control_nodes, spec.nodes) == (control, plan.allocated - control)
+    without = sum(group.nodes for group in plan.groups if group.name in WITHOUT_GPUS)
+    assert (spec.control_nodes, spec.nodes) == (without, plan.allocated - without)
 
 
 def test_every_stand_in_exists_and_says_what_it_is() -> None:

@@ -58,12 +58,19 @@ class Deployment:
     Args:
         directory: for the cluster and the runs; removed by nobody.
         gpu_nodes: of the cluster.
+        control_nodes: nodes of it without GPUs.
     """
 
-    def __init__(self, directory: Path, gpu_nodes: int = 9) -> None:
+    def __init__(self, directory: Path, gpu_nodes: int = 9, control_nodes: int = 5) -> None:
         self.runs = directory / "runs"
         spec = ClusterSpec(
-            "emulated", directory / "c", self.runs, gpu_nodes, gpus_per_node=2, cpus_per_node=4, control_nodes=3
+            "emulated",
+            directory / "c",
+            self.runs,
+            gpu_nodes,
+            gpus_per_node=2,
+            cpus_per_node=4,
+            control_nodes=control_nodes,
         )
         self.slow_files = directory / "slow-files"
         """While it exists, files are slow for the job's processes."""

@@ -122,7 +122,10 @@ def _queue(status: RunStatus) -> Text | None:
     text = f"{progress.ready_groups} groups ready, {progress.open_groups} open, "
     if progress.unscored_groups:
         text += f"{progress.unscored_groups} at the teacher, "
-    return Text.assemble(("queue ", "dim"), text + f"{progress.inflight} rollouts in flight")
+    text += f"{progress.inflight} rollouts in flight"
+    if len(loads := progress.rollouts_by_node.values()) > 1:
+        text += f", {min(loads)} to {max(loads)} on each of {len(loads)} environment nodes"
+    return Text.assemble(("queue ", "dim"), text)
 
 
 def _roles(status: RunStatus) -> Table:

@@ -19,6 +19,7 @@ import msgspec
 
 from primeslurm.files import Watched, write_json
 from primeslurm.node.agent.health_probe import TIMEOUT_S
+from primeslurm.node.agent.node_context import remove_of_earlier_attempts
 from primeslurm.node.agent.process_manager import ProcessManager
 from primeslurm.node.head.fleet import NODE_START_S
 from primeslurm.node.host.network import NetworkError, node_name, own_address
@@ -118,6 +119,7 @@ class NodeAgent:
     def run(self) -> None:
         """Start what there is to start and keep it running until the attempt ends."""
         try:
+            remove_of_earlier_attempts(self.tmp)
             self.tmp.mkdir(parents=True, exist_ok=True)
             self.journal.write(AgentStarted(self.name, self.address))
             self.preflight.start()
@@ -180,6 +182,9 @@ class NodeAgent:
             self.processes = ProcessManager(self.plan, node, self.attempt, *shared)
             event = NodesAssigned(node=self.name, index=index, role=node.role, generation=assignment.generation)
             self.journal.write(event)
+        if index is not None and self.processes is not None:
+            moved = [name for name, node in assignment.moved.items() if node == index]
+            self.processes.take_over([self.plan.process(name) for name in moved])
         elif index is None and self.processes is not None:
             # The head gave this node up. Whatever it still runs would be in the way of what replaces it.
             self.end(Ending(Outcome.CANCELLED, f"node {self.name} was replaced", self.name))
@@ -222,6 +227,7 @@ class NodeAgent:
             agent_pid=os.getpid(),
             fitness=fitness,
             unfit_because=why,
+            environments_fail=self.preflight.environments_fail if fitness is Fitness.UNFIT else "",
             node=processes.node.index if processes else None,
             ports=processes.ports if processes else {},
             processes=processes.reports() if processes else {},

@@ -11,6 +11,7 @@ from primeslurm.node.host import fabric
 from primeslurm.plan.model import Node, Plan, Process
 from primeslurm.wire.addresses import Addresses
 
+_OF_ATTEMPT = re.compile(r"(primeslurm-.+)-(\d+)-a\d+")
 _PLACEHOLDER = re.compile(r"\$\{([a-z_]+)(?::([^:}]+))?(?::([^:}]+))?\}")
 
 
@@ -65,6 +66,21 @@ class NodeContext:
         nowhere = Addresses(hosts={}, ports={})
         texts = {text for process in self._node.processes for text in process.scratch}
         return [Path(resolve(text, "", nowhere, self._values)) for text in sorted(texts)]
+
+
+def remove_of_earlier_attempts(directory: Path) -> None:
+    """Remove what agents that were killed in earlier attempts of the run have left beside a directory of this one.
+
+    Args:
+        directory: an agent's, named primeslurm-RUN-ATTEMPT-aRANK.
+    """
+    own = _OF_ATTEMPT.fullmatch(directory.name)
+    if own is None or not directory.parent.is_dir():
+        return
+    for other in directory.parent.iterdir():
+        found = _OF_ATTEMPT.fullmatch(other.name)
+        if found and found[1] == own[1] and int(found[2]) < int(own[2]):
+            shutil.rmtree(other, ignore_errors=True)
 
 
 class UnknownPlaceholder(KeyError):

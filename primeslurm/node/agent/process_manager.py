@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
 from primeslurm.node.agent.child import Child
@@ -74,6 +74,19 @@ class ProcessManager:
         self._started_with: dict[str, Command] = {}
         self._shared_memory = SharedMemory()
         self._looked_at = 0.0
+
+    def take_over(self, processes: Iterable[Process]) -> None:
+        """Run processes of another node of the Plan as well, from now on. Those that are here already stay as they are.
+
+        Raises:
+            NetworkError: a port that a process needs cannot be had.
+        """
+        for process in processes:
+            if process.name not in self.supervised:
+                self.supervised[process.name] = Supervision(process)
+                self.ports[process.name] = {
+                    name: self._claims.claim(preferred) for name, preferred in process.ports.items()
+                }
 
     def is_known(self, addresses: Addresses) -> bool:
         """Whether its own addresses are published, and not still those of a node that this one replaces."""

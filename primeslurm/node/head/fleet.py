@@ -4,7 +4,8 @@ Pure: reports and a clock in; orders, news and endings out.
 
 An attempt ends when the work is complete, when something dies that nothing replaces, when nothing makes progress, or
 when it is told to (preemption, time limit, cancel). A node that is lost is replaced by a spare of its group; without
-one, the engines and routers on it are given up as long as some replica still serves.
+one, the engines and routers on it are given up as long as some replica still serves, and the environment workers of a
+node that has nothing else move to others of its kind.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ from primeslurm.node.head.process_states import how_it_died
 from primeslurm.node.head.restart_groups import RestartGroup, restart_groups_of
 from primeslurm.plan.model import Plan, Process, Replica
 from primeslurm.records.base import Event
-from primeslurm.records.events.nodes import NodeLost, NodeReplaced, NodesAssigned, ProcessesGivenUp, ProcessesRestarted
+from primeslurm.records.events.nodes import (
+    NodeLost,
+    NodeReplaced,
+    NodesAssigned,
+    ProcessesGivenUp,
+    ProcessesMoved,
+    ProcessesRestarted,
+)
 from primeslurm.records.fleet import AgentReport, Ending, Fitness, Outcome, ProcessReport, RestartOrder
 from primeslurm.wire import exits
 
@@ -63,6 +71,8 @@ class Fleet:
     news: list[News] = field(default_factory=list)
     progress: Any = None
     progress_at: float = 0.0
+    last_words: str = ""
+    """Why the orchestrator ends, in its own words."""
 
     def __post_init__(self) -> None:
         self.assignment = NodeAssignment(self.plan)
@@ -107,12 +117,12 @@ class Fleet:
 
     def report(self, name: str) -> ProcessReport | None:
         """Tell what is known of one process."""
-        agent = self.agent_of(self._processes[name].node)
+        agent = self.agent_of(self.assignment.home(self._processes[name]))
         return agent.processes.get(name) if agent else None
 
     def silence(self, name: str, now: float) -> float:
         """Tell how many seconds ago the agent of a process was heard of."""
-        rank = self.assignment.rank_of.get(self._processes[name].node, -1)
+        rank = self.assignment.rank_of.get(self.assignment.home(self._processes[name]), -1)
         return now - self.seen_at.get(rank, now)
 
     @property
@@ -168,7 +178,9 @@ class Fleet:
         for rank, agent in sorted(self.agents.items()):
             if rank in self.gone:
                 continue
-            if agent.fitness is Fitness.UNFIT:
+            if agent.environments_fail and not self._environments_load(rank):
+                ending = self._environments_fail(rank, agent)
+            elif agent.fitness is Fitness.UNFIT:
                 ending = self._lose(rank, agent.unfit_because, now)
             elif agent.error:
                 ending = self._lose(rank, agent.error, now)
@@ -179,6 +191,19 @@ class Fleet:
             if ending:
                 return ending
         return None
+
+    def _environments_load(self, rank: int) -> bool:
+        """Whether environments load on another node of an agent's group."""
+        peers = self.plan.ranks(self.plan.group_of_rank(rank).index)
+        return any(self.agents[peer].fitness is Fitness.FIT for peer in peers if peer in self.agents)
+
+    def _environments_fail(self, rank: int, agent: AgentReport) -> Ending | None:
+        """Where they load nowhere, no node is to blame. Until all that may run them have tried, nobody knows."""
+        peers = set(self.plan.ranks(self.plan.group_of_rank(rank).index)) - set(self.gone)
+        if any(peer not in self.agents or self.agents[peer].fitness is Fitness.CHECKING for peer in peers):
+            return None
+        reason = f"environments do not load on node {agent.name}: {agent.environments_fail}"
+        return Ending(Outcome.FAILED, reason, "environments", final=True)
 
     def _give_up_waiting(self, now: float) -> None:
         """Agents that have never reported, whether they are needed or not."""
@@ -209,10 +234,14 @@ class Fleet:
         node = self.assignment.node_of(rank)
         if node is None:
             return None
-        processes = self.plan.nodes[node].processes
+        processes = [process for process in self._processes.values() if self.assignment.home(process) == node]
         if not all(process.role in _REPLACEABLE for process in processes):
             return Ending(Outcome.FAILED, reason, name)
         spare = self.assignment.replace(node, self._fit())
+        if spare is None and (others := self._other_environment_nodes(node)):
+            to = [self._name(self.assignment.rank_of[n]) for n in self.assignment.disperse(node, processes, others)]
+            self.news.append(News(ProcessesMoved(name, [process.name for process in processes], to)))
+            return None
         if spare is None:
             self.assignment.vacate(node)
             return self._give_up((process.name for process in processes), reason, name)
@@ -220,6 +249,13 @@ class Fleet:
         for group in {process.unit for process in processes if process.unit is not None}:
             self._restart_group(self.restart_groups[group], f"node {name} is lost", now)
         return None
+
+    def _other_environment_nodes(self, node: int) -> list[int]:
+        """The nodes that can run what a node for environments ran; none for a node of another kind."""
+        if self.plan.nodes[node].role != "environments":
+            return []
+        kind = [other.index for other in self.plan.nodes if other.role == "environments" and other.index != node]
+        return [other for other in kind if other in self.assignment.rank_of]
 
     # processes
 
@@ -286,7 +322,10 @@ class Fleet:
             if report.exit_code == exits.CHECKPOINTED:
                 return Ending(Outcome.PREEMPTED, f"{process.name} checkpointed and stopped", process.name)
             if report.exit_code == exits.STALLED:
-                return Ending(Outcome.FAILED, f"{process.name} saw no progress: see its events", process.name)
+                reason = self.last_words or f"{process.name} saw no progress: see its events"
+                return Ending(Outcome.FAILED, reason, process.name)
+            if report.exit_code == exits.FUTILE:
+                return Ending(Outcome.FAILED, self.last_words or f"{reason}: see its events", process.name, final=True)
             if group is not None and self._may_miss_a_node(group, now):
                 continue
             if ending := self._give_up([process.name], reason, process.name):

@@ -1,15 +1,16 @@
 """Which agent plays which node of the Plan. Pure.
 
 The head's own node is always rank 0. Within a group, nodes go to fit agents in order of rank; who is left over is a
-spare, and takes the place of a node of its group that is lost.
+spare, and takes the place of a node of its group that is lost. Other nodes can run what one ran that has no spare.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from primeslurm.plan.model import Plan
+from primeslurm.plan.model import Plan, Process
 
 
 @dataclass
@@ -21,6 +22,12 @@ class NodeAssignment:
     """Rises with every change."""
     rank_of: dict[int, int] = field(default_factory=dict)
     """Plan node to agent rank."""
+    moved: dict[str, int] = field(default_factory=dict)
+    """Process to the node that runs it, where that is not its own."""
+
+    def home(self, process: Process) -> int:
+        """Return the Plan's node that runs a process."""
+        return self.moved.get(process.name, process.node)
 
     def node_of(self, rank: int) -> int | None:
         """Return the Plan's node that an agent plays, or None."""
@@ -65,6 +72,27 @@ class NodeAssignment:
         """Leave a node to nobody: nobody plays it any more."""
         del self.rank_of[node]
         self.generation += 1
+
+    def disperse(self, node: int, processes: Sequence[Process], others: Sequence[int]) -> list[int]:
+        """Leave a node to nobody, and have other nodes run what it ran: each time the one that runs least.
+
+        Args:
+            node: index of the Plan's node.
+            processes: what it runs.
+            others: the nodes that can run it.
+
+        Returns:
+            The nodes that have more to run now.
+        """
+        self.vacate(node)
+        load = Counter(self.home(process) for process in self.plan.processes())
+        taken = set()
+        for process in processes:
+            to = min(others, key=lambda other: load[other])
+            self.moved[process.name] = to
+            load[to] += 1
+            taken.add(to)
+        return sorted(taken)
 
     def short(self, unfit: Iterable[int]) -> bool:
         """Whether so many agents are unfit that some group cannot be filled any more."""

@@ -11,21 +11,18 @@ from itertools import chain
 from typing import Any
 
 import verifiers.v1 as vf
+from pydantic import ValidationError
 from verifiers.v1.configs.agent import agent_config_fields
-from verifiers.v1.utils.loaders import env_config_type, load_environment, taskset_class
+from verifiers.v1.utils.loaders import env_config_type, load_environment, taskset_config_type
 
 from primeslurm.errors import UsageError, Violation
-from primeslurm.orchestrator.dispatch.order import first_epoch, later_epoch
-from primeslurm.orchestrator.environments import agents
+from primeslurm.orchestrator.dispatch.order import ENDLESS_WINDOW, WINDOW, first_epoch, later_epoch
+from primeslurm.orchestrator.environments import agents, mistakes
 from primeslurm.recipe.sandbox_rules import ENV_KEY
 
-BUNDLED = ("math-problems", "reverse-text", "tool-use")
+BUNDLED = ("harbor-local", "math-problems", "reverse-text", "tool-use")
 HARNESSES = ("chat", "shell")
 """Harnesses of our own, whose loop runs in the worker: `harness: {id: chat}` takes one for any taskset."""
-WINDOW = 2**17
-"""Tasks that are shuffled with one another."""
-ENDLESS_WINDOW = 1024
-"""The same for a taskset without end: they are made before the first of them is run."""
 
 
 def load(name: str, args: Mapping[str, Any], agent: Mapping[str, Any] = {}) -> vf.Env:
@@ -39,15 +36,19 @@ def load(name: str, args: Mapping[str, Any], agent: Mapping[str, Any] = {}) -> v
     _provide_bundled(name)
     options = {key: value for key, value in args.items() if key != ENV_KEY}
     try:
-        taskset_class(name)
+        taskset = taskset_config_type(name)
         kind = env_config_type(name, "")
         config = dict(args.get(ENV_KEY, {}))
         roles = {role: agents.completed(config.get(role) or {}, agent, name) for role in agent_config_fields(kind())}
         return load_environment(kind.model_validate({**config, **roles, "taskset": {"id": name, **options}}))
     except ModuleNotFoundError as error:
-        raise UsageError([Violation("environments.id", name, "no such environment", _suggestion(name))]) from error
-    except (TypeError, ValueError, AttributeError) as error:
-        raise UsageError([Violation("environments.args", name, str(error))]) from error
+        known = mistakes.absent_part(error) or mistakes.absent_module(error, name)
+        missing = known or Violation("environments.id", name, "no such environment", _suggestion(name))
+        raise UsageError([missing]) from error
+    except ValidationError as error:
+        raise UsageError(mistakes.invalid(error, kind, taskset)) from error
+    except Exception as error:  # an environment may raise anything
+        raise UsageError([Violation("environments.id", name, mistakes.raised(error, name))]) from error
 
 
 class TaskStream:

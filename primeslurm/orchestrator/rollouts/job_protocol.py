@@ -4,7 +4,7 @@ A worker (`job_runner`) reports its Status every second, with the jobs it is run
 compares: a job that it does not know is cancelled, a job that the worker does not have is lost and is dispatched anew.
 So either side may be killed and restarted at any time.
 
-worker -> orchestrator      Status | Result (each followed by the frames of its token sequences)
+worker -> orchestrator      Status | Result (each followed by the frames of its token sequences) | Unusable
 orchestrator -> worker      Job | Cancel
 """
 
@@ -40,6 +40,8 @@ class Job(msgspec.Struct, frozen=True, tag=True):
     cache_salt: str
     task: int | None = None
     """Index in the taskset, where a curriculum has drawn it; None: what the stream has at `example`."""
+    number: int = 0
+    """Greater than those of the jobs that were sent before."""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
@@ -60,6 +62,16 @@ class Status(msgspec.Struct, frozen=True, tag=True):
     """How many the environment has; None: that is unknown, or there is no end of them."""
     node: str = ""
     """The node that it is on: what the bound of rollouts on a node counts by."""
+    seen: int = 0
+    """Number of the newest job that it was sent: a job up to there that is not in `jobs` is no more."""
+
+
+class Unusable(msgspec.Struct, frozen=True, tag=True):
+    """A worker cannot begin to serve its environment, and ends."""
+
+    environment: str
+    worker: int
+    error: str
 
 
 class Result(msgspec.Struct, frozen=True, tag=True):
@@ -72,7 +84,7 @@ class Result(msgspec.Struct, frozen=True, tag=True):
 
 
 ToWorker = Job | Cancel
-ToOrchestrator = Status | Result
+ToOrchestrator = Status | Result | Unusable
 
 
 def encode_result(job: str, sequences: Sequence[Rollout]) -> list[Frame]:

@@ -22,6 +22,7 @@ from primeslurm.orchestrator.rollouts.job_protocol import (
     RolloutFailed,
     Status,
     ToWorker,
+    Unusable,
     encode_result,
 )
 from primeslurm.wire import secret
@@ -29,6 +30,19 @@ from primeslurm.wire.frames import Frame
 from primeslurm.wire.rollouts import Rollout
 
 log = logging.getLogger(__name__)
+
+
+NOTICE_S = 5.0
+"""Longest wait for the orchestrator to be there when a worker says why it ends."""
+
+
+def give_notice(environment: str, number: int, address: str, error: str) -> None:
+    """Tell the orchestrator that this worker cannot begin to serve its environment, and why."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        secret.present(socket)
+        socket.setsockopt(zmq.LINGER, int(NOTICE_S * 1000))
+        socket.connect(address)
+        socket.send(msgspec.msgpack.encode(Unusable(environment, number, error)))
 
 
 class JobRunner:
@@ -59,9 +73,11 @@ class JobRunner:
         self._node = node
         self._incarnation = f"{time.time_ns():016x}"  # one that is started where a lost node's clock is wrong waits
         self._jobs: dict[str, asyncio.Task[None]] = {}
+        self._seen = 0
         self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         secret.present(self._socket)
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
         self._refusals = secret.refusals(self._socket)
         self._socket.connect(address)
 
@@ -98,12 +114,13 @@ class JobRunner:
                 if task := self._jobs.pop(job, None):
                     task.cancel()
         elif message.id not in self._jobs:
+            self._seen = max(self._seen, message.number)
             self._jobs[message.id] = asyncio.create_task(self._run(message))
 
     async def _beat(self) -> None:
         while True:
-            jobs = list(self._jobs)
-            status = Status(self._environment, self._number, self._incarnation, jobs, self._tasks, self._node)
+            who, jobs = (self._environment, self._number, self._incarnation), list(self._jobs)
+            status = Status(*who, jobs, self._tasks, self._node, self._seen)
             await self._socket.send(msgspec.msgpack.encode(status))
             await asyncio.sleep(STATUS_INTERVAL_S)
 

@@ -5,11 +5,14 @@ A status costs as much with a thousand workers as with one, and a job as much as
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import count
+from typing import NamedTuple
 
 import msgspec
 import zmq
@@ -22,6 +25,7 @@ from primeslurm.orchestrator.rollouts.job_protocol import (
     Status,
     ToOrchestrator,
     ToWorker,
+    Unusable,
     decode_sequences,
 )
 from primeslurm.wire import secret
@@ -33,8 +37,15 @@ SILENT_S = 30.0
 """A worker that reports nothing for this long is given up."""
 QUIET_S = 5.0
 """A worker that reports nothing for this long gets no job: it may be gone, with its node."""
-UNSEEN_S = 5.0
-"""A job that a worker's status does not list this long after it was sent is lost."""
+UNSEEN_S = 60.0
+"""A job that a worker has not seen this long after it was sent is lost: a connection broke on the way."""
+
+
+class _Sent(NamedTuple):
+    """A job on its way to a worker, or with it."""
+
+    number: int
+    at: float
 
 
 @dataclass
@@ -61,10 +72,8 @@ class _Worker:
     node: _Node
     heard: float
     """When its last status came."""
-    tasks: int | None = None
-    """How many its environment has, if that is known."""
-    sent: dict[str, float] = field(default_factory=dict)
-    """Jobs that it was sent and has not ended, by id, with the time of sending."""
+    sent: dict[str, _Sent] = field(default_factory=dict)
+    """Jobs that it was sent and has not ended, by id."""
 
 
 class WorkerPool:
@@ -74,6 +83,7 @@ class WorkerPool:
         bind: ZMQ address for the workers.
         on_result: called with (job, sequences) or (job, error text).
         on_lost: called with the id of each job whose worker is gone.
+        on_unusable: called with the environment that a worker cannot serve, the worker's number, and why.
         clock: in seconds.
         max_per_node: most jobs at once on one node. Default: no bound.
     """
@@ -83,20 +93,27 @@ class WorkerPool:
         bind: str,
         on_result: Callable[[str, tuple[Rollout, ...] | str], None],
         on_lost: Callable[[str], None],
+        on_unusable: Callable[[str, int, str], None],
         clock: Callable[[], float] = time.monotonic,
         max_per_node: int | None = None,
     ) -> None:
         self._on_result = on_result
         self._on_lost = on_lost
+        self._on_unusable = on_unusable
         self._clock = clock
         self._max_per_node = math.inf if max_per_node is None else max_per_node
+        self.tasks: dict[str, int] = {}
+        """How many tasks environments have, by label, as far as their workers have said so."""
         self._live: dict[tuple[str, int], _Worker] = {}
         """By environment and number."""
         self._nodes: dict[str, _Node] = {}
         self._owners: dict[str, _Worker] = {}
+        self._numbers = count(time.time_ns())
+        """Greater after a restart of the orchestrator, for workers that have seen others."""
         self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
         secret.demand(self._socket)
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # what is too much for a peer would be dropped
         self._socket.bind(bind)
 
     @property
@@ -105,14 +122,14 @@ class WorkerPool:
         return {environment for environment, _ in self._live}
 
     @property
+    def load(self) -> dict[str, int]:
+        """Return how many jobs each node runs that has a live worker."""
+        return {name: node.load for name, node in self._nodes.items() if node.workers}
+
+    @property
     def available(self) -> set[str]:
         """Return the labels of the environments that a job can be sent to now."""
         return {label for node in self._nodes.values() if self._has_room(node) for label in node.listening}
-
-    @property
-    def tasks(self) -> dict[str, int]:
-        """Return how many tasks environments have, by label, of those that have said so."""
-        return {worker.environment: worker.tasks for worker in self._live.values() if worker.tasks is not None}
 
     async def serve(self) -> None:
         """Receive until cancelled."""
@@ -131,10 +148,12 @@ class WorkerPool:
         nodes = [node for node in self._nodes.values() if job.environment in node.listening and self._has_room(node)]
         node = min(nodes, key=lambda node: node.load / node.workers)
         worker = min(node.listening[job.environment].values(), key=lambda worker: len(worker.sent))
-        worker.sent[job.id] = self._clock()
+        number = next(self._numbers)
+        worker.sent[job.id] = _Sent(number, self._clock())
         node.load += 1
         self._owners[job.id] = worker
-        await self._tell(worker.identity, job)
+        await self._tell(worker.identity, msgspec.structs.replace(job, number=number))
+        await asyncio.sleep(0)  # thousands may follow: others have their turn in between
 
     async def cancel(self, jobs: Iterable[str]) -> None:
         """Stop jobs; nothing is heard of them any more."""
@@ -158,6 +177,8 @@ class WorkerPool:
         message = msgspec.msgpack.decode(head, type=ToOrchestrator)
         if isinstance(message, Status):
             await self._reconcile(identity, message)
+        elif isinstance(message, Unusable):
+            self._on_unusable(message.environment, message.worker, message.error)
         elif self._forget(message.job):
             self._on_result(message.job, message.error or _sequences(message, frames))
 
@@ -166,7 +187,8 @@ class WorkerPool:
         worker = self._live.get((status.environment, status.worker))
         if worker is not None and worker.incarnation > status.incarnation:
             # One that was given up with its node, and lives on: what it runs, its successor was sent.
-            await self._tell(identity, Cancel(status.jobs))
+            if status.jobs:
+                await self._tell(identity, Cancel(status.jobs))
             return
         if worker is not None and worker.incarnation < status.incarnation:
             self._give_up(worker, "was restarted")
@@ -176,7 +198,8 @@ class WorkerPool:
         worker.identity, worker.heard = identity, now  # ZMQ makes another connection where one was lost
         worker.node.listening.setdefault(worker.environment, {})[worker.number] = worker
         running = set(status.jobs)
-        for job in [j for j, since in worker.sent.items() if j not in running and now - since > UNSEEN_S]:
+        gone = [job for job, sent in worker.sent.items() if job not in running and _is_lost(sent, status.seen, now)]
+        for job in gone:
             self._forget(job)
             self._on_lost(job)
         unknown = sorted(running - worker.sent.keys())
@@ -189,7 +212,9 @@ class WorkerPool:
     def _add(self, identity: bytes, status: Status, now: float) -> _Worker:
         log.info("worker %s %d is up on node %s", status.environment, status.worker, status.node)
         node = self._nodes.setdefault(status.node, _Node())
-        worker = _Worker(identity, status.environment, status.worker, status.incarnation, node, now, status.tasks)
+        worker = _Worker(identity, status.environment, status.worker, status.incarnation, node, now)
+        if status.tasks is not None:
+            self.tasks[status.environment] = status.tasks
         node.workers += 1
         self._live[status.environment, status.worker] = worker
         return worker
@@ -217,6 +242,14 @@ class WorkerPool:
 
     async def _tell(self, identity: bytes, message: ToWorker) -> None:
         await self._socket.send_multipart([identity, msgspec.msgpack.encode(message)])
+
+
+def _is_lost(sent: _Sent, seen: int, now: float) -> bool:
+    """Whether a job that its worker does not run will never be heard of. A result comes before its absence.
+
+    Not by time alone: a status may have been written long before it is read, when either side was held up.
+    """
+    return sent.number <= seen or now - sent.at > UNSEEN_S
 
 
 def _sequences(result: Result, frames: list[bytes]) -> tuple[Rollout, ...] | str:

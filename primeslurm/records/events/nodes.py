@@ -95,6 +95,16 @@ class NodeReplaced(Event, frozen=True, tag="node_replaced"):
     """The Plan's node that it plays from now on."""
 
 
+class ProcessesMoved(Event, frozen=True, tag="moved"):
+    """Other nodes run what a lost one ran."""
+
+    node: str
+    """The lost one."""
+    processes: list[str]
+    to: list[str] = []
+    """Names of the nodes that run them from now on."""
+
+
 class ProcessesGivenUp(Event, frozen=True, tag="given_up"):
     """The attempt goes on without some processes."""
 
@@ -158,6 +168,7 @@ NodeEvent = (
     | AddressesPublished
     | NodeLost
     | NodeReplaced
+    | ProcessesMoved
     | ProcessesGivenUp
     | ProcessesRestarted
     | LaunchedAgain

@@ -86,6 +86,15 @@ class RolloutFailed(Event, frozen=True, tag="rollout_failed"):
     error: str = ""
 
 
+class NothingKept(Event, frozen=True, tag="nothing_kept"):
+    """Every group for a long time was rejected by the algorithm or by filters."""
+
+    rollouts: int
+    """Of those groups, since one was kept."""
+    reasons: dict[str, int] = {}
+    """Groups by what rejected them."""
+
+
 class ReplicaLost(Event, frozen=True, tag="replica_lost"):
     """The orchestrator does without an inference replica, whose router was given up."""
 
@@ -104,6 +113,15 @@ class Stalled(Event, frozen=True, tag="stall", omit_defaults=True):
     """For so long neither a rollout nor a policy has come."""
 
 
+class EnvironmentFails(Event, frozen=True, tag="environment_fails"):
+    """Rollouts of an environment do nothing but fail, and the orchestrator ends for that."""
+
+    environment: str
+    error: str = ""
+    """Type and message of the last failure."""
+    failures: int = 0
+
+
 TrainingEvent = (
     TrainerStarted
     | CheckpointLoaded
@@ -116,6 +134,8 @@ TrainingEvent = (
     | BatchFormed
     | StepReported
     | RolloutFailed
+    | NothingKept
     | ReplicaLost
     | Stalled
+    | EnvironmentFails
 )

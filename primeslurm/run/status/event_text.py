@@ -74,8 +74,13 @@ def _words(event: Event) -> EventText | None:
     match event:
         case processes.ProcessStarted() | processes.ProcessStartFailed() | processes.ProcessExited():
             return _of_process(event)
+        case training.EnvironmentFails(environment=environment, error=error):
+            return _tell(event, f"environment {environment}", "fails every time" + _because(error), "error")
         case training.CheckpointCommitted() | training.RolloutFailed() | training.Stalled() | training.ReplicaLost():
             return _of_training(event)
+        case training.NothingKept(rollouts=rollouts, reasons=reasons):
+            why = ", ".join(f"{name} {count}" for name, count in sorted(reasons.items()))
+            return _tell(event, event.process, f"keeps no group, of {rollouts} rollouts in a row: {why}", "warning")
         case policy.EngineUpdateFailed(engine=engine, error=error):
             return _tell(event, engine, "did not take a policy" + _because(error), "warning")
         case policy.EngineRestarted(engine=engine):
@@ -150,6 +155,9 @@ def _of_node(event: Event) -> EventText | None:
             return _tell(event, f"node {node}", "is lost" + _because(reason), "warning")
         case nodes.NodeReplaced(node=node, by=by):
             return _tell(event, f"node {node}", f"is replaced by {by}")
+        case nodes.ProcessesMoved(node=node, processes=names, to=to):
+            where = f"{len(to)} other nodes" if len(to) > 1 else to[0]
+            return _tell(event, f"node {node}", f"its {len(names)} processes move to {where}")
         case nodes.LaunchedAgain(without=without):
             return _tell(event, "batch", f"starts all agents again without {', '.join(without)}", "warning")
         case nodes.AgentFailed(error=error):

@@ -275,15 +275,16 @@ def _describe(processes: Iterable[PlacedProcess], attempt: Attempt, states: Mapp
     reports: dict[int, AgentReport | None] = {}
     found = []
     for process in processes:
-        if process.node not in reports:
-            reports[process.node] = attempt.heartbeat(process.node, assignment)
-        report = reports[process.node]
+        node = assignment.moved.get(process.name, process.node)
+        if node not in reports:
+            reports[node] = attempt.heartbeat(node, assignment)
+        report = reports[node]
         own = report.processes.get(process.name) if report else None
         found.append(
             ProcessStatus(
                 name=process.name,
                 role=process.role,
-                node=report.name if report else f"node {process.node}",
+                node=report.name if report else f"node {node}",
                 state=states.get(process.name, "STARTING"),
                 pid=own.pid if own else None,
                 restarts=own.restarts if own else 0,

@@ -42,7 +42,8 @@ def find_target(placement: RunPlacement, attempt: Attempt, word: str) -> Process
     processes = list(placement.processes())
     found = next((p for p in processes if word == p.name), None) or next((p for p in processes if word == p.role), None)
     if found is not None:
-        return _target(placement, attempt, found.node, found.name)
+        node = attempt.assignment().moved.get(found.name, found.node)
+        return _target(placement, attempt, node, found.name)
     if word.isdigit() and int(word) < len(placement.nodes):
         return _target(placement, attempt, int(word), None)
     hosts = {report.name: index for index, report in _reports(placement, attempt).items()}

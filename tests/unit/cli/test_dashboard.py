@@ -74,6 +74,14 @@ def test_a_small_run_shows_every_replica_on_one_line() -> None:
     assert "deployment.inference.prefill.num_replicas: 4" in text
 
 
+def test_rollouts_on_nodes_for_environments_are_told_apart() -> None:
+    status = status_of(2, 0)
+    assert isinstance(status.progress, RlProgress)
+    spread = msgspec.structs.replace(status.progress, rollouts_by_node={"29": 90, "30": 110, "31": 100})
+    lines = picture(msgspec.structs.replace(status, progress=spread))
+    assert "queue 5 groups ready, 9 open, 300 rollouts in flight, 90 to 110 on each of 3 environment nodes" in lines
+
+
 def test_a_large_run_sums_up_what_is_well_and_fits_a_terminal() -> None:
     lines = picture(status_of(replicas=128, ill=200))
     assert len(lines) <= 45 and max(map(len, lines)) <= 100

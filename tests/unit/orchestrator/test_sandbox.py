@@ -14,11 +14,8 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
-from verifiers.v1 import runtimes
 from verifiers.v1.errors import SandboxError
-from verifiers.v1.interception import server as interception
-from verifiers.v1.runtimes import ProgramResult, SubprocessConfig, apptainer, e2b, limiters, make_runtime
-from verifiers.v1.runtimes import subprocess as unprotected
+from verifiers.v1.runtimes import ProgramResult, SubprocessConfig, make_runtime
 
 from primeslurm.orchestrator.environments.sandbox import limits
 from primeslurm.orchestrator.environments.sandbox.install import install
@@ -26,6 +23,7 @@ from primeslurm.orchestrator.environments.sandbox.limits import bubblewrap_works
 from primeslurm.orchestrator.environments.sandbox.runtime import SandboxedRuntime
 from primeslurm.recipe.sections.sandboxes import Limits, SubprocessRuntime
 from primeslurm.wire import secret
+from tests.support.verifiers_restored import restored
 
 SECRET = "5ec2e7" * 4
 PATIENCE_S = 30
@@ -51,20 +49,11 @@ def _bubblewrap() -> None:
 def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """A run directory with its secret; verifiers is put back afterwards."""
     monkeypatch.setenv(secret.VARIABLE, SECRET)
-    for module, name in (
-        (runtimes, "SubprocessRuntime"),
-        (unprotected, "CACHE_DIR"),
-        (apptainer, "_ROOT"),
-        (e2b, "_TEMPLATE_LOCK_DIR"),
-        (limiters, "LIMITER_DIR"),
-        (interception, "MAX_REQUEST_BODY"),
-    ):
-        monkeypatch.setattr(module, name, getattr(module, name))
-    monkeypatch.setattr(os, "environ", os.environ.copy())
     made = tmp_path / "runs" / "a-run"
     (made / "attempts" / "1").mkdir(parents=True)
     (made / secret.FILE).write_text(SECRET)
-    return made
+    with restored(monkeypatch):
+        yield made
 
 
 @contextlib.asynccontextmanager

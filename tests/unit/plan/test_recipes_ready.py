@@ -13,6 +13,7 @@ from primeslurm.families.catalog import catalog
 from primeslurm.plan.checks import model_files
 from primeslurm.plan.checks.unsupported import unsupported
 from primeslurm.plan.derive import derive
+from primeslurm.plan.placement.resources import WITHOUT_GPUS
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.reading.recipe_files import load_recipe, load_site
 from primeslurm.slurm.render import render
@@ -69,9 +70,11 @@ def test_the_trainer_can_do_it(path: Path) -> None:
 @pytest.mark.parametrize("path", LARGE, ids=lambda path: path.stem)
 def test_its_head_names_its_nodes(path: Path, tmp_path: Path) -> None:
     plan = derive(load_recipe(path), SITE, tmp_path)
-    gpu_nodes = sum(1 for node in plan.nodes if node.role != "control")
+    gpu_nodes = sum(1 for node in plan.nodes if node.role not in WITHOUT_GPUS)
     (named,) = NAMED.findall(path.read_text())
     assert int(named) == (plan.totals.gpus if plan.layout == "single" else gpu_nodes)
+    environments = re.findall(r"(\d+) for environments", path.read_text())
+    assert list(map(int, environments)) == [plan.totals.environment_nodes] * bool(plan.totals.environment_nodes)
     assert "Where the numbers come from" in path.read_text() or load_recipe(path).trainer.router_replay
 
 
@@ -79,7 +82,8 @@ def test_glm5_runs_on_28_nodes_with_three_prefill_nodes_for_each_decode_node(tmp
     recipe = load_recipe(ROOT / "recipes" / "glm5_pd.yaml")
     plan = derive(recipe, SITE, tmp_path)
     nodes = {group.name: group.nodes for group in plan.groups}
-    assert nodes == {"control": 1, "train": 12, "prefill": 12, "decode": 4}
+    assert nodes == {"control": 2, "train": 12, "prefill": 12, "decode": 4, "environments": 4}
+    assert plan.survives_nodes and (plan.totals.nodes, plan.totals.spares) == (33, 1)
     assert (plan.totals.gpus, plan.totals.engines, plan.totals.routers) == (224, 128, 1)
     assert (recipe.orchestrator.batch_size, recipe.seq_len) == (256, 131072)
 

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 from primeslurm.errors import UsageError
+from primeslurm.plan.derive import derive
 from primeslurm.plan.model import Plan
+from primeslurm.recipe.reading.recipe_files import load_recipe, load_site
 from primeslurm.slurm.render import render
 from tests.support.slurm_plans import group, plan
 
@@ -25,7 +27,13 @@ FULL_OPTIONS = {
     "switches": "1@02:00:00",
     "exclusive": True,
 }
+ROOT = Path(__file__).parents[3]
 PLANS = {
+    "environments": derive(
+        load_recipe(ROOT / "recipes" / "glm5_pd.yaml"),
+        load_site(ROOT / "sites" / "h200.yaml").model_copy(update={"python": "/venv/bin/python"}),
+        Path("/runs/glm5-pd"),
+    ),
     "single": plan("/runs/demo", group(0, "all", 3, gpus=2), requeue=False),
     "het": plan(
         "/runs/demo",

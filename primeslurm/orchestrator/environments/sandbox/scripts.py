@@ -32,7 +32,7 @@ def interpreter(script: str) -> str:
     """
     python, wanted = _asked(script)
     lacking: list[str] = []
-    for place in (Path(sys.prefix), *sorted(Path(sys.prefix).glob("harnesses/*"))):
+    for place in _environments():
         have, version = _installed(place)
         unmet = [str(each) for each in wanted if not _met(each, have)]
         if version not in python:
@@ -41,6 +41,10 @@ def interpreter(script: str) -> str:
             return str(place / "bin" / "python")
         lacking = unmet if not lacking or len(unmet) < len(lacking) else lacking
     raise MissingPackagesError(f"not installed: {', '.join(lacking)}; jobs install nothing: `./just harness NAME` does")
+
+
+def _environments() -> tuple[Path, ...]:
+    return (Path(sys.prefix), *sorted(Path(sys.prefix).glob("harnesses/*")))
 
 
 def _asked(script: str) -> tuple[SpecifierSet, list[Requirement]]:

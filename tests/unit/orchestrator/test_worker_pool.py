@@ -1,0 +1,248 @@
+"""The orchestrator's side of many environment workers on many nodes, with real sockets and a clock set by hand."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+
+from primeslurm.orchestrator.dispatch.dispatcher import Dispatcher
+from primeslurm.orchestrator.dispatch.limits import Limits
+from primeslurm.orchestrator.rollouts.job_protocol import Cancel, Job, Result, Status, ToWorker
+from primeslurm.orchestrator.rollouts.worker_pool import QUIET_S, SILENT_S, UNSEEN_S, WorkerPool
+from primeslurm.wire import secret
+from primeslurm.wire.rollouts import Rollout
+
+NODES, WORKERS, ROLLOUTS = 16, 512, 10_000
+
+
+class Clock:
+    """Seconds, set by hand."""
+
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Pool:
+    """A pool, and workers at the other end of real sockets."""
+
+    def __init__(self, address: str, max_per_node: int | None = None) -> None:
+        self.clock, self.address = Clock(), address
+        self.lost: list[str] = []
+        self.results: list[str] = []
+        self.pool = WorkerPool(address, self._result, self.lost.append, self.clock, max_per_node)
+        self.sockets: dict[int, zmq.asyncio.Socket] = {}
+
+    def _result(self, job: str, outcome: tuple[Rollout, ...] | str) -> None:
+        self.results.append(job)
+
+    def connect(self) -> zmq.asyncio.Socket:
+        socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        secret.present(socket)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.connect(self.address)
+        return socket
+
+    async def hear(self, worker: int, *jobs: str, node: str = "", incarnation: str = "1", label: str = "e") -> None:
+        """One status of a worker, all the way through its socket."""
+        if worker not in self.sockets:
+            self.sockets[worker] = self.connect()
+        await self.tell(self.sockets[worker], Status(label, worker, incarnation, list(jobs), node=node))
+
+    async def tell(self, socket: zmq.asyncio.Socket, message: Status | Result) -> None:
+        await socket.send(msgspec.msgpack.encode(message))
+        identity, head, *rest = await self.pool._socket.recv_multipart()
+        await self.pool._receive(identity, head, rest)
+
+    async def given(self, worker: int, keep_number: bool = False) -> Job | Cancel:
+        found: Job | Cancel = msgspec.msgpack.decode(
+            await asyncio.wait_for(self.sockets[worker].recv(), 20), type=ToWorker
+        )
+        return found if keep_number or isinstance(found, Cancel) else msgspec.structs.replace(found, number=0)
+
+    def load(self) -> Counter[int]:
+        """Jobs by worker."""
+        return Counter(owner.number for owner in self.pool._owners.values())
+
+    def close(self) -> None:
+        for socket in [*self.sockets.values(), self.pool._socket]:
+            socket.close()
+
+
+@pytest.fixture
+def address(tmp_path: Path) -> str:
+    return f"ipc://{tmp_path}/envs"
+
+
+@pytest.fixture
+def pool(address: str) -> Iterator[Pool]:
+    made = Pool(address)
+    yield made
+    made.close()
+
+
+def job(name: str, label: str = "e") -> Job:
+    return Job(name, "g", label, 0, 0, "router-0", "salt")
+
+
+def dispatcher() -> Dispatcher:
+    limits = Limits({"e": 16}, ROLLOUTS // 2 // 16 * 16, ROLLOUTS, 8, 500, {"e": 1.0})
+    found = Dispatcher(limits, ["router-0"], "run.1", "i")
+    found.version = 0
+    return found
+
+
+async def test_ten_thousand_rollouts_over_512_workers_on_16_nodes(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All nodes and workers get their share; a status looks at its own worker alone, and a job at few."""
+    for worker in range(WORKERS):
+        await pool.hear(worker, node=str(worker % NODES))
+    jobs, dispatch = 0, dispatcher()
+    while found := dispatch.next_job(pool.pool.available):
+        await pool.pool.send(found)
+        jobs += 1
+    assert jobs == ROLLOUTS == dispatch.inflight
+    load = pool.load()
+    assert max(load.values()) - min(load.values()) <= 1 and len(load) == WORKERS
+    by_node = Counter[int]()
+    for worker, count in load.items():
+        by_node[worker % NODES] += count
+    assert max(by_node.values()) - min(by_node.values()) <= 1
+    assert pool.pool.load == {str(node): count for node, count in by_node.items()}
+
+    class Watched(dict[tuple[str, int], Any]):
+        """Counts who goes through all workers."""
+
+        walks = 0
+
+        def __iter__(self) -> Iterator[tuple[str, int]]:
+            self.walks += 1
+            return super().__iter__()
+
+        def values(self) -> Any:
+            self.walks += 1
+            return super().values()
+
+    everybody = Watched(pool.pool._live)
+    monkeypatch.setattr(pool.pool, "_live", everybody)
+    pool.clock.now += 1
+    for worker in range(WORKERS):
+        mine = [name for name, owner in pool.pool._owners.items() if owner.number == worker] if worker < 3 else []
+        await pool.hear(worker, *mine, node=str(worker % NODES))
+    await pool.tell(pool.sockets[0], Result(next(iter(pool.pool._owners)), error="e"))
+    assert everybody.walks == 0 and len(pool.results) == 1 and pool.lost == []
+
+
+async def test_a_node_that_goes_quiet_gets_no_jobs_and_loses_its_own_when_it_is_silent(pool: Pool) -> None:
+    for worker in range(4):
+        await pool.hear(worker, node="ab"[worker // 2])
+    for name in "wxyz":
+        await pool.pool.send(job(name))
+    mine = [name for name, owner in pool.pool._owners.items() if owner.number < 2]
+    for _ in range(int(SILENT_S / QUIET_S) + 1):
+        pool.clock.now += QUIET_S + 0.1
+        for worker in (2, 3):
+            await pool.hear(worker, *(n for n, owner in pool.pool._owners.items() if owner.number == worker), node="b")
+        pool.pool.expire()
+        await pool.pool.send(job(f"later {pool.clock.now}"))
+    assert sorted(pool.lost) == sorted(mine) and len(mine) == 2
+    assert set(pool.load()) == {2, 3} and pool.pool.environments == {"e"} and pool.pool.load.keys() == {"b"}
+    await pool.hear(0, node="b", incarnation="2")  # moved to the node that is left
+    for name in ("m", "n", "o"):
+        await pool.pool.send(job(name))
+    assert pool.load()[0] >= 2
+
+
+async def test_one_that_is_only_slow_is_given_jobs_again(pool: Pool) -> None:
+    await pool.hear(0)
+    pool.clock.now += QUIET_S + 1
+    pool.pool.expire()
+    assert pool.pool.available == set() and pool.pool.environments == {"e"}
+    await pool.hear(0)
+    assert pool.pool.available == {"e"}
+
+
+async def test_a_job_is_lost_once_its_worker_has_seen_it_and_runs_it_no_more(pool: Pool) -> None:
+    """However late a status is read: it says up to which job it tells of."""
+    await pool.hear(0)
+    for name in "ab":
+        await pool.pool.send(job(name))
+    first = await pool.given(0, keep_number=True)
+    assert isinstance(first, Job)
+    pool.clock.now += UNSEEN_S - 1
+    await pool.hear(0)  # written before either came
+    assert pool.lost == []
+    await pool.tell(pool.sockets[0], Status("e", 0, "1", ["a"], seen=first.number))
+    assert pool.lost == [], "it runs the first, and has not seen the second"
+    await pool.tell(pool.sockets[0], Status("e", 0, "1", [], seen=first.number))
+    assert pool.lost == ["a"]
+    pool.clock.now += 2
+    await pool.tell(pool.sockets[0], Status("e", 0, "1", [], seen=first.number))
+    assert pool.lost == ["a", "b"], "it was lost on the way"
+
+
+async def test_an_orchestrator_that_was_restarted_counts_on(pool: Pool, address: str) -> None:
+    """Or a worker that had seen many jobs before would be taken to have seen those that are still on their way."""
+    await pool.hear(0)
+    await pool.pool.send(job("a"))
+    old = await pool.given(0, keep_number=True)
+    pool.close()
+    again = Pool(address)
+    await again.hear(0, node="")
+    await again.pool.send(job("b"))
+    assert isinstance(old, Job)
+    await again.tell(again.sockets[0], Status("e", 0, "1", [], seen=old.number))
+    assert again.lost == []
+    again.close()
+
+
+async def test_a_worker_that_was_given_up_and_lives_on_does_not_take_its_place_back(pool: Pool) -> None:
+    """Its node is cut off from the head, not from the orchestrator; its successor runs elsewhere."""
+    await pool.hear(0, node="a", incarnation="1")
+    await pool.pool.send(job("j"))
+    assert await pool.given(0) == job("j")
+    old = pool.sockets.pop(0)
+    await pool.hear(0, node="b", incarnation="2")
+    assert pool.lost == ["j"]
+    await pool.pool.send(job("k"))
+    await pool.tell(old, Status("e", 0, "1", ["j"], node="a"))
+    assert msgspec.msgpack.decode(await old.recv(), type=ToWorker) == Cancel(["j"])
+    await pool.hear(0, "k", node="b", incarnation="2")
+    assert pool.lost == ["j"] and await pool.given(0) == job("k")
+    old.close()
+
+
+async def test_a_node_holds_no_more_rollouts_than_it_may(address: str) -> None:
+    pool = Pool(address, max_per_node=3)
+    for worker in range(3):
+        await pool.hear(worker, node="a")
+    await pool.hear(3, node="b", label="other")
+    dispatch = Dispatcher(Limits({"e": 4, "other": 4}, 8, 8, 8, 9, {"e": 1.0, "other": 1.0}), ["r"], "run.1", "i")
+    dispatch.version = 0
+    while found := dispatch.next_job(pool.pool.available):
+        await pool.pool.send(found)
+    assert dispatch.inflight == 6 and pool.pool.available == set()
+    assert pool.load() == {0: 1, 1: 1, 2: 1, 3: 3}
+    name = next(name for name, owner in pool.pool._owners.items() if owner.number == 3)
+    await pool.tell(pool.sockets[3], Result(name, error="e"))
+    assert pool.pool.available == {"other"}
+    await pool.pool.cancel(list(pool.pool._owners))
+    assert pool.pool.available == {"e", "other"} and not pool.load()
+    pool.close()
+
+
+async def test_a_node_with_fewer_workers_gets_fewer_jobs(pool: Pool) -> None:
+    for worker, node in enumerate("aaab"):
+        await pool.hear(worker, node=node)
+    for number in range(40):
+        await pool.pool.send(job(str(number)))
+    assert set(pool.load().values()) == {10}
