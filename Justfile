@@ -12,6 +12,10 @@ default:
 setup:
     scripts/setup.sh
 
+# Install the packages of a harness that runs on the node itself, such as mini_swe_agent
+harness name: setup
+    scripts/harness.sh {{ name }}
+
 # Run recipes/reverse_text.yaml on an embedded Slurm cluster and show it live
 demo recipe="recipes/reverse_text.yaml": setup
     scripts/demo.sh {{ recipe }}
@@ -21,7 +25,7 @@ warm-start: setup
     scripts/warm_start.sh {{ home }}/reverse-text
 
 # Lint, type-check and run all tests
-test *args: setup lint
+test *args: setup (harness "mini_swe_agent") lint
     scripts/test.sh {{ args }}
 
 # ruff, mypy, import rules, declared dependencies, shell scripts, Dockerfile, and the documentation site

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Install what is missing, and only that: Python packages from the lock by uv, and Slurm from the distribution beside them.
+# Install what is missing, and only that: Python packages from the lock by uv; Slurm and bubblewrap from the distribution
+# beside them.
 # Usage: scripts/setup.sh [cpu|gpu]      Default: gpu where an NVIDIA device is, else cpu.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -11,10 +12,6 @@ wanted=$(cat "$lock" pyproject.toml scripts/setup.sh third_party/cpu/make_wheels
 
 # Compiled once here, and not by every process anew where Python may not write beside what it reads.
 uv_install() { .venv/bin/uv pip install --quiet --compile-bytecode --python "$python" "$@"; }
-
-# uv does not read pip's configuration. Where pip was told of a mirror or of a certificate, uv is told the same.
-# The environment's word comes before that of files in the list.
-pip_setting() { $python -m pip config list | sed -nE "s/^(:env:|global|install)\.$1='(.*)'\$/\2/p" | sed -n 1p; }
 
 install_torch_for_cpu() {
   local torch
@@ -28,11 +25,8 @@ install_torch_for_cpu() {
 }
 
 install_python() {
-  local mirror certificates stand_ins=()
-  mirror=$(pip_setting index-url)
-  certificates=$(pip_setting cert)
-  [[ -z $mirror ]] || export UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-$mirror}
-  [[ -z $certificates ]] || export SSL_CERT_FILE=${SSL_CERT_FILE:-$certificates}
+  local stand_ins=()
+  source scripts/mirror.sh
   if [[ $flavour == cpu ]]; then
     install_torch_for_cpu
     $python third_party/cpu/make_wheels.py build/wheels
@@ -43,34 +37,36 @@ install_python() {
   echo "$wanted" >"$stamp"
 }
 
-slurm_is_missing() {
+system_is_missing() {
   local program
-  for program in slurmctld slurmd munged sbatch; do
+  for program in slurmctld slurmd munged sbatch bwrap; do
     command -v $program >/dev/null || [[ -x /usr/sbin/$program ]] || return 0
   done
   return 1
 }
 
-install_slurm() {
+install_system() {
   [[ $(id -u) == 0 ]] && command -v apt-get >/dev/null || return 1
   export DEBIAN_FRONTEND=noninteractive
   # The packages' own services stay off: clusters here are private and run as plain processes.
-  apt-get update -qq && RUNLEVEL=1 apt-get install -y -qq --no-install-recommends slurm-wlm munge libibverbs1 librdmacm1
+  apt-get update -qq && RUNLEVEL=1 apt-get install -y -qq --no-install-recommends \
+    slurm-wlm munge libibverbs1 librdmacm1 bubblewrap
 }
 
-if slurm_is_missing; then
-  echo "installing Slurm" >&2
+if system_is_missing; then
+  echo "installing Slurm and bubblewrap" >&2
   # Its output waits until the end: two installations at once would be read by nobody.
   mkdir -p build
-  (install_slurm) >build/slurm.log 2>&1 &
-  slurm=$!
+  (install_system) >build/system.log 2>&1 &
+  system=$!
   trap wait EXIT  # whatever happens here, apt is not left running behind it
 fi
 if [[ ! -f $stamp || $(<"$stamp") != "$wanted" ]]; then
   echo "installing Python packages from $lock" >&2
   install_python
 fi
-if [[ -n ${slurm:-} ]] && ! wait "$slurm"; then
-  tail -n 5 build/slurm.log >&2
-  echo "warning: Slurm's daemons are missing and cannot be installed here; only --local works" >&2
+if [[ -n ${system:-} ]] && ! wait "$system"; then
+  tail -n 5 build/system.log >&2
+  echo "warning: Slurm's daemons or bubblewrap are missing and cannot be installed here: without the first only --local" \
+    "works, without the second no program of a rollout runs outside of containers" >&2
 fi

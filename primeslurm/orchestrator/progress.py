@@ -15,6 +15,7 @@ import msgspec
 from primeslurm.errors import RunError
 from primeslurm.files import write_atomic
 from primeslurm.orchestrator.dispatch import Dispatcher
+from primeslurm.orchestrator.dispatch.curricula import Curricula
 from primeslurm.wire import checkpoints
 from primeslurm.wire.weight_transfer.messages import NewPolicy
 
@@ -39,6 +40,14 @@ class RunProgress(msgspec.Struct, frozen=True):
     """Step to the ids of the groups it trains on; kept until the step is committed."""
     committed: int = 0
     """The last step whose checkpoint the trainer announced as committed."""
+    drawn: dict[str, int] = {}
+    """Tasks that curricula drew for unfinished groups, by group id."""
+    fresh: dict[str, int] = {}
+    """How many unseen examples curricula drew, by environment."""
+    tasks: dict[str, int] = {}
+    """How many there are, by environment with a curriculum, as far as that is known."""
+    outcomes: int = 0
+    """Bytes of the curricula's file that count."""
 
     def save(self, path: Path) -> None:
         """Write the record atomically. Raises OSError."""
@@ -84,15 +93,25 @@ class ProgressFile:
         path: of the file.
         progress: where it continues.
         dispatch: whose positions go into every record.
+        curricula: which are put on disk first.
     """
 
-    def __init__(self, path: Path, progress: RunProgress, dispatch: Dispatcher) -> None:
+    def __init__(self, path: Path, progress: RunProgress, dispatch: Dispatcher, curricula: Curricula) -> None:
         self.now = progress
-        self._path, self._dispatch = path, dispatch
+        self._path, self._dispatch, self._curricula = path, dispatch, curricula
 
     def snapshot(self) -> RunProgress:
         """Return the record with the dispatcher's present positions."""
-        return msgspec.structs.replace(self.now, cursors=self._dispatch.cursors, unfinished=self._dispatch.unfinished)
+        dispatch, curricula = self._dispatch, self._curricula
+        return msgspec.structs.replace(
+            self.now,
+            cursors=dispatch.cursors,
+            unfinished=dispatch.unfinished,
+            drawn=dispatch.drawn,
+            fresh=curricula.fresh,
+            tasks=curricula.tasks,
+            outcomes=curricula.flush(),
+        )
 
     def record(self, **changes: Any) -> None:
         """Put changes on disk, and only then make them. Raises OSError, and nothing has changed then."""

@@ -8,6 +8,7 @@ import uuid
 from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.batching.batches import Batches
 from primeslurm.orchestrator.dispatch import Dispatcher, Limits
+from primeslurm.orchestrator.dispatch.curricula import Curricula
 from primeslurm.orchestrator.progress import RunProgress
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.spool import Spool
@@ -18,7 +19,12 @@ log = logging.getLogger(__name__)
 
 
 def recover(
-    recipe: Recipe, arguments: OrchestratorArguments, progress: RunProgress, spool: Spool, batches: Batches
+    recipe: Recipe,
+    arguments: OrchestratorArguments,
+    progress: RunProgress,
+    spool: Spool,
+    batches: Batches,
+    curricula: Curricula,
 ) -> Dispatcher:
     """Fill `batches` with what the trainer may still ask for, and the dispatcher with the groups that are still fresh.
 
@@ -34,6 +40,8 @@ def recover(
         cursors=progress.cursors,
         unfinished=progress.unfinished,
         taken={name for ids in progress.batches.values() for name in ids},
+        draws=curricula,
+        drawn=progress.drawn,
     )
     groups = {group.id: group for group in spool.load()}
     ready = {group.id for group in groups.values() if recipe.teacher is None or group.scored}
@@ -43,6 +51,8 @@ def recover(
         add = dispatch.add_ready if name in ready else dispatch.add_unscored
         if group.newest_version > newest or not add(group):
             spool.delete([name])
+        else:
+            curricula.learn(group)
     return dispatch
 
 

@@ -14,7 +14,9 @@ from pathlib import Path
 
 from primeslurm.orchestrator import algorithms
 from primeslurm.orchestrator.arguments import OrchestratorArguments
+from primeslurm.orchestrator.batching.admission import Admission
 from primeslurm.orchestrator.batching.batches import Batches
+from primeslurm.orchestrator.dispatch.curricula import OUTCOMES, Curricula
 from primeslurm.orchestrator.progress import CHECKPOINT_PART, PROGRESS, ProgressFile, restore
 from primeslurm.orchestrator.recovery import recover
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
@@ -66,8 +68,11 @@ class Orchestrator:
         self._algorithm = algorithms.from_recipe(recipe)
         self._batches = Batches(recipe, self._algorithm)
         self._metrics = MetricsLog(arguments.run_dir, progress.done_step, **recipe.metrics_options())
-        self._dispatch = recover(recipe, arguments, progress, self._spool, self._batches)
-        self._progress = ProgressFile(arguments.run_dir / PROGRESS, progress, self._dispatch)
+        self._curricula = Curricula(recipe, arguments.run_dir / OUTCOMES, progress.outcomes, progress.fresh)
+        self._curricula.set_tasks(progress.tasks)
+        self._admission = Admission(recipe, self._algorithm, self._curricula, self._journal)
+        self._dispatch = recover(recipe, arguments, progress, self._spool, self._batches, self._curricula)
+        self._progress = ProgressFile(arguments.run_dir / PROGRESS, progress, self._dispatch, self._curricula)
         nodes = recipe.deployment.environments
         most = nodes.max_rollouts_per_node if nodes else None
         self._workers = WorkerPool(arguments.env_bind, self._on_result, self._on_lost, max_per_node=most)
@@ -127,6 +132,7 @@ class Orchestrator:
             self._workers.expire()
             cancelled, self._cancelled = self._cancelled, []
             await self._workers.cancel(cancelled)
+            self._curricula.set_tasks(self._workers.tasks)
             while job := self._dispatch.next_job(self._workers.available):
                 await self._workers.send(job)
             self._watch.check_stall(self._suspect)
@@ -251,6 +257,7 @@ class Orchestrator:
         groups = self._batches.groups(request.step) or []
         row = batch_metrics(groups, request.step, self._recipe.seq_len) if groups else {}
         row |= self._watch.step_metrics(self._dispatch, self._policy.current_version)
+        row |= self._admission.take_metrics()
         row |= self._scoring.take_metrics() if self._scoring else {}
         row |= {f"trainer/{name}": value for name, value in request.metrics.items()}
         try:
@@ -281,9 +288,11 @@ class Orchestrator:
         group = self._dispatch.finished(job, outcome)
         if group is None:
             return
-        if reason := self._algorithm.rejects(group):
-            self._dispatch.rejected(group, reason)
+        kept = self._admission.decide(group)
+        if isinstance(kept, str):
+            self._dispatch.rejected(group, kept)
             return
+        group = kept
         self._spool.put(group)
         if self._scoring is None:
             self._dispatch.add_ready(group)
@@ -346,7 +355,7 @@ class Orchestrator:
             ready_rollouts=dispatch.ready_rollouts,
             open_groups=len(dispatch.open),
             unscored_groups=len(dispatch.unscored),
-            counts=dict(dispatch.counts),
+            counts=dict(dispatch.counts + self._admission.counts),
             engines=self._policy.pool.report(),
             environments=sorted(self._workers.environments),
             rollouts_by_node=self._workers.load,

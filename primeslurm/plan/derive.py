@@ -90,7 +90,7 @@ def place(recipe: Recipe, site: Site, run_dir: Path, requests: list[ResourceRequ
         interface=site.network.interface,
         hcas=site.network.hcas,
         addresses=site.network.addresses,
-        pass_env=tuple(dict.fromkeys((*site.pass_env, *recipe.pass_env, *_key(recipe)))),
+        pass_env=tuple(dict.fromkeys((*site.pass_env, *recipe.pass_env, *_key(recipe), *_secrets(recipe)))),
         node_silent_s=site.node_silent_s,
         bad_node_hours=site.bad_node_hours,
         stall_timeout_s=recipe.orchestrator.stall_timeout_s,
@@ -148,6 +148,11 @@ def _key(recipe: Recipe) -> tuple[str, ...]:
     """The variable that holds the key of a teacher served elsewhere."""
     teacher = recipe.teacher
     return (teacher.key_env,) if isinstance(teacher, ServedTeacher) and teacher.key_env else ()
+
+
+def _secrets(recipe: Recipe) -> tuple[str, ...]:
+    """The variables that programs of rollouts get."""
+    return tuple(name for each in recipe.environments if each.runtime is not None for name in each.runtime.secrets)
 
 
 def _totals(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from primeslurm.errors import Violation
 from primeslurm.families.renderers import AUTO, RENDERERS, is_import_path, nearest_renderer
-from primeslurm.recipe import environment_rules
+from primeslurm.recipe import environment_rules, sandbox_rules
 from primeslurm.recipe.recipe import Recipe
 from primeslurm.recipe.sections.losses import CustomLoss
 from primeslurm.recipe.sections.orchestrator import Orchestrator
@@ -41,6 +41,7 @@ def _rl(recipe: Recipe) -> list[Violation]:
     for label in sorted({name for name in labels if labels.count(name) > 1}):
         found.append(Violation("environments", label, "names must be unique", "give each a `name`"))
     found += environment_rules.violations(recipe)
+    found += sandbox_rules.violations(recipe.environments)
     found += _algorithm(orchestrator)
     max_tokens = orchestrator.sampling.max_tokens
     if max_tokens is not None and max_tokens >= recipe.seq_len:

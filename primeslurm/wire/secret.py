@@ -9,6 +9,7 @@ those who can read the cluster's network.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import hmac
 import logging
@@ -67,9 +68,16 @@ def own() -> str:
 
 
 def keep() -> None:
-    """Take the secret out of the environment: what this process starts (a model's tools, say) must not inherit it."""
+    """Take the secret out of the environment: what this process starts (a model's tools, say) must not inherit it.
+
+    Nor find it in `/proc/PID/environ`, which shows what a process was started with: it is overwritten there.
+    """
     global _kept
     _kept = own()
+    getenv = ctypes.CDLL(None).getenv
+    getenv.restype = ctypes.c_void_p
+    if address := getenv(VARIABLE.encode()):
+        ctypes.memset(address, 0, len(_kept.encode()))
     os.environ.pop(VARIABLE, None)
 
 

@@ -79,7 +79,8 @@ class Run:
         self.recipe = self.root / "recipe.json"
         self.recipe.write_text(recipe.model_dump_json(by_alias=True))
 
-    def start(self, name: str) -> None:
+    def start(self, name: str, environment: str = "reverse-text") -> None:
+        """Start the orchestrator, or, under any other name, a worker of an environment."""
         publish_addresses(
             self.run_dir / "attempts" / str(self.attempt),
             {f"router-{i}": url for i, url in enumerate(self.routers)} | self.engines | self.teachers,
@@ -95,7 +96,7 @@ class Run:
                 "primeslurm.orchestrator.rollouts.worker",
                 *common,
                 "--environment",
-                "reverse-text",
+                environment,
                 "--worker",
                 "0",
             ]

@@ -5,6 +5,11 @@ from __future__ import annotations
 import random
 from functools import lru_cache
 
+WINDOW = 2**17
+"""Tasks that are shuffled with one another."""
+ENDLESS_WINDOW = 1024
+"""The same where there is no end of tasks: they are made before the first of them is run."""
+
 
 def first_epoch(position: int, seed: int, window: int, tasks: int | None = None) -> int:
     """Find the task at a position of the first epoch, which is shuffled window by window.

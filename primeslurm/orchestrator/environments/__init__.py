@@ -15,19 +15,17 @@ from verifiers.v1.configs.agent import agent_config_fields
 from verifiers.v1.utils.loaders import env_config_type, load_environment, taskset_class
 
 from primeslurm.errors import UsageError, Violation
-from primeslurm.orchestrator.dispatch.order import first_epoch, later_epoch
+from primeslurm.orchestrator.dispatch.order import ENDLESS_WINDOW, WINDOW, first_epoch, later_epoch
+from primeslurm.orchestrator.environments import agents
+from primeslurm.recipe.sandbox_rules import ENV_KEY
 
-BUNDLED = ("reverse-text",)
-WINDOW = 2**17
-"""Tasks that are shuffled with one another."""
-ENDLESS_WINDOW = 1024
-"""The same for a taskset without end: they are made before the first of them is run."""
-ENV_KEY = "env"
-"""Key of an environment's args that holds options of the verifiers Env itself (agents, harness, runtime, timeouts)."""
+BUNDLED = ("harbor-local", "reverse-text")
 
 
-def load(name: str, args: Mapping[str, Any]) -> vf.Env:
+def load(name: str, args: Mapping[str, Any], agent: Mapping[str, Any] = {}) -> vf.Env:
     """A verifiers Env. `args` are the taskset's options; `args["env"]` those of the Env around it.
+
+    `agent` is what the recipe says of each agent that these options do not (`agents.agent_options`).
 
     Raises:
         UsageError: there is no such environment, or it does not take these arguments.
@@ -38,7 +36,7 @@ def load(name: str, args: Mapping[str, Any]) -> vf.Env:
         taskset_class(name)
         kind = env_config_type(name, "")
         config = dict(args.get(ENV_KEY, {}))
-        roles = {role: _local(config.get(role)) for role in agent_config_fields(kind())}
+        roles = {role: agents.completed(config.get(role) or {}, agent, name) for role in agent_config_fields(kind())}
         return load_environment(kind.model_validate({**config, **roles, "taskset": {"id": name, **options}}))
     except ModuleNotFoundError as error:
         raise UsageError([Violation("environments.id", name, "no such environment", _suggestion(name))]) from error
@@ -100,11 +98,6 @@ def _provide_bundled(name: str) -> None:
     if name in BUNDLED:
         module = name.replace("-", "_")
         sys.modules[module] = importlib.import_module(f"{__name__}.{module}")
-
-
-def _local(role: Mapping[str, Any] | None) -> dict[str, Any]:
-    """An agent runs on this machine unless its options say otherwise."""
-    return {"runtime": {"type": "subprocess"}, **(role or {})}
 
 
 def _suggestion(name: str) -> str:

@@ -19,9 +19,10 @@ from typing import Any
 
 import verifiers.v1 as vf
 from verifiers.v1.clients import ModelContext
-from verifiers.v1.runtimes import subprocess as subprocess_runtime
 
 from primeslurm.orchestrator import algorithms, environments
+from primeslurm.orchestrator.environments import agents
+from primeslurm.orchestrator.environments.sandbox.install import install
 from primeslurm.orchestrator.rollouts import rendering
 from primeslurm.orchestrator.rollouts.images import stored
 from primeslurm.orchestrator.rollouts.job_protocol import Job
@@ -29,6 +30,7 @@ from primeslurm.orchestrator.rollouts.job_runner import JobRunner
 from primeslurm.orchestrator.rollouts.sequences import sequences, trainable_trace
 from primeslurm.orchestrator.rollouts.token_client import TokenClient, serving
 from primeslurm.recipe import Recipe
+from primeslurm.recipe.sandbox_rules import ENV_KEY
 from primeslurm.recipe.sections.orchestrator import Environment
 from primeslurm.wire import secret
 from primeslurm.wire.addresses import AddressBook
@@ -62,8 +64,9 @@ class Worker:
         self._needs_observed = algorithms.from_recipe(recipe).needs_observed
         self._images = images
         self._addresses = addresses
-        options = {"interception": {"type": "server"}, **dict(environment.args.get(environments.ENV_KEY, {}))}  # type: ignore[call-overload]
-        self._env = environments.load(environment.id, {**environment.args, environments.ENV_KEY: options})
+        options = {"interception": {"type": "server"}, **dict(environment.args.get(ENV_KEY, {}))}  # type: ignore[call-overload]
+        agent = agents.agent_options(environment)
+        self._env = environments.load(environment.id, {**environment.args, ENV_KEY: options}, agent)
         self._sampling = recipe.sampling(environment).model_dump(exclude_none=True)
         # the recipe of a run from before there was a choice does not say, and its first epoch goes on as it began
         shuffle = environment.shuffle and "shuffle" in environment.model_fields_set
@@ -137,10 +140,11 @@ def main(argv: list[str] | None = None) -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     recipe = Recipe.model_validate_json(options.recipe.read_bytes())
     environment = next(e for e in recipe.environments if e.label == options.environment)
-    # verifiers keeps each rollout's working directory below the home directory: a killed worker would leave them there.
-    # The node's own disk is faster, and its agent removes all below its temporary directory when the attempt ends.
-    subprocess_runtime.CACHE_DIR = _scratch(f"{environment.label}-{options.worker}")
-    addresses, images = AddressBook(options.attempt_dir), options.attempt_dir.resolve().parents[1] / "images"
+    run_dir = options.attempt_dir.resolve().parents[1]
+    # The node's own disk is fast, and its agent removes all below its temporary directory when the attempt ends.
+    files = _scratch(f"{environment.label}-{options.worker}")
+    install(environment.runtime, files, run_dir / "containers", [run_dir])
+    addresses, images = AddressBook(options.attempt_dir), run_dir / "images"
     with contextlib.suppress(KeyboardInterrupt):
         worker = Worker(recipe, environment, options.worker, options.orchestrator, addresses, images, options.node)
         asyncio.run(worker.run())

@@ -71,8 +71,6 @@ class _Worker:
     node: _Node
     heard: float
     """When its last status came."""
-    tasks: int | None = None
-    """How many its environment has, if that is known."""
     sent: dict[str, _Sent] = field(default_factory=dict)
     """Jobs that it was sent and has not ended, by id."""
 
@@ -100,6 +98,8 @@ class WorkerPool:
         self._on_lost = on_lost
         self._clock = clock
         self._max_per_node = math.inf if max_per_node is None else max_per_node
+        self.tasks: dict[str, int] = {}
+        """How many tasks environments have, by label, as far as their workers have said so."""
         self._live: dict[tuple[str, int], _Worker] = {}
         """By environment and number."""
         self._nodes: dict[str, _Node] = {}
@@ -126,11 +126,6 @@ class WorkerPool:
     def available(self) -> set[str]:
         """Return the labels of the environments that a job can be sent to now."""
         return {label for node in self._nodes.values() if self._has_room(node) for label in node.listening}
-
-    @property
-    def tasks(self) -> dict[str, int]:
-        """Return how many tasks environments have, by label, of those that have said so."""
-        return {worker.environment: worker.tasks for worker in self._live.values() if worker.tasks is not None}
 
     async def serve(self) -> None:
         """Receive until cancelled."""
@@ -211,7 +206,9 @@ class WorkerPool:
     def _add(self, identity: bytes, status: Status, now: float) -> _Worker:
         log.info("worker %s %d is up on node %s", status.environment, status.worker, status.node)
         node = self._nodes.setdefault(status.node, _Node())
-        worker = _Worker(identity, status.environment, status.worker, status.incarnation, node, now, status.tasks)
+        worker = _Worker(identity, status.environment, status.worker, status.incarnation, node, now)
+        if status.tasks is not None:
+            self.tasks[status.environment] = status.tasks
         node.workers += 1
         self._live[status.environment, status.worker] = worker
         return worker

@@ -11,6 +11,7 @@ from primeslurm.recipe.fields.section import Section
 from primeslurm.recipe.fields.slurm_syntax import EnvironmentId, ImportPath, Json, Label
 from primeslurm.recipe.sections.curriculum import Curriculum
 from primeslurm.recipe.sections.filters import Filters
+from primeslurm.recipe.sections.sandboxes import Harness, Runtime
 
 AdvantageRule = Literal["grpo", "max_rl", "opd"]
 
@@ -37,6 +38,10 @@ class Environment(Section):
     """Share of the groups that this environment gets."""
     workers: int = Field(1, ge=1, le=4096)
     """Worker processes."""
+    harness: Harness | None = None
+    """The program that talks to the model. Default: the environment's own, or bash."""
+    runtime: Runtime | None = None
+    """What the rollout's programs run in. Default: apptainer for a harness that needs a container, else subprocess."""
     sampling: SamplingChanges = SamplingChanges()
     group_size: PositiveInt | None = None
     """Default: `orchestrator.group_size`."""

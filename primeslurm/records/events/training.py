@@ -86,6 +86,15 @@ class RolloutFailed(Event, frozen=True, tag="rollout_failed"):
     error: str = ""
 
 
+class NothingKept(Event, frozen=True, tag="nothing_kept"):
+    """Every group for a long time was rejected by the algorithm or by filters."""
+
+    rollouts: int
+    """Of those groups, since one was kept."""
+    reasons: dict[str, int] = {}
+    """Groups by what rejected them."""
+
+
 class ReplicaLost(Event, frozen=True, tag="replica_lost"):
     """The orchestrator does without an inference replica, whose router was given up."""
 
@@ -116,6 +125,7 @@ TrainingEvent = (
     | BatchFormed
     | StepReported
     | RolloutFailed
+    | NothingKept
     | ReplicaLost
     | Stalled
 )

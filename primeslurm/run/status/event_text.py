@@ -76,6 +76,9 @@ def _words(event: Event) -> EventText | None:
             return _of_process(event)
         case training.CheckpointCommitted() | training.RolloutFailed() | training.Stalled() | training.ReplicaLost():
             return _of_training(event)
+        case training.NothingKept(rollouts=rollouts, reasons=reasons):
+            why = ", ".join(f"{name} {count}" for name, count in sorted(reasons.items()))
+            return _tell(event, event.process, f"keeps no group, of {rollouts} rollouts in a row: {why}", "warning")
         case policy.EngineUpdateFailed(engine=engine, error=error):
             return _tell(event, engine, "did not take a policy" + _because(error), "warning")
         case policy.EngineRestarted(engine=engine):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -130,6 +131,16 @@ def test_a_kept_secret_is_not_inherited(monkeypatch: pytest.MonkeyPatch) -> None
     secret.keep()
     assert secret.VARIABLE not in os.environ
     assert secret.header() == {"Authorization": f"Bearer {own}"}
+
+
+def test_a_kept_secret_is_not_what_the_process_was_started_with() -> None:
+    code = (
+        "from primeslurm.wire import secret; from pathlib import Path; secret.keep();"
+        " print(secret.own(), secret.own() in Path('/proc/self/environ').read_text())"
+    )
+    env = {**os.environ, secret.VARIABLE: "5ec2e7" * 4}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["5ec2e7" * 4, "False"]
 
 
 def test_without_a_secret_there_is_no_client(monkeypatch: pytest.MonkeyPatch) -> None:

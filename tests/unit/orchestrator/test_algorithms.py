@@ -327,3 +327,32 @@ def test_a_reason_is_a_word(reason: object, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(Returns, "reason", reason)
     with pytest.raises(UsageError, match=rf"Returns: rejects\(group g\) returned {reason!r} \(return None, or"):
         algorithm.rejects(one_group())
+
+
+@relaxed
+@given(batch=groups(min_reward=0.125), weight=st.sampled_from([0.25, 1.0, 3.0]))
+def test_each_environment_has_its_own_rule_and_weight(batch: list[RolloutGroup], weight: float) -> None:
+    """Each is asked as if its groups were all there is; the factor is that of its advantages and cross-entropy."""
+    environments = [
+        {"id": "reverse-text", "name": "a", "advantages": "max_rl"},
+        {"id": "reverse-text", "name": "b", "weight": weight},
+        {"id": "reverse-text", "name": "measured", "weight": 0},
+    ]
+    made = from_recipe(Recipe.model_validate(recipe_data(environments=environments, orchestrator={"echo": 0.1})))
+    labels = [("a", "b", "measured")[number % 3] for number in range(len(batch))]
+    batch = [replace(group, environment=label) for group, label in zip(batch, labels, strict=True)]
+    found = made.assign(batch)
+    trained = [group for group in batch if group.environment != "measured"]
+    echoed = iter(Echo(Grpo(), 0.1).assign(trained))
+    for group, credits in zip(batch, found, strict=True):
+        if group.environment == "measured":
+            assert not any(credit.mask.any() or credit.cross_entropy is not None for credit in credits)
+            continue
+        rewards, factor = np.array(group.rewards, np.float64), 1.0 if group.environment == "a" else weight
+        wanted = (rewards - rewards.mean()) * factor / (rewards.mean() if group.environment == "a" else 1)
+        first = {id(rollout[0]): index for index, rollout in enumerate(group.rollouts)}
+        for sequence, credit, echo in zip(group.sequences, credits, next(echoed), strict=True):
+            if id(sequence) in first:
+                assert np.allclose(credit.advantages, wanted[first[id(sequence)]], rtol=1e-5, atol=1e-5)
+            assert echo.cross_entropy is not None and credit.cross_entropy is not None
+            assert np.allclose(credit.cross_entropy, echo.cross_entropy * np.float32(factor))

@@ -271,3 +271,65 @@ def test_a_run_goes_on_without_a_replica_that_was_given_up(tmp_path: Path) -> No
     (event,) = run.events("replica_lost")
     assert event["router"] == "router-1" and int(str(event["rollouts"])) > 0
     assert [row["step"] for row in run.metrics()] == list(range(1, STEPS + 1))
+
+
+def test_two_environments_of_their_own_with_a_curriculum_that_survives_kills(tmp_path: Path) -> None:
+    """Group sizes, temperatures, filters, and pools that neither a kill nor a new attempt changes."""
+    small = {"min_length": 2, "max_length": 4, "n": 6}
+    changes = {
+        "max_steps": 4,
+        "environments": [
+            {"id": "reverse-text", "group_size": 2, "filters": [{"type": "truncated"}]},
+            {
+                "id": "reverse-text",
+                "name": "pooled",
+                "args": small,
+                "sampling": {"temperature": 0.5},
+                "weight": 0.25,
+                "solved_reward": 0.9,
+                "curriculum": {"alpha": 1.0},
+            },
+        ],
+        "orchestrator": {
+            **{"batch_size": 8, "group_size": 4, "max_off_policy_steps": OFF_POLICY},
+            "filters": [{"type": "zero_advantage", "action": "monitor"}, {"type": "length", "max_tokens": 100}],
+        },
+    }
+    with FakeEngine(write_tokenizer(tmp_path / "model"), delay_s=0.05) as engine:
+        run = FakeRun(engine, tmp_path, changes)
+        try:
+            run.start("orchestrator")
+            run.start("worker")
+            run.start("pooled", "pooled")
+            state = run.run_dir / "attempts/1/state/orchestrator.json"
+            while not state.exists() or len(json.loads(state.read_text())["environments"]) < 2:
+                time.sleep(0.1)
+            link = run.link()
+            run.publish(link, 0)
+            run.train(link, 1)
+            run.kill("orchestrator")
+            run.start("orchestrator")
+            for step in (2, 3):
+                run.train(link, step)
+            run.kill("orchestrator")
+            run.attempt, run.engine.version = 2, None
+            run.start("orchestrator")
+            link = run.link()
+            run.publish(link, 2)
+            for step in (3, 4):
+                run.train(link, step)
+            assert run.processes["orchestrator"].wait(180) == 0, run.logs()
+        finally:
+            run.stop()
+    rows = run.metrics()
+    assert [row["step"] for row in rows] == [1, 2, 3, 4], run.logs()
+    assert {"env/reverse-text/filters/truncated", "env/pooled/filters/zero_advantage"} <= rows[-1].keys()
+    pool_names = ("unseen", "easy", "normal", "hard", "solved", "failed")
+    assert all(sum(row[f"env/pooled/pool/{name}"] for name in pool_names) == small["n"] for row in rows)
+    assert any(0 <= row.get("env/pooled/solve_rate", -1) <= 1 for row in rows)
+    unseen = [row["env/pooled/pool/unseen"] for row in rows]
+    assert unseen == sorted(unseen, reverse=True) and unseen[-1] < small["n"], "and nothing is unseen again"
+    outcomes = [json.loads(line) for line in (run.run_dir / "rollouts/outcomes.jsonl").read_text().splitlines()]
+    assert len({name for name, _, _ in outcomes}) == len(outcomes) and all(0 <= task < 6 for _, task, _ in outcomes)
+    temperatures = {request["sampling_params"]["temperature"] for request in engine.requests}
+    assert temperatures == {1.0, 0.5}

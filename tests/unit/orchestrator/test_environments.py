@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+
 import pytest
 
 from primeslurm.errors import UsageError
@@ -47,3 +50,48 @@ def test_a_finite_taskset_is_repeated_in_another_order() -> None:
     assert len({frozenset(epoch) for epoch in epochs}) == 1 and len(set(epochs)) == 3
     again = environments.TaskStream(env.taskset, seed=0, shuffle=False)
     assert [again[i].data.answer for i in (13, 2)] == [read[13], read[2]]
+
+
+def test_the_first_epoch_is_shuffled_by_the_seed() -> None:
+    env = environments.load("reverse-text", {"n": 50})
+    tasks = [task.data.answer for task in env.taskset]
+    orders = {}
+    for seed in (0, 0, 1):
+        stream = environments.TaskStream(env.taskset, seed, shuffle=True)
+        orders[seed] = [stream[position].data.answer for position in range(100)]
+        assert sorted(orders[seed][:50]) == sorted(orders[seed][50:]) == sorted(tasks)
+        assert orders[seed][:50] != orders[seed][50:] and stream.count() == 50
+        assert [stream.task(index).data.answer for index in range(50)] == tasks
+        again = environments.TaskStream(env.taskset, seed, shuffle=True)
+        assert [again[position].data.answer for position in (73, 12)] == [orders[seed][73], orders[seed][12]]
+    assert orders[0] != orders[1]
+    in_order = environments.TaskStream(env.taskset, 0, shuffle=False)
+    assert [in_order[position].data.answer for position in range(50)] == tasks
+
+
+class Endless:
+    """Tasks without end, of which each is made when it is asked for."""
+
+    bounded = False
+
+    def __init__(self) -> None:
+        self.made = 0
+
+    def __iter__(self) -> Iterator[int]:
+        for number in itertools.count():
+            self.made = number + 1
+            yield number
+
+
+def test_tasks_without_end_are_shuffled_in_windows() -> None:
+    source = Endless()
+    stream = environments.TaskStream(source, 0, shuffle=True)  # type: ignore[arg-type]
+    order: list[object] = [stream[position] for position in range(2048)]
+    assert source.made == 2048
+    for first in (0, 1024):
+        window = order[first : first + 1024]
+        assert sorted(window) == list(range(first, first + 1024)) != window  # type: ignore[type-var]
+    again = environments.TaskStream(Endless(), 0, shuffle=True)  # type: ignore[arg-type]
+    assert [again[2000], again[5]] == [order[2000], order[5]]
+    lazy = Endless()
+    assert environments.TaskStream(lazy, 0, shuffle=False)[7] == 7 and lazy.made == 8  # type: ignore[arg-type,comparison-overlap]

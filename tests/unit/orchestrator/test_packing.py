@@ -192,3 +192,14 @@ def test_a_batch_is_the_same_whenever_it_is_asked_for() -> None:
     first.add(2, groups)
     first.add(3, groups)
     assert first.get(1, 0, 2) is None
+
+
+def test_each_environment_s_tokens_keep_the_temperature_they_were_sampled_at() -> None:
+    groups = [replace(group([3, 2], [1.0, 0.0]), environment=label) for label in ("cold", "warm", "usual")]
+    docs = documents(groups, SEQ_LEN, 0, Grpo(), {"cold": 0.25, "warm": 1.5})
+    ((row,),) = pack(docs, SEQ_LEN, 1, 0.7)
+    starts = np.flatnonzero(row.positions == 0)
+    found = [float(row.temperatures[start]) for start in starts]
+    ends = [*starts[1:], SEQ_LEN]
+    assert all((row.temperatures[a:b] == row.temperatures[a]).all() for a, b in zip(starts, ends, strict=True))
+    assert sorted(found) == pytest.approx([0.25, 0.25, 0.7, 0.7, 0.7, 1.5, 1.5])

@@ -16,6 +16,7 @@ from primeslurm.orchestrator.algorithms import from_recipe
 from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.batching.batches import Batches
 from primeslurm.orchestrator.dispatch import Dispatcher, Limits
+from primeslurm.orchestrator.dispatch.curricula import OUTCOMES, Curricula
 from primeslurm.orchestrator.progress import RunProgress
 from primeslurm.orchestrator.recovery import recover
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
@@ -198,12 +199,15 @@ def test_spooled_groups_survive_with_and_without_the_teachers_part(tmp_path: Pat
     for one in (plain, scored, replace(scored, id="batch"), replace(plain, id="broken")):
         spool.put(one)
     progress = RunProgress(1, 3, batches={1: ["batch"], 2: ["broken"]})
-    batches = Batches(RECIPE, from_recipe(RECIPE))
-    made = recover(RECIPE, arguments, progress, spool, batches)
+    batches, curricula = Batches(RECIPE, from_recipe(RECIPE)), Curricula(RECIPE, tmp_path / OUTCOMES)
+    made = recover(RECIPE, arguments, progress, spool, batches, curricula)
     assert [one.id for one in made.ready] == ["scored"] and list(made.unscored) == ["plain"]
     again = made.ready[0].rollouts[1][0].ref_logprobs
     assert again is not None and again.tolist() == [0, 1, 2, 3, 4]
     assert batches.get(1, 0, 1) is not None and batches.groups(2) is None
     without = RECIPE.model_copy(update={"teacher": None})
     batches = Batches(without, from_recipe(without))
-    assert {one.id for one in recover(without, arguments, progress, spool, batches).ready} == {"plain", "scored"}
+    assert {one.id for one in recover(without, arguments, progress, spool, batches, curricula).ready} == {
+        "plain",
+        "scored",
+    }

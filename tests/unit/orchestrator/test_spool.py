@@ -9,10 +9,13 @@ import pytest
 
 from primeslurm.errors import RunError
 from primeslurm.orchestrator.algorithms import Grpo
+from primeslurm.orchestrator.dispatch.curricula import OUTCOMES, Curricula
 from primeslurm.orchestrator.progress import CHECKPOINT_PART, PROGRESS, ProgressFile, RunProgress, restore
 from primeslurm.orchestrator.rollouts.spool import Spool
+from primeslurm.recipe import Recipe
 from primeslurm.wire import checkpoints
 from primeslurm.wire.weight_transfer.messages import NewPolicy
+from tests.support.recipes import recipe_data
 from tests.unit.orchestrator.test_dispatch import dispatcher, limits, run_all
 from tests.unit.orchestrator.test_packing import advantages, group
 
@@ -89,7 +92,8 @@ def test_a_commit_without_our_part_is_refused(tmp_path: Path) -> None:
 
 def test_progress_is_on_disk_before_it_is_known(tmp_path: Path) -> None:
     dispatch = dispatcher(limits())
-    file = ProgressFile(tmp_path / PROGRESS, RunProgress(1), dispatch)
+    curricula = Curricula(Recipe.model_validate(recipe_data()), tmp_path / OUTCOMES)
+    file = ProgressFile(tmp_path / PROGRESS, RunProgress(1), dispatch, curricula)
     file.record(next_step=2, batches={1: ["x"]})
     assert file.now == restore(tmp_path, 1) == RunProgress(1, 2, cursors={"a": 0, "b": 0}, batches={1: ["x"]})
     run_all(dispatch)

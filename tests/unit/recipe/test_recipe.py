@@ -144,6 +144,61 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
             " (valid: finite numbers, text, true, false, null, lists, mappings)"
         ],
     ),
+    (
+        {
+            "orchestrator": {"batch_size": 24, "max_inflight_rollouts": 8},
+            "environments": [{"id": "a"}, {"id": "b", "group_size": 6}, {"id": "c", "group_size": 16}],
+        },
+        [
+            "orchestrator.batch_size = 24: must be a multiple of the group_size of c = 16 (nearest: 32)",
+            "environments.group_size = 6: must be a multiple of orchestrator.group_size = 4:"
+            " batches could not be filled with whole groups (nearest: 8)",
+            "environments.group_size = 16: must be a multiple of the group_size of b = 6: batches could not be filled"
+            " with whole groups (nearest: 18)",
+            "orchestrator.max_inflight_rollouts = 8: must be at least the group_size of c = 16 (nearest: 16)",
+        ],
+    ),
+    (
+        {"environments": [{"id": "a", "sampling": {"max_tokens": 128}, "advantages": "opd", "weight": 0}]},
+        [
+            "environments.weight = 0: nothing would be trained (leave it out for one of them)",
+            "environments.sampling.max_tokens = 128: leaves no room for a prompt of a in seq_len = 128",
+            "environments.advantages = opd: a needs a teacher (add `teacher: {{type: engines, path: ...}}`)",
+        ],
+    ),
+    (
+        {
+            "orchestrator": {
+                "advantages": "opd",
+                "filters": [{"type": "zero_advantage"}, {"type": "truncated"}, {"type": "truncated"}],
+            },
+            "teacher": {"type": "engines", "path": "x"},
+            "environments": [
+                {
+                    "id": "a",
+                    "curriculum": {"hard": 0.8, "shares": {"unseen": 0}},
+                    "filters": [{"type": "length", "min_tokens": 9, "max_tokens": 3}],
+                },
+                {"id": "b"},
+            ],
+        },
+        [
+            "orchestrator.filters = truncated: is there twice (one filter of each type)",
+            "environments.filters.max_tokens = 3: is less than min_tokens = 9",
+            "environments.curriculum.hard = 0.8: must be below curriculum.easy = 0.75",
+            "environments.curriculum.shares.unseen = 0: nothing new would be drawn after the first example"
+            " (give it a share)",
+            "orchestrator.filters = zero_advantage: advantages of b are the teacher's, who is asked later"
+            " (leave it out)",
+        ],
+    ),
+    (
+        {"orchestrator": {"filters": [{"type": "zero_advantage", "action": "mask"}, {"type": "gibberisch"}]}},
+        [
+            "orchestrator.filters.0.action = 'mask': is not a valid choice (valid: drop, monitor)",
+            "orchestrator.filters.1.type = 'gibberisch': is not a valid choice (did you mean gibberish?)",
+        ],
+    ),
     ({"schema": 2}, ["schema = 2: is not a valid choice (valid: 1)"]),
     (
         {"max_steps": "many", "seq_len": -1, "nam": "x"},

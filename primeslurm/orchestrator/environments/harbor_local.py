@@ -1,0 +1,175 @@
+"""`harbor-local`: terminal and SWE tasks in Harbor's format, read from a directory of one's own.
+
+verifiers' own `harbor` taskset downloads tasks with the Harbor CLI, and needs the harbor package and Python 3.12 to
+read them. This one reads `task.toml` itself; setting a task up and grading it is verifiers' (`HarborTask`). A task is
+
+    task.toml         [environment] docker_image, workdir, cpus, memory_mb, storage_mb, env; [agent] and [verifier]
+                      timeout_sec; [verifier] env; [metadata] difficulty, category, tags
+    instruction.md    what the agent is asked
+    environment/      files put into the working directory, if no docker_image has them
+    tests/test.sh     run in the same place afterwards; writes the reward to /logs/verifier/reward.txt or reward.json
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import verifiers.v1 as vf
+from verifiers.v1.runtimes import Runtime
+from verifiers.v1.task import TaskResources, TaskTimeout
+from verifiers.v1.tasksets.harbor.taskset import HarborData, HarborTask, HarborTaskConfig
+
+from primeslurm.orchestrator.environments.sandbox.runtime import SandboxedRuntime
+
+__all__ = ["HarborLocalTaskset"]
+
+_TEMPLATE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
+_BUILT = ("Dockerfile", "docker-compose.yaml")
+
+
+class HarborLocalConfig(vf.TasksetConfig):  # type: ignore[misc]
+    """The arguments of the environment."""
+
+    path: Path
+    """Directory that has tasks, at any depth; shared by all nodes."""
+    tasks: list[str] | None = None
+    """Names of their directories. Default: all."""
+    ignore_dockerfile: bool = False
+    """Also take tasks whose environment is only a Dockerfile, which is not built: the runtime must have what it has."""
+    ignore_timeouts: bool = True
+    """Only the recipe's `limits.wall_time_s` counts, not what tasks say of agent and verifier."""
+    variables: list[str] = []
+    """Variables of the job that `env` of tasks may name as ${NAME}. No others: a task is somebody else's text."""
+    task: HarborTaskConfig = HarborTaskConfig()
+
+
+class HarborLocalData(HarborData):  # type: ignore[misc]
+    """A task, as verifiers knows it."""
+
+    grading_env: dict[str, str] = {}
+    """Further variables of tests/test.sh, templates not filled in."""
+
+
+class HarborLocalTask(HarborTask):  # type: ignore[misc]
+    """A Harbor task whose templates are filled in from the variables that the recipe names."""
+
+    def runtime_env(self) -> dict[str, str]:
+        """The variables of all its programs."""
+        return _filled(self.data.env)
+
+    async def setup(self, runtime: Runtime) -> None:
+        """Put its files into its working directory."""
+        if isinstance(runtime, SandboxedRuntime) and self.data.workdir is not None:
+            runtime.cwd = self.data.workdir
+        await super().setup(runtime)
+
+    async def run_verifier(self, runtime: Runtime, trace: vf.Trace) -> float | dict[str, float]:
+        """Run its tests, and read the reward that they write."""
+        graded = runtime.with_env({**runtime.env, **_filled(self.data.grading_env)})
+        reward: float | dict[str, float] = await super().run_verifier(graded, trace)
+        return reward
+
+
+class HarborLocalTaskset(vf.Taskset[HarborLocalTask, HarborLocalConfig]):  # type: ignore[misc]
+    """The tasks below a directory, by name."""
+
+    def load(self) -> Iterator[HarborLocalTask]:
+        """Yield them. Raises ValueError with all that is wrong with any of them."""
+        wanted = self.config.tasks
+        found = sorted(path.parent for path in self.config.path.resolve().rglob("task.toml"))
+        chosen = [path for path in found if wanted is None or path.name in wanted]
+        absent = sorted(set(wanted or ()) - {path.name for path in chosen})
+        wrong = [f"{name}: there is no such task in {self.config.path}" for name in absent]
+        if not found:
+            wrong = [f"there is no task (a directory with task.toml) in {self.config.path}"]
+        read = []
+        for index, path in enumerate(chosen):
+            try:
+                read.append(parse(path, index, self.config))
+            except (OSError, ValueError, TypeError, AttributeError) as error:
+                wrong.append(f"{path.name}: {error}")
+        if wrong:
+            raise ValueError("; ".join(wrong))
+        for data in read:
+            yield HarborLocalTask(data, self.config.task)
+
+
+def parse(directory: Path, index: int, config: HarborLocalConfig) -> HarborLocalData:
+    """Read one task.
+
+    Raises:
+        ValueError: it has what is not done here.
+        OSError: a file of it is missing.
+    """
+    about = tomllib.loads((directory / "task.toml").read_text())
+    environment, agent = about.get("environment", {}), about.get("agent", {})
+    verifier, metadata = about.get("verifier", {}), about.get("metadata", {})
+    if problems := _not_done(directory, about, config):
+        raise ValueError(", ".join(problems))
+    if not (directory / "tests" / "test.sh").is_file():
+        raise FileNotFoundError("tests/test.sh is missing")
+    image, files = environment.get("docker_image"), directory / "environment"
+    own_files = files.is_dir() and any(path.name not in _BUILT for path in files.iterdir())
+    timeouts = {"agent": agent.get("timeout_sec"), "scoring": verifier.get("timeout_sec")}
+    return HarborLocalData(
+        idx=index,
+        name=about.get("task", {}).get("name", directory.name),
+        prompt=(directory / "instruction.md").read_text().strip(),
+        image=image,
+        workdir=environment.get("workdir"),
+        timeout=TaskTimeout() if config.ignore_timeouts else TaskTimeout(**timeouts),
+        resources=_resources(environment),
+        difficulty=metadata.get("difficulty"),
+        category=metadata.get("category"),
+        tags=metadata.get("tags", []),
+        task_dir=str(directory),
+        upload_environment=image is None and own_files,
+        env=environment.get("env", {}),
+        grading_env=verifier.get("env", {}),
+    )
+
+
+def _not_done(directory: Path, about: Mapping[str, Any], config: HarborLocalConfig) -> list[str]:
+    environment, verifier = about.get("environment", {}), about.get("verifier", {})
+    found = []
+    if about.get("steps"):
+        found.append("tasks of several steps are not done")
+    if (directory / "environment" / "docker-compose.yaml").is_file():
+        found.append("environment/docker-compose.yaml: tasks of several containers are not done")
+    if verifier.get("environment_mode") == "separate" or "environment" in verifier:
+        found.append("[verifier] a separate environment is not done")
+    unread = ("healthcheck", "mcp_servers", "skills_dir")
+    found += [f"[environment] {name} is not done" for name in unread if environment.get(name)]
+    found += [f"[{part}] user is not done" for part in ("agent", "verifier") if about.get(part, {}).get("user")]
+    built = (directory / "environment" / "Dockerfile").is_file() and not environment.get("docker_image")
+    if built and not config.ignore_dockerfile:
+        found.append(
+            "environment/Dockerfile is not built: name the built image in docker_image, or `ignore_dockerfile`"
+        )
+    texts = [str(text) for part in (environment, verifier) for text in part.get("env", {}).values()]
+    named = {match[1] for text in texts for match in _TEMPLATE.finditer(text)}
+    found += [f"env names ${{{name}}}, which is not in `variables`" for name in sorted(named - set(config.variables))]
+    return found
+
+
+def _filled(env: Mapping[str, Any]) -> dict[str, str]:
+    def value(match: re.Match[str]) -> str:
+        default = match[2]
+        return os.environ.get(match[1], "" if default is None else default)
+
+    return {name: _TEMPLATE.sub(value, str(text)) for name, text in env.items()}
+
+
+def _resources(environment: Mapping[str, Any]) -> TaskResources:
+    gpus = environment.get("gpus")
+    return TaskResources(
+        cpu=environment.get("cpus"),
+        memory=environment["memory_mb"] / 1024 if environment.get("memory_mb") else None,
+        disk=environment["storage_mb"] / 1024 if environment.get("storage_mb") else None,
+        gpu=str(gpus) if gpus else None,
+    )

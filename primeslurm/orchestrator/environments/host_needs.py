@@ -1,0 +1,102 @@
+"""What an environment needs of the machines that its workers run on."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import verifiers.v1 as vf
+from verifiers.v1.utils.loaders import harness_config_type
+
+from primeslurm.errors import Violation
+from primeslurm.orchestrator.environments.chat import ChatHarness
+from primeslurm.orchestrator.environments.sandbox import limits, scripts
+from primeslurm.recipe.sandbox_rules import HARNESSES, WITHOUT_INSTALLING, module_name
+from primeslurm.recipe.sections.orchestrator import Environment
+from primeslurm.recipe.sections.sandboxes import SubprocessRuntime
+
+
+@dataclass(frozen=True)
+class HostNeeds:
+    """What must be there."""
+
+    runtimes: tuple[str, ...]
+    """subprocess: a working bubblewrap; apptainer, docker, podman: their command. Hosted ones need nothing here."""
+    harnesses: tuple[str, ...]
+    """Harnesses whose scripts run on the node itself: their packages must be installed."""
+
+
+def needs(environment: Environment, env: vf.Env) -> HostNeeds:
+    """Say what an environment, loaded with what the recipe says of it, needs of its workers' machines."""
+    used: dict[str, None] = {}
+    harnesses: dict[str, None] = {}
+    for role, spec in env._agent_specs.items():
+        harness = env._harnesses[role]
+        if isinstance(harness, ChatHarness):  # runs no program
+            continue
+        used[spec.runtime.type] = None
+        if spec.runtime.type == "subprocess":
+            harnesses[harness.config.id] = None
+    for server in _servers(env):
+        if not server.config.url and not getattr(server.config, "colocated", False):
+            used[server.config.runtime.type] = None
+    if isinstance(environment.runtime, SubprocessRuntime) and environment.runtime.trusted:
+        used.pop("subprocess", None)
+    return HostNeeds(tuple(used), tuple(harnesses))
+
+
+def unmet(environment: Environment, env: vf.Env) -> list[Violation]:
+    """Find what an environment needs and this machine has not."""
+    wanted = needs(environment, env)
+    found = [problem for kind in wanted.runtimes for problem in _runtime(kind)]
+    return found + [problem for harness in wanted.harnesses for problem in _harness(harness)]
+
+
+def _servers(env: vf.Env) -> Iterator[Any]:
+    """The tool servers that are known before any rollout."""
+    yield from type(env.taskset).task_type().toolsets(env.taskset.config.task)
+    yield from env.taskset.toolsets(env.taskset.config)
+
+
+def _runtime(kind: str) -> Iterator[Violation]:
+    if kind == "subprocess":
+        if why := _bubblewrap():
+            fix = "install bubblewrap, or `runtime: {type: apptainer}`, or `trusted: true` there if you trust its tasks"
+            yield Violation("environments.runtime", kind, why, fix)
+    elif kind in ("apptainer", "docker", "podman") and shutil.which(kind) is None:
+        yield Violation(
+            "environments.runtime", kind, f"`{kind}` is not installed here", "install it, or another runtime"
+        )
+
+
+@functools.cache
+def _bubblewrap() -> str:
+    return limits.bubblewrap_works()
+
+
+def _harness(harness: str) -> Iterator[Violation]:
+    name = module_name(harness)
+    if name not in HARNESSES:
+        return
+    if name not in WITHOUT_INSTALLING:
+        why = "installs programs into its container, which a subprocess has not"
+        yield Violation("environments.harness", harness, why, "`runtime: {type: apptainer}`")
+        return
+    try:
+        scripts.interpreter(script(name))
+    except scripts.MissingPackagesError as error:
+        yield Violation("environments.harness", harness, str(error), f"./just harness {name}")
+
+
+def script(harness: str) -> str:
+    """The Python script of a harness that verifiers ships, as it runs with this harness's default version."""
+    if harness in ("bash", "null"):
+        from verifiers.v1.harnesses.utils.launch import CHAT_PROGRAM_SOURCE
+
+        return str(CHAT_PROGRAM_SOURCE)
+    module = importlib.import_module(f"verifiers.v1.harnesses.{harness}.harness")
+    return str(module.PROGRAM_SOURCE).replace("{version}", harness_config_type(harness)().version)

@@ -1,0 +1,81 @@
+"""Where the Python scripts that harnesses are made of find their packages.
+
+verifiers has uv install them when a rollout starts, which needs the internet and writes to the home directory. Here
+set-up has installed them: in the worker's own environment, or below it in `harnesses/NAME` (`./just harness NAME`).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+_HEADER = re.compile(r"^# /// script$\n(?P<body>(?:^#(?:| .*)$\n)+?)^# ///$", re.MULTILINE)
+
+
+class MissingPackagesError(RuntimeError):
+    """No environment has what a script asks for."""
+
+
+@functools.lru_cache(maxsize=64)
+def interpreter(script: str) -> str:
+    """Find the Python that a script (PEP 723) can run with.
+
+    Raises:
+        MissingPackagesError: there is none.
+    """
+    python, wanted = _asked(script)
+    lacking: list[str] = []
+    for place in _environments():
+        have, version = _installed(place)
+        unmet = [str(each) for each in wanted if not _met(each, have)]
+        if version not in python:
+            unmet.append(f"Python {python}")
+        if not unmet:
+            return str(place / "bin" / "python")
+        lacking = unmet if not lacking or len(unmet) < len(lacking) else lacking
+    raise MissingPackagesError(f"not installed: {', '.join(lacking)}; jobs install nothing: `./just harness NAME` does")
+
+
+def _environments() -> tuple[Path, ...]:
+    return (Path(sys.prefix), *sorted(Path(sys.prefix).glob("harnesses/*")))
+
+
+def _asked(script: str) -> tuple[SpecifierSet, list[Requirement]]:
+    header = _HEADER.search(script)
+    lines = header["body"].splitlines() if header else []
+    about = tomllib.loads("\n".join(line[2:] for line in lines))
+    return SpecifierSet(about.get("requires-python", "")), [Requirement(text) for text in about.get("dependencies", [])]
+
+
+def _met(wanted: Requirement, have: dict[str, str]) -> bool:
+    if wanted.marker is not None and not wanted.marker.evaluate():
+        return True
+    version = have.get(_normal(wanted.name))
+    return version is not None and wanted.specifier.contains(version, prereleases=True)
+
+
+@functools.cache
+def _installed(place: Path) -> tuple[dict[str, str], str]:
+    """Packages of an environment, and its Python's version."""
+    version = f"{sys.version_info.major}.{sys.version_info.minor}.{sys.version_info.micro}"
+    directories = [str(path) for path in place.glob("lib/python3*/site-packages")]
+    if place != Path(sys.prefix):
+        settings = dict(
+            line.split(" = ", 1) for line in (place / "pyvenv.cfg").read_text().splitlines() if " = " in line
+        )
+        version = settings.get("version_info", settings.get("version", version))
+    elif not (place / "pyvenv.cfg").is_file():
+        directories = sys.path
+    found = importlib.metadata.distributions(path=directories)
+    return {_normal(each.metadata["Name"]): each.version for each in found}, version
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()

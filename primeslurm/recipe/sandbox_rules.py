@@ -1,0 +1,121 @@
+"""Which harness goes with which runtime, and what a runtime can hold. Known without verifiers."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+from collections.abc import Iterator, Mapping
+
+from primeslurm.errors import Violation
+from primeslurm.recipe.sections.orchestrator import Environment
+from primeslurm.recipe.sections.sandboxes import SubprocessRuntime
+
+HARNESSES = (
+    "bash",
+    "browser_use",
+    "claude_code",
+    "codex",
+    "hermes_agent",
+    "kimi_code",
+    "mini_swe_agent",
+    "null",
+    "openclaw",
+    "pi",
+    "prime_agent",
+    "rlm",
+    "terminus_2",
+)
+"""What verifiers 0.4 ships."""
+WITHOUT_CONTAINER = ("bash", "null")
+"""Harnesses that verifiers also lets run unprotected on the node."""
+WITHOUT_INSTALLING = ("bash", "mini_swe_agent", "null", "terminus_2")
+"""Harnesses that are Python scripts, whose packages set-up can install. Others install programs in a container."""
+_CONTAINER = "`runtime: {type: apptainer}`"
+ENV_KEY = "env"
+"""Key of an environment's args that holds options of the verifiers Env itself (agents, harness, runtime, timeouts)."""
+
+
+def violations(environments: tuple[Environment, ...]) -> list[Violation]:
+    """Find harnesses and runtimes that do not go together, or that are said twice."""
+    return [
+        Violation(f"environments.{index}.{found.field}", found.value, found.why, found.fix)
+        for index, environment in enumerate(environments)
+        for found in (*_raw(environment), *_harness(environment), *_runtime(environment))
+    ]
+
+
+def module_name(harness: str) -> str:
+    """The module that verifiers imports for a harness."""
+    return harness.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
+
+
+def _raw(environment: Environment) -> Iterator[Violation]:
+    """What `args.env` says of agents beside the typed fields."""
+    raw = environment.args.get(ENV_KEY)
+    for role, options in (raw if isinstance(raw, Mapping) else {}).items():
+        if not isinstance(options, Mapping):
+            continue
+        field = f"args.{ENV_KEY}.{role}"
+        harness = options.get("harness")
+        if isinstance(harness, Mapping) and "id" in harness and harness["id"] is None:
+            why = "YAML reads null without quotes as nothing, and verifiers then takes bash"
+            yield Violation(f"{field}.harness.id", "null", why, '`harness: {id: "null"}`')
+        for name in ("harness", "runtime"):
+            if name in options and getattr(environment, name) is not None:
+                why = f"`{name}` of the environment says it, too"
+                yield Violation(f"{field}.{name}", role, why, "keep one of them")
+
+
+def _harness(environment: Environment) -> Iterator[Violation]:
+    if environment.harness is None:
+        return
+    given, runtime = environment.harness.id, environment.runtime
+    name = module_name(given)
+    if name not in HARNESSES:
+        close = difflib.get_close_matches(name, HARNESSES, n=1, cutoff=0.7)
+        if close and not _installed(name):
+            yield Violation("harness.id", given, "no such harness", f"did you mean {close[0]}?")
+        return
+    if not isinstance(runtime, SubprocessRuntime):
+        return
+    if name not in WITHOUT_INSTALLING:
+        why = "installs programs into its container, which a subprocess has not"
+        yield Violation("harness.id", given, why, f"{_CONTAINER}, or one of {', '.join(WITHOUT_INSTALLING)}")
+    elif runtime.trusted and name not in WITHOUT_CONTAINER:
+        why = "drives programs that must not see the node, and `trusted` takes the sandbox away"
+        yield Violation("harness.id", given, why, f"runtime without `trusted`, or {_CONTAINER}")
+
+
+def _runtime(environment: Environment) -> Iterator[Violation]:
+    runtime = environment.runtime
+    if runtime is None:
+        return
+    limits, network = runtime.limits, runtime.limits.network
+    field = "runtime.limits"
+    if isinstance(network, tuple) and runtime.type in ("subprocess", "apptainer"):
+        why = f"{runtime.type} cannot let some hosts through and not others"
+        yield Violation(f"{field}.network", ", ".join(network), why, "none, open, or runtime docker or a hosted one")
+    if network == "none" and runtime.type == "apptainer":
+        why = "programs in apptainer are on the node's network"
+        yield Violation(f"{field}.network", network, why, "open, or runtime subprocess or docker")
+    if limits.processes is not None and not isinstance(runtime, SubprocessRuntime):
+        why = f"verifiers gives {runtime.type} no such limit"
+        yield Violation(f"{field}.processes", str(limits.processes), why, "leave it out")
+    if limits.disk_gb is not None and runtime.type in ("apptainer", "docker", "podman"):
+        why = f"{runtime.type} has no such limit, and would not hold it"
+        yield Violation(f"{field}.disk_gb", f"{limits.disk_gb:g}", why, "leave it out")
+    if isinstance(runtime, SubprocessRuntime) and runtime.trusted:
+        for name, value in limits.model_dump(exclude_none=True, exclude={"wall_time_s"}).items():
+            if value != "open":
+                why = "is held by the sandbox, which `trusted` takes away"
+                yield Violation(f"{field}.{name}", str(value), why, "leave one of them out")
+        if runtime.visible:
+            why = "without a sandbox programs see everything"
+            yield Violation("runtime.visible", ", ".join(runtime.visible), why, "leave it out")
+
+
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False

@@ -1,0 +1,120 @@
+"""What programs of a rollout run in: the harness that drives the model, the runtime around it, and its limits."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field, PositiveFloat, PositiveInt, field_validator
+from pydantic_core import PydanticCustomError
+
+from primeslurm.recipe.fields.section import Section
+from primeslurm.recipe.fields.slurm_syntax import EnvironmentName, Json
+
+
+class Harness(Section):
+    """The program that talks to the model. Fields beside `id` are options of this harness, as verifiers names them."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, Json]
+
+    id: str = Field(min_length=1)
+    """bash, "null" (in quotes), mini_swe_agent, terminus_2, claude_code ..., or a package that exports a harness."""
+
+    @field_validator("id", mode="before")
+    @classmethod
+    def _null_in_quotes(cls, value: Any) -> Any:
+        if value is None:
+            why = 'YAML reads null without quotes as nothing: write `id: "null"` for the harness of that name'
+            raise PydanticCustomError("null_harness", "{why}", {"why": why})
+        return value
+
+    @property
+    def options(self) -> dict[str, Json]:
+        """What verifiers validates: the id and the harness's own options."""
+        return {"id": self.id, **(self.__pydantic_extra__ or {})}
+
+
+class Limits(Section):
+    """What one rollout's programs may use, all together."""
+
+    cpus: PositiveFloat | None = None
+    """CPU cores. Default: as many as are free."""
+    memory_gb: PositiveFloat | None = None
+    """Memory. Default: 4 with `subprocess`; without a limit in containers."""
+    disk_gb: PositiveFloat | None = None
+    """Files that it writes. Default: 1 with `subprocess`, which keeps them in memory; advice to the other runtimes."""
+    processes: PositiveInt | None = None
+    """Processes and threads at once; only `subprocess` has this limit. Default: 256."""
+    wall_time_s: PositiveFloat = 3600
+    """Longest set-up, longest run of the agent, longest scoring: each of these alone."""
+    network: Literal["none", "open"] | tuple[str, ...] | None = None
+    """none: the model and the rollout's own tools, nothing else. open: whatever the node reaches. A list: these hosts
+    (docker, podman and hosted runtimes). Default: none with `subprocess`, else open."""
+
+
+class SubprocessRuntime(Section):
+    """Programs of the node itself, each rollout in a sandbox of its own (bubblewrap)."""
+
+    type: Literal["subprocess"] = "subprocess"
+    limits: Limits = Limits()
+    secrets: tuple[EnvironmentName, ...] = ()
+    """Names of variables that the agent's program gets, with their values from where you submit; written nowhere."""
+    visible: tuple[Annotated[str, Field(pattern=r"^/[^:,]*$")], ...] = ()
+    """Further directories of the node that programs may read, such as tools or data."""
+    trusted: bool = False
+    """Without a sandbox: programs may read and do what the job's user may. Only for tasks that you trust."""
+
+
+class ContainerRuntime(Section):
+    """What containers have in common, on the node or at a provider."""
+
+    image: str | None = None
+    """For tasks that name none: a reference on a registry, or with apptainer also the path of a SIF file.
+    Default: python:3.11-slim."""
+    workdir: str | None = None
+    """Default: the task's, or /app."""
+    limits: Limits = Limits()
+    secrets: tuple[EnvironmentName, ...] = ()
+    """Names of variables that the agent's program gets, with their values from where you submit; written nowhere."""
+
+
+class ApptainerRuntime(ContainerRuntime):
+    """A container on the node, without a daemon or rights: what Slurm clusters have."""
+
+    type: Literal["apptainer"] = "apptainer"
+
+
+class DockerRuntime(ContainerRuntime):
+    """A container of the node's docker."""
+
+    type: Literal["docker"] = "docker"
+
+
+class PodmanRuntime(ContainerRuntime):
+    """A container of the node's podman."""
+
+    type: Literal["podman"] = "podman"
+
+
+class PrimeRuntime(ContainerRuntime):
+    """A sandbox at Prime Intellect. Its key is one of `pass_env`; nodes must reach the internet."""
+
+    type: Literal["prime"] = "prime"
+
+
+class ModalRuntime(ContainerRuntime):
+    """A sandbox at Modal. Its key is one of `pass_env`; nodes must reach the internet."""
+
+    type: Literal["modal"] = "modal"
+
+
+class E2BRuntime(ContainerRuntime):
+    """A sandbox at E2B. Its key is one of `pass_env`; nodes must reach the internet."""
+
+    type: Literal["e2b"] = "e2b"
+
+
+Runtime = Annotated[
+    SubprocessRuntime | ApptainerRuntime | DockerRuntime | PodmanRuntime | PrimeRuntime | ModalRuntime | E2BRuntime,
+    Field(discriminator="type"),
+]

@@ -1,0 +1,34 @@
+"""Puts verifiers back as it was: in a worker, `sandbox.install` changes it for good."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from verifiers.v1 import runtimes
+from verifiers.v1.interception import server
+from verifiers.v1.runtimes import apptainer, e2b, limiters
+from verifiers.v1.runtimes import subprocess as unprotected
+from verifiers.v1.utils.loaders import harness_class
+
+CHANGED = (
+    (runtimes, "SubprocessRuntime"),
+    (unprotected, "CACHE_DIR"),
+    (apptainer, "_ROOT"),
+    (e2b, "_TEMPLATE_LOCK_DIR"),
+    (limiters, "LIMITER_DIR"),
+    (server, "MAX_REQUEST_BODY"),
+)
+
+
+@contextmanager
+def restored(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What is changed until the end of the test is changed back."""
+    for module, name in CHANGED:
+        monkeypatch.setattr(module, name, getattr(module, name))
+    for harness in ("mini_swe_agent", "terminus_2"):
+        monkeypatch.setattr(harness_class(harness), "NEEDS_CONTAINER", True)
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    yield

@@ -1,0 +1,189 @@
+"""Groups of different sizes: batches of exactly so many rollouts, none too old, at the size of real runs."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import operator
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from primeslurm.orchestrator.dispatch import Dispatcher, Limits
+from primeslurm.orchestrator.dispatch.limits import choose
+from tests.unit.orchestrator.test_dispatch import rollout
+
+relaxed = settings(deadline=None)
+
+
+@relaxed
+@given(sizes=st.lists(st.integers(1, 6), max_size=9), total=st.integers(1, 24))
+def test_a_choice_holds_exactly_so_many_and_the_first_ones(sizes: list[int], total: int) -> None:
+    fitting = [
+        chosen
+        for count in range(len(sizes) + 1)
+        for chosen in itertools.combinations(range(len(sizes)), count)
+        if sum(sizes[index] for index in chosen) == total
+    ]
+    found = choose(sizes, total)
+    assert found == (list(min(fitting)) if fitting else None), "the smallest indices of all that fit"
+
+
+STEPS = 8
+CHAINS = st.lists(st.sampled_from([1, 2, 3]), min_size=1, max_size=3).map(
+    lambda factors: list(itertools.accumulate(factors, operator.mul))
+)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    sizes=CHAINS,
+    batches=st.integers(1, 3),
+    off_policy=st.integers(0, 3),
+    oversampling=st.sampled_from([1.0, 1.5, 4.0]),
+    seed=st.integers(0, 2**16),
+)
+def test_batches_come_whatever_happens(
+    sizes: list[int], batches: int, off_policy: int, oversampling: float, seed: int
+) -> None:
+    """Of sizes that divide one another: exact, fresh, no group twice, no rollout unaccounted for, no dead end."""
+    labels = [f"e{index}" for index in range(len(sizes))]
+    source, batch_size = random.Random(seed), sizes[-1] * batches
+    limits = Limits(
+        dict(zip(labels, sizes, strict=True)),
+        batch_size,
+        source.randint(sizes[-1], 3 * batch_size),
+        off_policy,
+        STEPS,
+        {label: source.choice([0.5, 1.0, 3.0]) for label in labels},
+        oversampling,
+    )
+    made = Dispatcher(limits, ["r0"], "run", "i")
+    made.version = 0
+    running, opened, used, rejected = {}, set(), [], 0
+    for _ in range(1000 + 200 * batch_size):
+        if made.step > STEPS:
+            break
+        while job := made.next_job(set(labels)):
+            running[job.id] = job
+            opened.add(job.group)
+        assert made.inflight <= limits.max_inflight
+        running = {name: job for name, job in running.items() if made.runs(name)}
+        live = list(running.values())
+        event = source.random()
+        if live and event < 0.75:
+            job = source.choice(live)
+            group = made.finished(job.id, rollout(job))
+            if group and source.random() < 0.2:
+                made.rejected(group, "dull")
+                rejected += 1
+            elif group:
+                made.add_ready(group)
+        elif live and event < 0.8:
+            made.lost(source.choice(live).id)
+        elif live and event < 0.85:
+            made.failed(source.choice(live).id)
+        elif event < 0.95 or not live:
+            step = made.step
+            made.sweep(step)
+            for group in made.cut() or []:
+                assert group.opened_version >= step - 1 - off_policy
+                used.append(group)
+            made.version = made.step - 1
+        ends = sum(made.counts[how] for how in ("finished", "failed", "cancelled", "lost"))
+        assert made.counts["dispatched"] == ends + made.inflight
+    assert made.step == STEPS + 1
+    assert sum(limits.group_sizes[group.environment] for group in used) == STEPS * batch_size
+    names = [group.id for group in used]
+    assert len(names) == len(set(names))
+    dropped = made.counts["groups_dropped_stale"] + made.counts["groups_dropped_failed"]
+    assert len(opened) == len(names) + rejected + dropped + len(made.ready) + len(made.open)
+
+
+@dataclass
+class Simulation:
+    """A run on a simulated clock: rollouts of long-tailed lengths, a trainer, updates that take their time."""
+
+    limits: Limits
+    seed: int = 0
+    step_s: float = 600.0
+    reject: float = 0.0
+    """Share of the groups that a filter rejects."""
+    now: float = 0.0
+    waited: float = 0.0
+    """Seconds that the trainer waited for batches, the first aside."""
+    staleness: Counter[int] = field(default_factory=Counter)
+    inflight: list[int] = field(default_factory=list)
+    batches: list[Counter[str]] = field(default_factory=list)
+
+    def run(self, steps: int) -> Dispatcher:
+        source = random.Random(self.seed)
+        made = Dispatcher(self.limits, [f"r{index}" for index in range(4)], "run", "i")
+        made.version = 0
+        events: list[tuple[float, str, str]] = []
+        jobs = {}
+        idle_since: float | None = 0.0
+        while len(self.batches) < steps:
+            while job := made.next_job(set(self.limits.ratios)):
+                jobs[job.id] = job
+                heapq.heappush(events, (self.now + 300 * source.lognormvariate(0, 0.8), "rollout", job.id))
+            self.inflight.append(made.inflight)
+            if idle_since is not None:
+                step = made.step
+                made.sweep(step)
+                if (groups := made.cut()) is not None:
+                    self.staleness.update(step - 1 - group.opened_version for group in groups)
+                    self.batches.append(Counter())
+                    for group in groups:
+                        self.batches[-1][group.environment] += len(group.rollouts)
+                    self.waited += self.now - idle_since if step > 1 else 0.0
+                    idle_since = None
+                    heapq.heappush(events, (self.now + self.step_s, "trained", ""))
+                    continue
+            self.now, kind, name = heapq.heappop(events)
+            if kind == "trained":
+                idle_since = self.now
+                made.sweep(made.step)
+                made.version = made.step - 1
+            elif made.runs(name):
+                group = made.finished(name, rollout(jobs.pop(name)))
+                if group and source.random() < self.reject:
+                    made.rejected(group, "zero_advantage")
+                elif group:
+                    made.add_ready(group)
+        return made
+
+
+def flagship(off_policy: int = 8, **changes: float) -> Limits:
+    """512 rollouts in flight, batches of 256, two environments with groups of 8 and 16."""
+    oversampling = changes.get("oversampling", 1.0)
+    return Limits({"a": 8, "b": 16}, 256, 512, off_policy, 10_000, {"a": 1.0, "b": 1.0}, oversampling)
+
+
+def test_flagship_batches_are_full_fresh_and_fair() -> None:
+    made = Simulation(flagship(), step_s=100.0)
+    made.run(60)
+    assert all(sum(batch.values()) == 256 for batch in made.batches)
+    total = sum(made.batches, Counter())
+    assert 0.47 < total["b"] / 16 / (total["a"] / 8 + total["b"] / 16) < 0.53, "shares are of groups"
+    assert max(made.staleness) <= 8
+    assert max(made.inflight) == 512
+
+
+def test_flagship_on_policy_never_trains_an_old_group() -> None:
+    made = Simulation(flagship(off_policy=0))
+    end = made.run(30)
+    assert set(made.staleness) == {0} and all(sum(batch.values()) == 256 for batch in made.batches)
+    assert end.counts["groups_dropped_stale"] == 0, "the gate opened nothing that was too old in the end"
+
+
+def test_oversampling_shortens_the_wait_for_what_is_not_rejected() -> None:
+    plain = Simulation(flagship(off_policy=0), reject=0.5)
+    plain.run(30)
+    more = Simulation(flagship(off_policy=0, oversampling=2.0), reject=0.5)
+    more.run(30)
+    assert more.waited < 0.8 * plain.waited
+    assert set(more.staleness) == {0}

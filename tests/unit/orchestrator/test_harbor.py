@@ -1,0 +1,179 @@
+"""A Harbor task, solved by mini-swe-agent in a sandbox, with a model that plays a recorded solution."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from primeslurm.errors import UsageError
+from primeslurm.orchestrator import environments
+from primeslurm.orchestrator.environments import agents, host_needs
+from primeslurm.orchestrator.environments.sandbox import scripts
+from primeslurm.orchestrator.environments.sandbox.install import install
+from primeslurm.orchestrator.rollouts.job_protocol import Job
+from primeslurm.orchestrator.rollouts.token_client import TokenClient, serving
+from primeslurm.orchestrator.rollouts.worker import Worker
+from primeslurm.recipe import Recipe
+from primeslurm.recipe.sections.orchestrator import Environment
+from primeslurm.trainer import tiny
+from primeslurm.wire.addresses import AddressBook
+from primeslurm.wire.rollouts import Rollout
+from tests.support.scripted_engine import ScriptedEngine, tool_call
+from tests.support.verifiers_restored import restored
+
+EXAMPLES = Path(__file__).parents[3] / "examples" / "harbor"
+ROUTER = "router-0"
+DONE = tool_call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")
+SOLUTION = (EXAMPLES / "wrong-total/solution/solve.sh").read_text().splitlines()[-1]
+
+
+@pytest.fixture(autouse=True)
+def _verifiers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with restored(monkeypatch):
+        yield
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A directory with a tokenizer whose messages are rendered as Qwen3's."""
+    directory = tmp_path_factory.mktemp("model")
+    tiny.tokenizer().save_pretrained(directory)
+    (directory / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    return str(directory)
+
+
+def recipe(model: str, harness: str, **environment: Any) -> Recipe:
+    runtime = {"type": "subprocess", "limits": {"memory_gb": 2, "disk_gb": 0.2, "wall_time_s": 300}}
+    asked = {"id": "harbor-local", "args": {"path": str(EXAMPLES)}, "harness": {"id": harness}, "runtime": runtime}
+    fields: dict[str, Any] = {"name": "test", "max_steps": 5, "seq_len": 65536, "model": {"path": model}}
+    fields["orchestrator"] = {"batch_size": 8, "group_size": 4, "request_timeout_s": 60}
+    return Recipe.model_validate({**fields, "environments": [{**asked, **environment}]})
+
+
+async def played(made: Recipe, engine: ScriptedEngine, tmp_path: Path) -> tuple[Rollout, ...]:
+    """One rollout of a worker, as `worker.main` sets it up."""
+    (environment,) = made.environments
+    install(environment.runtime, tmp_path / "files", tmp_path / "containers", [])
+    worker = Worker(made, environment, 0, "inproc://nobody", AddressBook(Path("/nowhere")), Path("/nowhere"))
+    async with serving(worker._env) as clients:
+        client = TokenClient(ROUTER, lambda: engine.url, made.model.path, made.max_len, 60)
+        worker._clients[ROUTER] = clients[client.key] = client
+        return await worker._rollout(Job("j", "g", environment.label, 0, 3, ROUTER, "run.1:3"))
+
+
+@pytest.mark.parametrize(
+    ("commands", "reward"),
+    [
+        pytest.param((SOLUTION,), 1.0, id="solved"),
+        pytest.param(("python3 total.py 4",), 0.5, id="looked-at"),
+    ],
+)
+async def test_mini_swe_agent_solves_a_task_in_a_sandbox(
+    model: str, commands: tuple[str, ...], reward: float, tmp_path: Path
+) -> None:
+    with ScriptedEngine(Path(model), [*(tool_call("bash", command=line) for line in commands), DONE]) as engine:
+        engine.version = 3
+        found = await played(recipe(model, "mini_swe_agent"), engine, tmp_path)
+    (rollout,) = found
+    assert rollout.info.reward == reward
+    assert rollout.info.turns == len(engine.requests) == 2
+    assert "total.py` in the working directory prints the sum" in engine.prompts[0]
+    assert "<tool_response>" in engine.prompts[1]
+    assert sum(rollout.mask) == sum(engine.sampled), "each sampled token is trained once"
+    assert not list(tmp_path.rglob("*")), "the rollout left files"
+
+
+def test_a_harness_without_its_packages_is_found_out_before_a_rollout(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = recipe(model, "mini_swe_agent").environments[0]
+    env = environments.load(made.id, made.args, agents.agent_options(made))
+    assert host_needs.needs(made, env) == host_needs.HostNeeds(("subprocess",), ("mini_swe_agent",))
+    assert host_needs.unmet(made, env) == []
+    scripts.interpreter.cache_clear()
+    monkeypatch.setattr(scripts, "_environments", lambda: (Path(sys.prefix),))
+    (problem,) = host_needs.unmet(made, env)
+    assert "mini-swe-agent==2.4.6" in problem.why and problem.fix == "./just harness mini_swe_agent"
+    scripts.interpreter.cache_clear()
+
+
+def test_a_machine_without_bubblewrap_is_found_out_before_a_rollout(
+    model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = recipe(model, "bash").environments[0]
+    env = environments.load(made.id, made.args, agents.agent_options(made))
+    monkeypatch.setattr(host_needs, "_bubblewrap", lambda: "bubblewrap is not installed")
+    (problem,) = host_needs.unmet(made, env)
+    assert problem.why == "bubblewrap is not installed" and "trusted: true" in problem.fix
+
+
+def test_what_runs_no_program_needs_nothing() -> None:
+    made = Environment.model_validate({"id": "reverse-text"})
+    env = environments.load(made.id, made.args, agents.agent_options(made))
+    assert host_needs.needs(made, env) == host_needs.HostNeeds((), ())
+
+
+def test_what_needs_a_container_gets_apptainer_unless_the_recipe_says_otherwise(model: str) -> None:
+    made = recipe(model, "mini_swe_agent", runtime=None).environments[0]
+    env = environments.load(made.id, made.args, agents.agent_options(made))
+    assert host_needs.needs(made, env).runtimes == ("apptainer",)
+    with_image = {
+        "type": "apptainer",
+        "image": "python:3.12",
+        "limits": {"cpus": 2, "memory_gb": 3},
+        "secrets": ["TOKEN"],
+    }
+    made = recipe(model, "claude_code", runtime=with_image).environments[0]
+    env = environments.load(made.id, made.args, agents.agent_options(made))
+    (spec,) = env._agent_specs.values()
+    runtime = spec.runtime
+    assert (runtime.type, runtime.image, runtime.cpu, runtime.memory) == ("apptainer", "python:3.12", 2, 3)
+    assert spec.harness.forward_env == ["TOKEN"] and spec.timeout.rollout == spec.timeout.scoring == 3600
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("[environment]\nhealthcheck = {command = 'true'}", "healthcheck is not done"),
+        ("[[steps]]\nname = 'one'", "several steps"),
+        ("[environment]\nenv = {KEY = '${OPENAI_API_KEY}'}", "which is not in `variables`"),
+        ("[verifier]\nenvironment_mode = 'separate'", "separate environment"),
+        ("[environment", "Expected"),
+    ],
+)
+def test_tasks_that_cannot_be_run_are_named_at_once(change: str, words: str, tmp_path: Path) -> None:
+    for name in ("one", "other"):
+        (tmp_path / name / "tests").mkdir(parents=True)
+        (tmp_path / name / "tests/test.sh").touch()
+        (tmp_path / name / "instruction.md").touch()
+        (tmp_path / name / "task.toml").write_text(change)
+    env = environments.load("harbor-local", {"path": str(tmp_path)})
+    with pytest.raises(ValueError, match=words) as raised:
+        list(env.taskset.load())
+    assert "one: " in str(raised.value) and "other: " in str(raised.value)
+
+
+def test_a_dockerfile_is_not_passed_over(tmp_path: Path) -> None:
+    task = tmp_path / "built"
+    (task / "environment").mkdir(parents=True)
+    (task / "tests").mkdir()
+    for name in ("environment/Dockerfile", "tests/test.sh", "instruction.md", "task.toml"):
+        (task / name).touch()
+    env = environments.load("harbor-local", {"path": str(tmp_path)})
+    with pytest.raises(ValueError, match="Dockerfile is not built"):
+        list(env.taskset.load())
+    env = environments.load("harbor-local", {"path": str(tmp_path), "ignore_dockerfile": True})
+    assert [task.data.name for task in env.taskset.load()] == ["built"]
+
+
+def test_a_directory_without_tasks_is_said(tmp_path: Path) -> None:
+    env = environments.load("harbor-local", {"path": str(tmp_path)})
+    with pytest.raises(ValueError, match="there is no task"):
+        list(env.taskset.load())
+    with pytest.raises(UsageError, match="path"):
+        environments.load("harbor-local", {})

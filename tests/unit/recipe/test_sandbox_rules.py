@@ -1,0 +1,110 @@
+"""Harness and runtime of an environment: what goes together is known without verifiers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+from verifiers.v1.utils.loaders import builtin_harness_ids, harness_class
+
+from primeslurm.recipe import Recipe, sandbox_rules
+from primeslurm.recipe.rules import violations
+from primeslurm.recipe.sections.orchestrator import Environment
+from primeslurm.recipe.sections.sandboxes import SubprocessRuntime
+
+
+def environment(**fields: Any) -> Environment:
+    return Environment.model_validate({"id": "somewhere", **fields})
+
+
+def found(**fields: Any) -> list[tuple[str, str]]:
+    """Field and advice of each violation, by way of the recipe's rules."""
+    recipe = Recipe.model_validate(
+        {"name": "x", "max_steps": 1, "seq_len": 8, "model": {"path": "m"}, "environments": []}
+    )
+    made = recipe.model_copy(update={"environments": (environment(**fields),)})
+    return [(each.field, f"{each.value}: {each.why}; {each.fix}") for each in violations(made)]
+
+
+APPTAINER = {"type": "apptainer"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "field", "words"),
+    [
+        ({"harness": {"id": "mini-swe-agnt"}}, "harness.id", "did you mean mini_swe_agent?"),
+        ({"harness": {"id": "claude_code"}, "runtime": {"type": "subprocess"}}, "harness.id", "installs programs"),
+        (
+            {"harness": {"id": "mini_swe_agent"}, "runtime": {"type": "subprocess", "trusted": True}},
+            "harness.id",
+            "without `trusted`",
+        ),
+        ({"harness": {"id": "bash"}, "args": {"env": {"agent": {"harness": {"id": "null"}}}}}, "harness", "keep one"),
+        ({"runtime": APPTAINER, "args": {"env": {"judge": {"runtime": {"type": "docker"}}}}}, "runtime", "keep one"),
+        ({"args": {"env": {"agent": {"harness": {"id": None}}}}}, "harness.id", 'id: "null"'),
+        ({"runtime": {**APPTAINER, "limits": {"network": "none"}}}, "limits.network", "on the node's network"),
+        ({"runtime": {"type": "subprocess", "limits": {"network": ["pypi.org"]}}}, "limits.network", "some hosts"),
+        ({"runtime": {"type": "docker", "limits": {"disk_gb": 3}}}, "limits.disk_gb", "would not hold it"),
+        ({"runtime": {**APPTAINER, "limits": {"processes": 3}}}, "limits.processes", "no such limit"),
+        ({"runtime": {"type": "subprocess", "trusted": True, "limits": {"memory_gb": 3}}}, "memory_gb", "takes away"),
+        ({"runtime": {"type": "subprocess", "trusted": True, "visible": ["/opt"]}}, "visible", "see everything"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(fields: dict[str, Any], field: str, words: str) -> None:
+    ((where, why),) = found(**fields)
+    assert where.startswith("environments.0.") and where.endswith(field)
+    assert words in why
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"harness": {"id": "null"}},
+        {"harness": {"id": "claude-code", "version": "2.1.278"}, "runtime": APPTAINER},
+        {"harness": {"id": "mini_swe_agent"}, "runtime": {"type": "subprocess", "limits": {"network": "open"}}},
+        {"harness": {"id": "a_package_of_mine"}},
+        {"runtime": {"type": "subprocess", "trusted": True, "limits": {"network": "open", "wall_time_s": 60}}},
+        {"runtime": {"type": "docker", "limits": {"network": ["pypi.org"]}}},
+        {"runtime": {"type": "modal", "limits": {"disk_gb": 3}}, "args": {"env": {"agent": {"max_turns": 3}}}},
+    ],
+)
+def test_what_goes_together_is_taken(fields: dict[str, Any]) -> None:
+    assert found(**fields) == []
+
+
+def test_all_is_said_at_once() -> None:
+    wrong = {"type": "apptainer", "limits": {"network": "none", "disk_gb": 1, "processes": 1}}
+    assert len(found(harness={"id": "bassh"}, runtime=wrong)) == 4
+
+
+def test_null_without_quotes_is_not_bash() -> None:
+    with pytest.raises(ValidationError, match='write `id: "null"`'):
+        environment(harness={"id": None})
+
+
+def test_an_image_is_nothing_for_a_subprocess() -> None:
+    with pytest.raises(ValidationError, match="image"):
+        environment(runtime={"type": "subprocess", "image": "python:3.11"})
+
+
+def test_a_recipe_keeps_what_it_says_of_them() -> None:
+    made = environment(harness={"id": "bash", "edit": False}, runtime={"type": "subprocess", "limits": {"cpus": 2}})
+    again = Environment.model_validate_json(made.model_dump_json())
+    assert again == made
+    assert again.harness is not None and again.harness.options == {"id": "bash", "edit": False}
+    assert isinstance(again.runtime, SubprocessRuntime) and again.runtime.limits.cpus == 2
+
+
+def test_harnesses_are_those_of_verifiers() -> None:
+    assert set(sandbox_rules.HARNESSES) == set(builtin_harness_ids()) - {"node", "utils"}  # what they share
+    uncontained = {name for name in sandbox_rules.HARNESSES if not _needs_container(name)}
+    assert uncontained == set(sandbox_rules.WITHOUT_CONTAINER)
+
+
+def _needs_container(harness: str) -> bool:
+    # Not what a test before this one may have made of the class.
+    return bool(vars(harness_class(harness)).get("NEEDS_CONTAINER", True)) or harness in (
+        "mini_swe_agent",
+        "terminus_2",
+    )
