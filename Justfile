@@ -16,13 +16,13 @@ setup:
 harness name: setup
     scripts/harness.sh {{ name }}
 
-# Run recipes/reverse_text.yaml on an embedded Slurm cluster and show it live
+# Run a recipe on an embedded Slurm cluster and show it live; recipes/tool_use.yaml is another one
 demo recipe="recipes/reverse_text.yaml": setup
     scripts/demo.sh {{ recipe }}
 
-# The demo's warm start: a tiny Qwen3-MoE, taught by noisy demonstrations
-warm-start: setup
-    scripts/warm_start.sh {{ home }}/reverse-text
+# A demo's warm start: a tiny Qwen3-MoE, taught by noisy demonstrations (reverse-text or tool-use)
+warm-start demo="reverse-text": setup
+    scripts/warm_start.sh {{ home }}/{{ demo }}
 
 # Lint, type-check and run all tests
 test *args: setup (harness "mini_swe_agent") lint

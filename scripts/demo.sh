@@ -18,7 +18,9 @@ else
   echo "Slurm's daemons or root are missing: running the same recipe through the local executor" >&2
 fi
 
-scripts/warm_start.sh "$home/reverse-text"
+# A recipe whose model is below $home starts from one that is made on the spot.
+model=$(.venv/bin/python -c 'import primeslurm, sys; print(primeslurm.load(sys.argv[1], local=True).recipe.model.path)' "$recipe")
+[[ $model != "$home"/*/model ]] || scripts/warm_start.sh "$(dirname "$model")"
 $primeslurm submit "$recipe" "${where[@]}" --name "$name" --dry-run
 $primeslurm submit "$recipe" "${where[@]}" --name "$name" --wait
 $primeslurm summary "runs/$name"

@@ -1,17 +1,28 @@
 #!/usr/bin/env bash
-# Make the demo's model on the spot: a tiny random Qwen3-MoE, then supervised fine-tuning on noisy demonstrations.
-# Usage: scripts/warm_start.sh DIRECTORY      Result: DIRECTORY/model
+# Make a demo's model on the spot: a tiny random Qwen3-MoE, then supervised fine-tuning on noisy demonstrations.
+# Usage: scripts/warm_start.sh DIRECTORY      Result: DIRECTORY/model. The directory's name says which: reverse-text or tool-use.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 directory=$1
 model=$directory/model
+demo=$(basename "$directory")
 [[ -f $model/MANIFEST.json ]] && exit 0
 rm -rf "$directory/random" "$directory/model.part"
 mkdir -p "$directory"
-.venv/bin/python -W ignore -m primeslurm.trainer.tiny model "$directory/random"
-.venv/bin/python -W ignore -m primeslurm.trainer.tiny demonstrations "$directory/demonstrations.jsonl"
-run=reverse-text-sft-$(date +%m%d-%H%M%S)
-.venv/bin/primeslurm submit recipes/reverse_text_sft.yaml --local --name "$run" --wait \
+python=(.venv/bin/python -W ignore -m)
+case $demo in
+  reverse-text)
+    "${python[@]}" primeslurm.trainer.tiny model "$directory/random"
+    "${python[@]}" primeslurm.trainer.tiny demonstrations "$directory/demonstrations.jsonl" ;;
+  tool-use)
+    "${python[@]}" primeslurm.trainer.tiny model "$directory/random" --phrases
+    "${python[@]}" primeslurm.orchestrator.environments.tool_use "$directory/demonstrations.jsonl" ;;
+  *)
+    echo "error: no demo is called $demo; there are reverse-text and tool-use" >&2
+    exit 2 ;;
+esac
+run=$demo-sft-$(date +%m%d-%H%M%S)
+.venv/bin/primeslurm submit "recipes/${demo//-/_}_sft.yaml" --local --name "$run" --wait \
   --set model.path="$directory/random" --set sft.data.path="$directory/demonstrations.jsonl"
 # The last published policy is a complete model directory; the rename makes it appear whole or not at all.
 versions=("runs/$run/weights/"v*)

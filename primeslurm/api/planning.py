@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from primeslurm.api.environments import environment_problems
 from primeslurm.errors import UsageError
 from primeslurm.plan.checks.files import absent_data, model_files, with_absolute_paths
 from primeslurm.plan.checks.teacher import teacher_problems
-from primeslurm.plan.model import Plan
+from primeslurm.plan.model import Finding, Plan
 from primeslurm.plan.placement.teacher import served
 from primeslurm.plan.planner import RecipeFiles, make_emulated_plan, make_plan, refusals
 from primeslurm.recipe import Recipe, Site
@@ -29,14 +30,25 @@ def plan_of(recipe: Recipe, site: Site, files: RecipeFiles, *, local: bool) -> P
 
 
 def strict_plan_of(recipe: Recipe, site: Site, files: RecipeFiles, *, local: bool) -> Plan:
-    """Work out the plan of what is to run. Raises UsageError also for files that cannot be used."""
+    """Work out the plan of what is to run, and try its environments.
+
+    Raises:
+        UsageError: the recipe cannot be placed, or its files or environments cannot be used; every reason at once.
+    """
+    problems, untried = environment_problems(recipe, site, local=local) if not files.blocked else ([], [_BLOCKED])
+    problems = [*files.problems, *problems]
     try:
         plan = plan_of(recipe, site, files, local=local)
     except UsageError as error:
-        raise UsageError([*files.problems, *error.violations]) from None
-    if files.problems:
-        raise UsageError([*files.problems, *refusals(plan.findings, "error")])
-    return plan
+        raise UsageError([*problems, *error.violations]) from None
+    if problems:
+        raise UsageError([*problems, *refusals(plan.findings, "error")])
+    return plan.model_copy(update={"findings": (*plan.findings, *untried)})
+
+
+_BLOCKED = Finding(
+    level="note", field="environments", text="not tried here: the run cannot be submitted here in any case"
+)
 
 
 def emulated_plan_of(recipe: Recipe, site: Site) -> Plan:

@@ -15,7 +15,7 @@ from primeslurm.recipe import Recipe
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one attempt's orchestrator. Returns the exit code: 0 = the run is complete, 76 = it stalled."""
+    """Run one attempt's orchestrator. Returns 0 if the run is complete, else an exit code of `wire.exits`."""
     options = _parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)

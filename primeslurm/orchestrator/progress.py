@@ -48,6 +48,8 @@ class RunProgress(msgspec.Struct, frozen=True):
     """How many there are, by environment with a curriculum, as far as that is known."""
     outcomes: int = 0
     """Bytes of the curricula's file that count."""
+    memory: dict[int, dict[str, float]] = {}
+    """Step to what the algorithm knew before its batch; kept until the step is committed. None: it knew nothing."""
 
     def save(self, path: Path) -> None:
         """Write the record atomically. Raises OSError."""
@@ -82,6 +84,7 @@ def restore(run_dir: Path, attempt: int) -> RunProgress:
         done_step=step,
         published=None,
         batches={s: groups for s, groups in saved.batches.items() if s <= step},
+        memory={s: known for s, known in saved.memory.items() if s <= step + 1},
         committed=step,
     )
 

@@ -84,7 +84,7 @@ def _recover_batches(
         if step <= committed:
             spool.delete(ids)
         elif ready.issuperset(ids):
-            batches.add(step, found)
+            batches.add(step, found, progress.memory.get(step, {}))
         else:
             lost = len(set(ids) - ready)
             log.error("%d groups of step %d are lost: its batch cannot be given again", lost, step)

@@ -12,6 +12,9 @@ import logging
 import time
 from pathlib import Path
 
+import msgspec
+
+from primeslurm.errors import PrimeslurmError
 from primeslurm.orchestrator import algorithms
 from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.batching.admission import Admission
@@ -20,6 +23,7 @@ from primeslurm.orchestrator.dispatch.curricula import OUTCOMES, Curricula
 from primeslurm.orchestrator.progress import CHECKPOINT_PART, PROGRESS, ProgressFile, restore
 from primeslurm.orchestrator.recovery import recover
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
+from primeslurm.orchestrator.rollouts.length_penalties import penalised
 from primeslurm.orchestrator.rollouts.spool import Spool
 from primeslurm.orchestrator.rollouts.worker_pool import WorkerPool
 from primeslurm.orchestrator.teacher.scoring import scoring_of
@@ -65,6 +69,7 @@ class Orchestrator:
         self._journal = Journal(arguments.attempt_dir, "orchestrator")
         progress = restore(arguments.run_dir, arguments.attempt)
         self._spool = Spool(arguments.run_dir / "rollouts")
+        self._environments = {environment.label: environment for environment in recipe.environments}
         self._algorithm = algorithms.from_recipe(recipe)
         self._batches = Batches(recipe, self._algorithm)
         self._metrics = MetricsLog(arguments.run_dir, progress.done_step, **recipe.metrics_options())
@@ -75,7 +80,9 @@ class Orchestrator:
         self._progress = ProgressFile(arguments.run_dir / PROGRESS, progress, self._dispatch, self._curricula)
         nodes = recipe.deployment.environments
         most = nodes.max_rollouts_per_node if nodes else None
-        self._workers = WorkerPool(arguments.env_bind, self._on_result, self._on_lost, max_per_node=most)
+        self._workers = WorkerPool(
+            arguments.env_bind, self._on_result, self._on_lost, self._on_unusable, max_per_node=most
+        )
         self._link = OrchestratorLink(arguments.bind, self._handle)
         url = arguments.addresses.url
         timeout = recipe.weights.timeout_s
@@ -92,7 +99,7 @@ class Orchestrator:
             after_update=self._after_update,
             sends=self._sessions.sends,
         )
-        self._watch = Watch(recipe, self._journal, arguments.engine_urls)
+        self._watch = Watch(recipe, self._journal, arguments.engine_urls, resumed=progress.done_step > 0)
         self._scoring = scoring_of(recipe, arguments, self._dispatch.unscored.values(), self._on_scored)
         self._batch_formed = asyncio.Condition()
         self._wake = asyncio.Event()
@@ -105,6 +112,7 @@ class Orchestrator:
 
         Raises:
             StallError: nothing moved for the recipe's stall timeout.
+            FutileError: an environment cannot work.
         """
         self._journal.write(OrchestratorUp(self._progress.now.next_step, len(self._dispatch.ready)))
         try:
@@ -134,10 +142,19 @@ class Orchestrator:
             await self._workers.cancel(cancelled)
             self._curricula.set_tasks(self._workers.tasks)
             while job := self._dispatch.next_job(self._workers.available):
+                self._watch.rollout_started(job)
                 await self._workers.send(job)
-            self._watch.check_stall(self._suspect)
+            self._check()
             self._watch.report(self._state)
             await self._pause()
+
+    def _check(self) -> None:
+        """End a run that gets nowhere; the last words are for the head."""
+        try:
+            self._watch.check_stall(self._suspect, self._dispatch.runs, self._workers.environments)
+        except PrimeslurmError as error:
+            self._watch.write_state(msgspec.structs.replace(self._state(), failure=str(error)))
+            raise
 
     def _follow_addresses(self) -> None:
         """Do without what the head gave up, and wait no longer for answers from where something was."""
@@ -221,14 +238,18 @@ class Orchestrator:
         groups = self._dispatch.cut()
         if groups is None:
             return False
-        batches = {**self._progress.now.batches, step: [group.id for group in groups]}
+        now = self._progress.now
+        batches = {**now.batches, step: [group.id for group in groups]}
+        known = now.memory.get(step, {})
+        after = dict(self._algorithm.remember(known, groups))
+        memory = now.memory | ({step + 1: after} if after else {})
         try:
-            self._progress.record(next_step=step + 1, batches=batches)
+            self._progress.record(next_step=step + 1, batches=batches, memory=memory)
         except OSError as error:
             log.warning("the batch of step %d is held back, it cannot be recorded: %s", step, error)
             self._dispatch.uncut(groups)
             return False
-        self._batches.add(step, groups)
+        self._batches.add(step, groups, known)
         self._watch.batch_given(step)
         row = batch_metrics(groups, step, self._recipe.seq_len)
         self._journal.write(BatchFormed(step, row["reward/mean"], row["staleness/max"]))
@@ -258,6 +279,7 @@ class Orchestrator:
         row = batch_metrics(groups, request.step, self._recipe.seq_len) if groups else {}
         row |= self._watch.step_metrics(self._dispatch, self._policy.current_version)
         row |= self._admission.take_metrics()
+        row |= {f"memory/{name}": value for name, value in self._progress.now.memory.get(request.step + 1, {}).items()}
         row |= self._scoring.take_metrics() if self._scoring else {}
         row |= {f"trainer/{name}": value for name, value in request.metrics.items()}
         try:
@@ -271,7 +293,8 @@ class Orchestrator:
         gone = {s: ids for s, ids in self._progress.now.batches.items() if s <= step}
         self._spool.delete(name for ids in gone.values() for name in ids)
         kept = {s: ids for s, ids in self._progress.now.batches.items() if s > step}
-        self._progress.note(batches=kept, committed=max(step, self._progress.now.committed))
+        memory = {s: known for s, known in self._progress.now.memory.items() if s > step}
+        self._progress.note(batches=kept, memory=memory, committed=max(step, self._progress.now.committed))
 
     # rollouts
 
@@ -288,11 +311,13 @@ class Orchestrator:
         group = self._dispatch.finished(job, outcome)
         if group is None:
             return
-        kept = self._admission.decide(group)
+        kept = self._admission.decide(penalised(group, self._environments[group.environment]))
         if isinstance(kept, str):
             self._dispatch.rejected(group, kept)
+            self._watch.group_rejected(kept, len(group.rollouts))
             return
         group = kept
+        self._watch.group_kept()
         self._spool.put(group)
         if self._scoring is None:
             self._dispatch.add_ready(group)
@@ -305,6 +330,10 @@ class Orchestrator:
             self._spool.put(group)
             self._wake.set()
             self._notify_if_enough()
+
+    def _on_unusable(self, environment: str, worker: int, error: str) -> None:
+        log.warning("worker %d cannot serve %s: %s", worker, environment, error)
+        self._watch.worker_failed(environment, worker, error)
 
     def _on_lost(self, job: str) -> None:
         if self._dispatch.runs(job):

@@ -33,6 +33,12 @@ class RecipeFiles:
     absent: tuple[Finding, ...] = ()
     """Files that are to be there when the job runs."""
 
+    @property
+    def blocked(self) -> bool:
+        """Whether a submission would be refused here for a file that is not here."""
+        models = [files.absent for files in (self.model, self.teacher) if files is not None]
+        return bool(self.absent or any(models))
+
 
 def make_plan(recipe: Recipe, site: Site, run_dir: Path, files: RecipeFiles, *, local: bool = False) -> Plan:
     """Work out a whole run, with all findings and the estimate. Files that cannot be used block it.

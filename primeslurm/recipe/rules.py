@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from primeslurm.errors import Violation
 from primeslurm.families.renderers import AUTO, RENDERERS, is_import_path, nearest_renderer
-from primeslurm.recipe import environment_rules, sandbox_rules
+from primeslurm.recipe import advantage_rules, environment_rules, sandbox_rules
 from primeslurm.recipe.recipe import Recipe
 from primeslurm.recipe.sections.losses import CustomLoss
 from primeslurm.recipe.sections.orchestrator import Orchestrator
+from primeslurm.recipe.sections.teacher import PolicyTeacher
 
 
 def violations(recipe: Recipe) -> list[Violation]:
@@ -40,7 +41,7 @@ def _rl(recipe: Recipe) -> list[Violation]:
     labels = [environment.label for environment in recipe.environments]
     for label in sorted({name for name in labels if labels.count(name) > 1}):
         found.append(Violation("environments", label, "names must be unique", "give each a `name`"))
-    found += environment_rules.violations(recipe)
+    found += environment_rules.violations(recipe) + advantage_rules.violations(recipe)
     found += sandbox_rules.violations(recipe.environments)
     found += _algorithm(orchestrator)
     max_tokens = orchestrator.sampling.max_tokens
@@ -101,6 +102,9 @@ def _teacher(recipe: Recipe) -> list[Violation]:
     if recipe.task != "rl":
         return []
     found: list[Violation] = []
+    if isinstance(teacher, PolicyTeacher) and "{hint}" not in teacher.template:
+        why = "does not say where the hint goes"
+        found.append(Violation("teacher.template", teacher.template, why, "write {hint} in it"))
     ref_kl = None if isinstance(loss, CustomLoss) else loss.ref_kl
     opd, reward = recipe.orchestrator.advantages == "opd", recipe.orchestrator.opd_reward
     somewhere = opd or any(environment.advantages == "opd" for environment in recipe.environments)

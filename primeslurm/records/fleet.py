@@ -31,6 +31,8 @@ class Ending:
     outcome: Outcome
     reason: str
     suspect: str = ""
+    final: bool = False
+    """Another attempt would end in the same way."""
 
 
 class ProcessReport(msgspec.Struct, frozen=True):
@@ -67,6 +69,8 @@ class AgentReport(msgspec.Struct, frozen=True):
     agent_pid: int
     fitness: Fitness = Fitness.CHECKING
     unfit_because: str = ""
+    environments_fail: str = ""
+    """Why environments do not load there."""
     node: int | None = None
     """The Plan's node that it plays; None while it is a spare."""
     ports: dict[str, dict[str, int]] = {}

@@ -99,6 +99,8 @@ class RolloutProgress(Record, frozen=True):
 class OrchestratorState(RolloutProgress, frozen=True):
     """`state/orchestrator.json`."""
 
+    failure: str = ""
+    """Why the orchestrator ends before its work is done, once it does."""
     engines: dict[str, EngineRecord] = {}
     replicas: dict[str, dict[str, Load]] = {}
     """Load by replica and role."""

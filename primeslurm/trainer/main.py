@@ -85,5 +85,6 @@ def _task(
     if recipe.sft is None:
         raise ValueError("task sft needs an sft section")
     tokenizer = AutoTokenizer.from_pretrained(policy.source)
-    examples = sft_data.load(Path(recipe.sft.data.path), tokenizer, recipe.seq_len, reader)
+    data = recipe.sft.data
+    examples = sft_data.load(Path(data.path), tokenizer, recipe.seq_len, reader, every=data.train == "all")
     return SftTask(recipe, run_dir, learner, publisher, saver, world, examples, journal)

@@ -1,6 +1,6 @@
 """Make a tiny, randomly initialised Qwen3 or Qwen3-MoE model with a character tokenizer, and data to warm it up.
 
-    python -m primeslurm.trainer.tiny model DIR [--family qwen3_moe|qwen3] [--hidden 64] [--layers 2]
+    python -m primeslurm.trainer.tiny model DIR [--family qwen3_moe|qwen3] [--hidden 64] [--layers 2] [--phrases]
     python -m primeslurm.trainer.tiny demonstrations FILE [--n 30000] [--noise 0.6] [--seed 0]
 
 Nothing is downloaded. The model is for demonstrations and tests on CPUs.
@@ -12,6 +12,7 @@ import argparse
 import json
 import random
 import string
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,26 @@ VOCABULARY = 128
 PAD, START, END = "<|pad|>", "<|im_start|>", "<|im_end|>"
 MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
 """What sets thoughts and tools apart, as in Qwen3: tokens of their own, but no special ones."""
+PHRASES = (
+    "system",
+    "user",
+    "assistant",
+    "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+    "You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n",
+    '{"type": "function", "function": {"name": "',
+    '", "description": "',
+    '", "parameters": {"type": "object", "properties": {"',
+    '": {"type": "string"}}, "required": ["',
+    '"]}}}',
+    "\n</tools>\n\nFor each function call, return a json object with function name and arguments within <tool_call>"
+    '</tool_call> XML tags:\n<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>',
+    '{"name": "',
+    '", "arguments": {"',
+    "command",
+    '": "',
+    '"}}',
+)
+"""What conversations with a shell always say. As tokens of their own, they make a prompt eight times shorter."""
 CHAT_TEMPLATE = """
 {%- set answered = namespace(upto=-1) %}
 {%- for message in messages %}
@@ -76,18 +97,18 @@ PROMPT = "Reverse: "
 """What precedes the text in a reverse-text prompt; the bundled environment asks in the same words."""
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
-    """One token per printable ASCII character or newline, Qwen3's own, and reserved ones up to VOCABULARY."""
+def tokenizer(phrases: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """One token per printable ASCII character, newline, mark of Qwen3 and phrase; reserved ones up to VOCABULARY."""
     special = [PAD, START, END]
     characters = ["\n", *(chr(code) for code in range(32, 127))]
-    more = ["<|endoftext|>", *MARKS]
+    more = ["<|endoftext|>", *MARKS, *phrases]
     reserved = [f"<|reserved_{i}|>" for i in range(VOCABULARY - len(special) - len(characters) - len(more))]
     vocabulary = {token: index for index, token in enumerate([*special, *characters, *more, *reserved])}
     core = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))  # no merges: every character stays alone
     core.decoder = decoders.Fuse()
     fast = PreTrainedTokenizerFast(tokenizer_object=core, eos_token=END, pad_token=PAD)
     fast.add_special_tokens({"additional_special_tokens": [START, "<|endoftext|>", *reserved]})
-    fast.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in MARKS])
+    fast.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in (*MARKS, *phrases)])
     fast.chat_template = CHAT_TEMPLATE
     return fast
 
@@ -129,10 +150,17 @@ def model(family: str, hidden: int, layers: int, seed: int) -> Any:
     return moe
 
 
-def write_model(out: Path, family: str = "qwen3_moe", hidden: int = 64, layers: int = 2, seed: int = 0) -> None:
+def write_model(
+    out: Path,
+    family: str = "qwen3_moe",
+    hidden: int = 64,
+    layers: int = 2,
+    seed: int = 0,
+    phrases: Sequence[str] = (),
+) -> None:
     """Write model, tokenizer and generation config to `out` in Hugging Face format."""
     model(family, hidden, layers, seed).save_pretrained(out)
-    tokenizer().save_pretrained(out)
+    tokenizer(phrases).save_pretrained(out)
     GenerationConfig(eos_token_id=2, pad_token_id=0).save_pretrained(out)
 
 
@@ -164,6 +192,7 @@ def main() -> None:
     make.add_argument("--hidden", type=int, default=64)
     make.add_argument("--layers", type=int, default=2)
     make.add_argument("--seed", type=int, default=0)
+    make.add_argument("--phrases", action="store_true", help="a token for each phrase of conversations with a shell")
     reverse = commands.add_parser("demonstrations", help="write demonstrations of reversing words")
     reverse.add_argument("out", type=Path)
     reverse.add_argument("--n", type=int, default=30000)
@@ -171,7 +200,8 @@ def main() -> None:
     reverse.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     if arguments.command == "model":
-        write_model(arguments.out, arguments.family, arguments.hidden, arguments.layers, arguments.seed)
+        phrases = PHRASES if arguments.phrases else ()
+        write_model(arguments.out, arguments.family, arguments.hidden, arguments.layers, arguments.seed, phrases)
     else:
         chats = demonstrations(arguments.n, arguments.noise, arguments.seed)
         arguments.out.write_text("".join(json.dumps(chat) + "\n" for chat in chats))

@@ -58,6 +58,14 @@ def whole(images: Sequence[ImageSpan], length: int) -> tuple[int, tuple[ImageSpa
     return length, tuple(image for image in images if image.end <= length)
 
 
+class TeacherPrompt(msgspec.Struct, frozen=True):
+    """What a teacher is given in place of a sequence's first tokens."""
+
+    token_ids: list[int]
+    replaces: int
+    """Number of the sequence's own tokens that it stands for."""
+
+
 class RolloutInfo(msgspec.Struct, frozen=True):
     """Everything about a rollout but its tokens."""
 
@@ -75,6 +83,19 @@ class RolloutInfo(msgspec.Struct, frozen=True):
     """Set if the rollout failed; it is then never trained on."""
     images: tuple[ImageSpan, ...] = ()
     """Its images, in order."""
+    agent: str = ""
+    """Which of its environment's agents it is of; empty if a release wrote it that knew but one."""
+    trace: int = 0
+    """Which trace of its rollout it is of: an environment of several agents has one for each time an agent acted."""
+    length_penalty: float = 0.0
+    """What is taken off the reward before advantages are made of it."""
+    teacher_prompt: TeacherPrompt | None = None
+    """None: the teacher is given what the policy was given."""
+
+    @property
+    def net_reward(self) -> float:
+        """Return the reward less the length penalty: what advantages are made of."""
+        return self.reward - self.length_penalty
 
 
 @dataclass(frozen=True)

@@ -227,6 +227,7 @@ class NodeAgent:
             agent_pid=os.getpid(),
             fitness=fitness,
             unfit_because=why,
+            environments_fail=self.preflight.environments_fail if fitness is Fitness.UNFIT else "",
             node=processes.node.index if processes else None,
             ports=processes.ports if processes else {},
             processes=processes.reports() if processes else {},

@@ -127,7 +127,7 @@ class Supervision:
         elif self.process.restart == "unit":
             self.restarts += 1
             self._become(ProcessState.FALLEN, now)
-        elif self._restartable and code != exits.STALLED:
+        elif self._restartable and code not in (exits.STALLED, exits.FUTILE):
             self.restarts += 1
             self._become(ProcessState.BACKOFF, now)
         else:

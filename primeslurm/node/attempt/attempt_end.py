@@ -80,6 +80,8 @@ def should_requeue(ending: Ending, attempt: int, plan: Plan, commits: Mapping[in
         return False, ""
     if attempt >= plan.max_attempts:
         return False, f"this was attempt {attempt} of {plan.max_attempts}"
+    if ending.final:
+        return False, "another attempt would end in the same way"
     if ending.outcome is Outcome.PREEMPTED:
         return True, ""
     recent = [commits[n] for n in sorted(commits)][-3:]

@@ -71,6 +71,8 @@ class Fleet:
     news: list[News] = field(default_factory=list)
     progress: Any = None
     progress_at: float = 0.0
+    last_words: str = ""
+    """Why the orchestrator ends, in its own words."""
 
     def __post_init__(self) -> None:
         self.assignment = NodeAssignment(self.plan)
@@ -176,7 +178,9 @@ class Fleet:
         for rank, agent in sorted(self.agents.items()):
             if rank in self.gone:
                 continue
-            if agent.fitness is Fitness.UNFIT:
+            if agent.environments_fail and not self._environments_load(rank):
+                ending = self._environments_fail(rank, agent)
+            elif agent.fitness is Fitness.UNFIT:
                 ending = self._lose(rank, agent.unfit_because, now)
             elif agent.error:
                 ending = self._lose(rank, agent.error, now)
@@ -187,6 +191,19 @@ class Fleet:
             if ending:
                 return ending
         return None
+
+    def _environments_load(self, rank: int) -> bool:
+        """Whether environments load on another node of an agent's group."""
+        peers = self.plan.ranks(self.plan.group_of_rank(rank).index)
+        return any(self.agents[peer].fitness is Fitness.FIT for peer in peers if peer in self.agents)
+
+    def _environments_fail(self, rank: int, agent: AgentReport) -> Ending | None:
+        """Where they load nowhere, no node is to blame. Until all that may run them have tried, nobody knows."""
+        peers = set(self.plan.ranks(self.plan.group_of_rank(rank).index)) - set(self.gone)
+        if any(peer not in self.agents or self.agents[peer].fitness is Fitness.CHECKING for peer in peers):
+            return None
+        reason = f"environments do not load on node {agent.name}: {agent.environments_fail}"
+        return Ending(Outcome.FAILED, reason, "environments", final=True)
 
     def _give_up_waiting(self, now: float) -> None:
         """Agents that have never reported, whether they are needed or not."""
@@ -305,7 +322,10 @@ class Fleet:
             if report.exit_code == exits.CHECKPOINTED:
                 return Ending(Outcome.PREEMPTED, f"{process.name} checkpointed and stopped", process.name)
             if report.exit_code == exits.STALLED:
-                return Ending(Outcome.FAILED, f"{process.name} saw no progress: see its events", process.name)
+                reason = self.last_words or f"{process.name} saw no progress: see its events"
+                return Ending(Outcome.FAILED, reason, process.name)
+            if report.exit_code == exits.FUTILE:
+                return Ending(Outcome.FAILED, self.last_words or f"{reason}: see its events", process.name, final=True)
             if group is not None and self._may_miss_a_node(group, now):
                 continue
             if ending := self._give_up([process.name], reason, process.name):

@@ -20,7 +20,7 @@ from primeslurm.plan.model import Plan
 from primeslurm.records.events.nodes import AddressesPublished, AttemptEnds, HeadFailed, NodeLost, PublishFailed
 from primeslurm.records.fleet import AgentReport, AssignedAgent, AssignmentRecord, Ending, FleetView, Outcome
 from primeslurm.records.journal import Journal
-from primeslurm.records.state import TrainerState
+from primeslurm.records.state import OrchestratorState, TrainerState
 from primeslurm.run.directory import Attempt, RunDirectory
 from primeslurm.run.records import progress_of
 from primeslurm.slurm.launch_failures import JobOutput, early_exits, launch_failures, node_names, restarts
@@ -137,6 +137,8 @@ class Head(threading.Thread):
         state = progress_of(self.attempt, self.plan.task)
         if state is not None:
             self.fleet.observe_progress(state.marker, now)
+        if isinstance(state, OrchestratorState):
+            self.fleet.last_words = state.failure
 
     def _tell_news(self) -> None:
         news, self.fleet.news = self.fleet.news, []

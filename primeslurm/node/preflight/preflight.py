@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,9 @@ from primeslurm.node.head.fleet import NODE_START_S
 from primeslurm.node.host.fabric import find_hcas
 from primeslurm.node.host.network import NetworkError, own_address
 from primeslurm.node.preflight import checks
+from primeslurm.plan.checks.environments import Interpreter, places, try_all
 from primeslurm.plan.model import Node, Plan
+from primeslurm.recipe.sections.orchestrator import Environment
 from primeslurm.records.events.nodes import GpuFailed, PreflightDone
 from primeslurm.records.fleet import Fitness, FleetView, PreflightCheck, PreflightReference
 from primeslurm.records.journal import Journal
@@ -67,6 +71,8 @@ class Preflight:
         self._journal = journal
         self._timings = timings
         self._found: list[PreflightCheck] = []
+        self.environments_fail = ""
+        """Why environments do not load here; whether that is this node's fault, the others tell."""
         self._done = False
         self._started_at = time.monotonic()
         self._deadline = math.inf
@@ -129,12 +135,17 @@ class Preflight:
             "the head's files": self._reference,
             "the clock": self._clock,
         }
+        environments: list[PreflightCheck] = []
+        beside = threading.Thread(
+            target=lambda: environments.extend(_looked("the environments", self._environments)), daemon=True
+        )
+        beside.start()  # importing takes seconds
         for doing, part in parts.items():
             self._doing = doing
-            try:
-                self._found += part()
-            except Exception as error:  # an unforeseen one is a reason to leave the node out, with that reason
-                self._found.append(PreflightCheck(doing, "failed", f"{doing}: {type(error).__name__}: {error}"))
+            self._found += _looked(doing, part)
+        self._deadline = math.inf  # they have a time limit each
+        beside.join()
+        self._found += environments
         self._done = True
         seconds = round(time.monotonic() - self._started_at, 2)
         fitness, _ = self.verdict
@@ -187,6 +198,23 @@ class Preflight:
             return PreflightCheck("model", "failed", f"there is no model {path}", "put it on the shared file system")
         return checks.model_check(directory)
 
+    def _environments(self) -> list[PreflightCheck]:
+        """Whether the environments load whose workers may run here."""
+        workers = [p for node in self._parts for p in node.processes if p.role == "environment"]
+        recipe = read_json(Path(self._plan.run_dir) / "recipe.resolved.json") if workers else None
+        if self._plan.emulated or recipe is None:
+            return []
+        wanted = [Environment.model_validate(each) for each in recipe["environments"]]
+        tried = try_all(places(wanted), Interpreter(sys.executable, {}))
+        problems = [*map(str, tried.violations), *map(str, tried.missing)]
+        if tried.unprepared:
+            problems = [f"{sys.executable} has no {tried.unprepared}"]
+        self.environments_fail = "; ".join(problems)
+        fix = "`primeslurm check` says the same where the nodes' Python is"
+        return [PreflightCheck("environments", "failed", text, fix) for text in problems] or [
+            PreflightCheck("environments", "ok", f"loaded: {', '.join(each.label for each in wanted)}")
+        ]
+
     def _reference(self) -> list[PreflightCheck]:
         self._deadline = math.inf  # a head that starts late is no fault of this node
         value = self._wait_for(Watched(self._attempt.reference_file), self._timings.head_start_s)
@@ -225,3 +253,10 @@ class Preflight:
         while (value := file.changed()) is None and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         return value
+
+
+def _looked(doing: str, part: Callable[[], list[PreflightCheck]]) -> list[PreflightCheck]:
+    try:
+        return part()
+    except Exception as error:  # an unforeseen one is a reason to leave the node out, with that reason
+        return [PreflightCheck(doing, "failed", f"{doing}: {type(error).__name__}: {error}")]

@@ -7,14 +7,32 @@ from primeslurm.orchestrator.algorithms import custom
 from primeslurm.orchestrator.algorithms.by_environment import ByEnvironment, Weighted
 from primeslurm.orchestrator.algorithms.echo import Echo
 from primeslurm.orchestrator.algorithms.grpo import Grpo
+from primeslurm.orchestrator.algorithms.hierarchical_grpo import HierarchicalGrpo
 from primeslurm.orchestrator.algorithms.max_rl import MaxRl
 from primeslurm.orchestrator.algorithms.opd import Opd
-from primeslurm.orchestrator.algorithms.protocol import Algorithm, Credit, per_rollout
+from primeslurm.orchestrator.algorithms.protocol import Algorithm, Credit, Memory, per_rollout
+from primeslurm.orchestrator.algorithms.rae import Rae
+from primeslurm.orchestrator.algorithms.traces import by_role, per_trace
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.orchestrator import AdvantageRule, Orchestrator
 
-__all__ = ["Algorithm", "Credit", "Echo", "Grpo", "MaxRl", "Opd", "RolloutGroup", "from_recipe", "per_rollout"]
+__all__ = [
+    "Algorithm",
+    "Credit",
+    "Echo",
+    "Grpo",
+    "HierarchicalGrpo",
+    "MaxRl",
+    "Memory",
+    "Opd",
+    "Rae",
+    "RolloutGroup",
+    "by_role",
+    "from_recipe",
+    "per_rollout",
+    "per_trace",
+]
 
 
 def from_recipe(recipe: Recipe) -> Algorithm:
@@ -51,3 +69,7 @@ def _ruled(rule: AdvantageRule, options: Orchestrator) -> Algorithm:
             return MaxRl()
         case "opd":
             return Opd(options.opd_reward)
+        case "rae":
+            return Rae(options.rae_decay)
+        case "hierarchical_grpo":
+            return HierarchicalGrpo(options.within_rollout)

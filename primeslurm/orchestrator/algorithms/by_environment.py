@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from primeslurm.orchestrator.algorithms.protocol import Algorithm, Credit
+from primeslurm.orchestrator.algorithms.protocol import Algorithm, Credit, Memory
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 
 
@@ -31,6 +31,16 @@ class ByEnvironment(Algorithm):
     def rejects(self, group: RolloutGroup) -> str | None:
         """Ask the environment's algorithm."""
         return self.by_label[group.environment].rejects(group)
+
+    def remember(self, memory: Memory, groups: Sequence[RolloutGroup]) -> Memory:
+        """Ask each environment's algorithm about its groups. They share one memory."""
+        for label, algorithm in self.by_label.items():
+            memory = algorithm.remember(memory, [group for group in groups if group.environment == label])
+        return memory
+
+    def recalling(self, memory: Memory) -> ByEnvironment:
+        """Have each environment's algorithm recall."""
+        return replace(self, by_label={label: one.recalling(memory) for label, one in self.by_label.items()})
 
     def assign(self, groups: Sequence[RolloutGroup]) -> list[Sequence[Credit]]:
         """See `Algorithm`."""
@@ -68,6 +78,14 @@ class Weighted(Algorithm):
     def rejects(self, group: RolloutGroup) -> str | None:
         """Ask the inner algorithm."""
         return self.inner.rejects(group)
+
+    def remember(self, memory: Memory, groups: Sequence[RolloutGroup]) -> Memory:
+        """Ask the inner algorithm."""
+        return self.inner.remember(memory, [group for group in groups if self.weights[group.environment]])
+
+    def recalling(self, memory: Memory) -> Weighted:
+        """Have the inner algorithm recall."""
+        return replace(self, inner=self.inner.recalling(memory))
 
     def assign(self, groups: Sequence[RolloutGroup]) -> list[Sequence[Credit]]:
         """See `Algorithm`."""

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 
 from primeslurm.errors import UsageError, Violation
-from primeslurm.orchestrator.algorithms.protocol import Algorithm, Credit
+from primeslurm.orchestrator.algorithms.protocol import Algorithm, Credit, Memory
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.recipe.sections.orchestrator import CustomAlgorithm
 from primeslurm.wire.rollouts import Rollout
@@ -52,6 +53,28 @@ class Custom(Algorithm):
         if reason is not None and not (isinstance(reason, str) and _WORD.fullmatch(reason)):
             raise self._wrong(f"rejects(group {group.id}) returned {reason!r}", "return None, or a word like too_long")
         return reason
+
+    def remember(self, memory: Memory, groups: Sequence[RolloutGroup]) -> Memory:
+        """Ask the user's algorithm.
+
+        Raises:
+            UsageError: it raised an error, or its answer is no mapping of names to finite numbers.
+        """
+        found = self._ask("remember", lambda: self._inner.remember(memory, groups))
+        if not _is_memory(found):
+            raise self._wrong(f"remember returned {found!r}", "return a dict of names to finite numbers")
+        return found
+
+    def recalling(self, memory: Memory) -> Custom:
+        """Have the user's algorithm recall.
+
+        Raises:
+            UsageError: it raised an error, or its answer is no algorithm.
+        """
+        found = self._ask("recalling", lambda: self._inner.recalling(memory))
+        if not isinstance(found, Algorithm):
+            raise self._wrong(f"recalling returned a {type(found).__name__}", "return an Algorithm")
+        return Custom(self._name, found)
 
     def assign(self, groups: Sequence[RolloutGroup]) -> Sequence[Sequence[Credit]]:
         """Ask the user's algorithm.
@@ -101,6 +124,13 @@ def load(config: CustomAlgorithm) -> Algorithm:
         fix = "derive it from primeslurm.orchestrator.algorithms.Algorithm"
         raise refused(f"makes a {type(made).__name__}, which is no Algorithm", fix)
     return Custom(config.function, made)
+
+
+def _is_memory(found: object) -> bool:
+    return isinstance(found, Mapping) and all(
+        isinstance(name, str) and isinstance(value, float | int) and math.isfinite(value)
+        for name, value in found.items()
+    )
 
 
 def _misfits(groups: Sequence[RolloutGroup], found: object) -> Iterator[str]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from primeslurm.orchestrator.algorithms.protocol import Algorithm, Credit
+from primeslurm.orchestrator.algorithms.protocol import Algorithm, Credit, Memory
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.wire.rollouts import Float32, Rollout
 
@@ -32,6 +32,14 @@ class Echo(Algorithm):
     def rejects(self, group: RolloutGroup) -> str | None:
         """Ask the inner algorithm."""
         return self.inner.rejects(group)
+
+    def remember(self, memory: Memory, groups: Sequence[RolloutGroup]) -> Memory:
+        """Ask the inner algorithm."""
+        return self.inner.remember(memory, groups)
+
+    def recalling(self, memory: Memory) -> Echo:
+        """Have the inner algorithm recall."""
+        return replace(self, inner=self.inner.recalling(memory))
 
     def assign(self, groups: Sequence[RolloutGroup]) -> list[list[Credit]]:
         """See `Algorithm`. A token that the inner algorithm has cross-entropy on gets the sum of both factors."""

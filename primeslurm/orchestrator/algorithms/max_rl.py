@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from primeslurm.orchestrator.algorithms.grpo import centred
-from primeslurm.orchestrator.algorithms.protocol import Algorithm, Credit, per_rollout
+from primeslurm.orchestrator.algorithms.protocol import Algorithm, Credit
+from primeslurm.orchestrator.algorithms.traces import by_role, per_trace
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 
 
@@ -20,7 +21,7 @@ class MaxRl(Algorithm):
 
     def assign(self, groups: Sequence[RolloutGroup]) -> list[list[Credit]]:
         """See `Algorithm`."""
-        return [per_rollout(group, relative(group.rewards)) for group in groups]
+        return [per_trace(group, by_role(group, relative)) for group in groups]
 
 
 def relative(rewards: Sequence[float]) -> list[float]:

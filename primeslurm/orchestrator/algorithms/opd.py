@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from primeslurm.orchestrator.algorithms.grpo import centred
-from primeslurm.orchestrator.algorithms.protocol import Algorithm, Credit, per_rollout
+from primeslurm.orchestrator.algorithms.protocol import Algorithm, Credit
+from primeslurm.orchestrator.algorithms.traces import by_role, per_trace
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.wire.rollouts import Float32, Rollout
 
@@ -30,7 +31,7 @@ class Opd(Algorithm):
         return [self._group(group) for group in groups]
 
     def _group(self, group: RolloutGroup) -> list[Credit]:
-        even = per_rollout(group, [self.reward * advantage for advantage in centred(group.rewards)])
+        even = per_trace(group, [self.reward * advantage for advantage in by_role(group, centred)])
         pairs = zip(group.sequences, even, strict=True)
         return [Credit(credit.advantages + _gap(sequence), credit.mask) for sequence, credit in pairs]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -11,6 +11,9 @@ import numpy as np
 
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.wire.rollouts import Bool, Float32, Rollout
+
+Memory = Mapping[str, float]
+"""What an algorithm knows of the batches before: named numbers."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,8 @@ class Algorithm(Protocol):
     (`trainer.loss`).
 
     A group that was stored is assigned its credit anew after a restart, so `assign` must be a pure function of what it
-    is given: the same groups, the same answer.
+    is given: the same groups, the same answer. What an algorithm has to know of earlier batches is its memory: it is
+    on record for each step before the step's batch is given out, and comes back after a restart.
     """
 
     @property
@@ -60,6 +64,14 @@ class Algorithm(Protocol):
         Another group is sampled in its place.
         """
         return None
+
+    def remember(self, memory: Memory, groups: Sequence[RolloutGroup]) -> Memory:
+        """What is known after a batch, given what was known before it: pure, too. Default: what was known."""
+        return memory
+
+    def recalling(self, memory: Memory) -> Algorithm:
+        """The same algorithm for a batch before which this was known. Default: itself, which remembers nothing."""
+        return self
 
     @abstractmethod
     def assign(self, groups: Sequence[RolloutGroup]) -> Sequence[Sequence[Credit]]:

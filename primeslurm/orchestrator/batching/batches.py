@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from primeslurm.orchestrator.algorithms import Algorithm, Credit
+from primeslurm.orchestrator.algorithms import Algorithm, Credit, Memory
+from primeslurm.orchestrator.batching.averaging import averaged
 from primeslurm.orchestrator.batching.packing import Document, loss_tokens, pack
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.recipe import Recipe
+from primeslurm.recipe.sections.losses import Average, CustomLoss
 from primeslurm.wire.rollouts import Batch, BatchInfo, Rollout
 
 KEPT_STEPS = 2
@@ -25,14 +27,23 @@ class Batches:
         self._recipe = recipe
         self._algorithm = algorithm
         self._temperatures = {each.label: recipe.sampling(each).temperature for each in recipe.environments}
+        loss = recipe.trainer.loss
+        self._average: Average = "tokens" if isinstance(loss, CustomLoss) else loss.average
         self._groups: dict[int, list[RolloutGroup]] = {}
+        self._memory: dict[int, Memory] = {}
         self._packed: dict[tuple[int, int], list[Batch]] = {}
 
-    def add(self, step: int, groups: Sequence[RolloutGroup]) -> None:
-        """Keep the groups that `step` trains on, and forget those of steps that are not asked for any more."""
-        self._groups[step] = list(groups)
+    def add(self, step: int, groups: Sequence[RolloutGroup], memory: Memory | None = None) -> None:
+        """Keep the groups that `step` trains on, and forget those of steps that are not asked for any more.
+
+        Args:
+            step: that asks for them.
+            groups: of its batch.
+            memory: what the algorithm knew before it. None: nothing.
+        """
+        self._groups[step], self._memory[step] = list(groups), memory or {}
         for old in [s for s in self._groups if s <= step - KEPT_STEPS]:
-            del self._groups[old]
+            del self._groups[old], self._memory[old]
         self._packed = {key: value for key, value in self._packed.items() if key[0] in self._groups}
 
     def groups(self, step: int) -> list[RolloutGroup] | None:
@@ -49,7 +60,8 @@ class Batches:
 
     def _pack(self, step: int, ranks: int) -> list[Batch]:
         seq_len, max_steps = self._recipe.seq_len, self._recipe.max_steps
-        docs = documents(self._groups[step], seq_len, step - 1, self._algorithm, self._temperatures)
+        algorithm = self._algorithm.recalling(self._memory[step])
+        docs = documents(self._groups[step], seq_len, step - 1, algorithm, self._temperatures, self._average)
         total = loss_tokens(docs)
         rows = pack(docs, seq_len, ranks, self._recipe.orchestrator.sampling.temperature)
         has_images = any(doc.images for doc in docs)
@@ -62,6 +74,7 @@ def documents(
     version: int,
     algorithm: Algorithm,
     temperatures: Mapping[str, float] = MappingProxyType({}),
+    average: Average = "tokens",
 ) -> list[Document]:
     """Make documents of all sequences of the groups.
 
@@ -71,12 +84,13 @@ def documents(
         version: of the policy that is trained: what it sampled all of is on-policy.
         algorithm: assigns credit to the tokens.
         temperatures: at which environments sample, by label; of those that are not there, that of the batch.
+        average: what advantages are averaged over.
 
     Raises:
         UsageError: an algorithm of the user's own made an error.
     """
     cut = [group.cut(seq_len) for group in groups]
-    found = algorithm.assign(cut)
+    found = averaged(cut, algorithm.assign(cut), average, seq_len)
     return [
         _document(sequence, credit, _is_on_policy(original, version), temperatures.get(group.environment))
         for before, group, credits in zip(groups, cut, found, strict=True)

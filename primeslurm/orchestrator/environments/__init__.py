@@ -11,15 +11,18 @@ from itertools import chain
 from typing import Any
 
 import verifiers.v1 as vf
+from pydantic import ValidationError
 from verifiers.v1.configs.agent import agent_config_fields
-from verifiers.v1.utils.loaders import env_config_type, load_environment, taskset_class
+from verifiers.v1.utils.loaders import env_config_type, load_environment, taskset_config_type
 
 from primeslurm.errors import UsageError, Violation
 from primeslurm.orchestrator.dispatch.order import ENDLESS_WINDOW, WINDOW, first_epoch, later_epoch
-from primeslurm.orchestrator.environments import agents
+from primeslurm.orchestrator.environments import agents, mistakes
 from primeslurm.recipe.sandbox_rules import ENV_KEY
 
-BUNDLED = ("harbor-local", "reverse-text")
+BUNDLED = ("harbor-local", "math-problems", "reverse-text", "tool-use")
+HARNESSES = ("chat", "shell")
+"""Harnesses of our own, whose loop runs in the worker: `harness: {id: chat}` takes one for any taskset."""
 
 
 def load(name: str, args: Mapping[str, Any], agent: Mapping[str, Any] = {}) -> vf.Env:
@@ -33,15 +36,19 @@ def load(name: str, args: Mapping[str, Any], agent: Mapping[str, Any] = {}) -> v
     _provide_bundled(name)
     options = {key: value for key, value in args.items() if key != ENV_KEY}
     try:
-        taskset_class(name)
+        taskset = taskset_config_type(name)
         kind = env_config_type(name, "")
         config = dict(args.get(ENV_KEY, {}))
         roles = {role: agents.completed(config.get(role) or {}, agent, name) for role in agent_config_fields(kind())}
         return load_environment(kind.model_validate({**config, **roles, "taskset": {"id": name, **options}}))
     except ModuleNotFoundError as error:
-        raise UsageError([Violation("environments.id", name, "no such environment", _suggestion(name))]) from error
-    except (TypeError, ValueError, AttributeError) as error:
-        raise UsageError([Violation("environments.args", name, str(error))]) from error
+        known = mistakes.absent_part(error) or mistakes.absent_module(error, name)
+        missing = known or Violation("environments.id", name, "no such environment", _suggestion(name))
+        raise UsageError([missing]) from error
+    except ValidationError as error:
+        raise UsageError(mistakes.invalid(error, kind, taskset)) from error
+    except Exception as error:  # an environment may raise anything
+        raise UsageError([Violation("environments.id", name, mistakes.raised(error, name))]) from error
 
 
 class TaskStream:
@@ -94,9 +101,9 @@ class TaskStream:
 
 
 def _provide_bundled(name: str) -> None:
-    """Make a bundled taskset importable by its bare module name, as verifiers asks for it."""
-    if name in BUNDLED:
-        module = name.replace("-", "_")
+    """Make harnesses and a bundled taskset importable by their bare module names, as verifiers asks for them."""
+    for bundled in (*HARNESSES, *((name,) if name in BUNDLED else ())):
+        module = bundled.replace("-", "_")
         sys.modules[module] = importlib.import_module(f"{__name__}.{module}")
 
 

@@ -6,6 +6,8 @@ does not need one: one request to the rollout's endpoint is one turn, and verifi
 
 from __future__ import annotations
 
+from typing import Any
+
 import httpx
 import verifiers.v1 as vf
 from verifiers.v1.clients import ModelContext
@@ -13,6 +15,8 @@ from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.runtimes import ProgramResult, Runtime
 
 from primeslurm.wire.http import client_within_run
+
+__all__ = ["ChatHarness"]
 
 
 class ChatHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
@@ -34,14 +38,17 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):  # type: ignore[misc]
         data: vf.TaskData,
     ) -> ProgramResult:
         """Take one turn. The rollout's own error, if any, is raised by verifiers after this returns."""
-        system, prompt = self.resolve_prompt(data)
-        messages = [{"role": "system", "content": system}] if system else []
-        if isinstance(prompt, str):
-            messages.append({"role": "user", "content": prompt})
-        else:
-            messages += [message_to_wire(message) for message in prompt or []]
+        messages = opening(*self.resolve_prompt(data))
         async with client_within_run(None, headers={"Authorization": f"Bearer {secret}"}) as client:
             answer = await client.post(f"{endpoint}/chat/completions", json={"model": ctx.model, "messages": messages})
         if answer.status_code != httpx.codes.OK:
             return ProgramResult(exit_code=1, stdout="", stderr=answer.text)
         return ProgramResult(exit_code=0, stdout=answer.text, stderr="")
+
+
+def opening(system: str | None, prompt: str | vf.Messages | None) -> list[dict[str, Any]]:
+    """The messages that a conversation starts with, as they are sent."""
+    messages = [{"role": "system", "content": system}] if system else []
+    if isinstance(prompt, str):
+        return [*messages, {"role": "user", "content": prompt}]
+    return messages + [message_to_wire(message) for message in prompt or []]

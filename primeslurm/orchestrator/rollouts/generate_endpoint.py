@@ -75,6 +75,10 @@ class RefusedError(Exception):
         self.status = status
 
 
+NO_ANSWER = "no engine answered"
+"""How a NoAnswerError begins: errors travel as text, and this one is no environment's fault."""
+
+
 class NoAnswerError(Exception):
     """No engine answered before the deadline."""
 
@@ -161,7 +165,7 @@ class GenerateEndpoint:
             return await insisting(_NOT_NOW, self._timeout_s)(self._try, path, request, headers)
         except _NOT_NOW as error:
             words = str(error) if isinstance(error, UnavailableError) else f"{type(error).__name__}: {error}"
-            raise NoAnswerError(f"{self._where()}{path}: {words}") from error
+            raise NoAnswerError(f"{NO_ANSWER}: {self._where()}{path}: {words}") from error
 
     async def _try(self, path: str, request: dict[str, Any], headers: dict[str, str]) -> httpx.Response:
         where = self._where()

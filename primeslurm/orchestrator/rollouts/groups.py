@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import groupby
 
 import msgspec
 import numpy as np
@@ -28,7 +31,8 @@ class GroupInfo(msgspec.Struct, frozen=True):
 class RolloutGroup:
     """`rollouts[i]` holds the token sequences of rollout i: one, or several where its conversation branched.
 
-    Every sequence of a rollout carries the rollout's reward.
+    Where several agents are trained, a rollout has several traces, each with a reward of its own. Every sequence of a
+    trace carries its reward.
     """
 
     id: str
@@ -41,8 +45,8 @@ class RolloutGroup:
 
     @property
     def rewards(self) -> list[float]:
-        """Return one reward per rollout."""
-        return [branches[0].info.reward for branches in self.rollouts]
+        """Return one reward per rollout, less its length penalty; of several traces their mean."""
+        return [_mean([trace[0].info.net_reward for trace in traces_of(rollout)]) for rollout in self.rollouts]
 
     @property
     def sequences(self) -> tuple[Rollout, ...]:
@@ -50,9 +54,17 @@ class RolloutGroup:
         return tuple(branch for branches in self.rollouts for branch in branches)
 
     @property
+    def traces(self) -> tuple[tuple[Rollout, ...], ...]:
+        """Return the token sequences of each trace, rollout by rollout: one trace a rollout if one agent is trained."""
+        return tuple(trace for rollout in self.rollouts for trace in traces_of(rollout))
+
+    @property
     def has_signal(self) -> bool:
-        """Tell whether any two rewards differ."""
-        return len(set(self.rewards)) > 1
+        """Tell whether any two rewards of the same agent differ."""
+        rewards = defaultdict(set)
+        for first, *_ in self.traces:
+            rewards[first.info.agent].add(first.info.net_reward)
+        return any(len(values) > 1 for values in rewards.values())
 
     @property
     def scored(self) -> bool:
@@ -94,6 +106,15 @@ class RolloutGroup:
         decoded = iter([Rollout.decode(frames) for frames in sequences])
         rollouts = tuple(tuple(next(decoded) for _ in range(count)) for count in info.branches)
         return cls(info.id, info.environment, info.example, info.opened_version, rollouts, info.task)
+
+
+def traces_of(rollout: Sequence[Rollout]) -> list[tuple[Rollout, ...]]:
+    """Split the sequences of a rollout into those of each of its traces."""
+    return [tuple(trace) for _, trace in groupby(rollout, key=lambda sequence: sequence.info.trace)]
+
+
+def _mean(values: Sequence[float]) -> float:
+    return values[0] if len(values) == 1 else sum(values) / len(values)
 
 
 def _cut(sequence: Rollout, seq_len: int) -> Rollout:

@@ -4,7 +4,7 @@ A worker (`job_runner`) reports its Status every second, with the jobs it is run
 compares: a job that it does not know is cancelled, a job that the worker does not have is lost and is dispatched anew.
 So either side may be killed and restarted at any time.
 
-worker -> orchestrator      Status | Result (each followed by the frames of its token sequences)
+worker -> orchestrator      Status | Result (each followed by the frames of its token sequences) | Unusable
 orchestrator -> worker      Job | Cancel
 """
 
@@ -66,6 +66,14 @@ class Status(msgspec.Struct, frozen=True, tag=True):
     """Number of the newest job that it was sent: a job up to there that is not in `jobs` is no more."""
 
 
+class Unusable(msgspec.Struct, frozen=True, tag=True):
+    """A worker cannot begin to serve its environment, and ends."""
+
+    environment: str
+    worker: int
+    error: str
+
+
 class Result(msgspec.Struct, frozen=True, tag=True):
     """A job ended. `error` is set if the rollout failed; there are no sequences then."""
 
@@ -76,7 +84,7 @@ class Result(msgspec.Struct, frozen=True, tag=True):
 
 
 ToWorker = Job | Cancel
-ToOrchestrator = Status | Result
+ToOrchestrator = Status | Result | Unusable
 
 
 def encode_result(job: str, sequences: Sequence[Rollout]) -> list[Frame]:

@@ -22,6 +22,7 @@ from primeslurm.orchestrator.rollouts.job_protocol import (
     RolloutFailed,
     Status,
     ToWorker,
+    Unusable,
     encode_result,
 )
 from primeslurm.wire import secret
@@ -29,6 +30,19 @@ from primeslurm.wire.frames import Frame
 from primeslurm.wire.rollouts import Rollout
 
 log = logging.getLogger(__name__)
+
+
+NOTICE_S = 5.0
+"""Longest wait for the orchestrator to be there when a worker says why it ends."""
+
+
+def give_notice(environment: str, number: int, address: str, error: str) -> None:
+    """Tell the orchestrator that this worker cannot begin to serve its environment, and why."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        secret.present(socket)
+        socket.setsockopt(zmq.LINGER, int(NOTICE_S * 1000))
+        socket.connect(address)
+        socket.send(msgspec.msgpack.encode(Unusable(environment, number, error)))
 
 
 class JobRunner:

@@ -22,26 +22,28 @@ from primeslurm.wire.rollouts import Bool, ImageSpan, Rollout, RolloutInfo
 from primeslurm.wire.routed_experts import RoutedExperts
 
 
-def trainable_trace(episode: vf.Episode) -> vf.Trace:
-    """The one trace of an episode that trains the policy.
+def trainable_traces(episode: vf.Episode) -> list[vf.Trace]:
+    """The traces of an episode that train the policy: one, or one for each time that a trainable agent acted.
 
     Raises:
-        RolloutFailed: the episode failed, or has not exactly one trainable trace.
+        RolloutFailed: the episode failed, or has no trainable trace.
     """
     errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
     if not episode.ok:
         reasons = "; ".join(f"{error.type}: {error.message}" for error in errors)
         raise RolloutFailed(reasons or "the episode is not ok")
     traces = [trace for trace in episode.traces if trace.agent is None or trace.agent.trainable]
-    if len(traces) != 1:
-        raise RolloutFailed(f"{len(traces)} trainable traces in one episode; exactly one is supported")
-    return traces[0]
+    if not traces:
+        raise RolloutFailed("no trace of the episode is of a trainable agent")
+    return traces
 
 
 def sequences(
-    job: Job, trace: vf.Trace, completions: Sequence[Completion], seconds: float, observed: bool
+    job: Job, trace: vf.Trace, completions: Sequence[Completion], seconds: float, observed: bool, number: int = 0
 ) -> tuple[Rollout, ...]:
     """The token sequences of a finished trace; `observed`: with the tokens that the environment answered marked.
+
+    `number` says which of its rollout's traces it is.
 
     Raises:
         RolloutFailed: nothing was sampled, or a sampled message is not among the recorded completions.
@@ -59,6 +61,8 @@ def sequences(
         turns=len(versions),
         finish_reason=next((call.finish_reason for call in reversed(trace.calls) if call.finish_reason), "stop"),
         seconds=seconds,
+        agent="" if trace.agent is None else trace.agent.name,
+        trace=number,
     )
     index = {id(node): i for i, node in enumerate(trace.nodes)}
     trained: set[int] = set()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import functools
 import logging
 import os
@@ -23,15 +22,17 @@ from verifiers.v1.clients import ModelContext
 from primeslurm.orchestrator import algorithms, environments
 from primeslurm.orchestrator.environments import agents
 from primeslurm.orchestrator.environments.sandbox.install import install
-from primeslurm.orchestrator.rollouts import rendering
+from primeslurm.orchestrator.rollouts import job_runner, rendering, tool_servers
+from primeslurm.orchestrator.rollouts.hints import hinted
 from primeslurm.orchestrator.rollouts.images import stored
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.orchestrator.rollouts.job_runner import JobRunner
-from primeslurm.orchestrator.rollouts.sequences import sequences, trainable_trace
+from primeslurm.orchestrator.rollouts.sequences import sequences, trainable_traces
 from primeslurm.orchestrator.rollouts.token_client import TokenClient, serving
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sandbox_rules import ENV_KEY
 from primeslurm.recipe.sections.orchestrator import Environment
+from primeslurm.recipe.sections.teacher import PolicyTeacher
 from primeslurm.wire import secret
 from primeslurm.wire.addresses import AddressBook
 from primeslurm.wire.rollouts import Rollout
@@ -77,10 +78,13 @@ class Worker:
         rendering.choose(recipe.model.path, recipe.model.renderer, recipe.model.vlm is not None)  # once, and early
         tasks = self._tasks.count() if counted else None
         self._runner = JobRunner(environment.label, number, address, self._rollout, tasks, node)
+        self.serves = False
+        """Whether the environment has started."""
 
     async def run(self) -> None:
         """Serve until cancelled."""
         async with serving(self._env) as self._by_config:
+            self.serves = True
             try:
                 await self._runner.serve()
             finally:
@@ -110,9 +114,13 @@ class Worker:
         try:
             episode = await self._env.run_episode(task, context, on_trace=lambda trace: traces.append(trace.id))
         finally:
-            completions = [completion for trace in traces for completion in client.endpoint.take(trace)]
+            completions = {trace: client.endpoint.take(trace) for trace in traces}
         seconds = time.monotonic() - started
-        found = sequences(job, trainable_trace(episode), completions, seconds, self._needs_observed)
+        found: list[Rollout] = []
+        for number, trace in enumerate(trainable_traces(episode)):
+            mine = sequences(job, trace, completions[trace.id], seconds, self._needs_observed, number)
+            teacher = self._recipe.teacher
+            found += await hinted(teacher, client, trace, mine) if isinstance(teacher, PolicyTeacher) else mine
         return tuple(stored(rollout, self._images) for rollout in found)
 
 
@@ -145,9 +153,18 @@ def main(argv: list[str] | None = None) -> None:
     files = _scratch(f"{environment.label}-{options.worker}")
     install(environment.runtime, files, run_dir / "containers", [run_dir])
     addresses, images = AddressBook(options.attempt_dir), run_dir / "images"
-    with contextlib.suppress(KeyboardInterrupt):
+    tool_servers.watch()
+    worker = None
+    try:
         worker = Worker(recipe, environment, options.worker, options.orchestrator, addresses, images, options.node)
         asyncio.run(worker.run())
+    except KeyboardInterrupt:
+        return
+    except Exception as error:
+        if worker is None or not worker.serves:
+            words = f"{type(error).__name__}: {error}"
+            job_runner.give_notice(environment.label, options.worker, options.orchestrator, words)
+        raise
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ from primeslurm.orchestrator.rollouts.job_protocol import (
     Status,
     ToOrchestrator,
     ToWorker,
+    Unusable,
     decode_sequences,
 )
 from primeslurm.wire import secret
@@ -85,6 +86,7 @@ class WorkerPool:
         bind: ZMQ address for the workers.
         on_result: called with (job, sequences) or (job, error text).
         on_lost: called with the id of each job whose worker is gone.
+        on_unusable: called with the environment that a worker cannot serve, the worker's number, and why.
         clock: in seconds.
         max_per_node: most jobs at once on one node. Default: no bound.
     """
@@ -94,11 +96,13 @@ class WorkerPool:
         bind: str,
         on_result: Callable[[str, tuple[Rollout, ...] | str], None],
         on_lost: Callable[[str], None],
+        on_unusable: Callable[[str, int, str], None],
         clock: Callable[[], float] = time.monotonic,
         max_per_node: int | None = None,
     ) -> None:
         self._on_result = on_result
         self._on_lost = on_lost
+        self._on_unusable = on_unusable
         self._clock = clock
         self._max_per_node = math.inf if max_per_node is None else max_per_node
         self._looked_at = clock()
@@ -179,6 +183,8 @@ class WorkerPool:
         message = msgspec.msgpack.decode(head, type=ToOrchestrator)
         if isinstance(message, Status):
             await self._reconcile(identity, message)
+        elif isinstance(message, Unusable):
+            self._on_unusable(message.environment, message.worker, message.error)
         elif self._forget(message.job):
             self._on_result(message.job, message.error or _sequences(message, frames))
 

@@ -15,7 +15,7 @@ from primeslurm.errors import PrimeslurmError
 from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.rollouts.generate_endpoint import MovedError, UnavailableError, post_while
 from primeslurm.recipe import Recipe
-from primeslurm.recipe.sections.teacher import ServedTeacher
+from primeslurm.recipe.sections.teacher import PolicyTeacher, ServedTeacher
 from primeslurm.wire import exits
 from primeslurm.wire.http import client_out_of_run, client_within_run
 from primeslurm.wire.retry import insisting
@@ -46,7 +46,7 @@ class _Answer(msgspec.Struct):
 
 
 class Teacher:
-    """A frozen model, on one engine or several.
+    """A model, on one engine or several.
 
     Args:
         where: base URLs (`.../v1`) of its engines, those that are known now. Requests go to the one with the fewest.
@@ -135,10 +135,19 @@ def teacher_of(recipe: Recipe, arguments: OrchestratorArguments) -> Teacher:
     teacher = recipe.teacher
     assert teacher is not None
     timeout_s = recipe.orchestrator.request_timeout_s
+    if isinstance(teacher, PolicyTeacher):
+        return Teacher(lambda: [f"{url}/v1" for url in _own_engines(arguments)], client_within_run(timeout_s))
     if not isinstance(teacher, ServedTeacher):
         return Teacher(lambda: [f"{url}/v1" for url in arguments.teacher_urls()], client_within_run(timeout_s))
     headers = {"Authorization": f"Bearer {_key(teacher.key_env)}"} if teacher.key_env else {}
     return Teacher(lambda: [teacher.base_url.rstrip("/")], client_out_of_run(timeout_s, headers), teacher.model)
+
+
+def _own_engines(arguments: OrchestratorArguments) -> list[str]:
+    """URLs of the run's engines; of those for prefill where they are apart, as prompts are all that is computed."""
+    found = arguments.engine_urls()
+    prefill = [url for name, url in found.items() if name.startswith("prefill")]
+    return prefill or list(found.values())
 
 
 def _key(variable: str) -> str:

@@ -13,10 +13,11 @@ from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.teacher.client import Teacher, TeacherError, teacher_of
 from primeslurm.recipe import Recipe
+from primeslurm.recipe.sections.teacher import PolicyTeacher
 from primeslurm.records.events.training import Stalled
 from primeslurm.records.journal import Journal
 from primeslurm.records.metrics import Row
-from primeslurm.wire.rollouts import Rollout
+from primeslurm.wire.rollouts import Rollout, TeacherPrompt
 
 
 class Scoring:
@@ -27,6 +28,8 @@ class Scoring:
         concurrency: sequences.
         seq_len: tokens beyond it are not trained, so not asked about either.
         on_scored: called with each group once it has its log-probabilities, unless it was dropped.
+        clock: says the time in seconds.
+        longest: tokens that a request may have. Default: seq_len.
     """
 
     def __init__(
@@ -36,10 +39,12 @@ class Scoring:
         seq_len: int,
         on_scored: Callable[[RolloutGroup], None],
         clock: Callable[[], float] = time.monotonic,
+        longest: int | None = None,
     ) -> None:
         self._teacher = teacher
         self._gate = asyncio.Semaphore(concurrency)
         self._seq_len = seq_len
+        self._longest = longest or seq_len
         self._on_scored = on_scored
         self._clock = clock
         self._added: asyncio.Queue[RolloutGroup] = asyncio.Queue()
@@ -47,6 +52,7 @@ class Scoring:
         """By group: who asks about it, once somebody does."""
         self._seconds = 0.0
         self._tokens = 0
+        self._unasked = 0
 
     def add(self, group: RolloutGroup) -> None:
         """Ask about a group."""
@@ -75,9 +81,14 @@ class Scoring:
             await self._teacher.close()
 
     def take_metrics(self) -> Row:
-        """Return what it cost since the last call: seconds over all requests, and tokens that were asked about."""
+        """Return what it cost since the last call: seconds over all requests, and tokens that were asked about.
+
+        teacher/unasked_tokens: sampled tokens that requests had no room for; the teacher is taken to agree with the
+        policy about them.
+        """
         row = {"teacher/seconds": self._seconds, "teacher/tokens": float(self._tokens)}
-        self._seconds, self._tokens = 0.0, 0
+        row["teacher/unasked_tokens"] = float(self._unasked)
+        self._seconds, self._tokens, self._unasked = 0.0, 0, 0
         return row | {"teacher/waiting": float(len(self._wanted))}
 
     async def _score(self, group: RolloutGroup, journal: Journal) -> None:
@@ -92,14 +103,21 @@ class Scoring:
         self._on_scored(replace(group, rollouts=rollouts))
 
     async def _sequence(self, rollout: Rollout) -> Rollout:
-        length = min(len(rollout.token_ids), self._seq_len)
+        prompt = rollout.info.teacher_prompt or TeacherPrompt([], 0)
+        longer = len(prompt.token_ids) - prompt.replaces
+        trained = min(len(rollout.token_ids), self._seq_len)
+        length = max(prompt.replaces, min(trained, self._longest - longer))
         found = np.zeros(len(rollout.token_ids), np.float32)
+        found[length:trained] = np.where(rollout.mask, rollout.logprobs, 0)[length:trained]
         async with self._gate:
             started = self._clock()
-            answer = await self._teacher.logprobs(rollout.token_ids[:length].tolist())
+            asked = [*prompt.token_ids, *rollout.token_ids[prompt.replaces : length].tolist()][: self._longest]
+            answer = await self._teacher.logprobs(asked)
             self._seconds += self._clock() - started
-        self._tokens += length
-        found[:length] = np.where(rollout.mask[:length], answer, 0)
+        self._tokens += len(asked)
+        self._unasked += int(rollout.mask[length:trained].sum())
+        tail = slice(prompt.replaces, length)
+        found[tail] = np.where(rollout.mask[tail], answer[len(prompt.token_ids) :], 0)
         return replace(rollout, ref_logprobs=found)
 
 
@@ -119,7 +137,10 @@ def scoring_of(
     """
     if recipe.teacher is None:
         return None
-    scoring = Scoring(teacher_of(recipe, arguments), recipe.teacher.concurrency, recipe.seq_len, on_scored)
+    # each request asks for one token more, and the engines of the run accept no longer sequence for a hint
+    longest = recipe.max_len - 1 if isinstance(recipe.teacher, PolicyTeacher) else recipe.seq_len
+    teacher = teacher_of(recipe, arguments)
+    scoring = Scoring(teacher, recipe.teacher.concurrency, recipe.seq_len, on_scored, longest=longest)
     for group in waiting:
         scoring.add(group)
     return scoring

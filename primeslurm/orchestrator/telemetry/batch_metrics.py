@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from primeslurm.orchestrator.rollouts.groups import RolloutGroup
+from primeslurm.orchestrator.rollouts.groups import RolloutGroup, traces_of
 from primeslurm.records.metrics import Row
 from primeslurm.wire.rollouts import Rollout
 
@@ -20,7 +20,7 @@ def batch_metrics(groups: Sequence[RolloutGroup], step: int, seq_len: int) -> Ro
         step: that trains on it.
         seq_len: longest document [tokens]; longer sequences are counted.
     """
-    rewards = np.array([reward for group in groups for reward in group.rewards])
+    rewards = np.array([reward for group in groups for reward in _given(group)])
     branches = [branch for group in groups for rollout in group.rollouts for branch in rollout]
     staleness = np.array([step - 1 - group.opened_version for group in groups])
     age = np.array([step - 1 - branch.oldest_version for branch in branches])
@@ -41,6 +41,7 @@ def batch_metrics(groups: Sequence[RolloutGroup], step: int, seq_len: int) -> Ro
         "rollouts/seconds_mean": np.mean([branch.info.seconds for branch in branches]),
         "groups/zero_signal": np.mean([not group.has_signal for group in groups]),
         **_by_environment(groups),
+        **_penalties(groups),
         **_distance(branches),
     }
     return {name: float(value) for name, value in row.items()}
@@ -53,12 +54,27 @@ def _distance(branches: Sequence[Rollout]) -> Row:
     return {"teacher/kl": float(np.concatenate(gaps).mean())} if gaps else {}
 
 
+def _penalties(groups: Sequence[RolloutGroup]) -> Row:
+    """length_penalty/mean: what traces lost of their reward; length_penalty/fraction: of traces that lost something."""
+    lost = np.array([trace[0].info.length_penalty for group in groups for trace in group.traces])
+    return {"length_penalty/mean": lost.mean(), "length_penalty/fraction": (lost > 0).mean()} if lost.any() else {}
+
+
 def _by_environment(groups: Sequence[RolloutGroup]) -> Row:
     values: dict[str, list[float]] = defaultdict(list)
     for group in groups:
-        for rollout in group.rollouts:
-            info = rollout[0].info
-            values[f"{group.environment}/reward"].append(info.reward)
+        values[f"{group.environment}/reward"] += _given(group)
+        infos = [trace[0].info for trace in group.traces]
+        several = len({info.agent for info in infos}) > 1
+        for info in infos:
+            of = f"{group.environment}/{info.agent}" if several else group.environment
+            if several:
+                values[f"{of}/reward"].append(info.reward)
             for name, value in info.metrics.items():
-                values[f"{group.environment}/{name}"].append(value)
+                values[f"{of}/{name}"].append(value)
     return {name: float(np.mean(items)) for name, items in values.items()}
+
+
+def _given(group: RolloutGroup) -> list[float]:
+    """One reward per rollout, as the environment gave it; of several traces their mean."""
+    return [float(np.mean([trace[0].info.reward for trace in traces_of(rollout)])) for rollout in group.rollouts]

@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import msgspec
 
 from primeslurm.errors import PrimeslurmError
 from primeslurm.orchestrator.dispatch import Dispatcher
+from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.orchestrator.telemetry.load_window import LoadWindow, rounded
+from primeslurm.orchestrator.telemetry.rollout_failures import RolloutFailures, headline
 from primeslurm.orchestrator.telemetry.scrape import scrape
 from primeslurm.recipe import Recipe
-from primeslurm.records.events.training import RolloutFailed, Stalled, StepReported
+from primeslurm.records.events.training import EnvironmentFails, RolloutFailed, Stalled, StepReported
 from primeslurm.records.journal import Journal
 from primeslurm.records.metrics import Row
 from primeslurm.records.state import Load, OrchestratorState
@@ -24,7 +26,8 @@ from primeslurm.wire.rollouts import Rollout
 
 STATE_INTERVAL_S = 1.0
 FAILED_BATCHES = 4
-"""So many batches' worth of failures in a row, without one finished rollout, are no accident."""
+"""So many batches' worth of failures in a row, without one finished rollout, are no accident; nor are as many groups
+in a row that are not kept."""
 SCRAPE_INTERVAL_S = 5.0
 SCRAPES_PER_S = 50.0
 """Upper bound: a thousand engines are looked at every 20 s, so that reading them stays a small part of this process."""
@@ -41,6 +44,12 @@ class StallError(PrimeslurmError):
     exit_code = exits.STALLED
 
 
+class FutileError(PrimeslurmError):
+    """No rollout of an environment gets through, and another attempt would not change that."""
+
+    exit_code = exits.FUTILE
+
+
 class Watch:
     """Counts and clocks; it decides nothing but that the run has stalled."""
 
@@ -50,11 +59,17 @@ class Watch:
         journal: Journal,
         engines: Callable[[], Mapping[str, str]],
         clock: Callable[[], float] = time.monotonic,
+        *,
+        resumed: bool = False,
     ) -> None:
         self._stall_timeout_s = recipe.orchestrator.stall_timeout_s
         self._max_failures = FAILED_BATCHES * recipe.orchestrator.batch_size
-        self._failures = 0
-        self._last_failure = ""
+        workers = {each.label: each.workers for each in recipe.environments}
+        self._failures = RolloutFailures(self._max_failures, workers, hopeful=workers if resumed else ())
+        self._rejected: Counter[str] = Counter()
+        """Groups by reason, since one was kept."""
+        self._rejected_rollouts = 0
+        self._rejecting_since = 0.0
         self._journal = journal
         self._engines = engines
         self._clock = clock
@@ -82,13 +97,33 @@ class Watch:
         """Note that a rollout arrived."""
         self._tokens += sum(int(sequence.mask.sum()) for sequence in sequences)
         self._moved_at = self._clock()
-        self._failures = 0
+        for first in sequences[:1]:
+            self._failures.finished(first.info.id, first.info.environment, self._moved_at)
+
+    def rollout_started(self, job: Job) -> None:
+        """Note that a rollout was given to a worker."""
+        self._failures.started(job, self._clock())
 
     def rollout_failed(self, job: str, error: str) -> None:
         """Note that a rollout failed. That is no progress."""
-        self._failures += 1
-        self._last_failure = error[:1000]
-        self._journal.write(RolloutFailed(job, self._last_failure))
+        self._failures.failed(job, error, self._clock())
+        self._journal.write(RolloutFailed(job, headline(error)))
+
+    def worker_failed(self, environment: str, worker: int, error: str) -> None:
+        """Note that a worker could not begin to serve its environment."""
+        self._failures.not_started(environment, worker, error, self._clock())
+
+    def group_kept(self) -> None:
+        """Note that a complete group may be trained."""
+        self._rejected.clear()
+        self._rejected_rollouts = 0
+
+    def group_rejected(self, reason: str, rollouts: int) -> None:
+        """Note that a complete group of so many rollouts was left out. Without one that is kept no batch can form."""
+        if not self._rejected:
+            self._rejecting_since = self._clock()
+        self._rejected[reason] += 1
+        self._rejected_rollouts += rollouts
 
     def policy_wanted(self, version: int) -> None:
         """Note that a new policy was published."""
@@ -157,20 +192,41 @@ class Watch:
             )
         )
 
-    def check_stall(self, suspect: Callable[[], str]) -> None:
+    def check_stall(self, suspect: Callable[[], str], runs: Callable[[str], bool], served: Collection[str]) -> None:
         """End a run that gets nowhere. Time counts from the first policy.
 
+        Args:
+            suspect: names whom everybody waits for.
+            runs: whether a job is in flight.
+            served: environments that have a worker.
+
         Raises:
-            StallError: neither a rollout nor a policy arrived for too long, or rollouts do nothing but fail.
+            FutileError: an environment has failed in the same way all the time, and never worked.
+            StallError: neither a rollout nor a policy arrived for too long, or rollouts do nothing but fail, or none of
+                their groups is kept.
         """
-        if self._failures >= self._max_failures:
-            self._journal.write(Stalled("environment", self._last_failure))
-            raise StallError(f"{self._failures} rollouts failed in a row; the last: {self._last_failure}")
+        if (hopeless := self._failures.hopeless(self._clock(), runs, served)) is not None:
+            self._journal.write(EnvironmentFails(hopeless.environment, hopeless.error, hopeless.failures))
+            raise FutileError(str(hopeless))
+        environment, failures, error = self._failures.streak()
+        if failures >= self._max_failures:
+            self._journal.write(EnvironmentFails(environment, error, failures))
+            raise StallError(f"environment {environment}: {failures} rollouts failed in a row; the last: {error}")
+        self._check_kept()
         if self._moved_at is None or self._clock() - self._moved_at < self._stall_timeout_s:
             return
         name = suspect()
         self._journal.write(Stalled(name, seconds=self._stall_timeout_s))
         raise StallError(f"no finished rollout and no new policy for {self._stall_timeout_s} s; suspect: {name}")
+
+    def _check_kept(self) -> None:
+        groups, seconds = self._rejected.total(), self._stall_timeout_s
+        if self._rejected_rollouts < self._max_failures or self._clock() - self._rejecting_since < seconds:
+            return
+        reasons = ", ".join(f"{reason}: {count}" for reason, count in self._rejected.most_common())
+        text = f"{groups} groups in a row were rejected ({reasons}), none was kept for {seconds} s: no batch can form"
+        self._journal.write(Stalled("algorithm", text, seconds))
+        raise StallError(text)
 
     async def scrape(self) -> None:
         """Look at the engines' load every few seconds, until cancelled."""

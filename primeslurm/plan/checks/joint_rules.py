@@ -7,6 +7,7 @@ from primeslurm.plan.memory.gpus import GIB
 from primeslurm.recipe.fields.slurm_syntax import bytes_of
 from primeslurm.recipe.sections.kv_offload import MooncakeOffload
 from primeslurm.recipe.sections.routers import LlmdRouter
+from primeslurm.recipe.sections.teacher import PolicyTeacher
 
 HOST_SHARE = 0.9
 """Of a node's memory that KV cache may take."""
@@ -131,6 +132,12 @@ def _teacher_images(context: RuleContext) -> str:
     return "it is asked by token ids alone" if context.recipe.teacher and context.recipe.model.vlm else ""
 
 
+def _teacher_room(context: RuleContext) -> str:
+    recipe = context.recipe
+    tight = isinstance(recipe.teacher, PolicyTeacher) and recipe.max_len <= recipe.seq_len
+    return "prompts are longer with the hint: the ends of long sequences cannot be asked about" if tight else ""
+
+
 _REPLAY = "trainer.router_replay"
 _OFFLOAD = "inference.kv_offload"
 JOINT_RULES = (
@@ -166,6 +173,8 @@ JOINT_RULES = (
          "leave it out, to be safe", "not tried"),
     Rule("teacher-temperature", "warning", "orchestrator.sampling", "A teacher answers at temperature 1",
          _teacher_temperature, "temperature: 1, and neither top_p nor top_k", "vLLM 0.32: prompt_logprobs"),
+    Rule("teacher-room", "warning", "model.max_len", "A hint has room in the engines", _teacher_room,
+         "make it longer than seq_len, by as much as a hint has", "orchestrator.teacher"),
     Rule("teacher-images", "error", "teacher", "A teacher sees no images", _teacher_images,
          "leave it out, or model.vlm", "orchestrator.teacher"),
 )  # fmt: skip

@@ -23,6 +23,7 @@ from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.fields.slurm_syntax import minutes
 from primeslurm.recipe.sections.kv_offload import NativeOffload
 from primeslurm.recipe.sections.slurm import DEFAULT_TIME
+from primeslurm.recipe.sections.teacher import PolicyTeacher
 from primeslurm.recipe.sections.trainer import micro_batch_rows
 
 MFU = 0.2
@@ -55,7 +56,8 @@ def estimate(recipe: Recipe, site: Site, requests: list[ResourceRequest], shape:
         if request.role == "train":
             roles.append(_trainer_role(recipe, request, shape, gpu))
         elif request.role in ENGINE_ROLES:
-            roles.append(engine_role(recipe, request, shape, gpu))
+            asked = isinstance(recipe.teacher, PolicyTeacher) and request.role != "decode"
+            roles.append(engine_role(recipe, request, shape, gpu, prompt_logprobs=asked))
     return Estimate(source=source, roles=tuple(roles), amounts=tuple(_amounts(recipe, site, requests, shape)))
 
 

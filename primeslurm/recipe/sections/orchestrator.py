@@ -11,9 +11,12 @@ from primeslurm.recipe.fields.section import Section
 from primeslurm.recipe.fields.slurm_syntax import EnvironmentId, ImportPath, Json, Label
 from primeslurm.recipe.sections.curriculum import Curriculum
 from primeslurm.recipe.sections.filters import Filters
+from primeslurm.recipe.sections.length_penalties import LengthPenalty
 from primeslurm.recipe.sections.sandboxes import Harness, Runtime
 
-AdvantageRule = Literal["grpo", "max_rl", "opd"]
+AdvantageRule = Literal["grpo", "max_rl", "opd", "rae", "hierarchical_grpo"]
+RAE_DECAY = 0.95
+"""As in SPIRAL."""
 
 
 class SamplingChanges(Section):
@@ -42,6 +45,8 @@ class Environment(Section):
     """The program that talks to the model. Default: the environment's own, or bash."""
     runtime: Runtime | None = None
     """What the rollout's programs run in. Default: apptainer for a harness that needs a container, else subprocess."""
+    load_timeout_s: PositiveInt = 120
+    """It and its first task must be there after so many seconds, when it is tried before a run."""
     sampling: SamplingChanges = SamplingChanges()
     group_size: PositiveInt | None = None
     """Default: `orchestrator.group_size`."""
@@ -57,6 +62,8 @@ class Environment(Section):
     """Draws examples by difficulty instead."""
     solved_reward: float = 0.5
     """A rollout with this reward or more has solved its example: for `curriculum`, and the metric `solve_rate`."""
+    length_penalty: LengthPenalty | None = None
+    """What long rollouts lose of their reward before advantages are made of it. Metrics show rewards without it."""
 
     @property
     def label(self) -> str:
@@ -97,9 +104,16 @@ class Orchestrator(Section):
     """Rollouts of one prompt; advantages are relative to the group's mean."""
     advantages: AdvantageRule = "grpo"
     """grpo: reward minus the group's mean. max_rl: that over the mean, which favours rare success; rewards must not be
-    negative. opd (on-policy distillation): each token's log-probability by the teacher minus the engine's."""
+    negative. opd (on-policy distillation): each token's log-probability by the teacher minus the engine's. Of several
+    agents, each is compared with its own rewards. rae: reward minus a running mean of the agent's, for self-play.
+    hierarchical_grpo: as grpo, but some agents are compared within each rollout."""
     opd_reward: NonNegativeFloat = 0.0
     """With `advantages: opd`: also the reward minus the group's mean, times this. 0: rewards are only reported."""
+    rae_decay: float = Field(RAE_DECAY, ge=0, lt=1)
+    """With `advantages: rae`: share of the running mean that each new reward leaves."""
+    within_rollout: tuple[str, ...] = ()
+    """With `advantages: hierarchical_grpo`: agents of the environment whose rewards are compared within each rollout,
+    as several of them had the same task there."""
     algorithm: CustomAlgorithm | None = None
     """Your own in place of `advantages`. `echo` adds to it."""
     echo: PositiveFloat | None = None

@@ -1,4 +1,4 @@
-"""The teacher: a frozen model whose log-probabilities of sampled tokens the policy is trained towards, or held to."""
+"""The teacher: a model whose log-probabilities of sampled tokens the policy is trained towards, or held to."""
 
 from __future__ import annotations
 
@@ -58,4 +58,20 @@ class ServedTeacher(_Asked):
     """Variable of whoever submits that holds the API key; its value is written nowhere."""
 
 
-Teacher = Annotated[TeacherEngines | ServedTeacher, Field(discriminator="type")]
+class PolicyTeacher(_Asked):
+    """The policy as it is now, on the run's own engines, with a hint in its prompt that it samples without.
+
+    On-policy self-distillation (OPSD, arXiv 2601.18734): with `advantages: opd`, the policy is drawn towards what it
+    would have said had it known the hint.
+    """
+
+    type: Literal["policy"] = "policy"
+    hint: str = Field(min_length=1)
+    """Field of the task's data, or entry of its `info`, that the teacher is told: for example `answer`."""
+    template: str = "For your orientation, a correct answer to what you are asked: {hint}"
+    """What it is told, with the field in place of {hint}."""
+    into: Literal["system", "user"] = "system"
+    """The first message of this role gets it at its end. A system message is made if there is none."""
+
+
+Teacher = Annotated[TeacherEngines | ServedTeacher | PolicyTeacher, Field(discriminator="type")]

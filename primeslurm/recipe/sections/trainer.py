@@ -124,6 +124,8 @@ class Trainer(Section):
     """Linear layers and experts compute in block-scaled FP8, as FP8 engines do."""
     router_replay: bool = False
     """Train with the experts that the engines chose. Engines then return the routed experts of every token."""
+    compile: bool = False
+    """Compile each layer by torch.compile: bfloat16 only. The first step takes a minute longer, the others less."""
     batch_timeout_s: PositiveInt = 3600
     """The trainer gives up (attempt ends, is requeued) if no batch arrives for this long."""
 
@@ -153,12 +155,17 @@ class Weights(Section):
 class JsonlData(Section):
     """Chat or prompt/completion pairs, one JSON object a line: {"messages": [...]} or {"prompt", "completion"}.
 
+    Beside `messages`, `tools` may list what the conversation can call, as OpenAI's chat completions do.
+
     With `model.vlm`, a message's content may be a list of {"type": "text", "text"} and {"type": "image", "image"}; an
     image is a path relative to the file, or a data URI.
     """
 
     type: Literal["jsonl"] = "jsonl"
     path: str
+    train: Literal["last", "all"] = "last"
+    """Which of a conversation's messages are learned: the last, or all of the assistant. For `all`, the model's chat
+    template must render each turn as the beginning of the next."""
 
 
 class Sft(Section):

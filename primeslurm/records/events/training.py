@@ -113,6 +113,15 @@ class Stalled(Event, frozen=True, tag="stall", omit_defaults=True):
     """For so long neither a rollout nor a policy has come."""
 
 
+class EnvironmentFails(Event, frozen=True, tag="environment_fails"):
+    """Rollouts of an environment do nothing but fail, and the orchestrator ends for that."""
+
+    environment: str
+    error: str = ""
+    """Type and message of the last failure."""
+    failures: int = 0
+
+
 TrainingEvent = (
     TrainerStarted
     | CheckpointLoaded
@@ -128,4 +137,5 @@ TrainingEvent = (
     | NothingKept
     | ReplicaLost
     | Stalled
+    | EnvironmentFails
 )

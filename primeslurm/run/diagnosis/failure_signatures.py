@@ -147,6 +147,7 @@ _SIGNALS: dict[int, Cause] = {
 }
 _CODES = {
     exits.STALLED: Cause("the orchestrator saw no progress", "look at the suspect that it names"),
+    exits.FUTILE: Cause("the run cannot work as it is", "correct what the orchestrator names"),
     exits.CHECKPOINTED: Cause("it was asked to checkpoint and stop, and did so", "nothing: the run resumes"),
     127: Cause("the program does not exist on the node", "check `python` and modules of the site file"),
 }
@@ -168,12 +169,20 @@ _REASONS = (
     ),
     (re.compile(r"not ready within"), Cause("it took too long to load", "slow storage, or a hang: see its log's end")),
     (
-        re.compile(r"no progress|nothing moves|saw no progress|no finished rollout"),
-        Cause("the run stalled", "`primeslurm attach` to the suspect and look (py-spy dump); see its log"),
+        re.compile(r"environments do not load"),
+        Cause("an environment does not load on the nodes", "correct what it says, with the Python that jobs use"),
     ),
     (
-        re.compile(r"rollouts failed in a row"),
-        Cause("the environment fails every time", "see the error of the rollouts; try the environment by itself"),
+        re.compile(r"fails every time|rollouts failed in a row"),
+        Cause("the environment fails every time", "correct it; it fails without engines, too, tried by itself"),
+    ),
+    (
+        re.compile(r"groups in a row were rejected"),
+        Cause("no group is kept, so no batch can form", "loosen the filter that rejects them, or take other tasks"),
+    ),
+    (
+        re.compile(r"no progress|nothing moves|saw no progress|no finished rollout"),
+        Cause("the run stalled", "`primeslurm attach` to the suspect and look (py-spy dump); see its log"),
     ),
 )
 

@@ -18,7 +18,7 @@ from primeslurm.records.events.nodes import (
 )
 from primeslurm.records.events.policy import EngineUpdateFailed
 from primeslurm.records.events.processes import ProcessExited, ProcessStarted, ProcessStartFailed
-from primeslurm.records.events.training import Stalled
+from primeslurm.records.events.training import EnvironmentFails, Stalled
 from primeslurm.records.fleet import AgentReport
 from primeslurm.run.status.event_text import DIED, exit_words
 from primeslurm.wire import exits
@@ -73,6 +73,8 @@ def _of_event(event: Event, hosts: Mapping[str, str]) -> Failure | None:
             return Failure(at, by, host, f"failed: {error}")
         case EngineUpdateFailed(engine=engine, error=error):
             return Failure(at, engine, "", f"did not take a policy: {error}")
+        case EnvironmentFails(environment=environment, error=error):
+            return Failure(at, f"environment {environment}", "", f"fails every time: {error}")
         case Stalled(suspect=suspect, error=error):
             why = error or f"no finished rollout and no new policy for {event.seconds} s"
             return Failure(at, suspect, "", f"nothing moves: {why}")

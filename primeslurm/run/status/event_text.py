@@ -74,6 +74,8 @@ def _words(event: Event) -> EventText | None:
     match event:
         case processes.ProcessStarted() | processes.ProcessStartFailed() | processes.ProcessExited():
             return _of_process(event)
+        case training.EnvironmentFails(environment=environment, error=error):
+            return _tell(event, f"environment {environment}", "fails every time" + _because(error), "error")
         case training.CheckpointCommitted() | training.RolloutFailed() | training.Stalled() | training.ReplicaLost():
             return _of_training(event)
         case training.NothingKept(rollouts=rollouts, reasons=reasons):

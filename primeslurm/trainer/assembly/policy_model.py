@@ -108,6 +108,8 @@ class PolicyModel:
         places = to_device(torch.from_numpy(np.flatnonzero(mask.numpy())), self.device)
         local = targets.apply(lambda tensor: to_device(self._piece(tensor), self.device))
         trained = local.apply(lambda tensor: tensor.flatten().index_select(0, places))
+        if self.shared:
+            trained = replace(trained, documents=replace(trained.documents, group=self.shared.group))
         with self.model.lm_head.scoring(trained.labels, trained.temperatures, places):
             return (*self.model(**inputs), trained)
 

@@ -14,7 +14,16 @@ from functools import partial
 
 import torch
 
-from primeslurm.recipe.sections.losses import CustomLoss, DppoLoss, IpoLoss, Loss, PolicyGradient
+from primeslurm.recipe.sections.losses import CustomLoss, Loss
+from primeslurm.trainer.components.documents import Documents
+from primeslurm.trainer.components.policy_gradients import (
+    Importance,
+    PolicyGradientLoss,
+    importance,
+    kept,
+    outside,
+    surrogate,
+)
 
 
 @dataclass(frozen=True)
@@ -32,13 +41,16 @@ class Targets:
     """Whether the policy being trained sampled its whole rollout."""
     ref_logprobs: torch.Tensor
     """The teacher's log-probability of the token, where it was sampled; 0 without a teacher."""
+    documents: Documents
+    """Which of the tokens are of the same sequence."""
     echo_weights: torch.Tensor | None = None
     """Above 0: the token was not sampled, and is trained by cross-entropy times this. None: all were sampled."""
 
     def apply(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Targets:
         """The same with every tensor changed."""
-        values = {spec.name: getattr(self, spec.name) for spec in fields(self)}
-        return replace(self, **{name: change(value) for name, value in values.items() if value is not None})
+        values = {spec.name: getattr(self, spec.name) for spec in fields(self) if spec.name != "documents"}
+        changed = {name: change(value) for name, value in values.items() if value is not None}
+        return replace(self, documents=replace(self.documents, index=change(self.documents.index)), **changed)
 
 
 @dataclass(frozen=True)
@@ -112,64 +124,48 @@ def _mismatch(logprobs: torch.Tensor, targets: Targets) -> dict[str, torch.Tenso
 
 
 def _policy_gradient(
-    config: DppoLoss | IpoLoss, logprobs: torch.Tensor, entropy: torch.Tensor, targets: Targets
+    config: PolicyGradientLoss, logprobs: torch.Tensor, entropy: torch.Tensor, targets: Targets
 ) -> Sums:
-    """The policy gradient of `primeslurm.recipe.sections.losses`.
+    """The policy gradients of `primeslurm.recipe.sections.losses`.
 
-    r is neither clipped nor detached: A * r is the importance-sampling estimate of the advantage under the trainer, so
-    its gradient A * r * grad(log p) is unbiased although older policies sampled. The trust region is one of
-    probabilities rather than ratios (dp bounds the total variation; a ratio lets likely tokens move far and stops
-    unlikely ones at once), and it only drops terms: a masked token keeps the gradient of kl_tau * d**2 alone.
-    `dppo` (Divergence PPO, arXiv 2602.04879) drops those that would lead further out; `ipo` (INTELLECT Policy
-    Optimization, docs of prime-rl) also those that lead back, because a probability that differs so much is more
-    likely a fault than a step of learning.
-    Metrics: the fractions masked, in all, because the probability rose (high), and because it fell (low); and those of
-    `_reference_kl`, with ref_kl.
+    The ratio r is not detached: A * r is the importance-sampling estimate of the advantage under the trainer, so its
+    gradient A * r * grad(log p) is unbiased although older policies sampled. Trust regions only drop terms: a token
+    outside keeps the gradient of kl_tau * d**2 alone. Those of probabilities (dp bounds the total variation) judge
+    likely and unlikely tokens alike; a ratio lets likely tokens move far and stops unlikely ones at once.
+    Metrics: the fractions outside, in all (masked), because the probability rose (high), and because it fell (low); for
+    `cispo`, which drops none, those whose weight is clipped. And those of `_reference_kl`, with ref_kl.
     """
-    engine = targets.logprobs
-    advantages = targets.advantages
-    difference = logprobs - engine
-    moved = logprobs.detach().exp() - engine.exp()
-    too_high, too_low = _outside(config, moved, advantages)
-    keep = ~(too_high | too_low)
-    loss = (config.kl_tau * difference**2 - config.adv_tau * advantages * difference.exp() * keep).sum()
+    difference = logprobs - targets.logprobs
+    weights = importance(config, logprobs, targets.logprobs, targets.documents)
+    terms = surrogate(config, logprobs, weights, targets.advantages)
+    loss = (config.kl_tau * difference**2 + config.adv_tau * terms).sum()
+    too_high, too_low = outside(config, weights.moved, targets.advantages)
     metrics = {
-        "masked_fraction": (~keep).float().sum(),
+        "masked_fraction": (too_high | too_low).float().sum(),
         "masked_high_fraction": too_high.float().sum(),
         "masked_low_fraction": too_low.float().sum(),
     }
     if config.ref_kl is None:
         return Sums(loss, metrics)
-    reference = _reference_kl(config, logprobs, difference, moved, targets)
+    reference = _reference_kl(config, logprobs, weights, targets)
     return Sums(loss + config.ref_kl * reference.loss, metrics | reference.metrics)
 
 
-def _reference_kl(
-    config: DppoLoss | IpoLoss, logprobs: torch.Tensor, difference: torch.Tensor, moved: torch.Tensor, targets: Targets
-) -> Sums:
+def _reference_kl(config: PolicyGradientLoss, logprobs: torch.Tensor, weights: Importance, targets: Targets) -> Sums:
     """KL(trainer || teacher), from tokens that an older policy sampled: r * (exp(u) - 1 - u).
 
     u is the teacher's log-probability minus the trainer's. exp(u) - 1 - u is never negative, and its mean over the
     trainer's own samples is the KL (k3 of Schulman, Approximating KL Divergence, 2020). Its gradient alone would be
     that of KL(teacher || trainer); weighted by r, which is not detached, value and gradient are unbiased for samples of
     the engine (DeepSeek-V3.2, arXiv 2512.02556). The gradient is -r * u * grad(log p): a policy gradient with the
-    advantage u (as the ref_kl loss of prime-rl has it), so the trust region drops the same terms as for one.
+    advantage u (as the ref_kl loss of prime-rl has it), so the trust region drops the same terms as for one, and a loss
+    with another weight than r weighs the KL by it, too.
     Metric: ref_kl, the estimate with all terms.
     """
     towards = targets.ref_logprobs - logprobs
-    kl = difference.exp() * (torch.expm1(towards) - towards)
-    too_high, too_low = _outside(config, moved, towards.detach())
-    return Sums((kl * ~(too_high | too_low)).sum(), {"ref_kl": kl.detach().sum()})
-
-
-def _outside(
-    config: PolicyGradient, moved: torch.Tensor, advantages: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Whether each token's probability rose, or fell, out of the trust region."""
-    if isinstance(config, DppoLoss):
-        return (advantages > 0) & (moved > config.mask_high), (advantages <= 0) & (moved < -config.mask_low)
-    assert isinstance(config, IpoLoss)
-    return moved > config.threshold, moved < -config.threshold
+    kl = weights.weight * (torch.expm1(towards) - towards)
+    keep = kept(config, weights.moved, towards.detach())
+    return Sums((kl * keep).sum(), {"ref_kl": kl.detach().sum()})
 
 
 def _custom(config: CustomLoss) -> LossFunction:

@@ -31,8 +31,12 @@ class Example:
         return Example(self.token_ids[:length], self.mask[:length], images)
 
 
-def load(path: Path, tokenizer: Any, seq_len: int, reader: ImageReader | None = None) -> list[Example]:
+def load(
+    path: Path, tokenizer: Any, seq_len: int, reader: ImageReader | None = None, every: bool = False
+) -> list[Example]:
     """Read {"messages": [...]} (the last message is trained) or {"prompt", "completion"}, one a line.
+
+    Beside `messages`, `tools` may list what the conversation can call, as in OpenAI's chat completions.
 
     Examples longer than `seq_len` are left out, and counted in the log. Those with images are cut instead, as long as
     something to be trained is left of them.
@@ -42,6 +46,7 @@ def load(path: Path, tokenizer: Any, seq_len: int, reader: ImageReader | None = 
         tokenizer: of Hugging Face, with a chat template.
         seq_len: longest example [tokens].
         reader: of images; None if the model is trained on text alone.
+        every: every message of the assistant is trained, not only the last.
 
     Raises:
         OSError: the file cannot be read.
@@ -53,7 +58,7 @@ def load(path: Path, tokenizer: Any, seq_len: int, reader: ImageReader | None = 
         if not line.strip():
             continue
         try:
-            example = _tokenize(json.loads(line), tokenizer, path.parent, reader)
+            example = _tokenize(json.loads(line), tokenizer, path.parent, reader, every)
         except OSError as error:
             raise ValueError(f"{path}, line {number}: {error}") from error
         except (ValueError, KeyError, TypeError) as error:
@@ -93,28 +98,47 @@ def batch(
     return Batch(info, [_row(documents, seq_len) for documents in rows[dp_rank::dp_world]])
 
 
-def _tokenize(record: dict[str, Any], tokenizer: Any, directory: Path, reader: ImageReader | None) -> Example:
+def _tokenize(
+    record: dict[str, Any], tokenizer: Any, directory: Path, reader: ImageReader | None, every: bool
+) -> Example:
     sources: list[str] = []
     if "messages" in record:
         messages = [_plain(message, sources) for message in record["messages"]]
-        prompt = tokenizer.apply_chat_template(messages[:-1], tokenize=False, add_generation_prompt=True)
-        text = tokenizer.apply_chat_template(messages, tokenize=False)
-        if not text.startswith(prompt):
-            raise ValueError("the chat template does not render the prompt as the beginning of the conversation")
-        completion = text.removeprefix(prompt)
-        # An engine stops at the end-of-sequence token, so nothing after it is ever sampled.
-        completion = completion[: completion.rfind(tokenizer.eos_token) + len(tokenizer.eos_token)] or completion
+        parts = _parts(messages, record.get("tools"), tokenizer, every)
     else:
-        prompt, completion = record["prompt"], record["completion"] + tokenizer.eos_token
-    prompt_ids = tokenizer.encode(prompt, add_special_tokens=False)
-    completion_ids = tokenizer.encode(completion, add_special_tokens=False)
-    token_ids = np.asarray(prompt_ids + completion_ids, np.int32)
-    mask = np.arange(len(token_ids)) >= len(prompt_ids)
+        parts = [(record["prompt"], False), (record["completion"] + tokenizer.eos_token, True)]
+    encoded = [tokenizer.encode(text, add_special_tokens=False) for text, _ in parts]
+    token_ids = np.asarray([token for ids in encoded for token in ids], np.int32)
+    mask = np.repeat([trained for _, trained in parts], [len(ids) for ids in encoded])
     if reader is None:
         if sources:
             raise ValueError("it has images, but `model.vlm` is not set")
         return Example(token_ids, mask)
     return Example(*expand(token_ids, mask, sources, directory, reader))
+
+
+def _parts(messages: Sequence[dict[str, Any]], tools: Any, tokenizer: Any, every: bool) -> list[tuple[str, bool]]:
+    """The text of a conversation in order, and which of it is trained."""
+
+    def rendered(count: int, **options: Any) -> str:
+        text: str = tokenizer.apply_chat_template(messages[:count], tools=tools, tokenize=False, **options)
+        return text
+
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    text = rendered(len(messages))
+    parts = []
+    done = 0
+    for i in answers if every else [len(messages) - 1]:
+        prompt = rendered(i, add_generation_prompt=True)
+        with_answer = rendered(i + 1) if i + 1 < len(messages) else text
+        if not (with_answer.startswith(prompt) and text.startswith(with_answer)):
+            raise ValueError("the chat template does not render the prompt as the beginning of the conversation")
+        # An engine stops at the end-of-sequence token, so nothing after it is ever sampled.
+        stop = with_answer.rfind(tokenizer.eos_token, len(prompt))
+        end = len(with_answer) if stop < 0 else stop + len(tokenizer.eos_token)
+        parts += [(text[done : len(prompt)], False), (text[len(prompt) : end], True)]
+        done = end
+    return parts
 
 
 def _fitting(example: Example, seq_len: int) -> Example | None:

@@ -12,6 +12,7 @@ from torchtitan.distributed import utils as dist_utils
 from primeslurm.recipe.sections.trainer import Optimizer, micro_batch_rows
 from primeslurm.trainer.assembly.policy_model import PolicyModel
 from primeslurm.trainer.components import optimizers
+from primeslurm.trainer.components.documents import Documents
 from primeslurm.trainer.components.loss import LossFunction, Targets
 from primeslurm.trainer.data.image_positions import Images, read, vision_input
 from primeslurm.trainer.data.image_reader import ImageReader
@@ -105,6 +106,7 @@ class Learner:
         targets = Targets(
             labels=following["token_ids"].long(),
             ref_logprobs=following.get("ref_logprobs", torch.zeros_like(row["logprobs"])),
+            documents=Documents.of(row["positions"]),
             echo_weights=following.get("echo_weights"),
             **{name: following[name] for name in ("logprobs", "advantages", "temperatures", "on_policy")},
         )

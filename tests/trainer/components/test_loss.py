@@ -11,11 +11,14 @@ import torch
 
 from primeslurm.recipe.reading.recipe_files import load_recipe
 from primeslurm.recipe.sections.losses import CustomLoss, DppoLoss, IpoLoss
+from primeslurm.trainer.components.documents import Documents
 from primeslurm.trainer.components.logprobs import token_logprobs
 from primeslurm.trainer.components.loss import LossFunction, Sums, Targets, cross_entropy, from_recipe
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 ROWS, LENGTH, VOCABULARY = 3, 60, 11
+LENGTHS = (31, 20, 9)
+"""Of the documents of each row."""
 
 
 def make_targets(seed: int = 0) -> tuple[torch.Tensor, Targets, torch.Tensor]:
@@ -34,6 +37,7 @@ def make_targets(seed: int = 0) -> tuple[torch.Tensor, Targets, torch.Tensor]:
         temperatures=torch.where(mask, 0.5 + torch.rand(shape, generator=generator), 0),
         on_policy=torch.rand(shape, generator=generator) < 0.5,
         ref_logprobs=torch.where(mask, -3 * torch.rand(shape, generator=generator), 0),
+        documents=Documents.of(torch.cat([torch.arange(n) for n in LENGTHS]).expand(shape)),
     )
     return logits, targets, mask
 
@@ -133,6 +137,7 @@ def test_the_kl_to_the_teacher_and_its_gradient_are_exact_in_the_mean() -> None:
         temperatures=torch.ones(shape),
         on_policy=torch.zeros(shape, dtype=torch.bool),
         ref_logprobs=teacher.log_softmax(0)[None],
+        documents=Documents.of(torch.zeros(shape)),
     )
     function = from_recipe(DppoLoss(kl_tau=0.0, ref_kl=1.0, mask_low=9.0, mask_high=9.0))
 

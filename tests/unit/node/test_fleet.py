@@ -62,6 +62,8 @@ class Agents:
         self.now = 0.0
         self.silent: set[int] = set()
         self.unfit: dict[int, str] = {}
+        self.checking: set[int] = set()
+        self.environments: dict[int, str] = {}
         self.states: dict[str, ProcessReport] = {}
 
     def beat(self, now: float) -> None:
@@ -70,7 +72,8 @@ class Agents:
         for rank in set(range(self.fleet.plan.allocated)) - self.silent:
             node = self.fleet.assignment.node_of(rank)
             names = [p.name for p in self.fleet.plan.nodes[node].processes] if node is not None else []
-            fitness = Fitness.UNFIT if rank in self.unfit else Fitness.FIT
+            fitness = Fitness.UNFIT if rank in {*self.unfit, *self.environments} else Fitness.FIT
+            fitness = Fitness.CHECKING if rank in self.checking else fitness
             report = AgentReport(
                 rank=rank,
                 name=f"n{rank}",
@@ -78,7 +81,8 @@ class Agents:
                 time=now,
                 agent_pid=1,
                 fitness=fitness,
-                unfit_because=self.unfit.get(rank, ""),
+                unfit_because=self.unfit.get(rank, "") or self.environments.get(rank, ""),
+                environments_fail=self.environments.get(rank, ""),
                 node=node,
                 processes={name: self.states.get(name, READY) for name in names},
             )
@@ -522,6 +526,43 @@ def test_failed_processes_end_the_attempt(code: int, outcome: Outcome, reason: s
     assert agents.decide(0.0) == Ending(outcome, reason, "p")
 
 
+def test_environments_that_load_nowhere_are_no_nodes_fault() -> None:
+    agents = Agents((process("environment"),), (process("environment", name="f", node=1),), spares=1)
+    why = "environments.0.id = x: no such environment"
+    agents.environments, agents.checking = {0: why, 1: why}, {2}
+    assert agents.decide(1.0) is None, "one has not tried yet"
+    agents.environments[2], agents.checking = why, set()
+    ending = agents.decide(2.0)
+    assert ending is not None and ending.final and ending.suspect == "environments"
+    assert ending.reason == f"environments do not load on node n0: {why}"
+    assert not agents.news(NodeLost)
+
+
+def test_environments_that_load_on_other_nodes_are_their_nodes_fault() -> None:
+    agents = Agents((process(),), (process("environment", name="f", node=1),), spares=1)
+    agents.environments = {1: "there is no program apptainer"}
+    agents.assigned()
+    assert [item.blamed for item in agents.fleet.news if isinstance(item.event, NodeLost)] == ["n1"]
+    assert agents.fleet.assignment.node_of(2) == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "words", "reason", "final"),
+    [
+        (exits.FUTILE, "environment x fails every time: E", "environment x fails every time: E", True),
+        (exits.FUTILE, "", "p ended with exit code 77: see its events", True),
+        (exits.STALLED, "no finished rollout for 100 s", "no finished rollout for 100 s", False),
+    ],
+)
+def test_the_orchestrators_last_words_are_the_reason(code: int, words: str, reason: str, final: bool) -> None:
+    agents = Agents((process(restart="attempt"),))
+    fleet = agents.assigned()
+    agents.states["p"] = ProcessReport(state="failed", exit_code=code)
+    fleet.last_words = words
+    ending = agents.decide(1.0)
+    assert ending is not None and (ending.reason, ending.final) == (reason, final)
+
+
 def test_no_progress_is_a_stall() -> None:
     agents = Agents((process(),))
     fleet = agents.assigned()
@@ -546,6 +587,7 @@ FAILED, PREEMPTED = Ending(Outcome.FAILED, "x"), Ending(Outcome.PREEMPTED, "x")
         (FAILED, 4, {2: 5, 3: 5, 4: 5}, (False, "three failed attempts in a row committed nothing new")),
         (PREEMPTED, 4, {2: 5, 3: 5, 4: 5}, (True, "")),
         (PREEMPTED, 9, {}, (False, "this was attempt 9 of 9")),
+        (Ending(Outcome.FAILED, "x", final=True), 1, {1: 5}, (False, "another attempt would end in the same way")),
     ],
 )
 def test_requeue_rules(

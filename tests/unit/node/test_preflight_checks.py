@@ -26,6 +26,7 @@ from primeslurm.plan.model import Plan, Process
 from primeslurm.records.fleet import Fitness
 from primeslurm.records.journal import Journal
 from primeslurm.run.directory import RunDirectory
+from tests.support.cli import ROOT
 from tests.support.plans import plan_of, python
 from tests.support.recipes import model_dir
 
@@ -159,7 +160,7 @@ def preflight(plan: Plan, rank: int, tmp_path: Path, **seconds: float) -> Prefli
 
 
 def verdict(found: Preflight) -> tuple[Fitness, str]:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while found.verdict[0] is Fitness.CHECKING:
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -199,6 +200,24 @@ def test_the_teacher_s_files_are_looked_at_as_well(plan: Plan, tmp_path: Path) -
     found = preflight(plan, 0, tmp_path)
     found.start()
     assert verdict(found) == (Fitness.UNFIT, f"there is no model {tmp_path / 'none'}")
+
+
+def test_environments_are_tried_where_their_workers_may_run(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{ROOT}/tests/support/environments")
+    worker = plan.nodes[0].processes[0].model_copy(update={"role": "environment"})
+    nodes = (plan.nodes[0].model_copy(update={"processes": (worker,)}),)
+    wrong = [{"id": "fine-words"}, {"id": "fine-words", "name": "b", "args": {"n": "many"}}]
+    recipe = {"model": {"path": str(model_dir(tmp_path))}, "environments": wrong}
+    write_json(Path(plan.run_dir) / "recipe.resolved.json", recipe)
+    elsewhere = preflight(plan, 1, tmp_path, clock_wait_s=0.2)
+    here = preflight(plan.model_copy(update={"nodes": nodes}), 0, tmp_path, clock_wait_s=0.2)
+    here.start()
+    elsewhere.start()
+    assert verdict(elsewhere) == (Fitness.FIT, "") and not elsewhere.environments_fail
+    why = "environments.1.args.n = many: input should be a valid integer, unable to parse string as an integer"
+    assert verdict(here) == (Fitness.UNFIT, why) and here.environments_fail == why
 
 
 def test_a_check_that_hangs_makes_a_node_unfit(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

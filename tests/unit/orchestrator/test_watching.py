@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import zmq
 import zmq.asyncio
 
 from primeslurm.orchestrator.rollouts.job_protocol import Cancel, Job, Result, Status, ToWorker
+from primeslurm.orchestrator.rollouts.job_runner import give_notice
 from primeslurm.orchestrator.rollouts.worker_pool import SILENT_S, UNSEEN_S, WorkerPool
 from primeslurm.orchestrator.telemetry.batch_metrics import batch_metrics
 from primeslurm.orchestrator.telemetry.watch import StallError, Watch
@@ -49,19 +51,23 @@ def test_batch_metrics() -> None:
     assert row["rollouts/longer_than_seq_len"] == 0.25 and row["e/reward"] == 0.5
 
 
+def check(watch: Watch, suspect: str = "nobody") -> None:
+    watch.check_stall(lambda: suspect, lambda job: False, ())
+
+
 def test_a_stall_is_named_and_ends_the_attempt(tmp_path: Path) -> None:
     clock = Clock()
     watch = Watch(RECIPE, Journal(tmp_path, "orchestrator"), dict, clock)
     clock.now = 1000.0
-    watch.check_stall(lambda: "nobody")  # nothing has begun
+    check(watch)  # nothing has begun
     watch.policy_wanted(0)
     clock.now += 2
     watch.policy_current(0)
     clock.now += 99
-    watch.check_stall(lambda: "nobody")
+    check(watch)
     clock.now += 2
     with pytest.raises(StallError, match="the culprit") as caught:
-        watch.check_stall(lambda: "the culprit")
+        check(watch, "the culprit")
     assert caught.value.exit_code == 76
     events = [json.loads(line) for line in (tmp_path / "events/orchestrator.jsonl").read_text().splitlines()]
     assert events[-1]["kind"] == "stall" and events[-1]["suspect"] == "the culprit"
@@ -71,10 +77,28 @@ def test_rollouts_that_only_fail_end_the_attempt(tmp_path: Path) -> None:
     watch = Watch(RECIPE, Journal(tmp_path, "orchestrator"), dict, Clock())
     for _ in range(4 * RECIPE.orchestrator.batch_size - 1):
         watch.rollout_failed("j", "ZeroDivisionError")
-    watch.check_stall(lambda: "nobody")
+    check(watch)
     watch.rollout_failed("j", "ZeroDivisionError")
     with pytest.raises(StallError, match="ZeroDivisionError"):
-        watch.check_stall(lambda: "nobody")
+        check(watch)
+
+
+def test_a_gate_that_rejects_every_group_is_a_stall(tmp_path: Path) -> None:
+    clock = Clock()
+    watch = Watch(RECIPE, Journal(tmp_path, "orchestrator"), dict, clock)
+    groups = 4 * RECIPE.orchestrator.batch_size // RECIPE.orchestrator.group_size
+    for i in range(3 * groups):  # rollouts finish all the time
+        clock.now += 1
+        watch.policy_current(i)
+        watch.group_rejected("zero_advantage" if i % 2 else "length", RECIPE.orchestrator.group_size)
+        if i == groups:
+            watch.group_kept()
+        if clock.now < groups + 1 + RECIPE.orchestrator.stall_timeout_s:
+            check(watch)
+    with pytest.raises(StallError, match=r"length: \d+.*none was kept for 100 s: no batch can form"):
+        check(watch)
+    events = [json.loads(line) for line in (tmp_path / "events/orchestrator.jsonl").read_text().splitlines()]
+    assert events[-1]["kind"] == "stall" and events[-1]["suspect"] == "algorithm"
 
 
 class Peers:
@@ -84,11 +108,15 @@ class Peers:
         self.clock = Clock()
         self.results: list[tuple[str, object]] = []
         self.lost: list[str] = []
+        self.unusable: list[tuple[str, int, str]] = []
         self.address = address
-        self.workers = WorkerPool(address, self._result, self.lost.append, self.clock)
+        self.workers = WorkerPool(address, self._result, self.lost.append, self._unusable, self.clock)
 
     def _result(self, job: str, outcome: tuple[Rollout, ...] | str) -> None:
         self.results.append((job, outcome))
+
+    def _unusable(self, environment: str, worker: int, error: str) -> None:
+        self.unusable.append((environment, worker, error))
 
     def connect(self) -> zmq.asyncio.Socket:
         socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
@@ -115,6 +143,15 @@ def peers(tmp_path: Path) -> Peers:
 
 def job(name: str) -> Job:
     return Job(name, "g", "e", 0, 0, "http://r", "salt")
+
+
+async def test_a_worker_that_cannot_begin_says_why(peers: Peers) -> None:
+    serving = asyncio.create_task(peers.workers.serve())
+    await asyncio.to_thread(give_notice, "e", 3, peers.address, "ToolsetError: no index")
+    while not peers.unusable:
+        await asyncio.sleep(0.01)
+    serving.cancel()
+    assert peers.unusable == [("e", 3, "ToolsetError: no index")] and not peers.workers.environments
 
 
 async def test_jobs_go_to_the_least_loaded_worker(peers: Peers) -> None:

@@ -183,6 +183,46 @@ def test_a_stall_names_the_suspect(run: RunDirectory) -> None:
 
 
 @pytest.mark.parametrize(
+    ("kind", "fields", "code", "component", "cause"),
+    [
+        (
+            "environment_fails",
+            {"environment": "x", "error": "KeyError: 'a'", "failures": 9},
+            77,
+            "environment x",
+            "the environment fails every time",
+        ),
+        (
+            "stall",
+            {"suspect": "algorithm", "error": "40 groups in a row were rejected (length: 40), none ...", "seconds": 9},
+            76,
+            "algorithm",
+            "no group is kept, so no batch can form",
+        ),
+    ],
+)
+def test_what_the_orchestrator_ends_for_is_named(
+    run: RunDirectory, kind: str, fields: dict[str, object], code: int, component: str, cause: str
+) -> None:
+    say(run, "orchestrator", T0 + 60, kind, **fields)
+    say(run, "agent-0", T0 + 61, "exited", name="orchestrator", code=code, state="failed")
+    end(run, T0 + 62, "in its own words", "orchestrator")
+    found = diagnosis(run)
+    assert found.first is not None and found.first.failure.component == component
+    assert str(fields["error"]) in found.first.failure.how
+    assert found.first.causes[0].cause == cause and "py-spy" not in found.first.causes[0].fix
+
+
+def test_environments_that_do_not_load_on_nodes_are_named(run: RunDirectory) -> None:
+    reason = "environments do not load on node n1: environments.0.id = x: no such environment"
+    say(run, "head", T0 + 5, "ending", outcome="failed", reason=reason, suspect="environments")
+    end(run, T0 + 6, reason, "environments")
+    found = diagnosis(run)
+    assert found.first is not None and found.first.failure.component == "environments"
+    assert found.first.causes[0].cause == "an environment does not load on the nodes"
+
+
+@pytest.mark.parametrize(
     ("job", "cause"), [("TIMEOUT", "the time limit was reached"), ("NODE_FAIL", "a node of the job went down")]
 )
 def test_a_job_that_left_no_word_is_judged_by_slurms(run: RunDirectory, job: str, cause: str) -> None:

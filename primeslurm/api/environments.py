@@ -1,0 +1,71 @@
+"""Trying a recipe's environments before it is submitted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from ipaddress import ip_address
+
+from primeslurm.errors import Violation
+from primeslurm.plan.checks.environments import Interpreter, places, try_all
+from primeslurm.plan.model import Finding
+from primeslurm.recipe import Recipe, Site
+
+_FIELD = "environments"
+
+
+def environment_problems(recipe: Recipe, site: Site, *, local: bool) -> tuple[list[Violation], list[Finding]]:
+    """Load every environment of a recipe with the Python that jobs will use, where that is here.
+
+    Args:
+        recipe: the recipe; without rollouts it has no environments.
+        site: names the Python; where it is to run.
+        local: without Slurm.
+
+    Returns:
+        Why the run would fail, and what could not be looked at here.
+    """
+    if recipe.task != "rl":
+        return [], []
+    interpreter = Interpreter(site.python or "python3", _variables(site))
+    if recipe.slurm.over(site.slurm).container is not None and not local:
+        return [], [_untried("they are in the image that jobs run in")]
+    if not interpreter.here:
+        return [], [_untried(f"{interpreter.python} is not on this host")]
+    tried = try_all(places(recipe.environments), interpreter)
+    if tried.unprepared and (site.modules or site.prologue) and not local:
+        return [], [_untried(f"{interpreter.python} has no {tried.unprepared} without the site's modules and prologue")]
+    if tried.unprepared:
+        why = f"this Python has no {tried.unprepared}, and jobs run it"
+        fix = "install primeslurm with its environments there, or name another one in the site file"
+        return [Violation("python", interpreter.python, why, fix)], []
+    if local or _is_this_machine(site):
+        return [*tried.violations, *tried.missing], []
+    return list(tried.violations), [_elsewhere(each) for each in tried.missing]
+
+
+def _variables(site: Site) -> dict[str, str]:
+    """What processes get from the site, as far as it is known before a node is."""
+    env = {name: value for name, value in site.env.items() if "${" not in value}
+    return {**env, "LD_LIBRARY_PATH": ":".join(site.library_path)} if site.library_path else env
+
+
+def _is_this_machine(site: Site) -> bool:
+    """Whether all nodes of a site are this machine, as those of an embedded cluster are."""
+    return _all_loopback(site.network.addresses)
+
+
+def _all_loopback(addresses: Mapping[str, str]) -> bool:
+    try:
+        return bool(addresses) and all(ip_address(address).is_loopback for address in addresses.values())
+    except ValueError:
+        return False
+
+
+def _untried(why: str) -> Finding:
+    return Finding(level="note", field=_FIELD, text=f"not tried here: {why}; the nodes try them before anything loads")
+
+
+def _elsewhere(violation: Violation) -> Finding:
+    """Nodes may have what this host lacks."""
+    text = f"{violation.value}: {violation.why} on this host; the nodes are looked at when the job starts"
+    return Finding(level="warning", field=violation.field, text=text, fix=violation.fix)

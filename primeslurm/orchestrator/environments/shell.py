@@ -1,0 +1,104 @@
+"""A chat loop with a shell: the loop runs in the worker's own process, its commands in the rollout's sandbox.
+
+verifiers' `bash` harness starts a Python program per rollout, which takes a second of a core before the first request.
+Here only what the model asks for is started: a process per command.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import verifiers.v1 as vf
+from pydantic import PositiveInt
+from verifiers.v1.clients import ModelContext
+from verifiers.v1.runtimes import ProgramResult, Runtime
+
+from primeslurm.orchestrator.environments.chat import opening
+from primeslurm.wire.http import client_within_run
+
+__all__ = ["ShellHarness"]
+
+NAME = "sh"
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": NAME,
+        "description": "Run a command.",
+        "parameters": {
+            "type": "object",
+            "properties": {"command": {"type": "string"}},
+            "required": ["command"],
+        },
+    },
+}
+
+
+class ShellConfig(vf.HarnessConfig):  # type: ignore[misc]
+    """What `harness` in a recipe may say of it."""
+
+    command_timeout_s: PositiveInt = 60
+    """Longest run of one command."""
+    output_chars: PositiveInt = 4000
+    """Longest output of a command; of a longer one the beginning is left out."""
+
+
+class ShellHarness(vf.Harness[ShellConfig]):  # type: ignore[misc]
+    """Sends the conversation, runs the commands of the reply, until a reply asks for none.
+
+    A taskset module uses it by exporting it in `__all__`.
+    """
+
+    APPENDS_SYSTEM_PROMPT = True
+    SUPPORTS_RESUME = True
+    EXECUTES_CODE = True
+    NEEDS_CONTAINER = False
+
+    async def launch(
+        self,
+        ctx: ModelContext,
+        trace: vf.Trace,
+        runtime: Runtime,
+        endpoint: str,
+        secret: str,
+        mcp_urls: dict[str, str],
+        data: vf.TaskData,
+    ) -> ProgramResult:
+        """Take turns. The rollout's own error, if any, is raised by verifiers after this returns."""
+        messages = opening(*self.resolve_prompt(data))
+        async with client_within_run(None, headers={"Authorization": f"Bearer {secret}"}) as client:
+            while True:
+                body = {"model": ctx.model, "messages": messages, "tools": [TOOL]}
+                answer = await client.post(f"{endpoint}/chat/completions", json=body)
+                if answer.status_code != httpx.codes.OK:
+                    return ProgramResult(exit_code=1, stdout="", stderr=answer.text)
+                reply = answer.json()["choices"][0]["message"]
+                calls = reply.get("tool_calls") or []
+                if not calls:
+                    return ProgramResult(exit_code=0, stdout=reply.get("content") or "", stderr="")
+                messages.append(reply)
+                for call in calls:
+                    output = await self._output(call["function"], runtime)
+                    messages.append({"role": "tool", "tool_call_id": call["id"], "content": output})
+
+    async def _output(self, function: dict[str, Any], runtime: Runtime) -> str:
+        """What a call prints, or what is wrong with the call."""
+        if function["name"] != NAME:
+            return f"error: no tool {function['name']}"
+        try:
+            command = json.loads(function["arguments"])["command"]
+        except (ValueError, TypeError, KeyError):
+            command = None
+        if not isinstance(command, str):
+            return "error: arguments must be a JSON object with the string command"
+        try:
+            async with asyncio.timeout(self.config.command_timeout_s):
+                result = await runtime.run(["sh", "-c", command], self.config.resolved_env)
+        except TimeoutError:
+            return f"error: stopped after {self.config.command_timeout_s} s"
+        except ValueError as error:  # a null character, which no argument can have
+            return f"error: {error}"
+        output = (result.stdout + result.stderr).strip()[-self.config.output_chars :]
+        return output if result.exit_code == 0 else f"{output}\nexit code {result.exit_code}".lstrip()

@@ -1,0 +1,135 @@
+"""`tool-use`: follow a chain of files with a shell, in as many turns as it has links.
+
+Each file holds the name of the next one, and the last a number, which is the answer. A tiny model learns it in minutes
+on a CPU: every turn copies what the last message said, but whether to run a command or to answer is its own choice.
+
+    python -m primeslurm.orchestrator.environments.tool_use FILE [--n 10000] [--noise 0.35] [--seed 1]
+
+writes demonstrations for a supervised warm start.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import verifiers.v1 as vf
+from pydantic import Field
+from verifiers.v1.runtimes import Runtime
+
+from primeslurm.orchestrator.environments.shell import NAME, TOOL, ShellHarness
+
+__all__ = ["ShellHarness", "ToolUseTaskset"]
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+NAME_LETTERS = 4
+PROMPT = "Follow "
+GUESS = "000"
+"""The answer of wrong demonstrations, which is never right. Being constant, it costs the model no capacity."""
+
+
+class ToolUseData(vf.TaskData):  # type: ignore[misc]
+    """One chain."""
+
+    names: list[str]
+    """Of the files, in the order in which they lead to each other."""
+    answer: str
+    """What the last one holds."""
+
+
+class ToolUseConfig(vf.TasksetConfig):  # type: ignore[misc]
+    """The arguments of the environment."""
+
+    links: int = Field(2, ge=1, le=100)
+    """Files of a chain: a rollout that finds the answer has one turn more."""
+    seed: int = 0
+    n: int = Field(1_000_000, ge=1)
+    """Number of chains."""
+
+
+class ToolUseTask(vf.Task[ToolUseData, vf.State, vf.TaskConfig]):  # type: ignore[misc]
+    """Rewarded for the number at the end of the chain."""
+
+    async def setup(self, runtime: Runtime) -> None:
+        """Write the files to the sandbox."""
+        for name, content in zip(self.data.names, [*self.data.names[1:], self.data.answer], strict=True):
+            await runtime.write(name, f"{content}\n".encode())
+
+    @vf.reward  # type: ignore[untyped-decorator]
+    async def found(self, trace: vf.Trace) -> float:
+        """Return 1 if the last reply is the answer and nothing else, else 0."""
+        return float((trace.last_reply or "").strip() == self.data.answer)
+
+    @vf.metric  # type: ignore[untyped-decorator]
+    async def commands(self, trace: vf.Trace) -> float:
+        """Return how many commands ran."""
+        return float(sum(message.role == "tool" for message in trace.messages))
+
+
+class ToolUseTaskset(vf.Taskset[ToolUseTask, ToolUseConfig]):  # type: ignore[misc]
+    """Random chains; chain i is the same for the same seed whatever n is."""
+
+    def load(self) -> Iterator[ToolUseTask]:
+        """Yield the chains, in order."""
+        for names, answer in chains(self.config.n, self.config.seed, self.config.links):
+            data = ToolUseData(prompt=PROMPT + names[0], names=names, answer=answer)
+            yield ToolUseTask(data, self.config.task)
+
+
+def chains(n: int, seed: int, links: int) -> Iterator[tuple[list[str], str]]:
+    """Yield `n` chains: the names of their files, which differ, and the number at the end."""
+    rng = random.Random(seed)
+    for _ in range(n):
+        names: dict[str, None] = {}
+        while len(names) < links:
+            names["".join(rng.choices(LETTERS, k=NAME_LETTERS))] = None
+        yield list(names), str(rng.randint(100, 999))
+
+
+def demonstrations(n: int, noise: float, seed: int, links: int = 2) -> Iterator[dict[str, Any]]:
+    """Yield `n` conversations, of which all turns are to be learned from.
+
+    With probability `noise` a turn that should run a command guesses an answer instead, which ends the conversation. A
+    model warmed up on them can follow chains, but does so to the end only in a share of (1 - noise) ** links: RL has to
+    find out that looking pays.
+    """
+    rng = random.Random(f"{seed}/guesses")
+    for names, answer in chains(n, seed, links):
+        messages: list[dict[str, Any]] = [{"role": "user", "content": PROMPT + names[0]}]
+        for name, content in zip(names, [*names[1:], answer], strict=True):
+            if rng.random() < noise:
+                messages.append({"role": "assistant", "content": GUESS})
+                break
+            messages += [_call(name), {"role": "tool", "tool_call_id": "call", "content": content}]
+        else:
+            messages.append({"role": "assistant", "content": answer})
+        yield {"messages": messages, "tools": [TOOL]}
+
+
+def _call(name: str) -> dict[str, Any]:
+    function = {"name": NAME, "arguments": json.dumps({"command": f"cat {name}"})}
+    return {
+        "role": "assistant",
+        "content": "",
+        "tool_calls": [{"id": "call", "type": "function", "function": function}],
+    }
+
+
+def main() -> None:
+    """Write demonstrations."""
+    parser = argparse.ArgumentParser(prog="python -m primeslurm.orchestrator.environments.tool_use")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--n", type=int, default=10000)
+    parser.add_argument("--noise", type=float, default=0.35)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    found = demonstrations(options.n, options.noise, options.seed)
+    options.out.write_text("".join(json.dumps(chat) + "\n" for chat in found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""Whether a recipe's environments load, tried by the Python that will run them: before a submission, and on the nodes.
+
+All are tried by one process (`orchestrator.environments.probe`), in the seconds that importing verifiers takes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from primeslurm.errors import Violation
+from primeslurm.recipe.sections.orchestrator import Environment
+
+PROBE = "primeslurm.orchestrator.environments.probe"
+_SURE = ("reverse-text",)
+"""Bundled, and needs nothing but verifiers: without arguments there is nothing that could be wrong."""
+_LOADED = {"id", "args", "load_timeout_s"}
+"""Fields that say how an environment loads."""
+_IMPORT_S = 180.0
+"""For Python and verifiers to be imported, from however slow a file system, on top of what an environment may take."""
+_UNPREPARED = re.compile(r"ModuleNotFoundError: No module named '(primeslurm|verifiers)\b")
+_FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$')
+
+
+def places(environments: Iterable[Environment]) -> dict[str, Environment]:
+    """Give each of a recipe's environments its place."""
+    return {f"environments.{i}": each for i, each in enumerate(environments)}
+
+
+@dataclass(frozen=True)
+class Interpreter:
+    """The Python of jobs."""
+
+    python: str
+    env: Mapping[str, str]
+    """Variables of its own, over those of this process."""
+
+    @property
+    def here(self) -> bool:
+        """Whether this machine has it."""
+        return shutil.which(self.python) is not None
+
+
+@dataclass(frozen=True)
+class Tried:
+    """What trying environments showed. Fields are those of the recipe, `environments.0.args.x`."""
+
+    violations: tuple[Violation, ...] = ()
+    """What would go wrong anywhere."""
+    missing: tuple[Violation, ...] = ()
+    """What this host lacks for their runtimes."""
+    unprepared: str = ""
+    """The package that the interpreter lacks, so that nothing could be tried."""
+
+
+def try_all(environments: Mapping[str, Environment], interpreter: Interpreter) -> Tried:
+    """Load the environments that could fail to load, and the first task of each.
+
+    Args:
+        environments: by their place in the recipe.
+        interpreter: is here.
+    """
+    wanted = {place: each for place, each in environments.items() if not _is_sure(each)}
+    if not wanted:
+        return Tried()
+    asked = [each.model_dump(mode="json", by_alias=True, include=_LOADED) for each in wanted.values()]
+    limit_s = _IMPORT_S + max(each.load_timeout_s for each in wanted.values())
+    code, out, err = _run(interpreter, json.dumps({"environments": asked}), limit_s)
+    verdicts = json.loads(out) if code == 0 else []
+    if not verdicts:
+        return _nothing(interpreter, code, err)
+    found = [_judged(*each, verdict) for each, verdict in zip(wanted.items(), verdicts, strict=True)]
+    return Tried(
+        tuple(violation for tried in found for violation in tried.violations),
+        tuple(violation for tried in found for violation in tried.missing),
+    )
+
+
+def _is_sure(environment: Environment) -> bool:
+    return environment.id in _SURE and not environment.args
+
+
+def _run(interpreter: Interpreter, asked: str, limit_s: float) -> tuple[int | None, str, str]:
+    """Exit code (None: it had to be killed) and outputs. It runs where no module of the user's own lies about."""
+    with tempfile.TemporaryDirectory(prefix="primeslurm-") as directory:
+        process = subprocess.Popen(
+            [interpreter.python, "-m", PROBE],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            cwd=directory,
+            env={"HF_HUB_OFFLINE": "1", **os.environ, **interpreter.env},
+            start_new_session=True,
+        )
+        try:
+            out, err = process.communicate(asked, timeout=limit_s)
+            return process.returncode, out, err
+        except subprocess.TimeoutExpired:
+            return None, "", ""
+        finally:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+
+
+def _nothing(interpreter: Interpreter, code: int | None, err: str) -> Tried:
+    """Nothing could be tried: the interpreter lacks a package, or is broken."""
+    last = (err.strip().splitlines() or ["without a word"])[-1]
+    if lacks := _UNPREPARED.match(last):
+        return Tried(unprepared=lacks[1])
+    how = "gives no answer" if code is None else f"ends with exit code {code}: {last[:300]}"
+    return Tried((Violation("environments", "", f"they cannot be tried: {interpreter.python} {how}"),))
+
+
+def _judged(place: str, environment: Environment, verdict: Mapping[str, Any]) -> Tried:
+    if (answer := verdict["answer"]) is not None:
+        violations, missing = (
+            tuple(_placed(place, Violation(**each)) for each in answer.get(kind, ()))
+            for kind in ("violations", "missing")
+        )
+        return Tried(violations, missing)
+    why, fix = _no_answer(verdict["code"], verdict["stderr"], environment)
+    return Tried((_placed(place, Violation("environments.id", environment.id, why, fix)),))
+
+
+def _no_answer(code: int, err: str, environment: Environment) -> tuple[str, str]:
+    """Why, and what to do: it took too long, or ended the interpreter."""
+    stuck = err.rpartition("Timeout (")[2] if "Timeout (" in err else ""
+    if stuck or code == -signal.SIGKILL:
+        frames = [found for line in stuck.splitlines() if (found := _FRAME.match(line))]
+        module = environment.id.rpartition("/")[2].partition("@")[0].replace("-", "_").lower()
+        own = [frame for frame in frames if f"/{module}/" in frame["file"] or f"/{module}.py" in frame["file"]]
+        at = next(iter(own or frames), None)
+        place = f"; it is at {at['file']}, line {at['line']}, in {at['function']}" if at else ""
+        return f"has not loaded after {environment.load_timeout_s} s{place}", "load less, or allow more: load_timeout_s"
+    last = (err.strip().splitlines() or ["without a word"])[-1][:300]
+    how = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+    return f"loading it ended the interpreter ({how}): {last}", ""
+
+
+def _placed(place: str, violation: Violation) -> Violation:
+    return replace(violation, field=place + violation.field.removeprefix("environments"))

@@ -1,0 +1,21 @@
+"""An environment that fails when its first task is read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import verifiers.v1 as vf
+
+from primeslurm.orchestrator.environments.chat import ChatHarness
+
+__all__ = ["BrokenTaskset", "ChatHarness"]
+
+
+class BrokenTaskset(vf.Taskset[vf.Task, vf.TasksetConfig]):  # type: ignore[misc]
+    """Its rows lack a column."""
+
+    def load(self) -> Iterator[vf.Task]:
+        """Raise KeyError."""
+        rows: list[dict[str, str]] = [{"question": "?"}]
+        for row in rows:
+            yield vf.Task(vf.TaskData(prompt=row["prompt"]), self.config.task)

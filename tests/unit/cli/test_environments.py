@@ -1,0 +1,132 @@
+"""`check` and `submit` of recipes whose environments do not load: the message, exit code 2, and nothing written."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from primeslurm.plan.checks.environments import Interpreter, try_all
+from primeslurm.recipe.sections.orchestrator import Environment
+from tests.support.cli import ROOT, Result, primeslurm
+from tests.support.recipes import recipe_data
+
+PACKAGES = Path(ROOT) / "tests" / "support" / "environments"
+SITE: dict[str, Any] = {
+    "schema": 1,
+    "name": "here",
+    "device": "cpu",
+    "nodes": {"default": {"partition": "p", "gpus": 8, "cpus": 8}},
+}
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory with a site file and a model, where the packages of `support/environments` are installed."""
+    monkeypatch.setattr("tests.support.cli.ROOT", f"{ROOT}:{PACKAGES}")
+    (tmp_path / "site.yaml").write_text(yaml.safe_dump(SITE))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"max_position_embeddings": 8192}))
+    (tmp_path / "model" / "a.safetensors").write_bytes(b"")
+    return tmp_path
+
+
+def run(place: Path, verb: str, environments: list[dict[str, Any]], *args: str) -> Result:
+    recipe = recipe_data(model={"path": str(place / "model")}, environments=environments)
+    (place / "r.yaml").write_text(yaml.safe_dump(recipe))
+    return primeslurm(verb, "r.yaml", *args, cwd=place)
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"id": "reverse-txt"}, "id = reverse-txt: no such environment (did you mean reverse-text?)"),
+    (
+        {"id": "fine-words", "name": "a", "args": {"dificulty": "hard"}},
+        "args.dificulty = hard: the environment takes no such argument (nearest: difficulty)",
+    ),
+    (
+        {"id": "fine-words", "name": "b", "args": {"difficulty": "hrd", "n": "many"}},
+        "args.difficulty = hrd: input should be 'easy' or 'hard'",
+    ),
+    ({"id": "fine-words", "name": "c", "args": {"n": 0}}, "args: fine-words has no tasks with these arguments"),
+    (
+        {"id": "fine-words", "name": "d", "args": {"env": {"agent": {"harness": {"id": "mini_swe_agent"}}}}},
+        "args.env.agent.runtime.type = subprocess: harness mini_swe_agent must run in a container (nearest: apptainer)",
+    ),
+    (
+        {"id": "fine-words", "name": "e", "args": {"env": {"agent": {"runtime": {"type": "podman"}}}}},
+        "args.env.agent.runtime.type = podman: there is no program podman (install it, or take another runtime)",
+    ),
+    (
+        {"id": "broken-import"},
+        "id = broken-import: needs the module a_package_that_nobody_has, which is not installed (install it beside",
+    ),
+    (
+        {"id": "broken-tasks"},
+        "id = broken-tasks: its first task cannot be read: KeyError: 'prompt' (broken_tasks.py, line 21, in load)",
+    ),
+    ({"id": "ends-python"}, "id = ends-python: loading it ended the interpreter (exit code 3): no licence found"),
+    ({"id": "never-loads", "load_timeout_s": 1}, "id = never-loads: has not loaded after 1 s; it is at "),
+]
+
+
+def test_every_environment_that_does_not_load_is_named_at_once(place: Path) -> None:
+    wrong = [environment for environment, _ in WRONG]
+    result = run(place, "check", [{"id": "reverse-text"}, *wrong, {"id": "fine-words"}], "--local")
+    assert (result.code, result.out) == (2, "")
+    assert result.err.startswith("error: 11 problems\n"), result.err
+    for i, (_, text) in enumerate(WRONG):
+        assert f"  environments.{i + 1}.{text}" in result.err, result.err
+    assert "environments.3.args.n = many: input should be a valid integer" in result.err
+    assert "never_loads.py, line 8, in wait (load less, or allow more: load_timeout_s)" in result.err
+    assert "Traceback" not in result.err
+    assert {path.name for path in place.iterdir()} == {"r.yaml", "site.yaml", "model"}
+
+
+def test_submit_refuses_an_environment_that_is_not_installed(place: Path) -> None:
+    result = run(place, "submit", [{"id": "fine-words"}, {"id": "gsm8k-tools"}], "--local")
+    assert (result.code, result.out) == (2, "")
+    assert "environments.1.id = gsm8k-tools: no such environment" in result.err
+    assert {path.name for path in place.iterdir()} == {"r.yaml", "site.yaml", "model"}
+
+
+def test_what_only_nodes_can_tell_is_a_warning(place: Path) -> None:
+    container = {"env": {"agent": {"runtime": {"type": "podman"}}}}
+    result = run(place, "check", [{"id": "fine-words", "args": container}])
+    assert result.code == 0, result.err
+    warning = "warning: environments.0.args.env.agent.runtime.type: podman: there is no program podman on this host; "
+    assert warning in result.err
+
+
+def test_what_cannot_be_tried_here_is_said(place: Path) -> None:
+    (place / "site.yaml").write_text(yaml.safe_dump({**SITE, "python": "/elsewhere/bin/python"}))
+    result = run(place, "check", [{"id": "not-here"}])
+    assert result.code == 0, result.err
+    assert "note: environments: not tried here: /elsewhere/bin/python is not on this host" in result.err
+    (place / "site.yaml").write_text(yaml.safe_dump({**SITE, "slurm": {"container": {"type": "pyxis", "image": "i"}}}))
+    assert "not tried here: they are in the image that jobs run in" in run(place, "check", [{"id": "not-here"}]).err
+
+
+def test_a_python_without_verifiers_is_refused(place: Path) -> None:
+    (place / "site.yaml").write_text(yaml.safe_dump({**SITE, "python": "/usr/bin/python3"}))
+    result = run(place, "check", [{"id": "fine-words"}])
+    assert (result.code, result.out) == (2, "")
+    assert "python = /usr/bin/python3: this Python has no verifiers, and jobs run it" in result.err
+    (place / "site.yaml").write_text(yaml.safe_dump({**SITE, "python": "/usr/bin/python3", "prologue": ["source x"]}))
+    result = run(place, "check", [{"id": "fine-words"}])
+    assert result.code == 0, result.err
+    assert "note: environments: not tried here: /usr/bin/python3 has no verifiers without the site's mod" in result.err
+
+
+@pytest.mark.parametrize(("verb", "args"), [("plan", ["--json"]), ("render", []), ("submit", ["--dry-run", "--json"])])
+def test_what_stays_offline_tries_none(place: Path, verb: str, args: list[str]) -> None:
+    result = run(place, verb, [{"id": "never-loads"}], *args)
+    assert result.code == 0, result.err
+
+
+def test_a_python_that_is_broken_is_named() -> None:
+    tried = try_all({"environments.0": Environment(id="fine-words")}, Interpreter("/bin/false", {}))
+    why = "they cannot be tried: /bin/false ends with exit code 1: without a word"
+    assert [str(violation) for violation in tried.violations] == [f"environments: {why}"]

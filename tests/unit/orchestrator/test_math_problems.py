@@ -1,0 +1,68 @@
+"""The bundled environment of mathematical problems."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import verifiers.v1 as vf
+from verifiers.v1.runtimes import SubprocessConfig, make_runtime
+
+from primeslurm.errors import UsageError
+from primeslurm.orchestrator import environments
+from primeslurm.orchestrator.environments.math_problems import INSTRUCTION, LONGEST_ANSWER, boxed
+
+
+def problems(directory: Path, *records: object, **args: str) -> list[vf.Task]:
+    path = directory / "math.jsonl"
+    path.write_text("\n".join(json.dumps(record) for record in records) + "\n\n")
+    return list(environments.load("math-problems", {"path": str(path), **args}).taskset)
+
+
+def test_problems_are_read_from_a_file(tmp_path: Path) -> None:
+    solution = r"Half of it, so $\boxed{\frac{3}{4}}$."
+    first, second = problems(tmp_path, {"q": "1/2?", "a": 0.5}, {"q": "?", "a": solution}, question="q", answer="a")
+    assert (first.data.prompt, first.data.answer) == (f"1/2?\n\n{INSTRUCTION}", "0.5")
+    assert second.data.answer == r"\frac{3}{4}"
+
+
+def test_what_is_wrong_with_the_file_is_said(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"no file .*absent\.jsonl"):
+        environments.load("math-problems", {"path": str(tmp_path / "absent.jsonl")})
+    with pytest.raises(ValueError, match=r"math\.jsonl, line 2: KeyError\('answer'\)"):
+        problems(tmp_path, {"question": "?", "answer": "1"}, {"question": "?"})
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (r"so \boxed{1}, no, \boxed{ \frac{1}{2} }.", r"\frac{1}{2}"),
+        (r"\boxed{1", None),
+        (r"\boxed{}", ""),
+        ("1", None),
+    ],
+)
+def test_the_last_box_is_the_answer(text: str, expected: str | None) -> None:
+    assert boxed(text) == expected
+
+
+async def test_answers_are_compared_as_mathematics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("verifiers.v1.runtimes.subprocess.CACHE_DIR", tmp_path / "cache")
+    (task,) = problems(tmp_path, {"question": "1/3 + 1/6?", "answer": "1/2"})
+    runtime = make_runtime(SubprocessConfig(), name="grader")
+    await runtime.start()
+    try:
+        replies = {
+            r"\boxed{1/2}": 1.0,
+            r"\boxed{\frac{3}{6}}": 1.0,
+            r"\boxed{1/3}": 0.0,
+            r"\boxed{" + "9" * (LONGEST_ANSWER + 1) + "}": 0.0,
+            "1/2": 0.0,
+            "": 0.0,
+        }
+        found = {reply: await task.correct(SimpleNamespace(last_reply=reply), runtime) for reply in replies}
+    finally:
+        await runtime.stop()
+    assert found == replies

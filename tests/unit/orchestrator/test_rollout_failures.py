@@ -1,0 +1,213 @@
+"""When an environment is given up, and when it is not: failures that come and go, tasks that are broken alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from primeslurm.orchestrator.rollouts.generate_endpoint import NO_ANSWER
+from primeslurm.orchestrator.rollouts.job_protocol import Job
+from primeslurm.orchestrator.telemetry.rollout_failures import (
+    FEW_FAILURES,
+    Hopeless,
+    RolloutFailures,
+    headline,
+    signature,
+)
+
+WORKERS = {"a": 2, "b": 1}
+ERROR = "RolloutFailed: TaskError: reward 'right': KeyError: 'unknown-{}'"
+
+
+@dataclass
+class Flight:
+    """Rollouts under way, with a clock that is moved by hand."""
+
+    failures: RolloutFailures = field(default_factory=lambda: RolloutFailures(1000, WORKERS))
+    now: float = 1000.0
+    running: set[str] = field(default_factory=set)
+    served: set[str] = field(default_factory=lambda: {"a", "b"})
+
+    def start(self, task: int, member: int = 0, environment: str = "a") -> str:
+        """Start a rollout; returns its job."""
+        group = f"{environment}-{task:08d}"
+        job = Job(f"{group}/{member}-x{len(self.running)}-{self.now}", group, environment, task, 0, "r", "s")
+        self.failures.started(job, self.now)
+        self.running.add(job.id)
+        return job.id
+
+    def fail(self, job: str, error: str = ERROR) -> None:
+        """End a rollout with an error."""
+        self.running.discard(job)
+        self.failures.failed(job, error.format(job[-3:]), self.now)
+
+    @property
+    def verdict(self) -> Hopeless | None:
+        """What is said now."""
+        return self.failures.hopeless(self.now, self.running.__contains__, self.served)
+
+
+def test_the_same_failure_of_several_tasks_is_named_within_seconds() -> None:
+    flight = Flight()
+    began = flight.now
+    while flight.verdict is None:
+        jobs = [flight.start(task, member) for task in range(4) for member in range(4)]
+        flight.now += 0.5
+        for job in jobs:
+            flight.fail(job)
+        assert flight.now < began + 20
+    verdict = flight.verdict
+    assert verdict is not None and verdict.environment == "a" and verdict.failures >= FEW_FAILURES
+    assert verdict.error.startswith("TaskError: reward 'right': KeyError: 'unknown-")
+    assert "environment a fails every time" in str(verdict) and flight.now - began < 8
+
+
+def test_a_broken_task_alone_is_no_reason() -> None:
+    flight = Flight()
+    for _ in range(100):
+        flight.fail(flight.start(7))
+        flight.now += 1
+    assert flight.verdict is None
+
+
+def test_rollouts_that_live_longer_than_failures_may_yet_succeed() -> None:
+    flight = Flight()
+    jobs = [flight.start(task) for task in range(512)]
+    flight.now += 1
+    for job in jobs[:60]:
+        flight.fail(job)
+    assert flight.verdict is None, "the others have not had their chance"
+    flight.now += 3600
+    for task in range(1000, 1100):
+        job = flight.start(task)
+        flight.now += 1
+        flight.fail(job)
+    assert flight.verdict is None, "they still run"
+    for job in jobs[60:]:
+        flight.fail(job)
+    assert flight.verdict is None, "failures take an hour: those that were started lately may not"
+    flight.now += 4000
+    assert flight.verdict is not None, "after twice that all have failed"
+
+
+def test_very_many_failures_are_enough_whatever_still_runs() -> None:
+    flight = Flight(RolloutFailures(60, WORKERS))
+    for task in range(60):
+        assert flight.verdict is None
+        flight.start(1000 + task)
+        flight.fail(flight.start(task))
+    assert flight.verdict is not None
+
+
+def test_once_a_rollout_has_got_through_failures_come_and_go() -> None:
+    flight = Flight()
+    job = flight.start(0)
+    flight.failures.finished(job, "a", flight.now)
+    for task in range(1, 500):
+        flight.fail(flight.start(task))
+        flight.now += 1
+    assert flight.verdict is None
+    assert flight.failures.streak()[:2] == ("a", 499)
+    resumed = Flight(RolloutFailures(1000, WORKERS, ["a"]))
+    for task in range(100):
+        resumed.fail(resumed.start(task))
+        resumed.now += 1
+    assert resumed.verdict is None, "a step was trained in an earlier attempt"
+
+
+def test_engines_that_do_not_answer_are_no_fault_of_an_environment() -> None:
+    flight = Flight()
+    for task in range(100):
+        flight.fail(flight.start(task), f"RolloutFailed: ProviderError: {NO_ANSWER}: http://r/generate: 503: stale")
+        flight.now += 1
+    assert flight.verdict is None
+
+
+def test_failures_of_different_kinds_are_counted_apart() -> None:
+    flight = Flight()
+    for task in range(7):
+        flight.fail(flight.start(task), "RolloutFailed: SandboxError: image 'a' is not there")
+        flight.fail(flight.start(task), "RolloutFailed: TaskError: another")
+        flight.now += 5
+    assert flight.verdict is None
+    flight.fail(flight.start(9), "RolloutFailed: SandboxError: image 'b' is not there")
+    flight.now += 10
+    verdict = flight.verdict
+    assert verdict is not None and verdict.error == "SandboxError: image 'b' is not there"
+
+
+def test_one_environment_that_fails_is_named_while_another_works() -> None:
+    flight = Flight()
+    for task in range(20):
+        job = flight.start(task, environment="b")
+        flight.failures.finished(job, "b", flight.now)
+        flight.fail(flight.start(task))
+        flight.now += 1
+    verdict = flight.verdict
+    assert verdict is not None and verdict.environment == "a"
+
+
+def test_what_was_cancelled_or_lost_is_not_waited_for() -> None:
+    flight = Flight()
+    jobs = [flight.start(task) for task in range(16)]
+    flight.now += 1
+    for job in jobs[1:]:
+        flight.fail(job)
+    flight.now += 60
+    assert flight.verdict is None, "one still runs"
+    flight.running.clear()
+    assert flight.verdict is not None
+
+
+def test_a_worker_that_never_starts_is_named_unless_another_serves() -> None:
+    flight = Flight()
+    flight.failures.not_started("b", 0, "ToolsetError: no index", flight.now)
+    flight.served = set()
+    assert flight.verdict is None, "it is started again first"
+    flight.failures.not_started("b", 0, "ToolsetError: no index", flight.now)
+    assert flight.verdict == Hopeless("b", "ToolsetError: no index", 2)
+    flight.served = {"b"}
+    assert flight.verdict is None
+    for _ in range(5):
+        flight.failures.not_started("a", 1, "ToolsetError: no index", flight.now)
+    assert flight.verdict is None, "its other worker may be about to serve"
+    flight.failures.not_started("a", 0, "ToolsetError: no index", flight.now)
+    assert flight.verdict == Hopeless("a", "ToolsetError: no index", 6)
+
+
+TRACEBACK = """Traceback (most recent call last):
+  File "/x/program.py", line 93, in main
+    raise ValueError("DefaultRenderer does not support tools")
+ValueError: DefaultRenderer does not support tools
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        ("RolloutFailed: nothing was sampled", "nothing was sampled"),
+        (
+            f"RolloutFailed: HarnessError: harness 'bash' exited 1: {TRACEBACK}",
+            "HarnessError: harness 'bash' exited 1: ValueError: DefaultRenderer does not support tools",
+        ),
+        (
+            "HarnessError: harness 'bash' exited 1: 3, in main\n  File \"x\", line 2\nOSError: no index\n",
+            "HarnessError: harness 'bash' exited 1: OSError: no index",
+        ),
+        (
+            "RolloutFailed: ToolsetError: tool server 'wiki' ended: loading\n\nno such index: /data/x",
+            "ToolsetError: tool server 'wiki' ended: loading: no such index: /data/x",
+        ),
+        ("", ""),
+    ],
+)
+def test_an_error_in_one_line(error: str, told: str) -> None:
+    assert headline(error) == told
+
+
+def test_numbers_paths_and_quotes_make_no_other_kind() -> None:
+    one = "SandboxError: image 'astropy:1.2' is not in /cache/4f5e6a7b, after 12 s"
+    other = "SandboxError: image 'django:5' is not in /tmp/9a8b7c6d, after 7 s"
+    assert signature(one) == signature(other)
+    assert signature(one) != signature("SandboxError: no disk")

@@ -1,0 +1,140 @@
+"""The bundled environment that uses a tool: its tasks, its shell, whole rollouts, and what warms a model up for it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+from verifiers.v1.runtimes import ProgramResult
+
+from primeslurm.orchestrator import environments
+from primeslurm.orchestrator.environments.shell import ShellConfig, ShellHarness
+from primeslurm.orchestrator.environments.tool_use import GUESS, chains, demonstrations
+from primeslurm.trainer import tiny
+from primeslurm.trainer.data import sft_data
+from tests.support.fake_engine import FakeEngine
+from tests.unit.orchestrator.test_worker import recipe, rollouts
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a worker reads of the demo's model."""
+    directory = tmp_path_factory.mktemp("model")
+    tiny.tokenizer(tiny.PHRASES).save_pretrained(directory)
+    (directory / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", "max_position_embeddings": 2048}))
+    return directory
+
+
+class Follower(FakeEngine):
+    """Follows the chain for so many turns, by calls in Qwen3's format, and then says what it read last."""
+
+    turns = 100
+
+    def _sample(self, prompt: list[int], number: int) -> list[int]:
+        text = self._tokenizer.decode(prompt, skip_special_tokens=False)
+        read: str = re.findall(r"(?:Follow |<tool_response>\n)([a-z0-9]+)", text)[-1]
+        call = f'<tool_call>\n{{"name": "sh", "arguments": {{"command": "cat {read}"}}}}\n</tool_call>'
+        answer = read if read.isdigit() or number > self.turns else call
+        return [*self._tokenizer.encode(answer, add_special_tokens=False), self._tokenizer.eos_token_id]
+
+
+@pytest.mark.parametrize(("turns", "reward"), [(100, 1.0), (1, 0.0)])
+async def test_a_rollout_runs_commands_and_is_one_sequence_of_what_was_sampled(
+    model: Path, turns: int, reward: float
+) -> None:
+    environment = {"id": "tool-use", "args": {"links": 3, "n": 5}}
+    made = recipe(model, seq_len=512, environments=[environment])
+    engine = Follower(model)
+    engine.version, engine.turns = 3, turns
+    with engine:
+        found = await rollouts(engine, made)
+    (rollout,) = found
+    links = min(turns, 3)
+    assert rollout.info.reward == reward and rollout.info.metrics["commands"] == links
+    assert rollout.info.turns == len(engine.requests) == links + 1
+    last = engine.requests[-1]["token_ids"]
+    assert rollout.token_ids[: len(last)].tolist() == last, "a turn did not extend the one before it"
+    assert rollout.mask.sum() == sum(engine.sampled)
+    (names, answer), *_ = chains(5, 0, 3)
+    text = PreTrainedTokenizerFast.from_pretrained(model).decode(rollout.token_ids)
+    assert f"Follow {names[0]}<|im_end|>" in text and ("<tools>" in text)
+    assert (f"<tool_response>\n{answer}\n</tool_response>" in text) == bool(reward)
+
+
+class OneCommand:
+    """A runtime that answers every command alike."""
+
+    def __init__(self, result: ProgramResult, seconds: float = 0) -> None:
+        self.result, self.seconds = result, seconds
+
+    async def run(self, argv: list[str], env: dict[str, str]) -> ProgramResult:
+        """Take a while."""
+        await asyncio.sleep(self.seconds)
+        return self.result
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "result", "expected"),
+    [
+        ("sh", '{"command": "cat a"}', ProgramResult(0, "b\n", ""), "b"),
+        ("sh", '{"command": "cat a"}', ProgramResult(1, "", "no such file\n"), "no such file\nexit code 1"),
+        ("sh", '{"command": "yes"}', ProgramResult(0, "y" * 50 + "z" * 20, ""), "z" * 20),
+        ("bash", '{"command": "cat a"}', ProgramResult(0, "b", ""), "error: no tool bash"),
+        ("sh", '{"command": 3}', ProgramResult(0, "b", ""), "error: arguments must be a JSON object"),
+        ("sh", '["cat a"]', ProgramResult(0, "b", ""), "error: arguments must be a JSON object"),
+        ("sh", '{"comm', ProgramResult(0, "b", ""), "error: arguments must be a JSON object"),
+    ],
+)
+async def test_what_the_shell_answers(name: str, arguments: str, result: ProgramResult, expected: str) -> None:
+    harness = ShellHarness(ShellConfig(id="shell", output_chars=20))
+    runtime: Any = OneCommand(result)
+    assert (await harness._output({"name": name, "arguments": arguments}, runtime)).startswith(expected)
+
+
+async def test_a_command_that_does_not_end_is_stopped() -> None:
+    harness = ShellHarness(ShellConfig(id="shell", command_timeout_s=1))
+    runtime: Any = OneCommand(ProgramResult(0, "", ""), seconds=600)
+    started = time.monotonic()
+    assert (
+        await harness._output({"name": "sh", "arguments": '{"command": "cat"}'}, runtime) == "error: stopped after 1 s"
+    )
+    assert time.monotonic() - started < 300
+
+
+def test_bundled_harnesses_are_found_by_name() -> None:
+    agent = {"harness": {"id": "shell", "command_timeout_s": 7}}
+    env = environments.load("reverse-text", {"env": {"agent": agent}})
+    assert env.config.agent.harness.command_timeout_s == 7
+
+
+def test_demonstrations_are_learned_turn_by_turn(model: Path, tmp_path: Path) -> None:
+    """A share of `noise` of the turns guesses; what is trained is what the model would have sampled."""
+    made = list(demonstrations(400, 0.35, 1))
+    guesses = sum(chat["messages"][-1]["content"] == GUESS for chat in made)
+    calls = sum("tool_calls" in message for chat in made for message in chat["messages"])
+    assert guesses / (guesses + calls) == pytest.approx(0.35, abs=0.06)
+    path = tmp_path / "demonstrations.jsonl"
+    path.write_text("".join(json.dumps(chat) + "\n" for chat in made[:20]))
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
+    for chat, example in zip(made, sft_data.load(path, tokenizer, 512, every=True), strict=False):
+        answers = [message for message in chat["messages"] if message["role"] == "assistant"]
+        trained = tokenizer.decode(example.token_ids[example.mask])
+        assert trained.count("<|im_end|>") == len(answers)
+        assert trained.count("<tool_call>") == sum("tool_calls" in message for message in answers)
+        assert "tool_response" not in trained and trained.endswith(answers[-1]["content"] + "<|im_end|>")
+        (last,) = sft_data.load(_one(tmp_path, chat), tokenizer, 512)
+        assert (last.token_ids == example.token_ids).all() and tokenizer.decode(last.token_ids[last.mask]) == (
+            answers[-1]["content"] + "<|im_end|>"
+        )
+
+
+def _one(directory: Path, chat: dict[str, Any]) -> Path:
+    path = directory / "one.jsonl"
+    path.write_text(json.dumps(chat))
+    return path
