@@ -40,11 +40,14 @@ class Pool:
         self.clock, self.address = Clock(), address
         self.lost: list[str] = []
         self.results: list[str] = []
-        self.pool = WorkerPool(address, self._result, self.lost.append, self.clock, max_per_node)
+        self.pool = WorkerPool(address, self._result, self.lost.append, self._unusable, self.clock, max_per_node)
         self.sockets: dict[int, zmq.asyncio.Socket] = {}
 
     def _result(self, job: str, outcome: tuple[Rollout, ...] | str) -> None:
         self.results.append(job)
+
+    def _unusable(self, environment: str, worker: int, why: str) -> None:
+        raise AssertionError(why)
 
     def connect(self) -> zmq.asyncio.Socket:
         socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
