@@ -27,7 +27,7 @@ Sample = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
 class TitanStep(Trainer):
-    """A `Trainer` of which only what `train_step` uses is set up: no data, checkpoints, metrics or compilation."""
+    """A `Trainer` of which only what `train_step` uses is set up: no data, checkpoints or metrics."""
 
     def __init__(self, flavor: str, config: Any, recipe: Recipe, rows: int, world: World) -> None:
         """Build the model and all that trains it.
@@ -88,7 +88,7 @@ class TitanStep(Trainer):
             parallel_dims=self.parallel_dims,
             training=self.config.training,
             parallelism=self.config.parallelism,
-            compile_config=CompileConfig(enable=False),
+            compile_config=CompileConfig(enable=recipe.trainer.compile),
             ac_config=_CHECKPOINTING[layout.activation_checkpointing],
             dump_folder="",
         )

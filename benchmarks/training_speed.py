@@ -5,8 +5,9 @@
 
 Starts `--ranks` processes on this machine, on GPUs if it has any; weights and tokens are random. Ours is the step that
 runs train with: `Learner.train` with the recipe's loss, from arrays in host memory to updated weights and metrics. The
-other is torchtitan's `Trainer.train_step`, uncompiled. Both have their models in memory at once and take turns. The
-ratio is that of medians: of elapsed time on GPUs, on CPUs of rank 0's processor time, which others disturb less.
+other is torchtitan's `Trainer.train_step`; `--compile` is for both. Both have their models in memory at once and take
+turns. The ratio is that of medians: of elapsed time on GPUs, on CPUs of rank 0's processor time, which others disturb
+less.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ def arguments(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--lm-head-chunk", type=int)
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], help="default: bfloat16 on GPUs, float32 on CPUs")
     parser.add_argument("--fp8", action="store_true", help="of ours")
+    parser.add_argument("--compile", action="store_true", help="each layer, of both sides")
     parser.add_argument("--steps", type=int, default=10, help=f"that are timed, after {WARM_UP}")
     parser.add_argument("--against", choices=["torchtitan"])
     parser.add_argument("--profile", type=Path, help="directory for tables of where rank 0's time goes in another step")
@@ -72,6 +74,7 @@ def make_recipe(options: argparse.Namespace, on_cpu: bool) -> Any:
         "optimizer": {"type": options.optimizer, "lr": 1e-5},
         "memory": {"lm_head_chunk": options.lm_head_chunk},
         "fp8": options.fp8,
+        "compile": options.compile,
     }
     model = {"path": options.shape, "dtype": options.dtype or ("float32" if on_cpu else "bfloat16")}
     sections = {"seq_len": options.seq, "model": model, "trainer": trainer}

@@ -26,6 +26,8 @@ class Capabilities:
     """Checkpoints in E4M3 with one scale for each block of 128 x 128 weights load."""
     images: bool = False
     """A vision encoder beside the language model."""
+    compile: bool = False
+    """Layers compiled by torch.compile."""
     offload: bool = True
     """Activations, or masters and optimizer state, in host memory."""
 

@@ -7,8 +7,10 @@ from primeslurm.families.family import ATTENTION, EXPERTS, SWIGLU, Capabilities,
 FAMILY = Family(
     name="qwen3",
     model_types={
-        "qwen3": Capabilities(cp=True, fp8=True, lora=True, fp8_checkpoint=True),
-        "qwen3_moe": Capabilities(ep=True, cp=True, fp8=True, lora=True, router_replay=True, fp8_checkpoint=True),
+        "qwen3": Capabilities(cp=True, fp8=True, lora=True, fp8_checkpoint=True, compile=True),
+        "qwen3_moe": Capabilities(
+            ep=True, cp=True, fp8=True, lora=True, router_replay=True, fp8_checkpoint=True, compile=True
+        ),
     },
     traits=Traits(qk_norm=True),
     parsers={r"qwen3": Parsers("hermes", "qwen3"), r"qwen3-?coder": Parsers("qwen3_coder")},

@@ -88,6 +88,16 @@ def _cp_recurrent_style(context: RuleContext) -> str:
     return "recurrent layers have no keys to gather, only a state over the whole sequence" if asked else ""
 
 
+def _compile(context: RuleContext) -> str:
+    trainer, model = context.recipe.trainer, context.recipe.model
+    if not trainer.compile:
+        return ""
+    if model.dtype != "bfloat16":
+        return f"with model.dtype: {model.dtype}, not bfloat16"
+    beside = next((name for name in ("fp8", "lora") if getattr(trainer, name)), None)
+    return f"beside trainer.{beside}, which is not compiled" if beside else ""
+
+
 def _fp8_gpu(context: RuleContext) -> str:
     if not context.recipe.trainer.fp8:
         return ""
@@ -166,6 +176,8 @@ TRAINER_RULES = (
          _cp_recurrent_heads, "a divisor of both numbers of heads", "Ulysses exchanges tokens for heads"),
     Rule("trainer-cp-recurrent-style", "error", "trainer.parallelism.cp_style", "Recurrent layers: CP by Ulysses only",
          _cp_recurrent_style, "cp_style: ulysses", "a state depends on all tokens before it"),
+    Rule("trainer-compile", "error", "trainer.compile", "Layers are compiled in bfloat16 alone", _compile,
+         "compile: false", "torch 2.13: grouped products of bfloat16 only can be traced"),
     Rule("trainer-fp8-gpu", "error", "trainer.fp8", "FP8 training needs SM90", _fp8_gpu, "fp8: false",
          "DeepGEMM README: Blackwell's kernels want power-of-two scales"),
     Rule("fp8-both", "warning", "trainer.fp8", "Trainer and engines compute alike", _fp8_match,

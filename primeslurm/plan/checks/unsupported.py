@@ -33,6 +33,7 @@ NEEDS = (
     FamilyNeed("trainer.parallelism.ep", "expert parallelism", lambda r: r.trainer.parallelism.ep > 1, "ep: 1", "ep"),
     FamilyNeed("trainer.parallelism.cp", "context parallelism", lambda r: r.trainer.parallelism.cp > 1, "cp: 1", "cp"),
     FamilyNeed("trainer.fp8", "FP8", lambda r: r.trainer.fp8, "false", "fp8"),
+    FamilyNeed("trainer.compile", "compiled layers", lambda r: r.trainer.compile, "false", "compile"),
     FamilyNeed("trainer.lora", "LoRA", lambda r: r.trainer.lora, "leave it out", "lora"),
     FamilyNeed("trainer.router_replay", "router replay", lambda r: r.trainer.router_replay, "false", "router_replay"),
     FamilyNeed("model.vlm", "training on images", lambda r: r.model.vlm, "leave it out", "images"),
@@ -53,7 +54,7 @@ def unsupported(recipe: Recipe, shape: ModelShape | None, model_type: str | None
     Returns:
         Findings of level `blocked`; none if nothing is trained.
     """
-    if recipe.task == "serve":
+    if recipe.task in ("serve", "eval"):
         return []
     found: list[Finding] = []
     found += _unseen(recipe)

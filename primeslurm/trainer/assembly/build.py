@@ -129,13 +129,14 @@ def _fitting_attention(recipe: Recipe) -> str:
 
 def _shard(draft: ModelDraft, dims: Dims) -> Any:
     """The model of a draft, split over ranks; it has no memory yet."""
+    trainer = draft.recipe.trainer
     return draft.spec.parallelize_fn(
         draft.model,
         parallel_dims=dims,
         training=draft.settings.training,
         parallelism=draft.settings.parallelism,
-        compile_config=CompileConfig(enable=False),
-        ac_config=activation_checkpointing.POLICIES[draft.recipe.trainer.parallelism.activation_checkpointing],
+        compile_config=CompileConfig(enable=trainer.compile),
+        ac_config=activation_checkpointing.policy(trainer.parallelism.activation_checkpointing, trainer.compile),
         dump_folder="",
     )
 

@@ -25,5 +25,31 @@ class MatrixProductsAC(SelectiveAC):
         return set(super().get_save_ops()) - {torch.ops.aten.bmm.default}
 
 
+class ChosenExpertsAC(SelectiveAC):
+    """Keeps of a layer its input, and which experts its tokens chose.
+
+    A compiled layer does not round alike in its forward pass and where it is computed anew, so a token may then choose
+    other experts. Tokens by expert are counted once, in the forward pass: there would be one too many.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(SelectiveAC.Config):
+        """As SelectiveAC's."""
+
+    def get_save_ops(self) -> set[Any]:
+        """Operations whose results are kept."""
+        return {torch.ops.aten.topk.default}
+
+
 POLICIES: dict[str, Any] = {"none": None, "selective": MatrixProductsAC.Config(), "full": FullAC.Config()}
-"""By its name in recipes, torchtitan's setting; None for nothing."""
+"""Of layers that are not compiled, by its name in recipes, torchtitan's setting; None for nothing."""
+
+
+def policy(name: str, compiled: bool) -> Any:
+    """Return torchtitan's setting for what recipes call `name`; None for nothing.
+
+    Args:
+        name: `activation_checkpointing` of a recipe.
+        compiled: layers are compiled.
+    """
+    return ChosenExpertsAC.Config() if compiled and name == "full" else POLICIES[name]

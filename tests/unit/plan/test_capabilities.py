@@ -15,6 +15,7 @@ ASKED: dict[str, dict[str, Any]] = {
     "expert parallelism": {"parallelism": {"ep": 2}},
     "context parallelism": {"parallelism": {"cp": 2}},
     "FP8": {"fp8": True},
+    "compiled layers": {"compile": True},
     "LoRA": {"lora": {}},
     "router replay": {"router_replay": True},
     "training on images": {"vlm": {}},

@@ -144,6 +144,10 @@ EXAMPLES: dict[str, tuple[tuple[dict[str, Any], str, dict[str, Any]], tuple[dict
         (inference(decode={"vllm_extra": {"port": 1}}), MOE, GPU),
         (inference(decode={"vllm_extra": {"block_size": 64}}), MOE, GPU),
     ),
+    "trainer-compile": (
+        (on(trainer(compile=True), model={"path": "m", "dtype": "float32"}), MOE, GPU),
+        (trainer(compile=True), MOE, GPU),
+    ),
     "deepep-without-ep": (
         (parallelism(ep_backend="deepep"), MOE, GPU),
         (parallelism(ep_backend="deepep", ep=8), MOE, GPU),
