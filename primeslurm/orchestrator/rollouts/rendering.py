@@ -50,6 +50,8 @@ PROBE: Sequence[dict[str, Any]] = (
     {"role": "user", "content": "Thanks."},
 )
 """What a renderer and a chat template must render alike: system, tools, a call and its result, and a next question."""
+EMPTY_THOUGHTS = "<think>\n\n</think>\n\n"
+"""A model that does not think is given these to begin its answer with."""
 SOME_DAY = datetime(2024, 7, 26)
 """Templates that tell the date are shown this one, which `renderers` takes for Llama's."""
 
@@ -133,11 +135,18 @@ def unlike_template(tokenizer: Any, config: RendererConfig, options: Mapping[str
             theirs = _by_its_template(tokenizer, messages, tools, options or {})
         except Exception as error:  # templates raise what they like: jinja2's errors, TypeError, their own
             return f"the chat template says {error}"
-        if ours != theirs:
+        if ours != theirs and not _alike_but_for_empty_thoughts(tokenizer.decode(ours), tokenizer.decode(theirs)):
             at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), -1)
             here, there = (tokenizer.decode(ids[max(at - 4, 0) :][:24]) for ids in (ours, theirs))
             return f"it renders {here!r} where the model's chat template has {there!r}"
     return ""
+
+
+def _alike_but_for_empty_thoughts(ours: str, theirs: str) -> bool:
+    """Tell whether texts differ only in that ours has the empty thoughts that old answers were sampled after."""
+    if ours.endswith(EMPTY_THOUGHTS) != theirs.endswith(EMPTY_THOUGHTS):
+        return False
+    return ours.replace(EMPTY_THOUGHTS, "") == theirs.replace(EMPTY_THOUGHTS, "")
 
 
 def _by_its_template(
