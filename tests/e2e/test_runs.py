@@ -83,7 +83,7 @@ def test_a_killed_trainer_and_a_preemption_resume_at_the_last_commit(demo: Demo)
 
 def test_cancel_leaves_nothing_behind_and_resume_goes_on(demo: Demo) -> None:
     known = set(Path("/tmp").iterdir())
-    small = "args: {seed: 7}, examples: 8, samples: 2, sampling: {max_tokens: 16}"
+    small = "examples: 8, samples: 2, sampling: {max_tokens: 16}"
     evaluated = f"evaluation={{interval: 5, environments: [{{id: reverse-text, name: held-out, {small}}}]}}"
     run = demo.submit("reverse_text.yaml", "--name", "cancelled", "--set", "max_steps=8", "--set", evaluated)
     status = demo.wait(run, lambda status: (status["committed_step"] or 0) >= 5)
