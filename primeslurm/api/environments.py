@@ -67,5 +67,5 @@ def _untried(why: str) -> Finding:
 
 def _elsewhere(violation: Violation) -> Finding:
     """Nodes may have what this host lacks."""
-    text = f"{violation.value}: {violation.why} on this host; the nodes are looked at when the job starts"
+    text = f"{violation.value}: {violation.why}; the nodes are looked at when the job starts"
     return Finding(level="warning", field=violation.field, text=text, fix=violation.fix)

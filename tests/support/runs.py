@@ -49,7 +49,8 @@ class Demo:
 
     def submit(self, recipe: str, *args: str) -> RunDirectory:
         """Submit a ready recipe and return at once."""
-        done = self.command("submit", f"recipes/{recipe}", "--site", str(self.site), "--json", *args)
+        words = ("submit", f"recipes/{recipe}", "--site", str(self.site), "--json", *args)
+        done = self.command(*words, timeout_s=300)  # it loads the recipe's environments
         assert done.returncode == 0, done.stderr
         return RunDirectory(Path(json.loads(done.stdout)["directory"]))
 

@@ -50,7 +50,9 @@ def gradients(layout: Layout, directory: Path, world: World) -> dict[str, torch.
     """The whole gradient of every parameter, on every rank, for one batch that depends on nothing."""
     vlm = {"freeze_vision_encoder": False} if layout.images else None
     model = {"path": str(directory / layout.case), "dtype": layout.dtype, "vlm": vlm}
-    recipe = make_recipe(directory / layout.case, model=model, trainer={"parallelism": layout.parallelism, "compile": layout.compile})
+    recipe = make_recipe(
+        directory / layout.case, model=model, trainer={"parallelism": layout.parallelism, "compile": layout.compile}
+    )
     policy = build(recipe, world, layout.attention)
     mine = slice(policy.dp_rank, None, policy.dp_world)
     rows, found = zip(*_rows(), strict=True) if layout.images else ((), ())

@@ -46,7 +46,7 @@ def load(name: str, args: Mapping[str, Any], agent: Mapping[str, Any] = {}) -> v
         missing = known or Violation("environments.id", name, "no such environment", _suggestion(name))
         raise UsageError([missing]) from error
     except ValidationError as error:
-        raise UsageError(mistakes.invalid(error, kind, taskset)) from error
+        raise UsageError(mistakes.invalid(error, kind, taskset, config)) from error
     except Exception as error:  # an environment may raise anything
         raise UsageError([Violation("environments.id", name, mistakes.raised(error, name))]) from error
 

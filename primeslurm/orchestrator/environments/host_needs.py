@@ -36,7 +36,7 @@ def needs(environment: AnyEnvironment, env: vf.Env) -> HostNeeds:
     harnesses: dict[str, None] = {}
     for role, spec in env._agent_specs.items():
         harness = env._harnesses[role]
-        if isinstance(harness, ChatHarness):  # runs no program
+        if isinstance(harness, ChatHarness) and not harness.EXECUTES_CODE:  # runs no program
             continue
         used[spec.runtime.type] = None
         if spec.runtime.type == "subprocess":

@@ -47,7 +47,7 @@ class ToolUseConfig(vf.TasksetConfig):  # type: ignore[misc]
     links: int = Field(2, ge=1, le=100)
     """Files of a chain: a rollout that finds the answer has one turn more."""
     seed: int = 0
-    n: int = Field(1_000_000, ge=1)
+    n: int = Field(10_000, ge=1)
     """Number of chains."""
 
 

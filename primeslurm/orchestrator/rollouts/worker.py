@@ -22,11 +22,12 @@ from verifiers.v1.clients import ModelContext
 from primeslurm.orchestrator import algorithms, environments
 from primeslurm.orchestrator.environments import agents
 from primeslurm.orchestrator.environments.sandbox.install import install
-from primeslurm.orchestrator.rollouts import job_runner, rendering, tool_servers
+from primeslurm.orchestrator.rollouts import job_runner, tool_servers
 from primeslurm.orchestrator.rollouts.hints import hinted
 from primeslurm.orchestrator.rollouts.images import stored
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.orchestrator.rollouts.job_runner import JobRunner
+from primeslurm.orchestrator.rollouts.rendering import choose
 from primeslurm.orchestrator.rollouts.sequences import sequences, trainable_traces
 from primeslurm.orchestrator.rollouts.token_client import TokenClient, serving
 from primeslurm.recipe import Recipe
@@ -74,7 +75,8 @@ class Worker:
         self._tasks = environments.TaskStream(self._env.taskset, recipe.seed, _shuffled(environment))
         self._clients: dict[str, TokenClient] = {}
         self._by_config: dict[str, Any] = {}
-        rendering.choose(recipe.model.path, recipe.model.renderer, recipe.model.vlm is not None)  # once, and early
+        model = recipe.model
+        self._rendering = choose(model.path, model.renderer, model.renderer_options, model.vlm is not None)
         tasks = self._count(environment)
         self._runner = JobRunner(environment.label, number, address, self._rollout, tasks, node)
         self.serves = False
@@ -104,10 +106,8 @@ class Worker:
             timeout_s = recipe.orchestrator.request_timeout_s
             routed = recipe.trainer.router_replay and not self._evaluates
             images = recipe.model.vlm is not None
-            model = recipe.model
-            client = TokenClient(
-                router, where, model.path, recipe.max_len, timeout_s, routed, images, renderer=model.renderer
-            )
+            path, rendering = recipe.model.path, self._rendering
+            client = TokenClient(router, where, path, recipe.max_len, timeout_s, routed, images, rendering)
             self._clients[router] = self._by_config[client.key] = client
         return self._clients[router]
 

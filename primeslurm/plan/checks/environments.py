@@ -22,8 +22,8 @@ from primeslurm.recipe.sections.orchestrator import AnyEnvironment
 
 PROBE = "primeslurm.orchestrator.environments.probe"
 _SURE = ("reverse-text",)
-"""Bundled, and needs nothing but verifiers: without arguments there is nothing that could be wrong."""
-_LOADED = {"id", "args", "load_timeout_s"}
+"""Bundled, and needs nothing but verifiers: where nothing else is asked for, nothing could be wrong."""
+_LOADED = {"id", "args", "harness", "runtime", "load_timeout_s"}
 """Fields that say how an environment loads."""
 _IMPORT_S = 180.0
 """For Python and verifiers to be imported, from however slow a file system, on top of what an environment may take."""
@@ -89,7 +89,7 @@ def try_all(environments: Mapping[str, AnyEnvironment], interpreter: Interpreter
 
 
 def _is_sure(environment: AnyEnvironment) -> bool:
-    return environment.id in _SURE and not environment.args
+    return environment.id in _SURE and not (environment.args or environment.harness or environment.runtime)
 
 
 def _run(interpreter: Interpreter, asked: str, limit_s: float) -> tuple[int | None, str, str]:

@@ -1,0 +1,41 @@
+"""A real RL run with a tool: every rollout has a sandbox, several turns, and commands that the policy wrote."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from primeslurm.run.records import rows
+from tests.e2e.conftest import ROOT
+from tests.support.runs import Demo
+
+pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.engine, pytest.mark.timeout(1800)]
+
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def tool_model() -> Path:
+    """The model that was shown how to call a shell."""
+    directory = ROOT / ".primeslurm" / "tool-use"
+    subprocess.run(["scripts/warm_start.sh", str(directory)], cwd=ROOT, check=True, timeout=1200)
+    return directory / "model"
+
+
+def test_a_policy_learns_to_use_its_tool(demo: Demo, tool_model: Path) -> None:
+    """Over several turns, with router replay, and on-policy, so that each step compares engine and trainer."""
+    changes = (f"model.path={tool_model}", f"max_steps={STEPS}", "orchestrator.max_off_policy_steps=0")
+    run = demo.submit("tool_use_r3.yaml", *(word for change in changes for word in ("--set", change)))
+    demo.finish(run, timeout_s=1200)
+    table = rows(run.path)
+    assert [row["step"] for row in table] == list(range(1, STEPS + 1))
+    for row in table:
+        assert row["trainer/on_policy_fraction"] == 1.0 and row["trainer/mismatch_kl"] < 1e-3, row
+        assert row["rollouts/turns_mean"] > 1 and row["rollouts/failed"] == 0, row
+    rewards, commands = ([row[name] for row in table] for name in ("reward/mean", "tool-use/commands"))
+    assert commands[0] > 0.5, "the warm start does not call its tool"
+    gain = sum(rewards[-3:]) / 3 - rewards[0]
+    assert gain >= 0.2, f"rewards {rewards}"
+    assert sum(commands[-3:]) / 3 > commands[0] + 0.2, f"commands {commands}"

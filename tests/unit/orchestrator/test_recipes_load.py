@@ -1,0 +1,40 @@
+"""Every environment that a shipped recipe names loads, with its arguments, harness and runtime, and has tasks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from primeslurm.orchestrator import environments
+from primeslurm.orchestrator.environments import agents
+from primeslurm.recipe.reading.recipe_files import load_recipe
+from primeslurm.recipe.sections.orchestrator import Environment
+
+ROOT = Path(__file__).resolve().parents[3]
+NAMED = [
+    pytest.param(environment, id=f"{path.stem}-{environment.label}")
+    for path in sorted((ROOT / "recipes").glob("*.yaml"))
+    for environment in load_recipe(path).environments
+]
+
+
+@pytest.mark.parametrize("environment", NAMED)
+def test_it_loads(environment: Environment, tmp_path: Path) -> None:
+    """Where it reads a path of the cluster, something of the same form stands there."""
+    problems = tmp_path / "math.jsonl"
+    problems.write_text(json.dumps({"question": "1 + 1?", "answer": "2"}))
+    stand_ins = {"/shared/data/math.jsonl": str(problems), "/shared/data/swe": str(ROOT / "examples" / "harbor")}
+    args = {name: stand_ins.get(str(value), value) for name, value in environment.args.items()}
+    env = environments.load(environment.id, args, agents.agent_options(environment))
+    assert next(iter(env.taskset)).data.prompt
+
+
+def test_what_recipes_need_is_said() -> None:
+    """Packages beyond the lock, with their versions, stand on the page of environments."""
+    page = (ROOT / "docs" / "environments.md").read_text()
+    assert {f"`{environment.values[0].id}`" for environment in NAMED} <= set(page.split())
+    head = (ROOT / "examples" / "textarena.yaml").read_text()
+    pins = [word for word in head.split() if "==" in word]
+    assert pins and all(f"`{pin}`" in page for pin in pins)
