@@ -1,4 +1,4 @@
-"""Every environment that a shipped recipe names can be loaded, with its arguments, harness and runtime, and has tasks."""
+"""Every environment that a shipped recipe names loads, with its arguments, harness and runtime, and has tasks."""
 
 from __future__ import annotations
 
