@@ -5,8 +5,9 @@
 
 Starts `--ranks` processes on this machine, on GPUs if it has any; weights and tokens are random. Ours is the step that
 runs train with: `Learner.train` with the recipe's loss, from arrays in host memory to updated weights and metrics. The
-other is torchtitan's `Trainer.train_step`; `--compile` is for both. Both have their models in memory at once and take turns. The
-ratio is that of medians: of elapsed time on GPUs, on CPUs of rank 0's processor time, which others disturb less.
+other is torchtitan's `Trainer.train_step`; `--compile` is for both. Both have their models in memory at once and take
+turns. The ratio is that of medians: of elapsed time on GPUs, on CPUs of rank 0's processor time, which others disturb
+less.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ class _Counting(WorkerPool):
 
 async def _pool(address: str, nodes: int, workers: int, rollouts: int) -> dict[str, float]:
     lost: list[str] = []
-    pool = _Counting(address, lambda job, outcome: None, lost.append)
+    pool = _Counting(address, lambda *_: None, lost.append, lambda *_: None)
     serving = asyncio.create_task(pool.serve())
     while len(pool._live) < workers:
         await asyncio.sleep(0.1)

@@ -24,14 +24,14 @@ def environment_problems(recipe: Recipe, site: Site, *, local: bool) -> tuple[li
     Returns:
         Why the run would fail, and what could not be looked at here.
     """
-    if recipe.task != "rl":
+    if not recipe.samples:
         return [], []
     interpreter = Interpreter(site.python or "python3", _variables(site))
     if recipe.slurm.over(site.slurm).container is not None and not local:
         return [], [_untried("they are in the image that jobs run in")]
     if not interpreter.here:
         return [], [_untried(f"{interpreter.python} is not on this host")]
-    tried = try_all(places(recipe.environments), interpreter)
+    tried = try_all(places(recipe.trained_environments, recipe.evaluation_environments), interpreter)
     if tried.unprepared and (site.modules or site.prologue) and not local:
         return [], [_untried(f"{interpreter.python} has no {tried.unprepared} without the site's modules and prologue")]
     if tried.unprepared:
@@ -67,5 +67,5 @@ def _untried(why: str) -> Finding:
 
 def _elsewhere(violation: Violation) -> Finding:
     """Nodes may have what this host lacks."""
-    text = f"{violation.value}: {violation.why} on this host; the nodes are looked at when the job starts"
+    text = f"{violation.value}: {violation.why}; the nodes are looked at when the job starts"
     return Finding(level="warning", field=violation.field, text=text, fix=violation.fix)

@@ -11,6 +11,10 @@ from typer.core import TyperCommand, TyperGroup
 
 VERBS: dict[str, tuple[str, str]] = {
     "submit": ("submit:submit", "Validate a recipe, place it, and submit it as one job."),
+    "eval": (
+        "submit:eval_",
+        "Evaluate the model of a recipe, or a policy of a run, as a job of engines and environments alone.",
+    ),
     "resume": (
         "submit:resume",
         "Go on with a run that has ended, from its last committed step, as a new attempt.",

@@ -128,7 +128,7 @@ class EmulatedEnvironment:
             timeout_s = self._recipe.orchestrator.request_timeout_s
             where = functools.partial(self._addresses.url, job.router)
             self._endpoints[job.router] = GenerateEndpoint(where, self._recipe.max_len, timeout_s)
-        environment = next(each for each in self._recipe.environments if each.label == job.environment)
+        environment = self._recipe.environment(job.environment)
         sampling = self._recipe.sampling(environment).model_dump(exclude_none=True)
         body = {"token_ids": tokens, "sampling_params": sampling, "cache_salt": job.cache_salt}
         return await self._endpoints[job.router].generate(body, {"X-Session-ID": job.id})

@@ -159,8 +159,8 @@ class EmulatedTrainer:
         (directory / "trainer" / "emulated.bin").write_bytes(step.to_bytes(8, "little"))
         self._link.save(step, str(directory))
         checkpoints.commit(directory, step, self._attempt)
-        self._link.committed(step)
-        checkpoints.prune(self._run_dir, self._recipe.checkpoint.keep)
+        needed = self._link.committed(step)
+        checkpoints.prune(self._run_dir, self._recipe.checkpoint.keep, needed)
         self._saved = step
         self._journal.write(CheckpointCommitted(step))
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from primeslurm.errors import PrimeslurmError
 from primeslurm.orchestrator.arguments import OrchestratorArguments
+from primeslurm.orchestrator.evaluation.standalone import EvaluationServer
 from primeslurm.orchestrator.server import Orchestrator
 from primeslurm.recipe import Recipe
 
@@ -45,7 +46,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 async def _run(recipe: Recipe, arguments: OrchestratorArguments) -> None:
-    await Orchestrator(recipe, arguments).run()
+    server = EvaluationServer(recipe, arguments) if recipe.task == "eval" else Orchestrator(recipe, arguments)
+    await server.run()
 
 
 def _known(error: BaseException) -> PrimeslurmError | None:

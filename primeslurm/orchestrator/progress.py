@@ -51,6 +51,11 @@ class RunProgress(msgspec.Struct, frozen=True):
     memory: dict[int, dict[str, float]] = {}
     """Step to what the algorithm knew before its batch; kept until the step is committed. None: it knew nothing."""
 
+    @property
+    def newest_version(self) -> int:
+        """Return the newest policy version there is: what is newer was undone."""
+        return self.published.version if self.published else self.done_step
+
     def save(self, path: Path) -> None:
         """Write the record atomically. Raises OSError."""
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -46,10 +46,9 @@ def recover(
     groups = {group.id: group for group in spool.load()}
     ready = {group.id for group in groups.values() if recipe.teacher is None or group.scored}
     _recover_batches(checkpoints.newest(arguments.run_dir) or 0, progress, groups, ready, spool, batches)
-    newest = progress.published.version if progress.published else progress.done_step
     for name, group in groups.items():
         add = dispatch.add_ready if name in ready else dispatch.add_unscored
-        if group.newest_version > newest or not add(group):
+        if group.newest_version > progress.newest_version or not add(group):
             spool.delete([name])
         else:
             curricula.learn(group)

@@ -20,6 +20,7 @@ from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.batching.admission import Admission
 from primeslurm.orchestrator.batching.batches import Batches
 from primeslurm.orchestrator.dispatch.curricula import OUTCOMES, Curricula
+from primeslurm.orchestrator.evaluation.evaluator import Evaluator
 from primeslurm.orchestrator.progress import CHECKPOINT_PART, PROGRESS, ProgressFile, restore
 from primeslurm.orchestrator.recovery import recover
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
@@ -78,6 +79,9 @@ class Orchestrator:
         self._admission = Admission(recipe, self._algorithm, self._curricula, self._journal)
         self._dispatch = recover(recipe, arguments, progress, self._spool, self._batches, self._curricula)
         self._progress = ProgressFile(arguments.run_dir / PROGRESS, progress, self._dispatch, self._curricula)
+        self._evaluator = Evaluator(
+            recipe, arguments, progress.newest_version, self._dispatch.incarnation, self._journal, self._metrics
+        )
         nodes = recipe.deployment.environments
         most = nodes.max_rollouts_per_node if nodes else None
         self._workers = WorkerPool(
@@ -141,6 +145,7 @@ class Orchestrator:
             cancelled, self._cancelled = self._cancelled, []
             await self._workers.cancel(cancelled)
             self._curricula.set_tasks(self._workers.tasks)
+            await self._evaluate()  # first: its bound is its own, and training takes all that environments have left
             while job := self._dispatch.next_job(self._workers.available):
                 self._watch.rollout_started(job)
                 await self._workers.send(job)
@@ -165,8 +170,17 @@ class Orchestrator:
         self._engine_urls = urls
         for router in self._arguments.addresses.lost.intersection(self._dispatch.routers):
             jobs = self._dispatch.drop_router(router)
+            jobs += self._evaluator.drop_router(router)
             self._cancelled += jobs
             self._journal.write(ReplicaLost(router, len(jobs)))
+
+    async def _evaluate(self) -> None:
+        if self._evaluator.running and self._progress.now.done_step >= self._recipe.max_steps:
+            self._watch.moved()  # nothing else does; and an evaluation that stands still ends by itself
+        version = self._dispatch.version
+        await self._workers.cancel(self._evaluator.follow(version, self._workers.tasks))
+        while job := self._evaluator.next_job(self._workers.available, version):
+            await self._workers.send(job)
 
     async def _pause(self) -> None:
         """Until something happened that may let a job start, but no longer than a tick."""
@@ -180,6 +194,8 @@ class Orchestrator:
     def _complete(self) -> bool:
         """The last step is committed, and its policy is on the engines or has been for too long on the way.
 
+        Evaluations are done: the last one needs the final policy.
+
         That COMMITTED is there is not enough: a trainer that is about to announce it would find nobody.
         """
         last, now = self._recipe.max_steps, self._progress.now
@@ -188,7 +204,11 @@ class Orchestrator:
         if self._final_policy_at is None:
             self._final_policy_at = time.monotonic()
         waited = time.monotonic() - self._final_policy_at
-        return (self._policy.current_version or 0) >= last or waited > self._recipe.weights.timeout_s
+        if (self._policy.current_version or 0) < last and not self._evaluator.running:
+            if waited <= self._recipe.weights.timeout_s:
+                return False
+            self._evaluator.give_up(last, f"no engine had its policy for {self._recipe.weights.timeout_s} s")
+        return self._evaluator.settled(last)
 
     # the trainer's requests
 
@@ -208,6 +228,7 @@ class Orchestrator:
                 self._progress.snapshot().save(Path(request.directory) / CHECKPOINT_PART)
             case Committed():
                 self._committed(request.step)
+                return Answer("ok", keep=self._evaluator.kept_steps(request.step))
         return Answer("ok")
 
     async def _get_batch(self, request: GetBatch) -> Batch | Answer:
@@ -299,6 +320,9 @@ class Orchestrator:
     # rollouts
 
     def _on_result(self, job: str, outcome: tuple[Rollout, ...] | str) -> None:
+        if self._evaluator.runs(job):
+            self._evaluator.result(job, outcome)
+            self._wake.set()
         if not self._dispatch.runs(job):
             return
         self._wake.set()
@@ -333,11 +357,16 @@ class Orchestrator:
 
     def _on_unusable(self, environment: str, worker: int, error: str) -> None:
         log.warning("worker %d cannot serve %s: %s", worker, environment, error)
-        self._watch.worker_failed(environment, worker, error)
+        if environment in self._environments:
+            self._watch.worker_failed(environment, worker, error)
+        else:
+            self._evaluator.unusable(environment, worker, error)
 
     def _on_lost(self, job: str) -> None:
         if self._dispatch.runs(job):
             self._dispatch.lost(job)
+        elif self._evaluator.runs(job):
+            self._evaluator.lost(job)
 
     def _notify_if_enough(self) -> None:
         if self._dispatch.ready_rollouts < self._dispatch.limits.batch_size:
@@ -387,6 +416,7 @@ class Orchestrator:
             counts=dict(dispatch.counts + self._admission.counts),
             engines=self._policy.pool.report(),
             environments=sorted(self._workers.environments),
+            evaluation=self._evaluator.progress,
             rollouts_by_node=self._workers.load,
         )
 

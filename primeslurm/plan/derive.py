@@ -68,7 +68,7 @@ def place(recipe: Recipe, site: Site, run_dir: Path, requests: list[ResourceRequ
     replicas = place_inference(recipe, site, builders)
     teachers = place_teacher(recipe, site, builders)
     trainer_gpus = _trainer(recipe, site, builders)
-    if recipe.task == "rl":
+    if recipe.samples:
         _control(builders[0], replicas, teachers)
         place_environments(recipe, site, builders)
     return Plan(
@@ -152,7 +152,7 @@ def _key(recipe: Recipe) -> tuple[str, ...]:
 
 def _secrets(recipe: Recipe) -> tuple[str, ...]:
     """The variables that programs of rollouts get."""
-    return tuple(name for each in recipe.environments if each.runtime is not None for name in each.runtime.secrets)
+    return tuple(name for each in recipe.all_environments if each.runtime is not None for name in each.runtime.secrets)
 
 
 def _totals(

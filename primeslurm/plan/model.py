@@ -180,7 +180,7 @@ class Plan(Section):
     schema_: Literal[1] = Field(1, alias="schema")
     run: str
     run_dir: str
-    task: Literal["rl", "sft", "serve"]
+    task: Literal["rl", "sft", "serve", "eval"]
     layout: Literal["het", "single"]
     executor: Literal["slurm", "local"]
     emulated: bool = False

@@ -11,9 +11,7 @@ from primeslurm.recipe.sections.orchestrator import RAE_DECAY, Environment
 def violations(recipe: Recipe) -> list[Violation]:
     """Options of a rule of advantages that no environment follows, and what a rule lacks."""
     options = recipe.orchestrator
-    rules = {environment.advantages for environment in recipe.environments if environment.advantages}
-    if options.algorithm is None and any(not environment.advantages for environment in recipe.environments):
-        rules.add(options.advantages)
+    rules = {_rule(recipe, environment) for environment in recipe.environments}
     agents = ", ".join(options.within_rollout)
     found: list[Violation] = []
     if "hierarchical_grpo" in rules and not agents:
@@ -25,8 +23,25 @@ def violations(recipe: Recipe) -> list[Violation]:
     if options.rae_decay != RAE_DECAY and "rae" not in rules:
         found.append(_unread("rae_decay", f"{options.rae_decay:g}", "rae"))
     for environment in recipe.environments:
+        found += _filters(recipe, environment)
         found += _length_penalty(recipe, environment)
     return found
+
+
+def _filters(recipe: Recipe, environment: Environment) -> list[Violation]:
+    if _rule(recipe, environment) != "rae" or all(
+        each.type != "zero_advantage" for each in recipe.filters(environment)
+    ):
+        return []
+    field = "orchestrator.filters" if environment.filters is None else "environments.filters"
+    why = f"advantages of {environment.label} depend on the batches before (rae), so that no group has none"
+    return [Violation(field, "zero_advantage", why, "leave it out")]
+
+
+def _rule(recipe: Recipe, environment: Environment) -> str | None:
+    """What an environment's advantages are; None: an algorithm of one's own says it."""
+    options = recipe.orchestrator
+    return environment.advantages or (options.advantages if options.algorithm is None else None)
 
 
 def _length_penalty(recipe: Recipe, environment: Environment) -> list[Violation]:
@@ -34,7 +49,7 @@ def _length_penalty(recipe: Recipe, environment: Environment) -> list[Violation]
     if penalty is None:
         return []
     field, found = "environments.length_penalty", []
-    rule = environment.advantages or (options.advantages if options.algorithm is None else None)
+    rule = _rule(recipe, environment)
     if rule == "max_rl":
         why = f"{label} has advantages: max_rl, whose rewards must not be negative"
         found.append(Violation(field, penalty.type, why, "leave it out, or advantages: grpo"))

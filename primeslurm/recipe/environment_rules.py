@@ -34,9 +34,10 @@ def _of(recipe: Recipe, environment: Environment) -> list[Violation]:
         found.append(Violation("environments.advantages", "opd", f"{label} needs a teacher", fix))
     plain = recipe.orchestrator.algorithm is None
     rule = environment.advantages or (recipe.orchestrator.advantages if plain else None)
-    if rule == "opd" and any(each.type == "zero_advantage" for each in recipe.filters(environment)):
+    other = {"opd": "the teacher's, who is asked later", "rae": "relative to a running mean, not to a group's"}
+    if rule in other and any(each.type == "zero_advantage" for each in recipe.filters(environment)):
         field = "orchestrator.filters" if environment.filters is None else "environments.filters"
-        why = f"advantages of {label} are the teacher's, who is asked later"
+        why = f"advantages of {label} are {other[rule]}"
         found.append(Violation(field, "zero_advantage", why, "leave it out"))
     return found
 

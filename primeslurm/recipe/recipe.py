@@ -9,9 +9,10 @@ from pydantic import Field, PositiveInt
 from primeslurm.recipe.fields.section import Section
 from primeslurm.recipe.fields.slurm_syntax import EnvironmentName, RunName
 from primeslurm.recipe.sections.deployment import Deployment
+from primeslurm.recipe.sections.evaluation import Evaluation, EvaluationEnvironment, EvaluationSampling
 from primeslurm.recipe.sections.filters import Filters
 from primeslurm.recipe.sections.inference import Inference
-from primeslurm.recipe.sections.orchestrator import Environment, Orchestrator, Sampling
+from primeslurm.recipe.sections.orchestrator import AnyEnvironment, Environment, Orchestrator, Sampling
 from primeslurm.recipe.sections.slurm import Monitor, Slurm
 from primeslurm.recipe.sections.teacher import Teacher
 from primeslurm.recipe.sections.trainer import Checkpoint, Model, Sft, Trainer, Weights
@@ -24,8 +25,9 @@ class Recipe(Section):
     """Version of the recipe format."""
     name: RunName
     """Name of the run and of its directory."""
-    task: Literal["rl", "sft", "serve"] = "rl"
-    """rl: asynchronous RL. sft: the trainer alone. serve: engines and routers alone, until they are cancelled."""
+    task: Literal["rl", "sft", "serve", "eval"] = "rl"
+    """rl: asynchronous RL. sft: the trainer alone. serve: engines and routers alone, until they are cancelled. eval:
+    engines and the environments of `evaluation`, until `model` has been evaluated once."""
     seed: int = 0
     max_steps: PositiveInt = 1000
     """Optimizer steps of the whole run."""
@@ -37,6 +39,7 @@ class Recipe(Section):
     checkpoint: Checkpoint = Checkpoint()
     environments: tuple[Environment, ...] = ()
     orchestrator: Orchestrator = Orchestrator()
+    evaluation: Evaluation | None = None
     inference: Inference = Inference()
     teacher: Teacher | None = None
     """A frozen model that `trainer.loss.ref_kl` or `orchestrator.advantages: opd` asks for log-probabilities."""
@@ -48,6 +51,11 @@ class Recipe(Section):
     """Variables of whoever submits that processes need, for example WANDB_API_KEY: their values are written nowhere."""
 
     @property
+    def samples(self) -> bool:
+        """Whether rollouts are sampled, by engines that know their policy's version."""
+        return self.task in ("rl", "eval")
+
+    @property
     def max_inflight(self) -> int:
         """Rollouts in flight at once."""
         return self.orchestrator.max_inflight_rollouts or 2 * self.orchestrator.batch_size
@@ -57,12 +65,40 @@ class Recipe(Section):
         """Longest sequence an engine accepts, in tokens."""
         return self.model.max_len or self.seq_len
 
+    @property
+    def max_evaluation_inflight(self) -> int:
+        """Evaluation rollouts in flight at once."""
+        own = self.evaluation.max_inflight_rollouts if self.evaluation else None
+        return own or max(1, self.max_inflight // (1 if self.task == "eval" else 4))
+
+    @property
+    def evaluation_environments(self) -> tuple[EvaluationEnvironment, ...]:
+        """Environments that the policy is evaluated on."""
+        return self.evaluation.environments if self.evaluation else ()
+
+    def environment(self, label: str) -> AnyEnvironment:
+        """Find an environment, of training or of evaluation. Raises KeyError."""
+        return {each.label: each for each in self.all_environments}[label]
+
+    @property
+    def all_environments(self) -> tuple[AnyEnvironment, ...]:
+        """Every environment that has worker processes: those of training, then those of evaluation."""
+        return (*self.trained_environments, *self.evaluation_environments)
+
+    @property
+    def trained_environments(self) -> tuple[Environment, ...]:
+        """Environments that the policy is trained on, if it is."""
+        return self.environments if self.task == "rl" else ()
+
     def group_size(self, environment: Environment) -> int:
         """Rollouts of one of the environment's prompts."""
         return environment.group_size or self.orchestrator.group_size
 
-    def sampling(self, environment: Environment) -> Sampling:
-        """Sampling parameters of the environment's training rollouts."""
+    def sampling(self, environment: AnyEnvironment) -> Sampling | EvaluationSampling:
+        """Sampling parameters of the environment's rollouts."""
+        if isinstance(environment, EvaluationEnvironment):
+            return environment.sampling
+        assert isinstance(environment, Environment)
         changes = environment.sampling.model_dump(exclude_none=True)
         return self.orchestrator.sampling.model_copy(update=changes)
 

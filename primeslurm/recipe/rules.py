@@ -5,6 +5,7 @@ from __future__ import annotations
 from primeslurm.errors import Violation
 from primeslurm.families.renderers import AUTO, RENDERERS, is_import_path, nearest_renderer
 from primeslurm.recipe import advantage_rules, environment_rules, sandbox_rules
+from primeslurm.recipe.evaluation_rules import evaluation_violations
 from primeslurm.recipe.recipe import Recipe
 from primeslurm.recipe.sections.losses import CustomLoss
 from primeslurm.recipe.sections.orchestrator import Orchestrator
@@ -13,8 +14,9 @@ from primeslurm.recipe.sections.teacher import PolicyTeacher
 
 def violations(recipe: Recipe) -> list[Violation]:
     """Everything in the recipe that contradicts something else in it."""
-    found = {"rl": _rl, "sft": _sft, "serve": _serve}[recipe.task](recipe)
+    found = {"rl": _rl, "sft": _sft, "serve": _serve, "eval": _eval}[recipe.task](recipe)
     found += _teacher(recipe) + _environment_nodes(recipe) + _renderer(recipe.model.renderer)
+    found += evaluation_violations(recipe)
     max_len = recipe.model.max_len
     if max_len is not None and max_len < recipe.seq_len:
         found.append(Violation("model.max_len", str(max_len), f"is shorter than seq_len = {recipe.seq_len}"))
@@ -29,11 +31,7 @@ def _renderer(name: str) -> list[Violation]:
 
 
 def _rl(recipe: Recipe) -> list[Violation]:
-    found: list[Violation] = []
-    orchestrator, router = recipe.orchestrator, recipe.inference.router
-    if router.type == "dynamo":
-        why = "its workers serve any policy version, and do not say which one sampled a token"
-        found.append(Violation("inference.router.type", router.type, why, "nearest: vllm-router, or task: serve"))
+    orchestrator, found = recipe.orchestrator, _eval(recipe)
     if not recipe.environments:
         found.append(
             Violation("environments", "", "task rl needs at least one", "add `environments: [{id: reverse-text}]`")
@@ -64,6 +62,15 @@ def _algorithm(orchestrator: Orchestrator) -> list[Violation]:
     return [Violation(f"orchestrator.{name}", value, why, "leave one out") for name, value in unread.items()]
 
 
+def _eval(recipe: Recipe) -> list[Violation]:
+    """What holds wherever rollouts are sampled."""
+    router = recipe.inference.router
+    if router.type != "dynamo":
+        return []
+    why = "its workers serve any policy version, and do not say which one sampled a token"
+    return [Violation("inference.router.type", router.type, why, "nearest: vllm-router, or task: serve")]
+
+
 def _serve(recipe: Recipe) -> list[Violation]:
     if recipe.environments:
         labels = ", ".join(environment.label for environment in recipe.environments)
@@ -84,7 +91,7 @@ def _environment_nodes(recipe: Recipe) -> list[Violation]:
     if nodes is None and spares:
         fix = f"leave it out, or add `{field}: {{nodes: 1}}`"
         found.append(Violation("deployment.spares.environments", str(spares), "there are no nodes to replace", fix))
-    if nodes is not None and recipe.task != "rl":
+    if nodes is not None and not recipe.samples:
         found.append(
             Violation(field, f"{nodes.nodes} nodes", f"task {recipe.task} runs no environments", "leave it out")
         )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from primeslurm.errors import Violation
-from primeslurm.recipe.sections.orchestrator import Environment
+from primeslurm.recipe.sections.orchestrator import AnyEnvironment
 from primeslurm.recipe.sections.sandboxes import SubprocessRuntime
 
 HARNESSES = (
@@ -35,10 +35,10 @@ ENV_KEY = "env"
 """Key of an environment's args that holds options of the verifiers Env itself (agents, harness, runtime, timeouts)."""
 
 
-def violations(environments: tuple[Environment, ...]) -> list[Violation]:
-    """Find harnesses and runtimes that do not go together, or that are said twice."""
+def violations(environments: Sequence[AnyEnvironment], field: str = "environments") -> list[Violation]:
+    """Find harnesses and runtimes that do not go together, or that are said twice, in the environments of a field."""
     return [
-        Violation(f"environments.{index}.{found.field}", found.value, found.why, found.fix)
+        Violation(f"{field}.{index}.{found.field}", found.value, found.why, found.fix)
         for index, environment in enumerate(environments)
         for found in (*_raw(environment), *_harness(environment), *_runtime(environment))
     ]
@@ -49,7 +49,7 @@ def module_name(harness: str) -> str:
     return harness.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()
 
 
-def _raw(environment: Environment) -> Iterator[Violation]:
+def _raw(environment: AnyEnvironment) -> Iterator[Violation]:
     """What `args.env` says of agents beside the typed fields."""
     raw = environment.args.get(ENV_KEY)
     for role, options in (raw if isinstance(raw, Mapping) else {}).items():
@@ -66,7 +66,7 @@ def _raw(environment: Environment) -> Iterator[Violation]:
                 yield Violation(f"{field}.{name}", role, why, "keep one of them")
 
 
-def _harness(environment: Environment) -> Iterator[Violation]:
+def _harness(environment: AnyEnvironment) -> Iterator[Violation]:
     if environment.harness is None:
         return
     given, runtime = environment.harness.id, environment.runtime
@@ -86,7 +86,7 @@ def _harness(environment: Environment) -> Iterator[Violation]:
         yield Violation("harness.id", given, why, f"runtime without `trusted`, or {_CONTAINER}")
 
 
-def _runtime(environment: Environment) -> Iterator[Violation]:
+def _runtime(environment: AnyEnvironment) -> Iterator[Violation]:
     runtime = environment.runtime
     if runtime is None:
         return

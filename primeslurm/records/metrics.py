@@ -14,6 +14,9 @@ from typing import Any
 
 from primeslurm.files import read_json, write_atomic
 
+EVALUATION = "eval/"
+"""Prefix of what evaluations measured: it comes when they are done, as a row of its own of the step evaluated."""
+
 Row = dict[str, float]
 """A row of metrics.jsonl: `step`, `time` (Unix seconds), and metrics by name, the environment's own among them."""
 
@@ -32,7 +35,7 @@ class MetricsLog:
         self, run_dir: Path, resumed_step: int, *, tensorboard: bool, wandb: Mapping[str, Any] | None = None
     ) -> None:
         self._path = run_dir / "metrics.jsonl"
-        self._last = _truncate(self._path, resumed_step)
+        self._last, self._evaluated = _truncate(self._path, resumed_step)
         self._board = _Board(run_dir / "tensorboard", resumed_step) if tensorboard else None
         self._wandb = _wandb(run_dir, wandb) if wandb is not None else None
 
@@ -41,13 +44,29 @@ class MetricsLog:
         if step <= self._last:
             return
         self._last = step
+        self._append(step, row)
+        if self._wandb is not None:
+            self._wandb.log(dict(row), step=step)
+
+    def add_evaluation(self, step: int, row: Mapping[str, float]) -> None:
+        """Add what an evaluation of a step measured, as a row of its own; a second one is ignored.
+
+        Later steps may have their rows by then, so W&B gets it with the step that is being trained, and
+        `eval/step` as what to plot it over. A full disk raises OSError.
+        """
+        if step in self._evaluated:
+            return
+        self._evaluated.add(step)
+        self._append(step, row)
+        if self._wandb is not None:
+            self._wandb.log({**row, f"{EVALUATION}step": step}, commit=False)
+
+    def _append(self, step: int, row: Mapping[str, float]) -> None:
         now = time.time()
         with self._path.open("a") as handle:
             handle.write(json.dumps({"step": step, "time": now, **row}) + "\n")
         if self._board is not None:
             self._board.write(step, now, row)
-        if self._wandb is not None:
-            self._wandb.log(dict(row), step=step)
 
     def close(self) -> None:
         """Flush what is left, and close."""
@@ -70,10 +89,19 @@ def by_one_name(row: Row) -> Row:
     return kept | own | ({"throughput/step_seconds": sum(phases)} if phases else {})
 
 
-def _truncate(path: Path, step: int) -> int:
-    """Forget the rows of later steps, and what is left of a row whose writer was killed. Returns the last step kept."""
+def of_evaluation(row: Row) -> bool:
+    """Tell whether a row holds what an evaluation measured, and nothing of training."""
+    return any(name.startswith(EVALUATION) for name in row)
+
+
+def _truncate(path: Path, step: int) -> tuple[int, set[int]]:
+    """Forget the rows of later steps, and what is left of a row whose writer was killed.
+
+    Returns:
+        The last step that has a row of training, and the steps that have one of evaluation.
+    """
     if not path.exists():
-        return 0
+        return 0, set()
     kept = []
     for line in path.read_bytes().splitlines():
         try:
@@ -81,9 +109,10 @@ def _truncate(path: Path, step: int) -> int:
         except ValueError:
             continue  # the writer was killed in the middle of its last line
         if row["step"] <= step:
-            kept.append((row["step"], line))
+            kept.append((row, line))
     write_atomic(path, b"".join(line + b"\n" for _, line in kept))
-    return max((number for number, _ in kept), default=0)
+    trained = max((row["step"] for row, _ in kept if not of_evaluation(row)), default=0)
+    return trained, {row["step"] for row, _ in kept if of_evaluation(row)}
 
 
 class _Board:
@@ -119,4 +148,6 @@ def _wandb(run_dir: Path, options: Mapping[str, Any]) -> Any:
     import wandb
 
     lock = read_json(run_dir / "lock.json") or {}
-    return wandb.init(**options, id=lock.get("run_id", run_dir.name), resume="allow", dir=run_dir)
+    found = wandb.init(**options, id=lock.get("run_id", run_dir.name), resume="allow", dir=run_dir)
+    found.define_metric(f"{EVALUATION}*", step_metric=f"{EVALUATION}step")
+    return found

@@ -10,7 +10,7 @@ from typing import TypeVar
 import msgspec
 
 from primeslurm.files import read_json
-from primeslurm.records.metrics import Row, by_one_name
+from primeslurm.records.metrics import Row, by_one_name, of_evaluation
 
 T = TypeVar("T")
 TAIL_BYTES = 256 * 1024
@@ -58,7 +58,10 @@ def last_lines(path: Path, size: int = TAIL_BYTES) -> list[bytes]:
 
 
 def rows(path: Path) -> list[Row]:
-    """Read the rows of a metrics.jsonl, one per step, in order; those of SFT under the names of RL."""
+    """Read the rows of a metrics.jsonl, one per step, in order; those of SFT under the names of RL.
+
+    What evaluations measured is with the step that they evaluated.
+    """
     return _rows(whole_lines(path))
 
 
@@ -68,12 +71,17 @@ def recent_rows(path: Path) -> list[Row]:
 
 
 def _rows(lines: list[bytes]) -> list[Row]:
-    found = []
+    found, evaluated = [], {}
     for line in lines:
         try:
             value = json.loads(line)  # and not msgspec: a metric may be NaN
         except (ValueError, RecursionError):
             continue
-        if isinstance(value, dict):
+        if not isinstance(value, dict):
+            continue
+        if of_evaluation(value):
+            evaluated[value.get("step")] = value
+        else:
             found.append(by_one_name(value))
-    return found
+    # The model before the first step has been evaluated, but no step made it.
+    return [{**evaluated.get(row.get("step"), {}), **row} for row in found]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from primeslurm.records.base import Record
+from primeslurm.records.evaluation import EvaluationProgress
 
 
 class EngineRecord(msgspec.Struct, frozen=True):
@@ -94,6 +95,8 @@ class RolloutProgress(Record, frozen=True):
     """Sampled, over the last step."""
     roles: dict[str, Load] = {}
     """Load by role of the engines."""
+    evaluation: EvaluationProgress | None = None
+    """None without evaluation."""
 
 
 class OrchestratorState(RolloutProgress, frozen=True):
@@ -113,7 +116,8 @@ class OrchestratorState(RolloutProgress, frozen=True):
     @property
     def marker(self) -> object:
         """A value that changes whenever the run gets on."""
-        return self.step, self.version, self.counts.get("finished")
+        evaluated = (self.evaluation.step, self.evaluation.ended) if self.evaluation else None
+        return self.step, self.version, self.counts.get("finished"), evaluated
 
 
 class TrainerState(Record, frozen=True):

@@ -58,7 +58,7 @@ def first_event(attempt: Attempt, writer: str) -> Event | None:
 
 def progress_of(attempt: Attempt, task: str) -> OrchestratorState | TrainerState | None:
     """Read the state of who knows how far an attempt is: the orchestrator, or, where there is none, the trainer."""
-    if task == "rl":
+    if task in ("rl", "eval"):
         return attempt.state("orchestrator", OrchestratorState)
     return attempt.state("trainer-rank-0", TrainerState)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 
 import msgspec
@@ -69,8 +70,13 @@ def damage(directory: Path) -> list[str]:
     return manifest.differing(directory, record.parts) if record else [f"{directory}: not committed"]
 
 
-def prune(run_dir: Path, keep: int) -> list[int]:
+def prune(run_dir: Path, keep: int, needed: Collection[int] = ()) -> list[int]:
     """Delete committed checkpoints beyond the newest `keep`, and uncommitted leftovers older than the newest one.
+
+    Args:
+        run_dir: of the run.
+        keep: how many stay in any case.
+        needed: steps that stay besides, if they are committed.
 
     Returns:
         The steps whose directories were deleted, ascending.
@@ -78,7 +84,7 @@ def prune(run_dir: Path, keep: int) -> list[int]:
     steps = committed(run_dir)
     if not steps:
         return []
-    kept = set(steps[-keep:])
+    kept = {*steps[-keep:], *(step for step in steps if step in needed)}
     doomed = []
     for path in (run_dir / "checkpoints").iterdir():
         match = _NAME.match(path.name)

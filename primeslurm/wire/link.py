@@ -10,7 +10,7 @@ requests (trainer -> orchestrator)              answers
   OfferTransfer(version, store, senders, done)  session  of engines that wait for it | wait | ok: none does
   StepDone(step, metrics)                       ok       metrics of the optimizer step
   Save(step, directory)                         ok       the orchestrator has written its part of the checkpoint
-  Committed(step)                               ok       COMMITTED is on disk
+  Committed(step)                               ok       COMMITTED is on disk; says which earlier ones must stay
 """
 
 from __future__ import annotations
@@ -70,6 +70,8 @@ class Answer(msgspec.Struct, frozen=True):
     session: TransferSession | None = None
     version: int | None = None
     """To NewPolicy: the newest policy that was announced in this attempt."""
+    keep: list[int] = []
+    """To Committed: steps whose checkpoints are kept however old they are."""
 
 
 class LinkError(Exception):
@@ -161,9 +163,9 @@ class TrainerLink:
         """Have the orchestrator write its part of a checkpoint."""
         self._ask(Save(step, directory))
 
-    def committed(self, step: int) -> None:
-        """Announce a committed checkpoint."""
-        self._ask(Committed(step))
+    def committed(self, step: int) -> list[int]:
+        """Announce a committed checkpoint; returns the steps whose checkpoints are kept however old they are."""
+        return self._ask(Committed(step))[0].keep
 
     def close(self) -> None:
         """Close the socket."""

@@ -150,7 +150,7 @@ class FakeEngine:
         }
         if self._routed:
             first_row = body["sampling_params"].get("routed_experts_prompt_start", 0)
-            choice["routed_experts"] = _routed(first_row, len(body["token_ids"]) + len(tokens) - 1)
+            choice["routed_experts"] = routed(first_row, len(body["token_ids"]) + len(tokens) - 1)
         return web.json_response({"request_id": "generate-tokens-1", "choices": [choice]})
 
     async def _complete(self, request: web.Request) -> web.Response:
@@ -200,7 +200,8 @@ class FakeEngine:
         )
 
 
-def _routed(start: int, end: int) -> str:
+def routed(start: int, end: int) -> str:
+    """Where tokens went, as vLLM says it: the one at position p to expert p % 200, in each of 3 layers, 2 places."""
     rows = np.arange(start, end) % 200
     file = io.BytesIO()
     np.save(file, np.broadcast_to(rows[:, None, None], (len(rows), 3, 2)).astype(np.uint8))

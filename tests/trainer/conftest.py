@@ -75,8 +75,11 @@ def make_recipe(path: Path, /, **sections: Any) -> Recipe:
 
 
 def make_row(rng: np.random.Generator, seq_len: int = SEQ_LEN, routed: bool = False) -> Row:
-    """Two random documents and some padding; `routed`: with experts that the engines chose for most tokens."""
-    lengths = [seq_len // 2, seq_len // 4, seq_len - seq_len // 2 - seq_len // 4]
+    """Two random documents, the first of more than half a row, and some padding.
+
+    `routed`: with experts that the engines chose for most tokens.
+    """
+    lengths = [seq_len * 5 // 8, seq_len // 4, seq_len - seq_len * 5 // 8 - seq_len // 4]
     mask = rng.random(seq_len) < 0.7
     mask[-lengths[-1] :] = False
     return Row(

@@ -1,4 +1,4 @@
-"""Verbs that start work: submit and resume."""
+"""Verbs that start work: submit, eval and resume."""
 
 from __future__ import annotations
 
@@ -49,6 +49,32 @@ def submit(
         _announce(ready.start(), wait, as_json)
     if cluster is not None:
         note(f"end its cluster with: primeslurm cluster down --name {shlex.quote(cluster.name)}")
+
+
+def eval_(
+    what: Annotated[str, typer.Argument(metavar="RECIPE|RUN", help="A recipe's file, or a run.", show_default=False)],
+    step: Annotated[int | None, typer.Option("--step", help="Of a run. Default: its newest published policy.")] = None,
+    site: SiteOpt = None,
+    set_: SetOpt = None,
+    name: NameOpt = None,
+    runs: RunsOpt = None,
+    local: LocalOpt = False,
+    dry_run: DryRunOpt = False,
+    wait: WaitOpt = False,
+    as_json: JsonOpt = False,
+) -> None:
+    """Evaluate the model of a recipe, or a policy of a run, as a job of engines and environments alone.
+
+    What is evaluated says the recipe's `evaluation`; `--set evaluation=...` says it otherwise. Results are in the
+    directory of the job's run: `primeslurm summary` and `report` show them.
+    """
+    from primeslurm.api.evaluating import load_evaluation
+
+    loaded = load_evaluation(what, step=step, runs=runs, site=site, overrides=set_ or (), name=name, local=local)
+    if dry_run:
+        _show_dry_run(loaded.dry_run(), as_json)
+    else:
+        _announce(loaded.start(), wait, as_json)
 
 
 def resume(

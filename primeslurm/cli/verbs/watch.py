@@ -110,6 +110,10 @@ def summary(run: RunArg, runs: RunsOpt = None, as_json: JsonOpt = False) -> None
         print_json(msgspec.to_builtins(found))
         return
     out.print(f"{found.run}: {found.steps} steps in {found.seconds:.0f} s, {found.attempts} attempt(s)")
+    for record in found.evaluations:
+        out.print(f"evaluation of step {record.step}: {'; '.join(result.words for result in record.results)}")
+    if found.task == "eval":
+        return
     if found.task == "sft":
         if found.first_loss is not None:
             out.print(f"loss: {found.first_loss:.4f} (first steps) -> {found.last_loss:.4f} (last)")
@@ -119,6 +123,8 @@ def summary(run: RunArg, runs: RunsOpt = None, as_json: JsonOpt = False) -> None
         out.print(
             f"reward: {found.first_reward:.3f} (first steps) -> {found.last_reward:.3f} (last), {found.gain:+.3f}"
         )
+    if found.best is not None:
+        out.print(f"best: step {found.best.step}, {found.best.metric} {found.best.value:.3f}")
     out.print(f"rollouts of several policy versions: {found.mixed_version_rollouts}")
     out.print(
         f"staleness: at most {found.staleness_max:.0f} versions; {found.dropped_stale} rollouts dropped as too old"

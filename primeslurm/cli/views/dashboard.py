@@ -44,6 +44,7 @@ def view(status: RunStatus) -> Group:
     parts: list[RenderableType] = [_head(status), _numbers(status)]
     if queue := _queue(status):
         parts.append(queue)
+    parts += _evaluation(status)
     parts.append(_roles(status))
     if status.replicas and status.active:
         parts.append(_replicas(status.replicas))
@@ -126,6 +127,22 @@ def _queue(status: RunStatus) -> Text | None:
     if len(loads := progress.rollouts_by_node.values()) > 1:
         text += f", {min(loads)} to {max(loads)} on each of {len(loads)} environment nodes"
     return Text.assemble(("queue ", "dim"), text)
+
+
+def _evaluation(status: RunStatus) -> list[Text]:
+    """What the newest evaluation says, how far the one that runs is, and which step was the best."""
+    found = status.progress.evaluation if isinstance(status.progress, RlProgress) else None
+    if found is None:
+        return []
+    parts = []
+    if found.last is not None:
+        results = "; ".join(result.words for result in found.last.results)
+        parts.append(f"step {found.last.step}: {results}")
+    if found.step is not None:
+        parts.append(f"step {found.step} runs: {found.ended}/{found.total} samples")
+    if found.best is not None:
+        parts.append(f"best step {found.best.step}: {found.best.metric} {found.best.value:.3f}")
+    return [Text.assemble(("evaluation ", "dim"), "  ".join(parts) or "none yet")]
 
 
 def _roles(status: RunStatus) -> Table:

@@ -22,6 +22,7 @@ from primeslurm.node.host.network import NetworkError, own_address
 from primeslurm.node.preflight import checks
 from primeslurm.plan.checks.environments import Interpreter, places, try_all
 from primeslurm.plan.model import Node, Plan
+from primeslurm.recipe.sections.evaluation import EvaluationEnvironment
 from primeslurm.recipe.sections.orchestrator import Environment
 from primeslurm.records.events.nodes import GpuFailed, PreflightDone
 from primeslurm.records.fleet import Fitness, FleetView, PreflightCheck, PreflightReference
@@ -204,15 +205,18 @@ class Preflight:
         recipe = read_json(Path(self._plan.run_dir) / "recipe.resolved.json") if workers else None
         if self._plan.emulated or recipe is None:
             return []
-        wanted = [Environment.model_validate(each) for each in recipe["environments"]]
-        tried = try_all(places(wanted), Interpreter(sys.executable, {}))
+        asked = recipe["environments"] if self._plan.task == "rl" else ()
+        trained = [Environment.model_validate(each) for each in asked]
+        asked = (recipe.get("evaluation") or {}).get("environments", ())
+        evaluated = [EvaluationEnvironment.model_validate(each) for each in asked]
+        tried = try_all(places(trained, evaluated), Interpreter(sys.executable, {}))
         problems = [*map(str, tried.violations), *map(str, tried.missing)]
         if tried.unprepared:
             problems = [f"{sys.executable} has no {tried.unprepared}"]
         self.environments_fail = "; ".join(problems)
         fix = "`primeslurm check` says the same where the nodes' Python is"
         return [PreflightCheck("environments", "failed", text, fix) for text in problems] or [
-            PreflightCheck("environments", "ok", f"loaded: {', '.join(each.label for each in wanted)}")
+            PreflightCheck("environments", "ok", f"loaded: {', '.join(each.label for each in (*trained, *evaluated))}")
         ]
 
     def _reference(self) -> list[PreflightCheck]:

@@ -73,7 +73,7 @@ class Admission:
         """
         tally = self._tallies[group.environment]
         tally.groups += 1
-        tally.rewards += group.rewards
+        tally.rewards += group.given_rewards
         self._curricula.learn(group)
         kept, counts = sift(group, self._filters[group.environment])
         reason = FILTERED if kept is None else self._rejection(kept, counts)

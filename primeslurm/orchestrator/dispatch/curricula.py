@@ -76,7 +76,7 @@ class Curricula:
         """Note what became of a complete group. One that is known already is ignored."""
         if group.task is None or group.environment not in self._pools or group.id in self._groups:
             return
-        rewards, least = group.rewards, self._solved[group.environment]
+        rewards, least = group.given_rewards, self._solved[group.environment]
         outcome = (group.id, group.task, sum(reward >= least for reward in rewards) / len(rewards))
         self._learn(outcome)
         self._unwritten += msgspec.json.encode(outcome) + b"\n"

@@ -101,7 +101,7 @@ class Dispatcher:
         """Complete groups that wait for the teacher."""
         self._routers = list(routers)
         self._salt = salt
-        self._incarnation = incarnation
+        self.incarnation = incarnation
         self._cursors = {label: (cursors or {}).get(label, 0) for label in limits.ratios}
         self._unfinished = [(label, example) for label, example in unfinished if label in limits.ratios]
         self._taken = set(taken)
@@ -339,7 +339,7 @@ class Dispatcher:
 
     def _dispatch(self, group: OpenGroup) -> Job:
         index = group.to_dispatch.pop(0)
-        job = f"{group.id}/{index}-{self._incarnation}{next(self._serial)}"
+        job = f"{group.id}/{index}-{self.incarnation}{next(self._serial)}"
         self._jobs[job] = (group.id, index)
         self.counts["dispatched"] += 1
         salt = f"{self._salt}:{group.version}"

@@ -46,7 +46,7 @@ def load(name: str, args: Mapping[str, Any], agent: Mapping[str, Any] = {}) -> v
         missing = known or Violation("environments.id", name, "no such environment", _suggestion(name))
         raise UsageError([missing]) from error
     except ValidationError as error:
-        raise UsageError(mistakes.invalid(error, kind, taskset)) from error
+        raise UsageError(mistakes.invalid(error, kind, taskset, config)) from error
     except Exception as error:  # an environment may raise anything
         raise UsageError([Violation("environments.id", name, mistakes.raised(error, name))]) from error
 
@@ -83,11 +83,11 @@ class TaskStream:
         self._read(index + 1)
         return self._tasks[index]
 
-    def count(self) -> int:
-        """Count the tasks of a taskset that ends."""
-        while not self._ended:
-            self._read(len(self._tasks) + WINDOW)
-        return len(self._tasks)
+    def count(self, most: int | None = None) -> int:
+        """Count the tasks of a taskset that ends, or those of any taskset up to `most`."""
+        while not self._ended and (most is None or len(self._tasks) < most):
+            self._read(most or len(self._tasks) + WINDOW)
+        return len(self._tasks) if most is None else min(most, len(self._tasks))
 
     def _read(self, count: int) -> None:
         while len(self._tasks) < count and not self._ended:

@@ -8,11 +8,11 @@ from typing import Any
 from verifiers.v1.utils.loaders import default_harness_id, harness_class
 
 from primeslurm.recipe.sandbox_rules import HARNESSES, WITHOUT_CONTAINER, WITHOUT_INSTALLING, module_name
-from primeslurm.recipe.sections.orchestrator import Environment
+from primeslurm.recipe.sections.orchestrator import AnyEnvironment
 from primeslurm.recipe.sections.sandboxes import ContainerRuntime, Limits, Runtime
 
 
-def agent_options(environment: Environment) -> dict[str, Any]:
+def agent_options(environment: AnyEnvironment) -> dict[str, Any]:
     """Give what each agent of an environment gets that its own options in `args.env` do not say."""
     options: dict[str, Any] = {}
     if environment.harness is not None:

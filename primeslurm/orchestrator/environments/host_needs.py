@@ -16,7 +16,7 @@ from primeslurm.errors import Violation
 from primeslurm.orchestrator.environments.chat import ChatHarness
 from primeslurm.orchestrator.environments.sandbox import limits, scripts
 from primeslurm.recipe.sandbox_rules import HARNESSES, WITHOUT_INSTALLING, module_name
-from primeslurm.recipe.sections.orchestrator import Environment
+from primeslurm.recipe.sections.orchestrator import AnyEnvironment
 from primeslurm.recipe.sections.sandboxes import SubprocessRuntime
 
 
@@ -30,13 +30,13 @@ class HostNeeds:
     """Harnesses whose scripts run on the node itself: their packages must be installed."""
 
 
-def needs(environment: Environment, env: vf.Env) -> HostNeeds:
+def needs(environment: AnyEnvironment, env: vf.Env) -> HostNeeds:
     """Say what an environment, loaded with what the recipe says of it, needs of its workers' machines."""
     used: dict[str, None] = {}
     harnesses: dict[str, None] = {}
     for role, spec in env._agent_specs.items():
         harness = env._harnesses[role]
-        if isinstance(harness, ChatHarness):  # runs no program
+        if isinstance(harness, ChatHarness) and not harness.EXECUTES_CODE:  # runs no program
             continue
         used[spec.runtime.type] = None
         if spec.runtime.type == "subprocess":
@@ -49,7 +49,7 @@ def needs(environment: Environment, env: vf.Env) -> HostNeeds:
     return HostNeeds(tuple(used), tuple(harnesses))
 
 
-def unmet(environment: Environment, env: vf.Env) -> list[Violation]:
+def unmet(environment: AnyEnvironment, env: vf.Env) -> list[Violation]:
     """Find what an environment needs and this machine has not."""
     wanted = needs(environment, env)
     found = [problem for kind in wanted.runtimes for problem in _runtime(kind)]

@@ -20,22 +20,29 @@ _WORDS = 300
 _PART = re.compile(r"(?P<kind>harness|environment|judge) '(?P<id>[^']+)' not found")
 
 
-def invalid(error: ValidationError, env: type[BaseModel], taskset: type[BaseModel]) -> list[Violation]:
+def invalid(
+    error: ValidationError, env: type[BaseModel], taskset: type[BaseModel], said: Mapping[str, Any]
+) -> list[Violation]:
     """Name what an environment's configuration does not take, each by the field of the recipe.
 
     Args:
         error: of a configuration made of a taskset's options and those of the Env around it.
         env: type of the Env's options.
         taskset: type of the taskset's.
+        said: the Env's options as `args.env` has them; what is not among them, fields of the environment say.
     """
-    return [_invalid(each, env, taskset) for each in error.errors(include_url=False)]
+    return [_invalid(each, env, taskset, said) for each in error.errors(include_url=False)]
 
 
-def _invalid(error: Mapping[str, Any], env: type[BaseModel], taskset: type[BaseModel]) -> Violation:
+def _invalid(
+    error: Mapping[str, Any], env: type[BaseModel], taskset: type[BaseModel], said: Mapping[str, Any]
+) -> Violation:
     words = [str(part) for part in error["loc"]]
     of_taskset = words[:1] == ["taskset"]
     kind, words = (taskset, words[1:]) if of_taskset else (env, words)
     field = ".".join(["environments.args", *([] if of_taskset else ["env"]), *words])
+    if words[1:2] in (["harness"], ["runtime"]) and not of_taskset and words[1] not in (said.get(words[0]) or {}):
+        field = ".".join(["environments", *words[1:]])
     if error["type"] != "extra_forbidden":
         value = "" if isinstance(error["input"], Mapping) else str(error["input"])[:_WORDS]
         why = str(error["msg"]).removeprefix("Value error, ")
@@ -65,7 +72,8 @@ def absent_part(error: ModuleNotFoundError) -> Violation | None:
     known = builtin_harness_ids() if found["kind"] == "harness" else []
     close = difflib.get_close_matches(found["id"], known, n=1)
     fix = f"nearest: {close[0]}" if close else f"with verifiers come {', '.join(known)}" if known else ""
-    return Violation(f"environments.args.env.{found['kind']}", found["id"], f"no such {found['kind']}", fix)
+    field = "environments.harness.id" if found["kind"] == "harness" else f"environments.args.env.{found['kind']}"
+    return Violation(field, found["id"], f"no such {found['kind']}", fix)
 
 
 def absent_module(error: ModuleNotFoundError, name: str) -> Violation | None:

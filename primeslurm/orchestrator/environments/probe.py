@@ -23,7 +23,7 @@ from typing import IO
 
 from primeslurm.errors import UsageError, Violation
 from primeslurm.orchestrator import environments
-from primeslurm.orchestrator.environments import mistakes, needs
+from primeslurm.orchestrator.environments import agents, host_needs, mistakes, pairing
 from primeslurm.recipe.sections.orchestrator import Environment
 
 _KILL_S = 5.0
@@ -68,11 +68,11 @@ def probe(environment: Environment) -> dict[str, Sequence[Violation]]:
         violations: what would go wrong anywhere; missing: what this host lacks.
     """
     try:
-        env = environments.load(environment.id, environment.args)
+        env = environments.load(environment.id, environment.args, agents.agent_options(environment))
         if next(iter(env.taskset), None) is None:
             text = f"{environment.id} has no tasks with these arguments"
             return {"violations": [Violation("environments.args", "", text)]}
-        return {"violations": needs.contradictions(env), "missing": needs.missing(env)}
+        return {"violations": pairing.contradictions(environment, env), "missing": host_needs.unmet(environment, env)}
     except UsageError as error:
         return {"violations": error.violations}
     except BaseException as error:  # it may raise anything, SystemExit too

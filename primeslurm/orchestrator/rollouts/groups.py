@@ -49,6 +49,11 @@ class RolloutGroup:
         return [_mean([trace[0].info.net_reward for trace in traces_of(rollout)]) for rollout in self.rollouts]
 
     @property
+    def given_rewards(self) -> list[float]:
+        """Return one reward per rollout, as the environment gave it; of several traces their mean."""
+        return [_mean([trace[0].info.reward for trace in traces_of(rollout)]) for rollout in self.rollouts]
+
+    @property
     def sequences(self) -> tuple[Rollout, ...]:
         """Return all token sequences, rollout by rollout."""
         return tuple(branch for branches in self.rollouts for branch in branches)

@@ -33,14 +33,17 @@ async def hinted(
     """
     text = teacher.template.replace("{hint}", _hint(teacher, trace.task.data))
     found = []
+    known: dict[tuple[int, ...], TeacherPrompt] = {}
     for sequence in sequences:
         nodes, own, tools = _prompt(trace, sequence)
-        messages = [message_to_wire(node.message) for node in nodes]
-        again, told = await _rendered(client, (messages, _with(messages, text, teacher.into)), tools)
-        if again != own:
-            raise RolloutFailed("the prompt cannot be rendered again as it was, so that none with a hint can be made")
-        prompt = TeacherPrompt(told, len(own))
-        found.append(replace(sequence, info=msgspec.structs.replace(sequence.info, teacher_prompt=prompt)))
+        if (key := tuple(own)) not in known:
+            messages = [message_to_wire(node.message) for node in nodes]
+            again, told = await _rendered(client, (messages, _with(messages, text, teacher.into)), tools)
+            if again != own:
+                raise RolloutFailed("the prompt cannot be rendered again as it was, so none with a hint can be made")
+            known[key] = TeacherPrompt(told, len(own))
+        info = msgspec.structs.replace(sequence.info, teacher_prompt=known[key])
+        found.append(replace(sequence, info=info))
     return tuple(found)
 
 
@@ -62,7 +65,8 @@ def _prompt(trace: vf.Trace, sequence: Rollout) -> tuple[list[vf.MessageNode], l
     """
     tokens = sequence.token_ids.tolist()
     for branch in trace.branches:
-        if [token for node in branch.nodes for token in node.token_ids] == tokens:
+        lengths = [len(node.token_ids) for node in branch.nodes]
+        if sum(lengths) == len(tokens) and tokens == [token for node in branch.nodes for token in node.token_ids]:
             nodes = list(takewhile(lambda node: not any(node.mask), branch.nodes))
             before = sum(len(node.token_ids) for node in nodes)
             return nodes, tokens[: before + branch.nodes[len(nodes)].mask.index(True)], branch.nodes[0].tools

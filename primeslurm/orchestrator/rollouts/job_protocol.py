@@ -39,7 +39,7 @@ class Job(msgspec.Struct, frozen=True, tag=True):
     """Process name of the router of the replica that the group is pinned to."""
     cache_salt: str
     task: int | None = None
-    """Index in the taskset, where a curriculum has drawn it; None: what the stream has at `example`."""
+    """Index in the taskset, where a curriculum or an evaluation says it; None: what the stream has at `example`."""
     number: int = 0
     """Greater than those of the jobs that were sent before."""
 

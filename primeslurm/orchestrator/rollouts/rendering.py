@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
 from renderers import RendererConfig, config_from_name, create_renderer
 from renderers.base import load_tokenizer
 from renderers.configs import CustomRendererConfig
@@ -21,6 +23,7 @@ from renderers.configs import CustomRendererConfig
 from primeslurm.families import family_of, model_types
 from primeslurm.families.renderers import AUTO, DEFAULT, families_with_renderers, is_import_path, renderers_of
 from primeslurm.model_files import model_directory
+from primeslurm.orchestrator.rollouts.extending import extending
 
 log = logging.getLogger(__name__)
 
@@ -46,55 +49,65 @@ SOME_DAY = datetime(2024, 7, 26)
 """Templates that tell the date are shown this one, which `renderers` takes for Llama's."""
 
 
-@cache
-def choose(model: str, asked: str = AUTO, images: bool = False) -> RendererConfig:
+@dataclass(frozen=True)
+class Rendering:
+    """How a model's messages are rendered."""
+
+    config: RendererConfig
+    no_tools: str = ""
+    """Why tools cannot be; empty if they can."""
+
+
+def choose(model: str, asked: str = AUTO, options: Mapping[str, Any] | None = None, images: bool = False) -> Rendering:
     """Choose the renderer of a model.
 
     Args:
         model: path or hub id.
         asked: `model.renderer` of the recipe.
+        options: `model.renderer_options`.
         images: messages may have images.
 
     Raises:
-        ValueError: messages with images cannot be rendered for it.
+        ValueError: messages with images cannot be rendered for it, or the renderer has no such options.
     """
-    model_type = _model_type(model)
+    return _choose(model, asked, json.dumps(dict(options or {})), images)
+
+
+@cache
+def _choose(model: str, asked: str, options_json: str, images: bool) -> Rendering:
+    model_type, options = _model_type(model), json.loads(options_json)
     if images:
-        return _for_images(model_type, asked)
-    if asked == AUTO:
-        return _of_family(model, model_type)
-    return CustomRendererConfig(import_path=asked.replace(":", ".")) if is_import_path(asked) else _named(asked)
-
-
-def without_tools(model: str, chosen: RendererConfig) -> str:
-    """Say why tools cannot be rendered for a model; empty if they can."""
-    if chosen.name != DEFAULT or chosen.tool_parser is not None:
-        return ""
-    model_type = _model_type(model)
+        return Rendering(_named(_for_images(model_type, asked), options))
+    if asked == DEFAULT and "tool_parser" not in options:
+        why = f"tools cannot be rendered by model.renderer: {DEFAULT} without a tool_parser in model.renderer_options"
+        return Rendering(_named(DEFAULT, options), why)
+    if asked != AUTO:
+        return Rendering(_named(asked, options))
     candidates = renderers_of(model_type or "", model)
     if not candidates:
-        why = f"there is no renderer for model type {model_type} ({', '.join(families_with_renderers())} have one)"
-    else:
-        why = f"its chat template is not that of {' or '.join(candidates)}"
-    return f"tools cannot be rendered for {model}: {why}; name one that fits in model.renderer"
+        able = ", ".join(families_with_renderers())
+        return _by_template(model, options, f"there is no renderer for model type {model_type} ({able} have one)")
+    return _of_family(model, candidates, options)
 
 
-def _of_family(model: str, model_type: str | None) -> RendererConfig:
-    candidates = [_named(name) for name in renderers_of(model_type or "", model)]
-    if not candidates:
-        return _named(DEFAULT)
+def _by_template(model: str, options: dict[str, Any], why: str) -> Rendering:
+    why = f"tools cannot be rendered for {model}: {why}; name one that fits in model.renderer"
+    return Rendering(_named(DEFAULT, options), why)
+
+
+def _of_family(model: str, candidates: Sequence[str], options: dict[str, Any]) -> Rendering:
     tokenizer = load_tokenizer(model)
     differences = []
-    for config in candidates:
-        difference = unlike_template(tokenizer, config)
+    for name in candidates:
+        difference = unlike_template(tokenizer, _named(name, options), options)
         if not difference:
-            return config
-        differences.append(f"{config.name}: {difference}")
+            return Rendering(_named(name, options))
+        differences.append(f"{name}: {difference}")
     log.warning("%s is rendered by its own chat template, without tools: %s", model, "; ".join(differences))
-    return _named(DEFAULT)
+    return _by_template(model, options, "; ".join(differences))
 
 
-def unlike_template(tokenizer: Any, config: RendererConfig) -> str:
+def unlike_template(tokenizer: Any, config: RendererConfig, options: Mapping[str, Any] | None = None) -> str:
     """Say how a renderer differs from a tokenizer's own chat template; empty if it does not, or if there is none."""
     try:
         renderer = create_renderer(tokenizer, config)
@@ -111,7 +124,7 @@ def unlike_template(tokenizer: Any, config: RendererConfig) -> str:
                 add_generation_prompt=True,
                 tokenize=True,
                 return_dict=False,
-                strftime_now=SOME_DAY.strftime,
+                **{"strftime_now": SOME_DAY.strftime, **(options or {})},
             )
         except Exception as error:  # templates raise what they like: jinja2's errors, TypeError, their own
             return f"the chat template says {error}"
@@ -122,16 +135,24 @@ def unlike_template(tokenizer: Any, config: RendererConfig) -> str:
     return ""
 
 
-def _for_images(model_type: str | None, asked: str) -> RendererConfig:
+def _for_images(model_type: str | None, asked: str) -> str:
     family = family_of(model_type or "")
     if family is None or family.renderer is None or not family.model_types[model_type or ""].images:
         able = ", ".join(name for name, kind in model_types().items() if kind.images)
         raise ValueError(f"messages with images are rendered for {able}, not for {model_type}")
-    return _named(family.renderer if asked == AUTO else asked)
+    return family.renderer if asked == AUTO else asked
 
 
-def _named(name: str) -> RendererConfig:
-    return config_from_name(name)
+def _named(name: str, options: dict[str, Any]) -> RendererConfig:
+    """The config of a renderer. Raises ValueError if it has no such options."""
+    try:
+        if is_import_path(name):
+            return CustomRendererConfig(import_path=name.replace(":", "."), **options)
+        own = type(config_from_name(name))(**options)
+    except ValidationError as error:
+        problems = "; ".join(f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors())
+        raise ValueError(f"model.renderer_options of {name}: {problems}") from None
+    return own if name == DEFAULT else extending(name, options)
 
 
 def _model_type(model: str) -> str | None:

@@ -24,9 +24,12 @@ from verifiers.v1.graph import PendingTurn
 from verifiers.v1.interception import InterceptionServer
 from verifiers.v1.types import Response, SamplingConfig
 
-from primeslurm.families.renderers import AUTO
-from primeslurm.orchestrator.rollouts import rendering
 from primeslurm.orchestrator.rollouts.generate_endpoint import Completion, GenerateEndpoint, NoAnswerError, RefusedError
+from primeslurm.orchestrator.rollouts.remembering import remember
+from primeslurm.orchestrator.rollouts.rendering import Rendering, choose
+
+MULTIPLEX = 1_000_000
+"""Rollouts that share a renderer: all of a worker. It is asked for what is new of a turn, which takes milliseconds."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ class TokenClient(TrainClient):  # type: ignore[misc]
         timeout_s: longest wait for one answer, retries included.
         routed: answers must say which experts each token was routed to.
         images: messages may have images; raises ValueError if the model is none whose messages `renderers` renders.
-        renderer: `model.renderer` of the recipe.
+        rendering: how messages are rendered. Default: as `rendering.choose` has it of the model.
     """
 
     def __init__(
@@ -107,20 +110,21 @@ class TokenClient(TrainClient):  # type: ignore[misc]
         timeout_s: float,
         routed: bool = False,
         images: bool = False,
-        renderer: str = AUTO,
+        rendering: Rendering | None = None,
     ) -> None:
-        chosen = rendering.choose(model, renderer, images)
+        rendering = rendering or choose(model, images=images)
         config = TrainClientConfig(
             base_url=f"http://{router}",
             api_key_var="UNUSED",
             renderer_model_name=model,
-            renderer=chosen,
+            renderer=rendering.config,
+            multiplex=MULTIPLEX,
         )
         super().__init__(config)
         self.key = config.model_dump_json()
         self.endpoint = RendererEndpoint(config.base_url, GenerateEndpoint(where, max_len, timeout_s, routed))
         self.client = self.endpoint
-        self._no_tools = rendering.without_tools(model, chosen)
+        self._no_tools = rendering.no_tools
 
     async def get_response(
         self,
@@ -153,6 +157,7 @@ async def serving(env: vf.Env) -> AsyncIterator[dict[str, Any]]:
         server = env._interception
         if not isinstance(server, InterceptionServer):
             raise TypeError(f"the environment must use interception type 'server', not {type(server).__name__}")
+        remember(server)
         yield server.clients
 
 

@@ -22,16 +22,18 @@ from verifiers.v1.clients import ModelContext
 from primeslurm.orchestrator import algorithms, environments
 from primeslurm.orchestrator.environments import agents
 from primeslurm.orchestrator.environments.sandbox.install import install
-from primeslurm.orchestrator.rollouts import job_runner, rendering, tool_servers
+from primeslurm.orchestrator.rollouts import job_runner, tool_servers
 from primeslurm.orchestrator.rollouts.hints import hinted
 from primeslurm.orchestrator.rollouts.images import stored
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.orchestrator.rollouts.job_runner import JobRunner
+from primeslurm.orchestrator.rollouts.rendering import choose
 from primeslurm.orchestrator.rollouts.sequences import sequences, trainable_traces
 from primeslurm.orchestrator.rollouts.token_client import TokenClient, serving
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sandbox_rules import ENV_KEY
-from primeslurm.recipe.sections.orchestrator import Environment
+from primeslurm.recipe.sections.evaluation import EvaluationEnvironment
+from primeslurm.recipe.sections.orchestrator import AnyEnvironment, Environment
 from primeslurm.recipe.sections.teacher import PolicyTeacher
 from primeslurm.wire import secret
 from primeslurm.wire.addresses import AddressBook
@@ -54,7 +56,7 @@ class Worker:
     def __init__(
         self,
         recipe: Recipe,
-        environment: Environment,
+        environment: AnyEnvironment,
         number: int,
         address: str,
         addresses: AddressBook,
@@ -68,18 +70,24 @@ class Worker:
         options = {"interception": {"type": "server"}, **dict(environment.args.get(ENV_KEY, {}))}  # type: ignore[call-overload]
         agent = agents.agent_options(environment)
         self._env = environments.load(environment.id, {**environment.args, ENV_KEY: options}, agent)
+        self._evaluates = isinstance(environment, EvaluationEnvironment)
         self._sampling = recipe.sampling(environment).model_dump(exclude_none=True)
-        # the recipe of a run from before there was a choice does not say, and its first epoch goes on as it began
-        shuffle = environment.shuffle and "shuffle" in environment.model_fields_set
-        self._tasks = environments.TaskStream(self._env.taskset, recipe.seed, shuffle)
-        counted = environment.curriculum is not None and self._env.taskset.bounded
+        self._tasks = environments.TaskStream(self._env.taskset, recipe.seed, _shuffled(environment))
         self._clients: dict[str, TokenClient] = {}
         self._by_config: dict[str, Any] = {}
-        rendering.choose(recipe.model.path, recipe.model.renderer, recipe.model.vlm is not None)  # once, and early
-        tasks = self._tasks.count() if counted else None
+        model = recipe.model
+        self._rendering = choose(model.path, model.renderer, model.renderer_options, model.vlm is not None)
+        tasks = self._count(environment)
         self._runner = JobRunner(environment.label, number, address, self._rollout, tasks, node)
         self.serves = False
         """Whether the environment has started."""
+
+    def _count(self, environment: AnyEnvironment) -> int | None:
+        """How many tasks there are, where the orchestrator has to know."""
+        if isinstance(environment, EvaluationEnvironment):
+            return self._tasks.count(environment.examples)
+        counted = isinstance(environment, Environment) and environment.curriculum is not None
+        return self._tasks.count() if counted and self._env.taskset.bounded else None
 
     async def run(self) -> None:
         """Serve until cancelled."""
@@ -95,12 +103,11 @@ class Worker:
         if router not in self._clients:
             where = functools.partial(self._addresses.url, router)
             recipe = self._recipe
-            timeout_s, routed = recipe.orchestrator.request_timeout_s, recipe.trainer.router_replay
+            timeout_s = recipe.orchestrator.request_timeout_s
+            routed = recipe.trainer.router_replay and not self._evaluates
             images = recipe.model.vlm is not None
-            model = recipe.model
-            client = TokenClient(
-                router, where, model.path, recipe.max_len, timeout_s, routed, images, renderer=model.renderer
-            )
+            path, rendering = recipe.model.path, self._rendering
+            client = TokenClient(router, where, path, recipe.max_len, timeout_s, routed, images, rendering)
             self._clients[router] = self._by_config[client.key] = client
         return self._clients[router]
 
@@ -119,9 +126,14 @@ class Worker:
         found: list[Rollout] = []
         for number, trace in enumerate(trainable_traces(episode)):
             mine = sequences(job, trace, completions[trace.id], seconds, self._needs_observed, number)
-            teacher = self._recipe.teacher
+            teacher = None if self._evaluates else self._recipe.teacher
             found += await hinted(teacher, client, trace, mine) if isinstance(teacher, PolicyTeacher) else mine
         return tuple(stored(rollout, self._images) for rollout in found)
+
+
+def _shuffled(environment: AnyEnvironment) -> bool:
+    """Whether its first epoch is: what the recipe of a run from before there was a choice began goes on as it was."""
+    return isinstance(environment, Environment) and environment.shuffle and "shuffle" in environment.model_fields_set
 
 
 def _scratch(name: str) -> Path:
@@ -135,7 +147,7 @@ def main(argv: list[str] | None = None) -> None:
     """Serve one environment until the process is ended."""
     parser = argparse.ArgumentParser(prog="primeslurm.orchestrator.rollouts.worker")
     parser.add_argument("--recipe", type=Path, required=True)
-    parser.add_argument("--environment", required=True, help="label of one of the recipe's environments")
+    parser.add_argument("--environment", required=True, help="label of an environment of the recipe")
     parser.add_argument("--worker", type=int, default=0)
     parser.add_argument("--orchestrator", required=True, help="ZMQ address")
     parser.add_argument("--attempt-dir", type=Path, required=True)
@@ -147,7 +159,7 @@ def main(argv: list[str] | None = None) -> None:
         logging.getLogger(chatty).setLevel(logging.WARNING)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     recipe = Recipe.model_validate_json(options.recipe.read_bytes())
-    environment = next(e for e in recipe.environments if e.label == options.environment)
+    environment = recipe.environment(options.environment)
     run_dir = options.attempt_dir.resolve().parents[1]
     # The node's own disk is fast, and its agent removes all below its temporary directory when the attempt ends.
     files = _scratch(f"{environment.label}-{options.worker}")

@@ -37,6 +37,9 @@ SILENT_S = 30.0
 """A worker that reports nothing for this long is given up."""
 QUIET_S = 5.0
 """A worker that reports nothing for this long gets no job: it may be gone, with its node."""
+LATE_S = 2.0
+"""An orchestrator that looks after its workers later than this after the last time was held up: it has not heard them,
+and nobody was silent for that."""
 UNSEEN_S = 60.0
 """A job that a worker has not seen this long after it was sent is lost: a connection broke on the way."""
 
@@ -102,6 +105,7 @@ class WorkerPool:
         self._on_unusable = on_unusable
         self._clock = clock
         self._max_per_node = math.inf if max_per_node is None else max_per_node
+        self._looked_at = clock()
         self.tasks: dict[str, int] = {}
         """How many tasks environments have, by label, as far as their workers have said so."""
         self._live: dict[tuple[str, int], _Worker] = {}
@@ -167,7 +171,9 @@ class WorkerPool:
     def expire(self) -> None:
         """Give up the workers that are silent, and spare those that are quiet."""
         now = self._clock()
+        held_up, self._looked_at = max(0.0, now - self._looked_at - LATE_S), now
         for worker in list(self._live.values()):
+            worker.heard += held_up
             if now - worker.heard > SILENT_S:
                 self._give_up(worker, "is silent")
             elif now - worker.heard > QUIET_S:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from primeslurm.orchestrator.rollouts.groups import RolloutGroup, traces_of
+from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.records.metrics import Row
 from primeslurm.wire.rollouts import Rollout
 
@@ -20,12 +20,13 @@ def batch_metrics(groups: Sequence[RolloutGroup], step: int, seq_len: int) -> Ro
         step: that trains on it.
         seq_len: longest document [tokens]; longer sequences are counted.
     """
-    rewards = np.array([reward for group in groups for reward in _given(group)])
+    rewards = np.array([reward for group in groups for reward in group.given_rewards])
     branches = [branch for group in groups for rollout in group.rollouts for branch in rollout]
     staleness = np.array([step - 1 - group.opened_version for group in groups])
     age = np.array([step - 1 - branch.oldest_version for branch in branches])
     lengths = np.array([len(branch.token_ids) for branch in branches])
     sampled = np.array([int(branch.mask.sum()) for branch in branches])
+    sequences = [len(rollout) for group in groups for rollout in group.rollouts]
     row = {
         "reward/mean": rewards.mean(),
         "reward/std": rewards.std(),
@@ -38,6 +39,8 @@ def batch_metrics(groups: Sequence[RolloutGroup], step: int, seq_len: int) -> Ro
         "rollouts/cut_off": np.mean([branch.info.finish_reason == "length" for branch in branches]),
         "rollouts/longer_than_seq_len": np.mean(lengths > seq_len),
         "rollouts/turns_mean": np.mean([branch.info.turns for branch in branches]),
+        "rollouts/sequences_mean": np.mean(sequences),
+        "rollouts/sequences_max": max(sequences),
         "rollouts/seconds_mean": np.mean([branch.info.seconds for branch in branches]),
         "groups/zero_signal": np.mean([not group.has_signal for group in groups]),
         **_by_environment(groups),
@@ -63,7 +66,7 @@ def _penalties(groups: Sequence[RolloutGroup]) -> Row:
 def _by_environment(groups: Sequence[RolloutGroup]) -> Row:
     values: dict[str, list[float]] = defaultdict(list)
     for group in groups:
-        values[f"{group.environment}/reward"] += _given(group)
+        values[f"{group.environment}/reward"] += group.given_rewards
         infos = [trace[0].info for trace in group.traces]
         several = len({info.agent for info in infos}) > 1
         for info in infos:
@@ -73,8 +76,3 @@ def _by_environment(groups: Sequence[RolloutGroup]) -> Row:
             for name, value in info.metrics.items():
                 values[f"{of}/{name}"].append(value)
     return {name: float(np.mean(items)) for name, items in values.items()}
-
-
-def _given(group: RolloutGroup) -> list[float]:
-    """One reward per rollout, as the environment gave it; of several traces their mean."""
-    return [float(np.mean([trace[0].info.reward for trace in traces_of(rollout)])) for rollout in group.rollouts]

@@ -93,6 +93,10 @@ class Watch:
         """Return the step whose batch the trainer has and has not reported as done."""
         return self._given if self._given > self._done else None
 
+    def moved(self) -> None:
+        """Note that the run gets on by something that is not counted here."""
+        self._moved_at = self._clock()
+
     def rollout_finished(self, sequences: tuple[Rollout, ...]) -> None:
         """Note that a rollout arrived."""
         self._tokens += sum(int(sequence.mask.sum()) for sequence in sequences)

@@ -10,11 +10,14 @@ from primeslurm.recipe.fields.slurm_syntax import bytes_of
 from primeslurm.recipe.sections.environment_nodes import EnvironmentNodes
 
 FIELD = "deployment.environments"
+HOSTED = ("prime", "modal", "e2b")
+"""Runtimes whose sandboxes are not on the run's nodes."""
+GB = 10**9
 
 
 def environment_capacity(recipe: Recipe, requests: list[ResourceRequest]) -> list[Finding]:
     """Find environment nodes that are too small or too many, and a head node that is too small without them."""
-    workers = sum(environment.workers for environment in recipe.environments)
+    workers = sum(environment.workers for environment in recipe.all_environments)
     asked = recipe.deployment.environments
     found: list[Finding] = []
     for request in requests:
@@ -24,26 +27,50 @@ def environment_capacity(recipe: Recipe, requests: list[ResourceRequest]) -> lis
             found.append(Finding(level="warning", field="environments", text=text, fix=fix))
         elif asked is not None and request.role == "environments":
             found += [*_node(recipe, asked, request, workers), *_spread(recipe, asked, workers)]
+            found += _sandboxes(recipe, asked, _memory(recipe, asked, request))
     return found
 
 
 def _node(recipe: Recipe, asked: EnvironmentNodes, request: ResourceRequest, workers: int) -> list[Finding]:
     """What the fullest node runs, against what it has."""
     most = -(-workers // asked.nodes)
-    kind, component = request.kind, recipe.slurm.environments
-    cores = asked.cpus or component.cpus_per_task or kind.cpus
+    cores = asked.cpus or recipe.slurm.environments.cpus_per_task or request.kind.cpus
     found = []
     if most * asked.cpus_per_worker > cores:
         needed = f"{most} workers of {asked.cpus_per_worker:g} CPU cores"
         fix = "more nodes, fewer workers, or a smaller cpus_per_worker"
         found.append(_error(f"does not fit: a node runs {needed}, and has {cores}", fix))
-    memory = asked.memory or component.mem or kind.mem
-    there = bytes_of(memory) if memory else (kind.memory_gib or 0) * GIB
+    there = _memory(recipe, asked, request)
     if there and most * bytes_of(asked.memory_per_worker) > there:
         needed = f"{most} workers of {asked.memory_per_worker}"
         fix = "more nodes, fewer workers, or a smaller memory_per_worker"
         found.append(_error(f"does not fit: a node runs {needed}, and has {there / GIB:.0f} GiB", fix))
     return found
+
+
+def _memory(recipe: Recipe, asked: EnvironmentNodes, request: ResourceRequest) -> float:
+    """Bytes of a node that the job gets; 0 if nobody says."""
+    memory = asked.memory or recipe.slurm.environments.mem or request.kind.mem
+    return bytes_of(memory) if memory else (request.kind.memory_gib or 0) * GIB
+
+
+def _sandboxes(recipe: Recipe, asked: EnvironmentNodes, there: float) -> list[Finding]:
+    """What the sandboxes of a node's rollouts may take together, by their own limits, against its memory."""
+    evenly = -(-recipe.max_inflight // asked.nodes)
+    rollouts = min(evenly, asked.max_rollouts_per_node or evenly)
+    ratios = sum(environment.ratio for environment in recipe.environments)
+    limits = [
+        environment.ratio / ratios * (environment.runtime.limits.memory_gb or 0)
+        for environment in recipe.environments
+        if environment.runtime is not None and environment.runtime.type not in HOSTED
+    ]
+    needed = rollouts * sum(limits) * GB
+    if not there or needed <= there:
+        return []
+    text = (
+        f"{rollouts} rollouts of a node may take {needed / GIB:.0f} GiB by their limits, and it has {there / GIB:.0f}"
+    )
+    return [_warning(text, "more nodes, max_rollouts_per_node, or a lower runtime.limits.memory_gb")]
 
 
 def _spread(recipe: Recipe, asked: EnvironmentNodes, workers: int) -> list[Finding]:

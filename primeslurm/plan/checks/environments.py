@@ -18,12 +18,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from primeslurm.errors import Violation
-from primeslurm.recipe.sections.orchestrator import Environment
+from primeslurm.recipe.sections.orchestrator import AnyEnvironment
 
 PROBE = "primeslurm.orchestrator.environments.probe"
 _SURE = ("reverse-text",)
-"""Bundled, and needs nothing but verifiers: without arguments there is nothing that could be wrong."""
-_LOADED = {"id", "args", "load_timeout_s"}
+"""Bundled, and needs nothing but verifiers: where nothing else is asked for, nothing could be wrong."""
+_LOADED = {"id", "args", "harness", "runtime", "load_timeout_s"}
 """Fields that say how an environment loads."""
 _IMPORT_S = 180.0
 """For Python and verifiers to be imported, from however slow a file system, on top of what an environment may take."""
@@ -31,9 +31,12 @@ _UNPREPARED = re.compile(r"ModuleNotFoundError: No module named '(primeslurm|ver
 _FRAME = re.compile(r'^  File "(?P<file>.+)", line (?P<line>\d+) in (?P<function>.+)$')
 
 
-def places(environments: Iterable[Environment]) -> dict[str, Environment]:
-    """Give each of a recipe's environments its place."""
-    return {f"environments.{i}": each for i, each in enumerate(environments)}
+def places(
+    environments: Iterable[AnyEnvironment], evaluated: Iterable[AnyEnvironment] = ()
+) -> dict[str, AnyEnvironment]:
+    """Give each of a recipe's environments its place, those of training and those of evaluation."""
+    found = {f"environments.{i}": each for i, each in enumerate(environments)}
+    return found | {f"evaluation.environments.{i}": each for i, each in enumerate(evaluated)}
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ class Tried:
     """The package that the interpreter lacks, so that nothing could be tried."""
 
 
-def try_all(environments: Mapping[str, Environment], interpreter: Interpreter) -> Tried:
+def try_all(environments: Mapping[str, AnyEnvironment], interpreter: Interpreter) -> Tried:
     """Load the environments that could fail to load, and the first task of each.
 
     Args:
@@ -85,8 +88,8 @@ def try_all(environments: Mapping[str, Environment], interpreter: Interpreter) -
     )
 
 
-def _is_sure(environment: Environment) -> bool:
-    return environment.id in _SURE and not environment.args
+def _is_sure(environment: AnyEnvironment) -> bool:
+    return environment.id in _SURE and not (environment.args or environment.harness or environment.runtime)
 
 
 def _run(interpreter: Interpreter, asked: str, limit_s: float) -> tuple[int | None, str, str]:
@@ -123,7 +126,7 @@ def _nothing(interpreter: Interpreter, code: int | None, err: str) -> Tried:
     return Tried((Violation("environments", "", f"they cannot be tried: {interpreter.python} {how}"),))
 
 
-def _judged(place: str, environment: Environment, verdict: Mapping[str, Any]) -> Tried:
+def _judged(place: str, environment: AnyEnvironment, verdict: Mapping[str, Any]) -> Tried:
     if (answer := verdict["answer"]) is not None:
         violations, missing = (
             tuple(_placed(place, Violation(**each)) for each in answer.get(kind, ()))
@@ -134,7 +137,7 @@ def _judged(place: str, environment: Environment, verdict: Mapping[str, Any]) ->
     return Tried((_placed(place, Violation("environments.id", environment.id, why, fix)),))
 
 
-def _no_answer(code: int, err: str, environment: Environment) -> tuple[str, str]:
+def _no_answer(code: int, err: str, environment: AnyEnvironment) -> tuple[str, str]:
     """Why, and what to do: it took too long, or ended the interpreter."""
     stuck = err.rpartition("Timeout (")[2] if "Timeout (" in err else ""
     if stuck or code == -signal.SIGKILL:

@@ -30,7 +30,7 @@ class RuleContext:
     @property
     def trains(self) -> bool:
         """There is a trainer."""
-        return self.recipe.task != "serve"
+        return self.recipe.task in ("rl", "sft")
 
     @property
     def serves(self) -> bool:

@@ -54,7 +54,7 @@ def unsupported(recipe: Recipe, shape: ModelShape | None, model_type: str | None
     Returns:
         Findings of level `blocked`; none if nothing is trained.
     """
-    if recipe.task == "serve":
+    if recipe.task in ("serve", "eval"):
         return []
     found: list[Finding] = []
     found += _unseen(recipe)

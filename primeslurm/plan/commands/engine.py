@@ -117,9 +117,9 @@ def _shared_options(recipe: Recipe, settings: EngineSettings, device: Device, ro
         "logprobs_mode": "processed_logprobs",  # of the distribution that was sampled from: temperature, top-k, top-p
         "disable_uvicorn_access_log": True,
     }
-    if recipe.task == "rl":
+    if recipe.samples:
         options["weight_transfer_config"] = {"backend": TRANSFER_BACKENDS[recipe.weights.transport]}
-    options["middleware"] = GATE if recipe.task == "rl" else SECRET_GATE
+    options["middleware"] = GATE if recipe.samples else SECRET_GATE
     options |= _memory_options(recipe, settings, device)
     options |= _model_options(recipe, settings)
     options |= _parallel_options(recipe, settings, device)
@@ -209,7 +209,7 @@ def _engine_env(
             env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # or vLLM moves the worker to a process of its own
     if recipe.inference.deep_gemm:
         env |= {"VLLM_USE_DEEP_GEMM": "1", "VLLM_MOE_USE_DEEP_GEMM": "1"}
-    if recipe.task == "rl" and recipe.trainer.fp8:
+    if recipe.samples and recipe.trainer.fp8:
         # vLLM rounds scales up to powers of two even on SM90, whose kernels do not need it. The trainer does not.
         env["VLLM_USE_DEEP_GEMM_E8M0"] = "0"
     if settings.dbo:

@@ -65,7 +65,7 @@ def engine_layout(recipe: Recipe, role: EngineRole, ep: int, shape: ModelShape) 
     """Say how engines of a role are cut, with the experts spread over `ep` GPUs."""
     settings, inference = settings_of(recipe, role), recipe.inference
     element = 2 if recipe.model.dtype == "bfloat16" else 4
-    as_stored = recipe.task == "serve" or shape.fp8_blocks
+    as_stored = recipe.task in ("serve", "eval") or shape.fp8_blocks
     stored = STORED_BYTES.get(shape.quantization or "", element) if as_stored else element
     return EngineLayout(
         tp=inference.parallel.tp,

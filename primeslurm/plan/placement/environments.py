@@ -22,7 +22,7 @@ def place_environments(recipe: Recipe, site: Site, builders: Sequence[NodeBuilde
     """
     nodes = [builder for builder in builders if builder.role == "environments"] or builders[:1]
     kind = site.kind(nodes[0].role)
-    workers = [(each.label, worker) for each in recipe.environments for worker in range(each.workers)]
+    workers = [(each.label, worker) for each in recipe.all_environments for worker in range(each.workers)]
     for number, (label, worker) in enumerate(workers):
         nodes[number % len(nodes)].add(
             f"environment-{label}-{worker}",

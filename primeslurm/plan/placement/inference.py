@@ -118,7 +118,7 @@ def _place_group(recipe: Recipe, site: Site, replica: int, group: _Group, names:
             unit=f"{role}-r{replica}-g{(start + number) // dp}" if dp > 1 else None,
             health=Health(
                 port="http",
-                path=ENGINE_READY if recipe.task == "rl" else "/health",
+                path=ENGINE_READY if recipe.samples else "/health",
                 start_timeout_s=START_TIMEOUT_S,
                 hang_timeout_s=recipe.inference.hang_timeout_s,
             ),

@@ -87,7 +87,7 @@ def _asks(recipe: Recipe) -> list[_Ask]:
         return [train]
     # In a single allocation the control processes share the first trainer node.
     control = [_Ask("control", "deployment", 1, 0)] if deployment.layout == "het" else []
-    first = [*control, train] if recipe.task == "rl" else []
+    first = {"rl": [*control, train], "eval": control}.get(recipe.task, [])
     teacher, environments = _teacher_ask(recipe), _environments_ask(recipe)
     where, replicas = "deployment.inference", inference.num_replicas
     if isinstance(inference, Disaggregated):

@@ -28,7 +28,7 @@ class SamplingChanges(Section):
     max_tokens: PositiveInt | None = None
 
 
-class Environment(Section):
+class AnyEnvironment(Section):
     """One verifiers environment, run in its own worker processes."""
 
     id: EnvironmentId
@@ -37,8 +37,6 @@ class Environment(Section):
     """Label in metrics and logs. Default: the id, with - for what a file name cannot hold."""
     args: dict[str, Json] = {}
     """Options of the environment's taskset; under `env`, options of the verifiers Env around it (agents, timeouts)."""
-    ratio: PositiveFloat = 1.0
-    """Share of the groups that this environment gets."""
     workers: int = Field(1, ge=1, le=4096)
     """Worker processes."""
     harness: Harness | None = None
@@ -47,6 +45,18 @@ class Environment(Section):
     """What the rollout's programs run in. Default: apptainer for a harness that needs a container, else subprocess."""
     load_timeout_s: PositiveInt = 120
     """It and its first task must be there after so many seconds, when it is tried before a run."""
+
+    @property
+    def label(self) -> str:
+        """The name used in process names, metrics and logs."""
+        return self.name or re.sub(r"[@/]", "-", self.id)
+
+
+class Environment(AnyEnvironment):
+    """An environment that the policy is trained on."""
+
+    ratio: PositiveFloat = 1.0
+    """Share of the groups that this environment gets."""
     sampling: SamplingChanges = SamplingChanges()
     group_size: PositiveInt | None = None
     """Default: `orchestrator.group_size`."""
@@ -64,11 +74,6 @@ class Environment(Section):
     """A rollout with this reward or more has solved its example: for `curriculum`, and the metric `solve_rate`."""
     length_penalty: LengthPenalty | None = None
     """What long rollouts lose of their reward before advantages are made of it. Metrics show rewards without it."""
-
-    @property
-    def label(self) -> str:
-        """The name used in process names, metrics and logs."""
-        return self.name or re.sub(r"[@/]", "-", self.id)
 
 
 class Sampling(Section):

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from primeslurm.recipe.fields.section import Section
+from primeslurm.recipe.fields.slurm_syntax import Json
 from primeslurm.recipe.sections.losses import DppoLoss, Loss
 
 Dtype = Literal["float32", "bfloat16"]
@@ -43,6 +44,9 @@ class Model(Section):
     renderer: str = "auto"
     """The way from messages to tokens and back, by its name in the package `renderers`, or one of your own as
     my_package.module:Class. `auto`: that of the model's family, if it does what the model's own chat template does."""
+    renderer_options: dict[str, Json] = {}
+    """Options of the renderer, for example `enable_thinking: false`, or `thinking_retention: all`: keep thoughts that
+    the template drops when a user asks on."""
 
 
 class Optimizer(Section):

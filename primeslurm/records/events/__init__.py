@@ -8,12 +8,13 @@ from collections.abc import Iterable
 import msgspec
 
 from primeslurm.records.base import Event
+from primeslurm.records.events.evaluation import EvaluationEvent
 from primeslurm.records.events.nodes import NodeEvent
 from primeslurm.records.events.policy import PolicyEvent
 from primeslurm.records.events.processes import ProcessEvent
 from primeslurm.records.events.training import TrainingEvent
 
-AnyEvent = NodeEvent | ProcessEvent | TrainingEvent | PolicyEvent
+AnyEvent = NodeEvent | ProcessEvent | TrainingEvent | PolicyEvent | EvaluationEvent
 """Every event that this release writes."""
 _DECODER: msgspec.json.Decoder[AnyEvent] = msgspec.json.Decoder(AnyEvent)
 

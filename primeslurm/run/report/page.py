@@ -10,7 +10,8 @@ from typing import Any
 from primeslurm.files import read_json
 from primeslurm.plan.model import Node, Plan
 from primeslurm.records.attempt import LockRecord
-from primeslurm.records.metrics import Row
+from primeslurm.records.evaluation import EvaluationRecord
+from primeslurm.records.metrics import EVALUATION, Row
 from primeslurm.run.diagnosis.validity import problems
 from primeslurm.run.directory import Attempt, RunDirectory
 from primeslurm.run.records import attempt_events, dropped_of, rows
@@ -137,7 +138,7 @@ def report(run: RunDirectory, job_state: JobQuery, now: float) -> str:
     Raises:
         RunError: the run has no readable attempt.
     """
-    status, steps = read_status(run, job_state, now), rows(run.path)
+    status, steps, summary = read_status(run, job_state, now), rows(run.path), summarise(run)
     plan = run.latest().plan()
     recipe = read_json(run.path / "recipe.resolved.json") or {}
     batch_size = int((recipe.get("orchestrator") or {}).get("batch_size", 0))
@@ -146,9 +147,11 @@ def report(run: RunDirectory, job_state: JobQuery, now: float) -> str:
     templates.filters["clock"] = lambda seconds: time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
     return templates.get_template("report.html.j2").render(
         status=status,
-        numbers=_numbers(status, summarise(run), plan),
+        numbers=_numbers(status, summary, plan),
         invalid=problems(steps, dropped_of(run.latest()), batch_size),
-        charts=all_charts(steps),
+        charts=all_charts(steps) + evaluation_charts(summary.evaluations),
+        evaluations=summary.evaluations,
+        best=summary.best,
         size=charts,
         timeline=_timeline(told, now),
         events=[(attempt.number, event) for attempt, events in told for event in events][-MAX_EVENTS:],
@@ -165,6 +168,18 @@ def all_charts(steps: Sequence[Row]) -> list[Chart]:
     for title, unit, name in _ENGINE_CHARTS:
         found.append(chart(title, unit, steps, [(role, f"engines/{role}/{name}") for role in _ROLES]))
     return [each for each in found if each is not None]
+
+
+def evaluation_charts(found: Sequence[EvaluationRecord]) -> list[Chart]:
+    """Draw one chart for each environment of evaluation: mean reward, and pass@k of every k beyond 1."""
+    table: list[Row] = [{"step": float(record.step), **record.row()} for record in found]
+    charts_of = []
+    for label in dict.fromkeys(result.label for record in found for result in record.results):
+        known = {k for record in found if (result := record.result(label)) for k in result.pass_at if k > 1}
+        series = [("reward", "reward_mean"), *((f"pass@{k}", f"pass@{k}") for k in sorted(known))]
+        named = [(name, f"{EVALUATION}{label}/{metric}") for name, metric in series]
+        charts_of.append(chart(f"Evaluation: {label}", "mean over examples", table, named))
+    return [each for each in charts_of if each is not None]
 
 
 def _numbers(status: RunStatus, summary: Summary, plan: Plan) -> list[tuple[str, str]]:

@@ -10,7 +10,7 @@ from typing import Literal
 import msgspec
 
 from primeslurm.records.base import Event
-from primeslurm.records.events import nodes, policy, processes, training
+from primeslurm.records.events import evaluation, nodes, policy, processes, training
 from primeslurm.records.fleet import PreflightCheck
 
 Level = Literal["info", "warning", "error"]
@@ -81,6 +81,8 @@ def _words(event: Event) -> EventText | None:
         case training.NothingKept(rollouts=rollouts, reasons=reasons):
             why = ", ".join(f"{name} {count}" for name, count in sorted(reasons.items()))
             return _tell(event, event.process, f"keeps no group, of {rollouts} rollouts in a row: {why}", "warning")
+        case evaluation.EvaluationDone() | evaluation.EvaluationSkipped() | evaluation.EvaluationSampleFailed():
+            return _of_evaluation(event)
         case policy.EngineUpdateFailed(engine=engine, error=error):
             return _tell(event, engine, "did not take a policy" + _because(error), "warning")
         case policy.EngineRestarted(engine=engine):
@@ -121,6 +123,20 @@ def _of_training(
             return _tell(event, router, "is given up with its replica", "warning")
         case _:
             return None  # every rank tells of the commit
+
+
+def _of_evaluation(
+    event: evaluation.EvaluationDone | evaluation.EvaluationSkipped | evaluation.EvaluationSampleFailed,
+) -> EventText:
+    match event:
+        case evaluation.EvaluationDone(step=step, rewards=rewards, failed=failed):
+            found = ", ".join(f"{label} {reward:.3f}" for label, reward in rewards.items())
+            more = f"; {failed} samples failed" if failed else ""
+            return _tell(event, "evaluation", f"of step {step}: {found}{more}", "warning" if failed else "info")
+        case evaluation.EvaluationSkipped(step=step, why=why):
+            return _tell(event, "evaluation", f"of step {step} is left out{_because(why)}", "warning")
+        case evaluation.EvaluationSampleFailed(error=error):
+            return _tell(event, "evaluation", "a rollout failed" + _because(error), "warning")
 
 
 def _of_attempt(

@@ -156,9 +156,8 @@ class Checkpoints:
         timer.journal.write(CheckpointCommitted(writing.step))
 
     def _announce(self, step: int) -> None:
-        if self._link is not None:
-            self._link.committed(step)
-        checkpoints.prune(self._run_dir, self._config.keep)
+        needed = self._link.committed(step) if self._link is not None else []
+        checkpoints.prune(self._run_dir, self._config.keep, needed)
 
     def _on_main(self, action: Any, doing: str) -> None:
         failure: Exception | None = None

@@ -24,9 +24,18 @@ COMPARED = ("loss", "off_policy_kl", "mismatch_kl", "entropy", "masked_fraction"
 Result = tuple[list[dict[str, float]], dict[str, torch.Tensor]]
 
 
-def recipe_for(model: Path, **parallelism: Any) -> Recipe:
+SEQUENCES = {"type": "gspo", "clip_low": 0.1, "clip_high": 0.1}
+"""Of the ratios, some are within these bounds and some are not."""
+
+
+def recipe_for(model: Path, loss: dict[str, Any] | None = None, **parallelism: Any) -> Recipe:
     """Two steps of the model under a layout."""
-    trainer = {"optimizer": {"lr": 1e-3}, "parallelism": parallelism, "router_replay": True}
+    trainer = {
+        "optimizer": {"lr": 1e-3},
+        "parallelism": parallelism,
+        "router_replay": True,
+        "loss": loss or {"type": "dppo"},
+    }
     return make_recipe(model, max_steps=STEPS, trainer=trainer)
 
 
@@ -37,10 +46,14 @@ def published(directory: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def one_rank(moe_model: Path, world: World, tmp_path_factory: pytest.TempPathFactory) -> Result:
-    """What a single rank computes."""
-    directory = tmp_path_factory.mktemp("one")
-    return train(recipe_for(moe_model), directory, world), published(directory)
+def one_rank(moe_model: Path, world: World, tmp_path_factory: pytest.TempPathFactory) -> list[Result]:
+    """What a single rank computes, with either loss."""
+    found = []
+    for loss in (None, SEQUENCES):
+        directory = tmp_path_factory.mktemp("one")
+        found.append((train(recipe_for(moe_model, loss), directory, world), published(directory)))
+    assert all(0 < metrics["masked_fraction"] < 1 for metrics in found[1][0])
+    return found
 
 
 @pytest.mark.parametrize(
@@ -50,16 +63,29 @@ def one_rank(moe_model: Path, world: World, tmp_path_factory: pytest.TempPathFac
         pytest.param({"dp_replicate": 2, "activation_checkpointing": "selective"}, id="hsdp"),
     ],
 )
-def test_two_ranks_equal_one(parallelism: dict[str, Any], moe_model: Path, one_rank: Result, tmp_path: Path) -> None:
-    path = tmp_path / "recipe.json"
-    path.write_text(recipe_for(moe_model, **parallelism).model_dump_json(by_alias=True))
-    outputs = finish(start_ranks(2, "-m", "tests.trainer.ranks", str(path), str(tmp_path)))
-    metrics = [[json.loads(line[8:]) for line in out.splitlines() if line.startswith("METRICS ")] for out in outputs]
+def test_two_ranks_equal_one(
+    parallelism: dict[str, Any], moe_model: Path, one_rank: list[Result], tmp_path: Path
+) -> None:
+    """With the ratios of tokens, and with those of sequences, which context-parallel ranks have parts of."""
+    arguments = []
+    for number, loss in enumerate((None, SEQUENCES)):
+        path = tmp_path / f"{number}.json"
+        path.write_text(recipe_for(moe_model, loss, **parallelism).model_dump_json(by_alias=True))
+        arguments += [str(path), str(tmp_path / str(number))]
+    outputs = finish(start_ranks(2, "-m", "tests.trainer.ranks", *arguments))
+    lines = [[json.loads(line[8:]) for line in out.splitlines() if line.startswith("METRICS ")] for out in outputs]
+    for number, (expected, weights) in enumerate(one_rank):
+        metrics = [mine[number * STEPS : (number + 1) * STEPS] for mine in lines]
+        compare(metrics, expected)
+        tensors = published(tmp_path / str(number))
+        assert set(tensors) == set(weights)
+        for name, tensor in tensors.items():
+            torch.testing.assert_close(tensor, weights[name], atol=5e-4, rtol=1e-3, msg=name)
+
+
+def compare(metrics: list[list[dict[str, float]]], expected: list[dict[str, float]]) -> None:
+    """Metrics of two ranks, with those of one."""
     for name in COMPARED:
         assert [m[name] for m in metrics[1]] == [m[name] for m in metrics[0]], "ranks report the same metrics"
-        for mine, expected in zip(metrics[0], one_rank[0], strict=True):
-            assert mine[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
-    tensors = published(tmp_path)
-    assert set(tensors) == set(one_rank[1])
-    for name, tensor in tensors.items():
-        torch.testing.assert_close(tensor, one_rank[1][name], atol=5e-4, rtol=1e-3, msg=name)
+        for mine, one in zip(metrics[0], expected, strict=True):
+            assert mine[name] == pytest.approx(one[name], rel=1e-4, abs=1e-6), name

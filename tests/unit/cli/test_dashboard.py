@@ -8,6 +8,7 @@ import msgspec
 from rich.console import Console
 
 from primeslurm.cli.views.dashboard import duration, numbers_of, one_line, sparkline, view
+from primeslurm.records.evaluation import BestCheckpoint, Estimated, EvaluationProgress, EvaluationRecord, LabelResult
 from primeslurm.records.state import Load
 from primeslurm.run.diagnosis.advice import Advice
 from primeslurm.run.status.event_text import EventText
@@ -89,6 +90,21 @@ def test_a_large_run_sums_up_what_is_well_and_fits_a_terminal() -> None:
     assert "127 others" in text and "4064/4064" in text
     assert [line.split()[:2] for line in lines if "RESTARTING" in line] == [["0", "RESTARTING"]]
     assert "and 192 more" in text
+
+
+def test_evaluation_is_one_line() -> None:
+    result = LabelResult("held-out", 16, 4, Estimated(0.5, 0.0625), {1: Estimated(0.1), 4: Estimated(0.75, 0.05)}, 0.25)
+    record = EvaluationRecord(10, 10, 10, 12, 0.0, 61.0, [result])
+    best = BestCheckpoint(5, "held-out/pass@4", 0.8)
+    progress = RlProgress(evaluation=EvaluationProgress(15, 12, 64, 8, record, best))
+    lines = picture(msgspec.structs.replace(status_of(1, 0), progress=progress), width=160)
+    assert (
+        "evaluation step 10: held-out 0.500 ± 0.062, pass@4 0.750 ± 0.050, 25% failed  "
+        "step 15 runs: 12/64 samples  best step 5: held-out/pass@4 0.800"
+    ) in [line.rstrip() for line in lines]
+    none_yet = RlProgress(evaluation=EvaluationProgress())
+    assert "evaluation none yet" in picture(msgspec.structs.replace(status_of(1, 0), progress=none_yet))
+    assert not any("evaluation" in line for line in picture(status_of(1, 0)))
 
 
 def test_eighty_columns_lose_nothing() -> None:

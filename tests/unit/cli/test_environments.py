@@ -50,14 +50,19 @@ WRONG: list[tuple[dict[str, Any], str]] = [
         {"id": "fine-words", "name": "b", "args": {"difficulty": "hrd", "n": "many"}},
         "args.difficulty = hrd: input should be 'easy' or 'hard'",
     ),
+    (
+        {"id": "fine-words", "name": "f", "harness": {"id": "bash", "edt": True}},
+        "harness.edt = True: the environment takes no such argument",
+    ),
+    ({"id": "fine-words", "name": "g", "harness": {"id": "my-own"}}, "harness.id = my-own: no such harness (with "),
     ({"id": "fine-words", "name": "c", "args": {"n": 0}}, "args: fine-words has no tasks with these arguments"),
     (
-        {"id": "fine-words", "name": "d", "args": {"env": {"agent": {"harness": {"id": "mini_swe_agent"}}}}},
-        "args.env.agent.runtime.type = subprocess: harness mini_swe_agent must run in a container (nearest: apptainer)",
+        {"id": "needs-container"},
+        "runtime = subprocess: BoxTask must run in a container (`runtime: {type: apptainer}`)",
     ),
     (
-        {"id": "fine-words", "name": "e", "args": {"env": {"agent": {"runtime": {"type": "podman"}}}}},
-        "args.env.agent.runtime.type = podman: there is no program podman (install it, or take another runtime)",
+        {"id": "fine-words", "name": "e", "harness": {"id": "bash"}, "runtime": {"type": "podman"}},
+        "runtime = podman: `podman` is not installed here (install it, or another runtime)",
     ),
     (
         {"id": "broken-import"},
@@ -76,9 +81,10 @@ def test_every_environment_that_does_not_load_is_named_at_once(place: Path) -> N
     wrong = [environment for environment, _ in WRONG]
     result = run(place, "check", [{"id": "reverse-text"}, *wrong, {"id": "fine-words"}], "--local")
     assert (result.code, result.out) == (2, "")
-    assert result.err.startswith("error: 11 problems\n"), result.err
+    assert result.err.startswith("error: 14 problems\n"), result.err
     for i, (_, text) in enumerate(WRONG):
         assert f"  environments.{i + 1}.{text}" in result.err, result.err
+    assert "environments.7.harness = needs-container: it cannot use the tools that the environment" in result.err
     assert "environments.3.args.n = many: input should be a valid integer" in result.err
     assert "never_loads.py, line 8, in wait (load less, or allow more: load_timeout_s)" in result.err
     assert "Traceback" not in result.err
@@ -93,10 +99,9 @@ def test_submit_refuses_an_environment_that_is_not_installed(place: Path) -> Non
 
 
 def test_what_only_nodes_can_tell_is_a_warning(place: Path) -> None:
-    container = {"env": {"agent": {"runtime": {"type": "podman"}}}}
-    result = run(place, "check", [{"id": "fine-words", "args": container}])
+    result = run(place, "check", [{"id": "fine-words", "harness": {"id": "bash"}, "runtime": {"type": "podman"}}])
     assert result.code == 0, result.err
-    warning = "warning: environments.0.args.env.agent.runtime.type: podman: there is no program podman on this host; "
+    warning = "warning: environments.0.runtime: podman: `podman` is not installed here; the nodes are looked at when "
     assert warning in result.err
 
 

@@ -211,6 +211,8 @@ def test_averages_are_what_they_are_called(batch: list[RolloutGroup], average: A
         ({"within_rollout": ["solver"]}, {}, "orchestrator.within_rollout"),
         ({"rae_decay": 0.9}, {}, "orchestrator.rae_decay"),
         ({"rae_decay": 0.9, "advantages": "rae"}, {"advantages": "grpo"}, "orchestrator.rae_decay"),
+        ({"advantages": "rae", "filters": [{"type": "zero_advantage"}]}, {}, "orchestrator.filters"),
+        ({"advantages": "rae"}, {"filters": [{"type": "zero_advantage"}]}, "environments.filters"),
     ],
 )
 def test_options_without_their_rule_are_refused(

@@ -100,6 +100,7 @@ def test_advantages_are_made_of_what_is_left_and_metrics_of_what_was_given() -> 
     assert [float(credit.advantages[0]) for credit in credits] == [0.5, 0.5, -0.5, -0.5]
     metrics = batch_metrics([after], 1, 64)
     assert metrics["reward/mean"] == 1.0 and metrics["e/reward"] == 1.0
+    assert after.given_rewards == [1.0, 1.0], "what is solved stays solved"
     assert metrics["length_penalty/mean"] == 0.0 and metrics["length_penalty/fraction"] == 0.5
     assert penalised(group, Environment(id="e")) is group
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from renderers import base, config_from_name
-from renderers.configs import Qwen3VLRendererConfig, Qwen35RendererConfig
 
 from primeslurm.families import Family, bundled, model_types
 from primeslurm.families.renderers import RENDERERS, renderers_of
@@ -18,10 +17,10 @@ from primeslurm.trainer import tiny
 from tests.support.fake_engine import write_tokenizer
 
 VISION = {
-    "qwen3_5": Qwen35RendererConfig,
-    "qwen3_5_moe": Qwen35RendererConfig,
-    "qwen3_vl": Qwen3VLRendererConfig,
-    "qwen3_vl_moe": Qwen3VLRendererConfig,
+    "qwen3_5": "qwen3.5",
+    "qwen3_5_moe": "qwen3.5",
+    "qwen3_vl": "qwen3-vl",
+    "qwen3_vl_moe": "qwen3-vl",
 }
 
 
@@ -29,6 +28,11 @@ def write_config(directory: Path, model_type: str) -> str:
     """Of a model of this type. Returns its path."""
     (directory / "config.json").write_text(json.dumps({"model_type": model_type}))
     return str(directory)
+
+
+def name_of(chosen: rendering.Rendering) -> str:
+    """What `renderers` calls it."""
+    return str((chosen.config.model_extra or {}).get("renderer", chosen.config.name))
 
 
 def test_recipes_may_name_what_renderers_has() -> None:
@@ -65,7 +69,7 @@ def test_the_tiny_model_is_rendered_as_qwen3_is(family: str, tmp_path: Path) -> 
     tiny.tokenizer().save_pretrained(tmp_path)
     model = write_config(tmp_path, family)
     chosen = rendering.choose(model)
-    assert chosen.name == "qwen3" and not rendering.without_tools(model, chosen)
+    assert name_of(chosen) == "qwen3" and not chosen.no_tools
 
 
 def test_a_model_with_another_template_than_its_family_gets_its_own(tmp_path: Path) -> None:
@@ -75,19 +79,26 @@ def test_a_model_with_another_template_than_its_family_gets_its_own(tmp_path: Pa
     tokenizer.save_pretrained(tmp_path)
     model = write_config(tmp_path, "qwen3")
     chosen = rendering.choose(model)
-    assert chosen.name == "default"
-    assert "chat template is not that of qwen3; name one that fits in model.renderer" in rendering.without_tools(
-        model, chosen
-    )
-    assert rendering.choose(model, "qwen3").name == "qwen3", "the recipe decides"
+    assert name_of(chosen) == "default"
+    assert "qwen3: it renders " in chosen.no_tools and "name one that fits in model.renderer" in chosen.no_tools
+    assert name_of(rendering.choose(model, "qwen3")) == "qwen3", "the recipe decides"
+
+
+def test_options_are_the_renderers_own(tmp_path: Path) -> None:
+    tiny.tokenizer().save_pretrained(tmp_path)
+    model = write_config(tmp_path, "qwen3")
+    kept = rendering.choose(model, options={"thinking_retention": "all"})
+    assert kept.config.model_extra["options"] == {"thinking_retention": "all"}
+    with pytest.raises(ValueError, match=r"model\.renderer_options of qwen3: thinks: Extra inputs are not permitted"):
+        rendering.choose(model, options={"thinks": True})
 
 
 def test_a_model_of_no_family_is_rendered_by_its_own_template_and_without_tools(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     model = write_config(tmp_path, "unheard_of")
     chosen = rendering.choose(model)
-    assert chosen.name == "default"
-    assert "no renderer for model type unheard_of (" in rendering.without_tools(model, chosen)
+    assert name_of(chosen) == "default"
+    assert "no renderer for model type unheard_of (" in chosen.no_tools
 
 
 def test_a_renderer_that_does_not_exist_is_refused_with_the_nearest() -> None:
@@ -99,7 +110,7 @@ def test_a_renderer_that_does_not_exist_is_refused_with_the_nearest() -> None:
 
 @pytest.mark.parametrize("model_type", sorted(VISION))
 def test_messages_with_images_are_rendered_as_the_family_says(model_type: str, tmp_path: Path) -> None:
-    assert isinstance(rendering.choose(write_config(tmp_path, model_type), images=True), VISION[model_type])
+    assert name_of(rendering.choose(write_config(tmp_path, model_type), images=True)) == VISION[model_type]
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "qwen3_5_text", "kimi_k25", "unheard_of"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -194,3 +195,45 @@ def endpoint_prompt(tokenizer: Path) -> list[int]:
     """Token ids of a prompt that FakeEngine answers."""
     fast = PreTrainedTokenizerFast.from_pretrained(tokenizer)
     return list(fast("Reverse: abc")["input_ids"])
+
+
+async def test_a_worker_runs_the_task_that_was_drawn_as_its_environment_samples(tokenizer: Path) -> None:
+    """And says how many there are, which only a curriculum asks for."""
+    options = {"id": "reverse-text", "args": {"n": 40}, "sampling": {"temperature": 0.5, "max_tokens": 9}}
+    made = recipe(tokenizer, environments=[{**options, "curriculum": {}}])
+    tasks = [task.data.answer for task in environments.load("reverse-text", {"n": 40}).taskset]
+    worker = Worker(made, made.environments[0], 0, "inproc://nobody", AddressBook(Path("/nowhere")), Path("/nowhere"))
+    plain = recipe(tokenizer, environments=[options])
+    other = Worker(plain, plain.environments[0], 0, "inproc://nobody", AddressBook(Path("/nowhere")), Path("/nowhere"))
+    assert (worker._runner._tasks, other._runner._tasks) == (40, None)
+    assert worker._tasks.task(17).data.answer == tasks[17]
+    with FakeEngine(tokenizer) as engine:
+        engine.version = 3
+        async with serving(worker._env) as clients:
+            client = TokenClient(ROUTER, lambda: engine.url, made.model.path, made.max_len, 60)
+            worker._clients[ROUTER] = clients[client.key] = client
+            for task in (17, 3):
+                await worker._rollout(Job("j", "g", "reverse-text", 0, 3, ROUTER, "run.1:3", task))
+    assert [request["sampling_params"]["temperature"] for request in engine.requests] == [0.5, 0.5]
+    assert [request["sampling_params"]["max_tokens"] for request in engine.requests] == [9, 9]
+    fast = PreTrainedTokenizerFast.from_pretrained(tokenizer)
+    for request, task in zip(engine.requests, (17, 3), strict=True):
+        prompt = fast.decode(request["token_ids"]).replace(" ", "")
+        assert f"Reverse:{tasks[task][::-1]}" in prompt
+
+
+def test_the_first_epoch_of_a_run_from_before_there_was_a_choice_keeps_its_order(tokenizer: Path) -> None:
+    """Its resolved recipe does not say; that of a new run does, as whatever is resolved says everything."""
+    now = recipe(tokenizer, environments=[{"id": "reverse-text", "args": {"n": 40}}])
+    tasks = [task.data.answer for task in environments.load("reverse-text", {"n": 40}).taskset]
+    then, resolved = now.model_dump(mode="json", by_alias=True), now.model_dump_json(by_alias=True)
+    del then["environments"][0]["shuffle"]
+    orders = []
+    for text in (json.dumps(then), resolved):
+        made = Recipe.model_validate_json(text)
+        book, nowhere = AddressBook(Path("/nowhere")), Path("/nowhere")
+        worker = Worker(made, made.environments[0], 0, "inproc://nobody", book, nowhere)
+        orders.append([worker._tasks[position].data.answer for position in range(40)])
+    assert orders[0] == tasks and orders[1] != tasks and sorted(orders[1]) == sorted(tasks)
+    path = Path(__file__).resolve().parents[2] / "data" / "run_of_0_1_0" / "recipe.resolved.json"
+    assert "shuffle" not in Recipe.model_validate_json(path.read_bytes()).environments[0].model_fields_set

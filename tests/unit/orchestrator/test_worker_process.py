@@ -29,7 +29,8 @@ async def test_it_serves_from_another_node_and_clears_what_a_killed_one_left_the
     made = Recipe.model_validate({**fields, "environments": [{"id": "reverse-text", "workers": 5}]})
     (tmp_path / "recipe.json").write_text(made.model_dump_json(by_alias=True))
     results: list[object] = []
-    pool = WorkerPool(f"ipc://{tmp_path}/envs", lambda job, outcome: results.append(outcome), results.append)
+    taken = (lambda _, outcome: results.append(outcome), results.append, lambda *why: results.append(why))
+    pool = WorkerPool(f"ipc://{tmp_path}/envs", *taken)
     serving = asyncio.create_task(pool.serve())
     with FakeEngine(tmp_path / "model") as engine:
         engine.version = 0
@@ -44,9 +45,9 @@ async def test_it_serves_from_another_node_and_clears_what_a_killed_one_left_the
         )
         try:
             async with asyncio.timeout(PATIENCE_S):
-                while not pool.available:
+                while not pool.available and not results:
                     await asyncio.sleep(0.05)
-                assert pool._nodes.keys() == {"7"} and pool._live.keys() == {("reverse-text", 3)}
+                assert not results and pool._nodes.keys() == {"7"} and pool._live.keys() == {("reverse-text", 3)}
                 assert not (old / "workdir").exists() and (disk / "environments" / "reverse-text-4").is_dir()
                 await pool.send(Job("j", "g", "reverse-text", 0, 0, "router-0", "x.1:0"))
                 while not results:

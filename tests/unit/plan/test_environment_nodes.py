@@ -45,7 +45,7 @@ def recipe(nodes: dict[str, Any] | None, workers: tuple[int, ...] = (8, 3), **ch
     deployment = fields["deployment"] | changes.pop("deployment", {})
     if nodes is not None:
         deployment["environments"] = nodes
-    return Recipe.model_validate(fields | {"deployment": deployment} | changes)
+    return Recipe.model_validate({**fields, "deployment": deployment, **changes})
 
 
 def planned(made: Recipe, where: Site | None = None, **options: Any) -> Plan:
@@ -165,6 +165,26 @@ CAPACITY = [
     (recipe(None, (40,)), "warning: .*40 environment workers share the 32 CPU cores of the head node", ""),
     (recipe(None, (32,)), "", ""),
 ]
+
+
+SANDBOXES = [
+    ({"type": "apptainer", "limits": {"memory_gb": 2}}, {}, True),  # 128 of 2 GB on 100 GiB
+    ({"type": "apptainer", "limits": {"memory_gb": 0.8}}, {}, False),
+    ({"type": "apptainer", "limits": {"memory_gb": 2}}, {"max_rollouts_per_node": 50}, False),
+    ({"type": "modal", "limits": {"memory_gb": 2}}, {}, False),
+    ({"type": "apptainer"}, {}, False),
+]
+
+
+@pytest.mark.parametrize(("runtime", "more", "expected"), SANDBOXES, ids=str)
+def test_sandboxes_that_may_take_more_memory_than_a_node_has(
+    runtime: dict[str, Any], more: dict[str, Any], expected: bool
+) -> None:
+    environments = [{"id": "e", "workers": 4, "runtime": runtime}]
+    made = recipe({"nodes": 2, **more}, environments=environments)
+    requests, _ = requests_of(made, site(environments=BIG), local=False)
+    found = [finding.text for finding in environment_capacity(made, requests) if "by their limits" in finding.text]
+    assert found == ["128 rollouts of a node may take 238 GiB by their limits, and it has 100"] * expected
 
 
 @pytest.mark.parametrize(("made", "expected", "why"), CAPACITY, ids=lambda value: str(value)[:40] if value else "-")

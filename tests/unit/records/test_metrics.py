@@ -14,6 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from primeslurm.files import write_json
 from primeslurm.recipe import Recipe
 from primeslurm.records.metrics import MetricsLog, by_one_name
+from primeslurm.records.reading import rows
 
 
 def recipe(**monitor: Any) -> Recipe:
@@ -59,6 +60,7 @@ class FakeWandb(types.ModuleType):
         self.runs: dict[str, list[int]] = {}
         """Run id to the steps logged."""
         self.names: set[str] = set()
+        self.evaluations: list[dict[str, float]] = []
         self._current = ""
 
     def init(self, *, id: str, name: str, resume: str, **_: Any) -> FakeWandb:
@@ -68,7 +70,14 @@ class FakeWandb(types.ModuleType):
         self.runs.setdefault(id, [])
         return self
 
-    def log(self, row: dict[str, float], step: int) -> None:
+    def define_metric(self, name: str, step_metric: str) -> None:
+        assert (name, step_metric) == ("eval/*", "eval/step")
+
+    def log(self, row: dict[str, float], step: int | None = None, commit: bool = True) -> None:
+        if step is None:
+            assert not commit, "it would end the step that is being trained"
+            self.evaluations.append(row)
+            return
         assert row == {"loss": float(step)}
         self.runs[self._current].append(step)
 
@@ -94,6 +103,32 @@ def test_attempts_of_a_run_share_a_wandb_run_and_runs_of_one_name_do_not(
             log.write(step, {"loss": float(step)})
         log.close()
     assert fake.runs == {"test-1": [1, 2, 3], "test-2": [1]} and fake.names == {"test"}
+
+
+def test_what_evaluations_measured_joins_the_step_that_was_evaluated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes late, once, and stays over a restart; what was measured of steps that were undone goes with them."""
+    fake = FakeWandb()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    options = recipe(tensorboard=False, wandb={"project": "p"}).metrics_options()
+    log = MetricsLog(tmp_path, 0, **options)
+    log.add_evaluation(0, {"eval/words/reward_mean": 0.1})
+    for step in (1, 2, 3):
+        log.write(step, {"loss": float(step)})
+    for _ in range(2):
+        log.add_evaluation(2, {"eval/words/reward_mean": 0.2})
+    log.add_evaluation(3, {"eval/words/reward_mean": 0.3})
+    assert fake.evaluations[1] == {"eval/words/reward_mean": 0.2, "eval/step": 2}
+    table = rows(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in table] == [1, 2, 3]
+    assert [row.get("eval/words/reward_mean") for row in table] == [None, 0.2, 0.3]
+
+    log = MetricsLog(tmp_path, 2, **options)
+    for step in (0, 2, 3):
+        log.add_evaluation(step, {"eval/words/reward_mean": 0.5})
+    log.write(3, {"loss": 3.0})
+    assert [row.get("eval/words/reward_mean") for row in rows(tmp_path / "metrics.jsonl")] == [None, 0.2, 0.5]
 
 
 def test_readers_find_the_metrics_of_sft_under_the_names_of_rl() -> None:

@@ -82,6 +82,22 @@ CHECKS = [
         ),
         ({"kind": "ended", "outcome": "failed", "why_not": "no"}, ("head", "attempt failed, not requeued: no", "info")),
         ({"kind": "committed", "process": "trainer-rank-0", "step": 5}, ("trainer", "committed step 5", "info")),
+        (
+            {"kind": "evaluation_done", "step": 5, "rewards": {"held-out": 0.5}, "failed": 0},
+            ("evaluation", "of step 5: held-out 0.500", "info"),
+        ),
+        (
+            {"kind": "evaluation_done", "step": 5, "rewards": {"a": 0.5, "b": 0.25}, "failed": 3},
+            ("evaluation", "of step 5: a 0.500, b 0.250; 3 samples failed", "warning"),
+        ),
+        (
+            {"kind": "evaluation_skipped", "step": 5, "why": "late"},
+            ("evaluation", "of step 5 is left out: late", "warning"),
+        ),
+        (
+            {"kind": "evaluation_sample_failed", "job": "j", "error": "no tool"},
+            ("evaluation", "a rollout failed: no tool", "warning"),
+        ),
     ],
 )
 def test_what_a_person_wants_to_know(event: dict[str, Any], words: tuple[str, str, str]) -> None:

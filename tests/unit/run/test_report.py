@@ -9,14 +9,17 @@ import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 
+import msgspec
 import pytest
 from PIL import Image
 
 from primeslurm.files import write_json
 from primeslurm.plan.model import Process
 from primeslurm.records.attempt import EndRecord
+from primeslurm.records.evaluation import BestCheckpoint, Estimated, EvaluationRecord, LabelResult, step_dir
 from primeslurm.run.directory import RunDirectory
 from primeslurm.run.report.page import report
+from primeslurm.run.status.summary import summarise
 from tests.support.cli import primeslurm
 from tests.support.plans import plan_of, python
 
@@ -88,6 +91,27 @@ def test_numbers_plots_attempts_and_placement_are_there(run: RunDirectory) -> No
     assert "0.100 → 0.933" in found.texts and "decode-r0-0" in found.texts and "0.32" in found.texts
     assert sum(text.startswith("attempt 1: failed") for text in found.texts) == 1
     assert found.texts.count("started again (restart 1)") == 2
+
+
+def test_evaluations_have_a_table_and_a_plot(run: RunDirectory) -> None:
+    write_json(run.path / "recipe.resolved.json", {"max_steps": 30, "evaluation": {"keep_best": "held-out/pass@4"}})
+    for step, reward in ((0, 0.25), (10, 0.75), (20, 0.5)):
+        result = LabelResult("held-out", 16, 4, Estimated(reward, 0.0625), {1: Estimated(0.1), 4: Estimated(reward)})
+        record = EvaluationRecord(step, step, step, step + 2, T0, 61.0, [result])
+        step_dir(run.path, step).mkdir(parents=True)
+        write_json(step_dir(run.path, step) / "summary.json", msgspec.to_builtins(record, str_keys=True))
+    text = page(run)
+    found = Page(text)
+    assert "Evaluation: held-out" in found.texts and "Evaluations" in found.texts
+    assert found.texts.count("16 x 4") == 3 and "0.750 ± 0.062" in found.texts
+    assert found.texts.count("best by held-out/pass@4") == 1
+    assert "1: 0.100, 4: 0.750" in found.texts and "10 to 12" in found.texts
+    achieved = summarise(run)
+    assert [record.step for record in achieved.evaluations] == [0, 10, 20]
+    assert achieved.best == BestCheckpoint(10, "held-out/pass@4", 0.75)
+    done = primeslurm("summary", str(run.path), cwd=run.path)
+    assert "evaluation of step 10: held-out 0.750 ± 0.062, pass@4 0.750" in done.out
+    assert "best: step 10, held-out/pass@4 0.750" in done.out
 
 
 def test_an_sft_run_has_the_curve_of_its_loss(run: RunDirectory) -> None:

@@ -1,0 +1,109 @@
+"""What an evaluation during training costs it: staleness and seconds of steps, with and without one.
+
+Whole runs of the demo's recipe on CPUs, without Slurm, in pairs: one trains alone, the other is evaluated every few
+steps besides. Pairs take turns, so that whatever else the machine does falls on both. What is reported comes from the
+records of the runs; the final evaluation comes after the last step and is in no step's time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from primeslurm.records.evaluation import evaluations
+from primeslurm.records.metrics import Row
+from primeslurm.run.directory import RunDirectory
+from primeslurm.run.records import dropped_of, rows
+
+RESULT = Path(__file__).resolve().parent / "results" / "evaluation.json"
+RECIPE = "recipes/reverse_text_single.yaml"
+SKIPPED = 1
+"""Steps at the beginning, whose time includes the start of the engines."""
+
+
+def settings(options: argparse.Namespace, *, evaluated: bool) -> dict[str, Any]:
+    """Return what is set in the recipe of one of the two cases."""
+    common: dict[str, Any] = {"max_steps": options.steps, "model.path": str(options.model.resolve())}
+    if not evaluated:
+        return common
+    environment = {
+        "id": "reverse-text",
+        "name": "held-out",
+        "args": {"seed": 7},
+        "examples": options.examples,
+        "samples": options.samples,
+        "sampling": {"max_tokens": 16},
+    }
+    return {**common, "evaluation": {"interval": options.interval, "environments": [environment]}}
+
+
+def run(name: str, changes: Mapping[str, Any]) -> RunDirectory:
+    """Run to the end. Raises CalledProcessError if it fails."""
+    words = [word for key, value in changes.items() for word in ("--set", f"{key}={json.dumps(value)}")]
+    submit = ["-m", "primeslurm", "submit", RECIPE, "--local", "--wait", "--name", name, *words]
+    subprocess.run([sys.executable, *submit], check=True)
+    return RunDirectory(Path("runs") / name)
+
+
+def figures(run: RunDirectory) -> dict[str, Any]:
+    """Return the figures of one run."""
+    steps: Sequence[Row] = rows(run.path)
+    seconds = [row["throughput/step_seconds"] for row in steps][SKIPPED:]
+    during = [record for record in evaluations(run.path) if record.step < len(steps)]
+    return {
+        "step_seconds": {"mean": _round(statistics.fmean(seconds)), "median": _round(statistics.median(seconds))},
+        "staleness_mean": _round(statistics.fmean(row["staleness/mean"] for row in steps)),
+        "staleness_max": max(row["staleness/max"] for row in steps),
+        "dropped_stale": dropped_of(run.latest()),
+        "mixed_version": sum(row["rollouts/mixed_version"] for row in steps),
+        "sampled_tokens_per_s": _round(statistics.fmean(row["throughput/tokens_per_s"] for row in steps[SKIPPED:])),
+        "evaluations": [
+            {"step": record.step, "versions": [record.oldest_version, record.newest_version]}
+            | {"seconds": _round(record.seconds), "samples": sum(r.examples * r.samples for r in record.results)}
+            for record in during
+        ],
+    }
+
+
+def _round(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def main(words: list[str]) -> None:
+    """Run the pairs, and write after each what there is."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks evaluation", description=__doc__)
+    parser.add_argument(
+        "--model", type=Path, default=Path(".primeslurm/reverse-text/model"), help="of ./just warm-start"
+    )
+    parser.add_argument("--pairs", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=16)
+    parser.add_argument("--interval", type=int, default=4)
+    parser.add_argument("--examples", type=int, default=16)
+    parser.add_argument("--samples", type=int, default=4)
+    parser.add_argument("--write", action="store_true", help=f"to {RESULT.name}")
+    options = parser.parse_args(words)
+    result: dict[str, Any] = {
+        "command": " ".join(["python -m benchmarks evaluation", *words]),
+        "machine": f"{os.cpu_count()} CPU cores, {platform.machine()}",
+        "recipe": RECIPE,
+        "pairs": [],
+    }
+    stamp = time.strftime("%H%M%S")
+    for pair in range(options.pairs):
+        found: dict[str, Any] = {"load_1m": _round(os.getloadavg()[0])}
+        for case, evaluated in (("without", False), ("with", True)):
+            name = f"evaluation-{case}-{stamp}-{pair}"
+            found[case] = figures(run(name, settings(options, evaluated=evaluated)))
+        result["pairs"].append(found)
+        print(json.dumps(found), flush=True)
+        if options.write:
+            RESULT.write_text(json.dumps(result, indent=2) + "\n")

@@ -1,0 +1,122 @@
+"""Evaluations on disk: `evaluations/step-000050/`.
+
+    progress.jsonl   while it runs: what it began with, then a line for each sample that ended
+    <label>.jsonl    when it is done: a line for each example, with its samples
+    summary.json     written last, with the results
+
+A sample counts once its line is written, so that a killed orchestrator goes on with what is there.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Collection, Sequence
+from itertools import groupby
+from pathlib import Path
+from statistics import fmean
+
+import msgspec
+
+from primeslurm.files import write_atomic
+from primeslurm.orchestrator.evaluation.statistics import Sample
+from primeslurm.records import evaluation as records
+from primeslurm.records.evaluation import EvaluationRecord
+from primeslurm.records.reading import whole_lines
+
+log = logging.getLogger(__name__)
+
+PROGRESS = "progress.jsonl"
+
+
+class Begun(msgspec.Struct, frozen=True):
+    """How an evaluation began: the first line of its progress."""
+
+    step: int
+    version: int
+    """Policy version that the engines had."""
+    time: float
+    """Unix seconds."""
+
+
+class Archive:
+    """The evaluations of one run."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._run_dir = run_dir
+
+    def records(self) -> list[EvaluationRecord]:
+        """Read all that are done, by step."""
+        return records.evaluations(self._run_dir)
+
+    def set_aside(self, newest: int, attempt: int) -> list[int]:
+        """Rename evaluations of steps that were undone: they are trained, and then evaluated, again.
+
+        Args:
+            newest: policy version that the run resumes from.
+            attempt: that resumes.
+
+        Returns:
+            The steps.
+        """
+        undone = [step for step in records.steps(self._run_dir) if step > newest]
+        for step in undone:
+            path = records.step_dir(self._run_dir, step)
+            path.rename(path.with_name(f"{path.name}.undone-{attempt}"))
+        return undone
+
+    def unfinished(self) -> tuple[Begun, list[Sample]] | None:
+        """Read the newest evaluation that began and is not done, if it is the newest of all."""
+        steps = records.steps(self._run_dir)
+        if not steps or (records.step_dir(self._run_dir, steps[-1]) / records.SUMMARY).exists():
+            return None
+        lines = whole_lines(self._progress(steps[-1]))
+        try:
+            begun = msgspec.json.decode(lines[0], type=Begun)
+        except (IndexError, msgspec.MsgspecError):
+            return None  # killed before it was on disk
+        samples = []
+        for line in lines[1:]:
+            try:
+                samples.append(msgspec.json.decode(line, type=Sample))
+            except msgspec.MsgspecError as error:
+                log.warning("a sample of the evaluation of step %d is lost: %s", begun.step, error)
+        return begun, samples
+
+    def begin(self, begun: Begun, samples: Collection[Sample] = ()) -> None:
+        """Put the beginning of an evaluation on disk, with the samples that are there already. Raises OSError."""
+        path = self._progress(begun.step)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, b"".join(msgspec.json.encode(each) + b"\n" for each in (begun, *samples)))
+
+    def keep(self, step: int, sample: Sample) -> None:
+        """Add a sample that ended. A full disk costs durability, never the evaluation."""
+        try:
+            with self._progress(step).open("ab") as handle:
+                handle.write(msgspec.json.encode(sample) + b"\n")
+        except OSError as error:
+            log.warning("a sample of the evaluation of step %d is not on disk: %s", step, error)
+
+    def finish(self, record: EvaluationRecord, samples: Collection[Sample]) -> None:
+        """Put the results on disk. Raises OSError, and the evaluation is not done then."""
+        directory = records.step_dir(self._run_dir, record.step)
+        in_order = sorted(samples, key=lambda each: (each.label, each.example, each.sample))
+        for label, found in groupby(in_order, key=lambda each: each.label):
+            write_atomic(directory / f"{label}.jsonl", _lines(list(found)))
+        write_atomic(directory / records.SUMMARY, json.dumps(msgspec.to_builtins(record), indent=2) + "\n")
+        self._progress(record.step).unlink(missing_ok=True)
+
+    def _progress(self, step: int) -> Path:
+        return records.step_dir(self._run_dir, step) / PROGRESS
+
+
+def _lines(samples: Sequence[Sample]) -> str:
+    """One line for each example: its number, its mean reward, its samples."""
+    lines = []
+    for example, found in groupby(samples, key=lambda each: each.example):
+        kept = [msgspec.to_builtins(sample) for sample in found]
+        for sample in kept:
+            del sample["label"], sample["example"]
+        reward = fmean(sample["reward"] for sample in kept)
+        lines.append(json.dumps({"example": example, "reward": reward, "samples": kept}) + "\n")
+    return "".join(lines)

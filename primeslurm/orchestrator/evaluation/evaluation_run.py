@@ -1,0 +1,215 @@
+"""One evaluation: which rollouts run next, which have ended, which are tried again. A pure state machine.
+
+Its rollouts count toward a bound of their own, beside those of training. Engines take new policies while it goes on:
+a rollout is sampled by the policies that its engine has meanwhile, and says which. Every sample ends: after a bounded
+number of failures it counts as failed, and an evaluation of which nothing ends for too long fails the rest.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain, count
+from statistics import fmean
+
+import numpy as np
+
+from primeslurm.orchestrator.dispatch.dispatcher import MAX_TRIES
+from primeslurm.orchestrator.evaluation.statistics import Sample
+from primeslurm.orchestrator.rollouts.groups import traces_of
+from primeslurm.orchestrator.rollouts.job_protocol import Job
+from primeslurm.recipe.sections.evaluation import EvaluationEnvironment
+from primeslurm.wire.rollouts import Rollout
+
+MAX_LOSSES = 10
+"""So many times a sample may lose the worker that runs it. Each time is no fault of the sample, but all may be."""
+
+Place = tuple[str, int, int]
+"""Label, example, sample."""
+
+
+class EvaluationRun:
+    """See the module docstring.
+
+    Args:
+        step: that is evaluated.
+        version: policy version that the engines had when it began.
+        environments: to evaluate on.
+        max_inflight: rollouts in flight at once.
+        routers: that rollouts are spread over.
+        salt: prefix of every cache salt: no training rollout has it.
+        incarnation: makes job ids unique over restarts of the orchestrator.
+        patience_s: the rest has failed when nothing ended for so long.
+        ended: samples that ended before a restart.
+    """
+
+    def __init__(
+        self,
+        step: int,
+        version: int,
+        environments: Sequence[EvaluationEnvironment],
+        *,
+        max_inflight: int,
+        routers: Sequence[str],
+        salt: str,
+        incarnation: str,
+        patience_s: float,
+        ended: Iterable[Sample] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.step, self.version = step, version
+        self.samples: dict[Place, Sample] = {(s.label, s.example, s.sample): s for s in ended}
+        self._sizes = {each.label: (each.examples, each.samples) for each in environments}
+        self._todo = {label: deque(self._missing(label)) for label in self._sizes}
+        self._max_inflight = max_inflight
+        self._routers = list(routers)
+        self._salt = f"{salt}:evaluation-{step}"
+        self._prefix = f"evaluation-{step}-{incarnation}"
+        self._patience_s = patience_s
+        self._clock = clock
+        self._moved_at = clock()
+        self._jobs: dict[str, tuple[Place, str]] = {}
+        self._failures: Counter[Place] = Counter()
+        self._losses: Counter[Place] = Counter()
+        self._serial = count()
+
+    @property
+    def inflight(self) -> int:
+        """Return how many rollouts run."""
+        return len(self._jobs)
+
+    @property
+    def total(self) -> int:
+        """Return how many samples there are."""
+        return sum(examples * samples for examples, samples in self._sizes.values())
+
+    @property
+    def complete(self) -> bool:
+        """Tell whether every sample has ended."""
+        return len(self.samples) == self.total
+
+    def runs(self, job: str) -> bool:
+        """Tell whether a job is in flight."""
+        return job in self._jobs
+
+    def limit(self, tasks: Mapping[str, int]) -> None:
+        """Take how many tasks environments have, by label: there are no more examples than tasks."""
+        for label, number in tasks.items():
+            examples, samples = self._sizes.get(label, (0, 0))
+            if number < examples:
+                self._sizes[label] = (number, samples)
+                self._todo[label] = deque(place for place in self._todo[label] if place[1] < number)
+                self.samples = {p: s for p, s in self.samples.items() if p[0] != label or p[1] < number}
+
+    def next_job(self, available: Iterable[str], version: int) -> Job | None:
+        """Dispatch the next rollout: of the environment that has the fewest in flight.
+
+        Args:
+            available: labels of the environments that have a worker.
+            version: policy version that the engines have.
+
+        Returns:
+            None if nothing may start now.
+        """
+        labels = [label for label in available if self._todo.get(label)]
+        if self.inflight >= self._max_inflight or not labels or not self._routers:
+            return None
+        load = Counter(place[0] for place, _ in self._jobs.values())
+        place = self._todo[min(labels, key=lambda label: load[label])].popleft()
+        label, example, sample = place
+        # All samples of an example share its prompt in one replica's cache.
+        router = self._routers[example % len(self._routers)]
+        job = f"{self._prefix}-{next(self._serial)}/{label}/{example}.{sample}"
+        if not self._jobs:
+            self._moved_at = self._clock()
+        self._jobs[job] = (place, router)
+        group = f"{self._prefix}/{label}-{example}"
+        # A prefix that an older policy computed is of no use to a newer one.
+        salt = f"{self._salt}:{version}"
+        return Job(job, group, label, example, version, router, salt, task=example)
+
+    def finished(self, job: str, sequences: tuple[Rollout, ...]) -> Sample:
+        """Take the rollout that a job made; returns its sample. Raises KeyError if the job is not in flight."""
+        return self._end(_sample(self._take(job), sequences))
+
+    def failed(self, job: str, error: str) -> Sample | None:
+        """Try the rollout of a failed job again, or have its sample end as failed; then it is returned."""
+        place = self._take(job)
+        self._failures[place] += 1
+        return self._again(place, error, give_up=self._failures[place] >= MAX_TRIES)
+
+    def lost(self, job: str) -> Sample | None:
+        """Dispatch a job again, as what ran it is gone; too often, and its sample ends as failed."""
+        place = self._take(job)
+        self._losses[place] += 1
+        error = f"its environment worker was lost {MAX_LOSSES} times"
+        return self._again(place, error, give_up=self._losses[place] >= MAX_LOSSES)
+
+    def drop_router(self, router: str) -> list[str]:
+        """Do without a replica that is gone; returns the jobs to cancel, which are dispatched again."""
+        self._routers.remove(router)
+        jobs = [job for job, (_, where) in self._jobs.items() if where == router]
+        for job in jobs:
+            place = self._take(job)
+            self._todo[place[0]].appendleft(place)
+        return jobs
+
+    def expire(self) -> tuple[list[Sample], list[str]]:
+        """Fail the rest if nothing ended for too long; returns the samples, and the jobs to cancel."""
+        if self.complete or self._clock() - self._moved_at < self._patience_s:
+            return [], []
+        error = f"nothing of the evaluation ended for {self._patience_s:g} s"
+        jobs = list(self._jobs)
+        left = [self._jobs.pop(job)[0] for job in jobs] + [place for todo in self._todo.values() for place in todo]
+        for todo in self._todo.values():
+            todo.clear()
+        return [self._end(_failed(place, error)) for place in left], jobs
+
+    def _missing(self, label: str) -> list[Place]:
+        examples, samples = self._sizes[label]
+        places = [(label, example, sample) for example in range(examples) for sample in range(samples)]
+        return [place for place in places if place not in self.samples]
+
+    def _take(self, job: str) -> Place:
+        return self._jobs.pop(job)[0]
+
+    def _end(self, sample: Sample) -> Sample:
+        self._moved_at = self._clock()
+        self.samples[(sample.label, sample.example, sample.sample)] = sample
+        return sample
+
+    def _again(self, place: Place, error: str, *, give_up: bool) -> Sample | None:
+        if give_up:
+            return self._end(_failed(place, error))
+        self._todo[place[0]].append(place)
+        return None
+
+
+def _failed(place: Place, error: str) -> Sample:
+    return Sample(*place, error=error[:1000])
+
+
+def _sample(place: Place, sequences: tuple[Rollout, ...]) -> Sample:
+    """Its reward is that of its trace, or the mean over the traces of several agents."""
+    infos = [trace[0].info for trace in traces_of(sequences)]
+    reward = fmean(info.reward for info in infos)
+    if not math.isfinite(reward):
+        return _failed(place, f"its reward is {reward}")
+    metrics: dict[str, list[float]] = {}
+    for name, value in chain.from_iterable(info.metrics.items() for info in infos):
+        if math.isfinite(value):
+            metrics.setdefault(name, []).append(value)
+    versions = np.concatenate([sequence.versions[sequence.mask] for sequence in sequences])
+    return Sample(
+        *place,
+        reward=reward,
+        tokens=len(versions),
+        turns=sum(info.turns for info in infos),
+        finish_reason=next((info.finish_reason for info in infos if info.finish_reason == "length"), "stop"),
+        seconds=infos[0].seconds,
+        oldest_version=int(versions.min()) if len(versions) else -1,
+        newest_version=int(versions.max(initial=-1)),
+        metrics={name: fmean(values) for name, values in metrics.items()},
+    )

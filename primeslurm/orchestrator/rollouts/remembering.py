@@ -1,0 +1,121 @@
+"""What a program says again of a conversation is what is known of it.
+
+OpenAI's protocol has programs send the whole conversation each turn. verifiers parses every message of it anew and
+hashes it three times: in a rollout of 200 turns half of what a worker does. Here a message that was in the request
+before is the same object, and is hashed once.
+
+The protocol has no place for thoughts either: many programs send an answer back without those that it began with, or
+without the blanks around it. To verifiers that is another message, which begins another sequence, every turn. Here it
+is the answer that was sampled. Whether thoughts of old answers are dropped is for the model's chat template to say.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from verifiers.v1 import graph
+from verifiers.v1.dialects import ChatDialect, Dialect
+from verifiers.v1.dialects.chat import parse_message, parse_tools
+from verifiers.v1.interception import InterceptionServer
+from verifiers.v1.trace import Trace
+from verifiers.v1.types import AssistantMessage, Message, Request, ToolCall, ToolMessage
+
+
+class RememberingDialect(ChatDialect):  # type: ignore[misc]
+    """Chat completions of one rollout.
+
+    Args:
+        trace: has what was sampled.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__()
+        self._trace = trace
+        self._raw: list[dict[str, Any]] = []
+        self._parsed: list[Message] = []
+        self._nodes: list[int] = []
+        """Of each parsed message: the last sampled one up to there, as its place among the trace's; -1: none."""
+
+    def parse_request(self, body: dict[str, Any]) -> Request:
+        """Parse a request. Messages that are those of the last request, from the first on, are the same objects.
+
+        Raises:
+            ValueError: several answers are asked for.
+        """
+        if body.get("n", 1) != 1:
+            raise ValueError("chat completions require n=1")
+        raw = list(body.get("messages", []))
+        pairs = zip(self._raw, raw, strict=False)
+        known = next((i for i, (old, new) in enumerate(pairs) if old != new), min(len(self._raw), len(raw)))
+        parsed, nodes = self._parsed[:known], self._nodes[:known]
+        names = {call.id: call.name for message in parsed for call in _calls(message)}
+        for native in raw[known:]:
+            message, node = parse_message(native), nodes[-1] if nodes else -1
+            if isinstance(message, AssistantMessage):
+                message, node = self._sampled(message, node)
+                names |= {call.id: call.name for call in _calls(message)}
+            elif isinstance(message, ToolMessage) and message.name is None and message.tool_call_id in names:
+                message = message.model_copy(update={"name": names[message.tool_call_id]})
+            parsed.append(message)
+            nodes.append(node)
+        self._raw, self._parsed, self._nodes = raw, parsed, nodes
+        return Request.model_construct(messages=list(parsed), tools=parse_tools(body.get("tools")))
+
+    def _sampled(self, message: AssistantMessage, after: int) -> tuple[AssistantMessage, int]:
+        """The next sampled message that says the same, with its place; else the message itself."""
+        if message.provider_state:
+            return message, after
+        for place in range(after + 1, len(self._trace.nodes)):
+            node = self._trace.nodes[place]
+            if node.sampled and _same(message, node.message):
+                return node.message, place
+        return message, after
+
+
+def _calls(message: Message) -> Sequence[ToolCall]:
+    return (message.tool_calls or ()) if isinstance(message, AssistantMessage) else ()
+
+
+def _same(told: AssistantMessage, sampled: AssistantMessage) -> bool:
+    if told.reasoning_content and told.reasoning_content.strip() != (sampled.reasoning_content or "").strip():
+        return False
+    if (told.content or "").strip() != (sampled.content or "").strip():
+        return False
+    bare = [AssistantMessage(content=None, tool_calls=list(_calls(message)) or None) for message in (told, sampled)]
+    return len({_hash_message(message) for message in bare}) == 1
+
+
+def remember(server: InterceptionServer) -> None:
+    """Have a server remember the messages of each rollout's last request, and their hashes, as long as it runs."""
+    handle: Callable[[Any, Dialect], Awaitable[Any]] = server.handle_request
+    dialects: dict[str, RememberingDialect] = {}
+
+    async def handle_request(request: Any, dialect: Dialect) -> Any:
+        session = server.sessions.get(dialect.secret(request.headers)) if type(dialect) is ChatDialect else None
+        if session is None:
+            return await handle(request, dialect)
+        trace = session.trace.id
+        if trace not in dialects:
+            dialects[trace] = RememberingDialect(session.trace)
+            weakref.finalize(session, dialects.pop, trace, None)
+        return await handle(request, dialects[trace])
+
+    server.handle_request = handle_request
+    graph.message_hash = _remembered_hash
+
+
+_hash_message = graph.message_hash
+_hashes: dict[int, tuple[weakref.ref[Any], str]] = {}
+
+
+def _remembered_hash(message: Message) -> str:
+    """`graph.message_hash`, once for each message object: nobody changes one, changed ones are copies."""
+    key = id(message)
+    found = _hashes.get(key)
+    if found is not None and found[0]() is message:
+        return found[1]
+    digest: str = _hash_message(message)
+    _hashes[key] = weakref.ref(message, lambda _: _hashes.pop(key, None)), digest
+    return digest

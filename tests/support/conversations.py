@@ -1,0 +1,221 @@
+"""Conversations with thoughts and tool calls, between a program, the token client and a scripted engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import verifiers.v1 as vf
+from aiohttp import web
+from renderers import create_renderer
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+from verifiers.v1.clients import ModelContext
+from verifiers.v1.configs.agent import AgentConfig
+from verifiers.v1.interception import InterceptionServer
+from verifiers.v1.session import RolloutSession
+from verifiers.v1.trace import AgentInfo, TraceTask
+
+from primeslurm.orchestrator.rollouts.remembering import remember
+from primeslurm.orchestrator.rollouts.rendering import Rendering
+from primeslurm.orchestrator.rollouts.token_client import TokenClient
+from tests.support.fake_engine import routed
+
+Message = dict[str, Any]
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": "Looks a word up.",
+        "parameters": {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]},
+    },
+}
+START: Sequence[Message] = ({"role": "system", "content": "Be brief."}, {"role": "user", "content": "Look it up."})
+
+
+def calling(turn: int) -> Message:
+    """An answer that thinks and calls a tool."""
+    function = {"name": "look_up", "arguments": {"word": f"w {turn}"}}
+    calls = [{"id": f"functions.look_up:{turn}", "type": "function", "function": function}]
+    return {"role": "assistant", "content": "", "reasoning_content": f"I think {turn}.", "tool_calls": calls}
+
+
+def answering(turn: int) -> Message:
+    """An answer that thinks and ends the work."""
+    return {"role": "assistant", "content": f"It is {turn}.", "reasoning_content": f"Done {turn}."}
+
+
+def write_tokenizer(directory: Path, config: Any) -> Path:
+    """A byte tokenizer with all tokens that a renderer asks for. Returns its directory."""
+    asked: list[str] = []
+    while True:
+        tokenizer = _with_tokens(asked)
+        found = _missing(tokenizer, config)
+        if not found:
+            tokenizer.save_pretrained(directory)
+            return directory
+        assert not set(found) <= set(asked), f"{found} are in vain"
+        asked += [token for token in found if token not in asked]
+
+
+def _with_tokens(special: Sequence[str]) -> PreTrainedTokenizerFast:
+    vocabulary = {token: i for i, token in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), "<unk>"])}
+    core = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>")
+    fast.add_tokens([AddedToken(token, special=False, normalized=False) for token in special])
+    return fast
+
+
+def _missing(tokenizer: Any, config: Any) -> list[str]:
+    """The tokens that a renderer of a tokenizer asks for in vain."""
+    vocabulary, convert, encode = tokenizer.get_vocab(), tokenizer.convert_tokens_to_ids, tokenizer.encode
+    missing: list[str] = []
+
+    def converted(token: Any) -> Any:
+        if isinstance(token, str) and token not in vocabulary:
+            missing.append(token)
+            return len(vocabulary)
+        return convert(token)
+
+    def encoded(text: str, **kwargs: Any) -> Any:
+        if text[:1] in "<[" and text[-1:] in ">]" and text not in vocabulary:
+            missing.append(text)
+            return [len(vocabulary)]
+        return encode(text, **kwargs)
+
+    tokenizer.convert_tokens_to_ids, tokenizer.encode = converted, encoded
+    try:
+        create_renderer(tokenizer, config)
+    except (AssertionError, ValueError):
+        if not missing:
+            raise
+    del tokenizer.convert_tokens_to_ids, tokenizer.encode
+    return missing
+
+
+def sampled(renderer: Any, message: Message) -> list[int]:
+    """The tokens that a model samples to say this after START: up to and with the one that ends its turn."""
+    asked, thoughts = list(START), message.get("reasoning_content", "")
+    before = renderer.render_ids(asked, tools=[TOOL], add_generation_prompt=True)
+    whole = renderer.render_ids([*asked, message], tools=[TOOL])
+    tokens = whole[len(before) :]
+    if whole[: len(before)] != before or thoughts not in renderer._tokenizer.decode(tokens):
+        # the template drops the thoughts of what is answered already
+        pairs = zip(whole, before, strict=False)
+        header = next((i for i, (one, other) in enumerate(pairs) if one != other), len(before))
+        rest = whole[header:]
+        closed = thoughts if "</think>" in renderer._tokenizer.decode(rest) else f"{thoughts}</think>"
+        tokens = [*renderer._tokenizer.encode(closed, add_special_tokens=False), *rest]
+    stops = set(renderer.get_stop_token_ids())
+    if not stops & set(tokens):  # what ends the turn begins the next one
+        bare = {key: value for key, value in message.items() if key != "reasoning_content"}
+        follows = {"role": "user", "content": "."}
+        if calls := message.get("tool_calls"):
+            follows = {"role": "tool", "tool_call_id": calls[0]["id"], "name": "look_up", "content": "."}
+        followed = renderer.render_ids([*asked, bare, follows], tools=[TOOL])
+        tokens = [*tokens, next(token for token in reversed(followed) if token in stops)]
+    end = next(i for i, token in enumerate(tokens) if token in stops)
+    return list(tokens[: end + 1])
+
+
+@dataclass
+class ScriptedEngine:
+    """Answers request i with the tokens of script[i]."""
+
+    script: Sequence[Sequence[int]]
+    routed: bool = False
+    """Answers say that the token at position p went to expert p % 200, in each of 3 layers, 2 places."""
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    url: str = ""
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[ScriptedEngine]:
+        """On a free port."""
+        app = web.Application(client_max_size=1 << 28)
+        app.router.add_post("/inference/v1/generate", self._generate)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        self.url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"  # type: ignore[union-attr]
+        try:
+            yield self
+        finally:
+            await runner.cleanup()
+
+    async def _generate(self, request: web.Request) -> web.Response:
+        tokens = list(self.script[len(self.requests)])
+        body = await request.json()
+        self.requests.append(body)
+        content = [{"token_id": token, "logprob": -(i + 1) / 8} for i, token in enumerate(tokens)]
+        choice = {
+            "index": 0,
+            "finish_reason": "stop",
+            "token_ids": tokens,
+            "logprobs": {"content": content},
+            "weight_versions": [{"version": "3", "start": 0, "end": len(tokens)}],
+        }
+        if self.routed:
+            first = body["sampling_params"].get("routed_experts_prompt_start", 0)
+            choice["routed_experts"] = routed(first, len(body["token_ids"]) + len(tokens) - 1)
+        return web.json_response({"request_id": "r", "choices": [choice]})
+
+
+@dataclass
+class Conversation:
+    """What came of it."""
+
+    trace: vf.Trace
+    completions: list[Any]
+    messages: list[Message]
+
+
+async def converse(
+    model: Path,
+    rendering: Rendering,
+    engine: ScriptedEngine,
+    replies: Callable[[int, Message], Sequence[Message]],
+    says_again: Callable[[Message], Message] = lambda message: message,
+) -> Conversation:
+    """Have a program talk with the engine until `replies` has none.
+
+    Args:
+        model: directory of the tokenizer.
+        rendering: how messages are rendered.
+        engine: that serves.
+        replies: what follows on an answer, by its number.
+        says_again: what the program makes of an answer when it sends the conversation.
+    """
+    client = TokenClient("router", lambda: engine.url, str(model), 1 << 20, 60, engine.routed, rendering=rendering)
+    task = TraceTask(type="Task", data=vf.TaskData(prompt="Look it up."))
+    trace = vf.Trace(task=task, agent=AgentInfo(config=AgentConfig()))
+    messages = list(START)
+    async with InterceptionServer() as server:
+        remember(server)
+        server.clients[client.key] = client
+        context = ModelContext(model="m", client=client.config, sampling=vf.SamplingConfig(cache_salt="s"))
+        async with server.acquire(RolloutSession(ctx=context, trace=trace)) as (base, secret, _):
+            headers = {"Authorization": f"Bearer {secret}"}
+            async with httpx.AsyncClient(timeout=60, headers=headers, trust_env=False) as program:
+                turn = 0
+                while True:
+                    body = {"model": "m", "messages": messages, "tools": [TOOL]}
+                    reply = await program.post(f"{base}/v1/chat/completions", json=body)
+                    assert reply.is_success, reply.text
+                    message = reply.json()["choices"][0]["message"]
+                    messages.append(says_again({name: value for name, value in message.items() if value is not None}))
+                    more = list(replies(turn, message))
+                    if not more:
+                        break
+                    messages += more
+                    turn += 1
+    completions = client.endpoint.take(trace.id)
+    await client.close()
+    return Conversation(trace, completions, json.loads(json.dumps(messages)))

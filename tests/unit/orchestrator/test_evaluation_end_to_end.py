@@ -1,0 +1,247 @@
+"""Whole runs against a FakeEngine that evaluate, with processes killed on the way."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from primeslurm.records.evaluation import EvaluationRecord, evaluations, step_dir
+from primeslurm.records.reading import rows
+from primeslurm.wire import checkpoints
+from tests.support.fake_engine import FakeEngine, write_tokenizer
+from tests.support.scripted_run import OFF_POLICY, STEPS, Run
+
+EXAMPLES, SAMPLES = 6, 2
+BATCHES = {"batch_size": 8, "group_size": 4, "max_off_policy_steps": OFF_POLICY}
+
+
+class EvaluatedRun(Run):
+    """A Run on one FakeEngine, with an evaluation environment beside the one of training."""
+
+    def __init__(self, engine: FakeEngine, root: Path, **evaluation: Any) -> None:
+        environment = {
+            "id": "reverse-text",
+            "name": "held-out",
+            "args": {"n": EXAMPLES, "seed": 7},
+            "examples": 100,
+            "samples": SAMPLES,
+            "sampling": {"temperature": 0.5, "max_tokens": 20},
+        }
+        section = {"environments": [environment], "interval": 2, "at_start": True, **evaluation}
+        super().__init__(
+            root,
+            root / "model",
+            [engine.url],
+            {"engine-r0-0": engine.url},
+            lambda run_dir, version: run_dir / str(version),
+            {"evaluation": section, "checkpoint": {"interval": 2, "keep": 1}, "orchestrator": BATCHES},
+        )
+        self.engine = engine
+
+    def start_all(self) -> None:
+        self.start("orchestrator")
+        self.start("worker")
+        self.start("evaluation", "held-out")
+
+    def evaluated(self) -> list[dict[str, Any]]:
+        """What was asked of the engine by evaluation."""
+        return [request for request in self.engine.requests if "evaluation" in request["cache_salt"]]
+
+    def wait_for(self, step: int) -> EvaluationRecord:
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline:
+            if found := [record for record in evaluations(self.run_dir) if record.step == step]:
+                return found[0]
+            time.sleep(0.05)
+        raise AssertionError(self.logs())
+
+    def wait_for_samples(self, step: int, count: int) -> None:
+        """Until so many samples of an evaluation are on disk; it must not be done."""
+        deadline = time.monotonic() + 120
+        while self.samples(step) < count:
+            assert time.monotonic() < deadline, self.logs()
+            assert not (step_dir(self.run_dir, step) / "summary.json").exists(), "the test came too late"
+            time.sleep(0.02)
+
+    def samples(self, step: int) -> int:
+        """How many samples of an unfinished evaluation are on disk."""
+        try:
+            return len((step_dir(self.run_dir, step) / "progress.jsonl").read_bytes().splitlines()) - 1
+        except OSError:
+            return 0
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[FakeEngine]:
+    with FakeEngine(write_tokenizer(tmp_path / "model"), delay_s=0.05) as engine:
+        yield engine
+
+
+def test_a_run_is_evaluated_at_its_start_every_interval_and_on_the_final_policy(
+    engine: FakeEngine, tmp_path: Path
+) -> None:
+    run = EvaluatedRun(engine, tmp_path, max_inflight_rollouts=3, keep_best="held-out/reward_mean")
+    try:
+        run.start_all()
+        link = run.link()
+        run.publish(link, 0)
+        run.wait_for(0)
+        kept = {}
+        for step in range(1, STEPS + 1):
+            engine._mistakes = 1 if step < 4 else 3  # the policy gets worse
+            run.train(link, step)
+            if step % 2 == 0:
+                run.wait_for(step)
+                kept[step] = link.committed(step)
+        assert kept == {2: [2], 4: [2]}
+        checkpoints.prune(run.run_dir, 1, kept[4])
+        assert checkpoints.committed(run.run_dir) == [2, STEPS], "the best one, and the last"
+        assert run.processes["orchestrator"].wait(180) == 0, run.logs()
+    finally:
+        run.stop()
+    found = evaluations(run.run_dir)
+    assert [(record.step, record.version) for record in found] == [(0, 0), (2, 2), (4, 4), (5, 5)]
+    assert (found[-1].oldest_version, found[-1].newest_version) == (STEPS, STEPS), "the final policy, and no other"
+    for record in found:
+        result = record.result("held-out")
+        assert result is not None and (result.examples, result.samples, result.failed) == (EXAMPLES, SAMPLES, 0)
+        assert 0 < result.reward.value <= 1 and result.reward.stderr is not None and set(result.pass_at) == {1, 2}
+        lines = [json.loads(line) for line in (step_dir(run.run_dir, record.step) / "held-out.jsonl").open()]
+        assert [line["example"] for line in lines] == list(range(EXAMPLES))
+        assert all(len(line["samples"]) == SAMPLES for line in lines)
+        assert not (step_dir(run.run_dir, record.step) / "progress.jsonl").exists()
+    requests = run.evaluated()
+    assert len(requests) == len(found) * EXAMPLES * SAMPLES
+    assert all(request["sampling_params"]["temperature"] == 0.5 for request in requests)
+    prompts = {tuple(request["token_ids"]) for request in requests}
+    assert len(prompts) == EXAMPLES, "every evaluation has the same examples"
+    table = rows(run.run_dir / "metrics.jsonl")
+    assert [row["step"] for row in table] == list(range(1, STEPS + 1))
+    assert [row["step"] for row in table if "eval/held-out/reward_mean" in row] == [2, 4, 5]
+    assert all(row["staleness/max"] <= OFF_POLICY for row in table)
+    state = json.loads((run.run_dir / "attempts/1/state/orchestrator.json").read_text())
+    best = state["evaluation"]["best"]
+    assert best == {"step": 2, "metric": "held-out/reward_mean", "value": found[1].metric("held-out/reward_mean")}
+    assert state["evaluation"]["last"]["step"] == STEPS and state["evaluation"]["step"] is None
+
+
+def test_a_killed_orchestrator_neither_repeats_nor_loses_an_evaluation(engine: FakeEngine, tmp_path: Path) -> None:
+    run = EvaluatedRun(engine, tmp_path, max_inflight_rollouts=1, at_start=False)
+    try:
+        run.start_all()
+        link = run.link()
+        run.publish(link, 0)
+        run.train(link, 1)
+        engine._delay_s = 0.5
+        run.train(link, 2)
+        run.wait_for_samples(2, 4)
+        run.kill("orchestrator")
+        there, asked = run.samples(2), len(run.evaluated())
+        run.start("orchestrator")
+        run.wait_for(2)
+        again = len(run.evaluated()) - asked
+        assert EXAMPLES * SAMPLES - there <= again <= EXAMPLES * SAMPLES - there + 1, "all that was not there, once"
+        run.kill("evaluation")
+        run.start("evaluation", "held-out")
+        engine._delay_s = 0.05
+        for step in range(3, STEPS):
+            run.train(link, step)
+        engine._delay_s = 0.5
+        run.train(link, STEPS)
+        run.wait_for_samples(STEPS, 2)
+        run.kill("orchestrator")
+        run.start("orchestrator")
+        assert run.processes["orchestrator"].wait(180) == 0, run.logs()
+    finally:
+        run.stop()
+    steps = [record.step for record in evaluations(run.run_dir)]
+    assert steps[0] == 2 and steps[-1] == STEPS
+    done = [event["step"] for event in run.events("evaluation_done")]
+    skipped = [event["step"] for event in run.events("evaluation_skipped")]
+    assert sorted([*done, *skipped]) == [2, 4, 5] and done == steps, "each once, and none without a word"
+    lines = [line for line in run.metrics() if any(name.startswith("eval/") for name in line)]
+    assert [line["step"] for line in lines] == steps, "each has its metrics, once"
+
+
+def test_a_new_attempt_goes_on_with_what_its_policy_sampled(engine: FakeEngine, tmp_path: Path) -> None:
+    """The evaluation of step 2 stays; that of step 4, which was undone, is made again."""
+    run = EvaluatedRun(engine, tmp_path, at_start=False, max_inflight_rollouts=4)
+    try:
+        run.start_all()
+        link = run.link()
+        run.publish(link, 0)
+        for step in (1, 2, 3):
+            run.train(link, step)
+        first = run.wait_for(2)
+        batches = run.batch(link, 4)  # trained and published, but not committed
+        assert batches
+        run.publish(link, 4)
+        run.wait_for(4)
+        for name in ("orchestrator", "worker", "evaluation"):
+            run.kill(name)
+        run.attempt, run.engine.version = 2, None
+        run.start_all()
+        link = run.link()
+        run.publish(link, 2)
+        for step in range(3, STEPS + 1):
+            run.train(link, step)
+            if step == 4:
+                run.wait_for(4)
+        assert run.processes["orchestrator"].wait(180) == 0, run.logs()
+    finally:
+        run.stop()
+    found = {record.step: record for record in evaluations(run.run_dir)}
+    assert sorted(found) == [2, 4, 5] and found[2] == first
+    assert (run.run_dir / "evaluations" / "step-000004.undone-2" / "summary.json").exists()
+    assert [line["step"] for line in run.metrics() if "eval/seconds" in line] == [2, 4, 5]
+
+
+def test_an_environment_that_always_fails_ends_as_failed(engine: FakeEngine, tmp_path: Path) -> None:
+    """The engine refuses: no prompt leaves room for an answer. Training goes on, and the run ends."""
+    run = EvaluatedRun(engine, tmp_path, at_start=False, interval=100)
+    recipe = json.loads(run.recipe.read_text())
+    recipe["evaluation"]["environments"][0]["args"] = {"n": 2, "min_length": 80, "max_length": 80}
+    run.recipe.write_text(json.dumps(recipe))
+    try:
+        run.start_all()
+        link = run.link()
+        run.publish(link, 0)
+        for step in range(1, STEPS + 1):
+            run.train(link, step)
+        assert run.processes["orchestrator"].wait(180) == 0, run.logs()
+    finally:
+        run.stop()
+    (record,) = evaluations(run.run_dir)
+    result = record.result("held-out")
+    assert result is not None and (result.failed, result.reward.value, result.examples) == (1, 0, 2)
+    assert len(run.events("evaluation_sample_failed")) == 2 * SAMPLES * 3
+    assert run.events("rollout_failed") == []
+
+
+def test_an_evaluation_alone_needs_no_trainer_and_goes_on_after_a_kill(engine: FakeEngine, tmp_path: Path) -> None:
+    run = EvaluatedRun(engine, tmp_path, max_inflight_rollouts=1)
+    recipe = json.loads(run.recipe.read_text())
+    run.recipe.write_text(json.dumps({**recipe, "task": "eval"}))
+    engine._delay_s = 0.3
+    try:
+        run.start("orchestrator")
+        run.start("evaluation", "held-out")
+        run.wait_for_samples(0, 3)
+        run.kill("orchestrator")
+        there = run.samples(0)
+        engine._delay_s = 0.01
+        asked = len(engine.requests)
+        run.start("orchestrator")
+        assert run.processes["orchestrator"].wait(180) == 0, run.logs()
+    finally:
+        run.stop()
+    (record,) = evaluations(run.run_dir)
+    assert (record.step, record.oldest_version, record.newest_version) == (0, 0, 0)
+    assert 0 <= len(engine.requests) - asked - (EXAMPLES * SAMPLES - there) <= 1
+    state = json.loads((run.run_dir / "attempts/1/state/orchestrator.json").read_text())
+    assert state["evaluation"]["last"]["step"] == 0

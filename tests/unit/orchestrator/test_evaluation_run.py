@@ -1,0 +1,205 @@
+"""The state machine of an evaluation, and which steps are due."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+from primeslurm.orchestrator.dispatch import MAX_TRIES
+from primeslurm.orchestrator.evaluation.evaluation_run import MAX_LOSSES, EvaluationRun
+from primeslurm.orchestrator.evaluation.schedule import Schedule
+from primeslurm.orchestrator.evaluation.statistics import Sample
+from primeslurm.orchestrator.rollouts.job_protocol import Job
+from primeslurm.recipe import Recipe
+from primeslurm.recipe.sections.evaluation import EvaluationEnvironment
+from primeslurm.wire.rollouts import Rollout, RolloutInfo
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def evaluation(**changes: Any) -> EvaluationRun:
+    environments = [
+        EvaluationEnvironment(id="words", examples=3, samples=2),
+        EvaluationEnvironment(id="sums", examples=2, samples=1),
+    ]
+    settings: dict[str, Any] = {"max_inflight": 100, "routers": ["a", "b"], "patience_s": 60.0}
+    settings |= {"salt": "run.1", "incarnation": "x"}
+    return EvaluationRun(10, 12, environments, **settings | changes)
+
+
+def drained(run: EvaluationRun, available: tuple[str, ...] = ("words", "sums"), version: int = 12) -> list[Job]:
+    jobs = []
+    while job := run.next_job(available, version):
+        jobs.append(job)
+    return jobs
+
+
+def rollout(job: Job, reward: float = 1.0, versions: tuple[int, ...] = (12, 13)) -> tuple[Rollout, ...]:
+    info = RolloutInfo(
+        job.id, job.group, job.environment, job.opened_version, reward, {"own": 2.0, "odd": float("nan")}
+    )
+    tokens = np.arange(1 + len(versions), dtype=np.int32)
+    mask = np.array([False, *[True] * len(versions)])
+    return (Rollout(info, tokens, mask, np.zeros(len(tokens), np.float32), np.array([-1, *versions], np.int32)),)
+
+
+def test_every_sample_runs_once_and_says_who_sampled_it() -> None:
+    run = evaluation()
+    jobs = drained(run)
+    places = {("words", e, s) for e in range(3) for s in range(2)} | {("sums", e, 0) for e in range(2)}
+    assert len(jobs) == run.total == run.inflight == 8 and len({job.id for job in jobs}) == 8
+    assert Counter((job.environment, job.example) for job in jobs) == Counter((p[0], p[1]) for p in places)
+    for job in jobs:
+        assert not run.complete
+        sample = run.finished(job.id, rollout(job))
+        assert (sample.oldest_version, sample.newest_version, sample.tokens) == (12, 13, 2)
+        assert sample.metrics == {"own": 2.0}
+    assert run.complete and set(run.samples) == places and run.inflight == 0
+    assert not run.runs(jobs[0].id)
+    with pytest.raises(KeyError):
+        run.finished(jobs[0].id, rollout(jobs[0]))
+
+
+def test_it_has_a_bound_of_its_own_and_environments_share_it() -> None:
+    run = evaluation(max_inflight=4)
+    jobs = drained(run)
+    assert Counter(job.environment for job in jobs) == {"words": 2, "sums": 2}
+    run.finished(jobs[0].id, rollout(jobs[0]))
+    assert len(drained(run)) == 1
+    assert {job.environment for job in drained(evaluation(max_inflight=4), ("sums",))} == {"sums"}
+    assert drained(evaluation(), ()) == []
+
+
+def test_its_cache_salts_are_no_ones_else_and_change_with_the_policy() -> None:
+    run = evaluation(max_inflight=1)
+    (first,) = drained(run)
+    assert first.cache_salt == "run.1:evaluation-10:12" != "run.1:12"
+    run.finished(first.id, rollout(first))
+    (second,) = drained(run, version=13)
+    assert second.cache_salt == "run.1:evaluation-10:13" and second.opened_version == 13
+
+
+def test_all_samples_of_an_example_go_to_one_replica() -> None:
+    where: dict[tuple[str, int], set[str]] = {}
+    for job in drained(evaluation()):
+        where.setdefault((job.environment, job.example), set()).add(job.router)
+    assert all(len(routers) == 1 for routers in where.values()) and set.union(*where.values()) == {"a", "b"}
+
+
+def test_a_failed_rollout_is_tried_again_and_then_counts_as_failed() -> None:
+    run = evaluation()
+    (job,) = drained(run, ("sums",))[:1]
+    for number in range(1, MAX_TRIES):
+        assert run.failed(job.id, f"failure {number}") is None
+        (job,) = drained(run, ("sums",))
+    sample = run.failed(job.id, "the last one")
+    assert sample is not None and sample.error == "the last one" and sample.reward == 0
+    assert drained(run, ("sums",)) == []
+
+
+def test_a_sample_that_takes_its_worker_along_each_time_ends() -> None:
+    run = evaluation()
+    (job, *_) = drained(run, ("sums",))
+    for _ in range(1, MAX_LOSSES):
+        assert run.lost(job.id) is None
+        (job,) = drained(run, ("sums",))
+    sample = run.lost(job.id)
+    assert sample is not None and sample.error == f"its environment worker was lost {MAX_LOSSES} times"
+
+
+def test_a_reward_that_is_no_number_is_a_failure() -> None:
+    run = evaluation()
+    (job, *_) = drained(run)
+    assert run.finished(job.id, rollout(job, reward=float("nan"))).error == "its reward is nan"
+
+
+def test_a_lost_replica_costs_its_rollouts_and_nothing_else() -> None:
+    run = evaluation()
+    jobs = drained(run)
+    there = [job.id for job in jobs if job.router == "a"]
+    assert sorted(run.drop_router("a")) == sorted(there) and run.inflight == len(jobs) - len(there)
+    again = drained(run)
+    assert len(again) == len(there) and {job.router for job in again} == {"b"}
+    for job in [*again, *(job for job in jobs if job.router == "b")]:
+        run.finished(job.id, rollout(job))
+    assert run.complete and all(sample.error is None for sample in run.samples.values())
+
+
+def test_there_are_no_more_examples_than_tasks() -> None:
+    run = evaluation()
+    run.limit({"words": 2, "reverse-text": 1})
+    assert run.total == 6 and {job.example for job in drained(run, ("words",))} == {0, 1}
+    run.limit({"words": 2})
+    assert run.total == 6
+
+
+def test_a_restart_goes_on_with_what_is_there() -> None:
+    there = [Sample("words", 0, 1, reward=0.5), Sample("sums", 1, 0, error="gone")]
+    run = evaluation(ended=there)
+    jobs = drained(run)
+    assert len(jobs) == 6 and len(run.samples) == 2
+    assert Counter((job.environment, job.example) for job in jobs)["words", 0] == 1
+    for job in jobs:
+        run.finished(job.id, rollout(job))
+    assert run.complete and run.samples["words", 0, 1].reward == 0.5
+
+
+def test_an_evaluation_that_stands_still_ends() -> None:
+    clock = Clock()
+    run = evaluation(clock=clock, max_inflight=3)
+    jobs = drained(run)
+    clock.now = 59
+    run.finished(jobs[0].id, rollout(jobs[0]))
+    clock.now = 118
+    assert run.expire() == ([], [])
+    clock.now = 119
+    failed, cancelled = run.expire()
+    assert len(failed) == 7 and set(cancelled) == {jobs[1].id, jobs[2].id}
+    assert run.complete and {sample.error for sample in failed} == {"nothing of the evaluation ended for 60 s"}
+    assert run.expire() == ([], []) and drained(run) == []
+
+
+def schedule(settled: tuple[int, ...] = (), **changes: Any) -> Schedule:
+    section = {"environments": [{"id": "words"}], "interval": 10, **changes}
+    recipe = {"name": "t", "seq_len": 64, "max_steps": 25, "model": {"path": "m"}, "evaluation": section}
+    return Schedule(Recipe.model_validate(recipe), settled)
+
+
+def test_steps_of_the_interval_and_the_last_one_are_due() -> None:
+    assert schedule().all_due(25) == [10, 20, 25]
+    assert schedule(interval=5).all_due(25) == [5, 10, 15, 20, 25], "the last step is due once"
+    assert schedule(interval=100, at_start=True).all_due(25) == [0, 25]
+    assert [schedule().owing(version) for version in (-1, 0, 9, 10, 19, 24, 25)] == [
+        [],
+        [],
+        [],
+        [10],
+        [10],
+        [10, 20],
+        [10, 20, 25],
+    ]
+    assert schedule((10,)).owing(19) == [] and schedule((10,)).owing(23) == [20]
+
+
+def test_what_came_before_a_settled_step_is_not_made_up_for() -> None:
+    assert schedule((20,)).owing(24) == [] and schedule((20,)).owing(25) == [25]
+    assert schedule((25,)).owing(25) == []
+
+
+def test_the_model_as_it_was_is_evaluated_at_version_0_or_not_at_all() -> None:
+    assert schedule(at_start=True).owing(0) == [0] and schedule(at_start=True).owing(1) == []
+    assert schedule((0,), at_start=True).owing(0) == []
+
+
+def test_without_evaluation_nothing_is_due() -> None:
+    recipe = Recipe.model_validate({"name": "t", "seq_len": 64, "max_steps": 25, "model": {"path": "m"}})
+    assert Schedule(recipe).owing(25) == []

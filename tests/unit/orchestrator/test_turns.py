@@ -1,0 +1,207 @@
+"""Turns extend what was sampled, in the format of every family; where a template drops thoughts, a rollout branches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai_harmony import HarmonyEncodingName, HarmonyError, load_harmony_encoding
+from renderers import create_renderer
+from renderers.base import load_tokenizer
+
+from primeslurm.families import bundled
+from primeslurm.orchestrator.rollouts.extending import extending
+from primeslurm.orchestrator.rollouts.job_protocol import Job
+from primeslurm.orchestrator.rollouts.rendering import Rendering
+from primeslurm.orchestrator.rollouts.sequences import sequences
+from primeslurm.wire.rollouts import Rollout
+from tests.support.conversations import (
+    START,
+    TOOL,
+    Conversation,
+    Message,
+    ScriptedEngine,
+    answering,
+    calling,
+    converse,
+    sampled,
+    write_tokenizer,
+)
+
+TURNS = 20
+QUESTION = 9
+"""The turn that ends the work; then the user asks on."""
+NAMES = sorted(
+    {name for family in bundled() if family.renderer for name in (family.renderer, *family.renderers.values())}
+)
+THINKING: dict[str, dict[str, Any]] = {
+    "laguna-xs.2": {"enable_thinking": True},
+    "laguna-m.1": {"enable_thinking": True},
+}
+"""Renderers that have to be told."""
+THOUGHTLESS = {"deepseek-v3", "kimi-k2", "laguna-xs-2.1", "llama-3", "qwen3-vl"}
+"""Templates of models that do not think."""
+SEQUENCES = {"deepseek-r1": TURNS}
+"""Its template drops the thoughts of every answer."""
+ONE_SEQUENCE = {"laguna-xs.2", "laguna-m.1", "laguna-s-2.1", "qwen3.8", "glm-5.3"}
+"""Templates that keep all thoughts."""
+
+
+def messages_of(name: str) -> list[Message]:
+    """What the model says, turn by turn."""
+    said = [answering(turn) if turn in (QUESTION, TURNS - 1) else calling(turn) for turn in range(TURNS)]
+    if name in THOUGHTLESS:
+        said = [{key: value for key, value in message.items() if key != "reasoning_content"} for message in said]
+    return said
+
+
+def replies(turn: int, message: Message) -> list[Message]:
+    """What follows."""
+    if turn == TURNS - 1:
+        return []
+    if turn == QUESTION:
+        return [{"role": "user", "content": "And then?"}]
+    (call,) = message["tool_calls"]
+    assert call["function"]["name"] == "look_up"
+    return [{"role": "tool", "tool_call_id": call["id"], "name": "look_up", "content": f"found {turn}"}]
+
+
+def trained(found: Conversation) -> tuple[Rollout, ...]:
+    """Its sequences."""
+    return sequences(Job("j", "g", "e", 0, 3, "r", "s"), found.trace, found.completions, 1.0, False)
+
+
+def assert_trained_as_seen(rollouts: tuple[Rollout, ...], engine: ScriptedEngine) -> None:
+    """Each sampled token is trained once, after exactly the prompt that the engine saw."""
+    wanted = sorted((tuple(r["token_ids"]), tuple(s)) for r, s in zip(engine.requests, engine.script, strict=True))
+    found = []
+    for rollout in rollouts:
+        tokens, mask = rollout.token_ids.tolist(), rollout.mask.tolist()
+        starts = [i for i, is_sampled in enumerate(mask) if is_sampled and not mask[i - 1]]
+        for start in starts:
+            end = next((i for i in range(start, len(mask)) if not mask[i]), len(mask))
+            found.append((tuple(tokens[:start]), tuple(tokens[start:end])))
+    assert sorted(found) == wanted
+
+
+@pytest.mark.parametrize("name", NAMES)
+async def test_twenty_turns_with_tools_and_thoughts(name: str, tmp_path: Path) -> None:
+    if name == "gpt-oss":
+        try:
+            load_harmony_encoding(HarmonyEncodingName.HARMONY_GPT_OSS)
+        except HarmonyError:
+            pytest.skip("OpenAI's vocabulary is not on this machine")
+    config = extending(name, THINKING.get(name, {}))
+    model = write_tokenizer(tmp_path, config)
+    renderer = create_renderer(load_tokenizer(str(model)), config)
+    said = messages_of(name)
+    engine = ScriptedEngine([sampled(renderer, message) for message in said])
+    async with engine.serving():
+        found = await converse(model, Rendering(config), engine, replies)
+    rollouts = trained(found)
+    assert_trained_as_seen(rollouts, engine)
+    assert len(rollouts) == (1 if name in ONE_SEQUENCE | THOUGHTLESS else SEQUENCES.get(name, 2))
+    assert {rollout.info.turns for rollout in rollouts} == {TURNS}
+    calls = [message["tool_calls"][0]["function"] for message in found.messages if message.get("tool_calls")]
+    assert [call["arguments"] for call in calls] == [
+        f'{{"word": "w {turn}"}}' for turn in range(TURNS) if turn % 10 != 9
+    ]
+    if name not in THOUGHTLESS | {"deepseek-r1"}:  # R1 is not asked to think about what tools answer
+        thoughts = [m.get("reasoning_content", "").strip() for m in found.messages if m["role"] == "assistant"]
+        assert thoughts == [message["reasoning_content"] for message in said]
+    # what was rendered turn by turn is what the renderer makes of the whole conversation
+    told = 2
+    for turn, request in enumerate(engine.requests):
+        whole = renderer.render_ids(found.messages[:told], tools=[TOOL], add_generation_prompt=True)
+        seen = renderer._tokenizer.decode(request["token_ids"])
+        assert seen == renderer._tokenizer.decode(whole) and request["token_ids"] == whole, f"turn {turn}"
+        told += 2
+    assert told == len(found.messages) + 1
+    assert list(START) == found.messages[:2]
+
+
+async def test_a_turn_asks_for_its_own_rows_of_router_replay(qwen3: Path) -> None:
+    config = extending("qwen3", {})
+    renderer = create_renderer(load_tokenizer(str(qwen3)), config)
+    engine = ScriptedEngine([sampled(renderer, message) for message in messages_of("qwen3")], routed=True)
+    async with engine.serving():
+        found = await converse(qwen3, Rendering(config), engine, replies)
+    seen = [len(request["token_ids"]) for request in engine.requests]
+    asked = [request["sampling_params"].get("routed_experts_prompt_start", 0) for request in engine.requests]
+    wanted = [0] + [seen[turn] + len(engine.script[turn]) - 1 for turn in range(TURNS - 1)]
+    wanted[QUESTION + 1] = 0  # rendered anew
+    assert asked == wanted
+    for rollout in trained(found):  # the row of an answer's last token comes with the next turn
+        assert rollout.routed_experts is not None
+        last = len(rollout.token_ids) - 1
+        assert rollout.routed_experts[:, 2, 1].tolist() == [*(p % 200 for p in range(last)), 255]
+
+
+def bare(message: Message) -> Message:
+    """As many programs send an answer back: without thoughts, and without the blanks around it."""
+    kept = {key: value for key, value in message.items() if key != "reasoning_content"}
+    return {**kept, "content": (kept.get("content") or "").strip()}
+
+
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tokenizer(tmp_path_factory.mktemp("qwen3"), extending("qwen3", {}))
+
+
+async def talked(
+    model: Path, said: list[Message], options: dict[str, Any], **talk: Any
+) -> tuple[Conversation, ScriptedEngine]:
+    config = extending("qwen3", options)
+    renderer = create_renderer(load_tokenizer(str(model)), config)
+    engine = ScriptedEngine([sampled(renderer, message) for message in said])
+    async with engine.serving():
+        return await converse(model, Rendering(config), engine, **talk), engine
+
+
+async def test_programs_that_forget_thoughts_extend_them_nevertheless(qwen3: Path) -> None:
+    said = [*messages_of("qwen3")[:QUESTION], answering(9)]
+    for turn in (3, 4):  # the same call twice, after other thoughts
+        said[turn]["tool_calls"] = said[2]["tool_calls"]
+
+    def more(turn: int, message: Message) -> list[Message]:
+        return replies(turn, message) if turn < QUESTION else []
+
+    found, engine = await talked(qwen3, said, {}, replies=more, says_again=bare)
+    (rollout,) = trained(found)
+    assert_trained_as_seen((rollout,), engine)
+    assert all(f"I think {turn}." in load_tokenizer(str(qwen3)).decode(rollout.token_ids) for turn in range(QUESTION))
+
+
+@pytest.mark.parametrize(
+    ("thinks", "options", "wanted"),
+    [(False, {}, 1), (True, {}, 4), (True, {"thinking_retention": "all"}, 1), (False, {"enable_thinking": False}, 1)],
+)
+async def test_questions_branch_only_where_thoughts_are_dropped(
+    qwen3: Path, thinks: bool, options: dict[str, Any], wanted: int
+) -> None:
+    said = [answering(turn) for turn in range(4)]
+    if not thinks:
+        said = [{"role": "assistant", "content": f"  It is {turn}. "} for turn in range(4)]
+
+    def ask(turn: int, message: Message) -> list[Message]:
+        return [{"role": "user", "content": "And then?"}] if turn < 3 else []
+
+    if thinks or options:
+        found, engine = await talked(qwen3, said, options, replies=ask)
+    else:  # the template has thoughts before an answer that ends a conversation; models that do not think sample none
+        tokenizer = load_tokenizer(str(qwen3))
+        engine = ScriptedEngine([tokenizer.encode(message["content"] + "<|im_end|>") for message in said])
+        async with engine.serving():
+            found = await converse(qwen3, Rendering(extending("qwen3", {})), engine, replies=ask, says_again=bare)
+    rollouts = trained(found)
+    assert_trained_as_seen(rollouts, engine)
+    assert len(rollouts) == wanted
+
+
+async def test_tools_that_cannot_be_rendered_are_refused_with_a_reason(qwen3: Path) -> None:
+    engine, rendering = ScriptedEngine([]), Rendering(extending("qwen3", {}), "tools cannot be rendered for m: why")
+    async with engine.serving():
+        with pytest.raises(AssertionError, match="tools cannot be rendered for m: why"):
+            await converse(qwen3, rendering, engine, replies)
+    assert not engine.requests
