@@ -1,8 +1,9 @@
 """What an evaluation during training costs it: staleness and seconds of steps, with and without one.
 
 Whole runs of the demo's recipe on CPUs, without Slurm, in pairs: one trains alone, the other is evaluated every few
-steps besides. Pairs take turns, so that whatever else the machine does falls on both. What is reported comes from the
-records of the runs; the final evaluation comes after the last step and is in no step's time.
+steps besides. Pairs take turns, so that whatever else the machine does falls on both; steps beside an evaluation are
+also told apart from the others of the same run. What is reported comes from the records of the runs; the final
+evaluation comes after the last step and is in no step's time.
 """
 
 from __future__ import annotations
@@ -57,10 +58,14 @@ def run(name: str, changes: Mapping[str, Any]) -> RunDirectory:
 def figures(run: RunDirectory) -> dict[str, Any]:
     """Return the figures of one run."""
     steps: Sequence[Row] = rows(run.path)
-    seconds = [row["throughput/step_seconds"] for row in steps][SKIPPED:]
     during = [record for record in evaluations(run.path) if record.step < len(steps)]
+    spans = [(record.time - record.seconds, record.time) for record in during]
+    beside = [row for row in steps[SKIPPED:] if any(_overlap(row, *span) for span in spans)]
+    alone = [row for row in steps[SKIPPED:] if row not in beside]
     return {
-        "step_seconds": {"mean": _round(statistics.fmean(seconds)), "median": _round(statistics.median(seconds))},
+        "step_seconds": _step_seconds(steps[SKIPPED:]),
+        "step_seconds_beside_evaluation": _step_seconds(beside),
+        "step_seconds_alone": _step_seconds(alone),
         "staleness_mean": _round(statistics.fmean(row["staleness/mean"] for row in steps)),
         "staleness_max": max(row["staleness/max"] for row in steps),
         "dropped_stale": dropped_of(run.latest()),
@@ -72,6 +77,19 @@ def figures(run: RunDirectory) -> dict[str, Any]:
             for record in during
         ],
     }
+
+
+def _overlap(row: Row, begin: float, end: float) -> bool:
+    """Whether a step fell into a span of time."""
+    return row["time"] > begin and row["time"] - row["throughput/step_seconds"] < end
+
+
+def _step_seconds(steps: Sequence[Row]) -> dict[str, float]:
+    values = [row["throughput/step_seconds"] for row in steps]
+    if not values:
+        return {"steps": 0}
+    mean, median = statistics.fmean(values), statistics.median(values)
+    return {"steps": len(values), "mean": _round(mean), "median": _round(median)}
 
 
 def _round(value: float) -> float:

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from primeslurm.node.host.shared_memory import mapped_by, names_of
+from primeslurm.records.evaluation import evaluations
+from primeslurm.records.events.evaluation import EvaluationDone
 from primeslurm.records.events.policy import EngineUpdated
 from primeslurm.records.events.processes import ProcessStarted
 from primeslurm.run.records import rows
@@ -81,10 +83,12 @@ def test_a_killed_trainer_and_a_preemption_resume_at_the_last_commit(demo: Demo)
 
 def test_cancel_leaves_nothing_behind_and_resume_goes_on(demo: Demo) -> None:
     known = set(Path("/tmp").iterdir())
-    run = demo.submit("reverse_text.yaml", "--name", "cancelled", "--set", "max_steps=8")
+    small = "examples: 8, samples: 2, sampling: {max_tokens: 16}"
+    evaluated = f"evaluation={{interval: 5, environments: [{{id: reverse-text, name: held-out, {small}}}]}}"
+    run = demo.submit("reverse_text.yaml", "--name", "cancelled", "--set", "max_steps=8", "--set", evaluated)
     status = demo.wait(run, lambda status: (status["committed_step"] or 0) >= 5)
     pids = [p["pid"] for p in status["processes"] if p["pid"]]
-    assert len(pids) == 6
+    assert len(pids) == 7
     shared = set[int]().union(*mapped_by(pids).values())
     done = demo.command("cancel", str(run.path), timeout_s=120)
     assert done.returncode == 0, done.stderr
@@ -100,3 +104,10 @@ def test_cancel_leaves_nothing_behind_and_resume_goes_on(demo: Demo) -> None:
     assert [row["step"] for row in rows(run.path)] == list(range(1, 9))
     resumed_steps = [step for attempt, step in trained_steps(run) if attempt == 2]
     assert resumed_steps == list(range(cancelled["committed_step"] + 1, 9))
+
+    found = evaluations(run.path)
+    assert [record.step for record in found] == [5, 8] == [event.step for event in events_of(run, EvaluationDone)]
+    assert (found[-1].oldest_version, found[-1].newest_version) == (8, 8), "the final policy, and no other"
+    results = [record.result("held-out") for record in found]
+    assert all(each and (each.examples, each.samples, each.failed) == (8, 2, 0) for each in results)
+    assert [row["step"] for row in rows(run.path) if "eval/held-out/reward_mean" in row] == [5, 8]

@@ -103,6 +103,10 @@ class EvaluationRun:
                 self._todo[label] = deque(place for place in self._todo[label] if place[1] < number)
                 self.samples = {p: s for p, s in self.samples.items() if p[0] != label or p[1] < number}
 
+    def wait(self) -> None:
+        """Count no time: there is no policy to evaluate, as engines load."""
+        self._moved_at = self._clock()
+
     def next_job(self, available: Iterable[str], version: int) -> Job | None:
         """Dispatch the next rollout: of the environment that has the fewest in flight.
 

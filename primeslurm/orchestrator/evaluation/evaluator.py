@@ -85,7 +85,9 @@ class Evaluator:
         cancelled: list[str] = []
         if self._run is None:
             self._begin_due(version)
-        if self._run is not None:
+        if self._run is not None and version < 0:
+            self._run.wait()
+        elif self._run is not None:
             self._run.limit(tasks)
             failed, cancelled = self._run.expire()
             for sample in failed:

@@ -53,7 +53,7 @@ class EvaluatedRun(Run):
         return [request for request in self.engine.requests if "evaluation" in request["cache_salt"]]
 
     def wait_for(self, step: int) -> EvaluationRecord:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 600
         while time.monotonic() < deadline:
             if found := [record for record in evaluations(self.run_dir) if record.step == step]:
                 return found[0]
@@ -62,7 +62,7 @@ class EvaluatedRun(Run):
 
     def wait_for_samples(self, step: int, count: int) -> None:
         """Until so many samples of an evaluation are on disk; it must not be done."""
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 600
         while self.samples(step) < count:
             assert time.monotonic() < deadline, self.logs()
             assert not (step_dir(self.run_dir, step) / "summary.json").exists(), "the test came too late"

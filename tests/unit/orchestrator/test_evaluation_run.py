@@ -168,6 +168,14 @@ def test_an_evaluation_that_stands_still_ends() -> None:
     assert run.expire() == ([], []) and drained(run) == []
 
 
+def test_while_engines_load_no_time_counts() -> None:
+    clock = Clock()
+    run = evaluation(clock=clock)
+    clock.now = 3000
+    run.wait()
+    assert run.expire() == ([], []) and len(drained(run)) == 8
+
+
 def schedule(settled: tuple[int, ...] = (), **changes: Any) -> Schedule:
     section = {"environments": [{"id": "words"}], "interval": 10, **changes}
     recipe = {"name": "t", "seq_len": 64, "max_steps": 25, "model": {"path": "m"}, "evaluation": section}
