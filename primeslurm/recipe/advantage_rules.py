@@ -23,19 +23,8 @@ def violations(recipe: Recipe) -> list[Violation]:
     if options.rae_decay != RAE_DECAY and "rae" not in rules:
         found.append(_unread("rae_decay", f"{options.rae_decay:g}", "rae"))
     for environment in recipe.environments:
-        found += _filters(recipe, environment)
         found += _length_penalty(recipe, environment)
     return found
-
-
-def _filters(recipe: Recipe, environment: Environment) -> list[Violation]:
-    if _rule(recipe, environment) != "rae" or all(
-        each.type != "zero_advantage" for each in recipe.filters(environment)
-    ):
-        return []
-    field = "orchestrator.filters" if environment.filters is None else "environments.filters"
-    why = f"advantages of {environment.label} depend on the batches before (rae), so that no group has none"
-    return [Violation(field, "zero_advantage", why, "leave it out")]
 
 
 def _rule(recipe: Recipe, environment: Environment) -> str | None:

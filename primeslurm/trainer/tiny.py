@@ -124,7 +124,7 @@ def model(family: str, hidden: int, layers: int, seed: int) -> Any:
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": 32,
-        "max_position_embeddings": 2048,
+        "max_position_embeddings": 8192,
         "tie_word_embeddings": False,
         "bos_token_id": None,
         "pad_token_id": 0,

@@ -169,6 +169,14 @@ class ScriptedEngine:
 
 
 @dataclass
+class RealEngine:
+    """One that listens somewhere."""
+
+    url: str
+    routed: bool = False
+
+
+@dataclass
 class Conversation:
     """What came of it."""
 
@@ -180,9 +188,10 @@ class Conversation:
 async def converse(
     model: Path,
     rendering: Rendering,
-    engine: ScriptedEngine,
+    engine: ScriptedEngine | RealEngine,
     replies: Callable[[int, Message], Sequence[Message]],
     says_again: Callable[[Message], Message] = lambda message: message,
+    **sampling: Any,
 ) -> Conversation:
     """Have a program talk with the engine until `replies` has none.
 
@@ -192,6 +201,7 @@ async def converse(
         engine: that serves.
         replies: what follows on an answer, by its number.
         says_again: what the program makes of an answer when it sends the conversation.
+        sampling: parameters.
     """
     client = TokenClient("router", lambda: engine.url, str(model), 1 << 20, 60, engine.routed, rendering=rendering)
     task = TraceTask(type="Task", data=vf.TaskData(prompt="Look it up."))
@@ -200,7 +210,7 @@ async def converse(
     async with InterceptionServer() as server:
         remember(server)
         server.clients[client.key] = client
-        context = ModelContext(model="m", client=client.config, sampling=vf.SamplingConfig(cache_salt="s"))
+        context = ModelContext(model="m", client=client.config, sampling=vf.SamplingConfig(cache_salt="s", **sampling))
         async with server.acquire(RolloutSession(ctx=context, trace=trace)) as (base, secret, _):
             headers = {"Authorization": f"Bearer {secret}"}
             async with httpx.AsyncClient(timeout=60, headers=headers, trust_env=False) as program:

@@ -35,7 +35,12 @@ TOOL = {
         "parameters": {"type": "object", "properties": {"word": {"type": "string"}}, "required": ["word"]},
     },
 }
-CALL = {"id": "functions.look_up:0", "type": "function", "function": {"name": "look_up", "arguments": {"word": "a b"}}}
+CALL: dict[str, Any] = {
+    "id": "functions.look_up:0",
+    "type": "function",
+    "function": {"name": "look_up", "arguments": {"word": "a b"}},
+}
+TEXT_CALL = {**CALL, "function": {"name": "look_up", "arguments": json.dumps({"word": "a b"})}}
 PROBE: Sequence[dict[str, Any]] = (
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "Look it up."},
@@ -99,12 +104,19 @@ def _of_family(model: str, candidates: Sequence[str], options: dict[str, Any]) -
     tokenizer = load_tokenizer(model)
     differences = []
     for name in candidates:
-        difference = unlike_template(tokenizer, _named(name, options), options)
-        if not difference:
-            return Rendering(_named(name, options))
-        differences.append(f"{name}: {difference}")
+        for own in _variants(name, options):
+            difference = unlike_template(tokenizer, _named(name, own), options)
+            if not difference:
+                return Rendering(_named(name, own))
+            differences.append(f"{name}: {difference}")
     log.warning("%s is rendered by its own chat template, without tools: %s", model, "; ".join(differences))
     return _by_template(model, options, "; ".join(differences))
+
+
+def _variants(name: str, options: dict[str, Any]) -> list[dict[str, Any]]:
+    """The options, and with them that the model does not think by itself: small models of Qwen3.5 do not."""
+    switchable = "enable_thinking" in type(config_from_name(name)).model_fields and "enable_thinking" not in options
+    return [options, {**options, "enable_thinking": False}] if switchable else [options]
 
 
 def unlike_template(tokenizer: Any, config: RendererConfig, options: Mapping[str, Any] | None = None) -> str:
@@ -118,14 +130,7 @@ def unlike_template(tokenizer: Any, config: RendererConfig, options: Mapping[str
     for messages, tools in ((PROBE[:2], None), ([*PROBE[:2], *PROBE[4:]], None), (PROBE, [TOOL])):
         ours = renderer.render_ids(list(messages), tools=tools, add_generation_prompt=True)
         try:
-            theirs = tokenizer.apply_chat_template(
-                list(messages),
-                tools=tools,
-                add_generation_prompt=True,
-                tokenize=True,
-                return_dict=False,
-                **{"strftime_now": SOME_DAY.strftime, **(options or {})},
-            )
+            theirs = _by_its_template(tokenizer, messages, tools, options or {})
         except Exception as error:  # templates raise what they like: jinja2's errors, TypeError, their own
             return f"the chat template says {error}"
         if ours != theirs:
@@ -133,6 +138,28 @@ def unlike_template(tokenizer: Any, config: RendererConfig, options: Mapping[str
             here, there = (tokenizer.decode(ids[max(at - 4, 0) :][:24]) for ids in (ours, theirs))
             return f"it renders {here!r} where the model's chat template has {there!r}"
     return ""
+
+
+def _by_its_template(
+    tokenizer: Any, messages: Sequence[dict[str, Any]], tools: Any, options: Mapping[str, Any]
+) -> list[int]:
+    def ids(messages: Sequence[dict[str, Any]]) -> list[int]:
+        found: list[int] = tokenizer.apply_chat_template(
+            list(messages),
+            tools=tools,
+            add_generation_prompt=True,
+            tokenize=True,
+            return_dict=False,
+            **{"strftime_now": SOME_DAY.strftime, **options},
+        )
+        return found
+
+    try:
+        return ids(messages)
+    except TypeError:  # some want the arguments of calls as text
+        return ids(
+            [{**message, "tool_calls": [TEXT_CALL]} if "tool_calls" in message else message for message in messages]
+        )
 
 
 def _for_images(model_type: str | None, asked: str) -> str:

@@ -33,7 +33,8 @@ def recipe(name: str, **changes: Any) -> Recipe:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_its_recipe_passes_every_check(name: str, tmp_path: Path) -> None:
+def test_its_recipe_passes_every_check(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.support.cli.ROOT", f"{ROOT}:{EXAMPLES}")
     options = ["--set", f"model.path={model_dir(tmp_path)}", "--site", str(ROOT / "sites" / "h200.yaml")]
     result = primeslurm("check", EXAMPLES / f"{name}.yaml", *options, cwd=tmp_path)
     assert result.code == 0 and ": ok, " in result.err, result.err

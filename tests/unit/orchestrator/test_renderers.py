@@ -84,6 +84,20 @@ def test_a_model_with_another_template_than_its_family_gets_its_own(tmp_path: Pa
     assert name_of(rendering.choose(model, "qwen3")) == "qwen3", "the recipe decides"
 
 
+def test_a_model_that_does_not_think_by_itself_is_rendered_so(tmp_path: Path) -> None:
+    tokenizer = tiny.tokenizer()
+    prompt = '{{ "<|im_start|>assistant\n" }}{% endif %}'
+    unthinking = prompt.replace('assistant\n"', 'assistant\n<think>\n\n</think>\n\n"')
+    assert prompt in tiny.CHAT_TEMPLATE
+    said = "{%- else %}\n            {{- content }}"
+    assert said in tiny.CHAT_TEMPLATE
+    empty = '{%- elif message.role == "assistant" %}{{- "<think>\n\n</think>\n\n" + content }}' + said
+    tokenizer.chat_template = tiny.CHAT_TEMPLATE.replace(prompt, unthinking).replace(said, empty)
+    tokenizer.save_pretrained(tmp_path)
+    chosen = rendering.choose(write_config(tmp_path, "qwen3"))
+    assert not chosen.no_tools and chosen.config.model_extra["options"] == {"enable_thinking": False}
+
+
 def test_options_are_the_renderers_own(tmp_path: Path) -> None:
     tiny.tokenizer().save_pretrained(tmp_path)
     model = write_config(tmp_path, "qwen3")

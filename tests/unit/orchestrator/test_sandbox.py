@@ -240,6 +240,18 @@ async def test_output_without_end_does_not_fill_the_worker(run_dir: Path) -> Non
         assert b"user" in await runtime.read("link") and b"root" not in (await runtime.read("link")).split(b"user")[1]
 
 
+async def test_what_no_program_can_be_given_is_a_value_error(run_dir: Path) -> None:
+    async with sandbox(run_dir) as runtime:
+        for text in ("a\0b", "\ud800"):
+            with pytest.raises(ValueError, match=r"null byte|surrogates"):
+                await runtime.run(["echo", text], {})
+        with pytest.raises(SandboxError, match="cannot start 'nothing-like-it'"):
+            await runtime.run(["nothing-like-it"], {})
+        with pytest.raises(SandboxError, match="Argument list too long"):
+            await runtime.run(["echo", "x" * 200_000], {})
+        assert (await runtime.run(["echo", "é x"], {})).stdout == "é x\n"
+
+
 async def test_a_killed_worker_leaves_nothing(run_dir: Path) -> None:
     code = f"""
         import asyncio, sys, pathlib

@@ -109,7 +109,7 @@ BAD: list[tuple[dict[str, Any], list[str]]] = [
         {"teacher": {"type": "engine", "path": "x"}},
         ["teacher.type = 'engine': is not a valid choice (did you mean engines?)"],
     ),
-    ({"teacher": {"path": "x"}}, ["teacher.type: is required but missing in {path} (valid: engines, served)"]),
+    ({"teacher": {"path": "x"}}, ["teacher.type: is required but missing in {path} (valid: engines, policy, served)"]),
     (
         {"teacher": {"type": "served", "base_url": "teacher:8000", "model": "m"}},
         ["teacher.base_url = 'teacher:8000': must be an http or https URL, for example http://host:8000/v1"],

@@ -107,9 +107,14 @@ class SandboxedRuntime(Runtime):  # type: ignore[misc]
         return ProgramResult(code, stdout.decode(errors="replace"), stderr.decode(errors="replace"))
 
     async def _spawn(self, argv: list[str], env: dict[str, str], pipes: _Pipes) -> Process:
+        variables = self.environment(env)
+        for text in (*argv, *variables, *variables.values()):
+            os.fsencode(text)
+            if "\0" in text:
+                raise ValueError("embedded null byte")  # as Python says it of any program
         box = await self.box()
         try:
-            process = await box.spawn(argv, self.environment(env), self.cwd, *pipes.inner)
+            process = await box.spawn(argv, variables, self.cwd, *pipes.inner)
         except SandboxGoneError as error:
             raise SandboxError(str(error)) from error
         except OSError as error:

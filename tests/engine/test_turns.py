@@ -1,0 +1,64 @@
+"""A conversation with a real engine: what is trained follows on exactly what the engine says that it was asked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from primeslurm.orchestrator.rollouts import rendering
+from primeslurm.orchestrator.rollouts.generate_endpoint import Completion, GenerateEndpoint
+from primeslurm.orchestrator.rollouts.job_protocol import Job
+from primeslurm.orchestrator.rollouts.sequences import sequences
+from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, PolicyVersion
+from primeslurm.trainer import tiny
+from tests.engine.conftest import StartEngine
+from tests.support.conversations import Message, RealEngine, converse
+
+pytestmark = pytest.mark.engine
+TURNS = 8
+
+
+def replies(turn: int, message: Message) -> list[Message]:
+    """Tool results, whether or not there was a call, and questions: a random model says anything."""
+    if turn == TURNS - 1:
+        return []
+    if turn % 3 == 2:
+        return [{"role": "user", "content": f"Question {turn}?"}]
+    calls = message.get("tool_calls") or [{"id": f"call_{turn}"}]
+    return [{"role": "tool", "tool_call_id": call["id"], "content": f"found {turn}"} for call in calls]
+
+
+async def test_what_is_trained_follows_on_what_the_engine_saw(
+    start_engine: StartEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tmp_path / "model"
+    tiny.write_model(model, hidden=32)
+    engine = start_engine(source=model)
+    client = EngineClient(lambda: engine.url, str(model), retry_s=0.1)
+    await client.apply(PolicyVersion(0, str(model)), timeout_s=120)
+    seen: list[tuple[list[int], list[int]]] = []
+    generate = GenerateEndpoint.generate
+
+    async def watched(endpoint: GenerateEndpoint, body: dict[str, Any], *args: Any) -> Completion:
+        completion = await generate(endpoint, {**body, "return_token_ids": True}, *args)
+        assert completion.prompt_ids is not None, "the engine's own"
+        seen.append((completion.prompt_ids, completion.token_ids))
+        return replace(completion, prompt_ids=None)
+
+    monkeypatch.setattr(GenerateEndpoint, "generate", watched)
+    chosen = rendering.choose(str(model))
+    assert not chosen.no_tools
+    found = await converse(model, chosen, RealEngine(engine.url), replies, max_tokens=24, seed=1)
+    rollouts = sequences(Job("j", "g", "e", 0, 0, "r", "s"), found.trace, found.completions, 1.0, False)
+    assert len(seen) == TURNS
+    trained = []
+    for rollout in rollouts:
+        tokens, mask = rollout.token_ids.tolist(), rollout.mask.tolist()
+        for start in (i for i, is_sampled in enumerate(mask) if is_sampled and not mask[i - 1]):
+            end = next((i for i in range(start, len(mask)) if not mask[i]), len(mask))
+            trained.append((tokens[:start], tokens[start:end]))
+    assert sorted(trained) == sorted(seen)
+    assert len(rollouts) <= 1 + TURNS // 3, "only questions begin sequences"
