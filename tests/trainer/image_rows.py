@@ -9,11 +9,14 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from primeslurm.trainer.data.image_positions import Images
+from primeslurm.trainer.tiny import tokenizer
 from primeslurm.wire.rollouts import Row
 from tests.trainer.conftest import SEQ_LEN
 from tests.trainer.families import CASES, IMAGES, Case, write
 
-START, IMAGE, END = "<|reserved_23|>", "<|reserved_21|>", "<|reserved_24|>"
+START, IMAGE, END = tokenizer().convert_ids_to_tokens(
+    [IMAGES[name] for name in ("vision_start_token_id", "image_token_id", "vision_end_token_id")]
+)
 """The tokens of IMAGES as the tiny tokenizer spells them."""
 TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
@@ -45,9 +48,9 @@ def case_of(name: str) -> Case:
 def write_vision_model(name: str, directory: Path) -> Path:
     """A checkpoint of a case with what reads its images and renders its conversations."""
     path = write(case_of(name), directory)
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(path)
+    words = AutoTokenizer.from_pretrained(path)
+    words.chat_template = TEMPLATE
+    words.save_pretrained(path)
     (path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
     return path
 

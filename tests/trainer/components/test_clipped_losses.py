@@ -129,7 +129,7 @@ def test_gspo_of_packed_rows_is_the_papers_mean_over_sequences() -> None:
         for g, mine in enumerate(rewards)
     ]
     config = GspoLoss(clip_low=0.05, clip_high=0.1)
-    docs = documents(groups, 64, 0, Grpo(), config.average)
+    docs = documents(groups, 64, 0, Grpo(), average=config.average)
     total = torch.zeros((), dtype=torch.float64)
     current: dict[bytes, torch.Tensor] = {}
     for group in groups:
