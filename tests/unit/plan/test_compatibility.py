@@ -28,6 +28,7 @@ MOONCAKE: dict[str, Any] = {"inference": {"kv_offload": {"type": "mooncake", "cp
 TEACHER: dict[str, Any] = {
     "teacher": {"type": "engines", "path": "/models/teacher"}, "orchestrator": {"advantages": "opd"}
 }  # fmt: skip
+HINTED: dict[str, Any] = {"teacher": {"type": "policy", "hint": "answer"}, "orchestrator": {"advantages": "opd"}}
 EP: dict[str, Any] = {"inference": {"expert_parallel": True}}
 SFT: dict[str, Any] = {"task": "sft", "environments": [], "sft": {"data": {"type": "jsonl", "path": "x"}}}
 
@@ -145,8 +146,8 @@ EXAMPLES: dict[str, tuple[tuple[dict[str, Any], str, dict[str, Any]], tuple[dict
         (inference(decode={"vllm_extra": {"block_size": 64}}), MOE, GPU),
     ),
     "trainer-compile": (
-        (on(trainer(compile=True), model={"path": "m", "dtype": "float32"}), MOE, GPU),
-        (trainer(compile=True), MOE, GPU),
+        (on(trainer(compile=True), model={"dtype": "float32"}), MOE, GPU),
+        (on(trainer(compile=True), model={"dtype": "bfloat16"}), MOE, GPU),
     ),
     "deepep-without-ep": (
         (parallelism(ep_backend="deepep"), MOE, GPU),
@@ -206,6 +207,7 @@ EXAMPLES: dict[str, tuple[tuple[dict[str, Any], str, dict[str, Any]], tuple[dict
         (on(TEACHER, model={"vlm": {"freeze_vision_encoder": True}}), MOE, GPU),
         (TEACHER, MOE, GPU),
     ),
+    "teacher-room": ((HINTED, MOE, GPU), (on(HINTED, model={"max_len": 2**17}), MOE, GPU)),
     "teacher-temperature": (
         (on(TEACHER, orchestrator={"sampling": {"temperature": 0.7}}), MOE, GPU),
         (TEACHER, MOE, GPU),

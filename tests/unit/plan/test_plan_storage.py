@@ -75,7 +75,7 @@ def test_plans_with_any_texts_are_the_same_again(words: list[tuple[str, str, str
 def test_a_plan_of_a_thousand_nodes_is_less_than_a_megabyte() -> None:
     plan = scaled(512, 32)
     text = to_file(plan)
-    assert len(plan.nodes) == 1025 and len(plan.processes()) == 8754
+    assert len(plan.nodes) == 1029 and len(plan.processes()) == 8754
     assert len(text) < 500_000 < 20_000_000 < len(plan.to_json())
     assert len(json.loads(text)["processes"]["templates"]) < 20
     assert plain(text.encode()) == json.loads(plan.to_json())
