@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from openai_harmony import HarmonyEncodingName, HarmonyError, load_harmony_encoding
 from renderers import create_renderer
 from renderers.base import load_tokenizer
 
@@ -34,6 +33,7 @@ QUESTION = 9
 """The turn that ends the work; then the user asks on."""
 NAMES = sorted(
     {name for family in bundled() if family.renderer for name in (family.renderer, *family.renderers.values())}
+    - {"gpt-oss"}  # openai_harmony renders by a vocabulary of its own, which it fetches
 )
 THINKING: dict[str, dict[str, Any]] = {
     "laguna-xs.2": {"enable_thinking": True},
@@ -87,11 +87,6 @@ def assert_trained_as_seen(rollouts: tuple[Rollout, ...], engine: ScriptedEngine
 
 @pytest.mark.parametrize("name", NAMES)
 async def test_twenty_turns_with_tools_and_thoughts(name: str, tmp_path: Path) -> None:
-    if name == "gpt-oss":
-        try:
-            load_harmony_encoding(HarmonyEncodingName.HARMONY_GPT_OSS)
-        except HarmonyError:
-            pytest.skip("OpenAI's vocabulary is not on this machine")
     config = extending(name, THINKING.get(name, {}))
     model = write_tokenizer(tmp_path, config)
     renderer = create_renderer(load_tokenizer(str(model)), config)
