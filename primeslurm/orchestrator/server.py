@@ -82,8 +82,7 @@ class Orchestrator:
         self._evaluator = Evaluator(
             recipe, arguments, progress.newest_version, self._dispatch.incarnation, self._journal, self._metrics
         )
-        nodes = recipe.deployment.environments
-        most = nodes.max_rollouts_per_node if nodes else None
+        most = recipe.deployment.max_rollouts_per_node
         self._workers = WorkerPool(
             arguments.env_bind, self._on_result, self._on_lost, self._on_unusable, max_per_node=most
         )
@@ -102,13 +101,13 @@ class Orchestrator:
             before_update=self._before_update,
             after_update=self._after_update,
             sends=self._sessions.sends,
+            urls={name: url(name) for name in arguments.engines},
         )
         self._watch = Watch(recipe, self._journal, arguments.engine_urls, resumed=progress.done_step > 0)
         self._scoring = scoring_of(recipe, arguments, self._dispatch.unscored.values(), self._on_scored)
         self._batch_formed = asyncio.Condition()
         self._wake = asyncio.Event()
         self._cancelled: list[str] = []
-        self._engine_urls = {name: url(name) for name in arguments.engines}
         self._final_policy_at: float | None = None
 
     async def run(self) -> None:
@@ -163,11 +162,7 @@ class Orchestrator:
 
     def _follow_addresses(self) -> None:
         """Do without what the head gave up, and wait no longer for answers from where something was."""
-        urls = self._arguments.engine_urls()
-        for name in self._arguments.engines:
-            if urls.get(name) != self._engine_urls.get(name):
-                self._policy.moved(name, lost=name not in urls)
-        self._engine_urls = urls
+        self._policy.follow(self._arguments.engine_urls())
         for router in self._arguments.addresses.lost.intersection(self._dispatch.routers):
             jobs = self._dispatch.drop_router(router)
             jobs += self._evaluator.drop_router(router)

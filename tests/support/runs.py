@@ -92,7 +92,7 @@ def check_learning(run: RunDirectory, steps: int) -> None:
     for row in table:
         assert row["staleness/max"] <= 2, row
         assert row.get("trainer/mismatch_kl", 0.0) < 1e-3, row
-    assert sum("trainer/mismatch_kl" in row for row in table) >= 3, "too few on-policy rollouts to compare engines"
+    assert "trainer/mismatch_kl" in table[0], "the first step trains what its own policy sampled"
 
 
 def trained_steps(run: RunDirectory) -> list[tuple[int, int]]:

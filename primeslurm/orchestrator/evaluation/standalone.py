@@ -34,15 +34,14 @@ class EvaluationServer:
         self._metrics = MetricsLog(arguments.run_dir, VERSION, **recipe.metrics_options())
         incarnation = uuid.uuid4().hex[:6]
         self._evaluator = Evaluator(recipe, arguments, VERSION, incarnation, self._journal, self._metrics)
-        nodes = recipe.deployment.environments
-        most = nodes.max_rollouts_per_node if nodes else None
+        most = recipe.deployment.max_rollouts_per_node
         self._workers = WorkerPool(
             arguments.env_bind, self._on_result, self._on_lost, self._evaluator.unusable, max_per_node=most
         )
         url = arguments.addresses.url
         clients = {name: EngineClient(functools.partial(url, name), recipe.model.path) for name in arguments.engines}
-        self._policy = PolicyLoop(clients, self._journal, recipe.weights.timeout_s)
-        self._engine_urls = {name: url(name) for name in arguments.engines}
+        urls = {name: url(name) for name in arguments.engines}
+        self._policy = PolicyLoop(clients, self._journal, recipe.weights.timeout_s, urls=urls)
         self._wake = asyncio.Event()
 
     async def run(self) -> None:
@@ -83,11 +82,7 @@ class EvaluationServer:
 
     def _follow_addresses(self) -> None:
         """Do without what the head gave up, and wait no longer for answers from where something was."""
-        urls = self._arguments.engine_urls()
-        for name in self._arguments.engines:
-            if urls.get(name) != self._engine_urls.get(name):
-                self._policy.moved(name, lost=name not in urls)
-        self._engine_urls = urls
+        self._policy.follow(self._arguments.engine_urls())
         for router in self._arguments.addresses.lost.intersection(self._evaluator.routers):
             jobs = self._evaluator.drop_router(router)
             self._journal.write(ReplicaLost(router, len(jobs)))

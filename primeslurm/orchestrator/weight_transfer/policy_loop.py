@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
+from types import MappingProxyType
 
 from primeslurm.orchestrator.weight_transfer.engine_client import (
     EngineClient,
@@ -52,6 +53,7 @@ class PolicyLoop:
             old can be dropped while engines still run.
         after_update: called when every serving engine has acknowledged a new version.
         sends: whether the trainer sends a version now; asked for policies that no directory holds.
+        urls: where engines are at first, for `follow`.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class PolicyLoop:
         before_update: Hook = _no_hook,
         after_update: Hook = _no_hook,
         sends: Callable[[int], bool] = lambda version: False,
+        urls: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.pool = EnginePool(engines)
         self._engines = dict(engines)
@@ -72,6 +75,7 @@ class PolicyLoop:
         self._before_update = before_update
         self._after_update = after_update
         self._sends = sends
+        self._urls = dict(urls)
         self._wake = {name: asyncio.Event() for name in engines}
         self._advanced = asyncio.Condition()
         self._announced: int | None = None
@@ -107,8 +111,18 @@ class PolicyLoop:
         async with asyncio.timeout(timeout_s), self._advanced:
             await self._advanced.wait_for(reached)
 
-    def moved(self, name: str, *, lost: bool) -> None:
-        """Stop waiting for an engine that is somewhere else now, or (`lost`) was given up for good."""
+    def follow(self, urls: Mapping[str, str]) -> None:
+        """Do without engines that were given up, and wait no longer for answers from where one was.
+
+        Args:
+            urls: where engines are now, by name; one that is missing was given up for good.
+        """
+        for name in self._engines:
+            if urls.get(name) != self._urls.get(name):
+                self._moved(name, lost=name not in urls)
+        self._urls = dict(urls)
+
+    def _moved(self, name: str, *, lost: bool) -> None:
         if lost:
             self._lost.add(name)
         if request := self._requests.get(name):

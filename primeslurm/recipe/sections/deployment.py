@@ -95,3 +95,8 @@ class Deployment(Section):
     environments: EnvironmentNodes | None = None
     """Nodes of their own for environments. Default: their workers run on the head node."""
     spares: Spares = Spares()
+
+    @property
+    def max_rollouts_per_node(self) -> int | None:
+        """Rollouts in flight at once on a node for environments; None: as many as there are."""
+        return None if self.environments is None else self.environments.max_rollouts_per_node

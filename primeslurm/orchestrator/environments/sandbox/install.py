@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from verifiers.v1 import runtimes
-from verifiers.v1.errors import SandboxError
 from verifiers.v1.interception import server
 from verifiers.v1.runtimes import apptainer, e2b, limiters
 from verifiers.v1.runtimes import subprocess as unprotected
@@ -71,11 +70,7 @@ class TrustedRuntime(unprotected.SubprocessRuntime):  # type: ignore[misc]
         self, script: str | bytes, env: dict[str, str] | None = None, *, activate: bool = True
     ) -> list[str]:
         """Write a script to the rollout's directory, for a Python that has its packages. Raises SandboxError."""
-        text = script if isinstance(script, str) else script.decode()
-        try:
-            python = scripts.interpreter(text)
-        except scripts.MissingPackagesError as error:
-            raise SandboxError(str(error)) from error
+        text, python = scripts.prepared(script)
         assert self.workdir is not None
         path = self.workdir.resolve() / ".program.py"
         if not path.exists():

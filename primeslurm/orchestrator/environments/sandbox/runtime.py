@@ -167,11 +167,7 @@ class SandboxedRuntime(Runtime):  # type: ignore[misc]
         self, script: str | bytes, env: dict[str, str] | None = None, *, activate: bool = True
     ) -> list[str]:
         """Put a script into the sandbox, to be run by a Python that set-up gave its packages. Raises SandboxError."""
-        text = script if isinstance(script, str) else script.decode()
-        try:
-            python = scripts.interpreter(text)
-        except scripts.MissingPackagesError as error:
-            raise SandboxError(str(error)) from error
+        text, python = scripts.prepared(script)
         path = f"{self.scripts_dir}/{hashlib.sha256(text.encode()).hexdigest()}.py"
         if path not in self._uv_interpreters:
             await self.write(path, text.encode())

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from verifiers.v1.errors import SandboxError
 
 _HEADER = re.compile(r"^# /// script$\n(?P<body>(?:^#(?:| .*)$\n)+?)^# ///$", re.MULTILINE)
 
@@ -41,6 +42,15 @@ def interpreter(script: str) -> str:
             return str(place / "bin" / "python")
         lacking = unmet if not lacking or len(unmet) < len(lacking) else lacking
     raise MissingPackagesError(f"not installed: {', '.join(lacking)}; jobs install nothing: `./just harness NAME` does")
+
+
+def prepared(script: str | bytes) -> tuple[str, str]:
+    """Return a script's text and the Python that it runs with. Raises SandboxError if there is none."""
+    text = script if isinstance(script, str) else script.decode()
+    try:
+        return text, interpreter(text)
+    except MissingPackagesError as error:
+        raise SandboxError(str(error)) from error
 
 
 def _environments() -> tuple[Path, ...]:

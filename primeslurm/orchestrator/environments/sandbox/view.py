@@ -105,10 +105,6 @@ def bubblewrap(
     return [*words, "--chdir", WORKDIR]
 
 
-def _system(path: Path) -> bool:
-    return path.is_relative_to("/usr")
-
-
 def _link(path: str) -> list[str]:
     if Path(path).is_symlink():
         return ["--symlink", str(Path(path).readlink()), path]
