@@ -13,8 +13,9 @@ from pathlib import Path
 
 import msgspec
 
+from primeslurm import durable
 from primeslurm.errors import UsageError, Violation
-from primeslurm.files import write_atomic, write_json
+from primeslurm.files import write_atomic
 from primeslurm.paths import is_dir
 from primeslurm.plan.model import Plan
 from primeslurm.recipe import Recipe
@@ -60,8 +61,7 @@ def create(recipe: Recipe, plan: Plan, source: Path) -> Attempt:
     run_dir = Path(plan.run_dir)
     if problems := name_in_use(run_dir):
         raise UsageError(problems)
-    run_dir.parent.mkdir(parents=True, exist_ok=True)
-    run_dir.mkdir(mode=0o700, exist_ok=True)
+    durable.make_directory(run_dir, mode=0o700)
     try:
         (run_dir / "attempts").mkdir()  # of several who submit a name at once, one makes it
     except FileExistsError:
@@ -87,7 +87,8 @@ def _fill(run_dir: Path, recipe: Recipe, plan: Plan, source: Path) -> Attempt:
     write_atomic(run_dir / "recipe.resolved.json", resolved + "\n")
     attempt = RunDirectory(run_dir).attempt(1)
     attempt.prepare(plan)
-    write_json(run_dir / "lock.json", msgspec.to_builtins(_lock(recipe.name, resolved, plan)))
+    durable.sync(run_dir)
+    durable.write_json(run_dir / "lock.json", msgspec.to_builtins(_lock(recipe.name, resolved, plan)))
     return attempt
 
 

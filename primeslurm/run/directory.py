@@ -7,8 +7,8 @@ from typing import TypeVar
 
 import msgspec
 
+from primeslurm import durable
 from primeslurm.errors import RunError
-from primeslurm.files import write_atomic, write_json
 from primeslurm.paths import is_dir, is_file
 from primeslurm.plan.model import JOB_OUTPUT, Plan
 from primeslurm.plan.storage import plan_file
@@ -102,10 +102,10 @@ class Attempt:
             path.unlink(missing_ok=True)
 
     def prepare(self, plan: Plan) -> None:
-        """Make the directory and write the plan, last."""
+        """Make the directory and write the plan, last: all on disk when this returns."""
         for name in ("agents", "events", "state", "logs"):
-            (self.path / name).mkdir(parents=True, exist_ok=True)
-        write_atomic(self.plan_file, plan_file.to_file(plan))
+            durable.make_directory(self.path / name)
+        durable.write(self.plan_file, plan_file.to_file(plan))
 
     def plan(self) -> Plan:
         """Read the plan of this attempt.
@@ -124,8 +124,8 @@ class Attempt:
 
     def record_job(self, job: JobRecord) -> None:
         """Write job.json; also for an attempt that has no plan yet."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        write_json(self.path / "job.json", msgspec.to_builtins(job))
+        durable.make_directory(self.path)
+        durable.write_json(self.path / "job.json", msgspec.to_builtins(job))
 
     def end(self) -> EndRecord | None:
         """Read how it ended, or None."""
@@ -133,7 +133,7 @@ class Attempt:
 
     def record_end(self, end: EndRecord) -> None:
         """Write end.json."""
-        write_json(self.path / "end.json", msgspec.to_builtins(end))
+        durable.write_json(self.path / "end.json", msgspec.to_builtins(end))
 
     def state(self, process: str, kind: type[R]) -> R | None:
         """Read the state that a process records of itself; None if there is none that can be read."""
