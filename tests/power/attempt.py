@@ -35,8 +35,7 @@ from primeslurm.orchestrator.rollouts.spool import Spool
 from primeslurm.orchestrator.server import Orchestrator
 from primeslurm.records.fleet import Ending, Outcome
 from primeslurm.records.journal import Journal
-from primeslurm.run.create import create
-from primeslurm.run.directory import RunDirectory
+from primeslurm.run.directory import RunDirectory, create
 from primeslurm.trainer import main as trainer
 from primeslurm.trainer import tiny
 from primeslurm.trainer.loops.interrupt import SIGNAL, Interrupt
