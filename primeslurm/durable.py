@@ -58,8 +58,17 @@ def remove(path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Flush one file, or the names in one directory. Raises OSError."""
-    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    """Flush one file, or the names in one directory (of those that one may not list, nothing can be flushed).
+
+    Raises:
+        OSError: it is not on disk.
+    """
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except PermissionError:
+        if path.is_dir():
+            return
+        raise
     try:
         os.fsync(handle)
     except OSError as error:

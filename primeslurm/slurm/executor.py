@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -37,7 +38,8 @@ def submit(plan: Plan, agent: Agent, script_path: Path, slurm_conf: str | None) 
     executor = PlanExecutor(plan, script_path, slurm_conf)
     try:
         job_id = str(executor.submit(agent).job_id)
-        durable.sync(submitit_folder(plan))  # the pickle got the job's id as its name
+        with contextlib.suppress(OSError):  # the job is taken
+            durable.sync(submitit_folder(plan))  # its pickle now has the job's id as its name
         return job_id
     except (FailedJobError, FailedSubmissionError) as error:
         raise ClusterError(f"sbatch refused the job: {str(error).strip() or 'it did not say why'}") from error
