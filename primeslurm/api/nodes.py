@@ -12,6 +12,7 @@ from primeslurm.errors import UsageError, Violation
 from primeslurm.plan.model import Plan
 from primeslurm.recipe import Site
 from primeslurm.recipe.reading.explain import suggestion
+from primeslurm.run.exclusion import spared
 from primeslurm.run.ledger import BadNode, Ledger, avoiding
 from primeslurm.slurm import inventory
 from primeslurm.slurm.client import SlurmClient
@@ -24,7 +25,7 @@ def bad_nodes(runs: Path, now: float) -> list[BadNode]:
 
 
 def avoid_bad_nodes(plan: Plan, slurm_conf: str | None) -> Plan:
-    """Exclude the ledger's nodes, as far as they are of this cluster, from a plan's job.
+    """Exclude the ledger's nodes from a plan's job, as far as its partitions can spare them.
 
     Args:
         plan: of a run in the directory whose ledger counts.
@@ -35,8 +36,13 @@ def avoid_bad_nodes(plan: Plan, slurm_conf: str | None) -> Plan:
     """
     now = time.time()
     bad = bad_nodes(Path(plan.run_dir).parent, now)
-    names = {node.name for node in SlurmClient(slurm_conf).nodes()} if bad else set()
-    return avoiding(plan, [entry for entry in bad if entry.node in names], now)
+    if not bad:
+        return avoiding(plan, [], now)
+    partitions = SlurmClient(slurm_conf).nodes_by_partition({group.partition for group in plan.groups})
+    known = {node for nodes in partitions.values() for node in nodes}
+    avoided = spared(plan, bad, partitions)
+    needed = [entry for entry in bad if entry.node in known and entry not in avoided]
+    return avoiding(plan, avoided, now, needed=needed)
 
 
 def forget_bad_nodes(runs: Path, names: Sequence[str], now: float) -> None:

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from primeslurm.api.nodes import avoid_bad_nodes
+from primeslurm.api.nodes import avoid_bad_nodes, bad_nodes
 from primeslurm.errors import ClusterError, PrimeslurmError, UsageError, Violation
 from primeslurm.files import write_atomic
 from primeslurm.plan.model import Plan
@@ -15,6 +15,7 @@ from primeslurm.recipe import Recipe
 from primeslurm.records.attempt import JobRecord
 from primeslurm.run.create import create, discard, missing_variables, name_in_use
 from primeslurm.run.directory import Attempt, RunDirectory
+from primeslurm.run.exclusion import excluded, record_excluded
 from primeslurm.slurm.client import SlurmClient
 from primeslurm.slurm.placement import placement_problems
 from primeslurm.slurm.render import render
@@ -144,4 +145,13 @@ def _start(attempt: Attempt, plan: Plan, script: str, slurm_conf: str | None) ->
         discard(attempt)
         raise
     attempt.record_job(JobRecord(job_id, plan.executor, time.time(), slurm_conf))
+    _record_excluded(plan)
     return Submitted(plan, attempt.number, job_id)
+
+
+def _record_excluded(plan: Plan) -> None:
+    """Say which bad nodes the job is kept away from, where anything is to be said."""
+    run_dir = Path(plan.run_dir)
+    bad = [entry for entry in bad_nodes(run_dir.parent, time.time()) if entry.node in plan.job.avoid]
+    if bad or excluded(run_dir):
+        record_excluded(run_dir, bad)
