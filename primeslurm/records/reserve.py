@@ -8,13 +8,19 @@ A run directory without the file has no reserve, and nothing waits for it.
 from __future__ import annotations
 
 import errno
+import logging
+import math
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from primeslurm.files import write_atomic
+
+log = logging.getLogger(__name__)
 FILE = ".reserve"
 RESERVE_BYTES = 16 * 2**20
 """Enough for the heartbeats and events of a thousand nodes, for a while."""
@@ -22,6 +28,8 @@ LEAST_FREE = 2**28
 """A run does not begin with less than this."""
 GIVEN_UP = "the file system of the run directory is full, or was until a moment ago"
 """What an empty reserve says."""
+PAUSE_S = 2.0
+"""Between two tries to write what there is no space for."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _WORDS = re.compile("|".join(os.strerror(number) for number in _FULL))
 T = TypeVar("T")
@@ -51,6 +59,19 @@ def shortage(directory: Path, least: int = LEAST_FREE) -> str:
     if free is None or free >= least:
         return ""
     return f"{free / 2**30:.2f} GiB free in {directory}, a run needs {least / 2**30:.2f} GiB"
+
+
+def while_full(action: Callable[[], T], within_s: float = math.inf) -> T:
+    """Call something until there is space for it. Raises its last error after `within_s`, and any other at once."""
+    deadline = time.monotonic() + within_s
+    while True:
+        try:
+            return action()
+        except Exception as error:
+            if not is_full(error) or time.monotonic() > deadline:
+                raise
+            log.warning("waits for space: %s", error)
+            time.sleep(PAUSE_S)
 
 
 class Reserve:
@@ -90,12 +111,8 @@ class Reserve:
             return False
         try:
             # Not only allocated: a file system that compresses or copies on write would keep nothing.
-            with self._path.open("wb") as handle:
-                handle.write(os.urandom(self._size))
-                handle.flush()
-                os.fsync(handle.fileno())
+            write_atomic(self._path, os.urandom(self._size))
         except OSError:
-            self.give_up()
             return False
         return True
 

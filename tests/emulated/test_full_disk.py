@@ -56,8 +56,7 @@ def blamed(deployment: Deployment) -> list[str]:
 def test_too_little_space_to_begin_is_waited_for(deployment: Deployment, fill: Callable[[int], Path]) -> None:
     filler = fill(LEAST_FREE // 2)
     deployment.submit()
-    status = deployment.wait(lambda status: bool(status.waits_for) and status.phase == "starting")
-    assert "GiB free" in status.waits_for
+    deployment.wait(lambda status: "GiB free" in status.waits_for and status.phase == "starting")
     told = deployment.command("status", deployment.run.path)
     assert "waits for the shared file system" in told.stdout, told
     filler.unlink()
