@@ -15,8 +15,8 @@ from rich.console import Console
 from primeslurm.cli.views.dashboard import view
 from primeslurm.errors import RunError, UsageError, Violation
 from primeslurm.files import write_json
-from primeslurm.plan.derive import derive
 from primeslurm.plan.model import Process, Replica
+from primeslurm.plan.planner import derive
 from primeslurm.recipe.reading.recipe_files import load_recipe
 from primeslurm.records import reserve
 from primeslurm.records.attempt import EndRecord, JobRecord
@@ -32,8 +32,7 @@ from primeslurm.records.fleet import (
 from primeslurm.records.reading import recent_rows
 from primeslurm.records.reserve import Reserve
 from primeslurm.records.state import EngineRecord
-from primeslurm.run.create import create, name_in_use
-from primeslurm.run.directory import RunDirectory
+from primeslurm.run.directory import RunDirectory, create, name_in_use
 from primeslurm.run.exclusion import record_excluded
 from primeslurm.run.ledger import BadNode
 from primeslurm.run.status.run_status import RlProgress, RunStatus, read_status
@@ -257,7 +256,7 @@ def test_of_two_who_submit_a_name_at_once_one_gets_it(tmp_path: Path, monkeypatc
         except UsageError as error:
             return str(error)
 
-    monkeypatch.setattr("primeslurm.run.create.name_in_use", look)
+    monkeypatch.setattr("primeslurm.run.directory.name_in_use", look)
     with ThreadPoolExecutor(2) as threads:
         first, second = sorted(threads.map(submit, range(2)))
     assert first == "1" and "is in use" in second
