@@ -14,6 +14,7 @@ from primeslurm.node.agent.supervision import ProcessState, Supervision
 from primeslurm.node.host.network import Ports
 from primeslurm.node.host.shared_memory import SharedMemory
 from primeslurm.plan.model import Node, Plan, Process
+from primeslurm.records.events.nodes import PortTaken
 from primeslurm.records.events.processes import ProcessExited, ProcessStarted, ProcessStartFailed
 from primeslurm.records.fleet import FleetView, ProcessReport
 from primeslurm.records.journal import Journal
@@ -145,7 +146,7 @@ class ProcessManager:
                 silent_s=probe.silent_s if probe else 0.0,
                 order=order,
             )
-            if decision == "start":
+            if decision == "start" and not self._moved(process):
                 self._start(supervision, now, addresses, order.generation if order else 0)
             elif decision == "kill":
                 self._kill(process.name)
@@ -238,6 +239,16 @@ class ProcessManager:
             target = ProbeTarget(self.address, port, process.health.path)
             self.probes[process.name] = Probe(target, self._probe_timeout_s)
         self._journal.write(ProcessStarted(process.name, child.pid, supervision.restarts, generation))
+
+    def _moved(self, process: Process) -> bool:
+        """Take other ports where another user listens: they are published, and the process is started thereafter."""
+        ports = self.ports[process.name]
+        lost = [name for name, port in ports.items() if self._claims.is_lost(port)]
+        for name in lost:
+            instead = self._claims.claim(ports[name] + 1)
+            self._journal.write(PortTaken(process.name, ports[name], instead))
+            ports[name] = instead
+        return bool(lost)
 
     def _spawn(self, process: Process, argv: tuple[str, ...], env: dict[str, str]) -> Child:
         log, cwd = self.attempt.path / process.log, Path(self.plan.run_dir)
