@@ -14,12 +14,13 @@ from primeslurm.node.agent.supervision import ProcessState, Supervision
 from primeslurm.node.host.network import Ports
 from primeslurm.node.host.shared_memory import SharedMemory
 from primeslurm.plan.model import Node, Plan, Process
+from primeslurm.records.events.nodes import PortTaken
 from primeslurm.records.events.processes import ProcessExited, ProcessStarted, ProcessStartFailed
 from primeslurm.records.fleet import FleetView, ProcessReport
 from primeslurm.records.journal import Journal
 from primeslurm.run.directory import Attempt
 from primeslurm.wire.addresses import Addresses
-from primeslurm.wire.secret import generate_token, read
+from primeslurm.wire.secret import VARIABLE, generate_token, handing_over, read
 
 LOOK_S = 30.0
 """Between two looks at the shared memory of what runs."""
@@ -145,7 +146,7 @@ class ProcessManager:
                 silent_s=probe.silent_s if probe else 0.0,
                 order=order,
             )
-            if decision == "start":
+            if decision == "start" and not self._moved(process):
                 self._start(supervision, now, addresses, order.generation if order else 0)
             elif decision == "kill":
                 self._kill(process.name)
@@ -225,7 +226,7 @@ class ProcessManager:
         supervision.started(now, generation)
         try:
             self._context.write(files)
-            child = Child(argv, dict(os.environ) | env, self.attempt.path / process.log, Path(self.plan.run_dir))
+            child = self._spawn(process, argv, dict(os.environ) | env)
         except OSError as error:
             supervision.reason = str(error)
             supervision.exited(now, 127, ending=False)
@@ -238,6 +239,24 @@ class ProcessManager:
             target = ProbeTarget(self.address, port, process.health.path)
             self.probes[process.name] = Probe(target, self._probe_timeout_s)
         self._journal.write(ProcessStarted(process.name, child.pid, supervision.restarts, generation))
+
+    def _moved(self, process: Process) -> bool:
+        """Take other ports where another user listens: they are published, and the process is started thereafter."""
+        ports = self.ports[process.name]
+        lost = [name for name, port in ports.items() if self._claims.is_lost(port)]
+        for name in lost:
+            instead = self._claims.claim(ports[name] + 1)
+            self._journal.write(PortTaken(process.name, ports[name], instead))
+            ports[name] = instead
+        return bool(lost)
+
+    def _spawn(self, process: Process, argv: tuple[str, ...], env: dict[str, str]) -> Child:
+        log, cwd = self.attempt.path / process.log, Path(self.plan.run_dir)
+        if VARIABLE not in self.plan.env:
+            return Child(argv, env, log, cwd)
+        own = env.pop(VARIABLE)
+        with handing_over(own) as (descriptor, told):
+            return Child(argv, env | told, log, cwd, (descriptor,))
 
     def _command(self, process: Process, addresses: Addresses) -> Command:
         fill = self._fill(process, addresses)

@@ -162,6 +162,14 @@ class BadNodeNotRecorded(Event, frozen=True, tag="bad_node_not_recorded"):
     error: str = ""
 
 
+class PortTaken(Event, frozen=True, tag="port_taken"):
+    """Another user of a node listens where a process of the run was to listen: it gets another port."""
+
+    name: str
+    port: int
+    instead: int
+
+
 NodeEvent = (
     AgentStarted
     | AgentFailed
@@ -183,4 +191,5 @@ NodeEvent = (
     | AttemptEnded
     | EndNotRecorded
     | BadNodeNotRecorded
+    | PortTaken
 )

@@ -178,6 +178,8 @@ def _of_node(event: Event) -> EventText | None:
             return _tell(event, "batch", f"starts all agents again without {', '.join(without)}", "warning")
         case nodes.AgentFailed(error=error):
             return _tell(event, event.process, "the agent failed" + _because(error), "error")
+        case nodes.PortTaken(port=port, instead=instead):
+            return _tell(event, event.name, f"another user listens on its port {port}: it gets {instead}", "warning")
         case nodes.HeadFailed(error=error):
             return _tell(event, event.process, "the head failed" + _because(error), "error")
         case nodes.HeartbeatFailed(error=error):
