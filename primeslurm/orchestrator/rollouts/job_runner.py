@@ -15,6 +15,7 @@ import zmq
 import zmq.asyncio
 
 from primeslurm.orchestrator.rollouts.job_protocol import (
+    LARGEST_JOB,
     STATUS_INTERVAL_S,
     Cancel,
     Job,
@@ -24,9 +25,10 @@ from primeslurm.orchestrator.rollouts.job_protocol import (
     ToWorker,
     Unusable,
     encode_result,
+    shortened,
 )
 from primeslurm.wire import secret
-from primeslurm.wire.frames import Frame
+from primeslurm.wire.frames import DamagedError, Frame, value
 from primeslurm.wire.rollouts import Rollout
 
 log = logging.getLogger(__name__)
@@ -42,7 +44,7 @@ def give_notice(environment: str, number: int, address: str, error: str) -> None
         secret.present(socket)
         socket.setsockopt(zmq.LINGER, int(NOTICE_S * 1000))
         socket.connect(address)
-        socket.send(msgspec.msgpack.encode(Unusable(environment, number, error)))
+        socket.send(msgspec.msgpack.encode(Unusable(environment, number, shortened(error))))
 
 
 class JobRunner:
@@ -78,6 +80,7 @@ class JobRunner:
         secret.present(self._socket)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_JOB)
         self._refusals = secret.refusals(self._socket)
         self._socket.connect(address)
 
@@ -106,7 +109,11 @@ class JobRunner:
 
     async def _listen(self) -> None:
         while True:
-            self._handle(msgspec.msgpack.decode(await self._socket.recv(), type=ToWorker))
+            head, *_ = await self._socket.recv_multipart()
+            try:
+                self._handle(value(head, ToWorker))  # type: ignore[arg-type]  # a union is no type
+            except DamagedError as error:
+                log.warning("a damaged message of the orchestrator is ignored: %s", error)
 
     def _handle(self, message: ToWorker) -> None:
         if isinstance(message, Cancel):
@@ -138,4 +145,4 @@ class JobRunner:
         except Exception as error:  # an environment may raise anything; the rollout is then tried again
             if not isinstance(error, RolloutFailed):
                 log.exception("job %s", job.id)
-            return [msgspec.msgpack.encode(Result(job.id, error=f"{type(error).__name__}: {error}"))]
+            return [msgspec.msgpack.encode(Result(job.id, error=shortened(f"{type(error).__name__}: {error}")))]
