@@ -102,7 +102,7 @@ class VersionGate(SecretGate):
 
         async def receiving() -> Message:
             message = await receive()
-            body.extend(message.get("body", b"")[: LARGEST_CONTROL + 1 - len(body)])  # what is cut is no JSON
+            body.extend(message.get("body", b"")[: LARGEST_CONTROL + 1 - len(body)])
             return message
 
         async def sending(message: Message) -> None:
@@ -128,6 +128,8 @@ def _exit_at_once() -> None:
 
 
 def _version(body: bytes, field: str) -> int | None:
+    if len(body) > LARGEST_CONTROL:
+        return None
     try:
         found = str(json.loads(body)[field])
     except (ValueError, LookupError, TypeError, RecursionError):
