@@ -25,8 +25,8 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from primeslurm.wire import frames, secret
-from primeslurm.wire.rollouts import Batch
+from primeslurm.wire import received, secret
+from primeslurm.wire.rollouts import Batch, Frame
 from primeslurm.wire.weight_transfer.messages import NewPolicy, OfferTransfer, TransferSession
 
 log = logging.getLogger(__name__)
@@ -129,7 +129,7 @@ class TrainerLink:
             if answer.kind == "batch":
                 try:
                     return Batch.decode(rest)
-                except frames.DamagedError as error:
+                except received.DamagedError as error:
                     raise LinkError(f"the batch of step {step} is damaged: {error}") from error
             if answer.kind == "stop":
                 return None
@@ -196,8 +196,8 @@ class TrainerLink:
             if self._socket.poll(int(self._retry_s * 1000)):
                 parts = self._socket.recv_multipart(copy=False)
                 try:
-                    answer = frames.value(parts[0].buffer, Answer)
-                except frames.DamagedError as error:
+                    answer = received.value(parts[0].buffer, Answer)
+                except received.DamagedError as error:
                     raise LinkError(f"{self._address} answers {request} with what is no answer: {error}") from error
                 if answer.kind == "error":
                     raise LinkError(answer.text)
@@ -241,9 +241,9 @@ class OrchestratorLink:
             self._socket.close(linger=1000)
 
     async def _answer(self, identity: bytes, raw: bytes) -> None:
-        rest: list[frames.Frame] = []
+        rest: list[Frame] = []
         try:
-            result = await self._handler(frames.value(raw, Request))  # type: ignore[arg-type]  # a union is no type
+            result = await self._handler(received.value(raw, Request))  # type: ignore[arg-type]  # a union is no type
             if isinstance(result, Batch):
                 rest = result.encode()
                 answer = Answer("batch")

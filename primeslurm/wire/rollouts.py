@@ -4,26 +4,30 @@ Entry i of every array describes token i itself: `mask[i]` = this token was samp
 `logprobs[i]` = the engine's log-probability of having sampled it, `versions[i]` = the policy version that sampled it
 (-1 where it was not sampled). A trainer shifts: the logits at i-1 predict token i. A document's first token is never
 trained.
+
+On the wire a message is `[header, buffer, buffer, ...]`: one msgpack header, which names each array's dtype and shape
+in the order of the buffers, and the raw buffers beside it, without copies on the way in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from primeslurm.wire import array_contract, frames
-from primeslurm.wire.frames import Arrays, DamagedError, Frame
+from primeslurm.wire.received import ArraySpec, Count, DamagedError, array, mismatch, value
 from primeslurm.wire.routed_experts import RoutedExperts
 
+T = TypeVar("T")
+Frame = bytes | memoryview
+Arrays = dict[str, NDArray[Any]]
 Int32 = NDArray[np.int32]
 Float32 = NDArray[np.float32]
 Bool = NDArray[np.bool_]
-Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 LARGEST_REWARD = float(np.finfo(np.float32).max)
 """What advantages are made of has to fit into the type that they have."""
 MOST_METRICS = 1000
@@ -122,7 +126,7 @@ class Rollout:
     def encode(self) -> list[Frame]:
         """Encode it as wire frames: one buffer per array there is."""
         found = {spec.name: getattr(self, spec.name) for spec in fields(self) if spec.name != "info"}
-        return frames.encode(self.info, {name: array for name, array in found.items() if array is not None})
+        return to_frames(self.info, {name: array for name, array in found.items() if array is not None})
 
     @classmethod
     def decode(cls, message: Sequence[Any]) -> Rollout:
@@ -131,7 +135,7 @@ class Rollout:
         Raises:
             DamagedError: they are not those of a rollout that can be trained on.
         """
-        info, arrays = frames.decode(message, RolloutInfo)
+        info, arrays = from_frames(message, RolloutInfo)
         if why := _not_a_rollout(info, arrays):
             raise DamagedError(why)
         return cls(info, **arrays)
@@ -216,7 +220,7 @@ class Batch:
 
     def encode(self) -> list[Frame]:
         """Encode it as wire frames: one stacked [rows, seq_len, ...] array per field."""
-        return frames.encode(_Header(self.info, [row.images for row in self.rows]), stack(self.rows))
+        return to_frames(_Header(self.info, [row.images for row in self.rows]), stack(self.rows))
 
     @classmethod
     def decode(cls, message: Sequence[Any]) -> Batch:
@@ -225,13 +229,55 @@ class Batch:
         Raises:
             DamagedError: they are not those of a batch.
         """
-        header, arrays = frames.decode(message, _Header)
+        header, arrays = from_frames(message, _Header)
         if why := _not_a_batch(header, arrays):
             raise DamagedError(why)
         images = enumerate(header.images)
         return cls(
             header.info, [Row(**{name: array[i] for name, array in arrays.items()}, images=p) for i, p in images]
         )
+
+
+class _ArraysHeader(msgspec.Struct, frozen=True):
+    meta: msgspec.Raw
+    arrays: tuple[ArraySpec, ...]
+
+
+def to_frames(meta: Any, arrays: Mapping[str, NDArray[Any]] = {}) -> list[Frame]:
+    """Encode `meta` and named arrays as frames, ready for `send_multipart(copy=False)`.
+
+    Args:
+        meta: anything that msgspec encodes.
+        arrays: by name; a contiguous one is not copied.
+    """
+    contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    specs = tuple(ArraySpec(name, array.dtype.str, array.shape) for name, array in contiguous.items())
+    header = _ArraysHeader(msgspec.Raw(msgspec.msgpack.encode(meta)), specs)
+    buffers = [array.reshape(-1).view(np.uint8).data for array in contiguous.values()]
+    return [msgspec.msgpack.encode(header), *buffers]
+
+
+def from_frames(frames: Sequence[Any], kind: type[T]) -> tuple[T, Arrays]:
+    """Decode what `to_frames` made. Arrays are read-only views of the frames.
+
+    Args:
+        frames: of one message.
+        kind: type of `meta`.
+
+    Raises:
+        DamagedError: the frames do not match their header, or the header is damaged.
+    """
+    if not frames:
+        raise DamagedError("a message without a header")
+    header = value(frames[0], _ArraysHeader)
+    if len(frames) != len(header.arrays) + 1:
+        raise DamagedError(f"{len(frames) - 1} buffers, but the header names {len(header.arrays)}")
+    arrays: Arrays = {}
+    for spec, frame in zip(header.arrays, frames[1:], strict=True):
+        if spec.name in arrays:
+            raise DamagedError(f"two arrays {spec.name[:40]!r}")
+        arrays[spec.name] = array(spec, frame)
+    return value(header.meta, kind), arrays
 
 
 def _not_a_rollout(info: RolloutInfo, arrays: Arrays) -> str:
@@ -241,7 +287,7 @@ def _not_a_rollout(info: RolloutInfo, arrays: Arrays) -> str:
     length = len(arrays.get("token_ids", ()))
     if not length:
         return "no tokens"
-    if why := array_contract.mismatch(Rollout, arrays, (length,)):
+    if why := mismatch(Rollout, arrays, (length,)):
         return why
     end = 0
     for image in info.images:
@@ -264,4 +310,4 @@ def _not_a_batch(header: _Header, arrays: Arrays) -> str:
         return f"rank {info.dp_rank} of {info.dp_world}"
     if tokens is None or tokens.ndim != 2 or len(tokens) != len(header.images) or not tokens.size:
         return "rows without tokens, or not as many as it says"
-    return array_contract.mismatch(Row, arrays, tokens.shape)
+    return mismatch(Row, arrays, tokens.shape)

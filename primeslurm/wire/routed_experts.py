@@ -15,8 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from primeslurm.wire.array_contract import LARGEST_AXIS
-from primeslurm.wire.frames import DamagedError
+from primeslurm.wire.received import LARGEST_AXIS, DamagedError
 
 RoutedExperts = NDArray[np.uint8] | NDArray[np.uint16]
 

@@ -11,10 +11,9 @@ import httpx
 import msgspec
 
 from primeslurm.wire import routed_experts
-from primeslurm.wire.frames import DamagedError
 from primeslurm.wire.http import client_within_run, words
+from primeslurm.wire.received import Count, DamagedError
 from primeslurm.wire.retry import insisting
-from primeslurm.wire.rollouts import Count
 from primeslurm.wire.routed_experts import RoutedExperts
 
 GENERATE = "/inference/v1/generate"

@@ -10,8 +10,8 @@ from itertools import groupby
 import msgspec
 import numpy as np
 
-from primeslurm.wire.frames import DamagedError, value
-from primeslurm.wire.rollouts import Count, Rollout, whole
+from primeslurm.wire.received import Count, DamagedError, value
+from primeslurm.wire.rollouts import Rollout, whole
 
 
 class GroupInfo(msgspec.Struct, frozen=True):

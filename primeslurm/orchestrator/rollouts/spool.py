@@ -8,7 +8,7 @@ from pathlib import Path
 
 from primeslurm.files import write_atomic
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
-from primeslurm.wire.frames import DamagedError
+from primeslurm.wire.received import DamagedError
 
 log = logging.getLogger(__name__)
 SUFFIX = ".group"

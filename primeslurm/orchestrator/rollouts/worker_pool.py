@@ -31,7 +31,7 @@ from primeslurm.orchestrator.rollouts.job_protocol import (
     shortened,
 )
 from primeslurm.wire import secret
-from primeslurm.wire.frames import DamagedError, value
+from primeslurm.wire.received import DamagedError, value
 from primeslurm.wire.rollouts import Rollout
 
 log = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ import httpx
 import msgspec
 
 from primeslurm.wire.http import client_within_run, words
+from primeslurm.wire.received import Count
 from primeslurm.wire.retry import repeating
-from primeslurm.wire.rollouts import Count
 
 
 class EngineStatus(msgspec.Struct, frozen=True):
