@@ -6,11 +6,10 @@ import logging
 from collections.abc import Iterable
 from pathlib import Path
 
-import msgspec
-
 from primeslurm import durable
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.records.reserve import Reserve, is_full
+from primeslurm.wire.received import DamagedError
 
 log = logging.getLogger(__name__)
 SUFFIX = ".group"
@@ -60,7 +59,7 @@ class Spool:
         for path in sorted(self._directory.glob(f"*{SUFFIX}")):
             try:
                 groups.append(RolloutGroup.from_bytes(path.read_bytes()))
-            except (OSError, ValueError, msgspec.MsgspecError) as error:
+            except (OSError, DamagedError) as error:
                 log.warning("%s cannot be read and is set aside: %s", path, error)
                 path.replace(path.with_suffix(".damaged"))
         return groups
