@@ -23,6 +23,7 @@ from primeslurm.node.agent.node_context import remove_of_earlier_attempts
 from primeslurm.node.agent.process_manager import ProcessManager
 from primeslurm.node.head.fleet import NODE_START_S
 from primeslurm.node.host.network import NetworkError, node_name, own_address
+from primeslurm.node.host.sweeper import Sweeper
 from primeslurm.node.preflight.preflight import Preflight, PreflightTimings
 from primeslurm.plan.model import Plan
 from primeslurm.records.events.nodes import AgentFailed, AgentStarted, AttemptEnds, HeartbeatFailed, NodesAssigned
@@ -118,9 +119,11 @@ class NodeAgent:
 
     def run(self) -> None:
         """Start what there is to start and keep it running until the attempt ends."""
+        sweeper = Sweeper()
         try:
             remove_of_earlier_attempts(self.tmp)
             self.tmp.mkdir(parents=True, exist_ok=True)
+            sweeper.add(self.tmp)
             self.journal.write(AgentStarted(self.name, self.address))
             self.preflight.start()
             while not self._finished():
@@ -134,6 +137,7 @@ class NodeAgent:
             if self.processes is not None:
                 self.processes.close()
             shutil.rmtree(self.tmp, ignore_errors=True)
+            sweeper.close()
             self._heartbeat(time.time(), ended=True)
 
     def tick(self, now: float) -> None:
