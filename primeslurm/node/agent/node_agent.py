@@ -24,6 +24,7 @@ from primeslurm.node.head.fleet import NODE_START_S
 from primeslurm.node.host.network import NetworkError, node_name, own_address
 from primeslurm.node.host.private_directory import PrivateDirectory, random_word
 from primeslurm.node.host.record_writer import RecordWriter
+from primeslurm.node.host.sweeper import Sweeper
 from primeslurm.node.preflight.preflight import Preflight, PreflightTimings
 from primeslurm.plan.model import Plan
 from primeslurm.records.events.nodes import AgentFailed, AgentStarted, AttemptEnds, HeartbeatFailed, NodesAssigned
@@ -123,9 +124,11 @@ class NodeAgent:
 
     def run(self) -> None:
         """Start what there is to start and keep it running until the attempt ends."""
+        sweeper = Sweeper()
         try:
             remove_of_earlier_attempts(self.tmp)
             self._directory.make()
+            sweeper.add(self.tmp)
             self.journal.write(AgentStarted(self.name, self.address))
             self.preflight.start()
             while not self._finished():
@@ -139,6 +142,7 @@ class NodeAgent:
             if self.processes is not None:
                 self.processes.close()
             self._directory.remove()
+            sweeper.close()
             self._heartbeat(time.time(), ended=True)
 
     def tick(self, now: float) -> None:

@@ -34,6 +34,9 @@ from primeslurm.run.records import progress_of
 from primeslurm.slurm.launch_failures import JobOutput, early_exits, launch_failures, node_names, restarts
 from primeslurm.wire.addresses import Addresses
 
+SUSPECT_S = 10.0
+"""Who has not been heard of for so long, or a third of `node_silent_s`, is not called healthy any more."""
+
 
 @dataclass(frozen=True)
 class HeadTimings:
@@ -193,7 +196,7 @@ class Head(threading.Thread):
         states, ready = {}, []
         for process in self.plan.processes():
             report = fleet.report(process.name)
-            suspect = fleet.silence(process.name, now) > self.plan.node_silent_s / 3
+            suspect = fleet.silence(process.name, now) > min(SUSPECT_S, self.plan.node_silent_s / 3)
             states[process.name] = str(fleet_state(process, report, suspect=suspect, lost=process.name in fleet.lost))
             if report is not None and report.state == ProcessState.READY:
                 ready.append(process.name)
