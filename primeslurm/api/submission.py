@@ -18,6 +18,7 @@ from primeslurm.records.attempt import JobRecord
 from primeslurm.run.directory import Attempt, RunDirectory, create, discard, missing_variables, name_in_use
 from primeslurm.run.exclusion import excluded, record_excluded, spared
 from primeslurm.run.ledger import BadNode, Ledger, avoiding
+from primeslurm.run.ownership import unsafe
 from primeslurm.slurm import inventory
 from primeslurm.slurm.client import SlurmClient
 from primeslurm.slurm.inventory import InstalledDifference, Parts
@@ -60,7 +61,7 @@ def dry_run(plan: Plan, slurm_conf: str | None, *, ask: bool) -> DryRun:
     """
     refuse(plan, "error")
     unasked: tuple[str, ...] = ()
-    problems = name_in_use(Path(plan.run_dir)) + missing_variables(plan)
+    problems = name_in_use(Path(plan.run_dir)) + unsafe(Path(plan.run_dir)) + missing_variables(plan)
     if plan.executor == "slurm" and ask:
         try:
             plan = avoid_bad_nodes(plan, slurm_conf)
@@ -75,7 +76,7 @@ def dry_run(plan: Plan, slurm_conf: str | None, *, ask: bool) -> DryRun:
 def refuse_unfit(plan: Plan) -> None:
     """Raise UsageError if anything that is known here speaks against the plan; Slurm is not asked."""
     refuse(plan, "error", "blocked")
-    if problems := name_in_use(Path(plan.run_dir)) + missing_variables(plan):
+    if problems := name_in_use(Path(plan.run_dir)) + unsafe(Path(plan.run_dir)) + missing_variables(plan):
         raise UsageError(problems)
 
 
@@ -109,6 +110,8 @@ def resume(directory: RunDirectory) -> Submitted:
         ClusterError: Slurm refused the job or did not answer. Nothing is left of the attempt then.
         RunError: its records are damaged.
     """
+    if problems := unsafe(directory.path):
+        raise UsageError(problems)
     previous = directory.latest()
     plan, job = previous.plan(), previous.job()
     if problems := missing_variables(plan):

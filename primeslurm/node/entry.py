@@ -64,6 +64,7 @@ class AgentTask:
 
     def __call__(self) -> str:
         """Run this node's agent until the attempt ends; on the head, requeue the job if the run should go on."""
+        os.umask(os.umask(0o022) | 0o022)  # whatever the site's: nobody else writes what a run has written
         # Signals may come before there is anybody to heed them: submitit would pass over SIGTERM for good, and end the
         # job for an USR2 without a checkpoint.
         signal.signal(signal.SIGTERM, self._on_term)

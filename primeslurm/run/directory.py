@@ -28,6 +28,7 @@ from primeslurm.records.attempt import EndRecord, JobRecord, LockRecord
 from primeslurm.records.base import Record
 from primeslurm.records.fleet import AgentReport, AssignmentRecord, FleetView
 from primeslurm.records.reading import find_record, read_record
+from primeslurm.run.ownership import unsafe
 from primeslurm.run.versions import installed_packages
 from primeslurm.wire import addresses, secret
 
@@ -240,7 +241,7 @@ def create(recipe: Recipe, plan: Plan, source: Path) -> Attempt:
         OSError: it cannot be written.
     """
     run_dir = Path(plan.run_dir)
-    if problems := name_in_use(run_dir):
+    if problems := name_in_use(run_dir) + unsafe(run_dir):
         raise UsageError(problems)
     durable.make_directory(run_dir, mode=0o700)
     try:
@@ -262,6 +263,8 @@ def discard(attempt: Attempt) -> None:
 
 def _fill(run_dir: Path, recipe: Recipe, plan: Plan, source: Path) -> Attempt:
     run_dir.chmod(0o700)  # one that was there, empty, too
+    if problems := unsafe(run_dir):  # somebody else was faster
+        raise UsageError(problems)
     secret.create(run_dir)
     write_atomic(run_dir / "recipe.yaml", source.read_bytes())
     resolved = recipe.model_dump_json(by_alias=True, indent=2)

@@ -17,6 +17,8 @@ from primeslurm.recipe.fields.section import Section
 from primeslurm.slurm.launch_failures import MARK
 from primeslurm.templating import environment
 
+LOAD = "primeslurm.node.load"
+"""Module that a job starts on every node, with the folder of the pickled agent."""
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -41,7 +43,7 @@ def render(plan: Plan) -> str:
         environment=exports(plan),
         srun=(*_step_options(plan), *plan.job.srun),
         mark=MARK,
-        command=(*python, "-u", "-m", "submitit.core._submit", submitit_folder(plan)),
+        command=(*python, "-u", "-m", LOAD, submitit_folder(plan)),
         batch_epilogue=(*python, "-m", "primeslurm.node.attempt.batch_epilogue", plan.run_dir),
     )
 

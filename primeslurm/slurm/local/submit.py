@@ -20,7 +20,7 @@ from primeslurm.errors import RunError
 from primeslurm.plan.model import Plan
 from primeslurm.recipe.fields.slurm_syntax import minutes
 from primeslurm.slurm.executor import Agent
-from primeslurm.slurm.render import exports, submitit_folder
+from primeslurm.slurm.render import LOAD, exports, submitit_folder
 
 _CONTROLLER = "primeslurm.slurm.local.controller"
 _EXEC_POLLS, _EXEC_POLL_S = 20, 0.01
@@ -73,6 +73,10 @@ class PlanLocalExecutor(submitit.LocalExecutor):
         super().__init__(submitit_folder(plan), max_num_timeout=plan.max_attempts, python=shlex.quote(plan.python))
         self._plan = plan
         self.update_parameters(timeout_min=minutes(plan.job.time), tasks_per_node=plan.allocated)
+
+    @property
+    def _submitit_command_str(self) -> str:
+        return f"{self.python} -u -m {LOAD} {shlex.quote(str(self.folder))}"
 
     def _libraries(self) -> dict[str, str]:
         """LD_LIBRARY_PATH as the batch script would set it."""

@@ -156,7 +156,7 @@ def _check_plan(plan: Plan, directory: Path, tools: Path) -> None:
     assert (done.returncode, done.stderr, done.stdout) == (0, b"", b"primeslurm: start 0\n")
     assert not (directory / CANARY).exists()
     argv = (directory / "srun.argv").read_bytes().decode().split("\0")[:-1]
-    agent = [*plan.job.launcher, plan.python, "-u", "-m", "submitit.core._submit", f"{plan.run_dir}/submitit"]
+    agent = [*plan.job.launcher, plan.python, "-u", "-m", "primeslurm.node.load", f"{plan.run_dir}/submitit"]
     assert argv[-len(agent) :] == agent
     step = argv[: -len(agent)]
     assert step[len(step) - len(plan.job.srun) :] == list(plan.job.srun)
