@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from primeslurm.errors import RunError
 from primeslurm.records.events.policy import EngineUpdated
 from primeslurm.records.events.processes import ProcessStarted
 from primeslurm.run.directory import RunDirectory
 from primeslurm.run.records import events, rows
 from primeslurm.wire import checkpoints
 from primeslurm.wire.weight_transfer import filesystem
+from tests.support.attacks import Aims, worked
 from tests.support.strangers import watching_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(900)]
@@ -42,12 +46,38 @@ def python(place: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(argv, cwd=place, env=env, capture_output=True, text=True, timeout=840, check=False)
 
 
-def test_a_script_submits_and_waits(place: Path) -> None:
+class Neighbour(threading.Thread):
+    """Tries everything on a run as soon as all of its processes are there, as another Unix user."""
+
+    def __init__(self, run: RunDirectory) -> None:
+        super().__init__(daemon=True)
+        self._run, self.over = run, threading.Event()
+        self.aims: Aims | None = None
+        self.worked: dict[str, list[str]] = {"nothing was tried": []}
+
+    def run(self) -> None:
+        while not self.over.wait(0.1):
+            with contextlib.suppress(RunError, ValueError):
+                wanted = len(self._run.attempt(1).plan().processes())
+                aims = Aims.of(self._run.path)
+                if len(aims.pids) > wanted and rows(self._run.path):
+                    self.aims, self.worked = aims, worked(aims)
+                    return
+
+
+def test_a_script_submits_and_waits_and_a_neighbour_on_the_node_changes_nothing(place: Path) -> None:
     example, recipe = ROOT / "examples" / "submit_from_python.py", ROOT / "tests" / "emulated" / "small.yaml"
-    with watching_for(place / "runs" / "s" / "secret"):
-        done = python(place, example, recipe, "--emulate", "--name", "s", "--steps", str(STEPS))
-    assert done.returncode == 0, done.stdout + done.stderr
     run = RunDirectory(place / "runs" / "s")
+    place.chmod(0o755)  # as homes and directories of runs often are: what is the run's own closes it
+    neighbour = Neighbour(run)
+    neighbour.start()
+    with watching_for(run.path / "secret"):
+        done = python(place, example, recipe, "--emulate", "--name", "s", "--steps", str(STEPS))
+    neighbour.over.set()
+    neighbour.join()
+    assert neighbour.worked == {}
+    assert neighbour.aims is not None and neighbour.aims.places and neighbour.aims.claims
+    assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout == f"submitted s to {run.path}\ns completed: step {STEPS} of {STEPS}\n"
     assert run.attempt(1).plan().emulated and checkpoints.newest(run.path) == STEPS
     assert not (place / ".primeslurm" / "clusters" / "emulate-s").exists()

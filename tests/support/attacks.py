@@ -1,0 +1,178 @@
+"""What another user of the node may try on a run, with all its names known: its directory, processes and places.
+
+Each attack is tried on each of its targets. Those that do no harm are first done as the owner: they work, so that it is
+the stranger who is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from primeslurm.run.directory import RunDirectory
+from tests.support.strangers import attempted
+
+_PTRACE_ATTACH, _PTRACE_DETACH = 16, 17
+_PIDFD_GETFD = 438
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True)
+class Aims:
+    """What there is of a run that goes on, on this machine."""
+
+    run: Path
+    pids: tuple[int, ...]
+    places: tuple[Path, ...]
+    """Directories of its agents on the node's disk."""
+    memory: tuple[Path, ...]
+    """What its user has in /dev/shm."""
+    claims: tuple[str, ...]
+    """Abstract names of its ports' claims."""
+
+    @classmethod
+    def of(cls, run: Path) -> Aims:
+        """Find them."""
+        directory = RunDirectory(run)
+        reports = directory.attempt(1).heartbeats()
+        pids = [report.agent_pid for report in reports if report.agent_pid]
+        pids += [process.pid for report in reports for process in report.processes.values() if process.pid]
+        shared = (path for path in Path("/dev/shm").iterdir() if path.is_file() and path.stat().st_uid == os.geteuid())
+        names = [line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines()]
+        names += [" ".join(line.split()[-2:]) for line in Path("/proc/net/unix").read_text().splitlines()]
+        return cls(
+            run=run,
+            pids=tuple(pids),
+            places=tuple(Path(tempfile.gettempdir()).glob(f"primeslurm-{directory.run_id}-1-a*")),
+            memory=tuple(shared),
+            claims=tuple(name for name in names if name.startswith("@primeslurm ")),
+        )
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One attack.
+
+    Args:
+        name: what it is.
+        aims: its targets.
+        act: tries it on one of them; OSError: it was refused.
+        harmless: it may be done as the owner, where it works on one target at least.
+    """
+
+    name: str
+    aims: Callable[[Aims], Iterable[object]]
+    act: Callable[[object], object]
+    harmless: bool = False
+
+    def hits(self, aims: Aims) -> list[str]:
+        """Try it on all, as whoever runs this. Returns where it worked."""
+        found = []
+        for aim in self.aims(aims):
+            with contextlib.suppress(OSError):
+                self.act(aim)
+                found.append(str(aim))
+        return found
+
+
+def worked(aims: Aims) -> dict[str, list[str]]:
+    """Try everything as a stranger.
+
+    Returns:
+        Name of each attack that worked, to where it did. `as owner: NAME` stands for one that did not even work for
+        the owner, and shows nothing therefore.
+    """
+    found = {}
+    for trial in TRIALS:
+        if trial.harmless and not trial.hits(aims):
+            found[f"as owner: {trial.name}"] = ["nowhere"]
+        attack = attempted(lambda: trial.hits(aims))  # noqa: B023
+        assert attack.succeeded, attack.trace
+        if attack.value:
+            found[trial.name] = attack.value
+    return found
+
+
+def _read(path: object) -> bytes:
+    with Path(str(path)).open("rb") as file:
+        return file.read(1)
+
+
+def _in_proc(name: str) -> Callable[[Aims], Iterable[object]]:
+    return lambda aims: [f"/proc/{pid}/{name}" for pid in aims.pids]
+
+
+def _files(aims: Aims) -> Iterable[object]:
+    known = ("secret", "lock.json", "recipe.yaml", "attempts/1/plan.json", "attempts/1/addresses.json", "metrics.jsonl")
+    return [aims.run / name for name in known] + list(aims.run.glob("submitit/*")) + list(aims.run.glob("slurm-*.out"))
+
+
+def _new(aims: Aims) -> Iterable[object]:
+    planted = ("attempts/1/cancel", "attempts/1/fleet.json", "submitit/1_submitted.pkl", "secret", "checkpoints/x")
+    return [*(aims.run / name for name in planted), aims.run.parent / "x", aims.run.parent / ".bad-nodes" / "n.json"]
+
+
+def _link(path: object) -> None:
+    (Path(str(path)) / "vllm").symlink_to("/tmp")
+
+
+def _rename(path: object) -> None:
+    Path(str(path)).rename(f"{path}-aside")
+
+
+def _system(result: int) -> None:
+    if result < 0:
+        raise OSError(ctypes.get_errno(), "refused")
+
+
+def _trace(pid: object) -> None:
+    _system(_LIBC.ptrace(_PTRACE_ATTACH, pid, None, None))
+    _LIBC.ptrace(_PTRACE_DETACH, pid, None, None)
+
+
+def _take_descriptors(pid: object) -> None:
+    handle = os.pidfd_open(int(str(pid)))
+    _system(_LIBC.syscall(_PIDFD_GETFD, handle, 1, 0))
+
+
+def _connect(name: object) -> None:
+    with socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(name).replace("@", "\0", 1))
+
+
+def _pids(aims: Aims) -> Iterable[object]:
+    return aims.pids
+
+
+TRIALS = (
+    Trial("list the run directory", lambda aims: [aims.run], lambda path: os.listdir(str(path)), True),  # noqa: PTH208
+    Trial("read what is in it", _files, _read, True),
+    Trial("write or plant files in it", _new, lambda path: Path(str(path)).open("ab").close()),
+    Trial("put another in its place", lambda aims: [aims.run], _rename),
+    Trial("open it", lambda aims: [aims.run], lambda path: Path(str(path)).chmod(0o777)),
+    Trial("list directories on the disk", lambda aims: aims.places, lambda path: os.listdir(str(path)), True),  # noqa: PTH208
+    Trial("plant links there", lambda aims: aims.places, _link),
+    Trial("put others in their place", lambda aims: aims.places, _rename),
+    Trial("read environments", _in_proc("environ"), _read, True),
+    Trial("read maps", _in_proc("maps"), _read, True),
+    Trial("open memory", _in_proc("mem"), lambda path: Path(str(path)).open("rb").close(), True),
+    Trial("list descriptors", _in_proc("fd"), lambda path: os.listdir(str(path)), True),  # noqa: PTH208
+    Trial("enter working directories", _in_proc("cwd"), lambda path: os.listdir(str(path)), True),  # noqa: PTH208
+    Trial("open descriptors", _in_proc("fd/1"), lambda path: Path(str(path)).open("ab").close(), True),
+    Trial("end processes", _pids, lambda pid: os.kill(int(str(pid)), signal.SIGKILL)),
+    Trial("stop processes", _pids, lambda pid: os.kill(int(str(pid)), signal.SIGSTOP)),
+    Trial("slow processes down", _pids, lambda pid: os.setpriority(os.PRIO_PROCESS, int(str(pid)), 19)),
+    Trial("move them to one core", _pids, lambda pid: os.sched_setaffinity(int(str(pid)), {0})),
+    Trial("trace processes", _pids, _trace),
+    Trial("take descriptors", _pids, _take_descriptors, True),
+    Trial("open shared memory", lambda aims: aims.memory, lambda path: Path(str(path)).open("r+b").close()),
+    Trial("unlink shared memory", lambda aims: aims.memory, lambda path: Path(str(path)).unlink()),
+    Trial("connect to claims of ports", lambda aims: aims.claims, _connect),
+)
