@@ -212,8 +212,13 @@ def _processes(title: str, processes: Sequence[ProcessStatus]) -> Table:
     table = _table(title, "state", "node", "pid", "restarts")
     for process in processes:
         pid = str(process.pid or "-")
-        table.add_row(process.name, _state(process.state, process.state), process.node, pid, str(process.restarts))
+        table.add_row(process.name, _state(_words(process), process.state), process.node, pid, str(process.restarts))
     return table
+
+
+def _words(process: ProcessStatus) -> str:
+    """Its state; of one that is silent also for how long, and where."""
+    return process.silent.replace("silent", "SILENT", 1) if process.state == "SILENT" else process.state
 
 
 def _events(status: RunStatus) -> Table:

@@ -64,6 +64,8 @@ class Status(msgspec.Struct, frozen=True, tag=True):
     """The node that it is on: what the bound of rollouts on a node counts by."""
     seen: int = 0
     """Number of the newest job that it was sent: a job up to there that is not in `jobs` is no more."""
+    busy_s: float = 0.0
+    """Seconds since its last status for which its event loop computed, or waited for a CPU."""
 
 
 class Unusable(msgspec.Struct, frozen=True, tag=True):

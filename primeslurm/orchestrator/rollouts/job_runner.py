@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import msgspec
 import zmq
@@ -25,6 +26,7 @@ from primeslurm.orchestrator.rollouts.job_protocol import (
     Unusable,
     encode_result,
 )
+from primeslurm.records.beats import pulse
 from primeslurm.wire import secret
 from primeslurm.wire.frames import Frame
 from primeslurm.wire.rollouts import Rollout
@@ -118,9 +120,12 @@ class JobRunner:
             self._jobs[message.id] = asyncio.create_task(self._run(message))
 
     async def _beat(self) -> None:
+        busy = _busy_s()
         while True:
+            pulse().enter("event loop")
             who, jobs = (self._environment, self._number, self._incarnation), list(self._jobs)
-            status = Status(*who, jobs, self._tasks, self._node, self._seen)
+            before, busy = busy, _busy_s()
+            status = Status(*who, jobs, self._tasks, self._node, self._seen, busy - before)
             await self._socket.send(msgspec.msgpack.encode(status))
             await asyncio.sleep(STATUS_INTERVAL_S)
 
@@ -139,3 +144,12 @@ class JobRunner:
             if not isinstance(error, RolloutFailed):
                 log.exception("job %s", job.id)
             return [msgspec.msgpack.encode(Result(job.id, error=f"{type(error).__name__}: {error}"))]
+
+
+def _busy_s() -> float:
+    """Seconds for which this thread has computed or waited for a CPU, as the kernel counts them."""
+    try:
+        computed, waited, _ = Path("/proc/thread-self/schedstat").read_text().split()
+    except OSError:
+        return time.thread_time()
+    return (int(computed) + int(waited)) / 1e9

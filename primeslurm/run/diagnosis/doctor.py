@@ -13,7 +13,7 @@ from primeslurm.records.attempt import JobRecord
 from primeslurm.records.base import Event
 from primeslurm.run.diagnosis import failure_signatures
 from primeslurm.run.diagnosis.failure_signatures import Cause
-from primeslurm.run.diagnosis.failures import Failure, failures
+from primeslurm.run.diagnosis.failures import Failure, failures, silent
 from primeslurm.run.diagnosis.logs import error_line, lines_until
 from primeslurm.run.diagnosis.validity import MAX_KL, problems
 from primeslurm.run.directory import Attempt, RunDirectory
@@ -89,6 +89,7 @@ def diagnose(
     happened = attempt_events(attempt)
     failed = failures(happened, attempt.heartbeats())
     outcome, reason = _outcome(attempt, job_state)
+    failed += silent(attempt.fleet()) if outcome in _UNDER_WAY else []
     open_ = [failure for failure in failed if not failure.recovered]
     if not open_ and outcome not in _GOOD:
         open_ = [_end_itself(attempt, happened, outcome, reason)]
@@ -108,6 +109,7 @@ def diagnose(
     )
 
 
+_UNDER_WAY = ("running", "RUNNING")
 _GOOD = ("running", "completed", "cancelled", "preempted", "PENDING", "RUNNING")
 
 

@@ -52,6 +52,8 @@ class ProcessStatus(msgspec.Struct, frozen=True):
     pid: int | None
     restarts: int
     replica: int | None = None
+    silent: str = ""
+    """For how long it has been silent, and where, if it is."""
 
 
 class ReplicaStatus(msgspec.Struct, frozen=True):
@@ -164,8 +166,8 @@ def read_status(run: RunDirectory, job_state: JobQuery, now: float | None = None
         history=_history(placement.task, steps[-HISTORY:]),
         roles=_by_role(placement, states),
         replicas=_replicas(placement, states, orchestrator.replicas if orchestrator else {}),
-        unhealthy=_unhealthy(placement, attempt, states) if end is None else [],
-        processes=_describe(placement.processes(), attempt, states) if processes else [],
+        unhealthy=_unhealthy(placement, attempt, fleet) if end is None else [],
+        processes=_describe(placement.processes(), attempt, fleet) if processes else [],
         events=lately(notable(recent_events(attempt)), RECENT),
         advice=advise(orchestrator.roles, tunables_of(recipe)) if orchestrator and phase == "running" else [],
     )
@@ -264,13 +266,15 @@ def _without_what_is_well(
     return RlProgress(**shared, late_engines=late)
 
 
-def _unhealthy(placement: RunPlacement, attempt: Attempt, states: Mapping[str, str]) -> list[ProcessStatus]:
+def _unhealthy(placement: RunPlacement, attempt: Attempt, fleet: FleetView | None) -> list[ProcessStatus]:
+    states = fleet.states if fleet else {}
     ill = (process for process in placement.processes() if states.get(process.name, "STARTING") not in FINE)
-    return _describe([process for _, process in zip(range(MAX_UNHEALTHY), ill, strict=False)], attempt, states)
+    return _describe([process for _, process in zip(range(MAX_UNHEALTHY), ill, strict=False)], attempt, fleet)
 
 
-def _describe(processes: Iterable[PlacedProcess], attempt: Attempt, states: Mapping[str, str]) -> list[ProcessStatus]:
+def _describe(processes: Iterable[PlacedProcess], attempt: Attempt, fleet: FleetView | None) -> list[ProcessStatus]:
     """With what the heartbeats of their nodes say."""
+    fleet = fleet or FleetView(time=0.0)
     assignment = attempt.assignment()
     reports: dict[int, AgentReport | None] = {}
     found = []
@@ -285,10 +289,11 @@ def _describe(processes: Iterable[PlacedProcess], attempt: Attempt, states: Mapp
                 name=process.name,
                 role=process.role,
                 node=report.name if report else f"node {node}",
-                state=states.get(process.name, "STARTING"),
+                state=fleet.states.get(process.name, "STARTING"),
                 pid=own.pid if own else None,
                 restarts=own.restarts if own else 0,
                 replica=process.replica,
+                silent=fleet.silent[process.name].words if process.name in fleet.silent else "",
             )
         )
     return found
