@@ -192,7 +192,7 @@ class ProcessManager:
         beat = vital.beat
         event = ProcessHangs(name, round(vital.silent_s, 1), beat.phase, beat.step, self.supervised[name].reason)
         self._journal.write(event)
-        if beat.number:
+        if beat.number and self.supervised[name].process.beats is not None:
             child.send(beats.DUMP_SIGNAL)
         child.send(signal.SIGCONT)  # one that is stopped takes no other signal
         self._killed_at[name] = now + DUMP_S

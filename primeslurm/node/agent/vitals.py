@@ -92,8 +92,7 @@ class Vitals:
                 watched.vital = self._look(watched, now)
 
     def _look(self, watched: _Watched, now: float) -> Vital:
-        beat = watched.page.read() if watched.page else Beat()
-        heard = watched.probe.answers if watched.probe else beat.number
+        beat = Beat(watched.probe.answers) if watched.probe else watched.page.read() if watched.page else _NOTHING
         condition, excused_s = Condition(), 0.0
         if watched.silence.seconds >= QUIET_S:  # /proc is read of few: most have just been heard of
             condition = self._condition(watched.pid)
@@ -102,7 +101,7 @@ class Vitals:
         else:
             watched.waited_s = None
         watched.looked_at = now
-        silent_s = watched.silence.look(now, heard, excused_s)
+        silent_s = watched.silence.look(now, beat.number, excused_s)
         return Vital(silent_s, _limit_s(watched, beat), beat, condition.stopped)
 
 
@@ -116,7 +115,7 @@ def _excused_s(watched: _Watched, condition: Condition, now: float) -> float:
 def _limit_s(watched: _Watched, beat: Beat) -> float | None:
     health, beats = watched.process.health, watched.process.beats
     if watched.probe is not None and health is not None:
-        return health.hang_timeout_s
+        return health.hang_timeout_s if beat.number else None  # until it listens, its start has a limit of its own
     if beats is None:
         return None
     return beat.limit_s or (beats.hang_timeout_s if beat.number else beats.start_timeout_s)

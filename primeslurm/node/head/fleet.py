@@ -141,9 +141,10 @@ class Fleet:
         found = {}
         for process in self._processes.values():
             report = self.report(process.name)
-            if report is None or report.beat is None or not is_shown(report.beat):
+            if report is None or report.beat is None:
                 continue
-            if process.role != "trainer" or (self.standstill and process.name in self.standstill.behind):
+            waited_for = self.standstill is not None and process.name in self.standstill.behind
+            if waited_for if process.role == "trainer" else is_shown(report.beat):
                 found[process.name] = report.beat
         return found
 

@@ -12,10 +12,14 @@ from dataclasses import dataclass
 from primeslurm.records.events.processes import RanksWait
 from primeslurm.records.fleet import BeatReport
 
-SHOWN_S = 10.0
+SHOWN_S = 5.0
 """Shorter silence is not worth a word."""
-SHOWN_SHARE = 1 / 30
-"""Nor is less than this share of what the phase may take."""
+SHOWN_SHARE = 1 / 60
+"""Nor is less than this share of what a phase may take."""
+RANKS_SHARE = 1 / 12
+"""The same for the ranks of a trainer, which compute for a while between two beats."""
+START_SHARE = 1 / 2
+"""And for what has yet to begin: it imports and loads."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,7 @@ def standstill(beats: Mapping[str, BeatReport]) -> Standstill | None:
     Returns:
         None while any of them goes on.
     """
-    if not beats or not all(is_shown(beat) for beat in beats.values()):
+    if not beats or not all(is_shown(beat, RANKS_SHARE) for beat in beats.values()):
         return None
     least = min(beat.collectives for beat in beats.values())
     behind = tuple(name for name, beat in beats.items() if beat.collectives == least)
@@ -62,6 +66,12 @@ def standstill(beats: Mapping[str, BeatReport]) -> Standstill | None:
     return Standstill(behind, len(beats) - len(behind), last)
 
 
-def is_shown(beat: BeatReport) -> bool:
-    """Whether somebody has been silent for long enough to say so."""
-    return beat.silent_s > max(SHOWN_S, beat.limit_s * SHOWN_SHARE)
+def is_shown(beat: BeatReport, share: float = SHOWN_SHARE) -> bool:
+    """Whether somebody has been silent for long enough to say so.
+
+    Args:
+        beat: what is known of the process.
+        share: of its limit that is not worth a word.
+    """
+    share = share if beat.number else START_SHARE
+    return bool(beat.limit_s) and beat.silent_s > max(SHOWN_S, beat.limit_s * share)

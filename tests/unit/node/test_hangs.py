@@ -81,7 +81,8 @@ def test_a_stopped_process_is_continued(start: Callable[..., Running], monkeypat
 def test_the_rank_that_the_others_wait_for_is_named_and_ends_the_attempt(
     start: Callable[..., Running], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hangs, "SHOWN_S", 2.0)
+    monkeypatch.setattr(hangs, "SHOWN_S", 2.0)  # of a limit of 8
+    monkeypatch.setattr(hangs, "RANKS_SHARE", 1 / 4)
     monkeypatch.setattr(process_manager, "STOPPED_S", 2.0)
     kind = {"role": "trainer", "restart": "attempt", "unit": "trainer"}
     args = (str(tmp_path / "met"),)
