@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from primeslurm import durable
 from primeslurm.api.sites import find_site
 from primeslurm.errors import ClusterError, PrimeslurmError, UsageError, Violation
-from primeslurm.files import write_atomic
 from primeslurm.plan.model import Plan
 from primeslurm.plan.planner import refuse
 from primeslurm.recipe import Recipe, Site
@@ -22,6 +22,7 @@ from primeslurm.slurm.client import SlurmClient
 from primeslurm.slurm.inventory import InstalledDifference, Parts
 from primeslurm.slurm.placement import placement_problems
 from primeslurm.slurm.render import render
+from primeslurm.wire import secret
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,7 @@ def resume(directory: RunDirectory) -> Submitted:
     if plan.executor == "slurm":
         plan = avoid_bad_nodes(plan, slurm_conf)
     script = _script(plan)
+    secret.create(directory.path)  # one that was lost: what the run asks for is read anew by every attempt
     attempt = directory.attempt(previous.number + 1)
     attempt.prepare(plan)
     return _start(attempt, plan, script, slurm_conf)
@@ -142,7 +144,7 @@ def _start(attempt: Attempt, plan: Plan, script: str, slurm_conf: str | None) ->
             from primeslurm.slurm import executor
 
             path = attempt.path / "job.sbatch"
-            write_atomic(path, script)
+            durable.write(path, script)
             job_id = executor.submit(plan, task, path, slurm_conf)
     except (PrimeslurmError, OSError):
         discard(attempt)

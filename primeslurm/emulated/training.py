@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
+from primeslurm import durable
 from primeslurm.emulated.ranks import LostRankError, Ranks
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.phase_limits import PhaseLimits
@@ -116,7 +117,7 @@ class EmulatedTrainer:
         self._transfer(step)
         self._link.step_done(step, {"loss": 1.0 / step, "loss_tokens": batch.info.loss_tokens, "seconds/train": spent})
         self._journal.write(StepTrained(step))
-        if step % self._recipe.checkpoint.interval == 0 or step == self._recipe.max_steps:
+        if self._recipe.commits(step):
             self._save(step)
         return True
 
@@ -153,7 +154,9 @@ class EmulatedTrainer:
         partial.mkdir(parents=True)
         save_file({"emulated.weight": np.full(64, version, np.float32)}, partial / "model.safetensors")
         filesystem.complete(partial, version, "float32")
-        partial.rename(final)
+        if self._recipe.commits(version):
+            durable.sync_tree(partial)
+        durable.rename(partial, final)
         filesystem.prune(self._run_dir, self._recipe.weights.keep, {version, *checkpoints.committed(self._run_dir)})
         self._journal.write(WeightsPublished(version))
         return final
@@ -164,7 +167,8 @@ class EmulatedTrainer:
         directory = checkpoints.step_dir(self._run_dir, step)
         if directory.exists():
             shutil.rmtree(directory)
-        (directory / "trainer").mkdir(parents=True)
+        durable.make_directory(directory / "trainer")
+        self._journal.sync()
         (directory / "trainer" / "emulated.bin").write_bytes(step.to_bytes(8, "little"))
         self._link.save(step, str(directory))
         checkpoints.commit(directory, step, self._attempt)

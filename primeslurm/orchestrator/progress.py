@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
+from primeslurm import durable
 from primeslurm.errors import RunError
-from primeslurm.files import write_atomic
 from primeslurm.orchestrator.dispatch import Dispatcher
 from primeslurm.orchestrator.dispatch.curricula import Curricula
 from primeslurm.wire import checkpoints
@@ -57,9 +57,9 @@ class RunProgress(msgspec.Struct, frozen=True):
         return self.published.version if self.published else self.done_step
 
     def save(self, path: Path) -> None:
-        """Write the record atomically. Raises OSError."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, msgspec.msgpack.encode(self))
+        """Write the record, on disk when this returns. Raises OSError."""
+        durable.make_directory(path.parent)
+        durable.write(path, msgspec.msgpack.encode(self))
 
 
 def restore(run_dir: Path, attempt: int) -> RunProgress:

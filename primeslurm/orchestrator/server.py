@@ -35,6 +35,7 @@ from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, 
 from primeslurm.orchestrator.weight_transfer.policy_loop import PolicyLoop
 from primeslurm.orchestrator.weight_transfer.sessions import TransferSessions
 from primeslurm.recipe import Recipe
+from primeslurm.records import metrics
 from primeslurm.records.beats import pulse
 from primeslurm.records.events.training import BatchFormed, OrchestratorDone, OrchestratorUp, ReplicaLost
 from primeslurm.records.journal import Journal
@@ -225,7 +226,7 @@ class Orchestrator:
             case StepDone():
                 self._step_done(request)
             case Save():
-                self._progress.snapshot().save(Path(request.directory) / CHECKPOINT_PART)
+                self._save(Path(request.directory))
             case Committed():
                 self._committed(request.step)
                 return Answer("ok", keep=self._evaluator.kept_steps(request.step))
@@ -309,6 +310,12 @@ class Orchestrator:
             log.warning("metrics of step %d are lost: %s", request.step, error)
         self._progress.note(done_step=request.step)
         self._watch.step_done(request.step, row)
+
+    def _save(self, directory: Path) -> None:
+        """The orchestrator's part of a checkpoint, with all that was recorded of its steps: on disk, or OSError."""
+        metrics.sync(self._arguments.run_dir)
+        self._journal.sync()
+        self._progress.snapshot().save(directory / CHECKPOINT_PART)
 
     def _committed(self, step: int) -> None:
         gone = {s: ids for s, ids in self._progress.now.batches.items() if s <= step}

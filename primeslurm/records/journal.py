@@ -13,6 +13,7 @@ from typing import TypeVar
 
 import msgspec
 
+from primeslurm import durable
 from primeslurm.files import write_json
 from primeslurm.records.base import Event, Record
 
@@ -35,6 +36,10 @@ class Journal:
         line = json.dumps(msgspec.to_builtins(self._signed(event)))
         with contextlib.suppress(OSError), self._events.open("a") as handle:
             handle.write(line + "\n")
+
+    def sync(self) -> None:
+        """Have what was written so far on disk: a checkpoint counts only with the events before it. Raises OSError."""
+        durable.sync_if_there(self._events)
 
     def state(self, state: Record) -> None:
         """Replace the current state."""

@@ -61,6 +61,8 @@ def conclude(plan: Plan, run: RunDirectory, attempt: Attempt, ending: Ending, jo
     except OSError as error:  # a full disk must not keep the job from being requeued
         journal.write(EndNotRecorded(str(error)))
     journal.write(AttemptEnded(ending.outcome, requeue, why_not))
+    with contextlib.suppress(OSError):
+        journal.sync()
     return requeue
 
 

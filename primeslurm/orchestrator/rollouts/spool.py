@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from primeslurm.files import write_atomic
+from primeslurm import durable
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 
 log = logging.getLogger(__name__)
@@ -19,7 +19,7 @@ class Spool:
     """One file per finished group. A full disk costs durability, never the run: the group then lives in memory only."""
 
     def __init__(self, directory: Path) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
+        durable.make_directory(directory)
         self._directory = directory
 
     def put(self, group: RolloutGroup) -> bool:
@@ -29,7 +29,7 @@ class Spool:
             False if that was not possible: it is in memory only.
         """
         try:
-            write_atomic(self._path(group.id), group.to_bytes())
+            durable.write(self._path(group.id), group.to_bytes())
         except OSError as error:
             log.warning("group %s stays in memory only: %s", group.id, error)
             return False

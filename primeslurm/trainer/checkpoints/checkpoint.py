@@ -19,8 +19,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
+from primeslurm import durable
 from primeslurm.recipe.sections.trainer import Checkpoint
+from primeslurm.records import metrics
 from primeslurm.records.events.training import CheckpointCommitted
+from primeslurm.records.journal import Journal
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.loops.phase_timer import PhaseTimer
 from primeslurm.trainer.loops.step import Learner
@@ -113,7 +116,7 @@ class Checkpoints:
             if not damage:
                 return step
             log.error("checkpoint of step %d is damaged, trying the one before: %s", step, "; ".join(damage))
-            directory.rename(directory.with_name(f"{directory.name}.damaged-{self._attempt}"))
+            durable.rename(directory, directory.with_name(f"{directory.name}.damaged-{self._attempt}"))
         return 0
 
     def _save(self, step: int, learner: Learner, timer: PhaseTimer) -> None:
@@ -121,7 +124,7 @@ class Checkpoints:
         directory = checkpoints.step_dir(self._run_dir, step)
         began = time.monotonic()
         with timer.phase("snapshot"):
-            self._on_main(lambda: self._begin(directory, step), f"checkpoint of step {step}")
+            self._on_main(lambda: self._begin(directory, step, timer.journal), f"checkpoint of step {step}")
             state = {name: part.state_dict() for name, part in _state(learner).items()}
             where: dict[str, Any] = {"checkpoint_id": directory / "trainer", "process_group": self._group}
             write: Callable[[], object]
@@ -134,11 +137,14 @@ class Checkpoints:
         if self._stager is None:
             self._conclude(timer)
 
-    def _begin(self, directory: Path, step: int) -> None:
-        """The orchestrator's part comes first, while its state is that of `step`."""
+    def _begin(self, directory: Path, step: int, journal: Journal) -> None:
+        """The orchestrator's part comes first, while its state is that of `step`. It flushes its records, too."""
         _clear(directory)
+        journal.sync()
         if self._link is not None:
             self._link.save(step, str(directory))
+        else:
+            metrics.sync(self._run_dir)
 
     def _write(self, write: Callable[[], object], directory: Path, step: int) -> None:
         write()
@@ -202,7 +208,7 @@ def _failure(done: Future[None]) -> OSError | None:
 
 def _clear(directory: Path) -> None:
     """Remove what an earlier attempt left; COMMITTED first, so that a half-deleted checkpoint does not look sound."""
-    (directory / checkpoints.COMMITTED).unlink(missing_ok=True)
+    durable.remove(directory / checkpoints.COMMITTED)
     if directory.exists():
         shutil.rmtree(directory)
-    directory.mkdir(parents=True)
+    durable.make_directory(directory)
