@@ -192,12 +192,13 @@ class Head(threading.Thread):
         self.journal.write(AddressesPublished(self.fleet.assignment.generation, addresses.lost))
 
     def _publish(self, now: float) -> None:
-        fleet = self.fleet
+        fleet, silent = self.fleet, self.fleet.silent
         states, ready = {}, []
         for process in self.plan.processes():
             report = fleet.report(process.name)
             suspect = fleet.silence(process.name, now) > min(SUSPECT_S, self.plan.node_silent_s / 3)
-            states[process.name] = str(fleet_state(process, report, suspect=suspect, lost=process.name in fleet.lost))
+            seen = {"suspect": suspect, "silent": process.name in silent, "lost": process.name in fleet.lost}
+            states[process.name] = str(fleet_state(process, report, **seen))
             if report is not None and report.state == ProcessState.READY:
                 ready.append(process.name)
         view = FleetView(
@@ -206,6 +207,8 @@ class Head(threading.Thread):
             states=states,
             units=fleet.orders,
             lost=sorted(fleet.lost),
+            silent=silent,
+            hung=fleet.hung,
             ending=self.ending,
             waits_for=self._waiting(),
             release=self._release(now),

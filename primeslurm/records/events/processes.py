@@ -34,4 +34,37 @@ class ProcessExited(Event, frozen=True, tag="exited"):
     reason: str | None = None
 
 
-ProcessEvent = ProcessStarted | ProcessStartFailed | ProcessExited
+class ProcessHangs(Event, frozen=True, tag="hangs"):
+    """An agent ends a process that has been silent for too long. Its log gets the stacks of its threads first."""
+
+    name: str
+    seconds: float
+    """Of silence, without the time for which it cannot be blamed."""
+    phase: str = ""
+    """What it did, in its own words."""
+    step: int | None = None
+    reason: str = ""
+
+
+class ProcessContinued(Event, frozen=True, tag="continued"):
+    """An agent continued a process that was stopped by a signal."""
+
+    name: str
+    seconds: float
+    """Of silence until then."""
+
+
+class RanksWait(Event, frozen=True, tag="ranks_wait"):
+    """By the head: trainer ranks wait for others that do not come."""
+
+    behind: list[str]
+    """Those that do not come; all of them if none is behind the others."""
+    waiting: int
+    """How many wait."""
+    phase: str = ""
+    step: int | None = None
+    seconds: float = 0.0
+    """For which those behind have been silent."""
+
+
+ProcessEvent = ProcessStarted | ProcessStartFailed | ProcessExited | ProcessHangs | ProcessContinued | RanksWait

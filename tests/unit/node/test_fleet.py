@@ -153,9 +153,10 @@ def test_a_ready_process_that_gives_no_answer_hangs() -> None:
     s = Supervision(process())
     s.started(0)
     s.tick(5, prerequisites=True, ready=True)
-    assert s.tick(40, prerequisites=True, ready=False, silent_s=30) == "nothing"
-    assert s.tick(41, prerequisites=True, ready=False, silent_s=31) == "kill"
-    assert s.reason == "gave no answer for 31 s"
+    assert s.tick(40, prerequisites=True, ready=False) == "nothing"
+    assert s.tick(41, prerequisites=True, ready=False, hangs="hangs: silent for 31 s") == "end_hung"
+    assert s.tick(42, prerequisites=True, ready=False, hangs="hangs: silent for 32 s") == "nothing", "it is being ended"
+    assert s.reason == "hangs: silent for 31 s"
 
 
 def test_what_is_ended_to_be_renewed_starts_again_at_once_and_for_free() -> None:
@@ -209,8 +210,8 @@ def test_restarts_are_bounded(codes: list[int]) -> None:
     ],
 )
 def test_operators_words(report: ProcessReport | None, suspect: bool, expected: FleetState) -> None:
-    assert fleet_state(process(), report, suspect=suspect, lost=False) is expected
-    assert fleet_state(process(), report, suspect=suspect, lost=True) is FleetState.LOST
+    assert fleet_state(process(), report, suspect=suspect, silent=False, lost=False) is expected
+    assert fleet_state(process(), report, suspect=suspect, silent=False, lost=True) is FleetState.LOST
 
 
 @pytest.mark.parametrize("code", [0, 1])
@@ -225,7 +226,7 @@ def test_a_trainer_rank_starts_again_with_a_new_generation_of_its_group(code: in
 
 def test_a_dead_trainer_is_dead_not_lost() -> None:
     report = ProcessReport(state="failed")
-    assert fleet_state(process("trainer", "attempt"), report, suspect=False, lost=False) is FleetState.DEAD
+    assert fleet_state(process("trainer", "attempt"), report, suspect=False, silent=True, lost=False) is FleetState.DEAD
 
 
 def test_nodes_go_to_fit_agents_in_order_and_the_rest_are_spares() -> None:
