@@ -17,10 +17,16 @@ from primeslurm.records.events.nodes import (
     ProcessesGivenUp,
 )
 from primeslurm.records.events.policy import EngineUpdateFailed
-from primeslurm.records.events.processes import ProcessExited, ProcessStarted, ProcessStartFailed
+from primeslurm.records.events.processes import (
+    ProcessExited,
+    ProcessStarted,
+    ProcessStartFailed,
+    RouterComplete,
+    RouterIncomplete,
+)
 from primeslurm.records.events.training import EnvironmentFails, Stalled
 from primeslurm.records.fleet import AgentReport
-from primeslurm.run.status.event_text import DIED, exit_words
+from primeslurm.run.status.event_text import DIED, exit_words, incomplete_words
 from primeslurm.wire import exits
 
 SILENT_S = 20.0
@@ -69,6 +75,8 @@ def _of_event(event: Event, hosts: Mapping[str, str]) -> Failure | None:
             return Failure(at - _silence(reason), f"node {node}", node, reason)
         case ProcessStartFailed(name=name, error=error):
             return Failure(at, name, host, f"cannot be started: {error}")
+        case RouterIncomplete():
+            return Failure(at, by, host, incomplete_words(event))
         case AgentFailed(error=error) | HeadFailed(error=error):
             return Failure(at, by, host, f"failed: {error}")
         case EngineUpdateFailed(engine=engine, error=error):
@@ -112,7 +120,11 @@ def _silence(reason: str) -> float:
 
 
 def _with_recovery(found: list[Failure], events: Sequence[Event]) -> list[Failure]:
-    started = {event.name: event.time for event in events if isinstance(event, ProcessStarted)}
+    started = {
+        event.name if isinstance(event, ProcessStarted) else event.process: event.time
+        for event in events
+        if isinstance(event, ProcessStarted | RouterComplete)
+    }
     last = {failure.component: failure.time for failure in found}
     lost = {f"node {event.node}" for event in events if isinstance(event, NodeLost)}
     harm = [event.reason for event in events if isinstance(event, ProcessesGivenUp | AttemptEnds)]

@@ -27,7 +27,8 @@ from tests.support.cli import primeslurm
 DATA = Path(__file__).resolve().parents[2] / "data"
 SHOWN = DATA / "shown_by_0_1_0"
 EVALUATION = (f"evaluation_{what}" for what in ("started", "done", "skipped", "sample_failed"))
-NEW_KINDS = frozenset({"nothing_kept", "environment_fails", "moved", *EVALUATION})
+ROUTERS = ("router_incomplete", "router_complete")
+NEW_KINDS = frozenset({"nothing_kept", "environment_fails", "moved", *ROUTERS, *EVALUATION})
 """Kinds of events that came after 0.1.0."""
 COMMANDS = {
     "status.txt": ("status", "small-1"),
