@@ -50,6 +50,10 @@ CHECKS = [
             ("router-0", "served 0 of 2 engines: that is put right", "warning"),
         ),
         (
+            {"kind": "router_incomplete", "process": "router-0", "serves": 2, "planned": 2, "foreign": ["http://b:1"]},
+            ("router-0", "served 2 of 2 engines, and 1 that are not of the plan: that is put right", "warning"),
+        ),
+        (
             {"kind": "router_complete", "process": "router-0", "planned": 2, "seconds": 1.6},
             ("router-0", "serves all 2 engines again, after 2 s", "info"),
         ),
