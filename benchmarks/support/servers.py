@@ -40,6 +40,7 @@ NODE_VALUES = {
     "generate_token": secret.generate_token(secret.own()),
     "run_id": "test-run",
     "node": "0",
+    "key": "abcdef",
     "interface": "",
     "hcas": "",
     "ucx_devices_near": "",

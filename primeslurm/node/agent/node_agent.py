@@ -8,7 +8,6 @@ It survives what it runs, and speaks to the other agents through small files in 
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import tempfile
 import time
@@ -19,10 +18,11 @@ import msgspec
 
 from primeslurm.files import Watched, write_json
 from primeslurm.node.agent.health_probe import TIMEOUT_S
-from primeslurm.node.agent.node_context import remove_of_earlier_attempts
+from primeslurm.node.agent.node_context import directory_name, remove_of_earlier_attempts
 from primeslurm.node.agent.process_manager import ProcessManager
 from primeslurm.node.head.fleet import NODE_START_S
 from primeslurm.node.host.network import NetworkError, node_name, own_address
+from primeslurm.node.host.private_directory import PrivateDirectory, random_word
 from primeslurm.node.preflight.preflight import Preflight, PreflightTimings
 from primeslurm.plan.model import Plan
 from primeslurm.records.events.nodes import AgentFailed, AgentStarted, AttemptEnds, HeartbeatFailed, NodesAssigned
@@ -74,7 +74,9 @@ class NodeAgent:
         self.timings = timings
         self.name = node_name()
         self.address = _address(self.name, plan)
-        self.tmp = Path(tempfile.gettempdir()) / f"primeslurm-{run_id}-{attempt.number}-a{rank}"
+        key = random_word()
+        self.tmp = Path(tempfile.gettempdir()) / directory_name(run_id, attempt.number, rank, key)
+        self._directory = PrivateDirectory(self.tmp)
         self.journal = Journal(attempt.path, f"agent-{rank}")
         self.preflight = Preflight(plan, rank, self.name, attempt, self.tmp, self.journal, timings.preflight)
         self.processes: ProcessManager | None = None
@@ -89,6 +91,7 @@ class NodeAgent:
             "run_id": run_id,
             "python": python,
             "tmp": str(self.tmp),
+            "key": key,
         }
         self._fleet_file = Watched(attempt.fleet_file)
         self._roster_file = Watched(attempt.roster_file)
@@ -120,7 +123,7 @@ class NodeAgent:
         """Start what there is to start and keep it running until the attempt ends."""
         try:
             remove_of_earlier_attempts(self.tmp)
-            self.tmp.mkdir(parents=True, exist_ok=True)
+            self._directory.make()
             self.journal.write(AgentStarted(self.name, self.address))
             self.preflight.start()
             while not self._finished():
@@ -133,7 +136,7 @@ class NodeAgent:
         finally:
             if self.processes is not None:
                 self.processes.close()
-            shutil.rmtree(self.tmp, ignore_errors=True)
+            self._directory.remove()
             self._heartbeat(time.time(), ended=True)
 
     def tick(self, now: float) -> None:

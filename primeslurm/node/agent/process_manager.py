@@ -19,7 +19,7 @@ from primeslurm.records.fleet import FleetView, ProcessReport
 from primeslurm.records.journal import Journal
 from primeslurm.run.directory import Attempt
 from primeslurm.wire.addresses import Addresses
-from primeslurm.wire.secret import generate_token, read
+from primeslurm.wire.secret import VARIABLE, generate_token, handing_over, read
 
 LOOK_S = 30.0
 """Between two looks at the shared memory of what runs."""
@@ -225,7 +225,7 @@ class ProcessManager:
         supervision.started(now, generation)
         try:
             self._context.write(files)
-            child = Child(argv, dict(os.environ) | env, self.attempt.path / process.log, Path(self.plan.run_dir))
+            child = self._spawn(process, argv, dict(os.environ) | env)
         except OSError as error:
             supervision.reason = str(error)
             supervision.exited(now, 127, ending=False)
@@ -238,6 +238,14 @@ class ProcessManager:
             target = ProbeTarget(self.address, port, process.health.path)
             self.probes[process.name] = Probe(target, self._probe_timeout_s)
         self._journal.write(ProcessStarted(process.name, child.pid, supervision.restarts, generation))
+
+    def _spawn(self, process: Process, argv: tuple[str, ...], env: dict[str, str]) -> Child:
+        log, cwd = self.attempt.path / process.log, Path(self.plan.run_dir)
+        if VARIABLE not in self.plan.env:
+            return Child(argv, env, log, cwd)
+        own = env.pop(VARIABLE)
+        with handing_over(own) as (descriptor, told):
+            return Child(argv, env | told, log, cwd, (descriptor,))
 
     def _command(self, process: Process, addresses: Addresses) -> Command:
         fill = self._fill(process, addresses)
