@@ -15,6 +15,8 @@ from torchtitan.distributed import utils as dist_utils
 
 from primeslurm.trainer import compat
 from primeslurm.trainer.loops.interrupt import Interrupt
+from primeslurm.wire import rendezvous
+from primeslurm.wire.weight_transfer.collective import serve_store
 
 COLLECTIVE_TIMEOUT_S = 600
 T = TypeVar("T")
@@ -109,11 +111,21 @@ def join(interrupt: Interrupt, patience_s: int, host_tensors: bool = False) -> W
             os.environ["LOCAL_RANK"] = "0"  # each rank sees only its own GPU; mesh set-up reads this variable
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = _meet(host, port)
     size = dist_utils.init_distributed(
         CommConfig(init_timeout_seconds=COLLECTIVE_TIMEOUT_S, trace_buf_size=0),
         enable_cpu_backend=host_tensors and device.type == "cuda",
     )
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=patience_s + COLLECTIVE_TIMEOUT_S))
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    interrupt.share(dist.TCPStore(host, port, is_master=False))
+    interrupt.share(store or dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False))
     return World(dist.get_rank(), size, device, control, interrupt, f"{host}:{port}")
+
+
+def _meet(host: str, port: int) -> dist.TCPStore | None:
+    """Have torch meet behind a gate that asks for the run's secret. Returns the store where this is rank 0."""
+    store = serve_store(host, port) if os.environ["RANK"] == "0" else None
+    way = rendezvous.passage(host, port, COLLECTIVE_TIMEOUT_S)
+    # The store is there already: torch must not make one of its own on rank 0.
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(way), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    return store
