@@ -30,7 +30,7 @@ EVALUATION = (f"evaluation_{what}" for what in ("started", "done", "skipped", "s
 NEW_KINDS = frozenset(
     {
         *("continued", "environment_fails", "file_system_fault", "hangs", "moved", "nothing_kept"),
-        *("port_taken", "ranks_wait"),
+        *("port_taken", "ranks_wait", "router_complete", "router_incomplete"),
         *EVALUATION,
     }
 )
