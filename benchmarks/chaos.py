@@ -45,7 +45,7 @@ def main(words: list[str]) -> None:
         "machine": machine,
     }
     results = []
-    with tempfile.TemporaryDirectory(prefix="ps", dir="/tmp") as directory:
+    with tempfile.TemporaryDirectory(prefix="chaos", dir="/tmp") as directory:
         scene = Scene(Path(directory))
         try:
             for result in run_all(scene, options.seed, rounds, options.steps, to_stderr):

@@ -16,7 +16,7 @@ if (($#)); then
 else
   # Tests of clusters mostly wait, for time-outs and for Slurm: they run beside those of engines, which compute.
   mkdir -p build
-  coverage run -m pytest tests/cluster tests/emulated tests/unit >build/clusters.log 2>&1 &
+  coverage run -m pytest tests/cluster tests/emulated tests/chaos tests/unit >build/clusters.log 2>&1 &
   clusters=$!
   code=0
   coverage run -m pytest tests/engine tests/gpu tests/trainer tests/e2e || code=$?

@@ -11,8 +11,8 @@ from itertools import pairwise
 
 from primeslurm.run.status.run_status import RunStatus
 from tests.chaos import invariants
-from tests.chaos.injury import Injury, NobodyThereError
 from tests.chaos.kinds import KINDS
+from tests.chaos.kinds.injury import Injury, NobodyThereError
 from tests.chaos.ports import ports_left
 from tests.chaos.scene import Scene
 from tests.chaos.schedule import Fault, Round

@@ -124,11 +124,17 @@ class Scene(Deployment):
     def _of_job(self, pid: int) -> OsProcess | None:
         """The process, if it belongs to a job of this cluster: numbers are used again, and others live here, too."""
         own = OsProcess.of("job", pid)
-        try:
-            environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        except OSError:
+        if own is None:
             return None
-        return own if own and f"SLURM_CONF={self.conf}".encode() in environment else None
+        # vllm-router writes its title over its environment: its parent is an agent, which does not
+        parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        return own if self._is_of_job(pid) or self._is_of_job(parent) else None
+
+    def _is_of_job(self, pid: int) -> bool:
+        try:
+            return f"SLURM_CONF={self.conf}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except OSError:
+            return False
 
     def lost_nodes(self) -> set[str]:
         """Nodes that the head of the present attempt has given up."""

@@ -18,7 +18,7 @@ from tests.chaos.schedule import schedule
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(900)]
 SEEDS = (1, 2, 3)
-FAULTS, STEPS, OVERLAP = 3, 24, 0.3
+FAULTS, STEPS, OVERLAP = 3, 16, 0.3
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def scene() -> Iterator[Scene]:
     """A cluster, in a directory whose path is short: Slurm's Unix sockets lie below it."""
     if shutil.which("slurmctld") is None or os.geteuid() != 0:
         pytest.skip("needs Slurm's daemons and root")
-    with tempfile.TemporaryDirectory(prefix="ps", dir="/tmp") as directory:
+    with tempfile.TemporaryDirectory(prefix="chaos", dir="/tmp") as directory:
         found = Scene(Path(directory))
         yield found
         found.end()
@@ -41,5 +41,6 @@ def test_a_run_gets_over_random_faults(scene: Scene, seed: int) -> None:
     repeat = again(seed, FAULTS, OVERLAP, kinds, STEPS)
     assert result.problems == [], "\n".join([*result.problems, "to repeat:", repeat])
     assert result.committed_steps_lost == 0 and result.fates.lost == 0
-    assert result.fates.trained >= STEPS * 16, "the watch of the spool has not seen what was trained"
+    # groups that come while the disk is full are in memory alone
+    assert result.fates.trained >= STEPS * 16 / 2, "the watch of the spool has not seen what was trained"
     assert result.outcomes, "no fault has happened"

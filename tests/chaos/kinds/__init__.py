@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from random import Random
+from tests.chaos.kinds.files import FILES
+from tests.chaos.kinds.injury import Kind
+from tests.chaos.kinds.nodes import NODES
+from tests.chaos.kinds.processes import PROCESSES
 
-from tests.chaos.injury import Injury, Kind
-from tests.chaos.kinds_of_files import FILES
-from tests.chaos.kinds_of_nodes import NODES
-from tests.chaos.kinds_of_processes import PROCESSES
-
-Inject = Callable[[object, Random], Injury]
 KINDS: dict[str, Kind] = {kind.name: kind for kind in (*PROCESSES, *NODES, *FILES)}
 
 

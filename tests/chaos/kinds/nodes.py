@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
+import subprocess
 from collections.abc import Callable
 from random import Random
 
-from tests.chaos.injury import Injury, Kind, NobodyThereError, goal_of, one_of
-from tests.chaos.kinds_of_processes import STOPPED_S, stopped
+from tests.chaos.kinds.injury import Injury, Kind, NobodyThereError, goal_of, one_of
+from tests.chaos.kinds.processes import STOPPED_S, stopped
 from tests.chaos.scene import HEAD, Agent, Scene
 from tests.support.faults import kill_node, revive_controller, revive_node, warn
 
@@ -26,6 +28,11 @@ def _revive(scene: Scene, node: str) -> Callable[[], None]:
             revive_node(scene.cluster, node)
 
     return repair
+
+
+def _resume(scene: Scene, node: str) -> None:
+    with contextlib.suppress(subprocess.CalledProcessError):  # it has come back by itself
+        scene.slurm("scontrol", "update", f"nodename={node}", "state=resume")
 
 
 def _lose_node(scene: Scene, dice: Random) -> Injury:
@@ -49,7 +56,7 @@ def _drain_node(scene: Scene, dice: Random) -> Injury:
     return Injury(
         f"{agent.node} for {seconds} s",
         lasts_s=seconds,
-        repair=lambda: scene.slurm("scontrol", "update", f"nodename={agent.node}", "state=resume"),
+        repair=lambda: _resume(scene, agent.node),
     )
 
 
@@ -61,7 +68,7 @@ def _set_node_down(scene: Scene, dice: Random) -> Injury:
         f"{agent.node}, agent {agent.rank}",
         lambda status: status.attempt > attempt or agent.node in scene.lost_nodes(),
         lasts_s=DOWN_S,
-        repair=lambda: scene.slurm("scontrol", "update", f"nodename={agent.node}", "state=resume"),
+        repair=lambda: _resume(scene, agent.node),
         nodes=frozenset({agent.node}),
         goal_s=goal,
         waits_for_repair=False,

@@ -12,7 +12,7 @@ from random import Random
 
 from primeslurm.run.status.run_status import RunStatus
 from primeslurm.wire import checkpoints
-from tests.chaos.injury import Injury, Kind, NobodyThereError, goal_of, one_of
+from tests.chaos.kinds.injury import Injury, Kind, NobodyThereError, goal_of, one_of
 from tests.chaos.scene import Scene
 
 SECONDS = (3.0, 15.0)

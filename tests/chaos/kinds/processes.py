@@ -8,7 +8,7 @@ from random import Random
 
 from primeslurm.run.status.run_status import RunStatus
 from primeslurm.slurm.embedded.daemons import OsProcess
-from tests.chaos.injury import Injury, Kind, goal_of, one_of
+from tests.chaos.kinds.injury import Injury, Kind, goal_of, one_of
 from tests.chaos.scene import HEAD, Scene
 
 STOPPED_S = (3.0, 20.0)
