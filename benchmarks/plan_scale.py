@@ -19,9 +19,9 @@ import msgspec
 
 from primeslurm.api.planning import look_at_files
 from primeslurm.plan.checks import advise, review
-from primeslurm.plan.derive import derive, requests_of
 from primeslurm.plan.model import Plan
-from primeslurm.plan.storage.plan_file import from_file, plain, to_file
+from primeslurm.plan.plan_file import from_file, plain, to_file
+from primeslurm.plan.planner import derive, requests_of
 from primeslurm.recipe.reading.recipe_files import load_recipe, load_site
 from primeslurm.run.status.placement import PlacedProcess, RunPlacement
 from primeslurm.slurm.render import render

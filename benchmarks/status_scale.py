@@ -20,8 +20,8 @@ from pathlib import Path
 import msgspec
 
 from primeslurm.files import write_json
-from primeslurm.plan.derive import derive
 from primeslurm.plan.model import Plan
+from primeslurm.plan.planner import derive
 from primeslurm.recipe import Recipe, Site
 from primeslurm.records.attempt import JobRecord
 from primeslurm.records.events.nodes import AgentStarted

@@ -32,7 +32,7 @@ from primeslurm.trainer.distributed.world import World, join
 from primeslurm.trainer.loops.interrupt import SIGNAL, Interrupt
 from primeslurm.trainer.weight_transfer.publisher import Publisher
 from primeslurm.trainer.weight_transfer.sender import Sender
-from primeslurm.trainer.weights.encoding import Encoding
+from primeslurm.trainer.weights.export import Encoding
 from primeslurm.wire.link import Answer, OrchestratorLink, Request, TrainerLink
 
 RESULT = Path(__file__).resolve().parent / "results" / "weight_update.json"

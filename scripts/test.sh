@@ -14,14 +14,17 @@ export COVERAGE_PROCESS_START=$PWD/pyproject.toml COVERAGE_FILE=$PWD/.coverage
 if (($#)); then
   coverage run -m pytest "$@"
 else
-  # Tests of clusters mostly wait, for time-outs and for Slurm: they run beside those of engines, which compute.
+  # Tests of clusters mostly wait, for time-outs and for Slurm: they run beside those of single rooms and of engines.
   mkdir -p build
-  coverage run -m pytest tests/cluster tests/emulated tests/chaos tests/unit >build/clusters.log 2>&1 &
+  coverage run -m pytest --durations=20 tests/cluster tests/emulated tests/chaos >build/clusters.log 2>&1 &
   clusters=$!
+  coverage run -m pytest --durations=20 tests/unit >build/unit.log 2>&1 &
+  unit=$!
   code=0
-  coverage run -m pytest tests/engine tests/gpu tests/trainer tests/e2e || code=$?
+  coverage run -m pytest --durations=20 tests/engine tests/gpu tests/trainer tests/e2e || code=$?
   wait $clusters || code=$?
-  cat build/clusters.log
+  wait $unit || code=$?
+  cat build/clusters.log build/unit.log
   ((code == 0)) || exit "$code"
 fi
 coverage combine --quiet

@@ -9,7 +9,7 @@ from primeslurm.errors import UsageError
 from primeslurm.plan.checks.files import absent_data, model_files, with_absolute_paths
 from primeslurm.plan.checks.teacher import teacher_problems
 from primeslurm.plan.model import Finding, Plan
-from primeslurm.plan.placement.teacher import served
+from primeslurm.plan.placement.inference import served
 from primeslurm.plan.planner import RecipeFiles, make_emulated_plan, make_plan, refusals
 from primeslurm.recipe import Recipe, Site
 

@@ -20,8 +20,7 @@ import numpy as np
 from primeslurm.emulated.rollouts import Script, reward, script
 from primeslurm.orchestrator.algorithms import from_recipe
 from primeslurm.orchestrator.rollouts.generate_endpoint import Completion, GenerateEndpoint
-from primeslurm.orchestrator.rollouts.job_protocol import Job, RolloutFailed
-from primeslurm.orchestrator.rollouts.job_runner import JobRunner
+from primeslurm.orchestrator.rollouts.job_protocol import Job, JobRunner, RolloutFailed
 from primeslurm.recipe import Recipe
 from primeslurm.wire.addresses import AddressBook
 from primeslurm.wire.rollouts import Rollout, RolloutInfo

@@ -12,7 +12,7 @@ _registered = False
 
 
 def register() -> None:
-    """Register our transfer engines and the fix of `reloads`; on CPU, those of `cpu.patches`, too.
+    """Register our transfer engines and the fix of selection biases; on CPU, those of `cpu.patches`, too.
 
     Calling it again changes nothing.
 
@@ -25,13 +25,13 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 
-    from primeslurm.inference.weight_transfer import reloads
+    from primeslurm.inference.weight_transfer import layerwise
 
     if current_platform.is_cpu():
         from primeslurm.inference.cpu import patches
 
         patches.apply()
-    reloads.load_selection_bias()
+    layerwise.load_selection_bias()
     for name, (module, class_name) in TRANSFER_ENGINES.items():
         WeightTransferEngineFactory.register_engine(name, module, class_name)
     _registered = True

@@ -1,4 +1,7 @@
-"""Recipe + Site + what is known of the recipe's files -> Plan with findings and estimate. Pure."""
+"""Recipe + Site + what is known of the recipe's files -> Plan with findings and estimate. Pure and deterministic.
+
+`derive` is the placement alone: which node does what, with which ports, GPUs and commands.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,20 @@ from typing import Literal
 
 from primeslurm.errors import UsageError, Violation
 from primeslurm.families.shape import ModelShape
+from primeslurm.plan import batch_job
 from primeslurm.plan.checks.compatibility import conflicts
 from primeslurm.plan.checks.files import ModelFiles
 from primeslurm.plan.checks.review import advise, review
 from primeslurm.plan.checks.rule import RuleContext
-from primeslurm.plan.derive import place, requests_of
+from primeslurm.plan.commands.processes import orchestrator_command, trainer_command
 from primeslurm.plan.emulate import emulate
-from primeslurm.plan.model import Finding, Plan
+from primeslurm.plan.model import Finding, Plan, Replica, Totals
+from primeslurm.plan.placement.environments import place_environments
+from primeslurm.plan.placement.inference import place_inference, place_teacher
+from primeslurm.plan.placement.node_builder import NodeBuilder
+from primeslurm.plan.placement.resources import ResourceRequest, local_problems, resource_requests
 from primeslurm.recipe import Recipe, Site
+from primeslurm.recipe.sections.teacher import ServedTeacher
 
 
 @dataclass(frozen=True)
@@ -100,3 +109,161 @@ def as_findings(violations: Iterable[Violation], level: Literal["error", "blocke
         Finding(level=level, field=v.field, text=f"{v.value}: {v.why}" if v.value else v.why, fix=v.fix)
         for v in violations
     ]
+
+
+def derive(recipe: Recipe, site: Site, run_dir: Path, *, local: bool = False) -> Plan:
+    """Work out the whole run.
+
+    Args:
+        recipe: what is asked for.
+        site: where it is to run.
+        run_dir: where the run will be.
+        local: without Slurm, all nodes are agents on this one machine and share its GPUs.
+
+    Raises:
+        UsageError: the recipe cannot be placed on this site; every reason at once.
+    """
+    requests, problems = requests_of(recipe, site, local=local)
+    if problems:
+        raise UsageError(problems)
+    return place(recipe, site, run_dir, requests, local=local)
+
+
+def requests_of(recipe: Recipe, site: Site, *, local: bool) -> tuple[list[ResourceRequest], list[Violation]]:
+    """Work out what each role asks of the site.
+
+    Args:
+        recipe: what is asked for.
+        site: where it is to run.
+        local: as of `derive`.
+
+    Returns:
+        The requests (none, if the site cannot give them), and every reason why the recipe cannot be placed.
+    """
+    problems, requests = batch_job.problems(recipe, site), []
+    try:
+        requests = resource_requests(recipe, site)
+    except UsageError as error:
+        problems += error.violations
+    return requests, problems + (local_problems(site, requests) if local else [])
+
+
+def place(recipe: Recipe, site: Site, run_dir: Path, requests: list[ResourceRequest], *, local: bool) -> Plan:
+    """Put all processes of a run on the nodes that each role gets.
+
+    Args:
+        recipe: what is asked for, with models and data where they lie.
+        site: where it is to run.
+        run_dir: where the run will be.
+        requests: what each role gets, as `requests_of` says.
+        local: as of `derive`.
+    """
+    builders = _builders(recipe, site, requests, local)
+    replicas = place_inference(recipe, site, builders)
+    teachers = place_teacher(recipe, site, builders)
+    trainer_gpus = _trainer(recipe, site, builders)
+    if recipe.samples:
+        _control(builders[0], replicas, teachers)
+        place_environments(recipe, site, builders)
+    return Plan(
+        schema=1,
+        run=recipe.name,
+        run_dir=str(run_dir),
+        task=recipe.task,
+        layout=recipe.deployment.layout,
+        executor="local" if local else "slurm",
+        device=site.device,
+        python=site.python or "python3",
+        job=batch_job.job_options(recipe, site, run_dir),
+        groups=batch_job.groups(recipe, requests),
+        nodes=tuple(builder.node() for builder in builders),
+        replicas=tuple(replicas),
+        totals=_totals(builders, requests, replicas, trainer_gpus, len(teachers)),
+        env=batch_job.environment(site),
+        library_path=site.library_path,
+        interface=site.network.interface,
+        hcas=site.network.hcas,
+        addresses=site.network.addresses,
+        pass_env=tuple(dict.fromkeys((*site.pass_env, *recipe.pass_env, *_key(recipe), *_secrets(recipe)))),
+        node_silent_s=site.node_silent_s,
+        bad_node_hours=site.bad_node_hours,
+        stall_timeout_s=recipe.orchestrator.stall_timeout_s,
+        max_attempts=recipe.slurm.max_attempts if recipe.slurm.requeue else 1,
+    )
+
+
+def _builders(recipe: Recipe, site: Site, requests: list[ResourceRequest], local: bool) -> list[NodeBuilder]:
+    single = recipe.deployment.layout == "single"
+    builders: list[NodeBuilder] = []
+    for group, request in enumerate(requests):
+        for i in range(request.nodes):
+            builders.append(
+                NodeBuilder(
+                    index=len(builders),
+                    group=0 if single else group,
+                    role=request.role,
+                    index_in_group=i,
+                    replica=i // request.nodes_per_replica if request.nodes_per_replica else None,
+                    gpus=request.gpus,
+                    first_gpu=sum(builder.gpus for builder in builders) if local else 0,
+                    port_base=site.port_base,
+                    port=site.port_base,
+                )
+            )
+    return builders
+
+
+def _trainer(recipe: Recipe, site: Site, builders: list[NodeBuilder]) -> int:
+    nodes = [builder for builder in builders if builder.role == "train"]
+    world = sum(builder.gpus for builder in nodes)
+    rank = 0
+    for builder in nodes:
+        for local in range(builder.gpus):
+            builder.add(
+                f"trainer-rank-{rank}",
+                "trainer",
+                trainer_command(recipe, site, rank=rank, local_rank=local, world=world),
+                gpus=(local,),
+                restart="attempt",
+                unit="trainer" if world > 1 else None,
+                after=("orchestrator",) if recipe.task == "rl" else (),
+            )
+            rank += 1
+    return world
+
+
+def _control(head: NodeBuilder, replicas: list[Replica], teachers: list[str]) -> None:
+    engines = [name for replica in replicas for name in replica.engines]
+    routers = [replica.router for replica in replicas]
+    head.add("orchestrator", "orchestrator", orchestrator_command(engines, routers, teachers))
+
+
+def _key(recipe: Recipe) -> tuple[str, ...]:
+    """The variable that holds the key of a teacher served elsewhere."""
+    teacher = recipe.teacher
+    return (teacher.key_env,) if isinstance(teacher, ServedTeacher) and teacher.key_env else ()
+
+
+def _secrets(recipe: Recipe) -> tuple[str, ...]:
+    """The variables that programs of rollouts get."""
+    return tuple(name for each in recipe.all_environments if each.runtime is not None for name in each.runtime.secrets)
+
+
+def _totals(
+    builders: list[NodeBuilder],
+    requests: list[ResourceRequest],
+    replicas: list[Replica],
+    trainer_gpus: int,
+    teacher_engines: int,
+) -> Totals:
+    return Totals(
+        nodes=len(builders),
+        spares=sum(request.spares for request in requests),
+        gpus=sum(builder.gpus for builder in builders),
+        trainer_gpus=trainer_gpus,
+        engines=sum(len(replica.engines) for replica in replicas),
+        inference_nodes=sum(builder.role in ("inference", "prefill", "decode") for builder in builders),
+        routers=len(replicas),
+        teacher_engines=teacher_engines,
+        environment_nodes=sum(builder.role == "environments" for builder in builders),
+    )

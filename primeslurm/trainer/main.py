@@ -20,14 +20,13 @@ from primeslurm.trainer.data import sft_data
 from primeslurm.trainer.data.image_reader import ImageReader
 from primeslurm.trainer.distributed.world import RankError, World, join
 from primeslurm.trainer.loops.interrupt import Interrupt
-from primeslurm.trainer.loops.rl import RlTask
+from primeslurm.trainer.loops.rl import RlTask, WeightTransfer
 from primeslurm.trainer.loops.sft import SftTask
 from primeslurm.trainer.loops.step import Learner
-from primeslurm.trainer.weight_transfer.publisher import Publisher
-from primeslurm.trainer.weight_transfer.sender import Sender
-from primeslurm.trainer.weight_transfer.transports import CollectiveTransfer, FilesystemTransfer, WeightTransfer
+from primeslurm.trainer.weight_transfer.publisher import FilesystemTransfer, Publisher
+from primeslurm.trainer.weight_transfer.sender import CollectiveTransfer, Sender
 from primeslurm.trainer.weights import huggingface
-from primeslurm.trainer.weights.encoding import published
+from primeslurm.trainer.weights.export import published
 from primeslurm.wire import exits
 from primeslurm.wire.link import LinkError, TrainerLink
 

@@ -24,8 +24,8 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from primeslurm.wire import frames, secret
-from primeslurm.wire.rollouts import Batch
+from primeslurm.wire import secret
+from primeslurm.wire.rollouts import Batch, Frame
 from primeslurm.wire.weight_transfer.messages import NewPolicy, OfferTransfer, TransferSession
 
 
@@ -222,7 +222,7 @@ class OrchestratorLink:
             self._socket.close(linger=1000)
 
     async def _answer(self, identity: bytes, raw: bytes) -> None:
-        rest: list[frames.Frame] = []
+        rest: list[Frame] = []
         try:
             result = await self._handler(msgspec.msgpack.decode(raw, type=Request))
             if isinstance(result, Batch):

@@ -4,22 +4,26 @@ Entry i of every array describes token i itself: `mask[i]` = this token was samp
 `logprobs[i]` = the engine's log-probability of having sampled it, `versions[i]` = the policy version that sampled it
 (-1 where it was not sampled). A trainer shifts: the logits at i-1 predict token i. A document's first token is never
 trained.
+
+On the wire a message is `[header, buffer, buffer, ...]`: one msgpack header, which names each array's dtype and shape
+in the order of the buffers, and the raw buffers beside it, without copies on the way in.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from primeslurm.wire import frames
-from primeslurm.wire.frames import Frame
 from primeslurm.wire.routed_experts import RoutedExperts
 
+T = TypeVar("T")
+Frame = bytes | memoryview
+Arrays = dict[str, NDArray[Any]]
 Int32 = NDArray[np.int32]
 Float32 = NDArray[np.float32]
 Bool = NDArray[np.bool_]
@@ -117,7 +121,7 @@ class Rollout:
     def encode(self) -> list[Frame]:
         """Encode it as wire frames: one buffer per array there is."""
         found = {spec.name: getattr(self, spec.name) for spec in fields(self) if spec.name != "info"}
-        return frames.encode(self.info, {name: array for name, array in found.items() if array is not None})
+        return to_frames(self.info, {name: array for name, array in found.items() if array is not None})
 
     @classmethod
     def decode(cls, message: Sequence[Any]) -> Rollout:
@@ -127,7 +131,7 @@ class Rollout:
             ValueError: the frames do not match their header.
             msgspec.MsgspecError: the header is damaged.
         """
-        info, arrays = frames.decode(message, RolloutInfo)
+        info, arrays = from_frames(message, RolloutInfo)
         return cls(info, **arrays)
 
     @property
@@ -210,13 +214,59 @@ class Batch:
 
     def encode(self) -> list[Frame]:
         """Encode it as wire frames: one stacked [rows, seq_len, ...] array per field."""
-        return frames.encode(_Header(self.info, [row.images for row in self.rows]), stack(self.rows))
+        return to_frames(_Header(self.info, [row.images for row in self.rows]), stack(self.rows))
 
     @classmethod
     def decode(cls, message: Sequence[Any]) -> Batch:
         """Decode it from wire frames. Raises as `Rollout.decode`."""
-        header, arrays = frames.decode(message, _Header)
+        header, arrays = from_frames(message, _Header)
         images = enumerate(header.images)
         return cls(
             header.info, [Row(**{name: array[i] for name, array in arrays.items()}, images=p) for i, p in images]
         )
+
+
+class ArraySpec(msgspec.Struct, frozen=True):
+    """Name, dtype and shape of one buffer."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class _ArraysHeader(msgspec.Struct, frozen=True):
+    meta: msgspec.Raw
+    arrays: tuple[ArraySpec, ...]
+
+
+def to_frames(meta: Any, arrays: Mapping[str, NDArray[Any]] = {}) -> list[Frame]:
+    """Encode `meta` and named arrays as frames, ready for `send_multipart(copy=False)`.
+
+    Args:
+        meta: anything that msgspec encodes.
+        arrays: by name; a contiguous one is not copied.
+    """
+    contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
+    specs = tuple(ArraySpec(name, array.dtype.str, array.shape) for name, array in contiguous.items())
+    header = _ArraysHeader(msgspec.Raw(msgspec.msgpack.encode(meta)), specs)
+    buffers = [array.reshape(-1).view(np.uint8).data for array in contiguous.values()]
+    return [msgspec.msgpack.encode(header), *buffers]
+
+
+def from_frames(frames: Sequence[Any], kind: type[T]) -> tuple[T, Arrays]:
+    """Decode what `to_frames` made. Arrays are read-only views of the frames.
+
+    Args:
+        frames: of one message.
+        kind: type of `meta`.
+
+    Raises:
+        ValueError: the frames do not match their header.
+    """
+    header = msgspec.msgpack.decode(frames[0], type=_ArraysHeader)
+    if len(frames) != len(header.arrays) + 1:
+        raise ValueError(f"{len(frames) - 1} buffers, but the header names {len(header.arrays)}")
+    arrays: Arrays = {}
+    for spec, frame in zip(header.arrays, frames[1:], strict=True):
+        arrays[spec.name] = np.frombuffer(frame, dtype=np.dtype(spec.dtype)).reshape(spec.shape)
+    return msgspec.msgpack.decode(header.meta, type=kind), arrays

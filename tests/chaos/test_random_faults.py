@@ -17,8 +17,8 @@ from tests.chaos.scene import Scene
 from tests.chaos.schedule import schedule
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(900)]
-SEEDS = (1, 2, 3)
-FAULTS, STEPS, OVERLAP = 3, 16, 0.3
+SEEDS = (1, 5, 7)
+FAULTS, STEPS, OVERLAP = 3, 12, 0.3
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import pytest
 import yaml
 
-from primeslurm.api.nodes import avoid_bad_nodes
+from primeslurm.api.submission import avoid_bad_nodes
 from primeslurm.files import read_json, write_json
 from primeslurm.node.entry import AgentTask
 from primeslurm.plan.model import Health, HetGroup, JobOptions, Node, Plan, Process, Replica, Totals

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -13,6 +14,7 @@ from primeslurm.records.evaluation import evaluations
 from primeslurm.records.events.evaluation import EvaluationDone
 from primeslurm.records.events.policy import EngineUpdated
 from primeslurm.records.events.processes import ProcessStarted
+from primeslurm.run.directory import RunDirectory
 from primeslurm.run.records import rows
 from primeslurm.wire import checkpoints
 from tests.support.faults import warn
@@ -111,3 +113,12 @@ def test_cancel_leaves_nothing_behind_and_resume_goes_on(demo: Demo) -> None:
     results = [record.result("held-out") for record in found]
     assert all(each and (each.examples, each.samples, each.failed) == (8, 2, 0) for each in results)
     assert [row["step"] for row in rows(run.path) if "eval/held-out/reward_mean" in row] == [5, 8]
+
+    done = demo.command("eval", str(run.path), "--site", str(demo.site), "--json", timeout_s=300)
+    assert done.returncode == 0, done.stderr
+    again = RunDirectory(Path(json.loads(done.stdout)["directory"]))
+    demo.finish(again)
+    (record,) = evaluations(again.path)
+    result = record.result("held-out")
+    assert result and (result.examples, result.samples, result.failed) == (8, 2, 0), "the policy that the run has made"
+    assert {process["role"] for process in demo.status(again)["processes"]}.isdisjoint({"trainer", "teacher"})

@@ -16,15 +16,14 @@ import pytest
 from primeslurm.api.runs import Run
 from primeslurm.api.sites import local_site, with_python
 from primeslurm.api.submission import _start
-from primeslurm.plan.derive import derive
 from primeslurm.plan.emulate import emulate
 from primeslurm.plan.model import Plan
+from primeslurm.plan.planner import derive
 from primeslurm.recipe import Recipe
 from primeslurm.records.attempt import EndRecord
 from primeslurm.records.events.policy import PolicyCurrent
 from primeslurm.records.events.training import EnvironmentFails, RolloutFailed
-from primeslurm.run.create import create
-from primeslurm.run.directory import RunDirectory
+from primeslurm.run.directory import RunDirectory, create
 from primeslurm.run.records import events
 from tests.support.cli import ROOT, primeslurm
 from tests.support.fake_engine import write_tokenizer

@@ -9,9 +9,9 @@ import pytest
 
 from primeslurm.api.loading import load
 from primeslurm.plan.commands.command import Command
-from primeslurm.plan.derive import derive
 from primeslurm.plan.emulate import STAND_INS, emulate
 from primeslurm.plan.placement.resources import WITHOUT_GPUS
+from primeslurm.plan.planner import derive
 from primeslurm.recipe import Recipe
 from tests.support.processes import start_process
 from tests.support.recipes import recipe_data, site

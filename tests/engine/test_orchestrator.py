@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from primeslurm.plan.placement.teacher import served
+from primeslurm.plan.placement.inference import served
 from primeslurm.recipe import Recipe
 from tests.engine.conftest import StartEngine, StartRouter
 from tests.support.engine_commands import engine_command

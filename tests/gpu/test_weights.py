@@ -139,7 +139,7 @@ async def test_an_engine_computes_with_what_another_gpu_sent(
     from primeslurm.trainer.assembly.build import build
     from primeslurm.trainer.weight_transfer.sender import Sender
     from primeslurm.trainer.weights import huggingface
-    from primeslurm.trainer.weights.encoding import published
+    from primeslurm.trainer.weights.export import published
 
     server, asked = engine
     fp8, stored = asked.trainer.fp8, huggingface.fp8_names(Path(asked.model.path))

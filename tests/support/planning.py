@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from primeslurm.api.planning import look_at_files
 from primeslurm.plan.checks import review
-from primeslurm.plan.derive import requests_of
 from primeslurm.plan.memory.forecast import Estimate
 from primeslurm.plan.model import Finding
+from primeslurm.plan.planner import requests_of
 from primeslurm.recipe import Recipe, Site
 
 

@@ -12,7 +12,7 @@ from primeslurm.trainer.distributed.world import join
 from primeslurm.trainer.loops.interrupt import Interrupt
 from primeslurm.trainer.weight_transfer.publisher import Publisher
 from primeslurm.trainer.weight_transfer.sender import Sender
-from primeslurm.trainer.weights.encoding import Encoding
+from primeslurm.trainer.weights.export import Encoding
 from primeslurm.wire.link import TrainerLink
 
 

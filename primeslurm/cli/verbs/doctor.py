@@ -7,8 +7,8 @@ from typing import Annotated
 import msgspec
 import typer
 
-from primeslurm.api.nodes import installed
 from primeslurm.api.runs import find_run
+from primeslurm.api.submission import installed
 from primeslurm.cli.options import JsonOpt, RunsOpt, SiteOpt
 from primeslurm.cli.output import print_json, warn
 from primeslurm.cli.views.doctor import show_diagnosis, show_installed

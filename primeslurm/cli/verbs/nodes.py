@@ -8,8 +8,8 @@ from typing import Annotated
 import msgspec
 import typer
 
-from primeslurm.api.nodes import bad_nodes, forget_bad_nodes
 from primeslurm.api.sites import runs_directory
+from primeslurm.api.submission import bad_nodes, forget_bad_nodes
 from primeslurm.cli.options import JsonOpt, RunsOpt
 from primeslurm.cli.output import note, print_json
 from primeslurm.cli.views.tables import light_table, out

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from rich.table import Table
 from rich.text import Text
 
-from primeslurm.api.nodes import Installed
+from primeslurm.api.submission import Installed
 from primeslurm.cli.output import note, print_json
 from primeslurm.cli.views.tables import out
 from primeslurm.hostlists import compress

@@ -1,8 +1,9 @@
 """The job protocol between the orchestrator and its environment workers: ZMQ ROUTER (pool) and DEALER (worker).
 
-A worker (`job_runner`) reports its Status every second, with the jobs it is running. The orchestrator (`worker_pool`)
-compares: a job that it does not know is cancelled, a job that the worker does not have is lost and is dispatched anew.
-So either side may be killed and restarted at any time.
+A worker (`JobRunner` is its end; `worker` says how a job runs) reports its Status every second, with the jobs it is
+running. The orchestrator (`worker_pool`) compares: a job that it does not know is cancelled, a job that the worker does
+not have is lost and is dispatched anew. So either side may be killed and restarted at any time; a job that dies with
+its worker is dispatched anew.
 
 worker -> orchestrator      Status | Result (each followed by the frames of its token sequences) | Unusable
 orchestrator -> worker      Job | Cancel
@@ -10,16 +11,25 @@ orchestrator -> worker      Job | Cancel
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Sequence
 from itertools import accumulate, chain
 from typing import Any
 
 import msgspec
+import zmq
+import zmq.asyncio
 
-from primeslurm.wire.frames import Frame
-from primeslurm.wire.rollouts import Rollout
+from primeslurm.wire import secret
+from primeslurm.wire.rollouts import Frame, Rollout
+
+log = logging.getLogger(__name__)
 
 STATUS_INTERVAL_S = 1.0
+NOTICE_S = 5.0
+"""Longest wait for the orchestrator to be there when a worker says why it ends."""
 
 
 class RolloutFailed(Exception):
@@ -104,3 +114,108 @@ def decode_sequences(result: Result, frames: Sequence[Any]) -> tuple[Rollout, ..
         raise ValueError(f"{len(frames)} frames for sequences of {result.frames}")
     ends = accumulate(result.frames)
     return tuple(Rollout.decode(frames[end - count : end]) for end, count in zip(ends, result.frames, strict=True))
+
+
+def give_notice(environment: str, number: int, address: str, error: str) -> None:
+    """Tell the orchestrator that this worker cannot begin to serve its environment, and why."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        secret.present(socket)
+        socket.setsockopt(zmq.LINGER, int(NOTICE_S * 1000))
+        socket.connect(address)
+        socket.send(msgspec.msgpack.encode(Unusable(environment, number, error)))
+
+
+class JobRunner:
+    """Runs jobs concurrently, as many as it is sent.
+
+    Args:
+        environment: label of the environment served.
+        number: which of the environment's workers this is.
+        address: the orchestrator's ZMQ address.
+        rollout: runs one job to its end and returns its token sequences; whatever it raises makes the job a failed one.
+        tasks: how many the environment has, if that is known.
+        node: the node that it is on.
+    """
+
+    def __init__(
+        self,
+        environment: str,
+        number: int,
+        address: str,
+        rollout: Callable[[Job], Awaitable[tuple[Rollout, ...]]],
+        tasks: int | None = None,
+        node: str = "",
+    ) -> None:
+        self._environment = environment
+        self._number = number
+        self._rollout = rollout
+        self._tasks = tasks
+        self._node = node
+        self._incarnation = f"{time.time_ns():016x}"  # one that is started where a lost node's clock is wrong waits
+        self._jobs: dict[str, asyncio.Task[None]] = {}
+        self._seen = 0
+        self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        secret.present(self._socket)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._refusals = secret.refusals(self._socket)
+        self._socket.connect(address)
+
+    async def serve(self) -> None:
+        """Serve until cancelled.
+
+        Raises:
+            SecretError: another run listens at the orchestrator's address. Started again, the worker finds its own
+                there, or the run starts again with other ports.
+        """
+        parts = [asyncio.create_task(part) for part in (self._beat(), self._listen(), secret.refused(self._refusals))]
+        try:
+            await asyncio.wait(parts, return_when=asyncio.FIRST_COMPLETED)
+            if parts[-1].done():
+                raise secret.SecretError(f"{parts[-1].result()}: another run listens there")
+            await asyncio.gather(*(part for part in parts if part.done()))
+        finally:
+            for part in parts:
+                part.cancel()
+            await asyncio.gather(*parts, return_exceptions=True)
+            for task in self._jobs.values():
+                task.cancel()
+            await asyncio.gather(*self._jobs.values(), return_exceptions=True)
+            self._socket.disable_monitor()
+            self._socket.close()
+
+    async def _listen(self) -> None:
+        while True:
+            self._handle(msgspec.msgpack.decode(await self._socket.recv(), type=ToWorker))
+
+    def _handle(self, message: ToWorker) -> None:
+        if isinstance(message, Cancel):
+            for job in message.jobs:
+                if task := self._jobs.pop(job, None):
+                    task.cancel()
+        elif message.id not in self._jobs:
+            self._seen = max(self._seen, message.number)
+            self._jobs[message.id] = asyncio.create_task(self._run(message))
+
+    async def _beat(self) -> None:
+        while True:
+            who, jobs = (self._environment, self._number, self._incarnation), list(self._jobs)
+            status = Status(*who, jobs, self._tasks, self._node, self._seen)
+            await self._socket.send(msgspec.msgpack.encode(status))
+            await asyncio.sleep(STATUS_INTERVAL_S)
+
+    async def _run(self, job: Job) -> None:
+        # The job stays in the status until its result is queued: the result reaches the orchestrator before its
+        # absence. One that is cancelled from within has no result, and is dispatched anew once it is absent.
+        try:
+            await self._socket.send_multipart(await self._outcome(job))
+        finally:
+            self._jobs.pop(job.id, None)
+
+    async def _outcome(self, job: Job) -> list[Frame]:
+        try:
+            return encode_result(job.id, await self._rollout(job))
+        except Exception as error:  # an environment may raise anything; the rollout is then tried again
+            if not isinstance(error, RolloutFailed):
+                log.exception("job %s", job.id)
+            return [msgspec.msgpack.encode(Result(job.id, error=f"{type(error).__name__}: {error}"))]

@@ -22,11 +22,10 @@ from verifiers.v1.clients import ModelContext
 from primeslurm.orchestrator import algorithms, environments
 from primeslurm.orchestrator.environments import agents
 from primeslurm.orchestrator.environments.sandbox.install import install
-from primeslurm.orchestrator.rollouts import job_runner, tool_servers
+from primeslurm.orchestrator.rollouts import job_protocol, tool_servers
 from primeslurm.orchestrator.rollouts.hints import hinted
 from primeslurm.orchestrator.rollouts.images import stored
-from primeslurm.orchestrator.rollouts.job_protocol import Job
-from primeslurm.orchestrator.rollouts.job_runner import JobRunner
+from primeslurm.orchestrator.rollouts.job_protocol import Job, JobRunner
 from primeslurm.orchestrator.rollouts.rendering import choose
 from primeslurm.orchestrator.rollouts.sequences import sequences, trainable_traces
 from primeslurm.orchestrator.rollouts.token_client import TokenClient, serving
@@ -175,7 +174,7 @@ def main(argv: list[str] | None = None) -> None:
     except Exception as error:
         if worker is None or not worker.serves:
             words = f"{type(error).__name__}: {error}"
-            job_runner.give_notice(environment.label, options.worker, options.orchestrator, words)
+            job_protocol.give_notice(environment.label, options.worker, options.orchestrator, words)
         raise
 
 

@@ -17,8 +17,8 @@ from primeslurm.plan.memory.estimate import engine_role
 from primeslurm.plan.memory.forecast import Estimate, RoleMemory
 from primeslurm.plan.memory.gpus import gpu_of
 from primeslurm.plan.model import Finding
+from primeslurm.plan.placement.inference import served
 from primeslurm.plan.placement.resources import ResourceRequest
-from primeslurm.plan.placement.teacher import served
 from primeslurm.recipe import Recipe, Site
 
 TOKENIZER = "tokenizer.json"

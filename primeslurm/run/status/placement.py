@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import msgspec
 
 from primeslurm.errors import RunError
-from primeslurm.plan.storage.plan_file import plain
+from primeslurm.plan.plan_file import plain
 from primeslurm.run.directory import Attempt
 
 

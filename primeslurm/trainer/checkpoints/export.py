@@ -26,8 +26,7 @@ from primeslurm.recipe import Recipe
 from primeslurm.trainer import models
 from primeslurm.trainer.models import generic
 from primeslurm.trainer.weights import huggingface
-from primeslurm.trainer.weights.encoding import Encoding, cast
-from primeslurm.trainer.weights.export import by_layer
+from primeslurm.trainer.weights.export import Encoding, by_layer, cast
 from primeslurm.wire import exits
 from primeslurm.wire.weight_transfer.tensor_names import FP8_SCALE
 

@@ -2,7 +2,8 @@
 
 Masters stay float32; the compute copies that FSDP gathers are quantised whenever they are used, as engines quantise
 what is published to them, so trainer and engines multiply the same numbers. Which layers these are says
-`encoding.in_fp8`. Kernels take multiples of 128 only; what is smaller is filled up with zeros, which changes no scale.
+`tensor_names.in_fp8`. Kernels take multiples of 128 only; what is smaller is filled up with zeros, which changes no
+scale.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from primeslurm.trainer.kernels.block_fp8 import (
     quantise_groups_transposed,
 )
 from primeslurm.trainer.kernels.fp8_backend import backend
-from primeslurm.trainer.weights.encoding import in_fp8
+from primeslurm.wire.weight_transfer.tensor_names import in_fp8
 
 
 class _LinearProduct(torch.autograd.Function):

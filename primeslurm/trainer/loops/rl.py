@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import logging
+from typing import Protocol
 
 from primeslurm.recipe import Recipe
 from primeslurm.records.events.training import CheckpointLoaded, StepTrained, TrainerStopped, WeightsPublished
@@ -12,7 +13,6 @@ from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.loops.phase_timer import PhaseTimer
 from primeslurm.trainer.loops.step import Learner
-from primeslurm.trainer.weight_transfer.transports import WeightTransfer
 from primeslurm.wire import exits
 from primeslurm.wire.link import LinkError, TrainerLink, TransferWanted
 from primeslurm.wire.rollouts import Batch
@@ -29,6 +29,22 @@ class Choice(enum.IntEnum):
     FAILED = 3
     TRANSFER = 4
     """Engines have to be given the current policy before there can be a batch."""
+
+
+class WeightTransfer(Protocol):
+    """A transport of `weights.transport`. All ranks call each method together.
+
+    All methods raise RankError if a disk, the orchestrator or a rank failed.
+    """
+
+    def resume(self, version: int) -> None:
+        """Make engines take `version`, which a checkpoint was loaded from; 0 is the model they have loaded."""
+
+    def transfer(self, version: int) -> float:
+        """Make engines take `version`, which was just trained. Returns the seconds for which it was sent."""
+
+    def repeat(self, version: int) -> None:
+        """Transfer `version` again, to engines that came since and wait for it."""
 
 
 class RlTask:

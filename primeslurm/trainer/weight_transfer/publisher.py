@@ -1,6 +1,7 @@
 """Publish a policy: Hugging Face safetensors in a directory that appears complete or not at all.
 
-Every rank writes what it hands on (`export.parts`), side by side with the others; no rank holds the model.
+Every rank writes what it hands on (`export.parts`), side by side with the others; no rank holds the model. Engines are
+given each version (`FilesystemTransfer`), or the run keeps the last one.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from safetensors.torch import save_file
 from primeslurm.trainer.assembly.policy_model import PolicyModel
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.weights import huggingface, peft
-from primeslurm.trainer.weights.encoding import Encoding
-from primeslurm.trainer.weights.export import parts
+from primeslurm.trainer.weights.export import Encoding, parts
 from primeslurm.wire import checkpoints, manifest
+from primeslurm.wire.link import TrainerLink
 from primeslurm.wire.manifest import FileRecord
 from primeslurm.wire.weight_transfer import filesystem, tensor_names
 
@@ -110,6 +111,38 @@ class Publisher:
             raise RuntimeError(f"export and model differ in {sorted(names ^ self._policy.hf_names)[:5]}")
         if written != len(index):
             raise RuntimeError(f"{written - len(index)} tensors were written by more than one rank")
+
+
+class FilesystemTransfer:
+    """Publishes every version; engines read it, whenever they come."""
+
+    def __init__(self, publisher: Publisher, run_dir: Path, model: str, link: TrainerLink, world: World) -> None:
+        self._publisher = publisher
+        self._run_dir = run_dir
+        self._model = model
+        self._link = link
+        self._world = world
+        self._announced = 0
+        """Engines may read any version up to this one: it stays as it is, also when its step is repeated."""
+
+    def resume(self, version: int) -> None:
+        """Publish `version` again only if its files are gone or damaged."""
+        if version and not self._publisher.is_sound(version):
+            self._publisher.publish(version)
+        self._announce(version, str(filesystem.version_dir(self._run_dir, version)) if version else self._model)
+        self._publisher.discard_after(self._announced)
+
+    def transfer(self, version: int) -> float:
+        """Publish the version, then announce it."""
+        if version > self._announced:
+            self._announce(version, str(self._publisher.publish(version)))
+        return 0.0
+
+    def repeat(self, version: int) -> None:
+        """Do nothing: the files are there."""
+
+    def _announce(self, version: int, path: str) -> None:
+        self._announced = self._world.decide(self._link.announce(version, path) if self._world.is_main else 0)
 
 
 class _Share:

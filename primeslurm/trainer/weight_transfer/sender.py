@@ -10,8 +10,8 @@ import torch
 
 from primeslurm.trainer.assembly.policy_model import PolicyModel
 from primeslurm.trainer.distributed.world import World
-from primeslurm.trainer.weights.encoding import Encoding
-from primeslurm.trainer.weights.export import Part, parts
+from primeslurm.trainer.weight_transfer.publisher import Publisher
+from primeslurm.trainer.weights.export import Encoding, Part, parts
 from primeslurm.wire.link import LinkError, TrainerLink
 from primeslurm.wire.weight_transfer.catalogue import (
     Catalogue,
@@ -164,3 +164,41 @@ class _Outbox:
         except TransferError as error:
             self.failure = error
             self._channel.fail(f"rank {self._rank}: {error}")
+
+
+class CollectiveTransfer:
+    """Sends every version to engines directly. Publishes only the last one, as what the run has made."""
+
+    def __init__(
+        self, sender: Sender, publisher: Publisher, last: int, model: str, link: TrainerLink, world: World
+    ) -> None:
+        self._sender = sender
+        self._publisher = publisher
+        self._last = last
+        self._model = model
+        self._link = link
+        self._world = world
+
+    def resume(self, version: int) -> None:
+        """Send what the checkpoint holds."""
+        self._publisher.discard_after(version)
+        if version:
+            self._announce_and_send(version)
+        elif self._world.is_main:
+            self._link.announce(0, self._model)
+
+    def transfer(self, version: int) -> float:
+        """Send the version to all engines that are up."""
+        self._announce_and_send(version)
+        return self._sender.seconds
+
+    def repeat(self, version: int) -> None:
+        """Send the version again."""
+        self._sender.send(version)
+
+    def _announce_and_send(self, version: int) -> None:
+        if self._world.is_main:
+            self._link.announce(version, "")
+        self._sender.send(version)
+        if version == self._last:
+            self._publisher.publish(version)

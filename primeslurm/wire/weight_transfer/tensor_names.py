@@ -9,7 +9,21 @@ FP8_BLOCK = 128
 """Rows and columns of a block of an FP8 weight, which share a scale."""
 FP8_SCALE = "_scale_inv"
 """What follows the name of an FP8 weight in the name of its scales."""
+_PRODUCTS = re.compile(
+    r"(^|\.)(?!eh_proj|weights_proj)"
+    r"(experts\..*|\w+_proj|kv_a_proj_with_mqa|in_proj_qkv|in_proj_z|indexer\.wq_b)\.weight$"
+)
 _STACK = re.compile(r"(.+\.experts)\.(?:gate_up|(down))_proj")
+
+
+def in_fp8(name: str) -> bool:
+    """Whether a weight of this name in a checkpoint is an operand of FP8 products, where anything is.
+
+    Projections and experts are. What stays in full precision is small or sensitive, and engines keep it so, too:
+    embeddings, head and norms; routers and the gate of shared experts; of Mamba and delta nets the convolution, decay
+    and step sizes; of sparse attention's indexer all but its queries; what drafts further tokens; what sees images.
+    """
+    return _PRODUCTS.search(name) is not None
 
 
 def layers_ahead(layers: int, ahead: int) -> re.Pattern[str]:

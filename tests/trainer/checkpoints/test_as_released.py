@@ -19,8 +19,7 @@ from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.loops.step import Learner
 from primeslurm.trainer.weight_transfer.publisher import Publisher
-from primeslurm.trainer.weights.encoding import Encoding
-from primeslurm.trainer.weights.export import export
+from primeslurm.trainer.weights.export import Encoding, export
 from primeslurm.wire import checkpoints
 from primeslurm.wire.weight_transfer import filesystem
 from tests.trainer.as_released import FP8, assert_stored_alike, change_config, stack_experts, tensors, to_fp8

@@ -11,8 +11,7 @@ import pytest
 import torch
 
 from primeslurm.orchestrator.algorithms import Grpo
-from primeslurm.orchestrator.batching.batches import documents
-from primeslurm.orchestrator.batching.packing import loss_tokens, pack
+from primeslurm.orchestrator.batching.batches import documents, loss_tokens, pack
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.recipe.sections.losses import CispoLoss, GrpoClipLoss, GspoLoss
 from primeslurm.trainer.components.documents import Documents

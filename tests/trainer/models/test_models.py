@@ -17,7 +17,7 @@ from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.assembly.policy_model import PolicyModel
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.weight_transfer.publisher import Publisher
-from primeslurm.trainer.weights.encoding import Encoding
+from primeslurm.trainer.weights.export import Encoding
 from primeslurm.wire.weight_transfer import filesystem
 from tests.trainer.conftest import SEQ_LEN, make_recipe
 from tests.trainer.families import CASES, MLA_YARN, YARN

@@ -13,9 +13,8 @@ from transformers import Qwen3MoeConfig
 from primeslurm.orchestrator.weight_transfer.sessions import TransferSessions
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.distributed.world import World
-from primeslurm.trainer.weight_transfer.publisher import Publisher
-from primeslurm.trainer.weight_transfer.transports import FilesystemTransfer
-from primeslurm.trainer.weights.encoding import Encoding
+from primeslurm.trainer.weight_transfer.publisher import FilesystemTransfer, Publisher
+from primeslurm.trainer.weights.export import Encoding
 from primeslurm.wire import link
 from primeslurm.wire.weight_transfer import collective, filesystem, messages
 from primeslurm.wire.weight_transfer.catalogue import Experts

@@ -14,8 +14,9 @@ from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.kernels.block_fp8 import BLOCKS, quantise
 from primeslurm.trainer.weight_transfer.publisher import Publisher
-from primeslurm.trainer.weights.encoding import Encoding, in_fp8, published
+from primeslurm.trainer.weights.export import Encoding, published
 from primeslurm.wire.weight_transfer import tensor_names
+from primeslurm.wire.weight_transfer.tensor_names import in_fp8
 from tests.trainer.conftest import make_recipe
 from tests.trainer.families import COMMON, EXPERTS, Case, write
 

@@ -15,7 +15,7 @@ from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.loops.step import Learner
 from primeslurm.trainer.weight_transfer.publisher import Publisher
-from primeslurm.trainer.weights.encoding import Encoding
+from primeslurm.trainer.weights.export import Encoding
 from primeslurm.wire.weight_transfer import filesystem
 from tests.support.cli import primeslurm
 from tests.trainer.conftest import make_batch, make_recipe, make_timer

@@ -10,7 +10,7 @@ import yaml
 
 import primeslurm
 from primeslurm.files import write_json
-from primeslurm.plan import derive
+from primeslurm.plan import planner
 from primeslurm.records.attempt import EndRecord, JobRecord
 from primeslurm.run.directory import RunDirectory
 from tests.support.cli import primeslurm as command
@@ -93,8 +93,8 @@ def test_recipe_and_site_are_read_before_anything_is_said(place: Path) -> None:
 def test_needs_are_worked_out_once(place: Path, monkeypatch: pytest.MonkeyPatch, emulate: bool) -> None:
     loaded = primeslurm.load("r.yaml", site="site.yaml", emulate=emulate)
     calls = []
-    work_out = derive.resource_requests
-    monkeypatch.setattr(derive, "resource_requests", lambda *given: calls.append(given) or work_out(*given))
+    work_out = planner.resource_requests
+    monkeypatch.setattr(planner, "resource_requests", lambda *given: calls.append(given) or work_out(*given))
     assert loaded.plan().emulated == emulate
     assert len(calls) == 1
 

@@ -16,10 +16,10 @@ from primeslurm.api.sites import find_site
 from primeslurm.errors import UsageError
 from primeslurm.model_files import model_directory
 from primeslurm.plan.checks.files import model_files
-from primeslurm.plan.derive import derive
 from primeslurm.plan.model import Plan
+from primeslurm.plan.planner import derive
 from primeslurm.recipe.reading.recipe_files import load_recipe
-from primeslurm.run.create import create
+from primeslurm.run.directory import create
 from tests.support.cli import primeslurm
 from tests.support.recipes import model_dir, recipe_data, site, write_recipe
 

@@ -16,13 +16,12 @@ import zmq
 
 from primeslurm.node.agent.node_context import UnknownPlaceholder
 from primeslurm.node.agent.process_manager import ProcessManager
-from primeslurm.plan.derive import derive
 from primeslurm.plan.model import Plan, Process
+from primeslurm.plan.planner import derive
 from primeslurm.recipe.reading.recipe_files import load_recipe
 from primeslurm.records.fleet import FleetView
 from primeslurm.records.journal import Journal
-from primeslurm.run.create import create, missing_variables
-from primeslurm.run.directory import RunDirectory
+from primeslurm.run.directory import RunDirectory, create, missing_variables
 from primeslurm.slurm.render import render
 from primeslurm.wire import secret
 from primeslurm.wire.addresses import Addresses

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from primeslurm.orchestrator import environments
 from primeslurm.orchestrator.algorithms import Echo, Grpo, HierarchicalGrpo, MaxRl, Opd, Rae, from_recipe
-from primeslurm.orchestrator.batching.averaging import averaged
-from primeslurm.orchestrator.batching.batches import Batches
+from primeslurm.orchestrator.batching.batches import Batches, averaged
 from primeslurm.orchestrator.progress import CHECKPOINT_PART, RunProgress, restore
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Job

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from primeslurm.orchestrator.algorithms import Grpo
-from primeslurm.orchestrator.batching.batches import documents
-from primeslurm.orchestrator.batching.packing import pack
+from primeslurm.orchestrator.batching.batches import documents, pack
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.images import stored
 from primeslurm.orchestrator.rollouts.job_protocol import RolloutFailed

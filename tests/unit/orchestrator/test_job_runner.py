@@ -8,8 +8,7 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from primeslurm.orchestrator.rollouts.job_protocol import Job
-from primeslurm.orchestrator.rollouts.job_runner import JobRunner
+from primeslurm.orchestrator.rollouts.job_protocol import Job, JobRunner
 from primeslurm.wire import secret
 from primeslurm.wire.rollouts import Rollout
 

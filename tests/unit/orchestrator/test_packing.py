@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from primeslurm.orchestrator.algorithms import Algorithm, Echo, Grpo, MaxRl, Opd, from_recipe
-from primeslurm.orchestrator.batching.batches import Batches, documents
-from primeslurm.orchestrator.batching.packing import Document, loss_tokens, pack
+from primeslurm.orchestrator.batching.batches import Batches, Document, documents, loss_tokens, pack
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.recipe import Recipe
 from primeslurm.wire.rollouts import Rollout, RolloutInfo, Row

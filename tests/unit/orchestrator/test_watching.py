@@ -11,8 +11,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from primeslurm.orchestrator.rollouts.job_protocol import Cancel, Job, Result, Status, ToWorker
-from primeslurm.orchestrator.rollouts.job_runner import give_notice
+from primeslurm.orchestrator.rollouts.job_protocol import Cancel, Job, Result, Status, ToWorker, give_notice
 from primeslurm.orchestrator.rollouts.worker_pool import SILENT_S, UNSEEN_S, WorkerPool
 from primeslurm.orchestrator.telemetry.batch_metrics import batch_metrics
 from primeslurm.orchestrator.telemetry.watch import StallError, Watch

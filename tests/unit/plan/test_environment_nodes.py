@@ -12,8 +12,8 @@ import pytest
 from primeslurm.api.emulation import cluster_for, for_emulation, site_of
 from primeslurm.errors import UsageError
 from primeslurm.plan.checks.environment_capacity import environment_capacity
-from primeslurm.plan.derive import derive, requests_of
 from primeslurm.plan.model import Plan
+from primeslurm.plan.planner import derive, requests_of
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.rules import violations
 from primeslurm.slurm.render import render

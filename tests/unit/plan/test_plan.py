@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from primeslurm.api.sites import local_site
 from primeslurm.errors import UsageError
 from primeslurm.node.agent.node_context import Addresses, resolve
-from primeslurm.plan.derive import derive
 from primeslurm.plan.model import Plan
+from primeslurm.plan.planner import derive
 from primeslurm.recipe import Recipe
 from tests.support.recipes import recipe_data, site
 

@@ -12,11 +12,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from primeslurm.errors import RunError
-from primeslurm.plan.derive import derive
 from primeslurm.plan.emulate import emulate
 from primeslurm.plan.model import Plan, Process
-from primeslurm.plan.storage.folding import fold, unfold
-from primeslurm.plan.storage.plan_file import from_file, plain, to_file
+from primeslurm.plan.plan_file import fold, from_file, plain, to_file, unfold
+from primeslurm.plan.planner import derive
 from primeslurm.recipe.reading.recipe_files import load_recipe, load_site
 from primeslurm.run.directory import RunDirectory
 from primeslurm.run.status.placement import PlacedProcess, RunPlacement, placement_of

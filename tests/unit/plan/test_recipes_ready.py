@@ -12,8 +12,8 @@ from primeslurm.api.sites import local_site
 from primeslurm.families.catalog import catalog
 from primeslurm.plan.checks import model_files
 from primeslurm.plan.checks.unsupported import unsupported
-from primeslurm.plan.derive import derive
 from primeslurm.plan.placement.resources import WITHOUT_GPUS
+from primeslurm.plan.planner import derive
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.reading.recipe_files import load_recipe, load_site
 from primeslurm.slurm.render import render

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from primeslurm.errors import UsageError
 from primeslurm.node.agent.node_context import resolve
-from primeslurm.plan.derive import derive
 from primeslurm.plan.model import Plan, Process
+from primeslurm.plan.planner import derive
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.reading.recipe_files import merge
 from primeslurm.recipe.rules import violations

@@ -12,9 +12,9 @@ from primeslurm.api.loading import load
 from primeslurm.api.planning import look_at_files
 from primeslurm.errors import UsageError, Violation
 from primeslurm.plan.checks import with_absolute_paths
-from primeslurm.plan.derive import derive
 from primeslurm.plan.emulate import STAND_INS, emulate
 from primeslurm.plan.model import Plan, Process
+from primeslurm.plan.planner import derive
 from primeslurm.recipe import Recipe
 from tests.support.planning import reviewed
 from tests.support.recipes import model_dir, recipe_data, site, write_recipe

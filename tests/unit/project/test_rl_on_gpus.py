@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.rl_on_gpus import CELLS, CONFIG, HERE, report
 from primeslurm.api.sites import local_site
-from primeslurm.plan.derive import derive
+from primeslurm.plan.planner import derive
 from primeslurm.recipe.reading.recipe_files import load_recipe
 from primeslurm.records.events.policy import EngineUpdated
 from primeslurm.records.events.training import WeightsPublished

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from primeslurm.errors import UsageError
-from primeslurm.plan.derive import derive
+from primeslurm.plan.planner import derive
 from primeslurm.recipe.reading.recipe_files import load_recipe
 from primeslurm.recipe.sections.evaluation import EvaluationEnvironment
 from tests.support.recipes import site, write_recipe

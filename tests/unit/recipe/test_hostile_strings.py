@@ -18,12 +18,11 @@ from hypothesis import strategies as st
 
 from primeslurm.errors import UsageError
 from primeslurm.node.agent.node_context import resolve
-from primeslurm.plan.derive import derive
 from primeslurm.plan.model import Plan
+from primeslurm.plan.planner import derive
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.reading.recipe_files import load_recipe, load_site, merge
-from primeslurm.slurm.options import sbatch_lines
-from primeslurm.slurm.render import exports, render
+from primeslurm.slurm.render import exports, render, sbatch_lines
 from primeslurm.wire.addresses import Addresses
 from tests.support import model_strings
 from tests.support.recipes import recipe_data, site

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from primeslurm.files import write_json
-from primeslurm.plan.derive import derive
 from primeslurm.plan.model import Plan
+from primeslurm.plan.planner import derive
 from primeslurm.recipe import Recipe
 from primeslurm.run.diff import Difference, diff, options
 from primeslurm.run.directory import RunDirectory

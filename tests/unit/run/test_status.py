@@ -12,8 +12,8 @@ import pytest
 
 from primeslurm.errors import RunError, UsageError, Violation
 from primeslurm.files import write_json
-from primeslurm.plan.derive import derive
 from primeslurm.plan.model import Process, Replica
+from primeslurm.plan.planner import derive
 from primeslurm.recipe.reading.recipe_files import load_recipe
 from primeslurm.records.attempt import EndRecord, JobRecord
 from primeslurm.records.fleet import (
@@ -27,8 +27,7 @@ from primeslurm.records.fleet import (
 )
 from primeslurm.records.reading import recent_rows
 from primeslurm.records.state import EngineRecord
-from primeslurm.run.create import create, name_in_use
-from primeslurm.run.directory import RunDirectory
+from primeslurm.run.directory import RunDirectory, create, name_in_use
 from primeslurm.run.status.run_status import RlProgress, RunStatus, read_status
 from primeslurm.run.status.summary import summarise
 from primeslurm.wire import checkpoints
@@ -250,7 +249,7 @@ def test_of_two_who_submit_a_name_at_once_one_gets_it(tmp_path: Path, monkeypatc
         except UsageError as error:
             return str(error)
 
-    monkeypatch.setattr("primeslurm.run.create.name_in_use", look)
+    monkeypatch.setattr("primeslurm.run.directory.name_in_use", look)
     with ThreadPoolExecutor(2) as threads:
         first, second = sorted(threads.map(submit, range(2)))
     assert first == "1" and "is in use" in second

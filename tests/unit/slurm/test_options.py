@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from primeslurm.errors import UsageError
-from primeslurm.plan.derive import derive
 from primeslurm.plan.model import Plan
+from primeslurm.plan.planner import derive
 from primeslurm.recipe.reading.recipe_files import load_recipe, load_site
 from tests.support.recipes import site, write_recipe
 

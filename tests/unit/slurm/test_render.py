@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from primeslurm.errors import UsageError
-from primeslurm.plan.derive import derive
 from primeslurm.plan.model import Plan
+from primeslurm.plan.planner import derive
 from primeslurm.recipe.reading.recipe_files import load_recipe, load_site
 from primeslurm.slurm.render import render
 from tests.support.slurm_plans import group, plan

@@ -23,9 +23,9 @@ from primeslurm.records.events import decode
 from primeslurm.records.events.training import TrainerStarted
 from primeslurm.records.journal import Journal
 from primeslurm.records.state import TrainerState
-from primeslurm.wire import checkpoints, frames, routed_experts
+from primeslurm.wire import checkpoints, routed_experts
 from primeslurm.wire.link import Answer, GetBatch, LinkError, OrchestratorLink, Request, TrainerLink
-from primeslurm.wire.rollouts import Batch, BatchInfo, Rollout, RolloutInfo, Row
+from primeslurm.wire.rollouts import Batch, BatchInfo, Rollout, RolloutInfo, Row, from_frames, to_frames
 from primeslurm.wire.weight_transfer import filesystem, tensor_names
 from primeslurm.wire.weight_transfer.messages import NewPolicy
 
@@ -42,8 +42,8 @@ arrays = st.dictionaries(
 def test_arrays_survive_the_wire(meta: dict[str, int], specs: dict[str, tuple[str, list[int]]]) -> None:
     rng = np.random.default_rng(0)
     given_arrays = {name: rng.integers(0, 2, shape).astype(dtype) for name, (dtype, shape) in specs.items()}
-    message = [bytes(frame) for frame in frames.encode(meta, given_arrays)]
-    found_meta, found = frames.decode(message, dict[str, int])
+    message = [bytes(frame) for frame in to_frames(meta, given_arrays)]
+    found_meta, found = from_frames(message, dict[str, int])
     assert found_meta == meta
     assert list(found) == list(given_arrays)
     for name, array in given_arrays.items():
@@ -51,9 +51,9 @@ def test_arrays_survive_the_wire(meta: dict[str, int], specs: dict[str, tuple[st
 
 
 def test_a_message_that_lost_a_buffer_is_refused() -> None:
-    message = frames.encode({}, {"a": np.zeros(3)})
+    message = to_frames({}, {"a": np.zeros(3)})
     with pytest.raises(ValueError, match="0 buffers, but the header names 1"):
-        frames.decode(message[:1], dict)
+        from_frames(message[:1], dict)
 
 
 def rollout(versions: list[int]) -> Rollout:
