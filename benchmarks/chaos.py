@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -45,6 +46,8 @@ def main(words: list[str]) -> None:
         "machine": machine,
     }
     results = []
+    # so that the cluster goes with it
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(1))
     with tempfile.TemporaryDirectory(prefix="chaos", dir="/tmp") as directory:
         scene = Scene(Path(directory))
         try:
