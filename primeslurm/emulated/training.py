@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
+from primeslurm import durable
 from primeslurm.emulated.ranks import LostRankError, Ranks
 from primeslurm.recipe import Recipe
 from primeslurm.records.events.training import (
@@ -25,6 +26,7 @@ from primeslurm.records.events.training import (
     WeightsPublished,
 )
 from primeslurm.records.journal import Journal
+from primeslurm.records.reserve import while_full
 from primeslurm.records.state import TrainerState
 from primeslurm.wire import checkpoints, exits
 from primeslurm.wire.link import LinkError, TrainerLink, TransferWanted
@@ -78,7 +80,7 @@ class EmulatedTrainer:
             done = not self._step(step + 1)
             step += not done
         if step > self._saved:
-            self._save(step)
+            while_full(lambda: self._save(step))
         interrupted = done and self._ranks.interrupted()
         self._journal.write(TrainerStopped(step, "interrupted" if interrupted else "finished"))
         return exits.CHECKPOINTED if interrupted else 0
@@ -90,7 +92,7 @@ class EmulatedTrainer:
             self._link.committed(step)
             self._transfer(step)
         else:
-            self._announced = self._link.announce(0, self._recipe.model.path)
+            self._announced = while_full(lambda: self._link.announce(0, self._recipe.model.path))
         for newer in filesystem.published(self._run_dir):
             if newer > self._announced:
                 shutil.rmtree(filesystem.version_dir(self._run_dir, newer))
@@ -108,8 +110,8 @@ class EmulatedTrainer:
         self._transfer(step)
         self._link.step_done(step, {"loss": 1.0 / step, "loss_tokens": batch.info.loss_tokens, "seconds/train": spent})
         self._journal.write(StepTrained(step))
-        if step % self._recipe.checkpoint.interval == 0 or step == self._recipe.max_steps:
-            self._save(step)
+        if self._recipe.commits(step):
+            while_full(lambda: self._save(step))
         return True
 
     def _batch(self, step: int) -> Batch | None:
@@ -123,12 +125,13 @@ class EmulatedTrainer:
     def _transfer(self, version: int) -> None:
         if self._recipe.weights.transport == "filesystem":
             if version > self._announced:
-                self._announced = self._link.announce(version, str(self._publish(version)))
+                path = while_full(lambda: self._publish(version))
+                self._announced = while_full(lambda: self._link.announce(version, str(path)))
         else:
-            self._link.announce(version, "")
+            while_full(lambda: self._link.announce(version, ""))
             self._send(version)
             if version == self._recipe.max_steps:
-                self._publish(version)
+                while_full(lambda: self._publish(version))
 
     def _send(self, version: int) -> None:
         """Meet the engines as if to send them the policy."""
@@ -145,7 +148,9 @@ class EmulatedTrainer:
         partial.mkdir(parents=True)
         save_file({"emulated.weight": np.full(64, version, np.float32)}, partial / "model.safetensors")
         filesystem.complete(partial, version, "float32")
-        partial.rename(final)
+        if self._recipe.commits(version):
+            durable.sync_tree(partial)
+        durable.rename(partial, final)
         filesystem.prune(self._run_dir, self._recipe.weights.keep, {version, *checkpoints.committed(self._run_dir)})
         self._journal.write(WeightsPublished(version))
         return final
@@ -155,7 +160,8 @@ class EmulatedTrainer:
         directory = checkpoints.step_dir(self._run_dir, step)
         if directory.exists():
             shutil.rmtree(directory)
-        (directory / "trainer").mkdir(parents=True)
+        durable.make_directory(directory / "trainer")
+        self._journal.sync()
         (directory / "trainer" / "emulated.bin").write_bytes(step.to_bytes(8, "little"))
         self._link.save(step, str(directory))
         checkpoints.commit(directory, step, self._attempt)

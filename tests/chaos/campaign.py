@@ -31,7 +31,7 @@ def run_all(scene: Scene, seed: int, rounds: list[Round], steps: int, say: Say =
 def again(seed: int, faults: int, overlap: float, kinds: list[str] | None, steps: int) -> str:
     """How to repeat a schedule."""
     only = "".join(f" --kind {kind!r}" for kind in kinds or [])
-    return f"python -m benchmarks chaos --seed {seed} --faults {faults} --overlap {overlap} --steps {steps}{only}"
+    return f"python -m tests.chaos --seed {seed} --faults {faults} --overlap {overlap} --steps {steps}{only}"
 
 
 def table(outcomes: Iterable[Outcome]) -> list[dict[str, Any]]:

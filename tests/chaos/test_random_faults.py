@@ -1,4 +1,4 @@
-"""A few random faults with each of three seeds; `python -m benchmarks chaos` does hundreds."""
+"""A few random faults with each of three seeds; `python -m tests.chaos` does hundreds."""
 
 from __future__ import annotations
 

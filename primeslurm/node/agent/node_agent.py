@@ -24,6 +24,7 @@ from primeslurm.node.agent.node_context import remove_of_earlier_attempts
 from primeslurm.node.agent.process_manager import ProcessManager
 from primeslurm.node.head.fleet import NODE_START_S
 from primeslurm.node.host.network import NetworkError, node_name, own_address
+from primeslurm.node.host.record_writer import RecordWriter
 from primeslurm.node.preflight.preflight import Preflight, PreflightTimings
 from primeslurm.plan.model import Plan
 from primeslurm.records.events.nodes import AgentFailed, AgentStarted, AttemptEnds, HeartbeatFailed, NodesAssigned
@@ -97,6 +98,7 @@ class NodeAgent:
         self._addresses_file = Watched(attempt.addresses_file)
         self._local_ending: Ending | None = None
         self._last_heartbeat = 0.0
+        self._records = RecordWriter(Path(plan.run_dir), 1.5 * plan.stall_timeout_s)
         self._told = (Fitness.CHECKING, False)
         self._head_seen_at = self._ticked_at = time.time()
         self._ending_since: float | None = None
@@ -140,7 +142,8 @@ class NodeAgent:
 
     def tick(self, now: float) -> None:
         """One turn: reap, look at what the head says, act, report."""
-        self._head_seen_at += held_up_s(self._ticked_at, now)
+        hindered = now - self._head_seen_at > LATE_S and self._records.excuses(now)
+        self._head_seen_at += now - self._ticked_at if hindered else held_up_s(self._ticked_at, now)
         self._ticked_at = now
         if self.processes is not None:
             ended = self.processes.reap(now, ending=self.ending is not None)
@@ -234,6 +237,8 @@ class NodeAgent:
             agent_pid=os.getpid(),
             fitness=fitness,
             unfit_because=why,
+            failed=self.preflight.failed,
+            file_system=self.preflight.file_system,
             environments_fail=self.preflight.environments_fail if fitness is Fitness.UNFIT else "",
             node=processes.node.index if processes else None,
             ports=processes.ports if processes else {},
@@ -241,10 +246,14 @@ class NodeAgent:
             ended=ended,
             error=self.error,
         )
+        fault = self._records.fault
         try:
-            write_json(self.attempt.agent_file(self.rank), msgspec.to_builtins(report))
+            self._records.write(lambda: write_json(self.attempt.agent_file(self.rank), msgspec.to_builtins(report)))
+            self.journal.flush()
         except OSError as error:
             self.journal.write(HeartbeatFailed(str(error)))
+        if self._records.fault and not fault:
+            self.journal.write(HeartbeatFailed(self._records.fault))
 
 
 def held_up_s(last: float, now: float) -> float:

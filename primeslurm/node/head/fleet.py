@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from primeslurm.node.agent.supervision import ProcessState
+from primeslurm.node.head.blame import FILE_SYSTEM, Fault, whose_fault
 from primeslurm.node.head.node_assignment import NodeAssignment
 from primeslurm.node.head.process_states import how_it_died
 from primeslurm.node.head.restart_groups import RestartGroup, restart_groups_of
@@ -81,6 +82,8 @@ class Fleet:
         self._enough_since: float | None = None
         self._killed: dict[str, str] = {}
         """Names of nodes whose agent was killed, and how."""
+        self._waited_until = self.started_at
+        """When a fault of the file system was last waited for, which nobody is late for."""
         self._died_at: dict[str, float] = {}
         """By restart group: when the first of its processes was seen to have ended for good."""
 
@@ -141,8 +144,16 @@ class Fleet:
         """What agents have to know of restart groups."""
         return {name: group.order for name, group in self.restart_groups.items() if group.generation}
 
+    @property
+    def waits_for(self) -> str:
+        """What is wrong with the shared file system, as long as agents wait for that to be over; empty otherwise."""
+        waiting = (a for r, a in sorted(self.agents.items()) if r not in self.gone and a.fitness is Fitness.CHECKING)
+        return next((agent.file_system for agent in waiting if agent.file_system), "")
+
     def decide(self, now: float) -> Ending | None:
         """Replace, restart and give up what must be; the reason to end the attempt now, or None."""
+        if self.waits_for:
+            self._waited_until = now
         self._give_up_waiting(now)
         if not self.assignment.generation:
             return self._unfit(now) or self._assign_nodes(now)
@@ -164,7 +175,7 @@ class Fleet:
         if self.assignment.short(self.gone):
             return Ending(Outcome.FAILED, "; ".join(self.gone.values()), self._name(next(iter(self.gone))))
         undecided = sorted(set(range(self.plan.allocated)) - self._fit() - set(self.gone))
-        late = now - self.started_at > NODE_START_S
+        late = self._late(now)
         if self._enough_since is None and NodeAssignment(self.plan).fill(self._fit()):
             self._enough_since = now
         patient = self._enough_since is not None and now - self._enough_since > SPARE_WAIT_S
@@ -187,7 +198,7 @@ class Fleet:
             if agent.environments_fail and not self._environments_load(rank):
                 ending = self._environments_fail(rank, agent)
             elif agent.fitness is Fitness.UNFIT:
-                ending = self._lose(rank, agent.unfit_because, now)
+                ending = self._lose_unfit(rank, agent, now)
             elif agent.error:
                 ending = self._lose(rank, agent.error, now)
             elif agent.ended:
@@ -197,6 +208,25 @@ class Fleet:
             if ending:
                 return ending
         return None
+
+    def _lose_unfit(self, rank: int, agent: AgentReport, now: float) -> Ending | None:
+        """Only a node that is at fault itself is done without."""
+        kind = [r for r in self.plan.ranks(self.plan.group_of_rank(rank).index) if r not in self.gone]
+        match whose_fault(rank, self.agents, kind):
+            case Fault.NODE:
+                return self._lose(rank, agent.unfit_because, now)
+            case Fault.FILE_SYSTEM:
+                reason = f"the shared file system, seen from {agent.name}: {agent.unfit_because}"
+                return Ending(Outcome.FAILED, reason, FILE_SYSTEM)
+            case Fault.ALIKE:
+                reason = f"no node is to blame, as all {len(kind)} of its kind are like {agent.name}"
+                return Ending(Outcome.FAILED, f"{reason}: {agent.unfit_because}", "all nodes alike")
+            case Fault.OPEN:
+                return None
+
+    def _late(self, now: float) -> bool:
+        """Whether every agent should have been heard of by now."""
+        return now - self._waited_until > NODE_START_S
 
     def _environments_load(self, rank: int) -> bool:
         """Whether environments load on another node of an agent's group."""
@@ -213,7 +243,7 @@ class Fleet:
 
     def _give_up_waiting(self, now: float) -> None:
         """Agents that have never reported, whether they are needed or not."""
-        if now - self.started_at > NODE_START_S:
+        if self._late(now):
             for rank in self.unheard:
                 self._lose(rank, f"no sign of its agent within {NODE_START_S:.0f} s", now)
 

@@ -16,8 +16,16 @@ from primeslurm.node.attempt.attempt_end import conclude, remember_bad_node
 from primeslurm.node.head.fleet import AGENT_ENDED, Fleet, News
 from primeslurm.node.head.process_states import fleet_state
 from primeslurm.node.head.walltime import MARGIN_S, end_of_job, ends_too_late, seconds_to_stop
+from primeslurm.node.host.record_writer import RecordWriter
 from primeslurm.plan.model import Plan
-from primeslurm.records.events.nodes import AddressesPublished, AttemptEnds, HeadFailed, NodeLost, PublishFailed
+from primeslurm.records.events.nodes import (
+    AddressesPublished,
+    AttemptEnds,
+    FileSystemFault,
+    HeadFailed,
+    NodeLost,
+    PublishFailed,
+)
 from primeslurm.records.fleet import AgentReport, AssignedAgent, AssignmentRecord, Ending, FleetView, Outcome
 from primeslurm.records.journal import Journal
 from primeslurm.records.state import OrchestratorState, TrainerState
@@ -62,6 +70,8 @@ class Head(threading.Thread):
         self.journal = Journal(agent.attempt.path, "head")
         self.ending: Ending | None = None
         self._heartbeats = {rank: Watched(self.attempt.agent_file(rank)) for rank in range(self.plan.allocated)}
+        self._records = RecordWriter(run.path, 1.5 * agent.plan.stall_timeout_s)
+        self._waits_for = ""
         self._addresses = Addresses({}, {})
         self._published_generation = 0
         self._asked: Ending | None = None
@@ -87,9 +97,11 @@ class Head(threading.Thread):
 
     def tick(self, now: float) -> None:
         """Read every heartbeat that changed, decide, publish."""
-        if late := held_up_s(self._ticked_at, now):
+        hindered = self._records.excuses(now)
+        if late := now - self._ticked_at if hindered else held_up_s(self._ticked_at, now):
             self.fleet.held_up(late)
         self._ticked_at = now
+        self._records.fill_reserve(now)
         for file in self._heartbeats.values():
             if (value := file.changed()) is not None:
                 self.fleet.observe(msgspec.convert(value, AgentReport), now)
@@ -102,8 +114,9 @@ class Head(threading.Thread):
             self.ending, self._ending_at = found, now
             self.journal.write(AttemptEnds(found.outcome, found.reason, found.suspect))
         self._tell_news()
-        self._publish_assignment()
-        self._publish_addresses()
+        self.journal.flush()
+        self._records.write(self._publish_assignment)
+        self._records.write(self._publish_addresses)
         self._publish(now)
 
     def conclude(self) -> bool:
@@ -192,12 +205,21 @@ class Head(threading.Thread):
             units=fleet.orders,
             lost=sorted(fleet.lost),
             ending=self.ending,
+            waits_for=self._waiting(),
             release=self._release(now),
         )
         try:
-            write_json(self.attempt.fleet_file, msgspec.to_builtins(view))
+            self._records.write(lambda: write_json(self.attempt.fleet_file, msgspec.to_builtins(view)))
         except OSError as error:
             self.journal.write(PublishFailed(str(error)))
+
+    def _waiting(self) -> str:
+        """What is wrong with the file system that the run waits for; an event tells of each change."""
+        trouble = self.fleet.waits_for or self._records.trouble
+        if bool(trouble) != bool(self._waits_for):
+            self.journal.write(FileSystemFault(trouble))
+        self._waits_for = trouble
+        return trouble
 
     def _release(self, now: float) -> bool:
         """Whether engines and orchestrator may stop: no trainer needs them for a last checkpoint any more."""

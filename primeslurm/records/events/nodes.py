@@ -37,6 +37,12 @@ class PublishFailed(Event, frozen=True, tag="publish_failed"):
     error: str = ""
 
 
+class FileSystemFault(Event, frozen=True, tag="file_system_fault"):
+    """By the head: something is wrong with the shared file system, and the run waits; without words: it is over."""
+
+    what: str = ""
+
+
 class PreflightDone(Event, frozen=True, tag="preflight"):
     """An agent has looked its node over."""
 
@@ -162,6 +168,7 @@ NodeEvent = (
     | HeadFailed
     | HeartbeatFailed
     | PublishFailed
+    | FileSystemFault
     | PreflightDone
     | GpuFailed
     | NodesAssigned

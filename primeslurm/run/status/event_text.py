@@ -182,6 +182,10 @@ def _of_node(event: Event) -> EventText | None:
             return _tell(event, event.process, "the head failed" + _because(error), "error")
         case nodes.HeartbeatFailed(error=error):
             return _tell(event, event.process, "cannot write its heartbeat" + _because(error), "warning")
+        case nodes.FileSystemFault(what=""):
+            return _tell(event, "file system", "there is space again")
+        case nodes.FileSystemFault(what=what):
+            return _tell(event, "file system", f"the run waits: {what}", "error")
         case nodes.PublishFailed(error=error):
             return _tell(event, event.process, "cannot write fleet.json" + _because(error), "warning")
         case _:

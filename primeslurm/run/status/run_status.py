@@ -18,9 +18,12 @@ from primeslurm.records.attempt import EndRecord, JobRecord
 from primeslurm.records.fleet import AgentReport, FleetView
 from primeslurm.records.metrics import Row
 from primeslurm.records.reading import recent_rows
+from primeslurm.records.reserve import GIVEN_UP, RESERVE_BYTES, Reserve, shortage
 from primeslurm.records.state import EngineRecord, Load, OrchestratorState, RolloutProgress, TrainerState
 from primeslurm.run.diagnosis.advice import Advice, advise, tunables_of
 from primeslurm.run.directory import BY_SIGTERM, Attempt, RunDirectory
+from primeslurm.run.exclusion import excluded
+from primeslurm.run.ledger import BadNode
 from primeslurm.run.records import first_event, progress_of, recent_events
 from primeslurm.run.status.event_text import EventText, lately, notable
 from primeslurm.run.status.placement import PlacedProcess, RunPlacement, placement_of
@@ -112,6 +115,10 @@ class RunStatus(msgspec.Struct, frozen=True):
     events: list[EventText] = []
     """What happened lately, oldest first."""
     advice: list[Advice] = []
+    waits_for: str = ""
+    """What is wrong with the shared file system, in the head's words or as it is seen from here; the run waits."""
+    excluded: list[BadNode] = []
+    """Nodes that its job is kept away from, why, and until when; not those that the recipe itself excludes."""
 
     @property
     def active(self) -> bool:
@@ -167,6 +174,8 @@ def read_status(run: RunDirectory, job_state: JobQuery, now: float | None = None
         unhealthy=_unhealthy(placement, attempt, states) if end is None else [],
         processes=_describe(placement.processes(), attempt, states) if processes else [],
         events=lately(notable(recent_events(attempt)), RECENT),
+        waits_for=_waits_for(run, fleet, now) if end is None or end.requeued else "",
+        excluded=excluded(run.path) if end is None or end.requeued else [],
         advice=advise(orchestrator.roles, tunables_of(recipe)) if orchestrator and phase == "running" else [],
     )
 
@@ -206,6 +215,12 @@ def _phase(
     if state.startswith("COMPLETING"):  # it has ended, or Slurm requeues it: its next word says which
         return "ending", f"job {state}"
     return "failed", f"job {state}"
+
+
+def _waits_for(run: RunDirectory, fleet: FleetView | None, now: float) -> str:
+    """The head's words while it can write them; what can be seen from here otherwise."""
+    told = fleet.waits_for if fleet and now - fleet.time < SILENT_S else ""
+    return told or shortage(run.path, RESERVE_BYTES) or (GIVEN_UP if Reserve(run.path).given_up else "")
 
 
 def _terminated(end: EndRecord, state: str | None) -> tuple[str, str]:

@@ -22,12 +22,12 @@ from tests.chaos.runner import to_stderr
 from tests.chaos.scene import Scene
 from tests.chaos.schedule import schedule
 
-RESULT = Path(__file__).parent / "results" / "chaos.json"
+RESULT = Path(__file__).resolve().parents[2] / "benchmarks" / "results" / "chaos.json"
 
 
 def main(words: list[str]) -> None:
     """Let faults happen, and write what they cost."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks chaos", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--overlap", type=float, default=0.1, help="probability that a fault meets the one before it")
@@ -61,3 +61,7 @@ def main(words: list[str]) -> None:
             scene.down()
     print(markdown(found["kinds"]))
     sys.exit(1 if found["problems"] else 0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
