@@ -85,6 +85,8 @@ class Fleet:
         self.restart_groups: dict[str, RestartGroup] = restart_groups_of(self.plan)
         self._processes = {process.name: process for process in self.plan.processes()}
         self._enough_since: float | None = None
+        self._killed: dict[str, str] = {}
+        """Names of nodes whose agent was killed, and how."""
         self._waited_until = self.started_at
         """When a fault of the file system was last waited for, which nobody is late for."""
         self._died_at: dict[str, float] = {}
@@ -107,6 +109,10 @@ class Fleet:
         for rank in self.unheard:
             if (name := self._name(rank)) in exits:
                 self._lose(rank, f"no agent could be started: {exits[name]}", now)
+
+    def observe_kills(self, kills: Mapping[str, str]) -> None:
+        """Take in nodes whose agent was killed, and how: nobody has to wait until it has been silent for long."""
+        self._killed |= kills
 
     def held_up(self, seconds: float) -> None:
         """Take in that the head itself was held up: for so long nobody could have been heard of."""
@@ -262,10 +268,11 @@ class Fleet:
 
     def _missing(self, now: float) -> Ending | None:
         for rank in sorted(set(self.seen_at) - set(self.gone)):
-            silence = now - self.seen_at[rank]
-            if silence <= self.plan.node_silent_s:
+            silence, how = now - self.seen_at[rank], self._killed.get(self._name(rank))
+            if how is None and silence <= self.plan.node_silent_s:
                 continue
-            if ending := self._lose(rank, f"has been silent for {silence:.0f} s", now):
+            why = f"its agent was killed: {how}" if how else f"has been silent for {silence:.0f} s"
+            if ending := self._lose(rank, why, now):
                 return ending
         return None
 
