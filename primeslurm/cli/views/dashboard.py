@@ -234,11 +234,15 @@ def _processes(title: str, processes: Sequence[ProcessStatus]) -> Table:
     table = _table(title, "state", "node", "pid", "restarts")
     for process in processes:
         pid = str(process.pid or "-")
-        since = f" since {time.strftime('%H:%M:%S', time.localtime(process.since))}" if process.since else ""
-        table.add_row(
-            process.name, _state(process.state + since, process.state), process.node, pid, str(process.restarts)
-        )
+        table.add_row(process.name, _state(_words(process), process.state), process.node, pid, str(process.restarts))
     return table
+
+
+def _words(process: ProcessStatus) -> str:
+    """Its state; of one that is silent also for how long, and where; and since when nobody tells of it."""
+    if process.since:
+        return f"{process.state} since {time.strftime('%H:%M:%S', time.localtime(process.since))}"
+    return process.silent.replace("silent", "SILENT", 1) if process.state == "SILENT" else process.state
 
 
 def _events(status: RunStatus) -> Table:

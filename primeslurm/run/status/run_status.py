@@ -15,7 +15,7 @@ import msgspec
 
 from primeslurm.files import read_json
 from primeslurm.records.attempt import EndRecord, JobRecord
-from primeslurm.records.fleet import AgentReport, FleetView
+from primeslurm.records.fleet import AgentReport, BeatReport, FleetView
 from primeslurm.records.metrics import Row
 from primeslurm.records.reading import recent_rows
 from primeslurm.records.reserve import GIVEN_UP, RESERVE_BYTES, Reserve, shortage
@@ -68,6 +68,8 @@ class ProcessStatus(msgspec.Struct, frozen=True):
     replica: int | None = None
     since: float | None = None
     """Unix seconds of the last word on it, for a process of which nobody tells at present (UNKNOWN, SUSPECT)."""
+    silent: str = ""
+    """For how long it has been silent, and where, if it is."""
 
 
 class ReplicaStatus(msgspec.Struct, frozen=True):
@@ -171,6 +173,7 @@ def read_status(
     over = end is not None
     signs = Signs() if over else signs_of_life(attempt, fleet, now, why_silent=why_silent, second_look_s=second_look_s)
     states = _states(placement, attempt, fleet, signs, over=over)
+    silent = fleet.silent if fleet and signs.silence is None else {}
     progress = progress_of(attempt, placement.task)
     begun = progress is not None and progress.begun
     phase, reason = _phase(fleet, signs.silence, end, job, job_state, begun)
@@ -198,8 +201,8 @@ def read_status(
         history=_history(placement.task, steps[-HISTORY:]),
         roles=_by_role(placement, states),
         replicas=_replicas(placement, states, orchestrator.replicas if orchestrator else {}),
-        unhealthy=_unhealthy(placement, attempt, states) if end is None else [],
-        processes=_describe(placement.processes(), attempt, states) if processes else [],
+        unhealthy=_unhealthy(placement, attempt, states, silent) if end is None else [],
+        processes=_describe(placement.processes(), attempt, states, silent) if processes else [],
         events=lately(notable(recent_events(attempt)), RECENT),
         waits_for=_waits_for(run, None if signs.silence else fleet) if end is None or end.requeued else "",
         excluded=excluded(run.path) if end is None or end.requeued else [],
@@ -345,12 +348,16 @@ def _without_what_is_well(
     return RlProgress(**shared, late_engines=late)
 
 
-def _unhealthy(placement: RunPlacement, attempt: Attempt, states: Mapping[str, str]) -> list[ProcessStatus]:
+def _unhealthy(
+    placement: RunPlacement, attempt: Attempt, states: Mapping[str, str], silent: Mapping[str, BeatReport]
+) -> list[ProcessStatus]:
     ill = (process for process in placement.processes() if states.get(process.name, "STARTING") not in FINE)
-    return _describe([process for _, process in zip(range(MAX_UNHEALTHY), ill, strict=False)], attempt, states)
+    return _describe([process for _, process in zip(range(MAX_UNHEALTHY), ill, strict=False)], attempt, states, silent)
 
 
-def _describe(processes: Iterable[PlacedProcess], attempt: Attempt, states: Mapping[str, str]) -> list[ProcessStatus]:
+def _describe(
+    processes: Iterable[PlacedProcess], attempt: Attempt, states: Mapping[str, str], silent: Mapping[str, BeatReport]
+) -> list[ProcessStatus]:
     """With what the heartbeats of their nodes say."""
     assignment = attempt.assignment()
     reports: dict[int, AgentReport | None] = {}
@@ -372,6 +379,7 @@ def _describe(processes: Iterable[PlacedProcess], attempt: Attempt, states: Mapp
                 restarts=own.restarts if own else 0,
                 replica=process.replica,
                 since=report.time if report and state in ("UNKNOWN", "SUSPECT") else None,
+                silent=silent[process.name].words if process.name in silent else "",
             )
         )
     return found
