@@ -6,6 +6,8 @@ One small file an entry, written atomically: runs of several jobs and hosts may 
 from __future__ import annotations
 
 import contextlib
+import os
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -72,8 +74,18 @@ class Ledger:
         found = []
         for path in sorted(self._path.glob("*.json")):
             with contextlib.suppress(msgspec.ValidationError, OSError):
-                found.append((path, msgspec.convert(read_json(path), BadNode)))
+                if self._is_trusted(path):
+                    found.append((path, msgspec.convert(read_json(path), BadNode)))
         return found
+
+    def _is_trusted(self, path: Path) -> bool:
+        """Whether an entry is not of just anybody, who could have all nodes avoided.
+
+        Where everybody may write, as in /tmp, it is one's own; elsewhere the directory of runs says who shares it.
+        """
+        status, runs = path.lstat(), self._path.parent.stat()
+        open_to_all = (runs.st_mode | self._path.stat().st_mode) & stat.S_IWOTH
+        return stat.S_ISREG(status.st_mode) and (not open_to_all or status.st_uid in (os.geteuid(), runs.st_uid))
 
 
 def avoiding(plan: Plan, bad: Sequence[BadNode], now: float, *, needed: Sequence[BadNode] = ()) -> Plan:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from primeslurm.run.directory import RunDirectory
 from primeslurm.run.ledger import Ledger, avoiding
 from tests.support.cli import primeslurm
 from tests.support.plans import plan_of
+from tests.support.strangers import attempted, needs_second_user, public_directory
 
 
 def test_entries_expire_and_the_newest_of_a_node_counts(tmp_path: Path) -> None:
@@ -70,3 +72,19 @@ def test_nodes_are_listed_and_forgotten(tmp_path: Path) -> None:
     assert "--forget = gpu-03: is not in the ledger of bad nodes (did you mean gpu-0" in wrong.err
     done = primeslurm("nodes", "--runs", runs, "--forget", "gpu-01", cwd=tmp_path)
     assert done.code == 0 and "gpu-02" in done.out and "gpu-01" not in done.out
+
+
+@needs_second_user
+def test_where_everybody_may_write_entries_of_strangers_do_not_count() -> None:
+    def attack() -> None:
+        (runs / ".bad-nodes").mkdir()
+        (runs / ".bad-nodes").chmod(0o777)
+        Ledger(runs).record("n1", "x", "a", 1, now=0.0, hours=1)
+        os.mkfifo(runs / ".bad-nodes" / "n2.a.1.json")
+        (runs / ".bad-nodes" / "n3.a.1.json").symlink_to(runs / ".bad-nodes" / "n1.a.1.json")
+
+    with public_directory() as runs:
+        assert attempted(attack).succeeded
+        assert Ledger(runs).entries(1.0) == []
+        Ledger(runs).record("n4", "x", "a", 1, now=0.0, hours=1)
+        assert [entry.node for entry in Ledger(runs).entries(1.0)] == ["n4"]
