@@ -244,6 +244,8 @@ def create(recipe: Recipe, plan: Plan, source: Path) -> Attempt:
     if problems := name_in_use(run_dir) + unsafe(run_dir):
         raise UsageError(problems)
     durable.make_directory(run_dir, mode=0o700)
+    if problems := unsafe(run_dir):  # somebody else was faster, or the umask opened what was made
+        raise UsageError(problems)
     try:
         (run_dir / "attempts").mkdir()  # of several who submit a name at once, one makes it
     except FileExistsError:
@@ -263,8 +265,6 @@ def discard(attempt: Attempt) -> None:
 
 def _fill(run_dir: Path, recipe: Recipe, plan: Plan, source: Path) -> Attempt:
     run_dir.chmod(0o700)  # one that was there, empty, too
-    if problems := unsafe(run_dir):  # somebody else was faster
-        raise UsageError(problems)
     secret.create(run_dir)
     write_atomic(run_dir / "recipe.yaml", source.read_bytes())
     resolved = recipe.model_dump_json(by_alias=True, indent=2)

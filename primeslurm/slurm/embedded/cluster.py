@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import shutil
@@ -24,6 +25,7 @@ from primeslurm.slurm.embedded.daemons import OsProcess, end, job_processes
 
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol")
 _STATE = "cluster.json"
+_LOCK = Path("/run/primeslurm-cluster-up.lock")
 _START_TIMEOUT_S = 60.0
 _IDLE_TIMEOUT_S = 120.0
 # A daemon that has detached itself writes its pid file at once, and removes it when it fails thereafter.
@@ -269,12 +271,12 @@ def _is_free(port: int) -> bool:
 
 @contextlib.contextmanager
 def _start_lock() -> Iterator[None]:
-    """One cluster at a time takes its ports. An abstract socket: it leaves no file and dies with its owner."""
-    with socket.socket(socket.AF_UNIX) as lock:
+    """One cluster at a time takes its ports. The lock of a file that root alone can open ends with its owner."""
+    with os.fdopen(os.open(_LOCK, os.O_RDWR | os.O_CREAT, 0o600)) as lock:
         deadline = time.monotonic() + _START_TIMEOUT_S
         while True:
             try:
-                lock.bind("\0primeslurm-cluster-up")
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
             except OSError as error:
                 if time.monotonic() > deadline:

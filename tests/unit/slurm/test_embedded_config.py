@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import socket
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -12,7 +16,9 @@ import yaml
 from primeslurm.errors import UsageError
 from primeslurm.hostlists import expand
 from primeslurm.recipe.site import Site
+from primeslurm.slurm.embedded import cluster
 from primeslurm.slurm.embedded.config import PLACES, ClusterSpec, LoopbackPlace, addresses, gres_conf, site, slurm_conf
+from tests.support.strangers import needs_second_user, stranger
 
 SPEC = ClusterSpec("demo", Path("/tmp/demo"), Path("/tmp/runs"), nodes=4, gpus_per_node=2, cpus_per_node=8)
 
@@ -99,3 +105,25 @@ def test_sockets_of_job_steps_fit_whatever_the_name() -> None:
 def test_clusters_with_long_names_have_nodes_of_their_own() -> None:
     first, second = (ClusterSpec(f"emulate-glm5-{end}", Path("/a"), Path("/runs")) for end in ("pd", "r3"))
     assert not set(first.gpu_names) & set(second.gpu_names)
+
+
+@needs_second_user
+def test_a_stranger_does_not_keep_clusters_from_starting() -> None:
+    """The lock was a socket of an abstract name, which anybody can bind."""
+    held: list[Any] = []
+
+    def attack() -> None:
+        held.append(socket.socket(socket.AF_UNIX))
+        with contextlib.suppress(OSError):  # taken already
+            held[0].bind("\0primeslurm-cluster-up")
+        with contextlib.suppress(PermissionError):
+            held.append(cluster._LOCK.open("rb"))
+            fcntl.flock(held[1], fcntl.LOCK_EX)
+            raise AssertionError("locked")
+
+    with cluster._start_lock():
+        pass
+    with stranger(attack) as done:
+        assert done.succeeded, done.trace
+        with cluster._start_lock():
+            pass
