@@ -39,10 +39,13 @@ async def test_it_serves_from_another_node_and_clears_what_a_killed_one_left_the
         (attempt / "addresses.json").write_text(json.dumps(addresses))
         argv = ["--recipe", tmp_path / "recipe.json", "--environment", "reverse-text", "--worker", "3", "--node", "7"]
         argv += ["--orchestrator", f"ipc://{tmp_path}/envs", "--attempt-dir", attempt]
-        worker = subprocess.Popen(
-            [sys.executable, "-m", "primeslurm.orchestrator.rollouts.worker", *map(str, argv)],
-            env={**os.environ, "TMPDIR": str(disk), secret.VARIABLE: secret.own()},
-        )
+        base = {name: value for name, value in os.environ.items() if name != secret.VARIABLE}
+        with secret.handing_over(secret.own()) as (descriptor, told):
+            worker = subprocess.Popen(
+                [sys.executable, "-m", "primeslurm.orchestrator.rollouts.worker", *map(str, argv)],
+                env={**base, **told, "TMPDIR": str(disk)},
+                pass_fds=(descriptor,),
+            )
         try:
             async with asyncio.timeout(PATIENCE_S):
                 while not pool.available and not results:
