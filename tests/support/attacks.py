@@ -171,7 +171,7 @@ TRIALS = (
     Trial("slow processes down", _pids, lambda pid: os.setpriority(os.PRIO_PROCESS, int(str(pid)), 19)),
     Trial("move them to one core", _pids, lambda pid: os.sched_setaffinity(int(str(pid)), {0})),
     Trial("trace processes", _pids, _trace),
-    Trial("take descriptors", _pids, _take_descriptors, True),
+    Trial("take descriptors", _pids, _take_descriptors),
     Trial("open shared memory", lambda aims: aims.memory, lambda path: Path(str(path)).open("r+b").close()),
     Trial("unlink shared memory", lambda aims: aims.memory, lambda path: Path(str(path)).unlink()),
     Trial("connect to claims of ports", lambda aims: aims.claims, _connect),
