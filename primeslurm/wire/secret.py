@@ -23,6 +23,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from primeslurm import durable
+
 if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
@@ -47,13 +49,14 @@ class SecretError(RuntimeError):
 
 
 def create(run_dir: Path) -> None:
-    """Make the secret of a run; one that exists stays. Raises OSError."""
-    try:
-        handle = os.open(run_dir / FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
+    """Make the secret of a run, on disk when this returns; one that is there, and not empty, stays. Raises OSError."""
+    path = run_dir / FILE
+    if path.exists() and path.stat().st_size:
         return
-    with os.fdopen(handle, "w") as file:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
         file.write(secrets.token_hex(32))
+    durable.sync(path)
+    durable.sync(run_dir)
 
 
 def read(run_dir: Path) -> str:

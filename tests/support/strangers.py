@@ -16,6 +16,7 @@ import shutil
 import signal
 import socket
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -102,3 +103,57 @@ def public_directory(mode: int = 0o1777) -> Iterator[Path]:
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)
+
+
+class ProcWatch(threading.Thread):
+    """Looks through what `/proc` shows of all processes, to whom it may, for a word; all the time until it is stopped.
+
+    Args:
+        word: returns it; empty as long as it is not known.
+    """
+
+    def __init__(self, word: Callable[[], str]) -> None:
+        super().__init__(daemon=True)
+        self._word, self._over = word, threading.Event()
+        self.found: set[str] = set()
+        """Command lines of processes that showed it, and where."""
+        self.rounds = 0
+
+    def run(self) -> None:
+        """Look, about twenty times a second."""
+        while not self._over.wait(0.05):
+            if word := self._word().encode():
+                self._look(word)
+                self.rounds += 1
+
+    def stop(self) -> None:
+        """Look no more."""
+        self._over.set()
+        self.join()
+
+    def _look(self, word: bytes) -> None:
+        for process in Path("/proc").glob("[0-9]*"):
+            for name in ("environ", "cmdline"):
+                with contextlib.suppress(OSError):
+                    if word in (process / name).read_bytes():
+                        command = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                        self.found.add(f"{name} of {command}")
+
+
+@contextlib.contextmanager
+def watching_for(secret_file: Path) -> Iterator[ProcWatch]:
+    """Fail if a process shows, within the block, what stands in this file, as soon as there is one."""
+
+    def word() -> str:
+        with contextlib.suppress(OSError):
+            return secret_file.read_text().strip()
+        return ""
+
+    watch = ProcWatch(word)
+    watch.start()
+    try:
+        yield watch
+    finally:
+        watch.stop()
+    assert not watch.found
+    assert watch.rounds, "nothing was looked for"

@@ -33,6 +33,10 @@ CHECKS = [
     ("event", "words"),
     [
         (
+            {"kind": "port_taken", "name": "router-0", "port": 8000, "instead": 12345},
+            ("router-0", "another user listens on its port 8000: it gets 12345", "warning"),
+        ),
+        (
             {"kind": "exited", "name": "router-0", "code": -9, "state": "backoff"},
             ("router-0", "was ended by SIGKILL; it is started again", "warning"),
         ),
