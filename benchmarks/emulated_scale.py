@@ -38,6 +38,7 @@ KINDS = (
     "submitit",
     "primeslurm.orchestrator",
     "inference.router",
+    "vllm::router",
 )
 PERIOD_S = 1.0
 

@@ -6,6 +6,7 @@ Whoever reaches a port looks alike to TCP: another user of the node, or of anoth
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -179,8 +180,9 @@ def test_workers_that_a_router_lost_are_put_back(shape: str, request: pytest.Fix
     it: Routed = request.getfixturevalue(shape)
     told = len(it.events())
     for engine in it.engines[1:]:
-        removed = it.ask("POST", f"/remove_worker?url={engine.url}", headers=secret.header())
-        assert removed.status_code == 200
+        with contextlib.suppress(httpx.TransportError):  # it starts anew after the first, if its keeper was quick
+            removed = it.ask("POST", f"/remove_worker?url={engine.url}", headers=secret.header())
+            assert removed.status_code == 200
     eventually(lambda: len(it.events()) > told)
     eventually(lambda: it.workers == it.all)
     eventually(lambda: isinstance(it.events()[-1], RouterComplete))
