@@ -143,7 +143,7 @@ FILES = (
         "as trainer killed; before the next attempt, a file of the newest checkpoint is emptied",
         _between_attempts(_empty_checkpoint),
         long=True,
-        off="a committed checkpoint that is damaged is not passed over",
+        off="no attempt falls back to the checkpoint before one whose files were damaged after their commit",
     ),
     Kind(
         "disk full for long",
