@@ -6,7 +6,7 @@ Each check returns what is wrong, in words; nothing is what it should return.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -175,14 +175,16 @@ def _resumed(found: Iterable[Segment]) -> list[tuple[float, int]]:
     return [(segment.began, segment.loaded) for segment in first.values()]
 
 
-def left_over(run: RunDirectory, tmp: Path) -> list[str]:
+def left_over(run: RunDirectory, tmp: Path, excused: Collection[str] = ()) -> list[str]:
     """Look for what the run has left on this machine.
 
     Args:
         run: whose processes have ended.
         tmp: the job's directory for temporary files.
+        excused: parts of the names of files in it that nobody can have removed.
     """
-    problems = [f"{path} is left over" for path in sorted(tmp.iterdir())]
+    found = [path for path in sorted(tmp.iterdir()) if not any(part in path.name for part in excused)]
+    problems = [f"{path} is left over" for path in found]
     problems += [f"{path} is left over" for path in Path("/dev/shm").iterdir() if run.run_id in path.name]
     sockets = [line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines() if run.run_id in line]
     return problems + [f"socket {name} is left over" for name in sockets]

@@ -80,6 +80,7 @@ class Chaos:
         self.scene, self.say = scene, say
         self.result = Result(seed, steps)
         self._records_lost = False
+        self._excused: set[str] = set()
 
     def suffer(self, rounds: list[Round]) -> Result:
         """Start the run, let rounds happen while it goes on, and check what must hold.
@@ -175,6 +176,7 @@ class Chaos:
                 self.say(f"{kind.name}: nobody is there to be hit")
                 continue
             self._records_lost |= kind.loses_records
+            self._excused |= injury.leaves
             injuries.append((kind.name, injury))
             self.say(f"{kind.name}: {injury.target}")
         return [(at, fault) for at, fault in pending if fault not in due]
@@ -247,7 +249,7 @@ class Chaos:
             *invariants.groups_once(given, steps),
             *invariants.metrics_once(run, steps, records_lost=lossy),
             *result.fates.problems,
-            *invariants.left_over(run, self.scene.tmp),
+            *invariants.left_over(run, self.scene.tmp, self._excused),
             *ports_left(run),
         ]
 

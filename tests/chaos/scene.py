@@ -45,6 +45,8 @@ class Scene(Deployment):
 
     def start(self, steps: int) -> None:
         """Start a run that takes every fault for one that it can get over."""
+        shutil.rmtree(self.tmp)
+        self.tmp.mkdir()
         settings = (
             f"max_steps={steps}",
             "slurm.max_attempts=1000",
@@ -162,7 +164,7 @@ class Scene(Deployment):
 
     def keep(self, directory: Path) -> None:
         """Copy the run and Slurm's logs to where they can be looked at later."""
-        target = directory / self.run.name
+        target = directory / self.run.run_id
         shutil.rmtree(target, ignore_errors=True)
         shutil.copytree(self.run.path, target, ignore=shutil.ignore_patterns("weights", "*.group"))
         shutil.copytree(self.cluster.spec.directory / "log", target / "slurm-logs")

@@ -124,6 +124,7 @@ def test_what_is_left_over(run: RunDirectory, tmp_path: Path) -> None:
     tmp.mkdir()
     assert invariants.left_over(run, tmp) == []
     (tmp / "something").touch()
+    assert invariants.left_over(run, tmp, ["some"]) == []
     with socket.socket(socket.AF_UNIX) as lock:
         lock.bind("\0r-left-over")
         problems = invariants.left_over(run, tmp)

@@ -7,19 +7,22 @@ import errno
 import signal
 import subprocess
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from random import Random
 
 from primeslurm.run.status.run_status import RunStatus
 from primeslurm.wire import checkpoints
-from tests.chaos.kinds.injury import Injury, Kind, NobodyThereError, goal_of, one_of
+from tests.chaos.kinds.injury import GOAL_S, Injury, Kind, NobodyThereError, goal_of, one_of
 from tests.chaos.scene import Scene
 
 SECONDS = (3.0, 15.0)
+LONG_S = (45.0, 60.0)
+"""Longer than a silent head is waited for."""
 
 
-def _fill(scene: Scene, dice: Random) -> Injury:
-    seconds, filler = round(dice.uniform(*SECONDS), 1), scene.runs / "filler"
+def _fill(scene: Scene, dice: Random, *, long: bool = False) -> Injury:
+    seconds, filler = round(dice.uniform(*(LONG_S if long else SECONDS)), 1), scene.runs / "filler"
     if filler.exists():
         raise NobodyThereError
     try:
@@ -29,7 +32,8 @@ def _fill(scene: Scene, dice: Random) -> Injury:
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-    return Injury(f"for {seconds} s", lasts_s=seconds, repair=lambda: filler.unlink(missing_ok=True))
+    free = partial(filler.unlink, missing_ok=True)
+    return Injury(f"for {seconds} s", lasts_s=seconds, repair=free, goal_s=GOAL_S + (seconds if long else 0.0))
 
 
 def _make_read_only(scene: Scene, dice: Random) -> Injury:
@@ -139,6 +143,13 @@ FILES = (
         "as trainer killed; before the next attempt, a file of the newest checkpoint is emptied",
         _between_attempts(_empty_checkpoint),
         long=True,
-        off="a committed checkpoint that is damaged is not passed over",
+        off="no attempt falls back to the checkpoint before one whose files were damaged after their commit",
+    ),
+    Kind(
+        "disk full for long",
+        "not a byte is free for 45 to 60 s, which is longer than a silent head is waited for",
+        lambda scene, dice: _fill(scene, dice, long=True),
+        long=True,
+        loses_records=True,
     ),
 )

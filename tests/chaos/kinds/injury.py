@@ -44,6 +44,8 @@ class Injury:
     repair: Callable[[], None] = nothing
     nodes: frozenset[str] = frozenset()
     """Nodes that were at fault: these may be blamed."""
+    leaves: frozenset[str] = frozenset()
+    """Parts of the names of files that nobody can have removed."""
     goal_s: float = GOAL_S
     """The run shall be well again so many seconds after."""
     waits_for_repair: bool = True

@@ -70,6 +70,8 @@ def _set_node_down(scene: Scene, dice: Random) -> Injury:
         lasts_s=DOWN_S,
         repair=lambda: _resume(scene, agent.node),
         nodes=frozenset({agent.node}),
+        # Slurm kills every process of the step there: the next one on the node removes what this one had
+        leaves=frozenset({f"-{attempt}-a{agent.rank}-"}),
         goal_s=goal,
         waits_for_repair=False,
     )
