@@ -12,6 +12,7 @@ from primeslurm.records.events.nodes import (
     AgentFailed,
     AgentStarted,
     AttemptEnds,
+    FileSystemFault,
     HeadFailed,
     NodeLost,
     ProcessesGivenUp,
@@ -25,6 +26,8 @@ from primeslurm.wire import exits
 
 SILENT_S = 20.0
 """A node whose heartbeat stopped so long before the attempt ended was not simply the first to end."""
+FILE_SYSTEM = "shared file system"
+"""Component of a fault that no node is to blame for; as an ending's suspect, too."""
 _SILENCE = re.compile(r"silent for (\d+) s")
 
 
@@ -69,6 +72,8 @@ def _of_event(event: Event, hosts: Mapping[str, str]) -> Failure | None:
             return Failure(at - _silence(reason), f"node {node}", node, reason)
         case ProcessStartFailed(name=name, error=error):
             return Failure(at, name, host, f"cannot be started: {error}")
+        case FileSystemFault(what=what) if what:
+            return Failure(at, FILE_SYSTEM, "", f"keeps the run waiting: {what}")
         case AgentFailed(error=error) | HeadFailed(error=error):
             return Failure(at, by, host, f"failed: {error}")
         case EngineUpdateFailed(engine=engine, error=error):
@@ -115,10 +120,13 @@ def _with_recovery(found: list[Failure], events: Sequence[Event]) -> list[Failur
     started = {event.name: event.time for event in events if isinstance(event, ProcessStarted)}
     last = {failure.component: failure.time for failure in found}
     lost = {f"node {event.node}" for event in events if isinstance(event, NodeLost)}
+    space = max((event.time for event in events if isinstance(event, FileSystemFault) and not event.what), default=0.0)
     harm = [event.reason for event in events if isinstance(event, ProcessesGivenUp | AttemptEnds)]
 
     def over(failure: Failure) -> bool:
         name = failure.component
+        if name == FILE_SYSTEM:
+            return failure.time < space
         if name in lost:
             # A spare took its place, or it was a spare itself: nothing was given up for it.
             return not any(f"{name}:" in reason for reason in harm)
