@@ -18,6 +18,8 @@ from safetensors.numpy import save_file
 from primeslurm import durable
 from primeslurm.emulated.ranks import LostRankError, Ranks
 from primeslurm.recipe import Recipe
+from primeslurm.recipe.phase_limits import PhaseLimits
+from primeslurm.records.beats import pulse
 from primeslurm.records.events.training import (
     CheckpointCommitted,
     CheckpointLoaded,
@@ -62,6 +64,7 @@ class EmulatedTrainer:
         self._link = link
         self._ranks = ranks
         self._world = world
+        self._limits = PhaseLimits.of(recipe)
         self._dp_world = max(1, world // recipe.trainer.parallelism.cp)
         self._journal = Journal(run_dir / "attempts" / str(attempt), "trainer-rank-0")
         self._saved = 0
@@ -74,6 +77,7 @@ class EmulatedTrainer:
             LinkError: the orchestrator is gone.
             OSError: the disk failed; what was committed is intact.
         """
+        pulse().enter("load", limit_s=self._limits.long_s)
         self._ranks.join()
         step, done = self._resume(), False
         while step < self._recipe.max_steps and not done:
@@ -101,12 +105,16 @@ class EmulatedTrainer:
     def _step(self, step: int) -> bool:
         """One step; False if there is nothing more to train."""
         self._journal.state(TrainerState(step - 1, "wait"))
+        pulse().enter("wait", step - 1, self._limits.wait_s)
         batch = self._batch(step)
         if batch is None:
             return False
         self._journal.state(TrainerState(step, "train"))
+        pulse().enter("train", step, self._limits.step_s)
+        self._ranks.meet()
         spent = STEP_S + batch.info.loss_tokens / (TOKENS_PER_S_AND_RANK * self._world)
         time.sleep(spent)
+        pulse().enter("publish", step, self._limits.publish_s)
         self._transfer(step)
         self._link.step_done(step, {"loss": 1.0 / step, "loss_tokens": batch.info.loss_tokens, "seconds/train": spent})
         self._journal.write(StepTrained(step))
@@ -157,6 +165,7 @@ class EmulatedTrainer:
 
     def _save(self, step: int) -> None:
         self._journal.state(TrainerState(step, "checkpoint"))
+        pulse().enter("checkpoint", step, self._limits.long_s)
         directory = checkpoints.step_dir(self._run_dir, step)
         if directory.exists():
             shutil.rmtree(directory)
@@ -182,7 +191,7 @@ def train(argv: list[str] | None, ranks: Ranks) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s trainer 0 %(levelname)s %(message)s")
     recipe = Recipe.model_validate_json(options.recipe.read_bytes())
     world = int(os.environ["WORLD_SIZE"])
-    link = TrainerLink(options.orchestrator)
+    link = TrainerLink(options.orchestrator, on_wait=pulse().beat)
     try:
         code = EmulatedTrainer(recipe, options.run_dir, options.attempt, link, ranks, world).run()
     except (LostRankError, LinkError, OSError) as error:

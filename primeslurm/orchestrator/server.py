@@ -36,6 +36,7 @@ from primeslurm.orchestrator.weight_transfer.policy_loop import PolicyLoop
 from primeslurm.orchestrator.weight_transfer.sessions import TransferSessions
 from primeslurm.recipe import Recipe
 from primeslurm.records import metrics
+from primeslurm.records.beats import pulse
 from primeslurm.records.events.training import BatchFormed, OrchestratorDone, OrchestratorUp, ReplicaLost
 from primeslurm.records.journal import Journal
 from primeslurm.records.metrics import MetricsLog
@@ -57,6 +58,8 @@ log = logging.getLogger(__name__)
 HOLD_S = 4.0
 """A GetBatch that cannot be answered is held for this long: shorter than the trainer's retry."""
 TICK_S = 0.2
+END_S = 1800.0
+"""What is left to be done at the end, such as handing metrics in, may take so long."""
 LINGER_S = 3.0
 """Default of the time that the trainer's last requests are still answered after everything is done."""
 
@@ -132,6 +135,7 @@ class Orchestrator:
                 if self._progress.now.published:
                     await self._policy.want(_policy(self._progress.now.published))
                 await self._loop()
+                pulse().enter("end", limit_s=END_S)
                 self._watch.write_state(self._state())
                 await asyncio.sleep(self._linger_s)
                 for task in background:
@@ -142,6 +146,7 @@ class Orchestrator:
 
     async def _loop(self) -> None:
         while not self._complete():
+            pulse().enter("event loop")
             self._follow_addresses()
             self._workers.expire()
             cancelled, self._cancelled = self._cancelled, []

@@ -39,6 +39,15 @@ class Health(Section):
     """A process that was ready and gives no HTTP answer at all for this long hangs, and is restarted."""
 
 
+class Beats(Section):
+    """A process's main loop says that it goes on (`records.beats`)."""
+
+    start_timeout_s: int = 1800
+    """Longest time from start to the first beat."""
+    hang_timeout_s: int = 300
+    """A process that is silent for this long hangs, unless it said that its phase may take longer."""
+
+
 class Process(Section):
     """One operating-system process on one node."""
 
@@ -64,6 +73,8 @@ class Process(Section):
     group or of the trainer."""
     max_restarts: int = 5
     health: Health | None = None
+    beats: Beats | None = None
+    """None: it does not beat."""
     files: dict[str, str] = {}
     """Files written before it starts: name under `${tmp}` to text, with placeholders."""
     scratch: tuple[str, ...] = ()

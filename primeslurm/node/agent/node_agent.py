@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from primeslurm.files import Watched, write_json
+from primeslurm.node.agent.head_watch import HeadWatch
 from primeslurm.node.agent.health_probe import TIMEOUT_S
 from primeslurm.node.agent.node_context import directory_name, remove_of_earlier_attempts
 from primeslurm.node.agent.process_manager import ProcessManager
@@ -24,6 +25,7 @@ from primeslurm.node.head.fleet import NODE_START_S
 from primeslurm.node.host.network import NetworkError, node_name, own_address
 from primeslurm.node.host.private_directory import PrivateDirectory, random_word
 from primeslurm.node.host.record_writer import RecordWriter
+from primeslurm.node.host.sweeper import Sweeper
 from primeslurm.node.preflight.preflight import Preflight, PreflightTimings
 from primeslurm.plan.model import Plan
 from primeslurm.records.events.nodes import AgentFailed, AgentStarted, AttemptEnds, HeartbeatFailed, NodesAssigned
@@ -85,6 +87,7 @@ class NodeAgent:
         self.view = FleetView(time=0.0)
         self.error = ""
         self.head_lost = False
+        self._head_watch = HeadWatch(plan, os.environ)
         self._values = {
             "run_dir": plan.run_dir,
             "attempt": str(attempt.number),
@@ -123,9 +126,11 @@ class NodeAgent:
 
     def run(self) -> None:
         """Start what there is to start and keep it running until the attempt ends."""
+        sweeper = Sweeper()
         try:
             remove_of_earlier_attempts(self.tmp)
             self._directory.make()
+            sweeper.add(self.tmp)
             self.journal.write(AgentStarted(self.name, self.address))
             self.preflight.start()
             while not self._finished():
@@ -139,6 +144,7 @@ class NodeAgent:
             if self.processes is not None:
                 self.processes.close()
             self._directory.remove()
+            sweeper.close()
             self._heartbeat(time.time(), ended=True)
 
     def tick(self, now: float) -> None:
@@ -169,8 +175,9 @@ class NodeAgent:
             self.view = msgspec.convert(view, FleetView)
             self._head_seen_at = now
         elif now - self._head_seen_at > self.head_silent_s:
-            self.head_lost = True
-            self.end(Ending(Outcome.FAILED, f"the head has been silent for {self.head_silent_s:.0f} s", "head"))
+            self._lose_head(f"the head has been silent for {self.head_silent_s:.0f} s")
+        elif how := self._head_watch.killed(now - self._head_seen_at, now):
+            self._lose_head(f"the head's agent was killed: {how}")
         addresses = self._addresses_file.changed()
         if addresses is not None:
             self.addresses = msgspec.convert(addresses, Addresses)
@@ -179,6 +186,10 @@ class NodeAgent:
         assignment = self._roster_file.changed()
         if assignment is not None:
             self._take_place(msgspec.convert(assignment, AssignmentRecord, strict=False))
+
+    def _lose_head(self, why: str) -> None:
+        self.head_lost = True
+        self.end(Ending(Outcome.FAILED, why, "head"))
 
     def _take_place(self, assignment: AssignmentRecord) -> None:
         index = assignment.node_of(self.rank)

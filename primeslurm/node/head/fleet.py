@@ -16,6 +16,7 @@ from typing import Any
 
 from primeslurm.node.agent.supervision import ProcessState
 from primeslurm.node.head.blame import Fault, whose_fault
+from primeslurm.node.head.hangs import Standstill, is_shown, standstill
 from primeslurm.node.head.node_assignment import NodeAssignment
 from primeslurm.node.head.process_states import how_it_died
 from primeslurm.node.head.restart_groups import RestartGroup, restart_groups_of
@@ -29,7 +30,7 @@ from primeslurm.records.events.nodes import (
     ProcessesMoved,
     ProcessesRestarted,
 )
-from primeslurm.records.fleet import AgentReport, Ending, Fitness, Outcome, ProcessReport, RestartOrder
+from primeslurm.records.fleet import AgentReport, BeatReport, Ending, Fitness, Outcome, ProcessReport, RestartOrder
 from primeslurm.run.diagnosis.failures import FILE_SYSTEM
 from primeslurm.wire import exits
 
@@ -75,12 +76,18 @@ class Fleet:
     progress_at: float = 0.0
     last_words: str = ""
     """Why the orchestrator ends, in its own words."""
+    hung: dict[str, str] = field(default_factory=dict)
+    """Trainer ranks that have to be ended, and why."""
+    standstill: Standstill | None = None
+    """Of the trainer's ranks, as long as it lasts."""
 
     def __post_init__(self) -> None:
         self.assignment = NodeAssignment(self.plan)
         self.restart_groups: dict[str, RestartGroup] = restart_groups_of(self.plan)
         self._processes = {process.name: process for process in self.plan.processes()}
         self._enough_since: float | None = None
+        self._killed: dict[str, str] = {}
+        """Names of nodes whose agent was killed, and how."""
         self._waited_until = self.started_at
         """When a fault of the file system was last waited for, which nobody is late for."""
         self._died_at: dict[str, float] = {}
@@ -103,6 +110,10 @@ class Fleet:
         for rank in self.unheard:
             if (name := self._name(rank)) in exits:
                 self._lose(rank, f"no agent could be started: {exits[name]}", now)
+
+    def observe_kills(self, kills: Mapping[str, str]) -> None:
+        """Take in nodes whose agent was killed, and how: nobody has to wait until it has been silent for long."""
+        self._killed |= kills
 
     def held_up(self, seconds: float) -> None:
         """Take in that the head itself was held up: for so long nobody could have been heard of."""
@@ -135,6 +146,19 @@ class Fleet:
         return bool(self.assignment.generation) and all(self.agent_of(node) for node in self.assignment.rank_of)
 
     @property
+    def silent(self) -> dict[str, BeatReport]:
+        """Processes that have been silent for a while; of the trainer's ranks those that the others wait for."""
+        found = {}
+        for process in self._processes.values():
+            report = self.report(process.name)
+            if report is None or report.beat is None:
+                continue
+            waited_for = self.standstill is not None and process.name in self.standstill.behind
+            if waited_for if process.role == "trainer" else is_shown(report.beat):
+                found[process.name] = report.beat
+        return found
+
+    @property
     def orders(self) -> dict[str, RestartOrder]:
         """What agents have to know of restart groups."""
         return {name: group.order for name, group in self.restart_groups.items() if group.generation}
@@ -152,6 +176,7 @@ class Fleet:
         self._give_up_waiting(now)
         if not self.assignment.generation:
             return self._unfit(now) or self._assign_nodes(now)
+        self._look_at_ranks()
         return (
             self._unfit(now)
             or self._missing(now)
@@ -244,10 +269,11 @@ class Fleet:
 
     def _missing(self, now: float) -> Ending | None:
         for rank in sorted(set(self.seen_at) - set(self.gone)):
-            silence = now - self.seen_at[rank]
-            if silence <= self.plan.node_silent_s:
+            silence, how = now - self.seen_at[rank], self._killed.get(self._name(rank))
+            if how is None and silence <= self.plan.node_silent_s:
                 continue
-            if ending := self._lose(rank, f"has been silent for {silence:.0f} s", now):
+            why = f"its agent was killed: {how}" if how else f"has been silent for {silence:.0f} s"
+            if ending := self._lose(rank, why, now):
                 return ending
         return None
 
@@ -341,8 +367,28 @@ class Fleet:
         self._died_at.pop(group.name, None)
         self.news.append(News(ProcessesRestarted(group.name, group.generation, reason)))
 
+    def _look_at_ranks(self) -> None:
+        """Find those that hang: ranks wait for one another, so that their agents cannot tell."""
+        beats = self._beats_of_ranks()
+        known, self.standstill = self.standstill, standstill(beats)
+        if self.standstill is None:
+            self.hung = {} if beats else self.hung  # kept while the others die of the end of those that hung
+            return
+        if known is None or known.behind != self.standstill.behind:
+            self.news.append(News(self.standstill.event()))
+        if self.standstill.hangs and not self.hung:
+            self.hung = dict.fromkeys(self.standstill.behind, self.standstill.reason)
+
+    def _beats_of_ranks(self) -> dict[str, BeatReport]:
+        """Of all ranks of the trainer; none if one of them does not run."""
+        ranks = [process.name for process in self._processes.values() if process.role == "trainer"]
+        reports = [self.report(name) for name in ranks]
+        beats = [report.beat if report and report.state == ProcessState.READY else None for report in reports]
+        return {name: beat for name, beat in zip(ranks, beats, strict=True) if beat} if all(beats) else {}
+
     def _dead_process(self, now: float) -> Ending | None:
-        for process in self.plan.processes():
+        # Those that hung first: the others died of their end.
+        for process in sorted(self.plan.processes(), key=lambda process: process.name not in self.hung):
             report = self.report(process.name)
             if report is None or report.state != ProcessState.FAILED or process.name in self.lost:
                 continue

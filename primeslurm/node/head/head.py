@@ -32,8 +32,11 @@ from primeslurm.records.reserve import may_pass
 from primeslurm.records.state import OrchestratorState, TrainerState
 from primeslurm.run.directory import Attempt, RunDirectory
 from primeslurm.run.records import progress_of
-from primeslurm.slurm.launch_failures import JobOutput, early_exits, launch_failures, node_names, restarts
+from primeslurm.slurm.launch_failures import JobOutput, early_exits, kills, launch_failures, node_names, restarts
 from primeslurm.wire.addresses import Addresses
+
+SUSPECT_S = 10.0
+"""Who has not been heard of for so long, or a third of `node_silent_s`, is not called healthy any more."""
 
 
 @dataclass(frozen=True)
@@ -107,8 +110,10 @@ class Head(threading.Thread):
             if (value := file.changed()) is not None:
                 self.fleet.observe(msgspec.convert(value, AgentReport), now)
         self._observe_progress(now)
-        if self.fleet.hosts and self.fleet.unheard:
-            self.fleet.observe_exits(self._just_ended(), now)
+        if self.fleet.hosts:
+            news = self._job_news()
+            self.fleet.observe_exits(launch_failures(news) | early_exits(news), now)
+            self.fleet.observe_kills(kills(news))
         if self.ending is None and (found := self._asked_to_end(now) or self.fleet.decide(now)):
             self.ending, self._ending_at = found, now
             self.journal.write(AttemptEnds(found.outcome, found.reason, found.suspect))
@@ -134,16 +139,15 @@ class Head(threading.Thread):
             return Ending(Outcome.PREEMPTED, reason)
         return self._asked
 
-    def _just_ended(self) -> dict[str, str]:
-        """Nodes whose task has ended since the last look, and how.
+    def _job_news(self) -> str:
+        """What was written into the job's output since the last look.
 
-        Where an agent cannot be started, srun says so at once; without that, only its silence would tell.
+        Where an agent cannot be started or is killed, srun says so at once; without that, only its silence would tell.
         """
         try:
-            news = self._job_output.news()
+            return self._job_output.news()
         except OSError:
-            return {}
-        return launch_failures(news) | early_exits(news)
+            return ""
 
     def _observe_progress(self, now: float) -> None:
         state = progress_of(self.attempt, self.plan.task)
@@ -194,12 +198,13 @@ class Head(threading.Thread):
         self.journal.write(AddressesPublished(self.fleet.assignment.generation, addresses.lost))
 
     def _publish(self, now: float) -> None:
-        fleet = self.fleet
+        fleet, silent = self.fleet, self.fleet.silent
         states, ready = {}, []
         for process in self.plan.processes():
             report = fleet.report(process.name)
-            suspect = fleet.silence(process.name, now) > self.plan.node_silent_s / 3
-            states[process.name] = str(fleet_state(process, report, suspect=suspect, lost=process.name in fleet.lost))
+            suspect = fleet.silence(process.name, now) > min(SUSPECT_S, self.plan.node_silent_s / 3)
+            seen = {"suspect": suspect, "silent": process.name in silent, "lost": process.name in fleet.lost}
+            states[process.name] = str(fleet_state(process, report, **seen))
             if report is not None and report.state == ProcessState.READY:
                 ready.append(process.name)
         view = FleetView(
@@ -208,6 +213,8 @@ class Head(threading.Thread):
             states=states,
             units=fleet.orders,
             lost=sorted(fleet.lost),
+            silent=silent,
+            hung=fleet.hung,
             ending=self.ending,
             waits_for=self._waiting(),
             release=self._release(now),

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -63,7 +64,8 @@ class Checkpoints:
         self._writing: _Writing | None = None
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         # A group of its own: the thread's collectives must not meet those of the training loop.
-        self._group = dist.new_group(backend="gloo") if config.asynchronous else world.control
+        patience = timedelta(seconds=world.patience_s)
+        self._group = dist.new_group(backend="gloo", timeout=patience) if config.asynchronous else world.control
         pinned = world.device.type == "cuda"
         self._stager = DefaultStager(StagingOptions(pinned, False, False, pinned)) if config.asynchronous else None
 

@@ -50,6 +50,18 @@ CHECKS = [
         ),
         ({"kind": "started", "name": "router-0", "restarts": 2}, ("router-0", "started again (restart 2)", "info")),
         (
+            {"kind": "router_incomplete", "process": "router-0", "serves": 0, "planned": 2, "missing": ["http://a:1"]},
+            ("router-0", "served 0 of 2 engines: that is put right", "warning"),
+        ),
+        (
+            {"kind": "router_incomplete", "process": "router-0", "serves": 2, "planned": 2, "foreign": ["http://b:1"]},
+            ("router-0", "served 2 of 2 engines, and 1 that are not of the plan: that is put right", "warning"),
+        ),
+        (
+            {"kind": "router_complete", "process": "router-0", "planned": 2, "seconds": 1.6},
+            ("router-0", "serves all 2 engines again, after 2 s", "info"),
+        ),
+        (
             {"kind": "seated", "nodes": ["a", "b"], "spares": ["c"]},
             ("head", "all 2 nodes are there, 1 more are spares", "info"),
         ),

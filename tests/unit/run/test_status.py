@@ -57,7 +57,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 def status(run: RunDirectory, job: str | None = None, processes: bool = False) -> RunStatus:
-    return read_status(run, lambda record: job, now=NOW, processes=processes)
+    return read_status(run, lambda record: job, now=NOW, processes=processes, second_look_s=0.0)
 
 
 def fleet(run: RunDirectory, age: float = 0.0, ending: Ending | None = None, state: str = "HEALTHY") -> None:
@@ -99,7 +99,11 @@ def test_a_fresh_head_is_believed_over_slurm(run: RunDirectory) -> None:
 
 def test_a_silent_head_is_not_believed(run: RunDirectory) -> None:
     fleet(run, age=61)
-    assert status(run, "RUNNING").reason == "head silent, but the job is RUNNING"
+    found = status(run, "RUNNING")
+    assert (found.phase, found.reason) == ("silent", "head silent, but the job is RUNNING")
+    assert found.active and found.silence is not None
+    assert found.silence.text == "the head has not written for 61 s; what follows is from then"
+    assert found.roles == {"decode": {"UNKNOWN": 1}}
 
 
 def test_an_ended_attempt_says_how_and_whether_it_goes_on(run: RunDirectory) -> None:
