@@ -9,13 +9,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from primeslurm.records.events.nodes import FileSystemFault, NodeLost
 from primeslurm.records.reserve import LEAST_FREE
 from primeslurm.run.ledger import Ledger
 from primeslurm.run.records import events
-from tests.support.emulation import NODE_SILENT_S, PATIENCE_S, Deployment
+from tests.support.emulation import PATIENCE_S, Deployment
 
+SILENT_S = 10
+"""After which a node counts as lost; a head after twice that."""
 pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(600)]
 
 
@@ -25,6 +28,8 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
     if shutil.which("slurmctld") is None or os.geteuid() != 0:
         pytest.skip("needs Slurm's daemons and root")
     found = Deployment(tmp_path_factory.mktemp("full"))
+    site = found.cluster.spec.site_file
+    site.write_text(yaml.safe_dump(yaml.safe_load(site.read_text()) | {"node_silent_s": SILENT_S}))
     yield found
     found.down()
 
@@ -77,7 +82,7 @@ def test_a_disk_that_is_full_for_longer_than_a_head_may_be_silent(
 ) -> None:
     deployment.running()
     before = deployment.snapshot()
-    stay_full(fill, 2.5 * NODE_SILENT_S)
+    stay_full(fill, 2.5 * SILENT_S)
     deployment.wait(lambda status: bool(status.waits_for))
     fill(0).unlink()
     noticed = deployment.snapshot()
