@@ -17,7 +17,7 @@ from primeslurm.run.ledger import Ledger
 from primeslurm.run.records import events
 from tests.support.emulation import PATIENCE_S, Deployment
 
-SILENT_S = 10
+SILENT_S = 20
 """After which a node counts as lost; a head after twice that."""
 pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(600)]
 
