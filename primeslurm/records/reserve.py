@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from primeslurm.files import write_atomic
+from primeslurm.records.beats import pulse
 
 log = logging.getLogger(__name__)
 FILE = ".reserve"
@@ -71,6 +72,7 @@ def while_full(action: Callable[[], T], within_s: float = math.inf) -> T:
             if not is_full(error) or time.monotonic() > deadline:
                 raise
             log.warning("waits for space: %s", error)
+            pulse().beat()  # who waits does not hang
             time.sleep(PAUSE_S)
 
 

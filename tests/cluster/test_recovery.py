@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +16,8 @@ import yaml
 
 from primeslurm.api.submission import avoid_bad_nodes
 from primeslurm.files import read_json, write_json
+from primeslurm.hostlists import expand
+from primeslurm.node.attempt.attempt_end import keep_away_from_bad_nodes
 from primeslurm.node.entry import AgentTask
 from primeslurm.plan.model import Health, HetGroup, JobOptions, Node, Plan, Process, Replica, Totals
 from primeslurm.recipe.site import Site
@@ -23,6 +27,7 @@ from primeslurm.records.events.nodes import LaunchedAgain, NodeLost, NodesAssign
 from primeslurm.records.fleet import AgentReport
 from primeslurm.run.diagnosis.doctor import diagnose
 from primeslurm.run.directory import Attempt, RunDirectory
+from primeslurm.run.exclusion import excluded
 from primeslurm.run.ledger import Ledger
 from primeslurm.run.status.summary import events
 from primeslurm.slurm.embedded.cluster import Cluster
@@ -314,3 +319,37 @@ def test_a_job_whose_head_is_gone_is_requeued_by_another_agent(cluster: Cluster,
     job.finish()
     last = job.run.attempt(2).end()
     assert last is not None and last.outcome == "completed"
+
+
+def test_a_job_is_kept_away_from_no_more_nodes_than_can_be_spared(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every node of the partition has failed; a waiting job that needs two is kept away from the two that did last."""
+    conf = str(cluster.spec.slurm_conf)
+    monkeypatch.setenv("SLURM_CONF", conf)
+    site = Site.model_validate(yaml.safe_load(cluster.spec.site_file.read_text()))
+    plan = make_plan(tmp_path / "runs" / "toy", site, replicas=1, spares=0, layout="single")
+    Path(plan.run_dir).mkdir(parents=True)
+    ledger = Ledger(tmp_path / "runs")
+    names = list(cluster.client.nodes_of("gpu"))
+    for age, name in enumerate(names):
+        ledger.record(name, "silent", "other", 1, now=time.time() - age, hours=1)
+    assert avoid_bad_nodes(plan, conf).job.avoid == tuple(names[: len(names) - 2])
+    argv = ("sbatch", "--parsable", "--hold", "--partition=gpu", "--nodes=2", "--output=/dev/null", "--wrap=true")
+    job_id = subprocess.run(argv, check=True, capture_output=True, text=True).stdout.strip()
+
+    def told() -> str:
+        shown = subprocess.run(("scontrol", "show", "job", job_id), check=True, capture_output=True, text=True).stdout
+        (value,) = re.findall(r"ExcNodeList=(\S*)", shown)
+        return str(value)
+
+    try:
+        keep_away_from_bad_nodes(plan, job_id)
+        assert expand(told()) == names[: len(names) - 2]
+        assert [entry.node for entry in excluded(Path(plan.run_dir))] == names[: len(names) - 2]
+        for name in names:
+            ledger.forget(name)
+        keep_away_from_bad_nodes(plan, job_id)
+        assert told() == "(null)" and excluded(Path(plan.run_dir)) == []
+    finally:
+        cluster.client.cancel(job_id)

@@ -9,13 +9,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from primeslurm.records.events.nodes import FileSystemFault, NodeLost
 from primeslurm.records.reserve import LEAST_FREE
 from primeslurm.run.ledger import Ledger
 from primeslurm.run.records import events
-from tests.support.emulation import NODE_SILENT_S, Deployment
+from tests.support.emulation import PATIENCE_S, Deployment
 
+SILENT_S = 20
+"""After which a node counts as lost; a head after twice that."""
 pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(600)]
 
 
@@ -25,6 +28,8 @@ def deployment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Deployment]
     if shutil.which("slurmctld") is None or os.geteuid() != 0:
         pytest.skip("needs Slurm's daemons and root")
     found = Deployment(tmp_path_factory.mktemp("full"))
+    site = found.cluster.spec.site_file
+    site.write_text(yaml.safe_dump(yaml.safe_load(site.read_text()) | {"node_silent_s": SILENT_S}))
     yield found
     found.down()
 
@@ -53,6 +58,14 @@ def blamed(deployment: Deployment) -> list[str]:
     return lost + [entry.node for entry in Ledger(deployment.runs).entries(time.time())]
 
 
+def stay_full(fill: Callable[[int], Path], seconds: float) -> None:
+    """Not a byte is free, however often some are given up: others of a site take them."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        fill(0)
+        time.sleep(0.5)
+
+
 def test_too_little_space_to_begin_is_waited_for(deployment: Deployment, fill: Callable[[int], Path]) -> None:
     filler = fill(LEAST_FREE // 2)
     deployment.submit()
@@ -69,10 +82,7 @@ def test_a_disk_that_is_full_for_longer_than_a_head_may_be_silent(
 ) -> None:
     deployment.running()
     before = deployment.snapshot()
-    began = time.monotonic()
-    while time.monotonic() < began + 2.5 * NODE_SILENT_S:  # again and again: others of a site take what is given up
-        fill(0)
-        time.sleep(0.5)
+    stay_full(fill, 2.5 * SILENT_S)
     deployment.wait(lambda status: bool(status.waits_for))
     fill(0).unlink()
     noticed = deployment.snapshot()
@@ -81,3 +91,29 @@ def test_a_disk_that_is_full_for_longer_than_a_head_may_be_silent(
     assert blamed(deployment) == []
     assert (after.attempt, before.groups.keys() - after.groups.keys() - after.trained) == (before.attempt, set())
     assert [event.what == "" for event in events(deployment.run) if isinstance(event, FileSystemFault)][-1]
+
+
+def test_an_attempt_that_begins_on_a_full_disk(deployment: Deployment, fill: Callable[[int], Path]) -> None:
+    """Slurm starts the job again. The attempt's directory cannot be made until there is space; nobody has to help."""
+    deployment.running()
+    before, job = deployment.snapshot(), deployment.run.latest().job()
+    assert job is not None
+    stay_full(fill, 2.0)
+    deployment.cluster.client.requeue(job.job_id)
+    deadline = time.monotonic() + PATIENCE_S
+    while restarts(deployment) < before.attempt:
+        assert time.monotonic() < deadline, deployment.status()
+        stay_full(fill, 1.0)
+    stay_full(fill, 3.0)
+    fill(0).unlink()
+    deployment.wait(lambda status: deployment.healthy(status) and deployment.snapshot().step > before.committed)
+    after = deployment.snapshot()
+    assert blamed(deployment) == []
+    assert (after.attempt, after.committed >= before.committed) == (before.attempt + 1, True)
+
+
+def restarts(deployment: Deployment) -> int:
+    """How often Slurm has started the job again."""
+    record = deployment.run.latest().job()
+    job = deployment.cluster.client.job(record.job_id) if record else None
+    return job.restarts if job is not None and job.state == "RUNNING" else 0

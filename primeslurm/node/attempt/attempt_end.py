@@ -17,6 +17,7 @@ from primeslurm.records.events.nodes import AttemptEnded, BadNodeNotRecorded, En
 from primeslurm.records.fleet import Ending, Outcome
 from primeslurm.records.journal import Journal
 from primeslurm.records.reserve import Reserve
+from primeslurm.run.diagnosis.failures import FILE_SYSTEM
 from primeslurm.run.directory import Attempt, RunDirectory
 from primeslurm.run.exclusion import Partitions, excluded, record_excluded, spared
 from primeslurm.run.ledger import BadNode, Ledger
@@ -44,9 +45,9 @@ def conclude(plan: Plan, run: RunDirectory, attempt: Attempt, ending: Ending, jo
     commits = {
         a.number: end.committed_step
         for a in run.attempts()
-        if (end := a.end()) is not None and end.outcome == Outcome.FAILED
+        if (end := a.end()) is not None and end.outcome == Outcome.FAILED and end.suspect != FILE_SYSTEM
     }
-    if ending.outcome is Outcome.FAILED:
+    if ending.outcome is Outcome.FAILED and ending.suspect != FILE_SYSTEM:
         commits[attempt.number] = step
     requeue, why_not = should_requeue(ending, attempt.number, plan, commits)
     record = EndRecord(
@@ -76,7 +77,8 @@ def should_requeue(ending: Ending, attempt: int, plan: Plan, commits: Mapping[in
         ending: how the attempt ended.
         attempt: its number.
         plan: of the attempt.
-        commits: newest committed step at the end of each failed attempt so far, this one included.
+        commits: newest committed step at the end of each failed attempt so far, this one included; not of those that
+            ended for a fault of the file system.
 
     Returns:
         The decision, and why not if the job does not resume though it failed.
@@ -87,7 +89,7 @@ def should_requeue(ending: Ending, attempt: int, plan: Plan, commits: Mapping[in
         return False, f"this was attempt {attempt} of {plan.max_attempts}"
     if ending.final:
         return False, "another attempt would end in the same way"
-    if ending.outcome is Outcome.PREEMPTED:
+    if ending.outcome is Outcome.PREEMPTED or ending.suspect == FILE_SYSTEM:
         return True, ""
     recent = [commits[n] for n in sorted(commits)][-3:]
     if len(recent) == 3 and len(set(recent)) == 1:

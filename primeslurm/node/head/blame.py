@@ -7,9 +7,6 @@ from enum import StrEnum
 
 from primeslurm.records.fleet import AgentReport, Fitness
 
-FILE_SYSTEM = "shared file system"
-"""Suspect of an ending for which no node is to blame."""
-
 
 class Fault(StrEnum):
     """Whose fault a failed preflight is."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from primeslurm.node.agent.supervision import ProcessState
-from primeslurm.node.head.blame import FILE_SYSTEM, Fault, whose_fault
+from primeslurm.node.head.blame import Fault, whose_fault
 from primeslurm.node.head.hangs import Standstill, is_shown, standstill
 from primeslurm.node.head.node_assignment import NodeAssignment
 from primeslurm.node.head.process_states import how_it_died
@@ -31,6 +31,7 @@ from primeslurm.records.events.nodes import (
     ProcessesRestarted,
 )
 from primeslurm.records.fleet import AgentReport, BeatReport, Ending, Fitness, Outcome, ProcessReport, RestartOrder
+from primeslurm.run.diagnosis.failures import FILE_SYSTEM
 from primeslurm.wire import exits
 
 NODE_START_S = 300.0

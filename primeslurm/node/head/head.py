@@ -28,6 +28,7 @@ from primeslurm.records.events.nodes import (
 )
 from primeslurm.records.fleet import AgentReport, AssignedAgent, AssignmentRecord, Ending, FleetView, Outcome
 from primeslurm.records.journal import Journal
+from primeslurm.records.reserve import may_pass
 from primeslurm.records.state import OrchestratorState, TrainerState
 from primeslurm.run.directory import Attempt, RunDirectory
 from primeslurm.run.records import progress_of
@@ -118,9 +119,7 @@ class Head(threading.Thread):
             self.journal.write(AttemptEnds(found.outcome, found.reason, found.suspect))
         self._tell_news()
         self.journal.flush()
-        self._records.write(self._publish_assignment)
-        self._records.write(self._publish_addresses)
-        self._publish(now)
+        self._records.write(lambda: self._publish_all(now))
 
     def conclude(self) -> bool:
         """Record how the attempt ended. Returns whether the job should be requeued."""
@@ -164,6 +163,12 @@ class Head(threading.Thread):
             match item:
                 case News(NodeLost(reason=reason), blamed=str(node)):
                     remember_bad_node(self.plan, self.attempt, node, reason, self.journal)
+
+    def _publish_all(self, now: float) -> None:
+        """In this order: agents rely on it. What cannot be written is written with the next turn."""
+        self._publish_assignment()
+        self._publish_addresses()
+        self._publish(now)
 
     def _publish_assignment(self) -> None:
         assignment = self.fleet.assignment
@@ -215,8 +220,10 @@ class Head(threading.Thread):
             release=self._release(now),
         )
         try:
-            self._records.write(lambda: write_json(self.attempt.fleet_file, msgspec.to_builtins(view)))
+            write_json(self.attempt.fleet_file, msgspec.to_builtins(view))
         except OSError as error:
+            if may_pass(error):
+                raise
             self.journal.write(PublishFailed(str(error)))
 
     def _waiting(self) -> str:

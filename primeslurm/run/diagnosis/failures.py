@@ -12,6 +12,7 @@ from primeslurm.records.events.nodes import (
     AgentFailed,
     AgentStarted,
     AttemptEnds,
+    FileSystemFault,
     HeadFailed,
     NodeLost,
     ProcessesGivenUp,
@@ -33,6 +34,8 @@ from primeslurm.wire import exits
 
 SILENT_S = 20.0
 """A node whose heartbeat stopped so long before the attempt ended was not simply the first to end."""
+FILE_SYSTEM = "shared file system"
+"""Component of a fault that no node is to blame for; as an ending's suspect, too."""
 _SILENCE = re.compile(r"silent for (\d+) s")
 
 
@@ -89,6 +92,8 @@ def _of_event(event: Event, hosts: Mapping[str, str]) -> Failure | None:
             return Failure(at - event.seconds, first, "", f"{rank_names(event)}: {waits(event)}")
         case ProcessStartFailed(name=name, error=error):
             return Failure(at, name, host, f"cannot be started: {error}")
+        case FileSystemFault(what=what) if what:
+            return Failure(at, FILE_SYSTEM, "", f"keeps the run waiting: {what}")
         case RouterIncomplete():
             return Failure(at, by, host, incomplete_words(event))
         case AgentFailed(error=error) | HeadFailed(error=error):
@@ -141,6 +146,7 @@ def _with_recovery(found: list[Failure], events: Sequence[Event]) -> list[Failur
     }
     last = {failure.component: failure.time for failure in found}
     lost = {f"node {event.node}" for event in events if isinstance(event, NodeLost)}
+    space = max((event.time for event in events if isinstance(event, FileSystemFault) and not event.what), default=0.0)
     harm = [event.reason for event in events if isinstance(event, ProcessesGivenUp | AttemptEnds)]
 
     trained = max((event.time for event in events if isinstance(event, StepTrained)), default=0.0)
@@ -148,6 +154,8 @@ def _with_recovery(found: list[Failure], events: Sequence[Event]) -> list[Failur
 
     def over(failure: Failure) -> bool:
         name = failure.component
+        if name == FILE_SYSTEM:
+            return failure.time < space
         if failure.recovered:
             return True
         if (name, failure.time) in waited:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+from primeslurm.records.beats import pulse
 from primeslurm.records.reserve import PAUSE_S, RESERVE_BYTES, Reserve, free_bytes, is_full
 from primeslurm.trainer.distributed.world import RankError, World
 
@@ -40,6 +41,7 @@ def waiting_for_space(world: World, run_dir: Path, write: Callable[[], T], *part
     reserve = Reserve(run_dir)
     while True:
         while world.decide(int(reserve.given_up)):  # what is left is for records
+            pulse().beat()  # who waits does not hang
             time.sleep(PAUSE_S)
         try:
             return write()
@@ -50,4 +52,5 @@ def waiting_for_space(world: World, run_dir: Path, write: Callable[[], T], *part
             if world.is_main:
                 for directory in partial:
                     shutil.rmtree(directory, ignore_errors=True)
+            pulse().beat()
             time.sleep(PAUSE_S)

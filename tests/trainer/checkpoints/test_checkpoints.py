@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import threading
 from collections.abc import Iterator
@@ -12,9 +14,12 @@ import pytest
 import torch
 from torch.distributed.checkpoint import state_dict_saver
 
+from primeslurm.records.journal import Journal
+from primeslurm.records.reserve import Reserve
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
 from primeslurm.trainer.components.loss import from_recipe
+from primeslurm.trainer.distributed import space
 from primeslurm.trainer.distributed.world import RankError, World
 from primeslurm.trainer.loops.phase_timer import PhaseTimer
 from primeslurm.trainer.loops.step import Learner
@@ -121,13 +126,56 @@ def test_an_attempt_that_ends_meanwhile_loses_only_what_was_not_committed(
     assert all(torch.equal(tensor, at_two[name]) for name, tensor in third.weights().items())
 
 
-def test_a_full_disk_is_told_and_nothing_is_committed(
+def test_a_broken_disk_is_told_and_nothing_is_committed(
     moe_model: Path, world: World, disk: Disk, tmp_path: Path
 ) -> None:
     run = Run(tmp_path, moe_model, world)
-    disk.error = OSError("no space left on device")
+    disk.error = OSError("input/output error")
     run.train(1, 2)
     disk.free.set()
-    with pytest.raises(RankError, match="checkpoint of step 2 failed: rank 0: no space left on device"):
+    with pytest.raises(RankError, match="checkpoint of step 2 failed: rank 0: input/output error"):
         run.saver.finish(2, run.learner, run.timer)
     assert checkpoints.committed(tmp_path) == []
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["goes-on", "ends"])
+def test_a_checkpoint_that_there_was_no_space_for_is_made_good_by_the_next_step(
+    ends: bool, moe_model: Path, world: World, disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(space, "PAUSE_S", 0.01)
+    run = Run(tmp_path, moe_model, world)
+    disk.error = OSError(errno.ENOSPC, "No space left on device")
+    disk.free.set()
+    run.train(1, 2)
+    failed = run.saver._writing
+    assert failed is not None
+    with contextlib.suppress(BaseException):
+        failed.done.result(60)
+    disk.error = None
+    if not ends:
+        run.train(3)
+    run.saver.finish(3 if not ends else 2, run.learner, run.timer)
+    assert checkpoints.committed(tmp_path) == [2 if ends else 3]
+
+
+def test_what_cannot_be_begun_for_want_of_space_is_begun_later(
+    moe_model: Path, world: World, disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(space, "PAUSE_S", 0.01)
+    run, tries, begin = Run(tmp_path, moe_model, world), [], Checkpoints._begin
+    reserve = Reserve(tmp_path)
+    assert reserve.fill() and reserve.give_up()
+
+    def full(saver: Checkpoints, directory: Path, step: int, journal: Journal) -> None:
+        assert not reserve.given_up, "what is left is for records"
+        tries.append(step)
+        if len(tries) < 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        begin(saver, directory, step, journal)
+
+    monkeypatch.setattr(Checkpoints, "_begin", full)
+    disk.free.set()
+    threading.Timer(0.2, reserve.fill).start()
+    run.train(1, 2)
+    run.saver.finish(2, run.learner, run.timer)
+    assert (tries, checkpoints.committed(tmp_path)) == ([2, 2, 2], [2])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import threading
@@ -18,6 +19,7 @@ from primeslurm.node.head.fleet import NODE_START_S
 from primeslurm.node.head.head import Head, HeadTimings
 from primeslurm.plan.model import Health, Plan, Process
 from primeslurm.records.base import Event
+from primeslurm.records.events.nodes import FileSystemFault
 from primeslurm.records.events.processes import ProcessExited, ProcessStarted
 from primeslurm.records.fleet import Ending, Outcome, ProcessReport
 from primeslurm.run.directory import BY_SIGTERM, Attempt, RunDirectory
@@ -293,6 +295,50 @@ def test_who_was_held_up_itself_holds_nobody_for_silent(assigned: tuple[Head, li
     for seconds in range(1080, 1100):
         head.tick(now + seconds)
     assert head.ending is not None and "silent for 91 s" in head.ending.reason
+
+
+def test_nobody_is_silent_while_nobody_can_write(
+    assigned: tuple[Head, list[NodeAgent], float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For as long as without any progress. Then an agent takes the head for gone, and the head a node for lost."""
+    head, agents, now = assigned
+    agents[1]._read_head(now)
+    beat = agents[0].attempt.agent_file(0).read_text()
+
+    def full(path: Path, value: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for module in ("agent.node_agent", "head.head"):
+        monkeypatch.setattr(f"primeslurm.node.{module}.write_json", full)
+    for seconds in range(1, 850):
+        agents[1].tick(now + seconds)
+        head.tick(now + seconds)
+        assert (agents[1].ending, head.ending) == (None, None), seconds
+    assert head.fleet.gone == {} and agents[0].attempt.agent_file(0).read_text() == beat
+    assert [type(event) for event in all_events(head.run_directory)].count(FileSystemFault) == 1
+    monkeypatch.undo()
+    for seconds in range(850, 860):
+        agents[0]._heartbeat(now + seconds, ended=False)
+        agents[1].tick(now + seconds)
+        head.tick(now + seconds)
+    assert (agents[1].ending, head.ending, head.fleet.gone) == (None, None, {})
+    assert [event.what for event in all_events(head.run_directory) if isinstance(event, FileSystemFault)][-1] == ""
+
+
+def test_a_file_system_that_stays_full_excuses_nobody_for_ever(
+    assigned: tuple[Head, list[NodeAgent], float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head, agents, now = assigned
+    agents[1]._read_head(now)
+    head.run_directory.path.joinpath(".reserve").write_bytes(b"")
+    monkeypatch.setattr("primeslurm.node.host.record_writer.Reserve.fill", lambda _: False)
+    patience = int(1.5 * agents[1].plan.stall_timeout_s)
+    for seconds in range(1, patience):
+        agents[1].tick(now + seconds)
+        assert agents[1].ending is None
+    for seconds in range(patience, patience + 200):
+        agents[1].tick(now + seconds)
+    assert agents[1].ending is not None and "silent for 180 s" in agents[1].ending.reason
 
 
 def test_a_job_that_is_cancelled_is_not_requeued_where_the_head_hears_of_it_last(

@@ -9,11 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primeslurm.node.head.blame import FILE_SYSTEM, Fault, whose_fault
+from primeslurm.node.head.blame import Fault, whose_fault
 from primeslurm.node.head.fleet import NODE_START_S, Fleet, News
 from primeslurm.plan.model import HetGroup, Plan, Process
 from primeslurm.records.events.nodes import NodeLost
 from primeslurm.records.fleet import AgentReport, Ending, Fitness, Outcome
+from primeslurm.run.diagnosis.failures import FILE_SYSTEM
 from primeslurm.run.exclusion import excluded, record_excluded, spared
 from primeslurm.run.ledger import BadNode
 from tests.support.plans import plan_of, python

@@ -598,6 +598,7 @@ FAILED, PREEMPTED = Ending(Outcome.FAILED, "x"), Ending(Outcome.PREEMPTED, "x")
         (FAILED, 4, {2: 5, 3: 5, 4: 5}, (False, "three failed attempts in a row committed nothing new")),
         (PREEMPTED, 4, {2: 5, 3: 5, 4: 5}, (True, "")),
         (PREEMPTED, 9, {}, (False, "this was attempt 9 of 9")),
+        (Ending(Outcome.FAILED, "full", "shared file system"), 5, {1: 5, 2: 5, 3: 5}, (True, "")),
         (Ending(Outcome.FAILED, "x", final=True), 1, {1: 5}, (False, "another attempt would end in the same way")),
     ],
 )

@@ -227,6 +227,31 @@ def test_a_check_that_hangs_makes_a_node_unfit(plan: Plan, tmp_path: Path, monke
     assert verdict(found) == (Fitness.UNFIT, "preflight takes longer than 0 s; it looks at its file systems")
 
 
+def test_a_full_file_system_is_waited_for(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks, "LEAST_FREE", 2**60)
+    found = preflight(plan, 0, tmp_path, clock_wait_s=0.2, limit_s=1.0, full_poll_s=0.05)
+    found.start()
+    deadline = time.monotonic() + 60
+    while not found.file_system:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    time.sleep(1.5)  # longer than the limit of checks
+    assert found.verdict == (Fitness.CHECKING, "") and found.file_system.endswith(f"the run directory {plan.run_dir}")
+    monkeypatch.undo()
+    assert verdict(found) == (Fitness.FIT, "") and found.file_system == ""
+
+
+def test_a_full_file_system_is_not_waited_for_for_ever(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "LEAST_FREE", 2**60)
+    soon = plan.model_copy(update={"stall_timeout_s": 0})
+    found = preflight(soon, 0, tmp_path, clock_wait_s=0.2, full_poll_s=0.05)
+    found.start()
+    fitness, why = verdict(found)
+    assert fitness is Fitness.UNFIT and found.file_system in why and "GiB free in the run directory" in why
+
+
 def test_a_head_that_starts_late_makes_no_node_unfit(plan: Plan, tmp_path: Path) -> None:
     """Its image may take minutes to be pulled."""
     late = preflight(plan, 1, tmp_path, clock_wait_s=0.2, limit_s=2.0)

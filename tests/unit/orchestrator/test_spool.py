@@ -13,6 +13,7 @@ from primeslurm.orchestrator.dispatch.curricula import OUTCOMES, Curricula
 from primeslurm.orchestrator.progress import CHECKPOINT_PART, PROGRESS, ProgressFile, RunProgress, restore
 from primeslurm.orchestrator.rollouts.spool import Spool
 from primeslurm.recipe import Recipe
+from primeslurm.records.reserve import Reserve
 from primeslurm.wire import checkpoints
 from primeslurm.wire.weight_transfer.messages import NewPolicy
 from tests.support.recipes import recipe_data
@@ -44,8 +45,26 @@ def test_a_full_disk_is_reported_and_survived(tmp_path: Path, monkeypatch: pytes
 
     spool = Spool(tmp_path)
     monkeypatch.setattr("primeslurm.durable.write", full)
-    assert not spool.put(group([3], [0.5]))
+    made = group([3], [0.5])
+    assert not spool.put(made)
     assert list(tmp_path.iterdir()) == []
+    spool.retry()
+    assert spool.waiting == {made.id: made}
+    monkeypatch.undo()
+    spool.retry()
+    assert spool.waiting == {} and [again.id for again in Spool(tmp_path).load()] == [made.id]
+
+
+def test_groups_leave_space_that_was_given_up_to_records(tmp_path: Path) -> None:
+    reserve, spool, made = Reserve(tmp_path), Spool(tmp_path / "rollouts"), group([3], [0.5])
+    assert reserve.fill() and reserve.give_up()
+    assert not spool.put(made) and made.id in spool.waiting
+    assert reserve.fill()
+    spool.retry()
+    assert spool.waiting == {} and [again.id for again in spool.load()] == [made.id]
+    assert reserve.give_up() and not spool.put(made)
+    spool.delete([made.id])
+    assert spool.waiting == {}, "what is not wanted any more waits for nothing"
 
 
 def commit(run_dir: Path, step: int, progress: RunProgress) -> None:
