@@ -75,7 +75,7 @@ class Disk:
 
     def remove(self) -> None:
         """Unmount and delete it."""
-        subprocess.run(["umount", str(self.path)], capture_output=True, check=False)
+        subprocess.run(["umount", "--lazy", str(self.path)], capture_output=True, check=False)
         self._file.unlink(missing_ok=True)
 
     def _mount(self) -> None:
