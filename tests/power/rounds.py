@@ -21,7 +21,7 @@ from pathlib import Path
 
 from tests.power import attempt, verdict
 from tests.power.attempt import Place
-from tests.power.disk import CUT, OPTIONS, Cutter, Disk
+from tests.power.disk import OPTIONS, Cutter, Disk
 
 
 @dataclass(frozen=True)
@@ -94,9 +94,11 @@ def _round(place: Place, at: int, options: str) -> Round:
     disk, began = Disk(place.beside, options), time.monotonic()
     disk.make()
     try:
-        during, code = _live(place, Cutter(disk, at))
-        if during and code != CUT:
-            raise SystemExit(f"failed during {during} before the power was cut: {code}")
+        cutter = Cutter(disk, at)
+        during, code = _live(place, cutter)
+        if during and not cutter.fired:
+            log = (place.beside / "log").read_text()[-4000:]
+            raise SystemExit(f"failed during {during} before the power was cut: {code}\n{log}")
         if not during:
             disk.cut()  # the run was shorter this time: it has ended, and that must stay
         disk.restart()
