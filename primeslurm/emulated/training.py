@@ -156,9 +156,7 @@ class EmulatedTrainer:
         partial.mkdir(parents=True)
         save_file({"emulated.weight": np.full(64, version, np.float32)}, partial / "model.safetensors")
         filesystem.complete(partial, version, "float32")
-        if self._recipe.commits(version):
-            durable.sync_tree(partial)
-        durable.rename(partial, final)
+        partial.rename(final)
         filesystem.prune(self._run_dir, self._recipe.weights.keep, {version, *checkpoints.committed(self._run_dir)})
         self._journal.write(WeightsPublished(version))
         return final
@@ -171,6 +169,8 @@ class EmulatedTrainer:
             shutil.rmtree(directory)
         durable.make_directory(directory / "trainer")
         self._journal.sync()
+        if (weights := filesystem.version_dir(self._run_dir, step)).is_dir():
+            durable.sync_tree(weights)
         (directory / "trainer" / "emulated.bin").write_bytes(step.to_bytes(8, "little"))
         self._link.save(step, str(directory))
         checkpoints.commit(directory, step, self._attempt)

@@ -73,7 +73,7 @@ def _task(
         reader = ImageReader(policy.source, huggingface.load_config(policy.source).image_token_id)
     learner = Learner(policy, recipe.trainer.optimizer, recipe.max_steps, function, world, reader)
     encoding = published(recipe, policy.stored_fp8)
-    publisher = Publisher(policy, run_dir, encoding, recipe.weights.keep, world, recipe.commits)
+    publisher = Publisher(policy, run_dir, encoding, recipe.weights.keep, world)
     saver = Checkpoints(run_dir, attempt, recipe.checkpoint, world, link)
     if recipe.task == "rl":
         if link is None:

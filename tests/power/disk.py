@@ -75,7 +75,7 @@ class Disk:
 
     def remove(self) -> None:
         """Unmount and delete it."""
-        subprocess.run(["umount", str(self.path)], capture_output=True, check=False)
+        subprocess.run(["umount", "--lazy", str(self.path)], capture_output=True, check=False)
         self._file.unlink(missing_ok=True)
 
     def _mount(self) -> None:
@@ -88,12 +88,17 @@ class Cutter:
     def __init__(self, disk: Disk, at: int | None) -> None:
         self._disk, self._at = disk, at
         self._root = f"{disk.path}/"
-        self._count = mmap.mmap(-1, 8)
+        self._count = mmap.mmap(-1, 9)
 
     @property
     def count(self) -> int:
         """How much was done so far."""
         return int.from_bytes(self._count[:8], "little")
+
+    @property
+    def fired(self) -> bool:
+        """Whether the power was cut; another thread may have ended the process for an error that followed."""
+        return bool(self._count[8])
 
     def watch(self) -> None:
         """Begin, for the rest of this process's life."""
@@ -122,6 +127,7 @@ class Cutter:
         count = self.count + 1
         self._count[:8] = count.to_bytes(8, "little")
         if count == self._at:
+            self._count[8] = 1
             self._disk.cut()
             os._exit(CUT)
 

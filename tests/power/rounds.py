@@ -10,6 +10,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -20,7 +21,7 @@ from pathlib import Path
 
 from tests.power import attempt, verdict
 from tests.power.attempt import Place
-from tests.power.disk import CUT, OPTIONS, Cutter, Disk
+from tests.power.disk import OPTIONS, Cutter, Disk
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ def main() -> int:
     parser.add_argument("--moments", type=int, default=0, help="how many; default: as in a run without a cut")
     parser.add_argument("--out", type=Path, help="write the rounds there, too")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the disk is unmounted then, too
     beside = Path(tempfile.mkdtemp(prefix="power-"))
     disk = Disk(beside, OPTIONS[0])
     place = Place(beside, disk.path / "runs")
@@ -57,7 +59,11 @@ def main() -> int:
         rng = random.Random(options.seed)
         moments = options.moments or _moments(place, disk)
         rounds = []
-        for number in range(options.points):  # one in each part of the run, of which all are as long
+        parts = list(
+            range(options.points)
+        )  # of the run, all as long; in any order, for whoever stops it before its end
+        rng.shuffle(parts)
+        for number in parts:
             at = rng.randrange(number * moments // options.points + 1, (number + 1) * moments // options.points + 1)
             rounds.append(_round(place, at, rng.choice(OPTIONS)))
             print(json.dumps(asdict(rounds[-1])), flush=True)
@@ -88,9 +94,11 @@ def _round(place: Place, at: int, options: str) -> Round:
     disk, began = Disk(place.beside, options), time.monotonic()
     disk.make()
     try:
-        during, code = _live(place, Cutter(disk, at))
-        if during and code != CUT:
-            raise SystemExit(f"failed during {during} before the power was cut: {code}")
+        cutter = Cutter(disk, at)
+        during, code = _live(place, cutter)
+        if during and not cutter.fired:
+            log = (place.beside / "log").read_text()[-4000:]
+            raise SystemExit(f"failed during {during} before the power was cut: {code}\n{log}")
         if not during:
             disk.cut()  # the run was shorter this time: it has ended, and that must stay
         disk.restart()

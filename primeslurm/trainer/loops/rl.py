@@ -48,6 +48,9 @@ class WeightTransfer(Protocol):
     def repeat(self, version: int) -> None:
         """Transfer `version` again, to engines that came since and wait for it."""
 
+    def flush(self, version: int) -> None:
+        """Have on disk what was published of `version`, before a checkpoint of its step counts."""
+
 
 class RlTask:
     """The loop and what it works with."""
@@ -91,6 +94,7 @@ class RlTask:
                 break
             step += 1
             self._step(step, batch)
+        self._flush(step)
         self._saver.finish(step, self._learner, self._timer)
         interrupted = choice is Choice.INTERRUPTED
         self._journal.write(TrainerStopped(step, "interrupted" if interrupted else "finished"))
@@ -150,9 +154,15 @@ class RlTask:
             self._link.step_done(step, metrics)
             self._journal.write(StepTrained(step, metrics["loss"], metrics["off_policy_kl"]))
             log.info("step %d: %s", step, "  ".join(f"{k} {v:.4g}" for k, v in metrics.items()))
+        if self._recipe.commits(step):
+            self._flush(step)
         self._saver.after(step, self._learner, self._timer)
         if self._timer.steps_done == 1:
             self._world.tighten(self._limits.collective_s, self._learner.policy.dims)
+
+    def _flush(self, version: int) -> None:
+        with self._timer.phase("checkpoint"):
+            self._transfer.flush(version)
 
     def _transfer_policy(self, version: int) -> None:
         with self._timer.phase("publish"):

@@ -96,5 +96,6 @@ class SftTask:
             return
         with self._timer.phase("publish"):
             path = self._publisher.publish(step)
+            self._publisher.flush(step)
         self._journal.write(WeightsPublished(step))
         log.info("published %s", path)

@@ -36,25 +36,14 @@ class Publisher:
     Args:
         encoding: of the published tensors.
         keep: how many of the newest versions stay; so does every version that a committed checkpoint needs.
-        stays: whether a version outlives the attempt. It is on disk once it is published; others are undone with
-            their step if the power goes, and are not waited for.
     """
 
-    def __init__(
-        self,
-        policy: PolicyModel,
-        run_dir: Path,
-        encoding: Encoding,
-        keep: int,
-        world: World,
-        stays: Callable[[int], bool] = lambda version: True,
-    ) -> None:
+    def __init__(self, policy: PolicyModel, run_dir: Path, encoding: Encoding, keep: int, world: World) -> None:
         self._policy = policy
         self._run_dir = run_dir
         self._encoding = encoding
         self._keep = keep
         self._world = world
-        self._stays = stays
 
     def publish(self, version: int) -> Path:
         """Write the policy as `version` and return its directory. A full disk is waited for.
@@ -68,7 +57,7 @@ class Publisher:
 
     def _publish(self, version: int, partial: Path, final: Path) -> Path:
         self._world.agree(_attempt(lambda: _fresh(partial)) if self._world.is_main else None, f"publishing v{version}")
-        share = _Share(partial, self._world.rank, self._stays(version))
+        share = _Share(partial, self._world.rank)
         self._write(share)
         self._world.agree(share.failure, f"publishing v{version}")
         written = self._world.collect((share.index, share.records))
@@ -82,6 +71,17 @@ class Publisher:
             failure = failure or _attempt(lambda: self._complete(partial, final, version, written))
         self._world.agree(failure, f"publishing v{version}")
         return final
+
+    def flush(self, version: int) -> None:
+        """Have a published version on disk: it outlives the attempt. Nothing happens if it was not published.
+
+        Engines need not wait for it, and a version whose step is undone if the power goes need not be flushed.
+
+        Raises:
+            RankError: a rank could not flush its files.
+        """
+        directory = filesystem.version_dir(self._run_dir, version)
+        self._world.agree(_attempt(lambda: _flush(directory, self._world.rank)), f"flushing v{version}")
 
     def discard_after(self, version: int) -> None:
         """Delete versions newer than `version`: an earlier attempt made them after its last commit."""
@@ -116,10 +116,8 @@ class Publisher:
         (partial / huggingface.INDEX).write_text(json.dumps(document, indent=2) + "\n")
         records = [record for _, files in written for record in files]
         filesystem.complete(partial, version, self._encoding.dtype_name, records)
-        if self._stays(version):
-            durable.sync_tree(partial)
         _remove(final)
-        durable.rename(partial, final)
+        partial.rename(final)
         needed = {version, *checkpoints.committed(self._run_dir)}
         filesystem.prune(self._run_dir, self._keep, needed)
 
@@ -147,6 +145,7 @@ class FilesystemTransfer:
         """Publish `version` again only if its files are gone or damaged."""
         if version and not self._publisher.is_sound(version):
             self._publisher.publish(version)
+            self._publisher.flush(version)
         self._announce(version, str(filesystem.version_dir(self._run_dir, version)) if version else self._model)
         self._publisher.discard_after(self._announced)
 
@@ -159,6 +158,10 @@ class FilesystemTransfer:
     def repeat(self, version: int) -> None:
         """Do nothing: the files are there."""
 
+    def flush(self, version: int) -> None:
+        """Have its files on disk."""
+        self._publisher.flush(version)
+
     def _announce(self, version: int, path: str) -> None:
         self._announced = self._world.decide(self._link.announce(version, path) if self._world.is_main else 0)
 
@@ -166,14 +169,13 @@ class FilesystemTransfer:
 class _Share:
     """The files of one rank. After a failure nothing more is written."""
 
-    def __init__(self, directory: Path, rank: int, stays: bool) -> None:
+    def __init__(self, directory: Path, rank: int) -> None:
         self.index: dict[str, str] = {}
         """Tensor name to file name."""
         self.records: list[FileRecord] = []
         self.failure: OSError | None = None
         self._directory = directory
         self._rank = rank
-        self._stays = stays
         self._held: dict[str, torch.Tensor] = {}
         self._bytes = 0
 
@@ -192,10 +194,8 @@ class _Share:
         self._held, self._bytes = {}, 0
 
     def _save(self) -> None:
-        name = f"model-{self._rank:05d}-{len(self.records):05d}.safetensors"
+        name = f"{_prefix(self._rank)}{len(self.records):05d}.safetensors"
         save_file(self._held, self._directory / name, metadata={"format": "pt"})
-        if self._stays:
-            durable.sync(self._directory / name)
         self.records += manifest.describe(self._directory, [self._directory / name])
         self.index |= dict.fromkeys(self._held, name)
 
@@ -209,6 +209,20 @@ def _attempt(action: Callable[[], object]) -> OSError | None:
     except SafetensorError as error:
         return OSError(str(error))
     return None
+
+
+def _prefix(rank: int) -> str:
+    """Of the names of a rank's files."""
+    return f"model-{rank:05d}-"
+
+
+def _flush(directory: Path, rank: int) -> None:
+    """Flush a rank's own files; rank 0 flushes the rest and the directories."""
+    if rank:
+        for path in directory.glob(f"{_prefix(rank)}*"):
+            durable.sync(path)
+    elif directory.is_dir():
+        durable.sync_tree(directory)
 
 
 def _fresh(directory: Path) -> None:

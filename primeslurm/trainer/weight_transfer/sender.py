@@ -196,6 +196,10 @@ class CollectiveTransfer:
         """Send the version again."""
         self._sender.send(version)
 
+    def flush(self, version: int) -> None:
+        """Have its files on disk, if it is the last version."""
+        self._publisher.flush(version)
+
     def _announce_and_send(self, version: int) -> None:
         if self._world.is_main:
             self._link.announce(version, "")
