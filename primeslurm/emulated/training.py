@@ -28,6 +28,7 @@ from primeslurm.records.events.training import (
     WeightsPublished,
 )
 from primeslurm.records.journal import Journal
+from primeslurm.records.reserve import while_full
 from primeslurm.records.state import TrainerState
 from primeslurm.wire import checkpoints, exits
 from primeslurm.wire.link import LinkError, TrainerLink, TransferWanted
@@ -83,7 +84,7 @@ class EmulatedTrainer:
             done = not self._step(step + 1)
             step += not done
         if step > self._saved:
-            self._save(step)
+            while_full(lambda: self._save(step))
         interrupted = done and self._ranks.interrupted()
         self._journal.write(TrainerStopped(step, "interrupted" if interrupted else "finished"))
         return exits.CHECKPOINTED if interrupted else 0
@@ -95,7 +96,7 @@ class EmulatedTrainer:
             self._link.committed(step)
             self._transfer(step)
         else:
-            self._announced = self._link.announce(0, self._recipe.model.path)
+            self._announced = while_full(lambda: self._link.announce(0, self._recipe.model.path))
         for newer in filesystem.published(self._run_dir):
             if newer > self._announced:
                 shutil.rmtree(filesystem.version_dir(self._run_dir, newer))
@@ -118,7 +119,7 @@ class EmulatedTrainer:
         self._link.step_done(step, {"loss": 1.0 / step, "loss_tokens": batch.info.loss_tokens, "seconds/train": spent})
         self._journal.write(StepTrained(step))
         if self._recipe.commits(step):
-            self._save(step)
+            while_full(lambda: self._save(step))
         return True
 
     def _batch(self, step: int) -> Batch | None:
@@ -132,12 +133,13 @@ class EmulatedTrainer:
     def _transfer(self, version: int) -> None:
         if self._recipe.weights.transport == "filesystem":
             if version > self._announced:
-                self._announced = self._link.announce(version, str(self._publish(version)))
+                path = while_full(lambda: self._publish(version))
+                self._announced = while_full(lambda: self._link.announce(version, str(path)))
         else:
-            self._link.announce(version, "")
+            while_full(lambda: self._link.announce(version, ""))
             self._send(version)
             if version == self._recipe.max_steps:
-                self._publish(version)
+                while_full(lambda: self._publish(version))
 
     def _send(self, version: int) -> None:
         """Meet the engines as if to send them the policy."""

@@ -16,6 +16,7 @@ from primeslurm import durable
 from primeslurm.errors import RunError
 from primeslurm.orchestrator.dispatch import Dispatcher
 from primeslurm.orchestrator.dispatch.curricula import Curricula
+from primeslurm.records.reserve import Reserve
 from primeslurm.wire import checkpoints
 from primeslurm.wire.weight_transfer.messages import NewPolicy
 
@@ -107,6 +108,7 @@ class ProgressFile:
     def __init__(self, path: Path, progress: RunProgress, dispatch: Dispatcher, curricula: Curricula) -> None:
         self.now = progress
         self._path, self._dispatch, self._curricula = path, dispatch, curricula
+        self._reserve = Reserve(path.parent.parent)
 
     def snapshot(self) -> RunProgress:
         """Return the record with the dispatcher's present positions."""
@@ -124,7 +126,7 @@ class ProgressFile:
     def record(self, **changes: Any) -> None:
         """Put changes on disk, and only then make them. Raises OSError, and nothing has changed then."""
         progress = msgspec.structs.replace(self.snapshot(), **changes)
-        progress.save(self._path)
+        self._reserve.spend_on(lambda: progress.save(self._path))
         self.now = progress
 
     def note(self, **changes: Any) -> None:

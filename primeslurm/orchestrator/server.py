@@ -112,6 +112,8 @@ class Orchestrator:
         self._batch_formed = asyncio.Condition()
         self._wake = asyncio.Event()
         self._cancelled: list[str] = []
+        self._unspooled: list[RolloutGroup] = []
+        """Finished groups that count once they are on disk."""
         self._final_policy_at: float | None = None
 
     async def run(self) -> None:
@@ -151,7 +153,8 @@ class Orchestrator:
             await self._workers.cancel(cancelled)
             self._curricula.set_tasks(self._workers.tasks)
             await self._evaluate()  # first: its bound is its own, and training takes all that environments have left
-            while job := self._dispatch.next_job(self._workers.available):
+            self._spool_again()
+            while not self._spool.waiting and (job := self._dispatch.next_job(self._workers.available)):
                 self._watch.rollout_started(job)
                 await self._workers.send(job)
             self._check()
@@ -349,12 +352,26 @@ class Orchestrator:
             return
         group = kept
         self._watch.group_kept()
-        self._spool.put(group)
+        if not self._spool.put(group) and group.id in self._spool.waiting:
+            self._unspooled.append(group)
+        else:
+            self._count(group)
+
+    def _count(self, group: RolloutGroup) -> None:
+        """Take a group whose rollouts are finished."""
         if self._scoring is None:
             self._dispatch.add_ready(group)
             self._notify_if_enough()
         elif self._dispatch.add_unscored(group):
             self._scoring.add(group)
+
+    def _spool_again(self) -> None:
+        """Groups that there was no space for; no further rollout starts while any waits."""
+        self._spool.retry()
+        written = [group for group in self._unspooled if group.id not in self._spool.waiting]
+        self._unspooled = [group for group in self._unspooled if group.id in self._spool.waiting]
+        for group in written:
+            self._count(group)
 
     def _on_scored(self, group: RolloutGroup) -> None:
         if self._dispatch.scored(group):

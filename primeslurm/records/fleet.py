@@ -97,6 +97,10 @@ class AgentReport(msgspec.Struct, frozen=True):
     unfit_because: str = ""
     environments_fail: str = ""
     """Why environments do not load there."""
+    failed: list[str] = []
+    """Names of the checks that the node failed."""
+    file_system: str = ""
+    """What is wrong with the file system of the run directory, of which no node is to blame."""
     node: int | None = None
     """The Plan's node that it plays; None while it is a spare."""
     ports: dict[str, dict[str, int]] = {}
@@ -127,6 +131,8 @@ class FleetView(msgspec.Struct, frozen=True):
     hung: dict[str, str] = {}
     """Trainer ranks that their agents have to end, and why."""
     ending: Ending | None = None
+    waits_for: str = ""
+    """What is wrong with the shared file system, while the run waits for that to be over."""
     release: bool = False
     """Set while ending: trainers are done (or out of time), everything else may stop."""
 
@@ -163,6 +169,10 @@ class PreflightCheck(msgspec.Struct, frozen=True):
     level: CheckLevel
     text: str
     fix: str = ""
+
+
+class SharedCheck(PreflightCheck, frozen=True):
+    """The same of one that tells of the file system of the run directory, and nothing of the node."""
 
 
 class PreflightReference(msgspec.Struct, frozen=True):

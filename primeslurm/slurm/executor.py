@@ -43,6 +43,14 @@ def submit(plan: Plan, agent: Agent, script_path: Path, slurm_conf: str | None) 
         return job_id
     except (FailedJobError, FailedSubmissionError) as error:
         raise ClusterError(f"sbatch refused the job: {str(error).strip() or 'it did not say why'}") from error
+    finally:
+        remove_submission_files(submitit_folder(plan))
+
+
+def remove_submission_files(folder: Path) -> None:
+    """Remove what submitit hands sbatch and keeps as a link; Slurm has its own copy, the attempt has `job.sbatch`."""
+    for path in folder.glob(".submission_file_*.sh"):
+        path.unlink(missing_ok=True)
 
 
 class PlanExecutor(submitit.SlurmExecutor):

@@ -17,6 +17,7 @@ from primeslurm.node.host.network import Ports
 from primeslurm.node.host.shared_memory import SharedMemory
 from primeslurm.plan.model import Node, Plan, Process
 from primeslurm.records import beats
+from primeslurm.records.events.nodes import PortTaken
 from primeslurm.records.events.processes import (
     ProcessContinued,
     ProcessExited,
@@ -28,7 +29,7 @@ from primeslurm.records.fleet import BeatReport, FleetView, ProcessReport
 from primeslurm.records.journal import Journal
 from primeslurm.run.directory import Attempt
 from primeslurm.wire.addresses import Addresses
-from primeslurm.wire.secret import generate_token, read
+from primeslurm.wire.secret import VARIABLE, generate_token, handing_over, read
 
 LOOK_S = 30.0
 """Between two looks at the shared memory of what runs."""
@@ -163,7 +164,7 @@ class ProcessManager:
                 hangs=self._hangs(process, view),
                 order=order,
             )
-            if decision == "start":
+            if decision == "start" and not self._moved(process):
                 self._start(supervision, now, addresses, order.generation if order else 0)
             elif decision == "end_hung":
                 self._end_hung(process.name, now)
@@ -282,7 +283,7 @@ class ProcessManager:
         env = dict(os.environ) | env | ({beats.VARIABLE: str(page.descriptor)} if page else {})
         try:
             self._context.write(files)
-            child = Child(argv, env, self.attempt.path / process.log, Path(self.plan.run_dir), handed)
+            child = self._spawn(process, argv, env, handed)
         except OSError as error:
             if page:
                 page.close()
@@ -298,6 +299,24 @@ class ProcessManager:
             self.probes[process.name] = Probe(target, self._probe_timeout_s)
         self.vitals.started(process, child.pid, page, self.probes.get(process.name))
         self._journal.write(ProcessStarted(process.name, child.pid, supervision.restarts, generation))
+
+    def _moved(self, process: Process) -> bool:
+        """Take other ports where another user listens: they are published, and the process is started thereafter."""
+        ports = self.ports[process.name]
+        lost = [name for name, port in ports.items() if self._claims.is_lost(port)]
+        for name in lost:
+            instead = self._claims.claim(ports[name] + 1)
+            self._journal.write(PortTaken(process.name, ports[name], instead))
+            ports[name] = instead
+        return bool(lost)
+
+    def _spawn(self, process: Process, argv: tuple[str, ...], env: dict[str, str], handed: tuple[int, ...]) -> Child:
+        log, cwd = self.attempt.path / process.log, Path(self.plan.run_dir)
+        if VARIABLE not in self.plan.env:
+            return Child(argv, env, log, cwd, handed)
+        own = env.pop(VARIABLE)
+        with handing_over(own) as (descriptor, told):
+            return Child(argv, env | told, log, cwd, (descriptor, *handed))
 
     def _command(self, process: Process, addresses: Addresses) -> Command:
         fill = self._fill(process, addresses)

@@ -15,7 +15,7 @@ class FleetState(StrEnum):
     STARTING = "STARTING"
     LOADING = "LOADING"
     STALE = "STALE"
-    """Up, but not on the current policy version: its router leaves it out."""
+    """Up, but not on the current policy version: its router leaves it out. Of a router: it lacks engines."""
     HEALTHY = "HEALTHY"
     SUSPECT = "SUSPECT"
     """Its node has not been heard of for a while."""

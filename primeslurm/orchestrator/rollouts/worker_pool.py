@@ -19,6 +19,7 @@ import zmq
 import zmq.asyncio
 
 from primeslurm.orchestrator.rollouts.job_protocol import (
+    LARGEST_RESULT,
     Cancel,
     Job,
     Result,
@@ -27,8 +28,10 @@ from primeslurm.orchestrator.rollouts.job_protocol import (
     ToWorker,
     Unusable,
     decode_sequences,
+    shortened,
 )
 from primeslurm.wire import secret
+from primeslurm.wire.received import DamagedError, value
 from primeslurm.wire.rollouts import Rollout
 
 log = logging.getLogger(__name__)
@@ -125,6 +128,7 @@ class WorkerPool:
         self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
         secret.demand(self._socket)
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_RESULT)  # whoever sends more is disconnected
         self._socket.setsockopt(zmq.SNDHWM, 0)  # what is too much for a peer would be dropped
         self._socket.bind(bind)
 
@@ -147,10 +151,12 @@ class WorkerPool:
         """Receive until cancelled."""
         try:
             while True:
-                identity, head, *frames = await self._socket.recv_multipart()
+                identity, *parts = await self._socket.recv_multipart()
                 try:
-                    await self._receive(identity, head, frames)
-                except (ValueError, msgspec.MsgspecError) as error:
+                    if not parts:
+                        raise DamagedError("it has no parts")
+                    await self._receive(identity, parts[0], parts[1:])
+                except DamagedError as error:
                     log.warning("a damaged message from a worker is ignored: %s", error)
         finally:
             self._socket.close()
@@ -197,13 +203,14 @@ class WorkerPool:
         return patience if others else max(patience, SILENT_S)
 
     async def _receive(self, identity: bytes, head: bytes, frames: list[bytes]) -> None:
-        message = msgspec.msgpack.decode(head, type=ToOrchestrator)
+        message: ToOrchestrator = value(head, ToOrchestrator)  # type: ignore[arg-type]  # a union is no type
         if isinstance(message, Status):
             await self._reconcile(identity, message)
         elif isinstance(message, Unusable):
-            self._on_unusable(message.environment, message.worker, message.error)
+            self._on_unusable(message.environment, message.worker, shortened(message.error))
         elif self._forget(message.job):
-            self._on_result(message.job, message.error or _sequences(message, frames))
+            failure = None if message.error is None else shortened(message.error) or "it failed without a word"
+            self._on_result(message.job, failure or _sequences(message, frames))
 
     def _learn_patience(self, status: Status, now: float) -> None:
         """Wait longer for workers of an environment whose own code keeps them from reporting.
@@ -295,5 +302,5 @@ def _sequences(result: Result, frames: list[bytes]) -> tuple[Rollout, ...] | str
     """The sequences, or what is wrong with them: a damaged result is a failed rollout."""
     try:
         return decode_sequences(result, frames)
-    except (ValueError, msgspec.MsgspecError) as error:
+    except DamagedError as error:
         return f"damaged result: {error}"

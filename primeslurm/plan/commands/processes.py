@@ -65,7 +65,7 @@ def environment_command(label: str, worker: int, scratch: str | None = None) -> 
     )
     if scratch is None:
         return Command(argv=argv, env={}, ports=())
-    own = f"{scratch.rstrip('/')}/primeslurm-${{run_id}}-n${{node}}-environments"
+    own = f"{scratch.rstrip('/')}/primeslurm-${{run_id}}-n${{node}}-environments-${{key}}"
     return Command(argv=argv, env={"TMPDIR": own}, ports=(), scratch=(own,))
 
 

@@ -1,4 +1,4 @@
-"""Events of single processes, told by the agents that run them."""
+"""Events of single processes, told by the agents that run them, and of routers, told by their keepers."""
 
 from __future__ import annotations
 
@@ -67,4 +67,33 @@ class RanksWait(Event, frozen=True, tag="ranks_wait"):
     """For which those behind have been silent."""
 
 
-ProcessEvent = ProcessStarted | ProcessStartFailed | ProcessExited | ProcessHangs | ProcessContinued | RanksWait
+class RouterIncomplete(Event, frozen=True, tag="router_incomplete", omit_defaults=True):
+    """A router's keeper found that it does not serve the workers of the plan, and puts that right."""
+
+    serves: int
+    """So many of the plan's workers."""
+    planned: int
+    missing: list[str] = []
+    """URLs."""
+    foreign: list[str] = []
+    """URLs that the plan does not have."""
+
+
+class RouterComplete(Event, frozen=True, tag="router_complete"):
+    """A router serves the workers of the plan again."""
+
+    planned: int
+    seconds: float = 0.0
+    """Since it was found out that it did not."""
+
+
+ProcessEvent = (
+    ProcessStarted
+    | ProcessStartFailed
+    | ProcessExited
+    | ProcessHangs
+    | ProcessContinued
+    | RanksWait
+    | RouterIncomplete
+    | RouterComplete
+)

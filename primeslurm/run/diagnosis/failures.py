@@ -23,10 +23,12 @@ from primeslurm.records.events.processes import (
     ProcessStarted,
     ProcessStartFailed,
     RanksWait,
+    RouterComplete,
+    RouterIncomplete,
 )
 from primeslurm.records.events.training import EnvironmentFails, Stalled, StepTrained
 from primeslurm.records.fleet import AgentReport, FleetView
-from primeslurm.run.status.event_text import DIED, exit_words, rank_names, waits
+from primeslurm.run.status.event_text import DIED, exit_words, incomplete_words, rank_names, waits
 from primeslurm.wire import exits
 
 SILENT_S = 20.0
@@ -87,6 +89,8 @@ def _of_event(event: Event, hosts: Mapping[str, str]) -> Failure | None:
             return Failure(at - event.seconds, first, "", f"{rank_names(event)}: {waits(event)}")
         case ProcessStartFailed(name=name, error=error):
             return Failure(at, name, host, f"cannot be started: {error}")
+        case RouterIncomplete():
+            return Failure(at, by, host, incomplete_words(event))
         case AgentFailed(error=error) | HeadFailed(error=error):
             return Failure(at, by, host, f"failed: {error}")
         case EngineUpdateFailed(engine=engine, error=error):
@@ -130,7 +134,11 @@ def _silence(reason: str) -> float:
 
 
 def _with_recovery(found: list[Failure], events: Sequence[Event]) -> list[Failure]:
-    started = {event.name: event.time for event in events if isinstance(event, ProcessStarted)}
+    started = {
+        event.name if isinstance(event, ProcessStarted) else event.process: event.time
+        for event in events
+        if isinstance(event, ProcessStarted | RouterComplete)
+    }
     last = {failure.component: failure.time for failure in found}
     lost = {f"node {event.node}" for event in events if isinstance(event, NodeLost)}
     harm = [event.reason for event in events if isinstance(event, ProcessesGivenUp | AttemptEnds)]

@@ -24,7 +24,8 @@ from primeslurm.recipe.sections.trainer import Checkpoint
 from primeslurm.records import metrics
 from primeslurm.records.events.training import CheckpointCommitted
 from primeslurm.records.journal import Journal
-from primeslurm.trainer.distributed.world import World
+from primeslurm.trainer.distributed.space import for_want_of_space, waiting_for_space
+from primeslurm.trainer.distributed.world import RankError, World
 from primeslurm.trainer.loops.phase_timer import PhaseTimer
 from primeslurm.trainer.loops.step import Learner
 from primeslurm.wire import checkpoints
@@ -71,12 +72,15 @@ class Checkpoints:
     def after(self, step: int, learner: Learner, timer: PhaseTimer) -> None:
         """Commit what has been written meanwhile, and save `step` if it is one of the interval.
 
+        A full disk is waited for. What there was no space for in the background is made good by saving `step`.
+
         Raises:
             RankError: the disk or the orchestrator failed; earlier checkpoints are intact.
         """
+        due = step % self._config.interval == 0
         if self._writing is not None and self._world.decide(int(self._writing.done.done())):
-            self._conclude(timer)
-        if step % self._config.interval == 0:
+            due = not self._concluded(timer) or due
+        if due:
             self._save(step, learner, timer)
 
     def finish(self, step: int, learner: Learner, timer: PhaseTimer) -> None:
@@ -87,7 +91,8 @@ class Checkpoints:
         """
         if step > self._saved:
             self._save(step, learner, timer)
-        self._conclude(timer)
+        while not self._concluded(timer):
+            self._save(step, learner, timer)
         self._thread.shutdown()
         if self._stager is not None:
             self._stager.close()
@@ -120,7 +125,11 @@ class Checkpoints:
         return 0
 
     def _save(self, step: int, learner: Learner, timer: PhaseTimer) -> None:
-        self._conclude(timer)
+        self._concluded(timer)  # if there was no space for an earlier step, this one takes its place
+        directory = checkpoints.step_dir(self._run_dir, step)
+        waiting_for_space(self._world, self._run_dir, lambda: self._begin_save(step, learner, timer), directory)
+
+    def _begin_save(self, step: int, learner: Learner, timer: PhaseTimer) -> None:
         directory = checkpoints.step_dir(self._run_dir, step)
         began = time.monotonic()
         with timer.phase("snapshot"):
@@ -150,6 +159,20 @@ class Checkpoints:
         write()
         if self._world.is_main:
             checkpoints.commit(directory, step, self._attempt)
+
+    def _concluded(self, timer: PhaseTimer) -> bool:
+        """`_conclude`, and whether there was space for what was being written; if not, nothing is left of it."""
+        writing = self._writing
+        try:
+            self._conclude(timer)
+        except RankError as error:
+            if writing is None or not for_want_of_space(self._world, self._run_dir, error):
+                raise
+            log.warning("step %d is not saved: %s", writing.step, error)
+            if self._world.is_main:
+                shutil.rmtree(checkpoints.step_dir(self._run_dir, writing.step), ignore_errors=True)
+            return False
+        return True
 
     def _conclude(self, timer: PhaseTimer) -> None:
         """Wait for the checkpoint that is being written, if any, and tell everyone that it is committed."""

@@ -18,6 +18,8 @@ from primeslurm.records.beats import pulse
 from primeslurm.trainer import compat
 from primeslurm.trainer.distributed import collective_count
 from primeslurm.trainer.loops.interrupt import Interrupt
+from primeslurm.wire import rendezvous
+from primeslurm.wire.weight_transfer.collective import serve_store
 
 T = TypeVar("T")
 
@@ -120,12 +122,22 @@ def join(interrupt: Interrupt, patience_s: float, host_tensors: bool = False) ->
             os.environ["LOCAL_RANK"] = "0"  # each rank sees only its own GPU; mesh set-up reads this variable
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = _meet(host, port, patience_s)
     size = dist_utils.init_distributed(
         CommConfig(init_timeout_seconds=int(patience_s), trace_buf_size=0),
         enable_cpu_backend=host_tensors and device.type == "cuda",
     )
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=patience_s))
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    interrupt.share(dist.TCPStore(host, port, is_master=False))
+    interrupt.share(store or dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False))
     collective_count.tell(pulse())
     return World(dist.get_rank(), size, device, control, interrupt, f"{host}:{port}", patience_s)
+
+
+def _meet(host: str, port: int, patience_s: float) -> dist.TCPStore | None:
+    """Have torch meet behind a gate that asks for the run's secret. Returns the store where this is rank 0."""
+    store = serve_store(host, port) if os.environ["RANK"] == "0" else None
+    way = rendezvous.passage(host, port, patience_s)
+    # The store is there already: torch must not make one of its own on rank 0.
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(way), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    return store

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 
 from primeslurm import durable
 from primeslurm.trainer.assembly.policy_model import PolicyModel
+from primeslurm.trainer.distributed.space import waiting_for_space
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.weights import huggingface, peft
 from primeslurm.trainer.weights.export import Encoding, parts
@@ -56,13 +57,16 @@ class Publisher:
         self._stays = stays
 
     def publish(self, version: int) -> Path:
-        """Write the policy as `version` and return its directory.
+        """Write the policy as `version` and return its directory. A full disk is waited for.
 
         Raises:
             RankError: a rank could not write; nothing is published, and earlier versions are intact.
         """
         final = filesystem.version_dir(self._run_dir, version)
         partial = final.with_name(f".{final.name}.partial")
+        return waiting_for_space(self._world, self._run_dir, lambda: self._publish(version, partial, final), partial)
+
+    def _publish(self, version: int, partial: Path, final: Path) -> Path:
         self._world.agree(_attempt(lambda: _fresh(partial)) if self._world.is_main else None, f"publishing v{version}")
         share = _Share(partial, self._world.rank, self._stays(version))
         self._write(share)

@@ -291,6 +291,16 @@ def test_a_node_whose_agent_cannot_be_started_is_not_waited_for() -> None:
     assert [item.blamed for item in agents.fleet.news] == ["n1", None]
 
 
+def test_a_node_whose_agent_was_killed_is_replaced_at_once() -> None:
+    agents = Agents((process(name="a"),), (process(name="b", node=1),), spares=1)
+    fleet = agents.assigned()
+    agents.silent = {1}
+    assert agents.decide(1.0) is None and fleet.gone == {}
+    fleet.observe_kills({"n1": "Killed"})
+    assert agents.decide(1.5) is None
+    assert fleet.gone == {1: "node n1: its agent was killed: Killed"} and fleet.assignment.rank_of == {0: 0, 1: 2}
+
+
 def test_a_silent_node_ends_the_attempt_and_is_named() -> None:
     agents = Agents((process(name="a"),), (process(name="b", node=1),))
     fleet = agents.assigned()
