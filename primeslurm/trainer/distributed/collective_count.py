@@ -18,8 +18,14 @@ def begun() -> int:
 
     Ranks that are in step have begun equally many: every group counts its own, whoever it consists of.
     """
-    groups: list[Any] = list(dist.distributed_c10d._world.pg_map)
-    return sum(group._get_sequence_number_for_group() for group in groups)
+    return sum(_count(group) for group in list(dist.distributed_c10d._world.pg_map))
+
+
+def _count(group: Any) -> int:
+    try:
+        return int(group._get_sequence_number_for_group())
+    except RuntimeError:
+        return 0  # a mesh has groups of its own for what is not split: they carry nothing, and count nothing
 
 
 def tell(pulse: Pulse) -> None:

@@ -1,0 +1,66 @@
+"""Real ranks that wait in a collective tell who is not there, though their main threads can say nothing."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from primeslurm.node.head.hangs import standstill
+from primeslurm.records import beats
+from primeslurm.records.beats import BeatPage
+from primeslurm.records.fleet import BeatReport
+
+PATIENCE_S = 240.0
+
+
+@pytest.fixture
+def ranks() -> Iterator[list[tuple[subprocess.Popen[str], BeatPage]]]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    started = []
+    for rank in range(2):
+        page = BeatPage(f"rank-{rank}")
+        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        env = {**os.environ, **{name: str(value) for name, value in names.items()}, "CUDA_VISIBLE_DEVICES": ""}
+        env[beats.VARIABLE] = str(page.descriptor)
+        argv = [sys.executable, "-m", "tests.trainer.distributed.waiting_ranks"]
+        options = {"pass_fds": (page.descriptor,), "stderr": subprocess.PIPE, "text": True}
+        started.append((subprocess.Popen(argv, env=env, **options), page))  # type: ignore[call-overload]
+    yield started
+    for process, page in started:
+        process.kill()
+        process.communicate()
+        page.close()
+
+
+def report(page: BeatPage, silent_s: float) -> BeatReport:
+    beat = page.read()
+    return BeatReport(beat.phase, beat.step, beat.number, beat.collectives, silent_s, 300.0)
+
+
+def test_the_rank_that_does_not_come_is_named(ranks: list[tuple[subprocess.Popen[str], BeatPage]]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    pages = [page for _, page in ranks]
+    while not all(page.read().phase == "optimizer" for page in pages) or (
+        pages[0].read().collectives == pages[1].read().collectives
+    ):
+        assert time.monotonic() < deadline and all(process.poll() is None for process, _ in ranks)
+        time.sleep(0.2)
+    assert pages[0].read().collectives == pages[1].read().collectives + 1
+    found = standstill({f"trainer-rank-{rank}": report(page, 40.0 + rank) for rank, page in enumerate(pages)})
+    assert found is not None and found.behind == ("trainer-rank-1",) and found.beat.phase == "optimizer"
+    waiting = ranks[0][0]
+    waiting.send_signal(beats.DUMP_SIGNAL)  # it is in a collective, and yet tells where
+    assert waiting.stderr is not None
+    stacks = ""
+    while " in main" not in stacks:
+        line = waiting.stderr.readline()
+        assert line, stacks
+        stacks += line
+    assert " in sum" in stacks, stacks

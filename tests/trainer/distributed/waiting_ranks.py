@@ -1,0 +1,31 @@
+"""A rank of two that meet in collectives of several groups; rank 1 does not come to the last one, and sleeps."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import torch
+import torch.distributed as dist
+
+from primeslurm.records.beats import pulse
+from primeslurm.trainer.distributed.world import join
+from primeslurm.trainer.loops.interrupt import Interrupt
+
+
+def main() -> None:
+    """RANK and the like are in the environment, and the descriptor of the page for beats."""
+    world = join(Interrupt(), patience_s=600)
+    pulse().enter("forward_backward", 3)
+    for _ in range(5):
+        world.sum(torch.ones(1))
+        world.barrier()
+    dist.barrier(group=dist.new_group(backend="gloo"))
+    pulse().enter("optimizer", 3)
+    if os.environ["RANK"] == "1":
+        time.sleep(600)
+    world.sum(torch.ones(1))
+
+
+if __name__ == "__main__":
+    main()
