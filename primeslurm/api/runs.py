@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from primeslurm import durable
 from primeslurm.api.jobs import OnSilence, end_job, job_query, queries
 from primeslurm.api.sites import runs_directory
 from primeslurm.errors import ClusterError, RunError, UsageError, Violation
@@ -125,7 +126,7 @@ class Run:
         if not status.active and status.phase != "lost":
             return False
         attempt = self.directory.latest()
-        attempt.cancel_file.touch()
+        durable.write(attempt.cancel_file, "")
         if status.phase not in ("pending", "requeued", "lost"):
             deadline = time.monotonic() + CANCEL_GRACE_S
             while time.monotonic() < deadline and attempt.end() is None:

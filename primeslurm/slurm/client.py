@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -128,6 +128,10 @@ class SlurmClient:
         """Return the nodes of a partition, and whether each can be used."""
         rows = self._table("sinfo", "--noheader", "--Node", f"--partition={partition}", "--format=%N|%t")
         return {name: state.startswith(("idle", "mix", "alloc", "comp")) for name, state in rows}
+
+    def nodes_by_partition(self, partitions: Iterable[str]) -> dict[str, dict[str, bool]]:
+        """Return `nodes_of` each of some partitions, by name."""
+        return {name: self.nodes_of(name) for name in sorted(partitions)}
 
     def run_on(self, partition: str, nodes: Sequence[str], argv: Sequence[str]) -> str:
         """Run a command once on each of some nodes.

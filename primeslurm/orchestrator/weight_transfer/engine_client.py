@@ -13,14 +13,15 @@ import httpx
 import msgspec
 
 from primeslurm.orchestrator.weight_transfer.polls import HELD_UP, LEAST_S, AnswerTime
-from primeslurm.wire.http import client_within_run
+from primeslurm.wire.http import client_within_run, words
+from primeslurm.wire.received import Count
 from primeslurm.wire.retry import repeating
 
 
 class EngineStatus(msgspec.Struct, frozen=True):
     """What the gate in front of an engine reports (GET /primeslurm/status)."""
 
-    version: int | None
+    version: Count | None
     """Policy version it serves; None if none is confirmed, or during an update."""
     incarnation: str
     """Differs for every start of the process."""
@@ -133,8 +134,8 @@ class EngineClient:
                 raise HeldUpError(f"this process stood still for {late:.1f} s of {timeout_s:.1f} s") from error
             self._answer_time.missed()
             raise EngineSilentError(f"{self.url}: no answer within {timeout_s:.1f} s") from error
-        except (httpx.HTTPError, msgspec.MsgspecError) as error:
-            raise EngineDownError(f"{self.url}: {_words(error)}") from error
+        except (httpx.HTTPError, ValueError, RecursionError) as error:
+            raise EngineDownError(f"{self.url}: {_reason(error)}") from error
         self._answer_time.answered(max(0.0, time.monotonic() - began - (own_delay_s() - stood)))
         return status
 
@@ -168,7 +169,7 @@ class EngineClient:
         try:
             await self._http.post(f"{self.url}/primeslurm/shutdown", timeout=self._answer_time.timeout_s)
         except httpx.HTTPError as error:
-            raise EngineDownError(f"{self.url}: {_words(error)}") from error
+            raise EngineDownError(f"{self.url}: {_reason(error)}") from error
 
     async def close(self) -> None:
         """Close the connections."""
@@ -228,10 +229,10 @@ class EngineClient:
         try:
             response = await self._http.post(f"{self.url}{path}", json=body, timeout=timeout_s)
         except httpx.TransportError as error:
-            raise EngineDownError(f"{self.url}{path}: {_words(error)}") from error
+            raise EngineDownError(f"{self.url}{path}: {_reason(error)}") from error
         if response.status_code != 200:
-            raise EngineUpdateError(f"{self.url}{path}: {response.status_code} {response.text[:500]}")
+            raise EngineUpdateError(f"{self.url}{path}: {response.status_code} {words(response)}")
 
 
-def _words(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -15,7 +15,7 @@ from primeslurm.records.base import Event
 from primeslurm.records.events.nodes import NodeLost
 from primeslurm.run.diagnosis import failure_signatures
 from primeslurm.run.diagnosis.failure_signatures import Cause
-from primeslurm.run.diagnosis.failures import Failure, failures
+from primeslurm.run.diagnosis.failures import Failure, failures, silent
 from primeslurm.run.diagnosis.logs import error_line, lines_until
 from primeslurm.run.diagnosis.validity import MAX_KL, problems
 from primeslurm.run.directory import Attempt, RunDirectory
@@ -105,11 +105,12 @@ def diagnose(
     failed = failures(happened, attempt.heartbeats())
     signs = _signs(attempt, now, why_silent, second_look_s)
     outcome, reason = _outcome(attempt, job_state, signs)
-    silent = _silences(signs, happened, now) if outcome in (*_GOOD, "silent") else []
-    open_ = [failure for failure in failed if not failure.recovered] + [each.failure for each in silent]
+    failed += silent(attempt.fleet()) if outcome in _UNDER_WAY else []
+    unheard = _silences(signs, happened, now) if outcome in (*_GOOD, "silent") else []
+    open_ = [failure for failure in failed if not failure.recovered] + [each.failure for each in unheard]
     if not open_ and outcome not in _GOOD:
         open_ = [_end_itself(attempt, happened, outcome, reason)]
-    known = {each.failure: each for each in silent}
+    known = {each.failure: each for each in unheard}
     together = _together(sorted(open_, key=lambda failure: failure.time))
     first = _first([known.get(failure) or _examine(run, attempt, placement, failure) for failure in together])
     recipe = read_json(run.path / "recipe.resolved.json") or {}
@@ -127,6 +128,7 @@ def diagnose(
     )
 
 
+_UNDER_WAY = ("running", "RUNNING")
 _GOOD = ("running", "completed", "cancelled", "preempted", "PENDING", "RUNNING")
 
 

@@ -15,12 +15,15 @@ import msgspec
 
 from primeslurm.files import read_json
 from primeslurm.records.attempt import EndRecord, JobRecord
-from primeslurm.records.fleet import AgentReport, FleetView
+from primeslurm.records.fleet import AgentReport, BeatReport, FleetView
 from primeslurm.records.metrics import Row
 from primeslurm.records.reading import recent_rows
+from primeslurm.records.reserve import GIVEN_UP, RESERVE_BYTES, Reserve, shortage
 from primeslurm.records.state import EngineRecord, Load, OrchestratorState, RolloutProgress, TrainerState
 from primeslurm.run.diagnosis.advice import Advice, advise, tunables_of
 from primeslurm.run.directory import BY_SIGTERM, Attempt, RunDirectory
+from primeslurm.run.exclusion import excluded
+from primeslurm.run.ledger import BadNode
 from primeslurm.run.records import first_event, progress_of, recent_events
 from primeslurm.run.status.event_text import EventText, lately, notable
 from primeslurm.run.status.placement import PlacedProcess, RunPlacement, placement_of
@@ -65,6 +68,8 @@ class ProcessStatus(msgspec.Struct, frozen=True):
     replica: int | None = None
     since: float | None = None
     """Unix seconds of the last word on it, for a process of which nobody tells at present (UNKNOWN, SUSPECT)."""
+    silent: str = ""
+    """For how long it has been silent, and where, if it is."""
 
 
 class ReplicaStatus(msgspec.Struct, frozen=True):
@@ -126,6 +131,10 @@ class RunStatus(msgspec.Struct, frozen=True):
     events: list[EventText] = []
     """What happened lately, oldest first."""
     advice: list[Advice] = []
+    waits_for: str = ""
+    """What is wrong with the shared file system, in the head's words or as it is seen from here; the run waits."""
+    excluded: list[BadNode] = []
+    """Nodes that its job is kept away from, why, and until when; not those that the recipe itself excludes."""
     silence: Silence | None = None
     """Why all of this is not of this moment; None: it is."""
 
@@ -164,6 +173,7 @@ def read_status(
     over = end is not None
     signs = Signs() if over else signs_of_life(attempt, fleet, now, why_silent=why_silent, second_look_s=second_look_s)
     states = _states(placement, attempt, fleet, signs, over=over)
+    silent = fleet.silent if fleet and signs.silence is None else {}
     progress = progress_of(attempt, placement.task)
     begun = progress is not None and progress.begun
     phase, reason = _phase(fleet, signs.silence, end, job, job_state, begun)
@@ -191,9 +201,11 @@ def read_status(
         history=_history(placement.task, steps[-HISTORY:]),
         roles=_by_role(placement, states),
         replicas=_replicas(placement, states, orchestrator.replicas if orchestrator else {}),
-        unhealthy=_unhealthy(placement, attempt, states) if end is None else [],
-        processes=_describe(placement.processes(), attempt, states) if processes else [],
+        unhealthy=_unhealthy(placement, attempt, states, silent) if end is None else [],
+        processes=_describe(placement.processes(), attempt, states, silent) if processes else [],
         events=lately(notable(recent_events(attempt)), RECENT),
+        waits_for=_waits_for(run, None if signs.silence else fleet) if end is None or end.requeued else "",
+        excluded=excluded(run.path) if end is None or end.requeued else [],
         advice=advise(orchestrator.roles, tunables_of(recipe)) if orchestrator and phase == "running" else [],
         silence=signs.silence if phase in ("silent", "lost") else None,
     )
@@ -244,6 +256,12 @@ def _phase(
 
 
 _MUTE = "Slurm does not answer"
+
+
+def _waits_for(run: RunDirectory, fleet: FleetView | None) -> str:
+    """The words of a head that can write them; what can be seen from here otherwise."""
+    told = fleet.waits_for if fleet else ""
+    return told or shortage(run.path, RESERVE_BYTES) or (GIVEN_UP if Reserve(run.path).given_up else "")
 
 
 def _terminated(end: EndRecord, state: str | None) -> tuple[str, str]:
@@ -330,12 +348,16 @@ def _without_what_is_well(
     return RlProgress(**shared, late_engines=late)
 
 
-def _unhealthy(placement: RunPlacement, attempt: Attempt, states: Mapping[str, str]) -> list[ProcessStatus]:
+def _unhealthy(
+    placement: RunPlacement, attempt: Attempt, states: Mapping[str, str], silent: Mapping[str, BeatReport]
+) -> list[ProcessStatus]:
     ill = (process for process in placement.processes() if states.get(process.name, "STARTING") not in FINE)
-    return _describe([process for _, process in zip(range(MAX_UNHEALTHY), ill, strict=False)], attempt, states)
+    return _describe([process for _, process in zip(range(MAX_UNHEALTHY), ill, strict=False)], attempt, states, silent)
 
 
-def _describe(processes: Iterable[PlacedProcess], attempt: Attempt, states: Mapping[str, str]) -> list[ProcessStatus]:
+def _describe(
+    processes: Iterable[PlacedProcess], attempt: Attempt, states: Mapping[str, str], silent: Mapping[str, BeatReport]
+) -> list[ProcessStatus]:
     """With what the heartbeats of their nodes say."""
     assignment = attempt.assignment()
     reports: dict[int, AgentReport | None] = {}
@@ -357,6 +379,7 @@ def _describe(processes: Iterable[PlacedProcess], attempt: Attempt, states: Mapp
                 restarts=own.restarts if own else 0,
                 replica=process.replica,
                 since=report.time if report and state in ("UNKNOWN", "SUSPECT") else None,
+                silent=silent[process.name].words if process.name in silent else "",
             )
         )
     return found
