@@ -8,7 +8,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
+
 from primeslurm.errors import UsageError, Violation
+from primeslurm.plan.emulate import memory_mib
+from primeslurm.plan.model import Plan
 from primeslurm.plan.placement.resources import WITHOUT_GPUS, resource_requests
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.sections.slurm import Slurm
@@ -50,6 +54,27 @@ def cluster_for(recipe: Recipe) -> ClusterSpec:
 def site_of(spec: ClusterSpec) -> Site:
     """Describe the site of an embedded cluster that is not up."""
     return site(spec, LoopbackPlace(0))
+
+
+def refuse_too_large(plan: Plan, available_mib: int | None = None) -> None:
+    """Refuse an emulated run that does not fit into this machine's memory.
+
+    Args:
+        plan: of the run.
+        available_mib: memory that is free; this machine's if left out.
+
+    Raises:
+        UsageError: the kernel would kill some of its processes.
+    """
+    if available_mib is None:
+        available_mib = psutil.virtual_memory().available >> 20
+    needed = memory_mib(plan)
+    if needed <= available_mib:
+        return
+    size = f"{plan.allocated} nodes, {sum(1 for _ in plan.processes())} processes"
+    why = f"stand-ins take about {needed / 1024:.1f} GiB of memory, and {available_mib / 1024:.1f} GiB are free here"
+    fix = f"about {plan.allocated * available_mib // needed} such nodes would fit: fewer nodes, replicas, GPUs a node"
+    raise UsageError([Violation("deployment", size, why, fix)])
 
 
 @contextmanager

@@ -149,7 +149,12 @@ class LoadedRecipe:
         """Raise UsageError if anything that is known without asking Slurm speaks against a submission."""
         from primeslurm.api import submission
 
-        submission.refuse_unfit(self.strict_plan())
+        plan = self.strict_plan()
+        submission.refuse_unfit(plan)
+        if self.cluster is not None:
+            from primeslurm.api import emulation
+
+            emulation.refuse_too_large(plan)
 
     @contextmanager
     def on_cluster(self, *, keep: bool = False) -> Iterator[LoadedRecipe]:

@@ -15,6 +15,19 @@ STAND_INS: dict[Role, str] = {
 }
 """Module that is started in place of a role's own, with the same arguments."""
 
+NODE_MIB = 24
+"""Memory of a node of an embedded cluster: its agent (15), slurmd, the job's steps."""
+PROCESS_MIB: dict[Role, int] = {"trainer": 6, "router": 50, "orchestrator": 70, "environment": 45}
+"""Memory of a stand-in, or of what runs as it is; Python's share that none of them has for itself is not in it."""
+USUAL_MIB = 16
+"""Of an engine, a teacher, a store."""
+
+
+def memory_mib(plan: Plan) -> int:
+    """Estimate what all of an emulated run takes on the one machine that it runs on, in MiB."""
+    processes = sum(PROCESS_MIB.get(process.role, USUAL_MIB) for process in plan.processes())
+    return NODE_MIB * plan.allocated + processes
+
 
 def emulate(plan: Plan) -> Plan:
     """Put stand-ins into a Plan: only the module after `-m` of some commands differs, and the Plan says so."""

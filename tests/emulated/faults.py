@@ -8,9 +8,11 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -220,8 +222,15 @@ def _revive_nodes(deployment: Deployment) -> None:
 
 
 def _kill_head(deployment: Deployment) -> Seen:
-    seen = _next_attempt(deployment)
+    seen, status = _next_attempt(deployment), deployment.status()
+    left = f"primeslurm-*{status.run_id[-8:]}-{status.attempt}-a0*"
+    assert list(Path(tempfile.gettempdir()).glob(left))
     os.kill(deployment.head_agent(), signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while list(Path(tempfile.gettempdir()).glob(left)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not list(Path(tempfile.gettempdir()).glob(left)), "nobody has removed what it left"
+    assert not list((deployment.run.path / "submitit").glob(".submission_file_*"))
     return seen
 
 

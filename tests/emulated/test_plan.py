@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from primeslurm.api.emulation import refuse_too_large
 from primeslurm.api.loading import load
+from primeslurm.errors import UsageError
 from primeslurm.plan.commands.command import Command
-from primeslurm.plan.emulate import STAND_INS, emulate
+from primeslurm.plan.emulate import STAND_INS, emulate, memory_mib
 from primeslurm.plan.placement.resources import WITHOUT_GPUS
 from primeslurm.plan.planner import derive
 from primeslurm.recipe import Recipe
@@ -69,3 +71,21 @@ def test_a_stand_in_of_a_store_is_healthy_where_its_agent_looks(name: str) -> No
         server.wait(process.health.path, timeout_s=30)
     finally:
         server.stop()
+
+
+def test_a_run_that_memory_does_not_hold_is_refused_with_what_would_fit() -> None:
+    plan = load(Path(__file__).with_name("small.yaml"), emulate=True).plan()
+    needed = memory_mib(plan)
+    assert 300 < needed < 1500
+    refuse_too_large(plan, needed)
+    with pytest.raises(UsageError, match=r"about 5 such nodes would fit") as error:
+        refuse_too_large(plan, needed * 5 // plan.allocated + 1)
+    assert f"{plan.allocated} nodes, {len(plan.processes())} processes" in str(error.value)
+
+
+def test_512_nodes_can_be_asked_for() -> None:
+    changes = ["deployment.train.nodes=255", "deployment.inference.num_replicas=128", "deployment.spares.train=0"]
+    loaded = load(
+        Path(__file__).with_name("small.yaml"), emulate=True, overrides=[*changes, "orchestrator.batch_size=512"]
+    )
+    assert loaded.cluster is not None and loaded.cluster.nodes == 512

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import enum
 import time
 from collections.abc import Awaitable, Callable
@@ -11,6 +12,7 @@ from typing import Any
 import httpx
 import msgspec
 
+from primeslurm.orchestrator.weight_transfer.polls import HELD_UP, LEAST_S, AnswerTime
 from primeslurm.wire.http import client_within_run, words
 from primeslurm.wire.received import Count
 from primeslurm.wire.retry import repeating
@@ -52,6 +54,14 @@ class EngineDownError(Exception):
     """Nobody answers at the engine's address, or the process died while it was asked."""
 
 
+class EngineSilentError(EngineDownError):
+    """It took the connection, or may yet, and did not answer in time: it hangs, or has too much to do."""
+
+
+class HeldUpError(Exception):
+    """No answer was seen in time, but this process stood still itself: that says nothing of the engine."""
+
+
 class EngineUpdateError(Exception):
     """The engine could not take a policy. It is paused, holds no usable weights, and has to be restarted."""
 
@@ -73,7 +83,7 @@ class EngineClient:
         model_path: what the engine was started from.
         join_session: gives an engine its part in a session with the trainer, for versions that no directory holds.
         tries: how often an update is tried, with generation paused all the while.
-        status_timeout_s: an engine that gives no status for this long counts as down.
+        status_timeout_s: shortest wait for a status; longer where the engine took longer before.
     """
 
     def __init__(
@@ -83,14 +93,14 @@ class EngineClient:
         join_session: Callable[[int], Awaitable[dict[str, Any]]] | None = None,
         tries: int = 3,
         retry_s: float = 1.0,
-        status_timeout_s: float = 5.0,
+        status_timeout_s: float = LEAST_S,
     ) -> None:
         self._where = where
         self._model_path = model_path
         self._join_session = join_session
         self._tries = tries
         self._retry_s = retry_s
-        self._status_timeout_s = status_timeout_s
+        self._answer_time = AnswerTime(status_timeout_s)
         self.seconds: dict[str, float] = {}
         """Of the last update: `wait` for the trainer's turn to send, `load` (and transfer), `pause` of generation."""
         # No connection is kept: uvicorn closes them after a failed request, and the next one would meet a dead one.
@@ -103,17 +113,41 @@ class EngineClient:
         """Return the base URL of the engine as it is now."""
         return self._where()
 
-    async def status(self) -> EngineStatus:
-        """Ask for the engine's status. Raises EngineDownError."""
+    async def status(self, own_delay_s: Callable[[], float] = lambda: 0.0) -> EngineStatus:
+        """Ask for the engine's status.
+
+        Args:
+            own_delay_s: for how long this process has stood still so far.
+
+        Raises:
+            EngineDownError: nobody listens, or it answers nonsense.
+            EngineSilentError: it did not answer in time.
+            HeldUpError: whether it did cannot be told.
+        """
+        timeout_s, began, stood = self._answer_time.timeout_s, time.monotonic(), own_delay_s()
         try:
-            response = await self._look()
+            response = await self._look(timeout_s)
             response.raise_for_status()
-            return msgspec.json.decode(response.content, type=EngineStatus)
+            status = msgspec.json.decode(response.content, type=EngineStatus)
+        except httpx.TimeoutException as error:
+            if (late := own_delay_s() - stood) > HELD_UP * timeout_s:
+                raise HeldUpError(f"this process stood still for {late:.1f} s of {timeout_s:.1f} s") from error
+            self._answer_time.missed()
+            raise EngineSilentError(f"{self.url}: no answer within {timeout_s:.1f} s") from error
         except (httpx.HTTPError, ValueError, RecursionError) as error:
             raise EngineDownError(f"{self.url}: {_reason(error)}") from error
+        self._answer_time.answered(max(0.0, time.monotonic() - began - (own_delay_s() - stood)))
+        return status
 
-    async def apply(self, policy: PolicyVersion, timeout_s: float) -> Step:
+    async def apply(
+        self, policy: PolicyVersion, timeout_s: float, own_delay_s: Callable[[], float] = lambda: 0.0
+    ) -> Step:
         """Bring the engine to `policy`; requests in flight are kept and go on with the new weights.
+
+        Args:
+            policy: what it is to serve.
+            timeout_s: for all of it.
+            own_delay_s: as of `status`.
 
         Returns:
             What had to be done: an engine that is there already is left alone.
@@ -125,7 +159,7 @@ class EngineClient:
         """
         try:
             async with asyncio.timeout(timeout_s):
-                return await self._apply(policy, timeout_s)
+                return await self._apply(policy, timeout_s, await self._certain_status(own_delay_s))
         except TimeoutError as error:
             text = f"{self.url}: version {policy.version} took longer than {timeout_s:.0f} s"
             raise EngineUpdateError(text) from error
@@ -133,7 +167,7 @@ class EngineClient:
     async def shutdown(self) -> None:
         """Have the engine's process end at once, so that its agent starts it anew. Raises EngineDownError."""
         try:
-            await self._http.post(f"{self.url}/primeslurm/shutdown", timeout=self._status_timeout_s)
+            await self._http.post(f"{self.url}/primeslurm/shutdown", timeout=self._answer_time.timeout_s)
         except httpx.HTTPError as error:
             raise EngineDownError(f"{self.url}: {_reason(error)}") from error
 
@@ -142,16 +176,20 @@ class EngineClient:
         await self._http.aclose()
         await self._looking.aclose()
 
-    async def _look(self) -> httpx.Response:
-        url, timeout_s = f"{self.url}/primeslurm/status", self._status_timeout_s
+    async def _look(self, timeout_s: float) -> httpx.Response:
+        url = f"{self.url}/primeslurm/status"
         try:
             return await self._looking.get(url, timeout=timeout_s)
         except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
             # the kept connection was closed; only a new one tells whether the engine is gone
             return await self._http.get(url, timeout=timeout_s)
 
-    async def _apply(self, policy: PolicyVersion, timeout_s: float) -> Step:
-        status = await self.status()
+    async def _certain_status(self, own_delay_s: Callable[[], float]) -> EngineStatus:
+        while True:
+            with contextlib.suppress(HeldUpError):
+                return await self.status(own_delay_s)
+
+    async def _apply(self, policy: PolicyVersion, timeout_s: float, status: EngineStatus) -> Step:
         step = next_step(status, policy, self._model_path)
         if step is Step.CONFIRM:
             await self._post("/update_weight_version", timeout_s, {"new_version": str(policy.version)})

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from primeslurm.orchestrator.weight_transfer.engine_client import EngineStatus, PolicyVersion
+from primeslurm.orchestrator.weight_transfer.polls import SILENT_S
 from primeslurm.records.state import EngineRecord
 
 EngineState = Literal["DOWN", "STALE", "UPDATING", "CURRENT"]
@@ -26,6 +27,11 @@ class EngineView:
     condemned: str | None = None
     """Incarnation that failed an update and has to be restarted."""
     error: str | None = None
+    down_because: str = ""
+    answered: float = 0.0
+    """When it last answered, or was given up waiting for."""
+    unanswered: int = 0
+    """Looks at it since then."""
 
 
 class EnginePool:
@@ -33,7 +39,7 @@ class EnginePool:
 
     def __init__(self, names: Iterable[str], clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
-        self._views = {name: EngineView(since=clock()) for name in names}
+        self._views = {name: EngineView(since=clock(), answered=clock()) for name in names}
         self.wanted: PolicyVersion | None = None
         self.current_version: int | None = None
         """Newest version that every serving engine has acknowledged. Never falls."""
@@ -47,9 +53,11 @@ class EnginePool:
             if view.state == "CURRENT" and view.version != policy.version:
                 self._enter(view, "STALE")
 
-    def seen(self, name: str, status: EngineStatus | None) -> None:
-        """Note an engine's status, or (None) that it did not answer."""
+    def seen(self, name: str, status: EngineStatus | None, why: str = "") -> None:
+        """Note an engine's status, or (None) that it is not there, and why."""
         view = self._views[name]
+        view.answered, view.unanswered = self._clock(), 0
+        view.down_because = why if status is None else ""
         if status is None:
             view.version = None
             self._enter(view, "DOWN")
@@ -61,6 +69,39 @@ class EnginePool:
             self._enter(view, "CURRENT" if current else "STALE")
         self._advance()
 
+    def missed(self, name: str, why: str) -> bool:
+        """Note that an engine did not answer in time. It is down only if it has not for long, and was asked again.
+
+        Returns:
+            Whether this is the first time since its last answer.
+        """
+        view = self._views[name]
+        view.unanswered += 1
+        silent_s = self._clock() - view.answered
+        if view.state != "DOWN" and view.unanswered > 1 and silent_s >= SILENT_S:
+            view.version, view.down_because = None, f"silent for {silent_s:.0f} s: {why}"
+            self._enter(view, "DOWN")
+            self._advance()
+        return view.unanswered == 1
+
+    def held_up(self, seconds: float) -> None:
+        """Note that this process stood still: nobody could have been heard of meanwhile."""
+        for view in self._views.values():
+            view.answered += seconds
+
+    @property
+    def silent(self) -> int:
+        """How many engines did not answer the last look at them."""
+        return sum(view.unanswered > 0 for view in self._views.values())
+
+    def state(self, name: str) -> EngineState:
+        """Return an engine's state."""
+        return self._views[name].state
+
+    def down_because(self, name: str) -> str:
+        """Return why an engine is down; empty if it is not, or has never been there."""
+        return self._views[name].down_because
+
     def updating(self, name: str) -> None:
         """Note that an update of the engine begins. It still counts as serving its old version."""
         self._enter(self._views[name], "UPDATING")
@@ -68,7 +109,8 @@ class EnginePool:
     def updated(self, name: str, version: int) -> None:
         """Note that the engine acknowledged `version`."""
         view = self._views[name]
-        view.version, view.error = version, None
+        view.version, view.error, view.down_because = version, None, ""
+        view.answered, view.unanswered = self._clock(), 0
         current = self.wanted is not None and version == self.wanted.version
         self._enter(view, "CURRENT" if current else "STALE")
         self._advance()
@@ -104,7 +146,9 @@ class EnginePool:
     def report(self) -> dict[str, EngineRecord]:
         """Return, per engine, its state, since when, version and last error."""
         return {
-            name: EngineRecord(view.state, view.since, view.version, self.must_restart(name), view.error)
+            name: EngineRecord(
+                view.state, view.since, view.version, self.must_restart(name), view.error or view.down_because or None
+            )
             for name, view in self._views.items()
         }
 

@@ -15,20 +15,24 @@ from types import MappingProxyType
 from primeslurm.orchestrator.weight_transfer.engine_client import (
     EngineClient,
     EngineDownError,
-    EngineStatus,
+    EngineSilentError,
     EngineUpdateError,
+    HeldUpError,
     PolicyVersion,
     Step,
 )
 from primeslurm.orchestrator.weight_transfer.engine_pool import EnginePool
+from primeslurm.orchestrator.weight_transfer.polls import OwnDelay, Pace
 from primeslurm.orchestrator.weight_transfer.sessions import NoSenderError
 from primeslurm.records.events.policy import (
     EngineGivenUp,
     EngineLost,
     EngineRestarted,
+    EngineSilent,
     EngineStateChanged,
     EngineUpdated,
     EngineUpdateFailed,
+    LoopStoodStill,
     PolicyCurrent,
     PolicyWanted,
 )
@@ -48,7 +52,8 @@ class PolicyLoop:
         engines: by process name.
         journal: gets an event for every update, failure and change of state.
         timeout_s: longest wait for one engine to take a policy; it is then restarted.
-        poll_s: time between two looks at an engine; an engine that is current is looked at half as often.
+        poll_s: least time between two looks at an engine; an engine that is current is looked at half as often. Many
+            engines share `POLLS_PER_S`.
         before_update: called with a new version before any engine is paused for it, so that rollouts which become too
             old can be dropped while engines still run.
         after_update: called when every serving engine has acknowledged a new version.
@@ -81,6 +86,8 @@ class PolicyLoop:
         self._announced: int | None = None
         self._requests: dict[str, asyncio.Task[Step]] = {}
         self._lost: set[str] = set()
+        self._pace = Pace()
+        self._own_delay = OwnDelay(self._stood_still)
 
     @property
     def current_version(self) -> int | None:
@@ -132,39 +139,53 @@ class PolicyLoop:
     async def run(self) -> None:
         """Look after all engines until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            for name in self._engines:
-                tasks.create_task(self._look_after(name))
+            delay = tasks.create_task(self._own_delay.run())
+            async with asyncio.TaskGroup() as engines:
+                for name in self._engines:
+                    engines.create_task(self._look_after(name))
+            delay.cancel()  # all engines were given up
 
     async def _look_after(self, name: str) -> None:
         wake = self._wake[name]
         while name not in self._lost:
+            woken = wake.is_set()
             wake.clear()
-            before = self.pool.report()[name].state
-            await self._observe(name)
+            before = self.pool.state(name)
+            # A new policy waits for no look: whoever brings it asks the engine anyway.
+            if not (woken and self.pool.needs_update(name)):
+                await self._observe(name)
             if self.pool.must_restart(name):
                 await self._restart(name)
             elif self.pool.needs_update(name) and self._can_update(name):
                 await self._update(name)
-            after = self.pool.report()[name].state
+            after = self.pool.state(name)
             if after != before:
-                self._journal.write(EngineStateChanged(name, after, before))
+                self._journal.write(EngineStateChanged(name, after, before, self.pool.down_because(name)))
             try:
                 async with asyncio.timeout(2 * self._poll_s if after == "CURRENT" else self._poll_s):
                     await wake.wait()
             except TimeoutError:
                 continue
-        self.pool.seen(name, None)
+        self.pool.seen(name, None, "given up")
         self._journal.write(EngineGivenUp(name))
         await self._announce()
 
     async def _observe(self, name: str) -> None:
-        status: EngineStatus | None
+        await self._pace.turn()
         try:
-            status = await self._engines[name].status()
-        except EngineDownError:
-            status = None
-        self.pool.seen(name, status)
+            self.pool.seen(name, await self._engines[name].status(self._own_delay.seconds))
+        except HeldUpError:
+            return  # nothing is known that was not known before
+        except EngineSilentError as error:
+            if self.pool.missed(name, str(error)):
+                self._journal.write(EngineSilent(name, str(error), self.pool.silent, len(self._engines)))
+        except EngineDownError as error:
+            self.pool.seen(name, None, str(error))
         await self._announce()
+
+    def _stood_still(self, seconds: float) -> None:
+        self.pool.held_up(seconds)
+        self._journal.write(LoopStoodStill(round(seconds, 1)))
 
     def _can_update(self, name: str) -> bool:
         policy = self.pool.wanted
@@ -179,7 +200,7 @@ class PolicyLoop:
         try:
             step = await self._apply(name, policy)
         except EngineDownError as error:
-            self.pool.seen(name, None)
+            self.pool.seen(name, None, str(error))
             self._journal.write(EngineLost(name, policy.version, str(error)))
         except NoSenderError:
             self.pool.held(name)
@@ -196,7 +217,7 @@ class PolicyLoop:
 
     async def _apply(self, name: str, policy: PolicyVersion) -> Step:
         """EngineClient.apply, ended early if the engine is moved."""
-        request = asyncio.create_task(self._engines[name].apply(policy, self._timeout_s))
+        request = asyncio.create_task(self._engines[name].apply(policy, self._timeout_s, self._own_delay.seconds))
         self._requests[name] = request
         try:
             await asyncio.wait({request})

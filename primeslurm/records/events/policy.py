@@ -25,6 +25,25 @@ class EngineStateChanged(Event, frozen=True, tag="engine_state"):
     engine: str
     state: str
     before: str = ""
+    reason: str = ""
+    """Why it is DOWN."""
+
+
+class EngineSilent(Event, frozen=True, tag="engine_silent"):
+    """An engine did not answer a look in time, for the first time since its last answer. It is not down for that."""
+
+    engine: str
+    error: str = ""
+    silent: int = 0
+    """So many engines did not, it among them,"""
+    engines: int = 0
+    """of so many."""
+
+
+class LoopStoodStill(Event, frozen=True, tag="loop_stood_still"):
+    """The orchestrator had no turn for a while: its machine had none to give. Who was silent meanwhile is not late."""
+
+    seconds: float
 
 
 class EngineUpdated(Event, frozen=True, tag="engine_updated", omit_defaults=True):
@@ -73,6 +92,8 @@ PolicyEvent = (
     PolicyWanted
     | PolicyCurrent
     | EngineStateChanged
+    | EngineSilent
+    | LoopStoodStill
     | EngineUpdated
     | EngineUpdateFailed
     | EngineLost

@@ -97,6 +97,11 @@ def _words(event: Event) -> EventText | None:
             return _of_evaluation(event)
         case policy.EngineUpdateFailed(engine=engine, error=error):
             return _tell(event, engine, "did not take a policy" + _because(error), "warning")
+        case policy.EngineStateChanged(engine=engine, state="DOWN", reason=reason) if reason not in ("", "given up"):
+            return _tell(event, engine, "is down" + _because(reason), "warning")
+        case policy.LoopStoodStill(seconds=seconds):
+            text = f"stood still for {seconds:.0f} s: its node has too much to do; no engine is blamed for it"
+            return _tell(event, event.process, text, "warning")
         case policy.EngineRestarted(engine=engine):
             return _tell(event, engine, "is restarted: it failed an update", "warning")
         case nodes.AttemptEnds() | nodes.AttemptEnded() | nodes.ProcessesGivenUp() | nodes.ProcessesRestarted():

@@ -252,10 +252,12 @@ def _check_machine() -> None:
 
 def _free_place(spec: ClusterSpec) -> config.LoopbackPlace:
     """The first place of this machine where all ports are free."""
-    for index in range(config.PLACES):
+    for index in [config.PLACES] if spec.wide else range(config.PLACES):
         place = config.LoopbackPlace(index)
         if all(_is_free(port) for port in place.ports(spec)):
             return place
+    if spec.wide:
+        raise ClusterError(f"another cluster of more than {config.NARROW_NODES} nodes is up on this machine")
     raise ClusterError(f"all {config.PLACES} places for embedded clusters on this machine are taken")
 
 

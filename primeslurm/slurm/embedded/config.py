@@ -10,8 +10,10 @@ from pathlib import Path
 from primeslurm.errors import UsageError, Violation
 from primeslurm.recipe.site import Network, NodeKind, Site
 
-MAX_NODES = 200
-FIRST_CONTROL = MAX_NODES + 1
+NARROW_NODES = 200
+"""A cluster of so many GPU nodes, and 50 without, fits into one of many places; larger ones have one of their own."""
+MAX_NODES = 512
+MAX_CONTROL = 200
 MAX_GPUS = 16
 # A Unix socket's path holds at most 107 bytes. The longest is that of a job's step:
 # <directory>/spool/<node>/<node>_<job>.<step>, with up to 16 bytes of numbers.
@@ -21,6 +23,8 @@ MAX_PREFIX = 8
 _NAME = re.compile(r"^[a-z][a-z0-9-]{0,30}$")
 
 PLACES = 36
+_NARROW_CONTROL = 50
+_SUBNET = 250
 
 # Slurm holds a requeued job back until the credentials of its last start have expired. Its default of 120 s is a long
 # time to look at an idle cluster; a launch on a busy machine still has to fit into this.
@@ -57,7 +61,7 @@ class ClusterSpec:
             ("nodes", self.nodes, 1, MAX_NODES),
             ("gpus_per_node", self.gpus_per_node, 0, MAX_GPUS),
             ("cpus_per_node", self.cpus_per_node, 1, 1024),
-            ("control_nodes", self.control_nodes, 0, 50),
+            ("control_nodes", self.control_nodes, 0, MAX_CONTROL if self.wide else _NARROW_CONTROL),
         ):
             if not low <= value <= high:
                 found.append(Violation(field, str(value), f"must be between {low} and {high}"))
@@ -70,6 +74,11 @@ class ClusterSpec:
             found.append(Violation("directory", str(self.directory), why, "choose a shorter one"))
         if found:
             raise UsageError(found)
+
+    @property
+    def wide(self) -> bool:
+        """Whether it needs the place for large clusters."""
+        return self.nodes > NARROW_NODES
 
     @property
     def slurm_conf(self) -> Path:
@@ -113,28 +122,35 @@ class LoopbackPlace:
     """
 
     index: int
-    """0 to PLACES - 1."""
+    """0 to PLACES - 1; PLACES: the one for a large cluster."""
 
     @property
-    def subnet(self) -> str:
-        """First three numbers of the nodes' addresses."""
-        return f"127.20.{self.index + 1}"
+    def first_control(self) -> int:
+        """Number of the first control node; GPU nodes count from 1."""
+        return 1 + (MAX_NODES if self.index == PLACES else NARROW_NODES)
+
+    def address(self, number: int) -> str:
+        """Return the loopback address of a node."""
+        if self.index == PLACES:
+            return f"127.21.{number // _SUBNET}.{number % _SUBNET + 1}"
+        return f"127.20.{self.index + 1}.{number}"
 
     @property
     def port(self) -> int:
-        """Port of slurmctld. The nodes' ports follow: + 1 ... for GPU nodes, + 201 ... for control nodes."""
+        """Port of slurmctld. That of a node is its number more."""
         return 10000 + 256 * self.index
 
     def ports(self, spec: ClusterSpec) -> list[int]:
         """Return all ports that the daemons of `spec` need here."""
-        control = range(self.port + FIRST_CONTROL, self.port + FIRST_CONTROL + spec.control_nodes)
+        first = self.port + self.first_control
+        control = range(first, first + spec.control_nodes)
         return [self.port, *range(self.port + 1, self.port + 1 + spec.nodes), *control]
 
 
 def addresses(spec: ClusterSpec, place: LoopbackPlace) -> dict[str, str]:
-    """Node name to loopback address; GPU nodes count from .1, control nodes from .201."""
-    gpu = {name: f"{place.subnet}.{i}" for i, name in enumerate(spec.gpu_names, start=1)}
-    return gpu | {name: f"{place.subnet}.{i}" for i, name in enumerate(spec.control_names, start=FIRST_CONTROL)}
+    """Node name to loopback address; GPU nodes count from .1, control nodes (in a usual place) from .201."""
+    gpu = {name: place.address(i) for i, name in enumerate(spec.gpu_names, start=1)}
+    return gpu | {name: place.address(i) for i, name in enumerate(spec.control_names, start=place.first_control)}
 
 
 def slurm_conf(spec: ClusterSpec, place: LoopbackPlace, hostname: str, memory_mb: int) -> str:
@@ -190,21 +206,29 @@ def slurm_conf(spec: ClusterSpec, place: LoopbackPlace, hostname: str, memory_mb
     ]
     resources = f"CPUs={spec.cpus_per_node} RealMemory={memory_mb} State=UNKNOWN"
     gres = f"Gres=gpu:{spec.gpus_per_node} " if spec.gpus_per_node else ""
-    lines.append(_node_line(hostname, spec.gpu_names, place, 1, gres + resources))
+    lines += _node_lines(hostname, spec.gpu_names, place, 1, gres + resources)
     usual = "PriorityTier=1 PreemptMode=REQUEUE GraceTime=120 MaxTime=INFINITE State=UP"
     gpu_range, control_range = _range(spec.gpu_names), _range(spec.control_names)
     lines.append(f"PartitionName=gpu Nodes={gpu_range} Default=YES {usual}")
     lines.append(f"PartitionName=urgent Nodes={gpu_range} PriorityTier=10 PreemptMode=OFF MaxTime=INFINITE State=UP")
     if spec.control_nodes:
-        lines.append(_node_line(hostname, spec.control_names, place, FIRST_CONTROL, resources))
+        lines += _node_lines(hostname, spec.control_names, place, place.first_control, resources)
         lines.append(f"PartitionName=cpu Nodes={control_range} {usual}")
     return "\n".join(lines) + "\n"
 
 
-def _node_line(hostname: str, names: list[str], place: LoopbackPlace, first: int, resources: str) -> str:
-    addresses = _span(f"{place.subnet}.", first, len(names))
-    ports = _span("", place.port + first, len(names))
-    return f"NodeName={_range(names)} NodeHostname={hostname} NodeAddr={addresses} Port={ports} {resources}"
+def _node_lines(hostname: str, names: list[str], place: LoopbackPlace, first: int, resources: str) -> list[str]:
+    """One line for the nodes of each subnet: Slurm counts in the last number of an address alone."""
+    subnets: dict[str, list[tuple[str, int]]] = {}
+    for number, name in enumerate(names, start=first):
+        subnets.setdefault(place.address(number).rpartition(".")[0], []).append((name, number))
+    lines = []
+    for subnet, nodes in subnets.items():
+        here, numbers = [name for name, _ in nodes], [number for _, number in nodes]
+        addresses = _span(f"{subnet}.", int(place.address(numbers[0]).rpartition(".")[2]), len(nodes))
+        ports = _span("", place.port + numbers[0], len(nodes))
+        lines.append(f"NodeName={_range(here)} NodeHostname={hostname} NodeAddr={addresses} Port={ports} {resources}")
+    return lines
 
 
 def _span(prefix: str, first: int, count: int) -> str:

@@ -152,7 +152,7 @@ def test_agents_alike_point_to_what_they_share(run: RunDirectory, monkeypatch: p
 
     class ReadOnly:
         f_flag, f_blocks, f_bavail, f_files, f_favail = os.ST_RDONLY, 10, 0, 10, 0
-        f_frsize, f_bfree = 4096, 0
+        f_frsize, f_bsize, f_bfree = 4096, 4096, 0
 
     monkeypatch.setattr(file_system.os, "statvfs", lambda path: ReadOnly())
     found = status(run)

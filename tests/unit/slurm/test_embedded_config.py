@@ -28,7 +28,8 @@ SPEC = ClusterSpec("demo", Path("/tmp/demo"), Path("/tmp/runs"), nodes=4, gpus_p
     [
         ("name", replace(SPEC, name="Demo 1")),
         ("nodes", replace(SPEC, nodes=0)),
-        ("nodes", replace(SPEC, nodes=201)),
+        ("nodes", replace(SPEC, nodes=513)),
+        ("control_nodes", replace(SPEC, nodes=201, control_nodes=201)),
         ("gpus_per_node", replace(SPEC, gpus_per_node=-1)),
         ("cpus_per_node", replace(SPEC, cpus_per_node=0)),
         ("control_nodes", replace(SPEC, control_nodes=51)),
@@ -59,7 +60,26 @@ def test_places_share_nothing() -> None:
 
 def test_ports_stay_below_those_of_runs() -> None:
     port_base = Site.model_fields["port_base"].default
-    assert max(LoopbackPlace(PLACES - 1).ports(replace(SPEC, nodes=200, control_nodes=50))) < port_base
+    narrow = LoopbackPlace(PLACES - 1).ports(replace(SPEC, nodes=200, control_nodes=50))
+    wide = LoopbackPlace(PLACES).ports(replace(SPEC, nodes=512, control_nodes=200))
+    assert max(narrow) < min(wide) and max(wide) < port_base
+
+
+def test_a_large_cluster_has_a_place_of_its_own() -> None:
+    large, place = replace(SPEC, nodes=512, control_nodes=200), LoopbackPlace(PLACES)
+    found = addresses(large, place)
+    assert len(set(found.values())) == 712 and len(set(place.ports(large))) == 713
+    assert not [address for address in found.values() if address.endswith((".0", ".255"))]
+    told: dict[str, tuple[str, int]] = {}
+    for line in slurm_conf(large, place, "host", 1000).splitlines():
+        if line.startswith("NodeName="):
+            fields = dict(word.split("=", 1) for word in line.split())
+            prefix, _, last = fields["NodeAddr"].rpartition(".")
+            where = [f"{prefix}.{number}" for number in expand(last)]
+            ports = [int(port) for port in expand(fields["Port"])]
+            told |= dict(zip(expand(fields["NodeName"]), zip(where, ports, strict=True), strict=True))
+    assert {name: address for name, (address, _) in told.items()} == found
+    assert sorted(port for _, port in told.values()) == sorted(place.ports(large))[1:]
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 200])
