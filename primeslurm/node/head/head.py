@@ -20,6 +20,7 @@ from primeslurm.plan.model import Plan
 from primeslurm.records.events.nodes import AddressesPublished, AttemptEnds, HeadFailed, NodeLost, PublishFailed
 from primeslurm.records.fleet import AgentReport, AssignedAgent, AssignmentRecord, Ending, FleetView, Outcome
 from primeslurm.records.journal import Journal
+from primeslurm.records.reading import changed_record
 from primeslurm.records.state import OrchestratorState, TrainerState
 from primeslurm.run.directory import Attempt, RunDirectory
 from primeslurm.run.records import progress_of
@@ -91,8 +92,8 @@ class Head(threading.Thread):
             self.fleet.held_up(late)
         self._ticked_at = now
         for file in self._heartbeats.values():
-            if (value := file.changed()) is not None:
-                self.fleet.observe(msgspec.convert(value, AgentReport), now)
+            if (report := changed_record(file, AgentReport)) is not None:
+                self.fleet.observe(report, now)
         self._observe_progress(now)
         if self.fleet.hosts and self.fleet.unheard:
             self.fleet.observe_exits(self._just_ended(), now)
