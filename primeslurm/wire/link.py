@@ -97,12 +97,20 @@ class TrainerLink:
         address: ZMQ address of the orchestrator, for example tcp://host:port.
         timeout_s: a request that nobody answers for this long raises LinkError.
         retry_s: silence after which the socket is replaced and the request sent again.
+        on_wait: called before each time that an answer is waited for, `retry_s` at most.
     """
 
-    def __init__(self, address: str, timeout_s: float = 600.0, retry_s: float = 10.0) -> None:
+    def __init__(
+        self,
+        address: str,
+        timeout_s: float = 600.0,
+        retry_s: float = 10.0,
+        on_wait: Callable[[], None] = lambda: None,
+    ) -> None:
         self._address = address
         self._timeout_s = timeout_s
         self._retry_s = retry_s
+        self._on_wait = on_wait
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._socket: zmq.Socket[bytes] | None = None
 
@@ -193,6 +201,7 @@ class TrainerLink:
                 self._socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_ANSWER)
                 self._socket.connect(self._address)
             self._socket.send(msgspec.msgpack.encode(request))
+            self._on_wait()
             if self._socket.poll(int(self._retry_s * 1000)):
                 parts = self._socket.recv_multipart(copy=False)
                 try:

@@ -16,12 +16,14 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import accumulate, chain
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import zmq
 import zmq.asyncio
 
+from primeslurm.records.beats import pulse
 from primeslurm.wire import secret
 from primeslurm.wire.received import Count, DamagedError, value
 from primeslurm.wire.rollouts import Frame, Rollout
@@ -82,6 +84,8 @@ class Status(msgspec.Struct, frozen=True, tag=True):
     """The node that it is on: what the bound of rollouts on a node counts by."""
     seen: int = 0
     """Number of the newest job that it was sent: a job up to there that is not in `jobs` is no more."""
+    busy_s: float = 0.0
+    """Seconds since its last status for which its event loop computed, or waited for a CPU."""
 
 
 class Unusable(msgspec.Struct, frozen=True, tag=True):
@@ -226,9 +230,12 @@ class JobRunner:
             self._jobs[message.id] = asyncio.create_task(self._run(message))
 
     async def _beat(self) -> None:
+        busy = _busy_s()
         while True:
+            pulse().enter("event loop")
             who, jobs = (self._environment, self._number, self._incarnation), list(self._jobs)
-            status = Status(*who, jobs, self._tasks, self._node, self._seen)
+            before, busy = busy, _busy_s()
+            status = Status(*who, jobs, self._tasks, self._node, self._seen, busy - before)
             await self._socket.send(msgspec.msgpack.encode(status))
             await asyncio.sleep(STATUS_INTERVAL_S)
 
@@ -247,3 +254,12 @@ class JobRunner:
             if not isinstance(error, RolloutFailed):
                 log.exception("job %s", job.id)
             return [msgspec.msgpack.encode(Result(job.id, error=shortened(f"{type(error).__name__}: {error}")))]
+
+
+def _busy_s() -> float:
+    """Seconds for which this thread has computed or waited for a CPU, as the kernel counts them."""
+    try:
+        computed, waited, _ = Path("/proc/thread-self/schedstat").read_text().split()
+    except OSError:
+        return time.thread_time()
+    return (int(computed) + int(waited)) / 1e9
