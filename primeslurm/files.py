@@ -68,7 +68,7 @@ class Watched:
                 if key == self._seen:
                     return None
                 value = json.loads(handle.read())
-        except (OSError, json.JSONDecodeError):
+        except (OSError, ValueError, RecursionError):
             return None
         self._seen = key
         return value

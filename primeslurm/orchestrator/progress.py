@@ -18,6 +18,7 @@ from primeslurm.orchestrator.dispatch import Dispatcher
 from primeslurm.orchestrator.dispatch.curricula import Curricula
 from primeslurm.records.reserve import Reserve
 from primeslurm.wire import checkpoints
+from primeslurm.wire.received import DamagedError, value
 from primeslurm.wire.weight_transfer.messages import NewPolicy
 
 log = logging.getLogger(__name__)
@@ -70,18 +71,18 @@ def restore(run_dir: Path, attempt: int) -> RunProgress:
         RunError: the newest committed checkpoint has no readable orchestrator part.
     """
     try:
-        progress = msgspec.msgpack.decode((run_dir / PROGRESS).read_bytes(), type=RunProgress)
+        progress = value((run_dir / PROGRESS).read_bytes(), RunProgress)
         if progress.attempt == attempt:
             return progress
-    except (FileNotFoundError, msgspec.MsgspecError):
+    except (FileNotFoundError, DamagedError):
         pass
     step = checkpoints.newest(run_dir)
     if step is None:
         return RunProgress(attempt=attempt)
     path = checkpoints.step_dir(run_dir, step) / CHECKPOINT_PART
     try:
-        saved = msgspec.msgpack.decode(path.read_bytes(), type=RunProgress)
-    except (OSError, msgspec.MsgspecError) as error:
+        saved = value(path.read_bytes(), RunProgress)
+    except (OSError, DamagedError) as error:
         raise RunError(f"{path} cannot be read: {error}") from error
     return msgspec.structs.replace(
         saved,

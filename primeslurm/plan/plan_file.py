@@ -50,7 +50,10 @@ def plain(data: bytes, process_fields: Collection[str] | None = None) -> dict[st
     Raises:
         ValueError: it is neither.
     """
-    value: Json = msgspec.json.decode(data)
+    try:
+        value: Json = msgspec.json.decode(data)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply to be a plan") from error
     if not isinstance(value, dict):
         raise ValueError("it is no plan")
     if not isinstance(value.get("nodes"), dict):

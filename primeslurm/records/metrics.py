@@ -98,6 +98,17 @@ def by_one_name(row: Row) -> Row:
     return kept | own | ({"throughput/step_seconds": sum(phases)} if phases else {})
 
 
+def row_of(line: bytes) -> Row | None:
+    """Read one line of a metrics.jsonl: what in it is a number. None if it is damaged."""
+    try:
+        value = json.loads(line)  # and not msgspec: a metric may be NaN
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(value, dict) or type(value.get("step")) is not int:
+        return None
+    return {name: number for name, number in value.items() if isinstance(number, int | float)}
+
+
 def of_evaluation(row: Row) -> bool:
     """Tell whether a row holds what an evaluation measured, and nothing of training."""
     return any(name.startswith(EVALUATION) for name in row)
@@ -113,15 +124,12 @@ def _truncate(path: Path, step: int) -> tuple[int, set[int]]:
         return 0, set()
     kept = []
     for line in path.read_bytes().splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue  # the writer was killed in the middle of its last line
-        if row["step"] <= step:
+        row = row_of(line)  # None: the writer was killed in the middle of its last line
+        if row is not None and row["step"] <= step:
             kept.append((row, line))
     write_atomic(path, b"".join(line + b"\n" for _, line in kept))
     trained = max((row["step"] for row, _ in kept if not of_evaluation(row)), default=0)
-    return trained, {row["step"] for row, _ in kept if of_evaluation(row)}
+    return int(trained), {int(row["step"]) for row, _ in kept if of_evaluation(row)}
 
 
 class _Board:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
-from primeslurm.files import read_json
-from primeslurm.records.metrics import Row, by_one_name, of_evaluation
+from primeslurm.files import Watched, read_json
+from primeslurm.records.metrics import Row, by_one_name, of_evaluation, row_of
 
 T = TypeVar("T")
 TAIL_BYTES = 256 * 1024
@@ -33,6 +32,19 @@ def find_record(path: Path, kind: type[T]) -> T | None:
     """Read a record that one can do without: None also if it is another kind of record."""
     try:
         return read_record(path, kind)
+    except msgspec.ValidationError:
+        return None
+
+
+def changed_record(file: Watched, kind: type[T]) -> T | None:
+    """Read a record that its writer replaces again and again.
+
+    Returns:
+        None if it did not change, and if it is damaged: the next one will come.
+    """
+    value = file.changed()
+    try:
+        return None if value is None else msgspec.convert(value, kind, strict=False, str_keys=True)
     except msgspec.ValidationError:
         return None
 
@@ -73,11 +85,8 @@ def recent_rows(path: Path) -> list[Row]:
 def _rows(lines: list[bytes]) -> list[Row]:
     found, evaluated = [], {}
     for line in lines:
-        try:
-            value = json.loads(line)  # and not msgspec: a metric may be NaN
-        except (ValueError, RecursionError):
-            continue
-        if not isinstance(value, dict):
+        value = row_of(line)
+        if value is None:
             continue
         if of_evaluation(value):
             evaluated[value.get("step")] = value

@@ -5,6 +5,7 @@ A process that moves to another node keeps its name, so whoever asks here before
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -61,7 +62,9 @@ class AddressBook:
         if self._known is None or self._looked_at is None or now - self._looked_at >= PERIOD_S:
             self._looked_at = now
             value = self._file.changed()
-            self._known = self._known if value is None else msgspec.convert(value, Addresses)
+            if value is not None:
+                with contextlib.suppress(msgspec.ValidationError):  # damaged: what was known holds
+                    self._known = msgspec.convert(value, Addresses)
         if self._known is None:
             raise LookupError(f"{self._path} has not been published")
         return self._known

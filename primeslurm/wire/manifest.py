@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
 import msgspec
@@ -12,6 +12,8 @@ from primeslurm import durable
 from primeslurm.files import digest
 
 T = TypeVar("T")
+LONGEST_NAME = 255
+"""Bytes of the name of a file or a directory."""
 
 
 class FileRecord(msgspec.Struct, frozen=True):
@@ -20,6 +22,12 @@ class FileRecord(msgspec.Struct, frozen=True):
     name: str
     bytes: int
     digest: str
+
+    def __post_init__(self) -> None:
+        parts = PurePosixPath(self.name).parts
+        nameable = all(len(part.encode()) <= LONGEST_NAME and "\0" not in part for part in parts)
+        if not parts or self.name.startswith("/") or ".." in parts or not nameable:
+            raise ValueError(f"{self.name[:80]!r} is outside of what is described, or no file's name")
 
 
 def describe(directory: Path, files: Iterable[Path]) -> list[FileRecord]:
@@ -41,7 +49,7 @@ def read(path: Path, kind: type[T]) -> T | None:
     """Read a manifest; None if there is no readable one."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
-    except (FileNotFoundError, NotADirectoryError, msgspec.MsgspecError):
+    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
         return None
 
 

@@ -31,6 +31,7 @@ from primeslurm.plan.model import Plan
 from primeslurm.records.events.nodes import AgentFailed, AgentStarted, AttemptEnds, HeartbeatFailed, NodesAssigned
 from primeslurm.records.fleet import AgentReport, AssignmentRecord, Ending, Fitness, FleetView, Outcome
 from primeslurm.records.journal import Journal
+from primeslurm.records.reading import changed_record
 from primeslurm.run.directory import Attempt
 from primeslurm.wire.addresses import Addresses
 
@@ -170,22 +171,22 @@ class NodeAgent:
 
     def _read_head(self, now: float) -> None:
         # In this order: the head publishes addresses before the orders that rely on them.
-        view = self._fleet_file.changed()
+        view = changed_record(self._fleet_file, FleetView)
         if view is not None:
-            self.view = msgspec.convert(view, FleetView)
+            self.view = view
             self._head_seen_at = now
         elif now - self._head_seen_at > self.head_silent_s:
             self._lose_head(f"the head has been silent for {self.head_silent_s:.0f} s")
         elif how := self._head_watch.killed(now - self._head_seen_at, now):
             self._lose_head(f"the head's agent was killed: {how}")
-        addresses = self._addresses_file.changed()
+        addresses = changed_record(self._addresses_file, Addresses)
         if addresses is not None:
-            self.addresses = msgspec.convert(addresses, Addresses)
+            self.addresses = addresses
             if self.processes is not None:
                 self.processes.renew(self.addresses)
-        assignment = self._roster_file.changed()
+        assignment = changed_record(self._roster_file, AssignmentRecord)
         if assignment is not None:
-            self._take_place(msgspec.convert(assignment, AssignmentRecord, strict=False))
+            self._take_place(assignment)
 
     def _lose_head(self, why: str) -> None:
         self.head_lost = True

@@ -28,6 +28,7 @@ from primeslurm.records.events.nodes import (
 )
 from primeslurm.records.fleet import AgentReport, AssignedAgent, AssignmentRecord, Ending, FleetView, Outcome
 from primeslurm.records.journal import Journal
+from primeslurm.records.reading import changed_record
 from primeslurm.records.reserve import may_pass
 from primeslurm.records.state import OrchestratorState, TrainerState
 from primeslurm.run.directory import Attempt, RunDirectory
@@ -107,8 +108,8 @@ class Head(threading.Thread):
         self._ticked_at = now
         self._records.fill_reserve(now)
         for file in self._heartbeats.values():
-            if (value := file.changed()) is not None:
-                self.fleet.observe(msgspec.convert(value, AgentReport), now)
+            if (report := changed_record(file, AgentReport)) is not None:
+                self.fleet.observe(report, now)
         self._observe_progress(now)
         if self.fleet.hosts:
             news = self._job_news()

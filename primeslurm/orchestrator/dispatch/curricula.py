@@ -7,7 +7,7 @@ with ten. A record of progress says how many bytes of the file it knows; what fo
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -130,5 +130,14 @@ def _read(path: Path, known: int) -> Iterable[Outcome]:
         return ()
     if len(content) < known:
         log.error("%s has %d of %d bytes: the newest outcomes are lost", path, len(content), known)
-    lines = content[: content.rfind(b"\n") + 1]
-    return msgspec.json.Decoder(Outcome).decode_lines(lines)
+    return _read_lines(content[: content.rfind(b"\n") + 1])
+
+
+def _read_lines(content: bytes) -> Iterator[Outcome]:
+    """The outcomes of whole lines. One that is damaged is lost, and no other."""
+    decoder = msgspec.json.Decoder(Outcome)
+    for line in content.splitlines():
+        try:
+            yield decoder.decode(line)
+        except (ValueError, msgspec.MsgspecError, RecursionError) as error:
+            log.error("what was learned of an example is lost: %s", error)

@@ -74,13 +74,13 @@ class Archive:
         lines = whole_lines(self._progress(steps[-1]))
         try:
             begun = msgspec.json.decode(lines[0], type=Begun)
-        except (IndexError, msgspec.MsgspecError):
+        except (IndexError, ValueError, RecursionError):
             return None  # killed before it was on disk
         samples = []
         for line in lines[1:]:
             try:
                 samples.append(msgspec.json.decode(line, type=Sample))
-            except msgspec.MsgspecError as error:
+            except (ValueError, RecursionError) as error:
                 log.warning("a sample of the evaluation of step %d is lost: %s", begun.step, error)
         return begun, samples
 

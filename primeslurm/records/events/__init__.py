@@ -29,7 +29,7 @@ def decode(line: bytes) -> Event | None:
         return _DECODER.decode(line)
     except msgspec.ValidationError:
         return None
-    except msgspec.DecodeError:
+    except (ValueError, RecursionError):
         return _decode_as_python(line)
 
 

@@ -15,8 +15,12 @@ from typing import NamedTuple
 import msgspec
 import torch
 
+from primeslurm.wire.received import Count
+
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 _ALIGNMENT = 16
+LARGEST_TENSOR = 1 << 40
+"""Bytes: many times the stack of the experts of a layer, of which the largest have 50 GB. Receivers make room for it"""
 
 Experts = frozenset[int] | None
 """Which experts a receiver holds; None = all."""
@@ -28,10 +32,21 @@ class TensorInfo(msgspec.Struct, frozen=True, array_like=True):
     name: str
     """Of a stack, with `{}` where experts have their number."""
     dtype: str
-    shape: tuple[int, ...]
-    sender: int
-    experts: tuple[int, ...] = ()
+    """As torch names it."""
+    shape: tuple[Count, ...]
+    sender: Count
+    experts: tuple[Count, ...] = ()
     """Of a stack: whose each row is, ascending."""
+
+    def __post_init__(self) -> None:
+        if not isinstance(getattr(torch, self.dtype, None), torch.dtype):
+            raise ValueError(f"{self.dtype[:40]!r} is no dtype")
+        if self.bytes > LARGEST_TENSOR:
+            raise ValueError(f"a tensor of {self.bytes} bytes")
+        before, mark, after = self.name.partition("{}")
+        named = not set("{}") & set(before + after) and bool(mark) == bool(self.experts)
+        if not named or (self.experts and self.shape[:1] != (len(self.experts),)):
+            raise ValueError(f"{len(self.experts)} experts in {self.name[:80]!r} {self.shape[:4]}")
 
     @property
     def bytes(self) -> int:

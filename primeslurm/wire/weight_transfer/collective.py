@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from primeslurm.wire import rendezvous
+from primeslurm.wire.received import DamagedError, value
 from primeslurm.wire.weight_transfer.catalogue import Catalogue, Experts, Named, buffer, outgoing, unpack
 from primeslurm.wire.weight_transfer.messages import TransferSession
 
@@ -33,6 +34,8 @@ _POLL_S = 0.0005
 ARRIVE_S = 120.0
 """Longest wait for everybody to come. An engine that is killed after it got its place cannot say so, and trainer and
 other engines stand still meanwhile; one that lives comes within the seconds that it takes to pause."""
+LARGEST_CATALOGUE = 256 << 20
+"""Bytes. A tensor takes about a hundred, and a stack of experts some hundreds more; there are some ten thousand."""
 _LOOK_S = 1.0
 """How often a wait looks whether somebody else has failed."""
 
@@ -90,11 +93,27 @@ class Store:
         """Wait for what every session sends.
 
         Raises:
-            TransferError: the trainer did not describe it in time.
+            TransferError: the trainer did not describe it in time, or what is there is no catalogue.
         """
         with _waiting_for("the catalogue"):
-            raw = zlib.decompress(self.store.get("catalogue"))
-        return msgspec.msgpack.decode(raw, type=Catalogue)
+            packed = self.store.get("catalogue")
+        return unpacked(packed)
+
+
+def unpacked(packed: bytes) -> Catalogue:
+    """Read a catalogue.
+
+    Raises:
+        TransferError: it is none. Whoever reaches the store can write into it.
+    """
+    unpacking = zlib.decompressobj()
+    try:
+        raw = unpacking.decompress(packed, LARGEST_CATALOGUE)
+        if not unpacking.eof:
+            raise DamagedError(f"it is cut off, or longer than {LARGEST_CATALOGUE} bytes")
+        return value(raw, Catalogue)
+    except (zlib.error, DamagedError) as error:
+        raise TransferError(f"the catalogue cannot be read: {error}") from error
 
 
 class Channel:
@@ -129,8 +148,11 @@ class Channel:
             self._group = _group(self._store, rank, session.size, device, self._timeout)
 
     def experts(self, receiver: int) -> Experts:
-        """Return the experts that a receiver holds."""
-        found: Experts = msgspec.msgpack.decode(self._store.get(f"experts/{receiver}"), type=Experts)
+        """Return the experts that a receiver holds. Raises TransferError."""
+        try:
+            found: Experts = value(self._store.get(f"experts/{receiver}"), Experts)  # type: ignore[arg-type]
+        except DamagedError as error:
+            raise TransferError(f"the experts of rank {receiver} cannot be read: {error}") from error
         return found
 
     def send(self, messages: Iterable[tuple[int, torch.Tensor]]) -> None:

@@ -184,7 +184,7 @@ CONTENTS = st.one_of(
 HEADS = st.sampled_from([b"", b"content-encoding: gzip\r\n", b"content-type: text/plain; charset=hex\r\n"])
 
 
-@fuzzed(0.3)
+@fuzzed(0.5)
 @given(CONTENTS, HEADS)
 def test_whoever_asks_gets_a_value_or_the_error_that_says_so(content: bytes, head: bytes) -> None:
     async def ask() -> None:

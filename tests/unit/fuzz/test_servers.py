@@ -140,7 +140,7 @@ def is_served(server: Server) -> None:
     assert ask(server, request_of("/resume", {})).startswith(b"HTTP/1.1 200")
 
 
-@fuzzed(0.3)
+@fuzzed(0.5)
 @given(st.sampled_from(sorted(CONTROL)).flatmap(lambda path: st.tuples(st.just(path), trees(CONTROL[path]))))
 def test_bodies_that_are_something_else(server: Server, asked: tuple[str, Any]) -> None:
     assert ask(server, request_of(*asked)).startswith(b"HTTP/1.1 ")

@@ -147,7 +147,7 @@ def test_every_request_is_answered(served: Served, request_: bytes) -> None:
         assert next(answers(peer)).kind in {"ok", "batch", "error"}
 
 
-@fuzzed(0.3)
+@fuzzed(0.5)
 @given(st.lists(messages(REQUEST), max_size=4))
 def test_what_is_no_request_is_passed_over(served: Served, wrong: list[list[bytes]]) -> None:
     with dealer(served.link) as peer:
@@ -161,7 +161,7 @@ def test_what_is_no_request_is_passed_over(served: Served, wrong: list[list[byte
 STATUS = [msgspec.msgpack.encode(WORDS[5])]
 
 
-@fuzzed(0.3)
+@fuzzed(0.5)
 @given(st.lists(messages(RESULT) | messages(STATUS) | trees(WORDS[5]).map(lambda each: [_packed(each)]), max_size=4))
 def test_what_no_worker_says_is_passed_over(served: Served, wrong: list[list[bytes]]) -> None:
     with dealer(served.pool) as peer:

@@ -151,7 +151,7 @@ class Box:
                 return
             try:
                 self._take(json.loads(data), fds)
-            except (ValueError, TypeError, KeyError, AttributeError):
+            except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
                 _close(fds)
                 self.kill("it sent what is no answer")
 

@@ -1,0 +1,235 @@
+"""Files of a run that were cut, flipped or written by somebody else: each reader has one way to say so."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from primeslurm.errors import RunError
+from primeslurm.files import Watched, read_json
+from primeslurm.orchestrator.dispatch import curricula
+from primeslurm.orchestrator.evaluation.archive import Archive, Begun
+from primeslurm.orchestrator.evaluation.statistics import Sample
+from primeslurm.orchestrator.progress import PROGRESS, RunProgress, restore
+from primeslurm.plan import plan_file
+from primeslurm.records import events, reading
+from primeslurm.records.events.training import StepReported
+from primeslurm.records.metrics import MetricsLog
+from primeslurm.records.state import OrchestratorState
+from primeslurm.run.ledger import Ledger
+from primeslurm.wire import checkpoints
+from primeslurm.wire.addresses import FILE, AddressBook
+from primeslurm.wire.manifest import FileRecord
+from primeslurm.wire.weight_transfer import filesystem
+from primeslurm.wire.weight_transfer.filesystem import WeightManifest
+from primeslurm.wire.weight_transfer.messages import NewPolicy
+from tests.unit.fuzz.mutations import bounded, fuzzed, texts, trees
+
+
+def damaged(valid: Any) -> st.SearchStrategy[bytes]:
+    """A JSON file, cut and flipped, or with something else in it."""
+    return texts(lines(valid)) | trees(valid).map(lines)
+
+
+def lines(value: Any) -> bytes:
+    """As Python writes it: NaN, and halves of surrogate pairs."""
+    return json.dumps(value, default=lambda each: each.decode("latin-1")).encode() + b"\n"
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("files")
+
+
+ADDRESSES = {"hosts": {"engine": "h"}, "ports": {"engine": {"http": 1}}, "lost": ["x"]}
+
+
+@fuzzed()
+@given(damaged(ADDRESSES))
+def test_json_that_others_replace(directory: Path, data: bytes) -> None:
+    path = directory / FILE
+    path.write_bytes(data)
+    with bounded(len(data), factor=64):
+        read_json(path)
+        Watched(path).changed()
+    try:
+        assert AddressBook(directory).url("engine").startswith("http://")
+    except LookupError:
+        return
+
+
+def test_a_damaged_address_book_leaves_what_was_known(tmp_path: Path) -> None:
+    """An orchestrator or a worker must not end for it: the head writes it again."""
+    now = 0.0
+    (tmp_path / FILE).write_bytes(lines(ADDRESSES))
+    book = AddressBook(tmp_path, lambda: now)
+    assert book.url("engine") == "http://h:1"
+    for data in (b"[]", b"\xff", b"[" * 100_000, b'{"hosts": 1}', b""):
+        (tmp_path / FILE).write_bytes(data)
+        now += 10
+        assert book.url("engine") == "http://h:1"
+
+
+STATE = {"step": 1, "max_steps": 2, "version": 1, "inflight": 0, "time": 1.0, "process": "o", "counts": {"x": 1}}
+
+
+@fuzzed()
+@given(damaged(STATE))
+def test_records(directory: Path, data: bytes) -> None:
+    path = directory / "state.json"
+    path.write_bytes(data)
+    with bounded(len(data), factor=64):
+        found = reading.find_record(path, OrchestratorState)
+    assert found is None or isinstance(found, OrchestratorState)
+
+
+EVENT = {**msgspec.to_builtins(StepReported(3, 0.5)), "time": 1.0, "process": "o"}
+
+
+@fuzzed(2)
+@given(damaged(EVENT))
+def test_events(data: bytes) -> None:
+    with bounded(len(data), factor=64):
+        for line in data.split(b"\n"):
+            events.decode(line)
+
+
+ROWS = [{"step": 1, "time": 1.0, "loss": 0.5, "seconds/data": 1.0}, {"step": 2, "time": 2.0, "reward/mean": 1.0}]
+
+
+@fuzzed()
+@given(st.lists(st.sampled_from(ROWS).flatmap(damaged), min_size=1, max_size=3))
+def test_metrics(directory: Path, data: list[bytes]) -> None:
+    path = directory / "metrics.jsonl"
+    path.write_bytes(b"\n".join([lines(ROWS[1]), *data, b""]))
+    for row in (*reading.rows(path), *reading.recent_rows(path)):
+        assert isinstance(row, dict)
+    log = MetricsLog(directory, 2, tensorboard=False)
+    log.write(3, {"reward/mean": 1.0})
+    log.close()
+    assert reading.rows(path)[-1]["step"] == 3
+    assert any(row["step"] == 2 for row in reading.rows(path))
+
+
+RECORD = {"name": "model-00000.safetensors", "bytes": 10, "digest": "00"}
+COMMIT = {"step": 10, "attempt": 1, "parts": [RECORD]}
+WEIGHTS = {"version": 10, "layout": "hf", "dtype": "bfloat16", "files": [RECORD]}
+
+
+@fuzzed()
+@given(damaged(COMMIT) | damaged(WEIGHTS))
+def test_manifests(directory: Path, data: bytes) -> None:
+    step = checkpoints.step_dir(directory, 10)
+    step.mkdir(parents=True, exist_ok=True)
+    for name in (checkpoints.COMMITTED, filesystem.MANIFEST):
+        (step / name).write_bytes(data)
+    with bounded(len(data), factor=64):
+        assert checkpoints.damage(step)
+        filesystem.damage(step)
+        assert set(checkpoints.committed(directory)) <= {10}
+
+
+@pytest.mark.parametrize("name", ["../../secret", "/etc/passwd", "a/../../b", "", ".", "a" * 256, "\0"])
+def test_a_manifest_names_nothing_outside_of_its_directory(tmp_path: Path, name: str) -> None:
+    for kind, value, file in (
+        (checkpoints.Commit, {**COMMIT, "parts": [{**RECORD, "name": name}]}, checkpoints.COMMITTED),
+        (WeightManifest, {**WEIGHTS, "files": [{**RECORD, "name": name}]}, filesystem.MANIFEST),
+    ):
+        with pytest.raises(msgspec.ValidationError, match="outside"):
+            msgspec.json.decode(lines(value), type=kind)
+        (tmp_path / file).write_bytes(lines(value))
+    assert checkpoints.read_commit(tmp_path) is None and filesystem.read_manifest(tmp_path) is None
+    assert FileRecord("trainer/rank-0/a..b.distcp", 1, "0").name
+
+
+PROGRESS_BYTES = msgspec.msgpack.encode(
+    RunProgress(
+        2, 3, 2, NewPolicy(2, "/w"), {"e": 3}, [("e", 1)], {3: ["e-0"]}, 2, {"e-0": 1}, {}, {}, 0, {3: {"m": 1.0}}
+    )
+)
+
+
+@fuzzed()
+@given(texts(PROGRESS_BYTES) | trees(msgspec.msgpack.decode(PROGRESS_BYTES)).map(msgspec.msgpack.encode))
+def test_how_far_a_run_is(directory: Path, data: bytes) -> None:
+    path = directory / "run" / PROGRESS
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    with bounded(len(data), factor=64):
+        found = restore(directory / "run", 2)
+    assert found.attempt == 2
+
+
+@pytest.mark.parametrize("data", [b"", b"\x91" * 100_000, b"\xff", PROGRESS_BYTES[:20]])
+def test_a_checkpoint_without_its_part_says_so(tmp_path: Path, data: bytes) -> None:
+    step = checkpoints.step_dir(tmp_path, 10)
+    step.mkdir(parents=True)
+    (step / "orchestrator.bin").write_bytes(data)
+    checkpoints.commit(step, 10, 1)
+    with pytest.raises(RunError, match=r"orchestrator\.bin cannot be read"):
+        restore(tmp_path, 2)
+
+
+OUTCOMES = b'["e-00000000",3,0.5]\n["e-00000001",4,1.0]\n'
+
+
+@fuzzed()
+@given(texts(OUTCOMES))
+def test_outcomes_of_curricula(directory: Path, data: bytes) -> None:
+    path = directory / "outcomes.jsonl"
+    path.write_bytes(OUTCOMES + data + b"\n" + OUTCOMES)
+    found = list(curricula._read(path, path.stat().st_size))
+    assert found[:2] == found[-2:] == [("e-00000000", 3, 0.5), ("e-00000001", 4, 1.0)]
+    assert all(isinstance(task, int) for _, task, _ in found)
+
+
+BEGUN = msgspec.to_builtins(Begun(10, 10, 1.0))
+SAMPLE = msgspec.to_builtins(Sample("e", 1, 2, 0.5))
+
+
+@fuzzed()
+@given(damaged(BEGUN) | st.just(lines(BEGUN)), st.lists(damaged(SAMPLE), max_size=2))
+def test_unfinished_evaluations(directory: Path, begun: bytes, samples: list[bytes]) -> None:
+    path = directory / "run" / "evaluations" / "step-000010" / "progress.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"\n".join([begun, *samples, lines(SAMPLE)]))
+    found = Archive(directory / "run").unfinished()
+    if begun == lines(BEGUN):
+        assert found is not None and found[1][-1].sample == 2
+
+
+ENTRY = {"node": "n", "reason": "r", "run": "r", "attempt": 1, "time": 1.0, "expires": 9e9}
+
+
+@fuzzed()
+@given(damaged(ENTRY))
+def test_bad_nodes(directory: Path, data: bytes) -> None:
+    (directory / ".bad-nodes").mkdir(exist_ok=True)
+    (directory / ".bad-nodes" / "a.json").write_bytes(data)
+    (directory / ".bad-nodes" / "b.json").write_bytes(lines({**ENTRY, "node": "other"}))
+    assert "other" in {entry.node for entry in Ledger(directory).entries(10.0)}
+
+
+FOLDED = {
+    "run_dir": "/r",
+    "nodes": plan_file.fold([{"name": f"n{i}", "processes": 2} for i in range(3)]),
+    "processes": plan_file.fold([{"name": f"p-{i}", "port": 8000 + i} for i in range(6)]),
+    "replicas": plan_file.fold([{"router": "r-0"}]),
+}
+
+
+@fuzzed(2)
+@given(damaged(FOLDED))
+def test_plans(data: bytes) -> None:
+    try:
+        with bounded(len(data), factor=64):
+            assert isinstance(plan_file.plain(data), dict)
+        plan_file.from_file(data)
+    except ValueError:
+        return

@@ -1,0 +1,72 @@
+"""What a program in a sandbox may write to the worker in the name of the one that starts programs there."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from typing import Any
+
+import pytest
+from hypothesis import given
+
+from primeslurm.orchestrator.environments.sandbox.box import Box, SandboxGoneError
+from primeslurm.orchestrator.environments.sandbox.limits import SandboxLimits
+from tests.unit.fuzz.mutations import fuzzed, texts, trees
+
+ANSWER = {"id": 1, "pid": 7, "exit": 7, "code": 0, "error": ""}
+
+
+class Reading(Box):
+    """A box around one end of a real socket, whose other end says what it likes."""
+
+    def __init__(self) -> None:
+        super().__init__(SandboxLimits(), [], [])
+        self._control, self.theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control.setblocking(False)
+        self.ended = False
+
+    def kill(self, why: str) -> None:
+        """Note it: there is no process."""
+        self.ended = True
+
+    async def hear(self, packet: bytes) -> None:
+        """One packet, as the worker's loop reads it."""
+        loop = asyncio.get_running_loop()
+        wrong: list[Any] = []
+        loop.set_exception_handler(lambda _, context: wrong.append(context))
+        assert self._control is not None
+        loop.add_reader(self._control, self._read)
+        self.theirs.send(packet)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0.001)
+        if self._control is not None:
+            loop.remove_reader(self._control)
+            self._control.close()
+        self.theirs.close()
+        assert not wrong, wrong
+
+
+WRONG = [b"[" * 4000, b"\xff", b'{"exit": 1e999}', b'{"id": NaN}', b"1", b'{"id": 5}']
+
+
+@pytest.mark.parametrize("packet", WRONG)
+async def test_what_is_no_answer_ends_the_sandbox(packet: bytes) -> None:
+    box = Reading()
+    await box.hear(packet)
+    assert box.ended
+
+
+@fuzzed(2)
+@given(
+    trees(ANSWER).map(lambda tree: json.dumps(tree, default=str).encode()[:4000]) | texts(json.dumps(ANSWER).encode())
+)
+def test_nothing_else_breaks(packet: bytes) -> None:
+    async def hear() -> None:
+        box = Reading()
+        asked = box._answers[1] = asyncio.get_running_loop().create_future()
+        await box.hear(packet[:4000] or b"x")
+        if asked.done() and isinstance(asked.exception(), SandboxGoneError):
+            return
+
+    asyncio.run(hear())
