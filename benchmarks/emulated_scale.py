@@ -37,7 +37,7 @@ KINDS = (
     "emulated.environment",
     "submitit",
     "primeslurm.orchestrator",
-    "vllm_router",
+    "inference.router",
 )
 PERIOD_S = 1.0
 

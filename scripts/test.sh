@@ -16,7 +16,7 @@ if (($#)); then
 else
   # Tests of clusters mostly wait, for time-outs and for Slurm: they run beside those of single rooms and of engines.
   mkdir -p build
-  coverage run -m pytest --durations=20 tests/cluster tests/emulated >build/clusters.log 2>&1 &
+  coverage run -m pytest --durations=20 tests/cluster tests/emulated tests/chaos >build/clusters.log 2>&1 &
   clusters=$!
   coverage run -m pytest --durations=20 tests/unit >build/unit.log 2>&1 &
   unit=$!

@@ -40,6 +40,7 @@ NODE_VALUES = {
     "generate_token": secret.generate_token(secret.own()),
     "run_id": "test-run",
     "node": "0",
+    "key": "abcdef",
     "interface": "",
     "hcas": "",
     "ucx_devices_near": "",
@@ -63,7 +64,8 @@ class Server:
     def status_code(self, path: str = "/health") -> int | None:
         """Return the HTTP status of a GET, None if nobody answers."""
         try:
-            return httpx.get(self.url + path, timeout=5, verify=False).status_code  # plain HTTP: no certificates
+            # plain HTTP: no certificates
+            return httpx.get(self.url + path, headers=secret.header(), timeout=5, verify=False).status_code
         except httpx.HTTPError:
             return None
 
@@ -126,7 +128,8 @@ def start_process(
 ) -> Server:
     """Start any planned process that serves HTTP; `elsewhere`: placeholders of other processes."""
     numbers = {name: free_port() for name in command.ports} | dict(ports or {})
-    values = NODE_VALUES | {"host": HOST, "python": sys.executable, "tmp": str(log.parent)} | dict(elsewhere)
+    values = NODE_VALUES | {"host": HOST, "python": sys.executable, "tmp": str(log.parent)}
+    values |= {"attempt_dir": str(log.parent)} | dict(elsewhere)
     values |= {f"port:{name}": str(number) for name, number in numbers.items()}
     with log.open("a") as handle:
         process = subprocess.Popen(

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from primeslurm.errors import ClusterError, RunError
 from primeslurm.plan.model import Plan
 from primeslurm.records.attempt import JobRecord
-from primeslurm.run.directory import RunDirectory
-from primeslurm.run.status.run_status import JobQuery
-from primeslurm.slurm.client import SlurmClient
+from primeslurm.run.directory import Attempt, RunDirectory
+from primeslurm.run.status.run_status import NO_ANSWER, JobQuery
+from primeslurm.run.status.signs_of_life import WhySilent
+from primeslurm.slurm.client import TIMEOUT_S, NodeState, SlurmClient
+from primeslurm.slurm.launch_failures import ended_tasks
 
 OnSilence = Callable[[ClusterError], None]
 """Told that Slurm gave no answer."""
+ANSWER_S = 8.0
+"""Whoever looks at a run does not wait longer for Slurm."""
+_OUTPUT_BYTES = 1 << 20
+"""Of the end of a job's output."""
 
 
 def job_query(run: RunDirectory, if_silent: OnSilence | None = None) -> JobQuery:
@@ -22,20 +28,64 @@ def job_query(run: RunDirectory, if_silent: OnSilence | None = None) -> JobQuery
 
     Args:
         run: whose job is asked for.
-        if_silent: called where Slurm gives no answer, which is then taken for a job that Slurm does not know. Without
-            it, the query raises ClusterError.
+        if_silent: called where Slurm gives no answer in a few seconds; the state is `NO_ANSWER` then. Without it, the
+            query waits for a minute and raises ClusterError.
     """
+    return queries(run, if_silent)[0]
+
+
+def queries(run: RunDirectory, if_silent: OnSilence | None = None) -> tuple[JobQuery, WhySilent]:
+    """Make what asks for a job's state, and what asks of nodes that say nothing: Slurm, and the output of its job.
+
+    Where Slurm did not answer one, it is not waited for again by the other.
+    """
+    timeout_s = None if if_silent is None else ANSWER_S
+    mute: list[ClusterError] = []
 
     def ask(job: JobRecord) -> str | None:
+        if mute and if_silent is not None:
+            if_silent(mute[0])
+            return NO_ANSWER
         try:
-            return _state(run, job)
+            return _state(run, job, timeout_s)
         except ClusterError as error:
             if if_silent is None:
                 raise
+            mute.append(error)
             if_silent(error)
-            return None
+            return NO_ANSWER
 
-    return ask
+    def ask_of_nodes(attempt: Attempt, nodes: Sequence[str]) -> list[str]:
+        job = attempt.job()
+        if job is None or job.executor != "slurm":
+            return []
+        ended = ended_tasks(_end_of(run.job_output(job.job_id)))
+        found = [f"srun says of the task on {name}: {ended[name]}" for name in nodes if name in ended]
+        try:
+            known = {node.name: node for node in SlurmClient(job.slurm_conf, ANSWER_S).nodes()}
+        except ClusterError as error:
+            mute.append(error)
+            return [*found, f"Slurm does not answer: {error}"]
+        return found + [words for name in nodes if name in known and (words := _ill(known[name]))]
+
+    return ask, ask_of_nodes
+
+
+def _ill(node: NodeState) -> str:
+    """What Slurm has to say against a node; empty if nothing."""
+    if node.responding and not node.state.startswith(("down", "drain", "drng", "fail")):
+        return ""
+    mute, why = "" if node.responding else ", not responding", f" ({node.reason})" if node.reason else ""
+    return f"Slurm says that {node.name} is {node.state}{mute}{why}"
+
+
+def _end_of(path: Path) -> str:
+    try:
+        with path.open("rb") as handle:
+            handle.seek(max(0, handle.seek(0, 2) - _OUTPUT_BYTES))
+            return handle.read().decode(errors="replace")
+    except OSError:
+        return ""
 
 
 def end_job(plan: Plan, job: JobRecord) -> None:
@@ -52,14 +102,14 @@ def end_job(plan: Plan, job: JobRecord) -> None:
         submit.cancel(plan, job.job_id)
 
 
-def _state(run: RunDirectory, job: JobRecord) -> str | None:
+def _state(run: RunDirectory, job: JobRecord, timeout_s: float | None) -> str | None:
     if job.executor == "local":
         from primeslurm.slurm.local import submit
 
         return "RUNNING" if submit.is_running(run.latest().plan(), job.job_id) else None
     if job.slurm_conf is not None and not Path(job.slurm_conf).is_file():
         return None  # an embedded cluster that is down has no jobs
-    state = SlurmClient(job.slurm_conf).job(job.job_id)
+    state = SlurmClient(job.slurm_conf, timeout_s or TIMEOUT_S).job(job.job_id)
     if state is None:
         return None
     return f"{state.state} ({state.reason})" if state.reason and state.state == "PENDING" else state.state

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from primeslurm.api.jobs import OnSilence, end_job, job_query
+from primeslurm import durable
+from primeslurm.api.jobs import OnSilence, end_job, job_query, queries
 from primeslurm.api.sites import runs_directory
 from primeslurm.errors import ClusterError, RunError, UsageError, Violation
 from primeslurm.paths import is_dir
@@ -65,14 +66,15 @@ class Run:
         Args:
             processes: list every single process.
             if_silent: called where Slurm has to be asked and gives no answer, in place of an error. Its job then counts
-                as unknown.
+                as unknown (`silent`).
 
         Raises:
             RunError: its records are damaged, or of another release.
             ClusterError: Slurm has to be asked and gives no answer.
         """
         with reading(self):
-            return read_status(self.directory, job_query(self.directory, if_silent), processes=processes)
+            state, why_silent = queries(self.directory, if_silent)
+            return read_status(self.directory, state, processes=processes, why_silent=why_silent)
 
     def watch(self, *, poll_s: float = 1.0, if_silent: OnSilence | None = None) -> Iterator[RunStatus]:
         """Yield the status again and again; the last one is of the run that has ended.
@@ -124,7 +126,7 @@ class Run:
         if not status.active and status.phase != "lost":
             return False
         attempt = self.directory.latest()
-        attempt.cancel_file.touch()
+        durable.write(attempt.cancel_file, "")
         if status.phase not in ("pending", "requeued", "lost"):
             deadline = time.monotonic() + CANCEL_GRACE_S
             while time.monotonic() < deadline and attempt.end() is None:
@@ -182,8 +184,8 @@ class Run:
 
         chosen = self.attempt(attempt)
         with reading(self):
-            query = job_query(self.directory, if_silent)
-            return diagnose(self.directory, chosen, query, MAX_KL if max_kl is None else max_kl)
+            state, why_silent = queries(self.directory, if_silent)
+            return diagnose(self.directory, chosen, state, MAX_KL if max_kl is None else max_kl, why_silent)
 
     def report(self, *, if_silent: OnSilence | None = None) -> str:
         """Make one HTML page about the run, with plots. Raises RunError, ClusterError as `status`."""

@@ -7,21 +7,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from primeslurm import durable
 from primeslurm.api.sites import find_site
 from primeslurm.errors import ClusterError, PrimeslurmError, UsageError, Violation
-from primeslurm.files import write_atomic
 from primeslurm.plan.model import Plan
 from primeslurm.plan.planner import refuse
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.reading.explain import suggestion
 from primeslurm.records.attempt import JobRecord
 from primeslurm.run.directory import Attempt, RunDirectory, create, discard, missing_variables, name_in_use
+from primeslurm.run.exclusion import excluded, record_excluded, spared
 from primeslurm.run.ledger import BadNode, Ledger, avoiding
 from primeslurm.slurm import inventory
 from primeslurm.slurm.client import SlurmClient
 from primeslurm.slurm.inventory import InstalledDifference, Parts
 from primeslurm.slurm.placement import placement_problems
 from primeslurm.slurm.render import render
+from primeslurm.wire import secret
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,7 @@ def resume(directory: RunDirectory) -> Submitted:
     if plan.executor == "slurm":
         plan = avoid_bad_nodes(plan, slurm_conf)
     script = _script(plan)
+    secret.create(directory.path)  # one that was lost: what the run asks for is read anew by every attempt
     attempt = directory.attempt(previous.number + 1)
     attempt.prepare(plan)
     return _start(attempt, plan, script, slurm_conf)
@@ -142,13 +145,22 @@ def _start(attempt: Attempt, plan: Plan, script: str, slurm_conf: str | None) ->
             from primeslurm.slurm import executor
 
             path = attempt.path / "job.sbatch"
-            write_atomic(path, script)
+            durable.write(path, script)
             job_id = executor.submit(plan, task, path, slurm_conf)
     except (PrimeslurmError, OSError):
         discard(attempt)
         raise
     attempt.record_job(JobRecord(job_id, plan.executor, time.time(), slurm_conf))
+    _record_excluded(plan)
     return Submitted(plan, attempt.number, job_id)
+
+
+def _record_excluded(plan: Plan) -> None:
+    """Say which bad nodes the job is kept away from, where anything is to be said."""
+    run_dir = Path(plan.run_dir)
+    bad = [entry for entry in bad_nodes(run_dir.parent, time.time()) if entry.node in plan.job.avoid]
+    if bad or excluded(run_dir):
+        record_excluded(run_dir, bad)
 
 
 def bad_nodes(runs: Path, now: float) -> list[BadNode]:
@@ -157,7 +169,7 @@ def bad_nodes(runs: Path, now: float) -> list[BadNode]:
 
 
 def avoid_bad_nodes(plan: Plan, slurm_conf: str | None) -> Plan:
-    """Exclude the ledger's nodes, as far as they are of this cluster, from a plan's job.
+    """Exclude the ledger's nodes from a plan's job, as far as its partitions can spare them.
 
     Args:
         plan: of a run in the directory whose ledger counts.
@@ -168,8 +180,13 @@ def avoid_bad_nodes(plan: Plan, slurm_conf: str | None) -> Plan:
     """
     now = time.time()
     bad = bad_nodes(Path(plan.run_dir).parent, now)
-    names = {node.name for node in SlurmClient(slurm_conf).nodes()} if bad else set()
-    return avoiding(plan, [entry for entry in bad if entry.node in names], now)
+    if not bad:
+        return avoiding(plan, [], now)
+    partitions = SlurmClient(slurm_conf).nodes_by_partition({group.partition for group in plan.groups})
+    known = {node for nodes in partitions.values() for node in nodes}
+    avoided = spared(plan, bad, partitions)
+    needed = [entry for entry in bad if entry.node in known and entry not in avoided]
+    return avoiding(plan, avoided, now, needed=needed)
 
 
 def forget_bad_nodes(runs: Path, names: Sequence[str], now: float) -> None:

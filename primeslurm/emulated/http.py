@@ -8,12 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from typing import Any
 
 from primeslurm.inference.admission import App, Message, Receive, Scope, Send
 
 MAX_HEAD_BYTES = 65536
-_REASONS = {200: "OK", 400: "Bad Request", 404: "Not Found", 500: "Internal Server Error", 501: "Not Implemented"}
+MAX_BODY_BYTES = 64 << 20
+"""A prompt of a million tokens has 8 MB."""
+_REASONS = {
+    200: "OK",
+    400: "Bad Request",
+    404: "Not Found",
+    413: "Content Too Large",
+    500: "Internal Server Error",
+    501: "Not Implemented",
+}
 
 
 async def start(app: App, host: str, port: int) -> asyncio.Server:
@@ -54,6 +64,8 @@ class _Connection(asyncio.Protocol):
         self._buffer += data
         if self._task is None:
             self._next()
+        elif len(self._buffer) > MAX_HEAD_BYTES + MAX_BODY_BYTES:  # requests upon requests, without waiting for answers
+            self._transport.close()
 
     def _next(self) -> None:
         """Start the next request if all of it is here."""
@@ -62,20 +74,27 @@ class _Connection(asyncio.Protocol):
             if len(self._buffer) > MAX_HEAD_BYTES:
                 self._transport.close()
             return
-        request, *lines = bytes(self._buffer[:end]).split(b"\r\n")
-        headers = [(name.strip().lower(), value.strip()) for name, _, value in (line.partition(b":") for line in lines)]
-        fields = dict(headers)
-        length = int(fields.get(b"content-length", b"0"))
+        head = _head(bytes(self._buffer[: min(end, MAX_HEAD_BYTES)]))
+        if head is None or end > MAX_HEAD_BYTES:
+            self._refuse(400, "this is no request")
+            return
+        scope, length = head
+        if length > MAX_BODY_BYTES:
+            self._refuse(413, f"a body has {MAX_BODY_BYTES} bytes at most")
+            return
         if len(self._buffer) < end + 4 + length:
             return
         body = bytes(self._buffer[end + 4 : end + 4 + length])
         del self._buffer[: end + 4 + length]
-        method, target, _ = request.decode("latin-1").split(" ", 2)
-        path, _, query = target.partition("?")
-        scope = {"type": "http", "method": method, "path": path, "query_string": query.encode(), "headers": headers}
+        fields = dict(scope["headers"])
         keep = fields.get(b"connection", b"").lower() != b"close"
         unsupported = b"transfer-encoding" in fields
         self._task = asyncio.create_task(self._respond(_chunked if unsupported else self._app, scope, body, keep))
+
+    def _refuse(self, status: int, why: str) -> None:
+        """Answer what cannot be read on, and hang up."""
+        self._buffer.clear()
+        self._write({"status": status, "headers": [], "body": json.dumps({"error": why}).encode()}, keep=False)
 
     async def _respond(self, app: App, scope: Scope, body: bytes, keep: bool) -> None:
         response: dict[str, Any] = {"status": 500, "headers": [], "body": b""}
@@ -92,7 +111,7 @@ class _Connection(asyncio.Protocol):
         try:
             await app(scope, receive, send)
         except Exception as error:
-            response.update(status=500, headers=[], body=json.dumps({"error": repr(error)}).encode())
+            response.update(status=500, headers=[], body=json.dumps({"error": repr(error)[:500]}).encode())
         self._write(response, keep)
         self._task = None
         if keep and not self._transport.is_closing():
@@ -108,6 +127,19 @@ class _Connection(asyncio.Protocol):
         self._transport.write(b"\r\n".join(head) + b"\r\n\r\n" + response["body"])
         if not keep:
             self._transport.close()
+
+
+def _head(raw: bytes) -> tuple[Scope, int] | None:
+    """The scope of a request, and the length of its body [bytes]; None for what is no request."""
+    request, *lines = raw.split(b"\r\n")
+    parts = request.decode("latin-1").split(" ")
+    headers = [(name.strip().lower(), value.strip()) for name, _, value in (line.partition(b":") for line in lines)]
+    length = dict(headers).get(b"content-length", b"0")
+    if len(parts) != 3 or not parts[1].startswith("/") or not re.fullmatch(rb"[0-9]{1,18}", length):
+        return None
+    path, _, query = parts[1].partition("?")
+    kind = {"type": "http", "method": parts[0], "path": path, "query_string": query.encode(), "headers": headers}
+    return kind, int(length)
 
 
 async def _chunked(scope: Scope, receive: Receive, send: Send) -> None:

@@ -16,9 +16,15 @@ import threading
 import time
 from types import FrameType
 
+from primeslurm.records.beats import pulse
+
 JOIN_TIMEOUT_S = 600.0
 """Longest wait for all ranks to be there, as torch's rendezvous has it."""
 INTERRUPT = b"i"
+ARRIVED = b"a"
+"""What a rank says that has begun the next collective."""
+GO = bytes([200])
+"""What rank 0 says when all have; lower bytes are exit codes."""
 RETRY_S = 0.5
 
 
@@ -37,6 +43,9 @@ class Ranks:
     def __init__(self, port: int, others: int) -> None:
         self._others = others
         self._connections: list[socket.socket] = []
+        self._pulse = pulse()
+        self._begun = 0
+        self._arrived = threading.Semaphore(0)
         self._interrupted = threading.Event()
         self._closing = threading.Event()
         self._listener = socket.create_server(("", port), backlog=max(others, 1))
@@ -56,6 +65,15 @@ class Ranks:
                 raise LostRankError(f"only {len(self._connections)} of {self._others} ranks came") from None
             self._connections.append(connection)
         threading.Thread(target=self._watch, daemon=True).start()
+
+    def meet(self) -> None:
+        """Wait until every rank has come, as in a collective: for as long as it takes."""
+        self._begun += 1
+        self._pulse.count_collectives(self._begun)
+        for _ in self._connections:
+            self._arrived.acquire()
+        for connection in self._connections:
+            connection.sendall(GO)
 
     def interrupt(self, number: int = 0, frame: FrameType | None = None) -> None:
         """Ask for a checkpoint and the end; also a signal handler."""
@@ -88,6 +106,8 @@ class Ranks:
             said = b""
         if said == INTERRUPT:
             self._interrupted.set()
+        elif said == ARRIVED:
+            self._arrived.release()
         elif not self._closing.is_set():
             # as with real collectives: nobody can go on, and the process must not wait for a step to end
             print("a rank is gone", file=sys.stderr, flush=True)
@@ -122,10 +142,22 @@ def follow(address: str, port: int, timeout_s: float = JOIN_TIMEOUT_S) -> int:
     if asked:
         connection.sendall(INTERRUPT)
     try:
-        said = connection.recv(1)
+        said = _follow(connection)
     except OSError:
         said = b""
     return said[0] if said else 1
+
+
+def _follow(connection: socket.socket) -> bytes:
+    """Begin one collective after the other, and wait in each for rank 0; returns what it says at the end."""
+    own, begun = pulse(), 0
+    while True:
+        begun += 1
+        own.enter("train")
+        own.count_collectives(begun)
+        connection.sendall(ARRIVED)
+        if (said := connection.recv(1)) != GO:
+            return said
 
 
 def _connect(address: str, port: int, timeout_s: float) -> socket.socket:

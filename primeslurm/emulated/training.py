@@ -15,8 +15,11 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
+from primeslurm import durable
 from primeslurm.emulated.ranks import LostRankError, Ranks
 from primeslurm.recipe import Recipe
+from primeslurm.recipe.phase_limits import PhaseLimits
+from primeslurm.records.beats import pulse
 from primeslurm.records.events.training import (
     CheckpointCommitted,
     CheckpointLoaded,
@@ -25,6 +28,7 @@ from primeslurm.records.events.training import (
     WeightsPublished,
 )
 from primeslurm.records.journal import Journal
+from primeslurm.records.reserve import while_full
 from primeslurm.records.state import TrainerState
 from primeslurm.wire import checkpoints, exits
 from primeslurm.wire.link import LinkError, TrainerLink, TransferWanted
@@ -60,6 +64,7 @@ class EmulatedTrainer:
         self._link = link
         self._ranks = ranks
         self._world = world
+        self._limits = PhaseLimits.of(recipe)
         self._dp_world = max(1, world // recipe.trainer.parallelism.cp)
         self._journal = Journal(run_dir / "attempts" / str(attempt), "trainer-rank-0")
         self._saved = 0
@@ -72,13 +77,14 @@ class EmulatedTrainer:
             LinkError: the orchestrator is gone.
             OSError: the disk failed; what was committed is intact.
         """
+        pulse().enter("load", limit_s=self._limits.long_s)
         self._ranks.join()
         step, done = self._resume(), False
         while step < self._recipe.max_steps and not done:
             done = not self._step(step + 1)
             step += not done
         if step > self._saved:
-            self._save(step)
+            while_full(lambda: self._save(step))
         interrupted = done and self._ranks.interrupted()
         self._journal.write(TrainerStopped(step, "interrupted" if interrupted else "finished"))
         return exits.CHECKPOINTED if interrupted else 0
@@ -90,7 +96,7 @@ class EmulatedTrainer:
             self._link.committed(step)
             self._transfer(step)
         else:
-            self._announced = self._link.announce(0, self._recipe.model.path)
+            self._announced = while_full(lambda: self._link.announce(0, self._recipe.model.path))
         for newer in filesystem.published(self._run_dir):
             if newer > self._announced:
                 shutil.rmtree(filesystem.version_dir(self._run_dir, newer))
@@ -99,17 +105,21 @@ class EmulatedTrainer:
     def _step(self, step: int) -> bool:
         """One step; False if there is nothing more to train."""
         self._journal.state(TrainerState(step - 1, "wait"))
+        pulse().enter("wait", step - 1, self._limits.wait_s)
         batch = self._batch(step)
         if batch is None:
             return False
         self._journal.state(TrainerState(step, "train"))
+        pulse().enter("train", step, self._limits.step_s)
+        self._ranks.meet()
         spent = STEP_S + batch.info.loss_tokens / (TOKENS_PER_S_AND_RANK * self._world)
         time.sleep(spent)
+        pulse().enter("publish", step, self._limits.publish_s)
         self._transfer(step)
         self._link.step_done(step, {"loss": 1.0 / step, "loss_tokens": batch.info.loss_tokens, "seconds/train": spent})
         self._journal.write(StepTrained(step))
-        if step % self._recipe.checkpoint.interval == 0 or step == self._recipe.max_steps:
-            self._save(step)
+        if self._recipe.commits(step):
+            while_full(lambda: self._save(step))
         return True
 
     def _batch(self, step: int) -> Batch | None:
@@ -123,12 +133,13 @@ class EmulatedTrainer:
     def _transfer(self, version: int) -> None:
         if self._recipe.weights.transport == "filesystem":
             if version > self._announced:
-                self._announced = self._link.announce(version, str(self._publish(version)))
+                path = while_full(lambda: self._publish(version))
+                self._announced = while_full(lambda: self._link.announce(version, str(path)))
         else:
-            self._link.announce(version, "")
+            while_full(lambda: self._link.announce(version, ""))
             self._send(version)
             if version == self._recipe.max_steps:
-                self._publish(version)
+                while_full(lambda: self._publish(version))
 
     def _send(self, version: int) -> None:
         """Meet the engines as if to send them the policy."""
@@ -145,17 +156,21 @@ class EmulatedTrainer:
         partial.mkdir(parents=True)
         save_file({"emulated.weight": np.full(64, version, np.float32)}, partial / "model.safetensors")
         filesystem.complete(partial, version, "float32")
-        partial.rename(final)
+        if self._recipe.commits(version):
+            durable.sync_tree(partial)
+        durable.rename(partial, final)
         filesystem.prune(self._run_dir, self._recipe.weights.keep, {version, *checkpoints.committed(self._run_dir)})
         self._journal.write(WeightsPublished(version))
         return final
 
     def _save(self, step: int) -> None:
         self._journal.state(TrainerState(step, "checkpoint"))
+        pulse().enter("checkpoint", step, self._limits.long_s)
         directory = checkpoints.step_dir(self._run_dir, step)
         if directory.exists():
             shutil.rmtree(directory)
-        (directory / "trainer").mkdir(parents=True)
+        durable.make_directory(directory / "trainer")
+        self._journal.sync()
         (directory / "trainer" / "emulated.bin").write_bytes(step.to_bytes(8, "little"))
         self._link.save(step, str(directory))
         checkpoints.commit(directory, step, self._attempt)
@@ -176,7 +191,7 @@ def train(argv: list[str] | None, ranks: Ranks) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s trainer 0 %(levelname)s %(message)s")
     recipe = Recipe.model_validate_json(options.recipe.read_bytes())
     world = int(os.environ["WORLD_SIZE"])
-    link = TrainerLink(options.orchestrator)
+    link = TrainerLink(options.orchestrator, on_wait=pulse().beat)
     try:
         code = EmulatedTrainer(recipe, options.run_dir, options.attempt, link, ranks, world).run()
     except (LostRankError, LinkError, OSError) as error:

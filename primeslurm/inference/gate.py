@@ -14,6 +14,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import uuid
 from typing import Any
 
@@ -27,6 +28,9 @@ SHUTDOWN_EXIT_CODE = 70
 _GATED = ("/v1/", "/inference/v1/")
 _VERSION_FIELDS = {"/finish_weight_update": "weight_version", "/update_weight_version": "new_version"}
 _UPDATE_STEPS = ("/start_weight_update", "/update_weights", "/finish_weight_update")
+_VERSION = re.compile("[0-9]{1,9}")
+LARGEST_CONTROL = 1 << 20
+"""Bytes of a control request that are looked at; what names a version has some tens."""
 _WATCHED = {*_UPDATE_STEPS, *_VERSION_FIELDS, "/init_weight_transfer_engine", "/pause", "/resume"}
 
 
@@ -98,7 +102,7 @@ class VersionGate(SecretGate):
 
         async def receiving() -> Message:
             message = await receive()
-            body.extend(message.get("body", b""))
+            body.extend(message.get("body", b"")[: LARGEST_CONTROL + 1 - len(body)])
             return message
 
         async def sending(message: Message) -> None:
@@ -124,7 +128,10 @@ def _exit_at_once() -> None:
 
 
 def _version(body: bytes, field: str) -> int | None:
+    if len(body) > LARGEST_CONTROL:
+        return None
     try:
-        return int(json.loads(body)[field])
-    except (ValueError, KeyError, TypeError):
+        found = str(json.loads(body)[field])
+    except (ValueError, LookupError, TypeError, RecursionError):
         return None  # applied without a version of ours: nothing says which policy this is
+    return int(found) if _VERSION.fullmatch(found) else None

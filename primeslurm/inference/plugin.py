@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from primeslurm.wire import secret
+
 TRANSFER_ENGINES = {
     "primeslurm_filesystem": ("primeslurm.inference.weight_transfer.filesystem", "FilesystemTransferEngine"),
     "primeslurm_collective": ("primeslurm.inference.weight_transfer.collective", "CollectiveTransferEngine"),
@@ -14,6 +16,8 @@ _registered = False
 def register() -> None:
     """Register our transfer engines and the fix of selection biases; on CPU, those of `cpu.patches`, too.
 
+    The run's secret is read first, as the engine starts its processes after this.
+
     Calling it again changes nothing.
 
     Raises:
@@ -22,6 +26,7 @@ def register() -> None:
     global _registered
     if _registered:
         return
+    secret.take()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 

@@ -14,6 +14,7 @@ from types import FrameType
 import submitit
 from submitit.helpers import DelayedSubmission
 
+from primeslurm import durable
 from primeslurm.node.agent.node_agent import NodeAgent
 from primeslurm.node.attempt.attempt_end import conclude, keep_away_from_bad_nodes, remember_bad_node
 from primeslurm.node.attempt.attempts import PLAN_WAIT_S, enter
@@ -26,6 +27,18 @@ from primeslurm.slurm.launch_failures import node_names, restarts
 
 DEPUTY_S = 3.0
 """Between two agents that look after a job whose head is gone."""
+
+
+class NextAttempt(DelayedSubmission):
+    """What submitit saves before it requeues the job. On disk by then: else a power cut leaves no agent to start."""
+
+    def dump(self, filepath: str | Path) -> None:
+        """Write what submitit reads; it renames it afterwards."""
+        plain = DelayedSubmission(self.function)
+        plain.set_timeout(self._timeout_min, self._timeout_countdown)
+        plain.dump(filepath)
+        durable.sync(Path(filepath))
+        durable.sync(Path(filepath).parent)
 
 
 class AgentTask:
@@ -91,7 +104,10 @@ class AgentTask:
         if not self._concluded(self._head):
             return None
         self._avoid_bad_nodes(self._head.plan)
-        return DelayedSubmission(AgentTask(self.run_dir, self.first_attempt, self.restarts + 1))
+        # submitit saves beside it first, and stops where a power cut has left such a file.
+        for left in Path(self.run_dir, "submitit").glob("*.save_tmp"):
+            left.unlink(missing_ok=True)
+        return NextAttempt(AgentTask(self.run_dir, self.first_attempt, self.restarts + 1))
 
     def _concluded(self, head: Head) -> bool:
         """Put the end on record, once: a warning of Slurm may come when the attempt has just ended by itself."""

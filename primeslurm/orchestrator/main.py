@@ -13,11 +13,13 @@ from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.evaluation.standalone import EvaluationServer
 from primeslurm.orchestrator.server import Orchestrator
 from primeslurm.recipe import Recipe
+from primeslurm.wire import secret
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one attempt's orchestrator. Returns 0 if the run is complete, else an exit code of `wire.exits`."""
     options = _parser().parse_args(argv)
+    secret.take()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     recipe = Recipe.model_validate_json(options.recipe.read_bytes())

@@ -12,10 +12,11 @@ from typing import Any
 
 import msgspec
 
+from primeslurm import durable
 from primeslurm.errors import RunError
-from primeslurm.files import write_atomic
 from primeslurm.orchestrator.dispatch import Dispatcher
 from primeslurm.orchestrator.dispatch.curricula import Curricula
+from primeslurm.records.reserve import Reserve
 from primeslurm.wire import checkpoints
 from primeslurm.wire.weight_transfer.messages import NewPolicy
 
@@ -57,9 +58,9 @@ class RunProgress(msgspec.Struct, frozen=True):
         return self.published.version if self.published else self.done_step
 
     def save(self, path: Path) -> None:
-        """Write the record atomically. Raises OSError."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, msgspec.msgpack.encode(self))
+        """Write the record, on disk when this returns. Raises OSError."""
+        durable.make_directory(path.parent)
+        durable.write(path, msgspec.msgpack.encode(self))
 
 
 def restore(run_dir: Path, attempt: int) -> RunProgress:
@@ -107,6 +108,7 @@ class ProgressFile:
     def __init__(self, path: Path, progress: RunProgress, dispatch: Dispatcher, curricula: Curricula) -> None:
         self.now = progress
         self._path, self._dispatch, self._curricula = path, dispatch, curricula
+        self._reserve = Reserve(path.parent.parent)
 
     def snapshot(self) -> RunProgress:
         """Return the record with the dispatcher's present positions."""
@@ -124,7 +126,7 @@ class ProgressFile:
     def record(self, **changes: Any) -> None:
         """Put changes on disk, and only then make them. Raises OSError, and nothing has changed then."""
         progress = msgspec.structs.replace(self.snapshot(), **changes)
-        progress.save(self._path)
+        self._reserve.spend_on(lambda: progress.save(self._path))
         self.now = progress
 
     def note(self, **changes: Any) -> None:

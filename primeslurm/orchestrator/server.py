@@ -35,6 +35,8 @@ from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, 
 from primeslurm.orchestrator.weight_transfer.policy_loop import PolicyLoop
 from primeslurm.orchestrator.weight_transfer.sessions import TransferSessions
 from primeslurm.recipe import Recipe
+from primeslurm.records import metrics
+from primeslurm.records.beats import pulse
 from primeslurm.records.events.training import BatchFormed, OrchestratorDone, OrchestratorUp, ReplicaLost
 from primeslurm.records.journal import Journal
 from primeslurm.records.metrics import MetricsLog
@@ -56,6 +58,8 @@ log = logging.getLogger(__name__)
 HOLD_S = 4.0
 """A GetBatch that cannot be answered is held for this long: shorter than the trainer's retry."""
 TICK_S = 0.2
+END_S = 1800.0
+"""What is left to be done at the end, such as handing metrics in, may take so long."""
 LINGER_S = 3.0
 """Default of the time that the trainer's last requests are still answered after everything is done."""
 
@@ -108,6 +112,8 @@ class Orchestrator:
         self._batch_formed = asyncio.Condition()
         self._wake = asyncio.Event()
         self._cancelled: list[str] = []
+        self._unspooled: list[RolloutGroup] = []
+        """Finished groups that count once they are on disk."""
         self._final_policy_at: float | None = None
 
     async def run(self) -> None:
@@ -129,6 +135,7 @@ class Orchestrator:
                 if self._progress.now.published:
                     await self._policy.want(_policy(self._progress.now.published))
                 await self._loop()
+                pulse().enter("end", limit_s=END_S)
                 self._watch.write_state(self._state())
                 await asyncio.sleep(self._linger_s)
                 for task in background:
@@ -139,13 +146,15 @@ class Orchestrator:
 
     async def _loop(self) -> None:
         while not self._complete():
+            pulse().enter("event loop")
             self._follow_addresses()
             self._workers.expire()
             cancelled, self._cancelled = self._cancelled, []
             await self._workers.cancel(cancelled)
             self._curricula.set_tasks(self._workers.tasks)
             await self._evaluate()  # first: its bound is its own, and training takes all that environments have left
-            while job := self._dispatch.next_job(self._workers.available):
+            self._spool_again()
+            while not self._spool.waiting and (job := self._dispatch.next_job(self._workers.available)):
                 self._watch.rollout_started(job)
                 await self._workers.send(job)
             self._check()
@@ -220,7 +229,7 @@ class Orchestrator:
             case StepDone():
                 self._step_done(request)
             case Save():
-                self._progress.snapshot().save(Path(request.directory) / CHECKPOINT_PART)
+                self._save(Path(request.directory))
             case Committed():
                 self._committed(request.step)
                 return Answer("ok", keep=self._evaluator.kept_steps(request.step))
@@ -306,6 +315,12 @@ class Orchestrator:
         self._dispatch.step_done()
         self._watch.step_done(request.step, row)
 
+    def _save(self, directory: Path) -> None:
+        """The orchestrator's part of a checkpoint, with all that was recorded of its steps: on disk, or OSError."""
+        metrics.sync(self._arguments.run_dir)
+        self._journal.sync()
+        self._progress.snapshot().save(directory / CHECKPOINT_PART)
+
     def _committed(self, step: int) -> None:
         gone = {s: ids for s, ids in self._progress.now.batches.items() if s <= step}
         self._spool.delete(name for ids in gone.values() for name in ids)
@@ -341,12 +356,26 @@ class Orchestrator:
             return
         group = kept
         self._watch.group_kept()
-        self._spool.put(group)
+        if not self._spool.put(group) and group.id in self._spool.waiting:
+            self._unspooled.append(group)
+        else:
+            self._count(group)
+
+    def _count(self, group: RolloutGroup) -> None:
+        """Take a group whose rollouts are finished."""
         if self._scoring is None:
             self._dispatch.add_ready(group)
             self._notify_if_enough()
         elif self._dispatch.add_unscored(group):
             self._scoring.add(group)
+
+    def _spool_again(self) -> None:
+        """Groups that there was no space for; no further rollout starts while any waits."""
+        self._spool.retry()
+        written = [group for group in self._unspooled if group.id not in self._spool.waiting]
+        self._unspooled = [group for group in self._unspooled if group.id in self._spool.waiting]
+        for group in written:
+            self._count(group)
 
     def _on_scored(self, group: RolloutGroup) -> None:
         if self._dispatch.scored(group):

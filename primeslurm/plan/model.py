@@ -3,10 +3,12 @@
 Strings in `argv` and `env` may hold placeholders that only the node knows, filled in by `node.agent.node_context`:
 `${host}` own address, `${port:http}` own port, `${port:nixl-3}` own port minus three, `${host:NAME}` address of process
 NAME, `${port:NAME:http}` its port, `${addr:NAME:http}` its `host:port`, and the values `${run_dir}`, `${attempt}`,
-`${attempt_dir}`, `${run_id}`, `${python}`, `${tmp}`, `${node}` (own index), and of the node's network `${interface}`,
-`${hcas}`, `${nccl_hcas}`, `${ucx_devices}`, `${ucx_devices_near}` (near to the process's GPUs). A variable of the
-environment that comes out empty is not set. Only in `env` also `${secret}` and `${generate_token}` (`wire.secret`). A
-host name or a secret never appears in a Plan.
+`${attempt_dir}`, `${run_id}`, `${python}`, `${tmp}`, `${node}` (own index), `${key}` (a random word of the node's
+agent, which makes names on its disk unknown to others), and of the node's network `${interface}`, `${hcas}`,
+`${nccl_hcas}`, `${ucx_devices}`, `${ucx_devices_near}` (near to the process's GPUs). A variable of the environment that
+comes out empty is not set. Only in `env` also `${secret}` and `${generate_token}` (`wire.secret`): such variables are
+handed over, and are not in the environment that a process is started with. A host name or a secret never appears in a
+Plan.
 """
 
 from __future__ import annotations
@@ -37,6 +39,15 @@ class Health(Section):
     """A process that was ready and gives no HTTP answer at all for this long hangs, and is restarted."""
 
 
+class Beats(Section):
+    """A process's main loop says that it goes on (`records.beats`)."""
+
+    start_timeout_s: int = 1800
+    """Longest time from start to the first beat."""
+    hang_timeout_s: int = 300
+    """A process that is silent for this long hangs, unless it said that its phase may take longer."""
+
+
 class Process(Section):
     """One operating-system process on one node."""
 
@@ -62,6 +73,8 @@ class Process(Section):
     group or of the trainer."""
     max_restarts: int = 5
     health: Health | None = None
+    beats: Beats | None = None
+    """None: it does not beat."""
     files: dict[str, str] = {}
     """Files written before it starts: name under `${tmp}` to text, with placeholders."""
     scratch: tuple[str, ...] = ()

@@ -19,7 +19,7 @@ from primeslurm.plan.checks.review import advise, review
 from primeslurm.plan.checks.rule import RuleContext
 from primeslurm.plan.commands.processes import orchestrator_command, trainer_command
 from primeslurm.plan.emulate import emulate
-from primeslurm.plan.model import Finding, Plan, Replica, Totals
+from primeslurm.plan.model import Beats, Finding, Plan, Replica, Totals
 from primeslurm.plan.placement.environments import place_environments
 from primeslurm.plan.placement.inference import place_inference, place_teacher
 from primeslurm.plan.placement.node_builder import NodeBuilder
@@ -163,7 +163,7 @@ def place(recipe: Recipe, site: Site, run_dir: Path, requests: list[ResourceRequ
     teachers = place_teacher(recipe, site, builders)
     trainer_gpus = _trainer(recipe, site, builders)
     if recipe.samples:
-        _control(builders[0], replicas, teachers)
+        _control(recipe, builders[0], replicas, teachers)
         place_environments(recipe, site, builders)
     return Plan(
         schema=1,
@@ -226,16 +226,18 @@ def _trainer(recipe: Recipe, site: Site, builders: list[NodeBuilder]) -> int:
                 gpus=(local,),
                 restart="attempt",
                 unit="trainer" if world > 1 else None,
+                beats=Beats(hang_timeout_s=recipe.trainer.hang_timeout_s),
                 after=("orchestrator",) if recipe.task == "rl" else (),
             )
             rank += 1
     return world
 
 
-def _control(head: NodeBuilder, replicas: list[Replica], teachers: list[str]) -> None:
+def _control(recipe: Recipe, head: NodeBuilder, replicas: list[Replica], teachers: list[str]) -> None:
     engines = [name for replica in replicas for name in replica.engines]
     routers = [replica.router for replica in replicas]
-    head.add("orchestrator", "orchestrator", orchestrator_command(engines, routers, teachers))
+    beats = Beats(hang_timeout_s=recipe.orchestrator.hang_timeout_s)
+    head.add("orchestrator", "orchestrator", orchestrator_command(engines, routers, teachers), beats=beats)
 
 
 def _key(recipe: Recipe) -> tuple[str, ...]:

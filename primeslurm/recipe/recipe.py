@@ -106,6 +106,10 @@ class Recipe(Section):
         """Return the filters that the environment's rollouts have to pass."""
         return self.orchestrator.filters if environment.filters is None else environment.filters
 
+    def commits(self, step: int) -> bool:
+        """Tell whether a step ends with a checkpoint in any case: one of the interval, or the last."""
+        return step % self.checkpoint.interval == 0 or step == self.max_steps
+
     def metrics_options(self) -> dict[str, Any]:
         """Say where metrics go besides metrics.jsonl: keyword arguments of `records.metrics.MetricsLog`."""
         wandb = self.monitor.wandb

@@ -35,6 +35,30 @@ class Ending:
     """Another attempt would end in the same way."""
 
 
+class BeatReport(msgspec.Struct, frozen=True):
+    """Where a process was when it was last heard of, and how long ago that was."""
+
+    phase: str = ""
+    step: int | None = None
+    number: int = 0
+    """Beats so far; 0: it has not begun."""
+    collectives: int = 0
+    """Collectives that a trainer rank has begun."""
+    silent_s: float = 0.0
+    """Without the time for which it cannot be blamed."""
+    limit_s: float = 0.0
+    """It hangs if it is silent for longer; 0: nobody knows."""
+    stopped: bool = False
+    """By a signal."""
+
+    @property
+    def words(self) -> str:
+        """Tell for how long the process has been silent, and where."""
+        phase = f", phase {self.phase}" if self.phase else "" if self.number else ", has not begun"
+        step = f" of step {self.step}" if self.step is not None else ""
+        return f"silent for {self.silent_s:.0f} s{phase}{step}" + (", stopped by a signal" if self.stopped else "")
+
+
 class ProcessReport(msgspec.Struct, frozen=True):
     """One process in an agent's heartbeat."""
 
@@ -48,6 +72,8 @@ class ProcessReport(msgspec.Struct, frozen=True):
     reason: str = ""
     generation: int = 0
     """Generation of its restart group that it was last started in."""
+    beat: BeatReport | None = None
+    """None: it neither beats nor is probed, or does not run."""
 
 
 class Fitness(StrEnum):
@@ -71,6 +97,10 @@ class AgentReport(msgspec.Struct, frozen=True):
     unfit_because: str = ""
     environments_fail: str = ""
     """Why environments do not load there."""
+    failed: list[str] = []
+    """Names of the checks that the node failed."""
+    file_system: str = ""
+    """What is wrong with the file system of the run directory, of which no node is to blame."""
     node: int | None = None
     """The Plan's node that it plays; None while it is a spare."""
     ports: dict[str, dict[str, int]] = {}
@@ -96,7 +126,13 @@ class FleetView(msgspec.Struct, frozen=True):
     """Restart groups (`unit` in the Plan) that were restarted at least once."""
     lost: list[str] = []
     """Processes that were given up: they end, and nothing waits for them."""
+    silent: dict[str, BeatReport] = {}
+    """Processes that have been silent for a while."""
+    hung: dict[str, str] = {}
+    """Trainer ranks that their agents have to end, and why."""
     ending: Ending | None = None
+    waits_for: str = ""
+    """What is wrong with the shared file system, while the run waits for that to be over."""
     release: bool = False
     """Set while ending: trainers are done (or out of time), everything else may stop."""
 
@@ -133,6 +169,10 @@ class PreflightCheck(msgspec.Struct, frozen=True):
     level: CheckLevel
     text: str
     fix: str = ""
+
+
+class SharedCheck(PreflightCheck, frozen=True):
+    """The same of one that tells of the file system of the run directory, and nothing of the node."""
 
 
 class PreflightReference(msgspec.Struct, frozen=True):

@@ -7,15 +7,21 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import threading
 import time
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
+from primeslurm import durable
 from primeslurm.files import write_json
 from primeslurm.records.base import Event, Record
+from primeslurm.records.reserve import Reserve
 
+MOST_UNWRITTEN = 1000
+"""Events that wait in memory while the disk is full; more are lost, the oldest first."""
 R = TypeVar("R", bound=Record)
 
 
@@ -26,20 +32,45 @@ class Journal:
         self._events = attempt_dir / "events" / f"{name}.jsonl"
         self._state = attempt_dir / "state" / f"{name}.json"
         self._name = name
+        self._reserve = Reserve(attempt_dir.parent.parent)
+        self._unwritten: list[str] = []
+        self._lock = threading.RLock()  # a signal handler of the thread that holds it may write, too
         for path in (self._events, self._state):
             path.parent.mkdir(parents=True, exist_ok=True)
 
     def write(self, event: Event) -> None:
-        """Append one event. A full disk loses the event, never the process."""
+        """Append one event. On a full disk it waits in memory for the next one, or for `flush`."""
         # json, and not msgspec: a loss may be NaN, and the name of a file in an error may be no Unicode.
         line = json.dumps(msgspec.to_builtins(self._signed(event)))
-        with contextlib.suppress(OSError), self._events.open("a") as handle:
-            handle.write(line + "\n")
+        with self._lock:
+            self._unwritten = [*self._unwritten[-MOST_UNWRITTEN:], line]
+            self.flush()
+
+    def flush(self) -> None:
+        """Append what could not be written before."""
+        with self._lock, contextlib.suppress(OSError):
+            if self._unwritten:
+                self._reserve.spend_on(self._append)
+                self._unwritten = []
+
+    def _append(self) -> None:
+        text = "".join(line + "\n" for line in self._unwritten)
+        before = self._events.stat().st_size if self._events.exists() else 0
+        try:
+            with self._events.open("a") as handle:
+                handle.write(text)
+        except OSError:
+            os.truncate(self._events, before)  # or the next line would go on with half a line
+            raise
+
+    def sync(self) -> None:
+        """Have what was written so far on disk: a checkpoint counts only with the events before it. Raises OSError."""
+        durable.sync_if_there(self._events)
 
     def state(self, state: Record) -> None:
         """Replace the current state."""
         with contextlib.suppress(OSError):
-            write_json(self._state, msgspec.to_builtins(self._signed(state)))
+            self._reserve.spend_on(lambda: write_json(self._state, msgspec.to_builtins(self._signed(state))))
 
     def _signed(self, record: R) -> R:
         return msgspec.structs.replace(record, time=time.time(), process=self._name)

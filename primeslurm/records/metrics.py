@@ -12,10 +12,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from primeslurm import durable
 from primeslurm.files import read_json, write_atomic
 
 EVALUATION = "eval/"
 """Prefix of what evaluations measured: it comes when they are done, as a row of its own of the step evaluated."""
+
+FILE = "metrics.jsonl"
+"""In the run directory."""
 
 Row = dict[str, float]
 """A row of metrics.jsonl: `step`, `time` (Unix seconds), and metrics by name, the environment's own among them."""
@@ -34,7 +38,7 @@ class MetricsLog:
     def __init__(
         self, run_dir: Path, resumed_step: int, *, tensorboard: bool, wandb: Mapping[str, Any] | None = None
     ) -> None:
-        self._path = run_dir / "metrics.jsonl"
+        self._path = run_dir / FILE
         self._last, self._evaluated = _truncate(self._path, resumed_step)
         self._board = _Board(run_dir / "tensorboard", resumed_step) if tensorboard else None
         self._wandb = _wandb(run_dir, wandb) if wandb is not None else None
@@ -74,6 +78,11 @@ class MetricsLog:
             self._board.close()
         if self._wandb is not None:
             self._wandb.finish()
+
+
+def sync(run_dir: Path) -> None:
+    """Have all rows so far on disk: a checkpoint counts only with the rows of its steps. Raises OSError."""
+    durable.sync_if_there(run_dir / FILE)
 
 
 def by_one_name(row: Row) -> Row:

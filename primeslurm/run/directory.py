@@ -17,8 +17,9 @@ from typing import TypeVar
 
 import msgspec
 
+from primeslurm import durable
 from primeslurm.errors import RunError, UsageError, Violation
-from primeslurm.files import write_atomic, write_json
+from primeslurm.files import write_atomic
 from primeslurm.paths import is_dir, is_file
 from primeslurm.plan import plan_file
 from primeslurm.plan.model import JOB_OUTPUT, Plan
@@ -114,10 +115,10 @@ class Attempt:
             path.unlink(missing_ok=True)
 
     def prepare(self, plan: Plan) -> None:
-        """Make the directory and write the plan, last."""
+        """Make the directory and write the plan, last: all on disk when this returns."""
         for name in ("agents", "events", "state", "logs"):
-            (self.path / name).mkdir(parents=True, exist_ok=True)
-        write_atomic(self.plan_file, plan_file.to_file(plan))
+            durable.make_directory(self.path / name)
+        durable.write(self.plan_file, plan_file.to_file(plan))
 
     def plan(self) -> Plan:
         """Read the plan of this attempt.
@@ -136,8 +137,8 @@ class Attempt:
 
     def record_job(self, job: JobRecord) -> None:
         """Write job.json; also for an attempt that has no plan yet."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        write_json(self.path / "job.json", msgspec.to_builtins(job))
+        durable.make_directory(self.path)
+        durable.write_json(self.path / "job.json", msgspec.to_builtins(job))
 
     def end(self) -> EndRecord | None:
         """Read how it ended, or None."""
@@ -145,7 +146,7 @@ class Attempt:
 
     def record_end(self, end: EndRecord) -> None:
         """Write end.json."""
-        write_json(self.path / "end.json", msgspec.to_builtins(end))
+        durable.write_json(self.path / "end.json", msgspec.to_builtins(end))
 
     def state(self, process: str, kind: type[R]) -> R | None:
         """Read the state that a process records of itself; None if there is none that can be read."""
@@ -241,8 +242,7 @@ def create(recipe: Recipe, plan: Plan, source: Path) -> Attempt:
     run_dir = Path(plan.run_dir)
     if problems := name_in_use(run_dir):
         raise UsageError(problems)
-    run_dir.parent.mkdir(parents=True, exist_ok=True)
-    run_dir.mkdir(mode=0o700, exist_ok=True)
+    durable.make_directory(run_dir, mode=0o700)
     try:
         (run_dir / "attempts").mkdir()  # of several who submit a name at once, one makes it
     except FileExistsError:
@@ -268,7 +268,8 @@ def _fill(run_dir: Path, recipe: Recipe, plan: Plan, source: Path) -> Attempt:
     write_atomic(run_dir / "recipe.resolved.json", resolved + "\n")
     attempt = RunDirectory(run_dir).attempt(1)
     attempt.prepare(plan)
-    write_json(run_dir / "lock.json", msgspec.to_builtins(_lock(recipe.name, resolved, plan)))
+    durable.sync(run_dir)
+    durable.write_json(run_dir / "lock.json", msgspec.to_builtins(_lock(recipe.name, resolved, plan)))
     return attempt
 
 

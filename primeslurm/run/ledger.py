@@ -76,13 +76,14 @@ class Ledger:
         return found
 
 
-def avoiding(plan: Plan, bad: Sequence[BadNode], now: float) -> Plan:
+def avoiding(plan: Plan, bad: Sequence[BadNode], now: float, *, needed: Sequence[BadNode] = ()) -> Plan:
     """Change a plan into that of a job that keeps away from bad nodes, with a finding for each.
 
     Args:
         plan: findings about bad nodes that it has already are replaced.
         bad: the nodes.
         now: Unix seconds.
+        needed: bad nodes that the job is not kept away from, as there would be too few left.
     """
     findings = [
         Finding(
@@ -92,6 +93,15 @@ def avoiding(plan: Plan, bad: Sequence[BadNode], now: float) -> Plan:
             fix=f"primeslurm nodes --forget {entry.node}",
         )
         for entry in bad
+    ]
+    findings += [
+        Finding(
+            level="warning",
+            field=FIELD,
+            text=f"{entry.node} is not avoided, as no node can be spared: {entry.reason} (run {entry.run})",
+            fix=f"repair it, and primeslurm nodes --forget {entry.node}",
+        )
+        for entry in needed
     ]
     job = plan.job.model_copy(update={"avoid": tuple(entry.node for entry in bad)})
     others = [finding for finding in plan.findings if finding.field != FIELD]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -13,7 +13,8 @@ from typing import Literal
 from primeslurm.errors import ClusterError
 from primeslurm.hostlists import compress
 
-_TIMEOUT_S = 60
+TIMEOUT_S = 60.0
+"""For the answer to a command, in seconds."""
 _ENDED = frozenset(
     [
         *("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED"),
@@ -87,8 +88,9 @@ class JobState:
 class SlurmClient:
     """Commands against one Slurm cluster. Every method raises ClusterError with what the command printed."""
 
-    def __init__(self, slurm_conf: str | None = None) -> None:
+    def __init__(self, slurm_conf: str | None = None, timeout_s: float = TIMEOUT_S) -> None:
         self._slurm_conf = slurm_conf
+        self._timeout_s = timeout_s
         self._environment = dict(os.environ)
         if slurm_conf is not None:
             self._environment["SLURM_CONF"] = slurm_conf
@@ -126,6 +128,10 @@ class SlurmClient:
         """Return the nodes of a partition, and whether each can be used."""
         rows = self._table("sinfo", "--noheader", "--Node", f"--partition={partition}", "--format=%N|%t")
         return {name: state.startswith(("idle", "mix", "alloc", "comp")) for name, state in rows}
+
+    def nodes_by_partition(self, partitions: Iterable[str]) -> dict[str, dict[str, bool]]:
+        """Return `nodes_of` each of some partitions, by name."""
+        return {name: self.nodes_of(name) for name in sorted(partitions)}
 
     def run_on(self, partition: str, nodes: Sequence[str], argv: Sequence[str]) -> str:
         """Run a command once on each of some nodes.
@@ -194,11 +200,11 @@ class SlurmClient:
             # Slurm's commands would look for a controller in the DNS, for a minute.
             raise ClusterError(f"{self._slurm_conf} does not exist; is the cluster up?")
         try:
-            done = subprocess.run(argv, env=self._environment, capture_output=True, text=True, timeout=_TIMEOUT_S)
+            done = subprocess.run(argv, env=self._environment, capture_output=True, text=True, timeout=self._timeout_s)
         except FileNotFoundError as error:
             raise ClusterError(f"{argv[0]} is not installed on this machine") from error
         except subprocess.TimeoutExpired as error:
-            raise ClusterError(f"{argv[0]} gave no answer within {_TIMEOUT_S} s") from error
+            raise ClusterError(f"{argv[0]} gave no answer within {self._timeout_s:g} s") from error
         if done.returncode:
             text = (done.stderr or done.stdout).strip()
             raise ClusterError(f"{' '.join(argv[:3])}: {text or f'exit code {done.returncode}'}")

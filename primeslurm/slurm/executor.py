@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import submitit
 from submitit.core.utils import FailedJobError, FailedSubmissionError
 
+from primeslurm import durable
 from primeslurm.errors import ClusterError
 from primeslurm.plan.model import Plan
 from primeslurm.recipe.fields.slurm_syntax import minutes
@@ -19,7 +21,7 @@ Agent = Callable[[], object]
 
 
 def submit(plan: Plan, agent: Agent, script_path: Path, slurm_conf: str | None) -> str:
-    """Submit the rendered script of a Plan. The pickled agent is in place when this returns.
+    """Submit the rendered script of a Plan. The pickled agent is on disk before, and in place when this returns.
 
     Args:
         plan: of the job.
@@ -35,9 +37,20 @@ def submit(plan: Plan, agent: Agent, script_path: Path, slurm_conf: str | None) 
     """
     executor = PlanExecutor(plan, script_path, slurm_conf)
     try:
-        return str(executor.submit(agent).job_id)
+        job_id = str(executor.submit(agent).job_id)
+        with contextlib.suppress(OSError):  # the job is taken
+            durable.sync(submitit_folder(plan))  # its pickle now has the job's id as its name
+        return job_id
     except (FailedJobError, FailedSubmissionError) as error:
         raise ClusterError(f"sbatch refused the job: {str(error).strip() or 'it did not say why'}") from error
+    finally:
+        remove_submission_files(submitit_folder(plan))
+
+
+def remove_submission_files(folder: Path) -> None:
+    """Remove what submitit hands sbatch and keeps as a link; Slurm has its own copy, the attempt has `job.sbatch`."""
+    for path in folder.glob(".submission_file_*.sh"):
+        path.unlink(missing_ok=True)
 
 
 class PlanExecutor(submitit.SlurmExecutor):
@@ -59,6 +72,7 @@ class PlanExecutor(submitit.SlurmExecutor):
         return self._script_path.read_text()
 
     def _make_submission_command(self, submission_file_path: Path) -> list[str]:
+        durable.sync_tree(self.folder)  # a job that is taken finds its pickle, whatever happens to this machine
         # Slurm prefers a variable SBATCH_PARTITION to a line of the script; what the plan says must count.
         unset = [word for name in sorted(os.environ) if name.startswith("SBATCH_") for word in ("-u", name)]
         conf = [] if self._slurm_conf is None else [f"SLURM_CONF={self._slurm_conf}"]

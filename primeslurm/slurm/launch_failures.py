@@ -15,7 +15,9 @@ to that start."""
 NODES = "PRIMESLURM_NODES"
 """Variable of a step that does without some nodes: the names of all nodes of the job, by rank."""
 _LAUNCH = re.compile(r"^srun: error: Task launch for \S+ failed on node (\S+): (.+)$", re.MULTILINE)
+_KILL = re.compile(r"^srun: error: (\S+): tasks? [\d,-]+: (Killed|Out Of Memory)$", re.MULTILINE)
 _EXIT = re.compile(r"^srun: error: (\S+): tasks? [\d,-]+: (Exited with exit code \d+)$", re.MULTILINE)
+_END = re.compile(r"^srun: error: (\S+): tasks? [\d,-]+: (.+)$", re.MULTILINE)
 
 
 def restarts(environ: Mapping[str, str]) -> int:
@@ -82,6 +84,17 @@ def launch_failures(output: str) -> dict[str, str]:
 def early_exits(output: str) -> dict[str, str]:
     """Find nodes whose task has ended badly by itself, and how, in the output of one start."""
     return {name: how for hostlist, how in _EXIT.findall(output) for name in expand(hostlist)}
+
+
+def ended_tasks(output: str) -> dict[str, str]:
+    """Find nodes whose task has ended, by a signal, too, and how, in the whole output of a job: of its last start."""
+    _, _, last = output.rpartition(f"{MARK} ")
+    return {name: how for hostlist, how in _END.findall(last) for name in expand(hostlist)}
+
+
+def kills(output: str) -> dict[str, str]:
+    """Find nodes whose task was killed, and how, in the output of one start; none that have lost power."""
+    return {name: how for hostlist, how in _KILL.findall(output) for name in expand(hostlist)}
 
 
 def spares_suffice(plan: Plan, names: Sequence[str], lost: Collection[str]) -> bool:

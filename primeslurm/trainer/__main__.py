@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from primeslurm.trainer.loops.interrupt import Interrupt
+from primeslurm.wire import secret
 
 
 def main() -> int:
@@ -23,6 +24,7 @@ def main() -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), required=True)
     arguments = parser.parse_args()
     interrupt = Interrupt()  # before the imports below start threads
+    secret.take()
     if arguments.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 

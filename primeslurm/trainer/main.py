@@ -10,6 +10,8 @@ import torch
 from transformers import AutoTokenizer
 
 from primeslurm.recipe import Recipe
+from primeslurm.recipe.phase_limits import PhaseLimits
+from primeslurm.records.beats import pulse
 from primeslurm.records.events.training import TrainerStarted, TrainerStopped
 from primeslurm.records.journal import Journal
 from primeslurm.trainer import compat
@@ -46,7 +48,9 @@ def run(
         log.error("--device cuda, but torch %s sees no CUDA device", torch.__version__)
         return exits.FAILED
     recipe = Recipe.model_validate_json(recipe_path.read_text())
-    world = join(interrupt, recipe.trainer.batch_timeout_s, recipe.trainer.memory.optimizer_offload)
+    limits = PhaseLimits.of(recipe)
+    pulse().enter("load", limit_s=limits.long_s)
+    world = join(interrupt, limits.control_s, recipe.trainer.memory.optimizer_offload)
     try:
         code = _task(recipe, run_dir, attempt, orchestrator, world, journal).run()
     except (RankError, LinkError, FloatingPointError, OSError, ValueError) as error:
@@ -61,7 +65,7 @@ def _task(
     recipe: Recipe, run_dir: Path, attempt: int, orchestrator: str | None, world: World, journal: Journal
 ) -> RlTask | SftTask:
     torch.manual_seed(recipe.seed)
-    link = TrainerLink(orchestrator) if orchestrator else None
+    link = TrainerLink(orchestrator, on_wait=pulse().beat) if orchestrator else None
     policy = build(recipe, world)
     function = loss.from_recipe(recipe.trainer.loss) if recipe.task == "rl" else loss.cross_entropy
     reader = None
@@ -69,7 +73,7 @@ def _task(
         reader = ImageReader(policy.source, huggingface.load_config(policy.source).image_token_id)
     learner = Learner(policy, recipe.trainer.optimizer, recipe.max_steps, function, world, reader)
     encoding = published(recipe, policy.stored_fp8)
-    publisher = Publisher(policy, run_dir, encoding, recipe.weights.keep, world)
+    publisher = Publisher(policy, run_dir, encoding, recipe.weights.keep, world, recipe.commits)
     saver = Checkpoints(run_dir, attempt, recipe.checkpoint, world, link)
     if recipe.task == "rl":
         if link is None:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from primeslurm import durable
 from primeslurm.wire import manifest
 from primeslurm.wire.manifest import FileRecord
 
@@ -33,7 +34,11 @@ def step_dir(run_dir: Path, step: int) -> Path:
 
 
 def commit(directory: Path, step: int, attempt: int) -> Commit:
-    """Name every file below `directory` in COMMITTED, written last and atomically."""
+    """Name every file below `directory` in COMMITTED, written last: all is on disk by then, and COMMITTED on return.
+
+    Files that another node wrote must have been flushed there. Raises OSError.
+    """
+    durable.sync_tree(directory)
     files = [p for p in directory.rglob("*") if p.is_file() and p.name != COMMITTED]
     value = Commit(step=step, attempt=attempt, parts=manifest.describe(directory, files))
     manifest.write(directory / COMMITTED, value)
@@ -89,7 +94,7 @@ def prune(run_dir: Path, keep: int, needed: Collection[int] = ()) -> list[int]:
     for path in (run_dir / "checkpoints").iterdir():
         match = _NAME.match(path.name)
         if match and int(match[1]) not in kept and int(match[1]) < steps[-1]:
-            (path / COMMITTED).unlink(missing_ok=True)
+            durable.remove(path / COMMITTED)
             shutil.rmtree(path, ignore_errors=True)
             doomed.append(int(match[1]))
     return sorted(doomed)

@@ -16,6 +16,7 @@ requests (trainer -> orchestrator)              answers
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -24,9 +25,11 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from primeslurm.wire import secret
+from primeslurm.wire import received, secret
 from primeslurm.wire.rollouts import Batch, Frame
 from primeslurm.wire.weight_transfer.messages import NewPolicy, OfferTransfer, TransferSession
+
+log = logging.getLogger(__name__)
 
 
 class GetBatch(msgspec.Struct, frozen=True, tag=True):
@@ -56,6 +59,11 @@ class Committed(msgspec.Struct, frozen=True, tag=True):
 
     step: int
 
+
+LARGEST_REQUEST = 16 << 20
+"""Bytes of a part of a request. Requests are words; the longest holds the metrics of a step, some ten kilobytes."""
+LARGEST_ANSWER = 256 << 30
+"""Bytes of a part of an answer: one array of a rank's batch. Router replay makes some tens of gigabytes of it."""
 
 Request = GetBatch | NewPolicy | OfferTransfer | StepDone | Save | Committed
 
@@ -89,12 +97,20 @@ class TrainerLink:
         address: ZMQ address of the orchestrator, for example tcp://host:port.
         timeout_s: a request that nobody answers for this long raises LinkError.
         retry_s: silence after which the socket is replaced and the request sent again.
+        on_wait: called before each time that an answer is waited for, `retry_s` at most.
     """
 
-    def __init__(self, address: str, timeout_s: float = 600.0, retry_s: float = 10.0) -> None:
+    def __init__(
+        self,
+        address: str,
+        timeout_s: float = 600.0,
+        retry_s: float = 10.0,
+        on_wait: Callable[[], None] = lambda: None,
+    ) -> None:
         self._address = address
         self._timeout_s = timeout_s
         self._retry_s = retry_s
+        self._on_wait = on_wait
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._socket: zmq.Socket[bytes] | None = None
 
@@ -112,14 +128,17 @@ class TrainerLink:
             None if the orchestrator has no more batches, or if `interrupted()` became true.
 
         Raises:
-            LinkError: nothing came for `timeout_s`.
+            LinkError: nothing came for `timeout_s`, or something else than a batch.
             TransferWanted: engines have to be sent the policy; then ask again.
         """
         deadline = time.monotonic() + timeout_s
         while not interrupted():
             answer, rest = self._ask(GetBatch(step, dp_rank, dp_world))
             if answer.kind == "batch":
-                return Batch.decode(rest)
+                try:
+                    return Batch.decode(rest)
+                except received.DamagedError as error:
+                    raise LinkError(f"the batch of step {step} is damaged: {error}") from error
             if answer.kind == "stop":
                 return None
             if answer.kind == "transfer":
@@ -179,11 +198,16 @@ class TrainerLink:
             if self._socket is None:
                 self._socket = self._context.socket(zmq.REQ)
                 secret.present(self._socket)
+                self._socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_ANSWER)
                 self._socket.connect(self._address)
             self._socket.send(msgspec.msgpack.encode(request))
+            self._on_wait()
             if self._socket.poll(int(self._retry_s * 1000)):
                 parts = self._socket.recv_multipart(copy=False)
-                answer = msgspec.msgpack.decode(parts[0].buffer, type=Answer)
+                try:
+                    answer = received.value(parts[0].buffer, Answer)
+                except received.DamagedError as error:
+                    raise LinkError(f"{self._address} answers {request} with what is no answer: {error}") from error
                 if answer.kind == "error":
                     raise LinkError(answer.text)
                 return answer, [part.buffer for part in parts[1:]]
@@ -205,6 +229,7 @@ class OrchestratorLink:
         self._handler = handler
         self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
         secret.demand(self._socket)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_REQUEST)  # whoever sends more is disconnected
         self._socket.bind(bind)
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -212,8 +237,11 @@ class OrchestratorLink:
         """Answer until cancelled."""
         try:
             while True:
-                identity, _, raw = await self._socket.recv_multipart()
-                task = asyncio.create_task(self._answer(identity, raw))
+                parts = await self._socket.recv_multipart()
+                if len(parts) != 3:  # identity, empty, request
+                    log.warning("a message of %d parts is no request, and is ignored", len(parts))
+                    continue
+                task = asyncio.create_task(self._answer(parts[0], parts[2]))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
         finally:
@@ -224,7 +252,7 @@ class OrchestratorLink:
     async def _answer(self, identity: bytes, raw: bytes) -> None:
         rest: list[Frame] = []
         try:
-            result = await self._handler(msgspec.msgpack.decode(raw, type=Request))
+            result = await self._handler(received.value(raw, Request))  # type: ignore[arg-type]  # a union is no type
             if isinstance(result, Batch):
                 rest = result.encode()
                 answer = Answer("batch")

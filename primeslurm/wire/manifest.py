@@ -8,7 +8,8 @@ from typing import TypeVar
 
 import msgspec
 
-from primeslurm.files import digest, write_atomic
+from primeslurm import durable
+from primeslurm.files import digest
 
 T = TypeVar("T")
 
@@ -32,8 +33,8 @@ def differing(directory: Path, records: Sequence[FileRecord]) -> list[str]:
 
 
 def write(path: Path, value: object) -> None:
-    """Write a manifest atomically: from here on its directory is complete."""
-    write_atomic(path, msgspec.json.format(msgspec.json.encode(value), indent=2))
+    """Write a manifest, on disk when this returns: from here on its directory is complete."""
+    durable.write(path, msgspec.json.format(msgspec.json.encode(value), indent=2))
 
 
 def read(path: Path, kind: type[T]) -> T | None:

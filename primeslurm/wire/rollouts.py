@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from primeslurm.wire.received import ArraySpec, Count, DamagedError, array, mismatch, value
 from primeslurm.wire.routed_experts import RoutedExperts
 
 T = TypeVar("T")
@@ -27,6 +28,10 @@ Arrays = dict[str, NDArray[Any]]
 Int32 = NDArray[np.int32]
 Float32 = NDArray[np.float32]
 Bool = NDArray[np.bool_]
+LARGEST_REWARD = float(np.finfo(np.float32).max)
+"""What advantages are made of has to fit into the type that they have."""
+MOST_METRICS = 1000
+"""Of a rollout. Each makes a column of the run's metrics."""
 
 
 class ImageSpan(msgspec.Struct, frozen=True):
@@ -34,9 +39,9 @@ class ImageSpan(msgspec.Struct, frozen=True):
 
     source: str
     """Path of a file, or a data URI."""
-    start: int
+    start: Count
     """Index of the first of the tokens that stand for it."""
-    end: int
+    end: Count
     """Index of the token after the last of them."""
     sha256: str | None = None
     """Of the encoded image, in hex. None if nobody has read it yet."""
@@ -65,8 +70,8 @@ def whole(images: Sequence[ImageSpan], length: int) -> tuple[int, tuple[ImageSpa
 class TeacherPrompt(msgspec.Struct, frozen=True):
     """What a teacher is given in place of a sequence's first tokens."""
 
-    token_ids: list[int]
-    replaces: int
+    token_ids: list[Count]
+    replaces: Count
     """Number of the sequence's own tokens that it stands for."""
 
 
@@ -76,11 +81,11 @@ class RolloutInfo(msgspec.Struct, frozen=True):
     id: str
     group: str
     environment: str
-    opened_version: int
+    opened_version: Count
     """Policy version when the rollout's group opened; staleness counts from here."""
     reward: float
-    metrics: dict[str, float] = {}
-    turns: int = 1
+    metrics: Annotated[dict[str, float], msgspec.Meta(max_length=MOST_METRICS)] = {}
+    turns: Count = 1
     finish_reason: str = "stop"
     seconds: float = 0.0
     error: str | None = None
@@ -89,7 +94,7 @@ class RolloutInfo(msgspec.Struct, frozen=True):
     """Its images, in order."""
     agent: str = ""
     """Which of its environment's agents it is of; empty if a release wrote it that knew but one."""
-    trace: int = 0
+    trace: Count = 0
     """Which trace of its rollout it is of: an environment of several agents has one for each time an agent acted."""
     length_penalty: float = 0.0
     """What is taken off the reward before advantages are made of it."""
@@ -128,10 +133,11 @@ class Rollout:
         """Decode it from wire frames.
 
         Raises:
-            ValueError: the frames do not match their header.
-            msgspec.MsgspecError: the header is damaged.
+            DamagedError: they are not those of a rollout that can be trained on.
         """
         info, arrays = from_frames(message, RolloutInfo)
+        if why := _not_a_rollout(info, arrays):
+            raise DamagedError(why)
         return cls(info, **arrays)
 
     @property
@@ -218,20 +224,18 @@ class Batch:
 
     @classmethod
     def decode(cls, message: Sequence[Any]) -> Batch:
-        """Decode it from wire frames. Raises as `Rollout.decode`."""
+        """Decode it from wire frames.
+
+        Raises:
+            DamagedError: they are not those of a batch.
+        """
         header, arrays = from_frames(message, _Header)
+        if why := _not_a_batch(header, arrays):
+            raise DamagedError(why)
         images = enumerate(header.images)
         return cls(
             header.info, [Row(**{name: array[i] for name, array in arrays.items()}, images=p) for i, p in images]
         )
-
-
-class ArraySpec(msgspec.Struct, frozen=True):
-    """Name, dtype and shape of one buffer."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
 
 
 class _ArraysHeader(msgspec.Struct, frozen=True):
@@ -261,12 +265,49 @@ def from_frames(frames: Sequence[Any], kind: type[T]) -> tuple[T, Arrays]:
         kind: type of `meta`.
 
     Raises:
-        ValueError: the frames do not match their header.
+        DamagedError: the frames do not match their header, or the header is damaged.
     """
-    header = msgspec.msgpack.decode(frames[0], type=_ArraysHeader)
+    if not frames:
+        raise DamagedError("a message without a header")
+    header = value(frames[0], _ArraysHeader)
     if len(frames) != len(header.arrays) + 1:
-        raise ValueError(f"{len(frames) - 1} buffers, but the header names {len(header.arrays)}")
+        raise DamagedError(f"{len(frames) - 1} buffers, but the header names {len(header.arrays)}")
     arrays: Arrays = {}
     for spec, frame in zip(header.arrays, frames[1:], strict=True):
-        arrays[spec.name] = np.frombuffer(frame, dtype=np.dtype(spec.dtype)).reshape(spec.shape)
-    return msgspec.msgpack.decode(header.meta, type=kind), arrays
+        if spec.name in arrays:
+            raise DamagedError(f"two arrays {spec.name[:40]!r}")
+        arrays[spec.name] = array(spec, frame)
+    return value(header.meta, kind), arrays
+
+
+def _not_a_rollout(info: RolloutInfo, arrays: Arrays) -> str:
+    """Say why arrays are not those of a rollout; "" if they are."""
+    if not (abs(info.reward) <= LARGEST_REWARD and abs(info.length_penalty) <= LARGEST_REWARD):
+        return f"a reward of {info.reward}, less {info.length_penalty}"
+    length = len(arrays.get("token_ids", ()))
+    if not length:
+        return "no tokens"
+    if why := mismatch(Rollout, arrays, (length,)):
+        return why
+    end = 0
+    for image in info.images:
+        if not end <= image.start < image.end <= length:
+            return f"an image at {image.start} to {image.end} of {length} tokens, after {end}"
+        end = image.end
+    prompt = info.teacher_prompt
+    if prompt is not None and prompt.replaces > length:
+        return "a teacher's prompt that does not fit"
+    for name in ("logprobs", "ref_logprobs"):
+        if name in arrays and not np.isfinite(arrays[name]).all():
+            return f"{name} that are no numbers"
+    return ""
+
+
+def _not_a_batch(header: _Header, arrays: Arrays) -> str:
+    """Say why arrays are not those of a batch; "" if they are."""
+    info, tokens = header.info, arrays.get("token_ids")
+    if not 0 <= info.dp_rank < info.dp_world:
+        return f"rank {info.dp_rank} of {info.dp_world}"
+    if tokens is None or tokens.ndim != 2 or len(tokens) != len(header.images) or not tokens.size:
+        return "rows without tokens, or not as many as it says"
+    return mismatch(Row, arrays, tokens.shape)

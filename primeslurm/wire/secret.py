@@ -1,10 +1,11 @@
 """The secret of a run: what its own processes show one another, and nobody else can.
 
-It is 32 random bytes in hex, in the file `secret` of the run directory (mode 0600). Each agent puts it into the
-environment of the processes it starts, which only their owner can read; it is in no command line, plan, script, log or
-status. HTTP servers ask for it as a bearer token. ZMQ sockets ask for it as a password when a peer connects (PLAIN),
-one handshake a connection and nothing on the messages. It keeps other users of the cluster out; it hides nothing from
-those who can read the cluster's network.
+It is 32 random bytes in hex, in the file `secret` of the run directory (mode 0600). Each agent hands it to what it
+starts, through a socket that a process inherits, reads empty and closes; what such a process spawns with
+multiprocessing gets it from there. It is in no environment, command line, plan, script, log or status. HTTP servers ask
+for it as a bearer token. ZMQ sockets ask for it as a password when a peer connects (PLAIN), one handshake a connection
+and nothing on the messages. It keeps other users of the cluster out; it hides nothing from those who can read the
+cluster's network.
 """
 
 from __future__ import annotations
@@ -15,16 +16,29 @@ import hmac
 import logging
 import os
 import secrets
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from primeslurm import durable
+
 if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
+
     import zmq
     import zmq.asyncio
 
 VARIABLE = "PRIMESLURM_SECRET"
+"""What a plan calls it. Agents set no such variable; who starts a process by hand may."""
+HANDED_OVER = "PRIMESLURM_SECRET_FD"
+"""Descriptor and inode of the socket from which a process reads it."""
 FILE = "secret"
 _USER = b"primeslurm"
+_INHERITED = b"primeslurm:"
+"""Begins the authentication key of a process whose children are to get the secret: multiprocessing hands that on."""
 _kept = ""
 _authenticators: dict[int, Any] = {}
 """By context: ZMQ asks one for all sockets of a context."""
@@ -35,13 +49,14 @@ class SecretError(RuntimeError):
 
 
 def create(run_dir: Path) -> None:
-    """Make the secret of a run; one that exists stays. Raises OSError."""
-    try:
-        handle = os.open(run_dir / FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
+    """Make the secret of a run, on disk when this returns; one that is there, and not empty, stays. Raises OSError."""
+    path = run_dir / FILE
+    if path.exists() and path.stat().st_size:
         return
-    with os.fdopen(handle, "w") as file:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
         file.write(secrets.token_hex(32))
+    durable.sync(path)
+    durable.sync(run_dir)
 
 
 def read(run_dir: Path) -> str:
@@ -61,10 +76,53 @@ def own() -> str:
     Raises:
         SecretError: there is none; without one, nothing is served.
     """
+    take()
     found = _kept or os.environ.get(VARIABLE, "")
     if not found:
-        raise SecretError(f"{VARIABLE} is not set: processes of a run are started by its agents")
+        raise SecretError("no secret was handed over: processes of a run are started by its agents")
     return found
+
+
+@contextmanager
+def handing_over(value: str) -> Iterator[tuple[int, dict[str, str]]]:
+    """Make what a process that is started within reads the secret from.
+
+    Yields:
+        The descriptor that it must inherit, and the variables that tell it so.
+    """
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall(value.encode())
+        yield theirs.fileno(), {HANDED_OVER: f"{theirs.fileno()}:{os.fstat(theirs.fileno()).st_ino}"}
+
+
+def take() -> None:
+    """Read what was handed over to this process, if that is still to be done: early, before it starts others."""
+    global _kept
+    told = os.environ.pop(HANDED_OVER, "")
+    if told:
+        descriptor, inode = map(int, told.split(":"))
+        if not _is_open(descriptor, inode):
+            return  # a process of another kind handed its environment on
+        with socket.socket(fileno=descriptor) as theirs, theirs.makefile() as text:
+            _kept = text.read()
+        _multiprocessing().authkey = _INHERITED + _kept.encode()
+    elif not _kept and "multiprocessing" in sys.modules:
+        key = bytes(_multiprocessing().authkey)
+        _kept = key.removeprefix(_INHERITED).decode() if key.startswith(_INHERITED) else ""
+
+
+def _multiprocessing() -> BaseProcess:
+    from multiprocessing import current_process  # not above: many small processes need none of it
+
+    return current_process()
+
+
+def _is_open(descriptor: int, inode: int) -> bool:
+    try:
+        return os.fstat(descriptor).st_ino == inode
+    except OSError:
+        return False
 
 
 def keep() -> None:

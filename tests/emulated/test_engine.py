@@ -200,7 +200,7 @@ async def test_a_rollout_goes_through_the_real_router_to_prefill_and_decode(star
     for server in (prefill, decode):
         await client(server).apply(PolicyVersion(0, "/models/tiny"), 10)
     made = recipe(orchestrator={"echo": 0.1})
-    command = router_command(made, VllmRouter(), ReplicaEngines((), ("p",), ("d",)))
+    command = router_command(made, VllmRouter(), ReplicaEngines((), ("p",), ("d",)), "router-0")
     engines = {name: s.url.removeprefix("http://") for name, s in (("p", prefill), ("d", decode))}
     router = start_router(command, engines, tmp_path / "router.log")
     try:

@@ -18,6 +18,7 @@ from primeslurm.run.directory import RunDirectory
 from primeslurm.run.records import events, rows
 from primeslurm.wire import checkpoints
 from primeslurm.wire.weight_transfer import filesystem
+from tests.support.strangers import watching_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(900)]
 ROOT = Path(__file__).resolve().parents[2]
@@ -43,7 +44,8 @@ def python(place: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
 
 def test_a_script_submits_and_waits(place: Path) -> None:
     example, recipe = ROOT / "examples" / "submit_from_python.py", ROOT / "tests" / "emulated" / "small.yaml"
-    done = python(place, example, recipe, "--emulate", "--name", "s", "--steps", str(STEPS))
+    with watching_for(place / "runs" / "s" / "secret"):
+        done = python(place, example, recipe, "--emulate", "--name", "s", "--steps", str(STEPS))
     assert done.returncode == 0, done.stdout + done.stderr
     run = RunDirectory(place / "runs" / "s")
     assert done.stdout == f"submitted s to {run.path}\ns completed: step {STEPS} of {STEPS}\n"

@@ -90,7 +90,7 @@ def open_router(model: Path, tmp_path: Path) -> Iterator[StartRouter]:
     ) -> Server:
         named = {server.url.rpartition(":")[2]: server for server in (*engines, *prefill, *decode)}
         groups = [[s.url.rpartition(":")[2] for s in group] for group in (engines, prefill, decode)]
-        command = router_command(tiny_recipe(model), VllmRouter(policy=policy), ReplicaEngines(*groups))
+        command = router_command(tiny_recipe(model), VllmRouter(policy=policy), ReplicaEngines(*groups), "router-0")
         addresses = {name: server.url.removeprefix("http://") for name, server in named.items()}
         router = start_router(command, addresses, tmp_path / f"router-{len(routers)}.log")
         routers.append(router)

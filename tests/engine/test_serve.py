@@ -15,6 +15,8 @@ import httpx
 import pytest
 import yaml
 
+from tests.support.strangers import watching_for
+
 pytestmark = pytest.mark.engine
 
 
@@ -56,6 +58,11 @@ def test_a_served_model_answers_until_it_is_cancelled(model: Path, tmp_path: Pat
     }
     path = tmp_path / "serve.yaml"
     path.write_text(yaml.safe_dump(recipe))
+    with watching_for(tmp_path / "runs" / "serve-test" / "secret"):
+        _serve(path, tmp_path)
+
+
+def _serve(path: Path, tmp_path: Path) -> None:
     run = json.loads(primeslurm("submit", str(path), "--local", "--json", cwd=tmp_path))["directory"]
     try:
         status = wait(run, lambda s: {p["state"] for p in s["processes"]} == {"HEALTHY"})

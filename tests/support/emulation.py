@@ -77,6 +77,8 @@ class Deployment:
         self.runs.mkdir()
         # a file system of its own, and a small one, that a test can fill
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=640m", "tmpfs", self.runs], check=True)
+        self.variables: dict[str, str] = {}
+        """Of the environment of commands and jobs, besides this process's own."""
         self.cluster: Cluster = up(spec)[0]
         site = yaml.safe_load(spec.site_file.read_text())
         spec.site_file.write_text(yaml.safe_dump(site | {"node_silent_s": NODE_SILENT_S}))
@@ -101,6 +103,7 @@ class Deployment:
         base = {key: value for key, value in os.environ.items() if not key.startswith("COVERAGE_")}
         paths = [str(ROOT), str(SLOW_FILES), *filter(None, [base.get("PYTHONPATH")])]
         env = {**base, "PYTHONPATH": os.pathsep.join(paths), "EMULATED_SLOW_FILES": str(self.slow_files)}
+        env |= self.variables
         return subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False)
 
     def submit(self, *options: str) -> RunDirectory:

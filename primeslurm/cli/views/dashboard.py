@@ -18,7 +18,7 @@ MAX_LINES = 8
 SPARK = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 24
 
-_COLOURS = {"HEALTHY": "green", "DONE": "green", "STALE": "yellow", "LOADING": "yellow", "STARTING": "yellow"}
+_COLOURS = {"HEALTHY": "green", "DONE": "green"} | dict.fromkeys(("STALE", "LOADING", "STARTING", "UNKNOWN"), "yellow")
 _LEVELS = {"info": "", "warning": "yellow", "error": "red"}
 _SHOWN_OF_SFT = (
     ("loss", "trainer/loss", ".4f"),
@@ -41,7 +41,8 @@ _SHOWN = (
 
 def view(status: RunStatus) -> Group:
     """Draw the status."""
-    parts: list[RenderableType] = [_head(status), _numbers(status)]
+    parts: list[RenderableType] = [_head(status), *_silence(status), _numbers(status)]
+    parts += _hindrances(status)
     if queue := _queue(status):
         parts.append(queue)
     parts += _evaluation(status)
@@ -100,6 +101,27 @@ def _head(status: RunStatus) -> RenderableType:
     policy = f"policy v{status.version or 0}" if status.task != "sft" else ""
     table.add_row("step", f"{step}/{status.max_steps}", f"committed {committed}", policy, "  ".join(times))
     return table
+
+
+def _hindrances(status: RunStatus) -> list[RenderableType]:
+    """What the run waits for, and nodes that it must not get."""
+    found: list[RenderableType] = []
+    if status.waits_for:
+        found.append(Text(f"waits for the shared file system: {status.waits_for}", style="red"))
+    for node in status.excluded[:MAX_LINES]:
+        until = time.strftime("%Y-%m-%d %H:%M", time.localtime(node.expires))
+        found.append(Text(f"avoids {node.node} until {until}: {node.reason} (run {node.run})", style="yellow"))
+    if (more := len(status.excluded) - MAX_LINES) > 0:
+        found.append(Text(f"avoids {more} more nodes: primeslurm nodes", style="yellow"))
+    return found
+
+
+def _silence(status: RunStatus) -> list[Text]:
+    """Say before everything else that the rest is not of this moment, and why."""
+    if status.silence is None:
+        return []
+    causes = [Text(f"  {cause}", style="yellow") for cause in status.silence.causes]
+    return [Text(status.silence.text, style="bold red"), *causes]
 
 
 def _numbers(status: RunStatus) -> RenderableType:
@@ -212,8 +234,15 @@ def _processes(title: str, processes: Sequence[ProcessStatus]) -> Table:
     table = _table(title, "state", "node", "pid", "restarts")
     for process in processes:
         pid = str(process.pid or "-")
-        table.add_row(process.name, _state(process.state, process.state), process.node, pid, str(process.restarts))
+        table.add_row(process.name, _state(_words(process), process.state), process.node, pid, str(process.restarts))
     return table
+
+
+def _words(process: ProcessStatus) -> str:
+    """Its state; of one that is silent also for how long, and where; and since when nobody tells of it."""
+    if process.since:
+        return f"{process.state} since {time.strftime('%H:%M:%S', time.localtime(process.since))}"
+    return process.silent.replace("silent", "SILENT", 1) if process.state == "SILENT" else process.state
 
 
 def _events(status: RunStatus) -> Table:
@@ -222,7 +251,7 @@ def _events(status: RunStatus) -> Table:
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True, overflow="ellipsis")
     for event in status.events:
-        clock = time.strftime("%H:%M:%S", time.localtime(event.time))
+        clock = time.strftime("%H:%M:%S", time.localtime(event.time)) if event.time else "--:--:--"
         table.add_row(Text(clock, style="dim"), event.who, Text(event.text, style=_LEVELS[event.level]))
     return table
 

@@ -65,6 +65,8 @@ def _section(title: str) -> None:
 
 
 def _clock(seconds: float) -> str:
+    if not seconds:  # nobody wrote it down
+        return "at an unknown time"
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
 
 

@@ -25,11 +25,20 @@ def _before_exec() -> None:
 class Child:
     """A started process. Its standard output and error go to one log file, appended to over restarts.
 
+    Args:
+        argv: its command.
+        env: all of its environment.
+        log: file for what it prints.
+        cwd: its directory.
+        pass_fds: open files that it gets under the same numbers.
+
     Raises:
         OSError: the program or the log file cannot be opened.
     """
 
-    def __init__(self, argv: Sequence[str], env: Mapping[str, str], log: Path, cwd: Path) -> None:
+    def __init__(
+        self, argv: Sequence[str], env: Mapping[str, str], log: Path, cwd: Path, pass_fds: Sequence[int] = ()
+    ) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab", buffering=0) as handle:
             handle.write(f"--- {time.strftime('%Y-%m-%dT%H:%M:%S%z')} {' '.join(argv)}\n".encode())
@@ -41,6 +50,7 @@ class Child:
                 stdout=handle,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                pass_fds=pass_fds,
                 preexec_fn=_before_exec,
             )
 
@@ -53,7 +63,7 @@ class Child:
         """Return the exit code once it ended (negative: by that signal). What it left in its group lives on."""
         return self._popen.poll()
 
-    def send(self, number: signal.Signals) -> None:
+    def send(self, number: int) -> None:
         """Send a signal to the process alone."""
         with contextlib.suppress(ProcessLookupError):
             self._popen.send_signal(number)

@@ -48,16 +48,12 @@ class Probe:
     def __init__(self, target: ProbeTarget, timeout_s: float = TIMEOUT_S) -> None:
         self.ready = False
         self.healthy = False
-        self._answered_at = time.monotonic()
+        self.answers = 0
+        """How often the target answered anything: an engine that is not current answers, with 503."""
         self._target = target
         self._timeout_s = timeout_s
         self._stop = threading.Event()
         threading.Thread(target=self._run, daemon=True).start()
-
-    @property
-    def silent_s(self) -> float:
-        """Seconds since the target last answered anything: an engine that is not current answers, with 503."""
-        return time.monotonic() - self._answered_at
 
     def stop(self) -> None:
         """Stop probing; both answers become False."""
@@ -70,7 +66,7 @@ class Probe:
             started = time.monotonic()
             status = self._ask(target.ready_path)
             if status is not None:
-                self._answered_at = time.monotonic()
+                self.answers += 1
             ready = status == 200
             same = target.ready_path == "/health"
             healthy = ready if same else ready and self._ask("/health") == 200

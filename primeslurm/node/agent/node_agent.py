@@ -8,7 +8,6 @@ It survives what it runs, and speaks to the other agents through small files in 
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import tempfile
 import time
@@ -18,11 +17,15 @@ from pathlib import Path
 import msgspec
 
 from primeslurm.files import Watched, write_json
+from primeslurm.node.agent.head_watch import HeadWatch
 from primeslurm.node.agent.health_probe import TIMEOUT_S
-from primeslurm.node.agent.node_context import remove_of_earlier_attempts
+from primeslurm.node.agent.node_context import directory_name, remove_of_earlier_attempts
 from primeslurm.node.agent.process_manager import ProcessManager
 from primeslurm.node.head.fleet import NODE_START_S
 from primeslurm.node.host.network import NetworkError, node_name, own_address
+from primeslurm.node.host.private_directory import PrivateDirectory, random_word
+from primeslurm.node.host.record_writer import RecordWriter
+from primeslurm.node.host.sweeper import Sweeper
 from primeslurm.node.preflight.preflight import Preflight, PreflightTimings
 from primeslurm.plan.model import Plan
 from primeslurm.records.events.nodes import AgentFailed, AgentStarted, AttemptEnds, HeartbeatFailed, NodesAssigned
@@ -74,7 +77,9 @@ class NodeAgent:
         self.timings = timings
         self.name = node_name()
         self.address = _address(self.name, plan)
-        self.tmp = Path(tempfile.gettempdir()) / f"primeslurm-{run_id}-{attempt.number}-a{rank}"
+        key = random_word()
+        self.tmp = Path(tempfile.gettempdir()) / directory_name(run_id, attempt.number, rank, key)
+        self._directory = PrivateDirectory(self.tmp)
         self.journal = Journal(attempt.path, f"agent-{rank}")
         self.preflight = Preflight(plan, rank, self.name, attempt, self.tmp, self.journal, timings.preflight)
         self.processes: ProcessManager | None = None
@@ -82,6 +87,7 @@ class NodeAgent:
         self.view = FleetView(time=0.0)
         self.error = ""
         self.head_lost = False
+        self._head_watch = HeadWatch(plan, os.environ)
         self._values = {
             "run_dir": plan.run_dir,
             "attempt": str(attempt.number),
@@ -89,12 +95,14 @@ class NodeAgent:
             "run_id": run_id,
             "python": python,
             "tmp": str(self.tmp),
+            "key": key,
         }
         self._fleet_file = Watched(attempt.fleet_file)
         self._roster_file = Watched(attempt.roster_file)
         self._addresses_file = Watched(attempt.addresses_file)
         self._local_ending: Ending | None = None
         self._last_heartbeat = 0.0
+        self._records = RecordWriter(Path(plan.run_dir), 1.5 * plan.stall_timeout_s)
         self._told = (Fitness.CHECKING, False)
         self._head_seen_at = self._ticked_at = time.time()
         self._ending_since: float | None = None
@@ -118,9 +126,11 @@ class NodeAgent:
 
     def run(self) -> None:
         """Start what there is to start and keep it running until the attempt ends."""
+        sweeper = Sweeper()
         try:
             remove_of_earlier_attempts(self.tmp)
-            self.tmp.mkdir(parents=True, exist_ok=True)
+            self._directory.make()
+            sweeper.add(self.tmp)
             self.journal.write(AgentStarted(self.name, self.address))
             self.preflight.start()
             while not self._finished():
@@ -133,12 +143,14 @@ class NodeAgent:
         finally:
             if self.processes is not None:
                 self.processes.close()
-            shutil.rmtree(self.tmp, ignore_errors=True)
+            self._directory.remove()
+            sweeper.close()
             self._heartbeat(time.time(), ended=True)
 
     def tick(self, now: float) -> None:
         """One turn: reap, look at what the head says, act, report."""
-        self._head_seen_at += held_up_s(self._ticked_at, now)
+        hindered = now - self._head_seen_at > LATE_S and self._records.excuses(now)
+        self._head_seen_at += now - self._ticked_at if hindered else held_up_s(self._ticked_at, now)
         self._ticked_at = now
         if self.processes is not None:
             ended = self.processes.reap(now, ending=self.ending is not None)
@@ -163,8 +175,9 @@ class NodeAgent:
             self.view = msgspec.convert(view, FleetView)
             self._head_seen_at = now
         elif now - self._head_seen_at > self.head_silent_s:
-            self.head_lost = True
-            self.end(Ending(Outcome.FAILED, f"the head has been silent for {self.head_silent_s:.0f} s", "head"))
+            self._lose_head(f"the head has been silent for {self.head_silent_s:.0f} s")
+        elif how := self._head_watch.killed(now - self._head_seen_at, now):
+            self._lose_head(f"the head's agent was killed: {how}")
         addresses = self._addresses_file.changed()
         if addresses is not None:
             self.addresses = msgspec.convert(addresses, Addresses)
@@ -173,6 +186,10 @@ class NodeAgent:
         assignment = self._roster_file.changed()
         if assignment is not None:
             self._take_place(msgspec.convert(assignment, AssignmentRecord, strict=False))
+
+    def _lose_head(self, why: str) -> None:
+        self.head_lost = True
+        self.end(Ending(Outcome.FAILED, why, "head"))
 
     def _take_place(self, assignment: AssignmentRecord) -> None:
         index = assignment.node_of(self.rank)
@@ -227,6 +244,8 @@ class NodeAgent:
             agent_pid=os.getpid(),
             fitness=fitness,
             unfit_because=why,
+            failed=self.preflight.failed,
+            file_system=self.preflight.file_system,
             environments_fail=self.preflight.environments_fail if fitness is Fitness.UNFIT else "",
             node=processes.node.index if processes else None,
             ports=processes.ports if processes else {},
@@ -234,10 +253,14 @@ class NodeAgent:
             ended=ended,
             error=self.error,
         )
+        fault = self._records.fault
         try:
-            write_json(self.attempt.agent_file(self.rank), msgspec.to_builtins(report))
+            self._records.write(lambda: write_json(self.attempt.agent_file(self.rank), msgspec.to_builtins(report)))
+            self.journal.flush()
         except OSError as error:
             self.journal.write(HeartbeatFailed(str(error)))
+        if self._records.fault and not fault:
+            self.journal.write(HeartbeatFailed(self._records.fault))
 
 
 def held_up_s(last: float, now: float) -> float:

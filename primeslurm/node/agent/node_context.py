@@ -8,10 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from primeslurm.node.host import fabric
+from primeslurm.node.host.private_directory import WORD, PrivateDirectory, is_abandoned
 from primeslurm.plan.model import Node, Plan, Process
 from primeslurm.wire.addresses import Addresses
 
-_OF_ATTEMPT = re.compile(r"(primeslurm-.+)-(\d+)-a\d+")
+RUN_ID_END = 38
+"""Letters of a run's id in names of directories: its end is what no other run has, and socket paths are short."""
+_OF_ATTEMPT = re.compile(rf"(primeslurm-.+)-(\d+)-a(\d+)(?:-[a-z2-7]{{{WORD}}})?")
 _PLACEHOLDER = re.compile(r"\$\{([a-z_]+)(?::([^:}]+))?(?::([^:}]+))?\}")
 
 
@@ -31,6 +34,7 @@ class NodeContext:
         self._gpus = fabric.find_gpus()
         interface = plan.interface or fabric.interface_of(address, fabric.own_interfaces())
         self._values = {**values, "node": str(node.index), **fabric.placeholders(self._hcas, interface)}
+        self._scratch: list[PrivateDirectory] = []
 
     def values(self, process: Process) -> dict[str, str]:
         """Return the values of all placeholders that are no addresses, for one process."""
@@ -44,14 +48,19 @@ class NodeContext:
         Raises:
             OSError: one cannot be made.
         """
-        self.remove_scratch()  # left behind by an agent that was killed
-        for directory in self._scratch():
-            directory.mkdir(parents=True, mode=0o700)
+        for text in sorted({text for process in self._node.processes for text in process.scratch}):
+            directory = Path(self._resolved(text, self._values["key"]))
+            earlier = Path(self._resolved(text, "?" * WORD))
+            for left in (directory, *earlier.parent.glob(earlier.name)):
+                if is_abandoned(left):
+                    shutil.rmtree(left, ignore_errors=True)
+            self._scratch.append(made := PrivateDirectory(directory))
+            made.make()
 
     def remove_scratch(self) -> None:
         """Remove these directories, if they are there."""
-        for directory in self._scratch():
-            shutil.rmtree(directory, ignore_errors=True)
+        for directory in self._scratch:
+            directory.remove()
 
     def write(self, files: Mapping[str, str]) -> None:
         """Write files of a process, name to text.
@@ -62,24 +71,36 @@ class NodeContext:
         for name, text in files.items():
             (Path(self._values["tmp"]) / name).write_text(text)
 
-    def _scratch(self) -> list[Path]:
-        nowhere = Addresses(hosts={}, ports={})
-        texts = {text for process in self._node.processes for text in process.scratch}
-        return [Path(resolve(text, "", nowhere, self._values)) for text in sorted(texts)]
+    def _resolved(self, text: str, key: str) -> str:
+        return resolve(text, "", Addresses(hosts={}, ports={}), {**self._values, "key": key})
+
+
+def directory_name(run_id: str, attempt: int, rank: int, key: str) -> str:
+    """Name an agent's directory on its node's disk.
+
+    Args:
+        run_id: the run's unique id.
+        attempt: number of the attempt.
+        rank: the agent's.
+        key: a random word, so that nobody else can make it beforehand.
+    """
+    return f"primeslurm-{run_id[-RUN_ID_END:]}-{attempt}-a{rank}-{key}"
 
 
 def remove_of_earlier_attempts(directory: Path) -> None:
-    """Remove what agents that were killed in earlier attempts of the run have left beside a directory of this one.
+    """Remove what killed agents have left: of earlier attempts of the run, or in the place of this one.
 
     Args:
-        directory: an agent's, named primeslurm-RUN-ATTEMPT-aRANK.
+        directory: an agent's, as `directory_name` names it.
     """
     own = _OF_ATTEMPT.fullmatch(directory.name)
     if own is None or not directory.parent.is_dir():
         return
     for other in directory.parent.iterdir():
         found = _OF_ATTEMPT.fullmatch(other.name)
-        if found and found[1] == own[1] and int(found[2]) < int(own[2]):
+        if found is None or found[1] != own[1]:
+            continue
+        if (int(found[2]) < int(own[2]) or found.groups() == own.groups()) and is_abandoned(other):
             shutil.rmtree(other, ignore_errors=True)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -11,18 +12,29 @@ from primeslurm.node.agent.child import Child
 from primeslurm.node.agent.health_probe import TIMEOUT_S, Probe, ProbeTarget
 from primeslurm.node.agent.node_context import NodeContext, resolve
 from primeslurm.node.agent.supervision import ProcessState, Supervision
+from primeslurm.node.agent.vitals import STOPPED_S, Vital, Vitals
 from primeslurm.node.host.network import Ports
 from primeslurm.node.host.shared_memory import SharedMemory
 from primeslurm.plan.model import Node, Plan, Process
-from primeslurm.records.events.processes import ProcessExited, ProcessStarted, ProcessStartFailed
-from primeslurm.records.fleet import FleetView, ProcessReport
+from primeslurm.records import beats
+from primeslurm.records.events.nodes import PortTaken
+from primeslurm.records.events.processes import (
+    ProcessContinued,
+    ProcessExited,
+    ProcessHangs,
+    ProcessStarted,
+    ProcessStartFailed,
+)
+from primeslurm.records.fleet import BeatReport, FleetView, ProcessReport
 from primeslurm.records.journal import Journal
 from primeslurm.run.directory import Attempt
 from primeslurm.wire.addresses import Addresses
-from primeslurm.wire.secret import generate_token, read
+from primeslurm.wire.secret import VARIABLE, generate_token, handing_over, read
 
 LOOK_S = 30.0
 """Between two looks at the shared memory of what runs."""
+DUMP_S = 2.0
+"""What hangs has so long to write where it is, before it is killed."""
 UNLINK_S = 5.0
 """What is killed at the end is gone after so long, GPU drivers' work included."""
 
@@ -61,6 +73,9 @@ class ProcessManager:
         self.supervised = {process.name: Supervision(process) for process in node.processes}
         self.children: dict[str, Child] = {}
         self.probes: dict[str, Probe] = {}
+        self.vitals = Vitals()
+        self._killed_at: dict[str, float] = {}
+        """When those that hang are killed."""
         self._claims = Ports(address)
         self.ports = {
             process.name: {name: self._claims.claim(preferred) for name, preferred in process.ports.items()}
@@ -112,6 +127,8 @@ class ProcessManager:
             del self.children[name]
             if probe := self.probes.pop(name, None):
                 probe.stop()
+            self.vitals.ended(name)
+            self._killed_at.pop(name, None)
             supervision = self.supervised[name]
             supervision.exited(now, code, ending=ending)
             self._journal.write(ProcessExited(name, code, supervision.state, supervision.reason or None))
@@ -130,6 +147,8 @@ class ProcessManager:
         if now - self._looked_at >= LOOK_S:
             self._looked_at = now
             self._look(self.children)
+        self.vitals.look(now)
+        self._continue_stopped()
         ready, lost = set(view.ready), set(view.lost)
         for supervision in self.supervised.values():
             process = supervision.process
@@ -142,13 +161,42 @@ class ProcessManager:
                 now,
                 prerequisites=all(name in ready or name in lost for name in process.after),
                 ready=supervision.running and (probe is None or probe.ready),
-                silent_s=probe.silent_s if probe else 0.0,
+                hangs=self._hangs(process, view),
                 order=order,
             )
-            if decision == "start":
+            if decision == "start" and not self._moved(process):
                 self._start(supervision, now, addresses, order.generation if order else 0)
-            elif decision == "kill":
+            elif decision == "end_hung":
+                self._end_hung(process.name, now)
+            elif decision == "kill" or now >= self._killed_at.get(process.name, math.inf):
                 self._kill(process.name)
+
+    def _hangs(self, process: Process, view: FleetView) -> str:
+        """Why a process is taken to hang; empty if it is not.
+
+        Ranks wait for one another, so that all of them are silent when one hangs: which of them it is, the head says.
+        """
+        vital = self.vitals.of(process.name)
+        if process.role == "trainer":  # one that has gone on meanwhile, or was started anew, is not meant
+            return view.hung.get(process.name, "") if vital.silent_s > STOPPED_S else ""
+        return f"hangs: {vital.report().words}" if vital.hangs else ""
+
+    def _continue_stopped(self) -> None:
+        for name, child in self.children.items():
+            vital = self.vitals.of(name)
+            if vital.stopped and vital.silent_s > STOPPED_S and name not in self._killed_at:
+                child.send(signal.SIGCONT)
+                self._journal.write(ProcessContinued(name, round(vital.silent_s, 1)))
+
+    def _end_hung(self, name: str, now: float) -> None:
+        child, vital = self.children[name], self.vitals.of(name)
+        beat = vital.beat
+        event = ProcessHangs(name, round(vital.silent_s, 1), beat.phase, beat.step, self.supervised[name].reason)
+        self._journal.write(event)
+        if beat.number and self.supervised[name].process.beats is not None:
+            child.send(beats.DUMP_SIGNAL)
+        child.send(signal.SIGCONT)  # one that is stopped takes no other signal
+        self._killed_at[name] = now + DUMP_S
 
     def renew(self, addresses: Addresses) -> None:
         """End those that were started with what is no longer so: addresses that changed, neighbours that are lost."""
@@ -180,6 +228,8 @@ class ProcessManager:
     def close(self) -> None:
         """Send SIGKILL to everything that is left, and remove what was made for it."""
         self._clear(self.children)
+        for name in self.children:
+            self.vitals.ended(name)
         self._shared_memory.unlink_within(UNLINK_S)
         self._context.remove_scratch()
         self._claims.release()
@@ -201,7 +251,12 @@ class ProcessManager:
             healthy=healthy,
             reason=supervision.reason,
             generation=supervision.generation,
+            beat=self._beat(name),
         )
+
+    def _beat(self, name: str) -> BeatReport | None:
+        vital = self.vitals.of(name)
+        return vital.report() if name in self.children and vital != Vital() else None
 
     def _kill(self, name: str) -> None:
         if child := self.children.get(name):
@@ -223,10 +278,15 @@ class ProcessManager:
         command = self._command(process, addresses)
         argv, env, files, _ = command
         supervision.started(now, generation)
+        page = beats.BeatPage(process.name) if process.beats is not None else None
+        handed = (page.descriptor,) if page else ()
+        env = dict(os.environ) | env | ({beats.VARIABLE: str(page.descriptor)} if page else {})
         try:
             self._context.write(files)
-            child = Child(argv, dict(os.environ) | env, self.attempt.path / process.log, Path(self.plan.run_dir))
+            child = self._spawn(process, argv, env, handed)
         except OSError as error:
+            if page:
+                page.close()
             supervision.reason = str(error)
             supervision.exited(now, 127, ending=False)
             self._journal.write(ProcessStartFailed(process.name, str(error)))
@@ -237,7 +297,26 @@ class ProcessManager:
             port = self.ports[process.name][process.health.port]
             target = ProbeTarget(self.address, port, process.health.path)
             self.probes[process.name] = Probe(target, self._probe_timeout_s)
+        self.vitals.started(process, child.pid, page, self.probes.get(process.name))
         self._journal.write(ProcessStarted(process.name, child.pid, supervision.restarts, generation))
+
+    def _moved(self, process: Process) -> bool:
+        """Take other ports where another user listens: they are published, and the process is started thereafter."""
+        ports = self.ports[process.name]
+        lost = [name for name, port in ports.items() if self._claims.is_lost(port)]
+        for name in lost:
+            instead = self._claims.claim(ports[name] + 1)
+            self._journal.write(PortTaken(process.name, ports[name], instead))
+            ports[name] = instead
+        return bool(lost)
+
+    def _spawn(self, process: Process, argv: tuple[str, ...], env: dict[str, str], handed: tuple[int, ...]) -> Child:
+        log, cwd = self.attempt.path / process.log, Path(self.plan.run_dir)
+        if VARIABLE not in self.plan.env:
+            return Child(argv, env, log, cwd, handed)
+        own = env.pop(VARIABLE)
+        with handing_over(own) as (descriptor, told):
+            return Child(argv, env | told, log, cwd, (descriptor, *handed))
 
     def _command(self, process: Process, addresses: Addresses) -> Command:
         fill = self._fill(process, addresses)

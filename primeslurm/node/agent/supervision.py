@@ -38,7 +38,8 @@ class ProcessState(StrEnum):
 
 _OVER = (ProcessState.FALLEN, ProcessState.FAILED, ProcessState.DONE)
 """Only a new generation of its restart group starts it again."""
-Decision = Literal["start", "kill", "nothing"]
+Decision = Literal["start", "kill", "end_hung", "nothing"]
+"""`end_hung`: end it, and have it say first where it is."""
 
 
 @dataclass
@@ -56,6 +57,8 @@ class Supervision:
     """Generation of its restart group that it was last started in."""
     renewing: bool = False
     """It is being ended only to be started anew: no fault of its own."""
+    hung: bool = False
+    """It is being ended because it hangs."""
 
     @property
     def running(self) -> bool:
@@ -63,7 +66,7 @@ class Supervision:
         return self.state in (ProcessState.LOADING, ProcessState.READY)
 
     def tick(
-        self, now: float, *, prerequisites: bool, ready: bool, silent_s: float = 0.0, order: RestartOrder | None = None
+        self, now: float, *, prerequisites: bool, ready: bool, hangs: str = "", order: RestartOrder | None = None
     ) -> Decision:
         """Decide what to do now.
 
@@ -71,13 +74,13 @@ class Supervision:
             now: the clock, in seconds.
             prerequisites: what it needs is there.
             ready: it answers (or has no health check and runs).
-            silent_s: for how long it has given no HTTP answer at all.
+            hangs: it has been silent for too long: for how long, and where; else empty.
             order: for a member of a restart group, what the head says of the group.
         """
         if order is not None and order.generation > self.generation and self.running:
             return self.renew("its unit is restarted")
         if self.running:
-            return self._watch(now, ready, silent_s)
+            return self._watch(now, ready, hangs)
         if not prerequisites or (order is not None and order.hold):
             return "nothing"
         if self.state is ProcessState.WAITING:
@@ -106,7 +109,7 @@ class Supervision:
     def started(self, now: float, generation: int = 0) -> None:
         """Take in that the process was started, in a generation of its restart group if it has one."""
         self.started_at, self.exit_code, self.generation = now, None, generation
-        self.renewing, self.reason = False, ""
+        self.renewing, self.hung, self.reason = False, False, ""
         self._become(ProcessState.LOADING, now)
 
     def exited(self, now: float, code: int, *, ending: bool) -> None:
@@ -133,7 +136,7 @@ class Supervision:
         else:
             self._become(ProcessState.FAILED, now)
 
-    def _watch(self, now: float, ready: bool, silent_s: float) -> Decision:
+    def _watch(self, now: float, ready: bool, hangs: str) -> Decision:
         health = self.process.health
         if self.state is ProcessState.LOADING:
             if ready:
@@ -142,9 +145,11 @@ class Supervision:
                 self.reason = f"not ready within {health.start_timeout_s} s"
                 return "kill"
             return "nothing"
-        if health and silent_s > health.hang_timeout_s:
-            self.reason = f"gave no answer for {silent_s:.0f} s"
-            return "kill"
+        if hangs:
+            if self.hung:
+                return "nothing"
+            self.hung, self.reason = True, hangs
+            return "end_hung"
         if now - self.started_at > STABLE_S:
             self.restarts = 0
         return "nothing"

@@ -16,8 +16,10 @@ from primeslurm.records.attempt import EndRecord
 from primeslurm.records.events.nodes import AttemptEnded, BadNodeNotRecorded, EndNotRecorded
 from primeslurm.records.fleet import Ending, Outcome
 from primeslurm.records.journal import Journal
+from primeslurm.records.reserve import Reserve
 from primeslurm.run.directory import Attempt, RunDirectory
-from primeslurm.run.ledger import Ledger
+from primeslurm.run.exclusion import Partitions, excluded, record_excluded, spared
+from primeslurm.run.ledger import BadNode, Ledger
 from primeslurm.slurm.client import SlurmClient
 from primeslurm.wire import checkpoints
 from primeslurm.wire.retry import insisting_in_thread
@@ -56,11 +58,14 @@ def conclude(plan: Plan, run: RunDirectory, attempt: Attempt, ending: Ending, jo
         why_not_requeued=why_not,
         time=time.time(),
     )
+    reserve = Reserve(run.path)
     try:
-        attempt.record_end(record)
+        reserve.spend_on(lambda: attempt.record_end(record))
     except OSError as error:  # a full disk must not keep the job from being requeued
         journal.write(EndNotRecorded(str(error)))
     journal.write(AttemptEnded(ending.outcome, requeue, why_not))
+    with contextlib.suppress(OSError):
+        journal.sync()
     return requeue
 
 
@@ -103,38 +108,40 @@ def remember_bad_node(plan: Plan, attempt: Attempt, node: str, reason: str, jour
     if plan.executor != "slurm":
         return
     now = time.time()
+    ledger = Ledger(Path(plan.run_dir).parent)
     try:
-        ledger = Ledger(Path(plan.run_dir).parent)
-        ledger.record(node, reason, plan.run, attempt.number, now=now, hours=plan.bad_node_hours)
+        Reserve(Path(plan.run_dir)).spend_on(
+            lambda: ledger.record(node, reason, plan.run, attempt.number, now=now, hours=plan.bad_node_hours)
+        )
     except OSError as error:
         journal.write(BadNodeNotRecorded(node, str(error)))
 
 
-def nodes_to_avoid(plan: Plan) -> str | None:
-    """Collect the nodes that the next attempt must not get: the recipe's, and those of the ledger.
-
-    Returns:
-        Their host list; None if the ledger has none, which changes nothing.
-    """
-    bad = tuple(entry.node for entry in Ledger(Path(plan.run_dir).parent).entries(time.time()))
-    job = plan.job.model_copy(update={"avoid": bad})
-    return job.excluded if bad else None
+def nodes_to_avoid(plan: Plan, partitions: Partitions) -> list[BadNode]:
+    """Choose the ledger's nodes that the next attempt must not get, as far as the job can do without them."""
+    return spared(plan, Ledger(Path(plan.run_dir).parent).entries(time.time()), partitions)
 
 
 def keep_away_from_bad_nodes(plan: Plan, job_id: str) -> None:
-    """Tell Slurm which nodes a job that was just requeued must not get.
+    """Tell Slurm which nodes a job that was just requeued must not get, in place of those that it must not get so far.
 
-    More than one try: Slurm ends the step meanwhile, and its SIGTERM meets `scontrol` as well. Not for long: the job
+    More than one try: Slurm ends the step meanwhile, and its SIGTERM meets its commands as well. Not for long: the job
     does not start again before this process has ended.
     """
-    hostlist = nodes_to_avoid(plan)
-    if hostlist is None:
+    run_dir, client = Path(plan.run_dir), SlurmClient()
+    if not excluded(run_dir) and not Ledger(run_dir.parent).entries(time.time()):
         return
+
+    def exclude() -> list[BadNode]:
+        bad = nodes_to_avoid(plan, client.nodes_by_partition({group.partition for group in plan.groups}))
+        job = plan.job.model_copy(update={"avoid": tuple(entry.node for entry in bad)})
+        client.exclude(job_id, job.excluded or "")
+        return bad
 
     def tell(state: RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome else None
-        print(f"job {job_id} is not kept away from {hostlist} yet: {error}", file=sys.stderr, flush=True)
+        print(f"job {job_id} is not kept away from bad nodes yet: {error}", file=sys.stderr, flush=True)
 
     again = insisting_in_thread(ClusterError, EXCLUDE_S, pause_s=1.0)
-    with contextlib.suppress(ClusterError):
-        again.copy(after=tell)(SlurmClient().exclude, job_id, hostlist)
+    with contextlib.suppress(ClusterError, OSError):
+        record_excluded(run_dir, again.copy(after=tell)(exclude))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from primeslurm.records.reserve import Reserve, while_full
 from primeslurm.run.directory import Attempt, RunDirectory
 
 PLAN_WAIT_S = 120.0
@@ -13,6 +14,8 @@ _POLL_S = 0.5
 def enter(run: RunDirectory, number: int, *, wait_s: float) -> Attempt:
     """Return an attempt that has its plan. After a requeue the head makes it from the one before; others wait for it.
 
+    On a full file system it is tried again, until the attempt would have ended for want of progress.
+
     Args:
         run: the run.
         number: of the attempt.
@@ -20,15 +23,22 @@ def enter(run: RunDirectory, number: int, *, wait_s: float) -> Attempt:
 
     Raises:
         RunError: the run has no attempt at all.
+        OSError: its directory cannot be made.
     """
     attempt = run.attempt(number)
     deadline = time.monotonic() + wait_s
     while not attempt.plan_file.is_file():
         if time.monotonic() >= deadline:
-            _make(run, attempt)
+            _make_in_time(run, attempt)
             break
         time.sleep(_POLL_S)
     return attempt
+
+
+def _make_in_time(run: RunDirectory, attempt: Attempt) -> None:
+    patience_s = run.latest().plan().stall_timeout_s
+    reserve = Reserve(run.path)
+    while_full(lambda: reserve.spend_on(lambda: _make(run, attempt)), patience_s)
 
 
 def first_of_job(run: RunDirectory, job_id: str) -> int:
@@ -43,6 +53,8 @@ def first_of_job(run: RunDirectory, job_id: str) -> int:
 
 
 def _make(run: RunDirectory, attempt: Attempt) -> None:
+    if attempt.plan_file.is_file():
+        return  # another agent was faster
     previous = run.latest()
     plan = previous.plan()
     if job := previous.job():

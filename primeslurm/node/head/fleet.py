@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from primeslurm.node.agent.supervision import ProcessState
+from primeslurm.node.head.blame import FILE_SYSTEM, Fault, whose_fault
+from primeslurm.node.head.hangs import Standstill, is_shown, standstill
 from primeslurm.node.head.node_assignment import NodeAssignment
 from primeslurm.node.head.process_states import how_it_died
 from primeslurm.node.head.restart_groups import RestartGroup, restart_groups_of
@@ -28,7 +30,7 @@ from primeslurm.records.events.nodes import (
     ProcessesMoved,
     ProcessesRestarted,
 )
-from primeslurm.records.fleet import AgentReport, Ending, Fitness, Outcome, ProcessReport, RestartOrder
+from primeslurm.records.fleet import AgentReport, BeatReport, Ending, Fitness, Outcome, ProcessReport, RestartOrder
 from primeslurm.wire import exits
 
 NODE_START_S = 300.0
@@ -73,12 +75,20 @@ class Fleet:
     progress_at: float = 0.0
     last_words: str = ""
     """Why the orchestrator ends, in its own words."""
+    hung: dict[str, str] = field(default_factory=dict)
+    """Trainer ranks that have to be ended, and why."""
+    standstill: Standstill | None = None
+    """Of the trainer's ranks, as long as it lasts."""
 
     def __post_init__(self) -> None:
         self.assignment = NodeAssignment(self.plan)
         self.restart_groups: dict[str, RestartGroup] = restart_groups_of(self.plan)
         self._processes = {process.name: process for process in self.plan.processes()}
         self._enough_since: float | None = None
+        self._killed: dict[str, str] = {}
+        """Names of nodes whose agent was killed, and how."""
+        self._waited_until = self.started_at
+        """When a fault of the file system was last waited for, which nobody is late for."""
         self._died_at: dict[str, float] = {}
         """By restart group: when the first of its processes was seen to have ended for good."""
 
@@ -99,6 +109,10 @@ class Fleet:
         for rank in self.unheard:
             if (name := self._name(rank)) in exits:
                 self._lose(rank, f"no agent could be started: {exits[name]}", now)
+
+    def observe_kills(self, kills: Mapping[str, str]) -> None:
+        """Take in nodes whose agent was killed, and how: nobody has to wait until it has been silent for long."""
+        self._killed |= kills
 
     def held_up(self, seconds: float) -> None:
         """Take in that the head itself was held up: for so long nobody could have been heard of."""
@@ -131,15 +145,37 @@ class Fleet:
         return bool(self.assignment.generation) and all(self.agent_of(node) for node in self.assignment.rank_of)
 
     @property
+    def silent(self) -> dict[str, BeatReport]:
+        """Processes that have been silent for a while; of the trainer's ranks those that the others wait for."""
+        found = {}
+        for process in self._processes.values():
+            report = self.report(process.name)
+            if report is None or report.beat is None:
+                continue
+            waited_for = self.standstill is not None and process.name in self.standstill.behind
+            if waited_for if process.role == "trainer" else is_shown(report.beat):
+                found[process.name] = report.beat
+        return found
+
+    @property
     def orders(self) -> dict[str, RestartOrder]:
         """What agents have to know of restart groups."""
         return {name: group.order for name, group in self.restart_groups.items() if group.generation}
 
+    @property
+    def waits_for(self) -> str:
+        """What is wrong with the shared file system, as long as agents wait for that to be over; empty otherwise."""
+        waiting = (a for r, a in sorted(self.agents.items()) if r not in self.gone and a.fitness is Fitness.CHECKING)
+        return next((agent.file_system for agent in waiting if agent.file_system), "")
+
     def decide(self, now: float) -> Ending | None:
         """Replace, restart and give up what must be; the reason to end the attempt now, or None."""
+        if self.waits_for:
+            self._waited_until = now
         self._give_up_waiting(now)
         if not self.assignment.generation:
             return self._unfit(now) or self._assign_nodes(now)
+        self._look_at_ranks()
         return (
             self._unfit(now)
             or self._missing(now)
@@ -158,7 +194,7 @@ class Fleet:
         if self.assignment.short(self.gone):
             return Ending(Outcome.FAILED, "; ".join(self.gone.values()), self._name(next(iter(self.gone))))
         undecided = sorted(set(range(self.plan.allocated)) - self._fit() - set(self.gone))
-        late = now - self.started_at > NODE_START_S
+        late = self._late(now)
         if self._enough_since is None and NodeAssignment(self.plan).fill(self._fit()):
             self._enough_since = now
         patient = self._enough_since is not None and now - self._enough_since > SPARE_WAIT_S
@@ -181,7 +217,7 @@ class Fleet:
             if agent.environments_fail and not self._environments_load(rank):
                 ending = self._environments_fail(rank, agent)
             elif agent.fitness is Fitness.UNFIT:
-                ending = self._lose(rank, agent.unfit_because, now)
+                ending = self._lose_unfit(rank, agent, now)
             elif agent.error:
                 ending = self._lose(rank, agent.error, now)
             elif agent.ended:
@@ -191,6 +227,25 @@ class Fleet:
             if ending:
                 return ending
         return None
+
+    def _lose_unfit(self, rank: int, agent: AgentReport, now: float) -> Ending | None:
+        """Only a node that is at fault itself is done without."""
+        kind = [r for r in self.plan.ranks(self.plan.group_of_rank(rank).index) if r not in self.gone]
+        match whose_fault(rank, self.agents, kind):
+            case Fault.NODE:
+                return self._lose(rank, agent.unfit_because, now)
+            case Fault.FILE_SYSTEM:
+                reason = f"the shared file system, seen from {agent.name}: {agent.unfit_because}"
+                return Ending(Outcome.FAILED, reason, FILE_SYSTEM)
+            case Fault.ALIKE:
+                reason = f"no node is to blame, as all {len(kind)} of its kind are like {agent.name}"
+                return Ending(Outcome.FAILED, f"{reason}: {agent.unfit_because}", "all nodes alike")
+            case Fault.OPEN:
+                return None
+
+    def _late(self, now: float) -> bool:
+        """Whether every agent should have been heard of by now."""
+        return now - self._waited_until > NODE_START_S
 
     def _environments_load(self, rank: int) -> bool:
         """Whether environments load on another node of an agent's group."""
@@ -207,16 +262,17 @@ class Fleet:
 
     def _give_up_waiting(self, now: float) -> None:
         """Agents that have never reported, whether they are needed or not."""
-        if now - self.started_at > NODE_START_S:
+        if self._late(now):
             for rank in self.unheard:
                 self._lose(rank, f"no sign of its agent within {NODE_START_S:.0f} s", now)
 
     def _missing(self, now: float) -> Ending | None:
         for rank in sorted(set(self.seen_at) - set(self.gone)):
-            silence = now - self.seen_at[rank]
-            if silence <= self.plan.node_silent_s:
+            silence, how = now - self.seen_at[rank], self._killed.get(self._name(rank))
+            if how is None and silence <= self.plan.node_silent_s:
                 continue
-            if ending := self._lose(rank, f"has been silent for {silence:.0f} s", now):
+            why = f"its agent was killed: {how}" if how else f"has been silent for {silence:.0f} s"
+            if ending := self._lose(rank, why, now):
                 return ending
         return None
 
@@ -310,8 +366,28 @@ class Fleet:
         self._died_at.pop(group.name, None)
         self.news.append(News(ProcessesRestarted(group.name, group.generation, reason)))
 
+    def _look_at_ranks(self) -> None:
+        """Find those that hang: ranks wait for one another, so that their agents cannot tell."""
+        beats = self._beats_of_ranks()
+        known, self.standstill = self.standstill, standstill(beats)
+        if self.standstill is None:
+            self.hung = {} if beats else self.hung  # kept while the others die of the end of those that hung
+            return
+        if known is None or known.behind != self.standstill.behind:
+            self.news.append(News(self.standstill.event()))
+        if self.standstill.hangs and not self.hung:
+            self.hung = dict.fromkeys(self.standstill.behind, self.standstill.reason)
+
+    def _beats_of_ranks(self) -> dict[str, BeatReport]:
+        """Of all ranks of the trainer; none if one of them does not run."""
+        ranks = [process.name for process in self._processes.values() if process.role == "trainer"]
+        reports = [self.report(name) for name in ranks]
+        beats = [report.beat if report and report.state == ProcessState.READY else None for report in reports]
+        return {name: beat for name, beat in zip(ranks, beats, strict=True) if beat} if all(beats) else {}
+
     def _dead_process(self, now: float) -> Ending | None:
-        for process in self.plan.processes():
+        # Those that hung first: the others died of their end.
+        for process in sorted(self.plan.processes(), key=lambda process: process.name not in self.hung):
             report = self.report(process.name)
             if report is None or report.state != ProcessState.FAILED or process.name in self.lost:
                 continue

@@ -16,15 +16,26 @@ from primeslurm.node.attempt.attempt_end import conclude, remember_bad_node
 from primeslurm.node.head.fleet import AGENT_ENDED, Fleet, News
 from primeslurm.node.head.process_states import fleet_state
 from primeslurm.node.head.walltime import MARGIN_S, end_of_job, ends_too_late, seconds_to_stop
+from primeslurm.node.host.record_writer import RecordWriter
 from primeslurm.plan.model import Plan
-from primeslurm.records.events.nodes import AddressesPublished, AttemptEnds, HeadFailed, NodeLost, PublishFailed
+from primeslurm.records.events.nodes import (
+    AddressesPublished,
+    AttemptEnds,
+    FileSystemFault,
+    HeadFailed,
+    NodeLost,
+    PublishFailed,
+)
 from primeslurm.records.fleet import AgentReport, AssignedAgent, AssignmentRecord, Ending, FleetView, Outcome
 from primeslurm.records.journal import Journal
 from primeslurm.records.state import OrchestratorState, TrainerState
 from primeslurm.run.directory import Attempt, RunDirectory
 from primeslurm.run.records import progress_of
-from primeslurm.slurm.launch_failures import JobOutput, early_exits, launch_failures, node_names, restarts
+from primeslurm.slurm.launch_failures import JobOutput, early_exits, kills, launch_failures, node_names, restarts
 from primeslurm.wire.addresses import Addresses
+
+SUSPECT_S = 10.0
+"""Who has not been heard of for so long, or a third of `node_silent_s`, is not called healthy any more."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +73,8 @@ class Head(threading.Thread):
         self.journal = Journal(agent.attempt.path, "head")
         self.ending: Ending | None = None
         self._heartbeats = {rank: Watched(self.attempt.agent_file(rank)) for rank in range(self.plan.allocated)}
+        self._records = RecordWriter(run.path, 1.5 * agent.plan.stall_timeout_s)
+        self._waits_for = ""
         self._addresses = Addresses({}, {})
         self._published_generation = 0
         self._asked: Ending | None = None
@@ -87,21 +100,26 @@ class Head(threading.Thread):
 
     def tick(self, now: float) -> None:
         """Read every heartbeat that changed, decide, publish."""
-        if late := held_up_s(self._ticked_at, now):
+        hindered = self._records.excuses(now)
+        if late := now - self._ticked_at if hindered else held_up_s(self._ticked_at, now):
             self.fleet.held_up(late)
         self._ticked_at = now
+        self._records.fill_reserve(now)
         for file in self._heartbeats.values():
             if (value := file.changed()) is not None:
                 self.fleet.observe(msgspec.convert(value, AgentReport), now)
         self._observe_progress(now)
-        if self.fleet.hosts and self.fleet.unheard:
-            self.fleet.observe_exits(self._just_ended(), now)
+        if self.fleet.hosts:
+            news = self._job_news()
+            self.fleet.observe_exits(launch_failures(news) | early_exits(news), now)
+            self.fleet.observe_kills(kills(news))
         if self.ending is None and (found := self._asked_to_end(now) or self.fleet.decide(now)):
             self.ending, self._ending_at = found, now
             self.journal.write(AttemptEnds(found.outcome, found.reason, found.suspect))
         self._tell_news()
-        self._publish_assignment()
-        self._publish_addresses()
+        self.journal.flush()
+        self._records.write(self._publish_assignment)
+        self._records.write(self._publish_addresses)
         self._publish(now)
 
     def conclude(self) -> bool:
@@ -122,16 +140,15 @@ class Head(threading.Thread):
             return Ending(Outcome.PREEMPTED, reason)
         return self._asked
 
-    def _just_ended(self) -> dict[str, str]:
-        """Nodes whose task has ended since the last look, and how.
+    def _job_news(self) -> str:
+        """What was written into the job's output since the last look.
 
-        Where an agent cannot be started, srun says so at once; without that, only its silence would tell.
+        Where an agent cannot be started or is killed, srun says so at once; without that, only its silence would tell.
         """
         try:
-            news = self._job_output.news()
+            return self._job_output.news()
         except OSError:
-            return {}
-        return launch_failures(news) | early_exits(news)
+            return ""
 
     def _observe_progress(self, now: float) -> None:
         state = progress_of(self.attempt, self.plan.task)
@@ -176,12 +193,13 @@ class Head(threading.Thread):
         self.journal.write(AddressesPublished(self.fleet.assignment.generation, addresses.lost))
 
     def _publish(self, now: float) -> None:
-        fleet = self.fleet
+        fleet, silent = self.fleet, self.fleet.silent
         states, ready = {}, []
         for process in self.plan.processes():
             report = fleet.report(process.name)
-            suspect = fleet.silence(process.name, now) > self.plan.node_silent_s / 3
-            states[process.name] = str(fleet_state(process, report, suspect=suspect, lost=process.name in fleet.lost))
+            suspect = fleet.silence(process.name, now) > min(SUSPECT_S, self.plan.node_silent_s / 3)
+            seen = {"suspect": suspect, "silent": process.name in silent, "lost": process.name in fleet.lost}
+            states[process.name] = str(fleet_state(process, report, **seen))
             if report is not None and report.state == ProcessState.READY:
                 ready.append(process.name)
         view = FleetView(
@@ -190,13 +208,24 @@ class Head(threading.Thread):
             states=states,
             units=fleet.orders,
             lost=sorted(fleet.lost),
+            silent=silent,
+            hung=fleet.hung,
             ending=self.ending,
+            waits_for=self._waiting(),
             release=self._release(now),
         )
         try:
-            write_json(self.attempt.fleet_file, msgspec.to_builtins(view))
+            self._records.write(lambda: write_json(self.attempt.fleet_file, msgspec.to_builtins(view)))
         except OSError as error:
             self.journal.write(PublishFailed(str(error)))
+
+    def _waiting(self) -> str:
+        """What is wrong with the file system that the run waits for; an event tells of each change."""
+        trouble = self.fleet.waits_for or self._records.trouble
+        if bool(trouble) != bool(self._waits_for):
+            self.journal.write(FileSystemFault(trouble))
+        self._waits_for = trouble
+        return trouble
 
     def _release(self, now: float) -> bool:
         """Whether engines and orchestrator may stop: no trainer needs them for a last checkpoint any more."""

@@ -15,10 +15,12 @@ class FleetState(StrEnum):
     STARTING = "STARTING"
     LOADING = "LOADING"
     STALE = "STALE"
-    """Up, but not on the current policy version: its router leaves it out."""
+    """Up, but not on the current policy version: its router leaves it out. Of a router: it lacks engines."""
     HEALTHY = "HEALTHY"
     SUSPECT = "SUSPECT"
     """Its node has not been heard of for a while."""
+    SILENT = "SILENT"
+    """Runs, but has not been heard of for a while; a trainer rank: the others wait for it."""
     RESTARTING = "RESTARTING"
     DEAD = "DEAD"
     """Ended, and its attempt ends with it."""
@@ -27,13 +29,16 @@ class FleetState(StrEnum):
     DONE = "DONE"
 
 
-def fleet_state(process: Process, report: ProcessReport | None, *, suspect: bool, lost: bool) -> FleetState:
+def fleet_state(
+    process: Process, report: ProcessReport | None, *, suspect: bool, silent: bool, lost: bool
+) -> FleetState:
     """Return the operator's word for what a node reports of a process.
 
     Args:
         process: which.
         report: its part of the newest heartbeat of its node; None without one.
         suspect: the node has not been heard of for a while.
+        silent: the process has not been heard of for a while, by its node.
         lost: the process was given up.
     """
     if lost:
@@ -42,6 +47,8 @@ def fleet_state(process: Process, report: ProcessReport | None, *, suspect: bool
         return FleetState.STARTING
     if report.state in (ProcessState.LOADING, ProcessState.READY) and suspect:
         return FleetState.SUSPECT
+    if report.state in (ProcessState.LOADING, ProcessState.READY) and silent:
+        return FleetState.SILENT
     if report.state == ProcessState.READY:
         return FleetState.HEALTHY if report.healthy or process.health is None else FleetState.STALE
     if report.state == ProcessState.FAILED:

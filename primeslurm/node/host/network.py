@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import fcntl
 import os
+import random
 import socket
 import struct
 from collections.abc import Mapping
+from pathlib import Path
 
 _SIOCGIFADDR = 0x8915
+_LISTENS = "0A"
+"""State of a socket in /proc/net/tcp."""
 _SEARCH = 200
-"""Ports tried above a preferred one before giving up."""
+"""Ports tried above a preferred one, and then elsewhere, before giving up."""
+_ELSEWHERE = range(10000, 32768)
+"""Where nobody foresees what is taken; below what the kernel gives to connections."""
 
 
 class NetworkError(RuntimeError):
@@ -63,29 +69,44 @@ class Ports:
     """Ports of one address that this process claims for servers that will listen there later.
 
     A claim is a Unix socket with an abstract name, which the kernel gives back when the process ends: runs that share a
-    node and start at the same time see each other's.
+    node and start at the same time see each other's. Anybody can make such claims, or listen on the ports themselves:
+    who does so has others taken, elsewhere.
     """
 
     def __init__(self, address: str) -> None:
         self._address = address
-        self._claims: list[socket.socket] = []
+        self._claims: dict[int, socket.socket | None] = {}
 
     def claim(self, preferred: int) -> int:
         """Claim the first port from `preferred` on that is unclaimed and free, on this address and on all others.
 
         Raises:
-            NetworkError: none of the next ports is free.
+            NetworkError: none of the next ports is free, nor any elsewhere.
         """
         for port in range(preferred, preferred + _SEARCH):
-            if can_bind(self._address, port) and can_bind("", port) and self._claimed(port):
+            if self._is_free(port) and self._claimed(port):
                 return port
-        raise NetworkError(f"no free port on {self._address} from {preferred} to {preferred + _SEARCH - 1}")
+        for port in random.SystemRandom().sample(_ELSEWHERE, min(_SEARCH, len(_ELSEWHERE))):
+            if port not in self._claims and self._is_free(port):
+                if not self._claimed(port):
+                    self._claims[port] = None  # somebody else's claim must not stop a run
+                return port
+        last = preferred + _SEARCH - 1
+        raise NetworkError(f"no free port on {self._address} from {preferred} to {last}, nor elsewhere")
+
+    def is_lost(self, port: int) -> bool:
+        """Whether another user listens on a port that was claimed: a claim keeps only those away who ask for it."""
+        return not self._is_free(port) and any(uid != os.geteuid() for uid in _listeners(self._address, port))
 
     def release(self) -> None:
         """Give all back."""
-        for claim in self._claims:
-            claim.close()
+        for claim in self._claims.values():
+            if claim is not None:
+                claim.close()
         self._claims.clear()
+
+    def _is_free(self, port: int) -> bool:
+        return can_bind(self._address, port) and can_bind("", port)
 
     def _claimed(self, port: int) -> bool:
         claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -94,8 +115,21 @@ class Ports:
         except OSError:
             claim.close()
             return False
-        self._claims.append(claim)
+        self._claims[port] = claim
         return True
+
+
+def _listeners(address: str, port: int) -> set[int]:
+    """Find the users who listen on a port of an IPv4 address, or on it on all addresses."""
+    own = struct.unpack("=I", socket.inet_aton(address))[0]
+    found = set()
+    for table, addresses in (("tcp", {f"{own:08X}", "0" * 8}), ("tcp6", {"0" * 32})):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, _, _, _, uid, *_ = line.split()
+            where, _, number = local.partition(":")
+            if state == _LISTENS and int(number, 16) == port and where in addresses:
+                found.add(int(uid))
+    return found
 
 
 def can_bind(address: str, port: int) -> bool:

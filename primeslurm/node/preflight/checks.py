@@ -13,13 +13,13 @@ from pathlib import Path
 
 from primeslurm.files import read_json, write_atomic
 from primeslurm.node.host.network import can_bind
-from primeslurm.records.fleet import CheckLevel, PreflightCheck
+from primeslurm.records.fleet import CheckLevel, PreflightCheck, SharedCheck
+from primeslurm.records.reserve import LEAST_FREE, is_full
 
 GIB = 2**30
 COMMAND_TIMEOUT_S = 20.0
 USED_MIB = 2048
 """GPU memory in use before anything of ours runs; less than this is the driver's own."""
-LEAST_FREE = GIB // 4
 ENOUGH_FREE = 10 * GIB
 ENOUGH_SHM = 2 * GIB
 SKEW_S = 5.0
@@ -155,7 +155,8 @@ def writable_check(directory: Path, rank: int) -> PreflightCheck:
         same = path.read_text() == content
         path.unlink()
     except OSError as error:
-        return PreflightCheck("shared file system", "failed", f"cannot write to {directory}: {_words(error)}")
+        text = f"cannot write to {directory}: {_words(error)}"
+        return (SharedCheck if is_full(error) else PreflightCheck)("shared file system", "failed", text)
     seconds = time.monotonic() - began
     if not same:
         return PreflightCheck("shared file system", "failed", f"{directory} does not give back what is written to it")
@@ -171,7 +172,8 @@ def space_checks(run_dir: Path, tmp: Path) -> list[PreflightCheck]:
         level: CheckLevel = "ok" if free >= ENOUGH_FREE else "warning"
         if free < LEAST_FREE:
             level = "failed"
-        found.append(PreflightCheck("space", level, f"{free / GIB:.1f} GiB free in the {name} {path}"))
+        text = f"{free / GIB:.2f} GiB free in the {name} {path}"
+        found.append((SharedCheck if path == run_dir else PreflightCheck)("space", level, text))
     return found
 
 

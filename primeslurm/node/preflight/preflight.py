@@ -25,8 +25,9 @@ from primeslurm.plan.model import Node, Plan
 from primeslurm.recipe.sections.evaluation import EvaluationEnvironment
 from primeslurm.recipe.sections.orchestrator import Environment
 from primeslurm.records.events.nodes import GpuFailed, PreflightDone
-from primeslurm.records.fleet import Fitness, FleetView, PreflightCheck, PreflightReference
+from primeslurm.records.fleet import Fitness, FleetView, PreflightCheck, PreflightReference, SharedCheck
 from primeslurm.records.journal import Journal
+from primeslurm.records.reserve import is_full
 from primeslurm.run.directory import Attempt, RunDirectory
 from primeslurm.run.versions import installed_packages
 
@@ -42,6 +43,8 @@ class PreflightTimings:
     head_start_s: float = NODE_START_S
     """For what the head writes first."""
     clock_wait_s: float = 10.0
+    full_poll_s: float = 5.0
+    """Between two looks at a file system that is full."""
     gpu_free_wait_s: float = 15.0
 
 
@@ -74,6 +77,8 @@ class Preflight:
         self._found: list[PreflightCheck] = []
         self.environments_fail = ""
         """Why environments do not load here; whether that is this node's fault, the others tell."""
+        self.file_system = ""
+        """What is wrong with the file system of the run directory; waited for while the node is being checked."""
         self._done = False
         self._started_at = time.monotonic()
         self._deadline = math.inf
@@ -94,13 +99,15 @@ class Preflight:
             )
         return Fitness.CHECKING, ""
 
+    @property
+    def failed(self) -> list[str]:
+        """Names of the checks that the node failed."""
+        return sorted({check.name for check in self._found if check.level == "failed"})
+
     def start(self) -> None:
-        """Begin; on the head, tell the others first what to compare with."""
+        """Begin."""
         self._started_at = time.monotonic()
         self._deadline = self._started_at + self._timings.limit_s
-        if self._rank == 0:
-            reference = PreflightReference(digest(self._attempt.plan_file), installed_packages())
-            write_json(self._attempt.reference_file, msgspec.to_builtins(reference))
         threading.Thread(target=self._run, daemon=True, name="preflight").start()
 
     def check_gpus_again(self) -> None:
@@ -129,6 +136,7 @@ class Preflight:
 
     def _run(self) -> None:
         parts = {
+            "what the others need": self._tell_reference,
             "its network": self._network,
             "its GPUs": self._gpu,
             "its file systems": self._files,
@@ -180,8 +188,19 @@ class Preflight:
             time.sleep(1.0)
 
     def _files(self) -> list[PreflightCheck]:
-        run_dir = Path(self._plan.run_dir)
-        return [checks.writable_check(self._attempt.path, self._rank), *checks.space_checks(run_dir, self._tmp)]
+        """A full file system is waited for: another node would see it alike. For as long as for any progress."""
+        run_dir, give_up = Path(self._plan.run_dir), time.monotonic() + self._plan.stall_timeout_s
+        while True:
+            found = [checks.writable_check(self._attempt.path, self._rank), *checks.space_checks(run_dir, self._tmp)]
+            self.file_system = "; ".join(c.text for c in found if isinstance(c, SharedCheck) and c.level == "failed")
+            if not self.file_system or time.monotonic() > give_up:
+                self._deadline = time.monotonic() + self._timings.limit_s
+                return found
+            self._wait_for_space()
+
+    def _wait_for_space(self) -> None:
+        self._deadline = math.inf
+        time.sleep(self._timings.full_poll_s)
 
     def _models(self) -> list[PreflightCheck]:
         if self._plan.emulated:
@@ -218,6 +237,21 @@ class Preflight:
         return [PreflightCheck("environments", "failed", text, fix) for text in problems] or [
             PreflightCheck("environments", "ok", f"loaded: {', '.join(each.label for each in (*trained, *evaluated))}")
         ]
+
+    def _tell_reference(self) -> list[PreflightCheck]:
+        """The head tells the others what to compare with."""
+        give_up = time.monotonic() + self._plan.stall_timeout_s
+        while self._rank == 0:
+            reference = PreflightReference(digest(self._attempt.plan_file), installed_packages())
+            try:
+                write_json(self._attempt.reference_file, msgspec.to_builtins(reference))
+                break
+            except OSError as error:
+                if not is_full(error) or time.monotonic() > give_up:
+                    raise
+                self.file_system = f"cannot write to {self._attempt.path}: {error.strerror}"
+            self._wait_for_space()
+        return []
 
     def _reference(self) -> list[PreflightCheck]:
         self._deadline = math.inf  # a head that starts late is no fault of this node

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import msgspec
 
+from primeslurm import durable
 from primeslurm.orchestrator.dispatch.pools import Pools
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.recipe import Recipe
@@ -94,6 +95,7 @@ class Curricula:
                     file.truncate(self._bytes)
                     file.seek(self._bytes)
                     file.write(self._unwritten)
+                durable.sync(self._path)  # its name with the record that counts its bytes, in the same directory
             except OSError as error:
                 log.warning("%d bytes of outcomes are not on disk: %s", len(self._unwritten), error)
             else:

@@ -18,6 +18,7 @@ from statistics import fmean
 
 import msgspec
 
+from primeslurm import durable
 from primeslurm.files import write_atomic
 from primeslurm.orchestrator.evaluation.statistics import Sample
 from primeslurm.records import evaluation as records
@@ -62,7 +63,7 @@ class Archive:
         undone = [step for step in records.steps(self._run_dir) if step > newest]
         for step in undone:
             path = records.step_dir(self._run_dir, step)
-            path.rename(path.with_name(f"{path.name}.undone-{attempt}"))
+            durable.rename(path, path.with_name(f"{path.name}.undone-{attempt}"))
         return undone
 
     def unfinished(self) -> tuple[Begun, list[Sample]] | None:
@@ -86,8 +87,8 @@ class Archive:
     def begin(self, begun: Begun, samples: Collection[Sample] = ()) -> None:
         """Put the beginning of an evaluation on disk, with the samples that are there already. Raises OSError."""
         path = self._progress(begun.step)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, b"".join(msgspec.json.encode(each) + b"\n" for each in (begun, *samples)))
+        durable.make_directory(path.parent)
+        durable.write(path, b"".join(msgspec.json.encode(each) + b"\n" for each in (begun, *samples)))
 
     def keep(self, step: int, sample: Sample) -> None:
         """Add a sample that ended. A full disk costs durability, never the evaluation."""
@@ -103,7 +104,7 @@ class Archive:
         in_order = sorted(samples, key=lambda each: (each.label, each.example, each.sample))
         for label, found in groupby(in_order, key=lambda each: each.label):
             write_atomic(directory / f"{label}.jsonl", _lines(list(found)))
-        write_atomic(directory / records.SUMMARY, json.dumps(msgspec.to_builtins(record), indent=2) + "\n")
+        durable.write(directory / records.SUMMARY, json.dumps(msgspec.to_builtins(record), indent=2) + "\n")
         self._progress(record.step).unlink(missing_ok=True)
 
     def _progress(self, step: int) -> Path:

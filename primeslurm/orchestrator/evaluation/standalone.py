@@ -13,6 +13,7 @@ from primeslurm.orchestrator.rollouts.worker_pool import WorkerPool
 from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, PolicyVersion
 from primeslurm.orchestrator.weight_transfer.policy_loop import PolicyLoop
 from primeslurm.recipe import Recipe
+from primeslurm.records.beats import pulse
 from primeslurm.records.events.training import OrchestratorDone, OrchestratorUp, ReplicaLost
 from primeslurm.records.journal import Journal
 from primeslurm.records.metrics import MetricsLog
@@ -65,6 +66,7 @@ class EvaluationServer:
         self._journal.write(OrchestratorDone(VERSION))
 
     async def _step(self) -> None:
+        pulse().enter("event loop")
         self._follow_addresses()
         self._workers.expire()
         version = self._policy.current_version

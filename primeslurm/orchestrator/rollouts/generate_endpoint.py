@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import binascii
-import io
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any
 
 import httpx
 import msgspec
-import numpy as np
 
 from primeslurm.wire import routed_experts
-from primeslurm.wire.http import client_within_run
+from primeslurm.wire.http import client_within_run, words
+from primeslurm.wire.received import Count, DamagedError
 from primeslurm.wire.retry import insisting
 from primeslurm.wire.routed_experts import RoutedExperts
 
@@ -22,14 +20,16 @@ GENERATE = "/inference/v1/generate"
 MOVE_POLL_S = 2.0
 LOADED_VERSION = "default"
 """What vLLM calls the weights it loaded at start, until it is told a version: version 0."""
+LARGEST_LOGPROB = 1e30
+"""By magnitude. vLLM says -9999 where a probability is 0."""
 ROUTED_FROM = "routed_experts_prompt_start"
 """Sampling parameter: routed experts are wanted from this position on (vLLM's name for it)."""
 
 
 class _VersionSpan(msgspec.Struct):
-    version: str
-    start: int
-    end: int
+    version: Annotated[str, msgspec.Meta(pattern=rf"^({LOADED_VERSION}|[0-9]{{1,9}})$")]
+    start: Count
+    end: Count
 
 
 class _Logprob(msgspec.Struct):
@@ -41,17 +41,17 @@ class _Logprobs(msgspec.Struct):
 
 
 class _Choice(msgspec.Struct):
-    token_ids: list[int]
+    token_ids: list[Count]
     logprobs: _Logprobs
     weight_versions: list[_VersionSpan]
-    finish_reason: str | None = None
+    finish_reason: Annotated[str, msgspec.Meta(max_length=100)] | None = None
     routed_experts: str | None = None
 
 
 class _Answer(msgspec.Struct):
-    choices: list[_Choice]
-    prompt_token_ids: list[int] | None = None
-    mm_placeholders: dict[str, list[dict[str, int]]] | None = None
+    choices: Annotated[list[_Choice], msgspec.Meta(min_length=1)]
+    prompt_token_ids: list[Count] | None = None
+    mm_placeholders: dict[str, list[dict[str, Count]]] | None = None
 
 
 class MovedError(Exception):
@@ -126,25 +126,11 @@ class GenerateEndpoint:
         Raises:
             RefusedError: the request is wrong (4xx).
             NoAnswerError: no answer before the deadline.
-            msgspec.ValidationError: the answer lacks log-probabilities, policy versions or routed experts.
+            DamagedError: the answer is none, or lacks log-probabilities, policy versions or routed experts.
         """
         posted = await self._insist(path, self._request(body), headers)
-        answer = msgspec.json.decode(posted.content, type=_Answer)
-        choice = answer.choices[0]
-        logprobs = [entry.logprob for entry in choice.logprobs.content]
-        completion = Completion(
-            choice.token_ids,
-            logprobs,
-            _versions(choice),
-            choice.finish_reason,
-            prompt_ids=answer.prompt_token_ids,
-            placeholders=answer.mm_placeholders,
-        )
-        if not self._routed:
-            return completion
-        first = body["sampling_params"].get(ROUTED_FROM, 0)
-        tokens = len(completion.prompt_ids or body["token_ids"]) + len(choice.token_ids) - first
-        return replace(completion, routed_experts=_routed_experts(choice, tokens), routed_from=first)
+        first = body["sampling_params"].get(ROUTED_FROM, 0) if self._routed else None
+        return completion_of(posted.content, len(body["token_ids"]), first)
 
     async def close(self) -> None:
         """Close the connections."""
@@ -172,7 +158,7 @@ class GenerateEndpoint:
         answer = await post_while(self._http, where + path, lambda: self._where() == where, request, headers)
         if answer.is_success:
             return answer
-        problem = f"{answer.status_code}: {answer.text[:500]}"
+        problem = f"{answer.status_code}: {words(answer)}"
         if answer.is_client_error:
             raise RefusedError(problem, answer.status_code)
         raise UnavailableError(problem)
@@ -206,21 +192,55 @@ async def post_while(
         answer.cancel()
 
 
+def completion_of(content: bytes, prompt: int, routed_from: int | None) -> Completion:
+    """Read an engine's answer.
+
+    Args:
+        content: of the answer.
+        prompt: tokens that were sent; an answer to images says how many there were.
+        routed_from: the position from which on routed experts were asked for; None: they were not.
+
+    Raises:
+        DamagedError: it is no answer, or what it says of its tokens is not of as many as there are.
+    """
+    try:
+        answer = msgspec.json.decode(content, type=_Answer)
+    except (ValueError, msgspec.MsgspecError, RecursionError) as error:
+        raise DamagedError(f"an engine's answer is none: {type(error).__name__}: {error}") from error
+    choice = answer.choices[0]
+    sampled, logprobs = len(choice.token_ids), [entry.logprob for entry in choice.logprobs.content]
+    if len(logprobs) != sampled or not all(abs(logprob) <= LARGEST_LOGPROB for logprob in logprobs):
+        raise DamagedError(f"{len(logprobs)} log-probabilities for {sampled} tokens, or some that are none")
+    prompt_ids, places = answer.prompt_token_ids, answer.mm_placeholders
+    prompt = len(prompt_ids) if prompt_ids else prompt
+    if any(
+        place.get("offset", prompt) + place.get("length", 1) > prompt
+        for kind in (places or {}).values()
+        for place in kind
+    ):
+        raise DamagedError(f"an image beyond the {prompt} tokens of the prompt")
+    completion = Completion(
+        choice.token_ids, logprobs, _versions(choice), choice.finish_reason, prompt_ids=prompt_ids, placeholders=places
+    )
+    if routed_from is None:
+        return completion
+    experts = _routed_experts(choice, prompt + sampled - routed_from)
+    return replace(completion, routed_experts=experts, routed_from=routed_from)
+
+
 def _versions(choice: _Choice) -> list[int]:
+    lengths = [span.end - span.start for span in choice.weight_versions]
+    if min(lengths, default=0) < 0 or sum(lengths) != len(choice.token_ids):
+        raise DamagedError(f"{sum(lengths)} policy versions for {len(choice.token_ids)} tokens")
     versions: list[int] = []
-    for span in choice.weight_versions:
-        versions += [0 if span.version == LOADED_VERSION else int(span.version)] * (span.end - span.start)
-    if len(versions) != len(choice.token_ids):
-        raise msgspec.ValidationError(f"{len(versions)} policy versions for {len(choice.token_ids)} tokens")
+    for span, length in zip(choice.weight_versions, lengths, strict=True):
+        versions += [0 if span.version == LOADED_VERSION else int(span.version)] * length
     return versions
 
 
 def _routed_experts(choice: _Choice, tokens: int) -> RoutedExperts:
     """Read the .npy file [tokens - 1, layers, top_k] that vLLM sends: nothing was computed from the last token."""
     if choice.routed_experts is None:
-        raise msgspec.ValidationError("no routed experts: the engine runs without --enable-return-routed-experts")
-    file = io.BytesIO(binascii.a2b_base64(choice.routed_experts))
-    found: RoutedExperts = np.lib.format.read_array(file, allow_pickle=False)  # type: ignore[no-untyped-call]
-    if len(found) != tokens - 1:
-        raise msgspec.ValidationError(f"routed experts of {len(found)} tokens instead of {tokens - 1}")
+        raise DamagedError("no routed experts: the engine runs without --enable-return-routed-experts")
+    found = routed_experts.from_npy(choice.routed_experts, tokens - 1)
     return routed_experts.join([found, None], [tokens - 1, 1], found)

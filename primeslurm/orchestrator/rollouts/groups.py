@@ -10,6 +10,7 @@ from itertools import groupby
 import msgspec
 import numpy as np
 
+from primeslurm.wire.received import Count, DamagedError, value
 from primeslurm.wire.rollouts import Rollout, whole
 
 
@@ -18,12 +19,12 @@ class GroupInfo(msgspec.Struct, frozen=True):
 
     id: str
     environment: str
-    example: int
+    example: Count
     """Position in the environment's task stream."""
-    opened_version: int
-    branches: list[int]
+    opened_version: Count
+    branches: list[Count]
     """Number of token sequences of each rollout, in the order of the sequences."""
-    task: int | None = None
+    task: Count | None = None
     """Index in the taskset, where a curriculum has drawn it."""
 
 
@@ -107,12 +108,11 @@ class RolloutGroup:
         """Decode what `to_bytes` made.
 
         Raises:
-            ValueError: parts are missing.
-            msgspec.MsgspecError: a part is damaged.
+            DamagedError: it is damaged, or parts are missing.
         """
-        info, sequences = msgspec.msgpack.decode(data, type=tuple[GroupInfo, list[list[bytes]]])
-        if len(sequences) != sum(info.branches) or 0 in info.branches:
-            raise ValueError(f"group {info.id}: {len(sequences)} sequences for branches {info.branches}")
+        info, sequences = value(data, tuple[GroupInfo, list[list[bytes]]])
+        if len(sequences) != sum(info.branches) or 0 in info.branches or not sequences:
+            raise DamagedError(f"group {info.id}: {len(sequences)} sequences for branches {info.branches[:8]}")
         decoded = iter([Rollout.decode(frames) for frames in sequences])
         rollouts = tuple(tuple(next(decoded) for _ in range(count)) for count in info.branches)
         return cls(info.id, info.environment, info.example, info.opened_version, rollouts, info.task)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from primeslurm.files import write_atomic
+from primeslurm import durable
 from primeslurm.orchestrator.rollouts.job_protocol import RolloutFailed
 from primeslurm.wire import data_uri
 from primeslurm.wire.rollouts import ImageSpan, Rollout
@@ -35,6 +35,6 @@ def _as_file(image: ImageSpan, directory: Path) -> ImageSpan:
     digest = hashlib.sha256(data).hexdigest()
     path = directory / digest
     if not path.exists():
-        directory.mkdir(exist_ok=True)
-        write_atomic(path, data)
+        durable.make_directory(directory)
+        durable.write(path, data)
     return msgspec.structs.replace(image, source=str(path), sha256=digest)

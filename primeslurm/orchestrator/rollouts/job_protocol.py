@@ -16,13 +16,16 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import accumulate, chain
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import zmq
 import zmq.asyncio
 
+from primeslurm.records.beats import pulse
 from primeslurm.wire import secret
+from primeslurm.wire.received import Count, DamagedError, value
 from primeslurm.wire.rollouts import Frame, Rollout
 
 log = logging.getLogger(__name__)
@@ -30,6 +33,13 @@ log = logging.getLogger(__name__)
 STATUS_INTERVAL_S = 1.0
 NOTICE_S = 5.0
 """Longest wait for the orchestrator to be there when a worker says why it ends."""
+LARGEST_RESULT = 2 << 30
+"""Bytes of a part of what a worker says. The largest array is that of routed experts: 79 MB for 131,072 tokens of 75
+layers and 8 experts each, 1 GB for a million tokens of 61 layers and two bytes an expert."""
+LARGEST_JOB = 16 << 20
+"""Bytes of what a worker is told."""
+LONGEST_ERROR = 16384
+"""Characters. What programs of a model have printed may be in an error; its beginning and end say what happened."""
 
 
 class RolloutFailed(Exception):
@@ -64,23 +74,25 @@ class Status(msgspec.Struct, frozen=True, tag=True):
     """A worker is alive and runs these jobs."""
 
     environment: str
-    worker: int
+    worker: Count
     incarnation: str
     """Greater after a restart of the worker, on whichever node."""
     jobs: list[str]
-    tasks: int | None = None
+    tasks: Count | None = None
     """How many the environment has; None: that is unknown, or there is no end of them."""
     node: str = ""
     """The node that it is on: what the bound of rollouts on a node counts by."""
     seen: int = 0
     """Number of the newest job that it was sent: a job up to there that is not in `jobs` is no more."""
+    busy_s: float = 0.0
+    """Seconds since its last status for which its event loop computed, or waited for a CPU."""
 
 
 class Unusable(msgspec.Struct, frozen=True, tag=True):
     """A worker cannot begin to serve its environment, and ends."""
 
     environment: str
-    worker: int
+    worker: Count
     error: str
 
 
@@ -88,7 +100,7 @@ class Result(msgspec.Struct, frozen=True, tag=True):
     """A job ended. `error` is set if the rollout failed; there are no sequences then."""
 
     job: str
-    frames: list[int] = []
+    frames: list[Count] = []
     """How many frames each sequence has."""
     error: str | None = None
 
@@ -97,9 +109,22 @@ ToWorker = Job | Cancel
 ToOrchestrator = Status | Result | Unusable
 
 
+def shortened(error: str) -> str:
+    """Keep the beginning and the end of an error that is longer than LONGEST_ERROR."""
+    half = LONGEST_ERROR // 2
+    return error if len(error) <= LONGEST_ERROR else f"{error[:half]} [...] {error[-half:]}"
+
+
 def encode_result(job: str, sequences: Sequence[Rollout]) -> list[Frame]:
-    """Encode a finished job as wire frames."""
+    """Encode a finished job as wire frames.
+
+    Raises:
+        RolloutFailed: it is larger than the orchestrator takes, which would never hear of it.
+    """
     encoded = [sequence.encode() for sequence in sequences]
+    largest = max((memoryview(frame).nbytes for frames in encoded for frame in frames), default=0)
+    if largest > LARGEST_RESULT:
+        raise RolloutFailed(f"an array of {largest} bytes is more than {LARGEST_RESULT}")
     head = msgspec.msgpack.encode(Result(job, [len(frames) for frames in encoded]))
     return [head, *chain.from_iterable(encoded)]
 
@@ -108,10 +133,12 @@ def decode_sequences(result: Result, frames: Sequence[Any]) -> tuple[Rollout, ..
     """Decode the sequences of a Result from the frames that follow it.
 
     Raises:
-        ValueError: the frames are not as many as the Result says, or damaged.
+        DamagedError: the frames are not as many as the Result says, or damaged, or there are none.
     """
     if len(frames) != sum(result.frames):
-        raise ValueError(f"{len(frames)} frames for sequences of {result.frames}")
+        raise DamagedError(f"{len(frames)} frames for sequences of {result.frames[:8]}")
+    if not frames:
+        raise DamagedError("no sequences")
     ends = accumulate(result.frames)
     return tuple(Rollout.decode(frames[end - count : end]) for end, count in zip(ends, result.frames, strict=True))
 
@@ -122,7 +149,7 @@ def give_notice(environment: str, number: int, address: str, error: str) -> None
         secret.present(socket)
         socket.setsockopt(zmq.LINGER, int(NOTICE_S * 1000))
         socket.connect(address)
-        socket.send(msgspec.msgpack.encode(Unusable(environment, number, error)))
+        socket.send(msgspec.msgpack.encode(Unusable(environment, number, shortened(error))))
 
 
 class JobRunner:
@@ -158,6 +185,7 @@ class JobRunner:
         secret.present(self._socket)
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_JOB)
         self._refusals = secret.refusals(self._socket)
         self._socket.connect(address)
 
@@ -186,7 +214,11 @@ class JobRunner:
 
     async def _listen(self) -> None:
         while True:
-            self._handle(msgspec.msgpack.decode(await self._socket.recv(), type=ToWorker))
+            head, *_ = await self._socket.recv_multipart()
+            try:
+                self._handle(value(head, ToWorker))  # type: ignore[arg-type]  # a union is no type
+            except DamagedError as error:
+                log.warning("a damaged message of the orchestrator is ignored: %s", error)
 
     def _handle(self, message: ToWorker) -> None:
         if isinstance(message, Cancel):
@@ -198,9 +230,12 @@ class JobRunner:
             self._jobs[message.id] = asyncio.create_task(self._run(message))
 
     async def _beat(self) -> None:
+        busy = _busy_s()
         while True:
+            pulse().enter("event loop")
             who, jobs = (self._environment, self._number, self._incarnation), list(self._jobs)
-            status = Status(*who, jobs, self._tasks, self._node, self._seen)
+            before, busy = busy, _busy_s()
+            status = Status(*who, jobs, self._tasks, self._node, self._seen, busy - before)
             await self._socket.send(msgspec.msgpack.encode(status))
             await asyncio.sleep(STATUS_INTERVAL_S)
 
@@ -218,4 +253,13 @@ class JobRunner:
         except Exception as error:  # an environment may raise anything; the rollout is then tried again
             if not isinstance(error, RolloutFailed):
                 log.exception("job %s", job.id)
-            return [msgspec.msgpack.encode(Result(job.id, error=f"{type(error).__name__}: {error}"))]
+            return [msgspec.msgpack.encode(Result(job.id, error=shortened(f"{type(error).__name__}: {error}")))]
+
+
+def _busy_s() -> float:
+    """Seconds for which this thread has computed or waited for a CPU, as the kernel counts them."""
+    try:
+        computed, waited, _ = Path("/proc/thread-self/schedstat").read_text().split()
+    except OSError:
+        return time.thread_time()
+    return (int(computed) + int(waited)) / 1e9

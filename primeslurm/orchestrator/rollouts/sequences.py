@@ -8,6 +8,7 @@ context in the others.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -18,8 +19,11 @@ import verifiers.v1 as vf
 from primeslurm.orchestrator.rollouts.generate_endpoint import Completion
 from primeslurm.orchestrator.rollouts.job_protocol import Job, RolloutFailed
 from primeslurm.wire import routed_experts
-from primeslurm.wire.rollouts import Bool, ImageSpan, Rollout, RolloutInfo
+from primeslurm.wire.rollouts import LARGEST_REWARD, MOST_METRICS, Bool, ImageSpan, Rollout, RolloutInfo
 from primeslurm.wire.routed_experts import RoutedExperts
+
+LONGEST_NAME = 200
+"""Characters of the name of a metric."""
 
 
 def trainable_traces(episode: vf.Episode) -> list[vf.Trace]:
@@ -46,7 +50,8 @@ def sequences(
     `number` says which of its rollout's traces it is.
 
     Raises:
-        RolloutFailed: nothing was sampled, or a sampled message is not among the recorded completions.
+        RolloutFailed: nothing was sampled, a sampled message is not among the recorded completions, or what the
+            environment says of it is no rollout: a reward that is no number, tokens that are none.
     """
     versions = _versions_by_node(trace, completions)
     if not versions:
@@ -56,8 +61,8 @@ def sequences(
         group=job.group,
         environment=job.environment,
         opened_version=job.opened_version,
-        reward=float(trace.reward),
-        metrics={name: float(value) for name, value in trace.metrics.items() if value is not None},
+        reward=_reward(trace),
+        metrics=_metrics(trace),
         turns=len(versions),
         finish_reason=next((call.finish_reason for call in reversed(trace.calls) if call.finish_reason), "stop"),
         seconds=seconds,
@@ -77,6 +82,22 @@ def sequences(
     return tuple(result)
 
 
+def _reward(trace: vf.Trace) -> float:
+    """One number that is not finite would make all advantages of its group, and then the policy, none."""
+    reward = float(trace.reward)
+    if not abs(reward) <= LARGEST_REWARD:
+        raise RolloutFailed(f"its reward is {reward}")
+    return reward
+
+
+def _metrics(trace: vf.Trace) -> dict[str, float]:
+    """Those that are numbers: means are made of them."""
+    found = {name[:LONGEST_NAME]: float(value) for name, value in trace.metrics.items() if value is not None}
+    if len(found) > MOST_METRICS:
+        raise RolloutFailed(f"it has {len(found)} metrics, more than {MOST_METRICS}")
+    return {name: value for name, value in found.items() if math.isfinite(value)}
+
+
 def _sequence(
     info: RolloutInfo, trace: vf.Trace, path: Sequence[int], versions: dict[int, list[int]], trained: set[int]
 ) -> Rollout:
@@ -91,6 +112,8 @@ def _sequence(
             mask.append(fresh and sampled)
             logprobs.append(logprob)
             sampled_by.append(version)
+    if not all(isinstance(token, int | np.integer) and 0 <= token < 2**31 for token in tokens):
+        raise RolloutFailed("it has tokens that are none")
     return Rollout(
         msgspec.structs.replace(info, images=_images(trace, path)),
         np.array(tokens, np.int32),

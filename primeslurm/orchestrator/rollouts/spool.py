@@ -6,34 +6,52 @@ import logging
 from collections.abc import Iterable
 from pathlib import Path
 
-import msgspec
-
-from primeslurm.files import write_atomic
+from primeslurm import durable
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
+from primeslurm.records.reserve import Reserve, is_full
+from primeslurm.wire.received import DamagedError
 
 log = logging.getLogger(__name__)
 SUFFIX = ".group"
 
 
 class Spool:
-    """One file per finished group. A full disk costs durability, never the run: the group then lives in memory only."""
+    """One file per finished group. What there is no space for waits in memory, and `retry` writes it later.
+
+    Another fault of the disk costs durability, never the run: the group then lives in memory only.
+    """
 
     def __init__(self, directory: Path) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
+        durable.make_directory(directory)
         self._directory = directory
+        self._reserve = Reserve(directory.parent)
+        self.waiting: dict[str, RolloutGroup] = {}
+        """By id; they are not on disk."""
 
     def put(self, group: RolloutGroup) -> bool:
         """Persist a group.
 
         Returns:
-            False if that was not possible: it is in memory only.
+            False if that was not possible: it is in memory only, and among `waiting` if there was no space.
         """
+        self.waiting.pop(group.id, None)
+        if self._reserve.given_up:  # what was given up is for records
+            self.waiting[group.id] = group
+            return False
         try:
-            write_atomic(self._path(group.id), group.to_bytes())
+            durable.write(self._path(group.id), group.to_bytes())
         except OSError as error:
             log.warning("group %s stays in memory only: %s", group.id, error)
+            if is_full(error):
+                self.waiting[group.id] = group
             return False
         return True
+
+    def retry(self) -> None:
+        """Write what waits, as far as there is space."""
+        for group in list(self.waiting.values()):
+            if not self.put(group):
+                break
 
     def load(self) -> list[RolloutGroup]:
         """Read all readable groups, by name. A damaged file is set aside with a warning."""
@@ -41,7 +59,7 @@ class Spool:
         for path in sorted(self._directory.glob(f"*{SUFFIX}")):
             try:
                 groups.append(RolloutGroup.from_bytes(path.read_bytes()))
-            except (OSError, ValueError, msgspec.MsgspecError) as error:
+            except (OSError, DamagedError) as error:
                 log.warning("%s cannot be read and is set aside: %s", path, error)
                 path.replace(path.with_suffix(".damaged"))
         return groups
@@ -49,6 +67,7 @@ class Spool:
     def delete(self, ids: Iterable[str]) -> None:
         """Remove groups; those not on disk are ignored."""
         for name in ids:
+            self.waiting.pop(name, None)
             self._path(name).unlink(missing_ok=True)
 
     def _path(self, name: str) -> Path:

@@ -62,7 +62,7 @@ class RendererEndpoint:
         Raises:
             APIStatusError: the request is wrong (4xx).
             APIConnectionError: no answer before the deadline.
-            msgspec.ValidationError: the answer lacks log-probabilities, policy versions or routed experts.
+            DamagedError: the answer is none, or lacks log-probabilities, policy versions or routed experts.
         """
         headers = dict(options["headers"])
         request = httpx.Request("POST", url)

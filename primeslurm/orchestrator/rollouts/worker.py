@@ -25,7 +25,8 @@ from primeslurm.orchestrator.environments.sandbox.install import install
 from primeslurm.orchestrator.rollouts import job_protocol, tool_servers
 from primeslurm.orchestrator.rollouts.hints import hinted
 from primeslurm.orchestrator.rollouts.images import stored
-from primeslurm.orchestrator.rollouts.job_protocol import Job, JobRunner
+from primeslurm.orchestrator.rollouts.job_protocol import Job, JobRunner, RolloutFailed
+from primeslurm.orchestrator.rollouts.plausible import Plausible
 from primeslurm.orchestrator.rollouts.rendering import choose
 from primeslurm.orchestrator.rollouts.sequences import sequences, trainable_traces
 from primeslurm.orchestrator.rollouts.token_client import TokenClient, serving
@@ -75,6 +76,7 @@ class Worker:
         self._clients: dict[str, TokenClient] = {}
         self._by_config: dict[str, Any] = {}
         model = recipe.model
+        self._plausible = Plausible(model.path)
         self._rendering = choose(model.path, model.renderer, model.renderer_options, model.vlm is not None)
         tasks = self._count(environment)
         self._runner = JobRunner(environment.label, number, address, self._rollout, tasks, node)
@@ -127,7 +129,9 @@ class Worker:
             mine = sequences(job, trace, completions[trace.id], seconds, self._needs_observed, number)
             teacher = None if self._evaluates else self._recipe.teacher
             found += await hinted(teacher, client, trace, mine) if isinstance(teacher, PolicyTeacher) else mine
-        return tuple(stored(rollout, self._images) for rollout in found)
+        if not found:
+            raise RolloutFailed("nothing that was sampled can be trained")
+        return tuple(self._plausible.checked(stored(rollout, self._images)) for rollout in found)
 
 
 def _shuffled(environment: AnyEnvironment) -> bool:

@@ -19,6 +19,7 @@ import zmq
 import zmq.asyncio
 
 from primeslurm.orchestrator.rollouts.job_protocol import (
+    LARGEST_RESULT,
     Cancel,
     Job,
     Result,
@@ -27,16 +28,22 @@ from primeslurm.orchestrator.rollouts.job_protocol import (
     ToWorker,
     Unusable,
     decode_sequences,
+    shortened,
 )
 from primeslurm.wire import secret
+from primeslurm.wire.received import DamagedError, value
 from primeslurm.wire.rollouts import Rollout
 
 log = logging.getLogger(__name__)
 
 SILENT_S = 30.0
-"""A worker that reports nothing for this long is given up."""
+"""A worker that reports nothing for this long is given up, whoever else there is."""
 QUIET_S = 5.0
 """A worker that reports nothing for this long gets no job: it may be gone, with its node."""
+TAKEN_BACK_S = 10.0
+"""Of a worker that reports nothing for this long others get the jobs, if there are any that report."""
+BUSY_SHARE = 0.5
+"""One that computed, or waited for a CPU, for more than this share of its silence was held up by its own work."""
 LATE_S = 2.0
 """An orchestrator that looks after its workers later than this after the last time was held up: it has not heard them,
 and nobody was silent for that."""
@@ -110,6 +117,10 @@ class WorkerPool:
         """How many tasks environments have, by label, as far as their workers have said so."""
         self._live: dict[tuple[str, int], _Worker] = {}
         """By environment and number."""
+        self._patience_s: dict[str, float] = {}
+        """By environment: after how much silence others get a worker's jobs, where that was found to be longer."""
+        self._taken_back: dict[tuple[str, int, str], float] = {}
+        """When workers were heard of before others got their jobs, by environment, number and incarnation."""
         self._nodes: dict[str, _Node] = {}
         self._owners: dict[str, _Worker] = {}
         self._numbers = count(time.time_ns())
@@ -117,6 +128,7 @@ class WorkerPool:
         self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
         secret.demand(self._socket)
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_RESULT)  # whoever sends more is disconnected
         self._socket.setsockopt(zmq.SNDHWM, 0)  # what is too much for a peer would be dropped
         self._socket.bind(bind)
 
@@ -139,10 +151,12 @@ class WorkerPool:
         """Receive until cancelled."""
         try:
             while True:
-                identity, head, *frames = await self._socket.recv_multipart()
+                identity, *parts = await self._socket.recv_multipart()
                 try:
-                    await self._receive(identity, head, frames)
-                except (ValueError, msgspec.MsgspecError) as error:
+                    if not parts:
+                        raise DamagedError("it has no parts")
+                    await self._receive(identity, parts[0], parts[1:])
+                except DamagedError as error:
                     log.warning("a damaged message from a worker is ignored: %s", error)
         finally:
             self._socket.close()
@@ -174,22 +188,48 @@ class WorkerPool:
         held_up, self._looked_at = max(0.0, now - self._looked_at - LATE_S), now
         for worker in list(self._live.values()):
             worker.heard += held_up
-            if now - worker.heard > SILENT_S:
-                self._give_up(worker, "is silent")
-            elif now - worker.heard > QUIET_S:
-                self._unlist(worker)
+            silence = now - worker.heard
+            if silence <= QUIET_S:
+                continue
+            self._unlist(worker)
+            if silence > self._patience(worker):
+                self._taken_back[worker.environment, worker.number, worker.incarnation] = worker.heard
+                self._give_up(worker, f"has been silent for {silence:.0f} s")
+
+    def _patience(self, worker: _Worker) -> float:
+        """How long a worker may be silent: if nobody else can run its jobs, it had better keep them for a while."""
+        patience = self._patience_s.get(worker.environment, TAKEN_BACK_S)
+        others = any(worker.environment in node.listening for node in self._nodes.values())
+        return patience if others else max(patience, SILENT_S)
 
     async def _receive(self, identity: bytes, head: bytes, frames: list[bytes]) -> None:
-        message = msgspec.msgpack.decode(head, type=ToOrchestrator)
+        message: ToOrchestrator = value(head, ToOrchestrator)  # type: ignore[arg-type]  # a union is no type
         if isinstance(message, Status):
             await self._reconcile(identity, message)
         elif isinstance(message, Unusable):
-            self._on_unusable(message.environment, message.worker, message.error)
+            self._on_unusable(message.environment, message.worker, shortened(message.error))
         elif self._forget(message.job):
-            self._on_result(message.job, message.error or _sequences(message, frames))
+            failure = None if message.error is None else shortened(message.error) or "it failed without a word"
+            self._on_result(message.job, failure or _sequences(message, frames))
+
+    def _learn_patience(self, status: Status, now: float) -> None:
+        """Wait longer for workers of an environment whose own code keeps them from reporting.
+
+        Their rollouts would begin anew elsewhere, where the same code keeps others, over and over. One that stood still
+        has computed nothing meanwhile.
+        """
+        heard = self._taken_back.pop((status.environment, status.worker, status.incarnation), None)
+        if heard is None or status.busy_s < BUSY_SHARE * (silence := now - heard):
+            return
+        self._patience_s[status.environment] = longer = 2.0 * silence
+        words = (
+            "code of environment %s kept worker %d from reporting for %.0f s: others get jobs after %.0f s from now on"
+        )
+        log.warning(words, status.environment, status.worker, silence, longer)
 
     async def _reconcile(self, identity: bytes, status: Status) -> None:
         now = self._clock()
+        self._learn_patience(status, now)
         worker = self._live.get((status.environment, status.worker))
         if worker is not None and worker.incarnation > status.incarnation:
             # One that was given up with its node, and lives on: what it runs, its successor was sent.
@@ -262,5 +302,5 @@ def _sequences(result: Result, frames: list[bytes]) -> tuple[Rollout, ...] | str
     """The sequences, or what is wrong with them: a damaged result is a failed rollout."""
     try:
         return decode_sequences(result, frames)
-    except (ValueError, msgspec.MsgspecError) as error:
+    except DamagedError as error:
         return f"damaged result: {error}"

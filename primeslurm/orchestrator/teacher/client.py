@@ -13,11 +13,16 @@ import numpy as np
 
 from primeslurm.errors import PrimeslurmError
 from primeslurm.orchestrator.arguments import OrchestratorArguments
-from primeslurm.orchestrator.rollouts.generate_endpoint import MovedError, UnavailableError, post_while
+from primeslurm.orchestrator.rollouts.generate_endpoint import (
+    LARGEST_LOGPROB,
+    MovedError,
+    UnavailableError,
+    post_while,
+)
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.teacher import PolicyTeacher, ServedTeacher
 from primeslurm.wire import exits
-from primeslurm.wire.http import client_out_of_run, client_within_run
+from primeslurm.wire.http import client_out_of_run, client_within_run, words
 from primeslurm.wire.retry import insisting
 from primeslurm.wire.rollouts import Float32
 
@@ -91,7 +96,9 @@ class Teacher:
             found = msgspec.json.decode(answer.content, type=_Answer).choices[0].prompt_logprobs
             given = zip(token_ids[1:], found[1:], strict=True)
             values = [0.0, *((entry or {})[str(token)].logprob for token, entry in given)]
-        except (msgspec.MsgspecError, LookupError, ValueError, TypeError) as error:
+            if not all(abs(value) <= LARGEST_LOGPROB for value in values):
+                raise ValueError(f"a log-probability of {max(values, key=abs)}")
+        except (msgspec.MsgspecError, LookupError, ValueError, RecursionError) as error:
             raise TeacherError(f"{answer.url}: no log-probabilities of the prompt: {error!r}") from error
         return np.array(values, np.float32)
 
@@ -121,7 +128,7 @@ class Teacher:
             self._avoided.pop(url, None)
             return answer
         if answer is not None and answer.is_client_error and answer.status_code not in _AGAIN:
-            raise TeacherError(f"{url}: the teacher refuses: {answer.status_code} {answer.text[:500]}")
+            raise TeacherError(f"{url}: the teacher refuses: {answer.status_code} {words(answer)}")
         self._avoided[url] = self._clock() + AVOID_S
         raise UnavailableError(f"{url}: no answer")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 from collections.abc import Mapping
 
@@ -55,9 +56,18 @@ def parse(text: str) -> Sample:
         field = _PLAIN.get(name) or next(
             (f for (n, label), f in _LABELLED.items() if n == name and label in labels), ""
         )
-        if field:
-            found[field] = found.get(field, 0.0) + float(value)
+        if field and (number := _number(value)) is not None:
+            found[field] = found.get(field, 0.0) + number
     return found
+
+
+def _number(text: str) -> float | None:
+    """A value that can be added to others; Prometheus also writes NaN and +Inf."""
+    try:
+        found = float(text)
+    except ValueError:
+        return None
+    return found if math.isfinite(found) else None
 
 
 async def scrape(client: httpx.AsyncClient, engines: Mapping[str, str]) -> dict[str, Sample]:
@@ -78,7 +88,7 @@ async def scrape(client: httpx.AsyncClient, engines: Mapping[str, str]) -> dict[
                 answer = await client.get(f"{url}/metrics", timeout=_TIMEOUT_S)
             except httpx.HTTPError:
                 return name, None
-        return name, parse(answer.text) if answer.is_success else None
+        return name, parse(answer.content.decode(errors="replace")) if answer.is_success else None
 
     answers = await asyncio.gather(*(one(name, url) for name, url in engines.items()))
     return {name: sample for name, sample in answers if sample is not None}

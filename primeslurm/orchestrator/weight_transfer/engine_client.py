@@ -11,14 +11,15 @@ from typing import Any
 import httpx
 import msgspec
 
-from primeslurm.wire.http import client_within_run
+from primeslurm.wire.http import client_within_run, words
+from primeslurm.wire.received import Count
 from primeslurm.wire.retry import repeating
 
 
 class EngineStatus(msgspec.Struct, frozen=True):
     """What the gate in front of an engine reports (GET /primeslurm/status)."""
 
-    version: int | None
+    version: Count | None
     """Policy version it serves; None if none is confirmed, or during an update."""
     incarnation: str
     """Differs for every start of the process."""
@@ -108,8 +109,8 @@ class EngineClient:
             response = await self._look()
             response.raise_for_status()
             return msgspec.json.decode(response.content, type=EngineStatus)
-        except (httpx.HTTPError, msgspec.MsgspecError) as error:
-            raise EngineDownError(f"{self.url}: {_words(error)}") from error
+        except (httpx.HTTPError, ValueError, RecursionError) as error:
+            raise EngineDownError(f"{self.url}: {_reason(error)}") from error
 
     async def apply(self, policy: PolicyVersion, timeout_s: float) -> Step:
         """Bring the engine to `policy`; requests in flight are kept and go on with the new weights.
@@ -134,7 +135,7 @@ class EngineClient:
         try:
             await self._http.post(f"{self.url}/primeslurm/shutdown", timeout=self._status_timeout_s)
         except httpx.HTTPError as error:
-            raise EngineDownError(f"{self.url}: {_words(error)}") from error
+            raise EngineDownError(f"{self.url}: {_reason(error)}") from error
 
     async def close(self) -> None:
         """Close the connections."""
@@ -190,10 +191,10 @@ class EngineClient:
         try:
             response = await self._http.post(f"{self.url}{path}", json=body, timeout=timeout_s)
         except httpx.TransportError as error:
-            raise EngineDownError(f"{self.url}{path}: {_words(error)}") from error
+            raise EngineDownError(f"{self.url}{path}: {_reason(error)}") from error
         if response.status_code != 200:
-            raise EngineUpdateError(f"{self.url}{path}: {response.status_code} {response.text[:500]}")
+            raise EngineUpdateError(f"{self.url}{path}: {response.status_code} {words(response)}")
 
 
-def _words(error: Exception) -> str:
+def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -164,7 +164,7 @@ def _disk(offload: KvOffload | None) -> tuple[str, ...]:
     """The directory of this run on this node; nodes of an emulated cluster share one disk."""
     if offload is None or offload.disk is None:
         return ()
-    return (f"{offload.disk.path}/primeslurm-${{run_id}}-n${{node}}",)
+    return (f"{offload.disk.path}/primeslurm-${{run_id}}-n${{node}}-${{key}}",)
 
 
 def _metadata_url() -> str:

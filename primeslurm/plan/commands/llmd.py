@@ -51,7 +51,7 @@ def sidecar(engine: str) -> Command:
 def envoy(picker_name: str) -> Command:
     """Make the command of one replica's HTTP server. It sends each request where the picker says."""
     argv = ("envoy", "-c", f"${{tmp}}/{ENVOY_CONFIG}", "--service-node", "primeslurm", "--log-level", "warn")
-    return Command(argv, {}, ("http", "admin"), {ENVOY_CONFIG: _json(_envoy_config(picker_name))})
+    return Command(argv, {}, ("http",), {ENVOY_CONFIG: _json(_envoy_config(picker_name))})
 
 
 def _endpoints(workers: ReplicaEngines, sidecars: Mapping[str, str]) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def _envoy_config(picker_name: str) -> dict[str, Any]:
         "max_requests": CIRCUIT_BREAKER,
     }
     return {
-        "admin": {"address": _address("${host}", "${port:admin}")},
+        # No "admin": whoever reaches Envoy's administration ends it.
         "static_resources": {
             "listeners": [
                 {

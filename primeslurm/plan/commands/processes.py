@@ -5,6 +5,7 @@ from __future__ import annotations
 from primeslurm.plan.commands.command import Command
 from primeslurm.plan.placement.node_builder import RENDEZVOUS_PORT
 from primeslurm.recipe import Recipe, Site
+from primeslurm.recipe.phase_limits import PhaseLimits
 
 RECIPE = "${run_dir}/recipe.resolved.json"
 
@@ -64,7 +65,7 @@ def environment_command(label: str, worker: int, scratch: str | None = None) -> 
     )
     if scratch is None:
         return Command(argv=argv, env={}, ports=())
-    own = f"{scratch.rstrip('/')}/primeslurm-${{run_id}}-n${{node}}-environments"
+    own = f"{scratch.rstrip('/')}/primeslurm-${{run_id}}-n${{node}}-environments-${{key}}"
     return Command(argv=argv, env={"TMPDIR": own}, ports=(), scratch=(own,))
 
 
@@ -92,4 +93,6 @@ def trainer_command(recipe: Recipe, site: Site, *, rank: int, local_rank: int, w
         "MASTER_ADDR": "${host:trainer-rank-0}",
         "MASTER_PORT": "${port:trainer-rank-0:master}",
     }
+    if site.device == "cuda":  # NCCL's watchdog is no quicker than the limits of this product
+        env["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] = str(round(PhaseLimits.of(recipe).control_s))
     return Command(argv=argv, env=env, ports=(RENDEZVOUS_PORT,) if rank == 0 else ())

@@ -40,8 +40,8 @@ def fronts(recipe: Recipe, replica: int, workers: ReplicaEngines) -> list[Front]
     name = router_name(replica)
     match recipe.inference.router:
         case VllmRouter() as router:
-            command = router_command(recipe, router, workers)
-            return [Front(name, command, Health(port="http", path="/liveness"), workers.all)]
+            command = router_command(recipe, router, workers, name)
+            return [Front(name, command, Health(port="door", path="/liveness"), workers.all)]
         case DynamoRouter() as router:
             return [Front(name, dynamo.frontend(router, replica), Health(port="http"))]
         case LlmdRouter() as router:
@@ -58,22 +58,21 @@ def _llmd(router: LlmdRouter, replica: int, workers: ReplicaEngines) -> list[Fro
     ]
 
 
-def router_command(recipe: Recipe, router: VllmRouter, workers: ReplicaEngines) -> Command:
-    """Make the command of vllm-router over engines, or over prefill and decode engines."""
+def router_command(recipe: Recipe, router: VllmRouter, workers: ReplicaEngines, name: str) -> Command:
+    """Make the command of vllm-router and its keeper, over engines, or over prefill and decode engines."""
     options: dict[str, object] = {"host": "${host}", "port": "${port:http}", "policy": router.policy}
     options |= _OPTIONS | {"request_timeout_secs": recipe.orchestrator.request_timeout_s}
     if workers.disaggregated:
         options |= {"vllm_pd_disaggregation": True, "prefill_policy": router.policy, "decode_policy": router.policy}
-    argv = ["${python}", "-m", "vllm_router.launch_router", *long_options(options | router.extra)]
+    argv = ["${python}", "-m", "primeslurm.inference.router", "--name", name, "--attempt-dir", "${attempt_dir}"]
+    argv += ["--door", "${port:door}", *long_options(options | router.extra)]
     if workers.disaggregated:
         argv += [part for name in workers.prefill for part in ("--prefill", url_of(name))]
         argv += [part for name in workers.decode for part in ("--decode", url_of(name))]
     else:
         argv += ["--worker-urls", *map(url_of, workers.engines)]
-    # RUST_LOG: below warn, it writes three lines a request. Without prefill and decode it hands on its client's token;
-    # with them it adds its own, from this variable, to everything that it relays.
-    token = {"OPENAI_API_KEY": "${generate_token}"} if workers.disaggregated else {}
-    return Command(tuple(argv), {"RUST_LOG": "warn", **token}, ("http", "metrics"))
+    # RUST_LOG: below warn, it writes three lines a request.
+    return Command(tuple(argv), {"RUST_LOG": "warn"}, ("http", "metrics", "door"))
 
 
 _OPTIONS: dict[str, object] = {

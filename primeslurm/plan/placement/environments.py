@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from primeslurm.plan.commands.processes import environment_command
+from primeslurm.plan.model import Beats
 from primeslurm.plan.placement.node_builder import NodeBuilder
 from primeslurm.recipe import Recipe, Site
 
@@ -28,5 +29,6 @@ def place_environments(recipe: Recipe, site: Site, builders: Sequence[NodeBuilde
             f"environment-{label}-{worker}",
             "environment",
             environment_command(label, worker, kind.scratch if kind else None),
+            beats=Beats(hang_timeout_s=recipe.orchestrator.worker_hang_timeout_s),
             after=("orchestrator",),
         )

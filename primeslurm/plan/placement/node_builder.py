@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from primeslurm.plan.commands.command import Command
-from primeslurm.plan.model import Health, Node, NodeRole, Process, Restart, Role
+from primeslurm.plan.model import Beats, Health, Node, NodeRole, Process, Restart, Role
 
 RENDEZVOUS_PORT = "master"
 RENDEZVOUS_OFFSET = 500
@@ -39,6 +39,7 @@ class NodeBuilder:
         restart: Restart = "in_place",
         unit: str | None = None,
         health: Health | None = None,
+        beats: Beats | None = None,
         after: Iterable[str] = (),
     ) -> None:
         """Put a process on the node. All else is as in `Process`.
@@ -52,6 +53,7 @@ class NodeBuilder:
             restart: what its death leads to.
             unit: its restart group.
             health: how it shows that it is ready.
+            beats: for how long its main loop may be silent, if that beats.
             after: processes that must be ready before it starts.
         """
         self.processes.append(
@@ -68,6 +70,7 @@ class NodeBuilder:
                 restart=restart,
                 unit=unit,
                 health=health,
+                beats=beats,
                 files=command.files,
                 scratch=command.scratch,
                 after=tuple(after),

@@ -139,5 +139,10 @@ class Orchestrator(Section):
     sampling: Sampling = Sampling()
     request_timeout_s: PositiveInt = 1800
     """Longest wait for one generation request; it is then tried again."""
+    hang_timeout_s: PositiveInt = 120
+    """The orchestrator is started again if its event loop stands still for this long."""
+    worker_hang_timeout_s: PositiveInt = 300
+    """An environment worker is started again if its event loop stands still for this long: code of its environment may
+    block it. Its rollouts run elsewhere long before that."""
     stall_timeout_s: PositiveInt = 1800
     """No finished rollout and no new policy for this long ends the attempt with the suspect named."""

@@ -130,6 +130,11 @@ class Trainer(Section):
     """Train with the experts that the engines chose. Engines then return the routed experts of every token."""
     compile: bool = False
     """Compile each layer by torch.compile: bfloat16 only. The first step takes a minute longer, the others less."""
+    hang_timeout_s: PositiveInt = 300
+    """A rank that the others wait for and that is silent for this long within a step hangs, which ends the attempt. Of
+    torch's collectives, any takes twice as long at most."""
+    long_phase_timeout_s: PositiveInt = 7200
+    """The same for loading, the first step (which compiles), publishing and checkpoints."""
     batch_timeout_s: PositiveInt = 3600
     """The trainer gives up (attempt ends, is requeued) if no batch arrives for this long."""
 

@@ -37,6 +37,12 @@ class PublishFailed(Event, frozen=True, tag="publish_failed"):
     error: str = ""
 
 
+class FileSystemFault(Event, frozen=True, tag="file_system_fault"):
+    """By the head: something is wrong with the shared file system, and the run waits; without words: it is over."""
+
+    what: str = ""
+
+
 class PreflightDone(Event, frozen=True, tag="preflight"):
     """An agent has looked its node over."""
 
@@ -156,12 +162,21 @@ class BadNodeNotRecorded(Event, frozen=True, tag="bad_node_not_recorded"):
     error: str = ""
 
 
+class PortTaken(Event, frozen=True, tag="port_taken"):
+    """Another user of a node listens where a process of the run was to listen: it gets another port."""
+
+    name: str
+    port: int
+    instead: int
+
+
 NodeEvent = (
     AgentStarted
     | AgentFailed
     | HeadFailed
     | HeartbeatFailed
     | PublishFailed
+    | FileSystemFault
     | PreflightDone
     | GpuFailed
     | NodesAssigned
@@ -176,4 +191,5 @@ NodeEvent = (
     | AttemptEnded
     | EndNotRecorded
     | BadNodeNotRecorded
+    | PortTaken
 )

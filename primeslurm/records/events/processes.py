@@ -1,4 +1,4 @@
-"""Events of single processes, told by the agents that run them."""
+"""Events of single processes, told by the agents that run them, and of routers, told by their keepers."""
 
 from __future__ import annotations
 
@@ -34,4 +34,66 @@ class ProcessExited(Event, frozen=True, tag="exited"):
     reason: str | None = None
 
 
-ProcessEvent = ProcessStarted | ProcessStartFailed | ProcessExited
+class ProcessHangs(Event, frozen=True, tag="hangs"):
+    """An agent ends a process that has been silent for too long. Its log gets the stacks of its threads first."""
+
+    name: str
+    seconds: float
+    """Of silence, without the time for which it cannot be blamed."""
+    phase: str = ""
+    """What it did, in its own words."""
+    step: int | None = None
+    reason: str = ""
+
+
+class ProcessContinued(Event, frozen=True, tag="continued"):
+    """An agent continued a process that was stopped by a signal."""
+
+    name: str
+    seconds: float
+    """Of silence until then."""
+
+
+class RanksWait(Event, frozen=True, tag="ranks_wait"):
+    """By the head: trainer ranks wait for others that do not come."""
+
+    behind: list[str]
+    """Those that do not come; all of them if none is behind the others."""
+    waiting: int
+    """How many wait."""
+    phase: str = ""
+    step: int | None = None
+    seconds: float = 0.0
+    """For which those behind have been silent."""
+
+
+class RouterIncomplete(Event, frozen=True, tag="router_incomplete", omit_defaults=True):
+    """A router's keeper found that it does not serve the workers of the plan, and puts that right."""
+
+    serves: int
+    """So many of the plan's workers."""
+    planned: int
+    missing: list[str] = []
+    """URLs."""
+    foreign: list[str] = []
+    """URLs that the plan does not have."""
+
+
+class RouterComplete(Event, frozen=True, tag="router_complete"):
+    """A router serves the workers of the plan again."""
+
+    planned: int
+    seconds: float = 0.0
+    """Since it was found out that it did not."""
+
+
+ProcessEvent = (
+    ProcessStarted
+    | ProcessStartFailed
+    | ProcessExited
+    | ProcessHangs
+    | ProcessContinued
+    | RanksWait
+    | RouterIncomplete
+    | RouterComplete
+)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -11,15 +12,18 @@ import msgspec
 from primeslurm.files import read_json
 from primeslurm.records.attempt import JobRecord
 from primeslurm.records.base import Event
+from primeslurm.records.events.nodes import NodeLost
 from primeslurm.run.diagnosis import failure_signatures
 from primeslurm.run.diagnosis.failure_signatures import Cause
-from primeslurm.run.diagnosis.failures import Failure, failures
+from primeslurm.run.diagnosis.failures import Failure, failures, silent
 from primeslurm.run.diagnosis.logs import error_line, lines_until
 from primeslurm.run.diagnosis.validity import MAX_KL, problems
 from primeslurm.run.directory import Attempt, RunDirectory
 from primeslurm.run.records import attempt_events, dropped_of, rows
 from primeslurm.run.status.event_text import EventText, notable
 from primeslurm.run.status.placement import RunPlacement, placement_of
+from primeslurm.run.status.run_status import ALIVE, NO_ANSWER
+from primeslurm.run.status.signs_of_life import SECOND_LOOK_S, Signs, WhySilent, signs_of_life
 
 LAST_LINES = 20
 FOLLOWED = 15
@@ -54,7 +58,8 @@ class Diagnosis(msgspec.Struct, frozen=True):
     run: str
     attempt: int
     outcome: str
-    """As end.json says, or running, or Slurm's word for a job that ended without a word of its own."""
+    """As end.json says, or running, or silent (the head does not write), or Slurm's word for a job that ended without
+    a word of its own."""
     reason: str
     first: ExaminedFailure | None
     followed: list[EventText]
@@ -72,7 +77,13 @@ class Diagnosis(msgspec.Struct, frozen=True):
 
 
 def diagnose(
-    run: RunDirectory, attempt: Attempt, job_state: Callable[[JobRecord], str | None], max_kl: float = MAX_KL
+    run: RunDirectory,
+    attempt: Attempt,
+    job_state: Callable[[JobRecord], str | None],
+    max_kl: float = MAX_KL,
+    why_silent: WhySilent = lambda attempt, nodes: [],
+    now: float | None = None,
+    second_look_s: float = SECOND_LOOK_S,
 ) -> Diagnosis:
     """Read everything that an attempt left and name what failed first.
 
@@ -81,18 +92,27 @@ def diagnose(
         attempt: the one in question.
         job_state: Slurm's word for a job.
         max_kl: largest accepted median of the KL between trainer and engines.
+        why_silent: what is known of nodes that say nothing.
+        now: Unix seconds; the present if left out.
+        second_look_s: for how long a file that seems old is watched before its writer counts as silent.
 
     Raises:
         RunError: the attempt has no readable plan.
     """
+    now = time.time() if now is None else now
     placement = placement_of(attempt)
     happened = attempt_events(attempt)
     failed = failures(happened, attempt.heartbeats())
-    outcome, reason = _outcome(attempt, job_state)
-    open_ = [failure for failure in failed if not failure.recovered]
+    signs = _signs(attempt, now, why_silent, second_look_s)
+    outcome, reason = _outcome(attempt, job_state, signs)
+    failed += silent(attempt.fleet()) if outcome in _UNDER_WAY else []
+    unheard = _silences(signs, happened, now) if outcome in (*_GOOD, "silent") else []
+    open_ = [failure for failure in failed if not failure.recovered] + [each.failure for each in unheard]
     if not open_ and outcome not in _GOOD:
         open_ = [_end_itself(attempt, happened, outcome, reason)]
-    first = _first([_examine(run, attempt, placement, failure) for failure in _together(open_)])
+    known = {each.failure: each for each in unheard}
+    together = _together(sorted(open_, key=lambda failure: failure.time))
+    first = _first([known.get(failure) or _examine(run, attempt, placement, failure) for failure in together])
     recipe = read_json(run.path / "recipe.resolved.json") or {}
     batch_size = int(recipe.get("orchestrator", {}).get("batch_size", 0))
     return Diagnosis(
@@ -108,22 +128,77 @@ def diagnose(
     )
 
 
+_UNDER_WAY = ("running", "RUNNING")
 _GOOD = ("running", "completed", "cancelled", "preempted", "PENDING", "RUNNING")
 
 
-def _outcome(attempt: Attempt, job_state: Callable[[JobRecord], str | None]) -> tuple[str, str]:
+def _signs(attempt: Attempt, now: float, why_silent: WhySilent, second_look_s: float) -> Signs:
+    if attempt.end() is not None:
+        return Signs()
+    return signs_of_life(attempt, attempt.fleet(), now, agents=True, why_silent=why_silent, second_look_s=second_look_s)
+
+
+def _outcome(attempt: Attempt, job_state: Callable[[JobRecord], str | None], signs: Signs) -> tuple[str, str]:
     if end := attempt.end():
         return end.outcome, end.reason
     state = job_state(job) if (job := attempt.job()) else None
+    begun = attempt.fleet_file.exists()
+    if state is not None and state.startswith((*ALIVE, NO_ANSWER)):
+        mute = "Slurm does not answer" if state == NO_ANSWER else state
+        if signs.silence is not None:
+            return "silent", f"{signs.silence.text.partition(';')[0]}; {mute}"
+        return ("running" if begun or state != NO_ANSWER else "silent"), mute
     if state is None:
         return "lost", "the attempt left no word of its end, and no such job is known"
-    return ("running" if state.startswith("RUNNING") else state.partition(" ")[0]), state
+    return state.partition(" ")[0], state
+
+
+def _silences(signs: Signs, happened: Sequence[Event], now: float) -> list[ExaminedFailure]:
+    """The head that does not write; where it does, agents that do not, and that it has not given up yet."""
+    if signs.silence is not None:
+        text = signs.silence.text.partition(";")[0].removeprefix("the head ")
+        at = signs.silence.since or _last_time(happened)
+        causes = [Cause(cause, _fix(cause)) for cause in signs.silence.causes]
+        return [ExaminedFailure(Failure(at, "head", "", text), causes=causes)]
+    told = {event.node for event in happened if isinstance(event, NodeLost)}
+    found = []
+    for agent in signs.agents:
+        if agent.node not in told:
+            age = f"for {now - agent.since:.0f} s" if agent.since is not None else "for an unknown time"
+            how = f"its agent has not written {age}"
+            at = agent.since or _last_time(happened)
+            found.append(ExaminedFailure(Failure(at, f"node {agent.node}", agent.node, how), causes=[_AGENT_SILENT]))
+    return found
+
+
+_AGENT_SILENT = Cause(
+    "the agent is gone or stopped, or its node or the file system there stands still",
+    "nothing, at first: the head does without the node once it was silent for `node_silent_s` of the site",
+)
+_FIXES = (
+    (r"read-only|no room|is full|may not write", "mend that first: everything of the run waits for it"),
+    (r"agents write.*: the head", "nothing: the agents requeue the job after twice `node_silent_s` of the site"),
+    (r"srun says", "nothing: the agents requeue the job after twice `node_silent_s` of the site"),
+    (r"none of the", "look at the mount on the nodes, and at the nodes; `primeslurm cancel` ends the job"),
+    (r"Slurm", "`sinfo -R`, `scontrol ping` and the logs of its daemons say more"),
+    (r"clocks differ", "have the nodes' clocks set (chrony, ntp)"),
+)
+
+
+def _fix(cause: str) -> str:
+    return next((fix for pattern, fix in _FIXES if re.search(pattern, cause)), "see the nodes' consoles")
+
+
+def _last_time(happened: Sequence[Event]) -> float:
+    return max((event.time for event in happened), default=0.0)
 
 
 def _end_itself(attempt: Attempt, happened: Sequence[Event], outcome: str, reason: str) -> Failure:
     """Where no event tells of a failure, the end of the job is one."""
     end = attempt.end()
-    at = end.time if end else (happened[-1].time if happened else 0.0)
+    at = end.time if end else _last_time(happened)
+    if not at and (job := attempt.job()):
+        at = job.submitted_at
     return Failure(at, (end.suspect if end else "") or "job", "", reason if end else f"{outcome}: {reason}")
 
 

@@ -17,10 +17,18 @@ from primeslurm.records.events.nodes import (
     ProcessesGivenUp,
 )
 from primeslurm.records.events.policy import EngineUpdateFailed
-from primeslurm.records.events.processes import ProcessExited, ProcessStarted, ProcessStartFailed
-from primeslurm.records.events.training import EnvironmentFails, Stalled
-from primeslurm.records.fleet import AgentReport
-from primeslurm.run.status.event_text import DIED, exit_words
+from primeslurm.records.events.processes import (
+    ProcessContinued,
+    ProcessExited,
+    ProcessStarted,
+    ProcessStartFailed,
+    RanksWait,
+    RouterComplete,
+    RouterIncomplete,
+)
+from primeslurm.records.events.training import EnvironmentFails, Stalled, StepTrained
+from primeslurm.records.fleet import AgentReport, FleetView
+from primeslurm.run.status.event_text import DIED, exit_words, incomplete_words, rank_names, waits
 from primeslurm.wire import exits
 
 SILENT_S = 20.0
@@ -58,6 +66,12 @@ def failures(events: Sequence[Event], heartbeats: Iterable[AgentReport]) -> list
     return _with_recovery(sorted(found, key=lambda failure: failure.time), events)
 
 
+def silent(fleet: FleetView | None) -> list[Failure]:
+    """List the processes that are silent now, as the head of a running attempt sees them."""
+    known = fleet.silent.items() if fleet and not fleet.ending else ()
+    return [Failure(fleet.time - beat.silent_s, name, "", f"is {beat.words}") for name, beat in known if fleet]
+
+
 def _of_event(event: Event, hosts: Mapping[str, str]) -> Failure | None:
     at, by = event.time, event.process
     host = hosts.get(by, "")
@@ -67,8 +81,16 @@ def _of_event(event: Event, hosts: Mapping[str, str]) -> Failure | None:
             return Failure(at, name, host, exit_words(code) + why, code)
         case NodeLost(node=node, reason=reason):
             return Failure(at - _silence(reason), f"node {node}", node, reason)
+        case ProcessContinued(name=name, seconds=seconds):
+            return Failure(
+                at - seconds, name, host, f"was stopped by a signal for {seconds:.0f} s, and continued", recovered=True
+            )
+        case RanksWait(behind=[first, *_]):
+            return Failure(at - event.seconds, first, "", f"{rank_names(event)}: {waits(event)}")
         case ProcessStartFailed(name=name, error=error):
             return Failure(at, name, host, f"cannot be started: {error}")
+        case RouterIncomplete():
+            return Failure(at, by, host, incomplete_words(event))
         case AgentFailed(error=error) | HeadFailed(error=error):
             return Failure(at, by, host, f"failed: {error}")
         case EngineUpdateFailed(engine=engine, error=error):
@@ -112,13 +134,24 @@ def _silence(reason: str) -> float:
 
 
 def _with_recovery(found: list[Failure], events: Sequence[Event]) -> list[Failure]:
-    started = {event.name: event.time for event in events if isinstance(event, ProcessStarted)}
+    started = {
+        event.name if isinstance(event, ProcessStarted) else event.process: event.time
+        for event in events
+        if isinstance(event, ProcessStarted | RouterComplete)
+    }
     last = {failure.component: failure.time for failure in found}
     lost = {f"node {event.node}" for event in events if isinstance(event, NodeLost)}
     harm = [event.reason for event in events if isinstance(event, ProcessesGivenUp | AttemptEnds)]
 
+    trained = max((event.time for event in events if isinstance(event, StepTrained)), default=0.0)
+    waited = {(event.behind[0], event.time - event.seconds) for event in events if isinstance(event, RanksWait)}
+
     def over(failure: Failure) -> bool:
         name = failure.component
+        if failure.recovered:
+            return True
+        if (name, failure.time) in waited:
+            return trained > failure.time
         if name in lost:
             # A spare took its place, or it was a spare itself: nothing was given up for it.
             return not any(f"{name}:" in reason for reason in harm)

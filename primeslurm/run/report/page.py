@@ -144,7 +144,7 @@ def report(run: RunDirectory, job_state: JobQuery, now: float) -> str:
     batch_size = int((recipe.get("orchestrator") or {}).get("batch_size", 0))
     told = [(attempt, notable(attempt_events(attempt))) for attempt in run.attempts()]
     templates = environment(autoescape=True)
-    templates.filters["clock"] = lambda seconds: time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+    templates.filters["clock"] = _clock
     return templates.get_template("report.html.j2").render(
         status=status,
         numbers=_numbers(status, summary, plan),
@@ -282,3 +282,7 @@ def _hours(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s"
+
+
+def _clock(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds)) if seconds else "at an unknown time"

@@ -69,11 +69,23 @@ def exit_words(code: int | None) -> str:
         return f"was ended by signal {-code}"
 
 
+def incomplete_words(event: processes.RouterIncomplete) -> str:
+    """Tell of the workers that a router serves."""
+    more = f", and {len(event.foreign)} that are not of the plan" if event.foreign else ""
+    return f"served {event.serves} of {event.planned} engines{more}: that is put right"
+
+
 def _words(event: Event) -> EventText | None:
     """What a person wants to know of an event; None if that is nothing."""
     match event:
         case processes.ProcessStarted() | processes.ProcessStartFailed() | processes.ProcessExited():
             return _of_process(event)
+        case processes.ProcessHangs() | processes.ProcessContinued() | processes.RanksWait():
+            return _of_silence(event)
+        case processes.RouterIncomplete():
+            return _tell(event, event.process, incomplete_words(event), "warning")
+        case processes.RouterComplete(planned=planned, seconds=seconds):
+            return _tell(event, event.process, f"serves all {planned} engines again, after {seconds:.0f} s")
         case training.EnvironmentFails(environment=environment, error=error):
             return _tell(event, f"environment {environment}", "fails every time" + _because(error), "error")
         case training.CheckpointCommitted() | training.RolloutFailed() | training.Stalled() | training.ReplicaLost():
@@ -107,6 +119,33 @@ def _of_process(
             return _tell(event, event.name, text, "warning" if again else "error")
         case _:
             return None  # it had done its work, or the attempt was ending anyway
+
+
+def _of_silence(
+    event: processes.ProcessHangs | processes.ProcessContinued | processes.RanksWait,
+) -> EventText:
+    match event:
+        case processes.ProcessHangs(name=name, reason=reason):
+            return _tell(event, name, f"{reason}; it is ended, the stacks of its threads are in its log", "error")
+        case processes.ProcessContinued(name=name, seconds=seconds):
+            return _tell(event, name, f"was stopped by a signal, silent for {seconds:.0f} s: continued", "warning")
+        case processes.RanksWait():
+            return _tell(event, rank_names(event), waits(event), "warning")
+
+
+def rank_names(event: processes.RanksWait) -> str:
+    """Name the ranks that others wait for, the first few of them."""
+    more = f" and {len(event.behind) - 3} more" if len(event.behind) > 3 else ""
+    return ", ".join(event.behind[:3]) + more
+
+
+def waits(event: processes.RanksWait) -> str:
+    """Tell for whom the ranks of the trainer wait, and where."""
+    where = f"silent for {event.seconds:.0f} s in phase {event.phase or '?'}"
+    where += f" of step {event.step}" if event.step is not None else ""
+    if event.waiting:
+        return f"{where}: {event.waiting} ranks wait in a collective that it has not come to"
+    return f"{where}: all ranks wait, and none is behind the others"
 
 
 def _of_training(
@@ -178,10 +217,16 @@ def _of_node(event: Event) -> EventText | None:
             return _tell(event, "batch", f"starts all agents again without {', '.join(without)}", "warning")
         case nodes.AgentFailed(error=error):
             return _tell(event, event.process, "the agent failed" + _because(error), "error")
+        case nodes.PortTaken(port=port, instead=instead):
+            return _tell(event, event.name, f"another user listens on its port {port}: it gets {instead}", "warning")
         case nodes.HeadFailed(error=error):
             return _tell(event, event.process, "the head failed" + _because(error), "error")
         case nodes.HeartbeatFailed(error=error):
             return _tell(event, event.process, "cannot write its heartbeat" + _because(error), "warning")
+        case nodes.FileSystemFault(what=""):
+            return _tell(event, "file system", "there is space again")
+        case nodes.FileSystemFault(what=what):
+            return _tell(event, "file system", f"the run waits: {what}", "error")
         case nodes.PublishFailed(error=error):
             return _tell(event, event.process, "cannot write fleet.json" + _because(error), "warning")
         case _:

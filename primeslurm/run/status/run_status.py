@@ -15,19 +15,29 @@ import msgspec
 
 from primeslurm.files import read_json
 from primeslurm.records.attempt import EndRecord, JobRecord
-from primeslurm.records.fleet import AgentReport, FleetView
+from primeslurm.records.fleet import AgentReport, BeatReport, FleetView
 from primeslurm.records.metrics import Row
 from primeslurm.records.reading import recent_rows
+from primeslurm.records.reserve import GIVEN_UP, RESERVE_BYTES, Reserve, shortage
 from primeslurm.records.state import EngineRecord, Load, OrchestratorState, RolloutProgress, TrainerState
 from primeslurm.run.diagnosis.advice import Advice, advise, tunables_of
 from primeslurm.run.directory import BY_SIGTERM, Attempt, RunDirectory
+from primeslurm.run.exclusion import excluded
+from primeslurm.run.ledger import BadNode
 from primeslurm.run.records import first_event, progress_of, recent_events
 from primeslurm.run.status.event_text import EventText, lately, notable
 from primeslurm.run.status.placement import PlacedProcess, RunPlacement, placement_of
+from primeslurm.run.status.signs_of_life import (
+    SECOND_LOOK_S,
+    Signs,
+    Silence,
+    WhySilent,
+    signs_of_life,
+    state_by_agent,
+    unheard_nodes,
+)
 from primeslurm.wire import checkpoints
 
-SILENT_S = 60.0
-"""A head that has not written for this long is not believed to be alive."""
 HISTORY = 60
 """Steps of history."""
 RECENT = 8
@@ -40,6 +50,10 @@ MAX_UNHEALTHY = 256
 
 JobQuery = Callable[[JobRecord], str | None]
 """Slurm's word for a job's state, with its reason while pending; None if Slurm does not know the job."""
+NO_ANSWER = "NO ANSWER"
+"""What a `JobQuery` says where Slurm does not answer."""
+ALIVE = ("RUNNING", "SUSPENDED", "STOPPED", "SIGNALING", "RESIZING")
+"""Slurm's words for a job that has begun and has not ended."""
 
 
 class ProcessStatus(msgspec.Struct, frozen=True):
@@ -52,6 +66,10 @@ class ProcessStatus(msgspec.Struct, frozen=True):
     pid: int | None
     restarts: int
     replica: int | None = None
+    since: float | None = None
+    """Unix seconds of the last word on it, for a process of which nobody tells at present (UNKNOWN, SUSPECT)."""
+    silent: str = ""
+    """For how long it has been silent, and where, if it is."""
 
 
 class ReplicaStatus(msgspec.Struct, frozen=True):
@@ -86,7 +104,8 @@ class RunStatus(msgspec.Struct, frozen=True):
     attempt: int
     job_id: str | None
     phase: str
-    """pending, starting, running, ending, completed, preempted, failed, cancelled, or lost (no sign of life)."""
+    """pending, starting, running, silent (the head does not write), ending, requeued, completed, preempted, failed,
+    cancelled, or lost (no sign of life, and no job)."""
     reason: str
     max_steps: int
     committed_step: int | None
@@ -112,14 +131,27 @@ class RunStatus(msgspec.Struct, frozen=True):
     events: list[EventText] = []
     """What happened lately, oldest first."""
     advice: list[Advice] = []
+    waits_for: str = ""
+    """What is wrong with the shared file system, in the head's words or as it is seen from here; the run waits."""
+    excluded: list[BadNode] = []
+    """Nodes that its job is kept away from, why, and until when; not those that the recipe itself excludes."""
+    silence: Silence | None = None
+    """Why all of this is not of this moment; None: it is."""
 
     @property
     def active(self) -> bool:
         """Whether there is something left to wait for."""
-        return self.phase in ("pending", "starting", "running", "ending", "requeued")
+        return self.phase in ("pending", "starting", "running", "silent", "ending", "requeued")
 
 
-def read_status(run: RunDirectory, job_state: JobQuery, now: float | None = None, processes: bool = False) -> RunStatus:
+def read_status(
+    run: RunDirectory,
+    job_state: JobQuery,
+    now: float | None = None,
+    processes: bool = False,
+    why_silent: WhySilent = lambda attempt, nodes: [],
+    second_look_s: float = SECOND_LOOK_S,
+) -> RunStatus:
     """Read the status of the newest attempt.
 
     Args:
@@ -127,6 +159,8 @@ def read_status(run: RunDirectory, job_state: JobQuery, now: float | None = None
         job_state: Slurm's word for a job.
         now: Unix seconds; the present if left out.
         processes: with every single process.
+        why_silent: what is known of nodes that say nothing.
+        second_look_s: for how long a file that seems old is watched before its writer counts as silent.
 
     Raises:
         RunError: the run has no attempt with a readable plan.
@@ -136,10 +170,13 @@ def read_status(run: RunDirectory, job_state: JobQuery, now: float | None = None
     placement = placement_of(attempt)
     job, end = attempt.job(), attempt.end()
     fleet = attempt.fleet()
-    states = fleet.states if fleet else {}
+    over = end is not None
+    signs = Signs() if over else signs_of_life(attempt, fleet, now, why_silent=why_silent, second_look_s=second_look_s)
+    states = _states(placement, attempt, fleet, signs, over=over)
+    silent = fleet.silent if fleet and signs.silence is None else {}
     progress = progress_of(attempt, placement.task)
     begun = progress is not None and progress.begun
-    phase, reason = _phase(fleet, end, job, job_state, now, begun)
+    phase, reason = _phase(fleet, signs.silence, end, job, job_state, begun)
     orchestrator = progress if isinstance(progress, OrchestratorState) else None
     steps = recent_rows(run.path / "metrics.jsonl")
     recipe = read_json(run.path / "recipe.resolved.json") or {}
@@ -164,10 +201,13 @@ def read_status(run: RunDirectory, job_state: JobQuery, now: float | None = None
         history=_history(placement.task, steps[-HISTORY:]),
         roles=_by_role(placement, states),
         replicas=_replicas(placement, states, orchestrator.replicas if orchestrator else {}),
-        unhealthy=_unhealthy(placement, attempt, states) if end is None else [],
-        processes=_describe(placement.processes(), attempt, states) if processes else [],
+        unhealthy=_unhealthy(placement, attempt, states, silent) if end is None else [],
+        processes=_describe(placement.processes(), attempt, states, silent) if processes else [],
         events=lately(notable(recent_events(attempt)), RECENT),
+        waits_for=_waits_for(run, None if signs.silence else fleet) if end is None or end.requeued else "",
+        excluded=excluded(run.path) if end is None or end.requeued else [],
         advice=advise(orchestrator.roles, tunables_of(recipe)) if orchestrator and phase == "running" else [],
+        silence=signs.silence if phase in ("silent", "lost") else None,
     )
 
 
@@ -175,7 +215,12 @@ _HISTORY = {"rl": ("reward/mean", "staleness/mean"), "sft": ("trainer/loss",)}
 
 
 def _phase(
-    fleet: FleetView | None, end: EndRecord | None, job: JobRecord | None, job_state: JobQuery, now: float, begun: bool
+    fleet: FleetView | None,
+    silence: Silence | None,
+    end: EndRecord | None,
+    job: JobRecord | None,
+    job_state: JobQuery,
+    begun: bool,
 ) -> tuple[str, str]:
     """Events and heartbeats first, then Slurm. `begun`: what is loading now is loading again."""
     if end is not None and end.reason == BY_SIGTERM and job:
@@ -191,7 +236,7 @@ def _phase(
             else ""
         )
         return ("requeued", f"{end.reason}; job {state or 'starts again'}{held}")
-    if fleet and now - fleet.time < SILENT_S:
+    if fleet and silence is None:
         if fleet.ending:
             return "ending", fleet.ending.reason
         loading = not begun and any(state in ("STARTING", "LOADING") for state in fleet.states.values())
@@ -201,11 +246,22 @@ def _phase(
         return "lost", "no sign of life, and no such job"
     if state.startswith(("PENDING", "CONFIGURING")):
         return "pending", state
-    if state.startswith("RUNNING"):
-        return ("lost", f"head silent, but the job is {state}") if fleet else ("starting", "")
+    if state == NO_ANSWER:
+        return "silent", ("the head is silent, and " if silence else "nothing was written yet, and ") + _MUTE
+    if state.startswith(ALIVE):
+        return ("silent", f"head silent, but the job is {state}") if silence else ("starting", "")
     if state.startswith("COMPLETING"):  # it has ended, or Slurm requeues it: its next word says which
         return "ending", f"job {state}"
     return "failed", f"job {state}"
+
+
+_MUTE = "Slurm does not answer"
+
+
+def _waits_for(run: RunDirectory, fleet: FleetView | None) -> str:
+    """The words of a head that can write them; what can be seen from here otherwise."""
+    told = fleet.waits_for if fleet else ""
+    return told or shortage(run.path, RESERVE_BYTES) or (GIVEN_UP if Reserve(run.path).given_up else "")
 
 
 def _terminated(end: EndRecord, state: str | None) -> tuple[str, str]:
@@ -220,7 +276,7 @@ def _terminated(end: EndRecord, state: str | None) -> tuple[str, str]:
 def _elapsed(attempt: Attempt, until: float) -> float | None:
     """Since the first agent wrote its first line."""
     first = first_event(attempt, "agent-0")
-    return until - first.time if first else None
+    return until - first.time if first and first.time else None
 
 
 def _eta(steps: list[Row], step: int | None, max_steps: int) -> float | None:
@@ -230,6 +286,34 @@ def _eta(steps: list[Row], step: int | None, max_steps: int) -> float | None:
 
 def _history(task: str, steps: list[Row]) -> dict[str, list[float]]:
     return {name: [row[name] for row in steps if name in row] for name in _HISTORY.get(task, ())}
+
+
+def _states(
+    placement: RunPlacement, attempt: Attempt, fleet: FleetView | None, signs: Signs, *, over: bool
+) -> Mapping[str, str]:
+    """The head's word, or, while it is silent, that of the agents; UNKNOWN where an agent is silent, too."""
+    states = fleet.states if fleet else {}
+    if over and (fleet is None or fleet.ending is None):  # the end is on record, but the head did not see it
+        return {process.name: _unless_over(states.get(process.name, "STARTING")) for process in placement.processes()}
+    if signs.silence is None:
+        return states
+    assignment = attempt.assignment()
+    unheard = unheard_nodes(assignment, signs.agents)
+    reports = {node: attempt.heartbeat(node, assignment) for node in assignment.agents if node not in unheard}
+    told = {}
+    for process in placement.processes():
+        last, node = states.get(process.name, "STARTING"), assignment.moved.get(process.name, process.node)
+        report = reports.get(node)
+        if report is None:
+            told[process.name] = _unless_over(last)
+        else:
+            own = report.processes.get(process.name)
+            told[process.name] = state_by_agent(last, own.state if own else None)
+    return told
+
+
+def _unless_over(last: str) -> str:
+    return last if last in ("DONE", "LOST", "DEAD") else "UNKNOWN"
 
 
 def _by_role(placement: RunPlacement, states: Mapping[str, str]) -> dict[str, dict[str, int]]:
@@ -264,12 +348,16 @@ def _without_what_is_well(
     return RlProgress(**shared, late_engines=late)
 
 
-def _unhealthy(placement: RunPlacement, attempt: Attempt, states: Mapping[str, str]) -> list[ProcessStatus]:
+def _unhealthy(
+    placement: RunPlacement, attempt: Attempt, states: Mapping[str, str], silent: Mapping[str, BeatReport]
+) -> list[ProcessStatus]:
     ill = (process for process in placement.processes() if states.get(process.name, "STARTING") not in FINE)
-    return _describe([process for _, process in zip(range(MAX_UNHEALTHY), ill, strict=False)], attempt, states)
+    return _describe([process for _, process in zip(range(MAX_UNHEALTHY), ill, strict=False)], attempt, states, silent)
 
 
-def _describe(processes: Iterable[PlacedProcess], attempt: Attempt, states: Mapping[str, str]) -> list[ProcessStatus]:
+def _describe(
+    processes: Iterable[PlacedProcess], attempt: Attempt, states: Mapping[str, str], silent: Mapping[str, BeatReport]
+) -> list[ProcessStatus]:
     """With what the heartbeats of their nodes say."""
     assignment = attempt.assignment()
     reports: dict[int, AgentReport | None] = {}
@@ -280,15 +368,18 @@ def _describe(processes: Iterable[PlacedProcess], attempt: Attempt, states: Mapp
             reports[node] = attempt.heartbeat(node, assignment)
         report = reports[node]
         own = report.processes.get(process.name) if report else None
+        state = states.get(process.name, "STARTING")
         found.append(
             ProcessStatus(
                 name=process.name,
                 role=process.role,
                 node=report.name if report else f"node {node}",
-                state=states.get(process.name, "STARTING"),
+                state=state,
                 pid=own.pid if own else None,
                 restarts=own.restarts if own else 0,
                 replica=process.replica,
+                since=report.time if report and state in ("UNKNOWN", "SUSPECT") else None,
+                silent=silent[process.name].words if process.name in silent else "",
             )
         )
     return found

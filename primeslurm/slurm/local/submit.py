@@ -15,6 +15,7 @@ import psutil
 import submitit
 from submitit.local.local import LocalJob
 
+from primeslurm import durable
 from primeslurm.errors import RunError
 from primeslurm.plan.model import Plan
 from primeslurm.recipe.fields.slurm_syntax import minutes
@@ -80,6 +81,7 @@ class PlanLocalExecutor(submitit.LocalExecutor):
         return {"LD_LIBRARY_PATH": ":".join(found)} if found else {}
 
     def _submit_command(self, command: str) -> LocalJob[Any]:
+        durable.sync_tree(self.folder)
         tasks = self._num_tasks()
         environment = {
             **os.environ,

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -18,9 +19,13 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
+from primeslurm import durable
 from primeslurm.recipe.sections.trainer import Checkpoint
+from primeslurm.records import metrics
 from primeslurm.records.events.training import CheckpointCommitted
-from primeslurm.trainer.distributed.world import World
+from primeslurm.records.journal import Journal
+from primeslurm.trainer.distributed.space import for_want_of_space, waiting_for_space
+from primeslurm.trainer.distributed.world import RankError, World
 from primeslurm.trainer.loops.phase_timer import PhaseTimer
 from primeslurm.trainer.loops.step import Learner
 from primeslurm.wire import checkpoints
@@ -59,19 +64,23 @@ class Checkpoints:
         self._writing: _Writing | None = None
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         # A group of its own: the thread's collectives must not meet those of the training loop.
-        self._group = dist.new_group(backend="gloo") if config.asynchronous else world.control
+        patience = timedelta(seconds=world.patience_s)
+        self._group = dist.new_group(backend="gloo", timeout=patience) if config.asynchronous else world.control
         pinned = world.device.type == "cuda"
         self._stager = DefaultStager(StagingOptions(pinned, False, False, pinned)) if config.asynchronous else None
 
     def after(self, step: int, learner: Learner, timer: PhaseTimer) -> None:
         """Commit what has been written meanwhile, and save `step` if it is one of the interval.
 
+        A full disk is waited for. What there was no space for in the background is made good by saving `step`.
+
         Raises:
             RankError: the disk or the orchestrator failed; earlier checkpoints are intact.
         """
+        due = step % self._config.interval == 0
         if self._writing is not None and self._world.decide(int(self._writing.done.done())):
-            self._conclude(timer)
-        if step % self._config.interval == 0:
+            due = not self._concluded(timer) or due
+        if due:
             self._save(step, learner, timer)
 
     def finish(self, step: int, learner: Learner, timer: PhaseTimer) -> None:
@@ -82,7 +91,8 @@ class Checkpoints:
         """
         if step > self._saved:
             self._save(step, learner, timer)
-        self._conclude(timer)
+        while not self._concluded(timer):
+            self._save(step, learner, timer)
         self._thread.shutdown()
         if self._stager is not None:
             self._stager.close()
@@ -111,15 +121,19 @@ class Checkpoints:
             if not damage:
                 return step
             log.error("checkpoint of step %d is damaged, trying the one before: %s", step, "; ".join(damage))
-            directory.rename(directory.with_name(f"{directory.name}.damaged-{self._attempt}"))
+            durable.rename(directory, directory.with_name(f"{directory.name}.damaged-{self._attempt}"))
         return 0
 
     def _save(self, step: int, learner: Learner, timer: PhaseTimer) -> None:
-        self._conclude(timer)
+        self._concluded(timer)  # if there was no space for an earlier step, this one takes its place
+        directory = checkpoints.step_dir(self._run_dir, step)
+        waiting_for_space(self._world, self._run_dir, lambda: self._begin_save(step, learner, timer), directory)
+
+    def _begin_save(self, step: int, learner: Learner, timer: PhaseTimer) -> None:
         directory = checkpoints.step_dir(self._run_dir, step)
         began = time.monotonic()
         with timer.phase("snapshot"):
-            self._on_main(lambda: self._begin(directory, step), f"checkpoint of step {step}")
+            self._on_main(lambda: self._begin(directory, step, timer.journal), f"checkpoint of step {step}")
             state = {name: part.state_dict() for name, part in _state(learner).items()}
             where: dict[str, Any] = {"checkpoint_id": directory / "trainer", "process_group": self._group}
             write: Callable[[], object]
@@ -132,16 +146,33 @@ class Checkpoints:
         if self._stager is None:
             self._conclude(timer)
 
-    def _begin(self, directory: Path, step: int) -> None:
-        """The orchestrator's part comes first, while its state is that of `step`."""
+    def _begin(self, directory: Path, step: int, journal: Journal) -> None:
+        """The orchestrator's part comes first, while its state is that of `step`. It flushes its records, too."""
         _clear(directory)
+        journal.sync()
         if self._link is not None:
             self._link.save(step, str(directory))
+        else:
+            metrics.sync(self._run_dir)
 
     def _write(self, write: Callable[[], object], directory: Path, step: int) -> None:
         write()
         if self._world.is_main:
             checkpoints.commit(directory, step, self._attempt)
+
+    def _concluded(self, timer: PhaseTimer) -> bool:
+        """`_conclude`, and whether there was space for what was being written; if not, nothing is left of it."""
+        writing = self._writing
+        try:
+            self._conclude(timer)
+        except RankError as error:
+            if writing is None or not for_want_of_space(self._world, self._run_dir, error):
+                raise
+            log.warning("step %d is not saved: %s", writing.step, error)
+            if self._world.is_main:
+                shutil.rmtree(checkpoints.step_dir(self._run_dir, writing.step), ignore_errors=True)
+            return False
+        return True
 
     def _conclude(self, timer: PhaseTimer) -> None:
         """Wait for the checkpoint that is being written, if any, and tell everyone that it is committed."""
@@ -200,7 +231,7 @@ def _failure(done: Future[None]) -> OSError | None:
 
 def _clear(directory: Path) -> None:
     """Remove what an earlier attempt left; COMMITTED first, so that a half-deleted checkpoint does not look sound."""
-    (directory / checkpoints.COMMITTED).unlink(missing_ok=True)
+    durable.remove(directory / checkpoints.COMMITTED)
     if directory.exists():
         shutil.rmtree(directory)
-    directory.mkdir(parents=True)
+    durable.make_directory(directory)

@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from primeslurm import durable
 from primeslurm.model_files import locate
 from primeslurm.recipe import Recipe
 from primeslurm.trainer import models
@@ -72,7 +73,8 @@ def export(recipe: Recipe, checkpoint: Path, out: Path) -> None:
         write(_frozen(source, frozen, encoding.dtype), "model-frozen.safetensors")
     (partial / huggingface.INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}, indent=2) + "\n")
     huggingface.copy_companions(source, partial, encoding.dtype_name, encoding.quantization(set(index)))
-    partial.rename(out)
+    durable.sync_tree(partial)
+    durable.rename(partial, out)
 
 
 def _adapter(recipe: Recipe, config: Any) -> tuple[Any, set[str]]:

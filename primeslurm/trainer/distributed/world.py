@@ -11,12 +11,16 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torchtitan.config import CommConfig
+from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
 
+from primeslurm.records.beats import pulse
 from primeslurm.trainer import compat
+from primeslurm.trainer.distributed import collective_count
 from primeslurm.trainer.loops.interrupt import Interrupt
+from primeslurm.wire import rendezvous
+from primeslurm.wire.weight_transfer.collective import serve_store
 
-COLLECTIVE_TIMEOUT_S = 600
 T = TypeVar("T")
 
 
@@ -39,6 +43,8 @@ class World:
     interrupt: Interrupt
     store: str
     """host:port of rank 0's store, which other processes can join."""
+    patience_s: float = 1800.0
+    """Time-out of `control`, in seconds."""
 
     @property
     def is_main(self) -> bool:
@@ -85,6 +91,13 @@ class World:
             return int(torch.cuda.max_memory_allocated())
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
+    def tighten(self, timeout_s: float, dims: ParallelDims) -> None:
+        """Have collectives of steps fail after so long, from now on. All ranks call it together."""
+        self.barrier()  # or a slow rank would still be at what may take longer
+        meshes = dims.get_all_one_dimensional_meshes().values()
+        for group in [None, *(mesh.get_group() for mesh in meshes)]:
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
+
     def close(self) -> None:
         """Leave the process groups."""
         dist.destroy_process_group()
@@ -95,12 +108,12 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def join(interrupt: Interrupt, patience_s: int, host_tensors: bool = False) -> World:
+def join(interrupt: Interrupt, patience_s: float, host_tensors: bool = False) -> World:
     """Join the job described by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT.
 
     Args:
         interrupt: is told of the others' signals.
-        patience_s: longest time that ranks wait for rank 0 between steps.
+        patience_s: longest time that ranks wait for one another: for rank 0 between steps, and until `tighten` for all.
         host_tensors: whether meshes must also reduce tensors in host memory.
     """
     device = torch.device("cpu")
@@ -109,11 +122,22 @@ def join(interrupt: Interrupt, patience_s: int, host_tensors: bool = False) -> W
             os.environ["LOCAL_RANK"] = "0"  # each rank sees only its own GPU; mesh set-up reads this variable
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = _meet(host, port, patience_s)
     size = dist_utils.init_distributed(
-        CommConfig(init_timeout_seconds=COLLECTIVE_TIMEOUT_S, trace_buf_size=0),
+        CommConfig(init_timeout_seconds=int(patience_s), trace_buf_size=0),
         enable_cpu_backend=host_tensors and device.type == "cuda",
     )
-    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=patience_s + COLLECTIVE_TIMEOUT_S))
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    interrupt.share(dist.TCPStore(host, port, is_master=False))
-    return World(dist.get_rank(), size, device, control, interrupt, f"{host}:{port}")
+    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=patience_s))
+    interrupt.share(store or dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False))
+    collective_count.tell(pulse())
+    return World(dist.get_rank(), size, device, control, interrupt, f"{host}:{port}", patience_s)
+
+
+def _meet(host: str, port: int, patience_s: float) -> dist.TCPStore | None:
+    """Have torch meet behind a gate that asks for the run's secret. Returns the store where this is rank 0."""
+    store = serve_store(host, port) if os.environ["RANK"] == "0" else None
+    way = rendezvous.passage(host, port, patience_s)
+    # The store is there already: torch must not make one of its own on rank 0.
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(way), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    return store

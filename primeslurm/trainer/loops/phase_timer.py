@@ -7,17 +7,22 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from primeslurm.recipe.phase_limits import PhaseLimits
+from primeslurm.records.beats import pulse
 from primeslurm.records.journal import Journal
 from primeslurm.records.state import TrainerState
 
 
 class PhaseTimer:
-    """Times phases, and records each phase change in the journal's state if `record`."""
+    """Times phases, beats at each change, and records it in the journal's state if `record`."""
 
-    def __init__(self, journal: Journal, record: bool) -> None:
+    def __init__(self, journal: Journal, record: bool, limits: PhaseLimits | None = None) -> None:
         self.step = 0
         self.journal = journal
+        self.steps_done = 0
+        """Since the process began."""
         self._record = record
+        self._limits = limits
         self._seconds: dict[str, float] = defaultdict(float)
         self._last: dict[str, float] = {}
 
@@ -26,10 +31,14 @@ class PhaseTimer:
         """Spend the body's time on `name`."""
         if self._record:
             self.journal.state(TrainerState(self.step, name, dict(self._seconds), self._last))
+        limits = self._limits
+        limit_s = limits.of_phase(name, first_step=not self.steps_done) if limits else 0.0
+        pulse().enter(name, self.step, limit_s)
         begin = time.monotonic()
         try:
             yield
         finally:
+            pulse().enter(f"after {name}", self.step)
             self._last[name] = time.monotonic() - begin
             self._seconds[name] += self._last[name]
 
@@ -42,7 +51,8 @@ class PhaseTimer:
         return self._seconds[name]
 
     def take(self) -> dict[str, float]:
-        """Return seconds by phase as metrics, counted from the last call."""
+        """Return seconds by phase as metrics, counted from the last call: a step is done."""
+        self.steps_done += 1
         metrics = {f"seconds/{name}": spent for name, spent in self._seconds.items()}
         self._seconds.clear()
         return metrics

@@ -7,6 +7,8 @@ import logging
 from typing import Protocol
 
 from primeslurm.recipe import Recipe
+from primeslurm.recipe.phase_limits import PhaseLimits
+from primeslurm.records.beats import pulse
 from primeslurm.records.events.training import CheckpointLoaded, StepTrained, TrainerStopped, WeightsPublished
 from primeslurm.records.journal import Journal
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
@@ -67,7 +69,8 @@ class RlTask:
         self._world = world
         self._link = link
         self._journal = journal
-        self._timer = PhaseTimer(journal, record=world.is_main)
+        self._limits = PhaseLimits.of(recipe)
+        self._timer = PhaseTimer(journal, world.is_main, self._limits)
 
     def run(self) -> int:
         """Train until max_steps, the orchestrator's stop, or an interrupt. Returns the process's exit code.
@@ -128,8 +131,12 @@ class RlTask:
 
     def _fetch(self, step: int) -> Batch | None:
         policy = self._learner.policy
+
         # Only rank 0 may stop waiting: the others fetch what it has already decided to train on.
-        interrupted = self._world.interrupt.requested if self._world.is_main else lambda: False
+        def interrupted() -> bool:
+            pulse().beat()
+            return self._world.is_main and self._world.interrupt.requested()
+
         timeout_s = self._recipe.trainer.batch_timeout_s
         return self._link.get_batch(step, policy.dp_rank, policy.dp_world, timeout_s, interrupted)
 
@@ -144,6 +151,8 @@ class RlTask:
             self._journal.write(StepTrained(step, metrics["loss"], metrics["off_policy_kl"]))
             log.info("step %d: %s", step, "  ".join(f"{k} {v:.4g}" for k, v in metrics.items()))
         self._saver.after(step, self._learner, self._timer)
+        if self._timer.steps_done == 1:
+            self._world.tighten(self._limits.collective_s, self._learner.policy.dims)
 
     def _transfer_policy(self, version: int) -> None:
         with self._timer.phase("publish"):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from primeslurm.recipe import Recipe
+from primeslurm.recipe.phase_limits import PhaseLimits
 from primeslurm.records.events.training import CheckpointLoaded, TrainerStopped, WeightsPublished
 from primeslurm.records.journal import Journal
 from primeslurm.records.metrics import MetricsLog
@@ -44,7 +45,8 @@ class SftTask:
         self._world = world
         self._examples = examples
         self._journal = journal
-        self._timer = PhaseTimer(journal, record=world.is_main)
+        self._limits = PhaseLimits.of(recipe)
+        self._timer = PhaseTimer(journal, world.is_main, self._limits)
 
     def run(self) -> int:
         """Train until max_steps or an interrupt. Returns the process's exit code.
@@ -64,6 +66,8 @@ class SftTask:
                 metrics.write(step, values)
                 log.info("step %d: %s", step, "  ".join(f"{name} {value:.4g}" for name, value in values.items()))
             self._saver.after(step, self._learner, self._timer)
+            if self._timer.steps_done == 1:
+                self._world.tighten(self._limits.collective_s, self._learner.policy.dims)
             interrupted = bool(self._world.decide(int(self._world.interrupt.requested())))
         if metrics is not None:
             metrics.close()

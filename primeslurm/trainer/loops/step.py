@@ -10,6 +10,7 @@ import torch
 from torchtitan.distributed import utils as dist_utils
 
 from primeslurm.recipe.sections.trainer import Optimizer, micro_batch_rows
+from primeslurm.records.beats import pulse
 from primeslurm.trainer.assembly.policy_model import PolicyModel
 from primeslurm.trainer.components import optimizers
 from primeslurm.trainer.components.documents import Documents
@@ -80,6 +81,7 @@ class Learner:
     def _accumulate(self, batch: Batch, tokens: int) -> dict[str, float]:
         totals: dict[str, torch.Tensor] = {}
         for rows in _micro_batches(batch.rows):
+            pulse().beat()
             arrays = {name: torch.from_numpy(array) for name, array in stack(rows).items()}
             # Either all ranks run the encoder or none does: its weights are gathered from all of them.
             sums = self._micro_batch(arrays, self._images(rows) if batch.info.has_images else None)

@@ -15,7 +15,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from primeslurm import durable
 from primeslurm.trainer.assembly.policy_model import PolicyModel
+from primeslurm.trainer.distributed.space import waiting_for_space
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.weights import huggingface, peft
 from primeslurm.trainer.weights.export import Encoding, parts
@@ -34,25 +36,39 @@ class Publisher:
     Args:
         encoding: of the published tensors.
         keep: how many of the newest versions stay; so does every version that a committed checkpoint needs.
+        stays: whether a version outlives the attempt. It is on disk once it is published; others are undone with
+            their step if the power goes, and are not waited for.
     """
 
-    def __init__(self, policy: PolicyModel, run_dir: Path, encoding: Encoding, keep: int, world: World) -> None:
+    def __init__(
+        self,
+        policy: PolicyModel,
+        run_dir: Path,
+        encoding: Encoding,
+        keep: int,
+        world: World,
+        stays: Callable[[int], bool] = lambda version: True,
+    ) -> None:
         self._policy = policy
         self._run_dir = run_dir
         self._encoding = encoding
         self._keep = keep
         self._world = world
+        self._stays = stays
 
     def publish(self, version: int) -> Path:
-        """Write the policy as `version` and return its directory.
+        """Write the policy as `version` and return its directory. A full disk is waited for.
 
         Raises:
             RankError: a rank could not write; nothing is published, and earlier versions are intact.
         """
         final = filesystem.version_dir(self._run_dir, version)
         partial = final.with_name(f".{final.name}.partial")
+        return waiting_for_space(self._world, self._run_dir, lambda: self._publish(version, partial, final), partial)
+
+    def _publish(self, version: int, partial: Path, final: Path) -> Path:
         self._world.agree(_attempt(lambda: _fresh(partial)) if self._world.is_main else None, f"publishing v{version}")
-        share = _Share(partial, self._world.rank)
+        share = _Share(partial, self._world.rank, self._stays(version))
         self._write(share)
         self._world.agree(share.failure, f"publishing v{version}")
         written = self._world.collect((share.index, share.records))
@@ -100,8 +116,10 @@ class Publisher:
         (partial / huggingface.INDEX).write_text(json.dumps(document, indent=2) + "\n")
         records = [record for _, files in written for record in files]
         filesystem.complete(partial, version, self._encoding.dtype_name, records)
+        if self._stays(version):
+            durable.sync_tree(partial)
         _remove(final)
-        partial.rename(final)
+        durable.rename(partial, final)
         needed = {version, *checkpoints.committed(self._run_dir)}
         filesystem.prune(self._run_dir, self._keep, needed)
 
@@ -148,13 +166,14 @@ class FilesystemTransfer:
 class _Share:
     """The files of one rank. After a failure nothing more is written."""
 
-    def __init__(self, directory: Path, rank: int) -> None:
+    def __init__(self, directory: Path, rank: int, stays: bool) -> None:
         self.index: dict[str, str] = {}
         """Tensor name to file name."""
         self.records: list[FileRecord] = []
         self.failure: OSError | None = None
         self._directory = directory
         self._rank = rank
+        self._stays = stays
         self._held: dict[str, torch.Tensor] = {}
         self._bytes = 0
 
@@ -175,6 +194,8 @@ class _Share:
     def _save(self) -> None:
         name = f"model-{self._rank:05d}-{len(self.records):05d}.safetensors"
         save_file(self._held, self._directory / name, metadata={"format": "pt"})
+        if self._stays:
+            durable.sync(self._directory / name)
         self.records += manifest.describe(self._directory, [self._directory / name])
         self.index |= dict.fromkeys(self._held, name)
 
@@ -193,10 +214,10 @@ def _attempt(action: Callable[[], object]) -> OSError | None:
 def _fresh(directory: Path) -> None:
     if directory.exists():
         shutil.rmtree(directory)
-    directory.mkdir(parents=True)
+    durable.make_directory(directory)
 
 
 def _remove(directory: Path) -> None:
-    (directory / filesystem.MANIFEST).unlink(missing_ok=True)  # first: a half-deleted version must not look complete
+    durable.remove(directory / filesystem.MANIFEST)  # first: a half-deleted version must not look complete
     if directory.exists():
         shutil.rmtree(directory)

@@ -19,6 +19,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from primeslurm.recipe import Recipe
+from primeslurm.records.beats import pulse
 from primeslurm.trainer.assembly.policy_model import PolicyModel
 from primeslurm.trainer.components import lora
 from primeslurm.trainer.distributed.world import World
@@ -52,6 +53,7 @@ def parts(policy: PolicyModel, dtype: torch.dtype, world: World) -> Iterator[lis
         everywhere = {name: tensor for name, tensor in state.items() if name not in sharded}
         layer = [Part(name, turns.owns(tensor), tensor) for name, tensor in policy.adapter.to_hf(sharded).items()]
         layer += [Part(name, turns.takes(), tensor) for name, tensor in policy.adapter.to_hf(everywhere).items()]
+        pulse().beat()
         yield layer + beside
         beside = []
 

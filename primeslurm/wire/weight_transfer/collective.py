@@ -24,6 +24,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from primeslurm.wire import rendezvous
 from primeslurm.wire.weight_transfer.catalogue import Catalogue, Experts, Named, buffer, outgoing, unpack
 from primeslurm.wire.weight_transfer.messages import TransferSession
 
@@ -38,6 +39,25 @@ _LOOK_S = 1.0
 
 class TransferError(RuntimeError):
     """A session failed: somebody did not come, left, or took too long."""
+
+
+def serve_store(host: str, port: int) -> dist.TCPStore:
+    """Serve torch's store, in this process, to those who have the run's secret (`wire.rendezvous`).
+
+    Returns:
+        A client of it. The store is there as long as this is.
+
+    Raises:
+        OSError: the port is taken.
+        RendezvousError: somebody else is connected to the store already.
+    """
+    listening = rendezvous.reserve()
+    with listening.dup() as ours:
+        place = int(ours.getsockname()[1])
+        fd = listening.detach()
+        store = dist.TCPStore("127.0.0.1", place, is_master=True, wait_for_workers=False, master_listen_fd=fd)
+        rendezvous.open_gate(host, port, ours)
+    return store
 
 
 class Store:
@@ -55,7 +75,8 @@ class Store:
         host, _, port = address.rpartition(":")
         timeout = timedelta(seconds=min(timeout_s, ARRIVE_S))  # a trainer that was killed is not there at all
         try:
-            store = dist.TCPStore(host, int(port), is_master=False, timeout=timeout)
+            way = rendezvous.passage(host, int(port), timeout.total_seconds())
+            store = dist.TCPStore("127.0.0.1", way, is_master=False, timeout=timeout)
         except RuntimeError as error:  # includes torch's own kinds
             raise TransferError(f"{address}: {error}") from error
         self.store = dist.PrefixStore(_PREFIX, store)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from primeslurm import durable
 from primeslurm.wire import manifest
 from primeslurm.wire.manifest import FileRecord
 
@@ -81,6 +82,6 @@ def prune(run_dir: Path, keep: int, needed: set[int]) -> list[int]:
     doomed = [v for v in versions[:-keep] if v not in needed]
     for version in doomed:
         directory = version_dir(run_dir, version)
-        (directory / MANIFEST).unlink(missing_ok=True)  # first: a half-deleted version must not look complete
+        durable.remove(directory / MANIFEST)  # first: a half-deleted version must not look complete
         shutil.rmtree(directory, ignore_errors=True)
     return doomed

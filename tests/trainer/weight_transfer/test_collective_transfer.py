@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from primeslurm.wire.weight_transfer.catalogue import Experts, Named, TensorInfo, outgoing, pack, stacked
-from primeslurm.wire.weight_transfer.collective import Channel, Store, TransferError, receive
+from primeslurm.wire.weight_transfer.collective import Channel, Store, TransferError, receive, serve_store
 from primeslurm.wire.weight_transfer.messages import TransferSession
 from tests.support.processes import free_port
 
@@ -50,7 +50,7 @@ def catalogue(senders: int) -> list[list[TensorInfo]]:
 def address() -> Iterator[str]:
     """Start a trainer's store, and give its address."""
     port = free_port()
-    store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    store = serve_store("127.0.0.1", port)
     yield f"127.0.0.1:{port}"
     del store  # it ends with its last reference
 

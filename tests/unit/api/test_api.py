@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +163,6 @@ def test_a_run_is_found_and_read(finished: RunDirectory) -> None:
 
 def test_waiting_has_an_end(finished: RunDirectory) -> None:
     (finished.attempt(1).path / "end.json").unlink()
-    write_json(finished.attempt(1).fleet_file, {"time": 4e9, "states": {}})
+    write_json(finished.attempt(1).fleet_file, {"time": time.time(), "states": {}})
     with pytest.raises(TimeoutError, match=r"^done is running after 0\.02 s$"):
         primeslurm.find_run("done").wait(timeout_s=0.02, poll_s=0.01)

@@ -153,9 +153,10 @@ def test_a_ready_process_that_gives_no_answer_hangs() -> None:
     s = Supervision(process())
     s.started(0)
     s.tick(5, prerequisites=True, ready=True)
-    assert s.tick(40, prerequisites=True, ready=False, silent_s=30) == "nothing"
-    assert s.tick(41, prerequisites=True, ready=False, silent_s=31) == "kill"
-    assert s.reason == "gave no answer for 31 s"
+    assert s.tick(40, prerequisites=True, ready=False) == "nothing"
+    assert s.tick(41, prerequisites=True, ready=False, hangs="hangs: silent for 31 s") == "end_hung"
+    assert s.tick(42, prerequisites=True, ready=False, hangs="hangs: silent for 32 s") == "nothing", "it is being ended"
+    assert s.reason == "hangs: silent for 31 s"
 
 
 def test_what_is_ended_to_be_renewed_starts_again_at_once_and_for_free() -> None:
@@ -209,8 +210,8 @@ def test_restarts_are_bounded(codes: list[int]) -> None:
     ],
 )
 def test_operators_words(report: ProcessReport | None, suspect: bool, expected: FleetState) -> None:
-    assert fleet_state(process(), report, suspect=suspect, lost=False) is expected
-    assert fleet_state(process(), report, suspect=suspect, lost=True) is FleetState.LOST
+    assert fleet_state(process(), report, suspect=suspect, silent=False, lost=False) is expected
+    assert fleet_state(process(), report, suspect=suspect, silent=False, lost=True) is FleetState.LOST
 
 
 @pytest.mark.parametrize("code", [0, 1])
@@ -225,7 +226,7 @@ def test_a_trainer_rank_starts_again_with_a_new_generation_of_its_group(code: in
 
 def test_a_dead_trainer_is_dead_not_lost() -> None:
     report = ProcessReport(state="failed")
-    assert fleet_state(process("trainer", "attempt"), report, suspect=False, lost=False) is FleetState.DEAD
+    assert fleet_state(process("trainer", "attempt"), report, suspect=False, silent=True, lost=False) is FleetState.DEAD
 
 
 def test_nodes_go_to_fit_agents_in_order_and_the_rest_are_spares() -> None:
@@ -288,6 +289,16 @@ def test_a_node_whose_agent_cannot_be_started_is_not_waited_for() -> None:
     reason = "no agent could be started: Exited with exit code 127"
     assert agents.news(NodeLost) == [NodeLost("n1", 1, reason)]
     assert [item.blamed for item in agents.fleet.news] == ["n1", None]
+
+
+def test_a_node_whose_agent_was_killed_is_replaced_at_once() -> None:
+    agents = Agents((process(name="a"),), (process(name="b", node=1),), spares=1)
+    fleet = agents.assigned()
+    agents.silent = {1}
+    assert agents.decide(1.0) is None and fleet.gone == {}
+    fleet.observe_kills({"n1": "Killed"})
+    assert agents.decide(1.5) is None
+    assert fleet.gone == {1: "node n1: its agent was killed: Killed"} and fleet.assignment.rank_of == {0: 0, 1: 2}
 
 
 def test_a_silent_node_ends_the_attempt_and_is_named() -> None:

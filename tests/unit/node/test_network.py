@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import functools
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+from primeslurm.node.agent.process_manager import ProcessManager
 from primeslurm.node.host import network
 from primeslurm.node.host.network import NetworkError, Ports
+from primeslurm.plan.model import Process
+from primeslurm.records.events.nodes import PortTaken
+from primeslurm.records.fleet import FleetView
+from primeslurm.records.journal import Journal
+from primeslurm.run.directory import RunDirectory
+from primeslurm.run.records import events as all_events
+from primeslurm.wire.addresses import Addresses
+from tests.support.plans import SERVER, plan_of, python
+from tests.support.strangers import needs_second_user, stranger
 
 ADDRESS = "127.0.3.7"
 FIRST = 21800
@@ -43,5 +58,92 @@ def test_ports_of_other_addresses_are_not_in_the_way() -> None:
 
 def test_a_port_where_somebody_listens_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "_SEARCH", 1)
+    monkeypatch.setattr(network, "_ELSEWHERE", range(FIRST, FIRST + 1))
     with socket.create_server((ADDRESS, FIRST)), pytest.raises(NetworkError, match=f"no free port on {ADDRESS} from"):
         Ports(ADDRESS).claim(FIRST)
+
+
+HELD: list[socket.socket] = []
+"""What a stranger holds on to."""
+
+
+def claim_all() -> None:
+    for port in range(FIRST, FIRST + network._SEARCH):
+        HELD.append(socket.socket(socket.AF_UNIX))
+        HELD[-1].bind(f"\0primeslurm {ADDRESS}:{port}")
+
+
+def listen_on_all() -> None:
+    for port in range(FIRST, FIRST + network._SEARCH):
+        HELD.append(socket.create_server(("0.0.0.0" if port % 2 else ADDRESS, port)))
+
+
+@needs_second_user
+@pytest.mark.parametrize("attack", [claim_all, listen_on_all])
+def test_a_stranger_who_takes_all_ports_to_come_does_not_stop_a_run(attack: Callable[[], None]) -> None:
+    with stranger(attack) as done:
+        assert done.succeeded, done.trace
+        ports = Ports(ADDRESS)
+        first, second = ports.claim(FIRST), ports.claim(FIRST)
+        assert first != second and {first, second} <= set(network._ELSEWHERE)
+
+
+@needs_second_user
+def test_claims_on_all_ports_there_are_do_not_stop_a_run_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "_ELSEWHERE", range(FIRST, FIRST + 2))
+    with stranger(claim_all) as done:
+        assert done.succeeded, done.trace
+        ports = Ports(ADDRESS)
+        assert {ports.claim(FIRST), ports.claim(FIRST)} == {FIRST, FIRST + 1}
+        with pytest.raises(NetworkError, match="nor elsewhere"):
+            ports.claim(FIRST)
+
+
+def listen(address: str, port: int, **options: Any) -> None:
+    HELD.append(socket.create_server((address, port), **options))
+
+
+@needs_second_user
+def test_a_port_is_lost_to_a_stranger_but_not_to_ones_own_process() -> None:
+    ports = Ports(ADDRESS)
+    port = ports.claim(FIRST)
+    assert not ports.is_lost(port)
+    with socket.create_server((ADDRESS, port)):
+        assert not ports.is_lost(port)
+    everywhere = {"family": socket.AF_INET6, "dualstack_ipv6": True}
+    for address, options in ((ADDRESS, {}), ("0.0.0.0", {}), ("::", everywhere)):
+        with stranger(functools.partial(listen, address, port, **options)) as done:
+            assert done.succeeded and ports.is_lost(port), address
+    ports.release()
+
+
+@needs_second_user
+def test_a_server_whose_port_a_stranger_took_after_it_was_claimed_is_started_on_another(tmp_path: Path) -> None:
+    argv = python(SERVER, "${host}", "${port:http}")
+    server = Process(name="server", role="engine", node=0, argv=argv, ports={"http": FIRST}, log="logs/server.log")
+    plan = plan_of(tmp_path / "run", (server,))
+    attempt = RunDirectory(tmp_path / "run").attempt(1)
+    attempt.prepare(plan)
+    journal = Journal(attempt.path, "agent-0")
+    values = {"run_dir": str(tmp_path / "run"), "tmp": str(tmp_path), "key": "abcdef"}
+    manager = ProcessManager(plan, plan.nodes[0], attempt, ADDRESS, values, journal)
+    first = manager.ports["server"]["http"]
+    hosts = {"server": ADDRESS}
+    with stranger(functools.partial(listen, ADDRESS, first)) as done:
+        assert done.succeeded, done.trace
+        before = Addresses(hosts=hosts, ports={"server": {"http": first}})
+        manager.tick(0.0, FleetView(time=0.0), before)
+        assert not manager.children and not manager.is_known(before), "where it is has to be published first"
+        other = manager.ports["server"]["http"]
+        assert other != first
+        manager.tick(0.0, FleetView(time=0.0), Addresses(hosts=hosts, ports={"server": {"http": other}}))
+        try:
+            deadline = time.monotonic() + 60
+            while network.can_bind(ADDRESS, other) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            assert not network.can_bind(ADDRESS, other)
+        finally:
+            manager.kill()
+            manager.close()
+    told = [event for event in all_events(RunDirectory(tmp_path / "run")) if isinstance(event, PortTaken)]
+    assert [(event.name, event.port, event.instead) for event in told] == [("server", first, other)]

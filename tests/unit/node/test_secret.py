@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import socket
 import stat
 import subprocess
 import sys
@@ -11,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import zmq
 
@@ -74,21 +77,72 @@ def crew_of(tmp_path: Path, process: Process) -> tuple[ProcessManager, Addresses
     return processes, Addresses(hosts={process.name: "127.0.0.1"}, ports={process.name: {}})
 
 
-def test_processes_get_it_in_their_environment_alone(tmp_path: Path) -> None:
-    argv = (sys.executable, "-c", "import time; time.sleep(60)")
+READS = """
+import multiprocessing, subprocess, sys, time
+from pathlib import Path
+from primeslurm.wire import secret
+
+def own(place):
+    (Path(sys.argv[1]) / place).write_text(secret.own()[::-1])
+
+if __name__ == "__main__":
+    if "early" in sys.argv: secret.take()
+    own("itself")
+    for method in ("spawn", "forkserver", "fork"):
+        child = multiprocessing.get_context(method).Process(target=own, args=(method,))
+        child.start(); child.join()
+    code = "from primeslurm.wire import secret; print(secret.own())"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    (Path(sys.argv[1]) / "done").write_text(told.stderr)
+    time.sleep(60)
+"""
+
+
+def started(pid: int) -> list[Path]:
+    """What `/proc` shows to their owner of a process and of all that it started."""
+    own = psutil.Process(pid)
+    pids = [pid, *(child.pid for child in own.children(recursive=True))]
+    return [Path(f"/proc/{pid}/{name}") for pid in pids for name in ("environ", "cmdline")]
+
+
+def test_processes_are_handed_it_and_proc_never_shows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(secret.VARIABLE, "of the one who submits")
+    (tmp_path / "reads.py").write_text(READS)
+    argv = (sys.executable, str(tmp_path / "reads.py"), str(tmp_path))
     process = Process(name="p", role="environment", node=0, argv=argv, log="logs/p.log")
     processes, addresses = crew_of(tmp_path, process)
     processes.tick(time.time(), FleetView(time=0.0), addresses)
     try:
         pid, own = processes.children["p"].pid, secret.read(tmp_path / "run")
-        environment = Path(f"/proc/{pid}/environ").read_text().split("\0")
-        assert f"{secret.VARIABLE}={own}" in environment
-        assert own not in Path(f"/proc/{pid}/cmdline").read_text()
-        assert stat.S_IMODE(Path(f"/proc/{pid}/environ").stat().st_mode) == 0o400
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "done").exists() and time.monotonic() < deadline:
+            for path in started(pid):
+                with contextlib.suppress(OSError):
+                    shown = path.read_text()
+                    assert own not in shown and f"{secret.VARIABLE}=" not in shown
+            time.sleep(0.02)
+        for place in ("itself", "spawn", "forkserver", "fork"):
+            assert (tmp_path / place).read_text() == own[::-1], f"multiprocessing hands it on: {place}"
+        assert "no secret was handed over" in (tmp_path / "done").read_text(), "other programs do not get it"
+        held = [str(fd.readlink()) for fd in Path(f"/proc/{pid}/fd").iterdir()]
+        assert not [name for name in held if name.startswith("socket")], "what it was read from is gone"
         written = [p for p in (tmp_path / "run").rglob("*") if p.is_file() and own in p.read_text()]
         assert written == [tmp_path / "run" / "secret"]
     finally:
         processes.children["p"].kill()
+
+
+def test_a_descriptor_that_is_something_else_by_now_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(secret.VARIABLE)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall(b"x")
+        for told in (f"{theirs.fileno()}:1", "99999:1"):
+            monkeypatch.setenv(secret.HANDED_OVER, told)
+            with pytest.raises(secret.SecretError):
+                secret.own()
+            assert secret.HANDED_OVER not in os.environ
+        assert theirs.recv(1) == b"x"
 
 
 def test_a_command_line_cannot_hold_it(tmp_path: Path) -> None:
@@ -104,7 +158,8 @@ def reaches(server: zmq.Socket[bytes], address: str, prepare: Callable[[zmq.Sock
         client.linger = 0
         prepare(client)
         client.connect(address)
-        client.send(b"hello")
+        with contextlib.suppress(zmq.Again):  # refused already: there is nobody to send to
+            client.send(b"hello", zmq.NOBLOCK)
         if not server.poll(1000):
             return False
         server.recv_multipart()

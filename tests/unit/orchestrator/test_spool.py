@@ -43,7 +43,7 @@ def test_a_full_disk_is_reported_and_survived(tmp_path: Path, monkeypatch: pytes
         raise OSError(28, "No space left on device")
 
     spool = Spool(tmp_path)
-    monkeypatch.setattr("primeslurm.orchestrator.rollouts.spool.write_atomic", full)
+    monkeypatch.setattr("primeslurm.durable.write", full)
     assert not spool.put(group([3], [0.5]))
     assert list(tmp_path.iterdir()) == []
 

@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import verifiers.v1 as vf
@@ -20,6 +19,7 @@ from primeslurm.orchestrator.rollouts.token_client import TokenClient, serving
 from primeslurm.orchestrator.rollouts.worker import Worker
 from primeslurm.recipe import Recipe
 from primeslurm.wire.addresses import AddressBook
+from primeslurm.wire.received import DamagedError
 from primeslurm.wire.rollouts import Rollout
 from tests.support.fake_engine import FakeEngine, write_tokenizer
 
@@ -166,7 +166,7 @@ async def test_engines_that_do_not_say_their_experts_are_found_out(tokenizer: Pa
     with FakeEngine(tokenizer) as engine:
         engine.version = 3
         endpoint = GenerateEndpoint(lambda: engine.url, 64, timeout_s=60, routed=True)
-        with pytest.raises(msgspec.ValidationError, match="--enable-return-routed-experts"):
+        with pytest.raises(DamagedError, match="--enable-return-routed-experts"):
             await endpoint.generate({"token_ids": endpoint_prompt(tokenizer), "sampling_params": {}}, {})
         await endpoint.close()
 

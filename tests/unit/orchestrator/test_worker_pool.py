@@ -17,7 +17,7 @@ import zmq.asyncio
 from primeslurm.orchestrator.dispatch.dispatcher import Dispatcher
 from primeslurm.orchestrator.dispatch.limits import Limits
 from primeslurm.orchestrator.rollouts.job_protocol import Cancel, Job, Result, Status, ToWorker
-from primeslurm.orchestrator.rollouts.worker_pool import QUIET_S, SILENT_S, UNSEEN_S, WorkerPool
+from primeslurm.orchestrator.rollouts.worker_pool import QUIET_S, SILENT_S, TAKEN_BACK_S, UNSEEN_S, WorkerPool
 from primeslurm.wire import secret
 from primeslurm.wire.rollouts import Rollout
 
@@ -158,7 +158,7 @@ async def test_a_node_that_goes_quiet_gets_no_jobs_and_loses_its_own_when_it_is_
     for name in "wxyz":
         await pool.pool.send(job(name))
     mine = [name for name, owner in pool.pool._owners.items() if owner.number < 2]
-    for _ in range(int(SILENT_S / QUIET_S) + 1):
+    for _ in range(int(TAKEN_BACK_S / QUIET_S) + 1):
         pool.wait(QUIET_S)
         for worker in (2, 3):
             await pool.hear(worker, *(n for n, owner in pool.pool._owners.items() if owner.number == worker), node="b")
@@ -182,6 +182,78 @@ async def test_nobody_is_given_up_for_what_held_the_orchestrator_up(pool: Pool) 
     assert pool.lost == [] and pool.pool.available == {"e"}
     pool.wait(SILENT_S)
     assert pool.lost == ["a"]
+
+
+async def test_jobs_of_a_stopped_worker_go_to_others_after_seconds_and_it_is_used_again(pool: Pool) -> None:
+    """What it says late is of jobs that are no more; none is counted twice, and none is missing."""
+    for worker in range(2):
+        await pool.hear(worker)
+    dispatch, started = dispatcher(), {}
+    for _ in range(4):
+        found = dispatch.next_job({"e"})
+        assert found is not None
+        started[found.id] = found
+        await pool.pool.send(found)
+    stopped = [name for name, owner in pool.pool._owners.items() if owner.number == 0]
+    assert len(stopped) == 2
+    for _ in range(int(TAKEN_BACK_S) + 1):
+        pool.wait(1)
+        await pool.hear(1, *(name for name, owner in pool.pool._owners.items() if owner.number == 1))
+    assert sorted(pool.lost) == sorted(stopped)
+    for name in pool.lost:
+        dispatch.lost(name)
+    again = [dispatch.next_job(pool.pool.available) for _ in stopped]
+    for found in again:
+        assert found is not None and found.id not in started
+        await pool.pool.send(found)
+    assert pool.load() == {1: 4} and dispatch.inflight == 4
+    await pool.tell(pool.sockets[0], Result(stopped[0], error="late"))
+    assert pool.results == [], "it was taken back"
+    await pool.hear(0, *stopped)  # continued, with what it ran
+    for _ in stopped:
+        await pool.given(0)
+    assert await pool.given(0) == Cancel(sorted(stopped))
+    await pool.pool.send(job("new"))
+    assert pool.load() == {0: 1, 1: 4} and pool.pool.available == {"e"}
+
+
+async def test_the_only_worker_of_an_environment_keeps_its_jobs_for_longer(pool: Pool) -> None:
+    await pool.hear(0)
+    await pool.hear(1, label="other")
+    await pool.pool.send(job("a"))
+    for _ in range(int(SILENT_S)):
+        pool.wait(1)
+        await pool.hear(1, label="other")
+    assert pool.lost == []
+    pool.wait(1)
+    assert pool.lost == ["a"]
+
+
+async def test_code_that_keeps_a_worker_from_reporting_costs_its_rollouts_once(pool: Pool) -> None:
+    """It would keep the next worker just as long: rollouts would begin anew for ever."""
+
+    async def silent_for(seconds: int, busy_s: float) -> None:
+        for _ in range(seconds):
+            pool.wait(1)
+            await pool.hear(1)
+        await pool.tell(pool.sockets[0], Status("e", 0, "1", [], busy_s=busy_s))
+
+    for worker in range(2):
+        await pool.hear(worker)
+    for name, seconds, busy_s, taken in (
+        ("stopped", 25, 0.1, True),
+        ("stopped again", 25, 0.1, True),
+        ("computes", 25, 24.0, True),
+        ("computes again", 25, 24.0, False),
+        ("computes longer", 49, 48.0, False),
+        ("is stopped for long", 60, 0.1, True),
+    ):
+        pool.pool._nodes[""].listening["e"].pop(1)  # so that the first one gets it
+        await pool.pool.send(job(name))
+        await pool.hear(1)
+        await silent_for(seconds, busy_s)
+        assert (name in pool.lost) is taken, name
+        await pool.pool.cancel([] if taken else [name])
 
 
 async def test_one_that_is_only_slow_is_given_jobs_again(pool: Pool) -> None:

@@ -126,20 +126,21 @@ def test_own_environment_wins_and_the_role_s_wins_over_that() -> None:
 
 
 def test_router_over_engines() -> None:
-    command = router_command(recipe(), VllmRouter(), ReplicaEngines(engines=["engine-r0-0", "engine-r0-1"]))
-    assert command.argv[:3] == ("${python}", "-m", "vllm_router.launch_router")
+    command = router_command(recipe(), VllmRouter(), ReplicaEngines(engines=["engine-r0-0", "engine-r0-1"]), "router-0")
+    assert command.argv[:5] == ("${python}", "-m", "primeslurm.inference.router", "--name", "router-0")
+    assert option(command, "--door") == "${port:door}" and option(command, "--attempt-dir") == "${attempt_dir}"
     assert option(command, "--policy") == "consistent_hash"
     assert command.argv[-3:] == (
         "--worker-urls",
         "http://${addr:engine-r0-0:http}",
         "http://${addr:engine-r0-1:http}",
     )
-    assert command.ports == ("http", "metrics")
+    assert command.ports == ("http", "metrics", "door")
 
 
 def test_router_over_prefill_and_decode() -> None:
     router = VllmRouter(policy="power_of_two", extra={"max_payload_size": 7})
-    command = router_command(recipe(), router, ReplicaEngines(prefill=["p0", "p1"], decode=["d0"]))
+    command = router_command(recipe(), router, ReplicaEngines(prefill=["p0", "p1"], decode=["d0"]), "router-0")
     assert "--vllm-pd-disaggregation" in command.argv and "--worker-urls" not in command.argv
     assert command.argv[-6:] == (
         *("--prefill", "http://${addr:p0:http}", "--prefill", "http://${addr:p1:http}"),

@@ -110,7 +110,7 @@ def test_the_loss_of_one_does_not_end_the_job() -> None:
 
 
 def test_what_rollouts_write_is_on_the_nodes_own_disk() -> None:
-    own = "/local/primeslurm-${run_id}-n${node}-environments"
+    own = "/local/primeslurm-${run_id}-n${node}-environments-${key}"
     for worker in planned(recipe({"nodes": 2}), site(environments=BIG)).nodes[-1].processes:
         assert worker.env["TMPDIR"] == own and worker.scratch == (own,)
     for worker in planned(recipe({"nodes": 2})).nodes[-1].processes:

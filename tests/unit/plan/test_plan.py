@@ -176,7 +176,7 @@ def test_every_placement_is_sound(shape: dict[str, Any]) -> None:
 
 
 VALUES = (
-    *("run_dir", "attempt", "attempt_dir", "run_id", "python", "tmp", "node"),
+    *("run_dir", "attempt", "attempt_dir", "run_id", "python", "tmp", "node", "key"),
     *("interface", "hcas", "nccl_hcas", "ucx_devices", "ucx_devices_near"),
 )
 

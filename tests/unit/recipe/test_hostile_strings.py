@@ -181,7 +181,9 @@ def _check_processes(plan: Plan) -> None:
         hosts=dict.fromkeys(names, "127.0.0.1"), ports={process.name: process.ports for process in plan.processes()}
     )
     fabric = ("interface", "hcas", "nccl_hcas", "ucx_devices", "ucx_devices_near")
-    values = dict.fromkeys(("run_dir", "attempt", "attempt_dir", "run_id", "python", "tmp", "node", *fabric), "/value")
+    values = dict.fromkeys(
+        ("run_dir", "attempt", "attempt_dir", "run_id", "python", "tmp", "node", "key", *fabric), "/value"
+    )
     secrets = {**values, "secret": "s", "generate_token": "g"}
     for process in plan.processes():
         assert "/" not in process.name and ".." not in process.log

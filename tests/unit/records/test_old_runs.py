@@ -27,7 +27,13 @@ from tests.support.cli import primeslurm
 DATA = Path(__file__).resolve().parents[2] / "data"
 SHOWN = DATA / "shown_by_0_1_0"
 EVALUATION = (f"evaluation_{what}" for what in ("started", "done", "skipped", "sample_failed"))
-NEW_KINDS = frozenset({"nothing_kept", "environment_fails", "moved", *EVALUATION})
+NEW_KINDS = frozenset(
+    {
+        *("continued", "environment_fails", "file_system_fault", "hangs", "moved", "nothing_kept"),
+        *("port_taken", "ranks_wait", "router_complete", "router_incomplete"),
+        *EVALUATION,
+    }
+)
 """Kinds of events that came after 0.1.0."""
 COMMANDS = {
     "status.txt": ("status", "small-1"),

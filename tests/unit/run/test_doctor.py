@@ -347,3 +347,14 @@ def test_the_verb_shows_it_and_exits_with_1(run: RunDirectory, tmp_path: Path) -
     assert found["first"]["failure"]["component"] == "trainer-rank-0"
     result = primeslurm("doctor", "r", "--attempt", "3", cwd=tmp_path)
     assert (result.code, result.err) == (2, "error: --attempt = 3: the attempts are 1 (nearest: 1)\n")
+
+
+def test_a_router_that_lost_workers_is_told_of(run: RunDirectory) -> None:
+    lost = {"serves": 0, "planned": 2, "missing": ["http://10.0.0.2:8000", "http://10.0.0.3:8000"]}
+    say(run, "router-0", T0 + 5, "router_incomplete", **lost)
+    found = diagnosis(run, "RUNNING")
+    assert found.first is not None and found.first.failure.component == "router-0"
+    assert found.first.failure.how == "served 0 of 2 engines: that is put right"
+    say(run, "router-0", T0 + 7, "router_complete", planned=2, seconds=2.0)
+    found = diagnosis(run, "RUNNING")
+    assert found.first is None and [each.component for each in found.recovered] == ["router-0"]

@@ -33,6 +33,10 @@ CHECKS = [
     ("event", "words"),
     [
         (
+            {"kind": "port_taken", "name": "router-0", "port": 8000, "instead": 12345},
+            ("router-0", "another user listens on its port 8000: it gets 12345", "warning"),
+        ),
+        (
             {"kind": "exited", "name": "router-0", "code": -9, "state": "backoff"},
             ("router-0", "was ended by SIGKILL; it is started again", "warning"),
         ),
@@ -45,6 +49,18 @@ CHECKS = [
             ("trainer-rank-0", "ended with exit code 1", "error"),
         ),
         ({"kind": "started", "name": "router-0", "restarts": 2}, ("router-0", "started again (restart 2)", "info")),
+        (
+            {"kind": "router_incomplete", "process": "router-0", "serves": 0, "planned": 2, "missing": ["http://a:1"]},
+            ("router-0", "served 0 of 2 engines: that is put right", "warning"),
+        ),
+        (
+            {"kind": "router_incomplete", "process": "router-0", "serves": 2, "planned": 2, "foreign": ["http://b:1"]},
+            ("router-0", "served 2 of 2 engines, and 1 that are not of the plan: that is put right", "warning"),
+        ),
+        (
+            {"kind": "router_complete", "process": "router-0", "planned": 2, "seconds": 1.6},
+            ("router-0", "serves all 2 engines again, after 2 s", "info"),
+        ),
         (
             {"kind": "seated", "nodes": ["a", "b"], "spares": ["c"]},
             ("head", "all 2 nodes are there, 1 more are spares", "info"),

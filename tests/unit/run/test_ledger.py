@@ -49,9 +49,10 @@ def test_agents_remember_nodes_of_slurm_only(tmp_path: Path) -> None:
     attempt = RunDirectory(tmp_path / "run").attempt(1)
     journal = Journal(attempt.path, "head")
     remember_bad_node(plan, attempt, "local-1", "silent", journal)
-    assert nodes_to_avoid(plan) is None
+    there = {"p": {"n1": True, "n2": True}}
+    assert nodes_to_avoid(plan, there) == []
     remember_bad_node(plan.model_copy(update={"executor": "slurm"}), attempt, "n1", "silent", journal)
-    assert nodes_to_avoid(plan) == "n1"
+    assert [entry.node for entry in nodes_to_avoid(plan, there)] == ["n1"]
 
 
 def test_nodes_are_listed_and_forgotten(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,12 +10,15 @@ from threading import Barrier
 
 import msgspec
 import pytest
+from rich.console import Console
 
+from primeslurm.cli.views.dashboard import view
 from primeslurm.errors import RunError, UsageError, Violation
 from primeslurm.files import write_json
 from primeslurm.plan.model import Process, Replica
 from primeslurm.plan.planner import derive
 from primeslurm.recipe.reading.recipe_files import load_recipe
+from primeslurm.records import reserve
 from primeslurm.records.attempt import EndRecord, JobRecord
 from primeslurm.records.fleet import (
     AgentReport,
@@ -26,8 +30,11 @@ from primeslurm.records.fleet import (
     ProcessReport,
 )
 from primeslurm.records.reading import recent_rows
+from primeslurm.records.reserve import Reserve
 from primeslurm.records.state import EngineRecord
 from primeslurm.run.directory import RunDirectory, create, name_in_use
+from primeslurm.run.exclusion import record_excluded
+from primeslurm.run.ledger import BadNode
 from primeslurm.run.status.run_status import RlProgress, RunStatus, read_status
 from primeslurm.run.status.summary import summarise
 from primeslurm.wire import checkpoints
@@ -50,7 +57,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 def status(run: RunDirectory, job: str | None = None, processes: bool = False) -> RunStatus:
-    return read_status(run, lambda record: job, now=NOW, processes=processes)
+    return read_status(run, lambda record: job, now=NOW, processes=processes, second_look_s=0.0)
 
 
 def fleet(run: RunDirectory, age: float = 0.0, ending: Ending | None = None, state: str = "HEALTHY") -> None:
@@ -92,7 +99,11 @@ def test_a_fresh_head_is_believed_over_slurm(run: RunDirectory) -> None:
 
 def test_a_silent_head_is_not_believed(run: RunDirectory) -> None:
     fleet(run, age=61)
-    assert status(run, "RUNNING").reason == "head silent, but the job is RUNNING"
+    found = status(run, "RUNNING")
+    assert (found.phase, found.reason) == ("silent", "head silent, but the job is RUNNING")
+    assert found.active and found.silence is not None
+    assert found.silence.text == "the head has not written for 61 s; what follows is from then"
+    assert found.roles == {"decode": {"UNKNOWN": 1}}
 
 
 def test_an_ended_attempt_says_how_and_whether_it_goes_on(run: RunDirectory) -> None:
@@ -259,3 +270,29 @@ def test_rows_of_nothing_are_none(tmp_path: Path) -> None:
     assert recent_rows(tmp_path / "none") == []
     (tmp_path / "bad").write_text('x\n[1]\n{"step": 1')
     assert recent_rows(tmp_path / "bad") == []
+
+
+def test_what_a_pending_job_is_kept_away_from_is_told(run: RunDirectory) -> None:
+    bad = BadNode("n8", "silent for 90 s", "other", 3, NOW - 60, NOW + 3600)
+    record_excluded(run.path, [bad])
+    found = status(run, "PENDING (Resources)")
+    assert (found.phase, found.excluded) == ("pending", [bad])
+    console = Console(width=200, record=True, file=io.StringIO())
+    console.print(view(found))
+    shown = console.export_text()
+    assert "avoids n8 until 1970-01-01" in shown and "silent for 90 s (run other)" in shown
+
+
+def test_a_full_file_system_is_told_with_and_without_the_head(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert status(run, "RUNNING").waits_for == ""
+    write_json(run.attempt(1).fleet_file, msgspec.to_builtins(FleetView(NOW, waits_for="0.10 GiB free")))
+    assert status(run).waits_for == "0.10 GiB free"
+    fleet(run, age=3600)
+    monkeypatch.setattr(reserve, "free_bytes", lambda _: 0)
+    assert status(run, "RUNNING").waits_for.startswith(f"0.00 GiB free in {run.path}")
+    monkeypatch.undo()
+    kept = Reserve(run.path)
+    assert kept.fill() and status(run, "RUNNING").waits_for == ""
+    assert kept.give_up() and status(run, "RUNNING").waits_for == reserve.GIVEN_UP

@@ -1,0 +1,165 @@
+"""Starts vllm-router, and sees to it that it serves the workers of the plan. Level-triggered: nobody has to tell it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import http.client
+import json
+import logging
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from urllib.parse import quote
+
+from primeslurm.inference.router.door import KEYS, Door
+from primeslurm.inference.router.workers import Difference, compare, planned
+from primeslurm.records.events.processes import RouterComplete, RouterIncomplete
+from primeslurm.records.journal import Journal
+from primeslurm.wire import secret
+
+PERIOD_S = 1.0
+ANSWER_S = 5.0
+REMEMBERED_BYTES = 64 * 2**20
+"""A router that was shown so much of wrong tokens starts anew: it forgets none."""
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where something listens."""
+
+    host: str
+    port: int
+
+
+@dataclass
+class Keeper:
+    """One router and its keeper.
+
+    Args:
+        argv: the router's options.
+        router: where it listens.
+        door: where the keeper listens.
+        journal: gets an event when the router's workers are not those of the plan, and when they are again.
+    """
+
+    argv: Sequence[str]
+    router: Address
+    door: Address
+    journal: Journal
+    _difference: Difference = field(default=Difference(), init=False)
+    _since: float = field(default=0.0, init=False)
+    _known: bool = field(default=False, init=False)
+    """The router that runs now has taken the secret."""
+
+    def __post_init__(self) -> None:
+        self._wanted = planned(self.argv)
+        self._own = secret.own()
+        self._headers = secret.header()
+        secret.keep()
+
+    async def run(self) -> int:
+        """Keep the router until it ends by itself, and return its exit code."""
+        door = Door(self._own, self._status, lambda: not self._difference)
+        server = await door.serve(self.door.host, self.door.port)
+        child = self._start()
+        try:
+            while (code := child.poll()) is None:
+                if await self._round(door):
+                    child = await self._restart(child, door)
+                await asyncio.sleep(PERIOD_S if self._known else PERIOD_S / 5)
+            return code
+        finally:
+            server.close()
+            _end(child)
+
+    async def _round(self, door: Door) -> bool:
+        """Compare once, and mend. Returns whether the router has to be started anew."""
+        if door.refused_bytes > REMEMBERED_BYTES:
+            _log.warning("starts the router anew: it was shown %d bytes of wrong tokens", door.refused_bytes)
+            return True
+        answer = await self._ask("GET", "/list_workers")
+        if answer is None:
+            return False  # it listens once an engine is open
+        status, body = answer
+        if status == 401:
+            # It asked about the secret, got no answer, and will never ask again.
+            _log.warning("starts the router anew: it does not take the run's secret")
+            return True
+        if status != 200:
+            return False
+        self._known = True
+        found = compare(self._wanted, json.loads(body)["urls"])
+        self._tell(found)
+        if not found:
+            return False
+        if self._wanted.disaggregated:
+            return True
+        for verb, urls in (("remove", found.foreign), ("add", found.missing)):
+            for url in urls:
+                await self._ask("POST", f"/{verb}_worker?url={quote(url, safe='')}")
+        return False
+
+    def _tell(self, found: Difference) -> None:
+        now = time.monotonic()
+        if found and found != self._difference:
+            self._since = self._since or now
+            _log.warning("workers are missing: %s; are not of the plan: %s", found.missing, found.foreign)
+            has = len(self._wanted.urls) - len(found.missing)
+            event = RouterIncomplete(has, len(self._wanted.urls), list(found.missing), list(found.foreign))
+            self.journal.write(event)
+        elif self._difference and not found:
+            self.journal.write(RouterComplete(len(self._wanted.urls), now - self._since))
+            self._since = 0.0
+        self._difference = found
+
+    async def _restart(self, child: subprocess.Popen[bytes], door: Door) -> subprocess.Popen[bytes]:
+        await asyncio.to_thread(_end, child)
+        door.refused_bytes, self._known = 0, False
+        return self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "primeslurm.inference.router.serve"], stdin=subprocess.PIPE, preexec_fn=_die_together
+        )
+        assert child.stdin is not None
+        keys = f"http://{self.door.host}:{self.door.port}{KEYS}"
+        order = {"argv": list(self.argv), "keys": keys, "token": secret.generate_token(self._own)}
+        with contextlib.suppress(BrokenPipeError), child.stdin as stdin:
+            stdin.write(json.dumps(order).encode())
+        return child
+
+    async def _status(self, path: str) -> int | None:
+        answer = await self._ask("GET", path)
+        return None if answer is None else answer[0]
+
+    async def _ask(self, method: str, path: str) -> tuple[int, bytes] | None:
+        return await asyncio.to_thread(self._exchange, method, path)
+
+    def _exchange(self, method: str, path: str) -> tuple[int, bytes] | None:
+        connection = http.client.HTTPConnection(self.router.host, self.router.port, timeout=ANSWER_S)
+        try:
+            connection.request(method, path, headers=self._headers)
+            response = connection.getresponse()
+            return response.status, response.read()
+        except (OSError, http.client.HTTPException):
+            return None
+        finally:
+            connection.close()
+
+
+def _die_together() -> None:
+    # Whoever kills the keeper alone must not leave a router behind that nobody keeps.
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    child.kill()
+    child.wait()

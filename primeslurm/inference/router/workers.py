@@ -1,0 +1,49 @@
+"""Which workers a router should have, which it has, and what to do about the difference. Pure."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Workers:
+    """The workers of a router, as URLs."""
+
+    urls: frozenset[str]
+    disaggregated: bool = False
+    """Prefill and decode are apart. Such a router can be told to forget workers, and not to take any."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What a router has otherwise than it should."""
+
+    missing: tuple[str, ...] = ()
+    foreign: tuple[str, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.foreign)
+
+
+def planned(argv: Sequence[str]) -> Workers:
+    """Read from a router's command line which workers it should have."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--worker-urls", nargs="*", default=[])
+    parser.add_argument("--prefill", nargs="+", action="append", default=[])
+    parser.add_argument("--decode", nargs="+", action="append", default=[])
+    known, _ = parser.parse_known_args(argv)
+    apart = [words[0] for words in (*known.prefill, *known.decode)]  # a bootstrap port may follow
+    return Workers(frozenset((*known.worker_urls, *apart)), disaggregated=bool(apart))
+
+
+def compare(wanted: Workers, has: Iterable[str]) -> Difference:
+    """Compare what a router should have with what it lists.
+
+    Args:
+        wanted: what it should have.
+        has: URLs; with data parallel ranks of one server told apart, `http://host:port@rank`.
+    """
+    found = {url.partition("@")[0].rstrip("/") for url in has}
+    return Difference(tuple(sorted(wanted.urls - found)), tuple(sorted(found - wanted.urls)))

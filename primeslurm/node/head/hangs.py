@@ -1,0 +1,77 @@
+"""Who is silent, and which trainer ranks the others wait for. Pure.
+
+Ranks that wait in a collective are as silent as the one that they wait for. They have begun that collective, it has
+not: whoever has begun the fewest is behind. While any of them beats, all go on, or wait for what that one does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from primeslurm.records.events.processes import RanksWait
+from primeslurm.records.fleet import BeatReport
+
+SHOWN_S = 5.0
+"""Shorter silence is not worth a word."""
+SHOWN_SHARE = 1 / 60
+"""Nor is less than this share of what a phase may take."""
+RANKS_SHARE = 1 / 12
+"""The same for the ranks of a trainer, which compute for a while between two beats."""
+START_SHARE = 1 / 2
+"""And for what has yet to begin: it imports and loads."""
+
+
+@dataclass(frozen=True)
+class Standstill:
+    """All ranks of a trainer are silent."""
+
+    behind: tuple[str, ...]
+    """Those that the others wait for; all of them if nobody is behind."""
+    waiting: int
+    beat: BeatReport
+    """Of the one of these that was heard of last."""
+
+    @property
+    def hangs(self) -> bool:
+        """Whether it has lasted for too long."""
+        return bool(self.beat.limit_s) and self.beat.silent_s > self.beat.limit_s
+
+    @property
+    def reason(self) -> str:
+        """Why those behind are ended."""
+        whom = f"{self.waiting} ranks wait for it" if self.waiting else "all ranks are, and none is behind the others"
+        return f"hangs: {self.beat.words}; {whom}"
+
+    def event(self) -> RanksWait:
+        """For the journal."""
+        beat = self.beat
+        return RanksWait(list(self.behind), self.waiting, beat.phase, beat.step, round(beat.silent_s, 1))
+
+
+def standstill(beats: Mapping[str, BeatReport]) -> Standstill | None:
+    """Find out who keeps the ranks of a trainer from going on.
+
+    Args:
+        beats: of all ranks, by name.
+
+    Returns:
+        None while any of them goes on.
+    """
+    if not beats or not all(is_shown(beat, RANKS_SHARE) for beat in beats.values()):
+        return None
+    least = min(beat.collectives for beat in beats.values())
+    behind = tuple(name for name, beat in beats.items() if beat.collectives == least)
+    last = min((beats[name] for name in behind), key=lambda beat: beat.silent_s)
+    return Standstill(behind, len(beats) - len(behind), last)
+
+
+def is_shown(beat: BeatReport, share: float = SHOWN_SHARE) -> bool:
+    """Whether somebody has been silent for long enough to say so.
+
+    Args:
+        beat: what is known of the process.
+        share: of its limit that is not worth a word.
+    """
+    share = share if beat.number else START_SHARE
+    return bool(beat.limit_s) and beat.silent_s > max(SHOWN_S, beat.limit_s * share)

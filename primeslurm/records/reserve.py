@@ -1,0 +1,126 @@
+"""Space for records on a full file system: `<run>/.reserve`, a file that is emptied when there is none left.
+
+Whoever cannot write a record for want of space empties the reserve and writes again; the head fills it when there is
+space. While it is empty, what is large waits (rollouts, checkpoints, policies), or it would take the space at once.
+A run directory without the file has no reserve, and nothing waits for it.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import math
+import os
+import re
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from primeslurm.files import write_atomic
+
+log = logging.getLogger(__name__)
+FILE = ".reserve"
+RESERVE_BYTES = 16 * 2**20
+"""Enough for the heartbeats and events of a thousand nodes, for a while."""
+LEAST_FREE = 2**28
+"""A run does not begin with less than this."""
+GIVEN_UP = "the file system of the run directory is full, or was until a moment ago"
+"""What an empty reserve says."""
+PAUSE_S = 2.0
+"""Between two tries to write what there is no space for."""
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_WORDS = re.compile("|".join(os.strerror(number) for number in _FULL))
+T = TypeVar("T")
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether an error says that there is no space, also if it is another one's in words (safetensors, DCP)."""
+    return (isinstance(error, OSError) and error.errno in _FULL) or bool(_WORDS.search(str(error)))
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether an error may be the file system's, for a while: it is full, or was made read-only."""
+    return is_full(error) or (isinstance(error, OSError) and error.errno == errno.EROFS)
+
+
+def free_bytes(directory: Path) -> int | None:
+    """Return what is free in the file system of a directory; None if it cannot be asked."""
+    try:
+        return shutil.disk_usage(directory).free
+    except OSError:
+        return None
+
+
+def shortage(directory: Path, least: int = LEAST_FREE) -> str:
+    """Tell in words that there is too little space in a directory; empty if there is enough, or nobody knows."""
+    free = free_bytes(directory)
+    if free is None or free >= least:
+        return ""
+    return f"{free / 2**30:.2f} GiB free in {directory}, a run needs {least / 2**30:.2f} GiB"
+
+
+def while_full(action: Callable[[], T], within_s: float = math.inf) -> T:
+    """Call something until there is space for it. Raises its last error after `within_s`, and any other at once."""
+    deadline = time.monotonic() + within_s
+    while True:
+        try:
+            return action()
+        except Exception as error:
+            if not is_full(error) or time.monotonic() > deadline:
+                raise
+            log.warning("waits for space: %s", error)
+            time.sleep(PAUSE_S)
+
+
+class Reserve:
+    """The reserve of one run.
+
+    Args:
+        run_dir: its directory.
+        size: of the reserve, in bytes.
+    """
+
+    def __init__(self, run_dir: Path, size: int = RESERVE_BYTES) -> None:
+        self._path = run_dir / FILE
+        self._size = size
+
+    @property
+    def given_up(self) -> bool:
+        """Whether it was emptied, and has not been filled again."""
+        try:
+            return self._path.stat().st_size < self._size
+        except OSError:
+            return False
+
+    def give_up(self) -> bool:
+        """Empty it. Returns whether there was anything in it."""
+        try:
+            held = self._path.stat().st_size > 0
+            os.truncate(self._path, 0)
+        except OSError:
+            return False
+        return held
+
+    def fill(self) -> bool:
+        """Make it, or fill it again, if there is space for two. Returns whether it is held now."""
+        if self._path.is_file() and not self.given_up:
+            return True
+        if (free_bytes(self._path.parent) or 0) < 2 * self._size:
+            return False
+        try:
+            # Not only allocated: a file system that compresses or copies on write would keep nothing.
+            write_atomic(self._path, os.urandom(self._size))
+        except OSError:
+            return False
+        return True
+
+    def spend_on(self, write: Callable[[], T]) -> T:
+        """Write a record; if there is no space, empty the reserve and write again. Raises OSError."""
+        try:
+            return write()
+        except OSError as error:
+            if not is_full(error) or not self.give_up():
+                raise
+        return write()

@@ -1,0 +1,222 @@
+"""Who of a run still writes, whatever the clocks of its nodes say, and what can be seen from here of those who do not.
+
+Head and agents replace their files every second. How old a file is, two clocks say: that of its writer in the record,
+that of the file system in its time of change. The older of the two counts. Neither has to agree with the clock of who
+looks: a file that seems old, or from the future, is therefore watched for a moment before its writer counts as silent.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from primeslurm.records.fleet import AgentReport, AssignmentRecord, FleetView
+from primeslurm.records.reading import find_record
+from primeslurm.run.directory import Attempt
+from primeslurm.run.status.file_system import file_system_faults
+
+SILENT_S = 10.0
+"""Who writes every second and has not written for so long is silent."""
+SECOND_LOOK_S = 3.0
+"""How long a file that seems old is watched: long enough for a head on a slow file system."""
+SKEW_S = 2.0
+"""Clocks of a cluster agree to this."""
+_GLANCE_S = 0.2
+
+WhySilent = Callable[[Attempt, Sequence[str]], list[str]]
+"""What who runs the job knows of nodes that say nothing."""
+
+
+class Silence(msgspec.Struct, frozen=True):
+    """Why what is told of a run is not of this moment."""
+
+    text: str
+    """One sentence: who is silent, and for how long."""
+    since: float | None = None
+    """The head's last word, in Unix seconds; None: nobody can tell."""
+    seconds: float | None = None
+    """So long ago."""
+    agents: int = 0
+    """Agents that have a part in the run and have not ended."""
+    silent_agents: int = 0
+    """Those of them that do not write either."""
+    causes: list[str] = []
+    """What can be seen from here, and from Slurm."""
+
+
+@dataclass(frozen=True)
+class SilentAgent:
+    """An agent that does not write any more."""
+
+    rank: int
+    node: str
+    since: float | None
+    """Its last word, in Unix seconds."""
+
+
+@dataclass(frozen=True)
+class Signs:
+    """What there is of head and agents."""
+
+    silence: Silence | None = None
+    """None: the head writes, or has never begun, or the attempt is over."""
+    agents: tuple[SilentAgent, ...] = ()
+    """Those that are silent; only looked for where the head is silent, or when asked for."""
+
+
+def signs_of_life(
+    attempt: Attempt,
+    fleet: FleetView | None,
+    now: float,
+    *,
+    agents: bool = False,
+    why_silent: WhySilent = lambda attempt, nodes: [],
+    second_look_s: float = SECOND_LOOK_S,
+) -> Signs:
+    """Look at what head and agents of an attempt that has not ended have written.
+
+    Args:
+        attempt: whose.
+        fleet: what its head said last; None if it has said nothing, or nothing that can be read.
+        now: Unix seconds.
+        agents: look at every agent even if the head is heard of.
+        why_silent: what else is known of silent nodes.
+        second_look_s: for how long files that seem old are watched.
+    """
+    path = attempt.fleet_file
+    if fleet is None and not path.exists():
+        return Signs()
+    said = fleet.time if fleet else None
+    head_file = {path: said}
+    if not agents and not _doubtful(head_file, now):
+        return Signs()
+    assignment = attempt.assignment()
+    names = {agent.rank: agent.name for agent in assignment.agents.values()}
+    reports = {
+        rank: report
+        for rank, report in agent_reports(attempt).items()
+        if not (report and report.ended) and (rank in names or not names)  # neither spares nor who was replaced
+    }
+    files = {attempt.agent_file(rank): report.time if report else None for rank, report in reports.items()}
+    quiet = silent_writers(head_file | files, now, second_look_s)
+    found = [
+        SilentAgent(rank, report.name if report else names.get(rank, f"rank {rank}"), quiet[attempt.agent_file(rank)])
+        for rank, report in sorted(reports.items())
+        if attempt.agent_file(rank) in quiet
+    ]
+    if path not in quiet:
+        return Signs(None, tuple(found))
+    since = quiet[path]
+    head = names.get(0) or next((r.name for rank, r in reports.items() if rank == 0 and r), "")
+    causes = file_system_faults(attempt.path)
+    if fleet is None:
+        causes.append(f"{path} is {'empty' if _size(path) == 0 else 'damaged'}")
+    if said is not None and said > now + SKEW_S:
+        causes.append(f"the head's last word is dated {said - now:.0f} s in the future: clocks differ")
+    causes += _who_else(len(reports), found)
+    causes += why_silent(attempt, [name for name in dict.fromkeys([head, *(agent.node for agent in found)]) if name])
+    seconds = None if since is None else max(0.0, now - since)
+    age = f"for {seconds:.0f} s" if seconds is not None else f"while it was watched for {second_look_s:.0f} s"
+    text = f"the head{f' (on {head})' if head else ''} has not written {age}; what follows is from then"
+    return Signs(Silence(text, since, seconds, len(reports), len(found), causes), tuple(found))
+
+
+def silent_writers(
+    files: Mapping[Path, float | None], now: float, second_look_s: float = SECOND_LOOK_S
+) -> dict[Path, float | None]:
+    """Find those that do not write any more.
+
+    Args:
+        files: each with when its writer says that it wrote it, in Unix seconds; None if it cannot be read.
+        now: Unix seconds.
+        second_look_s: for how long those that seem old are watched.
+
+    Returns:
+        When each was last written, by the older of two clocks; None if both are wrong.
+    """
+    before = {path: _print(path) for path in files}
+    doubtful = _doubtful(files, now)
+    deadline = time.monotonic() + second_look_s
+    while doubtful:
+        doubtful = {path for path in doubtful if _print(path) == before[path]}
+        if time.monotonic() >= deadline:
+            break
+        time.sleep(_GLANCE_S if doubtful else 0.0)
+    return {path: _written(before[path], said, now) for path, said in files.items() if path in doubtful}
+
+
+def _doubtful(files: Mapping[Path, float | None], now: float) -> set[Path]:
+    """Those that are old, or from the future, or cannot be read, by what clocks say."""
+    ages = {path: _written(_print(path), said, now) for path, said in files.items()}
+    strange = {path for path, said in files.items() if said is None or said > now + SKEW_S}
+    return strange | {path for path, at in ages.items() if at is None or at < now - SILENT_S}
+
+
+def agent_reports(attempt: Attempt) -> dict[int, AgentReport | None]:
+    """Read the heartbeat of every agent by rank; None for a file that is no heartbeat."""
+    found = (attempt.path / "agents").glob("*.json")
+    return {int(path.stem): find_record(path, AgentReport) for path in found if path.stem.isdecimal()}
+
+
+def state_by_agent(last: str, own: str | None) -> str:
+    """Say in what state a process is whose agent writes while the head does not.
+
+    Args:
+        last: the head's last word.
+        own: the agent's; None if it does not tell of the process.
+    """
+    if own is None:
+        return last
+    if own == "ready":
+        return last if last in ("HEALTHY", "STALE") else "HEALTHY"
+    return {"waiting": "STARTING", "loading": "LOADING", "failed": "DEAD", "backoff": "RESTARTING"}.get(own) or (
+        "RESTARTING" if own == "fallen" else "DONE"
+    )
+
+
+def unheard_nodes(assignment: AssignmentRecord, agents: Sequence[SilentAgent]) -> dict[int, float | None]:
+    """By node of the plan: since when its agent says nothing, for those that say nothing."""
+    since = {agent.rank: agent.since for agent in agents}
+    return {node: since[agent.rank] for node, agent in assignment.agents.items() if agent.rank in since}
+
+
+def _who_else(agents: int, silent: Sequence[SilentAgent]) -> list[str]:
+    if not agents:
+        return []
+    if not silent:
+        return [f"all {agents} agents write: the head alone stands still"]
+    if [agent.rank for agent in silent] == [0]:
+        return [f"all other agents write ({agents - 1}): the head's process or node is gone or stopped"]
+    if len(silent) == agents:
+        return [f"none of the {agents} agents writes either: their file system, their nodes, or all were stopped"]
+    names = ", ".join(agent.node for agent in silent[:8]) + (", ..." if len(silent) > 8 else "")
+    return [f"{len(silent)} of {agents} agents do not write either: {names}"]
+
+
+def _print(path: Path) -> tuple[int, int, int, float] | None:
+    try:
+        # Opened, not only looked at: that is what makes a network file system ask its server.
+        with path.open("rb") as handle:
+            seen = os.fstat(handle.fileno())
+    except OSError:
+        return None
+    return seen.st_ino, seen.st_mtime_ns, seen.st_size, seen.st_mtime
+
+
+def _written(seen: tuple[int, int, int, float] | None, said: float | None, now: float) -> float | None:
+    """When a file was written: the older of what its writer and its file system say, but nothing from the future."""
+    clocks = [said, seen[3] if seen else None]
+    past = [clock for clock in clocks if clock is not None and 0 < clock <= now + SKEW_S]
+    return min(past, default=None)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0

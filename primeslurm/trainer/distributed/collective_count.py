@@ -1,0 +1,33 @@
+"""How many collectives this rank has begun: by it the head tells who is behind when all ranks wait for one another."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import torch.distributed as dist
+
+from primeslurm.records.beats import Pulse
+
+PERIOD_S = 1.0
+
+
+def begun() -> int:
+    """Return the number of collectives that this rank has begun, in all of its process groups.
+
+    Ranks that are in step have begun equally many: every group counts its own, whoever it consists of.
+    """
+    groups: list[Any] = list(dist.distributed_c10d._world.pg_map)
+    return sum(group._get_sequence_number_for_group() for group in groups)
+
+
+def tell(pulse: Pulse) -> None:
+    """Keep the count in the pulse's page, from a thread: whoever waits in a collective can tell nothing itself."""
+    threading.Thread(target=_tell, args=(pulse,), name="collectives", daemon=True).start()
+
+
+def _tell(pulse: Pulse) -> None:
+    while dist.is_initialized():
+        pulse.count_collectives(begun())
+        time.sleep(PERIOD_S)

@@ -1,0 +1,53 @@
+"""What all ranks write together waits while the file system is full."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from primeslurm.records.reserve import PAUSE_S, RESERVE_BYTES, Reserve, free_bytes, is_full
+from primeslurm.trainer.distributed.world import RankError, World
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+def for_want_of_space(world: World, run_dir: Path, error: RankError) -> bool:
+    """Whether something failed because the file system is full; every rank is told the same.
+
+    Not all libraries say why they could not write (torch's zip files do not): too little that is free says so, too.
+    """
+    free = free_bytes(run_dir)
+    return bool(world.decide(int(is_full(error) or (free is not None and free < RESERVE_BYTES))))
+
+
+def waiting_for_space(world: World, run_dir: Path, write: Callable[[], T], *partial: Path) -> T:
+    """Write until there is space. All ranks call this together.
+
+    Args:
+        world: the ranks.
+        run_dir: in whose file system they write.
+        write: what they do; it begins anew each time.
+        partial: directories that a failed try leaves, and that only take space then.
+
+    Raises:
+        RankError: it failed for another reason.
+    """
+    reserve = Reserve(run_dir)
+    while True:
+        while world.decide(int(reserve.given_up)):  # what is left is for records
+            time.sleep(PAUSE_S)
+        try:
+            return write()
+        except RankError as error:
+            if not for_want_of_space(world, run_dir, error):
+                raise
+            log.warning("waits for space: %s", error)
+            if world.is_main:
+                for directory in partial:
+                    shutil.rmtree(directory, ignore_errors=True)
+            time.sleep(PAUSE_S)

@@ -1,0 +1,188 @@
+"""What must hold of a run that has ended, whatever happened to it.
+
+Each check returns what is wrong, in words; nothing is what it should return.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from primeslurm.orchestrator.progress import CHECKPOINT_PART, RunProgress
+from primeslurm.records.events.training import CheckpointCommitted, CheckpointLoaded, StepTrained
+from primeslurm.run.directory import RunDirectory
+from primeslurm.run.records import attempt_events, rows
+from primeslurm.wire import checkpoints
+from tests.chaos.spool_watch import SeenGroup
+
+SWEPT_AHEAD = 2
+"""Groups are dropped as too old for the step after the next one, when its policy comes."""
+
+
+@dataclass
+class Segment:
+    """What a trainer did from one start to the next."""
+
+    attempt: int
+    began: float
+    """Unix seconds."""
+    loaded: int
+    """The step that it went on from."""
+    trained: list[int] = field(default_factory=list)
+    committed: list[int] = field(default_factory=list)
+
+
+def segments(run: RunDirectory) -> list[Segment]:
+    """Read what rank 0 wrote down in all attempts."""
+    found: list[Segment] = []
+    for attempt in run.attempts():
+        for event in attempt_events(attempt):
+            if event.process != "trainer-rank-0":
+                continue
+            if isinstance(event, CheckpointLoaded):
+                found.append(Segment(attempt.number, event.time, event.step))
+            elif found and isinstance(event, StepTrained):
+                found[-1].trained.append(event.step)
+            elif found and isinstance(event, CheckpointCommitted):
+                found[-1].committed.append(event.step)
+    return found
+
+
+def committed_steps_lost(found: Sequence[Segment]) -> list[str]:
+    """Every start goes on from the newest step that was committed before."""
+    problems, newest = [], 0
+    for segment in found:
+        if segment.loaded < newest:
+            problems.append(f"attempt {segment.attempt} went on from step {segment.loaded}, but {newest} was committed")
+        newest = max([newest, segment.loaded, *segment.committed])
+    return problems
+
+
+def line_that_counts(found: Sequence[Segment]) -> list[int]:
+    """Steps that were trained and not undone by a later start, in order."""
+    line: list[int] = []
+    for segment in found:
+        line = [step for step in line if step <= segment.loaded] + segment.trained
+    return line
+
+
+def trained_once(found: Sequence[Segment], steps: int, *, records_lost: bool) -> list[str]:
+    """In the line of attempts that counts, every step comes once.
+
+    Args:
+        found: what the trainer did.
+        steps: of the run.
+        records_lost: events may be missing, as the disk did not take them.
+    """
+    line = line_that_counts(found)
+    problems = [f"step {step} was trained {count} times" for step, count in Counter(line).items() if count > 1]
+    missing = sorted(set(range(1, steps + 1)).difference(line))
+    if missing and not records_lost:
+        problems.append(f"no event says that these steps were trained: {missing}")
+    return problems
+
+
+def checkpoints_whole(run: RunDirectory, found: Sequence[Segment], steps: int) -> list[str]:
+    """Every step that was ever committed is there, undamaged, the last one among them."""
+    there = checkpoints.committed(run.path)
+    ever = {step for segment in found for step in segment.committed} | {steps}
+    problems = [f"the checkpoint of step {step} is gone" for step in sorted(ever.difference(there))]
+    return problems + [text for step in there for text in checkpoints.damage(checkpoints.step_dir(run.path, step))]
+
+
+def batches(run: RunDirectory) -> dict[int, list[str]]:
+    """Read the groups of every step that was trained, from the checkpoints that were committed after it."""
+    found: dict[int, list[str]] = {}
+    for step in reversed(checkpoints.committed(run.path)):
+        path = checkpoints.step_dir(run.path, step) / CHECKPOINT_PART
+        progress = msgspec.msgpack.decode(path.read_bytes(), type=RunProgress)
+        found |= {number: groups for number, groups in progress.batches.items() if number <= step}
+    return found
+
+
+def groups_once(given: dict[int, list[str]], steps: int) -> list[str]:
+    """Every step has a batch, and no group is in two."""
+    problems = [f"no checkpoint knows the batch of step {step}" for step in range(1, steps + 1) if step not in given]
+    count = Counter(name for names in given.values() for name in names)
+    return problems + [f"group {name} was trained {times} times" for name, times in count.items() if times > 1]
+
+
+def metrics_once(run: RunDirectory, steps: int, *, records_lost: bool) -> list[str]:
+    """metrics.jsonl has a row of every step, in order."""
+    numbers = [int(row["step"]) for row in rows(run.path)]
+    if records_lost:
+        return [] if numbers == sorted(set(numbers)) else [f"rows of metrics.jsonl are out of order: {numbers}"]
+    return [] if numbers == list(range(1, steps + 1)) else [f"metrics.jsonl has rows of these steps: {numbers}"]
+
+
+@dataclass
+class Fates:
+    """What became of the rollouts that were finished and on disk."""
+
+    trained: int = 0
+    spooled: int = 0
+    """Still waiting when the run had ended."""
+    stale: int = 0
+    """Too old by the recipe's rule."""
+    undone: int = 0
+    """Sampled by a policy that was undone with its uncommitted step."""
+    lost: int = 0
+    problems: list[str] = field(default_factory=list)
+
+
+def fates(
+    seen: Sequence[SeenGroup], given: dict[int, list[str]], found: Sequence[Segment], max_off_policy_steps: int
+) -> Fates:
+    """Find out what became of every finished group.
+
+    Args:
+        seen: all groups that were ever on disk.
+        given: the batches that were trained.
+        found: what the trainer did: its starts undo policies.
+        max_off_policy_steps: the recipe's rule of what is too old.
+    """
+    trained = {name for names in given.values() for name in names}
+    last = {group.id: index for index, group in enumerate(seen)}
+    resumed = _resumed(found)
+    answer = Fates()
+    for index, group in enumerate(seen):
+        if group.id in trained and last[group.id] == index:
+            answer.trained += group.rollouts
+        elif group.gone_at_step is None:
+            answer.spooled += group.rollouts
+        elif any(began >= group.seen_at and group.newest > step for began, step in resumed):
+            answer.undone += group.rollouts
+        elif group.opened < group.gone_at_step + SWEPT_AHEAD - 1 - max_off_policy_steps:
+            answer.stale += group.rollouts
+        else:
+            answer.lost += group.rollouts
+            answer.problems.append(
+                f"finished group {group.id} (versions {group.opened} to {group.newest}) was gone at step "
+                f"{group.gone_at_step}, and was never trained"
+            )
+    return answer
+
+
+def _resumed(found: Iterable[Segment]) -> list[tuple[float, int]]:
+    """When new attempts began, and from which step. A trainer that starts again within an attempt undoes no policy."""
+    first: dict[int, Segment] = {}
+    for segment in found:
+        first.setdefault(segment.attempt, segment)
+    return [(segment.began, segment.loaded) for segment in first.values()]
+
+
+def left_over(run: RunDirectory, tmp: Path) -> list[str]:
+    """Look for what the run has left on this machine.
+
+    Args:
+        run: whose processes have ended.
+        tmp: the job's directory for temporary files.
+    """
+    problems = [f"{path} is left over" for path in sorted(tmp.iterdir())]
+    problems += [f"{path} is left over" for path in Path("/dev/shm").iterdir() if run.run_id in path.name]
+    sockets = [line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines() if run.run_id in line]
+    return problems + [f"socket {name} is left over" for name in sockets]

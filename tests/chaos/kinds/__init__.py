@@ -1,0 +1,19 @@
+"""All kinds of faults, in an order that schedules rely on: new ones come last."""
+
+from __future__ import annotations
+
+from tests.chaos.kinds.files import FILES
+from tests.chaos.kinds.injury import Kind
+from tests.chaos.kinds.nodes import NODES
+from tests.chaos.kinds.processes import PROCESSES
+
+KINDS: dict[str, Kind] = {kind.name: kind for kind in (*PROCESSES, *NODES, *FILES)}
+
+
+def switched_on(*, short: bool) -> list[str]:
+    """Names of the kinds that schedules are made of.
+
+    Args:
+        short: only those that a run gets over in well under a minute.
+    """
+    return [kind.name for kind in KINDS.values() if not kind.off and not (short and kind.long)]

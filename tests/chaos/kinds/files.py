@@ -1,0 +1,144 @@
+"""Faults of the file system with the run directory, and of files in it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+from primeslurm.run.status.run_status import RunStatus
+from primeslurm.wire import checkpoints
+from tests.chaos.kinds.injury import Injury, Kind, NobodyThereError, goal_of, one_of
+from tests.chaos.scene import Scene
+
+SECONDS = (3.0, 15.0)
+
+
+def _fill(scene: Scene, dice: Random) -> Injury:
+    seconds, filler = round(dice.uniform(*SECONDS), 1), scene.runs / "filler"
+    if filler.exists():
+        raise NobodyThereError
+    try:
+        with filler.open("wb", buffering=0) as handle:
+            while True:
+                handle.write(b"x" * 65536)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+    return Injury(f"for {seconds} s", lasts_s=seconds, repair=lambda: filler.unlink(missing_ok=True))
+
+
+def _make_read_only(scene: Scene, dice: Random) -> Injury:
+    """Mount the directory read-only over itself: whoever opens a file now meets that; open ones stay as they are."""
+    seconds, runs = round(dice.uniform(*SECONDS), 1), str(scene.runs)
+    subprocess.run(["mount", "--bind", runs, runs], check=True)
+    subprocess.run(["mount", "-o", "remount,ro,bind", runs], check=True)
+    # lazily: files of it may be open for reading
+    return Injury(f"for {seconds} s", lasts_s=seconds, repair=lambda: _run(["umount", "-l", runs]))
+
+
+def _run(argv: list[str]) -> None:
+    subprocess.run(argv, check=True)
+
+
+def _slow_down(scene: Scene, dice: Random) -> Injury:
+    seconds = round(dice.uniform(*SECONDS), 1)
+    scene.slow_files.touch()
+    return Injury(f"for {seconds} s", lasts_s=seconds, repair=lambda: scene.slow_files.unlink(missing_ok=True))
+
+
+def empty(path: Path) -> None:
+    """Leave nothing in a file, as a crashed file server may."""
+    with contextlib.suppress(OSError), path.open("r+b") as handle:
+        handle.truncate(0)
+
+
+def tear(path: Path) -> None:
+    """Cut a file in the middle of its last line."""
+    with contextlib.suppress(OSError), path.open("r+b") as handle:
+        data = handle.read()
+        last = data.rstrip(b"\n").rfind(b"\n") + 1
+        handle.truncate((last + len(data)) // 2)
+
+
+def _empty_records(scene: Scene, dice: Random) -> Injury:
+    """Files that are written again and again are empty once."""
+    attempt = scene.run.latest()
+    files = [*(attempt.path / "agents").glob("*.json"), *(attempt.path / "state").glob("*.json"), attempt.fleet_file]
+    chosen = [path for path in sorted(files) if dice.random() < 0.5]
+    for path in chosen:
+        empty(path)
+    return Injury(f"{len(chosen)} of {len(files)}", lasts_s=3.0)
+
+
+def _between_attempts(damage: Callable[[Scene, Random], str]) -> Callable[[Scene, Random], Injury]:
+    """A trainer rank is killed; when the attempt has ended, and before the next one begins, files are damaged."""
+
+    def inject(scene: Scene, dice: Random) -> Injury:
+        process, own = one_of(dice, scene.living("trainer"))
+        attempt = scene.run.latest()
+        injury = Injury(f"after {process.name} was killed", goal_s=goal_of("trainer"))
+
+        def noticed(status: RunStatus) -> bool:
+            if not injury.repaired and attempt.end() is not None and scene.wait_for_silence(30.0):
+                injury.repaired = True
+                injury.target += f": {damage(scene, dice)}"
+            return status.attempt > attempt.number
+
+        injury.noticed, injury.lasts_s = noticed, 3600.0  # it is not repaired: the damage is done then
+        own.send(signal.SIGKILL)
+        return injury
+
+    return inject
+
+
+def _tear_lines(scene: Scene, dice: Random) -> str:
+    attempt = scene.run.latest()
+    files = [*(attempt.path / "events").glob("*.jsonl"), scene.run.path / "metrics.jsonl"]
+    for path in files:
+        tear(path)
+    heartbeats = list((attempt.path / "agents").glob("*.json"))
+    for path in heartbeats:
+        empty(path)
+    return f"{len(files)} last lines, {len(heartbeats)} heartbeats"
+
+
+def _empty_checkpoint(scene: Scene, dice: Random) -> str:
+    step = checkpoints.newest(scene.run.path)
+    if step is None:
+        raise NobodyThereError
+    directory = checkpoints.step_dir(scene.run.path, step)
+    path = dice.choice(sorted(path for path in directory.rglob("*") if path.is_file()))
+    empty(path)
+    return str(path.relative_to(scene.run.path))
+
+
+FILES = (
+    Kind("disk full", "not a byte is free in the directory of runs for 3 to 15 s", _fill, loses_records=True),
+    Kind(
+        "disk read-only",
+        "the directory of runs is read-only for 3 to 15 s",
+        _make_read_only,
+        loses_records=True,
+    ),
+    Kind("disk slow", "for 3 to 15 s, every fsync and every rename takes a second longer", _slow_down),
+    Kind("records emptied", "every other heartbeat and state is a file of 0 bytes", _empty_records),
+    Kind(
+        "lines torn between attempts",
+        "as trainer killed; before the next attempt, last lines of events and metrics are cut, heartbeats emptied",
+        _between_attempts(_tear_lines),
+        long=True,
+        loses_records=True,
+    ),
+    Kind(
+        "checkpoint emptied between attempts",
+        "as trainer killed; before the next attempt, a file of the newest checkpoint is emptied",
+        _between_attempts(_empty_checkpoint),
+        long=True,
+        off="a committed checkpoint that is damaged is not passed over",
+    ),
+)

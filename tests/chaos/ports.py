@@ -1,0 +1,35 @@
+"""Which ports of a run are still listened on."""
+
+from __future__ import annotations
+
+import ipaddress
+from pathlib import Path
+
+from primeslurm.files import read_json
+from primeslurm.run.directory import RunDirectory
+
+_LISTENS = "0A"
+
+
+def listening() -> set[tuple[str, int]]:
+    """All TCP addresses of this machine that are listened on, IPv4."""
+    found = set()
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        fields = line.split()
+        if fields[3] == _LISTENS:
+            host, _, port = fields[1].partition(":")
+            address = ipaddress.IPv4Address(int.from_bytes(bytes.fromhex(host), "little"))
+            found.add((str(address), int(port, 16)))
+    return found
+
+
+def ports_left(run: RunDirectory) -> list[str]:
+    """Ports that processes of the run had, and that somebody still listens on."""
+    open_now, problems = listening(), set()
+    for attempt in run.attempts():
+        known = read_json(attempt.addresses_file) or {"hosts": {}, "ports": {}}
+        for name, ports in known["ports"].items():
+            for port in ports.values():
+                if (known["hosts"][name], port) in open_now:
+                    problems.add(f"port {port} of {known['hosts'][name]} is still listened on ({name})")
+    return sorted(problems)

@@ -1,0 +1,168 @@
+"""Where faults happen: an emulated run of every role on an embedded cluster, and who is there to be hit."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from primeslurm.errors import PrimeslurmError
+from primeslurm.records.events import decode
+from primeslurm.records.events.nodes import NodeLost
+from primeslurm.records.reading import whole_lines
+from primeslurm.run.ledger import BadNode, Ledger
+from primeslurm.run.status.run_status import ProcessStatus, RunStatus
+from primeslurm.slurm.embedded.daemons import OsProcess, job_processes
+from tests.support.emulation import OVER, Deployment
+from tests.support.faults import revive_controller, revive_node
+
+GPU_NODES, CONTROL_NODES = 10, 6
+"""One or two more than the run has, spares included: a node that is lost must not keep the job from starting again."""
+HEAD = 0
+"""Rank of the head's agent."""
+
+
+@dataclass(frozen=True)
+class Agent:
+    """One node's agent."""
+
+    rank: int
+    node: str
+    pid: int
+
+
+class Scene(Deployment):
+    """A deployment with a directory for temporary files of its own, in which what is left over can be seen."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory, GPU_NODES, CONTROL_NODES)
+        self.tmp = directory / "tmp"
+        self.tmp.mkdir()
+        self.variables = {"TMPDIR": str(self.tmp)}
+
+    def start(self, steps: int) -> None:
+        """Start a run that takes every fault for one that it can get over."""
+        settings = (
+            f"max_steps={steps}",
+            "slurm.max_attempts=1000",
+            "checkpoint.keep=1000",  # what was committed is looked at when the run has ended
+            "inference.kv_offload={type: mooncake, cpu: {bytes: 1073741824}}",
+        )
+        self.submit(*(word for setting in settings for word in ("--set", setting)))
+
+    def look(self) -> RunStatus | None:
+        """The run's status; None if it cannot be read just now."""
+        try:
+            return self.status()
+        except (PrimeslurmError, OSError, ValueError):
+            return None
+
+    def over(self, status: RunStatus | None) -> bool:
+        """Whether the run has ended."""
+        return status is not None and status.phase in OVER
+
+    def end(self) -> None:
+        """Cancel the run if it still goes on, and wait until nothing of it runs."""
+        if self._current is not None and not self.over(self.look()):
+            self.command("cancel", self.run.path)
+        self.wait_for_silence()
+
+    def wait_for_silence(self, timeout_s: float = 60.0) -> bool:
+        """Wait until no process of a job is left; returns whether that came."""
+        deadline = time.monotonic() + timeout_s
+        while job_processes(self.conf):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.5)
+        return True
+
+    @property
+    def conf(self) -> Path:
+        """The cluster's slurm.conf."""
+        return self.cluster.spec.slurm_conf
+
+    def slurm(self, *argv: str) -> None:
+        """Run one of Slurm's commands, as its administrator does."""
+        subprocess.run(argv, env={**os.environ, "SLURM_CONF": str(self.conf)}, check=True, capture_output=True)
+
+    # who is there
+
+    def living(self, *roles: str) -> list[tuple[ProcessStatus, OsProcess]]:
+        """Processes of these roles that run, by name."""
+        status = self.look()
+        found = []
+        for process in sorted(status.processes if status else [], key=lambda process: process.name):
+            if process.role in roles and process.pid and (own := self._of_job(process.pid)):
+                found.append((process, own))
+        return found
+
+    def agents(self) -> list[tuple[Agent, OsProcess]]:
+        """Agents that run, by rank."""
+        try:
+            reports = self.run.latest().heartbeats()
+        except (PrimeslurmError, ValueError):
+            return []
+        found = []
+        for report in sorted(reports, key=lambda report: report.rank):
+            if not report.ended and (own := self._of_job(report.agent_pid)):
+                found.append((Agent(report.rank, report.name, report.agent_pid), own))
+        return found
+
+    def roles_on(self, agent: Agent) -> set[str]:
+        """What runs on an agent's node: `head`, and roles of processes."""
+        status = self.look()
+        found = {process.role for process in (status.processes if status else []) if process.node == agent.node}
+        return found | ({"head"} if agent.rank == HEAD else set())
+
+    def daemon(self, name: str) -> OsProcess | None:
+        """One of Slurm's daemons, if it runs."""
+        return next((daemon for daemon in self.cluster.daemons if daemon.name == name and daemon.alive), None)
+
+    def _of_job(self, pid: int) -> OsProcess | None:
+        """The process, if it belongs to a job of this cluster: numbers are used again, and others live here, too."""
+        own = OsProcess.of("job", pid)
+        if own is None:
+            return None
+        # vllm-router writes its title over its environment: its parent is an agent, which does not
+        parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        return own if self._is_of_job(pid) or self._is_of_job(parent) else None
+
+    def _is_of_job(self, pid: int) -> bool:
+        try:
+            return f"SLURM_CONF={self.conf}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except OSError:
+            return False
+
+    def lost_nodes(self) -> set[str]:
+        """Nodes that the head of the present attempt has given up."""
+        try:
+            lines = whole_lines(self.run.latest().path / "events" / "head.jsonl")
+        except PrimeslurmError:
+            return set()
+        return {event.node for line in lines if isinstance(event := decode(line), NodeLost)}
+
+    # what faults leave
+
+    def blamed(self) -> list[BadNode]:
+        """Nodes that the runs keep away from."""
+        return Ledger(self.runs).entries(time.time())
+
+    def repair_cluster(self) -> None:
+        """Bring back every daemon and node, and have all nodes used again."""
+        if self.daemon("slurmctld") is None:
+            revive_controller(self.cluster)
+        for name in [daemon.name for daemon in self.cluster.daemons if not daemon.alive]:
+            revive_node(self.cluster, name)
+        ledger = Ledger(self.runs)
+        for entry in self.blamed():
+            ledger.forget(entry.node)
+
+    def keep(self, directory: Path) -> None:
+        """Copy the run and Slurm's logs to where they can be looked at later."""
+        target = directory / self.run.name
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.copytree(self.run.path, target, ignore=shutil.ignore_patterns("weights", "*.group"))
+        shutil.copytree(self.cluster.spec.directory / "log", target / "slurm-logs")

@@ -1,0 +1,51 @@
+"""Which faults come, in which order: all of it follows from a seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault of a schedule."""
+
+    kind: str
+    seed: int
+    """Decides on whom and for how long, among those that are there at the time."""
+    after_s: float = 0.0
+    """Seconds after the first fault of its round."""
+
+    def dice(self) -> random.Random:
+        """What the fault's own choices are made with."""
+        return random.Random(self.seed)
+
+
+Round = tuple[Fault, ...]
+"""Faults that overlap; the next round begins when the run is well again."""
+
+
+def schedule(seed: int, faults: int, kinds: Sequence[str], overlap: float) -> list[Round]:
+    """Draw the rounds.
+
+    Every kind comes once before any comes twice: few faults already are of many kinds.
+
+    Args:
+        seed: the same one gives the same rounds.
+        faults: how many in all.
+        kinds: names, in an order that never changes.
+        overlap: probability that a fault comes while the run still suffers from the one before.
+    """
+    dice = random.Random(seed)
+    names: list[str] = []
+    while len(names) < faults:
+        names += dice.sample(list(kinds), len(kinds))
+    rounds: list[Round] = []
+    for name in names[:faults]:
+        own, joins, after_s = dice.getrandbits(32), dice.random() < overlap, round(dice.uniform(0.0, 10.0), 1)
+        if joins and rounds and len(rounds[-1]) == 1:
+            rounds[-1] = (*rounds[-1], Fault(name, own, after_s))
+        else:
+            rounds.append((Fault(name, own),))
+    return rounds

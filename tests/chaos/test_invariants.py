@@ -1,0 +1,140 @@
+"""What a run must not do is found in runs that did it."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from primeslurm.files import write_json
+from primeslurm.orchestrator.progress import CHECKPOINT_PART, RunProgress
+from primeslurm.records.base import Event
+from primeslurm.records.events.training import CheckpointCommitted, CheckpointLoaded, StepTrained
+from primeslurm.records.journal import Journal
+from primeslurm.run.directory import RunDirectory
+from primeslurm.wire import checkpoints
+from tests.chaos import invariants
+from tests.chaos.ports import ports_left
+from tests.chaos.spool_watch import SeenGroup
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory(tmp_path / "runs" / "r")
+
+
+def attempt(run: RunDirectory, number: int, *written: Event) -> None:
+    path = run.attempt(number).path
+    path.mkdir(parents=True)
+    (path / "plan.json").touch()
+    journal = Journal(path, "trainer-rank-0")
+    for event in written:
+        journal.write(event)
+
+
+def trained(*steps: int) -> list[Event]:
+    return [StepTrained(step) for step in steps]
+
+
+def commit(run: RunDirectory, step: int, batches: dict[int, list[str]]) -> None:
+    directory = checkpoints.step_dir(run.path, step)
+    RunProgress(attempt=1, batches=batches).save(directory / CHECKPOINT_PART)
+    checkpoints.commit(directory, step, 1)
+
+
+def test_a_run_of_two_attempts_is_fine(run: RunDirectory) -> None:
+    attempt(run, 1, CheckpointLoaded(0), *trained(1, 2), CheckpointCommitted(2), *trained(3))
+    attempt(run, 2, CheckpointLoaded(2), *trained(3, 4), CheckpointCommitted(4))
+    commit(run, 2, {1: ["a"], 2: ["b"], 3: ["undone"]})
+    commit(run, 4, {3: ["c"], 4: ["d"]})
+    found = invariants.segments(run)
+    assert invariants.committed_steps_lost(found) == []
+    assert invariants.line_that_counts(found) == [1, 2, 3, 4]
+    assert invariants.trained_once(found, 4, records_lost=False) == []
+    assert invariants.checkpoints_whole(run, found, 4) == []
+    given = invariants.batches(run)
+    assert given == {1: ["a"], 2: ["b"], 3: ["c"], 4: ["d"]} and invariants.groups_once(given, 4) == []
+
+
+def test_committed_steps_are_lost(run: RunDirectory) -> None:
+    attempt(run, 1, CheckpointLoaded(0), *trained(1, 2), CheckpointCommitted(2))
+    attempt(run, 2, CheckpointLoaded(0), *trained(1, 2))
+    assert invariants.committed_steps_lost(invariants.segments(run)) == [
+        "attempt 2 went on from step 0, but 2 was committed"
+    ]
+
+
+def test_steps_are_trained_twice_or_never(run: RunDirectory) -> None:
+    attempt(run, 1, CheckpointLoaded(0), *trained(1, 2, 2, 4))
+    found = invariants.segments(run)
+    missing = "no event says that these steps were trained: [3]"
+    assert invariants.trained_once(found, 4, records_lost=False) == ["step 2 was trained 2 times", missing]
+    assert invariants.trained_once(found, 4, records_lost=True) == ["step 2 was trained 2 times"]
+
+
+def test_a_checkpoint_is_gone_or_damaged(run: RunDirectory) -> None:
+    attempt(run, 1, CheckpointLoaded(0), *trained(1, 2, 3), CheckpointCommitted(1), CheckpointCommitted(2))
+    commit(run, 2, {1: ["a"], 2: ["b"]})
+    (checkpoints.step_dir(run.path, 2) / CHECKPOINT_PART).write_bytes(b"")
+    gone, last, damaged = invariants.checkpoints_whole(run, invariants.segments(run), 3)
+    assert "step 1 is gone" in gone and "step 3 is gone" in last and CHECKPOINT_PART in damaged
+
+
+def test_a_group_is_trained_twice() -> None:
+    problems = invariants.groups_once({1: ["a", "b"], 2: ["b"]}, 3)
+    assert problems == ["no checkpoint knows the batch of step 3", "group b was trained 2 times"]
+
+
+def test_rows_of_metrics(run: RunDirectory) -> None:
+    run.path.mkdir(parents=True)
+    (run.path / "metrics.jsonl").write_text("".join(json.dumps({"step": step}) + "\n" for step in (1, 3)))
+    assert invariants.metrics_once(run, 3, records_lost=True) == []
+    assert invariants.metrics_once(run, 3, records_lost=False) != []
+    with (run.path / "metrics.jsonl").open("a") as handle:
+        handle.write('{"step": 3}\n')
+    assert invariants.metrics_once(run, 3, records_lost=True) != []
+
+
+def group(name: str, newest: int, at: float, gone_at_step: int | None) -> SeenGroup:
+    return SeenGroup(name, opened=newest, newest=newest, rollouts=4, seen_at=at, gone_at_step=gone_at_step)
+
+
+def test_fates_of_finished_rollouts() -> None:
+    starts = [invariants.Segment(1, 10.0, 0), invariants.Segment(2, 20.0, 2), invariants.Segment(2, 30.0, 1)]
+    seen = [
+        group("again", 3, at=11.0, gone_at_step=3),  # undone with step 3
+        group("a", 0, at=12.0, gone_at_step=1),
+        group("again", 2, at=21.0, gone_at_step=4),
+        group("waits", 2, at=22.0, gone_at_step=None),
+        group("old", 2, at=23.0, gone_at_step=12),
+        group("gone", 2, at=24.0, gone_at_step=4),  # that the trainer began again within attempt 2 is no excuse
+    ]
+    found = invariants.fates(seen, {1: ["a"], 4: ["again"]}, starts, max_off_policy_steps=8)
+    assert (found.trained, found.spooled, found.stale, found.undone, found.lost) == (8, 4, 4, 4, 4)
+    assert [problem.split()[2] for problem in found.problems] == ["gone"]
+
+
+def test_what_is_left_over(run: RunDirectory, tmp_path: Path) -> None:
+    run.path.mkdir(parents=True)
+    write_json(run.path / "lock.json", {"run_id": "r-left-over"})
+    tmp = tmp_path / "tmp"
+    tmp.mkdir()
+    assert invariants.left_over(run, tmp) == []
+    (tmp / "something").touch()
+    with socket.socket(socket.AF_UNIX) as lock:
+        lock.bind("\0r-left-over")
+        problems = invariants.left_over(run, tmp)
+    assert problems == [f"{tmp}/something is left over", "socket @r-left-over is left over"]
+
+
+def test_ports_that_are_still_listened_on(run: RunDirectory) -> None:
+    attempt(run, 1)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        known = {"hosts": {"engine": "127.0.0.1"}, "ports": {"engine": {"http": port}}}
+        run.attempt(1).addresses_file.write_bytes(msgspec.json.encode(known))
+        assert ports_left(run) == [f"port {port} of 127.0.0.1 is still listened on (engine)"]
+    assert ports_left(run) == []

@@ -1,0 +1,257 @@
+"""The real vllm-router over emulated engines: who is served, and what becomes of workers that it lost.
+
+Whoever reaches a port looks alike to TCP: another user of the node, or of another node, is a client without the secret.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, PolicyVersion
+from primeslurm.plan.commands.command import ReplicaEngines
+from primeslurm.plan.commands.routers import router_command
+from primeslurm.plan.emulate import STAND_INS
+from primeslurm.recipe import Recipe
+from primeslurm.recipe.sections.routers import VllmRouter
+from primeslurm.records.events import decode
+from primeslurm.records.events.processes import RouterComplete, RouterIncomplete
+from primeslurm.wire import secret
+from tests.support.engine_commands import engine_command
+from tests.support.generate import generate, tokens
+from tests.support.processes import HOST, Server, fill, free_port, start_router
+from tests.support.recipes import recipe_data
+
+PROMPT = [2, 5, 9, 14, 7, 3]
+
+
+@dataclass
+class Routed:
+    """A router and its engines."""
+
+    router: Server
+    engines: list[Server]
+    directory: Path
+    door: int
+
+    @property
+    def workers(self) -> list[str]:
+        """What the router lists, to one who shows the secret; empty while it does not answer."""
+        try:
+            answer = httpx.get(f"{self.router.url}/list_workers", headers=secret.header(), timeout=5)
+        except httpx.TransportError:
+            return []
+        return sorted(answer.json()["urls"]) if answer.status_code == 200 else []
+
+    @property
+    def all(self) -> list[str]:
+        """What it should list."""
+        return sorted(engine.url for engine in self.engines)
+
+    def ask(self, method: str, path: str, body: object = None, headers: dict[str, str] | None = None) -> httpx.Response:
+        """A request as anybody can make it."""
+        return httpx.request(method, self.router.url + path, json=body, headers=headers, timeout=10)
+
+    def events(self) -> list[object]:
+        """What its keeper told of its workers."""
+        path = self.directory / "events" / "router-0.jsonl"
+        return [decode(line) for line in path.read_bytes().splitlines()] if path.exists() else []
+
+    def child(self) -> psutil.Process:
+        """vllm-router itself."""
+        return psutil.Process(self.router.pid).children()[0]
+
+
+def eventually(condition: Callable[[], object], timeout_s: float = 60) -> None:
+    """Wait until `condition()` holds."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "condition not met in time"
+        time.sleep(0.05)
+
+
+async def open_(engines: Sequence[Server]) -> None:
+    """Give all engines a policy."""
+    for engine in engines:
+        engine.wait("/primeslurm/status", 30)
+        await EngineClient(lambda e=engine: e.url, "/models/tiny").apply(PolicyVersion(0, "/models/tiny"), 10)  # type: ignore[misc]
+
+
+def routed(directory: Path, roles: Sequence[str]) -> Routed:
+    """Start engines and their router, with the command lines of a plan."""
+    recipe = Recipe.model_validate(recipe_data(seq_len=512))
+    engines = []
+    for index, role in enumerate(roles):
+        command = engine_command(recipe, "cpu", role, sys.executable)  # type: ignore[arg-type]
+        numbers = {name: free_port() for name in command.ports}
+        values = {"host": HOST} | {f"port:{name}": str(number) for name, number in numbers.items()}
+        argv = [fill(word, values) for word in (*command.argv[:2], STAND_INS["engine"], *command.argv[3:])]
+        log = directory / f"engine-{index}.log"
+        with log.open("w") as handle:
+            process = subprocess.Popen(argv, stdout=handle, stderr=subprocess.STDOUT, start_new_session=True)
+        engines.append(Server(process.pid, f"http://{HOST}:{numbers['http']}", log))
+    asyncio.run(open_(engines))
+    groups = [[f"e{i}" for i, role in enumerate(roles) if role == kind] for kind in ("engine", "prefill", "decode")]
+    addresses = {f"e{i}": engine.url.removeprefix("http://") for i, engine in enumerate(engines)}
+    command = router_command(recipe, VllmRouter(), ReplicaEngines(*groups), "router-0")
+    router = start_router(command, addresses, directory / "router.log")
+    arguments = psutil.Process(router.pid).cmdline()
+    door = int(arguments[arguments.index("--door") + 1])
+    router.wait("/liveness", 60)
+    return Routed(router, engines, directory, door)
+
+
+@pytest.fixture(scope="module")
+def alike(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Routed]:
+    """Two engines that do both."""
+    found = routed(tmp_path_factory.mktemp("alike"), ("engine", "engine"))
+    yield found
+    for server in (found.router, *found.engines):
+        server.kill()
+
+
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Routed]:
+    """A prefill engine and two decode engines."""
+    found = routed(tmp_path_factory.mktemp("apart"), ("prefill", "decode", "decode"))
+    yield found
+    for server in (found.router, *found.engines):
+        server.kill()
+
+
+GENERATE = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 2}}
+MESSAGES = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+ATTACKS: list[tuple[str, str, object]] = [
+    ("POST", "/remove_worker?url={worker}", None),
+    ("DELETE", "/workers/{quoted}", None),
+    ("POST", "/add_worker?url=http://127.0.0.1:1", None),
+    ("POST", "/workers", {"url": "http://127.0.0.1:1"}),
+    ("GET", "/list_workers", None),
+    ("GET", "/workers", None),
+    ("GET", "/get_loads", None),
+    ("GET", "/health", None),
+    ("POST", "/flush_cache", None),
+    ("POST", "/inference/v1/generate", GENERATE),
+    ("POST", "/v1/completions", {"model": "m", "prompt": "x"}),
+    ("POST", "/v1/chat/completions", MESSAGES),
+    ("POST", "/v1/responses", {"model": "m", "input": "x"}),
+    ("POST", "/generate", {"text": "x"}),
+    ("POST", "/pause", {}),
+    ("POST", "/update_weights", {}),
+    ("POST", "/primeslurm/shutdown", {}),
+    ("GET", "/v1/models", None),
+]
+
+
+SHOWN = (None, "Bearer wrong", "Bearer", "Basic {secret}", "{secret}", "Bearer {generate}")
+"""What strangers show. `generate` is the token that routers over prefill and decode show engines."""
+
+
+@pytest.mark.parametrize("shape", ["alike", "apart"])
+def test_a_stranger_gets_nothing_from_a_router(shape: str, request: pytest.FixtureRequest) -> None:
+    it: Routed = request.getfixturevalue(shape)
+    words = {"secret": secret.own(), "generate": secret.generate_token(secret.own())}
+    worker = it.engines[-1].url
+    places = {"worker": worker, "quoted": worker.replace(":", "%3A").replace("/", "%2F")}
+    with httpx.Client(base_url=it.router.url, timeout=30) as client:
+        for shown in SHOWN:
+            headers = {"Authorization": shown.format(**words)} if shown else {}
+            for method, path, body in ATTACKS:
+                answer = client.request(method, path.format(**places), json=body, headers=headers)
+                assert answer.status_code == 401, f"{shown}, {method} {path}: {answer.status_code} {answer.text[:200]}"
+    assert it.workers == it.all
+    assert len(tokens(generate(it.router.url, PROMPT, 2))) == 2
+
+
+@pytest.mark.parametrize("shape", ["alike", "apart"])
+def test_workers_that_a_router_lost_are_put_back(shape: str, request: pytest.FixtureRequest) -> None:
+    it: Routed = request.getfixturevalue(shape)
+    told = len(it.events())
+    for engine in it.engines[1:]:
+        removed = it.ask("POST", f"/remove_worker?url={engine.url}", headers=secret.header())
+        assert removed.status_code == 200
+    eventually(lambda: len(it.events()) > told)
+    eventually(lambda: it.workers == it.all)
+    eventually(lambda: isinstance(it.events()[-1], RouterComplete))
+    assert len(tokens(generate(it.router.url, PROMPT, 2))) == 2
+    lost = [event for event in it.events()[told:] if isinstance(event, RouterIncomplete)]
+    assert lost and set().union(*(event.missing for event in lost)) <= set(it.all)
+    assert all(event.planned == len(it.engines) and event.process == "router-0" for event in lost)
+
+
+def test_a_worker_that_is_not_of_the_plan_is_taken_out(alike: Routed) -> None:
+    told = len(alike.events())
+    foreign = alike.engines[0].url.replace(HOST, "localhost")
+    added = alike.ask("POST", f"/add_worker?url={foreign}", headers=secret.header())
+    assert added.status_code == 200, added.text
+    eventually(lambda: len(alike.events()) >= told + 2)
+    assert alike.events()[told].foreign == [foreign] and alike.workers == alike.all
+
+
+def test_the_agent_hears_of_what_is_missing_and_needs_no_secret(apart: Routed) -> None:
+    door = f"http://{HOST}:{apart.door}"
+    assert httpx.get(f"{door}/liveness").status_code == httpx.get(f"{door}/health").status_code == 200
+    assert httpx.get(f"{door}/list_workers").status_code == 404
+    assert httpx.get(f"{door}/key").status_code == 401
+    before = apart.child().pid
+    os.kill(before, signal.SIGSTOP)
+    with pytest.raises(httpx.TransportError):  # as if nobody listened: the agent then takes it for hung
+        httpx.get(f"{door}/liveness", timeout=30)
+    os.kill(before, signal.SIGCONT)
+    eventually(lambda: apart.workers == apart.all)
+
+
+def test_the_secret_is_in_no_command_line_and_no_environment_of_a_router(apart: Routed) -> None:
+    own = secret.own()
+    tokens_ = {own, secret.generate_token(own)}
+    child = apart.child()
+    for shown in (child.cmdline(), child.environ().values(), psutil.Process(apart.router.pid).cmdline()):
+        assert not any(token in word for word in shown for token in tokens_)
+    assert own not in apart.router.log.read_text()
+
+
+def test_a_router_ends_with_its_keeper_and_the_keeper_with_its_router(tmp_path: Path) -> None:
+    def start(name: str) -> tuple[Server, psutil.Process]:
+        recipe = Recipe.model_validate(recipe_data())
+        command = router_command(recipe, VllmRouter(), ReplicaEngines(["nobody"]), name)
+        (tmp_path / name).mkdir()
+        router = start_router(command, {"nobody": f"{HOST}:{free_port()}"}, tmp_path / name / "log")
+        eventually(lambda: psutil.Process(router.pid).children())
+        return router, psutil.Process(router.pid).children()[0]
+
+    keeper, child = start("a")
+    os.kill(keeper.pid, signal.SIGKILL)
+    assert keeper.wait_gone(20)
+    eventually(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+    keeper, child = start("b")
+    child.kill()
+    try:
+        assert keeper.wait_gone(20)
+    finally:
+        keeper.kill()
+
+
+def test_a_router_that_was_shown_many_wrong_tokens_starts_anew(alike: Routed) -> None:
+    """It keeps every token that it was ever shown; the keeper counts them."""
+    before = alike.child().pid
+    wrong = "x" * 300_000
+    with httpx.Client(timeout=30) as client:
+        for i in range(70 * 2**20 // len(wrong)):
+            try:
+                answer = client.get(f"{alike.router.url}/liveness", headers={"Authorization": f"Bearer {i}{wrong}"})
+            except httpx.TransportError:
+                break
+            assert answer.status_code == 401
+    eventually(lambda: [child.pid for child in psutil.Process(alike.router.pid).children()] not in ([], [before]))
+    eventually(lambda: alike.workers == alike.all)

@@ -1,0 +1,257 @@
+"""The parts of a run that write, as they are: submission, an attempt (trainer and orchestrator), a requeue.
+
+Only what has no disk is left out: engines and environment workers, whose rollouts are made up here, and Slurm, of
+which `sbatch` just takes the job. What was acknowledged is noted elsewhere, on a disk that keeps its power.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import signal
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import submitit.core.job_environment
+from submitit.helpers import DelayedSubmission
+
+from primeslurm.api import submission
+from primeslurm.api.loading import load
+from primeslurm.node.attempt.attempt_end import conclude
+from primeslurm.node.attempt.attempts import enter
+from primeslurm.node.entry import AgentTask
+from primeslurm.orchestrator.arguments import OrchestratorArguments
+from primeslurm.orchestrator.progress import ProgressFile
+from primeslurm.orchestrator.rollouts.groups import RolloutGroup
+from primeslurm.orchestrator.rollouts.job_protocol import Job
+from primeslurm.orchestrator.rollouts.spool import Spool
+from primeslurm.orchestrator.server import Orchestrator
+from primeslurm.records.fleet import Ending, Outcome
+from primeslurm.records.journal import Journal
+from primeslurm.run.directory import RunDirectory, create
+from primeslurm.trainer import main as trainer
+from primeslurm.trainer import tiny
+from primeslurm.trainer.loops.interrupt import SIGNAL, Interrupt
+from primeslurm.trainer.weight_transfer.publisher import Publisher
+from primeslurm.wire import checkpoints, exits, secret
+from primeslurm.wire.rollouts import Rollout, RolloutInfo
+from tests.support.scripted_run import free_port
+
+STEPS = 6
+PREEMPTED_AFTER = 3
+JOB = "7"
+_SBATCH = """#!/bin/sh
+echo '{"kind": "taken"}' >> "$ACKNOWLEDGED"
+echo Submitted batch job 7
+"""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where things are: the run on the disk that loses its power, everything else beside it."""
+
+    beside: Path
+    runs: Path
+
+    @property
+    def run(self) -> RunDirectory:
+        """The run."""
+        return RunDirectory(self.runs / "power")
+
+    @property
+    def pickle(self) -> Path:
+        """What submitit starts the job from."""
+        return self.run.path / "submitit" / f"{JOB}_submitted.pkl"
+
+    @property
+    def acknowledged(self) -> list[dict[str, Any]]:
+        """What somebody was told of, oldest first."""
+        path = self.beside / "acknowledged.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def tell(self, kind: str, **more: Any) -> None:
+        """Note that something was acknowledged."""
+        with (self.beside / "acknowledged.jsonl").open("a") as file:
+            file.write(json.dumps({"kind": kind, **more}) + "\n")
+
+    def forget(self) -> None:
+        """Begin anew."""
+        (self.beside / "acknowledged.jsonl").unlink(missing_ok=True)
+
+
+def prepare(place: Place) -> None:
+    """Write what a user has: a model, a recipe, a site; and an `sbatch` that takes every job."""
+    tiny.write_model(place.beside / "model", "qwen3_moe", hidden=32)
+    recipe = {
+        "schema": 1,
+        "name": "power",
+        "max_steps": STEPS,
+        "seq_len": 64,
+        "model": {"path": str(place.beside / "model"), "dtype": "float32"},
+        "environments": [{"id": "reverse-text"}],
+        "checkpoint": {"interval": 2},
+        "orchestrator": {"batch_size": 8, "group_size": 4, "max_off_policy_steps": STEPS},
+        "trainer": {"optimizer": {"lr": 1e-3}},
+        "deployment": {"train": {"nodes": 1, "gpus_per_node": 1}, "inference": {"type": "multi_node"}},
+    }
+    site = {
+        "schema": 1,
+        "name": "power-site",
+        "device": "cuda",
+        "runs": str(place.runs),
+        "nodes": {
+            "control": {"partition": "cpu", "cpus": 8},
+            "default": {"partition": "gpu", "gpus": 8, "cpus": 96},
+        },
+    }
+    (place.beside / "recipe.yaml").write_text(json.dumps(recipe))
+    (place.beside / "site.yaml").write_text(json.dumps(site))
+    sbatch = place.beside / "bin" / "sbatch"
+    sbatch.parent.mkdir()
+    sbatch.write_text(_SBATCH)
+    sbatch.chmod(0o700)
+    os.environ["PATH"] = f"{sbatch.parent}:{os.environ['PATH']}"
+    os.environ["ACKNOWLEDGED"] = str(place.beside / "acknowledged.jsonl")
+
+
+def submit(place: Place) -> None:
+    """What `primeslurm submit` writes. Which nodes there are is not asked: there is no Slurm."""
+    loaded = load(place.beside / "recipe.yaml", site=place.beside / "site.yaml")
+    plan = loaded.plan()
+    attempt = create(loaded.recipe, plan, place.beside / "recipe.yaml")
+    submission._start(attempt, plan, loaded.render(), None)
+    place.tell("submitted")
+
+
+def agent(place: Place) -> AgentTask:
+    """The agent that Slurm's job starts, from its pickle."""
+    return DelayedSubmission.load(place.pickle).function  # type: ignore[return-value]
+
+
+def train(place: Place, number: int, preempt: bool) -> int:
+    """One attempt: the trainer in this thread, the orchestrator in another. Returns the trainer's exit code.
+
+    Args:
+        place: of the run.
+        number: of the attempt.
+        preempt: warn the trainer after PREEMPTED_AFTER steps.
+    """
+    interrupt = Interrupt()  # before there is any thread
+    attempt = enter(place.run, number, wait_s=0.0)
+    os.environ[secret.VARIABLE] = secret.read(place.run.path)
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    os.environ["MASTER_PORT"] = str(free_port())
+    _observe(place, number)
+    place.tell("recovering", attempt=number, step=checkpoints.newest(place.run.path) or 0)
+    wire = f"tcp://127.0.0.1:{free_port()}"
+    arguments = OrchestratorArguments(
+        place.run.path, number, place.run.run_id, wire, f"tcp://127.0.0.1:{free_port()}", ["router-0"], []
+    )
+    failed: list[BaseException] = []
+
+    def orchestrate() -> None:
+        try:
+            asyncio.run(_orchestrate(arguments, preempt))
+        except BaseException as error:  # a thread's error is nobody's else
+            failed.append(error)
+            os.kill(os.getpid(), signal.SIGKILL if not isinstance(error, OSError) else SIGNAL)
+
+    threading.Thread(target=orchestrate, daemon=True).start()
+    resolved = place.run.path / "recipe.resolved.json"
+    code = trainer.run(resolved, place.run.path, attempt.number, wire, "cpu", interrupt)
+    if failed:
+        raise failed[0]
+    return code
+
+
+def requeue(place: Place) -> None:
+    """What the head's agent writes when its job is preempted, until it asks Slurm to queue it again."""
+    os.environ |= {"SUBMITIT_EXECUTOR": "slurm", "SLURM_JOB_ID": JOB}
+    delayed: Any = DelayedSubmission.load(place.pickle)
+    attempt = place.run.latest()
+    ending = Ending(Outcome.PREEMPTED, "USR2: time limit or preemption")
+    plan, journal = attempt.plan(), Journal(attempt.path, "head")
+    delayed.function._head = SimpleNamespace(
+        plan=plan, end=lambda asked: None, conclude=lambda: conclude(plan, place.run, attempt, ending, journal)
+    )
+    refused = submitit.core.job_environment._checkpoint(delayed, place.pickle, 9)
+    assert not refused, refused
+    place.tell("requeued")
+
+
+async def _orchestrate(arguments: OrchestratorArguments, preempt: bool) -> None:
+    from primeslurm.recipe import Recipe
+
+    recipe = Recipe.model_validate_json((arguments.run_dir / "recipe.resolved.json").read_bytes())
+    orchestrator = Orchestrator(recipe, arguments)
+    serving = asyncio.create_task(orchestrator._link.serve())
+    while not serving.done():
+        now, dispatch = orchestrator._progress.now, orchestrator._dispatch
+        if now.published is not None:
+            dispatch.version = now.published.version
+        while job := dispatch.next_job({each.label for each in recipe.environments}):
+            orchestrator._on_result(job.id, (_rollout(job, dispatch.version),))
+        if preempt and now.done_step >= PREEMPTED_AFTER:
+            preempt = False
+            os.kill(os.getpid(), SIGNAL)
+        await asyncio.sleep(0.01)
+    serving.result()
+
+
+def _rollout(job: Job, version: int) -> Rollout:
+    rng = np.random.default_rng(int.from_bytes(hashlib.blake2b(job.id.encode(), digest_size=6).digest(), "little"))
+    tokens = 24
+    mask = np.arange(tokens) >= 8
+    return Rollout(
+        RolloutInfo(job.id, job.group, job.environment, job.opened_version, float(rng.random())),
+        rng.integers(3, tiny.VOCABULARY, tokens, dtype=np.int32),
+        mask,
+        np.where(mask, -5.0, 0.0).astype(np.float32),
+        np.where(mask, version, -1).astype(np.int32),
+    )
+
+
+def _observe(place: Place, number: int) -> None:
+    """Note what the parts of an attempt have told others, at the moment when they do."""
+
+    def put(spool: Spool, group: RolloutGroup, original: Any = Spool.put) -> bool:
+        done = bool(original(spool, group))
+        if done:
+            place.tell("group", id=group.id, digest=_digest(group.to_bytes()), version=group.newest_version)
+        return done
+
+    def record(file: ProgressFile, original: Any = ProgressFile.record, **changes: Any) -> None:
+        place.tell("batches", batches=changes.get("batches", {}))
+        original(file, **changes)
+        place.tell("progress", attempt=number, next_step=file.now.next_step, done_step=file.now.done_step)
+
+    def commit(directory: Path, step: int, attempt: int, original: Any = checkpoints.commit) -> Any:
+        found = original(directory, step, attempt)
+        place.tell("committed", attempt=attempt, step=step, record=_digest(repr(found).encode()))
+        return found
+
+    def publish(publisher: Publisher, version: int, original: Any = Publisher.publish) -> Path:
+        path = original(publisher, version)
+        place.tell("published", version=version)
+        return Path(path)
+
+    Spool.put, ProgressFile.record, Publisher.publish = put, record, publish  # type: ignore[method-assign, assignment]
+    checkpoints.commit = commit
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def succeeded(code: int) -> bool:
+    """Whether an attempt ended as it should."""
+    if code not in (0, exits.CHECKPOINTED):
+        print(f"the trainer ended with {code}", file=sys.stderr)
+    return code in (0, exits.CHECKPOINTED)

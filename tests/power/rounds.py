@@ -1,0 +1,173 @@
+"""Cut the power of a run at random moments, and resume it: `python -m tests.power.rounds --points 50 --seed 1`.
+
+Everything is imported once; every round is forked from there. A first run without a cut says how many moments it has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tests.power import attempt, verdict
+from tests.power.attempt import Place
+from tests.power.disk import CUT, OPTIONS, Cutter, Disk
+
+
+@dataclass(frozen=True)
+class Round:
+    """One power cut, and what came of it."""
+
+    at: int
+    options: str
+    during: str
+    """What the run was doing; empty if it had ended before."""
+    committed: int
+    """The newest step on disk afterwards."""
+    groups: int
+    """Rollout groups that had been acknowledged."""
+    lost: list[str]
+    error: str
+    """Of the resume; empty if it worked."""
+    seconds: float
+
+
+def main() -> int:
+    """Print a line of JSON for each round. Exit code 1 if anything was lost, or could not be resumed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--points", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--moments", type=int, default=0, help="how many; default: as in a run without a cut")
+    parser.add_argument("--out", type=Path, help="write the rounds there, too")
+    options = parser.parse_args()
+    beside = Path(tempfile.mkdtemp(prefix="power-"))
+    disk = Disk(beside, OPTIONS[0])
+    place = Place(beside, disk.path / "runs")
+    try:
+        attempt.prepare(place)
+        rng = random.Random(options.seed)
+        moments = options.moments or _moments(place, disk)
+        rounds = []
+        for number in range(options.points):  # one in each part of the run, of which all are as long
+            at = rng.randrange(number * moments // options.points + 1, (number + 1) * moments // options.points + 1)
+            rounds.append(_round(place, at, rng.choice(OPTIONS)))
+            print(json.dumps(asdict(rounds[-1])), flush=True)
+    finally:
+        disk.remove()
+        shutil.rmtree(beside)
+    failed = [each for each in rounds if each.lost or each.error]
+    print(f"{len(rounds)} power cuts among {moments} moments, {len(failed)} with losses", file=sys.stderr)
+    if options.out:
+        document = {"seed": options.seed, "moments": moments, "rounds": [asdict(each) for each in rounds]}
+        options.out.write_text(json.dumps(document, indent=2) + "\n")
+    return 1 if failed else 0
+
+
+def _moments(place: Place, disk: Disk) -> int:
+    """How often an undisturbed run writes."""
+    disk.make()
+    cutter = Cutter(disk, None)
+    during, code = _live(place, cutter)
+    disk.remove()
+    if code or during:
+        raise SystemExit(f"an undisturbed run failed during {during}: {code}")
+    place.forget()
+    return cutter.count
+
+
+def _round(place: Place, at: int, options: str) -> Round:
+    disk, began = Disk(place.beside, options), time.monotonic()
+    disk.make()
+    try:
+        during, code = _live(place, Cutter(disk, at))
+        if during and code != CUT:
+            raise SystemExit(f"failed during {during} before the power was cut: {code}")
+        if not during:
+            disk.cut()  # the run was shorter this time: it has ended, and that must stay
+        disk.restart()
+        told = place.acknowledged
+        lost = _report(place, lambda: json.dumps(verdict.losses(place)))
+        committed = verdict.checkpoints.newest(place.run.path) or 0
+        error = _report(place, lambda: verdict.resume(place))
+        groups = sum(each["kind"] == "group" for each in told)
+        found = json.loads(lost) if lost.startswith("[") else [lost]
+        return Round(at, options, during, committed, groups, found, error, round(time.monotonic() - began, 1))
+    finally:
+        place.forget()
+        disk.remove()
+
+
+def _live(place: Place, cutter: Cutter) -> tuple[str, int]:
+    """Live through a run until it ends or the power is cut. Returns what it was doing then, and its exit code."""
+    phases: dict[str, Callable[[], object]] = {
+        "submit": lambda: attempt.submit(place),
+        "attempt 1": lambda: _train(place, preempt=True),
+        "requeue": lambda: attempt.requeue(place),
+        "attempt 2": lambda: _train(place, preempt=False),
+    }
+    for name, phase in phases.items():
+        code = _forked(place, phase, cutter)
+        if code:
+            return name, code
+    return "", 0
+
+
+def _train(place: Place, preempt: bool) -> None:
+    agent = attempt.agent(place)
+    code = attempt.train(place, agent.first_attempt + agent.restarts, preempt)
+    if not attempt.succeeded(code):
+        raise SystemExit(2)
+
+
+def _report(place: Place, action: Callable[[], str]) -> str:
+    """What an action says, in a process of its own; its error if it has one."""
+    path = place.beside / "report"
+
+    def write() -> None:
+        try:
+            text = action()
+        except Exception as error:
+            traceback.print_exc()
+            text = f"{type(error).__name__}: {error}"
+        path.write_text(text)
+
+    path.unlink(missing_ok=True)
+    code = _forked(place, write, None)
+    return path.read_text() if path.exists() else f"ended with {code}"
+
+
+def _forked(place: Place, action: Callable[[], object], cutter: Cutter | None) -> int:
+    """Do something in a process of its own, whose output is in `log`. Returns its exit code."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    log = os.open(place.beside / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    try:
+        if cutter is not None:
+            cutter.watch()
+        action()
+        code = 0
+    except SystemExit as end:
+        code = int(end.code or 0)
+    except BaseException:
+        traceback.print_exc()
+        code = 3
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

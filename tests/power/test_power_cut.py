@@ -1,0 +1,132 @@
+"""After a power cut everything is there that was acknowledged, and the run goes on."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from primeslurm.orchestrator.progress import PROGRESS, RunProgress, restore
+from primeslurm.orchestrator.rollouts.groups import RolloutGroup
+from primeslurm.orchestrator.rollouts.spool import Spool
+from primeslurm.records.attempt import EndRecord, JobRecord
+from primeslurm.records.events.training import StepTrained
+from primeslurm.records.fleet import Outcome
+from primeslurm.records.journal import Journal
+from primeslurm.records.metrics import MetricsLog
+from primeslurm.run.directory import RunDirectory
+from primeslurm.wire import checkpoints, secret
+from primeslurm.wire.rollouts import Rollout, RolloutInfo
+from tests.power.disk import OPTIONS, Disk, unavailable
+
+MOMENTS = 900
+"""At which something is written, from submission to the end of the second attempt; about."""
+pytestmark = pytest.mark.skipif(bool(unavailable()), reason=unavailable() or "-")
+
+
+@pytest.fixture(params=OPTIONS)
+def disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Disk]:
+    """A disk whose power can be cut."""
+    made = Disk(tmp_path, request.param)
+    try:
+        made.make()
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"this machine mounts no file system: {error.stderr.decode().strip()}")
+    yield made
+    made.remove()
+
+
+def make_secret(run_dir: Path) -> None:
+    secret.create(run_dir)
+
+
+def make_attempt(run_dir: Path) -> None:
+    attempt = RunDirectory(run_dir).attempt(1)
+    attempt.record_job(JobRecord("7", "slurm", 1.0, None))
+    attempt.record_end(EndRecord(Outcome.COMPLETED, "", "", 4, False, "", 1.0))
+
+
+def make_checkpoint(run_dir: Path) -> None:
+    directory = checkpoints.step_dir(run_dir, 2)
+    (directory / "trainer").mkdir(parents=True)
+    (directory / "trainer" / "weights.bin").write_bytes(bytes(range(256)) * 64)
+    RunProgress(1, 3, 2).save(directory / "orchestrator.bin")
+    checkpoints.commit(directory, 2, 1)
+
+
+def make_group(run_dir: Path) -> None:
+    ones = np.ones(64, np.int32)
+    rollout = Rollout(RolloutInfo("r", "g", "e", 0, 1.0), ones, ones.astype(bool), ones.astype(np.float32), ones * 0)
+    assert Spool(run_dir / "rollouts").put(RolloutGroup("g", "e", 0, 0, ((rollout,),)))
+
+
+def make_progress(run_dir: Path) -> None:
+    RunProgress(1, 3, 2).save(run_dir / PROGRESS)
+    RunProgress(1, 5, 4).save(run_dir / PROGRESS)
+
+
+def make_records(run_dir: Path) -> None:
+    from primeslurm.records import metrics
+
+    log, journal = MetricsLog(run_dir, 0, tensorboard=False), Journal(run_dir / "attempts" / "1", "trainer")
+    log.write(1, {"loss": 0.5})
+    journal.write(StepTrained(1))
+    metrics.sync(run_dir)
+    journal.sync()
+
+
+MAKES: dict[str, tuple[Callable[[Path], object], Callable[[Path], object]]] = {
+    "the secret": (make_secret, lambda run: len(secret.read(run)) == 64),
+    "job and end": (make_attempt, lambda run: (a := RunDirectory(run).attempt(1)).job() and a.end()),
+    "a checkpoint": (make_checkpoint, lambda run: checkpoints.damage(checkpoints.step_dir(run, 2)) == []),
+    "a finished group": (make_group, lambda run: [group.id for group in Spool(run / "rollouts").load()] == ["g"]),
+    "progress": (make_progress, lambda run: restore(run, 1).next_step == 5),
+    "metrics": (make_records, lambda run: '"loss": 0.5' in (run / "metrics.jsonl").read_text()),
+    "events": (make_records, lambda run: "step" in (run / "attempts/1/events/trainer.jsonl").read_text()),
+}
+
+
+@pytest.mark.parametrize("what", MAKES)
+def test_what_was_written_is_there_after_a_power_cut(disk: Disk, what: str) -> None:
+    make, is_there = MAKES[what]
+    run_dir = disk.path / "runs" / "r"
+    run_dir.parent.mkdir()
+    if what in ("the secret", "metrics", "events"):
+        run_dir.mkdir()  # of the submission
+    disk.flush()
+    make(run_dir)
+    disk.cut()
+    disk.restart()
+    assert is_there(run_dir)
+
+
+def test_the_disk_forgets_what_nobody_flushed(disk: Disk) -> None:
+    """Without which the tests here would say nothing."""
+    kept, lost = disk.path / "kept", disk.path / "lost"
+    kept.write_text("kept")
+    disk.flush()
+    lost.write_text("lost")
+    disk.cut()
+    with pytest.raises(OSError, match="Input/output"):
+        (disk.path / "later").touch()
+    disk.restart()
+    assert kept.read_text() == "kept"
+    assert not lost.exists() or lost.read_text() != "lost"
+
+
+@pytest.mark.slow
+def test_a_run_whose_power_was_cut_resumes(tmp_path: Path) -> None:
+    """Three moments of a whole run: the submission or first attempt, its commits and requeue, the second attempt."""
+    root = Path(__file__).parents[2]
+    argv = [sys.executable, "-m", "tests.power.rounds", "--points", "3", "--seed", "5", "--moments", str(MOMENTS)]
+    path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        argv, cwd=root, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(done.stdout.splitlines()) == 3

@@ -1,0 +1,126 @@
+"""What must be there after a power cut, and the resume that must work."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from submitit.helpers import DelayedSubmission
+
+from primeslurm.api import submission
+from primeslurm.orchestrator.progress import restore
+from primeslurm.orchestrator.rollouts.groups import RolloutGroup
+from primeslurm.recipe import Recipe
+from primeslurm.records.reading import rows, whole_lines
+from primeslurm.wire import checkpoints, secret
+from primeslurm.wire.weight_transfer import filesystem
+from tests.power.attempt import STEPS, Place, _digest, train
+
+
+def losses(place: Place) -> list[str]:
+    """Say what is lost of what was acknowledged; empty if nothing is."""
+    told = place.acknowledged
+    kinds = {each["kind"] for each in told}
+    if not place.run.exists():
+        return ["the run was submitted, and is gone"] if "taken" in kinds else []
+    found = _of_submission(place, kinds)
+    last = max((each["step"] for each in told if each["kind"] == "committed"), default=0)
+    newest = checkpoints.newest(place.run.path) or 0
+    if newest < last:
+        found.append(f"step {last} was committed, {newest} is the newest on disk")
+    for step in checkpoints.committed(place.run.path):
+        found += checkpoints.damage(checkpoints.step_dir(place.run.path, step))
+    found += _of_records(place, newest)
+    found += _of_weights(place, told, newest)
+    found += _of_groups(place, told, newest)
+    return found + _of_progress(place, told)
+
+
+def resume(place: Place) -> str:
+    """Resume the run, and train it to its end. Returns what went wrong, if anything did."""
+    if not place.run.exists():
+        return ""
+    before = checkpoints.newest(place.run.path) or 0
+    if before < STEPS:
+        submitted = submission.resume(place.run)
+        train(place, submitted.attempt, preempt=False)
+    newest = checkpoints.newest(place.run.path)
+    if newest != STEPS:
+        return f"resumed at step {before}, it ended at {newest}"
+    steps = [int(row["step"]) for row in rows(place.run.path / "metrics.jsonl")]
+    return "" if steps == list(range(1, STEPS + 1)) else f"metrics have the steps {steps}"
+
+
+def _of_submission(place: Place, kinds: set[str]) -> list[str]:
+    found = []
+    try:
+        secret.read(place.run.path)
+    except secret.SecretError as error:
+        found.append(str(error))
+    place.run.latest().plan()
+    Recipe.model_validate_json((place.run.path / "recipe.resolved.json").read_bytes())
+    if "taken" in kinds:
+        pickles = list((place.run.path / "submitit").glob("*.pkl*"))
+        try:
+            agents: list[Any] = [DelayedSubmission.load(path).function for path in pickles]
+        except Exception as error:  # whatever an empty pickle raises
+            return [*found, f"a pickle cannot be read: {error!r}"]
+        if "submitted" in kinds and not place.pickle.exists() and "recovering" not in kinds:
+            found.append("the job's pickle is gone")
+        if not agents:
+            found.append("there is no pickle")
+        if "requeued" in kinds and max(agent.restarts for agent in agents) != 1:
+            found.append("the job was requeued with the pickle of its first start")
+    return found
+
+
+def _of_records(place: Place, newest: int) -> list[str]:
+    steps = [int(row["step"]) for row in rows(place.run.path / "metrics.jsonl")]
+    found = [] if set(range(1, newest + 1)) <= set(steps) else [f"metrics of {steps} are there, {newest} is committed"]
+    events: list[dict[str, Any]] = []
+    for path in place.run.path.glob("attempts/*/events/trainer-rank-0.jsonl"):
+        events += [json.loads(line) for line in whole_lines(path)]
+    trained = {event["step"] for event in events if event["kind"] == "step"}
+    if not set(range(1, newest + 1)) <= trained:
+        found.append(f"events say that {sorted(trained)} were trained, {newest} is committed")
+    return found
+
+
+def _of_weights(place: Place, told: list[dict[str, Any]], newest: int) -> list[str]:
+    published = {each["version"] for each in told if each["kind"] == "published"}
+    return filesystem.damage(filesystem.version_dir(place.run.path, newest)) if newest in published else []
+
+
+def _of_groups(place: Place, told: list[dict[str, Any]], newest: int) -> list[str]:
+    """Groups that were acknowledged are there, unless a committed step trained them, or a resume undid them."""
+    groups: dict[str, dict[str, Any]] = {}
+    batches: dict[int, list[str]] = {}
+    for each in told:
+        if each["kind"] == "group":
+            groups[each["id"]] = each
+        elif each["kind"] == "batches":
+            batches |= {int(step): ids for step, ids in each["batches"].items()}
+        elif each["kind"] == "recovering":
+            groups = {name: group for name, group in groups.items() if group["version"] <= each["step"]}
+    trained = {name for step, ids in batches.items() if step <= newest for name in ids}
+    kept = {}
+    for path in (place.run.path / "rollouts").glob("*.group"):
+        try:
+            group = RolloutGroup.from_bytes(path.read_bytes())
+        except ValueError:
+            continue
+        kept[group.id] = _digest(group.to_bytes())
+    lost = sorted(name for name, each in groups.items() if name not in trained and kept.get(name) != each["digest"])
+    return [f"acknowledged groups are gone: {', '.join(lost)}"] if lost else []
+
+
+def _of_progress(place: Place, told: list[dict[str, Any]]) -> list[str]:
+    """An orchestrator that starts again in the same attempt goes on with what it has told the trainer."""
+    recorded = [each for each in told if each["kind"] == "progress"]
+    if not recorded:
+        return []
+    last = recorded[-1]
+    now = restore(place.run.path, last["attempt"])
+    if (now.attempt, now.next_step) < (last["attempt"], last["next_step"]):
+        return [f"progress was {last}, and is {now}"]
+    return []

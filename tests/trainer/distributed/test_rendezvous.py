@@ -1,0 +1,140 @@
+"""Strangers at the rendezvous of a trainer's ranks: torch's own store, and what stands in front of it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from datetime import timedelta
+
+import psutil
+import pytest
+import torch.distributed as dist
+
+from benchmarks.support.servers import free_port
+from primeslurm.wire import rendezvous, secret
+from primeslurm.wire.weight_transfer.collective import Store, TransferError, serve_store
+
+SOON = timedelta(seconds=5)
+ATTACK = """
+import sys
+from datetime import timedelta
+import torch.distributed as dist
+for port in map(int, sys.argv[1:]):
+    try:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=2))
+        store.set("key", "theirs")
+        print("took over", store.num_keys() > 0, store.delete_key("count"))
+    except RuntimeError as error:
+        print(type(error).__name__)
+"""
+
+
+def attack(*ports: int) -> list[str]:
+    """What another user of the node does with ports that he finds in /proc/net/tcp; and what came of it."""
+    words = [sys.executable, "-c", ATTACK, *map(str, ports)]
+    return subprocess.run(words, capture_output=True, text=True, timeout=300).stdout.splitlines()
+
+
+@dataclass
+class Meeting:
+    """A rank 0 with its store."""
+
+    store: dist.TCPStore
+    port: int
+    way: int
+    inner: int
+
+
+@pytest.fixture(scope="module")
+def meeting() -> Meeting:
+    port = free_port()
+    store = serve_store("127.0.0.1", port)
+    return Meeting(store, port, rendezvous.passage("127.0.0.1", port, 10), store.port)
+
+
+def test_ranks_meet_through_their_passages(meeting: Meeting) -> None:
+    meeting.store.set("key", "ours")
+    meeting.store.set("count", "0")
+    mine = dist.TCPStore("127.0.0.1", meeting.way, is_master=False, timeout=SOON)
+    assert mine.get("key") == b"ours" and mine.add("count", 2) == 2
+    other = mine.clone()
+    other.set("large", "x" * 3_000_000)
+    assert len(meeting.store.get("large")) == 3_000_000
+
+
+def test_a_stranger_takes_over_torch_s_own_store_and_does_not_reach_one_behind_a_gate(meeting: Meeting) -> None:
+    """Neither at the rendezvous port, nor at the passage of a rank, nor at the port that torch itself listens at.
+
+    Should torch close its own one day, the gate can go.
+    """
+    bare = dist.TCPStore("127.0.0.1", port := free_port(), is_master=True, wait_for_workers=False)
+    for store in (bare, meeting.store):
+        store.set("key", "ours")
+        store.set("count", "1")
+    found = attack(port, meeting.port, meeting.way, meeting.inner)
+    assert found[0] == "took over True True" and bare.get("key") == b"theirs"
+    assert len(found) == 4 and all(error.endswith("Error") for error in found[1:]), found
+    assert meeting.store.get("key") == b"ours" and meeting.store.check(["count"])
+
+
+def test_who_has_another_secret_gets_nothing(meeting: Meeting) -> None:
+    code = (
+        "import sys; from primeslurm.wire.weight_transfer.collective import Store;"
+        "Store(f'127.0.0.1:{sys.argv[1]}', 4).put_catalogue([])"
+    )
+    env = {**os.environ, secret.VARIABLE: "1" * 64}
+    argv = [sys.executable, "-c", code, str(meeting.port)]
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0 and "TransferError" in done.stderr
+    assert not meeting.store.check(["primeslurm/weights/catalogue"])
+
+
+def test_a_gate_says_nothing_before_it_was_shown_the_secret(meeting: Meeting) -> None:
+    before = psutil.Process().num_fds()
+    strangers = []
+    for sent in (b"", b"x" * 10, os.urandom(64), os.urandom(4096), b"GET / HTTP/1.1\r\n\r\n" + bytes(64)):
+        stranger = socket.create_connection(("127.0.0.1", meeting.port), timeout=5)
+        stranger.sendall(sent)
+        strangers.append(stranger)
+    for stranger in strangers[2:]:
+        answer = b""
+        while part := _received(stranger):
+            answer += part
+        assert len(answer) == 64  # random bytes, and a proof that only says who the gate is
+    for stranger in strangers:
+        stranger.close()
+    assert meeting.store.get("key") == b"ours"
+    assert psutil.Process().num_fds() <= before + len(strangers)
+
+
+def _received(at: socket.socket) -> bytes:
+    try:
+        return at.recv(4096)
+    except ConnectionResetError:
+        return b""
+
+
+def test_without_a_gate_a_client_gives_up_in_time() -> None:
+    with pytest.raises(TransferError):
+        Store(f"127.0.0.1:{free_port()}", 2).catalogue()
+
+
+def test_who_was_at_the_store_before_its_gate_opened_is_found() -> None:
+    listening = rendezvous.reserve()
+    listening.listen()
+    at = listening.getsockname()
+    with listening, socket.create_connection(at), socket.create_connection(at):
+        refused = pytest.raises(rendezvous.RendezvousError, match="somebody else is connected")
+        with refused:
+            rendezvous.open_gate("127.0.0.1", free_port(), listening)
+
+
+def test_the_kernel_signs(meeting: Meeting) -> None:
+    """Where it does not, users of rank 0's node reach the store: docs/security.md says so."""
+    with socket.socket() as probe:
+        probe.settimeout(1)
+        with pytest.raises(TimeoutError):
+            probe.connect(("127.0.0.1", meeting.inner))

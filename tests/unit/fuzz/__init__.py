@@ -1,0 +1,1 @@
+"""What other processes and files say, changed at random: no reader may break over it."""

@@ -1,0 +1,249 @@
+"""What engines, teachers and their metrics answer, read by the orchestrator and the environment workers."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import io
+import json
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from primeslurm.orchestrator.rollouts.generate_endpoint import (
+    Completion,
+    GenerateEndpoint,
+    NoAnswerError,
+    RefusedError,
+    completion_of,
+)
+from primeslurm.orchestrator.teacher.client import Teacher, TeacherError
+from primeslurm.orchestrator.telemetry.load_window import LoadWindow
+from primeslurm.orchestrator.telemetry.scrape import parse, scrape
+from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, EngineDownError
+from primeslurm.wire import http, routed_experts
+from primeslurm.wire.received import DamagedError
+from tests.unit.fuzz.mutations import bounded, fuzzed, texts, trees
+
+
+def npy(array: Any) -> str:
+    file = io.BytesIO()
+    np.save(file, array)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+ANSWER: dict[str, Any] = {
+    "choices": [
+        {
+            "token_ids": [5, 6, 7],
+            "logprobs": {"content": [{"logprob": -0.5}, {"logprob": -1}, {"logprob": 0.0}]},
+            "weight_versions": [{"version": "default", "start": 0, "end": 1}, {"version": "3", "start": 1, "end": 3}],
+            "finish_reason": "stop",
+            "routed_experts": npy(np.zeros((4, 3, 2), np.uint8)),
+        }
+    ],
+    "prompt_token_ids": [1, 2],
+    "mm_placeholders": {"image": [{"offset": 0, "length": 2}]},
+}
+PROMPT = 2
+
+
+def encoded(value: Any) -> bytes:
+    """As Python writes JSON: NaN, and halves of surrogate pairs."""
+    return json.dumps(value, default=lambda each: each.decode("latin-1")).encode()
+
+
+def is_a_completion(found: Completion) -> None:
+    n = len(found.token_ids)
+    assert len(found.logprobs) == len(found.versions) == n
+    assert all(0 <= token < 2**31 for token in found.token_ids) and all(map(math.isfinite, found.logprobs))
+    assert np.isfinite(np.array(found.logprobs, np.float32)).all() and min(found.versions, default=0) >= 0
+    if found.routed_experts is not None:
+        assert found.routed_experts.shape[0] == n + len(found.prompt_ids or [0] * PROMPT)
+
+
+@fuzzed(1.5)
+@given(trees(ANSWER).map(encoded) | texts(encoded(ANSWER)))
+def test_answers_of_engines(content: bytes) -> None:
+    with bounded(len(content), factor=64):
+        for routed_from in (None, 0):
+            try:
+                is_a_completion(completion_of(content, PROMPT, routed_from))
+            except DamagedError:
+                continue
+
+
+def answer(**choice: Any) -> bytes:
+    return encoded({**ANSWER, "choices": [{**ANSWER["choices"][0], **choice}]})
+
+
+def header(shape: str, descr: str = "|u1", data: bytes = bytes(24)) -> str:
+    text = f"{{'descr': '{descr}', 'fortran_order': False, 'shape': {shape}, }}\n".encode()
+    return base64.b64encode(b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + data).decode()
+
+
+NO_ANSWER = {
+    "no choices": encoded({"choices": []}),
+    "two log-probabilities of three": answer(logprobs={"content": [{"logprob": 0.0}] * 2}),
+    "no log-probabilities": answer(logprobs=None),
+    "a log-probability that no float32 holds": answer(logprobs={"content": [{"logprob": -1e300}] * 3}),
+    "versions of 2**60 tokens": answer(weight_versions=[{"version": "1", "start": 0, "end": 2**60}]),
+    "versions backwards": answer(
+        weight_versions=[{"version": "1", "start": 0, "end": 6}, {"version": "1", "start": 3, "end": 0}]
+    ),
+    "a version in words": answer(weight_versions=[{"version": "newest", "start": 0, "end": 3}]),
+    "a token of 2**31": answer(token_ids=[2**31, 6, 7]),
+    "a token below 0": answer(token_ids=[-1, 6, 7]),
+    "a token that is a float": answer(token_ids=[1.5, 6, 7]),
+    "experts of 2**50 bytes": answer(routed_experts=header("(4, 99999999, 9999999)")),
+    "experts that are objects": answer(routed_experts=header("(4, 3, 2)", "|O")),
+    "experts of two axes": answer(routed_experts=header("(4, 6)")),
+    "fewer experts than it says": answer(routed_experts=header("(4, 3, 3)")),
+    "experts of other tokens": answer(routed_experts=npy(np.zeros((5, 3, 2), np.uint8))),
+    "experts in words": answer(routed_experts="all of them"),
+    "an expression in place of a shape": answer(routed_experts=header("(" * 5000)),
+    "an image beyond the prompt": encoded({**ANSWER, "mm_placeholders": {"image": [{"offset": 1, "length": 2}]}}),
+    "nested without end": b'{"choices":' + b"[" * 100_000,
+    "a page": b"<html>Bad Gateway</html>",
+}
+
+
+@pytest.mark.parametrize("content", list(NO_ANSWER.values()), ids=list(NO_ANSWER))
+def test_an_answer_that_nothing_can_be_made_of_is_refused(content: bytes) -> None:
+    is_a_completion(completion_of(encoded(ANSWER), PROMPT, 0))
+    with bounded(len(content), factor=64), pytest.raises(DamagedError):
+        completion_of(content, PROMPT, 0)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_routed_experts_are_read_as_numpy_writes_them(dtype: type, order: Any) -> None:
+    array = np.array(np.arange(5 * 3 * 2).reshape(5, 3, 2), dtype, order=order)
+    found = routed_experts.from_npy(npy(array), 5)
+    assert found.dtype == dtype and np.array_equal(found, array)
+
+
+@fuzzed()
+@given(texts(base64.b64decode(ANSWER["choices"][0]["routed_experts"])))
+def test_routed_experts(data: bytes) -> None:
+    with bounded(len(data), factor=64), contextlib.suppress(DamagedError):
+        assert routed_experts.from_npy(base64.b64encode(data).decode(), 4).shape[0] == 4
+
+
+METRICS = b"""# HELP vllm:num_requests_running x
+vllm:num_requests_running{engine="0",model_name="m"} 3.0
+vllm:generation_tokens_total{engine="0"} 1e3
+vllm:num_requests_waiting_by_reason{reason="capacity"} 1.0
+vllm:kv_cache_usage_perc{engine="0"} 0.5
+"""
+
+
+@fuzzed(0.5)
+@given(st.lists(texts(METRICS) | st.sampled_from([METRICS.replace(b"3.0", b"x"), METRICS.replace(b"3.0", b"NaN")])))
+def test_metrics(found: list[bytes]) -> None:
+    window = LoadWindow()
+    for second, each in enumerate(found):
+        sample = parse(each.decode(errors="replace"))
+        assert all(map(math.isfinite, sample.values()))
+        window.add(float(second), {"decode-r0-0": sample})
+        window.by_role(), window.by_replica()
+
+
+# over real sockets
+
+
+@asynccontextmanager
+async def saying(answer: bytes, head: bytes = b"", length: int | None = None) -> AsyncIterator[str]:
+    """A server that says the same to everybody."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+            await reader.readuntil(b"\r\n\r\n")
+            size = len(answer) if length is None else length
+            writer.write(b"HTTP/1.1 200 OK\r\n%scontent-length: %d\r\n\r\n" % (head, size) + answer)
+            await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+CONTENTS = st.one_of(
+    trees(ANSWER).map(encoded), texts(encoded(ANSWER)), st.sampled_from([b"", b"null", b"[" * 50_000, b"\xff\xfe"])
+)
+HEADS = st.sampled_from([b"", b"content-encoding: gzip\r\n", b"content-type: text/plain; charset=hex\r\n"])
+
+
+@fuzzed(0.3)
+@given(CONTENTS, HEADS)
+def test_whoever_asks_gets_a_value_or_the_error_that_says_so(content: bytes, head: bytes) -> None:
+    async def ask() -> None:
+        async with saying(content, head) as url:
+            endpoint = GenerateEndpoint(lambda: url, 64, timeout_s=0.2, routed=True)
+            try:
+                body = {"token_ids": [1] * PROMPT, "sampling_params": {}}
+                is_a_completion(await endpoint.generate(body, {}))
+            except (DamagedError, NoAnswerError, RefusedError):
+                pass
+            finally:
+                await endpoint.close()
+            engine = EngineClient(lambda: url, "/m")
+            with contextlib.suppress(EngineDownError):
+                await engine.status()
+            await engine.close()
+            async with httpx.AsyncClient(trust_env=False, verify=False) as client:
+                assert set(await scrape(client, {"decode": url})) <= {"decode"}
+
+    asyncio.run(ask())
+
+
+TEACHER = {"choices": [{"prompt_logprobs": [None, {"5": {"logprob": -0.5, "rank": 1}}, {"6": {"logprob": -1.0}}]}]}
+
+
+@fuzzed(0.5)
+@given(trees(TEACHER).map(encoded) | texts(encoded(TEACHER)))
+def test_answers_of_teachers(content: bytes) -> None:
+    async def ask() -> None:
+        async with saying(content) as url:
+            teacher = Teacher(lambda: [url], http.client_within_run(5.0))
+            try:
+                found = await teacher.logprobs([4, 5, 6])
+                assert found.shape == (3,) and np.isfinite(found).all()
+            except TeacherError:
+                pass
+            finally:
+                await teacher.close()
+
+    asyncio.run(ask())
+
+
+async def test_an_answer_without_end_is_given_up() -> None:
+    async with saying(bytes(4 << 20), length=2**40) as url, http.client_within_run(9.0, largest=1 << 20) as client:
+        with bounded(1 << 20, factor=16), pytest.raises(httpx.ReadError, match="too long"):
+            await client.get(url)
+
+
+async def test_an_answer_that_is_compressed_is_none() -> None:
+    async with (
+        saying(b"\x1f\x8b" + bytes(100), b"content-encoding: gzip\r\n") as url,
+        http.client_within_run(9.0) as client,
+    ):
+        with pytest.raises(httpx.DecodingError, match="compressed"):
+            await client.get(url)
+
+
+def test_status_is_read_as_the_gate_writes_it() -> None:
+    from primeslurm.inference.gate import GateState
+    from primeslurm.orchestrator.weight_transfer.engine_client import EngineStatus
+
+    assert msgspec.json.decode(json.dumps(GateState().report()), type=EngineStatus).version is None

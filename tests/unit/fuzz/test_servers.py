@@ -1,0 +1,225 @@
+"""The HTTP servers of a run: engines behind their gate (uvicorn, as vLLM has it), and the emulated ones."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import psutil
+import pytest
+import uvicorn
+from hypothesis import given
+from hypothesis import strategies as st
+
+from primeslurm.emulated import http
+from primeslurm.emulated.engine import EmulatedEngine, Hangable
+from primeslurm.inference.admission import App, Message, Receive, Scope, SecretGate, Send, answer
+from primeslurm.inference.gate import LARGEST_CONTROL, GateState, VersionGate
+from primeslurm.wire import secret
+from tests.unit.fuzz.mutations import fuzzed, texts, trees
+
+GENERATE = "/inference/v1/generate"
+ASKED: dict[str, Any] = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 2, "ignore_eos": True}}
+CONTROL = {
+    "/finish_weight_update": {"weight_version": "3"},
+    "/update_weight_version": {"new_version": "3"},
+    "/update_weights": {"update_info": {"version": 3, "path": "/x"}},
+    "/start_weight_update": {},
+    "/pause": {},
+    "/resume": {},
+    "/v1/completions": {"prompt": [1, 2, 3]},
+    GENERATE: ASKED,
+}
+
+
+async def behind(scope: Scope, receive: Receive, send: Send) -> None:
+    """What stands behind a gate: it reads the body and agrees."""
+    if scope["type"] == "lifespan":
+        return
+    more = True
+    while more:
+        more = (await receive()).get("more_body", False)
+    await answer(send, 200, {})
+
+
+class Server:
+    """Serves in a thread of its own until `stop`."""
+
+    def __init__(self, serve: Callable[[socket.socket], Awaitable[None]]) -> None:
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listening.getsockname()[1]
+        self._loop = asyncio.new_event_loop()
+        self._task = self._loop.create_task(serve(self._listening))  # type: ignore[arg-type]
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        with contextlib.suppress(asyncio.CancelledError):
+            self._loop.run_until_complete(self._task)
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._task.cancel)
+        self._thread.join(60)
+
+
+def real(gate: Callable[[App], SecretGate]) -> Callable[[socket.socket], Awaitable[None]]:
+    async def serve(listening: socket.socket) -> None:
+        options = uvicorn.Config(gate(behind), log_level="critical", lifespan="off", timeout_graceful_shutdown=1)
+        await uvicorn.Server(options)._serve([listening])
+
+    return serve
+
+
+def emulated(gated: bool) -> Callable[[socket.socket], Awaitable[None]]:
+    async def serve(listening: socket.socket) -> None:
+        port = listening.getsockname()[1]
+        listening.close()
+        engine = EmulatedEngine("m", 64, 1000, 0, 2048)
+        server = await http.start(Hangable(VersionGate(engine) if gated else engine), "127.0.0.1", port)
+        async with server:
+            await engine.run()
+
+    return serve
+
+
+KINDS = {
+    "engine": real(VersionGate),
+    "teacher": real(SecretGate),
+    "emulated engine": emulated(gated=True),
+    "emulated teacher": emulated(gated=False),
+}
+
+
+@pytest.fixture(scope="module", params=list(KINDS))
+def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    found = Server(KINDS[request.param])
+    wait(found)
+    ask(found, request_of("/update_weight_version", {"new_version": "0"}))
+    yield found
+    assert found.alive, "it served to the end"
+    found.stop()
+
+
+def wait(server: Server) -> None:
+    for _ in range(600):
+        with contextlib.suppress(OSError):
+            return socket.create_connection(("127.0.0.1", server.port), timeout=60).close()
+        threading.Event().wait(0.05)
+    raise AssertionError("it does not listen")
+
+
+def request_of(path: str, body: Any, method: str = "POST") -> bytes:
+    raw = body if isinstance(body, bytes) else json.dumps(body, default=lambda each: each.decode("latin-1")).encode()
+    shown = secret.header()["Authorization"]
+    head = f"{method} {path} HTTP/1.1\r\nhost: x\r\nauthorization: {shown}\r\nconnection: close\r\n"
+    return f"{head}content-length: {len(raw)}\r\n\r\n".encode() + raw
+
+
+def ask(server: Server, data: bytes, *, whole: bool = True) -> bytes:
+    """What it answers until it hangs up; nothing if it waits for more, which one that is not `whole` says there is."""
+    found = b""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as peer, contextlib.suppress(OSError):
+        peer.sendall(data)
+        if not whole:
+            peer.shutdown(socket.SHUT_WR)
+        while chunk := peer.recv(65536):
+            found += chunk
+    return found
+
+
+def is_served(server: Server) -> None:
+    assert ask(server, request_of("/resume", {})).startswith(b"HTTP/1.1 200")
+
+
+@fuzzed(0.3)
+@given(st.sampled_from(sorted(CONTROL)).flatmap(lambda path: st.tuples(st.just(path), trees(CONTROL[path]))))
+def test_bodies_that_are_something_else(server: Server, asked: tuple[str, Any]) -> None:
+    assert ask(server, request_of(*asked)).startswith(b"HTTP/1.1 ")
+    ask(server, request_of("/update_weight_version", {"new_version": "0"}))
+    is_served(server)
+
+
+@fuzzed(0.5)
+@given(texts(request_of(GENERATE, ASKED)))
+def test_what_is_no_request(server: Server, data: bytes) -> None:
+    found = ask(server, data, whole=False)
+    assert not found or found.startswith(b"HTTP/1.1 ")
+    is_served(server)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"POST /pause HTTP/1.1\r\nhost: x\r\ncontent-length: 1099511627776\r\n\r\n",
+        b"POST /pause HTTP/1.1\r\nhost: x\r\ncontent-length: -5\r\n\r\n",
+        b"POST /pause HTTP/1.1\r\nhost: x\r\ncontent-length: many\r\n\r\n",
+        b"GET\r\n\r\n",
+        b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 50_000,
+        b"\r\n\r\n",
+        b"\0" * 100_000,
+    ],
+)
+def test_strangers_do_not_fill_its_memory(server: Server, data: bytes) -> None:
+    before = psutil.Process().memory_info().rss
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as peer, contextlib.suppress(OSError):
+        peer.settimeout(5)
+        peer.sendall(data)
+        for _ in range(192):
+            peer.sendall(bytes(1 << 20))
+    assert psutil.Process().memory_info().rss - before < 96 << 20
+    is_served(server)
+
+
+@fuzzed()
+@given(
+    st.sampled_from(["/finish_weight_update", "/update_weight_version"]),
+    trees({"weight_version": "3", "new_version": "3"}).map(lambda each: json.dumps(each, default=str).encode())
+    | texts(b'{"weight_version": "3", "new_version": "3"}'),
+)
+def test_the_gate_knows_a_version_or_none(path: str, body: bytes) -> None:
+    state = GateState()
+    state.observe(path, body, ok=True)
+    assert state.version is None or 0 <= state.version < 2**31
+    json.dumps(state.report())
+
+
+BODIES = [b"[" * 100_000, b'{"new_version": 1e999}', b'{"new_version": "1_0"}', b'{"new_version": true}']
+BODIES += [b'{"new_version": %s}' % (b"9" * 400), b'{"new_version": "-1"}', b'{"new_version": NaN}']
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_a_version_that_is_none_closes_the_gate(body: bytes) -> None:
+    state = GateState()
+    state.observe("/update_weight_version", body, ok=True)
+    assert state.version is None
+
+
+async def test_the_gate_keeps_little_of_a_long_body() -> None:
+    """The engine behind it reads all of it; the gate wants to know a version."""
+    parts = iter([b'{"new_version": "3"}' + b" " * (1 << 20)] + [b" " * (1 << 20)] * 8)
+    left = 9
+    statuses = []
+
+    async def receive() -> Message:
+        nonlocal left
+        left -= 1
+        return {"type": "http.request", "body": next(parts), "more_body": left > 0}
+
+    async def send(message: Message) -> None:
+        statuses.append(message.get("status"))
+
+    gate = VersionGate(behind)
+    scope = {"type": "http", "method": "POST", "path": "/update_weight_version"}
+    scope["headers"] = [(b"authorization", secret.header()["Authorization"].encode())]  # type: ignore[assignment]
+    await gate(scope, receive, send)
+    assert left == 0
+    assert statuses[0] == 200 and gate._state.version is None and LARGEST_CONTROL == 1 << 20

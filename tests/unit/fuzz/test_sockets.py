@@ -1,0 +1,251 @@
+"""The orchestrator's sockets: what is no message costs its sender an answer, and nobody else anything."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import msgspec
+import psutil
+import pytest
+import zmq
+from hypothesis import given
+from hypothesis import strategies as st
+
+from primeslurm.orchestrator.rollouts import job_protocol
+from primeslurm.orchestrator.rollouts.job_protocol import Job, Result, Status
+from primeslurm.orchestrator.rollouts.worker_pool import WorkerPool
+from primeslurm.wire import link, secret
+from primeslurm.wire.link import Answer, OrchestratorLink, Request, TrainerLink
+from primeslurm.wire.rollouts import Batch, Rollout
+from tests.unit.fuzz.mutations import fuzzed, messages, trees
+from tests.unit.fuzz.test_messages import RESULT, WORDS, batch
+
+T = TypeVar("T")
+WAIT_MS = 60_000
+REQUEST = [b"", msgspec.msgpack.encode(WORDS[0])]
+FRAMES = msgspec.msgpack.decode(RESULT[0], type=Result).frames
+
+
+def free_address() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+
+
+class Served:
+    """A link and a pool of workers, served by a thread of their own until `stop`."""
+
+    def __init__(self) -> None:
+        self.link, self.pool = free_address(), free_address()
+        self.results: list[tuple[str, tuple[Rollout, ...] | str]] = []
+        self.unusable: list[str] = []
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
+        self._thread.start()
+        assert self._ready.wait(60)
+
+    async def _serve(self) -> None:
+        self._loop, self._stopped = asyncio.get_running_loop(), asyncio.Event()
+        served = OrchestratorLink(self.link, self._handle)
+        pool = WorkerPool(
+            self.pool, lambda job, found: self.results.append((job, found)), lambda job: None, self._unusable
+        )
+        self._pool = pool
+        tasks = [asyncio.create_task(served.serve()), asyncio.create_task(pool.serve())]
+        self._ready.set()
+        await asyncio.wait([*tasks, asyncio.create_task(self._stopped.wait())], return_when="FIRST_COMPLETED")
+        self.alive = not any(task.done() for task in tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _handle(self, request: Request) -> Batch | Answer:
+        return batch() if isinstance(request, link.GetBatch) else Answer("ok")
+
+    def _unusable(self, environment: str, worker: int, error: str) -> None:
+        self.unusable.append(error)
+
+    def send(self, job: Job) -> None:
+        asyncio.run_coroutine_threadsafe(self._pool.send(job), self._loop).result(60)
+
+    def available(self) -> set[str]:
+        async def look() -> set[str]:
+            return self._pool.available
+
+        return asyncio.run_coroutine_threadsafe(look(), self._loop).result(60)
+
+    def stop(self) -> None:
+        self._loop.call_soon_threadsafe(self._stopped.set)
+        self._thread.join(60)
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    found = Served()
+    yield found
+    found.stop()
+    assert found.alive, "the orchestrator's sockets were served to the end"
+
+
+@contextlib.contextmanager
+def dealer(address: str) -> Iterator[zmq.Socket[bytes]]:
+    found: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
+    try:
+        secret.present(found)
+        found.setsockopt(zmq.LINGER, 0)
+        found.connect(address)
+        yield found
+    finally:
+        found.close()
+
+
+def answers(peer: zmq.Socket[bytes]) -> Iterator[Answer]:
+    while True:
+        assert peer.poll(WAIT_MS), "no answer"
+        yield msgspec.msgpack.decode(peer.recv_multipart()[1], type=Answer)
+
+
+def is_served(served: Served) -> None:
+    """Both sockets answer who behaves."""
+    with dealer(served.link) as peer:
+        peer.send_multipart([b"", msgspec.msgpack.encode(WORDS[3])])
+        assert next(answers(peer)).kind == "ok"
+    with dealer(served.pool) as peer:
+        number = len(served.results)
+        peer.send(msgspec.msgpack.encode(Status("good", number, "1", [])))
+        give(served, job := f"good-{number}")
+        peer.send_multipart([msgspec.msgpack.encode(Result(job, FRAMES)), *RESULT[1:]])
+        found = until(lambda: [outcome for name, outcome in served.results if name == job])
+        assert len(found[0]) == 2 and isinstance(found[0][0], Rollout)
+
+
+def give(served: Served, job: str) -> None:
+    until(lambda: "good" in served.available())
+    served.send(Job(job, "g", "good", 0, 0, "r", "s"))
+
+
+def until(look: Callable[[], T]) -> T:
+    deadline = time.monotonic() + 60
+    while not (found := look()):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    return found
+
+
+@fuzzed(0.5)
+@given(st.sampled_from(WORDS[:5]).flatmap(trees).map(msgspec.msgpack.encode) | st.binary(max_size=40))
+def test_every_request_is_answered(served: Served, request_: bytes) -> None:
+    with dealer(served.link) as peer:
+        peer.send_multipart([b"", request_])
+        assert next(answers(peer)).kind in {"ok", "batch", "error"}
+
+
+@fuzzed(0.3)
+@given(st.lists(messages(REQUEST), max_size=4))
+def test_what_is_no_request_is_passed_over(served: Served, wrong: list[list[bytes]]) -> None:
+    with dealer(served.link) as peer:
+        for parts in wrong:
+            if parts:
+                peer.send_multipart(parts)
+        peer.send_multipart([b"", msgspec.msgpack.encode(WORDS[3])])
+        assert next(answers(peer)).kind in {"ok", "batch", "error"}
+
+
+STATUS = [msgspec.msgpack.encode(WORDS[5])]
+
+
+@fuzzed(0.3)
+@given(st.lists(messages(RESULT) | messages(STATUS) | trees(WORDS[5]).map(lambda each: [_packed(each)]), max_size=4))
+def test_what_no_worker_says_is_passed_over(served: Served, wrong: list[list[bytes]]) -> None:
+    with dealer(served.pool) as peer:
+        for parts in wrong:
+            if parts:
+                peer.send_multipart(parts)
+        error = f"last of {len(served.unusable)}"
+        peer.send(msgspec.msgpack.encode(job_protocol.Unusable("e", 0, error)))
+        until(lambda: error in served.unusable)
+
+
+def _packed(value: object) -> bytes:
+    return msgspec.msgpack.encode(value)
+
+
+@pytest.mark.parametrize("kind", ["damaged", "missing", "of a token below 0"])
+def test_a_bad_result_costs_its_own_rollout(served: Served, kind: str) -> None:
+    job = f"bad {kind}"
+    with dealer(served.pool) as peer:
+        peer.send(msgspec.msgpack.encode(Status("good", 10_000, "1", [])))
+        give(served, job)
+        parts = list(RESULT[1:])
+        if kind == "of a token below 0":
+            parts[1] = b"\xff" * len(parts[1])
+        elif kind == "damaged":
+            parts[0] = b"\x91" * 100_000
+        head = Result(job, [] if kind == "missing" else FRAMES)
+        peer.send_multipart([msgspec.msgpack.encode(head), *([] if kind == "missing" else parts)])
+        found = until(lambda: [outcome for name, outcome in served.results if name == job])
+    assert isinstance(found[0], str) and found[0].startswith("damaged result: ")
+    is_served(served)
+
+
+def test_an_error_of_gigabytes_is_cut_where_it_is_made_and_where_it_arrives(served: Served) -> None:
+    text = "begin" + "x" * (8 << 20) + "end"
+    short = job_protocol.shortened(text)
+    assert len(short) < 2 * job_protocol.LONGEST_ERROR and short.startswith("begin") and short.endswith("end")
+    with dealer(served.pool) as peer:
+        peer.send(msgspec.msgpack.encode(job_protocol.Unusable("e", 0, text)))
+        until(lambda: short in served.unusable)
+
+
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"PLAIN".ljust(20, b"\0") + bytes(32)
+
+
+def test_strangers_cannot_fill_the_memory_of_the_orchestrator(served: Served) -> None:
+    """A message of the handshake, which nobody has been asked a password before, may be as long as any other."""
+    host, port = served.link.removeprefix("tcp://").split(":")
+    before, sent = psutil.Process().memory_info().rss, 0
+    with socket.create_connection((host, int(port)), timeout=60) as peer:
+        peer.sendall(GREETING)
+        peer.recv(64)
+        with contextlib.suppress(OSError):
+            peer.sendall(b"\x06" + struct.pack(">Q", 2**40))
+            for _ in range(256):
+                peer.sendall(bytes(1 << 20))
+                sent += 1
+    assert sent < 128, "it was disconnected"
+    assert psutil.Process().memory_info().rss - before < 128 << 20
+    is_served(served)
+
+
+@pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n\r\n", bytes(1000), b"\xff" * 1000, GREETING[:20], GREETING * 9])
+def test_what_is_not_even_zmq_is_disconnected(served: Served, data: bytes) -> None:
+    for address in (served.link, served.pool):
+        host, port = address.removeprefix("tcp://").split(":")
+        with socket.create_connection((host, int(port)), timeout=60) as peer, contextlib.suppress(OSError):
+            peer.sendall(data)
+    is_served(served)
+
+
+def test_a_trainer_is_told_what_is_wrong_with_its_batch() -> None:
+    """Not with a struct.error, and not by waiting ten minutes for another answer."""
+    with zmq.Context.instance().socket(zmq.REP) as fake:
+        secret.demand(fake)
+        fake.setsockopt(zmq.LINGER, 0)
+        port = fake.bind_to_random_port("tcp://127.0.0.1")
+        parts = [msgspec.msgpack.encode(Answer("batch")), b"\x91" * 100_000]
+        thread = threading.Thread(target=lambda: (fake.recv(), fake.send_multipart(parts), fake.recv(), fake.send(b"")))
+        thread.start()
+        client = TrainerLink(f"tcp://127.0.0.1:{port}", timeout_s=10)
+        with pytest.raises(link.LinkError, match="the batch of step 1 is damaged"):
+            client.get_batch(1, 0, 1, timeout_s=60)
+        with pytest.raises(link.LinkError, match="with what is no answer"):
+            client.step_done(1, {})
+        client.close()
+        thread.join()

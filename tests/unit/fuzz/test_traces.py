@@ -1,0 +1,133 @@
+"""Traces as a broken or hostile environment leaves them: each costs its own rollout, with a reason."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from renderers import create_renderer
+from renderers.base import load_tokenizer
+
+from primeslurm.orchestrator.rollouts.extending import extending
+from primeslurm.orchestrator.rollouts.job_protocol import Job, RolloutFailed
+from primeslurm.orchestrator.rollouts.plausible import Plausible
+from primeslurm.orchestrator.rollouts.rendering import Rendering
+from primeslurm.orchestrator.rollouts.sequences import LONGEST_NAME, sequences
+from primeslurm.wire.rollouts import MOST_METRICS, Rollout
+from tests.support.conversations import Conversation, ScriptedEngine, answering, converse, sampled, write_tokenizer
+from tests.unit.fuzz.mutations import SCALAR, fuzzed
+from tests.unit.fuzz.test_messages import is_a_rollout, rollout
+
+JOB = Job("j", "g", "e", 0, 3, "r", "s")
+
+
+@pytest.fixture(scope="module")
+def conversation(tmp_path_factory: pytest.TempPathFactory) -> Conversation:
+    """One question, one answer."""
+    config = extending("qwen3", {})
+    model = write_tokenizer(tmp_path_factory.mktemp("qwen3"), config)
+    engine = ScriptedEngine([sampled(create_renderer(load_tokenizer(str(model)), config), answering(0))], routed=True)
+
+    async def talk() -> Conversation:
+        async with engine.serving():
+            return await converse(model, Rendering(config), engine, lambda turn, message: [])
+
+    return asyncio.run(talk())
+
+
+def trace(conversation: Conversation, **changes: Any) -> Any:
+    """Its trace with other fields, which are not looked at when an environment sets them."""
+    copy = conversation.trace.model_copy(deep=True)
+    for name, value in changes.items():
+        object.__setattr__(copy, name, value)
+    return copy
+
+
+class Scored:
+    """What an environment may put in place of a reward."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+BAD_REWARDS = [float("nan"), float("inf"), float("-inf"), 1e300]
+
+
+@pytest.mark.parametrize("reward", BAD_REWARDS)
+def test_a_reward_that_is_no_number_costs_its_rollout(conversation: Conversation, reward: float) -> None:
+    assert sequences(JOB, conversation.trace, conversation.completions, 1.0, True)
+    with pytest.raises(RolloutFailed, match="its reward is"):
+        sequences(JOB, trace(conversation, rewards={"x": Scored(reward)}), conversation.completions, 1.0, True)
+
+
+def test_metrics_that_are_no_numbers_are_left_out_and_too_many_cost_the_rollout(conversation: Conversation) -> None:
+    given_ = {"nan": float("nan"), "inf": float("inf"), "none": None, "good": 0.5, "x" * 9999: 1.0}
+    found = sequences(JOB, trace(conversation, metrics=given_), conversation.completions, 1.0, False)
+    assert found[0].info.metrics == {"good": 0.5, "x" * LONGEST_NAME: 1.0}
+    many = {str(i): 0.0 for i in range(MOST_METRICS + 1)}
+    with pytest.raises(RolloutFailed, match="it has 1001 metrics"):
+        sequences(JOB, trace(conversation, metrics=many), conversation.completions, 1.0, False)
+
+
+@fuzzed()
+@given(
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "rewards": st.dictionaries(st.just("x"), SCALAR.map(Scored)) | SCALAR,
+            "metrics": st.dictionaries(st.text(max_size=3), SCALAR, max_size=3) | SCALAR,
+        },
+    ),
+    st.lists(st.tuples(st.sampled_from(["token_ids", "mask", "logprobs", "routed_experts"]), SCALAR), max_size=2),
+    st.integers(0, 5),
+    st.booleans(),
+)
+def test_whatever_an_environment_leaves_is_a_rollout_or_an_error(
+    conversation: Conversation, changes: dict[str, Any], nodes: list[tuple[str, Any]], place: int, whole: bool
+) -> None:
+    found = trace(conversation, **changes)
+    for name, value in nodes:
+        node = found.nodes[place % len(found.nodes)]
+        old = getattr(node, name)
+        object.__setattr__(node, name, value if whole or old is None else [*list(old)[:-1], value])
+    try:
+        made = sequences(JOB, found, conversation.completions, 1.0, True)
+    except MemoryError:
+        raise
+    except Exception:  # as JobRunner has it: it is told with the job's result
+        return
+    for each in made:
+        is_a_rollout(Rollout.decode([bytes(part) for part in each.encode()]))
+
+
+def config(directory: Path, **more: Any) -> Plausible:
+    """A model of 3 layers."""
+    about = {"model_type": "qwen3_moe", "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 100}
+    about |= {"num_hidden_layers": 3, "intermediate_size": 64, "moe_intermediate_size": 32, "num_experts": 8}
+    (directory / "config.json").write_text(json.dumps({**about, "num_experts_per_tok": 2, **more}))
+    return Plausible(str(directory))
+
+
+def test_tokens_and_experts_that_the_model_has_not_cost_their_rollout(tmp_path: Path) -> None:
+    plausible, good = config(tmp_path), rollout()
+    unknown = np.full((6, 3, 2), 255, np.uint8)
+    known = np.tile(np.array([0, 7], np.uint8), (6, 3, 1))
+    assert plausible.checked(good) is good
+    for experts in (unknown, known, np.concatenate([known[:5], unknown[:1]])):
+        plausible.checked(replace(good, routed_experts=experts))
+    with pytest.raises(RolloutFailed, match="token 100 is not in the vocabulary, which has 100"):
+        plausible.checked(replace(good, token_ids=np.array([0, 1, 2, 3, 4, 100], np.int32)))
+    with pytest.raises(RolloutFailed, match="beyond the 8"):
+        plausible.checked(replace(good, routed_experts=np.where(known == 7, 8, known).astype(np.uint8)))
+    for shape in ((6, 2, 2), (6, 3, 3)):
+        with pytest.raises(RolloutFailed, match="but the model has 3 x 2"):
+            plausible.checked(replace(good, routed_experts=np.zeros(shape, np.uint8)))
+    assert Plausible(str(tmp_path / "nowhere")).checked(good) is good
+    assert config(tmp_path, num_attention_heads="x").checked(good) is good

@@ -1,0 +1,188 @@
+"""Whose fault it is that nodes are not fit, and from how many of them a job is kept away."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from primeslurm.node.head.blame import FILE_SYSTEM, Fault, whose_fault
+from primeslurm.node.head.fleet import NODE_START_S, Fleet, News
+from primeslurm.plan.model import HetGroup, Plan, Process
+from primeslurm.records.events.nodes import NodeLost
+from primeslurm.records.fleet import AgentReport, Ending, Fitness, Outcome
+from primeslurm.run.exclusion import excluded, record_excluded, spared
+from primeslurm.run.ledger import BadNode
+from tests.support.plans import plan_of, python
+
+FULL = "0.10 GiB free in the run directory /runs/x"
+
+
+def report(rank: int, *failed: str, file_system: str = "", checking: bool = False, time: float = 0.0) -> AgentReport:
+    fitness = Fitness.CHECKING if checking else Fitness.UNFIT if failed else Fitness.FIT
+    return AgentReport(
+        rank,
+        f"n{rank}",
+        f"10.0.0.{rank}",
+        time,
+        1,
+        fitness=fitness,
+        unfit_because="; ".join(failed),
+        failed=list(failed),
+        file_system=file_system,
+    )
+
+
+@pytest.mark.parametrize(
+    ("others", "fault"),
+    [
+        ((), Fault.NODE),
+        ((report(1),), Fault.NODE),
+        ((report(1, "model"),), Fault.ALIKE),
+        ((report(1, "model", "gpus"),), Fault.ALIKE),
+        ((report(1, "gpus"),), Fault.NODE),
+        ((report(1, "model"), report(2, checking=True)), Fault.OPEN),
+        ((report(1, checking=True), report(2)), Fault.NODE),
+        ((report(1, "model"), report(2, "model")), Fault.ALIKE),
+    ],
+)
+def test_what_all_nodes_of_a_kind_see_is_no_nodes_fault(others: tuple[AgentReport, ...], fault: Fault) -> None:
+    agents = {0: report(0, "model"), **{other.rank: other for other in others}}
+    assert whose_fault(0, agents, range(len(agents))) is fault
+
+
+def test_a_node_of_which_nothing_is_known_yet_keeps_the_verdict_open() -> None:
+    assert whose_fault(0, {0: report(0, "model")}, (0, 1)) is Fault.OPEN
+
+
+def test_a_full_file_system_is_nobodys_fault_whatever_others_see() -> None:
+    agents = {0: report(0, "space", file_system=FULL), 1: report(1)}
+    assert whose_fault(0, agents, (0, 1)) is Fault.FILE_SYSTEM
+
+
+def fleet_of(nodes: int, **options: int) -> Fleet:
+    work = [(Process(name=f"p{i}", role="engine", node=i, argv=python("pass"), log=f"{i}.log"),) for i in range(nodes)]
+    return Fleet(plan_of(Path("/runs/x"), *work, **options), started_at=0.0)
+
+
+def decide(fleet: Fleet, now: float, *reports: AgentReport) -> Ending | None:
+    for each in reports:
+        fleet.observe(each, now)
+    return fleet.decide(now)
+
+
+def test_a_run_waits_for_a_full_file_system_and_goes_on() -> None:
+    fleet = fleet_of(2)
+    waiting = [report(rank, file_system=FULL, checking=True) for rank in (0, 1)]
+    for now in range(0, int(3 * NODE_START_S), 60):
+        assert decide(fleet, now, *waiting) is None
+        assert fleet.waits_for == FULL
+    assert decide(fleet, 1000.0, report(0), report(1)) is None
+    assert fleet.waits_for == "" and fleet.assignment.generation == 1
+    assert not [item for item in fleet.news if item.blamed]
+
+
+def test_a_run_that_has_waited_for_too_long_blames_no_node() -> None:
+    fleet = fleet_of(3)
+    ending = decide(fleet, 1.0, *(report(rank, "space", file_system=FULL) for rank in range(3)))
+    assert ending is not None and (ending.outcome, ending.suspect) == (Outcome.FAILED, FILE_SYSTEM)
+    assert fleet.news == []
+
+
+def test_what_all_nodes_lack_ends_the_attempt_and_blames_none() -> None:
+    fleet = fleet_of(3)
+    assert decide(fleet, 1.0, report(0, "model")) is None, "the others have not been heard"
+    ending = decide(fleet, 2.0, report(1, "model"), report(2, "model"))
+    assert ending is not None and ending.suspect == "all nodes alike" and "all 3 of its kind" in ending.reason
+    assert fleet.news == []
+
+
+def test_a_node_that_alone_is_not_fit_is_blamed_as_ever() -> None:
+    fleet = fleet_of(2, spares=1)
+    assert decide(fleet, 1.0, report(0), report(1, "model"), report(2)) is None
+    assert fleet.news[0] == News(NodeLost("n1", 1, "model"), "n1")
+
+
+def bad(node: str, time: float) -> BadNode:
+    return BadNode(node, "silent", "other", 1, time, time + 1e6)
+
+
+def plan(*needed: tuple[str, int], nodelist: str | None = None, exclude: str | None = None) -> Plan:
+    groups = tuple(
+        HetGroup(index=i, name=str(i), nodes=n, spares=0, partition=p, gres=None, cpus_per_task=1, nodelist=nodelist)
+        for i, (p, n) in enumerate(needed)
+    )
+    made = plan_of(Path("/runs/x"), ())
+    return made.model_copy(update={"groups": groups, "job": made.job.model_copy(update={"exclude": exclude})})
+
+
+def up(*names: str) -> Mapping[str, bool]:
+    return dict.fromkeys(names, True)
+
+
+SIX = up(*(f"n{i}" for i in range(6)))
+BAD = [bad(f"n{i}", float(i)) for i in range(6)]
+
+
+def names(found: list[BadNode]) -> list[str]:
+    return [entry.node for entry in found]
+
+
+def test_a_job_is_kept_away_from_no_more_nodes_than_can_be_spared() -> None:
+    assert names(spared(plan(("gpu", 4)), BAD, {"gpu": SIX})) == ["n5", "n4"], "the newest entries count"
+    assert spared(plan(("gpu", 6)), BAD, {"gpu": SIX}) == []
+    assert spared(plan(("gpu", 9)), BAD, {"gpu": SIX}) == []
+
+
+def test_nodes_that_are_down_cost_nothing_and_nodes_that_were_asked_for_stay() -> None:
+    some = {**SIX, "n0": False, "n1": False}
+    assert names(spared(plan(("gpu", 3)), BAD, {"gpu": some})) == ["n5", "n1", "n0"]
+    assert names(spared(plan(("gpu", 1), nodelist="n[4-5]"), BAD, {"gpu": SIX})) == ["n3", "n2", "n1", "n0"]
+    assert names(spared(plan(("gpu", 4), exclude="n5"), BAD, {"gpu": SIX})) == ["n5", "n4"]
+    assert names(spared(plan(("gpu", 1)), [bad("elsewhere", 1.0)], {"gpu": SIX})) == []
+
+
+def test_partitions_that_share_nodes_are_seen_together() -> None:
+    partitions = {"a": up("n0", "n1", "n2"), "b": up("n1", "n2", "n3")}
+    assert names(spared(plan(("a", 2), ("b", 2)), BAD[:4], partitions)) == []
+    assert names(spared(plan(("a", 2), ("b", 1)), BAD[:4], partitions)) == ["n3"]
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from("abc"), st.dictionaries(st.sampled_from([f"n{i}" for i in range(8)]), st.booleans())
+    ),
+    st.lists(st.tuples(st.sampled_from("abc"), st.integers(1, 4)), min_size=1, max_size=3),
+    st.sets(st.integers(0, 7)),
+)
+def test_exclusion_never_makes_a_job_impossible(
+    partitions: dict[str, dict[str, bool]], needed: list[tuple[str, int]], failed: set[int]
+) -> None:
+    """A job that finds nodes without exclusions finds them with them."""
+
+    def fits(gone: set[str]) -> bool:
+        slots = [p for p, n in needed for _ in range(n)]
+        taken: dict[str, int] = {}
+
+        def place(slot: int, tried: set[str]) -> bool:
+            for node, works in partitions.get(slots[slot], {}).items():
+                if works and node not in gone and node not in tried:
+                    tried.add(node)
+                    if node not in taken or place(taken[node], tried):
+                        taken[node] = slot
+                        return True
+            return False
+
+        return all(place(slot, set()) for slot in range(len(slots)))
+
+    found = spared(plan(*needed), [bad(f"n{i}", float(i)) for i in failed], partitions)
+    assert fits({entry.node for entry in found}) or not fits(set())
+
+
+def test_what_a_job_is_kept_away_from_is_on_record(tmp_path: Path) -> None:
+    assert excluded(tmp_path) == []
+    record_excluded(tmp_path, BAD[:2])
+    assert excluded(tmp_path) == BAD[:2]

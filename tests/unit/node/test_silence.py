@@ -1,0 +1,204 @@
+"""Who counts as silent: not who is held up by a machine, a debugger or a neighbour. Clocks are set by hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from primeslurm.node.agent.health_probe import Probe
+from primeslurm.node.agent.silence import LATE_S, Silence
+from primeslurm.node.agent.vitals import Vitals
+from primeslurm.node.head.hangs import standstill
+from primeslurm.node.host.process_condition import Condition
+from primeslurm.plan.model import Beats, Process
+from primeslurm.records.beats import BeatPage, Pulse
+from primeslurm.records.fleet import BeatReport
+
+TICK_S = 0.25
+LIMIT_S = 30.0
+NOTHING = Condition()
+SPANS = st.lists(st.floats(0.0, 5000.0), min_size=1, max_size=30)
+
+
+@dataclass
+class Node:
+    """A process that beats each second while it runs, and an agent that looks four times a second while it does."""
+
+    now: float = 1000.0
+    beaten_at: float = 1000.0
+    waited_s: float = 0.0
+    condition: Condition = NOTHING
+    vitals: Vitals = field(init=False)
+    page: BeatPage = field(default_factory=lambda: BeatPage("p"))
+
+    def __post_init__(self) -> None:
+        self.vitals = Vitals(lambda pid: self.condition._replace(waited_s=self.waited_s))
+        beats = Beats(start_timeout_s=60, hang_timeout_s=int(LIMIT_S))
+        options = {"name": "p", "role": "environment", "node": 0, "argv": ("p",), "log": "l", "beats": beats}
+        self.vitals.started(Process.model_validate(options), 1, self.page, None)
+        self.pulse = Pulse(self.page._page)
+        self.pulse.enter("loop")
+
+    def run(self, seconds: float, *, process: bool = True, agent: bool = True, starved: float = 0.0) -> None:
+        """Time passes, for one of them, both or neither; `starved`: share of it that the process wants a CPU and has
+        none."""
+        end = self.now + seconds
+        while self.now < end:
+            step = min(TICK_S, end - self.now)
+            self.now += step
+            self.waited_s += step * starved
+            if process and self.now - self.beaten_at >= 1.0:
+                self.beaten_at = self.now
+                self.pulse.beat()
+            if agent:
+                self.vitals.look(self.now)
+
+    @property
+    def hangs(self) -> bool:
+        return self.vitals.of("p").hangs
+
+
+@given(spans=SPANS)
+def test_time_in_which_all_stood_still_makes_nobody_silent(spans: list[float]) -> None:
+    """A suspended job, a machine that swaps: however long and often, the agent looks again before the process beats."""
+    silence, now = Silence(), 0.0
+    for beats, span in enumerate(spans):
+        for _ in range(8):
+            now += TICK_S
+            assert silence.look(now, beats) <= 2 * LATE_S + 8 * TICK_S
+        now += span
+        assert silence.look(now, beats) <= 2 * LATE_S + 8 * TICK_S
+        assert silence.look(now, beats + 1) == 0.0
+
+
+@given(spans=SPANS, excused=st.floats(0.0, 1e6))
+def test_silence_never_exceeds_the_time_that_was_looked_at(spans: list[float], excused: float) -> None:
+    silence, now, looked = Silence(), 0.0, 0.0
+    silence.look(now, 1)
+    for span in spans:
+        now += span
+        looked += min(span, LATE_S)
+        assert silence.look(now, 1, excused) <= looked + 1e-6
+    assert excused < LATE_S or silence.seconds == 0.0
+
+
+@given(jumps=st.lists(st.floats(-1e6, 1e6), max_size=20))
+def test_a_clock_that_is_set_makes_nobody_silent(jumps: list[float]) -> None:
+    silence = Silence()
+    for beats, jump in enumerate(jumps):
+        assert silence.look(jump, beats) == 0.0
+        assert silence.look(jump * 2 - 7, beats) <= LATE_S
+
+
+def test_a_process_that_stops_beating_hangs_after_its_limit() -> None:
+    node = Node()
+    node.run(LIMIT_S - 1, process=False)
+    assert not node.hangs
+    node.run(2, process=False)
+    assert node.hangs and "silent for 31 s, phase loop" in node.vitals.of("p").report().words
+    node.run(3)
+    assert not node.hangs and node.vitals.of("p").silent_s < 2
+
+
+def test_a_phase_may_take_as_long_as_it_said() -> None:
+    node = Node()
+    node.pulse.enter("load", limit_s=7200.0)
+    node.run(7000, process=False)
+    assert not node.hangs
+    node.pulse.enter("train", step=3)
+    node.run(LIMIT_S + 1, process=False)
+    assert node.hangs and node.vitals.of("p").report().words == "silent for 31 s, phase train of step 3"
+
+
+@pytest.mark.parametrize("condition", [Condition(held=True), Condition()])
+def test_a_debugger_a_disk_or_a_lack_of_cpus_is_no_hang(condition: Condition) -> None:
+    """On a machine with far more processes than CPUs one of them may have no turn for minutes."""
+    node = Node(condition=condition)
+    node.run(600, process=False, starved=0.0 if condition.held else 1.0)
+    assert not node.hangs
+    node.condition = Condition()
+    node.run(LIMIT_S + 1, process=False)
+    assert node.hangs, "the same silence without an excuse"
+
+
+def test_a_busy_loop_on_a_starved_machine_is_found_by_the_time_that_it_had() -> None:
+    node = Node()
+    node.run(2 * LIMIT_S - 4, process=False, starved=0.5)
+    assert not node.hangs
+    node.run(10, process=False, starved=0.5)
+    assert node.hangs
+
+
+def test_an_agent_that_was_stopped_blames_nobody() -> None:
+    node = Node()
+    for _ in range(5):
+        node.run(3600, process=False, agent=False)
+        node.run(1)
+        assert not node.hangs
+
+
+def test_a_server_is_silent_by_the_same_rules() -> None:
+    """An agent that was stopped for an hour has had no answers for an hour."""
+    vitals, probe = Vitals(lambda pid: Condition()), Probe.__new__(Probe)
+    probe.answers = 1
+    health = {"port": "http", "hang_timeout_s": 20}
+    options = {"name": "e", "role": "engine", "node": 0, "argv": ("e",), "log": "l", "health": health}
+    vitals.started(Process.model_validate(options), 1, None, probe)
+    vitals.look(0.0)
+    assert vitals.of("e").report().words == "silent for 0 s"
+    vitals.look(3600.0)
+    assert not vitals.of("e").hangs
+    for second in range(3601, 3620):
+        vitals.look(float(second))
+    assert vitals.of("e").hangs
+
+
+def beat(silent_s: float, collectives: int, limit_s: float = 300.0, phase: str = "forward_backward") -> BeatReport:
+    return BeatReport(phase, 7, 5, collectives, silent_s, limit_s)
+
+
+def test_the_rank_that_has_begun_fewer_collectives_is_the_one_that_the_others_wait_for() -> None:
+    beats = {f"trainer-rank-{i}": beat(30.0 + i, 41 if i == 2 else 42) for i in range(4)}
+    found = standstill(beats)
+    assert found is not None and found.behind == ("trainer-rank-2",) and found.waiting == 3 and not found.hangs
+    assert found.event().phase == "forward_backward" and found.event().step == 7
+    hung = standstill({name: each for name, each in beats.items() if name != "trainer-rank-2"} | {"r": beat(301, 41)})
+    assert hung is not None and hung.hangs
+    assert hung.reason == "hangs: silent for 301 s, phase forward_backward of step 7; 3 ranks wait for it"
+
+
+def test_nobody_is_named_while_any_rank_goes_on() -> None:
+    """Rank 0 asks for a batch all the time, while the others wait for its word."""
+    assert standstill({"a": beat(0.5, 41), "b": beat(900, 42), "c": beat(900, 42)}) is None
+    assert standstill({"a": beat(20, 41), "b": beat(20, 42)}) is None, "a micro batch may take so long"
+    assert standstill({}) is None
+
+
+def test_ranks_that_are_all_at_the_same_collective_wait_for_the_network_or_a_gpu() -> None:
+    found = standstill({"a": beat(500, 42), "b": beat(400, 42)})
+    assert found is not None and found.behind == ("a", "b") and found.waiting == 0 and found.hangs
+    assert "none is behind" in found.reason
+    starved = standstill({"a": beat(500, 42), "b": beat(40, 42)})
+    assert starved is not None and not starved.hangs, "one of them has not been silent for long"
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from("abcdefgh"), st.tuples(st.floats(0, 1e4), st.integers(0, 9), st.floats(1, 1e4)), min_size=1
+    )
+)
+def test_who_hangs_has_been_silent_for_longer_than_its_phase_may_take(
+    ranks: dict[str, tuple[float, int, float]],
+) -> None:
+    beats = {name: beat(silent, at, limit) for name, (silent, at, limit) in ranks.items()}
+    found = standstill(beats)
+    if found is None:
+        return
+    fewest = min(each.collectives for each in beats.values())
+    assert {name for name, each in beats.items() if each.collectives == fewest} == set(found.behind)
+    assert not found.hangs or all(
+        beats[name].silent_s >= found.beat.silent_s > found.beat.limit_s for name in found.behind
+    )

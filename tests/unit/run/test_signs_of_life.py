@@ -1,0 +1,268 @@
+"""What `status` and `doctor` say while head or agents do not write: how old it is, who is unknown, and why."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from primeslurm.files import write_atomic, write_json
+from primeslurm.plan.model import Process
+from primeslurm.records.attempt import EndRecord, JobRecord
+from primeslurm.records.fleet import AgentReport, AssignedAgent, AssignmentRecord, FleetView, ProcessReport
+from primeslurm.run.diagnosis.doctor import Diagnosis, diagnose
+from primeslurm.run.directory import RunDirectory
+from primeslurm.run.status import file_system
+from primeslurm.run.status.run_status import NO_ANSWER, RunStatus, read_status
+from primeslurm.run.status.signs_of_life import silent_writers, state_by_agent
+from tests.support.plans import plan_of, python
+
+ENGINE, TRAINER = "decode-r0-0", "trainer-rank-0"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    """Of two nodes: the head's with a trainer, and one with an engine; all healthy when the head wrote last."""
+    processes = [
+        Process(name=name, role=role, node=node, argv=python("pass"), log=f"{name}.log")  # type: ignore[arg-type]
+        for node, (name, role) in enumerate([(TRAINER, "trainer"), (ENGINE, "decode")])
+    ]
+    directory = RunDirectory(tmp_path / "r")
+    attempt = directory.attempt(1)
+    attempt.prepare(plan_of(directory.path, *[(process,) for process in processes]))
+    attempt.record_job(JobRecord("7", "slurm", time.time()))
+    write_json(directory.path / "lock.json", {"run_id": "r-1", "created_at": time.time()})
+    write_json(directory.path / "recipe.resolved.json", {"max_steps": 9})
+    assignment = AssignmentRecord(1, {0: AssignedAgent(0, "n1"), 1: AssignedAgent(1, "n2")})
+    write_json(attempt.roster_file, msgspec.to_builtins(assignment))
+    return directory
+
+
+def wrote(path: Path, record: msgspec.Struct, ago: float, skew: float = 0.0) -> None:
+    """A record of so many seconds ago, by a writer whose clock is ahead by `skew`."""
+    at = time.time() - ago
+    write_json(path, msgspec.to_builtins(msgspec.structs.replace(record, time=at + skew)))  # type: ignore[type-var]
+    os.utime(path, (at, at))
+
+
+def head(run: RunDirectory, ago: float, skew: float = 0.0) -> None:
+    wrote(run.attempt(1).fleet_file, FleetView(0.0, states={TRAINER: "HEALTHY", ENGINE: "HEALTHY"}), ago, skew)
+
+
+def agent(run: RunDirectory, rank: int, ago: float, state: str = "ready", skew: float = 0.0) -> None:
+    name = (TRAINER, ENGINE)[rank]
+    processes = {name: ProcessReport(state, pid=40 + rank, healthy=True)}
+    report = AgentReport(rank, f"n{rank + 1}", "10.0.0.1", 0.0, agent_pid=1, node=rank, processes=processes)
+    wrote(run.attempt(1).agent_file(rank), report, ago, skew)
+
+
+def status(
+    run: RunDirectory, job: str | None = "RUNNING", look_s: float = 0.0, *, words: tuple[str, ...] = ()
+) -> RunStatus:
+    return read_status(run, lambda _: job, why_silent=lambda *_: list(words), processes=True, second_look_s=look_s)
+
+
+def diagnosis(run: RunDirectory, job: str | None = "RUNNING") -> Diagnosis:
+    return diagnose(
+        run, run.attempt(1), lambda _: job, why_silent=lambda *_: ["Slurm says that n1 is down"], second_look_s=0.0
+    )
+
+
+def states(found: RunStatus) -> dict[str, str]:
+    return {process.name: process.state for process in found.processes}
+
+
+def test_a_head_that_is_silent_for_seconds_is_told_with_its_age(run: RunDirectory) -> None:
+    head(run, 12)
+    agent(run, 0, 12)
+    agent(run, 1, 1)
+    found = status(run, words=("Slurm says that n1 is down",))
+    assert (found.phase, found.reason) == ("silent", "head silent, but the job is RUNNING")
+    assert found.silence is not None
+    assert found.silence.text == "the head (on n1) has not written for 12 s; what follows is from then"
+    assert (found.silence.agents, found.silence.silent_agents) == (2, 1)
+    assert found.silence.causes == [
+        "all other agents write (1): the head's process or node is gone or stopped",
+        "Slurm says that n1 is down",
+    ]
+    assert states(found) == {TRAINER: "UNKNOWN", ENGINE: "HEALTHY"}
+    (unknown,) = found.unhealthy
+    assert unknown.since == pytest.approx(time.time() - 12, abs=5)
+    assert msgspec.to_builtins(found)["silence"]["seconds"] == pytest.approx(12, abs=5)
+
+
+def test_what_agents_saw_since_then_is_told(run: RunDirectory) -> None:
+    head(run, 20)
+    agent(run, 0, 1)
+    agent(run, 1, 1, state="backoff")
+    found = status(run)
+    assert states(found) == {TRAINER: "HEALTHY", ENGINE: "RESTARTING"}
+    assert found.silence is not None
+    assert found.silence.causes == ["all 2 agents write: the head alone stands still"]
+
+
+@pytest.mark.parametrize("skew", [-3600.0, -40.0, 5.0, 40.0, 3600.0])
+def test_a_head_whose_clock_is_wrong_is_alive_while_it_writes(run: RunDirectory, skew: float) -> None:
+    head(run, 0, skew)
+    stop = threading.Event()
+
+    def write() -> None:
+        while not stop.wait(0.1):
+            head(run, 0, skew)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        assert status(run, look_s=60).phase == "running"
+    finally:
+        stop.set()
+        writer.join()
+
+
+@pytest.mark.parametrize("skew", [5.0, 40.0, 3600.0])
+def test_a_head_from_the_future_that_writes_no_more_is_not_alive(run: RunDirectory, skew: float) -> None:
+    head(run, 12, skew)
+    found = status(run)
+    assert found.phase == "silent" and found.silence is not None
+    assert found.silence.seconds == pytest.approx(12, abs=5), "by the clock of the file system"
+    assert any("clocks differ" in cause for cause in found.silence.causes) == (skew > 14)
+
+
+@pytest.mark.parametrize(("text", "word"), [(b"", "empty"), (b'{"time": 17', "damaged")])
+def test_an_unreadable_word_of_the_head_is_no_sign_of_life(run: RunDirectory, text: bytes, word: str) -> None:
+    write_atomic(run.attempt(1).fleet_file, text)
+    agent(run, 0, 1)
+    write_atomic(run.attempt(1).agent_file(1), text)
+    found = status(run)
+    assert found.phase == "silent" and found.silence is not None
+    assert f"{run.attempt(1).fleet_file} is {word}" in found.silence.causes
+    assert states(found) == {TRAINER: "HEALTHY", ENGINE: "UNKNOWN"}
+    assert diagnosis(run).outcome == "silent"
+
+
+def test_agents_alike_point_to_what_they_share(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    head(run, 15)
+    agent(run, 0, 15)
+    agent(run, 1, 15)
+
+    class ReadOnly:
+        f_flag, f_blocks, f_bavail, f_files, f_favail = os.ST_RDONLY, 10, 0, 10, 0
+
+    monkeypatch.setattr(file_system.os, "statvfs", lambda path: ReadOnly())
+    found = status(run)
+    assert found.silence is not None and states(found) == {TRAINER: "UNKNOWN", ENGINE: "UNKNOWN"}
+    place = run.attempt(1).path
+    assert found.silence.causes == [
+        f"the file system of {place} is read-only, as this machine sees it",
+        f"the file system of {place} is full",
+        f"the file system of {place} has no room for another file (inodes)",
+        "none of the 2 agents writes either: their file system, their nodes, or all were stopped",
+    ]
+
+
+def test_a_directory_that_its_owner_may_not_write_is_named(run: RunDirectory) -> None:
+    events = run.attempt(1).path / "events"
+    events.chmod(0o500)
+    try:
+        assert file_system.file_system_faults(run.attempt(1).path) == [f"their owner may not write to {events} (0500)"]
+    finally:
+        events.chmod(0o700)
+    assert file_system.file_system_faults(run.attempt(1).path) == []
+
+
+@pytest.mark.parametrize(
+    ("job", "phase"),
+    [
+        ("SUSPENDED", "silent"),
+        (NO_ANSWER, "silent"),
+        (None, "lost"),
+        ("NODE_FAIL", "failed"),
+        ("PENDING (x)", "pending"),
+    ],
+)
+def test_slurm_is_asked_what_became_of_a_silent_heads_job(run: RunDirectory, job: str | None, phase: str) -> None:
+    head(run, 15)
+    assert status(run, job).phase == phase
+
+
+def test_slurm_that_does_not_answer_makes_no_run_lost(run: RunDirectory) -> None:
+    head(run, 1)
+    assert (status(run, NO_ANSWER).phase, diagnosis(run, NO_ANSWER).outcome) == ("running", "running")
+    assert diagnosis(run, NO_ANSWER).well
+    head(run, 30)
+    assert status(run, NO_ANSWER).reason == "the head is silent, and Slurm does not answer"
+
+
+def test_the_doctor_names_the_silence_and_its_cause(run: RunDirectory) -> None:
+    head(run, 23)
+    agent(run, 0, 23)
+    agent(run, 1, 1)
+    found = diagnosis(run)
+    assert not found.well and found.first is not None
+    assert found.outcome == "silent" and found.reason.startswith("the head (on n1) has not written for 2")
+    assert found.first.failure.component == "head" and found.first.failure.time > 1e9
+    assert "Slurm says that n1 is down" in [cause.cause for cause in found.first.causes]
+
+
+def test_the_doctor_names_an_agent_that_the_head_has_not_given_up_yet(run: RunDirectory) -> None:
+    head(run, 0)
+    agent(run, 0, 0)
+    agent(run, 1, 15)
+    found = diagnosis(run)
+    assert found.outcome == "running" and found.first is not None
+    assert (found.first.failure.component, found.first.failure.node) == ("node n2", "n2")
+    assert "has not written for 1" in found.first.failure.how
+
+
+def test_of_an_attempt_that_ended_without_its_head_nothing_is_healthy(run: RunDirectory) -> None:
+    head(run, 100)
+    run.attempt(1).record_end(
+        EndRecord("failed", "the head has been silent for 40 s", "head", 4, True, "", time.time())
+    )
+    found = status(run, "PENDING (Resources)")
+    assert found.phase == "requeued" and found.roles == {"trainer": {"UNKNOWN": 1}, "decode": {"UNKNOWN": 1}}
+
+
+def test_a_failure_that_nobody_dated_is_of_no_year(run: RunDirectory) -> None:
+    write_json(run.attempt(1).path / "job.json", {"job_id": "7", "executor": "slurm", "submitted_at": 1.79e9})
+    found = diagnosis(run, "NODE_FAIL")
+    assert found.first is not None and found.first.failure.time == 1.79e9
+
+
+def test_files_that_are_replaced_are_alive(tmp_path: Path, replacing: Callable[[Path], None]) -> None:
+    old, live = tmp_path / "old", tmp_path / "live"
+    for path in (old, live):
+        path.write_text("1")
+        os.utime(path, (1e9, 1e9))
+    replacing(live)
+    assert silent_writers({old: 1e9, live: 1e9}, time.time(), 1.0) == {old: 1e9}
+
+
+@pytest.fixture
+def replacing() -> Callable[[Path], None]:
+    def start(path: Path) -> None:
+        timer = threading.Timer(0.3, lambda: path.write_text("22"))
+        timer.start()
+
+    return start
+
+
+@pytest.mark.parametrize(
+    ("last", "own", "state"),
+    [
+        ("STALE", "ready", "STALE"),
+        ("LOADING", "ready", "HEALTHY"),
+        ("HEALTHY", "loading", "LOADING"),
+        ("HEALTHY", "fallen", "RESTARTING"),
+        ("HEALTHY", "failed", "DEAD"),
+        ("HEALTHY", "stopped", "DONE"),
+        ("STARTING", None, "STARTING"),
+    ],
+)
+def test_a_process_is_what_its_agent_says(last: str, own: str | None, state: str) -> None:
+    assert state_by_agent(last, own) == state
