@@ -5,10 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from primeslurm.orchestrator.algorithms import Grpo
+from primeslurm.orchestrator.batching.batches import Batches
 from primeslurm.orchestrator.dispatch import Dispatcher, Limits
 from primeslurm.orchestrator.dispatch.durations import Durations
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Job
+from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.staleness import Staleness
 from tests.unit.orchestrator.test_dispatch import rollout, run_all
 
@@ -192,3 +195,17 @@ def test_a_cold_start_fills_the_engines_and_a_slow_trainer_gets_no_queue() -> No
                     made.add_ready(done)
         run_all(made)
     assert made.ready_rollouts == 16 and not made.open, "what was begun before anything was known, and no more"
+
+
+@pytest.mark.parametrize(("rule", "trained"), [("mask", 1), ("carry", 1), ("drop", 4)])
+def test_a_batch_trains_no_token_that_is_too_old(rule: str, trained: int) -> None:
+    fields = {"batch_size": 4, "group_size": 4, "max_off_policy_steps": 1, "staleness": {"rule": rule}}
+    recipe = Recipe.model_validate(
+        {"name": "t", "seq_len": 8, "model": {"path": "m"}, "environments": [{"id": "a"}], "orchestrator": fields}
+    )
+    jobs = [Job(f"a-00000000/{n}-i", "a-00000000", "a", 0, 0, "r0", "s") for n in range(4)]
+    rollouts = tuple(rollout(job, version) for job, version in zip(jobs, [0, 3, 3, 4], strict=True))
+    batches = Batches(recipe, Grpo())
+    batches.add(6, [RolloutGroup("a-00000000", "a", 0, 4, rollouts)])
+    batch = batches.get(6, 0, 1)
+    assert batch is not None and batch.info.loss_tokens == trained, "of two tokens each, of which the first has no loss"
