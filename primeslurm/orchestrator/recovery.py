@@ -48,10 +48,11 @@ def recover(
     _recover_batches(checkpoints.newest(arguments.run_dir) or 0, progress, groups, ready, spool, batches)
     for name, group in groups.items():
         add = dispatch.add_ready if name in ready else dispatch.add_unscored
-        if group.newest_version > progress.newest_version or not add(group):
+        undone = group.newest_version > progress.newest_version
+        if not undone:
+            curricula.learn(group)  # also of one that has become too old
+        if undone or not add(group):
             spool.delete([name])
-        else:
-            curricula.learn(group)
     return dispatch
 
 
@@ -66,6 +67,7 @@ def limits(recipe: Recipe) -> Limits:
         max_steps=recipe.max_steps,
         ratios={environment.label: environment.ratio for environment in recipe.environments},
         oversampling=options.oversampling,
+        staleness=options.staleness,
     )
 
 

@@ -312,6 +312,7 @@ class Orchestrator:
         except OSError as error:
             log.warning("metrics of step %d are lost: %s", request.step, error)
         self._progress.note(done_step=request.step)
+        self._dispatch.step_done()
         self._watch.step_done(request.step, row)
 
     def _save(self, directory: Path) -> None:
@@ -343,8 +344,11 @@ class Orchestrator:
             return
         self._watch.rollout_finished(outcome)
         group = self._dispatch.finished(job, outcome)
-        if group is None:
-            return
+        self._cancelled += self._dispatch.take_surplus()
+        if group is not None:
+            self._on_complete(group)
+
+    def _on_complete(self, group: RolloutGroup) -> None:
         kept = self._admission.decide(penalised(group, self._environments[group.environment]))
         if isinstance(kept, str):
             self._dispatch.rejected(group, kept)
@@ -403,11 +407,13 @@ class Orchestrator:
         self._notifying = asyncio.create_task(notify())
 
     def _sweep(self, step: int) -> None:
-        stale, cancelled = self._dispatch.sweep(step)
-        self._spool.delete(group.id for group in stale)
+        swept = self._dispatch.sweep(step)
+        self._spool.delete(group.id for group in swept.stale)
         if self._scoring is not None:
-            self._scoring.drop(stale)
-        self._cancelled += cancelled
+            self._scoring.drop(swept.stale)
+        self._cancelled += swept.cancelled
+        for group in swept.early:
+            self._on_complete(group)
 
     async def _before_update(self, version: int) -> None:
         """Rollouts that become too old are dropped before engines are paused: none of them costs an update time."""

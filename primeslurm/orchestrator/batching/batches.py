@@ -67,7 +67,11 @@ class Batches:
     def _pack(self, step: int, ranks: int) -> list[Batch]:
         seq_len, max_steps = self._recipe.seq_len, self._recipe.max_steps
         algorithm = self._algorithm.recalling(self._memory[step])
-        docs = documents(self._groups[step], seq_len, step - 1, algorithm, self._temperatures, self._average)
+        groups = self._groups[step]
+        if self._recipe.orchestrator.staleness.counts_tokens:
+            oldest = step - 1 - self._recipe.orchestrator.max_off_policy_steps
+            groups = [group.without_older(oldest) for group in groups]
+        docs = documents(groups, seq_len, step - 1, algorithm, self._temperatures, self._average)
         total = loss_tokens(docs)
         rows = pack(docs, seq_len, ranks, self._recipe.orchestrator.sampling.temperature)
         has_images = any(doc.images for doc in docs)

@@ -1,44 +1,31 @@
 """Which rollout runs next, under which policy version, and which are too old: a pure state machine.
 
-Rollouts are dispatched in groups. A group pins its replica and its policy version when it opens. Its staleness counts
-from there: step s takes only groups opened at versions >= s-1-max_off_policy_steps. The gate keeps groups from being
-opened that would become too old: a new group is expected in the batch that the groups before it leave room in.
+Places are rollouts: when one ends, the next begins, whatever the group that it is of waits for. A group pins its
+replica and its policy version when it opens. Its staleness counts from there: step s takes only groups opened at
+versions >= s-1-max_off_policy_steps. Two bounds keep groups from being opened: what waits for the trainer, or will
+after its next step (`work_ahead`); and what would become too old: a new group is expected in the batch that the groups
+before it leave room in. What gets too old nevertheless ends as `Limits.staleness` says.
 
 Every dispatched job ends in exactly one of the counters finished, failed, cancelled, lost, or is in flight.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import count
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from primeslurm.orchestrator.dispatch.limits import Limits, choose
+from primeslurm.orchestrator.dispatch.open_groups import OpenGroup, group_id
+from primeslurm.orchestrator.dispatch.work_ahead import WorkAhead
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.wire.rollouts import Rollout
 
 MAX_TRIES = 3
 """Failures of one rollout after which its group is given up. Lost jobs (their worker died) do not count."""
-
-
-@dataclass
-class OpenGroup:
-    """A group that is not complete."""
-
-    id: str
-    environment: str
-    example: int
-    version: int
-    router: str
-    to_dispatch: list[int]
-    """Indices of rollouts that no job runs now."""
-    task: int | None
-    """Index in the taskset, where a curriculum has drawn it; None: what the stream has at `example`."""
-    done: dict[int, tuple[Rollout, ...]] = field(default_factory=dict)
-    tries: Counter[int] = field(default_factory=Counter)
 
 
 class Draws(Protocol):
@@ -65,6 +52,17 @@ class _InOrder:
         return None
 
 
+class Swept(NamedTuple):
+    """What a sweep has found."""
+
+    stale: list[RolloutGroup]
+    """Complete groups that were dropped."""
+    cancelled: list[str]
+    """Jobs to cancel."""
+    early: list[RolloutGroup]
+    """Groups that are complete with fewer rollouts than others, as this batch is their last chance."""
+
+
 class Dispatcher:
     """See the module docstring.
 
@@ -76,6 +74,7 @@ class Dispatcher:
         taken: ids of groups that exist already (finished or trained) and must not be opened again.
         draws: of the tasks that groups are of; each environment's own order without it.
         drawn: tasks of the unfinished groups, by group id, as `drawn` was before a restart.
+        clock: tells the time [s].
     """
 
     def __init__(
@@ -90,6 +89,7 @@ class Dispatcher:
         taken: Collection[str] = (),
         draws: Draws | None = None,
         drawn: Mapping[str, int] | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.limits = limits
         self.step = step
@@ -107,7 +107,10 @@ class Dispatcher:
         self._taken = set(taken)
         self._draws: Draws = draws or _InOrder()
         self._drawn = dict(drawn or {})
-        self._jobs: dict[str, tuple[str, int]] = {}
+        self._jobs: dict[str, str] = {}
+        """Group by job."""
+        self._ahead = WorkAhead(limits.ratios, clock)
+        self._surplus: list[str] = []
         self._serial = count()
 
     @property
@@ -123,7 +126,8 @@ class Dispatcher:
     @property
     def unfinished(self) -> list[tuple[str, int]]:
         """Return the positions before the cursors whose groups are not finished."""
-        return [*((group.environment, group.example) for group in self.open.values()), *self._unfinished]
+        first = [group for group in self.open.values() if not group.part]  # of an example with a later one, one is done
+        return [*((group.environment, group.example) for group in first), *self._unfinished]
 
     @property
     def drawn(self) -> dict[str, int]:
@@ -169,14 +173,23 @@ class Dispatcher:
         Raises:
             KeyError: the job is not in flight.
         """
-        group, index = self._end(job, "finished")
+        group, index = self._end(job, "finished", whole=True)
         group.done[index] = rollout
-        size = self.limits.group_sizes[group.environment]
-        if len(group.done) < size:
+        if len(group.done) < group.size:
             return None
-        del self.open[group.id]
-        rollouts = tuple(group.done[i] for i in range(size))
-        return RolloutGroup(group.id, group.environment, group.example, group.version, rollouts, task=group.task)
+        if self.limits.staleness.surplus == "carry" and group.jobs:
+            self._carry(group)
+        self._surplus += self._close(group)
+        return group.complete()
+
+    def take_surplus(self) -> list[str]:
+        """Return jobs of groups that were completed without them: they are to be cancelled."""
+        surplus, self._surplus = self._surplus, []
+        return surplus
+
+    def step_done(self) -> None:
+        """Note that the trainer is done with the batch that was cut last."""
+        self._ahead.step_done()
 
     def failed(self, job: str) -> list[str]:
         """Try the rollout of a failed job again, or give up its group.
@@ -206,7 +219,7 @@ class Dispatcher:
         moved = {group.id for group in self.open.values() if group.router == router}
         for name in sorted(moved):
             self.open[name].router = self._least_loaded()
-        jobs = [job for job, (owner, _) in self._jobs.items() if owner in moved]
+        jobs = [job for name in sorted(moved) for job in self.open[name].jobs]
         for job in jobs:
             self.lost(job)
         return jobs
@@ -249,22 +262,26 @@ class Dispatcher:
         """
         return self.unscored.pop(group.id, None) is not None and self.add_ready(group)
 
-    def sweep(self, step: int) -> tuple[list[RolloutGroup], list[str]]:
-        """Drop what is too old for `step`.
-
-        Returns:
-            The complete groups that were dropped, and the jobs to cancel.
-        """
+    def sweep(self, step: int) -> Swept:
+        """Give up what is too old for `step`, as the rule says."""
         oldest = self.limits.oldest_version(step)
-        stale = [group for group in (*self.ready, *self.unscored.values()) if group.opened_version < oldest]
-        self.ready = [group for group in self.ready if group.opened_version >= oldest]
+        stale = [group for group in (*self.ready, *self.unscored.values()) if self._age_of(group) < oldest]
         for group in stale:
             self.unscored.pop(group.id, None)
             self._count_stale(len(group.rollouts))
-        cancelled = []
-        for open_group in [g for g in self.open.values() if g.version < oldest]:
-            cancelled += self._drop(open_group, "stale")
-        return stale, cancelled
+            self._come_again(group.id, group.environment, group.example, group.task)
+        self.ready = [group for group in self.ready if self._age_of(group) >= oldest]
+        if self.limits.staleness.rule == "mask":
+            return Swept(stale, [], [])
+        cancelled: list[str] = []
+        for old in [group for group in self.open.values() if group.version < oldest]:
+            if self.limits.staleness.rule == "carry":
+                old.version = self.version
+            else:
+                cancelled += self._drop(old, "stale")
+                self._come_again(old.id, old.environment, old.example, old.task)
+        early, more = self._last_chance(oldest) if self.limits.staleness.rule in ("partial", "carry") else ([], [])
+        return Swept(stale, cancelled + more, early)
 
     def cut(self) -> list[RolloutGroup] | None:
         """Take the groups of the next step's batch, oldest first. Sweep before.
@@ -283,6 +300,7 @@ class Dispatcher:
         for index in reversed(chosen):
             del self.ready[index]
         self.step += 1
+        self._ahead.batch_given()
         return batch
 
     def uncut(self, groups: Sequence[RolloutGroup]) -> None:
@@ -290,15 +308,65 @@ class Dispatcher:
         self.step -= 1
         self.ready[:0] = groups
 
+    def _last_chance(self, oldest: int) -> tuple[list[RolloutGroup], list[str]]:
+        """Complete the groups that this batch is the last for, if that makes a batch.
+
+        Returns:
+            The groups, and the jobs to cancel.
+        """
+        last = [g for g in self.open.values() if g.version == oldest and len(g.done) >= self.limits.staleness.at_least]
+        if self.ready_rollouts + self._rollouts(last) < self.limits.batch_size:
+            return [], []
+        cancelled: list[str] = []
+        for group in last:
+            if self.limits.staleness.rule == "carry" and group.jobs:
+                self._carry(group)
+            cancelled += self._close(group)
+            self.counts["groups_completed_early"] += 1
+        return [group.complete() for group in last], cancelled
+
+    def _carry(self, group: OpenGroup) -> None:
+        """Have the rollouts of a group that run go on in another one."""
+        self.counts["rollouts_carried"] += len(group.jobs)
+        known = self.open.keys() | self._taken
+        part = next(n for n in count(group.part + 1) if group_id(group.environment, group.example, n) not in known)
+        successor = group.successor(part, self.version)
+        self.open[successor.id] = successor
+        self._jobs |= dict.fromkeys(successor.jobs, successor.id)
+
+    def _close(self, group: OpenGroup) -> list[str]:
+        """Take a group out of the open ones. Returns its jobs that still run: they are cancelled."""
+        jobs = list(group.jobs)
+        for job in jobs:
+            self._end(job, "cancelled")
+        del self.open[group.id]
+        return jobs
+
+    def _come_again(self, name: str, label: str, example: int, task: int | None) -> None:
+        """Have an example sampled again whose group was given up."""
+        if name != group_id(label, example) or (label, example) in self._unfinished:
+            return  # another group of the same example is trained, or it is known already
+        self._taken.discard(name)
+        self._unfinished.append((label, example))
+        if task is not None:
+            self._drawn[name] = task
+        self.counts["examples_returned"] += 1
+
+    def _age_of(self, group: RolloutGroup) -> int:
+        """The version that a group's staleness counts from."""
+        return group.newest_version if self.limits.staleness.counts_tokens else group.opened_version
+
     def _rollouts(self, groups: Iterable[OpenGroup | RolloutGroup]) -> int:
         return sum(self.limits.group_sizes[group.environment] for group in groups)
 
     def _may_open(self, available: Collection[str]) -> list[str]:
         """Labels of the environments of which a group may open now."""
         ready = self._rollouts((*self.ready, *self.unscored.values()))
-        pending = self._rollouts(self.open.values())
-        labels = [label for label in self._cursors if label in available]
-        return [name for name in labels if self.limits.may_open(name, self.step, self.version, ready, pending)]
+        oldest = self.limits.oldest_version(self.step)  # older ones are taken whenever they are complete
+        pending = self._rollouts(group for group in self.open.values() if group.version >= oldest)
+        landing = self._ahead.landing(self.open.values())
+        now = (self.step, self.version, ready, pending, landing)
+        return [name for name in self._cursors if name in available and self.limits.may_open(name, *now)]
 
     def _open(self, available: Collection[str]) -> OpenGroup | None:
         position = self._next_position(self._may_open(available))
@@ -310,8 +378,9 @@ class Dispatcher:
         if task is None:
             mine = [group.task for group in self.open.values() if group.environment == label]
             task = self._draws.draw(label, example, {other for other in mine if other is not None})
-        members = list(range(self.limits.group_sizes[label]))
-        group = OpenGroup(name, label, example, self.version, self._least_loaded(), members, task)
+        size = self.limits.group_sizes[label]
+        members = list(range(size + self.limits.staleness.extra_rollouts))
+        group = OpenGroup(name, label, example, self.version, self._least_loaded(), size, members, task)
         self.open[group.id] = group
         self.counts["groups_opened"] += 1
         return group
@@ -340,29 +409,29 @@ class Dispatcher:
     def _dispatch(self, group: OpenGroup) -> Job:
         index = group.to_dispatch.pop(0)
         job = f"{group.id}/{index}-{self.incarnation}{next(self._serial)}"
-        self._jobs[job] = (group.id, index)
+        self._jobs[job], group.jobs[job] = group.id, index
+        self._ahead.started(group.environment, job)
         self.counts["dispatched"] += 1
         salt = f"{self._salt}:{group.version}"
         return Job(job, group.id, group.environment, group.example, group.version, group.router, salt, group.task)
 
-    def _end(self, job: str, how: str) -> tuple[OpenGroup, int]:
-        group, index = self._jobs.pop(job)
+    def _end(self, job: str, how: str, *, whole: bool = False) -> tuple[OpenGroup, int]:
+        group = self.open[self._jobs.pop(job)]
+        self._ahead.ended(group.environment, job, whole=whole)
         self.counts[how] += 1
-        return self.open[group], index
+        return group, group.jobs.pop(job)
 
     def _drop(self, group: OpenGroup, why: str) -> list[str]:
-        jobs = [job for job, (owner, _) in self._jobs.items() if owner == group.id]
-        for job in jobs:
-            self._end(job, "cancelled")
-        del self.open[group.id]
+        jobs = self._close(group)
         self.counts[f"groups_dropped_{why}"] += 1
         if why == "stale":
             self.counts["rollouts_dropped_stale"] += len(jobs) + len(group.done)
         return jobs
 
     def _take(self, group: RolloutGroup) -> bool:
-        if group.opened_version < self.limits.oldest_version(self.step):
+        if self._age_of(group) < self.limits.oldest_version(self.step):
             self._count_stale(len(group.rollouts))
+            self._come_again(group.id, group.environment, group.example, group.task)
             return False
         self._taken.add(group.id)
         return True
@@ -370,8 +439,3 @@ class Dispatcher:
     def _count_stale(self, rollouts: int) -> None:
         self.counts["groups_dropped_stale"] += 1
         self.counts["rollouts_dropped_stale"] += rollouts
-
-
-def group_id(label: str, example: int) -> str:
-    """Return the id of a group: the same after a restart."""
-    return f"{label}-{example:08d}"

@@ -7,7 +7,9 @@ number of rollouts or more have some among them that hold exactly that number.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from primeslurm.recipe.sections.staleness import Staleness
 
 
 @dataclass(frozen=True)
@@ -24,20 +26,22 @@ class Limits:
     """Share of the groups by environment label."""
     oversampling: float = 1.0
     """Of the rollouts of open groups, one in so many is expected to be trained."""
+    staleness: Staleness = field(default_factory=Staleness)
+    """What becomes of groups that get too old, and of stragglers."""
 
     @property
     def ahead(self) -> int:
-        """Return how many rollouts may be open or wait for a batch.
+        """Return how many rollouts may wait for the trainer, counting those that will after its next step.
 
         One batch beyond the one being filled keeps the trainer busy; with a slow trainer, more would only grow older.
         """
-        return max(2 * self.batch_size, self.max_inflight)
+        return 2 * self.batch_size
 
     def oldest_version(self, step: int) -> int:
         """Return the oldest version at which a group of `step`'s batch may have been opened."""
         return step - 1 - self.max_off_policy_steps
 
-    def may_open(self, label: str, step: int, version: int, ready: int, pending: int) -> bool:
+    def may_open(self, label: str, step: int, version: int, ready: int, pending: int, landing: float) -> bool:
         """Tell whether a group of an environment may open.
 
         Args:
@@ -46,10 +50,12 @@ class Limits:
             version: at which the group would open.
             ready: rollouts of complete groups that are kept.
             pending: rollouts of open groups.
+            landing: those of them in groups that are expected to be complete after the trainer's next step.
         """
-        expected = ready + int(pending / self.oversampling) + self.group_sizes[label]
-        if expected > self.ahead:
+        size = self.group_sizes[label]
+        if ready + int(landing / self.oversampling) + size > self.ahead:
             return False
+        expected = ready + int(pending / self.oversampling) + size
         lands_in = step + (expected - 1) // self.batch_size
         return lands_in <= self.max_steps and version >= self.oldest_version(lands_in)
 

@@ -83,6 +83,11 @@ class RolloutGroup:
         newest = [int(branch.versions.max(initial=-1)) for branches in self.rollouts for branch in branches]
         return max([self.opened_version, *newest])
 
+    def without_older(self, version: int) -> RolloutGroup:
+        """Leave out of what is trained the tokens that an older policy than `version` has sampled."""
+        rollouts = tuple(tuple(_masked_before(branch, version) for branch in branches) for branches in self.rollouts)
+        return replace(self, rollouts=rollouts)
+
     def cut(self, seq_len: int) -> RolloutGroup:
         """What of it can be trained: at most `seq_len` tokens of each sequence, and no part of an image.
 
@@ -120,6 +125,10 @@ def traces_of(rollout: Sequence[Rollout]) -> list[tuple[Rollout, ...]]:
 
 def _mean(values: Sequence[float]) -> float:
     return values[0] if len(values) == 1 else sum(values) / len(values)
+
+
+def _masked_before(sequence: Rollout, version: int) -> Rollout:
+    return replace(sequence, mask=sequence.mask & (sequence.versions >= version))
 
 
 def _cut(sequence: Rollout, seq_len: int) -> Rollout:

@@ -164,6 +164,9 @@ class Watch:
             "queue/open_groups": float(len(dispatch.open)),
             "queue/inflight": float(dispatch.inflight),
             "rollouts/dropped_stale": float(counts["rollouts_dropped_stale"]),
+            "rollouts/carried": float(counts["rollouts_carried"]),
+            "groups/completed_early": float(counts["groups_completed_early"]),
+            "groups/come_again": float(counts["examples_returned"]),
             "rollouts/failed": float(counts["failed"]),
             "rollouts/lost": float(counts["lost"]),
         }

@@ -13,6 +13,7 @@ from primeslurm.recipe.sections.curriculum import Curriculum
 from primeslurm.recipe.sections.filters import Filters
 from primeslurm.recipe.sections.length_penalties import LengthPenalty
 from primeslurm.recipe.sections.sandboxes import Harness, Runtime
+from primeslurm.recipe.sections.staleness import Staleness
 
 AdvantageRule = Literal["grpo", "max_rl", "opd", "rae", "hierarchical_grpo"]
 RAE_DECAY = 0.95
@@ -133,6 +134,8 @@ class Orchestrator(Section):
     is kept beyond a batch waits for the next one, if it is not too old then."""
     max_off_policy_steps: NonNegativeInt = 8
     """A batch for step s only holds rollouts whose group opened at a version >= s-1-max_off_policy_steps."""
+    staleness: Staleness = Staleness()
+    """What becomes of groups that get older than that, and of stragglers."""
     sampling: Sampling = Sampling()
     request_timeout_s: PositiveInt = 1800
     """Longest wait for one generation request; it is then tried again."""

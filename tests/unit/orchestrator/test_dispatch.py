@@ -27,9 +27,13 @@ def dispatcher(limit: Limits, **state: object) -> Dispatcher:
     return made
 
 
-def rollout(job: Job) -> tuple[Rollout, ...]:
+def rollout(job: Job, version: int = 0) -> tuple[Rollout, ...]:
     info = RolloutInfo(job.id, job.group, job.environment, job.opened_version, reward=1.0)
-    return (Rollout(info, np.ones(2, np.int32), np.ones(2, np.bool_), np.zeros(2, np.float32), np.zeros(2, np.int32)),)
+    return (
+        Rollout(
+            info, np.ones(2, np.int32), np.ones(2, np.bool_), np.zeros(2, np.float32), np.full(2, version, np.int32)
+        ),
+    )
 
 
 def run_all(made: Dispatcher) -> list[Job]:
@@ -141,7 +145,7 @@ def test_stale_groups_go_wherever_they_are() -> None:
     for job in jobs[:2]:
         group = made.finished(job.id, rollout(job))
     assert group is not None and made.add_ready(group)
-    stale, cancelled = made.sweep(3)
+    stale, cancelled, _ = made.sweep(3)
     assert [g.id for g in stale] == [jobs[0].group] and cancelled == [job.id for job in jobs[2:]]
     assert made.inflight == 0 and made.counts["rollouts_dropped_stale"] == 2 + len(jobs[2:])
 

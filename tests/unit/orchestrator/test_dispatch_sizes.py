@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from primeslurm.orchestrator.dispatch import Dispatcher, Limits
+from primeslurm.orchestrator.dispatch import Dispatcher, Limits, group_id
 from primeslurm.orchestrator.dispatch.limits import choose
+from primeslurm.recipe.sections.staleness import Staleness
 from tests.unit.orchestrator.test_dispatch import rollout
 
 relaxed = settings(deadline=None)
@@ -33,6 +34,13 @@ def test_a_choice_holds_exactly_so_many_and_the_first_ones(sizes: list[int], tot
 
 
 STEPS = 8
+RULES = st.builds(
+    Staleness,
+    rule=st.sampled_from(["drop", "mask", "partial", "carry"]),
+    at_least=st.integers(1, 3),
+    extra_rollouts=st.integers(0, 2),
+    surplus=st.sampled_from(["cancel", "carry"]),
+)
 CHAINS = st.lists(st.sampled_from([1, 2, 3]), min_size=1, max_size=3).map(
     lambda factors: list(itertools.accumulate(factors, operator.mul))
 )
@@ -44,10 +52,11 @@ CHAINS = st.lists(st.sampled_from([1, 2, 3]), min_size=1, max_size=3).map(
     batches=st.integers(1, 3),
     off_policy=st.integers(0, 3),
     oversampling=st.sampled_from([1.0, 1.5, 4.0]),
+    staleness=RULES,
     seed=st.integers(0, 2**16),
 )
 def test_batches_come_whatever_happens(
-    sizes: list[int], batches: int, off_policy: int, oversampling: float, seed: int
+    sizes: list[int], batches: int, off_policy: int, oversampling: float, staleness: Staleness, seed: int
 ) -> None:
     """Of sizes that divide one another: exact, fresh, no group twice, no rollout unaccounted for, no dead end."""
     labels = [f"e{index}" for index in range(len(sizes))]
@@ -60,10 +69,11 @@ def test_batches_come_whatever_happens(
         STEPS,
         {label: source.choice([0.5, 1.0, 3.0]) for label in labels},
         oversampling,
+        staleness,
     )
     made = Dispatcher(limits, ["r0"], "run", "i")
     made.version = 0
-    running, opened, used, rejected = {}, set(), [], 0
+    running, opened, used, left_out = {}, set(), [], set()
     for _ in range(1000 + 200 * batch_size):
         if made.step > STEPS:
             break
@@ -76,21 +86,27 @@ def test_batches_come_whatever_happens(
         event = source.random()
         if live and event < 0.75:
             job = source.choice(live)
-            group = made.finished(job.id, rollout(job))
+            group = made.finished(job.id, rollout(job, made.version))
+            assert not any(made.runs(name) for name in made.take_surplus())
             if group and source.random() < 0.2:
                 made.rejected(group, "dull")
-                rejected += 1
+                left_out.add(group.id)
             elif group:
                 made.add_ready(group)
         elif live and event < 0.8:
             made.lost(source.choice(live).id)
         elif live and event < 0.85:
+            before = set(made.open)
             made.failed(source.choice(live).id)
+            left_out |= before - made.open.keys()
         elif event < 0.95 or not live:
             step = made.step
-            made.sweep(step)
+            for group in made.sweep(step).early:
+                assert staleness.at_least <= len(group.rollouts) < limits.group_sizes[group.environment]
+                made.add_ready(group)
             for group in made.cut() or []:
-                assert group.opened_version >= step - 1 - off_policy
+                oldest = step - 1 - off_policy
+                assert (group.newest_version if staleness.counts_tokens else group.opened_version) >= oldest
                 used.append(group)
             made.version = made.step - 1
         ends = sum(made.counts[how] for how in ("finished", "failed", "cancelled", "lost"))
@@ -99,8 +115,17 @@ def test_batches_come_whatever_happens(
     assert sum(limits.group_sizes[group.environment] for group in used) == STEPS * batch_size
     names = [group.id for group in used]
     assert len(names) == len(set(names))
-    dropped = made.counts["groups_dropped_stale"] + made.counts["groups_dropped_failed"]
-    assert len(opened) == len(names) + rejected + dropped + len(made.ready) + len(made.open)
+    waiting = {group.id for group in made.ready} | {group_id(*position) for position in made.unfinished}
+    begun, ruled_out = ({first(name) for name in found} for found in (opened, left_out))
+    assert begun - ruled_out <= {first(name) for name in names} | waiting
+    assert not set(names) & waiting, "no example is lost, and no group is trained twice"
+    rollouts = [sequence.info.id for group in used for sequence in group.sequences]
+    assert len(rollouts) == len(set(rollouts)), "no rollout is trained twice"
+
+
+def first(name: str) -> str:
+    """The first group of a group's example."""
+    return name.partition(".")[0]
 
 
 @dataclass

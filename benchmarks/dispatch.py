@@ -1,0 +1,217 @@
+"""How full the dispatcher keeps the engines under a long tail, under a simulated clock.
+
+Durations of rollouts are log-normal with a median of ten minutes; a step of the trainer takes four. Engines take as
+many rollouts as may be in flight, at no loss. Measured after a warm-up: the mean share of the places in use; the time
+of a step beside the bound (what engines or trainer, whichever is slower, could do at best); the share of rollouts that
+was thrown away; rollouts in a batch; and, where half of the variance is the example's own, how many of the examples
+that were begun were trained, of the longest third beside all.
+
+    python -m benchmarks dispatch [--write]
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import itertools
+import json
+import math
+import random
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+import numpy as np
+
+from primeslurm.orchestrator.dispatch import Dispatcher, Limits
+from primeslurm.orchestrator.rollouts.job_protocol import Job
+from primeslurm.recipe.sections.staleness import Staleness, StaleRule
+from primeslurm.wire.rollouts import Rollout, RolloutInfo
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULT = ROOT / "benchmarks" / "results" / "dispatch.json"
+MEDIAN_S, TRAINER_S = 600.0, 240.0
+GROUP = 16
+WARM_UP, STEPS = 12, 40
+TOKENS = np.ones(2, np.int32)
+
+
+@dataclass
+class World:
+    """What is simulated: rollouts that take their time, and a trainer that asks for batches."""
+
+    limits: Limits
+    sigma: float
+    shared: float
+    """Share of the variance of log durations that is the example's own."""
+    kind: type[Dispatcher] = Dispatcher
+    now: float = 0.0
+    _events: list[tuple[float, int, Job | None]] = field(default_factory=list)
+    _serial: int = 0
+    in_use_s: float = 0.0
+    steps: list[float] = field(default_factory=list)
+    begun: dict[str, int] = field(default_factory=dict)
+    """Step in which an example was begun."""
+    trained: set[str] = field(default_factory=set)
+    rollouts: int = 0
+    counted_from: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.dispatch = self.kind(self.limits, ["r"], "s", "i", clock=lambda: self.now)
+
+    def duration(self, job: Job) -> float:
+        """Seconds of a rollout: of its example, and its own."""
+        own = random.Random(job.id).gauss(0, 1)
+        deviation = math.sqrt(self.shared) * difficulty(job.group.partition(".")[0]) + math.sqrt(1 - self.shared) * own
+        return MEDIAN_S * math.exp(self.sigma * deviation)
+
+    def run(self, steps: int) -> None:
+        """Simulate so many steps."""
+        self.dispatch.version = 0
+        waiting = True
+        while len(self.steps) < steps:
+            while job := self.dispatch.next_job({"e"}):
+                self.begun.setdefault(job.group.partition(".")[0], len(self.steps))
+                self._push(self.now + self.duration(job), job)
+            if waiting and self._cut():
+                waiting = False
+                self._push(self.now + TRAINER_S, None)
+                continue
+            at, _, job = heapq.heappop(self._events)
+            if len(self.steps) >= WARM_UP:
+                self.counted_from = self.counted_from or self.now
+                self.in_use_s += self.dispatch.inflight * (at - self.now)
+            self.now = at
+            if job is None:
+                self.dispatch.version += 1
+                waiting = True
+                self.dispatch.step_done()
+            elif self.dispatch.runs(job.id):
+                self._finish(job)
+
+    def _push(self, at: float, job: Job | None) -> None:
+        self._serial += 1
+        heapq.heappush(self._events, (at, self._serial, job))
+
+    def trained_shares(self) -> list[float]:
+        """Of the examples that were begun twelve steps before the end or earlier: which share of them was trained.
+
+        Returns:
+            Of the longest third, and of all.
+        """
+        old = sorted((name for name, step in self.begun.items() if step <= len(self.steps) - 12), key=difficulty)
+        groups = old[2 * len(old) // 3 :], old
+        return [round(sum(name in self.trained for name in names) / len(names), 3) for names in groups]
+
+    def _finish(self, job: Job) -> None:
+        group = self.dispatch.finished(job.id, rollout(job, self.dispatch.version))
+        if group is not None:
+            self.dispatch.add_ready(group)
+
+    def _cut(self) -> bool:
+        for group in self.dispatch.sweep(self.dispatch.step).early:
+            self.dispatch.add_ready(group)
+        groups = self.dispatch.cut()
+        if groups is None:
+            return False
+        self.steps.append(self.now)
+        self.trained |= {group.id.partition(".")[0] for group in groups}
+        self.rollouts += sum(len(group.rollouts) for group in groups)
+        return True
+
+
+def difficulty(group: str) -> float:
+    """How long an example's rollouts are, in standard deviations."""
+    return random.Random(group).gauss(0, 1)
+
+
+def rollout(job: Job, version: int) -> tuple[Rollout, ...]:
+    """What a job makes, but for its tokens."""
+    info = RolloutInfo(job.id, job.group, job.environment, job.opened_version, reward=1.0)
+    return (Rollout(info, TOKENS, TOKENS.astype(bool), TOKENS.astype(np.float32), TOKENS * version),)
+
+
+class GroupsHoldPlaces(Dispatcher):
+    """The rule until release 0.2: a group holds its places until all its rollouts are done."""
+
+    def _may_open(self, available: Collection[str]) -> list[str]:
+        sizes = self.limits.group_sizes
+        held = sum(sizes[group.environment] for group in (*self.ready, *self.unscored.values()))
+        expected = held + GROUP * (len(self.open) + 1)
+        lands_in = self.step + (expected - 1) // self.limits.batch_size
+        fits = expected <= max(2 * self.limits.batch_size, self.limits.max_inflight)
+        return ["e"] if fits and self.version >= self.limits.oldest_version(lands_in) else []
+
+
+class WheneverThereIsRoom(Dispatcher):
+    """prime-rl's, as far as it is known: a group begins whenever there is room; what got too old is dropped."""
+
+    def _may_open(self, available: Collection[str]) -> list[str]:
+        return ["e"]
+
+
+def synchronous(inflight: int, sigma: float, batch: int, steps: int = 200) -> float:
+    """Seconds of a step where each waits for its own rollouts, as slime's does without oversampling."""
+    source = np.random.default_rng(0)
+    rounds = [source.lognormal(math.log(MEDIAN_S), sigma, batch) for _ in range(steps)]
+    assert batch <= inflight
+    return TRAINER_S + float(np.mean([each.max() for each in rounds]))
+
+
+def measure(
+    inflight: int,
+    sigma: float,
+    rule: StaleRule = "drop",
+    kind: type[Dispatcher] = Dispatcher,
+    shared: float = 0.0,
+    **staleness: Any,
+) -> dict[str, Any]:
+    """Simulate one setting."""
+    batch = max(2 * GROUP, inflight // 2 // GROUP * GROUP)
+    limits = Limits({"e": GROUP}, batch, inflight, 8, 10**9, {"e": 1.0}, staleness=Staleness(rule=rule, **staleness))
+    world = World(limits, sigma, shared, kind)
+    began = time.process_time()
+    world.run(WARM_UP + STEPS)
+    took = (world.steps[-1] - world.steps[WARM_UP - 1]) / STEPS
+    counts = world.dispatch.counts
+    used = world.in_use_s / (world.now - world.counted_from) / inflight
+    return {
+        "inflight": inflight,
+        "sigma": sigma,
+        "rule": rule if kind is Dispatcher else kind.__name__,
+        **staleness,
+        "shared": shared,
+        "in_use": round(used, 3),
+        "step_s": round(took),
+        "bound_s": round(max(TRAINER_S, batch * MEDIAN_S * math.exp(sigma**2 / 2) / inflight)),
+        "thrown_away": round((counts["rollouts_dropped_stale"] + counts["cancelled"]) / counts["dispatched"], 3),
+        "rollouts_of_a_batch": round(world.rollouts / len(world.steps) / batch, 3),
+        "trained_of_long_and_all": world.trained_shares(),
+        "cpu_ms_per_rollout": round((time.process_time() - began) * 1e3 / counts["dispatched"], 3),
+    }
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Simulate every setting, print, and with --write keep the result."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks dispatch", description=__doc__)
+    parser.add_argument("--write", action="store_true", help=f"write {RESULT.relative_to(ROOT)}")
+    write = parser.parse_args(words).write
+    rows = []
+    for inflight, sigma in itertools.product((64, 512, 2048), (0.3, 0.6, 1.0, 1.3)):
+        rows += [measure(inflight, sigma, rule) for rule in get_args(StaleRule)]
+        print(*rows[-4:], sep="\n", flush=True)
+    for sigma in (0.3, 0.6, 1.0, 1.3):
+        rows += [measure(512, sigma, kind=kind) for kind in (GroupsHoldPlaces, WheneverThereIsRoom)]
+        rows += [
+            {"inflight": 512, "sigma": sigma, "rule": "synchronous", "step_s": round(synchronous(512, sigma, 256))}
+        ]
+        rows += [measure(512, sigma, "drop", extra_rollouts=2)]
+        print(*rows[-4:], sep="\n", flush=True)
+    rows += [measure(512, 1.0, rule, shared=0.5) for rule in get_args(StaleRule)]
+    rows += [measure(10_000, 1.0, rule) for rule in get_args(StaleRule)]
+    print(*rows[-8:], sep="\n", flush=True)
+    result = {"command": "python -m benchmarks dispatch --write", "rows": rows}
+    if write:
+        RESULT.write_text(json.dumps(result, indent=1) + "\n")

@@ -1,0 +1,81 @@
+"""How much of what runs will be done by the time the trainer can take it. Pure, but for the clock that it is given.
+
+Groups that are done wait for the trainer and grow old. Groups that still run for a while do not: engines may work on as
+many of them as there are places. What tells the two apart is how long rollouts take, beside a step of the trainer.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from statistics import median
+
+import numpy as np
+
+from primeslurm.orchestrator.dispatch.durations import Durations
+from primeslurm.orchestrator.dispatch.open_groups import OpenGroup
+
+REFRESH_S = 1.0
+"""What is expected is worked out anew after so long: it looks at every rollout that runs."""
+STEPS_SEEN = 5
+
+
+class WorkAhead:
+    """Learns how long rollouts and steps take.
+
+    Args:
+        labels: of the environments.
+        clock: tells the time [s].
+    """
+
+    def __init__(self, labels: Iterable[str], clock: Callable[[], float]) -> None:
+        self._durations = {label: Durations() for label in labels}
+        self._clock = clock
+        self._steps: deque[float] = deque(maxlen=STEPS_SEEN)
+        self._given_at: float | None = None
+        self._landing: dict[str, float] = {}
+        self._refreshed_at = -REFRESH_S
+
+    def started(self, label: str, job: str) -> None:
+        """Note the start of a rollout."""
+        self._durations[label].started(job, self._clock())
+
+    def ended(self, label: str, job: str, *, whole: bool) -> None:
+        """Note the end of a rollout. Not `whole`: it was cut short."""
+        self._durations[label].ended(job, self._clock(), whole=whole)
+
+    def batch_given(self) -> None:
+        """Note that the trainer has a batch."""
+        self._given_at = self._clock()
+
+    def step_done(self) -> None:
+        """Note that the trainer is done with a step."""
+        if self._given_at is not None:
+            self._steps.append(self._clock() - self._given_at)
+            self._given_at = None
+
+    @property
+    def horizon_s(self) -> float:
+        """Return how long the trainer takes for a step; 0 before its first one."""
+        return median(self._steps) if self._steps else 0.0
+
+    def landing(self, groups: Iterable[OpenGroup]) -> float:
+        """Expect how many rollouts of open groups will be in complete ones within the horizon.
+
+        Args:
+            groups: that are open.
+        """
+        now, groups = self._clock(), list(groups)
+        if now - self._refreshed_at >= REFRESH_S:
+            self._refreshed_at, self._landing = now, {}
+        unknown = [group for group in groups if group.id not in self._landing]
+        for label in {group.environment for group in unknown}:
+            self._expect([group for group in unknown if group.environment == label], self._durations[label], now)
+        return sum(self._landing[group.id] * group.size for group in groups)
+
+    def _expect(self, groups: list[OpenGroup], durations: Durations, now: float) -> None:
+        """Work out how likely each of an environment's groups is complete: when all its rollouts are."""
+        ages = [[durations.age(job, now) for job in group.jobs] + [0.0] * len(group.to_dispatch) for group in groups]
+        likely = durations.ending_within([age for mine in ages for age in mine], self.horizon_s, now)
+        firsts = np.cumsum([0, *(len(mine) for mine in ages[:-1])])
+        self._landing |= zip((group.id for group in groups), np.multiply.reduceat(likely, firsts).tolist(), strict=True)

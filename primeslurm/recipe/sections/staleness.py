@@ -1,0 +1,34 @@
+"""What becomes of rollouts that take longer than the policy stays."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import NonNegativeInt, PositiveInt
+
+from primeslurm.recipe.fields.section import Section
+
+StaleRule = Literal["drop", "mask", "partial", "carry"]
+SurplusRule = Literal["cancel", "carry"]
+
+
+class Staleness(Section):
+    """Groups that get older than `max_off_policy_steps` allows, and groups with a straggler."""
+
+    rule: StaleRule = "drop"
+    """drop: the group is given up, and its example comes again. mask: age counts from each token: the group is
+    finished, and tokens that are too old when it is trained are context only. partial: the group is trained with the
+    rollouts that are done at its last chance, if they are `at_least` so many, else dropped; advantages are relative to
+    these. carry: as partial, but rollouts that still run go on in another group of the same example, or in theirs, if
+    too few are done; tokens are masked as with mask."""
+    at_least: PositiveInt = 2
+    """With `partial` and `carry`: fewest rollouts that are trained as a group."""
+    extra_rollouts: NonNegativeInt = 0
+    """Rollouts of each group beyond `group_size`. The first that finish are its group: nobody waits for stragglers."""
+    surplus: SurplusRule = "cancel"
+    """What becomes of the others: cancel, or carry them into another group of the same example."""
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Tell whether age counts from each token, not from a group's opening."""
+        return self.rule in ("mask", "carry")

@@ -1,0 +1,211 @@
+"""What becomes of groups that get too old, and of stragglers; and what the dispatcher learns of durations."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from primeslurm.orchestrator.algorithms import Grpo
+from primeslurm.orchestrator.batching.batches import Batches
+from primeslurm.orchestrator.dispatch import Dispatcher, Limits
+from primeslurm.orchestrator.dispatch.durations import Durations
+from primeslurm.orchestrator.rollouts.groups import RolloutGroup
+from primeslurm.orchestrator.rollouts.job_protocol import Job
+from primeslurm.recipe import Recipe
+from primeslurm.recipe.sections.staleness import Staleness
+from tests.unit.orchestrator.test_dispatch import rollout, run_all
+
+
+class Clock:
+    """A clock that is set by hand."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def dispatcher(
+    clock: Clock | None = None, batch: int = 4, inflight: int = 4, off_policy: int = 1, **staleness: object
+) -> Dispatcher:
+    rules = Staleness(**staleness)  # type: ignore[arg-type]
+    limits = Limits({"a": 4}, batch, inflight, off_policy, 100, {"a": 1.0}, staleness=rules)
+    made = Dispatcher(limits, ["r0"], "run", "i", clock=clock or Clock())
+    made.version = 0
+    return made
+
+
+def finish(made: Dispatcher, jobs: list[Job], version: int = 0) -> RolloutGroup | None:
+    groups = [made.finished(job.id, rollout(job, version)) for job in jobs]
+    return groups[-1]
+
+
+def test_a_dropped_example_comes_again_and_is_counted() -> None:
+    made = dispatcher()
+    jobs = run_all(made)
+    finish(made, jobs[:3])
+    swept = made.sweep(3)
+    assert swept.cancelled == [jobs[3].id] and not swept.early
+    assert made.unfinished == [("a", 0)] and made.counts["examples_returned"] == 1
+    made.version = 2
+    again = run_all(made)
+    assert {job.group for job in again} == {jobs[0].group}
+    group = finish(made, again, 2)
+    assert group is not None and made.add_ready(group)
+    made.step = 3
+    assert [group.id for group in made.cut() or []] == [jobs[0].group], "an id that was given up is not taken"
+
+
+def test_a_complete_group_that_got_too_old_comes_again() -> None:
+    made = dispatcher()
+    group = finish(made, run_all(made))
+    assert group is not None and made.add_ready(group)
+    assert made.sweep(3).stale == [group] and made.unfinished == [("a", 0)]
+
+
+def test_a_group_is_trained_with_what_is_done_at_its_last_chance() -> None:
+    made = dispatcher(rule="partial", at_least=2)
+    jobs = run_all(made)
+    finish(made, jobs[:1])
+    assert made.sweep(2).early == [], "one rollout is not enough"
+    finish(made, jobs[1:3])
+    assert made.sweep(1).early == [], "it has another chance"
+    (early,) = (swept := made.sweep(2)).early
+    assert len(early.rollouts) == 3 and swept.cancelled == [jobs[3].id] and made.inflight == 0
+    made.step = 2
+    assert made.add_ready(early) and made.cut() == [early], "it fills the places of a whole group"
+
+
+def test_nothing_is_completed_early_for_a_batch_that_does_not_form() -> None:
+    made = dispatcher(batch=8, inflight=8, rule="partial", at_least=1)
+    jobs = run_all(made)
+    finish(made, jobs[:2])
+    assert made.sweep(2).early == [] and made.inflight == 6
+    finish(made, jobs[4:5])
+    assert len(made.sweep(2).early) == 2
+
+
+def test_rollouts_that_run_go_on_in_another_group() -> None:
+    made = dispatcher(rule="carry", at_least=2)
+    jobs = run_all(made)
+    finish(made, jobs[:2])
+    made.version = 1
+    (early,) = (swept := made.sweep(2)).early
+    assert len(early.rollouts) == 2 and not swept.cancelled and made.inflight == 2
+    (later,) = made.open.values()
+    assert (later.id, later.version, len(later.to_dispatch)) == ("a-00000000.1", 1, 2)
+    assert not made.unfinished, "after a restart the example counts as trained"
+    more = run_all(made)
+    assert {job.group for job in more} == {later.id}
+    group = finish(made, [*jobs[2:], *more], 1)
+    assert group is not None and len(group.rollouts) == 4
+    assert made.counts["rollouts_carried"] == 2 and made.counts["cancelled"] == 0
+
+
+def test_a_group_of_which_too_little_is_done_is_carried_whole() -> None:
+    made = dispatcher(rule="carry", at_least=2)
+    jobs = run_all(made)
+    finish(made, jobs[:1])
+    made.version = 2
+    swept = made.sweep(3)
+    assert not swept.cancelled and not swept.early
+    assert [group.version for group in made.open.values()] == [2]
+
+
+def test_tokens_that_are_too_old_are_not_trained() -> None:
+    made = dispatcher(rule="mask")
+    jobs = run_all(made)
+    finish(made, jobs[:3], 0)
+    made.version = 5
+    assert made.sweep(6) == ([], [], [])
+    group = finish(made, jobs[3:], 5)
+    assert group is not None and made.add_ready(group)
+    fresh = group.without_older(made.limits.oldest_version(6))
+    assert [bool(sequence.mask.any()) for sequence in fresh.sequences] == [False, False, False, True]
+    assert made.sweep(8).stale == [group], "of which nothing would be trained"
+
+
+@pytest.mark.parametrize("surplus", ["cancel", "carry"])
+def test_nobody_waits_for_stragglers(surplus: str) -> None:
+    made = dispatcher(inflight=6, extra_rollouts=2, surplus=surplus)
+    jobs = run_all(made)
+    assert len(jobs) == 6 and len({job.group for job in jobs}) == 1
+    group = finish(made, [jobs[5], *jobs[:3]])
+    assert group is not None and [r[0].info.id for r in group.rollouts] == [j.id for j in (*jobs[:3], jobs[5])]
+    if surplus == "cancel":
+        assert made.take_surplus() == [jobs[3].id, jobs[4].id] and made.take_surplus() == []
+        assert made.inflight == 0
+    else:
+        assert made.take_surplus() == [] and made.inflight == 2
+        assert len(made.open["a-00000000.1"].to_dispatch) == 2
+
+
+def test_places_are_rollouts_not_groups() -> None:
+    """A group that waits for its last rollout holds one place; what is done holds none."""
+    clock = Clock()
+    made = dispatcher(clock, batch=8, inflight=16, off_policy=8)
+    stragglers: set[str] = set()
+    for _ in range(8):
+        jobs = run_all(made)
+        assert made.inflight == 16
+        stragglers |= {job.id for job in {job.group: job for job in jobs}.values()}
+        clock.now += 10
+        for job in jobs:
+            if job.id not in stragglers:
+                made.finished(job.id, rollout(job))
+    assert len(made.open) > 4, "more groups than have places for all their rollouts"
+
+
+def test_running_rollouts_say_that_they_take_longer() -> None:
+    """Of log-normal durations, half of the way through: those that ended are the short ones."""
+    source = np.random.default_rng(0)
+    lengths = source.lognormal(0.0, 1.0, 2000)
+    learned = Durations()
+    begun = np.sort(source.uniform(0.0, 2.0, 2000))
+    for index in range(2000):
+        learned.started(str(index), float(begun[index]))
+    for index in np.argsort(begun + lengths):
+        if begun[index] + lengths[index] <= 3.0:
+            learned.ended(str(index), float(begun[index] + lengths[index]), whole=True)
+    likely = learned.ending_within([0.0, 0.0, 1.0], 1.0, 3.0)[[0, 2]]
+    half = 0.5
+    after_one = (lengths <= 2.0)[lengths > 1.0].mean()
+    assert likely == pytest.approx([half, after_one], abs=0.05)
+    naive = np.mean((lengths <= 1.0)[begun + lengths <= 3.0])
+    assert abs(naive - half) > 0.1, "without those that run one would expect too much"
+
+
+def test_nothing_is_expected_of_what_nobody_has_seen_end() -> None:
+    learned = Durations()
+    learned.started("a", 0.0)
+    assert learned.ending_within([5.0, 0.0], 1e9, 5.0).tolist() == [0.0, 0.0]
+
+
+def test_a_cold_start_fills_the_engines_and_a_slow_trainer_gets_no_queue() -> None:
+    clock = Clock()
+    made = dispatcher(clock, batch=4, inflight=16, off_policy=8)
+    assert len(run_all(made)) == 16, "hour-long rollouts are not waited for"
+    for _ in range(50):  # rollouts of a second, and a trainer that never asks
+        clock.now += 1
+        for group in list(made.open.values()):
+            for name in list(group.jobs):
+                done = made.finished(name, rollout(Job(name, group.id, "a", 0, 0, "r0", "s")))
+                if done is not None:
+                    made.add_ready(done)
+        run_all(made)
+    assert made.ready_rollouts == 16 and not made.open, "what was begun before anything was known, and no more"
+
+
+@pytest.mark.parametrize(("rule", "trained"), [("mask", 1), ("carry", 1), ("drop", 4)])
+def test_a_batch_trains_no_token_that_is_too_old(rule: str, trained: int) -> None:
+    fields = {"batch_size": 4, "group_size": 4, "max_off_policy_steps": 1, "staleness": {"rule": rule}}
+    recipe = Recipe.model_validate(
+        {"name": "t", "seq_len": 8, "model": {"path": "m"}, "environments": [{"id": "a"}], "orchestrator": fields}
+    )
+    jobs = [Job(f"a-00000000/{n}-i", "a-00000000", "a", 0, 0, "r0", "s") for n in range(4)]
+    rollouts = tuple(rollout(job, version) for job, version in zip(jobs, [0, 3, 3, 4], strict=True))
+    batches = Batches(recipe, Grpo())
+    batches.add(6, [RolloutGroup("a-00000000", "a", 0, 4, rollouts)])
+    batch = batches.get(6, 0, 1)
+    assert batch is not None and batch.info.loss_tokens == trained, "of two tokens each, of which the first has no loss"
