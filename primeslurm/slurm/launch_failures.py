@@ -12,6 +12,8 @@ from primeslurm.plan.model import Plan
 MARK = "primeslurm: start"
 """Begins a line of the job's output, before the number of times that Slurm has requeued the job: what follows belongs
 to that start."""
+AGAIN = "primeslurm: again without some nodes"
+"""A line of the job's output: the step before ended all its tasks, and they are started again."""
 NODES = "PRIMESLURM_NODES"
 """Variable of a step that does without some nodes: the names of all nodes of the job, by rank."""
 _LAUNCH = re.compile(r"^srun: error: Task launch for \S+ failed on node (\S+): (.+)$", re.MULTILINE)
@@ -93,8 +95,12 @@ def ended_tasks(output: str) -> dict[str, str]:
 
 
 def kills(output: str) -> dict[str, str]:
-    """Find nodes whose task was killed, and how, in the output of one start; none that have lost power."""
-    return {name: how for hostlist, how in _KILL.findall(output) for name in expand(hostlist)}
+    """Find nodes whose task was killed, and how, in the output of one start; none that have lost power.
+
+    What srun killed, as it could not start all tasks, does not count: it is started again.
+    """
+    _, _, last = output.rpartition(f"{AGAIN}\n")
+    return {name: how for hostlist, how in _KILL.findall(last) for name in expand(hostlist)}
 
 
 def spares_suffice(plan: Plan, names: Sequence[str], lost: Collection[str]) -> bool:

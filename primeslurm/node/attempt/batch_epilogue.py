@@ -24,6 +24,7 @@ from primeslurm.records.journal import Journal
 from primeslurm.run.directory import RunDirectory
 from primeslurm.slurm.client import SlurmClient
 from primeslurm.slurm.launch_failures import (
+    AGAIN,
     NODES,
     JobOutput,
     launch_failures,
@@ -104,6 +105,7 @@ class BatchEpilogue:
         """A head may have assigned the nodes that are left already: srun gives it seconds before it ends all tasks."""
         self._journal.write(LaunchedAgain(sorted(self._unreached)))
         self._attempt.forget_agents()
+        print(AGAIN, flush=True)
         argv = step_without(self._plan, self._names, self._unreached, self._step)
         return subprocess.run(argv, env={**os.environ, NODES: ",".join(self._names)}, check=False).returncode
 

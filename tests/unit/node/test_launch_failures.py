@@ -17,6 +17,7 @@ from primeslurm.records.attempt import EndRecord, JobRecord
 from primeslurm.records.fleet import AssignedAgent, AssignmentRecord, Ending, Outcome
 from primeslurm.run.directory import Attempt, RunDirectory
 from primeslurm.slurm.launch_failures import (
+    AGAIN,
     NODES,
     JobOutput,
     early_exits,
@@ -49,6 +50,7 @@ def test_what_srun_says_of_the_newest_start_of_the_job(tmp_path: Path) -> None:
     codes = {"n002": 127, "n005": 2, "n007": 2, "n008": 2}
     assert early_exits(lines) == {name: f"Exited with exit code {code}" for name, code in codes.items()}
     assert kills(lines) == {"n001": "Killed"}
+    assert kills(f"{lines}{AGAIN}\n") == {}, "srun had killed it as it could not reach another node"
     assert JobOutput(path, 2).news() == ""
 
 
