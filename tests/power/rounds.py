@@ -1,4 +1,4 @@
-"""Cut the power of a run at random moments, and resume it: `python -m tests.power.rounds --points 50 --seed 1`.
+"""Cut the power of a run at random moments, and resume it: `python -m tests.power.rounds --points 50 --seed 2`.
 
 Everything is imported once; every round is forked from there. A first run without a cut says how many moments it has.
 """
