@@ -129,7 +129,7 @@ class Job:
     def attempt(self) -> Attempt:
         return self.run.latest()
 
-    def wait(self, condition: Callable[[], object], timeout_s: float = 120) -> None:
+    def wait(self, condition: Callable[[], object], timeout_s: float = 600) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < deadline, "\n".join(map(str, events(self.run)))

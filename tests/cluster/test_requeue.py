@@ -37,7 +37,7 @@ def make(run_dir: Path, *groups: HetGroup, **job: Any) -> Plan:
     return plan(run_dir, *groups, env={"PYTHONPATH": CHECKOUT}, **job)
 
 
-def wait(condition: Callable[[], bool], timeout_s: float = 90) -> None:
+def wait(condition: Callable[[], bool], timeout_s: float = 600) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline

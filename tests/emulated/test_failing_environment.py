@@ -29,7 +29,7 @@ from tests.support.cli import ROOT, primeslurm
 from tests.support.fake_engine import write_tokenizer
 from tests.support.recipes import recipe_data
 
-PATIENCE_S = 240.0
+PATIENCE_S = 900.0
 
 
 def with_real_environments(plan: Plan, real: Plan) -> Plan:

@@ -62,7 +62,7 @@ def test_trained_tokens_are_what_the_engines_sampled(
         first = run.batch(link, 1)
         for step in range(1, STEPS + 1):
             run.train(link, step)
-        assert run.processes["orchestrator"].wait(180) == 0, run.logs()
+        assert run.processes["orchestrator"].wait(900) == 0, run.logs()
     finally:
         run.stop()
     rows = run.metrics()

@@ -67,20 +67,20 @@ async def test_engines_are_brought_and_kept_at_the_wanted_policy(
     journal = Journal(tmp_path, "orchestrator")
     async with running(PolicyLoop(engines, journal, 30, 0.2, before, after)) as loop:
         await loop.want(PolicyVersion(0, str(model)))
-        await loop.wait_for(0, timeout_s=90)
+        await loop.wait_for(0, timeout_s=600)
         for name in servers:
             await reaches(loop, name, "CURRENT")
         first = PolicyVersion(1, str(publish(make_model(tmp_path / "m1", seed=1), tmp_path, 1)))
         await loop.want(first)
         await loop.want(first)  # repeated: nothing happens
-        await loop.wait_for(1, timeout_s=90)
+        await loop.wait_for(1, timeout_s=600)
         assert [spans(generate(s.url, PROMPT, 1)) for s in servers.values()] == [[(1, 0, 1)]] * 2
         assert hooks == [("before", 0), ("after", 0), ("before", 1), ("after", 1)]
 
         servers["b"].kill()
         await reaches(loop, "b", "DOWN")
         await loop.want(PolicyVersion(2, str(publish(make_model(tmp_path / "m2", seed=2), tmp_path, 2))))
-        await loop.wait_for(2, timeout_s=90)  # the dead engine holds up nobody
+        await loop.wait_for(2, timeout_s=600)  # the dead engine holds up nobody
         servers["b"] = start_engine(http=port(servers["b"]))
         await reaches(loop, "b", "CURRENT")
         assert spans(generate(servers["b"].url, PROMPT, 1)) == [(2, 0, 1)]
@@ -94,7 +94,7 @@ async def test_an_engine_that_cannot_take_a_policy_is_ended(
     server = start_engine()
     async with running(PolicyLoop({"a": client(server)}, Journal(tmp_path, "o"), 30, 0.2)) as loop:
         await loop.want(PolicyVersion(0, str(model)))
-        await loop.wait_for(0, timeout_s=90)
+        await loop.wait_for(0, timeout_s=600)
         await loop.want(PolicyVersion(1, str(tmp_path / "nothing")))
         assert await asyncio.to_thread(server.wait_gone, 20)
         await reaches(loop, "a", "DOWN")

@@ -35,7 +35,7 @@ def alive(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
-def wait(run: str, condition: Callable[[dict[str, Any]], object], timeout_s: float = 240) -> dict[str, Any]:
+def wait(run: str, condition: Callable[[dict[str, Any]], object], timeout_s: float = 900) -> dict[str, Any]:
     deadline = time.monotonic() + timeout_s
     while not condition(status := json.loads(primeslurm("status", run, "--processes", "--json"))):
         assert time.monotonic() < deadline and status["phase"] not in ("failed", "lost"), status

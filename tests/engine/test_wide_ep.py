@@ -85,7 +85,7 @@ async def test_prefill_and_decode_groups_hand_kv_over_from_any_rank_to_any(
     prefill, decode = start_ranks(zygote, model, 2, "prefill"), start_ranks(zygote, model, 2, "decode")
     try:
         for server in (*prefill, *decode):
-            server.wait("/primeslurm/status", timeout_s=240)
+            server.wait("/primeslurm/status", timeout_s=900)
         await asyncio.gather(
             *(client(server).apply(PolicyVersion(0, str(model)), 60) for server in (*prefill, *decode))
         )
@@ -94,7 +94,7 @@ async def test_prefill_and_decode_groups_hand_kv_over_from_any_rank_to_any(
         prompt = [2 + (7 * i) % 40 for i in range(200)]
         for session in range(4):
             # Four engines that poll for one another on two cores: a request takes up to half a minute.
-            answer = generate(router.url, prompt, 6, salt=f"s{session}", timeout_s=200)
+            answer = generate(router.url, prompt, 6, salt=f"s{session}", timeout_s=600)
             expected = reference_logprobs(model, prompt + tokens(answer))[len(prompt) - 1 :]
             assert logprobs(answer) == pytest.approx(expected, abs=1e-3)
         assert all(metric(server.url, "vllm:nixl_bytes_transferred_count") > 0 for server in decode)

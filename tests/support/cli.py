@@ -20,7 +20,7 @@ class Result:
     err: str
 
 
-def primeslurm(*args: str | Path, cwd: Path, timeout_s: float = 120, path: Path | None = None) -> Result:
+def primeslurm(*args: str | Path, cwd: Path, timeout_s: float = 600, path: Path | None = None) -> Result:
     """`primeslurm ARGS` as a user runs it, in a home of its own. `path`: where commands are looked for first."""
     env = {**os.environ, "HOME": str(cwd), "COLUMNS": "120", "PYTHONPATH": ROOT}
     if path is not None:

@@ -28,7 +28,7 @@ from primeslurm.wire import checkpoints
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = ROOT / "tests" / "emulated" / "small.yaml"
 SLOW_FILES = ROOT / "tests" / "emulated" / "slow_files"
-PATIENCE_S = 240.0
+PATIENCE_S = 900.0
 NODE_SILENT_S = 20
 """Longer than the disk of this deployment is full, and less than the half minute of other embedded clusters."""
 OVER = ("completed", "failed", "cancelled")

@@ -15,7 +15,7 @@ def generate(
     max_tokens: int,
     salt: str | None = None,
     session: str | None = None,
-    timeout_s: float = 60,
+    timeout_s: float = 300,
     **sampling: Any,
 ) -> dict[str, Any]:
     """Token-in, token-out generation: the whole answer. Raises httpx.HTTPStatusError."""

@@ -28,7 +28,7 @@ class Demo:
         self.site = directory / "c" / "site.yaml"
         self.slurm_conf = directory / "c" / "slurm.conf"
 
-    def command(self, *args: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+    def command(self, *args: str, timeout_s: float = 600) -> subprocess.CompletedProcess[str]:
         """`primeslurm ARGS` at the root of the checkout."""
         argv = [sys.executable, "-m", "primeslurm", *args]
         # Measuring coverage slows engines down by half; other tests measure the same code.
@@ -60,7 +60,7 @@ class Demo:
         assert done.returncode == 0, done.stderr
         return dict(json.loads(done.stdout))
 
-    def wait(self, run: RunDirectory, condition: Callable[[Status], object], timeout_s: float = 600) -> Status:
+    def wait(self, run: RunDirectory, condition: Callable[[Status], object], timeout_s: float = 1200) -> Status:
         """Poll until the condition holds; fails with the logs' ends if the run ends first or time is up."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
@@ -72,7 +72,7 @@ class Demo:
             time.sleep(1)
         raise AssertionError(f"{status['phase']}: {status['reason']}\n{tails(run)}")
 
-    def finish(self, run: RunDirectory, timeout_s: float = 900) -> Status:
+    def finish(self, run: RunDirectory, timeout_s: float = 1200) -> Status:
         """Wait until all steps are done."""
         return self.wait(run, lambda status: status["phase"] == "completed", timeout_s)
 

@@ -120,7 +120,7 @@ class Run:
         link.announce(version, str(self.publish_weights(self.run_dir, version)))
 
     def batch(self, link: TrainerLink, step: int) -> list[Batch]:
-        batches = [link.get_batch(step, rank, 2, timeout_s=240) for rank in range(2)]
+        batches = [link.get_batch(step, rank, 2, timeout_s=900) for rank in range(2)]
         assert all(batch is not None for batch in batches)
         return [batch for batch in batches if batch is not None]
 

@@ -46,7 +46,7 @@ def start_ranks(size: int, *command: str) -> list[subprocess.Popen[str]]:
 def finish(ranks: list[subprocess.Popen[str]], code: int = 0) -> list[str]:
     """Wait for ranks that must end with `code`. Returns what each printed."""
     try:
-        outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
+        outputs = [rank.communicate(timeout=900)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

@@ -127,7 +127,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
     directory = arguments.table.parent
-    world = join(Interrupt(), patience_s=60)
+    world = join(Interrupt(), patience_s=600)
     for settings in json.loads(arguments.table.read_text()):
         layout = Layout(**settings)
         mine = gradients(layout, directory, world)

@@ -92,7 +92,7 @@ def check_muon() -> None:
 def main() -> None:
     """Arguments: model, root directory of the runs."""
     model, root = Path(sys.argv[1]), Path(sys.argv[2])
-    world = join(Interrupt(), patience_s=60)
+    world = join(Interrupt(), patience_s=600)
     check_muon()
     for kind in TYPES:
         train(root / "two" / kind, model, kind, 2, world)

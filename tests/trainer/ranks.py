@@ -37,7 +37,7 @@ def train(recipe: Recipe, out: Path, world: World) -> list[dict[str, float]]:
 
 def main() -> None:
     """Arguments, once or more often: recipe, directory to publish the trained policy in."""
-    world = join(Interrupt(), patience_s=60)
+    world = join(Interrupt(), patience_s=600)
     for recipe, out in zip(sys.argv[1::2], sys.argv[2::2], strict=True):
         for metrics in train(Recipe.model_validate_json(Path(recipe).read_text()), Path(out), world):
             print("METRICS", json.dumps(metrics), flush=True)

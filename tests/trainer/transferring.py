@@ -21,7 +21,7 @@ def main() -> None:
     import torch
     from torch.distributed.tensor import DTensor
 
-    world = join(Interrupt(), patience_s=60)
+    world = join(Interrupt(), patience_s=600)
     link = TrainerLink(sys.argv[1])
     gather = DTensor.full_tensor
     gathered = []

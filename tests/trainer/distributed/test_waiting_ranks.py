@@ -16,7 +16,7 @@ from primeslurm.records import beats
 from primeslurm.records.beats import BeatPage
 from primeslurm.records.fleet import BeatReport
 
-PATIENCE_S = 240.0
+PATIENCE_S = 900.0
 
 
 @pytest.fixture

@@ -75,7 +75,7 @@ class Running:
         heartbeat = self.attempt.heartbeat(node, self.attempt.assignment())
         return (heartbeat.processes.get(name) if heartbeat else None) or ProcessReport("waiting")
 
-    def wait(self, condition: Callable[[], object], timeout_s: float = 60.0) -> None:
+    def wait(self, condition: Callable[[], object], timeout_s: float = 600.0) -> None:
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             if condition():

@@ -51,7 +51,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., tuple[RunDirectory, str]]]:
             submit.cancel(plan, job_id)
 
 
-def wait(condition: Callable[[], object], timeout_s: float = 90.0) -> None:
+def wait(condition: Callable[[], object], timeout_s: float = 600.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "timed out"

@@ -131,7 +131,7 @@ def test_a_spare_takes_its_place_with_all_that_had_moved_to_it(tmp_path: Path) -
 @pytest.mark.parametrize("cut_off", [False, True], ids=["dead", "cut-off"])
 def test_agents_take_workers_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut_off: bool) -> None:
     """Real processes: they are started on another node once theirs is lost, wherever status and users look for them."""
-    plan = make_plan(tmp_path, (worker("w0", 2),), (worker("w1", 3),), node_silent_s=4)
+    plan = make_plan(tmp_path, (worker("w0", 2),), (worker("w1", 3),), node_silent_s=10)
     running = Running(plan, monkeypatch, AgentTimings(term_grace_s=1.0), HeadTimings())
     names = ["orchestrator", "engine-r0-0", "w0", "w1"]
     try:

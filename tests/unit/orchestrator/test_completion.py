@@ -33,6 +33,6 @@ async def test_the_trainer_still_finds_somebody_to_tell_of_the_last_commit(tmp_p
         checkpoints.commit(directory, 1, 1)
         assert not (await asyncio.wait({running}, timeout=1))[0]
         await asyncio.to_thread(link.committed, 1)
-        await asyncio.wait_for(running, 60)
+        await asyncio.wait_for(running, 600)
         link.close()
     assert restore(run.run_dir, 1).committed == 1

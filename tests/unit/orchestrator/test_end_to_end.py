@@ -74,7 +74,7 @@ def test_a_run_from_first_to_last_step(run: FakeRun) -> None:
     assert link.get_batch(STEPS + 1, 0, 2, timeout_s=5) is None
     for step in range(1, STEPS + 1):
         run.train(link, step)
-    assert run.processes["orchestrator"].wait(180) == 0, run.logs()
+    assert run.processes["orchestrator"].wait(900) == 0, run.logs()
     check_whole_run(run)
     state = json.loads((run.run_dir / "attempts/1/state/orchestrator.json").read_text())
     assert state["step"] == STEPS and state["version"] == STEPS
@@ -106,7 +106,7 @@ def test_killed_processes_lose_and_repeat_nothing(run: FakeRun) -> None:
     assert run.trained[3] == trained
     for step in range(4, STEPS + 1):
         run.train(link, step)
-    assert run.processes["orchestrator"].wait(180) == 0, run.logs()
+    assert run.processes["orchestrator"].wait(900) == 0, run.logs()
     check_whole_run(run)
     assert len(run.events("orchestrator_up")) == 2
 
@@ -130,7 +130,7 @@ def test_a_new_attempt_continues_at_the_last_commit(run: FakeRun) -> None:
     run.publish(link, 2)
     for step in range(3, STEPS + 1):
         run.train(link, step)
-    assert run.processes["orchestrator"].wait(180) == 0, run.logs()
+    assert run.processes["orchestrator"].wait(900) == 0, run.logs()
     check_whole_run(run)
     assert {request["cache_salt"].split(":")[0] for request in run.engine.requests} == {"test-1.1", "test-1.2"}
 
@@ -170,7 +170,7 @@ def test_a_teacher_that_comes_late_and_a_restart_lose_nothing(tmp_path: Path) ->
             assert len(engine.requests) == sampled, "what was sampled before the restart is what is trained"
             for step in (1, 2):
                 run.train(link, step)
-            assert run.processes["orchestrator"].wait(180) == 0, run.logs()
+            assert run.processes["orchestrator"].wait(900) == 0, run.logs()
         finally:
             run.stop()
     rows = run.metrics()
@@ -207,7 +207,7 @@ def test_a_run_follows_an_algorithm_of_ones_own(tmp_path: Path) -> None:
                     assert batch.info.loss_tokens == 8
                     assert all(trained_as_wanted(row) for row in batch.rows)
                 run.train(link, step)
-            assert run.processes["orchestrator"].wait(180) == 0, run.logs()
+            assert run.processes["orchestrator"].wait(900) == 0, run.logs()
         finally:
             run.stop()
     kept = list(reverse_text.words(40, 0))[::2]
@@ -239,7 +239,7 @@ def test_an_algorithm_that_is_not_there_ends_the_attempt_with_its_name(tmp_path:
         for name in ("orchestrator", "worker"):
             run.start(name)
         try:
-            assert [run.processes[name].wait(60) for name in ("orchestrator", "worker")] == [2, 1]
+            assert [run.processes[name].wait(600) for name in ("orchestrator", "worker")] == [2, 1]
         finally:
             run.stop()
     expected = "orchestrator.algorithm.function = no_such_module:Algorithm: cannot be imported: No module named"
@@ -265,7 +265,7 @@ def test_a_run_goes_on_without_a_replica_that_was_given_up(tmp_path: Path) -> No
             publish_addresses(run.run_dir / "attempts" / "1", urls, lost=["router-1", "engine-r1-0"])
             for step in range(1, STEPS + 1):
                 run.train(link, step)
-            assert run.processes["orchestrator"].wait(180) == 0, run.logs()
+            assert run.processes["orchestrator"].wait(900) == 0, run.logs()
         finally:
             run.stop()
     (event,) = run.events("replica_lost")
@@ -318,7 +318,7 @@ def test_two_environments_of_their_own_with_a_curriculum_that_survives_kills(tmp
             run.publish(link, 2)
             for step in (3, 4):
                 run.train(link, step)
-            assert run.processes["orchestrator"].wait(180) == 0, run.logs()
+            assert run.processes["orchestrator"].wait(900) == 0, run.logs()
         finally:
             run.stop()
     rows = run.metrics()

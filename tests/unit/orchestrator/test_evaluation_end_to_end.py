@@ -101,7 +101,7 @@ def test_a_run_is_evaluated_at_its_start_every_interval_and_on_the_final_policy(
         assert kept == {2: [2], 4: [2]}
         checkpoints.prune(run.run_dir, 1, kept[4])
         assert checkpoints.committed(run.run_dir) == [2, STEPS], "the best one, and the last"
-        assert run.processes["orchestrator"].wait(180) == 0, run.logs()
+        assert run.processes["orchestrator"].wait(900) == 0, run.logs()
     finally:
         run.stop()
     found = evaluations(run.run_dir)
@@ -156,7 +156,7 @@ def test_a_killed_orchestrator_neither_repeats_nor_loses_an_evaluation(engine: F
         run.wait_for_samples(STEPS, 2)
         run.kill("orchestrator")
         run.start("orchestrator")
-        assert run.processes["orchestrator"].wait(180) == 0, run.logs()
+        assert run.processes["orchestrator"].wait(900) == 0, run.logs()
     finally:
         run.stop()
     steps = [record.step for record in evaluations(run.run_dir)]
@@ -192,7 +192,7 @@ def test_a_new_attempt_goes_on_with_what_its_policy_sampled(engine: FakeEngine, 
             run.train(link, step)
             if step == 4:
                 run.wait_for(4)
-        assert run.processes["orchestrator"].wait(180) == 0, run.logs()
+        assert run.processes["orchestrator"].wait(900) == 0, run.logs()
     finally:
         run.stop()
     found = {record.step: record for record in evaluations(run.run_dir)}
@@ -213,7 +213,7 @@ def test_an_environment_that_always_fails_ends_as_failed(engine: FakeEngine, tmp
         run.publish(link, 0)
         for step in range(1, STEPS + 1):
             run.train(link, step)
-        assert run.processes["orchestrator"].wait(180) == 0, run.logs()
+        assert run.processes["orchestrator"].wait(900) == 0, run.logs()
     finally:
         run.stop()
     (record,) = evaluations(run.run_dir)
@@ -237,7 +237,7 @@ def test_an_evaluation_alone_needs_no_trainer_and_goes_on_after_a_kill(engine: F
         engine._delay_s = 0.01
         asked = len(engine.requests)
         run.start("orchestrator")
-        assert run.processes["orchestrator"].wait(180) == 0, run.logs()
+        assert run.processes["orchestrator"].wait(900) == 0, run.logs()
     finally:
         run.stop()
     (record,) = evaluations(run.run_dir)

@@ -58,7 +58,7 @@ async def running(scoring: Scoring, journal: Path) -> AsyncIterator[asyncio.Task
 
 
 async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(300):
         while not condition():
             await asyncio.sleep(0.01)
 

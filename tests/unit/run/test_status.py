@@ -251,7 +251,7 @@ def test_of_two_who_submit_a_name_at_once_one_gets_it(tmp_path: Path, monkeypatc
 
     def look(run_dir: Path) -> list[Violation]:
         found = name_in_use(run_dir)
-        both.wait(60)
+        both.wait(600)
         return found
 
     def submit(_: int) -> str:
