@@ -6,7 +6,7 @@ of a step beside the bound (what engines or trainer, whichever is slower, could 
 was thrown away; rollouts in a batch; and, where half of the variance is the example's own, how many of the examples
 that were begun were trained, of the longest third beside all.
 
-    python -m benchmarks dispatch [--write]
+    python -m benchmarks dispatch [--large] [--write]
 """
 
 from __future__ import annotations
@@ -197,9 +197,11 @@ def main(words: Sequence[str] | None = None) -> None:
     """Simulate every setting, print, and with --write keep the result."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks dispatch", description=__doc__)
     parser.add_argument("--write", action="store_true", help=f"write {RESULT.relative_to(ROOT)}")
-    write = parser.parse_args(words).write
-    rows = []
-    for inflight, sigma in (*itertools.product((64, 512), (0.3, 0.6, 1.0, 1.3)), (2048, 1.0), (10_000, 1.0)):
+    parser.add_argument("--large", action="store_true", help="10,000 rollouts in flight, too; takes half an hour")
+    options = parser.parse_args(words)
+    rows: list[dict[str, Any]] = []
+    sizes = [*itertools.product((64, 512), (0.3, 0.6, 1.0, 1.3)), (2048, 1.0)]
+    for inflight, sigma in sizes + ([(10_000, 1.0)] if options.large else []):
         rows += [measure(inflight, sigma, rule) for rule in get_args(StaleRule)]
         print(*rows[-4:], sep="\n", flush=True)
     for sigma in (0.3, 0.6, 1.0, 1.3):
@@ -211,5 +213,5 @@ def main(words: Sequence[str] | None = None) -> None:
     rows += [measure(512, 1.0, rule, shared=0.5) for rule in get_args(StaleRule)]
     print(*rows[-4:], sep="\n", flush=True)
     result = {"command": "python -m benchmarks dispatch --write", "rows": rows}
-    if write:
+    if options.write:
         RESULT.write_text(json.dumps(result, indent=1) + "\n")

@@ -16,12 +16,12 @@ if (($#)); then
 else
   # Tests of clusters mostly wait, for time-outs and for Slurm: they run beside those of single rooms and of engines.
   mkdir -p build
-  coverage run -m pytest --durations=20 tests/cluster tests/emulated tests/chaos >build/clusters.log 2>&1 &
+  coverage run -m pytest --durations=20 tests/cluster tests/emulated tests/chaos tests/e2e >build/clusters.log 2>&1 &
   clusters=$!
-  coverage run -m pytest --durations=20 tests/unit >build/unit.log 2>&1 &
+  coverage run -m pytest --durations=20 tests/unit tests/power >build/unit.log 2>&1 &
   unit=$!
   code=0
-  coverage run -m pytest --durations=20 tests/engine tests/gpu tests/trainer tests/e2e || code=$?
+  coverage run -m pytest --durations=20 tests/engine tests/gpu tests/trainer || code=$?
   wait $clusters || code=$?
   wait $unit || code=$?
   cat build/clusters.log build/unit.log
