@@ -63,6 +63,10 @@ def _sizes(recipe: Recipe) -> list[Violation]:
     if inflight is not None and inflight < largest:
         why = f"must be at least {sizes[largest]} = {largest}"
         found.append(Violation("orchestrator.max_inflight_rollouts", str(inflight), why, f"nearest: {largest}"))
+    staleness, smallest = options.staleness, min(sizes)
+    if staleness.rule in ("partial", "carry") and staleness.at_least > smallest:
+        why = f"is more than {sizes[smallest]} = {smallest}: no group could be completed early"
+        found.append(Violation("orchestrator.staleness.at_least", str(staleness.at_least), why, f"nearest: {smallest}"))
     return found
 
 

@@ -181,7 +181,7 @@ def test_groups_at_the_teacher_count_as_started_and_grow_too_old() -> None:
     assert made.next_job({"e"}) is None, "two batches are on their way"
     assert made.scored(scored) and [one.scored for one in made.ready] == [True]
     assert not made.scored(scored), "it is at the teacher no longer"
-    stale, _ = made.sweep(3)
+    stale, *_ = made.sweep(3)
     assert {one.id for one in stale} == {"e-00000000", "e-00000001"} and not made.unscored and not made.ready
     job = made.next_job({"e"})
     assert job is None or job.group not in ("e-00000000", "e-00000001")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -12,6 +14,7 @@ from primeslurm.orchestrator.dispatch.durations import Durations
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.recipe import Recipe
+from primeslurm.recipe.rules import violations
 from primeslurm.recipe.sections.staleness import Staleness
 from tests.unit.orchestrator.test_dispatch import rollout, run_all
 
@@ -209,3 +212,12 @@ def test_a_batch_trains_no_token_that_is_too_old(rule: str, trained: int) -> Non
     batches.add(6, [RolloutGroup("a-00000000", "a", 0, 4, rollouts)])
     batch = batches.get(6, 0, 1)
     assert batch is not None and batch.info.loss_tokens == trained, "of two tokens each, of which the first has no loss"
+
+
+def test_more_rollouts_than_a_group_has_are_refused() -> None:
+    fields: dict[str, Any] = {"batch_size": 8, "group_size": 4, "staleness": {"rule": "partial", "at_least": 5}}
+    data = {"name": "t", "seq_len": 8, "model": {"path": "m"}, "environments": [{"id": "a"}], "orchestrator": fields}
+    (found,) = violations(Recipe.model_validate(data))
+    assert (found.field, found.fix) == ("orchestrator.staleness.at_least", "nearest: 4")
+    fields["staleness"] = {"rule": "drop", "at_least": 5}
+    assert not violations(Recipe.model_validate(data))

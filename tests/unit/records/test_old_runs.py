@@ -29,7 +29,8 @@ SHOWN = DATA / "shown_by_0_1_0"
 EVALUATION = (f"evaluation_{what}" for what in ("started", "done", "skipped", "sample_failed"))
 NEW_KINDS = frozenset(
     {
-        *("continued", "environment_fails", "file_system_fault", "hangs", "moved", "nothing_kept"),
+        *("continued", "engine_silent", "environment_fails", "file_system_fault", "hangs", "loop_stood_still"),
+        *("moved", "nothing_kept"),
         *("port_taken", "ranks_wait", "router_complete", "router_incomplete"),
         *EVALUATION,
     }
