@@ -192,7 +192,8 @@ async def _orchestrate(arguments: OrchestratorArguments, preempt: bool) -> None:
     recipe = Recipe.model_validate_json((arguments.run_dir / "recipe.resolved.json").read_bytes())
     orchestrator = Orchestrator(recipe, arguments)
     serving = asyncio.create_task(orchestrator._link.serve())
-    while not serving.done():
+    finishing = asyncio.create_task(orchestrator._finishing.run())
+    while not serving.done() and not finishing.done():
         now, dispatch = orchestrator._progress.now, orchestrator._dispatch
         if now.published is not None:
             dispatch.version = now.published.version
@@ -202,7 +203,7 @@ async def _orchestrate(arguments: OrchestratorArguments, preempt: bool) -> None:
             preempt = False
             os.kill(os.getpid(), SIGNAL)
         await asyncio.sleep(0.01)
-    serving.result()
+    (serving if serving.done() else finishing).result()
 
 
 def _rollout(job: Job, version: int) -> Rollout:
