@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from primeslurm.errors import UsageError
+from primeslurm.errors import UsageError, Violation
 from primeslurm.orchestrator.algorithms import Algorithm, Grpo
 from primeslurm.orchestrator.batching import finishing
 from primeslurm.orchestrator.batching.finishing import Finishing
@@ -131,7 +131,7 @@ async def test_files_are_deleted_after_what_is_being_written(tmp_path: Path, mon
 async def test_a_mistake_of_an_algorithm_ends_the_run(tmp_path: Path) -> None:
     class Wrong(Grpo):
         def rejects(self, group: RolloutGroup) -> str | None:
-            raise UsageError("it is wrong")
+            raise UsageError([Violation("orchestrator.algorithm", "", "it is wrong")])
 
     told = Told(tmp_path, Wrong())
     told.finishing.complete(good("a"))
