@@ -22,6 +22,7 @@ import numpy as np
 import submitit.core.job_environment
 from submitit.helpers import DelayedSubmission
 
+from benchmarks.support.ports import free_port
 from primeslurm.api import submission
 from primeslurm.api.loading import load
 from primeslurm.node.attempt.attempt_end import conclude
@@ -42,7 +43,6 @@ from primeslurm.trainer.loops.interrupt import SIGNAL, Interrupt
 from primeslurm.trainer.weight_transfer.publisher import Publisher
 from primeslurm.wire import checkpoints, exits, secret
 from primeslurm.wire.rollouts import Rollout, RolloutInfo
-from tests.support.scripted_run import free_port
 
 STEPS = 6
 PREEMPTED_AFTER = 3
