@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.support.servers import free_port
+from benchmarks.support.ports import free_port
 from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.rollouts.generate_endpoint import completion_of
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
