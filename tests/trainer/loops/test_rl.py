@@ -10,14 +10,14 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 
 from primeslurm.recipe import Recipe
 from primeslurm.wire import checkpoints, link
-from primeslurm.wire.rollouts import Batch
+from primeslurm.wire.rollouts import Frame
 from primeslurm.wire.weight_transfer import filesystem, messages
 from tests.support.processes import free_port
 from tests.trainer.conftest import finish, make_batch, make_recipe, start_ranks, trainer_command
@@ -48,7 +48,7 @@ class FakeOrchestrator:
         with contextlib.suppress(asyncio.CancelledError):
             self._loop.run_until_complete(serve())
 
-    async def _answer(self, request: link.Request) -> Batch | link.Answer:
+    async def _answer(self, request: link.Request) -> Sequence[Frame] | link.Answer:
         if not isinstance(request, link.GetBatch) or request not in self.requests:
             self.requests.append(request)
         if isinstance(request, link.GetBatch):
@@ -60,7 +60,7 @@ class FakeOrchestrator:
             if request.step > self.limit:
                 await asyncio.sleep(0.2)
                 return link.Answer("wait")
-            return make_batch(request.step, request.dp_rank, request.dp_world)
+            return make_batch(request.step, request.dp_rank, request.dp_world).encode()
         if isinstance(request, link.Save):
             if self.refuse_save:
                 raise OSError("no space left on device")

@@ -16,6 +16,7 @@ from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.rules import violations
 from primeslurm.recipe.sections.staleness import Staleness
+from tests.support.batches import batch_of
 from tests.unit.orchestrator.test_dispatch import rollout, run_all
 
 
@@ -210,7 +211,7 @@ def test_a_batch_trains_no_token_that_is_too_old(rule: str, trained: int) -> Non
     rollouts = tuple(rollout(job, version) for job, version in zip(jobs, [0, 3, 3, 4], strict=True))
     batches = Batches(recipe, Grpo())
     batches.add(6, [RolloutGroup("a-00000000", "a", 0, 4, rollouts)])
-    batch = batches.get(6, 0, 1)
+    batch = batch_of(batches, 6)
     assert batch is not None and batch.info.loss_tokens == trained, "of two tokens each, of which the first has no loss"
 
 

@@ -7,7 +7,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from primeslurm.records.journal import Journal
 from primeslurm.records.state import TrainerState
 from primeslurm.wire import checkpoints, routed_experts
 from primeslurm.wire.link import Answer, GetBatch, LinkError, OrchestratorLink, Request, TrainerLink
-from primeslurm.wire.rollouts import Batch, BatchInfo, Rollout, RolloutInfo, Row, from_frames, to_frames
+from primeslurm.wire.rollouts import Batch, BatchInfo, Frame, Rollout, RolloutInfo, Row, from_frames, to_frames
 from primeslurm.wire.weight_transfer import filesystem, tensor_names
 from primeslurm.wire.weight_transfer.messages import NewPolicy
 
@@ -77,6 +77,7 @@ ROW |= {"advantages": np.float32, "temperatures": np.float32, "on_policy": np.bo
 
 def batch(step: int = 1) -> Batch:
     rows = [Row(**{name: np.full(4, i, kind) for name, kind in ROW.items()}) for i in range(2)]
+    rows = [replace(row, positions=np.array([0, 1, 0, 1 - i], np.int32)) for i, row in enumerate(rows)]
     return Batch(BatchInfo(step, 0, 1, 8), rows)
 
 
@@ -224,12 +225,12 @@ class Server:
         self._thread.start()
         self._ready.wait(10)
 
-    async def answer(self, request: Request) -> Batch | Answer:
+    async def answer(self, request: Request) -> Sequence[Frame] | Answer:
         self.seen.append(request)
         delay, self.delay_s = self.delay_s, 0.0
         await asyncio.sleep(delay)
         if isinstance(request, GetBatch):
-            return batch(request.step) if request.step < 3 else Answer("stop" if request.step == 3 else "wait")
+            return batch(request.step).encode() if request.step < 3 else Answer("stop" if request.step == 3 else "wait")
         if isinstance(request, NewPolicy) and request.version < 0:
             raise ValueError("no such version")
         return Answer("ok")
