@@ -11,7 +11,6 @@ import functools
 import logging
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -112,7 +111,6 @@ class Orchestrator:
         self._watch = Watch(recipe, self._journal, arguments.engine_urls, resumed=progress.done_step > 0)
         self._scoring = scoring_of(recipe, arguments, self._dispatch.unscored.values(), self._on_scored)
         self._batch_formed = asyncio.Condition()
-        self._packing = ThreadPoolExecutor(1, "packing")
         self._wake = asyncio.Event()
         self._cancelled: list[str] = []
         self._unspooled: list[RolloutGroup] = []
@@ -144,7 +142,7 @@ class Orchestrator:
                 for task in background:
                     task.cancel()
         finally:
-            self._packing.shutdown(wait=False, cancel_futures=True)
+            self._batches.close()
             self._metrics.close()
         self._journal.write(OrchestratorDone(self._progress.now.done_step))
 
@@ -241,7 +239,7 @@ class Orchestrator:
 
     async def _get_batch(self, request: GetBatch) -> Sequence[Frame] | Answer:
         share = Share(request.step, request.dp_rank, request.dp_world, request.cp_rank, request.cp_world)
-        if (known := self._batches.encoded(share)) is not None:
+        if (known := self._batches.encoded(share)) is not None:  # a repeat, or the next chunk
             return known
         if request.step > self._recipe.max_steps:
             return Answer("stop")
@@ -251,8 +249,7 @@ class Orchestrator:
             self._sessions.close()
         if (waiting := await self._batch_of(request)) is not None:
             return waiting
-        # One thread: requests of a batch's other ranks wait for its packing, and nothing else does.
-        frames = await asyncio.get_running_loop().run_in_executor(self._packing, self._batches.get, share)
+        frames = await self._batches.serve(share)
         if frames is None:
             raise ValueError(f"the rollouts of step {request.step} are no longer kept")
         return frames

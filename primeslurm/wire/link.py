@@ -77,7 +77,7 @@ class Committed(msgspec.Struct, frozen=True, tag=True):
 
 LARGEST_REQUEST = 16 << 20
 """Bytes of a part of a request. Requests are words; the longest holds the metrics of a step, some ten kilobytes."""
-CHUNK = 32 << 20
+CHUNK = 8 << 20
 """Bytes of arrays in an answer."""
 LARGEST_ANSWER = 1 << 30
 """Bytes of a part of an answer: a chunk, or the header of a batch, which may have images in data URIs."""

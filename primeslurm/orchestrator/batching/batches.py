@@ -6,7 +6,9 @@ rows of these, the same number for every data-parallel rank.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import NamedTuple
@@ -58,6 +60,8 @@ class Batches:
         self._memory: dict[int, Memory] = {}
         self._packed: dict[tuple[int, int], _Packed] = {}
         self._encoded: dict[Share, list[Frame]] = {}
+        self._thread = ThreadPoolExecutor(1, "packing")
+        """One: requests of a batch's other ranks wait for its packing, and nothing else does."""
 
     def add(self, step: int, groups: Sequence[RolloutGroup], memory: Memory | None = None) -> None:
         """Keep the groups that `step` trains on, and forget those of steps that are not asked for any more.
@@ -78,6 +82,14 @@ class Batches:
     def groups(self, step: int) -> list[RolloutGroup] | None:
         """Return the groups of a step, or None if they are not kept any more."""
         return self._groups.get(step)
+
+    async def serve(self, share: Share) -> list[Frame] | None:
+        """As `get`, off the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self.get, share)
+
+    def close(self) -> None:
+        """Pack and encode nothing more."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
     def encoded(self, share: Share) -> list[Frame] | None:
         """Return what was encoded before; None if it was not."""
