@@ -22,7 +22,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from benchmarks.support.servers import free_port, rank_environment, start_process
+from benchmarks.support.ports import free_port
+from benchmarks.support.servers import rank_environment, start_process
 from primeslurm.orchestrator.batching.packing import Document, pack
 from primeslurm.orchestrator.batching.shares import Common, encode
 from primeslurm.orchestrator.rollouts.generate_endpoint import Completion, GenerateEndpoint

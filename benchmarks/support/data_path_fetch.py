@@ -1,15 +1,14 @@
 """From the orchestrator to the ranks of a trainer: one batch of 256 rows, fetched by 96 ranks, 8 of which share a row.
 
 The orchestrator's part is real: packing and encoding in its thread, its link on an event loop that also says how late
-it is. Ranks are real links in two other processes. All rollouts have the same arrays, so that the 21 GB of the batch are
-read but need not be held, and ranks put routed experts where the last ones were; nothing else is different.
+it is. Ranks are real links in two other processes. All rollouts have the same arrays, so that the 21 GB of the batch
+are read but need not be held, and ranks put routed experts where the last ones were; nothing else is different.
 """
 
 from __future__ import annotations
 
 import asyncio
 import resource
-import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.support.ports import free_port
 from primeslurm.orchestrator import algorithms
 from primeslurm.orchestrator.batching.batches import Batches, Share
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
@@ -65,7 +65,7 @@ async def _measure(rollouts: int, memcpy: float) -> dict[str, Any]:
         waits.append(time.monotonic() - begin)
         return frames
 
-    address = _free_address()
+    address = f"tcp://127.0.0.1:{free_port()}"
     link = OrchestratorLink(address, handle)
     late: list[float] = []
     background = [asyncio.create_task(link.serve()), asyncio.create_task(_watch(late, used))]
@@ -199,12 +199,6 @@ def memcpy_gb_per_s() -> float:
 
 def _resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
-
-
-def _free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
 
 
 if __name__ == "__main__":
