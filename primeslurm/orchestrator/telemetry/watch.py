@@ -14,7 +14,7 @@ from primeslurm.orchestrator.dispatch import Dispatcher
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.orchestrator.telemetry.load_window import LoadWindow, rounded
 from primeslurm.orchestrator.telemetry.rollout_failures import RolloutFailures, headline
-from primeslurm.orchestrator.telemetry.scrape import scrape
+from primeslurm.orchestrator.telemetry.scrape import Sample, scrape
 from primeslurm.recipe import Recipe
 from primeslurm.records.events.training import EnvironmentFails, RolloutFailed, Stalled, StepReported
 from primeslurm.records.journal import Journal
@@ -61,6 +61,7 @@ class Watch:
         clock: Callable[[], float] = time.monotonic,
         *,
         resumed: bool = False,
+        looked: Callable[[Mapping[str, Sample]], None] = lambda samples: None,
     ) -> None:
         self._stall_timeout_s = recipe.orchestrator.stall_timeout_s
         self._max_failures = FAILED_BATCHES * recipe.orchestrator.batch_size
@@ -72,6 +73,7 @@ class Watch:
         self._rejecting_since = 0.0
         self._journal = journal
         self._engines = engines
+        self._looked = looked
         self._clock = clock
         self._window = LoadWindow()
         self._roles: dict[str, Load] = {}
@@ -241,6 +243,8 @@ class Watch:
         async with client_within_run(SCRAPE_INTERVAL_S, keep=0) as client:
             while True:
                 engines = self._engines()
-                self._window.add(self._clock(), await scrape(client, engines))
+                samples = await scrape(client, engines)
+                self._window.add(self._clock(), samples)
+                self._looked(samples)
                 self._roles, self._replicas = self._window.by_role(), self._window.by_replica()
                 await asyncio.sleep(max(SCRAPE_INTERVAL_S, len(engines) / SCRAPES_PER_S))
