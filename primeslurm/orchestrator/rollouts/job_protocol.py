@@ -243,7 +243,7 @@ class JobRunner:
         # The job stays in the status until its result is queued: the result reaches the orchestrator before its
         # absence. One that is cancelled from within has no result, and is dispatched anew once it is absent.
         try:
-            await self._socket.send_multipart(await self._outcome(job))
+            await self._socket.send_multipart(await self._outcome(job), copy=False)
         finally:
             self._jobs.pop(job.id, None)
 
