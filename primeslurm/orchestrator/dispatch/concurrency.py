@@ -15,8 +15,8 @@ from primeslurm.orchestrator.dispatch.replica_share import Look, ReplicaShare
 from primeslurm.orchestrator.telemetry.scrape import COUNTERS, Sample
 from primeslurm.records.state import Share
 
-SLOW = 0.5
-"""A replica that gives less than this share of the median's tokens a second, with no less to do, is slow."""
+SLOW, LESS = 0.5, 0.8
+"""A replica is slow if it gives less than these shares of the median's tokens a second, for each rollout and in all."""
 USED = 0.95
 """Share of the bound in use from which on the bound is what keeps rollouts from being more."""
 _ENGINE = re.compile(r"^(?P<role>prefill|decode|engine)-r(?P<replica>\d+)-")
@@ -122,16 +122,14 @@ class Concurrency:
 
     def _compare(self) -> None:
         """Give a replica that is slower than the others, with as much to do, no more than it can do."""
-        busy = {name: share for name, share in self._replicas.items() if share.generated_per_s and share.places}
+        busy = {name: share for name, share in self._replicas.items() if share.generated_per_s and self._inflight[name]}
         if len(busy) < 2:
             return
-        usual = median_high(share.generated_per_s for share in busy.values())
-        load = median_high(self._inflight[name] for name in busy)
+        total = median_high(share.generated_per_s for share in busy.values())
+        each = median_high(share.generated_per_s / self._inflight[name] for name, share in busy.items())
         for name, share in busy.items():
-            speed = share.generated_per_s / usual
-            # A share that was cut for it has less to do: what it does with that says whether it is well again.
-            has_enough = self._inflight[name] >= SLOW * load or share.limit == "slow"
-            share.slower(speed if speed < SLOW and has_enough else 1.0)
+            speed = share.generated_per_s / self._inflight[name] / each
+            share.slower(speed if speed < SLOW and share.generated_per_s < LESS * total else 1.0)
 
 
 def _sum(samples: Iterable[Sample], name: str) -> float:

@@ -53,6 +53,8 @@ RECOMPUTED, RECOMPUTED_TOKENS = 1.5, 1.0
 BASELINE_UP = 1.005
 """The least that was seen is forgotten slowly: work changes as the policy learns."""
 SMOOTHED_S = 30.0
+IDLE_S = 300.0
+"""How long it takes to learn which part of rollouts is at their tools: those whose turns are late are not."""
 MOSTLY_IDLE = 1.3
 """Rollouts for each request that runs: with fewer, hardly any are at their tools."""
 
@@ -103,6 +105,8 @@ class ReplicaShare:
         self._all_kv = _Wanted(MOST_HELD, LEAST_HELD)
         self._preempted, self._generated = _Smoothed(), _Smoothed()
         self._computed = _Computed()
+        self._idle: float | None = None
+        """Rollouts for each request that runs."""
 
     @property
     def places(self) -> int:
@@ -159,7 +163,10 @@ class ReplicaShare:
             "queue": _without(min(look.waiting for look in looks), running, inflight),
             "prefill": _without(min(look.prefill_waiting for look in looks), running, inflight),
         }
-        if inflight > MOSTLY_IDLE * running:
+        kept = math.exp(-seconds / IDLE_S)
+        now = inflight / running
+        self._idle = now if self._idle is None else self._idle * kept + now * (1 - kept)
+        if self._idle > MOSTLY_IDLE:
             wishes["cache"] = min(
                 self._all_kv.share / max(each, self._held.now), inflight * THINNING if recomputed else math.inf
             )
