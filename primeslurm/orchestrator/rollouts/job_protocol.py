@@ -12,6 +12,8 @@ orchestrator -> worker      Job | Cancel
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import hmac
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -109,6 +111,28 @@ ToWorker = Job | Cancel
 ToOrchestrator = Status | Result | Unusable
 
 
+def on_this_node(address: str) -> str:
+    """Return where processes of the same node reach who listens at a TCP address.
+
+    A Unix socket carries 3 times as much as TCP to the same machine. It is abstract: in no directory, and gone with its
+    process. Its name is known to this run alone, until somebody listens there.
+    """
+    name = hmac.new(secret.own().encode(), address.encode(), hashlib.sha256).hexdigest()[:32]
+    return f"ipc://@primeslurm-{name}"
+
+
+def nearest(address: str) -> str:
+    """Return the address itself, or that of `on_this_node` if somebody listens there."""
+    if not address.startswith("tcp://"):
+        return address
+    beside = on_this_node(address)
+    try:
+        listening = Path("/proc/net/unix").read_text()
+    except OSError:
+        return address
+    return beside if beside.removeprefix("ipc://") in listening.split() else address
+
+
 def shortened(error: str) -> str:
     """Keep the beginning and the end of an error that is longer than LONGEST_ERROR."""
     half = LONGEST_ERROR // 2
@@ -187,7 +211,7 @@ class JobRunner:
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_JOB)
         self._refusals = secret.refusals(self._socket)
-        self._socket.connect(address)
+        self._socket.connect(nearest(address))
 
     async def serve(self) -> None:
         """Serve until cancelled.

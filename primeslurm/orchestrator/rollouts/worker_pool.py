@@ -28,6 +28,7 @@ from primeslurm.orchestrator.rollouts.job_protocol import (
     ToWorker,
     Unusable,
     decode_sequences,
+    on_this_node,
     shortened,
 )
 from primeslurm.wire import secret
@@ -132,6 +133,8 @@ class WorkerPool:
         self._socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_RESULT)  # whoever sends more is disconnected
         self._socket.setsockopt(zmq.SNDHWM, 0)  # what is too much for a peer would be dropped
         self._socket.bind(bind)
+        if bind.startswith("tcp://"):
+            self._socket.bind(on_this_node(bind))
 
     @property
     def environments(self) -> set[str]:
