@@ -10,7 +10,7 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -21,6 +21,7 @@ from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.batching.admission import Admission
 from primeslurm.orchestrator.batching.batches import Batches, Share
 from primeslurm.orchestrator.batching.finishing import Finishing
+from primeslurm.orchestrator.dispatch.concurrency import Concurrency
 from primeslurm.orchestrator.dispatch.curricula import OUTCOMES, Curricula
 from primeslurm.orchestrator.evaluation.evaluator import Evaluator
 from primeslurm.orchestrator.progress import CHECKPOINT_PART, PROGRESS, ProgressFile, restore
@@ -31,6 +32,7 @@ from primeslurm.orchestrator.rollouts.spool import Spool
 from primeslurm.orchestrator.rollouts.worker_pool import WorkerPool
 from primeslurm.orchestrator.teacher.scoring import scoring_of
 from primeslurm.orchestrator.telemetry.batch_metrics import batch_metrics
+from primeslurm.orchestrator.telemetry.scrape import Sample
 from primeslurm.orchestrator.telemetry.stall_diagnosis import suspect
 from primeslurm.orchestrator.telemetry.watch import Watch
 from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, PolicyVersion
@@ -110,7 +112,11 @@ class Orchestrator:
             sends=self._sessions.sends,
             urls={name: url(name) for name in arguments.engines},
         )
-        self._watch = Watch(recipe, self._journal, arguments.engine_urls, resumed=progress.done_step > 0)
+        self._watch = Watch(
+            recipe, self._journal, arguments.engine_urls, resumed=progress.done_step > 0, looked=self._on_look
+        )
+        adaptive = recipe.orchestrator.concurrency == "adaptive"
+        self._concurrency = Concurrency(arguments.routers, recipe.max_inflight) if adaptive else None
         self._scoring = scoring_of(recipe, arguments, self._dispatch.unscored.values(), self._finishing.scored)
         self._batch_formed = asyncio.Condition()
         self._wake = asyncio.Event()
@@ -176,6 +182,8 @@ class Orchestrator:
         self._policy.follow(self._arguments.engine_urls())
         for router in self._arguments.addresses.lost.intersection(self._dispatch.routers):
             jobs = self._dispatch.drop_router(router)
+            if self._concurrency is not None:
+                self._concurrency.drop(router)
             jobs += self._evaluator.drop_router(router)
             self._cancelled += jobs
             self._journal.write(ReplicaLost(router, len(jobs)))
@@ -215,6 +223,14 @@ class Orchestrator:
                 return False
             self._evaluator.give_up(last, f"no engine had its policy for {self._recipe.weights.timeout_s} s")
         return self._evaluator.settled(last)
+
+    def _on_look(self, samples: Mapping[str, Sample]) -> None:
+        """Give each replica as many rollouts as its engines have room for."""
+        if self._concurrency is not None:
+            replicas = self._dispatch.replicas
+            self._concurrency.look(samples, replicas.load, replicas.ended)
+            replicas.shares = self._concurrency.shares
+            self._wake.set()
 
     # the trainer's requests
 
@@ -458,6 +474,7 @@ class Orchestrator:
             environments=sorted(self._workers.environments),
             evaluation=self._evaluator.progress,
             rollouts_by_node=self._workers.load,
+            shares=self._concurrency.report if self._concurrency is not None else {},
         )
 
 

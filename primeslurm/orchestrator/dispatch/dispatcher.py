@@ -1,10 +1,11 @@
 """Which rollout runs next, under which policy version, and which are too old: a pure state machine.
 
-Places are rollouts: when one ends, the next begins, whatever the group that it is of waits for. A group pins its
-replica and its policy version when it opens. Its staleness counts from there: step s takes only groups opened at
-versions >= s-1-max_off_policy_steps. Two bounds keep groups from being opened: what waits for the trainer, or will
-after its next step (`work_ahead`); and what would become too old: a new group is expected in the batch that the groups
-before it leave room in. What gets too old nevertheless ends as `Limits.staleness` says.
+Places are rollouts: when one ends, the next begins, whatever the group that it is of waits for. A rollout stays with
+the replica that it began at: the one of the group's others, whose cache has their prompt, if there is room, else the
+one with the most room. A group pins its policy version when it opens. Its staleness counts from there: step s takes
+only groups opened at versions >= s-1-max_off_policy_steps. Two bounds keep groups from being opened: what waits for the
+trainer, or will after its next step (`work_ahead`); and what would become too old: a new group is expected in the batch
+that the groups before it leave room in. What gets too old nevertheless ends as `Limits.staleness` says.
 
 Every dispatched job ends in exactly one of the counters finished, failed, cancelled, lost, or is in flight.
 """
@@ -19,6 +20,7 @@ from typing import NamedTuple, Protocol
 
 from primeslurm.orchestrator.dispatch.limits import Limits, choose
 from primeslurm.orchestrator.dispatch.open_groups import OpenGroup, group_id
+from primeslurm.orchestrator.dispatch.replica_places import ReplicaPlaces
 from primeslurm.orchestrator.dispatch.work_ahead import WorkAhead
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Job
@@ -101,7 +103,6 @@ class Dispatcher:
         """Complete groups that wait for the teacher."""
         self._finishing: dict[str, OpenGroup] = {}
         """Complete groups of which it is not known yet whether they are trained, or which are not on disk yet."""
-        self._routers = list(routers)
         self._salt = salt
         self.incarnation = incarnation
         self._cursors = {label: (cursors or {}).get(label, 0) for label in limits.ratios}
@@ -111,6 +112,7 @@ class Dispatcher:
         self._drawn = dict(drawn or {})
         self._jobs: dict[str, str] = {}
         """Group by job."""
+        self._replicas = ReplicaPlaces(routers)
         self._ahead = WorkAhead(limits.ratios, clock)
         self._surplus: list[str] = []
         self._serial = count()
@@ -157,7 +159,7 @@ class Dispatcher:
         Returns:
             None if nothing may start now.
         """
-        if self.version < 0 or self.inflight >= self.limits.max_inflight:
+        if self.version < 0 or self.inflight >= self.limits.max_inflight or not self._replicas.has_room:
             return None
         group = next((g for g in self.open.values() if g.to_dispatch and g.environment in available), None)
         group = group or self._open(available)
@@ -165,8 +167,13 @@ class Dispatcher:
 
     @property
     def routers(self) -> tuple[str, ...]:
-        """Return the routers that groups are pinned to."""
-        return tuple(self._routers)
+        """Return the routers of the replicas that rollouts are spread over."""
+        return tuple(self._replicas.routers)
+
+    @property
+    def replicas(self) -> ReplicaPlaces:
+        """Return what each replica runs, and may run."""
+        return self._replicas
 
     def finished(self, job: str, rollout: tuple[Rollout, ...]) -> RolloutGroup | None:
         """Take the rollout that a job made.
@@ -220,13 +227,12 @@ class Dispatcher:
         Returns:
             The jobs to cancel; they are dispatched again.
         """
-        self._routers.remove(router)
-        moved = {group.id for group in self.open.values() if group.router == router}
-        for name in sorted(moved):
-            self.open[name].router = self._least_loaded()
-        jobs = [job for name in sorted(moved) for job in self.open[name].jobs]
+        jobs = self._replicas.drop(router)
         for job in jobs:
             self.lost(job)
+        for group in self.open.values():
+            if group.router == router:
+                group.router = self._replicas.roomiest()
         return jobs
 
     def rejected(self, group: RolloutGroup, reason: str) -> None:
@@ -415,14 +421,10 @@ class Dispatcher:
             task = self._draws.draw(label, example, {other for other in mine if other is not None})
         size = self.limits.group_sizes[label]
         members = list(range(size + self.limits.staleness.extra_rollouts))
-        group = OpenGroup(name, label, example, self.version, self._least_loaded(), size, members, task)
+        group = OpenGroup(name, label, example, self.version, self._replicas.roomiest(), size, members, task)
         self.open[group.id] = group
         self.counts["groups_opened"] += 1
         return group
-
-    def _least_loaded(self) -> str:
-        load = Counter(group.router for group in self.open.values())
-        return min(self._routers, key=lambda name: load[name])
 
     def _next_position(self, available: Sequence[str]) -> tuple[str, int] | None:
         for position in self._unfinished:
@@ -448,10 +450,12 @@ class Dispatcher:
         self._ahead.started(group.environment, job)
         self.counts["dispatched"] += 1
         salt = f"{self._salt}:{group.version}"
-        return Job(job, group.id, group.environment, group.example, group.version, group.router, salt, group.task)
+        router = self._replicas.begin(job, group.router)
+        return Job(job, group.id, group.environment, group.example, group.version, router, salt, group.task)
 
     def _end(self, job: str, how: str, *, whole: bool = False) -> tuple[OpenGroup, int]:
         group = self.open[self._jobs.pop(job)]
+        self._replicas.end(job)
         self._ahead.ended(group.environment, job, whole=whole)
         self.counts[how] += 1
         return group, group.jobs.pop(job)

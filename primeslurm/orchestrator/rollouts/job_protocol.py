@@ -62,7 +62,7 @@ class Job(msgspec.Struct, frozen=True, tag=True):
     example: int
     opened_version: int
     router: str
-    """Process name of the router of the replica that the group is pinned to."""
+    """Process name of the router of the replica that the rollout stays with."""
     cache_salt: str
     task: int | None = None
     """Index in the taskset, where a curriculum or an evaluation says it; None: what the stream has at `example`."""

@@ -61,6 +61,7 @@ class Watch:
         clock: Callable[[], float] = time.monotonic,
         *,
         resumed: bool = False,
+        looked: Callable[[Mapping[str, Sample]], None] = lambda samples: None,
     ) -> None:
         self._stall_timeout_s = recipe.orchestrator.stall_timeout_s
         self._max_failures = FAILED_BATCHES * recipe.orchestrator.batch_size
@@ -72,6 +73,7 @@ class Watch:
         self._rejecting_since = 0.0
         self._journal = journal
         self._engines = engines
+        self._looked = looked
         self._clock = clock
         self._window = LoadWindow()
         self._roles: dict[str, Load] = {}
@@ -104,6 +106,7 @@ class Watch:
         if self._window.tokens > before:
             self._moved_at = self._clock()
         self._roles, self._replicas = self._window.by_role(), self._window.by_replica()
+        self._looked(samples)
 
     def rollout_finished(self, sequences: tuple[Rollout, ...]) -> None:
         """Note that a rollout arrived."""
