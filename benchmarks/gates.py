@@ -21,7 +21,8 @@ from typing import Any
 
 import httpx
 
-from benchmarks.support.servers import HOST, Server, free_port, start_process
+from benchmarks.support.ports import free_port
+from benchmarks.support.servers import HOST, Server, start_process
 from primeslurm.emulated import http
 from primeslurm.inference.admission import Receive, Scope, Send
 from primeslurm.plan.commands.command import Command, ReplicaEngines

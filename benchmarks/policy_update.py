@@ -23,7 +23,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.support.servers import Server, free_port, rank_environment, start_process
+from benchmarks.support.ports import free_port
+from benchmarks.support.servers import Server, rank_environment, start_process
 from benchmarks.training_models import SHAPES
 from primeslurm.orchestrator.rollouts.generate_endpoint import GenerateEndpoint
 from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, PolicyVersion

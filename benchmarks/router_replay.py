@@ -22,7 +22,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from benchmarks.support.servers import free_port, rank_environment, start_process
+from benchmarks.support.ports import free_port
+from benchmarks.support.servers import rank_environment, start_process
 from primeslurm.orchestrator.batching.batches import Document, pack
 from primeslurm.orchestrator.rollouts.generate_endpoint import Completion, GenerateEndpoint
 from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, PolicyVersion

@@ -21,7 +21,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.support.servers import Server, free_port, rank_environment, start_process
+from benchmarks.support.ports import free_port
+from benchmarks.support.servers import Server, rank_environment, start_process
 from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, PolicyVersion
 from primeslurm.orchestrator.weight_transfer.sessions import TransferSessions
 from primeslurm.plan.commands.engine import ALONE, Engines

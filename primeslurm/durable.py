@@ -14,13 +14,13 @@ from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
-from primeslurm.files import write_atomic
+from primeslurm.files import Content, write_atomic
 
 _UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
 """Of file systems that flush no directories: theirs are on disk when a call returns, or cannot be made to be."""
 
 
-def write(path: Path, data: bytes | str) -> None:
+def write(path: Path, data: Content) -> None:
     """`write_atomic`, and on disk when this returns. Raises OSError."""
     write_atomic(path, data)
     sync(path.parent)

@@ -5,22 +5,28 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+Content = bytes | str | Sequence[bytes | memoryview]
+"""Of a file: whole, or in parts, which are written one after another without being joined."""
 
-def write_atomic(path: Path, data: bytes | str) -> None:
+
+def write_atomic(path: Path, data: Content) -> None:
     """Write beside the target, flush to disk, rename over it.
 
     Raises:
         OSError: it cannot be written; the old content stays.
     """
     raw = data.encode() if isinstance(data, str) else data
+    parts = [raw] if isinstance(raw, bytes) else raw
     # Of this call alone: another thread, or a process of the same number on another node, may write the same file.
     temporary = path.with_name(f".{path.name}.{os.urandom(6).hex()}.tmp")
     try:
         with temporary.open("wb") as handle:
-            handle.write(raw)
+            for part in parts:
+                handle.write(part)
             handle.flush()
             os.fsync(handle.fileno())
         temporary.replace(path)

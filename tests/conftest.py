@@ -21,10 +21,10 @@ os.environ["PRIMESLURM_SECRET"] = "5ec7e7" * 10 + "5ec7"
 @pytest.fixture(scope="session")
 def world() -> Iterator[World]:
     """This process as the only rank of a trainer."""
+    from benchmarks.support.ports import free_port
     from benchmarks.support.servers import rank_environment
     from primeslurm.trainer.distributed.world import join
     from primeslurm.trainer.loops.interrupt import SIGNAL, Interrupt  # torch: only for those who ask
-    from tests.support.processes import free_port
 
     with pytest.MonkeyPatch.context() as patch:
         for name, value in rank_environment(0, 1, free_port()).items():

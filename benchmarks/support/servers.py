@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,25 +15,10 @@ from pathlib import Path
 
 import httpx
 
+from benchmarks.support.ports import HOST, free_port
 from primeslurm.node.host.shared_memory import SharedMemory
 from primeslurm.plan.commands.command import Command
 from primeslurm.wire import secret
-
-HOST = "127.0.0.1"
-
-_given: set[int] = set()
-
-
-def free_port() -> int:
-    """Return a port that is free now, and another one each time: the kernel may well choose the same again."""
-    while True:
-        with socket.socket() as probe:
-            probe.bind((HOST, 0))
-            port = int(probe.getsockname()[1])
-        if port not in _given:
-            _given.add(port)
-            return port
-
 
 NODE_VALUES = {
     "generate_token": secret.generate_token(secret.own()),

@@ -67,6 +67,8 @@ class Traits:
     output_bias: bool = False
     """Attention that has biases has one behind it, too."""
     expert_bias: bool = False
+    expert_stacks: bool = False
+    """The trainer names the experts of a layer together, as checkpoints have them in stacks."""
     sinks: bool = False
     """Each head has a logit that takes attention from tokens."""
     vision: VisionDefaults | None = None

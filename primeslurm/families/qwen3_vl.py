@@ -23,7 +23,7 @@ FAMILY = Family(
         "qwen3_vl": Capabilities(cp=True, fp8=True, lora=True, images=True),
         "qwen3_vl_moe": Capabilities(ep=True, cp=True, fp8=True, lora=True, router_replay=True, images=True),
     },
-    traits=Traits(qk_norm=True, vision=VisionDefaults(QWEN_ENCODER, deepstack=(8, 16, 24))),
+    traits=Traits(qk_norm=True, expert_stacks=True, vision=VisionDefaults(QWEN_ENCODER, deepstack=(8, 16, 24))),
     renderer="qwen3-vl",
     lora_targets=ATTENTION | SWIGLU | EXPERTS,
 )

@@ -19,6 +19,7 @@ from primeslurm.orchestrator import algorithms
 from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.batching.admission import Admission
 from primeslurm.orchestrator.batching.batches import Batches
+from primeslurm.orchestrator.batching.finishing import Finishing
 from primeslurm.orchestrator.dispatch.curricula import OUTCOMES, Curricula
 from primeslurm.orchestrator.evaluation.evaluator import Evaluator
 from primeslurm.orchestrator.progress import CHECKPOINT_PART, PROGRESS, ProgressFile, restore
@@ -81,6 +82,7 @@ class Orchestrator:
         self._curricula = Curricula(recipe, arguments.run_dir / OUTCOMES, progress.outcomes, progress.fresh)
         self._curricula.set_tasks(progress.tasks)
         self._admission = Admission(recipe, self._algorithm, self._curricula, self._journal)
+        self._finishing = Finishing(self._admission, self._spool, self._count, self._on_rejected, self._on_scored)
         self._dispatch = recover(recipe, arguments, progress, self._spool, self._batches, self._curricula)
         self._progress = ProgressFile(arguments.run_dir / PROGRESS, progress, self._dispatch, self._curricula)
         self._evaluator = Evaluator(
@@ -108,12 +110,10 @@ class Orchestrator:
             urls={name: url(name) for name in arguments.engines},
         )
         self._watch = Watch(recipe, self._journal, arguments.engine_urls, resumed=progress.done_step > 0)
-        self._scoring = scoring_of(recipe, arguments, self._dispatch.unscored.values(), self._on_scored)
+        self._scoring = scoring_of(recipe, arguments, self._dispatch.unscored.values(), self._finishing.scored)
         self._batch_formed = asyncio.Condition()
         self._wake = asyncio.Event()
         self._cancelled: list[str] = []
-        self._unspooled: list[RolloutGroup] = []
-        """Finished groups that count once they are on disk."""
         self._final_policy_at: float | None = None
 
     async def run(self) -> None:
@@ -130,6 +130,7 @@ class Orchestrator:
                     tasks.create_task(part)
                     for part in (self._link.serve(), self._workers.serve(), self._policy.run(), self._watch.scrape())
                 ]
+                background.append(tasks.create_task(self._finishing.run()))
                 if self._scoring is not None:
                     background.append(tasks.create_task(self._scoring.run(self._journal)))
                 if self._progress.now.published:
@@ -153,7 +154,6 @@ class Orchestrator:
             await self._workers.cancel(cancelled)
             self._curricula.set_tasks(self._workers.tasks)
             await self._evaluate()  # first: its bound is its own, and training takes all that environments have left
-            self._spool_again()
             while not self._spool.waiting and (job := self._dispatch.next_job(self._workers.available)):
                 self._watch.rollout_started(job)
                 await self._workers.send(job)
@@ -231,7 +231,7 @@ class Orchestrator:
             case Save():
                 self._save(Path(request.directory))
             case Committed():
-                self._committed(request.step)
+                await self._committed(request.step)
                 return Answer("ok", keep=self._evaluator.kept_steps(request.step))
         return Answer("ok")
 
@@ -321,9 +321,9 @@ class Orchestrator:
         self._journal.sync()
         self._progress.snapshot().save(directory / CHECKPOINT_PART)
 
-    def _committed(self, step: int) -> None:
+    async def _committed(self, step: int) -> None:
         gone = {s: ids for s, ids in self._progress.now.batches.items() if s <= step}
-        self._spool.delete(name for ids in gone.values() for name in ids)
+        await self._finishing.delete(name for ids in gone.values() for name in ids)  # before the record forgets them
         kept = {s: ids for s, ids in self._progress.now.batches.items() if s > step}
         memory = {s: known for s, known in self._progress.now.memory.items() if s > step}
         self._progress.note(batches=kept, memory=memory, committed=max(step, self._progress.now.committed))
@@ -349,39 +349,31 @@ class Orchestrator:
             self._on_complete(group)
 
     def _on_complete(self, group: RolloutGroup) -> None:
-        kept = self._admission.decide(penalised(group, self._environments[group.environment]))
-        if isinstance(kept, str):
-            self._dispatch.rejected(group, kept)
-            self._watch.group_rejected(kept, len(group.rollouts))
-            return
-        group = kept
-        self._watch.group_kept()
-        if not self._spool.put(group) and group.id in self._spool.waiting:
-            self._unspooled.append(group)
-        else:
-            self._count(group)
+        self._finishing.complete(penalised(group, self._environments[group.environment]))
+
+    def _on_rejected(self, group: RolloutGroup, reason: str) -> None:
+        self._dispatch.rejected(group, reason)
+        self._watch.group_rejected(reason, len(group.rollouts))
+        self._wake.set()
 
     def _count(self, group: RolloutGroup) -> None:
-        """Take a group whose rollouts are finished."""
-        if self._scoring is None:
-            self._dispatch.add_ready(group)
+        """Take a group whose rollouts are finished, and on disk."""
+        self._watch.group_kept()
+        self._wake.set()
+        add = self._dispatch.add_ready if self._scoring is None else self._dispatch.add_unscored
+        if not add(group):
+            self._finishing.delete([group.id])
+        elif self._scoring is None:
             self._notify_if_enough()
-        elif self._dispatch.add_unscored(group):
+        else:
             self._scoring.add(group)
 
-    def _spool_again(self) -> None:
-        """Groups that there was no space for; no further rollout starts while any waits."""
-        self._spool.retry()
-        written = [group for group in self._unspooled if group.id not in self._spool.waiting]
-        self._unspooled = [group for group in self._unspooled if group.id in self._spool.waiting]
-        for group in written:
-            self._count(group)
-
     def _on_scored(self, group: RolloutGroup) -> None:
+        self._wake.set()
         if self._dispatch.scored(group):
-            self._spool.put(group)
-            self._wake.set()
             self._notify_if_enough()
+        else:  # it became too old while it was written
+            self._finishing.delete([group.id])
 
     def _on_unusable(self, environment: str, worker: int, error: str) -> None:
         log.warning("worker %d cannot serve %s: %s", worker, environment, error)
@@ -408,7 +400,7 @@ class Orchestrator:
 
     def _sweep(self, step: int) -> None:
         swept = self._dispatch.sweep(step)
-        self._spool.delete(group.id for group in swept.stale)
+        self._finishing.delete(group.id for group in swept.stale)
         if self._scoring is not None:
             self._scoring.drop(swept.stale)
         self._cancelled += swept.cancelled

@@ -12,6 +12,7 @@ On machines without CUDA:
 - FSDP pins the host memory of offloaded parameters, which needs a device
 On all machines:
 - torchtitan's MoE state dict adapter cannot read placements of a mesh with a replicated dimension (HSDP)
+- torchtitan splits experts that do not come out even among ranks: `expert_shards`
 - torchtitan's grouped experts cast everything to bfloat16, whatever the compute dtype
 - torchtitan's modules take no further parameters once they are built: `declare`
 - torch has no public way to ask which part of a distributed tensor a rank holds: `local_region`
@@ -89,6 +90,7 @@ from torchtitan.models.common.moe import GroupedExperts  # noqa: E402
 from torchtitan.models.utils import MoEStateDictAdapter  # noqa: E402
 
 from primeslurm.trainer.assembly.draft import ModelDraft  # noqa: E402
+from primeslurm.trainer.distributed import expert_shards  # noqa: E402
 from primeslurm.trainer.kernels import flash_attention  # noqa: E402
 
 if not ON_CPU:
@@ -254,6 +256,7 @@ def _expert_range(
     return _stock_expert_range(self, dim, dim_size, placements, device_mesh[names])
 
 
+_replace(titan_fsdp, "fully_shard", expert_shards.fully_shard)
 _stock_expert_range = _replace(MoEStateDictAdapter, "_caculate_indices_from_placements", _expert_range)
 _replace(QuantizedHuggingFaceStorageReader, "_load_quantization_metadata", _map_files)
 if ON_CPU:

@@ -8,9 +8,9 @@ That is unambiguous, because the experts of one token differ from one another.
 
 from __future__ import annotations
 
-import binascii
 import re
 from collections.abc import Sequence
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,26 +27,65 @@ _NPY = re.compile(
 """A .npy file as numpy writes it. numpy itself evaluates its header, and makes room for whatever shape that names."""
 
 
-def from_npy(text: str, tokens: int) -> RoutedExperts:
+_HEADER = 1 << 10
+"""Characters of base64 that a .npy file's header is in; numpy's has 128 bytes. A multiple of 4, as is _CHUNK."""
+_CHUNK = 1 << 20
+"""Characters that are decoded at once: few enough that what comes of them is copied out of the processor's cache."""
+
+
+def from_npy(text: bytes | memoryview, tokens: int, unknown: int = 0) -> RoutedExperts:
     """Read an array of so many tokens from a .npy file in base64, which is how engines send it.
+
+    Args:
+        text: of the file.
+        tokens: that it must have.
+        unknown: so many tokens follow in what is returned, of which the engine does not say.
+
+    Returns:
+        [tokens + unknown, layers, top_k].
 
     Raises:
         DamagedError: it is none, or of another shape.
     """
-    try:
-        data = binascii.a2b_base64(text)
-    except ValueError as error:
-        raise DamagedError(f"routed experts that are no base64: {error}") from error
-    if (found := _NPY.match(data)) is None:
+    data = memoryview(text)
+    head = _decoded(data[:_HEADER])
+    if (found := _NPY.match(head)) is None:
         raise DamagedError("routed experts that are no array of three axes, of one or two bytes each")
-    shape, order = tuple(map(int, found.groups()[2:])), "F" if found[2] == b"True" else "C"
+    shape, fortran = tuple(map(int, found.groups()[2:])), found[2] == b"True"
     if shape[0] != tokens:
         raise DamagedError(f"routed experts of {shape[0]} tokens instead of {tokens}")
-    dtype, size = np.dtype(found[1].decode()), len(data) - found.end()
+    dtype, size = np.dtype(found[1].decode()), len(data) // 4 * 3 - bytes(data[-2:]).count(b"=") - found.end()
     if not all(0 < axis <= LARGEST_AXIS for axis in shape[1:]) or size != np.prod(shape, dtype=object) * dtype.itemsize:
         raise DamagedError(f"routed experts {dtype}{shape} in {size} bytes")
-    whole: RoutedExperts = np.frombuffer(data, dtype, offset=found.end()).reshape(shape, order=order)  # type: ignore[call-overload]
+    whole: RoutedExperts = np.empty((tokens + unknown, *shape[1:]), dtype)
+    whole[tokens:] = np.iinfo(dtype).max
+    flat = np.empty(size, np.uint8) if fortran else whole[:tokens].reshape(-1).view(np.uint8)
+    _decode_into(flat.data, head[found.end() :], data[_HEADER:])
+    if fortran:
+        whole[:tokens] = flat.view(dtype).reshape(shape, order="F")
     return whole
+
+
+def _decode_into(into: memoryview, first: bytes, rest: memoryview) -> None:
+    """Fill a buffer with bytes, and with what base64 says follows them."""
+    pieces = (_decoded(rest[start : start + _CHUNK]) for start in range(0, len(rest), _CHUNK))
+    end = 0
+    for piece in chain([first], pieces):
+        start, end = end, end + len(piece)
+        if end > len(into):
+            break
+        into[start:end] = piece
+    if end != len(into):
+        raise DamagedError(f"routed experts with padding within, or in {end} bytes instead of {len(into)}")
+
+
+def _decoded(text: memoryview) -> bytes:
+    import pybase64  # not above: who submits a run reads none
+
+    try:
+        return pybase64.b64decode(text, validate=True)
+    except ValueError as error:
+        raise DamagedError(f"routed experts that are no base64: {error}") from error
 
 
 def join(parts: Sequence[RoutedExperts | None], lengths: Sequence[int], like: RoutedExperts) -> RoutedExperts:
@@ -63,14 +102,11 @@ def join(parts: Sequence[RoutedExperts | None], lengths: Sequence[int], like: Ro
     Raises:
         DamagedError: a part is of another length or of another model.
     """
-    whole = np.full((sum(lengths), *like.shape[1:]), np.iinfo(like.dtype).max, like.dtype)
+    whole = np.empty((sum(lengths), *like.shape[1:]), like.dtype)
     start = 0
     for part, length in zip(parts, lengths, strict=True):
-        if part is not None:
-            if part.shape != (length, *like.shape[1:]) or part.dtype != like.dtype:
-                raise DamagedError(
-                    f"routed experts {part.dtype}{part.shape} where {length} like {like.shape[1:]} belong"
-                )
-            whole[start : start + length] = part
+        if part is not None and (part.shape != (length, *like.shape[1:]) or part.dtype != like.dtype):
+            raise DamagedError(f"routed experts {part.dtype}{part.shape} where {length} like {like.shape[1:]} belong")
+        whole[start : start + length] = np.iinfo(like.dtype).max if part is None else part
         start += length
     return whole

@@ -18,9 +18,7 @@ from primeslurm.run.directory import RunDirectory
 from primeslurm.run.records import attempt_events, rows
 from primeslurm.wire import checkpoints
 from tests.chaos.spool_watch import SeenGroup
-
-SWEPT_AHEAD = 2
-"""Groups are dropped as too old for the step after the next one, when its policy comes."""
+from tests.support.emulation import SWEPT_AHEAD
 
 
 @dataclass

@@ -16,7 +16,7 @@ from tests.chaos.runner import Chaos, to_stderr
 from tests.chaos.scene import Scene
 from tests.chaos.schedule import schedule
 
-pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 SEEDS = (1, 5, 7)
 FAULTS, STEPS, OVERLAP = 3, 12, 0.3
 

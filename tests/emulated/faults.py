@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import signal
 import tempfile
@@ -25,8 +26,10 @@ from primeslurm.run.records import events
 from primeslurm.run.status.run_status import RunStatus
 from primeslurm.wire import secret
 from tests.support.emulation import Deployment, Snapshot
-from tests.support.faults import kill_controller, kill_node, revive_controller, revive_node, warn
+from tests.support.faults import kill_controller, kill_node, limit_time, revive_controller, revive_node, warn
 
+SIGNAL_S = 120
+"""Of the recipe: so long before a time limit, jobs are told."""
 Seen = Callable[[RunStatus], bool]
 
 
@@ -112,8 +115,8 @@ def _cost(fault: Fault, before: Snapshot, after: Snapshot, seconds: float, deplo
         resumed = (end.committed_step if end else None) or before.committed
     elif fault.repeats:
         resumed = _loaded(deployment)
-    gone = before.groups.keys() - after.groups.keys() - after.trained - before.trained
-    valid = [name for name in gone if before.groups[name] <= resumed]
+    gone = before.missing(after)
+    valid = [name for name in gone if before.groups[name].newest <= resumed]
     return Cost(
         fault=fault.name,
         what=fault.what,
@@ -182,6 +185,23 @@ def _preempt(deployment: Deployment) -> Seen:
     assert job is not None
     warn(deployment.cluster.spec.slurm_conf, job.job_id)
     return seen
+
+
+def _run_out_of_time(deployment: Deployment) -> Seen:
+    elapsed_s = deployment.status().elapsed_s
+    assert elapsed_s is not None
+    _limit_time(deployment, math.ceil((elapsed_s + SIGNAL_S) / 60) + 1)
+    return _next_attempt(deployment)
+
+
+def _give_time(deployment: Deployment) -> None:
+    _limit_time(deployment, 60)
+
+
+def _limit_time(deployment: Deployment, minutes: int) -> None:
+    job = deployment.run.latest().job()
+    assert job is not None
+    limit_time(deployment.cluster.spec.slurm_conf, job.job_id, minutes)
 
 
 def _for(seconds: float) -> Seen:
@@ -334,9 +354,9 @@ FAULTS = (
     ),
     Fault(
         "time limit",
-        "the job has three minutes in all; USR2 arrives a minute before their end",
-        _next_attempt,
+        "the job's time is nearly over: USR2 arrives two minutes before the end",
+        _run_out_of_time,
         ends_attempt=True,
-        options=("--set", "slurm.time=00:03:00", "--set", "slurm.checkpoint_signal_s=60"),
+        repair=_give_time,
     ),
 )

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from benchmarks.support.ports import free_port
 from primeslurm.emulated.engine import EmulatedEngine
 from primeslurm.emulated.environment import EmulatedEnvironment
 from primeslurm.files import write_json
@@ -40,7 +41,7 @@ from primeslurm.wire.addresses import AddressBook, Addresses
 from primeslurm.wire.weight_transfer import filesystem
 from tests.support.engine_commands import engine_command
 from tests.support.generate import generate, metric, spans, tokens
-from tests.support.processes import HOST, Server, fill, free_port, start_router
+from tests.support.processes import HOST, Server, fill, start_router
 from tests.support.recipes import recipe_data
 
 Start = Callable[..., Server]

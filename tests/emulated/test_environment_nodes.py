@@ -18,7 +18,7 @@ from primeslurm.wire import checkpoints
 from tests.support.emulation import Deployment
 from tests.support.faults import kill_node
 
-pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 STEPS = 12
 SMALLER = (
     f"max_steps={STEPS}",

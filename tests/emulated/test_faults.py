@@ -12,7 +12,7 @@ import pytest
 from tests.emulated.faults import FAULTS, Fault, suffer
 from tests.support.emulation import Deployment
 
-pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 
 
 @pytest.fixture(scope="module")

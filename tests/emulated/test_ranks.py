@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 
 import pytest
+
+from benchmarks.support.ports import free_port
 
 LEADER = """
 import os, signal, sys, time
@@ -29,9 +30,7 @@ Start = Callable[[int], subprocess.Popen[str]]
 @pytest.fixture
 def start() -> Iterator[Start]:
     """Start a rank of a world of three; rank 0 trains until it is interrupted."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
+    port = str(free_port())
     processes: list[subprocess.Popen[str]] = []
 
     def begin(rank: int, patience_s: float = 30) -> subprocess.Popen[str]:

@@ -20,6 +20,7 @@ import httpx
 import psutil
 import pytest
 
+from benchmarks.support.ports import free_port
 from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, PolicyVersion
 from primeslurm.plan.commands.command import ReplicaEngines
 from primeslurm.plan.commands.routers import router_command
@@ -31,7 +32,7 @@ from primeslurm.records.events.processes import RouterComplete, RouterIncomplete
 from primeslurm.wire import secret
 from tests.support.engine_commands import engine_command
 from tests.support.generate import generate, tokens
-from tests.support.processes import HOST, Server, fill, free_port, start_router
+from tests.support.processes import HOST, Server, fill, start_router
 from tests.support.recipes import recipe_data
 
 PROMPT = [2, 5, 9, 14, 7, 3]

@@ -24,7 +24,7 @@ from primeslurm.wire.weight_transfer import filesystem
 from tests.support.attacks import Aims, worked
 from tests.support.strangers import watching_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.cluster]
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 3
 

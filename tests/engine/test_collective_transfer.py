@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.support.ports import free_port
 from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, EngineUpdateError, PolicyVersion, Step
 from primeslurm.orchestrator.weight_transfer.sessions import TransferSessions
 from primeslurm.trainer.assembly.build import build
@@ -21,7 +22,7 @@ from primeslurm.wire.weight_transfer.messages import OfferTransfer
 from tests.engine.conftest import tiny_recipe
 from tests.engine.test_wide_ep import exact, start_ranks
 from tests.support.models import make_model
-from tests.support.processes import Server, Zygote, free_port
+from tests.support.processes import Server, Zygote
 
 pytestmark = pytest.mark.engine
 

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
+from benchmarks.support.ports import free_port
 from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion
 from primeslurm.plan.commands.command import Command, EngineRole
 from primeslurm.plan.commands.kv import store_client, store_master
 from primeslurm.recipe import Recipe
 from tests.engine.conftest import ConnectEngine, StartRouter, tiny_engine, tiny_recipe
 from tests.support.generate import generate, metric, tokens
-from tests.support.processes import HOST, Server, Zygote, free_port, start_process
+from tests.support.processes import HOST, Server, Zygote, start_process
 
 pytestmark = pytest.mark.engine
 HITS = "vllm:external_prefix_cache_hits_total"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.support.ports import free_port
 from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion
 from primeslurm.plan.commands.command import EngineRole
 from primeslurm.plan.commands.engine import DataParallel
@@ -16,7 +17,7 @@ from tests.engine.conftest import ConnectEngine, StartRouter, tiny_recipe
 from tests.support.engine_commands import engine_command
 from tests.support.generate import generate, logprobs, metric, spans, tokens
 from tests.support.models import make_model, publish, reference_logprobs
-from tests.support.processes import HOST, Server, Zygote, free_port
+from tests.support.processes import HOST, Server, Zygote
 
 pytestmark = pytest.mark.engine
 PROMPT = [2, 5, 9, 14, 7, 3, 21]

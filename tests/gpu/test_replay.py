@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.support.ports import free_port
 from benchmarks.support.servers import rank_environment
 from primeslurm.trainer import tiny
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.components.router_replay import ReplayRouter
 from primeslurm.trainer.distributed.world import join
 from primeslurm.trainer.loops.interrupt import Interrupt
-from tests.support.processes import free_port
 from tests.trainer.conftest import make_recipe
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]

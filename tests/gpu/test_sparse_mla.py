@@ -9,13 +9,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, DeepseekV3Config, GlmMoeDsaConfig
 
+from benchmarks.support.ports import free_port
 from benchmarks.support.servers import rank_environment
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.components import sparse_attention
 from primeslurm.trainer.distributed.world import World, join
 from primeslurm.trainer.kernels.sparse_mla import dense_mla, sparse_mla
 from primeslurm.trainer.loops.interrupt import Interrupt
-from tests.support.processes import free_port
 from tests.trainer.conftest import SEQ_LEN, make_recipe
 from tests.trainer.families import DSA, GROUPS, MLA, MLA_YARN, SHARED, Case, write
 

@@ -16,6 +16,7 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from benchmarks.support.ports import free_port
 from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, PolicyVersion, Step
 from primeslurm.orchestrator.weight_transfer.sessions import TransferSessions
 from primeslurm.recipe import Recipe
@@ -23,7 +24,7 @@ from primeslurm.wire.link import Answer, OrchestratorLink, Request, TrainerLink
 from primeslurm.wire.weight_transfer.messages import OfferTransfer
 from tests.support.engine_commands import engine_command
 from tests.support.generate import generate, logprobs, tokens
-from tests.support.processes import Server, free_port, start_process
+from tests.support.processes import Server, start_process
 from tests.trainer.as_released import to_fp8
 
 if TYPE_CHECKING:

@@ -22,6 +22,7 @@ import numpy as np
 import submitit.core.job_environment
 from submitit.helpers import DelayedSubmission
 
+from benchmarks.support.ports import free_port
 from primeslurm.api import submission
 from primeslurm.api.loading import load
 from primeslurm.node.attempt.attempt_end import conclude
@@ -42,7 +43,6 @@ from primeslurm.trainer.loops.interrupt import SIGNAL, Interrupt
 from primeslurm.trainer.weight_transfer.publisher import Publisher
 from primeslurm.wire import checkpoints, exits, secret
 from primeslurm.wire.rollouts import Rollout, RolloutInfo
-from tests.support.scripted_run import free_port
 
 STEPS = 6
 PREEMPTED_AFTER = 3
@@ -192,7 +192,8 @@ async def _orchestrate(arguments: OrchestratorArguments, preempt: bool) -> None:
     recipe = Recipe.model_validate_json((arguments.run_dir / "recipe.resolved.json").read_bytes())
     orchestrator = Orchestrator(recipe, arguments)
     serving = asyncio.create_task(orchestrator._link.serve())
-    while not serving.done():
+    finishing = asyncio.create_task(orchestrator._finishing.run())
+    while not serving.done() and not finishing.done():
         now, dispatch = orchestrator._progress.now, orchestrator._dispatch
         if now.published is not None:
             dispatch.version = now.published.version
@@ -202,7 +203,7 @@ async def _orchestrate(arguments: OrchestratorArguments, preempt: bool) -> None:
             preempt = False
             os.kill(os.getpid(), SIGNAL)
         await asyncio.sleep(0.01)
-    serving.result()
+    (serving if serving.done() else finishing).result()
 
 
 def _rollout(job: Job, version: int) -> Rollout:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import yaml
@@ -31,7 +32,20 @@ SLOW_FILES = ROOT / "tests" / "emulated" / "slow_files"
 PATIENCE_S = 900.0
 NODE_SILENT_S = 20
 """Longer than the disk of this deployment is full, and less than the half minute of other embedded clusters."""
+MAX_OFF_POLICY_STEPS = 8
+"""Of the recipe."""
+SWEPT_AHEAD = 2
+"""With `step` the last one trained, groups are thrown away that are too old for the batch after the next one."""
 OVER = ("completed", "failed", "cancelled")
+
+
+class Versions(NamedTuple):
+    """Policy versions of a finished group."""
+
+    opened: int
+    """It began under this one."""
+    newest: int
+    """That sampled any of it."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +60,16 @@ class Snapshot:
     """Rollouts that run."""
     begun_again: int
     """Rollouts of this attempt that were lost or failed, and dispatched anew."""
-    groups: Mapping[str, int]
-    """Finished rollout groups that are not in a checkpoint yet, with the newest policy version in each."""
+    groups: Mapping[str, Versions]
+    """Finished rollout groups that are not in a checkpoint yet."""
     trained: frozenset[str]
     """Groups that a recorded or committed batch holds."""
+
+    def missing(self, later: Snapshot) -> set[str]:
+        """Find the finished groups that a later snapshot neither has nor has trained, though they were not too old."""
+        gone = self.groups.keys() - later.groups.keys() - later.trained - self.trained
+        oldest = later.step + SWEPT_AHEAD - 1 - MAX_OFF_POLICY_STEPS
+        return {name for name in gone if self.groups[name].opened >= oldest}
 
 
 class Deployment:
@@ -150,7 +170,9 @@ class Deployment:
 
     def snapshot(self) -> Snapshot:
         """The run as it is on disk."""
-        status, path = self.status(), self.run.path
+        # What went away meanwhile was trained, or too old for a step, that is known afterwards.
+        groups, trained = _spooled(self.run.path), _trained(self.run.path)
+        status = self.status()
         progress = status.progress if isinstance(status.progress, RlProgress) else RlProgress()
         return Snapshot(
             attempt=status.attempt,
@@ -158,8 +180,8 @@ class Deployment:
             committed=status.committed_step or 0,
             in_flight=progress.inflight,
             begun_again=progress.counts.get("lost", 0) + progress.counts.get("failed", 0),
-            groups=_spooled(path),
-            trained=_trained(path),
+            groups=groups,
+            trained=trained,
         )
 
     def head_agent(self) -> int:
@@ -169,14 +191,14 @@ class Deployment:
         return report.agent_pid
 
 
-def _spooled(run_dir: Path) -> dict[str, int]:
+def _spooled(run_dir: Path) -> dict[str, Versions]:
     found = {}
     for path in (run_dir / "rollouts").glob("*.group"):
         try:
             group = RolloutGroup.from_bytes(path.read_bytes())
         except FileNotFoundError:
             continue  # committed meanwhile
-        found[group.id] = group.newest_version
+        found[group.id] = Versions(group.opened_version, group.newest_version)
     return found
 
 

@@ -50,6 +50,11 @@ def warn(slurm_conf: Path, job_id: str) -> None:
     _slurm(slurm_conf, "scancel", "--signal=USR2", job_id)
 
 
+def limit_time(slurm_conf: Path, job_id: str, minutes: int) -> None:
+    """Give a job another time limit, counted from its start, as an operator does."""
+    _slurm(slurm_conf, "scontrol", "update", f"jobid={job_id}", f"timelimit={minutes}")
+
+
 def _slurm(slurm_conf: Path, *argv: str) -> None:
     subprocess.run(argv, env={**os.environ, "SLURM_CONF": str(slurm_conf)}, check=True)
 

@@ -14,7 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from benchmarks.support.servers import HOST, NODE_VALUES, Server, fill, free_port, start_process
+from benchmarks.support.ports import free_port
+from benchmarks.support.servers import HOST, NODE_VALUES, Server, fill, start_process
 from primeslurm.plan.commands.command import Command
 
 ZYGOTE = Path(__file__).with_name("zygote.py")

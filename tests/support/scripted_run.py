@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -13,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.support.ports import free_port
 from primeslurm.files import write_json
 from primeslurm.recipe import Recipe
 from primeslurm.wire import checkpoints
@@ -22,12 +22,6 @@ from primeslurm.wire.rollouts import Batch
 
 STEPS = 5
 OFF_POLICY = 2
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def publish_addresses(attempt_dir: Path, urls: dict[str, str], lost: Sequence[str] = ()) -> None:

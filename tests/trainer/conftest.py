@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from benchmarks.support.ports import free_port
 from benchmarks.support.servers import rank_environment
 from primeslurm.recipe import Recipe
 from primeslurm.records.journal import Journal
@@ -18,10 +22,12 @@ from primeslurm.trainer import tiny
 from primeslurm.trainer.loops.phase_timer import PhaseTimer
 from primeslurm.wire.rollouts import Batch, BatchInfo, Row
 from primeslurm.wire.routed_experts import RoutedExperts
-from tests.support.processes import free_port
 
 ROOT = Path(__file__).parents[2]
 SEQ_LEN = 64
+PATIENCE_S = 900.0
+LEFT_ALONE_S = 60.0
+"""After one rank has failed, the others may wait for it for ever."""
 
 
 def _python_path() -> str:
@@ -31,10 +37,11 @@ def _python_path() -> str:
 def start_ranks(size: int, *command: str) -> list[subprocess.Popen[str]]:
     """`python command...` once per rank."""
     port = free_port()
+    own = {"PYTHONPATH": _python_path(), "PYTHONFAULTHANDLER": "1"}
     return [
         subprocess.Popen(
             [sys.executable, *command],
-            env=os.environ | {"PYTHONPATH": _python_path()} | rank_environment(rank, size, port),
+            env=os.environ | own | rank_environment(rank, size, port),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -45,13 +52,19 @@ def start_ranks(size: int, *command: str) -> list[subprocess.Popen[str]]:
 
 def finish(ranks: list[subprocess.Popen[str]], code: int = 0) -> list[str]:
     """Wait for ranks that must end with `code`. Returns what each printed."""
-    try:
-        outputs = [rank.communicate(timeout=900)[0] for rank in ranks]
-    finally:
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        outputs = [pool.submit(lambda rank: rank.communicate()[0], rank) for rank in ranks]
+        deadline = time.monotonic() + PATIENCE_S
+        while any(rank.poll() is None for rank in ranks) and time.monotonic() < deadline:
+            if any(rank.poll() not in (None, code) for rank in ranks):
+                deadline = min(deadline, time.monotonic() + LEFT_ALONE_S)
+            time.sleep(0.1)
         for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [code] * len(ranks), "\n".join(outputs)
-    return outputs
+            if rank.poll() is None:
+                rank.send_signal(signal.SIGABRT)  # it prints where its threads are
+        printed = [output.result() for output in outputs]
+    assert [rank.returncode for rank in ranks] == [code] * len(ranks), "\n".join(printed)
+    return printed
 
 
 def trainer_command(recipe: Path, run_dir: Path, attempt: int, orchestrator: str | None = None) -> list[str]:

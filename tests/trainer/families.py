@@ -259,6 +259,23 @@ CASES = (
     Case("glm_moe_dsa-short", lambda: GlmMoeDsaConfig(**DSA, index_topk=64)),
 )
 
+SIX: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+UNEVEN_CASES = (
+    # 6 experts are not spread evenly over 4 ranks, nor 3 of them over 2: another dimension is split
+    Case("qwen3_moe-uneven", lambda: Qwen3MoeConfig(**COMMON, **SIX, norm_topk_prob=True)),
+    Case(
+        "deepseek_v3-uneven", lambda: DeepseekV3Config(**MLA | {"n_routed_experts": 6, "n_group": 1, "topk_group": 1})
+    ),
+    Case(
+        "gpt_oss-uneven",
+        lambda: GptOssConfig(**COMMON, num_local_experts=6, num_experts_per_tok=2, rope_parameters=dict(YARN)),
+    ),
+    Case(
+        "qwen3_vl_moe-uneven",
+        lambda: Qwen3VLMoeConfig(text_config=QWEN3_VL | SIX, vision_config=dict(DEEPSTACK), **IMAGES),
+    ),
+)
+
 GENERIC_CASES = (
     # a window, in all layers and in some; experts, stored one by one under other names; tied heads
     Case("mistral", lambda: MistralConfig(**COMMON, sliding_window=7)),
@@ -291,7 +308,7 @@ def write(case: Case, directory: Path) -> Path:
         for tensor in model.state_dict().values():
             tensor.add_(torch.randn_like(tensor) * 0.02)
     model.save_pretrained(directory)
-    if case.name == "qwen3_vl_moe":
+    if case.name.startswith("qwen3_vl_moe"):
         _transpose_experts(directory / "model.safetensors")
     tiny.tokenizer().save_pretrained(directory)
     return directory

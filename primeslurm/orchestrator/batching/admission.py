@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -35,6 +36,17 @@ class _Tally:
     """Rollouts by filter; for zero_advantage, groups."""
 
 
+class Verdict(NamedTuple):
+    """What is to become of a complete group."""
+
+    kept: RolloutGroup | None
+    """What of it is trained; None if it is rejected."""
+    reason: str
+    """Why it is rejected, as a word for its counter."""
+    filtered: Counter[str]
+    """Rollouts by filter that applied to them; for zero_advantage, groups."""
+
+
 class Admission:
     """Decides about each complete group, once, and counts.
 
@@ -62,30 +74,35 @@ class Admission:
         self.counts: Counter[str] = Counter()
         """Rollouts by filter that applied to them (for zero_advantage, groups), of this process."""
 
-    def decide(self, group: RolloutGroup) -> RolloutGroup | str:
-        """Take what of a complete group is trained.
-
-        Returns:
-            The group, without what filters leave out; or why it is rejected, as a word for its counter.
+    def judge(self, group: RolloutGroup) -> Verdict:
+        """Find what of a complete group is trained. It looks at every token, and changes nothing: threads may call it.
 
         Raises:
             UsageError: an algorithm of the user's own made an error.
+        """
+        kept, counts = sift(group, self._filters[group.environment])
+        reason = FILTERED if kept is None else self._rejection(kept, counts)
+        return Verdict(kept if reason is None else None, reason or "", counts)
+
+    def note(self, group: RolloutGroup, verdict: Verdict) -> RolloutGroup | str:
+        """Count a complete group, and what was found of it.
+
+        Returns:
+            The group, without what filters leave out; or why it is rejected, as a word for its counter.
         """
         tally = self._tallies[group.environment]
         tally.groups += 1
         tally.rewards += group.given_rewards
         self._curricula.learn(group)
-        kept, counts = sift(group, self._filters[group.environment])
-        reason = FILTERED if kept is None else self._rejection(kept, counts)
-        tally.filtered += counts
-        self.counts += Counter({f"filtered_{name}": count for name, count in counts.items()})
-        if reason is None and kept is not None:
+        tally.filtered += verdict.filtered
+        self.counts += Counter({f"filtered_{name}": count for name, count in verdict.filtered.items()})
+        if verdict.kept is not None:
             self._in_vain = 0
             self._reasons.clear()
-            return kept
+            return verdict.kept
         tally.rejected += 1
-        self._note_rejected(len(group.rollouts), str(reason))
-        return str(reason)
+        self._note_rejected(len(group.rollouts), verdict.reason)
+        return verdict.reason
 
     def take_metrics(self) -> Row:
         """Compute what was seen since the last row, by environment. An environment without a group has no means."""

@@ -99,6 +99,8 @@ class Dispatcher:
         self.open: dict[str, OpenGroup] = {}
         self.unscored: dict[str, RolloutGroup] = {}
         """Complete groups that wait for the teacher."""
+        self._finishing: dict[str, OpenGroup] = {}
+        """Complete groups of which it is not known yet whether they are trained, or which are not on disk yet."""
         self._routers = list(routers)
         self._salt = salt
         self.incarnation = incarnation
@@ -126,13 +128,15 @@ class Dispatcher:
     @property
     def unfinished(self) -> list[tuple[str, int]]:
         """Return the positions before the cursors whose groups are not finished."""
-        first = [group for group in self.open.values() if not group.part]  # of an example with a later one, one is done
+        first = [
+            group for group in self._unfinished_groups() if not group.part
+        ]  # of an example with a later one, one is done
         return [*((group.environment, group.example) for group in first), *self._unfinished]
 
     @property
     def drawn(self) -> dict[str, int]:
         """Return the tasks that were drawn for unfinished groups, by group id."""
-        drawn = {group.id: group.task for group in self.open.values() if group.task is not None}
+        drawn = {group.id: group.task for group in self._unfinished_groups() if group.task is not None}
         return drawn | self._drawn
 
     @property
@@ -168,7 +172,8 @@ class Dispatcher:
         """Take the rollout that a job made.
 
         Returns:
-            Its group, if that completed it.
+            Its group, if that completed it. Its example is unfinished until `rejected`, `add_ready` or `add_unscored`
+            is told of it.
 
         Raises:
             KeyError: the job is not in flight.
@@ -180,7 +185,7 @@ class Dispatcher:
         if self.limits.staleness.surplus == "carry" and group.jobs:
             self._carry(group)
         self._surplus += self._close(group)
-        return group.complete()
+        return self._complete(group)
 
     def take_surplus(self) -> list[str]:
         """Return jobs of groups that were completed without them: they are to be cancelled."""
@@ -229,6 +234,7 @@ class Dispatcher:
 
         Its prompt is not sampled again; another group opens.
         """
+        self._finishing.pop(group.id, None)
         self._taken.add(group.id)
         self.counts[f"groups_rejected_{reason}"] += 1
 
@@ -323,16 +329,23 @@ class Dispatcher:
                 self._carry(group)
             cancelled += self._close(group)
             self.counts["groups_completed_early"] += 1
-        return [group.complete() for group in last], cancelled
+        return [self._complete(group) for group in last], cancelled
 
     def _carry(self, group: OpenGroup) -> None:
         """Have the rollouts of a group that run go on in another one."""
         self.counts["rollouts_carried"] += len(group.jobs)
-        known = self.open.keys() | self._taken
+        known = self.open.keys() | self._finishing.keys() | self._taken
         part = next(n for n in count(group.part + 1) if group_id(group.environment, group.example, n) not in known)
         successor = group.successor(part, self.version)
         self.open[successor.id] = successor
         self._jobs |= dict.fromkeys(successor.jobs, successor.id)
+
+    def _unfinished_groups(self) -> list[OpenGroup]:
+        return [*self.open.values(), *self._finishing.values()]
+
+    def _complete(self, group: OpenGroup) -> RolloutGroup:
+        self._finishing[group.id] = group
+        return group.complete()
 
     def _close(self, group: OpenGroup) -> list[str]:
         """Take a group out of the open ones. Returns its jobs that still run: they are cancelled."""
@@ -361,7 +374,7 @@ class Dispatcher:
 
     def _may_open(self, available: Collection[str]) -> list[str]:
         """Labels of the environments of which a group may open now."""
-        ready = self._rollouts((*self.ready, *self.unscored.values()))
+        ready = self._rollouts((*self.ready, *self.unscored.values(), *self._finishing.values()))
         oldest = self.limits.oldest_version(self.step)  # older ones are taken whenever they are complete
         pending = self._rollouts(group for group in self.open.values() if group.version >= oldest)
         landing = self._ahead.landing(self.open.values())
@@ -376,7 +389,7 @@ class Dispatcher:
         name = group_id(label, example)
         task = self._drawn.pop(name, None)
         if task is None:
-            mine = [group.task for group in self.open.values() if group.environment == label]
+            mine = [group.task for group in self._unfinished_groups() if group.environment == label]
             task = self._draws.draw(label, example, {other for other in mine if other is not None})
         size = self.limits.group_sizes[label]
         members = list(range(size + self.limits.staleness.extra_rollouts))
@@ -429,6 +442,7 @@ class Dispatcher:
         return jobs
 
     def _take(self, group: RolloutGroup) -> bool:
+        self._finishing.pop(group.id, None)
         if self._age_of(group) < self.limits.oldest_version(self.step):
             self._count_stale(len(group.rollouts))
             self._come_again(group.id, group.environment, group.example, group.task)

@@ -45,7 +45,8 @@ class _Choice(msgspec.Struct):
     logprobs: _Logprobs
     weight_versions: list[_VersionSpan]
     finish_reason: Annotated[str, msgspec.Meta(max_length=100)] | None = None
-    routed_experts: str | None = None
+    routed_experts: msgspec.Raw = msgspec.Raw(b"null")
+    """Not made a string of: it is 100 MB of base64 for 131,072 tokens of 75 layers and 8 experts."""
 
 
 class _Answer(msgspec.Struct):
@@ -240,7 +241,9 @@ def _versions(choice: _Choice) -> list[int]:
 
 def _routed_experts(choice: _Choice, tokens: int) -> RoutedExperts:
     """Read the .npy file [tokens - 1, layers, top_k] that vLLM sends: nothing was computed from the last token."""
-    if choice.routed_experts is None:
+    text = memoryview(choice.routed_experts)
+    if bytes(text[:4]) == b"null":
         raise DamagedError("no routed experts: the engine runs without --enable-return-routed-experts")
-    found = routed_experts.from_npy(choice.routed_experts, tokens - 1)
-    return routed_experts.join([found, None], [tokens - 1, 1], found)
+    if bytes(text[:1]) != b'"':
+        raise DamagedError("routed experts that are no text")
+    return routed_experts.from_npy(text[1:-1], tokens - 1, unknown=1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -11,7 +12,7 @@ import msgspec
 import numpy as np
 
 from primeslurm.wire.received import Count, DamagedError, value
-from primeslurm.wire.rollouts import Rollout, whole
+from primeslurm.wire.rollouts import Frame, Rollout, whole
 
 
 class GroupInfo(msgspec.Struct, frozen=True):
@@ -96,21 +97,33 @@ class RolloutGroup:
         rollouts = tuple(tuple(_cut(branch, seq_len) for branch in branches) for branches in self.rollouts)
         return replace(self, rollouts=rollouts)
 
-    def to_bytes(self) -> bytes:
-        """Encode it as the content of a spool file."""
+    def to_parts(self) -> list[Frame]:
+        """Encode it as the content of a spool file, in parts: arrays, which are not copied, and what is between them.
+
+        The whole is msgpack, (GroupInfo, [[bytes of a frame, ...] of a sequence, ...]).
+        """
         branches = [len(rollout) for rollout in self.rollouts]
         info = GroupInfo(self.id, self.environment, self.example, self.opened_version, branches, self.task)
-        sequences = [[bytes(f) for f in branch.encode()] for branches in self.rollouts for branch in branches]
-        return msgspec.msgpack.encode((info, sequences))
+        parts: list[Frame] = [_list_of(2), msgspec.msgpack.encode(info), _list_of(len(self.sequences))]
+        for sequence in self.sequences:
+            frames = sequence.encode()
+            parts.append(_list_of(len(frames)))
+            for frame in frames:
+                parts += [_bytes_of(memoryview(frame).nbytes), frame]
+        return parts
+
+    def to_bytes(self) -> bytes:
+        """Encode it as the content of a spool file, as a whole."""
+        return b"".join(self.to_parts())
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> RolloutGroup:
-        """Decode what `to_bytes` made.
+    def from_bytes(cls, data: Frame) -> RolloutGroup:
+        """Decode what `to_parts` made. Arrays are views of `data`.
 
         Raises:
             DamagedError: it is damaged, or parts are missing.
         """
-        info, sequences = value(data, tuple[GroupInfo, list[list[bytes]]])
+        info, sequences = value(data, tuple[GroupInfo, list[list[memoryview]]])
         if len(sequences) != sum(info.branches) or 0 in info.branches or not sequences:
             raise DamagedError(f"group {info.id}: {len(sequences)} sequences for branches {info.branches[:8]}")
         decoded = iter([Rollout.decode(frames) for frames in sequences])
@@ -121,6 +134,16 @@ class RolloutGroup:
 def traces_of(rollout: Sequence[Rollout]) -> list[tuple[Rollout, ...]]:
     """Split the sequences of a rollout into those of each of its traces."""
     return [tuple(trace) for _, trace in groupby(rollout, key=lambda sequence: sequence.info.trace)]
+
+
+def _list_of(count: int) -> bytes:
+    """How msgpack begins a list."""
+    return bytes([0x90 | count]) if count < 16 else struct.pack(">BI", 0xDD, count)
+
+
+def _bytes_of(size: int) -> bytes:
+    """How msgpack begins bytes."""
+    return struct.pack(">BI", 0xC6, size)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -12,6 +12,8 @@ orchestrator -> worker      Job | Cancel
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import hmac
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -109,6 +111,28 @@ ToWorker = Job | Cancel
 ToOrchestrator = Status | Result | Unusable
 
 
+def on_this_node(address: str) -> str:
+    """Return where processes of the same node reach who listens at a TCP address.
+
+    A Unix socket carries 3 times as much as TCP to the same machine. It is abstract: in no directory, and gone with its
+    process. Its name is known to this run alone, until somebody listens there.
+    """
+    name = hmac.new(secret.own().encode(), address.encode(), hashlib.sha256).hexdigest()[:32]
+    return f"ipc://@primeslurm-{name}"
+
+
+def nearest(address: str) -> str:
+    """Return the address itself, or that of `on_this_node` if somebody listens there."""
+    if not address.startswith("tcp://"):
+        return address
+    beside = on_this_node(address)
+    try:
+        listening = Path("/proc/net/unix").read_text()
+    except OSError:
+        return address
+    return beside if beside.removeprefix("ipc://") in listening.split() else address
+
+
 def shortened(error: str) -> str:
     """Keep the beginning and the end of an error that is longer than LONGEST_ERROR."""
     half = LONGEST_ERROR // 2
@@ -187,7 +211,7 @@ class JobRunner:
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_JOB)
         self._refusals = secret.refusals(self._socket)
-        self._socket.connect(address)
+        self._socket.connect(nearest(address))
 
     async def serve(self) -> None:
         """Serve until cancelled.
@@ -243,7 +267,7 @@ class JobRunner:
         # The job stays in the status until its result is queued: the result reaches the orchestrator before its
         # absence. One that is cancelled from within has no result, and is dispatched anew once it is absent.
         try:
-            await self._socket.send_multipart(await self._outcome(job))
+            await self._socket.send_multipart(await self._outcome(job), copy=False)
         finally:
             self._jobs.pop(job.id, None)
 

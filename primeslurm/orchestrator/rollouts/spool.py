@@ -16,7 +16,7 @@ SUFFIX = ".group"
 
 
 class Spool:
-    """One file per finished group. What there is no space for waits in memory, and `retry` writes it later.
+    """One file per finished group. What there is no space for waits in memory until it is put again.
 
     Another fault of the disk costs durability, never the run: the group then lives in memory only.
     """
@@ -39,19 +39,13 @@ class Spool:
             self.waiting[group.id] = group
             return False
         try:
-            durable.write(self._path(group.id), group.to_bytes())
+            durable.write(self._path(group.id), group.to_parts())
         except OSError as error:
             log.warning("group %s stays in memory only: %s", group.id, error)
             if is_full(error):
                 self.waiting[group.id] = group
             return False
         return True
-
-    def retry(self) -> None:
-        """Write what waits, as far as there is space."""
-        for group in list(self.waiting.values()):
-            if not self.put(group):
-                break
 
     def load(self) -> list[RolloutGroup]:
         """Read all readable groups, by name. A damaged file is set aside with a warning."""

@@ -24,6 +24,7 @@ from verifiers.v1.graph import PendingTurn
 from verifiers.v1.interception import InterceptionServer
 from verifiers.v1.types import Response, SamplingConfig
 
+from primeslurm.orchestrator.rollouts.attributing import TurnRows, posted, take_arrays
 from primeslurm.orchestrator.rollouts.generate_endpoint import Completion, GenerateEndpoint, NoAnswerError, RefusedError
 from primeslurm.orchestrator.rollouts.remembering import remember
 from primeslurm.orchestrator.rollouts.rendering import Rendering, choose
@@ -73,6 +74,8 @@ class RendererEndpoint:
             raise APIStatusError(str(error), response=response, body=None) from error
         except NoAnswerError as error:
             raise APIConnectionError(message=str(error), request=request) from error
+        if completion.routed_experts is not None and (turns := posted.get()) is not None:
+            turns.append(TurnRows(completion.routed_experts, completion.routed_from))
         # The trace keeps the routed experts; they are too large to be kept twice.
         kept = replace(completion, routed_experts=None, prompt_ids=None, placeholders=None)
         self._completions.setdefault(headers["X-Session-ID"], []).append(kept)
@@ -124,6 +127,8 @@ class TokenClient(TrainClient):  # type: ignore[misc]
         self.key = config.model_dump_json()
         self.endpoint = RendererEndpoint(config.base_url, GenerateEndpoint(where, max_len, timeout_s, routed))
         self.client = self.endpoint
+        if routed:
+            take_arrays()
         self._no_tools = rendering.no_tools
 
     async def get_response(
@@ -142,7 +147,15 @@ class TokenClient(TrainClient):  # type: ignore[misc]
         """
         if self._no_tools and turn is not None and turn.tools:
             raise ProviderError(self._no_tools, status_code=400)
-        return await super().get_response(dialect, body, sampling, session_id, turn, headers)
+        rows: list[TurnRows] = []
+        token = posted.set(rows)
+        try:
+            response = await super().get_response(dialect, body, sampling, session_id, turn, headers)
+        finally:
+            posted.reset(token)
+        if rows and response.tokens is not None:
+            response.tokens.routed_experts = rows[-1]
+        return response
 
 
 @asynccontextmanager
@@ -162,10 +175,7 @@ async def serving(env: vf.Env) -> AsyncIterator[dict[str, Any]]:
 
 
 def _reply(completion: Completion) -> Reply:
-    """`renderers` 0.1 reads the log-probabilities that vLLM sends in text mode: tokens as `token_id:N`.
-
-    It cuts routed experts out of the text of the answer, by how they begin: "data" must come first.
-    """
+    """`renderers` 0.1 reads the log-probabilities that vLLM sends in text mode: tokens as `token_id:N`."""
     content = [
         {"token": f"token_id:{token}", "logprob": logprob}
         for token, logprob in zip(completion.token_ids, completion.logprobs, strict=True)
@@ -175,9 +185,6 @@ def _reply(completion: Completion) -> Reply:
         "finish_reason": completion.finish_reason,
         "token_ids": completion.token_ids,
     }
-    if (routed := completion.routed_experts) is not None:
-        about = {"shape": routed.shape, "dtype": routed.dtype.str, "start": completion.routed_from}
-        fields["routed_experts"] = {"data": routed.data.cast("B"), **about}
     answer: dict[str, Any] = {"choices": [{**fields, "logprobs": {"content": content}}]}
     if completion.prompt_ids is not None:
         answer |= {"prompt_token_ids": completion.prompt_ids, "mm_placeholders": completion.placeholders}

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple
@@ -28,6 +28,7 @@ from primeslurm.orchestrator.rollouts.job_protocol import (
     ToWorker,
     Unusable,
     decode_sequences,
+    on_this_node,
     shortened,
 )
 from primeslurm.wire import secret
@@ -36,6 +37,7 @@ from primeslurm.wire.rollouts import Rollout
 
 log = logging.getLogger(__name__)
 
+Buffer = bytes | memoryview
 SILENT_S = 30.0
 """A worker that reports nothing for this long is given up, whoever else there is."""
 QUIET_S = 5.0
@@ -131,6 +133,8 @@ class WorkerPool:
         self._socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_RESULT)  # whoever sends more is disconnected
         self._socket.setsockopt(zmq.SNDHWM, 0)  # what is too much for a peer would be dropped
         self._socket.bind(bind)
+        if bind.startswith("tcp://"):
+            self._socket.bind(on_this_node(bind))
 
     @property
     def environments(self) -> set[str]:
@@ -151,13 +155,14 @@ class WorkerPool:
         """Receive until cancelled."""
         try:
             while True:
-                identity, *parts = await self._socket.recv_multipart()
+                identity, *parts = await self._socket.recv_multipart(copy=False)  # arrays are views of what came
                 try:
                     if not parts:
                         raise DamagedError("it has no parts")
-                    await self._receive(identity, parts[0], parts[1:])
+                    await self._receive(identity.bytes, parts[0].buffer, [part.buffer for part in parts[1:]])
                 except DamagedError as error:
                     log.warning("a damaged message from a worker is ignored: %s", error)
+                await asyncio.sleep(0)  # many may wait already, which are received without a pause
         finally:
             self._socket.close()
 
@@ -202,13 +207,14 @@ class WorkerPool:
         others = any(worker.environment in node.listening for node in self._nodes.values())
         return patience if others else max(patience, SILENT_S)
 
-    async def _receive(self, identity: bytes, head: bytes, frames: list[bytes]) -> None:
+    async def _receive(self, identity: bytes, head: Buffer, frames: Sequence[Buffer]) -> None:
         message: ToOrchestrator = value(head, ToOrchestrator)  # type: ignore[arg-type]  # a union is no type
         if isinstance(message, Status):
             await self._reconcile(identity, message)
         elif isinstance(message, Unusable):
             self._on_unusable(message.environment, message.worker, shortened(message.error))
-        elif self._forget(message.job):
+        elif worker := self._forget(message.job):
+            worker.heard = self._clock()  # its status waits behind its results, which may take a while
             failure = None if message.error is None else shortened(message.error) or "it failed without a word"
             self._on_result(message.job, failure or _sequences(message, frames))
 
@@ -298,7 +304,7 @@ def _is_lost(sent: _Sent, seen: int, now: float) -> bool:
     return sent.number <= seen or now - sent.at > UNSEEN_S
 
 
-def _sequences(result: Result, frames: list[bytes]) -> tuple[Rollout, ...] | str:
+def _sequences(result: Result, frames: Sequence[Buffer]) -> tuple[Rollout, ...] | str:
     """The sequences, or what is wrong with them: a damaged result is a failed rollout."""
     try:
         return decode_sequences(result, frames)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from difflib import get_close_matches
-from math import gcd
+from math import gcd, lcm
 
 from primeslurm.families import bundled, capabilities, lora_targets
+from primeslurm.families.expert_shards import undivided
 from primeslurm.plan.checks.rule import Rule, RuleContext
 
 
@@ -43,6 +44,36 @@ def _ep_divides(context: RuleContext) -> str:
     if context.shape is None or context.shape.experts is None or context.shape.experts.count % ep == 0:
         return ""
     return f"{context.shape.experts.count} experts cannot be spread evenly over ep: {ep}"
+
+
+def _ep_shards(context: RuleContext) -> str:
+    p = context.recipe.trainer.parallelism
+    ranks = context.trainer_gpus // p.dp_replicate
+    if not ranks or ranks % p.ep or _ep_divides(context) or (part := _undivided(context, ranks)) is None:
+        return ""
+    train = next(request for request in context.requests if request.role == "train")
+    step = p.dp_replicate * lcm(p.cp, p.ep)
+    fitting = [
+        nodes
+        for nodes in range(1, 2 * train.nodes + 1)
+        if nodes * train.gpus % step == 0 and _undivided(context, nodes * train.gpus // p.dp_replicate) is None
+    ]
+    near = [*[n for n in fitting if n < train.nodes][-1:], *[n for n in fitting if n > train.nodes][:1]]
+    nearest = f"; nearest: deployment.train.nodes: {' or '.join(map(str, near))}" if near else ""
+    return (
+        f"with ep: {p.ep} on {context.trainer_gpus} GPUs, {ranks // p.ep} of them share the same {part[0]} experts, "
+        f"and {ranks // p.ep} divides no dimension of their {' x '.join(map(str, part))} weights{nearest}"
+    )
+
+
+def _undivided(context: RuleContext, ranks: int) -> tuple[int, ...] | None:
+    """Experts that cannot be split over `ranks` with the recipe's EP."""
+    trainer, shape = context.recipe.trainer, context.shape
+    if shape is None:
+        return None
+    lora = trainer.lora
+    adapters = lora.rank if lora and "experts" in (lora.targets or ("experts",)) else None
+    return undivided(shape, context.recipe.model.impl, ranks, trainer.parallelism.ep, adapters)
 
 
 def _cp_divides(context: RuleContext) -> str:
@@ -168,6 +199,8 @@ TRAINER_RULES = (
     Rule("trainer-ep-dense", "error", _EP, "EP needs a model with experts", _ep_dense, "ep: 1", "torchtitan 0.3"),
     Rule("trainer-ep-divides", "error", _EP, "EP divides the number of experts", _ep_divides,
          "a divisor of the number of experts", "torchtitan 0.3, expert parallelism shards dimension 0"),
+    Rule("trainer-ep-shards", "error", _EP, "Ranks that hold the same experts share them evenly", _ep_shards,
+         "another number of nodes, or another ep", "torch 2.13: FSDP fills up between experts alone"),
     Rule("trainer-cp-divides", "error", _CP, "CP divides seq_len", _cp_divides, "a divisor of seq_len",
          "every rank holds an equal piece of each row"),
     Rule("trainer-cp-heads", "error", _CP, "Ulysses: CP divides the attention heads", _cp_heads,

@@ -145,4 +145,4 @@ class Orchestrator(Section):
     """An environment worker is started again if its event loop stands still for this long: code of its environment may
     block it. Its rollouts run elsewhere long before that."""
     stall_timeout_s: PositiveInt = 1800
-    """No finished rollout and no new policy for this long ends the attempt with the suspect named."""
+    """No token, no finished rollout and no new policy for this long ends the attempt with the suspect named."""

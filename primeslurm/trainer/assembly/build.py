@@ -85,7 +85,7 @@ def assemble(
     if shared:
         shared.attach(draft.model)
     model = _shard(draft, dims)
-    _initialise(model, memory, world.device)
+    _initialise(model, memory, world)
     return PolicyModel(
         model,
         draft.adapter,
@@ -141,14 +141,14 @@ def _shard(draft: ModelDraft, dims: Dims) -> Any:
     )
 
 
-def _initialise(model: Any, memory: Memory, device: torch.device) -> None:
+def _initialise(model: Any, memory: Memory, world: World) -> None:
     """Give a sharded model its memory, and what no checkpoint holds."""
-    model.to_empty(device="cpu" if memory.optimizer_offload else device.type)
+    model.to_empty(device=world.host if memory.optimizer_offload else world.device.type)
     with torch.no_grad():
-        model.init_weights(buffer_device=device)  # computes the RoPE tables, draws adapters
+        model.init_weights(buffer_device=world.device)  # computes the RoPE tables, draws adapters
     model.train()
     if memory.activation_offload:
-        ActivationOffload(device).install(model)
+        ActivationOffload(world.device).install(model)
 
 
 def _with_unchanged(policy: PolicyModel, world: World) -> PolicyModel:

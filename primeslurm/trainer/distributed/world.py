@@ -22,6 +22,7 @@ from primeslurm.wire import rendezvous
 from primeslurm.wire.weight_transfer.collective import serve_store
 
 T = TypeVar("T")
+_HOST = torch.device("cpu")
 
 
 class RankError(Exception):
@@ -45,6 +46,8 @@ class World:
     """host:port of rank 0's store, which other processes can join."""
     patience_s: float = 1800.0
     """Time-out of `control`, in seconds."""
+    host: torch.device = _HOST
+    """Where offloaded states are."""
 
     @property
     def is_main(self) -> bool:

@@ -13,7 +13,7 @@ import psutil
 import pytest
 import torch.distributed as dist
 
-from benchmarks.support.servers import free_port
+from benchmarks.support.ports import free_port
 from primeslurm.wire import rendezvous, secret
 from primeslurm.wire.weight_transfer.collective import Store, TransferError, serve_store
 

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.support.ports import free_port
 from primeslurm.recipe import Recipe
 from primeslurm.wire import checkpoints, link
 from primeslurm.wire.rollouts import Batch
 from primeslurm.wire.weight_transfer import filesystem, messages
-from tests.support.processes import free_port
 from tests.trainer.conftest import finish, make_batch, make_recipe, start_ranks, trainer_command
 
 

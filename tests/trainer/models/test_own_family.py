@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.support.ports import free_port
 from benchmarks.support.servers import rank_environment
 from primeslurm.recipe.reading.recipe_files import load_recipe
 from primeslurm.trainer import tiny
-from tests.support.processes import free_port
 from tests.trainer.conftest import ROOT, trainer_command
 
 EXAMPLE = ROOT / "examples" / "own_family"

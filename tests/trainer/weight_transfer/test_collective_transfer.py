@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.support.ports import free_port
 from primeslurm.wire.weight_transfer.catalogue import Experts, Named, TensorInfo, outgoing, pack, stacked
 from primeslurm.wire.weight_transfer.collective import Channel, Store, TransferError, receive, serve_store
 from primeslurm.wire.weight_transfer.messages import TransferSession
-from tests.support.processes import free_port
 
 CPU = torch.device("cpu")
 EXPERT = "layers.0.mlp.experts.{}.up_proj.weight"

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from transformers import Qwen3MoeConfig
 
+from benchmarks.support.ports import free_port
 from primeslurm.orchestrator.weight_transfer.sessions import TransferSessions
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.distributed.world import World
@@ -18,7 +19,6 @@ from primeslurm.trainer.weights.export import Encoding
 from primeslurm.wire import link
 from primeslurm.wire.weight_transfer import collective, filesystem, messages
 from primeslurm.wire.weight_transfer.catalogue import Experts
-from tests.support.processes import free_port
 from tests.trainer.as_released import assert_stored_alike, tensors, to_fp8
 from tests.trainer.conftest import finish, make_recipe, start_ranks
 from tests.trainer.families import COMMON, EXPERTS, Case, write

@@ -18,6 +18,7 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.support.ports import free_port
 from primeslurm.orchestrator.rollouts import job_protocol
 from primeslurm.orchestrator.rollouts.job_protocol import Job, Result, Status
 from primeslurm.orchestrator.rollouts.worker_pool import WorkerPool
@@ -34,9 +35,7 @@ FRAMES = msgspec.msgpack.decode(RESULT[0], type=Result).frames
 
 
 def free_address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    return f"tcp://127.0.0.1:{free_port()}"
 
 
 class Served:

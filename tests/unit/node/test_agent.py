@@ -92,7 +92,7 @@ class Running:
 
     def join(self) -> None:
         for thread in [*self.threads, self.head]:
-            thread.join(60)
+            thread.join(600)
             assert not thread.is_alive()
 
 
@@ -393,7 +393,7 @@ def test_a_spare_takes_over_and_what_is_concerned_starts_anew(
         (server("router", 0, 21000, "engine", after=("engine",), role="router"), server("other", 0, 21010)),
         (server("engine", 1, 21020),),
         spares=1,
-        node_silent_s=4,
+        node_silent_s=15,
     )
     before = {name: running.wait_state(name, "ready").pid for name in ("router", "engine", "other")}
     lost = running.agents[1]

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from primeslurm.orchestrator.dispatch import MAX_TRIES, Dispatcher, Limits
+from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.wire.rollouts import Rollout, RolloutInfo
 
@@ -41,6 +42,24 @@ def run_all(made: Dispatcher) -> list[Job]:
     while job := made.next_job(ALL):
         jobs.append(job)
     return jobs
+
+
+def test_a_complete_group_is_unfinished_until_it_counts() -> None:
+    """A kill before it is on disk loses it: its example comes again, and it holds its place among what waits."""
+    made = dispatcher(limits(off_policy=0))
+    jobs = {job.id: job for job in run_all(made)}
+    found: list[RolloutGroup] = []
+    for _ in range(2):
+        opened = next(iter(made.open))
+        done = [made.finished(job.id, rollout(job)) for job in jobs.values() if job.group == opened]
+        found += [group for group in done if group is not None]
+        assert not run_all(made), "a batch is open or waits, and no more is fresh enough"
+    assert made.unfinished == [(group.environment, group.example) for group in found]
+    made.rejected(found[0], "dull")
+    assert made.unfinished == [(found[1].environment, found[1].example)]
+    assert {job.environment for job in run_all(made)}, "one that is rejected is replaced"
+    assert made.add_ready(found[1])
+    assert (found[1].environment, found[1].example) not in made.unfinished
 
 
 EVENTS = st.lists(st.tuples(st.sampled_from(["finish", "fail", "lose", "train", "current"]), st.integers(0, 99)))

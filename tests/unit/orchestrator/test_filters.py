@@ -143,14 +143,18 @@ def admission(tmp_path: Path, algorithm: Algorithm | None = None, **changes: Any
     return Admission(recipe, algorithm or from_recipe(recipe), curricula, Journal(tmp_path, "orchestrator"))
 
 
+def decided(made: Admission, group: RolloutGroup) -> RolloutGroup | str:
+    return made.note(group, made.judge(group))
+
+
 def test_every_group_counts_whatever_becomes_of_it(tmp_path: Path) -> None:
     filters = [{"type": "zero_advantage"}, {"type": "truncated", "action": "drop"}]
     made = admission(tmp_path, orchestrator={"filters": filters})
     good = group(rollout(1.0), rollout(0.0))
-    assert made.decide(good) == good
-    assert made.decide(group(rollout(1.0), rollout(1.0))) == "zero_advantage"
-    assert made.decide(group(rollout(1.0, finish="length"), rollout(0.0, finish="length"))) == "filtered"
-    assert made.decide(group(rollout(1.0, finish="length"), rollout(1.0), rollout(1.0))) == "zero_advantage"
+    assert decided(made, good) == good
+    assert decided(made, group(rollout(1.0), rollout(1.0))) == "zero_advantage"
+    assert decided(made, group(rollout(1.0, finish="length"), rollout(0.0, finish="length"))) == "filtered"
+    assert decided(made, group(rollout(1.0, finish="length"), rollout(1.0), rollout(1.0))) == "zero_advantage"
     assert made.counts == {"filtered_truncated": 3, "filtered_zero_advantage": 2}
     row = made.take_metrics()
     assert row == {
@@ -172,18 +176,18 @@ def test_an_environment_has_its_own_filters(tmp_path: Path) -> None:
     ]
     made = admission(tmp_path, environments=environments, orchestrator={"filters": [{"type": "zero_advantage"}]})
     equal = {label: group(rollout(label=label), rollout(label=label)) for label in ("a", "b", "measured")}
-    assert made.decide(equal["a"]) == equal["a"] and made.decide(equal["b"]) == "zero_advantage"
-    assert made.decide(equal["measured"]) == equal["measured"], "it has no advantages on purpose"
+    assert decided(made, equal["a"]) == equal["a"] and decided(made, equal["b"]) == "zero_advantage"
+    assert decided(made, equal["measured"]) == equal["measured"], "it has no advantages on purpose"
 
 
 def test_a_run_that_keeps_nothing_says_so(tmp_path: Path) -> None:
     made = admission(tmp_path, orchestrator={"batch_size": 4, "filters": [{"type": "zero_advantage"}]})
     for _ in range(17):
-        made.decide(group(*[rollout()] * 4))
+        decided(made, group(*[rollout()] * 4))
     path = tmp_path / "events" / "orchestrator.jsonl"
     events = [json.loads(line) for line in path.read_text().splitlines()]
     assert [(event["kind"], event["rollouts"]) for event in events] == [("nothing_kept", 16 * n) for n in (1, 2, 3, 4)]
     assert events[-1]["reasons"] == {"zero_advantage": 16}
-    made.decide(group(rollout(0.0), rollout()))
-    made.decide(group(*[rollout()] * 4))
+    decided(made, group(rollout(0.0), rollout()))
+    decided(made, group(*[rollout()] * 4))
     assert len(path.read_text().splitlines()) == 4, "one that is kept starts the count anew"

@@ -5,12 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 
 from primeslurm.errors import RunError
+from primeslurm.files import Content
 from primeslurm.orchestrator.algorithms import Grpo
 from primeslurm.orchestrator.dispatch.curricula import OUTCOMES, Curricula
 from primeslurm.orchestrator.progress import CHECKPOINT_PART, PROGRESS, ProgressFile, RunProgress, restore
+from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.spool import Spool
 from primeslurm.recipe import Recipe
 from primeslurm.records.reserve import Reserve
@@ -31,6 +34,23 @@ def test_a_group_comes_back_as_it_was(tmp_path: Path) -> None:
     assert Spool(tmp_path).load() == []
 
 
+def test_what_older_releases_have_written_is_read(tmp_path: Path) -> None:
+    made = group([3, 7], [0.25, 1.0])
+    older = msgspec.msgpack.encode(msgspec.msgpack.decode(made.to_bytes()))  # lengths in as few bytes as possible
+    assert older != made.to_bytes() and RolloutGroup.from_bytes(older).to_bytes() == made.to_bytes()
+    many = RolloutGroup("g", "e", 0, 0, (made.sequences * 20,))  # a list that is longer than what a byte says
+    assert RolloutGroup.from_bytes(many.to_bytes()).to_bytes() == many.to_bytes()
+
+
+def test_arrays_are_written_and_read_as_they_lie_in_memory() -> None:
+    made = group([300], [0.5])
+    tokens = made.sequences[0].token_ids
+    parts = [np.frombuffer(part, np.uint8) for part in made.to_parts() if isinstance(part, memoryview)]
+    assert any(np.shares_memory(part, tokens) for part in parts)
+    data = np.frombuffer(made.to_bytes(), np.uint8)
+    assert np.shares_memory(RolloutGroup.from_bytes(data.data).sequences[0].token_ids, data)
+
+
 def test_a_damaged_file_is_set_aside(tmp_path: Path) -> None:
     Spool(tmp_path).put(group([3], [0.5]))
     path = tmp_path / "g.group"
@@ -40,7 +60,7 @@ def test_a_damaged_file_is_set_aside(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_is_reported_and_survived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(path: Path, data: bytes) -> None:
+    def full(path: Path, data: Content) -> None:
         raise OSError(28, "No space left on device")
 
     spool = Spool(tmp_path)
@@ -48,10 +68,9 @@ def test_a_full_disk_is_reported_and_survived(tmp_path: Path, monkeypatch: pytes
     made = group([3], [0.5])
     assert not spool.put(made)
     assert list(tmp_path.iterdir()) == []
-    spool.retry()
     assert spool.waiting == {made.id: made}
     monkeypatch.undo()
-    spool.retry()
+    assert spool.put(made)
     assert spool.waiting == {} and [again.id for again in Spool(tmp_path).load()] == [made.id]
 
 
@@ -60,7 +79,7 @@ def test_groups_leave_space_that_was_given_up_to_records(tmp_path: Path) -> None
     assert reserve.fill() and reserve.give_up()
     assert not spool.put(made) and made.id in spool.waiting
     assert reserve.fill()
-    spool.retry()
+    assert spool.put(made)
     assert spool.waiting == {} and [again.id for again in spool.load()] == [made.id]
     assert reserve.give_up() and not spool.put(made)
     spool.delete([made.id])

@@ -98,6 +98,8 @@ def test_rollouts_that_run_go_on_in_another_group() -> None:
     assert len(early.rollouts) == 2 and not swept.cancelled and made.inflight == 2
     (later,) = made.open.values()
     assert (later.id, later.version, len(later.to_dispatch)) == ("a-00000000.1", 1, 2)
+    assert made.unfinished == [("a", 0)], "it is not on disk yet"
+    assert made.add_ready(early)
     assert not made.unfinished, "after a restart the example counts as trained"
     more = run_all(made)
     assert {job.group for job in more} == {later.id}

@@ -170,6 +170,10 @@ EXAMPLES: dict[str, tuple[tuple[dict[str, Any], str, dict[str, Any]], tuple[dict
         (on(parallelism(ep=24), deployment={"train": {"nodes": 3}}), MOE, GPU),
         (on(parallelism(ep=8), deployment={"train": {"nodes": 3}}), MOE, GPU),
     ),
+    "trainer-ep-shards": (
+        (on(parallelism(ep=8), deployment={"train": {"nodes": 5}}), MOE, GPU),
+        (on(parallelism(ep=8), deployment={"train": {"nodes": 6}}), MOE, GPU),
+    ),
     "trainer-cp-divides": (
         (on(parallelism(cp=8), seq_len=1004), MOE, GPU),
         (on(parallelism(cp=8), seq_len=1000), MOE, GPU),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.support.ports import free_port
 from primeslurm.files import read_json, write_atomic, write_json
 from primeslurm.orchestrator.rollouts import job_protocol
 from primeslurm.records.events import decode
@@ -241,9 +241,7 @@ class Server:
             self._loop.run_until_complete(self._task)
 
     async def _serve(self) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+        self.address = f"tcp://127.0.0.1:{free_port()}"
         link = OrchestratorLink(self.address, self.answer)
         self._ready.set()
         await link.serve()

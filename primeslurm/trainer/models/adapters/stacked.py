@@ -69,13 +69,13 @@ def as_stored(adapter: Any, names: Iterable[str]) -> Any:
 def _locally(change: Callable[..., torch.Tensor], *stacks: Any) -> Any:
     """`change`, which leaves the first dimension alone, of each rank's part of stacks that are split by it.
 
-    With more ranks than experts these are split by another dimension, and are gathered first.
+    Where experts do not come out even among ranks, another dimension is split, too; along it they are gathered first.
     """
     if not isinstance(stacks[0], DTensor):
         return change(*stacks)
     mesh, placements = stacks[0].device_mesh, stacks[0].placements
     if any(placement.is_shard() and not placement.is_shard(0) for placement in placements):
-        placements = (Replicate(),) * mesh.ndim
+        placements = tuple(place if place.is_shard(0) else Replicate() for place in placements)
         stacks = tuple(stack.redistribute(placements=placements) for stack in stacks)
     local = change(*(stack.to_local() for stack in stacks)).contiguous()
     shape = torch.Size([len(stacks[0]), *local.shape[1:]])

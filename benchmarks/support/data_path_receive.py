@@ -1,0 +1,263 @@
+"""From environment workers to disk: what the orchestrator's event loop, memory and processors have to do with it.
+
+Two workers (`JobRunner`, processes of their own) finish rollouts as fast as the orchestrator takes them. The real
+`Orchestrator` dispatches them, receives, judges and spools their groups of 16, with fsync; groups that would wait for
+the trainer are looked at and thrown away.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+import multiprocessing
+import os
+import resource
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.support.ports import HOST, free_port
+from primeslurm.orchestrator.arguments import OrchestratorArguments
+from primeslurm.orchestrator.rollouts.generate_endpoint import completion_of
+from primeslurm.orchestrator.rollouts.groups import RolloutGroup
+from primeslurm.orchestrator.rollouts.job_protocol import Job, JobRunner, Result, decode_sequences, encode_result
+from primeslurm.orchestrator.server import Orchestrator
+from primeslurm.plan.commands.processes import HUGE_PAGES
+from primeslurm.recipe import Recipe
+from primeslurm.wire.received import value
+from primeslurm.wire.rollouts import Rollout, RolloutInfo
+from primeslurm.wire.routed_experts import RoutedExperts
+
+TOKENS, LAYERS, TOP_K, EXPERTS = 131_072, 75, 8, 256
+WORKERS = 2
+IN_FLIGHT = 16
+GROUP = 16
+HOSTS = {"from_the_same_node": HOST, "over_tcp": "localhost"}
+"""What the workers know the orchestrator's node as; under another name, they take it for another one."""
+TICK_S = 0.002
+PAGE = resource.getpagesize()
+
+
+def measure(rollouts: int) -> dict[str, Any]:
+    """Send so many rollouts through; and see what single parts of the way cost."""
+    os.environ |= HUGE_PAGES  # as the orchestrator is started
+    found = in_process(stages)
+    for name, host in HOSTS.items():
+        found |= {name: in_process(receive, rollouts, host)}
+    return {"bytes_a_rollout": size_of(rollout(JOB, made(0))), **found}
+
+
+def in_process(function: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
+    """Call something in a process that has done nothing before."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_answer, args=(theirs, function, *args))
+    process.start()
+    theirs.close()
+    try:
+        found: dict[str, Any] = ours.recv()
+    finally:
+        process.join()
+    return found
+
+
+def _answer(pipe: Any, function: Callable[..., dict[str, Any]], *args: Any) -> None:
+    pipe.send(function(*args))
+
+
+def made(seed: int) -> RoutedExperts:
+    """Routed experts of a rollout."""
+    return np.random.default_rng(seed).integers(0, EXPERTS, (TOKENS, LAYERS, TOP_K), np.uint8)
+
+
+def rollout(job: Job, experts: RoutedExperts) -> Rollout:
+    """A finished rollout; rewards differ."""
+    mask = np.arange(TOKENS) >= 1000
+    info = RolloutInfo(job.id, job.group, job.environment, job.opened_version, float(job.number % 2))
+    tokens = np.arange(TOKENS, dtype=np.int32)
+    logprobs, versions = np.where(mask, np.float32(-0.5), np.float32(0)), np.where(mask, np.int32(0), np.int32(-1))
+    return Rollout(info, tokens, mask, logprobs, versions, routed_experts=experts)
+
+
+def size_of(found: Rollout) -> int:
+    """Bytes of what is sent of a rollout."""
+    return sum(memoryview(frame).nbytes for frame in found.encode())
+
+
+JOB = Job("j", "g", "e", 0, 0, "router-0", "salt")
+
+
+def stages() -> dict[str, Any]:
+    """Single parts of the way, in this process: seconds for one rollout, and GB/s of it beside a copy in memory."""
+    experts = made(0)
+    found, target = rollout(JOB, experts), np.empty_like(experts)
+    payload = size_of(found)
+    file = io.BytesIO()
+    np.save(file, experts[:-1])
+    choice = {"token_ids": [5], "logprobs": {"content": [{"logprob": -0.5}]}}
+    choice["weight_versions"] = [{"version": "1", "start": 0, "end": 1}]
+    choice["routed_experts"] = base64.b64encode(file.getvalue()).decode()
+    answer = json.dumps({"choices": [choice]}).encode()
+    head, *frames = encode_result("j", [found])
+    group = RolloutGroup("g", "e", 0, 0, ((found,),))
+    spooled = group.to_bytes()
+    seconds = {
+        "copy_in_memory": best(lambda: np.copyto(target, experts)) * payload / experts.nbytes,
+        "read_engines_answer": best(lambda: completion_of(answer, TOKENS - 1, 0)),
+        "encode_result": best(lambda: encode_result("j", [found])),
+        "decode_result": best(lambda: decode_sequences(value(head, Result), frames)),
+        "encode_group": best(group.to_parts),
+        "decode_group": best(lambda: RolloutGroup.from_bytes(spooled)),
+    }
+    return {"one_rollout": {name: rates(spent, payload, seconds["copy_in_memory"]) for name, spent in seconds.items()}}
+
+
+def best(action: Callable[[], object], times: int = 7) -> float:
+    """Seconds of the fastest of some runs: the others shared the machine."""
+    spent = []
+    for _ in range(times):
+        began = time.perf_counter()
+        action()
+        spent.append(time.perf_counter() - began)
+    return min(spent)
+
+
+def rates(seconds: float, payload: int, copying: float) -> dict[str, float]:
+    """What one part of the way costs."""
+    speed = payload / seconds / 1e9
+    return {"ms": round(1e3 * seconds, 2), "gb_s": round(speed, 2), "of_a_copy": round(copying / seconds, 2)}
+
+
+def receive(rollouts: int, host: str) -> dict[str, Any]:
+    """The whole way, in this process and its workers."""
+    with tempfile.TemporaryDirectory(prefix="data_path-") as directory:
+        return asyncio.run(_receive(Path(directory), max(2 * GROUP, rollouts), host))
+
+
+class Looks:
+    """What the event loop's process is seen to do, every TICK_S."""
+
+    def __init__(self, buffered: Callable[[], int]) -> None:
+        self.lags: list[float] = []
+        self.most_memory = self.most_buffered = 0
+        self._buffered = buffered
+        self._base = self._memory()
+
+    async def run(self) -> None:
+        """Look until cancelled."""
+        while True:
+            began = time.perf_counter()
+            await asyncio.sleep(TICK_S)
+            self.lags.append(time.perf_counter() - began - TICK_S)
+            self.most_memory = max(self.most_memory, self._memory() - self._base)
+            self.most_buffered = max(self.most_buffered, self._buffered())
+
+    def _memory(self) -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
+
+
+async def _receive(directory: Path, rollouts: int, host: str) -> dict[str, Any]:
+    recipe = Recipe.model_validate(
+        {
+            "schema": 1,
+            "name": "data-path",
+            "max_steps": 500,
+            "seq_len": TOKENS,
+            "model": {"path": "/models/none"},
+            "environments": [{"id": "reverse-text"}],
+            "orchestrator": {
+                "batch_size": 2 * GROUP,
+                "group_size": GROUP,
+                "max_inflight_rollouts": IN_FLIGHT,
+                "max_off_policy_steps": 8,
+            },
+            "deployment": {"train": {"nodes": 1}, "inference": {"type": "multi_node"}},
+        }
+    )
+    bind, address = (f"tcp://{HOST}:{free_port()}" for _ in range(2))
+    made_now = Orchestrator(recipe, OrchestratorArguments(directory, 1, "run", bind, address, ["router-0"], []))
+    address = address.replace(HOST, host)
+    label, context = recipe.environments[0].label, multiprocessing.get_context("spawn")
+    workers = [context.Process(target=work, args=(label, n, address), daemon=True) for n in range(WORKERS)]
+    for worker in workers:
+        worker.start()
+    expected = [made(number)[::4096] for number in range(WORKERS)]
+    try:
+        return await _through(made_now, rollouts, expected, directory)
+    finally:
+        for worker in workers:
+            worker.terminate()
+            worker.join()
+
+
+async def _through(
+    orchestrator: Orchestrator, rollouts: int, expected: list[RoutedExperts], directory: Path
+) -> dict[str, Any]:
+    dispatch, pool = orchestrator._dispatch, orchestrator._workers
+    dispatch.version = 0
+    payload = size_of(rollout(JOB, made(0)))
+
+    def buffered() -> int:
+        done = sum(len(group.done) for group in (*dispatch.open.values(), *dispatch._finishing.values()))
+        return payload * (done + sum(len(group.rollouts) for group in dispatch.ready))
+
+    looks = Looks(buffered)
+    running = [asyncio.create_task(part) for part in (pool.serve(), orchestrator._finishing.run())]
+    seen, began, used = 0, 0.0, resource.getrusage(resource.RUSAGE_SELF)
+    while seen < rollouts:
+        pool.expire()
+        while job := dispatch.next_job(pool.available):
+            await pool.send(job)
+        for group in dispatch.ready:
+            check(group, expected, directory / "rollouts" / f"{group.id}.group")
+            seen += GROUP
+            if not began:  # processes have started, and caches are warm
+                began, used, first = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF), seen
+                running.append(asyncio.create_task(looks.run()))
+            orchestrator._finishing.delete([group.id])
+            del group
+        dispatch.ready.clear()
+        await asyncio.sleep(0.01)
+        assert not any(part.done() for part in running)
+    seconds, now = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF)
+    for part in running:
+        part.cancel()
+    await asyncio.gather(*running, return_exceptions=True)
+    orchestrator._finishing._thread.shutdown()  # its directory is removed
+    moved, lags = (seen - first) * payload, sorted(looks.lags)
+    return {
+        "rollouts": seen - first,
+        "whole_way_gb_s": round(moved / seconds / 1e9, 2),
+        "cpu_s_a_gb": round((now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime) / moved * 1e9, 2),
+        "new_memory_a_payload_byte": round((now.ru_minflt - used.ru_minflt) * PAGE / moved, 2),
+        "lag_ms": {name: round(1e3 * lags[int(share * (len(lags) - 1))], 1) for name, share in SHARES.items()},
+        "most_buffered_gb": round(looks.most_buffered / 1e9, 2),
+        "most_memory_of_it": round(looks.most_memory / looks.most_buffered, 2),
+    }
+
+
+def check(group: RolloutGroup, expected: list[RoutedExperts], path: Path) -> None:
+    """What workers sent has come, and is on disk."""
+    for sequence in group.sequences:
+        rows = sequence.routed_experts
+        assert rows is not None and any(np.array_equal(rows[::4096], known) for known in expected)
+    assert path.stat().st_size > sum(map(size_of, group.sequences))
+
+
+SHARES = {"p50": 0.5, "p99": 0.99, "max": 1.0}
+
+
+def work(label: str, number: int, address: str) -> None:
+    """One worker: its rollouts are done at once."""
+    experts = made(number)
+
+    async def run(job: Job) -> tuple[Rollout, ...]:
+        return (rollout(job, experts),)
+
+    asyncio.run(JobRunner(label, number, address, run).serve())
