@@ -12,6 +12,7 @@ import base64
 import io
 import json
 import multiprocessing
+import os
 import resource
 import tempfile
 import time
@@ -21,12 +22,13 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.support.servers import free_port
+from benchmarks.support.ports import HOST, free_port
 from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.rollouts.generate_endpoint import completion_of
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Job, JobRunner, Result, decode_sequences, encode_result
 from primeslurm.orchestrator.server import Orchestrator
+from primeslurm.plan.commands.processes import HUGE_PAGES
 from primeslurm.recipe import Recipe
 from primeslurm.wire.received import value
 from primeslurm.wire.rollouts import Rollout, RolloutInfo
@@ -36,17 +38,22 @@ TOKENS, LAYERS, TOP_K, EXPERTS = 131_072, 75, 8, 256
 WORKERS = 2
 IN_FLIGHT = 16
 GROUP = 16
+HOSTS = {"from_the_same_node": HOST, "over_tcp": "localhost"}
+"""What the workers know the orchestrator's node as; under another name, they take it for another one."""
 TICK_S = 0.002
 PAGE = resource.getpagesize()
 
 
 def measure(rollouts: int) -> dict[str, Any]:
     """Send so many rollouts through; and see what single parts of the way cost."""
-    found = in_process(stages) | in_process(receive, rollouts)
+    os.environ |= HUGE_PAGES  # as the orchestrator is started
+    found = in_process(stages)
+    for name, host in HOSTS.items():
+        found |= {name: in_process(receive, rollouts, host)}
     return {"bytes_a_rollout": size_of(rollout(JOB, made(0))), **found}
 
 
-def in_process(function: Callable[..., dict[str, Any]], *args: int) -> dict[str, Any]:
+def in_process(function: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
     """Call something in a process that has done nothing before."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
@@ -60,7 +67,7 @@ def in_process(function: Callable[..., dict[str, Any]], *args: int) -> dict[str,
     return found
 
 
-def _answer(pipe: Any, function: Callable[..., dict[str, Any]], *args: int) -> None:
+def _answer(pipe: Any, function: Callable[..., dict[str, Any]], *args: Any) -> None:
     pipe.send(function(*args))
 
 
@@ -127,10 +134,10 @@ def rates(seconds: float, payload: int, copying: float) -> dict[str, float]:
     return {"ms": round(1e3 * seconds, 2), "gb_s": round(speed, 2), "of_a_copy": round(copying / seconds, 2)}
 
 
-def receive(rollouts: int) -> dict[str, Any]:
+def receive(rollouts: int, host: str) -> dict[str, Any]:
     """The whole way, in this process and its workers."""
     with tempfile.TemporaryDirectory(prefix="data_path-") as directory:
-        return asyncio.run(_receive(Path(directory), max(2 * GROUP, rollouts)))
+        return asyncio.run(_receive(Path(directory), max(2 * GROUP, rollouts), host))
 
 
 class Looks:
@@ -155,7 +162,7 @@ class Looks:
         return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE
 
 
-async def _receive(directory: Path, rollouts: int) -> dict[str, Any]:
+async def _receive(directory: Path, rollouts: int, host: str) -> dict[str, Any]:
     recipe = Recipe.model_validate(
         {
             "schema": 1,
@@ -173,8 +180,9 @@ async def _receive(directory: Path, rollouts: int) -> dict[str, Any]:
             "deployment": {"train": {"nodes": 1}, "inference": {"type": "multi_node"}},
         }
     )
-    bind, address = (f"tcp://127.0.0.1:{free_port()}" for _ in range(2))
+    bind, address = (f"tcp://{HOST}:{free_port()}" for _ in range(2))
     made_now = Orchestrator(recipe, OrchestratorArguments(directory, 1, "run", bind, address, ["router-0"], []))
+    address = address.replace(HOST, host)
     label, context = recipe.environments[0].label, multiprocessing.get_context("spawn")
     workers = [context.Process(target=work, args=(label, n, address), daemon=True) for n in range(WORKERS)]
     for worker in workers:

@@ -10,6 +10,7 @@ import asyncio
 import functools
 import logging
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -18,8 +19,9 @@ from primeslurm.errors import PrimeslurmError
 from primeslurm.orchestrator import algorithms
 from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.batching.admission import Admission
-from primeslurm.orchestrator.batching.batches import Batches
+from primeslurm.orchestrator.batching.batches import Batches, Share
 from primeslurm.orchestrator.batching.finishing import Finishing
+from primeslurm.orchestrator.dispatch.concurrency import Concurrency
 from primeslurm.orchestrator.dispatch.curricula import OUTCOMES, Curricula
 from primeslurm.orchestrator.evaluation.evaluator import Evaluator
 from primeslurm.orchestrator.progress import CHECKPOINT_PART, PROGRESS, ProgressFile, restore
@@ -30,6 +32,7 @@ from primeslurm.orchestrator.rollouts.spool import Spool
 from primeslurm.orchestrator.rollouts.worker_pool import WorkerPool
 from primeslurm.orchestrator.teacher.scoring import scoring_of
 from primeslurm.orchestrator.telemetry.batch_metrics import batch_metrics
+from primeslurm.orchestrator.telemetry.scrape import Sample
 from primeslurm.orchestrator.telemetry.stall_diagnosis import suspect
 from primeslurm.orchestrator.telemetry.watch import Watch
 from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, PolicyVersion
@@ -51,7 +54,7 @@ from primeslurm.wire.link import (
     Save,
     StepDone,
 )
-from primeslurm.wire.rollouts import Batch, Rollout
+from primeslurm.wire.rollouts import Frame, Rollout
 from primeslurm.wire.weight_transfer.messages import NewPolicy, OfferTransfer
 
 log = logging.getLogger(__name__)
@@ -109,7 +112,11 @@ class Orchestrator:
             sends=self._sessions.sends,
             urls={name: url(name) for name in arguments.engines},
         )
-        self._watch = Watch(recipe, self._journal, arguments.engine_urls, resumed=progress.done_step > 0)
+        self._watch = Watch(
+            recipe, self._journal, arguments.engine_urls, resumed=progress.done_step > 0, looked=self._on_look
+        )
+        adaptive = recipe.orchestrator.concurrency == "adaptive"
+        self._concurrency = Concurrency(arguments.routers, recipe.max_inflight) if adaptive else None
         self._scoring = scoring_of(recipe, arguments, self._dispatch.unscored.values(), self._finishing.scored)
         self._batch_formed = asyncio.Condition()
         self._wake = asyncio.Event()
@@ -142,6 +149,7 @@ class Orchestrator:
                 for task in background:
                     task.cancel()
         finally:
+            self._batches.close()
             self._metrics.close()
         self._journal.write(OrchestratorDone(self._progress.now.done_step))
 
@@ -174,6 +182,8 @@ class Orchestrator:
         self._policy.follow(self._arguments.engine_urls())
         for router in self._arguments.addresses.lost.intersection(self._dispatch.routers):
             jobs = self._dispatch.drop_router(router)
+            if self._concurrency is not None:
+                self._concurrency.drop(router)
             jobs += self._evaluator.drop_router(router)
             self._cancelled += jobs
             self._journal.write(ReplicaLost(router, len(jobs)))
@@ -214,9 +224,17 @@ class Orchestrator:
             self._evaluator.give_up(last, f"no engine had its policy for {self._recipe.weights.timeout_s} s")
         return self._evaluator.settled(last)
 
+    def _on_look(self, samples: Mapping[str, Sample]) -> None:
+        """Give each replica as many rollouts as its engines have room for."""
+        if self._concurrency is not None:
+            replicas = self._dispatch.replicas
+            self._concurrency.look(samples, replicas.load, replicas.ended)
+            replicas.shares = self._concurrency.shares
+            self._wake.set()
+
     # the trainer's requests
 
-    async def _handle(self, request: Request) -> Batch | Answer:
+    async def _handle(self, request: Request) -> Sequence[Frame] | Answer:
         match request:
             case GetBatch():
                 return await self._get_batch(request)
@@ -235,32 +253,48 @@ class Orchestrator:
                 return Answer("ok", keep=self._evaluator.kept_steps(request.step))
         return Answer("ok")
 
-    async def _get_batch(self, request: GetBatch) -> Batch | Answer:
+    async def _get_batch(self, request: GetBatch) -> Sequence[Frame] | Answer:
+        share = Share(request.step, request.dp_rank, request.dp_world, request.cp_rank, request.cp_world)
+        if (known := self._batches.encoded(share)) is not None:  # a repeat, or the next chunk
+            return known
         if request.step > self._recipe.max_steps:
             return Answer("stop")
         if request.step > self._dispatch.step:
             raise ValueError(f"step {request.step} was asked for, but step {self._dispatch.step} is next")
-        self._sessions.close()
+        if not request.ahead:
+            self._sessions.close()
+        if (waiting := await self._batch_of(request)) is not None:
+            return waiting
+        frames = await self._batches.serve(share)
+        if frames is None:
+            raise ValueError(f"the rollouts of step {request.step} are no longer kept")
+        return frames
+
+    async def _batch_of(self, request: GetBatch) -> Answer | None:
+        """Wait until the batch is formed; or the answer that it is not."""
         deadline = time.monotonic() + HOLD_S
         async with self._batch_formed:
-            while request.step == self._dispatch.step and not self._form_batch():
-                if self._policy.wants_transfer():
+            while request.step == self._dispatch.step and not self._form_batch(request.ahead):
+                if not request.ahead and self._policy.wants_transfer():
                     return Answer("transfer")
                 try:
                     async with asyncio.timeout(deadline - time.monotonic()):
                         await self._batch_formed.wait()
                 except TimeoutError:
                     return Answer("wait")
-        batch = self._batches.get(request.step, request.dp_rank, request.dp_world)
-        if batch is None:
-            raise ValueError(f"the rollouts of step {request.step} are no longer kept")
-        return batch
+        return None
 
-    def _form_batch(self) -> bool:
-        """Form the next step's batch if there are enough groups; it is on record before it is given out."""
+    def _form_batch(self, ahead: bool) -> bool:
+        """Form the next step's batch if there are enough groups; it is on record before it is given out.
+
+        Args:
+            ahead: the trainer does not need it yet.
+        """
         step = self._dispatch.step
+        if ahead and not self._dispatch.may_cut_ahead():
+            return False
         self._sweep(step)
-        groups = self._dispatch.cut()
+        groups = self._dispatch.cut(ahead)
         if groups is None:
             return False
         now = self._progress.now
@@ -440,6 +474,7 @@ class Orchestrator:
             environments=sorted(self._workers.environments),
             evaluation=self._evaluator.progress,
             rollouts_by_node=self._workers.load,
+            shares=self._concurrency.report if self._concurrency is not None else {},
         )
 
 

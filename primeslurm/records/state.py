@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from primeslurm.records.base import Record
@@ -66,6 +68,23 @@ class Load(msgspec.Struct, frozen=True):
     """The same for KV from outside: other engines (NIXL) and offload tiers."""
 
 
+Limit = Literal["demand", "growing", "bound", "kv", "preemption", "queue", "prefill", "cache", "slow", "lost"]
+"""What keeps a replica's rollouts from being more. demand: there are no more to run. growing: whether more fit is not
+known yet. bound: `max_inflight_rollouts`. kv: the KV cache. preemption: the same, after requests were preempted. queue:
+requests wait at engines that are full. prefill: requests wait for prefill, while decode has room. cache: prompts would
+be computed anew. slow: other replicas are twice as fast. lost: no engine answers."""
+
+
+class Share(msgspec.Struct, frozen=True):
+    """The rollouts of one replica, as the concurrency controller has it."""
+
+    places: int
+    """Rollouts that may be in flight."""
+    inflight: int
+    limit: str
+    """One of `Limit`."""
+
+
 class RolloutProgress(Record, frozen=True):
     """How far an RL run is, in the orchestrator's words."""
 
@@ -107,6 +126,8 @@ class OrchestratorState(RolloutProgress, frozen=True):
     engines: dict[str, EngineRecord] = {}
     replicas: dict[str, dict[str, Load]] = {}
     """Load by replica and role."""
+    shares: dict[str, Share] = {}
+    """By replica; empty with `orchestrator.concurrency: static`, and as long as no engine has answered."""
 
     @property
     def begun(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Sequence
 from datetime import timedelta
 
@@ -177,17 +178,20 @@ def _roles(status: RunStatus) -> Table:
 def _replicas(replicas: Sequence[ReplicaStatus]) -> Table:
     split = any("prefill" in replica.loads for replica in replicas)
     names = ("waiting", "running", "KV use", "KV hits", "tokens/s")
-    table = _table("replica", "router", "engines", *names, caption="a/b: prefill/decode" if split else None)
+    held = ["in flight"] if any(replica.share for replica in replicas) else []
+    table = _table("replica", "router", "engines", *names, *held, caption="a/b: prefill/decode" if split else None)
     for column in table.columns[2:]:
         column.justify = "right"
     shown = list(replicas)
     if len(replicas) > MAX_LINES:
         shown = [replica for replica in replicas if _ill(replica)][: MAX_LINES - 1]
         well = [replica for replica in replicas if replica not in shown]
-        table.add_row(f"{len(well)} others", "", _count(well), *_sums(well))
+        table.add_row(f"{len(well)} others", "", _count(well), *_sums(well), *[_share(well)] * len(held))
     for replica in shown:
         router = _state(replica.router, replica.router)
-        table.add_row(str(replica.index), router, _count([replica]), *_sums([replica]))
+        table.add_row(
+            str(replica.index), router, _count([replica]), *_sums([replica]), *[_share([replica])] * len(held)
+        )
     return table
 
 
@@ -216,6 +220,15 @@ def _sums(replicas: Sequence[ReplicaStatus]) -> list[str]:
         "/".join(_hits(role) for role in roles),
         f"{sum(load.generated_per_s for load in roles[-1]):.0f}",
     ]
+
+
+def _share(replicas: Sequence[ReplicaStatus]) -> str:
+    """Rollouts in flight, how many may be, and what most often keeps them from being more."""
+    shares = [replica.share for replica in replicas if replica.share]
+    if not shares:
+        return ""
+    (limit, _), *_ = Counter(share.limit for share in shares).most_common(1)
+    return f"{sum(share.inflight for share in shares)}/{sum(share.places for share in shares)} {limit}"
 
 
 def _hits(loads: Sequence[Load]) -> str:

@@ -1,10 +1,11 @@
 """Which rollout runs next, under which policy version, and which are too old: a pure state machine.
 
-Places are rollouts: when one ends, the next begins, whatever the group that it is of waits for. A group pins its
-replica and its policy version when it opens. Its staleness counts from there: step s takes only groups opened at
-versions >= s-1-max_off_policy_steps. Two bounds keep groups from being opened: what waits for the trainer, or will
-after its next step (`work_ahead`); and what would become too old: a new group is expected in the batch that the groups
-before it leave room in. What gets too old nevertheless ends as `Limits.staleness` says.
+Places are rollouts: when one ends, the next begins, whatever the group that it is of waits for. A rollout stays with
+the replica that it began at: the one of the group's others, whose cache has their prompt, if there is room, else the
+one with the most room. A group pins its policy version when it opens. Its staleness counts from there: step s takes
+only groups opened at versions >= s-1-max_off_policy_steps. Two bounds keep groups from being opened: what waits for the
+trainer, or will after its next step (`work_ahead`); and what would become too old: a new group is expected in the batch
+that the groups before it leave room in. What gets too old nevertheless ends as `Limits.staleness` says.
 
 Every dispatched job ends in exactly one of the counters finished, failed, cancelled, lost, or is in flight.
 """
@@ -19,6 +20,7 @@ from typing import NamedTuple, Protocol
 
 from primeslurm.orchestrator.dispatch.limits import Limits, choose
 from primeslurm.orchestrator.dispatch.open_groups import OpenGroup, group_id
+from primeslurm.orchestrator.dispatch.replica_places import ReplicaPlaces
 from primeslurm.orchestrator.dispatch.work_ahead import WorkAhead
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Job
@@ -101,7 +103,6 @@ class Dispatcher:
         """Complete groups that wait for the teacher."""
         self._finishing: dict[str, OpenGroup] = {}
         """Complete groups of which it is not known yet whether they are trained, or which are not on disk yet."""
-        self._routers = list(routers)
         self._salt = salt
         self.incarnation = incarnation
         self._cursors = {label: (cursors or {}).get(label, 0) for label in limits.ratios}
@@ -111,6 +112,7 @@ class Dispatcher:
         self._drawn = dict(drawn or {})
         self._jobs: dict[str, str] = {}
         """Group by job."""
+        self._replicas = ReplicaPlaces(routers)
         self._ahead = WorkAhead(limits.ratios, clock)
         self._surplus: list[str] = []
         self._serial = count()
@@ -157,7 +159,7 @@ class Dispatcher:
         Returns:
             None if nothing may start now.
         """
-        if self.version < 0 or self.inflight >= self.limits.max_inflight:
+        if self.version < 0 or self.inflight >= self.limits.max_inflight or not self._replicas.has_room:
             return None
         group = next((g for g in self.open.values() if g.to_dispatch and g.environment in available), None)
         group = group or self._open(available)
@@ -165,8 +167,13 @@ class Dispatcher:
 
     @property
     def routers(self) -> tuple[str, ...]:
-        """Return the routers that groups are pinned to."""
-        return tuple(self._routers)
+        """Return the routers of the replicas that rollouts are spread over."""
+        return tuple(self._replicas.routers)
+
+    @property
+    def replicas(self) -> ReplicaPlaces:
+        """Return what each replica runs, and may run."""
+        return self._replicas
 
     def finished(self, job: str, rollout: tuple[Rollout, ...]) -> RolloutGroup | None:
         """Take the rollout that a job made.
@@ -220,13 +227,12 @@ class Dispatcher:
         Returns:
             The jobs to cancel; they are dispatched again.
         """
-        self._routers.remove(router)
-        moved = {group.id for group in self.open.values() if group.router == router}
-        for name in sorted(moved):
-            self.open[name].router = self._least_loaded()
-        jobs = [job for name in sorted(moved) for job in self.open[name].jobs]
+        jobs = self._replicas.drop(router)
         for job in jobs:
             self.lost(job)
+        for group in self.open.values():
+            if group.router == router:
+                group.router = self._replicas.roomiest()
         return jobs
 
     def rejected(self, group: RolloutGroup, reason: str) -> None:
@@ -289,10 +295,26 @@ class Dispatcher:
         early, more = self._last_chance(oldest) if self.limits.staleness.rule in ("partial", "carry") else ([], [])
         return Swept(stale, cancelled + more, early)
 
-    def cut(self) -> list[RolloutGroup] | None:
+    def may_cut_ahead(self) -> bool:
+        """Tell whether the next step's batch may be cut before the trainer needs it.
+
+        Not if there are groups that would still be complete in time for it, and for no later one.
+        """
+        if self.ready_rollouts < self.limits.batch_size:
+            return False
+        oldest = self.limits.oldest_version(self.step)
+        waiting: list[OpenGroup | RolloutGroup] = list(self.unscored.values())
+        if self.limits.staleness.rule != "mask":  # which finishes all of them
+            waiting += self.open.values()
+        return all(self._version_of(group) > oldest for group in waiting)
+
+    def cut(self, ahead: bool = False) -> list[RolloutGroup] | None:
         """Take the groups of the next step's batch, oldest first. Sweep before.
 
         A group fills as many places of a batch as its environment's groups have rollouts, however many it has kept.
+
+        Args:
+            ahead: the trainer is still at the step before.
 
         Returns:
             None if there are not enough.
@@ -306,12 +328,13 @@ class Dispatcher:
         for index in reversed(chosen):
             del self.ready[index]
         self.step += 1
-        self._ahead.batch_given()
+        self._ahead.batch_given(ahead)
         return batch
 
     def uncut(self, groups: Sequence[RolloutGroup]) -> None:
         """Take back a batch that could not be given out."""
         self.step -= 1
+        self._ahead.batch_taken_back()
         self.ready[:0] = groups
 
     def _last_chance(self, oldest: int) -> tuple[list[RolloutGroup], list[str]]:
@@ -369,6 +392,9 @@ class Dispatcher:
         """The version that a group's staleness counts from."""
         return group.newest_version if self.limits.staleness.counts_tokens else group.opened_version
 
+    def _version_of(self, group: OpenGroup | RolloutGroup) -> int:
+        return group.version if isinstance(group, OpenGroup) else self._age_of(group)
+
     def _rollouts(self, groups: Iterable[OpenGroup | RolloutGroup]) -> int:
         return sum(self.limits.group_sizes[group.environment] for group in groups)
 
@@ -378,6 +404,8 @@ class Dispatcher:
         oldest = self.limits.oldest_version(self.step)  # older ones are taken whenever they are complete
         pending = self._rollouts(group for group in self.open.values() if group.version >= oldest)
         landing = self._ahead.landing(self.open.values())
+        if self._ahead.given_ahead:  # it waits for the trainer, too, though it is none of those that may get too old
+            landing += self.limits.batch_size * self.limits.oversampling
         now = (self.step, self.version, ready, pending, landing)
         return [name for name in self._cursors if name in available and self.limits.may_open(name, *now)]
 
@@ -393,14 +421,10 @@ class Dispatcher:
             task = self._draws.draw(label, example, {other for other in mine if other is not None})
         size = self.limits.group_sizes[label]
         members = list(range(size + self.limits.staleness.extra_rollouts))
-        group = OpenGroup(name, label, example, self.version, self._least_loaded(), size, members, task)
+        group = OpenGroup(name, label, example, self.version, self._replicas.roomiest(), size, members, task)
         self.open[group.id] = group
         self.counts["groups_opened"] += 1
         return group
-
-    def _least_loaded(self) -> str:
-        load = Counter(group.router for group in self.open.values())
-        return min(self._routers, key=lambda name: load[name])
 
     def _next_position(self, available: Sequence[str]) -> tuple[str, int] | None:
         for position in self._unfinished:
@@ -426,10 +450,12 @@ class Dispatcher:
         self._ahead.started(group.environment, job)
         self.counts["dispatched"] += 1
         salt = f"{self._salt}:{group.version}"
-        return Job(job, group.id, group.environment, group.example, group.version, group.router, salt, group.task)
+        router = self._replicas.begin(job, group.router)
+        return Job(job, group.id, group.environment, group.example, group.version, router, salt, group.task)
 
     def _end(self, job: str, how: str, *, whole: bool = False) -> tuple[OpenGroup, int]:
         group = self.open[self._jobs.pop(job)]
+        self._replicas.end(job)
         self._ahead.ended(group.environment, job, whole=whole)
         self.counts[how] += 1
         return group, group.jobs.pop(job)

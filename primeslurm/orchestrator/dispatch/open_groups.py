@@ -18,6 +18,7 @@ class OpenGroup:
     example: int
     version: int
     router: str
+    """Of the replica that its rollouts go to if there is room."""
     size: int
     """Rollouts that complete it."""
     to_dispatch: list[int]

@@ -12,7 +12,11 @@ orchestrator -> worker      Job | Cancel
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import logging
+import os
+import stat
+import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import accumulate, chain
@@ -38,6 +42,8 @@ LARGEST_RESULT = 2 << 30
 layers and 8 experts each, 1 GB for a million tokens of 61 layers and two bytes an expert."""
 LARGEST_JOB = 16 << 20
 """Bytes of what a worker is told."""
+LONGEST_SOCKET = 107
+"""Bytes of a Unix socket's path."""
 LONGEST_ERROR = 16384
 """Characters. What programs of a model have printed may be in an error; its beginning and end say what happened."""
 
@@ -56,7 +62,7 @@ class Job(msgspec.Struct, frozen=True, tag=True):
     example: int
     opened_version: int
     router: str
-    """Process name of the router of the replica that the group is pinned to."""
+    """Process name of the router of the replica that the rollout stays with."""
     cache_salt: str
     task: int | None = None
     """Index in the taskset, where a curriculum or an evaluation says it; None: what the stream has at `example`."""
@@ -107,6 +113,27 @@ class Result(msgspec.Struct, frozen=True, tag=True):
 
 ToWorker = Job | Cancel
 ToOrchestrator = Status | Result | Unusable
+
+
+def on_this_node(address: str) -> Path | None:
+    """Return the Unix socket by which processes of the same node reach who listens at a TCP address.
+
+    It carries 3 times as much as TCP to the same machine, and is in the temporary directory that all processes of a
+    node's agent have, and nobody else. None: there is no such way.
+    """
+    path = Path(tempfile.gettempdir(), f"rollouts-{hashlib.sha256(address.encode()).hexdigest()[:16]}.sock")
+    return path if address.startswith("tcp://") and len(os.fsencode(path)) <= LONGEST_SOCKET else None
+
+
+def nearest(address: str) -> str:
+    """Return the address itself, or the socket `on_this_node` if this user's orchestrator has made it."""
+    path = on_this_node(address)
+    try:
+        found = None if path is None else path.lstat()
+    except OSError:
+        return address
+    mine = found is not None and stat.S_ISSOCK(found.st_mode) and found.st_uid == os.getuid()
+    return f"ipc://{path}" if mine else address
 
 
 def shortened(error: str) -> str:
@@ -187,7 +214,7 @@ class JobRunner:
         self._socket.setsockopt(zmq.RCVHWM, 0)
         self._socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_JOB)
         self._refusals = secret.refusals(self._socket)
-        self._socket.connect(address)
+        self._socket.connect(nearest(address))
 
     async def serve(self) -> None:
         """Serve until cancelled.

@@ -38,6 +38,10 @@ class _Engine:
             self.samples.popleft()
 
     @property
+    def tokens(self) -> float:
+        return self._totals["generated"] + self._totals["prompted"]
+
+    @property
     def newest(self) -> Sample:
         return self.samples[-1][1]
 
@@ -68,6 +72,11 @@ class LoadWindow:
         self._answered = set(samples)
         for name, sample in samples.items():
             self._engines.setdefault(name, _Engine()).add(now, sample, self._window_s)
+
+    @property
+    def tokens(self) -> float:
+        """Return how many tokens engines were seen to read and to generate; it never falls."""
+        return sum(engine.tokens for engine in self._engines.values())
 
     def by_role(self) -> dict[str, Load]:
         """Return the load of each role."""

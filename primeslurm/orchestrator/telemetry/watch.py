@@ -14,7 +14,7 @@ from primeslurm.orchestrator.dispatch import Dispatcher
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.orchestrator.telemetry.load_window import LoadWindow, rounded
 from primeslurm.orchestrator.telemetry.rollout_failures import RolloutFailures, headline
-from primeslurm.orchestrator.telemetry.scrape import scrape
+from primeslurm.orchestrator.telemetry.scrape import Sample, scrape
 from primeslurm.recipe import Recipe
 from primeslurm.records.events.training import EnvironmentFails, RolloutFailed, Stalled, StepReported
 from primeslurm.records.journal import Journal
@@ -61,6 +61,7 @@ class Watch:
         clock: Callable[[], float] = time.monotonic,
         *,
         resumed: bool = False,
+        looked: Callable[[Mapping[str, Sample]], None] = lambda samples: None,
     ) -> None:
         self._stall_timeout_s = recipe.orchestrator.stall_timeout_s
         self._max_failures = FAILED_BATCHES * recipe.orchestrator.batch_size
@@ -72,6 +73,7 @@ class Watch:
         self._rejecting_since = 0.0
         self._journal = journal
         self._engines = engines
+        self._looked = looked
         self._clock = clock
         self._window = LoadWindow()
         self._roles: dict[str, Load] = {}
@@ -96,6 +98,15 @@ class Watch:
     def moved(self) -> None:
         """Note that the run gets on by something that is not counted here."""
         self._moved_at = self._clock()
+
+    def engines_seen(self, samples: Mapping[str, Sample]) -> None:
+        """Take in one look at engines, by name. A run whose engines compute gets on, however long its rollouts take."""
+        before = self._window.tokens
+        self._window.add(self._clock(), samples)
+        if self._window.tokens > before:
+            self._moved_at = self._clock()
+        self._roles, self._replicas = self._window.by_role(), self._window.by_replica()
+        self._looked(samples)
 
     def rollout_finished(self, sequences: tuple[Rollout, ...]) -> None:
         """Note that a rollout arrived."""
@@ -209,8 +220,8 @@ class Watch:
 
         Raises:
             FutileError: an environment has failed in the same way all the time, and never worked.
-            StallError: neither a rollout nor a policy arrived for too long, or rollouts do nothing but fail, or none of
-                their groups is kept.
+            StallError: neither a token, nor a rollout, nor a policy came for too long, or rollouts do nothing but fail,
+                or none of their groups is kept.
         """
         if (hopeless := self._failures.hopeless(self._clock(), runs, served)) is not None:
             self._journal.write(EnvironmentFails(hopeless.environment, hopeless.error, hopeless.failures))
@@ -223,8 +234,20 @@ class Watch:
         if self._moved_at is None or self._clock() - self._moved_at < self._stall_timeout_s:
             return
         name = suspect()
-        self._journal.write(Stalled(name, seconds=self._stall_timeout_s))
-        raise StallError(f"no finished rollout and no new policy for {self._stall_timeout_s} s; suspect: {name}")
+        nothing = "no token was generated, no rollout finished and no policy arrived"
+        text = f"{nothing} for {self._stall_timeout_s} s; {self._at_engines()}"
+        self._journal.write(Stalled(name, text, self._stall_timeout_s))
+        raise StallError(f"{text}; suspect: {name}")
+
+    def _at_engines(self) -> str:
+        """What engines were last seen to have: whether they, or those who ask them, stand still."""
+        if not self._roles:
+            return "no engine says what it does"
+        running = sum(load.running for load in self._roles.values())
+        waiting = sum(load.waiting for load in self._roles.values())
+        if running + waiting == 0:
+            return "engines have no requests"
+        return f"engines have {running:.0f} requests that run and {waiting:.0f} that wait"
 
     def _check_kept(self) -> None:
         groups, seconds = self._rejected.total(), self._stall_timeout_s
@@ -241,6 +264,5 @@ class Watch:
         async with client_within_run(SCRAPE_INTERVAL_S, keep=0) as client:
             while True:
                 engines = self._engines()
-                self._window.add(self._clock(), await scrape(client, engines))
-                self._roles, self._replicas = self._window.by_role(), self._window.by_replica()
+                self.engines_seen(await scrape(client, engines))
                 await asyncio.sleep(max(SCRAPE_INTERVAL_S, len(engines) / SCRAPES_PER_S))

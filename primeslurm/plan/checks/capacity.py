@@ -81,5 +81,7 @@ def _concurrency(recipe: Recipe, estimate: Estimate) -> list[Finding]:
         return []
     role = holders[0]
     text = f"{recipe.max_inflight} rollouts, but KV for {role.typical:.0f} of a quarter of the longest length"
+    if recipe.orchestrator.concurrency == "adaptive":
+        text += ": it is a bound, and so many run as engines have room for (orchestrator.concurrency: adaptive)"
     fix = "lower it, add nodes, or add inference.kv_offload: waiting turns then need no GPU memory"
     return [Finding(level="note", field="orchestrator.max_inflight_rollouts", text=text, fix=fix)]

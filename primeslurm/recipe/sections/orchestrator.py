@@ -126,7 +126,10 @@ class Orchestrator(Section):
     """Also train on what environments answered (tool and user messages after the policy's first answer), by
     cross-entropy times this; 0.1 is usual. Default: those tokens are context only."""
     max_inflight_rollouts: PositiveInt | None = None
-    """Rollouts in flight at once. Default: twice batch_size."""
+    """Most rollouts in flight at once. Default: twice batch_size."""
+    concurrency: Literal["adaptive", "static"] = "adaptive"
+    """adaptive: up to that number, as many run on each replica as its engines do the most with, found by their KV use,
+    preemptions, queues and prefix cache. static: that number, whatever engines say."""
     filters: Filters = ()
     """Which finished rollouts and groups are not trained. A rollout is counted by each one that applies to it."""
     oversampling: float = Field(1.0, ge=1, le=16)
@@ -145,4 +148,4 @@ class Orchestrator(Section):
     """An environment worker is started again if its event loop stands still for this long: code of its environment may
     block it. Its rollouts run elsewhere long before that."""
     stall_timeout_s: PositiveInt = 1800
-    """No finished rollout and no new policy for this long ends the attempt with the suspect named."""
+    """No token, no finished rollout and no new policy for this long ends the attempt with the suspect named."""

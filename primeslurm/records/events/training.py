@@ -108,9 +108,9 @@ class Stalled(Event, frozen=True, tag="stall", omit_defaults=True):
 
     suspect: str
     error: str = ""
-    """The last error, where errors are all that comes."""
+    """What was seen of it; the last error, where errors are all that comes."""
     seconds: int | None = None
-    """For so long neither a rollout nor a policy has come."""
+    """For so long neither a token, nor a rollout, nor a policy has come."""
 
 
 class EnvironmentFails(Event, frozen=True, tag="environment_fails"):

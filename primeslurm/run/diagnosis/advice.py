@@ -7,13 +7,14 @@ others would have to grow follows from how much of their own capacity they use m
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from primeslurm.records.state import Load
+from primeslurm.records.state import Load, Share
 
 MIN_SECONDS = 30.0
 """Shorter windows say nothing: a policy update alone takes seconds."""
@@ -63,20 +64,43 @@ def tunables_of(recipe: Mapping[str, Any]) -> Tunables:
     )
 
 
-def advise(roles: Mapping[str, Load], tunables: Tunables) -> list[Advice]:
-    """Tell what to change, most important first."""
+def advise(roles: Mapping[str, Load], tunables: Tunables, shares: Iterable[Share] = ()) -> list[Advice]:
+    """Tell what to change, most important first.
+
+    Args:
+        roles: load by role.
+        tunables: of the recipe.
+        shares: of the replicas, where rollouts in flight follow their load: then hardly any request waits, and what
+            keeps them from being more says what is saturated.
+    """
     found = []
+    limits = Counter(share.limit for share in shares)
+    limit = limits.most_common(1)[0][0] if limits else None
     known = {role: load for role, load in roles.items() if load.engines and load.seconds >= MIN_SECONDS}
     prefill, decode = known.get("prefill"), known.get("decode")
     if prefill and decode and tunables.prefill and tunables.decode:
-        found.append(_balance(prefill, decode, tunables.prefill, tunables.decode))
+        found.append(_balance(prefill, decode, tunables.prefill, tunables.decode, limit))
+    if limit == "bound":
+        found += [_room(known[role], tunables) for role in ("engine", "decode") if role in known]
     found += [_kv_pressure(role, known[role], tunables) for role in ("engine", "decode") if role in known]
     return [advice for advice in found if advice is not None]
 
 
-def _balance(prefill: Load, decode: Load, p: int, d: int) -> Advice | None:
+def _room(load: Load, tunables: Tunables) -> Advice | None:
+    """Engines that could do more, if they were given more."""
+    if load.kv_usage_mean >= ROOM_KV or _waiting(load) >= WAITING_PER_ENGINE:
+        return None
+    wanted = tunables.max_inflight and {"orchestrator.max_inflight_rollouts": int(tunables.max_inflight * MAX_STEP)}
+    return Advice(
+        text="engines have room for more rollouts than orchestrator.max_inflight_rollouts lets begin",
+        reason=f"over {load.seconds:.0f} s {load.kv_usage_mean:.0%} of their KV was in use, and few requests waited",
+        changes=wanted or {},
+    )
+
+
+def _balance(prefill: Load, decode: Load, p: int, d: int, limit: str | None) -> Advice | None:
     prefill_full = _waiting(prefill) >= WAITING_PER_ENGINE and prefill.busy_mean >= SATURATED_BUSY
-    decode_full = _waiting(decode) >= WAITING_PER_ENGINE and (
+    decode_full = (_waiting(decode) >= WAITING_PER_ENGINE or limit in ("kv", "preemption")) and (
         decode.kv_usage_mean >= FULL_KV or decode.preemptions_per_s * 60 >= PREEMPTIONS_PER_MIN
     )
     if prefill_full and decode.kv_usage_mean < ROOM_KV and _waiting(decode) < WAITING_PER_ENGINE:

@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -13,13 +14,15 @@ from primeslurm.files import read_json
 from primeslurm.records.attempt import JobRecord
 from primeslurm.records.base import Event
 from primeslurm.records.events.nodes import NodeLost
+from primeslurm.records.state import OrchestratorState
 from primeslurm.run.diagnosis import failure_signatures
+from primeslurm.run.diagnosis.advice import Advice, advise, tunables_of
 from primeslurm.run.diagnosis.failure_signatures import Cause
 from primeslurm.run.diagnosis.failures import Failure, failures, silent
 from primeslurm.run.diagnosis.logs import error_line, lines_until
 from primeslurm.run.diagnosis.validity import MAX_KL, problems
 from primeslurm.run.directory import Attempt, RunDirectory
-from primeslurm.run.records import attempt_events, dropped_of, rows
+from primeslurm.run.records import attempt_events, dropped_of, progress_of, rows
 from primeslurm.run.status.event_text import EventText, notable
 from primeslurm.run.status.placement import RunPlacement, placement_of
 from primeslurm.run.status.run_status import ALIVE, NO_ANSWER
@@ -69,6 +72,8 @@ class Diagnosis(msgspec.Struct, frozen=True):
     invalid: list[str]
     """Why the run, though it may work, is of no use."""
     attempts: list[AttemptLine]
+    advice: list[Advice] = []
+    """What the load of the engines says about the recipe, while the run goes on."""
 
     @property
     def well(self) -> bool:
@@ -125,7 +130,15 @@ def diagnose(
         recovered=[failure for failure in failed if failure.recovered],
         invalid=problems(rows(run.path), dropped_of(attempt), batch_size, max_kl),
         attempts=[_line(each) for each in run.attempts()],
+        advice=_advice(attempt, recipe) if outcome in _UNDER_WAY else [],
     )
+
+
+def _advice(attempt: Attempt, recipe: dict[str, Any]) -> list[Advice]:
+    state = progress_of(attempt, "rl")
+    if not isinstance(state, OrchestratorState):
+        return []
+    return advise(state.roles, tunables_of(recipe), state.shares.values())
 
 
 _UNDER_WAY = ("running", "RUNNING")

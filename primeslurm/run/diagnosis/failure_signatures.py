@@ -181,7 +181,7 @@ _REASONS = (
         Cause("no group is kept, so no batch can form", "loosen the filter that rejects them, or take other tasks"),
     ),
     (
-        re.compile(r"no progress|nothing moves|saw no progress|no finished rollout"),
+        re.compile(r"no progress|nothing moves|saw no progress|no finished rollout|no token was generated"),
         Cause("the run stalled", "`primeslurm attach` to the suspect and look (py-spy dump); see its log"),
     ),
 )

@@ -19,7 +19,7 @@ from primeslurm.records.fleet import AgentReport, BeatReport, FleetView
 from primeslurm.records.metrics import Row
 from primeslurm.records.reading import recent_rows
 from primeslurm.records.reserve import GIVEN_UP, RESERVE_BYTES, Reserve, shortage
-from primeslurm.records.state import EngineRecord, Load, OrchestratorState, RolloutProgress, TrainerState
+from primeslurm.records.state import EngineRecord, Load, OrchestratorState, RolloutProgress, Share, TrainerState
 from primeslurm.run.diagnosis.advice import Advice, advise, tunables_of
 from primeslurm.run.directory import BY_SIGTERM, Attempt, RunDirectory
 from primeslurm.run.exclusion import excluded
@@ -82,6 +82,8 @@ class ReplicaStatus(msgspec.Struct, frozen=True):
     healthy: int
     loads: dict[str, Load] = {}
     """By role."""
+    share: Share | None = None
+    """Its rollouts, where their number follows the load of its engines."""
 
 
 class NoProgress(msgspec.Struct, frozen=True):
@@ -200,13 +202,15 @@ def read_status(
         metrics=(steps or [{}])[-1],
         history=_history(placement.task, steps[-HISTORY:]),
         roles=_by_role(placement, states),
-        replicas=_replicas(placement, states, orchestrator.replicas if orchestrator else {}),
+        replicas=_replicas(placement, states, orchestrator or OrchestratorState()),
         unhealthy=_unhealthy(placement, attempt, states, silent) if end is None else [],
         processes=_describe(placement.processes(), attempt, states, silent) if processes else [],
         events=lately(notable(recent_events(attempt)), RECENT),
         waits_for=_waits_for(run, None if signs.silence else fleet) if end is None or end.requeued else "",
         excluded=excluded(run.path) if end is None or end.requeued else [],
-        advice=advise(orchestrator.roles, tunables_of(recipe)) if orchestrator and phase == "running" else [],
+        advice=advise(orchestrator.roles, tunables_of(recipe), orchestrator.shares.values())
+        if orchestrator and phase == "running"
+        else [],
         silence=signs.silence if phase in ("silent", "lost") else None,
     )
 
@@ -324,7 +328,7 @@ def _by_role(placement: RunPlacement, states: Mapping[str, str]) -> dict[str, di
 
 
 def _replicas(
-    placement: RunPlacement, states: Mapping[str, str], loads: Mapping[str, dict[str, Load]]
+    placement: RunPlacement, states: Mapping[str, str], orchestrator: OrchestratorState
 ) -> list[ReplicaStatus]:
     return [
         ReplicaStatus(
@@ -332,7 +336,8 @@ def _replicas(
             router=states.get(replica.router, "STARTING"),
             engines=len(replica.engines),
             healthy=sum(states.get(engine) == "HEALTHY" for engine in replica.engines),
-            loads=loads.get(str(replica.index), {}),
+            loads=orchestrator.replicas.get(str(replica.index), {}),
+            share=orchestrator.shares.get(str(replica.index)),
         )
         for replica in placement.replicas
     ]

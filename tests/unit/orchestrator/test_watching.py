@@ -72,6 +72,34 @@ def test_a_stall_is_named_and_ends_the_attempt(tmp_path: Path) -> None:
     assert events[-1]["kind"] == "stall" and events[-1]["suspect"] == "the culprit"
 
 
+def test_hours_without_a_finished_rollout_are_no_stall_while_engines_compute(tmp_path: Path) -> None:
+    clock = Clock()
+    watch = Watch(RECIPE, Journal(tmp_path, "orchestrator"), dict, clock)
+    watch.policy_current(0)
+    tokens = 0.0
+    for _ in range(2 * 720):  # two hours
+        clock.now += 5.0
+        tokens += 100.0
+        if clock.now == 3600.0:
+            tokens = 50.0  # an engine was restarted, and counts anew
+        watch.engines_seen({"decode-r0-0": {"generated": tokens, "running": 8.0}, "decode-r0-1": {"generated": 7.0}})
+        check(watch)
+    watch.engines_seen({"prefill-r0-0": {"prompted": 10.0}})
+    for prompted in (500.0, 900.0):  # a long prompt, of which nothing is generated yet
+        clock.now += 60.0
+        watch.engines_seen({"prefill-r0-0": {"prompted": prompted}})
+        check(watch)
+    stuck = {"decode-r0-0": {"generated": tokens, "running": 8.0, "waiting": 2.0}}
+    for _ in range(21):
+        watch.engines_seen(stuck)
+        clock.now += 5.0
+    with pytest.raises(StallError, match=r"no token was generated.*8 requests that run and 2 that wait; suspect: them"):
+        check(watch, "them")
+    watch.engines_seen({"decode-r0-0": {"generated": tokens}})
+    with pytest.raises(StallError, match="engines have no requests"):
+        check(watch)
+
+
 def test_rollouts_that_only_fail_end_the_attempt(tmp_path: Path) -> None:
     watch = Watch(RECIPE, Journal(tmp_path, "orchestrator"), dict, Clock())
     for _ in range(4 * RECIPE.orchestrator.batch_size - 1):

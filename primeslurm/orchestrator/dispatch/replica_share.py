@@ -1,0 +1,270 @@
+"""How many rollouts one replica should have in flight: what its engines said goes in, a number comes out. Pure.
+
+Engines give the most tokens a second when the KV of all rollouts in flight just fits. With fewer, decode steps take as
+long for fewer tokens; with more, requests queue, running ones are preempted, and what a rollout had in the cache is
+evicted while it is at its tools.
+
+- *KV.* What a rollout holds, on average over its life, times the rollouts in flight, is kept below a share of the
+  cache. It is learned from the requests that run, and stands for those that are at their tools, too.
+- *Growth.* Before rollouts have ended, all are young: they are expected to grow to several times what they hold.
+- *Preemption* says that the share of the cache is too high for how differently rollouts grow: it is lowered, and rises
+  slowly when there is none. So do prompts that are computed anew, for the share of all rollouts, with the idle ones.
+- *Queue.* What waits all the time is not needed: engines are busy without it. At prefill engines it says that they are
+  too few.
+
+The number grows by half while there is room and it is used, and falls at once; rollouts that run are not cancelled.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from primeslurm.records.state import Limit
+
+START_PER_ENGINE = 16
+"""Rollouts that an engine begins with."""
+FLOOR_PER_ENGINE = 2
+PERIOD_S = 10.0
+"""From one decision to the next, at least."""
+GROWTH = 1.5
+YOUNG = 4.0
+"""Rollouts are expected to hold so many times what they do, before any has ended."""
+MOST_KV, LEAST_KV = 0.96, 0.88
+"""Bounds of the share of the KV cache that running requests should have: the rest is for what grows unevenly."""
+MOST_HELD, LEAST_HELD = 0.76, 0.6
+"""The same of all rollouts, with those at their tools. What is evicted makes turns longer, and so evicts more."""
+LIFETIMES = 3.0
+"""What rollouts hold is averaged over so many of their lifetimes: those of one age come and go in waves."""
+SHORTEST_S, LONGEST_S = 60.0, 900.0
+"""Bounds of the time that is averaged over."""
+PREEMPTED_PER_MIN = 0.1
+"""Preemptions a minute for each running request that are no matter: each costs a prefill."""
+DOWN, UP_PER_S = 0.95, 0.0002
+"""How far the wanted share falls with trouble, and how it rises without."""
+COOLING_S = 60.0
+"""It falls no more often: rollouts that run are not cancelled, so that it takes effect late."""
+THINNING = 0.7
+"""Of the rollouts in flight, so many are kept while prompts are computed anew."""
+QUEUED = 0.1
+"""Requests that wait beside those that run: so many keep engines busy between two ends."""
+RECOMPUTED, RECOMPUTED_TOKENS = 1.5, 1.0
+"""Prompt tokens computed for each one sampled, beside the least that was seen of it: more is the cache's loss."""
+BASELINE_UP = 1.005
+"""The least that was seen is forgotten slowly: work changes as the policy learns."""
+SMOOTHED_S = 30.0
+IDLE_S = 300.0
+"""How long it takes to learn which part of rollouts is at their tools: those whose turns are late are not."""
+MOSTLY_IDLE = 1.3
+"""Rollouts for each request that runs: with fewer, hardly any are at their tools."""
+
+
+@dataclass(frozen=True)
+class Look:
+    """What the engines of a replica did since the look before."""
+
+    seconds: float
+    inflight: float
+    """Rollouts."""
+    ended: int
+    """Rollouts that are over since the run's start."""
+    running: float
+    """Requests, of engines that sample."""
+    waiting: float
+    """For room; not those that wait for KV from a prefill engine."""
+    prefill_waiting: float
+    """At prefill engines, where these are separate."""
+    kv: float
+    """Used share of the KV cache, mean over the engines that sample."""
+    generated: float
+    """Tokens sampled."""
+    computed: float
+    """Tokens of prompts computed."""
+    preempted: float
+    """Requests."""
+
+
+class ReplicaShare:
+    """See the module docstring.
+
+    Args:
+        engines: of the replica that sample.
+    """
+
+    def __init__(self, engines: int) -> None:
+        self.generated_per_s = 0.0
+        """Tokens sampled, of late."""
+        self._limit: Limit = "growing"
+        self._engines = engines
+        self._cap = float(START_PER_ENGINE * engines)
+        self._each = float(START_PER_ENGINE)
+        self._slowness = 1.0
+        self._looks: list[Look] = []
+        self._held = _Held()
+        self._kv = _Wanted(MOST_KV, LEAST_KV)
+        self._all_kv = _Wanted(MOST_HELD, LEAST_HELD)
+        self._preempted, self._generated = _Smoothed(), _Smoothed()
+        self._computed = _Computed()
+        self._idle: float | None = None
+        """Rollouts for each request that runs."""
+
+    @property
+    def places(self) -> int:
+        """Return how many rollouts it may have in flight."""
+        return int(self._cap * self._slowness)
+
+    @property
+    def limit(self) -> Limit:
+        """Return what keeps them from being more."""
+        return "slow" if self._slowness < 1 and self._engines else self._limit
+
+    def slower(self, speed: float) -> None:
+        """Take its speed beside other replicas', 0 to 1: so much of its share is left. 1: it is as fast as they are."""
+        self._slowness = speed
+
+    def engines_are(self, answering: int, fresh: int = 0) -> None:
+        """Take which engines are there: the share of one that does not answer is gone at once.
+
+        Args:
+            answering: engines that sample.
+            fresh: those of them that have just started, and hold nothing.
+        """
+        if answering == self._engines and not fresh:
+            return
+        self._each = self._cap / self._engines if self._engines else self._each
+        self._cap = (answering - fresh) * self._each + fresh * min(self._each, START_PER_ENGINE)
+        self._limit = "growing" if answering else "lost"
+        self._engines = answering
+        self._looks = []
+
+    def look(self, look: Look) -> None:
+        """Take what engines did; decide when a period is over."""
+        self._looks.append(look)
+        if sum(each.seconds for each in self._looks) >= PERIOD_S and len(self._looks) > 1:
+            looks, self._looks = self._looks, []
+            self._decide(looks)
+
+    def _decide(self, looks: list[Look]) -> None:
+        seconds = sum(look.seconds for look in looks)
+        inflight, running = _mean(looks, "inflight"), _mean(looks, "running")
+        self.generated_per_s = self._generated.add(sum(look.generated for look in looks) / seconds, seconds)
+        if inflight < 1 or running < 0.5:
+            return
+        preempted = self._preempted.add(sum(look.preempted for look in looks) * 60 / seconds / running, seconds)
+        recomputed = self._computed.lost(looks, seconds)
+        self._held.add(_mean(looks, "kv") / running, inflight, looks[-1].ended, seconds)
+        held = inflight * self._held.mean  # more than is wanted: then there is too much for now, and that is known
+        self._kv.learn(preempted > PREEMPTED_PER_MIN and held <= self._kv.share * 1.05, seconds)
+        self._all_kv.learn(recomputed and held <= self._all_kv.share * 1.05, seconds)
+        each = self._held.expected(inflight)
+        running_kv: Limit = "preemption" if self._kv.share < MOST_KV - 0.02 else "kv"
+        wishes: dict[Limit, float] = {
+            running_kv: self._kv.share / each * max(1.0, inflight / running),
+            "queue": _without(min(look.waiting for look in looks), running, inflight),
+            "prefill": _without(min(look.prefill_waiting for look in looks), running, inflight),
+        }
+        kept = math.exp(-seconds / IDLE_S)
+        now = inflight / running
+        self._idle = now if self._idle is None else self._idle * kept + now * (1 - kept)
+        if self._idle > MOSTLY_IDLE:
+            wishes["cache"] = min(
+                self._all_kv.share / max(each, self._held.now), inflight * THINNING if recomputed else math.inf
+            )
+        limit = min(wishes, key=lambda name: wishes[name])
+        wanted = wishes[limit]
+        if wanted < self._cap:
+            self._cap, self._limit = max(wanted, 1.0 * FLOOR_PER_ENGINE * self._engines), limit
+        elif inflight >= 0.9 * self._cap * self._slowness:
+            self._limit = limit if wanted < self._cap * GROWTH else "growing"
+            self._cap = min(wanted, self._cap * GROWTH)
+        else:
+            self._limit = "demand"
+
+
+class _Wanted:
+    """A share of the KV cache: it falls with trouble, and rises slowly without."""
+
+    def __init__(self, most: float, least: float) -> None:
+        self.share = self._most = most
+        self._least = least
+        self._cooling_s = 0.0
+
+    def learn(self, trouble: bool, seconds: float) -> None:
+        self._cooling_s -= seconds
+        if not trouble:
+            self.share = min(self._most, self.share + UP_PER_S * seconds)
+        elif self._cooling_s <= 0:
+            self._cooling_s = COOLING_S
+            self.share = max(self._least, self.share * DOWN)
+
+
+class _Smoothed:
+    """A mean that forgets."""
+
+    def __init__(self) -> None:
+        self._value = 0.0
+
+    def add(self, value: float, seconds: float) -> float:
+        kept = math.exp(-seconds / SMOOTHED_S)
+        self._value = self._value * kept + value * (1 - kept)
+        return self._value
+
+
+class _Held:
+    """The share of the KV cache that a rollout holds, on average over its life."""
+
+    def __init__(self) -> None:
+        self._time = self._kv = self._ended = 0.0
+        self._before: int | None = None
+        self.now = 0.0
+        self._total = 0
+
+    def add(self, kv: float, inflight: float, ended: int, seconds: float) -> None:
+        lifetime = self._time / self._ended if self._ended else LONGEST_S
+        kept = math.exp(-seconds / min(max(LIFETIMES * lifetime, SHORTEST_S), LONGEST_S))
+        new = ended - self._before if self._before is not None else 0
+        self._before = ended
+        self._total += new
+        self._time = self._time * kept + inflight * seconds
+        self._kv = self._kv * kept + kv * inflight * seconds
+        self._ended = self._ended * kept + new
+        self.now += (kv - self.now) * (1 - math.exp(-seconds / SMOOTHED_S))
+
+    @property
+    def mean(self) -> float:
+        return self._kv / self._time
+
+    def expected(self, inflight: float) -> float:
+        settled = min(1.0, self._total / inflight)
+        young = max(self.mean, self.now) * YOUNG
+        return max(1e-9, self.mean * settled + young * (1 - settled))
+
+
+class _Computed:
+    """Whether prompts are computed anew: tokens computed for each one sampled, beside the least there was."""
+
+    def __init__(self) -> None:
+        self._generated = self._of_prompts = 0.0
+        self._least: float | None = None
+
+    def lost(self, looks: list[Look], seconds: float) -> bool:
+        kept = math.exp(-seconds / SMOOTHED_S)
+        self._generated = self._generated * kept + sum(look.generated for look in looks)
+        self._of_prompts = self._of_prompts * kept + sum(look.computed for look in looks)
+        if self._generated < 1:
+            return False
+        ratio = self._of_prompts / self._generated
+        self._least = ratio if self._least is None else min(ratio, self._least * BASELINE_UP)
+        return ratio > RECOMPUTED * self._least + RECOMPUTED_TOKENS
+
+
+def _without(waiting: float, running: float, inflight: float) -> float:
+    """Rollouts of which none would wait for long, but for a few."""
+    spare = QUEUED * running + 1
+    return inflight - (waiting - spare / 2) if waiting > spare else float("inf")
+
+
+def _mean(looks: list[Look], name: str) -> float:
+    """Weighted by time."""
+    values = sum(getattr(look, name) * look.seconds for look in looks)
+    return float(values / sum(look.seconds for look in looks))

@@ -1,0 +1,266 @@
+"""How many rollouts a replica gets: what its engines say, and what becomes of shares when engines are slow or gone."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from primeslurm.orchestrator.dispatch import Dispatcher, Limits
+from primeslurm.orchestrator.dispatch.concurrency import Concurrency
+from primeslurm.orchestrator.dispatch.replica_places import ReplicaPlaces
+from primeslurm.orchestrator.dispatch.replica_share import FLOOR_PER_ENGINE, GROWTH, START_PER_ENGINE
+from primeslurm.orchestrator.telemetry.scrape import COUNTERS, GAUGES, Sample
+
+ROUTERS = ["router-0", "router-1"]
+
+
+class Engines:
+    """Engines that say what they are told to, looked at every five seconds."""
+
+    def __init__(self, *names: str, bound: int = 10_000) -> None:
+        self.now = 0.0
+        self.made = Concurrency(ROUTERS, bound, clock=lambda: self.now)
+        self.samples: dict[str, Sample] = {name: dict.fromkeys((*GAUGES, *COUNTERS), 0.0) for name in names}
+        self.inflight: dict[str, int] = {}
+        self.ended: Counter[str] = Counter()
+        self.look()
+
+    def look(self) -> None:
+        samples = {name: dict(sample) for name, sample in self.samples.items()}
+        self.made.look(samples, self.inflight, self.ended)
+
+    def run(self, seconds: float, kv_each: float = 0.001, ended: int = 100, **more: float) -> None:
+        """Have every share used, by rollouts that each hold so much of an engine's KV.
+
+        Args:
+            seconds: for so long.
+            kv_each: share of an engine's cache that a rollout holds.
+            ended: rollouts that end between two looks.
+            more: gauges as they are, counters as they grow between two looks.
+        """
+        for _ in range(round(seconds / 5)):
+            self.now += 5
+            self.inflight = dict(self.made.shares)
+            for name, sample in self.samples.items():
+                router = f"router-{name.split('-')[1][1:]}"
+                mine = [other for other in self.samples if other.split("-")[1] == name.split("-")[1]]
+                sampling = [other for other in mine if not other.startswith("prefill")]
+                sample["running"] = self.inflight.get(router, 0) / max(1, len(sampling))
+                sample["kv_usage"] = min(1.0, sample["running"] * kv_each)
+                sample["generated"] += more.get("generated", 1000)
+                sample["computed"] += more.get("computed", 100)
+                sample["preemptions"] += more.get("preemptions", 0)
+                at_prefill = name.startswith("prefill")
+                sample["waiting"] = more.get("prefill_waiting" if at_prefill else "waiting", 0)
+                sample["waiting_deferred"] = 0 if at_prefill else more.get("deferred", 0)
+                self.ended[router] += ended
+            self.look()
+
+
+def test_nothing_is_bound_before_an_engine_has_answered() -> None:
+    engines = Engines()
+    assert engines.made.shares == {} and engines.made.report == {}
+    engines.run(60)
+    assert engines.made.shares == {}
+
+
+def test_a_share_grows_until_the_cache_is_used() -> None:
+    engines = Engines("engine-r0-0", "engine-r1-0")
+    assert engines.made.shares == dict.fromkeys(ROUTERS, START_PER_ENGINE)
+    engines.run(300, kv_each=0.01)
+    for share in engines.made.report.values():
+        assert 85 <= share.places <= 100 and share.limit == "kv"
+
+
+def test_a_share_grows_slowly_while_all_rollouts_are_young() -> None:
+    engines = Engines("engine-r0-0")
+    engines.run(300, kv_each=0.01, ended=0)
+    assert 20 <= engines.made.shares["router-0"] <= 26, "a quarter of the cache: what runs will grow"
+
+
+def test_preemptions_leave_more_of_the_cache_free() -> None:
+    engines = Engines("engine-r0-0")
+    engines.run(300, kv_each=0.01)
+    before = engines.made.shares["router-0"]
+    engines.run(300, kv_each=0.01, preemptions=20)
+    assert engines.made.shares["router-0"] < 0.95 * before
+    assert engines.made.report["0"].limit == "preemption"
+    engines.run(1800, kv_each=0.01)
+    assert engines.made.shares["router-0"] == pytest.approx(before, rel=0.02)
+
+
+def test_what_waits_at_full_engines_is_not_needed() -> None:
+    engines = Engines("engine-r0-0")
+    engines.run(300)
+    before = engines.made.shares["router-0"]
+    engines.run(10, waiting=before / 2)
+    assert engines.made.shares["router-0"] < 0.7 * before and engines.made.report["0"].limit == "queue"
+
+
+def test_too_little_prefill_is_told_apart_from_too_many_rollouts() -> None:
+    engines = Engines("prefill-r0-0", "decode-r0-0")
+    engines.run(60)
+    engines.run(10, prefill_waiting=100, deferred=50, waiting=50)
+    assert engines.made.report["0"].limit == "prefill"
+    engines = Engines("prefill-r0-0", "decode-r0-0")
+    engines.run(300, kv_each=0.01)
+    assert engines.made.report["0"].limit == "kv"
+    engines = Engines("prefill-r0-0", "decode-r0-0")
+    engines.run(100, deferred=1000, waiting=1000)
+    assert engines.made.report["0"].limit == "growing", "waiting for KV from a prefill engine is no queue"
+
+
+def test_prompts_that_are_computed_anew_cost_places() -> None:
+    engines = Engines("engine-r0-0")
+
+    def turn(seconds: float, computed: float) -> None:
+        for _ in range(round(seconds / 5)):  # three of four rollouts are at their tools
+            engines.now += 5
+            engines.inflight = dict(engines.made.shares)
+            sample = engines.samples["engine-r0-0"]
+            sample["running"] = engines.inflight["router-0"] / 4
+            sample["kv_usage"] = min(1.0, sample["running"] * 0.01)
+            sample["generated"] += 1000
+            sample["computed"] += computed
+            engines.ended["router-0"] += 100
+            engines.look()
+
+    turn(300, 1000)
+    before = engines.made.shares["router-0"]
+    assert 70 <= before <= 80, "also those at their tools need their KV"
+    assert engines.made.report["0"].limit == "cache"
+    turn(60, 9000)
+    assert engines.made.shares["router-0"] <= 0.7 * before
+
+
+def test_a_lost_engine_s_share_is_gone_at_once_and_comes_back_with_it() -> None:
+    engines = Engines("engine-r0-0", "engine-r0-1", "engine-r1-0")
+    engines.run(300, kv_each=0.01)
+    before = dict(engines.made.shares)
+    gone = engines.samples.pop("engine-r0-1")
+    engines.look()
+    assert engines.made.shares["router-0"] == before["router-0"] // 2
+    assert engines.made.shares["router-1"] == before["router-1"]
+    engines.samples["engine-r0-1"] = gone
+    engines.look()
+    assert engines.made.shares["router-0"] == pytest.approx(before["router-0"], abs=1), "it only was late"
+    lone = engines.samples.pop("engine-r1-0")
+    engines.look()
+    assert engines.made.report["1"].limit == "lost" and engines.made.shares["router-1"] == 0
+    engines.samples["engine-r1-0"] = dict.fromkeys(lone, 0.0)
+    engines.look()
+    assert engines.made.shares["router-1"] == START_PER_ENGINE, "it was restarted, and holds nothing"
+
+
+def test_an_engine_that_was_restarted_between_two_looks_begins_anew() -> None:
+    engines = Engines("engine-r0-0")
+    engines.run(300)
+    assert engines.made.shares["router-0"] > 10 * START_PER_ENGINE
+    engines.samples["engine-r0-0"] = dict.fromkeys(engines.samples["engine-r0-0"], 0.0)
+    engines.look()
+    assert engines.made.shares["router-0"] == START_PER_ENGINE
+
+
+def test_a_slow_replica_loses_its_share_until_it_is_well() -> None:
+    engines = Engines("engine-r0-0", "engine-r1-0")
+    engines.run(300, kv_each=0.01)
+    before = dict(engines.made.shares)
+
+    def run(seconds: float, slow: float) -> None:
+        for _ in range(round(seconds / 5)):
+            engines.now += 5
+            engines.inflight = dict(engines.made.shares)
+            for name, sample in engines.samples.items():
+                sample["generated"] += slow if name == "engine-r1-0" else 1000
+            engines.look()
+
+    run(90, 100)
+    assert engines.made.report["1"].limit == "slow"
+    assert engines.made.shares["router-1"] < before["router-1"] / 2
+    assert engines.made.shares["router-0"] >= 0.9 * before["router-0"]
+    run(120, 1000)
+    assert engines.made.report["1"].limit != "slow"
+    assert engines.made.shares["router-1"] >= 0.9 * before["router-1"]
+
+
+def test_the_bound_is_named_when_it_is_what_binds() -> None:
+    engines = Engines("engine-r0-0", bound=START_PER_ENGINE)
+    engines.run(10)
+    engines.inflight = {"router-0": START_PER_ENGINE}
+    engines.look()
+    assert engines.made.report["0"].limit == "bound"
+    engines.made.drop("router-0")
+    assert engines.made.shares == {}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_engines_say_shares_stay_in_bounds(seed: int) -> None:
+    source = random.Random(seed)
+    engines = Engines("engine-r0-0", "engine-r0-1", "prefill-r1-0", "decode-r1-0")
+    names, most = list(engines.samples), 0
+    for _ in range(400):
+        engines.now += source.choice([0.0, 5.0, 20.0])
+        for sample in engines.samples.values():
+            for name in GAUGES:
+                sample[name] = source.choice([0.0, 1.0, 0.5, 1000.0]) if name != "kv_usage" else source.random()
+            for name in COUNTERS:
+                sample[name] += source.choice([0.0, 1.0, 1e5])
+        victim = source.choice(names)
+        match source.randrange(8):
+            case 0:
+                engines.samples.pop(victim, None)
+            case 1:
+                engines.samples[victim] = dict.fromkeys((*GAUGES, *COUNTERS), 0.0)
+            case 2:
+                engines.samples.setdefault(victim, dict.fromkeys((*GAUGES, *COUNTERS), 0.0))
+        before = engines.made.shares
+        most = max(most, *before.values(), 0)
+        engines.inflight = {router: source.randrange(share + 2) for router, share in before.items()}
+        engines.ended["router-0"] += source.randrange(5)
+        engines.look()
+        for replica, share in engines.made.report.items():
+            answering = sum(f"-r{replica}-" in name and not name.startswith("prefill") for name in engines.samples)
+            if share.limit != "slow":
+                assert share.places >= min(FLOOR_PER_ENGINE * answering, 1)
+            assert share.places <= (GROWTH * most + START_PER_ENGINE * answering if answering else 0)
+
+
+def dispatcher(shares: dict[str, int]) -> Dispatcher:
+    made = Dispatcher(Limits({"e": 4}, 64, 64, 8, 100, {"e": 1.0}), ROUTERS, "run.1", "i")
+    made.version = 0
+    made.replicas.shares = shares
+    return made
+
+
+def test_rollouts_go_to_the_replica_with_room() -> None:
+    made = dispatcher({"router-0": 2, "router-1": 20})
+    jobs = []
+    while job := made.next_job({"e"}):
+        jobs.append(job)
+    assert Counter(job.router for job in jobs) == {"router-0": 2, "router-1": 20}
+    assert made.replicas.load == {"router-0": 2, "router-1": 20}
+    made.lost(jobs[0].id)
+    assert made.next_job({"e"}) is not None and made.next_job({"e"}) is None
+    assert made.drop_router("router-0")
+    assert made.next_job({"e"}) is None, "the other one is full"
+    made.replicas.shares = {"router-1": 22}
+    again = [made.next_job({"e"}), made.next_job({"e"})]
+    assert all(job is not None and job.router == "router-1" for job in again)
+    assert made.counts["dispatched"] == made.inflight + made.counts["lost"]
+
+
+def test_rollouts_of_a_group_share_a_replica_if_it_has_room() -> None:
+    made = dispatcher({"router-0": 12, "router-1": 12})
+    routers: dict[str, set[str]] = {}
+    while job := made.next_job({"e"}):
+        routers.setdefault(job.group, set()).add(job.router)
+    assert len(routers) == 6 and all(len(found) == 1 for found in routers.values())
+
+
+def test_places_count_what_ended() -> None:
+    places = ReplicaPlaces(ROUTERS)
+    assert places.begin("a", "router-0") == "router-0" and places.roomiest() == "router-1"
+    places.end("a")
+    assert places.ended == {"router-0": 1} and places.load == {"router-0": 0, "router-1": 0}
