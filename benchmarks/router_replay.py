@@ -24,13 +24,14 @@ import numpy as np
 
 from benchmarks.support.ports import free_port
 from benchmarks.support.servers import rank_environment, start_process
-from primeslurm.orchestrator.batching.batches import Document, pack
+from primeslurm.orchestrator.batching.packing import Document, pack
+from primeslurm.orchestrator.batching.shares import Common, encode
 from primeslurm.orchestrator.rollouts.generate_endpoint import Completion, GenerateEndpoint
 from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, PolicyVersion
 from primeslurm.plan.commands.command import Device
 from primeslurm.plan.commands.engine import ALONE, Engines
 from primeslurm.recipe import Recipe
-from primeslurm.wire.rollouts import Row, stack
+from primeslurm.wire.rollouts import Batch, BatchInfo, Row, assembled, stack
 
 RESULT = Path(__file__).resolve().parent / "results" / "router_replay.json"
 SEQ_LEN = 256
@@ -120,8 +121,8 @@ def sample(directory: Path, device: str) -> list[Row]:
         documents = asyncio.run(rollouts(engine.url, directory))
     finally:
         engine.stop()
-    (rows,) = pack(documents, SEQ_LEN, ranks=1, temperature=1.0)
-    return rows
+    (packed,) = pack(documents, SEQ_LEN, ranks=1)
+    return Batch.decode(assembled(encode(packed, BatchInfo(1, 0, 1, 0), Common.of(documents, 1.0)))).rows
 
 
 async def rollouts(url: str, directory: Path) -> list[Document]:

@@ -10,7 +10,7 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -19,7 +19,7 @@ from primeslurm.errors import PrimeslurmError
 from primeslurm.orchestrator import algorithms
 from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.batching.admission import Admission
-from primeslurm.orchestrator.batching.batches import Batches
+from primeslurm.orchestrator.batching.batches import Batches, Share
 from primeslurm.orchestrator.batching.finishing import Finishing
 from primeslurm.orchestrator.dispatch.concurrency import Concurrency
 from primeslurm.orchestrator.dispatch.curricula import OUTCOMES, Curricula
@@ -54,7 +54,7 @@ from primeslurm.wire.link import (
     Save,
     StepDone,
 )
-from primeslurm.wire.rollouts import Batch, Rollout
+from primeslurm.wire.rollouts import Frame, Rollout
 from primeslurm.wire.weight_transfer.messages import NewPolicy, OfferTransfer
 
 log = logging.getLogger(__name__)
@@ -149,6 +149,7 @@ class Orchestrator:
                 for task in background:
                     task.cancel()
         finally:
+            self._batches.close()
             self._metrics.close()
         self._journal.write(OrchestratorDone(self._progress.now.done_step))
 
@@ -233,7 +234,7 @@ class Orchestrator:
 
     # the trainer's requests
 
-    async def _handle(self, request: Request) -> Batch | Answer:
+    async def _handle(self, request: Request) -> Sequence[Frame] | Answer:
         match request:
             case GetBatch():
                 return await self._get_batch(request)
@@ -252,32 +253,48 @@ class Orchestrator:
                 return Answer("ok", keep=self._evaluator.kept_steps(request.step))
         return Answer("ok")
 
-    async def _get_batch(self, request: GetBatch) -> Batch | Answer:
+    async def _get_batch(self, request: GetBatch) -> Sequence[Frame] | Answer:
+        share = Share(request.step, request.dp_rank, request.dp_world, request.cp_rank, request.cp_world)
+        if (known := self._batches.encoded(share)) is not None:  # a repeat, or the next chunk
+            return known
         if request.step > self._recipe.max_steps:
             return Answer("stop")
         if request.step > self._dispatch.step:
             raise ValueError(f"step {request.step} was asked for, but step {self._dispatch.step} is next")
-        self._sessions.close()
+        if not request.ahead:
+            self._sessions.close()
+        if (waiting := await self._batch_of(request)) is not None:
+            return waiting
+        frames = await self._batches.serve(share)
+        if frames is None:
+            raise ValueError(f"the rollouts of step {request.step} are no longer kept")
+        return frames
+
+    async def _batch_of(self, request: GetBatch) -> Answer | None:
+        """Wait until the batch is formed; or the answer that it is not."""
         deadline = time.monotonic() + HOLD_S
         async with self._batch_formed:
-            while request.step == self._dispatch.step and not self._form_batch():
-                if self._policy.wants_transfer():
+            while request.step == self._dispatch.step and not self._form_batch(request.ahead):
+                if not request.ahead and self._policy.wants_transfer():
                     return Answer("transfer")
                 try:
                     async with asyncio.timeout(deadline - time.monotonic()):
                         await self._batch_formed.wait()
                 except TimeoutError:
                     return Answer("wait")
-        batch = self._batches.get(request.step, request.dp_rank, request.dp_world)
-        if batch is None:
-            raise ValueError(f"the rollouts of step {request.step} are no longer kept")
-        return batch
+        return None
 
-    def _form_batch(self) -> bool:
-        """Form the next step's batch if there are enough groups; it is on record before it is given out."""
+    def _form_batch(self, ahead: bool) -> bool:
+        """Form the next step's batch if there are enough groups; it is on record before it is given out.
+
+        Args:
+            ahead: the trainer does not need it yet.
+        """
         step = self._dispatch.step
+        if ahead and not self._dispatch.may_cut_ahead():
+            return False
         self._sweep(step)
-        groups = self._dispatch.cut()
+        groups = self._dispatch.cut(ahead)
         if groups is None:
             return False
         now = self._progress.now

@@ -20,7 +20,7 @@ from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
 from primeslurm.trainer.components import loss
 from primeslurm.trainer.data import sft_data
 from primeslurm.trainer.data.image_reader import ImageReader
-from primeslurm.trainer.distributed.world import RankError, World, join
+from primeslurm.trainer.distributed.world import RankError, World, host_memory, join
 from primeslurm.trainer.loops.interrupt import Interrupt
 from primeslurm.trainer.loops.rl import RlTask, WeightTransfer
 from primeslurm.trainer.loops.sft import SftTask
@@ -65,7 +65,9 @@ def _task(
     recipe: Recipe, run_dir: Path, attempt: int, orchestrator: str | None, world: World, journal: Journal
 ) -> RlTask | SftTask:
     torch.manual_seed(recipe.seed)
-    link = TrainerLink(orchestrator, on_wait=pulse().beat) if orchestrator else None
+    link = None
+    if orchestrator:
+        link = TrainerLink(orchestrator, on_wait=pulse().beat, empty=host_memory(world.device))
     policy = build(recipe, world)
     function = loss.from_recipe(recipe.trainer.loss) if recipe.task == "rl" else loss.cross_entropy
     reader = None

@@ -5,12 +5,18 @@ lost answer changes nothing. A dead peer shows as silence: the client closes its
 until its own deadline.
 
 requests (trainer -> orchestrator)              answers
-  GetBatch(step, dp_rank, dp_world)             a Batch's frames | wait | stop | transfer: engines want the policy first
+  GetBatch(step, dp_rank, dp_world, ...)        a Batch's bytes from an offset on | wait | stop |
+                                                transfer: engines want the policy first
   NewPolicy(version, path)                      ok       a new policy is complete on the file system, or can be sent
   OfferTransfer(version, store, senders, done)  session  of engines that wait for it | wait | ok: none does
   StepDone(step, metrics)                       ok       metrics of the optimizer step
   Save(step, directory)                         ok       the orchestrator has written its part of the checkpoint
   Committed(step)                               ok       COMMITTED is on disk; says which earlier ones must stay
+
+A batch may have tens of gigabytes. Its first answer has the header and the first CHUNK bytes of the arrays; the client
+makes room for all of them and asks for the rest, chunk by chunk. So no time-out depends on the size of a batch, what is
+on its way to all ranks at once is bounded, and what is lost with a connection is one chunk. A chunk that takes longer
+than a dead peer is waited for (many ranks, or a slow network) is given twice the time whenever it is asked for again.
 """
 
 from __future__ import annotations
@@ -18,26 +24,35 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 import zmq
 import zmq.asyncio
+from numpy.typing import NDArray
 
 from primeslurm.wire import received, secret
-from primeslurm.wire.rollouts import Batch, Frame
+from primeslurm.wire.received import Size
+from primeslurm.wire.rollouts import Batch, Frame, Incoming
 from primeslurm.wire.weight_transfer.messages import NewPolicy, OfferTransfer, TransferSession
 
 log = logging.getLogger(__name__)
 
 
 class GetBatch(msgspec.Struct, frozen=True, tag=True):
-    """Rank `dp_rank` of `dp_world` wants its rows of `step` (first step: 1)."""
+    """Rank `dp_rank` of `dp_world` wants its rows of `step` (first step: 1), or its piece of each."""
 
     step: int
     dp_rank: int
     dp_world: int
+    cp_rank: int = 0
+    cp_world: int = 1
+    ahead: bool = False
+    """The step before is still being trained: the batch is formed only if nothing is lost by that."""
+    offset: Size = 0
+    """Bytes of its arrays that have come already."""
 
 
 class StepDone(msgspec.Struct, frozen=True, tag=True):
@@ -62,8 +77,14 @@ class Committed(msgspec.Struct, frozen=True, tag=True):
 
 LARGEST_REQUEST = 16 << 20
 """Bytes of a part of a request. Requests are words; the longest holds the metrics of a step, some ten kilobytes."""
-LARGEST_ANSWER = 256 << 30
-"""Bytes of a part of an answer: one array of a rank's batch. Router replay makes some tens of gigabytes of it."""
+CHUNK = 8 << 20
+"""Bytes of arrays in an answer."""
+LARGEST_ANSWER = 1 << 30
+"""Bytes of a part of an answer: a chunk, or the header of a batch, which may have images in data URIs."""
+LARGEST_BATCH = 256 << 30
+"""Bytes of what a rank trains in one step. Router replay makes some tens of gigabytes of it."""
+MOST_PATIENT_S = 160.0
+"""Longest wait for a chunk."""
 
 Request = GetBatch | NewPolicy | OfferTransfer | StepDone | Save | Committed
 
@@ -98,6 +119,7 @@ class TrainerLink:
         timeout_s: a request that nobody answers for this long raises LinkError.
         retry_s: silence after which the socket is replaced and the request sent again.
         on_wait: called before each time that an answer is waited for, `retry_s` at most.
+        empty: makes room for so many bytes of a batch. Default: in pageable memory.
     """
 
     def __init__(
@@ -106,13 +128,21 @@ class TrainerLink:
         timeout_s: float = 600.0,
         retry_s: float = 10.0,
         on_wait: Callable[[], None] = lambda: None,
+        empty: Callable[[int], NDArray[np.uint8]] = lambda size: np.empty(size, np.uint8),
     ) -> None:
         self._address = address
         self._timeout_s = timeout_s
         self._retry_s = retry_s
         self._on_wait = on_wait
+        self._empty = empty
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
         self._socket: zmq.Socket[bytes] | None = None
+        self.receiving = False
+        """Whether a batch is coming: it is formed, and its first bytes are here."""
+
+    def beside(self) -> TrainerLink:
+        """Make another link to the same orchestrator, for another thread, whose waits are nobody's business."""
+        return TrainerLink(self._address, self._timeout_s, self._retry_s, empty=self._empty)
 
     def get_batch(
         self,
@@ -121,8 +151,22 @@ class TrainerLink:
         dp_world: int,
         timeout_s: float,
         interrupted: Callable[[], bool] = lambda: False,
+        *,
+        cp_rank: int = 0,
+        cp_world: int = 1,
+        ahead: bool = False,
     ) -> Batch | None:
-        """Ask for this rank's rows of `step`.
+        """Ask for this rank's rows of `step`, or its piece of each.
+
+        Args:
+            step: that they are trained in.
+            dp_rank: whose share of the rows.
+            dp_world: into so many shares.
+            timeout_s: a batch may take so long to be formed.
+            interrupted: whether to give up.
+            cp_rank: whose piece of each row.
+            cp_world: in so many pieces.
+            ahead: the step before is still being trained.
 
         Returns:
             None if the orchestrator has no more batches, or if `interrupted()` became true.
@@ -132,11 +176,12 @@ class TrainerLink:
             TransferWanted: engines have to be sent the policy; then ask again.
         """
         deadline = time.monotonic() + timeout_s
+        request = GetBatch(step, dp_rank, dp_world, cp_rank, cp_world, ahead)
         while not interrupted():
-            answer, rest = self._ask(GetBatch(step, dp_rank, dp_world))
+            answer, parts = self._ask(request)
             if answer.kind == "batch":
                 try:
-                    return Batch.decode(rest)
+                    return self._whole(request, answer, parts)
                 except received.DamagedError as error:
                     raise LinkError(f"the batch of step {step} is damaged: {error}") from error
             if answer.kind == "stop":
@@ -192,8 +237,24 @@ class TrainerLink:
             self._socket.close(linger=0)
             self._socket = None
 
+    def _whole(self, request: GetBatch, answer: Answer, parts: list[Any]) -> Batch:
+        """The batch of which the first part has come."""
+        if not parts:
+            raise received.DamagedError("a batch without a header")
+        self.receiving = True
+        incoming = Incoming(bytes(parts[0]), self._empty, LARGEST_BATCH)
+        incoming.take(parts[1:])
+        while incoming.received < incoming.size:
+            before = incoming.received
+            answer, parts = self._ask(msgspec.structs.replace(request, offset=before))
+            incoming.take(parts)
+            if incoming.received == before or answer.kind != "batch":
+                raise received.DamagedError(f"{before} bytes of {incoming.size} have come, and then {answer.kind}")
+        self.receiving = False
+        return Batch.decode(incoming.frames())
+
     def _ask(self, request: Request) -> tuple[Answer, list[Any]]:
-        deadline = time.monotonic() + self._timeout_s
+        deadline, patience_s = time.monotonic() + self._timeout_s, self._retry_s
         while time.monotonic() < deadline:
             if self._socket is None:
                 self._socket = self._context.socket(zmq.REQ)
@@ -201,8 +262,7 @@ class TrainerLink:
                 self._socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_ANSWER)
                 self._socket.connect(self._address)
             self._socket.send(msgspec.msgpack.encode(request))
-            self._on_wait()
-            if self._socket.poll(int(self._retry_s * 1000)):
+            if self._is_answered(self._socket, patience_s):
                 parts = self._socket.recv_multipart(copy=False)
                 try:
                     answer = received.value(parts[0].buffer, Answer)
@@ -212,17 +272,28 @@ class TrainerLink:
                     raise LinkError(answer.text)
                 return answer, [part.buffer for part in parts[1:]]
             self.close()  # a REQ socket cannot send twice: connect anew and repeat the idempotent request
+            if isinstance(request, GetBatch):  # or what is always too late would be asked for for ever
+                patience_s = min(2 * patience_s, max(MOST_PATIENT_S, self._retry_s))
         raise LinkError(f"{self._address} did not answer {request} within {self._timeout_s:.0f} s")
 
+    def _is_answered(self, socket: zmq.Socket[bytes], patience_s: float) -> bool:
+        deadline = time.monotonic() + patience_s
+        while (left := deadline - time.monotonic()) > 0:
+            self._on_wait()
+            if socket.poll(int(min(left, self._retry_s) * 1000) + 1):
+                return True
+        return False
 
-Handler = Callable[[Request], Awaitable[Batch | Answer]]
+
+Handler = Callable[[Request], Awaitable[Sequence[Frame] | Answer]]
 
 
 class OrchestratorLink:
     """The orchestrator's end: answers each request through `handler`, concurrently.
 
-    `handler` returns a Batch or an Answer; an exception becomes an error answer. A GetBatch that has to wait should be
-    answered with Answer("wait") well before the client's retry_s.
+    `handler` returns the frames of a batch or an Answer; an exception becomes an error answer. A GetBatch that has to
+    wait should be answered with Answer("wait") well before the client's retry_s. Frames after the first are the bytes
+    of the arrays, cut wherever it suits; they are sent without a copy, and must not change any more.
     """
 
     def __init__(self, bind: str, handler: Handler) -> None:
@@ -232,6 +303,8 @@ class OrchestratorLink:
         self._socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_REQUEST)  # whoever sends more is disconnected
         self._socket.bind(bind)
         self._tasks: set[asyncio.Task[None]] = set()
+        self.sent_bytes = 0
+        """Of batches."""
 
     async def serve(self) -> None:
         """Answer until cancelled."""
@@ -252,12 +325,31 @@ class OrchestratorLink:
     async def _answer(self, identity: bytes, raw: bytes) -> None:
         rest: list[Frame] = []
         try:
-            result = await self._handler(received.value(raw, Request))  # type: ignore[arg-type]  # a union is no type
-            if isinstance(result, Batch):
-                rest = result.encode()
-                answer = Answer("batch")
-            else:
+            request: Request = received.value(raw, Request)  # type: ignore[arg-type]  # a union is no type
+            result = await self._handler(request)
+            if isinstance(result, Answer):
                 answer = result
+            else:
+                answer, rest = Answer("batch"), chunk(result, request.offset if isinstance(request, GetBatch) else 0)
         except Exception as error:
             answer = Answer("error", f"{type(error).__name__}: {error}")
-        await self._socket.send_multipart([identity, b"", msgspec.msgpack.encode(answer), *rest])
+        self.sent_bytes += sum(len(frame) for frame in rest)
+        await self._socket.send_multipart([identity, b"", msgspec.msgpack.encode(answer), *rest], copy=False)
+
+
+def chunk(frames: Sequence[Frame], offset: int) -> list[Frame]:
+    """Take what an answer has of a batch: at most CHUNK bytes of its arrays, and at first its header. Views.
+
+    Args:
+        frames: the header, and the bytes of the arrays.
+        offset: bytes of the arrays before them.
+    """
+    taken: list[Frame] = [] if offset else [frames[0]]
+    start, end = offset, offset + CHUNK
+    for frame in frames[1:]:
+        if end <= 0:
+            break
+        if start < len(frame):
+            taken.append(memoryview(frame)[max(start, 0) : end])
+        start, end = start - len(frame), end - len(frame)
+    return taken

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 T = TypeVar("T")
 
 MOST_AXES = 8
-"""Of an array; the most that anything here has is 4: [rows, seq_len, layers, top_k]."""
+"""Of an array; the most that anything here has is 3: [tokens, layers, top_k]."""
 LARGEST_AXIS = 1024
 """Layers of a model, and choices of a layer: many times what any has. What follows from them is allocated."""
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
@@ -80,18 +80,19 @@ def array(spec: ArraySpec, frame: Any) -> NDArray[Any]:
     return found
 
 
-def mismatch(kind: type[Any], arrays: Mapping[str, NDArray[Any]], shape: tuple[int, ...]) -> str:
+def mismatch(kind: type[Any], arrays: Mapping[str, NDArray[Any]], shape: tuple[int, ...], without: str = "") -> str:
     """Compare arrays with the fields of a dataclass.
 
     Args:
         kind: has one field for each array; what has no default is needed.
         arrays: by name.
         shape: of each; routed experts have two axes more.
+        without: an array of it that is not among these.
 
     Returns:
         What does not belong there, in words; "" if everything does.
     """
-    known = {spec.name: spec.default is MISSING for spec in fields(kind) if spec.name in _KINDS}
+    known = {spec.name: spec.default is MISSING for spec in fields(kind) if spec.name in _KINDS.keys() - {without}}
     if strange := arrays.keys() - known.keys():
         return f"arrays {sorted(name[:40] for name in strange)[:4]}, which it has not"
     if missing := {name for name, needed in known.items() if needed} - arrays.keys():

@@ -11,15 +11,16 @@ in the order of the buffers, and the raw buffers beside it, without copies on th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from primeslurm.wire.received import ArraySpec, Count, DamagedError, array, mismatch, value
+from primeslurm.wire.received import LARGEST_AXIS, ArraySpec, Count, DamagedError, array, mismatch, value
 from primeslurm.wire.routed_experts import RoutedExperts
 
 T = TypeVar("T")
@@ -155,9 +156,10 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Row:
-    """One packed row of exactly seq_len tokens.
+    """One packed row, or one of equally long pieces of it that context-parallel ranks share.
 
-    `positions` restart at 0 where a document starts; padding is a document of its own.
+    `positions` are always those of the whole row: they restart at 0 where a document starts, and padding is a document
+    of its own. Other arrays are those of the piece, and of the one token after it, which its last token predicts.
     """
 
     token_ids: Int32
@@ -173,20 +175,34 @@ class Row:
     """Factor of the cross-entropy on tokens that are trained by it, 0 elsewhere, such that it is right when the sum of
     all losses is divided by `loss_tokens`. None unless there are such tokens in the batch."""
     routed_experts: RoutedExperts | None = None
-    """[seq_len, layers, top_k]; None unless the trainer replays them. All rows of a batch have them, or none."""
+    """[tokens, layers, top_k]; None unless the trainer replays them. All rows of a batch have them, or none."""
     ref_logprobs: Float32 | None = None
     """The teacher's log-probabilities of the trained tokens. None without a teacher."""
     images: tuple[ImageSpan, ...] = ()
-    """Its images, in order."""
+    """The whole row's images, in order."""
 
     def arrays(self) -> dict[str, NDArray[Any]]:
         """Return the arrays that it has, by name."""
         found = {spec.name: getattr(self, spec.name) for spec in fields(self) if spec.name != "images"}
         return {name: array for name, array in found.items() if array is not None}
 
+    def piece(self, rank: int, ranks: int) -> Row:
+        """Cut a whole row to one of `ranks` pieces. Arrays are views."""
+        start, end = piece(len(self.positions), rank, ranks)
+        cut: Any = {name: array[start:end] for name, array in self.arrays().items() if name != "positions"}
+        return replace(self, **cut)
+
+
+def piece(length: int, rank: int, ranks: int) -> tuple[int, int]:
+    """Where a row's piece starts and ends, with the token after it, if there is one. `ranks` divide `length`."""
+    whole = length // ranks
+    return rank * whole, min((rank + 1) * whole + 1, length)
+
 
 def stack(rows: Sequence[Row]) -> dict[str, NDArray[Any]]:
-    """Stack each array of some rows to one [rows, seq_len, ...], by name."""
+    """Stack each array of some rows to one [rows, tokens, ...], by name. That of a single row is not copied."""
+    if len(rows) == 1:
+        return {name: array[None] for name, array in rows[0].arrays().items()}
     return {name: np.stack([getattr(row, name) for row in rows]) for name in rows[0].arrays()}
 
 
@@ -201,30 +217,49 @@ class BatchInfo(msgspec.Struct, frozen=True):
     max_steps: int = 0
     has_images: bool = False
     """Whether any row of the whole batch has images, over all ranks."""
+    cp_rank: int = 0
+    """Which piece of each row these are, of `cp_world`."""
+    cp_world: int = 1
+    rows_at_once: int = 0
+    """Rows of a micro batch. 0: as many as fit, and all rows are equally long."""
+
+
+class _RowHeader(msgspec.Struct, frozen=True):
+    """What is sent of a row beside arrays."""
+
+    documents: list[Count]
+    """Lengths of its documents: they say its positions."""
+    images: tuple[ImageSpan, ...] = ()
 
 
 class _Header(msgspec.Struct, frozen=True):
     """What is sent of a batch beside arrays."""
 
     info: BatchInfo
-    images: list[tuple[ImageSpan, ...]]
-    """Of each row."""
+    rows: list[_RowHeader]
 
 
 @dataclass(frozen=True)
 class Batch:
-    """The rows of one data-parallel rank for one step. Every rank has the same number of rows."""
+    """What one rank trains in one step: rows of its data-parallel share, or its pieces of them.
+
+    Every rank has the same number of rows. Those of different shares may differ in length.
+    """
 
     info: BatchInfo
     rows: list[Row] = field(default_factory=list)
 
     def encode(self) -> list[Frame]:
-        """Encode it as wire frames: one stacked [rows, seq_len, ...] array per field."""
-        return to_frames(_Header(self.info, [row.images for row in self.rows]), stack(self.rows))
+        """Encode it as wire frames: one array per field, all rows one after another."""
+        names = [name for name in self.rows[0].arrays() if name != "positions"]
+        arrays = {name: np.concatenate([getattr(row, name) for row in self.rows]) for name in names}
+        rows = [(lengths_of(row.positions), row.images) for row in self.rows]
+        specs = [ArraySpec(name, array.dtype.str, array.shape) for name, array in arrays.items()]
+        return [batch_header(self.info, rows, specs), *(_bytes_of(array) for array in arrays.values())]
 
     @classmethod
     def decode(cls, message: Sequence[Any]) -> Batch:
-        """Decode it from wire frames.
+        """Decode it from wire frames. Arrays are views of them, but for positions.
 
         Raises:
             DamagedError: they are not those of a batch.
@@ -232,10 +267,56 @@ class Batch:
         header, arrays = from_frames(message, _Header)
         if why := _not_a_batch(header, arrays):
             raise DamagedError(why)
-        images = enumerate(header.images)
-        return cls(
-            header.info, [Row(**{name: array[i] for name, array in arrays.items()}, images=p) for i, p in images]
-        )
+        info, start, rows = header.info, 0, []
+        for row in header.rows:
+            first, last = piece(sum(row.documents), info.cp_rank, info.cp_world)
+            end = start + last - first
+            mine = {name: array[start:end] for name, array in arrays.items()}
+            rows.append(Row(positions=positions_of(row.documents), images=row.images, **mine))
+            start = end
+        return cls(info, rows)
+
+    def piece(self, rank: int, ranks: int) -> Batch:
+        """Cut whole rows to the pieces of one of `ranks` that share them. Pieces are returned as they are.
+
+        Raises:
+            ValueError: they are the pieces of another rank.
+        """
+        if (self.info.cp_rank, self.info.cp_world) == (rank, ranks):
+            return self
+        if self.info.cp_world > 1:
+            raise ValueError(
+                f"rows cut for rank {self.info.cp_rank} of {self.info.cp_world}, where {rank} of {ranks} trains"
+            )
+        info = msgspec.structs.replace(self.info, cp_rank=rank, cp_world=ranks)
+        return Batch(info, [row.piece(rank, ranks) for row in self.rows])
+
+
+def batch_header(
+    info: BatchInfo, rows: Sequence[tuple[Sequence[int], tuple[ImageSpan, ...]]], specs: Sequence[ArraySpec]
+) -> bytes:
+    """Encode the first frame of a batch; the arrays' bytes follow.
+
+    Args:
+        info: of the batch.
+        rows: lengths of the documents, and images, of each.
+        specs: of the arrays, each of all rows one after another.
+    """
+    meta = _Header(info, [_RowHeader(list(documents), images) for documents, images in rows])
+    return msgspec.msgpack.encode(_ArraysHeader(msgspec.Raw(msgspec.msgpack.encode(meta)), tuple(specs)))
+
+
+def lengths_of(positions: Int32) -> list[int]:
+    """Lengths of a row's documents."""
+    starts = np.flatnonzero(positions == 0)
+    return [int(length) for length in np.diff(starts, append=len(positions))]
+
+
+def positions_of(documents: Sequence[int]) -> Int32:
+    """Positions of a row of documents of these lengths."""
+    lengths = np.asarray(documents, np.int32)
+    firsts = np.cumsum(lengths, dtype=np.int32) - lengths
+    return np.arange(lengths.sum(), dtype=np.int32) - np.repeat(firsts, lengths)
 
 
 class _ArraysHeader(msgspec.Struct, frozen=True):
@@ -253,8 +334,60 @@ def to_frames(meta: Any, arrays: Mapping[str, NDArray[Any]] = {}) -> list[Frame]
     contiguous = {name: np.ascontiguousarray(array) for name, array in arrays.items()}
     specs = tuple(ArraySpec(name, array.dtype.str, array.shape) for name, array in contiguous.items())
     header = _ArraysHeader(msgspec.Raw(msgspec.msgpack.encode(meta)), specs)
-    buffers = [array.reshape(-1).view(np.uint8).data for array in contiguous.values()]
-    return [msgspec.msgpack.encode(header), *buffers]
+    return [msgspec.msgpack.encode(header), *(_bytes_of(array) for array in contiguous.values())]
+
+
+def _bytes_of(array: NDArray[Any]) -> memoryview:
+    return array.reshape(-1).view(np.uint8).data
+
+
+class Incoming:
+    """The arrays of a message whose bytes come part by part.
+
+    Args:
+        header: its first frame.
+        empty: makes room for so many bytes.
+        most: bytes that there may be.
+
+    Raises:
+        DamagedError: the header is damaged, or states more bytes than `most`.
+    """
+
+    def __init__(self, header: Any, empty: Callable[[int], NDArray[np.uint8]], most: int) -> None:
+        # dtypes are "<f4" and the like
+        sizes = [math.prod(spec.shape) * int(spec.dtype[2:]) for spec in value(header, _ArraysHeader).arrays]
+        if sum(sizes) > most:
+            raise DamagedError(f"{sum(sizes)} bytes are announced, of at most {most}")
+        self._header = header
+        self.size = sum(sizes)
+        self.received = 0
+        try:
+            self._buffers = [empty(size) for size in sizes]
+        except MemoryError as error:
+            raise DamagedError(f"there is no memory for {self.size} bytes") from error
+        self._room = [buffer for buffer in self._buffers if len(buffer)]
+
+    def take(self, parts: Sequence[Any]) -> None:
+        """Put the next bytes in their places.
+
+        Raises:
+            DamagedError: they are more than were announced.
+        """
+        for part in parts:
+            rest = np.frombuffer(part, np.uint8)
+            while len(rest):
+                if not self._room:
+                    raise DamagedError(f"more bytes than the {self.size} that were announced")
+                room = self._room[0]
+                count = min(len(room), len(rest))
+                room[:count] = rest[:count]
+                self.received += count
+                rest = rest[count:]
+                self._room[:1] = [room[count:]] if count < len(room) else []
+
+    def frames(self) -> list[Any]:
+        """Return the whole message."""
+        return [self._header, *self._buffers]
 
 
 def from_frames(frames: Sequence[Any], kind: type[T]) -> tuple[T, Arrays]:
@@ -278,6 +411,17 @@ def from_frames(frames: Sequence[Any], kind: type[T]) -> tuple[T, Arrays]:
             raise DamagedError(f"two arrays {spec.name[:40]!r}")
         arrays[spec.name] = array(spec, frame)
     return value(header.meta, kind), arrays
+
+
+def assembled(frames: Sequence[Any]) -> list[Any]:
+    """Put a message together whose arrays' bytes are cut into frames as it suits.
+
+    Raises:
+        DamagedError: they are not the bytes that the header announces.
+    """
+    incoming = Incoming(frames[0], lambda size: np.empty(size, np.uint8), sum(len(frame) for frame in frames[1:]))
+    incoming.take(frames[1:])
+    return incoming.frames()
 
 
 def _not_a_rollout(info: RolloutInfo, arrays: Arrays) -> str:
@@ -308,6 +452,12 @@ def _not_a_batch(header: _Header, arrays: Arrays) -> str:
     info, tokens = header.info, arrays.get("token_ids")
     if not 0 <= info.dp_rank < info.dp_world:
         return f"rank {info.dp_rank} of {info.dp_world}"
-    if tokens is None or tokens.ndim != 2 or len(tokens) != len(header.images) or not tokens.size:
-        return "rows without tokens, or not as many as it says"
-    return mismatch(Row, arrays, tokens.shape)
+    if not 0 <= info.cp_rank < info.cp_world <= LARGEST_AXIS:
+        return f"piece {info.cp_rank} of {info.cp_world}"
+    lengths = [sum(row.documents) for row in header.rows]
+    if not lengths or min(lengths) <= 0 or any(length % info.cp_world for length in lengths):
+        return f"rows without tokens, or without {info.cp_world} equal pieces"
+    pieces = [piece(length, info.cp_rank, info.cp_world) for length in lengths]
+    if tokens is None or tokens.shape != (sum(end - start for start, end in pieces),):
+        return "not as many tokens as it says"
+    return mismatch(Row, arrays, tokens.shape, without="positions")

@@ -30,6 +30,7 @@ from primeslurm.wire.addresses import AddressBook
 from primeslurm.wire.rollouts import Rollout
 from tests.engine.conftest import ConnectEngine, StartRouter, tiny_engine
 from tests.support import looking
+from tests.support.batches import batch_of
 from tests.support.generate import generate, logprobs, tokens
 from tests.support.models import publish
 from tests.support.processes import Server, Zygote
@@ -73,7 +74,7 @@ def train(rollout: Rollout, model: Path, world: World, directory: Path) -> dict[
     worse = replace(rollout, info=msgspec.structs.replace(rollout.info, reward=rollout.info.reward - 1))
     batches = Batches(recipe, algorithms.from_recipe(recipe))
     batches.add(2, [RolloutGroup("g", "looking", 0, 1, ((rollout,), (worse,)))])
-    batch = batches.get(2, 0, 1)
+    batch = batch_of(batches, 2)
     assert batch is not None
     learner = Learner(
         build(recipe, world),

@@ -1,29 +1,50 @@
 """The batches that the trainer may still ask for: formed once, then the same however often they are asked for.
 
 The groups of a batch become the sequences that are trained as the run's algorithm says; packing makes
-rows of exactly seq_len tokens of these, the same number of rows for every data-parallel rank.
+rows of these, the same number for every data-parallel rank.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from primeslurm.orchestrator.algorithms import Algorithm, Credit, Memory
+from primeslurm.orchestrator.batching.packing import Document, PackedRow, pack, quantum
+from primeslurm.orchestrator.batching.shares import Common, encode
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.losses import Average, CustomLoss
-from primeslurm.wire import routed_experts
-from primeslurm.wire.rollouts import Batch, BatchInfo, Bool, Float32, ImageSpan, Int32, Rollout, Row
-from primeslurm.wire.routed_experts import RoutedExperts
+from primeslurm.wire.rollouts import BatchInfo, Frame, Rollout
 
 KEPT_STEPS = 2
 """Packed batches kept: the step being trained and the one before."""
+
+
+class Share(NamedTuple):
+    """What one rank gets of a step's batch."""
+
+    step: int
+    dp_rank: int
+    dp_world: int
+    cp_rank: int = 0
+    cp_world: int = 1
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """The rows of all ranks, by rank."""
+
+    info: BatchInfo
+    rows: list[list[PackedRow]]
+    common: Common
 
 
 class Batches:
@@ -37,7 +58,10 @@ class Batches:
         self._average: Average = "tokens" if isinstance(loss, CustomLoss) else loss.average
         self._groups: dict[int, list[RolloutGroup]] = {}
         self._memory: dict[int, Memory] = {}
-        self._packed: dict[tuple[int, int], list[Batch]] = {}
+        self._packed: dict[tuple[int, int], _Packed] = {}
+        self._encoded: dict[Share, list[Frame]] = {}
+        self._thread = ThreadPoolExecutor(1, "packing")
+        """One: requests of a batch's other ranks wait for its packing, and nothing else does."""
 
     def add(self, step: int, groups: Sequence[RolloutGroup], memory: Memory | None = None) -> None:
         """Keep the groups that `step` trains on, and forget those of steps that are not asked for any more.
@@ -50,32 +74,68 @@ class Batches:
         self._groups[step], self._memory[step] = list(groups), memory or {}
         for old in [s for s in self._groups if s <= step - KEPT_STEPS]:
             del self._groups[old], self._memory[old]
-        self._packed = {key: value for key, value in self._packed.items() if key[0] in self._groups}
+        for packed in [key for key in list(self._packed) if key[0] not in self._groups]:
+            del self._packed[packed]
+        for share in [key for key in list(self._encoded) if key.step not in self._groups]:
+            del self._encoded[share]
 
     def groups(self, step: int) -> list[RolloutGroup] | None:
         """Return the groups of a step, or None if they are not kept any more."""
         return self._groups.get(step)
 
-    def get(self, step: int, rank: int, ranks: int) -> Batch | None:
-        """Return the rows of one of `ranks` ranks, or None if there is no such batch (any more)."""
-        if step not in self._groups:
-            return None
-        if (step, ranks) not in self._packed:
-            self._packed[step, ranks] = self._pack(step, ranks)
-        return self._packed[step, ranks][rank]
+    async def serve(self, share: Share) -> list[Frame] | None:
+        """As `get`, off the event loop."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self.get, share)
 
-    def _pack(self, step: int, ranks: int) -> list[Batch]:
-        seq_len, max_steps = self._recipe.seq_len, self._recipe.max_steps
-        algorithm = self._algorithm.recalling(self._memory[step])
-        groups = self._groups[step]
-        if self._recipe.orchestrator.staleness.counts_tokens:
-            oldest = step - 1 - self._recipe.orchestrator.max_off_policy_steps
+    def close(self) -> None:
+        """Pack and encode nothing more."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def encoded(self, share: Share) -> list[Frame] | None:
+        """Return what was encoded before; None if it was not."""
+        return self._encoded.get(share)
+
+    def get(self, share: Share) -> list[Frame] | None:
+        """Return what a rank gets, encoded, or None if there is no such batch (any more).
+
+        It may take seconds, and may run in a thread beside `add`; not beside itself.
+
+        Raises:
+            UsageError: an algorithm of the user's own made an error.
+        """
+        if (known := self._encoded.get(share)) is not None:
+            return known
+        groups, memory = self._groups.get(share.step), self._memory.get(share.step)
+        if groups is None or memory is None:
+            return None
+        packed = self._packed.get((share.step, share.dp_world))
+        if packed is None:
+            packed = self._packed[share.step, share.dp_world] = self._pack(share.step, groups, memory, share.dp_world)
+        info = msgspec.structs.replace(
+            packed.info, dp_rank=share.dp_rank, cp_rank=share.cp_rank, cp_world=share.cp_world
+        )
+        frames = self._encoded[share] = encode(packed.rows[share.dp_rank], info, packed.common)
+        return frames
+
+    def _pack(self, step: int, groups: list[RolloutGroup], memory: Memory, ranks: int) -> _Packed:
+        recipe = self._recipe
+        algorithm = self._algorithm.recalling(memory)
+        if recipe.orchestrator.staleness.counts_tokens:
+            oldest = step - 1 - recipe.orchestrator.max_off_policy_steps
             groups = [group.without_older(oldest) for group in groups]
-        docs = documents(groups, seq_len, step - 1, algorithm, self._temperatures, self._average)
-        total = loss_tokens(docs)
-        rows = pack(docs, seq_len, ranks, self._recipe.orchestrator.sampling.temperature)
-        has_images = any(doc.images for doc in docs)
-        return [Batch(BatchInfo(step, rank, ranks, total, max_steps, has_images), r) for rank, r in enumerate(rows)]
+        docs = documents(groups, recipe.seq_len, step - 1, algorithm, self._temperatures, self._average)
+        smallest = quantum(recipe)
+        info = BatchInfo(
+            step,
+            0,
+            ranks,
+            loss_tokens(docs),
+            recipe.max_steps,
+            has_images=any(doc.images for doc in docs),
+            rows_at_once=0 if smallest is None else 1,
+        )
+        rows = pack(docs, recipe.seq_len, ranks, smallest)
+        return _Packed(info, rows, Common.of(docs, recipe.orchestrator.sampling.temperature))
 
 
 def documents(
@@ -128,126 +188,9 @@ def _document(sequence: Rollout, credit: Credit, on_policy: bool, temperature: f
     )
 
 
-@dataclass(frozen=True)
-class Document:
-    """One sequence to train on. All arrays have shape [n_tokens], routed experts [n_tokens, layers, top_k]."""
-
-    token_ids: Int32
-    mask: Bool
-    logprobs: Float32
-    advantages: Float32
-    on_policy: bool
-    cross_entropy: Float32 | None = field(default=None, kw_only=True)
-    """Above 0: the token is trained by cross-entropy times this. None: 0 everywhere."""
-    routed_experts: RoutedExperts | None = field(default=None, kw_only=True)
-    ref_logprobs: Float32 | None = field(default=None, kw_only=True)
-    images: tuple[ImageSpan, ...] = field(default=(), kw_only=True)
-    temperature: float | None = field(default=None, kw_only=True)
-    """Its tokens were sampled at. None: that of the batch."""
-
-    def __len__(self) -> int:
-        return len(self.token_ids)
-
-
-class _Common(NamedTuple):
-    """What holds for all rows of a batch."""
-
-    seq_len: int
-    temperature: float
-    echoed: bool
-    routed: RoutedExperts | None
-    referred: bool
-
-
-def pack(docs: Sequence[Document], seq_len: int, ranks: int, temperature: float) -> list[list[Row]]:
-    """Pack documents into the rows of each rank: first fit decreasing, dealt so that ranks' token counts are close.
-
-    Args:
-        docs: none longer than seq_len.
-        seq_len: tokens of a row, padding included.
-        ranks: how many data-parallel ranks there are.
-        temperature: sampling temperature of the documents that name none.
-
-    Returns:
-        For each rank its rows, as many as every other has; where documents do not suffice, empty ones.
-    """
-    bins = _fit([len(doc) for doc in docs], seq_len)
-    per_rank = max(1, -(-len(bins) // ranks))
-    routed = next((doc.routed_experts for doc in docs if doc.routed_experts is not None), None)
-    echoed = any(doc.cross_entropy is not None for doc in docs)
-    referred = any(doc.ref_logprobs is not None for doc in docs)
-    common = _Common(seq_len, temperature, echoed, routed, referred)
-    dealt = _deal([sum(len(docs[i]) for i in members) for members in bins], ranks, per_rank)
-    return [
-        [_row([docs[i] for i in bins[b]], common) for b in mine] + [_row([], common)] * (per_rank - len(mine))
-        for mine in dealt
-    ]
-
-
 def loss_tokens(docs: Sequence[Document]) -> int:
     """Count the sampled tokens that are trained, in the whole batch."""
     return sum(int(doc.mask.sum()) for doc in docs)
-
-
-def _fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    bins: list[list[int]] = []
-    room: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        length = lengths[index]
-        target = next((b for b, free in enumerate(room) if free >= length), None)
-        if target is None:
-            bins.append([])
-            room.append(capacity)
-            target = len(bins) - 1
-        bins[target].append(index)
-        room[target] -= length
-    return bins
-
-
-def _deal(weights: Sequence[int], ranks: int, per_rank: int) -> list[list[int]]:
-    dealt: list[list[int]] = [[] for _ in range(ranks)]
-    totals = [0] * ranks
-    for index in sorted(range(len(weights)), key=lambda i: (-weights[i], i)):
-        rank = min((r for r in range(ranks) if len(dealt[r]) < per_rank), key=lambda r: totals[r])
-        dealt[rank].append(index)
-        totals[rank] += weights[index]
-    return dealt
-
-
-def _row(docs: Sequence[Document], common: _Common) -> Row:
-    padding = common.seq_len - sum(len(doc) for doc in docs)
-    lengths = [*(len(doc) for doc in docs), padding]
-    firsts = np.cumsum([0, *lengths])
-
-    def joined(parts: Sequence[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
-        whole: NDArray[Any] = np.concatenate([*parts, np.zeros(padding, dtype)])
-        return whole.astype(dtype, copy=False)
-
-    weights, routed = joined([_or_zeros(doc, doc.cross_entropy) for doc in docs], np.float32), common.routed
-    own = [common.temperature if doc.temperature is None else doc.temperature for doc in docs]
-    sampled_at = np.repeat(np.array([*own, common.temperature], np.float32), lengths)
-    return Row(
-        token_ids=joined([doc.token_ids for doc in docs], np.int32),
-        positions=np.concatenate([np.arange(length, dtype=np.int32) for length in lengths]),
-        mask=joined([doc.mask for doc in docs], np.bool_),
-        logprobs=joined([doc.logprobs for doc in docs], np.float32),
-        advantages=joined([doc.advantages for doc in docs], np.float32),
-        # cross-entropy is that of the policy itself, whatever it is sampled at
-        temperatures=np.where(weights > 0, np.float32(1), sampled_at),
-        on_policy=joined([np.full(len(doc), doc.on_policy, np.bool_) for doc in docs], np.bool_),
-        echo_weights=weights if common.echoed else None,
-        routed_experts=None
-        if routed is None
-        else routed_experts.join([*(doc.routed_experts for doc in docs), None], lengths, routed),
-        ref_logprobs=joined([_or_zeros(doc, doc.ref_logprobs) for doc in docs], np.float32)
-        if common.referred
-        else None,
-        images=tuple(image.moved(first) for first, doc in zip(firsts, docs, strict=False) for image in doc.images),
-    )
-
-
-def _or_zeros(doc: Document, array: Float32 | None) -> Float32:
-    return np.zeros(len(doc), np.float32) if array is None else array
 
 
 def averaged(

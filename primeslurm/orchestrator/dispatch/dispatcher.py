@@ -295,10 +295,26 @@ class Dispatcher:
         early, more = self._last_chance(oldest) if self.limits.staleness.rule in ("partial", "carry") else ([], [])
         return Swept(stale, cancelled + more, early)
 
-    def cut(self) -> list[RolloutGroup] | None:
+    def may_cut_ahead(self) -> bool:
+        """Tell whether the next step's batch may be cut before the trainer needs it.
+
+        Not if there are groups that would still be complete in time for it, and for no later one.
+        """
+        if self.ready_rollouts < self.limits.batch_size:
+            return False
+        oldest = self.limits.oldest_version(self.step)
+        waiting: list[OpenGroup | RolloutGroup] = list(self.unscored.values())
+        if self.limits.staleness.rule != "mask":  # which finishes all of them
+            waiting += self.open.values()
+        return all(self._version_of(group) > oldest for group in waiting)
+
+    def cut(self, ahead: bool = False) -> list[RolloutGroup] | None:
         """Take the groups of the next step's batch, oldest first. Sweep before.
 
         A group fills as many places of a batch as its environment's groups have rollouts, however many it has kept.
+
+        Args:
+            ahead: the trainer is still at the step before.
 
         Returns:
             None if there are not enough.
@@ -312,12 +328,13 @@ class Dispatcher:
         for index in reversed(chosen):
             del self.ready[index]
         self.step += 1
-        self._ahead.batch_given()
+        self._ahead.batch_given(ahead)
         return batch
 
     def uncut(self, groups: Sequence[RolloutGroup]) -> None:
         """Take back a batch that could not be given out."""
         self.step -= 1
+        self._ahead.batch_taken_back()
         self.ready[:0] = groups
 
     def _last_chance(self, oldest: int) -> tuple[list[RolloutGroup], list[str]]:
@@ -375,6 +392,9 @@ class Dispatcher:
         """The version that a group's staleness counts from."""
         return group.newest_version if self.limits.staleness.counts_tokens else group.opened_version
 
+    def _version_of(self, group: OpenGroup | RolloutGroup) -> int:
+        return group.version if isinstance(group, OpenGroup) else self._age_of(group)
+
     def _rollouts(self, groups: Iterable[OpenGroup | RolloutGroup]) -> int:
         return sum(self.limits.group_sizes[group.environment] for group in groups)
 
@@ -384,6 +404,8 @@ class Dispatcher:
         oldest = self.limits.oldest_version(self.step)  # older ones are taken whenever they are complete
         pending = self._rollouts(group for group in self.open.values() if group.version >= oldest)
         landing = self._ahead.landing(self.open.values())
+        if self._ahead.given_ahead:  # it waits for the trainer, too, though it is none of those that may get too old
+            landing += self.limits.batch_size * self.limits.oversampling
         now = (self.step, self.version, ready, pending, landing)
         return [name for name in self._cursors if name in available and self.limits.may_open(name, *now)]
 

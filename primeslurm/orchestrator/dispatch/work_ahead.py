@@ -33,6 +33,8 @@ class WorkAhead:
         self._clock = clock
         self._steps: deque[float] = deque(maxlen=STEPS_SEEN)
         self._given_at: float | None = None
+        self.given_ahead = 0
+        """Batches that the trainer has beside the one of its step."""
         self._landing: dict[str, float] = {}
         self._refreshed_at = -REFRESH_S
 
@@ -44,15 +46,27 @@ class WorkAhead:
         """Note the end of a rollout. Not `whole`: it was cut short."""
         self._durations[label].ended(job, self._clock(), whole=whole)
 
-    def batch_given(self) -> None:
-        """Note that the trainer has a batch."""
-        self._given_at = self._clock()
+    def batch_given(self, ahead: bool = False) -> None:
+        """Note that the trainer has a batch. `ahead`: beside the one that it trains."""
+        if ahead and self._given_at is not None:
+            self.given_ahead = 1
+        else:
+            self._given_at = self._clock()
+
+    def batch_taken_back(self) -> None:
+        """Note that the trainer did not get the last batch after all."""
+        if self.given_ahead:
+            self.given_ahead = 0
+        else:
+            self._given_at = None
 
     def step_done(self) -> None:
-        """Note that the trainer is done with a step."""
+        """Note that the trainer is done with a step, and goes on with the batch that it has, if it has one."""
         if self._given_at is not None:
-            self._steps.append(self._clock() - self._given_at)
-            self._given_at = None
+            now = self._clock()
+            self._steps.append(now - self._given_at)
+            self._given_at = now if self.given_ahead else None
+            self.given_ahead = 0
 
     @property
     def horizon_s(self) -> float:

@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import hmac
 import logging
+import os
+import stat
+import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import accumulate, chain
@@ -40,6 +42,8 @@ LARGEST_RESULT = 2 << 30
 layers and 8 experts each, 1 GB for a million tokens of 61 layers and two bytes an expert."""
 LARGEST_JOB = 16 << 20
 """Bytes of what a worker is told."""
+LONGEST_SOCKET = 107
+"""Bytes of a Unix socket's path."""
 LONGEST_ERROR = 16384
 """Characters. What programs of a model have printed may be in an error; its beginning and end say what happened."""
 
@@ -111,26 +115,25 @@ ToWorker = Job | Cancel
 ToOrchestrator = Status | Result | Unusable
 
 
-def on_this_node(address: str) -> str:
-    """Return where processes of the same node reach who listens at a TCP address.
+def on_this_node(address: str) -> Path | None:
+    """Return the Unix socket by which processes of the same node reach who listens at a TCP address.
 
-    A Unix socket carries 3 times as much as TCP to the same machine. It is abstract: in no directory, and gone with its
-    process. Its name is known to this run alone, until somebody listens there.
+    It carries 3 times as much as TCP to the same machine, and is in the temporary directory that all processes of a
+    node's agent have, and nobody else. None: there is no such way.
     """
-    name = hmac.new(secret.own().encode(), address.encode(), hashlib.sha256).hexdigest()[:32]
-    return f"ipc://@primeslurm-{name}"
+    path = Path(tempfile.gettempdir(), f"rollouts-{hashlib.sha256(address.encode()).hexdigest()[:16]}.sock")
+    return path if address.startswith("tcp://") and len(os.fsencode(path)) <= LONGEST_SOCKET else None
 
 
 def nearest(address: str) -> str:
-    """Return the address itself, or that of `on_this_node` if somebody listens there."""
-    if not address.startswith("tcp://"):
-        return address
-    beside = on_this_node(address)
+    """Return the address itself, or the socket `on_this_node` if this user's orchestrator has made it."""
+    path = on_this_node(address)
     try:
-        listening = Path("/proc/net/unix").read_text()
+        found = None if path is None else path.lstat()
     except OSError:
         return address
-    return beside if beside.removeprefix("ipc://") in listening.split() else address
+    mine = found is not None and stat.S_ISSOCK(found.st_mode) and found.st_uid == os.getuid()
+    return f"ipc://{path}" if mine else address
 
 
 def shortened(error: str) -> str:

@@ -133,8 +133,11 @@ class WorkerPool:
         self._socket.setsockopt(zmq.MAXMSGSIZE, LARGEST_RESULT)  # whoever sends more is disconnected
         self._socket.setsockopt(zmq.SNDHWM, 0)  # what is too much for a peer would be dropped
         self._socket.bind(bind)
-        if bind.startswith("tcp://"):
-            self._socket.bind(on_this_node(bind))
+        if (path := on_this_node(bind)) is not None:
+            try:
+                self._socket.bind(f"ipc://{path}")
+            except zmq.ZMQError as error:
+                log.warning("workers of this node take the way of others: %s: %s", path, error)
 
     @property
     def environments(self) -> set[str]:

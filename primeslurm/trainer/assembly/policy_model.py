@@ -58,6 +58,16 @@ class PolicyModel:
         mesh = self.dims.get_optional_mesh("batch")
         return 1 if mesh is None else int(mesh.size())
 
+    @property
+    def cp_rank(self) -> int:
+        """Which piece of each row this rank has."""
+        return self.shared.group.rank() if self.shared else 0
+
+    @property
+    def cp_world(self) -> int:
+        """Into how many pieces rows are cut."""
+        return self.shared.group.size() if self.shared else 1
+
     def logits(
         self,
         tokens: torch.Tensor,
@@ -78,8 +88,9 @@ class PolicyModel:
         Returns:
             Logits [rows, local_len, vocab], then `beside` as [rows, local_len].
         """
-        inputs, beside_local = self._local(routed, images, tokens, positions, *beside)
-        return (self.model(**inputs), *beside_local)
+        replayed = None if routed is None else self._piece(router_replay.narrow(routed))
+        inputs = self._inputs(self._piece(tokens), positions, replayed, images)
+        return (self.model(**inputs), *(self._piece(tensor) for tensor in beside))
 
     def score(
         self,
@@ -90,23 +101,24 @@ class PolicyModel:
         routed: torch.Tensor | None = None,
         images: VisionInput | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, Targets]:
-        """Run the model on packed rows, and return what a loss takes.
+        """Run the model on this rank's pieces of packed rows, and return what a loss takes.
 
         Args:
-            tokens: [rows, seq_len].
-            positions: as for `logits`.
-            mask: whether the token that a position predicts is trained, [rows, seq_len], in host memory: a device would
-                have to be waited for to know how many are.
-            targets: of shape [rows, seq_len], in host memory.
-            routed: as for `logits`.
-            images: as for `logits`.
+            tokens: [rows, local_len].
+            positions: of whole rows, as for `logits`.
+            mask: whether the token that a position predicts is trained, [rows, local_len], in host memory: a device
+                would have to be waited for to know how many are.
+            targets: of shape [rows, local_len], in host memory.
+            routed: experts to replay, [rows, local_len, layers, top_k].
+            images: of whole rows, as for `logits`.
 
         Returns:
             Log-probabilities, entropies and targets [trained tokens] of this rank's part of the rows.
         """
-        inputs, (mask,) = self._local(routed, images, tokens, positions, mask)
+        replayed = None if routed is None else router_replay.narrow(routed)
+        inputs = self._inputs(tokens, positions, replayed, images)
         places = to_device(torch.from_numpy(np.flatnonzero(mask.numpy())), self.device)
-        local = targets.apply(lambda tensor: to_device(self._piece(tensor), self.device))
+        local = targets.apply(lambda tensor: to_device(tensor, self.device))
         trained = local.apply(lambda tensor: tensor.flatten().index_select(0, places))
         if self.shared:
             trained = replace(trained, documents=replace(trained.documents, group=self.shared.group))
@@ -117,24 +129,16 @@ class PolicyModel:
         """This context-parallel rank's part of a tensor [rows, seq_len, ...]."""
         return self.shared.piece(tensor) if self.shared else tensor
 
-    def _local(
-        self,
-        routed: torch.Tensor | None,
-        images: VisionInput | None,
-        tokens: torch.Tensor,
-        positions: torch.Tensor,
-        *beside: torch.Tensor,
-    ) -> tuple[dict[str, Any], list[torch.Tensor]]:
-        """What the model is called with, and `beside`, of this context-parallel rank's part of the rows.
-
-        Routers get their part of `routed`.
-        """
-        masks = self.model.get_attention_masks(positions)  # needs whole rows, so before they are split
+    def _inputs(
+        self, tokens: torch.Tensor, positions: torch.Tensor, routed: torch.Tensor | None, images: VisionInput | None
+    ) -> dict[str, Any]:
+        """What the model is called with; routers get theirs. Of this rank's pieces, but for positions and images."""
+        masks = self.model.get_attention_masks(positions)  # needs whole rows
         if self.shared:
-            masks = self.shared.masks(masks, tokens.shape[1])
-        router_replay.assign(self.model, None if routed is None else self._piece(router_replay.narrow(routed)))
-        inputs = {"tokens": self._piece(tokens), "positions": self._piece(positions), "attention_masks": masks}
+            masks = self.shared.masks(masks, positions.shape[1])
+        router_replay.assign(self.model, routed)
+        inputs = {"tokens": tokens, "positions": self._piece(positions), "attention_masks": masks}
         if images is not None:
             features, coordinates = self._piece(images.features), self._piece(images.coordinates)
             inputs["images"] = replace(images, features=features, coordinates=coordinates)
-        return inputs, [self._piece(tensor) for tensor in beside]
+        return inputs

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import resource
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torchtitan.config import CommConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed import utils as dist_utils
@@ -109,6 +112,21 @@ class World:
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy a tensor to a device. It is pinned first, or the host would wait for what the device has yet to do."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def host_memory(device: torch.device) -> Callable[[int], NDArray[np.uint8]]:
+    """What makes room for so many bytes that go to a device: pinned, where that is a GPU.
+
+    Whoever copies from it asynchronously keeps it until that is done.
+    """
+    if device.type != "cuda":
+        return lambda size: np.empty(size, np.uint8)
+
+    def pinned(size: int) -> NDArray[np.uint8]:
+        with torch.cuda.device(device):  # other threads have device 0
+            return torch.empty(size, dtype=torch.uint8, pin_memory=True).numpy()
+
+    return pinned
 
 
 def join(interrupt: Interrupt, patience_s: float, host_tensors: bool = False) -> World:

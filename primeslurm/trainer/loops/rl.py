@@ -14,6 +14,7 @@ from primeslurm.records.journal import Journal
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.loops.phase_timer import PhaseTimer
+from primeslurm.trainer.loops.prefetch import Place, Prefetch
 from primeslurm.trainer.loops.step import Learner
 from primeslurm.wire import exits
 from primeslurm.wire.link import LinkError, TrainerLink, TransferWanted
@@ -72,6 +73,9 @@ class RlTask:
         self._world = world
         self._link = link
         self._journal = journal
+        policy = learner.policy
+        self._place = Place(policy.dp_rank, policy.dp_world, policy.cp_rank, policy.cp_world)
+        self._prefetch = Prefetch(link, self._place, recipe.trainer.batch_timeout_s)
         self._limits = PhaseLimits.of(recipe)
         self._timer = PhaseTimer(journal, world.is_main, self._limits)
 
@@ -94,6 +98,7 @@ class RlTask:
                 break
             step += 1
             self._step(step, batch)
+        self._prefetch.cancel()
         self._flush(step)
         self._saver.finish(step, self._learner, self._timer)
         interrupted = choice is Choice.INTERRUPTED
@@ -134,18 +139,32 @@ class RlTask:
         return (Choice.INTERRUPTED if self._world.interrupt.requested() else Choice.FINISHED), None
 
     def _fetch(self, step: int) -> Batch | None:
-        policy = self._learner.policy
+        place = self._place
 
         # Only rank 0 may stop waiting: the others fetch what it has already decided to train on.
         def interrupted() -> bool:
             pulse().beat()
             return self._world.is_main and self._world.interrupt.requested()
 
+        if not interrupted() and (batch := self._prefetched(step)) is not None:
+            return batch
         timeout_s = self._recipe.trainer.batch_timeout_s
-        return self._link.get_batch(step, policy.dp_rank, policy.dp_world, timeout_s, interrupted)
+        return self._link.get_batch(
+            step, place.dp_rank, place.dp_world, timeout_s, interrupted, cp_rank=place.cp_rank, cp_world=place.cp_world
+        )
+
+    def _prefetched(self, step: int) -> Batch | None:
+        try:
+            return self._prefetch.take(step)
+        except TransferWanted:
+            if self._world.is_main:
+                raise
+            return None
 
     def _step(self, step: int, batch: Batch) -> None:
         self._timer.step = step
+        if step < self._recipe.max_steps:
+            self._prefetch.begin(step + 1)
         metrics = self._learner.train(batch, self._timer)
         self._transfer_policy(step)
         # Checkpoint seconds are those since the last report: a step is reported before it is saved.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -50,14 +51,19 @@ class Learner:
     def train(self, batch: Batch, timer: PhaseTimer) -> dict[str, float]:
         """Train on this rank's share of a batch. All ranks call it together, with equally many rows.
 
+        Args:
+            batch: this rank's pieces of rows, or whole ones.
+            timer: of its phases.
+
         Returns:
             Metrics over the whole batch, the same on every rank.
 
         Raises:
             FloatingPointError: the gradient is not finite; the weights are unchanged.
             RankError: an image cannot be read, on any rank.
-            ValueError: there are images, but nothing that reads them.
+            ValueError: there are images, but nothing that reads them; or rows are cut for other ranks.
         """
+        batch = batch.piece(self.policy.cp_rank, self.policy.cp_world)
         tokens = max(1, batch.info.loss_tokens)
         with timer.phase("forward_backward"):
             totals = self._accumulate(batch, tokens)
@@ -80,7 +86,7 @@ class Learner:
 
     def _accumulate(self, batch: Batch, tokens: int) -> dict[str, float]:
         totals: dict[str, torch.Tensor] = {}
-        for rows in _micro_batches(batch.rows):
+        for rows in _micro_batches(batch):
             pulse().beat()
             arrays = {name: torch.from_numpy(array) for name, array in stack(rows).items()}
             # Either all ranks run the encoder or none does: its weights are gathered from all of them.
@@ -104,11 +110,15 @@ class Learner:
         return vision_input(rows, images, self.policy.model.vision, self._world.device)
 
     def _micro_batch(self, row: dict[str, torch.Tensor], images: VisionInput | None) -> Any:
-        following = {name: _next_token(tensor) for name, tensor in row.items() if tensor.ndim == 2}
+        positions = row.pop("positions")
+        length = positions.shape[1] // self.policy.cp_world
+        here = slice(self.policy.cp_rank * length, (self.policy.cp_rank + 1) * length)
+        following = {name: _next_token(tensor)[:, :length] for name, tensor in row.items() if tensor.ndim == 2}
+        documents = Documents.of(positions)
         targets = Targets(
             labels=following["token_ids"].long(),
-            ref_logprobs=following.get("ref_logprobs", torch.zeros_like(row["logprobs"])),
-            documents=Documents.of(row["positions"]),
+            ref_logprobs=following.get("ref_logprobs", torch.zeros_like(following["logprobs"])),
+            documents=replace(documents, index=documents.index[:, here]),
             echo_weights=following.get("echo_weights"),
             **{name: following[name] for name in ("logprobs", "advantages", "temperatures", "on_policy")},
         )
@@ -116,11 +126,11 @@ class Learner:
         if targets.echo_weights is not None:
             mask = mask | (targets.echo_weights > 0)
         # A position of 0 starts another document (or is past the row's end): these logits do not predict it.
-        mask = mask & (following["positions"] != 0)
-        names = ("token_ids", "positions", "routed_experts")
-        tokens, positions, routed = (to_device(row[n], self._world.device) if n in row else None for n in names)
-        assert tokens is not None and positions is not None
-        return self._loss(*self.policy.score(tokens.long(), positions.long(), mask, targets, routed, images))
+        mask = mask & (_next_token(positions)[:, here] != 0)
+        tokens = to_device(row["token_ids"][:, :length], self._world.device).long()
+        whole = to_device(positions, self._world.device).long()
+        routed = to_device(row["routed_experts"][:, :length], self._world.device) if "routed_experts" in row else None
+        return self._loss(*self.policy.score(tokens, whole, mask, targets, routed, images))
 
     def _update(self) -> float:
         norm = dist_utils.clip_grad_norm_(
@@ -137,9 +147,9 @@ class Learner:
         return float(norm)
 
 
-def _micro_batches(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
-    count = micro_batch_rows(len(rows[0].token_ids))
-    return (rows[start : start + count] for start in range(0, len(rows), count))
+def _micro_batches(batch: Batch) -> Iterator[Sequence[Row]]:
+    count = batch.info.rows_at_once or micro_batch_rows(len(batch.rows[0].positions))
+    return (batch.rows[start : start + count] for start in range(0, len(batch.rows), count))
 
 
 def _next_token(values: torch.Tensor) -> torch.Tensor:

@@ -11,12 +11,13 @@ import pytest
 import torch
 
 from primeslurm.orchestrator.algorithms import Grpo
-from primeslurm.orchestrator.batching.batches import documents, loss_tokens, pack
+from primeslurm.orchestrator.batching.batches import documents, loss_tokens
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.recipe.sections.losses import CispoLoss, GrpoClipLoss, GspoLoss
 from primeslurm.trainer.components.documents import Documents
 from primeslurm.trainer.components.loss import Targets, from_recipe
 from primeslurm.wire.rollouts import Rollout, RolloutInfo, stack
+from tests.support.batches import pack
 from tests.trainer.conftest import finish, start_ranks
 
 Config = GrpoClipLoss | GspoLoss | CispoLoss

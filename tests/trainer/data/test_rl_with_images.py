@@ -28,6 +28,7 @@ from primeslurm.trainer.distributed.world import RankError, World
 from primeslurm.trainer.loops.step import Learner
 from primeslurm.trainer.weights.export import export
 from primeslurm.wire.rollouts import Batch, ImageSpan, Rollout, RolloutInfo
+from tests.support.batches import batch_of
 from tests.trainer.conftest import SEQ_LEN, make_recipe, make_timer
 from tests.trainer.families import IMAGES, reference_of
 from tests.trainer.image_rows import MERGE, case_of, write_vision_model
@@ -133,7 +134,7 @@ def orchestrated(recipe: Recipe, rollouts: list[Rollout], directory: Path) -> Ba
     group = RolloutGroup.from_bytes(RolloutGroup("g", "e", 0, 0, tuple((rollout,) for rollout in received)).to_bytes())
     batches = Batches(recipe, algorithms.from_recipe(recipe))
     batches.add(1, [group])
-    batch = batches.get(1, 0, 1)
+    batch = batch_of(batches, 1)
     assert batch is not None
     return Batch.decode([bytes(frame) for frame in batch.encode()])
 

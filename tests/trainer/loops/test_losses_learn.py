@@ -19,6 +19,7 @@ from primeslurm.trainer.components.loss import from_recipe
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.loops.step import Learner
 from primeslurm.wire.rollouts import Rollout, RolloutInfo
+from tests.support.batches import batch_of
 from tests.trainer.conftest import make_recipe, make_timer
 
 STEPS, GROUPS, MEMBERS, PROMPT, SAMPLED = 7, 8, 16, 2, 6
@@ -53,7 +54,7 @@ def test_the_reward_rises(loss: dict[str, Any], dense_model: Path, world: World,
         rewards.append(float(np.mean([group.rewards for group in fresh])))
         batches.add(step, older if step % 2 == 0 and older else fresh)
         older = fresh
-        batch = batches.get(step, 0, 1)
+        batch = batch_of(batches, step)
         assert batch is not None
         metrics.append(learner.train(batch, timer))
     assert np.mean(rewards[-2:]) > np.mean(rewards[:2]) + 0.1, rewards

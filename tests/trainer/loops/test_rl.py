@@ -10,7 +10,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,7 @@ import pytest
 from benchmarks.support.ports import free_port
 from primeslurm.recipe import Recipe
 from primeslurm.wire import checkpoints, link
-from primeslurm.wire.rollouts import Batch
+from primeslurm.wire.rollouts import Frame
 from primeslurm.wire.weight_transfer import filesystem, messages
 from tests.trainer.conftest import finish, make_batch, make_recipe, start_ranks, trainer_command
 
@@ -48,7 +48,7 @@ class FakeOrchestrator:
         with contextlib.suppress(asyncio.CancelledError):
             self._loop.run_until_complete(serve())
 
-    async def _answer(self, request: link.Request) -> Batch | link.Answer:
+    async def _answer(self, request: link.Request) -> Sequence[Frame] | link.Answer:
         if not isinstance(request, link.GetBatch) or request not in self.requests:
             self.requests.append(request)
         if isinstance(request, link.GetBatch):
@@ -60,7 +60,7 @@ class FakeOrchestrator:
             if request.step > self.limit:
                 await asyncio.sleep(0.2)
                 return link.Answer("wait")
-            return make_batch(request.step, request.dp_rank, request.dp_world)
+            return make_batch(request.step, request.dp_rank, request.dp_world).encode()
         if isinstance(request, link.Save):
             if self.refuse_save:
                 raise OSError("no space left on device")
@@ -122,6 +122,8 @@ def test_trains_publishes_and_commits(moe_model: Path, orchestrator: FakeOrchest
     assert [r.version for r in orchestrator.of(messages.NewPolicy)] == [0, 1, 2, 3, 4, 5]
     assert orchestrator.of(messages.NewPolicy)[0].path == str(moe_model)
     assert [r.step for r in orchestrator.of(link.StepDone)] == [1, 2, 3, 4, 5]
+    ahead = {r.step for r in orchestrator.of(link.GetBatch) if r.ahead}
+    assert ahead and ahead <= {2, 3, 4, 5}, "while the step before runs, but for the first"
     assert [r.step for r in orchestrator.of(link.Committed)] == [2, 4, 5]
     assert checkpoints.committed(tmp_path) == [4, 5]
     assert checkpoints.damage(checkpoints.step_dir(tmp_path, 5)) == []

@@ -45,6 +45,7 @@ def batch() -> Batch:
     kinds = {"token_ids": np.int32, "positions": np.int32, "mask": np.bool_, "logprobs": np.float32}
     kinds |= {"advantages": np.float32, "temperatures": np.float32, "on_policy": np.bool_}
     row = Row(**{name: np.ones(4, kind) for name, kind in kinds.items()}, routed_experts=np.zeros((4, 3, 2), np.uint16))
+    row = replace(row, positions=np.array([0, 1, 2, 0], np.int32))
     return Batch(BatchInfo(1, 0, 1, 8), [row, replace(row, images=(ImageSpan("/x", 1, 3),))])
 
 
@@ -53,7 +54,10 @@ BATCH = [bytes(part) for part in batch().encode()]
 GROUP = RolloutGroup("e-0", "e", 0, 3, ((rollout(),), (rollout(), rollout(9)))).to_bytes()
 RESULT = [bytes(part) for part in job_protocol.encode_result("j", (rollout(), rollout(9)))]
 WORDS = [
-    *({"type": "GetBatch", "step": 1, "dp_rank": 0, "dp_world": 1}, {"type": "Published", "version": 1, "path": "/x"}),
+    *(
+        {"type": "GetBatch", "step": 1, "dp_rank": 0, "dp_world": 1, "cp_world": 1, "offset": 0},
+        {"type": "Published", "version": 1, "path": "/x"},
+    ),
     *({"type": "StepDone", "step": 1, "metrics": {"loss": 0.5}}, {"type": "Save", "step": 1, "directory": "/x"}),
     {"type": "OfferTransfer", "version": 1, "store": "h:1", "senders": 1, "done": ""},
     {"type": "Status", "environment": "e", "worker": 0, "incarnation": "1", "jobs": ["j"], "tasks": 3, "node": "0"},

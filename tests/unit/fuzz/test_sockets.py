@@ -8,7 +8,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -24,7 +24,7 @@ from primeslurm.orchestrator.rollouts.job_protocol import Job, Result, Status
 from primeslurm.orchestrator.rollouts.worker_pool import WorkerPool
 from primeslurm.wire import link, secret
 from primeslurm.wire.link import Answer, OrchestratorLink, Request, TrainerLink
-from primeslurm.wire.rollouts import Batch, Rollout
+from primeslurm.wire.rollouts import Frame, Rollout
 from tests.unit.fuzz.mutations import fuzzed, messages, trees
 from tests.unit.fuzz.test_messages import RESULT, WORDS, batch
 
@@ -65,8 +65,8 @@ class Served:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _handle(self, request: Request) -> Batch | Answer:
-        return batch() if isinstance(request, link.GetBatch) else Answer("ok")
+    async def _handle(self, request: Request) -> Sequence[Frame] | Answer:
+        return batch().encode() if isinstance(request, link.GetBatch) else Answer("ok")
 
     def _unusable(self, environment: str, worker: int, error: str) -> None:
         self.unusable.append(error)

@@ -28,6 +28,7 @@ from primeslurm.recipe.rules import violations
 from primeslurm.wire import checkpoints
 from primeslurm.wire.addresses import AddressBook
 from primeslurm.wire.rollouts import Rollout, RolloutInfo
+from tests.support.batches import batch_of
 from tests.support.fake_engine import FakeEngine, write_tokenizer
 from tests.support.recipes import recipe_data
 
@@ -168,7 +169,7 @@ def test_baselines_come_back_with_the_checkpoint(tmp_path: Path) -> None:
     batches = Batches(made, from_recipe(made))
     group = make_group(np.random.default_rng(0), "g", "duel", 1)
     batches.add(3, [group], memory[3])
-    (row, *_) = batches.get(3, 0, 1).rows  # type: ignore[union-attr]
+    (row, *_) = batch_of(batches, 3).rows  # type: ignore[union-attr]
     algorithm = Rae().recalling(memory[3])
     wanted = {float(credit.advantages[0]) for credit in algorithm.assign([group])[0] if credit.mask[1:].any()}
     assert {float(value) for value in row.advantages[row.mask]} == wanted

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from primeslurm.orchestrator.algorithms import Grpo
-from primeslurm.orchestrator.batching.batches import documents, pack
+from primeslurm.orchestrator.batching.batches import documents
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.images import stored
 from primeslurm.orchestrator.rollouts.job_protocol import RolloutFailed
 from primeslurm.wire.rollouts import Batch, BatchInfo, ImageSpan, Rollout, RolloutInfo
+from tests.support.batches import pack
 
 PAD = 7
 """Stands for an image; other tokens are 1."""

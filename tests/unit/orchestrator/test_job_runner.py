@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import socket
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 import zmq
 
 from benchmarks.support.ports import free_port
-from primeslurm.orchestrator.rollouts.job_protocol import Job, JobRunner, nearest
+from primeslurm.orchestrator.rollouts.job_protocol import Job, JobRunner, nearest, on_this_node
 from primeslurm.orchestrator.rollouts.worker_pool import WorkerPool
 from primeslurm.wire import secret
 from primeslurm.wire.rollouts import Rollout
@@ -60,8 +64,9 @@ async def test_a_worker_that_is_let_in_serves_until_it_is_cancelled(address: str
         await asyncio.wait_for(JobRunner("e", 0, address, rollout).serve(), 0.5)
 
 
-async def test_a_worker_of_the_same_node_takes_a_shorter_way() -> None:
+async def test_a_worker_of_the_same_node_takes_a_shorter_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what it hands over lies in memory as it was received."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     results: asyncio.Queue[tuple[str, tuple[Rollout, ...] | str]] = asyncio.Queue()
     bind, (sent,) = f"tcp://127.0.0.1:{free_port()}", group([100_000], [1.0]).sequences
 
@@ -72,7 +77,7 @@ async def test_a_worker_of_the_same_node_takes_a_shorter_way() -> None:
     pool = WorkerPool(bind, lambda *result: results.put_nowait(result), lambda job: None, lambda *unusable: None)
     assert nearest(bind.replace("127.0.0.1", "localhost")).startswith("tcp://localhost"), "perhaps another node"
     worker = JobRunner("e", 0, bind, done)
-    assert worker._socket.getsockopt(zmq.LAST_ENDPOINT).startswith(b"ipc://@")
+    assert worker._socket.getsockopt(zmq.LAST_ENDPOINT).startswith(b"ipc://")
     tasks = [asyncio.create_task(part) for part in (pool.serve(), worker.serve())]
     while not pool.available:
         await asyncio.sleep(0.01)
@@ -83,3 +88,20 @@ async def test_a_worker_of_the_same_node_takes_a_shorter_way() -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def test_what_is_no_socket_of_this_user_is_not_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    address = "tcp://10.0.0.1:5000"
+    path = on_this_node(address)
+    assert path is not None and on_this_node("ipc://elsewhere") is None and nearest(address) == address
+    path.touch()
+    assert nearest(address) == address, "no socket"
+    path.unlink()
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(path))
+        assert nearest(address) == f"ipc://{path}"
+        monkeypatch.setattr(os, "getuid", lambda: path.stat().st_uid + 1)
+        assert nearest(address) == address, "another user's"
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("long" * 30)))
+    assert on_this_node(address) is None

@@ -12,6 +12,7 @@ from primeslurm.orchestrator import algorithms
 from primeslurm.orchestrator.batching.batches import Batches
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.reading.recipe_files import load_recipe
+from tests.support.batches import batch_of
 from tests.support.cli import primeslurm
 from tests.support.fake_engine import FakeEngine, write_tokenizer
 from tests.support.recipes import model_dir
@@ -48,7 +49,7 @@ def test_the_algorithm_gives_batches_leave_one_out_advantages() -> None:
     assert algorithm.rejects(dull) == "no_spread" and algorithm.rejects(good) is None
     batches = Batches(wanted, algorithm)
     batches.add(1, [good])
-    batch = batches.get(1, 0, 1)
+    batch = batch_of(batches, 1)
     assert batch is not None and batch.info.loss_tokens == 4 + 8 + 6 + 5
     (row,) = batch.rows
     found = {int(token): float(value) for token, value in zip(row.token_ids, row.advantages, strict=True) if value}

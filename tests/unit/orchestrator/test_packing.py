@@ -10,10 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from primeslurm.orchestrator.algorithms import Algorithm, Echo, Grpo, MaxRl, Opd, from_recipe
-from primeslurm.orchestrator.batching.batches import Batches, Document, documents, loss_tokens, pack
+from primeslurm.orchestrator.batching import packing
+from primeslurm.orchestrator.batching.batches import Batches, Share, documents, loss_tokens
+from primeslurm.orchestrator.batching.packing import Document, cost
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.recipe import Recipe
 from primeslurm.wire.rollouts import Rollout, RolloutInfo, Row
+from tests.support.batches import pack, received
 
 SEQ_LEN = 32
 
@@ -56,6 +59,68 @@ def test_every_token_is_in_one_place(lengths: list[int], ranks: int) -> None:
     assert pieces == expected
     assert sum(int(row.mask.sum()) for row in rows) == loss_tokens(docs)
     assert not any(row.mask[row.positions == 0].any() for row in rows), "a first token is never trained"
+
+
+@settings(max_examples=100)
+@given(
+    lengths=st.lists(st.integers(1, SEQ_LEN), min_size=1, max_size=12),
+    pieces=st.sampled_from([2, 4]),
+    quantum=st.sampled_from([None, 4, 8]),
+)
+def test_pieces_are_the_rows_and_the_token_after_each(lengths: list[int], pieces: int, quantum: int | None) -> None:
+    docs = [document(1 + 100 * i, length) for i, length in enumerate(lengths)]
+    routed = [np.full((len(doc), 3, 2), i, np.uint8) for i, doc in enumerate(docs)]
+    docs = [replace(doc, routed_experts=routed[i] if i % 3 else None) for i, doc in enumerate(docs)]
+    whole = [row for mine in pack(docs, SEQ_LEN, 2, 0.7, quantum) for row in mine]
+    cut = [[row for mine in pack(docs, SEQ_LEN, 2, 0.7, quantum, cp, pieces) for row in mine] for cp in range(pieces)]
+    for number, row in enumerate(whole):
+        length = len(row.positions) // pieces
+        for cp in range(pieces):
+            mine, expected = cut[cp][number], row.piece(cp, pieces)
+            assert np.array_equal(mine.positions, row.positions), "documents are known whole"
+            assert len(mine.token_ids) == length + (cp < pieces - 1), "and what the last token predicts"
+            for name, array in expected.arrays().items():
+                assert np.array_equal(array, getattr(mine, name)), name
+
+
+@settings(max_examples=100)
+@given(lengths=st.lists(st.integers(1, SEQ_LEN), min_size=1, max_size=40), ranks=st.integers(1, 5))
+def test_rows_are_as_long_as_they_have_to_be(lengths: list[int], ranks: int) -> None:
+    docs = [document(1 + 100 * i, length) for i, length in enumerate(lengths)]
+    fixed, packed = (pack(docs, SEQ_LEN, ranks, 0.7, quantum) for quantum in (None, 4))
+    assert {len(rows) for rows in packed} == {len(rows) for rows in fixed}, "no rank has more to do than before"
+    found = sorted(int(token) for mine in packed for row in mine for token in row.token_ids if token)
+    assert found == sorted(int(token) for doc in docs for token in doc.token_ids)
+    for row in (row for mine in packed for row in mine):
+        used = int(np.flatnonzero(row.token_ids)[-1]) + 1 if row.token_ids.any() else 0
+        assert len(row.positions) == max(4, -(-used // 4) * 4) <= SEQ_LEN
+
+
+def test_no_rank_computes_a_full_row_beside_empty_ones() -> None:
+    docs = [document(1 + 100 * i, 8) for i in range(13)]  # 104 tokens: four rows of 32, for three ranks
+    packed = packing.pack(docs, SEQ_LEN, 3, 4)
+    assert sorted(row.length for mine in packed for row in mine) == [16, 16, 16, 16, 16, 24]
+    costs = [sum(cost([len(doc) for doc in row.documents]) for row in mine) for mine in packed]
+    assert max(costs) - min(costs) <= cost([8]) * 1.001
+    for mine in packed:
+        lengths = [row.length for row in mine]
+        assert lengths == sorted(lengths, reverse=True), "ranks that wait for one another have like rows"
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "trainer", "expected"),
+    [
+        (131_072, {"parallelism": {"cp": 8}}, 16_384),
+        (131_072, {"compile": True}, None),
+        (131_075, {}, None),
+        (4096, {}, None),
+    ],
+)
+def test_rows_differ_in_length_where_the_trainer_can_take_it(
+    seq_len: int, trainer: dict[str, object], expected: int | None
+) -> None:
+    fields = {"name": "test", "max_steps": 10, "seq_len": seq_len, "model": {"path": "m"}, "trainer": trainer}
+    assert packing.quantum(Recipe.model_validate(fields | {"environments": [{"id": "reverse-text"}]})) == expected
 
 
 def group(lengths: list[int], rewards: list[float]) -> RolloutGroup:
@@ -185,12 +250,14 @@ def test_a_batch_is_the_same_whenever_it_is_asked_for() -> None:
     for batches in (first, second):
         batches.add(1, [RolloutGroup.from_bytes(g.to_bytes()) for g in groups])
     for rank in range(2):
-        a, b = first.get(1, rank, 2), second.get(1, rank, 2)
-        assert a is not None and b is not None and a.encode() == b.encode()
-        assert a.info.loss_tokens == 4 + 8 + 29 and a.info.max_steps == 10
+        a, b = first.get(Share(1, rank, 2)), second.get(Share(1, rank, 2))
+        assert a is not None and b is not None and [*map(bytes, a)] == [*map(bytes, b)]
+        assert first.get(Share(1, rank, 2)) is a, "a repeat is answered with what is encoded"
+        info = received(a).info
+        assert info.loss_tokens == 4 + 8 + 29 and info.max_steps == 10
     first.add(2, groups)
     first.add(3, groups)
-    assert first.get(1, 0, 2) is None
+    assert first.encoded(Share(1, 0, 2)) is None and first.get(Share(1, 0, 2)) is None
 
 
 def test_each_environment_s_tokens_keep_the_temperature_they_were_sampled_at() -> None:

@@ -27,6 +27,7 @@ from primeslurm.orchestrator.telemetry.batch_metrics import batch_metrics
 from primeslurm.recipe import Recipe
 from primeslurm.records.journal import Journal
 from primeslurm.wire.rollouts import Rollout
+from tests.support.batches import batch_of
 from tests.support.fake_engine import FakeEngine, write_tokenizer
 from tests.support.recipes import recipe_data
 from tests.support.scripted_run import publish_addresses
@@ -204,7 +205,7 @@ def test_spooled_groups_survive_with_and_without_the_teachers_part(tmp_path: Pat
     assert [one.id for one in made.ready] == ["scored"] and list(made.unscored) == ["plain"]
     again = made.ready[0].rollouts[1][0].ref_logprobs
     assert again is not None and again.tolist() == [0, 1, 2, 3, 4]
-    assert batches.get(1, 0, 1) is not None and batches.groups(2) is None
+    assert batch_of(batches, 1) is not None and batches.groups(2) is None
     without = RECIPE.model_copy(update={"teacher": None})
     batches = Batches(without, from_recipe(without))
     assert {one.id for one in recover(without, arguments, progress, spool, batches, curricula).ready} == {

@@ -11,11 +11,13 @@ from primeslurm.orchestrator.algorithms import Grpo
 from primeslurm.orchestrator.batching.batches import Batches
 from primeslurm.orchestrator.dispatch import Dispatcher, Limits
 from primeslurm.orchestrator.dispatch.durations import Durations
+from primeslurm.orchestrator.dispatch.work_ahead import WorkAhead
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.rules import violations
 from primeslurm.recipe.sections.staleness import Staleness
+from tests.support.batches import batch_of
 from tests.unit.orchestrator.test_dispatch import rollout, run_all
 
 
@@ -212,7 +214,7 @@ def test_a_batch_trains_no_token_that_is_too_old(rule: str, trained: int) -> Non
     rollouts = tuple(rollout(job, version) for job, version in zip(jobs, [0, 3, 3, 4], strict=True))
     batches = Batches(recipe, Grpo())
     batches.add(6, [RolloutGroup("a-00000000", "a", 0, 4, rollouts)])
-    batch = batches.get(6, 0, 1)
+    batch = batch_of(batches, 6)
     assert batch is not None and batch.info.loss_tokens == trained, "of two tokens each, of which the first has no loss"
 
 
@@ -223,3 +225,39 @@ def test_more_rollouts_than_a_group_has_are_refused() -> None:
     assert (found.field, found.fix) == ("orchestrator.staleness.at_least", "nearest: 4")
     fields["staleness"] = {"rule": "drop", "at_least": 5}
     assert not violations(Recipe.model_validate(data))
+
+
+@pytest.mark.parametrize("rule", ["drop", "partial", "carry", "mask"])
+def test_a_batch_is_cut_ahead_only_if_nothing_is_lost_by_it(rule: str) -> None:
+    made = dispatcher(inflight=8, rule=rule)
+    jobs = run_all(made)
+    assert len(jobs) == 8 and not made.may_cut_ahead(), "nothing is complete"
+    group = finish(made, jobs[:4])
+    assert group is not None and made.add_ready(group)
+    assert made.may_cut_ahead(), "the other group lands in the next batch"
+    made.step = 2
+    assert made.may_cut_ahead() == (rule == "mask"), "this is the last batch that the other group may be in"
+    other = finish(made, jobs[4:])
+    assert other is not None and made.add_unscored(other)
+    assert not made.may_cut_ahead(), "nor is the teacher asked in vain"
+    assert made.scored(other) and made.may_cut_ahead()
+
+
+def test_what_was_cut_ahead_waits_for_the_trainer_and_its_step_begins_with_the_one_before() -> None:
+    ahead = WorkAhead(["a"], clock := Clock())
+    ahead.batch_given()
+    clock.now = 5.0
+    ahead.batch_given(ahead=True)
+    assert ahead.given_ahead == 1
+    clock.now = 10.0
+    ahead.step_done()
+    assert ahead.given_ahead == 0 and ahead.horizon_s == 10.0
+    clock.now = 14.0
+    ahead.step_done()
+    ahead.step_done()
+    assert ahead.horizon_s == 7.0, "of 10 s and 4 s; nothing is known of a step whose batch another process gave"
+    ahead.batch_given(ahead=True)
+    assert ahead.given_ahead == 0, "the trainer has no other"
+    ahead.batch_taken_back()
+    ahead.step_done()
+    assert ahead.horizon_s == 7.0

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,9 +23,21 @@ from primeslurm.records.events import decode
 from primeslurm.records.events.training import TrainerStarted
 from primeslurm.records.journal import Journal
 from primeslurm.records.state import TrainerState
-from primeslurm.wire import checkpoints, routed_experts
+from primeslurm.wire import checkpoints, link, routed_experts
 from primeslurm.wire.link import Answer, GetBatch, LinkError, OrchestratorLink, Request, TrainerLink
-from primeslurm.wire.rollouts import Batch, BatchInfo, Rollout, RolloutInfo, Row, from_frames, to_frames
+from primeslurm.wire.received import DamagedError
+from primeslurm.wire.rollouts import (
+    Batch,
+    BatchInfo,
+    Frame,
+    Incoming,
+    Rollout,
+    RolloutInfo,
+    Row,
+    assembled,
+    from_frames,
+    to_frames,
+)
 from primeslurm.wire.weight_transfer import filesystem, tensor_names
 from primeslurm.wire.weight_transfer.messages import NewPolicy
 
@@ -77,6 +89,7 @@ ROW |= {"advantages": np.float32, "temperatures": np.float32, "on_policy": np.bo
 
 def batch(step: int = 1) -> Batch:
     rows = [Row(**{name: np.full(4, i, kind) for name, kind in ROW.items()}) for i in range(2)]
+    rows = [replace(row, positions=np.array([0, 1, 0, 1 - i], np.int32)) for i, row in enumerate(rows)]
     return Batch(BatchInfo(step, 0, 1, 8), rows)
 
 
@@ -217,6 +230,7 @@ class Server:
     def __init__(self, delay_s: float = 0.0) -> None:
         self.seen: list[Request] = []
         self.delay_s = delay_s
+        self.always_s = 0.0
         self.address = ""
         self._ready = threading.Event()
         self._loop = asyncio.new_event_loop()
@@ -224,12 +238,12 @@ class Server:
         self._thread.start()
         self._ready.wait(10)
 
-    async def answer(self, request: Request) -> Batch | Answer:
+    async def answer(self, request: Request) -> Sequence[Frame] | Answer:
         self.seen.append(request)
         delay, self.delay_s = self.delay_s, 0.0
-        await asyncio.sleep(delay)
+        await asyncio.sleep(delay + self.always_s)
         if isinstance(request, GetBatch):
-            return batch(request.step) if request.step < 3 else Answer("stop" if request.step == 3 else "wait")
+            return batch(request.step).encode() if request.step < 3 else Answer("stop" if request.step == 3 else "wait")
         if isinstance(request, NewPolicy) and request.version < 0:
             raise ValueError("no such version")
         return Answer("ok")
@@ -242,9 +256,9 @@ class Server:
 
     async def _serve(self) -> None:
         self.address = f"tcp://127.0.0.1:{free_port()}"
-        link = OrchestratorLink(self.address, self.answer)
+        self.link = OrchestratorLink(self.address, self.answer)
         self._ready.set()
-        await link.serve()
+        await self.link.serve()
 
     def stop(self) -> None:
         self._loop.call_soon_threadsafe(self._task.cancel)
@@ -276,6 +290,38 @@ def test_a_lost_answer_is_asked_for_again(server: Server) -> None:
     link.announce(1, "/w")
     assert server.seen.count(NewPolicy(1, "/w")) >= 2
     link.close()
+
+
+def test_a_large_batch_comes_in_chunks_each_of_them_once(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    frames = batch(1).encode()
+    size = sum(map(len, frames[1:]))
+    monkeypatch.setattr(link, "CHUNK", 10)
+    link_ = TrainerLink(server.address)
+    found = link_.get_batch(1, 0, 1, timeout_s=5)
+    assert found is not None
+    assert [bytes(frame) for frame in found.encode()] == [bytes(frame) for frame in frames]
+    offsets = [request.offset for request in server.seen if isinstance(request, GetBatch)]
+    assert offsets == list(range(0, size, 10))
+    assert server.link.sent_bytes == size + len(frames[0])
+    link_.close()
+
+
+def test_what_takes_longer_than_a_dead_peer_is_waited_for_is_not_asked_for_for_ever(server: Server) -> None:
+    server.always_s = 1.0
+    link_ = TrainerLink(server.address, timeout_s=60, retry_s=0.2)
+    assert link_.get_batch(1, 0, 1, timeout_s=60) is not None
+    assert 2 <= len(server.seen) <= 12, "each time it is given more time"
+    link_.close()
+
+
+def test_more_bytes_than_were_announced_are_refused() -> None:
+    head, *rest = batch(1).encode()
+    with pytest.raises(DamagedError, match="more bytes than"):
+        assembled([head, *rest, b"x"])
+    with pytest.raises(DamagedError, match="144 bytes are announced, of at most 136"):
+        assembled([head, *rest[:-1]])
+    with pytest.raises(DamagedError, match="are announced, of at most 3"):
+        Incoming(head, lambda size: np.empty(size, np.uint8), 3)
 
 
 def test_waits_end(server: Server) -> None:

@@ -1,0 +1,157 @@
+"""Documents into rows: how many there are, how long, and which documents each has. Pure; the same for the same input.
+
+First fit decreasing says how many rows of seq_len there have to be. Every rank needs as many as every other, as all
+compute in step; where rows may differ in length, documents are then spread over all of them, so that no rank computes a
+full row beside others' empty ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from primeslurm.recipe import Recipe
+from primeslurm.recipe.sections.trainer import micro_batch_rows
+from primeslurm.wire.rollouts import Bool, Float32, ImageSpan, Int32
+from primeslurm.wire.routed_experts import RoutedExperts
+
+ATTENTION_TOKENS = 32_768
+"""In a document of so many tokens attention costs as much as all the rest. With n active parameters, l layers and h
+heads of size d that is n / (l * h * d): 17,000 for Qwen3-30B-A3B, 28,000 for Qwen3-235B-A22B, 51,000 for Kimi-K2.
+Sparse attention costs next to nothing; rows of long documents are then taken for dearer than they are."""
+LENGTHS = 8
+"""Rows are 1, 2, ... or so many parts of seq_len long: shapes are few, for caches of kernels and of the allocator."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """One sequence to train on. All arrays have shape [n_tokens], routed experts [n_tokens, layers, top_k]."""
+
+    token_ids: Int32
+    mask: Bool
+    logprobs: Float32
+    advantages: Float32
+    on_policy: bool
+    cross_entropy: Float32 | None = field(default=None, kw_only=True)
+    """Above 0: the token is trained by cross-entropy times this. None: 0 everywhere."""
+    routed_experts: RoutedExperts | None = field(default=None, kw_only=True)
+    ref_logprobs: Float32 | None = field(default=None, kw_only=True)
+    images: tuple[ImageSpan, ...] = field(default=(), kw_only=True)
+    temperature: float | None = field(default=None, kw_only=True)
+    """Its tokens were sampled at. None: that of the batch."""
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+@dataclass(frozen=True)
+class PackedRow:
+    """Which documents a row has, one after the other, and its length; what they leave is padding."""
+
+    documents: tuple[Document, ...]
+    length: int
+
+    @property
+    def lengths(self) -> list[int]:
+        """Return the lengths of its documents, and of the padding."""
+        lengths = [len(document) for document in self.documents]
+        padding = self.length - sum(lengths)
+        return [*lengths, padding] if padding else lengths
+
+
+def quantum(recipe: Recipe) -> int | None:
+    """Return what the lengths of rows are multiples of. None: all rows have seq_len tokens.
+
+    Whatever length a row has, all ranks that share it cut it into equal pieces. Compiled layers are compiled for one
+    length. Rows of which several fit into a micro batch are stacked.
+    """
+    seq_len = recipe.seq_len
+    if recipe.trainer.compile or micro_batch_rows(seq_len) > 1:
+        return None
+    if seq_len % (LENGTHS * recipe.trainer.parallelism.cp):
+        return None
+    return seq_len // LENGTHS
+
+
+def cost(lengths: Sequence[int]) -> float:
+    """What a row of such documents costs to train, in tokens without attention, which is causal and within each."""
+    return sum(length * (1 + length / ATTENTION_TOKENS) for length in lengths)
+
+
+def pack(docs: Sequence[Document], seq_len: int, ranks: int, quantum: int | None = None) -> list[list[PackedRow]]:
+    """Pack documents into the rows of each rank.
+
+    Args:
+        docs: none longer than seq_len.
+        seq_len: longest row [tokens].
+        ranks: how many data-parallel ranks there are.
+        quantum: of the lengths of rows. None: all have seq_len.
+
+    Returns:
+        For each rank its rows, as many as every other has, from the dearest to the cheapest; where documents do not
+        suffice, empty ones.
+    """
+    lengths = [len(doc) for doc in docs]
+    bins = _fit(lengths, seq_len)
+    per_rank = max(1, -(-len(bins) // ranks))
+    if quantum is not None:
+        bins = _spread(lengths, seq_len, per_rank * ranks) or bins
+    costs = [cost([lengths[i] for i in members]) for members in bins]
+
+    def row(members: Sequence[int]) -> PackedRow:
+        used = sum(lengths[i] for i in members)
+        length = seq_len if quantum is None else max(1, -(-used // quantum)) * quantum
+        return PackedRow(tuple(docs[i] for i in members), length)
+
+    return [[row(bins[b]) for b in mine] + [row([])] * (per_rank - len(mine)) for mine in _deal(costs, ranks, per_rank)]
+
+
+def _fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """First fit decreasing."""
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for index in _decreasing(lengths):
+        length = lengths[index]
+        target = next((b for b, free in enumerate(room) if free >= length), None)
+        if target is None:
+            bins.append([])
+            room.append(capacity)
+            target = len(bins) - 1
+        bins[target].append(index)
+        room[target] -= length
+    return bins
+
+
+def _spread(lengths: Sequence[int], capacity: int, rows: int) -> list[list[int]] | None:
+    """Spread documents over so many rows, the next longest to the cheapest that has room. None: one fits nowhere."""
+    bins: list[list[int]] = [[] for _ in range(rows)]
+    room, costs = [capacity] * rows, [0.0] * rows
+    for index in _decreasing(lengths):
+        fitting = [b for b in range(rows) if room[b] >= lengths[index]]
+        if not fitting:
+            return None
+        target = min(fitting, key=costs.__getitem__)
+        bins[target].append(index)
+        room[target] -= lengths[index]
+        costs[target] += cost([lengths[index]])
+    return bins
+
+
+def _deal(costs: Sequence[float], ranks: int, per_rank: int) -> list[list[int]]:
+    """Deal rows round by round, the dearest of a round to the rank that has the least yet.
+
+    All ranks wait for the slowest in each micro batch, so those of a round cost about the same, too.
+    """
+    dealt: list[list[int]] = [[] for _ in range(ranks)]
+    totals = [0.0] * ranks
+    order = _decreasing(costs)
+    for start in range(0, len(order), ranks):
+        poorest = sorted(range(ranks), key=totals.__getitem__)
+        for index, rank in zip(order[start : start + ranks], poorest, strict=False):
+            dealt[rank].append(index)
+            totals[rank] += costs[index]
+    return dealt
+
+
+def _decreasing(values: Sequence[float]) -> list[int]:
+    return sorted(range(len(values)), key=lambda i: (-values[i], i))

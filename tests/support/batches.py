@@ -1,0 +1,39 @@
+"""Batches as trainer ranks get them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from primeslurm.orchestrator.batching import packing
+from primeslurm.orchestrator.batching.batches import Batches, Share
+from primeslurm.orchestrator.batching.packing import Document
+from primeslurm.orchestrator.batching.shares import Common, encode
+from primeslurm.wire.rollouts import Batch, BatchInfo, Frame, Row, assembled
+
+
+def received(frames: Sequence[Frame]) -> Batch:
+    """A batch that was sent, however its bytes were cut into frames."""
+    return Batch.decode(assembled(frames))
+
+
+def batch_of(batches: Batches, step: int, rank: int = 0, ranks: int = 1) -> Batch | None:
+    """What one rank gets of a step, if there is such a batch."""
+    frames = batches.get(Share(step, rank, ranks))
+    return None if frames is None else received(frames)
+
+
+def pack(
+    docs: Sequence[Document],
+    seq_len: int,
+    ranks: int,
+    temperature: float,
+    quantum: int | None = None,
+    cp_rank: int = 0,
+    cp_world: int = 1,
+) -> list[list[Row]]:
+    """The rows of each rank, or its pieces of them, as they come over the wire."""
+    common = Common.of(docs, temperature)
+    return [
+        received(encode(rows, BatchInfo(1, rank, ranks, 0, cp_rank=cp_rank, cp_world=cp_world), common)).rows
+        for rank, rows in enumerate(packing.pack(docs, seq_len, ranks, quantum))
+    ]

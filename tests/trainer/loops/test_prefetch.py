@@ -1,0 +1,87 @@
+"""What is fetched ahead is what is trained, and nobody waits for a batch that is not formed."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from primeslurm.trainer.loops.prefetch import Place, Prefetch
+from primeslurm.wire.link import TransferWanted
+from primeslurm.wire.rollouts import Batch
+from tests.trainer.conftest import make_batch
+
+
+class Link:
+    """Stands for a link: `answer` is what comes, as soon as `formed` is set."""
+
+    def __init__(self, answer: Batch | Exception | None = None) -> None:
+        self.answer = answer
+        self.formed = threading.Event()
+        self.coming = threading.Event()
+        self.receiving = False
+        self.asked: list[int] = []
+        self.closed = threading.Event()
+
+    def beside(self) -> Link:
+        return self
+
+    def get_batch(self, step: int, *where: object, **how: object) -> Batch | None:
+        self.asked.append(step)
+        interrupted = where[3]
+        assert callable(interrupted) and how == {"cp_rank": 1, "cp_world": 2, "ahead": True}
+        while not self.formed.wait(0.01):
+            if interrupted():
+                return None
+        self.receiving = True
+        self.coming.wait(60)
+        self.receiving = False
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+def prefetch(link: Link) -> Prefetch:
+    return Prefetch(link, Place(0, 1, 1, 2), 60)  # type: ignore[arg-type]
+
+
+def test_a_batch_that_is_coming_is_waited_for() -> None:
+    link = Link(batch := make_batch(2))
+    ahead = prefetch(link)
+    ahead.begin(2)
+    link.formed.set()
+    while not link.receiving:
+        time.sleep(0.01)
+    threading.Timer(0.2, link.coming.set).start()
+    assert ahead.take(2) is batch and link.asked == [2]
+    assert ahead.take(2) is None, "it is given once"
+
+
+def test_a_batch_that_is_not_formed_is_not_waited_for() -> None:
+    ahead = prefetch(link := Link(make_batch(2)))
+    ahead.begin(2)
+    assert ahead.take(2) is None
+    assert link.closed.wait(60), "nor asked for any more"
+
+
+def test_a_batch_of_another_step_is_not_given() -> None:
+    ahead = prefetch(link := Link(make_batch(2)))
+    link.formed.set()
+    link.coming.set()
+    ahead.begin(2)
+    assert link.closed.wait(60)
+    assert ahead.take(3) is None
+
+
+def test_engines_that_want_the_policy_are_told_of() -> None:
+    ahead = prefetch(link := Link(TransferWanted()))
+    link.formed.set()
+    link.coming.set()
+    ahead.begin(2)
+    assert link.closed.wait(60)
+    with pytest.raises(TransferWanted):
+        ahead.take(2)
