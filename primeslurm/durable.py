@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -85,14 +86,18 @@ def sync_if_there(path: Path) -> None:
         sync(path.parent)
 
 
-def sync_tree(directory: Path) -> None:
+def sync_tree(directory: Path, flushed: Container[Path] = ()) -> None:
     """Flush every file below a directory, every directory, and the directory's own name. Raises OSError.
 
     Each process flushes what it wrote itself: on a shared file system nobody can do it for a process of another node.
+
+    Args:
+        directory: with all that is below it.
+        flushed: files that their writers have flushed.
     """
     for root, _, names in os.walk(directory, topdown=False):
         for name in names:
-            if (path := Path(root, name)).is_file():
+            if (path := Path(root, name)) not in flushed and path.is_file():
                 sync(path)
         sync(Path(root))
     sync(directory.parent)

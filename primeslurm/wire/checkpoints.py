@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import msgspec
 
 from primeslurm import durable
 from primeslurm.wire import manifest
+from primeslurm.wire.digests import XXH3
 from primeslurm.wire.manifest import FileRecord
 
 COMMITTED = "COMMITTED"
+SHARD = ".distcp"
+"""How files with tensors end."""
 _NAME = re.compile(r"^step_(\d{6,})$")
 
 
@@ -33,14 +36,26 @@ def step_dir(run_dir: Path, step: int) -> Path:
     return run_dir / "checkpoints" / f"step_{step:06d}"
 
 
-def commit(directory: Path, step: int, attempt: int) -> Commit:
+def commit(directory: Path, step: int, attempt: int, described: Sequence[FileRecord] = ()) -> Commit:
     """Name every file below `directory` in COMMITTED, written last: all is on disk by then, and COMMITTED on return.
 
-    Files that another node wrote must have been flushed there. Raises OSError.
+    Args:
+        directory: of the checkpoint.
+        step: of the checkpoint.
+        attempt: that makes it.
+        described: records of files that their writers made, with the digests of what they wrote, and flushed; only
+            the others are read and flushed here.
+
+    Raises:
+        OSError: something cannot be read or flushed, or a file that was described is not there as it was.
     """
-    durable.sync_tree(directory)
-    files = [p for p in directory.rglob("*") if p.is_file() and p.name != COMMITTED]
-    value = Commit(step=step, attempt=attempt, parts=manifest.describe(directory, files))
+    if absent := manifest.misplaced(directory, described):
+        raise OSError("; ".join(absent))
+    known = {directory / record.name for record in described}
+    durable.sync_tree(directory, flushed=known)
+    files = [p for p in directory.rglob("*") if p not in known and p.is_file() and p.name != COMMITTED]
+    parts = sorted([*described, *manifest.describe(directory, files)], key=lambda record: record.name)
+    value = Commit(step=step, attempt=attempt, parts=parts)
     manifest.write(directory / COMMITTED, value)
     return value
 
@@ -73,6 +88,31 @@ def damage(directory: Path) -> list[str]:
     """
     record = read_commit(directory)
     return manifest.differing(directory, record.parts) if record else [f"{directory}: not committed"]
+
+
+def damage_at_sight(directory: Path) -> list[str]:
+    """Compare a committed checkpoint with its record, without the terabytes that are checked while they are read.
+
+    Returns:
+        What is wrong, in words; empty if every part has its size, and all but the shards their digest.
+    """
+    record = read_commit(directory)
+    if record is None:
+        return [f"{directory}: not committed"]
+    small = [part for part in record.parts if not is_shard(part)]
+    return manifest.misplaced(directory, record.parts) or manifest.differing(directory, small)
+
+
+def is_shard(part: FileRecord) -> bool:
+    """Whether a part is a trainer rank's share of the tensors: the large ones."""
+    return part.name.endswith(SHARD)
+
+
+def unchecked_shards(directory: Path) -> list[FileRecord]:
+    """List the shards of a committed checkpoint that readers cannot check while they read: those of release 0.1.0."""
+    record = read_commit(directory)
+    parts = record.parts if record else []
+    return [part for part in parts if is_shard(part) and not part.digest.startswith(XXH3)]
 
 
 def prune(run_dir: Path, keep: int, needed: Collection[int] = ()) -> list[int]:

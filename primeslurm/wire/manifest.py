@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
@@ -10,10 +12,13 @@ import msgspec
 
 from primeslurm import durable
 from primeslurm.files import digest
+from primeslurm.wire import digests
 
 T = TypeVar("T")
 LONGEST_NAME = 255
 """Bytes of the name of a file or a directory."""
+_READERS = 8
+"""Threads that read files to check them: more than one disk or server answers."""
 
 
 class FileRecord(msgspec.Struct, frozen=True):
@@ -36,8 +41,20 @@ def describe(directory: Path, files: Iterable[Path]) -> list[FileRecord]:
 
 
 def differing(directory: Path, records: Sequence[FileRecord]) -> list[str]:
-    """Say in words which files are missing or differ from their records."""
-    return [f"{directory / r.name}: differs from its record" for r in records if not _matches(directory / r.name, r)]
+    """Say in words which files are missing or differ from their records. All are read, by several threads."""
+    with ThreadPoolExecutor(min(_READERS, os.cpu_count() or 1)) as readers:
+        sound = list(readers.map(lambda record: _matches(directory / record.name, record), records))
+    return [differs(directory / record.name) for record, fine in zip(records, sound, strict=True) if not fine]
+
+
+def misplaced(directory: Path, records: Iterable[FileRecord]) -> list[str]:
+    """Say in words which files are missing or have another size than in their records. None is read."""
+    return [differs(directory / record.name) for record in records if not _in_place(directory / record.name, record)]
+
+
+def differs(path: Path) -> str:
+    """Say of a file that it is not what its record says."""
+    return f"{path}: differs from its record"
 
 
 def write(path: Path, value: object) -> None:
@@ -54,4 +71,8 @@ def read(path: Path, kind: type[T]) -> T | None:
 
 
 def _matches(path: Path, record: FileRecord) -> bool:
-    return path.is_file() and path.stat().st_size == record.bytes and digest(path) == record.digest
+    return _in_place(path, record) and digests.same(path, record.digest)
+
+
+def _in_place(path: Path, record: FileRecord) -> bool:
+    return path.is_file() and path.stat().st_size == record.bytes

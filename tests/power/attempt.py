@@ -233,8 +233,10 @@ def _observe(place: Place, number: int) -> None:
         original(file, **changes)
         place.tell("progress", attempt=number, next_step=file.now.next_step, done_step=file.now.done_step)
 
-    def commit(directory: Path, step: int, attempt: int, original: Any = checkpoints.commit) -> Any:
-        found = original(directory, step, attempt)
+    def commit(
+        directory: Path, step: int, attempt: int, described: Any = (), original: Any = checkpoints.commit
+    ) -> Any:
+        found = original(directory, step, attempt, described)
         place.tell("committed", attempt=attempt, step=step, record=_digest(repr(found).encode()))
         return found
 

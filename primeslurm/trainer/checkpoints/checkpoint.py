@@ -22,16 +22,27 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from primeslurm import durable
 from primeslurm.recipe.sections.trainer import Checkpoint
 from primeslurm.records import metrics
+from primeslurm.records.beats import pulse
 from primeslurm.records.events.training import CheckpointCommitted
 from primeslurm.records.journal import Journal
+from primeslurm.trainer.checkpoints.shards import (
+    DamagedError,
+    Moved,
+    ShardReader,
+    ShardWriter,
+    threads_of_a_rank,
+    wait_beating,
+)
 from primeslurm.trainer.distributed.space import for_want_of_space, waiting_for_space
 from primeslurm.trainer.distributed.world import RankError, World
 from primeslurm.trainer.loops.phase_timer import PhaseTimer
 from primeslurm.trainer.loops.step import Learner
-from primeslurm.wire import checkpoints
+from primeslurm.wire import checkpoints, manifest
 from primeslurm.wire.link import LinkError, TrainerLink
 
 log = logging.getLogger(__name__)
+_BACKSTOP = timedelta(days=1)
+"""Of collectives that wait for terabytes. Long before, who hangs is found by its silence, and who dies at once."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +51,7 @@ class _Writing:
 
     step: int
     began: float
+    moved: Moved
     done: Future[None]
     """On rank 0 it includes COMMITTED, which waits for every rank's files."""
 
@@ -64,8 +76,8 @@ class Checkpoints:
         self._writing: _Writing | None = None
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         # A group of its own: the thread's collectives must not meet those of the training loop.
-        patience = timedelta(seconds=world.patience_s)
-        self._group = dist.new_group(backend="gloo", timeout=patience) if config.asynchronous else world.control
+        # Who is done with its bytes waits for the others, who beat as long as they move theirs: no matter how many.
+        self._group = dist.new_group(backend="gloo", timeout=max(_BACKSTOP, timedelta(seconds=world.patience_s)))
         pinned = world.device.type == "cuda"
         self._stager = DefaultStager(StagingOptions(pinned, False, False, pinned)) if config.asynchronous else None
 
@@ -106,23 +118,64 @@ class Checkpoints:
         Raises:
             RankError: the orchestrator failed.
         """
-        step = self._world.decide(self._newest_sound() if self._world.is_main else 0)
-        if step:
-            directory = checkpoints.step_dir(self._run_dir, step) / "trainer"
-            dcp.load(_state(learner), checkpoint_id=directory, process_group=self._world.control)
-            self._on_main(lambda: self._announce(step), f"resuming at step {step}")
+        half_loaded = False
+        while step := self._world.decide(self._newest_whole() if self._world.is_main else 0):
+            damage = self._damaged_before(step)
+            if not damage:
+                damage = self._load(step, learner)
+                half_loaded = bool(damage)
+            if not damage:
+                self._on_main(lambda: self._announce(step), f"resuming at step {step}")
+                break
+            self._on_main(partial(self._set_aside, step, damage), f"setting the checkpoint of step {step} aside")
+        if half_loaded:
+            raise RankError("no other checkpoint is there, and of the damaged one a part is loaded: start anew")
         self._saved = step
         return step
 
-    def _newest_sound(self) -> int:
+    def _newest_whole(self) -> int:
+        """The newest one that looks whole, on rank 0: shards are only looked at, ranks check them while they read."""
         for step in reversed(checkpoints.committed(self._run_dir)):
-            directory = checkpoints.step_dir(self._run_dir, step)
-            damage = checkpoints.damage(directory)
-            if not damage:
+            if not (damage := checkpoints.damage_at_sight(checkpoints.step_dir(self._run_dir, step))):
                 return step
-            log.error("checkpoint of step %d is damaged, trying the one before: %s", step, "; ".join(damage))
-            durable.rename(directory, directory.with_name(f"{directory.name}.damaged-{self._attempt}"))
+            self._set_aside(step, damage)
         return 0
+
+    def _set_aside(self, step: int, damage: list[str]) -> None:
+        directory = checkpoints.step_dir(self._run_dir, step)
+        log.error("checkpoint of step %d is damaged, trying the one before: %s", step, "; ".join(damage))
+        durable.rename(directory, directory.with_name(f"{directory.name}.damaged-{self._attempt}"))
+
+    def _damaged_before(self, step: int) -> list[str]:
+        """Of a checkpoint of release 0.1.0, what is damaged: each rank reads some files, before any is loaded."""
+        directory = checkpoints.step_dir(self._run_dir, step)
+        files = checkpoints.unchecked_shards(directory)
+        damage: list[str] = []
+        failure: Exception | None = None
+        try:
+            for record in files[self._world.rank :: self._world.size]:
+                pulse().beat()
+                damage += manifest.differing(directory, [record])
+        except OSError as error:
+            failure = error
+        self._world.agree(failure, f"reading the checkpoint of step {step}")
+        return [text for texts in self._world.collect(damage) for text in texts]
+
+    def _load(self, step: int, learner: Learner) -> list[str]:
+        """Load a checkpoint; what of it is damaged, in words. Raises RankError: it cannot be read."""
+        moved = Moved()
+        directory = checkpoints.step_dir(self._run_dir, step) / "trainer"
+        reader = ShardReader(directory, moved, threads_of_a_rank())
+        try:
+            dcp.load(_state(learner), storage_reader=reader, process_group=self._group)
+        except CheckpointException as error:
+            failures = {rank: wrapped[0] for rank, wrapped in error.failures.items()}
+            damage = [str(each) for each in failures.values() if isinstance(each, DamagedError)]
+            if not damage:
+                texts = "; ".join(f"rank {rank}: {each!r}" for rank, each in failures.items())
+                raise RankError(f"reading the checkpoint of step {step} failed: {texts}") from error
+            return sorted(set(damage))
+        return []
 
     def _save(self, step: int, learner: Learner, timer: PhaseTimer) -> None:
         self._concluded(timer)  # if there was no space for an earlier step, this one takes its place
@@ -135,13 +188,15 @@ class Checkpoints:
         with timer.phase("snapshot"):
             self._on_main(lambda: self._begin(directory, step, timer.journal), f"checkpoint of step {step}")
             state = {name: part.state_dict() for name, part in _state(learner).items()}
-            where: dict[str, Any] = {"checkpoint_id": directory / "trainer", "process_group": self._group}
+            moved = Moved()
+            writer = ShardWriter(directory / "trainer", moved, threads_of_a_rank())
+            where: dict[str, Any] = {"storage_writer": writer, "process_group": self._group}
             write: Callable[[], object]
             if self._stager is None:
                 write = partial(dcp.save, state, **where)
             else:
                 write = cast(Future[Any], dcp.async_save(state, **where, async_stager=self._stager)).result
-        self._writing = _Writing(step, began, self._thread.submit(self._write, write, directory, step))
+        self._writing = _Writing(step, began, moved, self._thread.submit(self._write, write, writer, directory, step))
         self._saved = step
         if self._stager is None:
             self._conclude(timer)
@@ -155,10 +210,10 @@ class Checkpoints:
         else:
             metrics.sync(self._run_dir)
 
-    def _write(self, write: Callable[[], object], directory: Path, step: int) -> None:
+    def _write(self, write: Callable[[], object], writer: ShardWriter, directory: Path, step: int) -> None:
         write()
         if self._world.is_main:
-            checkpoints.commit(directory, step, self._attempt)
+            checkpoints.commit(directory, step, self._attempt, writer.files)
 
     def _concluded(self, timer: PhaseTimer) -> bool:
         """`_conclude`, and whether there was space for what was being written; if not, nothing is left of it."""
@@ -181,6 +236,7 @@ class Checkpoints:
         writing, self._writing = self._writing, None
         doing = f"checkpoint of step {writing.step}"
         with timer.phase("checkpoint"):
+            wait_beating([writing.done], writing.moved)
             self._world.agree(_failure(writing.done), doing)
             self._on_main(lambda: self._announce(writing.step), doing)
         timer.took("checkpoint", time.monotonic() - writing.began)

@@ -19,12 +19,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from primeslurm import durable
 from primeslurm.model_files import locate
 from primeslurm.recipe import Recipe
 from primeslurm.trainer import models
+from primeslurm.trainer.checkpoints.shards import Moved, ShardReader, threads_of_a_rank
 from primeslurm.trainer.models import generic
 from primeslurm.trainer.weights import huggingface
 from primeslurm.trainer.weights.export import Encoding, by_layer, cast
@@ -41,7 +43,7 @@ def export(recipe: Recipe, checkpoint: Path, out: Path) -> None:
     They are in the compute dtype. A run whose engines started from an FP8 checkpoint gets such a checkpoint.
 
     Raises:
-        OSError: a file cannot be read or written.
+        OSError: a file cannot be read or written, or is damaged: what is exported is checked while it is read.
         ValueError: the checkpoint is not one of the recipe's model, or holds adapters alone.
     """
     if recipe.trainer.lora is not None:
@@ -112,7 +114,11 @@ def _layers(directory: Path) -> Iterator[dict[str, torch.Tensor]]:
     }
     for names in by_layer(sizes):
         tensors = {name: torch.empty(sizes[name].size, dtype=sizes[name].properties.dtype) for name in names}
-        dcp.load({_PREFIX.rstrip("."): tensors}, checkpoint_id=directory, no_dist=True)
+        reader = ShardReader(directory, Moved(), threads_of_a_rank())
+        try:
+            dcp.load({_PREFIX.rstrip("."): tensors}, storage_reader=reader, no_dist=True)
+        except CheckpointException as error:  # no Exception
+            raise OSError("; ".join(str(wrapped[0]) for wrapped in error.failures.values())) from error
         yield tensors
 
 

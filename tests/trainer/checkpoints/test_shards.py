@@ -1,0 +1,208 @@
+"""Checkpoints whose digests are made while they are written: damage, kills, and what release 0.1.0 has left."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from primeslurm import durable
+from primeslurm.trainer.assembly.build import build
+from primeslurm.trainer.checkpoints import checkpoint, shards
+from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
+from primeslurm.trainer.components.loss import from_recipe
+from primeslurm.trainer.distributed.world import RankError, World
+from primeslurm.trainer.loops.step import Learner
+from primeslurm.wire import checkpoints
+from tests.trainer.conftest import make_batch, make_recipe, make_timer
+
+
+def trained(model: Path, directory: Path, world: World, steps: int, attempt: int = 1) -> tuple[Learner, Checkpoints]:
+    """A learner that has made so many steps, each with a checkpoint."""
+    recipe = make_recipe(model, trainer={"optimizer": {"lr": 1e-2}}, checkpoint={"interval": 1, "keep": 3})
+    learner = Learner(build(recipe, world), recipe.trainer.optimizer, 9, from_recipe(recipe.trainer.loss), world)
+    saver, timer = Checkpoints(directory, attempt, recipe.checkpoint, world, None), make_timer(directory)
+    for step in range(1, steps + 1):
+        learner.train(make_batch(step), timer)
+        saver.after(step, learner, timer)
+    return learner, saver
+
+
+def weights(learner: Learner) -> dict[str, torch.Tensor]:
+    """Copies of all parameters."""
+    return {name: tensor.detach().clone() for name, tensor in learner.policy.model.named_parameters()}
+
+
+def flip(path: Path) -> None:
+    """Change one byte in the middle."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_flipped_bit_in_a_shard_is_found_while_it_is_read(moe_model: Path, world: World, tmp_path: Path) -> None:
+    first, _ = trained(moe_model, tmp_path, world, 1)
+    at_one = weights(first)
+    trained(moe_model, tmp_path, world, 2)
+    directory = checkpoints.step_dir(tmp_path, 2)
+    assert checkpoints.damage(directory) == []
+    (shard,) = (directory / "trainer").glob("*.distcp")
+    flip(shard)
+    assert checkpoints.damage_at_sight(directory) == [], "nobody has read it"
+    assert checkpoints.damage(directory) == [f"{shard}: differs from its record"]
+    learner, saver = trained(moe_model, tmp_path, world, 0, attempt=2)
+    assert saver.restore(learner) == 1
+    assert (tmp_path / "checkpoints" / "step_000002.damaged-2").is_dir()
+    assert all(torch.equal(tensor, at_one[name]) for name, tensor in weights(learner).items())
+
+    (shard,) = (checkpoints.step_dir(tmp_path, 1) / "trainer").glob("*.distcp")
+    flip(shard)
+    learner, saver = trained(moe_model, tmp_path, world, 0, attempt=3)
+    with pytest.raises(RankError, match="a part is loaded: start anew"):
+        saver.restore(learner)
+    learner, saver = trained(moe_model, tmp_path, world, 0, attempt=4)
+    assert saver.restore(learner) == 0, "the next attempt is at the beginning"
+
+
+def test_what_cannot_be_read_is_not_damaged(
+    moe_model: Path, world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained(moe_model, tmp_path, world, 1)
+
+    def fail(*_: Any) -> None:
+        raise OSError("stale file handle")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shards, "_fill", fail)
+        learner, saver = trained(moe_model, tmp_path, world, 0, attempt=2)
+        with pytest.raises(RankError, match="stale file handle"):
+            saver.restore(learner)
+    assert checkpoints.committed(tmp_path) == [1]
+    assert saver.restore(learner) == 1
+
+
+def test_a_resume_reads_each_byte_once(moe_model: Path, world: World, tmp_path: Path) -> None:
+    trained(moe_model, tmp_path, world, 1)
+    learner, saver = trained(moe_model, tmp_path, world, 0, attempt=2)
+    seen: list[shards.Moved] = []
+
+    class Counted(shards.Moved):
+        def __init__(self) -> None:
+            super().__init__()
+            seen.append(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "Moved", Counted)
+        assert saver.restore(learner) == 1
+    files = (checkpoints.step_dir(tmp_path, 1) / "trainer").glob("*.distcp")
+    assert [moved.bytes for moved in seen] == [sum(path.stat().st_size for path in files)]
+
+
+@pytest.mark.parametrize("damaged", [False, True], ids=["sound", "damaged"])
+def test_a_checkpoint_as_release_0_1_0_wrote_it(damaged: bool, moe_model: Path, world: World, tmp_path: Path) -> None:
+    learner, saver = trained(moe_model, tmp_path, world, 1)
+    before = weights(learner)
+    directory = checkpoints.step_dir(tmp_path, 1)
+    durable.remove(directory / checkpoints.COMMITTED)
+    state = {name: part.state_dict() for name, part in checkpoint._state(learner).items()}
+    for path in (directory / "trainer").iterdir():
+        path.unlink()
+    dcp.save(state, checkpoint_id=directory / "trainer", process_group=world.control)
+    checkpoints.commit(directory, 1, 1)  # digests of what it reads
+    if damaged:
+        flip(next((directory / "trainer").glob("*.distcp")))
+    learner, saver = trained(moe_model, tmp_path, world, 0, attempt=2)
+    assert saver.restore(learner) == (0 if damaged else 1)
+    if not damaged:
+        assert all(torch.equal(tensor, before[name]) for name, tensor in weights(learner).items())
+
+
+def test_torch_alone_reads_what_was_written(moe_model: Path, world: World, tmp_path: Path) -> None:
+    learner, _ = trained(moe_model, tmp_path, world, 1)
+    state = checkpoint._Trained(learner.policy.model).state_dict()
+    empty = {name: torch.zeros(tensor.shape, dtype=tensor.dtype) for name, tensor in state.items()}
+    dcp.load({"model": empty}, checkpoint_id=checkpoints.step_dir(tmp_path, 1) / "trainer", no_dist=True)
+    whole = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in state.items()}
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in empty.items())
+
+
+def test_several_files_of_a_rank_and_parts_that_others_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "FILE_BYTES", 1 << 12)
+    state = {f"t{number}": torch.randn(100 + number, 7) for number in range(40)} | {"step": torch.tensor(3.0), "x": 5}
+    (tmp_path / "trainer").mkdir()
+    writer = shards.ShardWriter(tmp_path / "trainer", shards.Moved(), 4)
+    dcp.save(state, storage_writer=writer, no_dist=True)
+    assert len(writer.files) == 4 and all(record.digest.startswith("xxh3:") for record in writer.files)
+    checkpoints.commit(tmp_path, 1, 1, writer.files)
+    assert checkpoints.damage(tmp_path) == []
+    found = {name: torch.zeros_like(value) if isinstance(value, torch.Tensor) else 0 for name, value in state.items()}
+    dcp.load(found, storage_reader=shards.ShardReader(tmp_path / "trainer", shards.Moved(), 4), no_dist=True)
+    assert found["x"] == 5
+    assert all(torch.equal(found[n], v) for n, v in state.items() if isinstance(v, torch.Tensor))
+
+
+def test_nothing_is_committed_that_is_not_there(tmp_path: Path) -> None:
+    (tmp_path / "trainer").mkdir()
+    writer = shards.ShardWriter(tmp_path / "trainer", shards.Moved(), 1)
+    dcp.save({"t": torch.ones(8)}, storage_writer=writer, no_dist=True)
+    (tmp_path / writer.files[0].name).write_bytes(b"short")
+    with pytest.raises(OSError, match="differs from its record"):
+        checkpoints.commit(tmp_path, 1, 1, writer.files)
+    assert checkpoints.read_commit(tmp_path) is None
+
+
+WRITE_FOR_EVER = """
+import sys
+from pathlib import Path
+import torch, torch.distributed.checkpoint as dcp
+from primeslurm.trainer.checkpoints import shards
+from primeslurm.wire import checkpoints
+shards.FILE_BYTES = 1 << 20
+run, step = Path(sys.argv[1]), int(sys.argv[2])
+while True:
+    directory = checkpoints.step_dir(run, step) / "trainer"
+    directory.mkdir(parents=True, exist_ok=True)
+    writer = shards.ShardWriter(directory, shards.Moved(), 4)
+    dcp.save({f"t{n}": torch.full((1 << 18,), float(step)) for n in range(8)}, storage_writer=writer, no_dist=True)
+    checkpoints.commit(directory.parent, step, 1, writer.files)
+    print(step, flush=True)
+    checkpoints.prune(run, 2)
+    found = {f"t{n}": torch.zeros(1 << 18) for n in range(8)}
+    dcp.load(found, storage_reader=shards.ShardReader(directory, shards.Moved(), 4), no_dist=True)
+    step += 1
+"""
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_kills_at_any_moment_lose_no_commit(seed: int, tmp_path: Path) -> None:
+    """Writing, committing, pruning and reading, killed after a random number of commits and bytes."""
+    rounds, choose, told = 2, random.Random(seed), 0
+    for _ in range(rounds):
+        command = [sys.executable, "-W", "ignore", "-c", WRITE_FOR_EVER, str(tmp_path), str(told + 1)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        for _ in range(choose.randint(1, 8)):
+            told = int(process.stdout.readline())
+        for _ in range(choose.randint(0, 200)):
+            os.sched_yield()  # somewhere in what follows the commit
+        process.send_signal(signal.SIGKILL)
+        told = max([told, *map(int, process.stdout.read().split())])
+        process.wait()
+        committed = checkpoints.committed(tmp_path)
+        assert committed and committed[-1] >= told, "a commit is lost"
+        assert len(committed) >= min(2, told), "pruned before the next one was committed"
+        for step in committed:
+            directory = checkpoints.step_dir(tmp_path, step)
+            assert checkpoints.damage(directory) == []
+            found = {f"t{number}": torch.zeros(1 << 18) for number in range(8)}
+            dcp.load(found, storage_reader=shards.ShardReader(directory / "trainer", shards.Moved(), 2), no_dist=True)
+            assert all(bool((tensor == step).all()) for tensor in found.values())
+        told = committed[-1]
