@@ -154,6 +154,7 @@ class ReplicaShare:
         recomputed = self._computed.lost(looks, seconds)
         self._held.add(_mean(looks, "kv") / running, inflight, looks[-1].ended, seconds)
         held = inflight * self._held.mean  # more than is wanted: then there is too much for now, and that is known
+        recomputed = recomputed and held > LEAST_HELD / 2  # else nothing was evicted: prompts are new, or as many
         self._kv.learn(preempted > PREEMPTED_PER_MIN and held <= self._kv.share * 1.05, seconds)
         self._all_kv.learn(recomputed and held <= self._all_kv.share * 1.05, seconds)
         each = self._held.expected(inflight)

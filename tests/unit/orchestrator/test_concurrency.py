@@ -135,6 +135,20 @@ def test_prompts_that_are_computed_anew_cost_places() -> None:
     assert engines.made.shares["router-0"] <= 0.7 * before
 
 
+def test_prompts_that_are_new_cost_no_places_while_the_cache_is_empty() -> None:
+    engines = Engines("engine-r0-0", bound=40)
+    for look in range(120):  # short answers on engines that mostly wait: some looks see no prompt at all, others many
+        engines.now += 5
+        engines.inflight = {"router-0": min(40, engines.made.shares["router-0"])}
+        sample = engines.samples["engine-r0-0"]
+        sample["running"], sample["kv_usage"] = 4.0, 0.01
+        sample["generated"] += 30
+        sample["computed"] += 0 if look % 20 < 14 else 900
+        engines.ended["router-0"] += 3
+        engines.look()
+    assert engines.made.shares["router-0"] >= 40
+
+
 def test_a_lost_engine_s_share_is_gone_at_once_and_comes_back_with_it() -> None:
     engines = Engines("engine-r0-0", "engine-r0-1", "engine-r1-0")
     engines.run(300, kv_each=0.01)
