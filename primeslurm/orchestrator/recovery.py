@@ -25,11 +25,15 @@ def recover(
     spool: Spool,
     batches: Batches,
     curricula: Curricula,
-) -> Dispatcher:
+) -> tuple[Dispatcher, list[str]]:
     """Fill `batches` with what the trainer may still ask for, and the dispatcher with the groups that are still fresh.
 
-    Deleted from the spool are groups of committed steps, groups that are too old, and groups with tokens of a policy
-    newer than the one we resume from: the step that made it was undone. Groups without the teacher's part wait for it.
+    Groups without the teacher's part wait for it. Deleted from the spool are groups of committed steps.
+
+    Returns:
+        The dispatcher; and which groups are to be deleted when it is on record that their examples come again: those
+        that are too old, and those with tokens of a policy newer than the one we resume from, as the step that made it
+        was undone.
     """
     dispatch = Dispatcher(
         limits(recipe),
@@ -46,14 +50,15 @@ def recover(
     groups = {group.id: group for group in spool.load()}
     ready = {group.id for group in groups.values() if recipe.teacher is None or group.scored}
     _recover_batches(checkpoints.newest(arguments.run_dir) or 0, progress, groups, ready, spool, batches)
+    gone = []
     for name, group in groups.items():
         add = dispatch.add_ready if name in ready else dispatch.add_unscored
         undone = group.newest_version > progress.newest_version
         if not undone:
             curricula.learn(group)  # also of one that has become too old
         if undone or not add(group):
-            spool.delete([name])
-    return dispatch
+            gone.append(name)
+    return dispatch, gone
 
 
 def limits(recipe: Recipe) -> Limits:

@@ -10,7 +10,7 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -86,7 +86,7 @@ class Orchestrator:
         self._curricula.set_tasks(progress.tasks)
         self._admission = Admission(recipe, self._algorithm, self._curricula, self._journal)
         self._finishing = Finishing(self._admission, self._spool, self._count, self._on_rejected, self._on_scored)
-        self._dispatch = recover(recipe, arguments, progress, self._spool, self._batches, self._curricula)
+        self._dispatch, gone = recover(recipe, arguments, progress, self._spool, self._batches, self._curricula)
         self._progress = ProgressFile(arguments.run_dir / PROGRESS, progress, self._dispatch, self._curricula)
         self._evaluator = Evaluator(
             recipe, arguments, progress.newest_version, self._dispatch.incarnation, self._journal, self._metrics
@@ -121,6 +121,8 @@ class Orchestrator:
         self._batch_formed = asyncio.Condition()
         self._wake = asyncio.Event()
         self._cancelled: list[str] = []
+        self._gone = gone
+        """Groups on disk that this process found too old or undone when it began."""
         self._final_policy_at: float | None = None
 
     async def run(self) -> None:
@@ -138,6 +140,7 @@ class Orchestrator:
                     for part in (self._link.serve(), self._workers.serve(), self._policy.run(), self._watch.scrape())
                 ]
                 background.append(tasks.create_task(self._finishing.run()))
+                self._forget(self._gone)
                 if self._scoring is not None:
                     background.append(tasks.create_task(self._scoring.run(self._journal)))
                 if self._progress.now.published:
@@ -396,7 +399,7 @@ class Orchestrator:
         self._wake.set()
         add = self._dispatch.add_ready if self._scoring is None else self._dispatch.add_unscored
         if not add(group):
-            self._finishing.delete([group.id])
+            self._forget([group.id])
         elif self._scoring is None:
             self._notify_if_enough()
         else:
@@ -407,7 +410,19 @@ class Orchestrator:
         if self._dispatch.scored(group):
             self._notify_if_enough()
         else:  # it became too old while it was written
-            self._finishing.delete([group.id])
+            self._forget([group.id])
+
+    def _forget(self, groups: Iterable[str]) -> None:
+        """Delete groups that were given up, once it is on record that their examples come again."""
+        names = list(groups)
+        if not names:
+            return
+        try:
+            self._progress.record()
+        except OSError as error:  # whoever comes again is written over them
+            log.warning("%d groups that are too old stay on disk: %s", len(names), error)
+        else:
+            self._finishing.delete(names)
 
     def _on_unusable(self, environment: str, worker: int, error: str) -> None:
         log.warning("worker %d cannot serve %s: %s", worker, environment, error)
@@ -434,7 +449,7 @@ class Orchestrator:
 
     def _sweep(self, step: int) -> None:
         swept = self._dispatch.sweep(step)
-        self._finishing.delete(group.id for group in swept.stale)
+        self._forget(group.id for group in swept.stale)
         if self._scoring is not None:
             self._scoring.drop(swept.stale)
         self._cancelled += swept.cancelled

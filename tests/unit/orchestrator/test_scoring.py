@@ -196,19 +196,24 @@ def test_spooled_groups_survive_with_and_without_the_teachers_part(tmp_path: Pat
     def asked(one: Rollout) -> Rollout:
         return replace(one, ref_logprobs=np.arange(len(one.token_ids), dtype=np.float32))
 
+    def newer(one: Rollout) -> Rollout:
+        return replace(one, versions=one.versions + 50)
+
     scored = replace(plain, id="scored", rollouts=tuple((asked(one),) for (one,) in plain.rollouts))
-    for one in (plain, scored, replace(scored, id="batch"), replace(plain, id="broken")):
+    undone = replace(scored, id="undone", rollouts=tuple((newer(one),) for (one,) in scored.rollouts))
+    for one in (plain, scored, replace(scored, id="batch"), replace(plain, id="broken"), undone):
         spool.put(one)
     progress = RunProgress(1, 3, batches={1: ["batch"], 2: ["broken"]})
     batches, curricula = Batches(RECIPE, from_recipe(RECIPE)), Curricula(RECIPE, tmp_path / OUTCOMES)
-    made = recover(RECIPE, arguments, progress, spool, batches, curricula)
+    made, gone = recover(RECIPE, arguments, progress, spool, batches, curricula)
     assert [one.id for one in made.ready] == ["scored"] and list(made.unscored) == ["plain"]
+    assert gone == ["undone"] and "undone" in {one.id for one in spool.load()}, "deleted when it is on record"
     again = made.ready[0].rollouts[1][0].ref_logprobs
     assert again is not None and again.tolist() == [0, 1, 2, 3, 4]
     assert batch_of(batches, 1) is not None and batches.groups(2) is None
     without = RECIPE.model_copy(update={"teacher": None})
     batches = Batches(without, from_recipe(without))
-    assert {one.id for one in recover(without, arguments, progress, spool, batches, curricula).ready} == {
+    assert {one.id for one in recover(without, arguments, progress, spool, batches, curricula)[0].ready} == {
         "plain",
         "scored",
     }
