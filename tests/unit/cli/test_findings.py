@@ -67,7 +67,8 @@ def test_a_served_model_needs_no_trainer(place: Path) -> None:
 
 
 def test_a_contradiction_ends_check_and_render_with_code_2_and_plan_shows_it(place: Path) -> None:
-    write(place, FITS, {"weights": {"transport": "nccl"}, "trainer": {"lora": {"save_adapter": True}}})
+    even = {"deployment": {"train": {"nodes": 32}}}  # then adapters of experts come out even, too
+    write(place, FITS, even, {"weights": {"transport": "nccl"}, "trainer": {"lora": {"save_adapter": True}}})
     checked = primeslurm("check", "r.yaml", cwd=place)
     assert checked.code == 2
     assert "error: trainer.lora.save_adapter: Adapters are saved beside published files" in checked.err
