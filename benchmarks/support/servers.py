@@ -53,7 +53,7 @@ class Server:
         except httpx.HTTPError:
             return None
 
-    def wait(self, path: str, timeout_s: float = 180) -> float:
+    def wait(self, path: str, timeout_s: float = 600) -> float:
         """Wait for a 200 on `path`; returns the seconds it took. Raises RuntimeError with the end of the log."""
         began = time.monotonic()
         while self.status_code(path) != 200:

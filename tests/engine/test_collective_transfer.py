@@ -53,7 +53,7 @@ class Exchange:
         assert isinstance(request, OfferTransfer)
         return await self.sessions.answer(request, lambda: self.wanting, 2)
 
-    async def apply(self, version: int, timeout_s: float = 60) -> list[Step | BaseException]:
+    async def apply(self, version: int, timeout_s: float = 600) -> list[Step | BaseException]:
         """Bring all engines to the version that the trainer sends."""
         self.wanting = len(self.engines)
 

@@ -84,7 +84,7 @@ async def test_expert_parallel_workers_take_a_policy(
     engine.wait("/primeslurm/status")
     try:
         target = make_model(tmp_path / "target", seed=9)
-        await client(engine).apply(PolicyVersion(1, str(publish(target, tmp_path, 1))), timeout_s=120)
+        await client(engine).apply(PolicyVersion(1, str(publish(target, tmp_path, 1))), timeout_s=600)
         answer = generate(engine.url, PROMPT, 8)
         expected = reference_logprobs(target, PROMPT + tokens(answer))[len(PROMPT) - 1 :]
         assert logprobs(answer) == pytest.approx(expected, abs=1e-4)

@@ -27,10 +27,10 @@ async def test_serves_nothing_before_its_policy_is_confirmed(
     assert engine.status_code("/metrics") == 200
     assert (await control.status()).version is None
 
-    assert await control.apply(PolicyVersion(0, str(model)), timeout_s=120) is Step.CONFIRM
+    assert await control.apply(PolicyVersion(0, str(model)), timeout_s=600) is Step.CONFIRM
     assert engine.status_code("/health") == 200
     assert spans(generate(engine.url, [2, 3, 4], 3)) == [(0, 0, 3)]
-    assert await control.apply(PolicyVersion(0, str(model)), timeout_s=120) is Step.NOTHING
+    assert await control.apply(PolicyVersion(0, str(model)), timeout_s=600) is Step.NOTHING
 
 
 async def test_shutdown_ends_the_process_and_a_new_start_is_stale(
@@ -38,7 +38,7 @@ async def test_shutdown_ends_the_process_and_a_new_start_is_stale(
 ) -> None:
     engine = start_engine()
     control = client(engine)
-    await control.apply(PolicyVersion(0, str(model)), timeout_s=120)
+    await control.apply(PolicyVersion(0, str(model)), timeout_s=600)
     before = await control.status()
     await control.shutdown()
     assert engine.wait_gone(5)
@@ -57,6 +57,6 @@ async def test_policies_change_under_way(
     engine = start_engine()
     control = client(engine)
     first = publish(make_model(tmp_path / "m1", seed=1), tmp_path, 1)
-    assert await control.apply(PolicyVersion(1, str(first)), timeout_s=120) is Step.UPDATE
+    assert await control.apply(PolicyVersion(1, str(first)), timeout_s=600) is Step.UPDATE
     status = await control.status()
     assert status.version == 1 and not status.paused and status.updates == 1

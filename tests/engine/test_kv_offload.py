@@ -44,7 +44,7 @@ def found(url: str) -> float:
 
 async def open_at_once(engine: Server, client: Any, model: Path) -> Server:
     engine.wait("/primeslurm/status")
-    await client(engine).apply(PolicyVersion(0, str(model)), 60)
+    await client(engine).apply(PolicyVersion(0, str(model)), 600)
     return engine
 
 

@@ -20,7 +20,7 @@ ONLY_WITH_A_CONNECTOR = {"external_queries", "external_hits"}
 
 async def test_the_load_of_a_real_engine(start_engine: StartEngine, client: ConnectEngine, model: Path) -> None:
     engine = start_engine()
-    await client(engine).apply(PolicyVersion(0, str(model)), timeout_s=120)
+    await client(engine).apply(PolicyVersion(0, str(model)), timeout_s=600)
     window = LoadWindow()
     async with httpx.AsyncClient() as http:
         for now in (0.0, 10.0):

@@ -38,7 +38,7 @@ async def running(loop: PolicyLoop) -> AsyncIterator[PolicyLoop]:
         await task
 
 
-async def reaches(loop: PolicyLoop, name: str, state: str, timeout_s: float = 90) -> None:
+async def reaches(loop: PolicyLoop, name: str, state: str, timeout_s: float = 600) -> None:
     deadline = time.monotonic() + timeout_s
     while loop.pool.report()[name].state != state:
         assert time.monotonic() < deadline, loop.pool.report()
@@ -108,7 +108,7 @@ async def test_an_engine_that_hangs_is_down_and_an_update_of_it_times_out(
 ) -> None:
     server = start_engine()
     control = client(server)
-    await control.apply(PolicyVersion(0, str(model)), timeout_s=60)
+    await control.apply(PolicyVersion(0, str(model)), timeout_s=600)
     core = int(Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()[0])
     os.kill(core, signal.SIGSTOP)  # the engine core hangs, its HTTP server answers
     first = PolicyVersion(1, str(publish(make_model(tmp_path / "m1", seed=1), tmp_path, 1)))

@@ -46,7 +46,7 @@ def reference_experts(directory: Path, token_ids: list[int]) -> np.ndarray:
 
 async def test_the_experts_of_every_token_are_returned(engine: Server, client: ConnectEngine, tmp_path: Path) -> None:
     policy = make_model(tmp_path / "policy", seed=5)
-    await client(engine).apply(PolicyVersion(1, str(publish(policy, tmp_path, 1))), timeout_s=120)
+    await client(engine).apply(PolicyVersion(1, str(publish(policy, tmp_path, 1))), timeout_s=600)
     endpoint = GenerateEndpoint(lambda: engine.url, 4096, timeout_s=120, routed=True)
 
     async def sample(prompt: list[int], start: int) -> Completion:

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.engine
 PROMPT = [2, 5, 9, 14, 7, 3, 21]
 
 
-async def eventually(condition: Callable[[], bool], timeout_s: float = 15) -> None:
+async def eventually(condition: Callable[[], bool], timeout_s: float = 600) -> None:
     """Wait until `condition()` holds."""
     deadline = time.monotonic() + timeout_s
     while not condition():
@@ -29,12 +29,12 @@ async def eventually(condition: Callable[[], bool], timeout_s: float = 15) -> No
         await asyncio.sleep(0.1)
 
 
-def retrying(url: str, session: str, seconds: float = 20) -> dict:
+def retrying(url: str, session: str, seconds: float = 600) -> dict:
     """A client that tries again after a 5xx or a lost connection, as rollouts do."""
     deadline = time.monotonic() + seconds
     while True:
         try:
-            return generate(url, PROMPT, 4, session=session, timeout_s=10)
+            return generate(url, PROMPT, 4, session=session, timeout_s=120)
         except httpx.HTTPError:
             if time.monotonic() > deadline:
                 raise
@@ -47,7 +47,7 @@ async def test_a_killed_engine_returns_only_with_the_current_policy(
     engines = [start_engine(), start_engine()]
     policy = PolicyVersion(1, str(publish(make_model(tmp_path / "m", seed=1), tmp_path, 1)))
     router = open_router(engines=engines)  # started while both are stale
-    await asyncio.gather(*(client(engine).apply(policy, 30) for engine in engines))
+    await asyncio.gather(*(client(engine).apply(policy, 600) for engine in engines))
     router.wait("/health")
 
     by_session = {f"s{i}": set() for i in range(12)}
@@ -68,7 +68,7 @@ async def test_a_killed_engine_returns_only_with_the_current_policy(
         assert spans(retrying(router.url, f"s{i}")) == [(1, 0, 4)]
     assert metric(restarted.url, "vllm:request_success_total") == 0
 
-    await client(restarted).apply(policy, 30)
+    await client(restarted).apply(policy, 600)
     moved = [s for s, served_by in by_session.items() if served_by == {0}]
 
     def returned() -> bool:
@@ -89,7 +89,7 @@ async def test_prefill_and_decode_engines_answer_as_one(
     prompts = [[3 + (i * k) % 40 for i in range(1, 90)] for k in (1, 3, 7)]
     for version in (0, 1):
         path = model if version == 0 else publish(make_model(tmp_path / "m", seed=1), tmp_path, 1)
-        await asyncio.gather(*(client(engine).apply(PolicyVersion(version, str(path)), 30) for engine in everyone))
+        await asyncio.gather(*(client(engine).apply(PolicyVersion(version, str(path)), 600) for engine in everyone))
         retrying(router.url, "warm-up")
         for prompt in prompts:
             through = generate(router.url, prompt, 16, salt=f"v{version}", session="s")
@@ -103,7 +103,7 @@ async def test_prefill_and_decode_engines_answer_as_one(
     with pytest.raises(httpx.HTTPStatusError):
         generate(router.url, prompts[0], 2)
     assert metric(restarted.url, "vllm:request_success_total") == 0
-    await client(restarted).apply(PolicyVersion(1, str(path)), 30)
+    await client(restarted).apply(PolicyVersion(1, str(path)), 600)
     assert spans(retrying(router.url, "s")) == [(1, 0, 4)]
 
 
@@ -112,8 +112,8 @@ async def test_every_policy_serves(
 ) -> None:
     engines = [start_engine(), start_engine()]
     for engine in engines:
-        await client(engine).apply(PolicyVersion(0, str(model)), 60)
+        await client(engine).apply(PolicyVersion(0, str(model)), 600)
     for policy in get_args(VllmRouter.model_fields["policy"].annotation):
         router = open_router(engines=engines, policy=policy)
-        router.wait("/health", timeout_s=30)
+        router.wait("/health", timeout_s=600)
         assert len(tokens(generate(router.url, PROMPT, 2, session="s"))) == 2

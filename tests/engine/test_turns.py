@@ -38,7 +38,7 @@ async def test_what_is_trained_follows_on_what_the_engine_saw(
     tiny.write_model(model, hidden=32)
     engine = start_engine(source=model)
     client = EngineClient(lambda: engine.url, str(model), retry_s=0.1)
-    await client.apply(PolicyVersion(0, str(model)), timeout_s=120)
+    await client.apply(PolicyVersion(0, str(model)), timeout_s=600)
     seen: list[tuple[list[int], list[int]]] = []
     generate = GenerateEndpoint.generate
 

@@ -57,7 +57,7 @@ async def test_requests_in_flight_go_on_with_the_new_policy(
     engine: Server, client: ConnectEngine, policy: PolicyOf
 ) -> None:
     control = client(engine)
-    await control.apply(policy(1), timeout_s=120)
+    await control.apply(policy(1), timeout_s=600)
     requests = [asyncio.to_thread(generate, engine.url, PROMPT, 1500) for _ in range(4)]
     running = asyncio.gather(*requests)
     while metric(engine.url, "vllm:num_requests_running") < 4:
@@ -65,7 +65,7 @@ async def test_requests_in_flight_go_on_with_the_new_policy(
     begun = metric(engine.url, "vllm:generation_tokens_total")
     while metric(engine.url, "vllm:generation_tokens_total") < begun + 400:
         await asyncio.sleep(0.02)
-    assert await control.apply(policy(2), timeout_s=120) is Step.UPDATE
+    assert await control.apply(policy(2), timeout_s=600) is Step.UPDATE
     for answer in await running:
         (old, start, boundary), (new, _, end) = spans(answer)
         assert (old, new, start, end) == (1, 2, 0, 1500)
@@ -78,7 +78,7 @@ async def test_logprobs_after_updates_are_those_of_the_new_weights(
 ) -> None:
     control = client(engine)
     for version in (3, 4):
-        await control.apply(policy(version), timeout_s=120)
+        await control.apply(policy(version), timeout_s=600)
         answer = generate(engine.url, PROMPT, 24, salt=f"exact:{version}", temperature=1.0, seed=5)
         expected = reference_logprobs(policies[version], PROMPT + tokens(answer))[len(PROMPT) - 1 :]
         assert logprobs(answer) == pytest.approx(expected, abs=1e-4)
@@ -88,9 +88,9 @@ async def test_a_version_that_is_there_is_not_applied_again(
     engine: Server, client: ConnectEngine, policy: PolicyOf
 ) -> None:
     control = client(engine)
-    await control.apply(policy(4), timeout_s=120)
+    await control.apply(policy(4), timeout_s=600)
     before = await control.status()
-    assert await control.apply(policy(4), timeout_s=120) is Step.NOTHING
+    assert await control.apply(policy(4), timeout_s=600) is Step.NOTHING
     assert await control.status() == before
 
 
@@ -98,15 +98,15 @@ async def test_a_refused_policy_closes_the_gate_and_a_good_one_reopens_it(
     engine: Server, client: ConnectEngine, policy: PolicyOf, policies: dict[int, Path], tmp_path: Path
 ) -> None:
     control = client(engine)
-    await control.apply(policy(3), timeout_s=120)
+    await control.apply(policy(3), timeout_s=600)
     empty = tmp_path / "empty"
     empty.mkdir()
     with pytest.raises(EngineUpdateError, match="MANIFEST"):
-        await control.apply(PolicyVersion(5, str(empty)), timeout_s=120)
+        await control.apply(PolicyVersion(5, str(empty)), timeout_s=600)
     status = await control.status()
     assert status.version is None and status.paused and engine.status_code("/health") == 503
 
-    await control.apply(policy(4), timeout_s=120)
+    await control.apply(policy(4), timeout_s=600)
     assert engine.status_code("/health") == 200
     answer = generate(engine.url, PROMPT, 8, salt="recovered")
     expected = reference_logprobs(policies[4], PROMPT + tokens(answer))[len(PROMPT) - 1 :]
@@ -141,11 +141,11 @@ async def test_a_policy_that_does_not_fit_is_refused_and_leaves_no_trace(
     save_file(tensors, file)
     filesystem.complete(bad, 5, "float32")
     with pytest.raises(EngineUpdateError):
-        await control.apply(PolicyVersion(5, str(bad)), timeout_s=120)
+        await control.apply(PolicyVersion(5, str(bad)), timeout_s=600)
     assert (await control.status()).version is None
 
     for version in (4, 3):
-        await control.apply(policy(version), timeout_s=120)
+        await control.apply(policy(version), timeout_s=600)
         answer = generate(engine.url, PROMPT, 8, salt=f"{damage.__name__}:{version}")
         expected = reference_logprobs(policies[version], PROMPT + tokens(answer))[len(PROMPT) - 1 :]
         assert logprobs(answer) == pytest.approx(expected, abs=1e-4)
@@ -157,13 +157,13 @@ async def test_a_directory_of_another_version_is_refused(
     control = client(engine)
     mislabelled = PolicyVersion(6, policy(3).path)
     with pytest.raises(EngineUpdateError):
-        await control.apply(mislabelled, timeout_s=120)
-    await control.apply(policy(3), timeout_s=120)
+        await control.apply(mislabelled, timeout_s=600)
+    await control.apply(policy(3), timeout_s=600)
     assert engine.status_code("/health") == 200
 
 
 async def test_a_new_salt_reuses_no_cache(engine: Server, client: ConnectEngine, policy: PolicyOf) -> None:
-    await client(engine).apply(policy(3), timeout_s=120)
+    await client(engine).apply(policy(3), timeout_s=600)
     prompt = [3 + i % 40 for i in range(400)]
 
     def hits(salt: str) -> float:
@@ -180,10 +180,10 @@ async def test_an_update_that_nobody_resumed_is_resumed(
     engine: Server, client: ConnectEngine, policy: PolicyOf
 ) -> None:
     control = client(engine)
-    await control.apply(policy(3), timeout_s=120)
+    await control.apply(policy(3), timeout_s=600)
     httpx.post(f"{engine.url}/pause?mode=keep&clear_cache=false", headers=secret.header())
     assert (await control.status()).paused
-    assert await control.apply(policy(3), timeout_s=120) is Step.RESUME
+    assert await control.apply(policy(3), timeout_s=600) is Step.RESUME
     assert len(tokens(generate(engine.url, PROMPT, 4))) == 4
 
 
@@ -193,7 +193,7 @@ async def test_a_tied_head_follows_the_embedding(
     model = make_model(tmp_path / "tied", seed=7, tied=True)
     target = make_model(tmp_path / "target", seed=8, tied=True)
     engine = start_engine(source=model)
-    await client(engine).apply(PolicyVersion(1, str(publish(target, tmp_path, 1))), timeout_s=120)
+    await client(engine).apply(PolicyVersion(1, str(publish(target, tmp_path, 1))), timeout_s=600)
     answer = generate(engine.url, PROMPT, 8)
     expected = reference_logprobs(target, PROMPT + tokens(answer))[len(PROMPT) - 1 :]
     assert logprobs(answer) == pytest.approx(expected, abs=1e-4)

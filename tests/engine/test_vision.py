@@ -96,7 +96,7 @@ async def test_after_an_update_text_and_images_are_seen_as_the_trainer_sees_them
     server = zygote.start(tiny_engine(models[0], vllm_extra=few), {})
     try:
         server.wait("/primeslurm/status")
-        await client(server).apply(policy, timeout_s=120)
+        await client(server).apply(policy, timeout_s=600)
         answer = generate(server.url, PROMPT, 16, temperature=1.0, seed=5)
         router = open_router([server])
         router.wait("/health")

@@ -60,7 +60,7 @@ async def test_every_rank_serves_and_takes_policies_in_flight(
     ranks: list[Server], client: ConnectEngine, open_router: StartRouter, model: Path, tmp_path: Path
 ) -> None:
     controls = [client(rank) for rank in ranks]
-    await asyncio.gather(*(control.apply(PolicyVersion(0, str(model)), 60) for control in controls))
+    await asyncio.gather(*(control.apply(PolicyVersion(0, str(model)), 600) for control in controls))
     router = open_router(engines=ranks)
     router.wait("/health")
     for session in range(12):
@@ -73,7 +73,7 @@ async def test_every_rank_serves_and_takes_policies_in_flight(
     running = [asyncio.create_task(asyncio.to_thread(generate, rank.url, PROMPT, 800)) for rank in ranks]
     while any(metric(rank.url, "vllm:generation_tokens_total") < 100 for rank in ranks):
         await asyncio.sleep(0.05)
-    await asyncio.gather(*(control.apply(policy, 60) for control in controls))
+    await asyncio.gather(*(control.apply(policy, 600) for control in controls))
     for answer in await asyncio.gather(*running):
         (old, start, boundary), (new, _, end) = spans(answer)
         assert (old, new, start, end) == (0, 1, 0, 800) and 0 < boundary < 800
@@ -88,7 +88,7 @@ async def test_prefill_and_decode_groups_hand_kv_over_from_any_rank_to_any(
         for server in (*prefill, *decode):
             server.wait("/primeslurm/status", timeout_s=900)
         await asyncio.gather(
-            *(client(server).apply(PolicyVersion(0, str(model)), 60) for server in (*prefill, *decode))
+            *(client(server).apply(PolicyVersion(0, str(model)), 600) for server in (*prefill, *decode))
         )
         router = open_router(prefill=prefill, decode=decode, policy="round_robin")
         router.wait("/health")
