@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -144,21 +145,33 @@ def join(interrupt: Interrupt, patience_s: float, host_tensors: bool = False) ->
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = _meet(host, port, patience_s)
-    size = dist_utils.init_distributed(
-        CommConfig(init_timeout_seconds=int(patience_s), trace_buf_size=0),
-        enable_cpu_backend=host_tensors and device.type == "cuda",
-    )
+    store = serve_store(host, port) if os.environ["RANK"] == "0" else None
+    way = rendezvous.passage(host, port, patience_s)
+    with _store_at(way):
+        size = dist_utils.init_distributed(
+            CommConfig(init_timeout_seconds=int(patience_s), trace_buf_size=0),
+            enable_cpu_backend=host_tensors and device.type == "cuda",
+        )
     control = dist.new_group(backend="gloo", timeout=timedelta(seconds=patience_s))
-    interrupt.share(store or dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False))
+    interrupt.share(store or dist.TCPStore("127.0.0.1", way, is_master=False))
     collective_count.tell(pulse())
     return World(dist.get_rank(), size, device, control, interrupt, f"{host}:{port}", patience_s)
 
 
-def _meet(host: str, port: int, patience_s: float) -> dist.TCPStore | None:
-    """Have torch meet behind a gate that asks for the run's secret. Returns the store where this is rank 0."""
-    store = serve_store(host, port) if os.environ["RANK"] == "0" else None
-    way = rendezvous.passage(host, port, patience_s)
-    # The store is there already: torch must not make one of its own on rank 0.
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(way), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    return store
+@contextmanager
+def _store_at(way: int) -> Iterator[None]:
+    """Have torch meet at a store that is there already, behind a gate that asks for the run's secret.
+
+    torch makes one of its own on rank 0 otherwise. Processes that are started later do not inherit it.
+    """
+    known = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(way), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    before = {name: os.environ.get(name) for name in known}
+    os.environ |= known
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
