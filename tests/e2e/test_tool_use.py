@@ -35,7 +35,7 @@ def test_a_policy_learns_to_use_its_tool(demo: Demo, tool_model: Path) -> None:
         assert row["trainer/on_policy_fraction"] == 1.0 and row["trainer/mismatch_kl"] < 1e-3, row
         assert row["rollouts/turns_mean"] > 1 and row["rollouts/failed"] == 0, row
     rewards, commands = ([row[name] for row in table] for name in ("reward/mean", "tool-use/commands"))
-    assert commands[0] > 0.5, "the warm start does not call its tool"
-    gain = sum(rewards[-3:]) / 3 - rewards[0]
-    assert gain >= 0.2, f"rewards {rewards}"
-    assert sum(commands[-3:]) / 3 > commands[0] + 0.2, f"commands {commands}"
+    # A batch has the rollouts of eight tasks: one alone says little.
+    assert sum(commands[:4]) / 4 > 0.5, "the warm start does not call its tool"
+    assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.1, f"rewards {rewards}"
+    assert sum(commands[-4:]) / 4 > sum(commands[:4]) / 4 + 0.1, f"commands {commands}"

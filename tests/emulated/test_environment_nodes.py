@@ -19,7 +19,7 @@ from tests.support.emulation import Deployment
 from tests.support.faults import kill_node
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster]
-STEPS = 12
+STEPS = 30
 SMALLER = (
     f"max_steps={STEPS}",
     "environments=[{id: swe, workers: 6}]",
