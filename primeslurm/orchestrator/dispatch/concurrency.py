@@ -6,20 +6,20 @@ since the last look, and which replica is slower than the others.
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Iterable, Mapping
 from statistics import median_high
 
 from primeslurm.orchestrator.dispatch.replica_share import Look, ReplicaShare
-from primeslurm.orchestrator.telemetry.scrape import COUNTERS, Sample
+from primeslurm.orchestrator.telemetry.scrape import COUNTERS, ENGINE, Sample
 from primeslurm.records.state import Share
 
 SLOW, LESS = 0.5, 0.8
 """A replica is slow if it gives less than these shares of the median's tokens a second, for each rollout and in all."""
 USED = 0.95
 """Share of the bound in use from which on the bound is what keeps rollouts from being more."""
-_ENGINE = re.compile(r"^(?P<role>prefill|decode|engine)-r(?P<replica>\d+)-")
+ROLES = ("prefill", "decode", "engine")
+"""Of a replica's engines: rollouts do not run on a teacher's."""
 
 
 class Concurrency:
@@ -77,7 +77,7 @@ class Concurrency:
         now = self._clock()
         by_replica: dict[str, dict[str, Sample]] = {}
         for name, sample in samples.items():
-            if match := _ENGINE.match(name):
+            if (match := ENGINE.match(name)) and match["role"] in ROLES:
                 by_replica.setdefault(match["replica"], {})[name] = sample
         for replica, router in self._routers.items():
             self._inflight[replica] = inflight.get(router, 0)

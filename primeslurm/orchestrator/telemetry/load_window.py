@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import deque
 from collections.abc import Mapping, Sequence
 from statistics import fmean
@@ -10,12 +9,11 @@ from typing import Any
 
 import msgspec
 
-from primeslurm.orchestrator.telemetry.scrape import COUNTERS, GAUGES, Sample
+from primeslurm.orchestrator.telemetry.scrape import COUNTERS, ENGINE, GAUGES, Sample
 from primeslurm.records.state import Load
 
 WINDOW_S = 60.0
 """Means and rates go this far back: a policy update, during which nothing runs, should not look like a trend."""
-_ENGINE = re.compile(r"^(?P<role>\w+?)-r(?P<replica>\d+)-")
 
 
 class _Engine:
@@ -92,7 +90,7 @@ class LoadWindow:
     def _grouped(self, *keys: str) -> dict[tuple[str, ...], list[_Engine]]:
         groups: dict[tuple[str, ...], list[_Engine]] = {}
         for name in sorted(self._answered):
-            if match := _ENGINE.match(name):
+            if match := ENGINE.match(name):
                 groups.setdefault(tuple(match[key] for key in keys), []).append(self._engines[name])
         return groups
 

@@ -12,6 +12,8 @@ import httpx
 Sample = dict[str, float]
 """One engine at one moment: gauges as they are, counters since the engine's start."""
 
+ENGINE = re.compile(r"^(?P<role>\w+?)-r(?P<replica>\d+)-")
+"""How the name of a replica's engine begins."""
 GAUGES = ("running", "waiting", "waiting_capacity", "waiting_deferred", "kv_usage")
 COUNTERS = (
     "generated",

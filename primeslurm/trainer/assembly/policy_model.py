@@ -88,9 +88,9 @@ class PolicyModel:
         Returns:
             Logits [rows, local_len, vocab], then `beside` as [rows, local_len].
         """
-        replayed = None if routed is None else self._piece(router_replay.narrow(routed))
-        inputs = self._inputs(self._piece(tokens), positions, replayed, images)
-        return (self.model(**inputs), *(self._piece(tensor) for tensor in beside))
+        replayed = None if routed is None else self.piece(router_replay.narrow(routed))
+        inputs = self._inputs(self.piece(tokens), positions, replayed, images)
+        return (self.model(**inputs), *(self.piece(tensor) for tensor in beside))
 
     def score(
         self,
@@ -125,8 +125,8 @@ class PolicyModel:
         with self.model.lm_head.scoring(trained.labels, trained.temperatures, places):
             return (*self.model(**inputs), trained)
 
-    def _piece(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This context-parallel rank's part of a tensor [rows, seq_len, ...]."""
+    def piece(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return this context-parallel rank's part of a tensor [rows, seq_len, ...]."""
         return self.shared.piece(tensor) if self.shared else tensor
 
     def _inputs(
@@ -137,8 +137,8 @@ class PolicyModel:
         if self.shared:
             masks = self.shared.masks(masks, positions.shape[1])
         router_replay.assign(self.model, routed)
-        inputs = {"tokens": tokens, "positions": self._piece(positions), "attention_masks": masks}
+        inputs = {"tokens": tokens, "positions": self.piece(positions), "attention_masks": masks}
         if images is not None:
-            features, coordinates = self._piece(images.features), self._piece(images.coordinates)
+            features, coordinates = self.piece(images.features), self.piece(images.coordinates)
             inputs["images"] = replace(images, features=features, coordinates=coordinates)
         return inputs

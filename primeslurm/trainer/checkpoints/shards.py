@@ -17,7 +17,7 @@ from concurrent.futures import Future as ThreadFuture
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, BinaryIO, cast
+from typing import IO, Any, BinaryIO, TypeVar, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -32,6 +32,7 @@ from primeslurm.records.beats import pulse
 from primeslurm.wire import digests, manifest
 from primeslurm.wire.manifest import FileRecord
 
+T = TypeVar("T")
 PIECE = 64 << 20
 """Bytes that are written and read at once: after each, there is progress to tell of."""
 FILE_BYTES = 1 << 30
@@ -74,9 +75,7 @@ class ShardWriter(dcp.FileSystemWriter):
         with ThreadPoolExecutor(count, "checkpoint-file") as threads:
             written = threads.map(lambda name, items: self._write(name, items, planner), names, shares)
             results = [result for file in written for result in file]
-        done: Future[list[WriteResult]] = Future()
-        done.set_result(results)
-        return done
+        return _done(results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On rank 0: keep the records of files, and write `.metadata`."""
@@ -131,9 +130,7 @@ class ShardReader(dcp.FileSystemReader):
             for read in reads:
                 for item, value in read.result():
                     planner.load_bytes(item, value)  # not several at once: it changes the state's structure
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+        return _done(None)
 
     def _read(self, parts: Sequence[_Part], planner: Any) -> list[tuple[Any, io.BytesIO]]:
         """Fill tensors. Returns what is none, undecoded."""
@@ -222,6 +219,13 @@ class _View(io.RawIOBase):
         target[: len(found)] = found
         self._at += len(found)
         return len(found)
+
+
+def _done(value: T) -> Future[T]:
+    """What torch waits for, of work that is over."""
+    future: Future[T] = Future()
+    future.set_result(value)
+    return future
 
 
 def threads_of_a_rank() -> int:

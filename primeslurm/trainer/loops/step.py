@@ -112,13 +112,12 @@ class Learner:
     def _micro_batch(self, row: dict[str, torch.Tensor], images: VisionInput | None) -> Any:
         positions = row.pop("positions")
         length = positions.shape[1] // self.policy.cp_world
-        here = slice(self.policy.cp_rank * length, (self.policy.cp_rank + 1) * length)
         following = {name: _next_token(tensor)[:, :length] for name, tensor in row.items() if tensor.ndim == 2}
         documents = Documents.of(positions)
         targets = Targets(
             labels=following["token_ids"].long(),
             ref_logprobs=following.get("ref_logprobs", torch.zeros_like(following["logprobs"])),
-            documents=replace(documents, index=documents.index[:, here]),
+            documents=replace(documents, index=self.policy.piece(documents.index)),
             echo_weights=following.get("echo_weights"),
             **{name: following[name] for name in ("logprobs", "advantages", "temperatures", "on_policy")},
         )
@@ -126,7 +125,7 @@ class Learner:
         if targets.echo_weights is not None:
             mask = mask | (targets.echo_weights > 0)
         # A position of 0 starts another document (or is past the row's end): these logits do not predict it.
-        mask = mask & (_next_token(positions)[:, here] != 0)
+        mask = mask & (self.policy.piece(_next_token(positions)) != 0)
         tokens = to_device(row["token_ids"][:, :length], self._world.device).long()
         whole = to_device(positions, self._world.device).long()
         routed = to_device(row["routed_experts"][:, :length], self._world.device) if "routed_experts" in row else None
