@@ -13,8 +13,11 @@ fi
 export COVERAGE_PROCESS_START=$PWD/pyproject.toml COVERAGE_FILE=$PWD/.coverage
 
 # group NAME PATH... [OPTION...]: run some of the tests. What failed is kept apart from that of groups beside it.
+# Every test has its own time-out. A process that hangs after the last one, or in a way that no time-out ends, prints
+# the stacks of its threads (pytest's faulthandler), so that whoever waits for the whole run knows what hung.
 group() {
-  coverage run -m pytest --durations=20 -o cache_dir="build/pytest-$1" "${@:2}"
+  timeout --signal=ABRT --kill-after=60 "${PRIMESLURM_TEST_LIMIT:-70m}" \
+    coverage run -m pytest --durations=20 -o cache_dir="build/pytest-$1" "${@:2}"
 }
 
 if (($#)); then
@@ -23,18 +26,22 @@ else
   # Tests of clusters mostly wait, for time-outs and for Slurm: they run beside those of single rooms and of engines.
   mkdir -p build
   rm -rf build/pytest-*
-  clusters=(clusters tests/cluster tests/emulated tests/chaos tests/e2e)
+  clusters=(clusters tests/cluster tests/emulated tests/chaos)
+  runs=(runs tests/e2e)
   unit=(unit tests/unit tests/power)
   engines=(engines tests/engine tests/gpu tests/trainer)
   group "${clusters[@]}" >build/clusters.log 2>&1 &
   clusters_pid=$!
+  group "${runs[@]}" >build/runs.log 2>&1 &
+  runs_pid=$!
   group "${unit[@]}" >build/unit.log 2>&1 &
   unit_pid=$!
   failed=()
   group "${engines[@]}" || failed+=("engines $?")
   wait $clusters_pid || failed+=("clusters $?")
+  wait $runs_pid || failed+=("runs $?")
   wait $unit_pid || failed+=("unit $?")
-  cat build/clusters.log build/unit.log
+  cat build/clusters.log build/runs.log build/unit.log
   for each in "${failed[@]}"; do
     read -r name code <<<"$each"
     ((code == 1)) || exit "$code"
