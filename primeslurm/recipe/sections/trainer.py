@@ -164,7 +164,7 @@ class Checkpoint(Section):
     host memory holds their copies and a third as much again."""
     moments: Dtype = "float32"
     """How optimizer moments are stored. In bfloat16 a checkpoint with AdamW's is two thirds of its size; weights stay
-    exact, and a moment comes back within 2^-9 of what it was. Those of a run that goes on are never rounded."""
+    exact, and a moment comes back within 2^-8 of what it was. Those of a run that goes on are never rounded."""
 
 
 class Weights(Section):

@@ -80,7 +80,7 @@ def die_at_file(fatal: int, root: Path) -> None:
 def rank_main(rank: int, store: Path, run: Path, told: int, asynchronous: bool) -> None:
     """Resume, and make some steps with a checkpoint each; rank 0 says which it is told are committed."""
     dist.init_process_group("gloo", store=dist.FileStore(str(store), RANKS), rank=rank, world_size=RANKS)
-    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=60))
+    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=600))
     interrupt: Any = None
     world = World(rank, RANKS, torch.device("cpu"), control, interrupt, "")
     model = Weights()

@@ -154,7 +154,7 @@ def test_moments_may_be_stored_in_bfloat16(moe_model: Path, world: World, tmp_pa
             assert theirs.dtype == torch.float32
             if moments == "bfloat16":
                 assert torch.equal(theirs, mine.bfloat16().float())
-                assert bool(((theirs - mine).abs() <= mine.abs() * 2.0**-9).all())
+                assert bool(((theirs - mine).abs() <= mine.abs() * 2.0**-8 + 2.0**-134).all())
             else:
                 assert torch.equal(theirs, mine)
         directory = checkpoints.step_dir(tmp_path / moments, 1)
@@ -248,9 +248,9 @@ def test_kills_at_any_moment_lose_no_commit(seed: int, tmp_path: Path) -> None:
 
 def test_kills_of_any_of_several_ranks_lose_no_commit(tmp_path: Path) -> None:
     """Three ranks, one of them killed at some byte or file while they write, read, commit and prune, in each round."""
-    command = [sys.executable, "-W", "ignore", "-m", "tests.trainer.checkpoints.killed_ranks", str(tmp_path), "1", "8"]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.trainer.checkpoints.killed_ranks", str(tmp_path), "1", "5"]
     root = Path(__file__).parents[3]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("killed rank") >= 4, done.stdout
+    assert done.stdout.count("killed rank") >= 3, done.stdout
