@@ -58,9 +58,10 @@ def gradients(layout: Layout, directory: Path, world: World) -> dict[str, torch.
     mine = slice(policy.dp_rank, None, policy.dp_world)
     rows, found = zip(*_rows(), strict=True) if layout.images else ((), ())
     share = [part[mine].to(world.device) for part in _batch(rows)]
-    for last, some in enumerate((slice(0, 1), slice(1, None))):  # a micro batch of one row is a case of its own
+    for some in (slice(0, 1), slice(1, None)):  # a micro batch of one row is a case of its own
         if policy.layout.reduce_gradients == "step":
-            reduce_after(policy.model, last=bool(last), stays_gathered=not policy.layout.reshard_after_forward)
+            last = some.stop is None or len(share[0]) == 1
+            reduce_after(policy.model, last=last, stays_gathered=not policy.layout.reshard_after_forward)
         micro = [part[some] for part in share]
         if len(micro[0]):
             seen = rows[mine][some], found[mine][some]

@@ -57,7 +57,6 @@ TWO_RANKS = [
 FOUR_RANKS = [
     Layout("qwen3_moe", {"ep": 2}),
     Layout("qwen3_moe", {"dp_replicate": 2, "ep": 2}),
-    Layout("qwen3_moe", {"dp_replicate": 2, "ep": 2, "reduce_gradients": "step"}),
     Layout("qwen3_moe", {"cp": 2, "cp_style": "ulysses"}, "varlen"),
     Layout("qwen3_moe", {"cp": 2, "cp_style": "allgather"}, "varlen"),
     Layout("qwen3_moe", {"cp": 2, "ep": 4}, "varlen"),
