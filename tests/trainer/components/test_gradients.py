@@ -62,6 +62,7 @@ FOUR_RANKS = [
     Layout("qwen3_moe", {"cp": 2, "ep": 4}, "varlen"),
     Layout("qwen3_moe", {"cp": 2, "ep": 2, "cp_style": "allgather"}),
     Layout("qwen3_moe", {"dp_replicate": 2, "cp": 2, "ep": 2}, "varlen"),
+    Layout("qwen3_moe", {"dp_replicate": 2, "cp": 2, "ep": 2, "reduce_gradients": "step"}, "varlen"),
     Layout("qwen3", {"cp": 4}, "varlen"),
     Layout("glm_moe_dsa", {"cp": 2, "ep": 4}),
     # fewer heads of keys, and fewer groups, than ranks
