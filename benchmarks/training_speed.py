@@ -27,7 +27,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from benchmarks.support.ports import free_port
+
 WARM_UP = 2
+MEETING = "TRAINING_SPEED_PORT"
+"""The variable in which ranks find the port of their rendezvous: at MASTER_PORT torch's launcher listens."""
+
 Step = Callable[[], None]
 
 
@@ -250,11 +255,13 @@ def main(words: list[str]) -> None:
     """Start the ranks; each then comes here again, with its rank in the environment."""
     options = arguments(words)
     if "RANK" not in os.environ:
+        os.environ[MEETING] = str(free_port())
         launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks)]
         sys.exit(subprocess.call([sys.executable, *launch, "-m", "benchmarks", "training_speed", *words]))
     from primeslurm.trainer.distributed.world import join
     from primeslurm.trainer.loops.interrupt import Interrupt
 
+    os.environ["MASTER_PORT"] = os.environ[MEETING]
     world = join(Interrupt(), 600)
     settings = {name: value for name, value in vars(options).items() if name not in ("out", "dtype", "profile")}
     result = {

@@ -12,7 +12,7 @@ import torch
 from primeslurm.trainer import compat
 from primeslurm.trainer.assembly.draft import ModelDraft
 from primeslurm.trainer.components import fp8, logprobs, lora, router_replay, varlen_attention
-from primeslurm.trainer.distributed import deepep
+from primeslurm.trainer.distributed import deepep, token_order
 from primeslurm.trainer.models.layers import vision
 
 
@@ -33,6 +33,7 @@ CONVERTERS: tuple[Callable[[ModelDraft], None], ...] = (
     compat.convert,
     varlen_attention.convert,
     deepep.convert,
+    token_order.convert,  # after deepep has said which
     logprobs.convert,
     router_replay.convert,
     vision.convert,

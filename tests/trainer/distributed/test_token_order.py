@@ -1,0 +1,72 @@
+"""Tokens reach their experts and come back as torchtitan's dispatcher has it, with fewer passes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
+from transformers import AutoConfig
+
+from primeslurm.trainer import models
+from primeslurm.trainer.assembly.draft import ModelDraft
+from primeslurm.trainer.distributed.token_order import Dispatcher, convert, inverted, permuted
+from tests.trainer.conftest import SEQ_LEN, make_recipe
+
+EXPERTS, TOP_K, TOKENS, DIM = 16, 4, 96, 24
+Found = tuple[torch.Tensor, ...]
+
+
+def mixed(kind: Any, dtype: torch.dtype) -> Found:
+    """What a layer of linear experts makes of tokens, and the gradients of tokens and scores."""
+    torch.manual_seed(0)
+    tokens = torch.randn(TOKENS, DIM, dtype=torch.float64).to(dtype).requires_grad_()
+    weights = (torch.randn(EXPERTS, DIM, DIM, dtype=torch.float64) / DIM**0.5).to(dtype)
+    scores, chosen = torch.rand(TOKENS, EXPERTS - 1).topk(TOP_K)  # the last expert gets no token
+    scores.requires_grad_()
+    dispatcher = kind(kind.Config(num_experts=EXPERTS, top_k=TOP_K))
+    rows, counts, how = dispatcher.dispatch(tokens, scores, chosen, torch.bincount(chosen.flatten(), minlength=EXPERTS))
+    outputs = torch.cat([part @ weight for part, weight in zip(rows.split(counts.tolist()), weights, strict=True)])
+    result = dispatcher.combine(outputs, how, tokens)
+    result.backward(torch.randn(TOKENS, DIM, dtype=torch.float64).to(dtype))
+    assert tokens.grad is not None and scores.grad is not None
+    return result.detach(), tokens.grad, scores.grad
+
+
+def test_values_and_gradients_are_those_of_torchtitan() -> None:
+    found, expected = mixed(Dispatcher, torch.float32), mixed(AllToAllTokenDispatcher, torch.float32)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_in_bfloat16_a_token_is_as_near_to_the_exact_one() -> None:
+    exact = mixed(AllToAllTokenDispatcher, torch.float32)
+    ours, theirs = mixed(Dispatcher, torch.bfloat16), mixed(AllToAllTokenDispatcher, torch.bfloat16)
+    for name, one, other, right in zip(("tokens", "grad", "scores"), ours, theirs, exact, strict=True):
+        assert one.dtype == other.dtype, name
+        assert (one - right).norm() <= 1.05 * (other - right).norm() + 1e-6 * right.norm(), name
+
+
+def test_copies_of_a_row_add_up_in_its_gradient() -> None:
+    rows = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
+    order = torch.randperm(10)
+    assert torch.equal(order[inverted(order, 10)], torch.arange(10))
+    assert torch.autograd.gradcheck(lambda x: permuted(x, order, inverted(order, 10), 2), (rows,))
+    assert torch.equal(permuted(rows, order, inverted(order, 10), 2), rows.repeat_interleave(2, 0)[order])
+
+
+@pytest.mark.parametrize(("settings", "kind"), [({}, Dispatcher), ({"compile": True}, AllToAllTokenDispatcher)])
+def test_every_layer_with_experts_has_it_unless_compiled(moe_model: Path, settings: dict[str, Any], kind: Any) -> None:
+    config = models.spec(AutoConfig.from_pretrained(moe_model), SEQ_LEN, "flex")
+    draft = ModelDraft(make_recipe(moe_model, trainer=settings), config)
+    before = [(found.num_experts, found.top_k) for _, found, _, _ in _dispatchers(draft)]
+    convert(draft)
+    after = [found for _, found, _, _ in _dispatchers(draft)]
+    assert after and all(type(found) is kind.Config for found in after)
+    assert [(found.num_experts, found.top_k) for found in after] == before
+
+
+def _dispatchers(draft: ModelDraft) -> list[Any]:
+    return list(draft.config.traverse(AllToAllTokenDispatcher.Config))
