@@ -9,6 +9,7 @@ scale.
 from __future__ import annotations
 
 import functools
+import os
 from typing import Any
 
 import torch
@@ -23,12 +24,18 @@ from primeslurm.trainer.kernels.block_fp8 import (
     BLOCKS,
     ROWS,
     Groups,
+    Quantised,
     quantise,
     quantise_groups,
     quantise_groups_transposed,
 )
 from primeslurm.trainer.kernels.fp8_backend import backend
+from primeslurm.trainer.kernels.last_result import LastResult
 from primeslurm.wire.weight_transfer.tensor_names import in_fp8
+
+
+_IN_BF16 = os.environ.get("PRIMESLURM_FP8_WGRAD", "fp8") == "bf16"
+_rows, _columns, _group_rows, _group_columns = (LastResult() for _ in range(4))
 
 
 class _LinearProduct(torch.autograd.Function):
@@ -43,8 +50,10 @@ class _LinearProduct(torch.autograd.Function):
         for_rows = for_weight = None
         if ctx.needs_input_grad[0]:
             for_rows = _times(gradient, quantise(weight.mT, BLOCKS))
-        if ctx.needs_input_grad[1]:
-            left, right = (quantise(_filled(t.flatten(0, -2), -2).mT, ROWS) for t in (gradient, rows))
+        if ctx.needs_input_grad[1] and _IN_BF16:
+            for_weight = gradient.flatten(0, -2).mT @ rows.flatten(0, -2)
+        elif ctx.needs_input_grad[1]:
+            left, right = _transposed(gradient), _columns.of(rows, _transposed)
             for_weight = backend(rows.device.type).outer(left, right).to(weight.dtype)
         return for_rows, for_weight
 
@@ -53,7 +62,7 @@ class _GroupedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(rows, weight)
-        ctx.groups = Groups.of(offsets)
+        ctx.groups, ctx.offsets = Groups.of(offsets), offsets
         return _grouped_times(rows, quantise(weight, BLOCKS), ctx.groups)
 
     @staticmethod
@@ -62,8 +71,11 @@ class _GroupedProduct(torch.autograd.Function):
         for_rows = for_weight = None
         if ctx.needs_input_grad[0]:
             for_rows = _grouped_times(gradient, quantise(weight.mT, BLOCKS), ctx.groups)
-        if ctx.needs_input_grad[1]:
-            left, right = (quantise_groups_transposed(t, ctx.groups) for t in (gradient, rows))
+        if ctx.needs_input_grad[1] and _IN_BF16:
+            for_weight = F.grouped_mm(gradient.mT, rows, offs=ctx.offsets)
+        elif ctx.needs_input_grad[1]:
+            left = quantise_groups_transposed(gradient, ctx.groups)
+            right = _group_columns.of(rows, lambda t: quantise_groups_transposed(t, ctx.groups))
             for_weight = backend(rows.device.type).grouped_outer(left, right, ctx.groups).to(weight.dtype)
         return for_rows, for_weight, None
 
@@ -99,12 +111,18 @@ def rounded(weight: torch.Tensor) -> torch.Tensor:
 
 
 def _times(rows: torch.Tensor, weight: Any) -> torch.Tensor:
-    product = backend(rows.device.type).product(quantise(rows.flatten(0, -2), ROWS), weight)
+    quantised = _rows.of(rows, lambda t: quantise(t.flatten(0, -2), ROWS))
+    product = backend(rows.device.type).product(quantised, weight)
     return product.to(rows.dtype).view(*rows.shape[:-1], -1)
 
 
+def _transposed(rows: torch.Tensor) -> Quantised:
+    return quantise(_filled(rows.flatten(0, -2), -2).mT, ROWS)
+
+
 def _grouped_times(rows: torch.Tensor, weight: Any, groups: Groups) -> torch.Tensor:
-    product = backend(rows.device.type).grouped_product(quantise_groups(rows, groups), weight, groups)
+    quantised = _group_rows.of(rows, lambda t: quantise_groups(t, groups))
+    product = backend(rows.device.type).grouped_product(quantised, weight, groups)
     return product.index_select(0, groups.places).to(rows.dtype)
 
 
