@@ -9,7 +9,6 @@ scale.
 from __future__ import annotations
 
 import functools
-import os
 from typing import Any
 
 import torch
@@ -33,7 +32,6 @@ from primeslurm.trainer.kernels.fp8_backend import backend
 from primeslurm.trainer.kernels.last_result import LastResult
 from primeslurm.wire.weight_transfer.tensor_names import in_fp8
 
-_IN_BF16 = os.environ.get("PRIMESLURM_FP8_WGRAD", "fp8") == "bf16"
 # Of what several products share: their input, by rows for themselves and by columns for their weights' gradients.
 _rows, _columns, _group_rows, _group_columns = (LastResult[Quantised]() for _ in range(4))
 
@@ -50,9 +48,7 @@ class _LinearProduct(torch.autograd.Function):
         for_rows = for_weight = None
         if ctx.needs_input_grad[0]:
             for_rows = _times(_quantised(gradient), quantise(weight.mT, BLOCKS), gradient)
-        if ctx.needs_input_grad[1] and _IN_BF16:
-            for_weight = gradient.flatten(0, -2).mT @ rows.flatten(0, -2)
-        elif ctx.needs_input_grad[1]:
+        if ctx.needs_input_grad[1]:
             left, right = _transposed(gradient), _columns.of(rows, _transposed)
             for_weight = backend(rows.device.type).outer(left, right).to(weight.dtype)
         return for_rows, for_weight
@@ -62,7 +58,7 @@ class _GroupedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(rows, weight)
-        ctx.groups, ctx.offsets = Groups.of(offsets), offsets
+        ctx.groups = Groups.of(offsets)
         quantised = _group_rows.of(rows, lambda t: quantise_groups(t, ctx.groups), ctx.groups)
         return _grouped_times(quantised, quantise(weight, BLOCKS), ctx.groups, rows.dtype)
 
@@ -73,9 +69,7 @@ class _GroupedProduct(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             quantised = quantise_groups(gradient, ctx.groups)
             for_rows = _grouped_times(quantised, quantise(weight.mT, BLOCKS), ctx.groups, gradient.dtype)
-        if ctx.needs_input_grad[1] and _IN_BF16:
-            for_weight = F.grouped_mm(gradient.mT, rows, offs=ctx.offsets)
-        elif ctx.needs_input_grad[1]:
+        if ctx.needs_input_grad[1]:
             left = quantise_groups_transposed(gradient, ctx.groups)
             right = _group_columns.of(rows, lambda t: quantise_groups_transposed(t, ctx.groups), ctx.groups)
             for_weight = backend(rows.device.type).grouped_outer(left, right, ctx.groups).to(weight.dtype)

@@ -5,7 +5,6 @@ Tensors are known by storage, view and version: activation checkpointing hands e
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
@@ -13,7 +12,6 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 T = TypeVar("T")
-_SHARED = os.environ.get("PRIMESLURM_FP8_SHARE", "1") == "1"
 
 
 class LastResult(Generic[T]):
@@ -36,7 +34,7 @@ class LastResult(Generic[T]):
         storage = StorageWeakRef(tensor.untyped_storage())
         # Kept, it keeps the address from being used for another storage.
         key = (storage.cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
-        if not _SHARED or self._result is None or key != self._key or beside is not self._beside:
+        if self._result is None or key != self._key or beside is not self._beside:
             self._result = None  # may be large: let it go before the next one is made
             self._result = make(tensor)
             self._storage, self._key, self._beside = storage, key, beside
