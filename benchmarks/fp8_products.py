@@ -2,9 +2,9 @@
 
     python -m benchmarks fp8_products ['glm5 o' ...]
 
-Each line: a forward pass, and a forward and backward pass, in bfloat16 and in FP8 as a layer does them; then what FP8
-consists of: quantising by rows and by columns (`q_`), three products, and copies. On one GPU; without one at a sixteenth
-of the width, in emulation.
+Each line: a forward pass, and a forward and backward pass, in bfloat16 and in FP8 as a layer does them; then what
+FP8 consists of: quantising by rows and by columns (`q_`), three products, and copies. On one GPU; without one at a
+sixteenth of the width, in emulation.
 """
 
 from __future__ import annotations
