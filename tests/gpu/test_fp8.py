@@ -101,3 +101,21 @@ def test_layers_on_the_gpu_equal_their_emulation(n: int, k: int) -> None:
         results.append([t.detach().cpu() for t in (out, x.grad, w.grad, e.grad)])
     for gpu, cpu in zip(*results, strict=True):
         assert relative_error(gpu, cpu.double()) < 2 * TOLERANCE["bfloat16"]
+
+
+def test_products_of_one_input_share_it_on_the_gpu_as_in_emulation() -> None:
+    offsets = torch.tensor(OFFSETS, dtype=torch.int32)
+    results = []
+    for device in ("cuda", "cpu"):
+        x = matrix(OFFSETS[-1], 256, device=device).requires_grad_()
+        dense = [matrix(128, 256, device=device, seed=i).requires_grad_() for i in (1, 2)]
+        experts = [matrix(5, 128, 256, device=device, seed=i).requires_grad_() for i in (3, 4)]
+        ends = offsets.to(device)
+        for factor in (2, 1):  # the last round must not use what the first one quantised
+            rows = x * factor
+            parts = [fp8.linear_product(rows, w) for w in dense] + [fp8.grouped_product(rows, e, ends) for e in experts]
+            gradient = matrix(4, OFFSETS[-1], 128, device=device, seed=5)
+            found = torch.autograd.grad(parts, [x, *dense, *experts], list(gradient))
+        results.append([t.detach().cpu() for t in (*parts, *found)])
+    for gpu, cpu in zip(*results, strict=True):
+        assert relative_error(gpu, cpu.double()) < 2 * TOLERANCE["bfloat16"]

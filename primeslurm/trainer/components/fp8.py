@@ -23,28 +23,33 @@ from primeslurm.trainer.kernels.block_fp8 import (
     BLOCKS,
     ROWS,
     Groups,
+    Quantised,
     quantise,
     quantise_groups,
     quantise_groups_transposed,
 )
 from primeslurm.trainer.kernels.fp8_backend import backend
+from primeslurm.trainer.kernels.last_result import LastResult
 from primeslurm.wire.weight_transfer.tensor_names import in_fp8
+
+# Of what several products share: their input, by rows for themselves and by columns for their weights' gradients.
+_rows, _columns, _group_rows, _group_columns = (LastResult[Quantised]() for _ in range(4))
 
 
 class _LinearProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(rows, weight)
-        return _times(rows, quantise(weight, BLOCKS))
+        return _times(_rows.of(rows, _quantised), quantise(weight, BLOCKS), rows)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows, weight = ctx.saved_tensors
         for_rows = for_weight = None
         if ctx.needs_input_grad[0]:
-            for_rows = _times(gradient, quantise(weight.mT, BLOCKS))
+            for_rows = _times(_quantised(gradient), quantise(weight.mT, BLOCKS), gradient)
         if ctx.needs_input_grad[1]:
-            left, right = (quantise(_filled(t.flatten(0, -2), -2).mT, ROWS) for t in (gradient, rows))
+            left, right = _transposed(gradient), _columns.of(rows, _transposed)
             for_weight = backend(rows.device.type).outer(left, right).to(weight.dtype)
         return for_rows, for_weight
 
@@ -54,16 +59,19 @@ class _GroupedProduct(torch.autograd.Function):
     def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(rows, weight)
         ctx.groups = Groups.of(offsets)
-        return _grouped_times(rows, quantise(weight, BLOCKS), ctx.groups)
+        quantised = _group_rows.of(rows, lambda t: quantise_groups(t, ctx.groups), ctx.groups)
+        return _grouped_times(quantised, quantise(weight, BLOCKS), ctx.groups, rows.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows, weight = ctx.saved_tensors
         for_rows = for_weight = None
         if ctx.needs_input_grad[0]:
-            for_rows = _grouped_times(gradient, quantise(weight.mT, BLOCKS), ctx.groups)
+            quantised = quantise_groups(gradient, ctx.groups)
+            for_rows = _grouped_times(quantised, quantise(weight.mT, BLOCKS), ctx.groups, gradient.dtype)
         if ctx.needs_input_grad[1]:
-            left, right = (quantise_groups_transposed(t, ctx.groups) for t in (gradient, rows))
+            left = quantise_groups_transposed(gradient, ctx.groups)
+            right = _group_columns.of(rows, lambda t: quantise_groups_transposed(t, ctx.groups), ctx.groups)
             for_weight = backend(rows.device.type).grouped_outer(left, right, ctx.groups).to(weight.dtype)
         return for_rows, for_weight, None
 
@@ -98,14 +106,23 @@ def rounded(weight: torch.Tensor) -> torch.Tensor:
     return _Rounded.apply(weight)
 
 
-def _times(rows: torch.Tensor, weight: Any) -> torch.Tensor:
-    product = backend(rows.device.type).product(quantise(rows.flatten(0, -2), ROWS), weight)
+def _quantised(rows: torch.Tensor) -> Quantised:
+    return quantise(rows.flatten(0, -2), ROWS)
+
+
+def _transposed(rows: torch.Tensor) -> Quantised:
+    return quantise(_filled(rows.flatten(0, -2), -2).mT, ROWS)
+
+
+def _times(quantised: Quantised, weight: Quantised, rows: torch.Tensor) -> torch.Tensor:
+    """The product, with leading dimensions and dtype of the rows that were quantised."""
+    product = backend(rows.device.type).product(quantised, weight)
     return product.to(rows.dtype).view(*rows.shape[:-1], -1)
 
 
-def _grouped_times(rows: torch.Tensor, weight: Any, groups: Groups) -> torch.Tensor:
-    product = backend(rows.device.type).grouped_product(quantise_groups(rows, groups), weight, groups)
-    return product.index_select(0, groups.places).to(rows.dtype)
+def _grouped_times(rows: Quantised, weight: Quantised, groups: Groups, dtype: torch.dtype) -> torch.Tensor:
+    product = backend(rows.data.device.type).grouped_product(rows, weight, groups)
+    return product.index_select(0, groups.places).to(dtype)
 
 
 def _filled(tensor: torch.Tensor, *dims: int) -> torch.Tensor:

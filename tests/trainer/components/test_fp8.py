@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.functional import grouped_mm
+from torch.utils.checkpoint import checkpoint
 from torchtitan.models.common import Linear
 from torchtitan.models.common.moe import GroupedExperts
 
@@ -27,6 +30,7 @@ from primeslurm.trainer.kernels.block_fp8 import (
     quantise_groups_transposed,
 )
 from primeslurm.trainer.kernels.fp8_backend import Emulated
+from primeslurm.trainer.kernels.last_result import LastResult
 from tests.support import block_fp8 as exact
 from tests.support.block_fp8 import OFFSETS, matrix, relative_error
 from tests.trainer.conftest import SEQ_LEN, make_recipe
@@ -277,3 +281,77 @@ def test_only_what_a_checkpoint_stores_in_fp8_computes_in_it(world: World, tmp_p
     fp8.adapt(policy.model, policy.adapter, frozenset({"model.layers.0.mlp.up_proj.weight", "lm_head.weight"}))
     names = [name for name, module in policy.model.named_modules() if isinstance(module, fp8.FP8Linear)]
     assert names == ["layers.0.feed_forward.w3"]
+
+
+class Layer(torch.nn.Module):
+    """Projections of one input, and experts whose gate and up projections share theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = torch.nn.ParameterList(matrix(128, 128, seed=i).float() for i in range(3))
+        self.experts = torch.nn.ParameterList(matrix(2, 128, 128, seed=i).float() for i in range(2))
+
+    def forward(self, x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """Of rows [rows, 128]: [rows, 128]."""
+        q, k, v = (fp8.linear_product(x, weight) for weight in self.qkv)
+        gate, up = (fp8.grouped_product(x, weight, offsets) for weight in self.experts)
+        return q * k + v + gate * up
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_what_products_share_is_quantised_once(recomputed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: Counter[str] = Counter()
+    for name in ("_quantised", "_transposed", "quantise_groups", "quantise_groups_transposed"):
+        real = getattr(fp8, name)
+        monkeypatch.setattr(fp8, name, lambda *a, _name=name, _real=real: (made.update([_name]), _real(*a))[1])
+    module, offsets = Layer(), torch.tensor([30, 100], dtype=torch.int32)
+    results = []
+    for seed in (5, 6):  # the second input may lie where the first one was
+        x = matrix(100, 128, seed=seed).float().requires_grad_()
+        made.clear()
+        inside = x * 1
+        out = checkpoint(module, inside, offsets, use_reentrant=False) if recomputed else module(inside, offsets)
+        forward = Counter(made)
+        out.sum().backward()
+        # Input once for all that take it, and each product's gradient by rows and by columns.
+        assert forward == {"_quantised": 1, "quantise_groups": 1}
+        again = 1 if recomputed else 0
+        assert made["_quantised"] <= 1 + again + 3 and made["quantise_groups"] <= 1 + again + 2
+        assert made["_transposed"] == 1 + 3 and made["quantise_groups_transposed"] == 1 + 2
+        results.append((out.detach(), x.grad, [p.grad.clone() for p in module.parameters()]))
+        module.zero_grad()
+        del x, inside, out
+    monkeypatch.setattr(fp8.LastResult, "of", lambda self, tensor, make, beside=None: make(tensor))
+    for seed, (out, for_x, for_weights) in zip((5, 6), results, strict=True):
+        x = matrix(100, 128, seed=seed).float().requires_grad_()
+        expected = module(x * 1, offsets)
+        expected.sum().backward()
+        assert torch.equal(out, expected.detach()) and torch.equal(for_x, x.grad)
+        assert all(torch.equal(mine, p.grad) for mine, p in zip(for_weights, module.parameters(), strict=True))
+        module.zero_grad()
+
+
+def test_a_result_is_made_anew_for_other_values() -> None:
+    last, calls = LastResult[float](), []
+
+    def of(tensor: torch.Tensor, beside: object = None) -> float:
+        return last.of(tensor, lambda t: calls.append(1) or float(t.sum()), beside)
+
+    tensor, groups = torch.ones(4, 4), object()
+    assert of(tensor) == of(tensor.detach()) == of(tensor.view(4, 4)) == 16 and len(calls) == 1
+    assert of(tensor[1:]) == 12 and of(tensor.mT[:, 1:]) == 12 and len(calls) == 3
+    of(tensor, groups), of(tensor, groups)
+    assert len(calls) == 4 and of(tensor, object()) == 16 and len(calls) == 5
+    of(tensor)
+    tensor.detach().add_(1)
+    assert of(tensor) == 32
+    for value in range(20):  # one after another at the same address
+        assert of(torch.full((4, 4), float(value))) == 16 * value
+
+
+def test_a_result_does_not_keep_its_source() -> None:
+    last, source = LastResult[int](), torch.ones(4)
+    storage = StorageWeakRef(source.untyped_storage())
+    last.of(source, len)
+    del source
+    assert storage.expired()
