@@ -550,9 +550,11 @@ class Dispatcher:
 
     def _take(self, group: RolloutGroup) -> bool:
         self._settle(group.id)
-        if group.id == group_id(group.environment, group.example):
+        stale = self._age_of(group) < self.limits.oldest_version(self.step)
+        comes_again = stale and (group.environment, group.example) in self._unfinished  # as was on record
+        if group.id == group_id(group.environment, group.example) and not comes_again:
             self._pass(group.environment, group.example)
-        if self._age_of(group) < self.limits.oldest_version(self.step):
+        if stale:
             self._count_stale(len(group.rollouts))
             self._come_again(group.id, group.environment, group.example, group.task)
             return False
