@@ -11,7 +11,8 @@ from typing import Any
 from transformers import AutoConfig
 
 from primeslurm.trainer import models
-from primeslurm.trainer.weights.tensor_files import INDEX, TensorFiles
+from primeslurm.trainer.weights import tensor_files
+from primeslurm.trainer.weights.tensor_files import TensorFiles
 from primeslurm.wire.weight_transfer.tensor_names import FP8_BLOCK
 
 _COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model")
@@ -68,7 +69,7 @@ def copy_companions(source: Path, target: Path, dtype: str, quantization: dict[s
     """
     for pattern in _COMPANIONS:
         for file in source.glob(pattern):
-            if file.name not in (INDEX, "MANIFEST.json"):
+            if file.name not in (tensor_files.INDEX, "MANIFEST.json"):
                 shutil.copyfile(file, target / file.name)
     config: dict[str, Any] = json.loads((source / "config.json").read_text())
     config.pop("torch_dtype", None)

@@ -152,7 +152,7 @@ class OpenFiles:
         width = place.torch_dtype.itemsize
         data = np.empty(count * width, np.uint8) if space is None or len(space) < count * width else space
         data = data[: count * width]
-        left, offset = memoryview(data), place.offset + first * width
+        left, offset = data.data, place.offset + first * width
         while left:
             done = os.preadv(self._descriptor(place.file), [left], offset)
             if not done:
