@@ -17,7 +17,6 @@ On all machines:
 - torchtitan's modules take no further parameters once they are built: `declare`
 - torch has no public way to ask which part of a distributed tensor a rank holds: `local_region`
 - torch's collectives that autograd knows, and that activation checkpointing may save, have no public name yet
-- torch's reader of FP8 checkpoints wants an index file, which models in one file do not have
 With CUDA:
 - torchtitan lets DeepEP guess how many multiprocessors to use, and has no setting for it
 - torchtitan asks for FlashAttention 3 or 4 by the GPU's generation, whether that package is installed or not:
@@ -32,7 +31,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from importlib.metadata import version
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -40,9 +38,7 @@ import torch
 import torch._utils
 import torch.distributed._functional_collectives as collectives
 import torch.nn.functional as F
-from safetensors import safe_open
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
 from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -235,14 +231,6 @@ def _sum_gradients(model: torch.nn.Module) -> None:
             module.set_force_sum_reduction_for_comms(True)
 
 
-def _map_files(self: QuantizedHuggingFaceStorageReader) -> None:
-    files: dict[str, str] = {}
-    for file in Path(self.path).glob("*.safetensors"):
-        with safe_open(file, framework="pt") as handle:
-            files.update(dict.fromkeys(handle.keys(), file.name))
-    self._build_weight_scale_mapping(files)
-
-
 def _expert_range(
     self: MoEStateDictAdapter, dim: int, dim_size: int, dtensor_placements: tuple[Any, ...], device_mesh: Any
 ) -> tuple[int, int]:
@@ -258,7 +246,6 @@ def _expert_range(
 
 _replace(titan_fsdp, "fully_shard", expert_shards.fully_shard)
 _stock_expert_range = _replace(MoEStateDictAdapter, "_caculate_indices_from_placements", _expert_range)
-_replace(QuantizedHuggingFaceStorageReader, "_load_quantization_metadata", _map_files)
 if ON_CPU:
     _replace(titan_attention, "_compiled_create_block_mask", create_block_mask)
     _replace(titan_fsdp, "CPUOffloadPolicy", partial(CPUOffloadPolicy, pin_memory=False))

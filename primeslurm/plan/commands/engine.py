@@ -24,8 +24,6 @@ MODULE = "vllm.entrypoints.openai.api_server"
 GATE = "primeslurm.inference.gate.VersionGate"
 SECRET_GATE = "primeslurm.inference.admission.SecretGate"
 """The same without policy versions, for engines that keep the weights they loaded."""
-START_TIMEOUT_S = 3600
-"""Longest time from an engine's start to its first answer: a trillion parameters are read, and kernels compiled."""
 QUANTIZATION = {"fp8": "fp8_per_block"}
 """The recipe's word to vLLM's: in the blocks of 128 x 128 that DeepGEMM and the trainer compute in."""
 UNQUANTISED = ("*.in_proj_a", "*.in_proj_b")
@@ -170,6 +168,10 @@ def _parallel_options(recipe: Recipe, settings: EngineSettings, device: Device) 
             "enable_expert_parallel": True,
             "all2all_backend": settings.all2all if device == "cuda" else CPU_ALL2ALL,
         }
+        if not settings.eplb:  # it may give a rank any expert
+            # Of a checkpoint, a rank reads its own experts. vLLM's default would read all of it into the page cache
+            # where that has room, once for each node.
+            options |= {"enable_ep_weight_filter": True, "safetensors_load_strategy": "lazy"}
     if settings.dbo is not None:
         options["enable_dbo"] = settings.dbo
     if settings.eplb is not None:
@@ -196,7 +198,7 @@ def _engine_env(
         "VLLM_SERVER_DEV_MODE": "1",  # the routes of pause, resume and weight updates
         "VLLM_HOST_IP": "${host}",
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_ENGINE_READY_TIMEOUT_S": str(START_TIMEOUT_S),
+        "VLLM_ENGINE_READY_TIMEOUT_S": str(recipe.inference.start_timeout_s),
         "HF_HUB_OFFLINE": "1",
     }
     if device == "cpu":

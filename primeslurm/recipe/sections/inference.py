@@ -82,6 +82,9 @@ class Inference(EngineSettings):
     tool_call_parser: str | None = None
     """vLLM's parser of tool calls. Default: with task serve by the model's family, where known; rollouts need none."""
     reasoning_parser: str | None = None
+    start_timeout_s: PositiveInt = 3600
+    """Longest time from an engine's start to its first answer: weights are read, kernels are compiled, CUDA graphs
+    are captured. It also holds for the engines of a teacher."""
     hang_timeout_s: PositiveInt = 60
     """An engine that was ready and answers nothing at all for so many seconds hangs, and is restarted."""
     prefill: EngineSettings = EngineSettings()

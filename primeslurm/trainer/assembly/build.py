@@ -9,9 +9,9 @@ from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import utils as dist_utils
+from torchtitan.models.common.param_init import skip_param_init
 
 from primeslurm.model_files import locate
 from primeslurm.recipe import Recipe
@@ -27,6 +27,9 @@ from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.models import generic
 from primeslurm.trainer.models.adapters.stacked import as_stored
 from primeslurm.trainer.weights import huggingface
+from primeslurm.trainer.weights.export import by_layer
+from primeslurm.trainer.weights.loading import Loader
+from primeslurm.trainer.weights.tensor_files import OpenFiles, TensorFiles
 from primeslurm.wire.weight_transfer.tensor_names import FP8_SCALE, layers_ahead
 
 # Derived from other weights; some checkpoints carry them.
@@ -47,13 +50,19 @@ def build(recipe: Recipe, world: World, attention: Literal["varlen", "flex"] | N
     """
     source = locate(recipe.model.path)
     config = huggingface.load_config(source)
-    policy = _with_unchanged(assemble(config, source, recipe, world, attention), world)
-    _load(policy, config)
+    files = TensorFiles.shared(source, world)
+    policy = _with_unchanged(assemble(config, source, recipe, world, attention, files), files, world)
+    _load(policy, config, files)
     return policy
 
 
 def assemble(
-    config: Any, source: Path, recipe: Recipe, world: World, attention: Literal["varlen", "flex"] | None = None
+    config: Any,
+    source: Path,
+    recipe: Recipe,
+    world: World,
+    attention: Literal["varlen", "flex"] | None = None,
+    files: TensorFiles | None = None,
 ) -> PolicyModel:
     """Assemble the model of a transformers config, sharded over `world`; no weights are read from `source`.
 
@@ -63,6 +72,7 @@ def assemble(
         recipe: says how the model is trained.
         world: the ranks that share it.
         attention: as for `build`.
+        files: what its weights will be loaded from: they are not drawn. None: they are.
 
     Raises:
         ValueError: the model or the parallelism does not fit.
@@ -77,7 +87,7 @@ def assemble(
         policy = PolicyModel(model, adapter, dims, hf_names, source, dtype, world.device)
         return replace(policy, layout=layout, micro_batch_tokens=recipe.trainer.micro_batch_tokens)
     spec = models.spec(config, recipe.seq_len, attention or _fitting_attention(recipe))
-    stored = huggingface.fp8_names(source) if huggingface.is_quantized(config) else frozenset()
+    stored = files.fp8_names() if files and huggingface.is_quantized(config) else frozenset()
     draft = ModelDraft(recipe, spec, settings, stored)
     for convert in CONVERTERS:
         convert(draft)
@@ -86,6 +96,8 @@ def assemble(
     if shared:
         shared.attach(draft.model)
     model = _shard(draft, dims)
+    if files:
+        _leave_to_files(model)
     _initialise(model, memory, world)
     return PolicyModel(
         model,
@@ -144,6 +156,15 @@ def _shard(draft: ModelDraft, dims: Dims) -> Any:
     )
 
 
+def _leave_to_files(model: Any) -> None:
+    """Have nothing drawn but adapters: of a large model that takes as long as reading it, and it is replaced."""
+    for module in model.modules():
+        own = [name for name, _ in module.named_parameters(recurse=False)]
+        known = getattr(module, "_param_init", None) or {}
+        if own:
+            module._param_init = {name: known[name] if lora.is_adapter(name) else skip_param_init for name in own}
+
+
 def _initialise(model: Any, memory: Memory, world: World) -> None:
     """Give a sharded model its memory, and what no checkpoint holds."""
     model.to_empty(device=world.host if memory.optimizer_offload else world.device.type)
@@ -154,31 +175,50 @@ def _initialise(model: Any, memory: Memory, world: World) -> None:
         ActivationOffload(world.device).install(model)
 
 
-def _with_unchanged(policy: PolicyModel, world: World) -> PolicyModel:
+def _with_unchanged(policy: PolicyModel, files: TensorFiles, world: World) -> PolicyModel:
     """Add what the checkpoint has beside the model, if anybody insists on it."""
     beginnings: tuple[str, ...] = getattr(policy.adapter, "unchanged", ())
     if not beginnings:
         return policy
-    names = {name for name in huggingface.tensor_names(policy.source) if name.startswith(beginnings)}
-    unchanged = huggingface.tensors_beginning(policy.source, beginnings) if world.is_main else {}
+    names = {name for name in files.places if name.startswith(beginnings)}
+    with OpenFiles(files) as opened:
+        unchanged = {name: opened.tensor(name) for name in names} if world.is_main else {}
     return replace(policy, hf_names=policy.hf_names | names, unchanged=unchanged)
 
 
-def _load(policy: PolicyModel, hf_config: Any) -> None:
+def _load(policy: PolicyModel, hf_config: Any, files: TensorFiles) -> None:
     """Read this rank's shards from the HF files, and insist that files and model have the same tensors."""
     ignored = _ignored(hf_config)
-    found = {name for name in huggingface.tensor_names(policy.source) if not ignored.fullmatch(name)}
+    found = {name for name in files.places if not ignored.fullmatch(name)}
     adapter = as_stored(policy.adapter, found)
-    tensors = adapter.to_hf(policy.weights())
-    _check_names(policy, policy.hf_names if adapter is policy.adapter else set(tensors), found)
-    dcp.load(tensors, storage_reader=huggingface.reader(policy.source, hf_config))
-    loaded = adapter.from_hf(tensors)
-    missing = set(policy.weights()) - set(loaded)
+    weights = policy.weights()
+    groups = _loaded_together(policy, weights)
+    names = (
+        policy.hf_names if adapter is policy.adapter else {name for group in groups for name in adapter.to_hf(group)}
+    )
+    _check_names(policy, names, found)
+    missing = set(weights)
+    with Loader(files, policy.device) as loader:
+        for group in groups:
+            tensors = adapter.to_hf(group)
+            loader.fill(tensors)
+            loaded = adapter.from_hf(tensors)
+            unknown = policy.model.load_state_dict(loaded, strict=False).unexpected_keys
+            if unknown:
+                raise ValueError(f"{policy.source}: the model has no {', '.join(sorted(unknown))}")
+            missing -= set(loaded)
     if missing:
         raise ValueError(f"{policy.source}: nothing was loaded for {', '.join(sorted(missing))}")
-    unknown = policy.model.load_state_dict(loaded, strict=False).unexpected_keys
-    if unknown:
-        raise ValueError(f"{policy.source}: the model has no {', '.join(sorted(unknown))}")
+
+
+def _loaded_together(policy: PolicyModel, weights: dict[str, Any]) -> list[dict[str, Any]]:
+    """Split a model's tensors into layers, so that what adapters copy of them is small.
+
+    Adapters of tied weights want to see both at once, and that of transformers' models everything.
+    """
+    if policy.model.enable_weight_tying or isinstance(policy.adapter, generic.GenericAdapter):
+        return [weights]
+    return [{name: weights[name] for name in names} for names in by_layer(weights)]
 
 
 def _ignored(hf_config: Any) -> re.Pattern[str]:

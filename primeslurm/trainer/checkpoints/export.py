@@ -28,7 +28,7 @@ from primeslurm.recipe import Recipe
 from primeslurm.trainer import models
 from primeslurm.trainer.checkpoints.shards import Moved, ShardReader, threads_of_a_rank
 from primeslurm.trainer.models import generic
-from primeslurm.trainer.weights import huggingface
+from primeslurm.trainer.weights import huggingface, tensor_files
 from primeslurm.trainer.weights.export import Encoding, by_layer, cast
 from primeslurm.wire import exits
 from primeslurm.wire.weight_transfer.tensor_names import FP8_SCALE
@@ -73,7 +73,7 @@ def export(recipe: Recipe, checkpoint: Path, out: Path) -> None:
         raise ValueError(f"{source} has no {', '.join(unknown[:5])}")
     if frozen := expected - set(index):
         write(_frozen(source, frozen, encoding.dtype), "model-frozen.safetensors")
-    (partial / huggingface.INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}, indent=2) + "\n")
+    (partial / tensor_files.INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}, indent=2) + "\n")
     huggingface.copy_companions(source, partial, encoding.dtype_name, encoding.quantization(set(index)))
     durable.sync_tree(partial)
     durable.rename(partial, out)

@@ -19,7 +19,7 @@ from primeslurm import durable
 from primeslurm.trainer.assembly.policy_model import PolicyModel
 from primeslurm.trainer.distributed.space import waiting_for_space
 from primeslurm.trainer.distributed.world import World
-from primeslurm.trainer.weights import huggingface, peft
+from primeslurm.trainer.weights import huggingface, peft, tensor_files
 from primeslurm.trainer.weights.export import Encoding, parts
 from primeslurm.wire import checkpoints, manifest
 from primeslurm.wire.link import TrainerLink
@@ -113,7 +113,7 @@ class Publisher:
         quantization = self._encoding.quantization(set(index))
         huggingface.copy_companions(self._policy.source, partial, self._encoding.dtype_name, quantization)
         document = {"metadata": {}, "weight_map": dict(sorted(index.items()))}
-        (partial / huggingface.INDEX).write_text(json.dumps(document, indent=2) + "\n")
+        (partial / tensor_files.INDEX).write_text(json.dumps(document, indent=2) + "\n")
         records = [record for _, files in written for record in files]
         filesystem.complete(partial, version, self._encoding.dtype_name, records)
         _remove(final)

@@ -8,16 +8,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import safe_open
-from torch.distributed.checkpoint import HuggingFaceStorageReader
-from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
 from transformers import AutoConfig
 
-from primeslurm.trainer import compat, models  # noqa: F401  (compat makes the FP8 reader read models in one file)
-from primeslurm.wire.weight_transfer.tensor_names import FP8_BLOCK, FP8_SCALE
+from primeslurm.trainer import models
+from primeslurm.trainer.weights import tensor_files
+from primeslurm.trainer.weights.tensor_files import TensorFiles
+from primeslurm.wire.weight_transfer.tensor_names import FP8_BLOCK
 
-INDEX = "model.safetensors.index.json"
 _COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model")
 
 
@@ -55,35 +52,14 @@ def _is_block_fp8(stored: Mapping[str, Any]) -> bool:
     )
 
 
-def reader(directory: Path, config: Any) -> HuggingFaceStorageReader:
-    """Make what reads the tensors of a model directory, in float32 if they are stored in FP8."""
-    if is_quantized(config):
-        return QuantizedHuggingFaceStorageReader(str(directory), thread_count=4, block_size=FP8_BLOCK)
-    return HuggingFaceStorageReader(str(directory))
-
-
 def tensor_names(directory: Path) -> set[str]:
-    """Return the names of all tensors in the directory's safetensors files."""
-    names: set[str] = set()
-    for file in sorted(directory.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as handle:
-            names.update(handle.keys())
-    return names
-
-
-def tensors_beginning(directory: Path, beginnings: tuple[str, ...]) -> dict[str, torch.Tensor]:
-    """Read the tensors of a model directory whose names begin with one of `beginnings`, as they are stored."""
-    found: dict[str, torch.Tensor] = {}
-    for file in sorted(directory.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as handle:
-            found |= {name: handle.get_tensor(name) for name in handle.keys() if name.startswith(beginnings)}  # noqa: SIM118
-    return found
+    """Return the names of all tensors of a model directory. Raises as `TensorFiles.read` does."""
+    return set(TensorFiles.read(directory).places)
 
 
 def fp8_names(directory: Path) -> frozenset[str]:
     """Return the names of the weights that a model directory stores in FP8 with scales."""
-    names = tensor_names(directory)
-    return frozenset(name for name in names if name + FP8_SCALE in names)
+    return TensorFiles.read(directory).fp8_names()
 
 
 def copy_companions(source: Path, target: Path, dtype: str, quantization: dict[str, Any] | None) -> None:
@@ -93,7 +69,7 @@ def copy_companions(source: Path, target: Path, dtype: str, quantization: dict[s
     """
     for pattern in _COMPANIONS:
         for file in source.glob(pattern):
-            if file.name not in (INDEX, "MANIFEST.json"):
+            if file.name not in (tensor_files.INDEX, "MANIFEST.json"):
                 shutil.copyfile(file, target / file.name)
     config: dict[str, Any] = json.loads((source / "config.json").read_text())
     config.pop("torch_dtype", None)

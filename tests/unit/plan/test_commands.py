@@ -85,6 +85,20 @@ def test_cuda_engine_leaves_memory_and_kernels_to_vllm() -> None:
     assert not {"OMP_NUM_THREADS", "TORCHDYNAMO_DISABLE", "VLLM_ENABLE_V1_MULTIPROCESSING"} & command.env.keys()
 
 
+@pytest.mark.parametrize(("eplb", "filtered"), [(None, True), (True, False)])
+def test_an_expert_parallel_engine_reads_its_own_experts_alone(eplb: bool | None, filtered: bool) -> None:
+    """Unless any expert may come to it later."""
+    argv = engine_command(recipe(expert_parallel=True, eplb=eplb), "cuda", "engine", "python").argv
+    assert ("--enable-ep-weight-filter" in argv) == filtered
+    assert ("lazy" in argv) == filtered
+    assert "--enable-ep-weight-filter" not in engine_command(recipe(), "cuda", "engine", "python").argv
+
+
+def test_an_engine_may_take_as_long_to_start_as_the_recipe_says() -> None:
+    command = engine_command(recipe(start_timeout_s=7200), "cuda", "engine", "python")
+    assert command.env["VLLM_ENGINE_READY_TIMEOUT_S"] == "7200"
+
+
 def test_cuda_engine_with_fixed_cache_and_eager() -> None:
     command = engine_command(recipe(kv_cache_bytes=1000, enforce_eager=True), "cuda", "engine", "python")
     assert option(command, "--kv-cache-memory-bytes") == "1000" and "--enforce-eager" in command.argv

@@ -17,7 +17,7 @@ from tests.support.slurm_plans import group, plan
 PACKAGE = Path(__file__).parents[3] / "primeslurm"
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 UNSAFE_CALLS = {"torch.load", "np.load", "numpy.load", "yaml.load", "yaml.unsafe_load", "yaml.full_load"}
-LOADS_CHECKPOINTS = {"trainer/checkpoints/checkpoint.py", "trainer/checkpoints/export.py", "trainer/assembly/build.py"}
+LOADS_CHECKPOINTS = {"trainer/checkpoints/checkpoint.py", "trainer/checkpoints/export.py"}
 
 
 def findings(tree: ast.AST) -> set[str]:

@@ -1,0 +1,205 @@
+"""Loading a model into the trainer at the real size, without GPUs: what each rank reads, and what that costs.
+
+The checkpoint is a sparse one: real names, shapes, headers and sizes, and no data. Ranks are assembled in fake process
+groups. `--layers` of them are really read, by one rank in host memory; what all ranks read is counted from what they
+would ask for. Prints a line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import multiprocessing
+import resource
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from benchmarks.support.fake_ranks import _group, _in_transformers, config_of
+from benchmarks.trainer_layouts import trainer_gpus
+from primeslurm.recipe import Recipe
+from primeslurm.recipe.reading.recipe_files import load_recipe
+from primeslurm.trainer import models
+from primeslurm.trainer.assembly import build
+from primeslurm.trainer.weights import loading
+from primeslurm.trainer.weights.tensor_files import INDEX, TensorFiles
+from primeslurm.wire.weight_transfer.tensor_names import FP8_BLOCK, FP8_SCALE, in_fp8
+
+T = TypeVar("T")
+FILE_BYTES = 5 << 30
+CPU = torch.device("cpu")
+
+
+def write_sparse(config: Any, directory: Path, fp8: bool) -> None:
+    """Write a checkpoint of a transformers config that takes no room: headers, then holes."""
+    spec = models.spec(config, 128, "flex")
+    with torch.device("meta"):
+        model = spec.model.build()
+    named = spec.state_dict_adapter(spec.model, None).to_hf(model.state_dict())
+    entries = [entry for name, tensor in named.items() for entry in _entries(name, tensor, fp8)]
+    index: dict[str, str] = {}
+    for number, share in enumerate(_files(entries)):
+        index |= dict.fromkeys(
+            _write(directory / f"model-{number:05d}.safetensors", share), f"model-{number:05d}.safetensors"
+        )
+    (directory / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}))
+
+
+def _entries(name: str, tensor: torch.Tensor, fp8: bool) -> list[tuple[str, str, list[int], int]]:
+    shape = list(tensor.shape)
+    if not fp8 or not in_fp8(name) or len(shape) != 2:
+        return [(name, "BF16", shape, 2 * math.prod(shape))]
+    blocks = [-(-length // FP8_BLOCK) for length in shape]
+    return [(name, "F8_E4M3", shape, math.prod(shape)), (name + FP8_SCALE, "F32", blocks, 4 * math.prod(blocks))]
+
+
+def _files(entries: list[tuple[str, str, list[int], int]]) -> Iterator[list[tuple[str, str, list[int], int]]]:
+    share: list[tuple[str, str, list[int], int]] = []
+    for entry in entries:
+        share.append(entry)
+        if sum(size for *_, size in share) >= FILE_BYTES:
+            yield share
+            share = []
+    if share:
+        yield share
+
+
+def _write(path: Path, entries: list[tuple[str, str, list[int], int]]) -> list[str]:
+    header, at = {}, 0
+    for name, dtype, shape, size in entries:
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + at)
+    return list(header)
+
+
+def asked_for(recipe: Recipe, config: dict[str, Any], files: TensorFiles, size: int, rank: int) -> dict[str, int]:
+    """Count what one rank reads of all: bytes, reads, files; and what it would read were columns not exchanged."""
+    with _group(rank, size) as world:
+        policy = build.assemble(_in_transformers(config), files.directory, recipe, world, files=files)
+        found: Counter[str] = Counter()
+        opened: set[str] = set()
+        for group in build._loaded_together(policy, policy.weights()):
+            for name, tensor in policy.adapter.to_hf(group).items():
+                part = loading.part_of(files, name, tensor)
+                width, below = part.place.torch_dtype.itemsize, math.prod(part.place.shape[1:])
+                pieces = list(loading.pieces(part.place, part.region, part.scaled))
+                everything = sum(_bytes(part, piece) for piece in pieces)
+                opened.add(part.place.file)
+                found["not exchanged"] += everything
+                found["held"] += part.target.numel() * width
+                if part.group:
+                    rows = min(loading._share(part), part.place.shape[0])
+                    found["bytes"] += rows * below * width
+                    found["exchanged"] += part.place.nbytes
+                    found["reads"] += 1
+                else:
+                    found["bytes"] += everything
+                    found["reads"] += len(pieces)
+        return {**found, "files": len(opened)}
+
+
+def _bytes(part: loading.Part, piece: loading.Piece) -> int:
+    place = part.place
+    return piece.rows * math.prod(place.shape[len(piece.slab) + 1 :]) * place.torch_dtype.itemsize
+
+
+def really(recipe: Recipe, config: dict[str, Any], files: TensorFiles, size: int, rank: int) -> dict[str, float]:
+    """Assemble a rank in host memory and load it: seconds, and the most memory."""
+    with _group(rank, size) as meta:
+        world, values = replace(meta, device=CPU, host=CPU), _in_transformers(config)
+        began = time.process_time()
+        drawn = build.assemble(values, files.directory, recipe, world)
+        middle = time.process_time()
+        del drawn
+        before = time.process_time(), time.monotonic()
+        policy = build.assemble(values, files.directory, recipe, world, files=files)
+        assembled = time.process_time(), time.monotonic()
+        held = sum(build_bytes(tensor) for tensor in policy.weights().values())
+        build._load(policy, values, files)
+        done = time.process_time(), time.monotonic()
+    return {
+        "assembled_and_drawn_cpu_s": round(middle - began, 1),
+        "assembled_cpu_s": round(assembled[0] - before[0], 1),
+        "load_s": round(done[1] - assembled[1], 1),
+        "load_cpu_s": round(done[0] - assembled[0], 1),
+        "weights_gb": round(held / 1e9, 2),
+        "peak_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, 2),
+    }
+
+
+def build_bytes(tensor: Any) -> int:
+    """Bytes of a rank's part of a tensor."""
+    return int(getattr(tensor, "_local_tensor", tensor).nbytes)
+
+
+def dequantising(rows: int = 2048, columns: int = 6144) -> dict[str, float]:
+    """FP8 weights that one CPU core turns into float32 in a second, in billions."""
+    raw = torch.randint(0, 120, (rows, columns), dtype=torch.uint8).view(torch.float8_e4m3fn)
+    scales = torch.rand(-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
+    began = time.process_time()
+    for _ in range(4):
+        loading.dequantised(raw, scales, 0, 0)
+    return {"dequantised_billion_a_core_second": round(4 * raw.numel() / (time.process_time() - began) / 1e9, 3)}
+
+
+def _alone(look: Callable[[], T]) -> T:
+    """Run it in a process that ends with it."""
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        return pool.apply(look)
+
+
+def measure(path: Path, ranks: list[int], layers: int, fp8: bool) -> dict[str, Any]:
+    """Look at some ranks of a recipe's trainer, and load a few layers of the first of them."""
+    recipe = load_recipe(path)
+    size = trainer_gpus(recipe)
+    found: dict[str, Any] = {"recipe": path.stem, "ranks": size, "stored": "fp8" if fp8 else "bf16"}
+    for number in (None, layers):
+        config = config_of(recipe.model.path, number)
+        if fp8:
+            text = config.get("text_config", config)
+            text["quantization_config"] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [FP8_BLOCK] * 2}
+        with tempfile.TemporaryDirectory() as directory:
+            _alone(partial(write_sparse, _in_transformers(config), Path(directory), fp8))
+            began = time.monotonic()
+            files = TensorFiles.read(Path(directory))
+            if number is None:
+                found["headers"] = len({place.file for place in files.places.values()})
+                found["headers_s"] = round(time.monotonic() - began, 1)
+                total = sum(place.nbytes for place in files.places.values())
+                found["model_gb"] = round(total / 1e9, 1)
+                shares = [_alone(partial(asked_for, recipe, config, files, size, rank)) for rank in ranks]
+                found["of_a_rank"] = shares[0]
+                found["all_ranks_read_models"] = round(sum(s["bytes"] for s in shares) / len(shares) * size / total, 3)
+                found["not_exchanged_models"] = round(
+                    sum(s["not exchanged"] for s in shares) / len(shares) * size / total, 3
+                )
+            else:
+                found[f"{layers}_layers"] = _alone(partial(really, recipe, config, files, size, ranks[0]))
+    return found | dequantising()
+
+
+def main(words: list[str]) -> None:
+    """Look at a recipe's trainer."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks loading", description=__doc__)
+    parser.add_argument("recipe", type=Path)
+    parser.add_argument("--ranks", default="0,37,95", help="that are looked at, with commas between them")
+    parser.add_argument("--layers", type=int, default=4, help="that are really read")
+    parser.add_argument("--fp8", action="store_true", help="the checkpoint is in block-scale FP8")
+    logging.getLogger("torchtitan").setLevel(logging.WARNING)
+    torch.set_num_threads(1)
+    asked = parser.parse_args(words)
+    found = measure(asked.recipe, [int(rank) for rank in asked.ranks.split(",")], asked.layers, asked.fp8)
+    print(json.dumps(found), flush=True)

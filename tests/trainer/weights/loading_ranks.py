@@ -1,0 +1,48 @@
+"""One of two ranks that fill distributed tensors from a model's files: prints how many elements of each it read."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from primeslurm.trainer.distributed.world import join
+from primeslurm.trainer.loops.interrupt import Interrupt
+
+
+def main() -> None:
+    """Arguments: the directory of the files, and where each rank writes what its tensors are then."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, zeros
+
+    from primeslurm.trainer.weights.loading import Loader
+    from primeslurm.trainer.weights.tensor_files import OpenFiles, TensorFiles
+    from primeslurm.wire.weight_transfer.tensor_names import FP8_SCALE
+
+    read: dict[str, int] = {}
+    part = OpenFiles.part
+
+    def counted(self: OpenFiles, name: str, first: int, count: int, space: Any = None) -> torch.Tensor:
+        read[name] = read.get(name, 0) + count
+        return part(self, name, first, count, space)
+
+    OpenFiles.part = counted  # type: ignore[method-assign]
+    world = join(Interrupt(), patience_s=600)
+    mesh = init_device_mesh("cpu", (2,))
+    files = TensorFiles.shared(Path(sys.argv[1]), world)
+    tensors = {
+        name: zeros(*place.shape, device_mesh=mesh, placements=[Shard(int(name.rsplit(".")[-1]))])
+        for name, place in sorted(files.places.items())
+        if not name.endswith(FP8_SCALE)
+    }
+    with Loader(files, world.device) as loader:
+        loader.fill(tensors)
+    torch.save({name: tensor.full_tensor() for name, tensor in tensors.items()}, f"{sys.argv[2]}/{world.rank}")
+    print("READ", json.dumps(read), flush=True)
+    world.close()
+
+
+if __name__ == "__main__":
+    main()

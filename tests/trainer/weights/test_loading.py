@@ -1,0 +1,135 @@
+"""Loading a model: each rank reads what it holds, by its place; what is wrong with files is said by their names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from primeslurm.trainer.assembly.build import build
+from primeslurm.trainer.distributed.world import World
+from primeslurm.trainer.weights import loading
+from primeslurm.trainer.weights.tensor_files import INDEX, OpenFiles, Place, TensorFiles
+from primeslurm.wire.weight_transfer.tensor_names import FP8_SCALE
+from tests.trainer.as_released import quantise
+from tests.trainer.conftest import finish, make_recipe, start_ranks
+from tests.trainer.families import CASES, write
+
+
+def test_two_ranks_read_every_element_once(tmp_path: Path) -> None:
+    """Split by rows and by columns, evenly and not, in FP8 and not; a tensor's name ends with how it is split."""
+    torch.manual_seed(0)
+    rows, columns = quantise(torch.randn(301, 200)), quantise(torch.randn(301, 384))
+    meant = {
+        "plain.0": torch.randn(301, 70).bfloat16(),
+        "plain.1": torch.randn(33, 70).bfloat16(),
+        "vector.0": torch.randn(5),
+        "stack.1": torch.randn(3, 6, 7),
+        "long.1": torch.randn(3, 6, 20_000),
+    }
+    stored = meant | {
+        "fp8.0": rows[0],
+        "fp8.0" + FP8_SCALE: rows[1],
+        "fp8.1": columns[0],
+        "fp8.1" + FP8_SCALE: columns[1],
+    }
+    meant |= {"fp8.0": rows[2], "fp8.1": columns[2]}
+    save_file(stored, tmp_path / "model.safetensors")
+    outputs = finish(start_ranks(2, "-m", "tests.trainer.weights.loading_ranks", str(tmp_path), str(tmp_path)))
+    for rank in range(2):
+        found = torch.load(tmp_path / str(rank), weights_only=True)
+        assert set(found) == set(meant)
+        for name, tensor in meant.items():
+            assert torch.equal(found[name], tensor.float()), name
+    counts = [json.loads(line[5:]) for out in outputs for line in out.splitlines() if line.startswith("READ ")]
+    read = {name: sum(count.get(name, 0) for count in counts) for name in meant}
+    # Runs of a few bytes are read with what lies between them: here a stack, split within each of its matrices.
+    assert read == {name: tensor.numel() * (2 if name == "stack.1" else 1) for name, tensor in meant.items()}
+    assert all(count[name] < meant[name].numel() for count in counts for name in meant if name != "stack.1")
+
+
+@pytest.mark.parametrize("whole_rows", [False, True])
+def test_pieces_are_all_that_is_wanted_and_none_is_read_twice(
+    whole_rows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "PIECE", 64)
+    monkeypatch.setattr(loading, "SHORT", 24)
+    shape = (4, 5, 6)
+    numbers = torch.arange(4 * 5 * 6).view(shape)
+    regions = [
+        (slice(a, b), slice(c, d), slice(e, f))
+        for a, b in ((0, 4), (1, 3), (2, 2))
+        for c, d in ((0, 5), (2, 3))
+        for e, f in ((0, 6), (1, 2), (0, 5))
+    ]
+    for region in regions:
+        read: list[int] = []
+        for piece in loading.pieces(Place("f", 0, shape, "F32"), region, whole_rows):
+            assert not whole_rows or piece.slab == ()
+            read += numbers[piece.slab][piece.row : piece.row + piece.rows].flatten().tolist()
+        assert len(read) == len(set(read))
+        assert set(numbers[region].flatten().tolist()) <= set(read)
+        if not numbers[region].numel():
+            assert not read
+
+
+def test_what_is_loaded_is_not_drawn(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = next(case for case in CASES if case.name == "qwen3_moe")
+    path = write(case, tmp_path)
+
+    def refuse(tensor: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+        assert tensor.is_meta, "drawn"  # as modules do when they are made, which costs nothing
+        return tensor
+
+    for name in ("trunc_normal_", "normal_", "kaiming_uniform_"):
+        monkeypatch.setattr(torch.nn.init, name, refuse)
+    monkeypatch.setattr(torch.Tensor, "normal_", refuse)
+    policy = build(make_recipe(path), world)
+    assert all(tensor.isfinite().all() for tensor in policy.weights().values())
+
+
+def _cut(path: Path) -> None:
+    with (path / "model.safetensors").open("r+b") as file:
+        file.truncate((path / "model.safetensors").stat().st_size - 1)
+
+
+def _no_header(path: Path) -> None:
+    (path / "model.safetensors").write_bytes(b"no header at all")
+
+
+def _missing(path: Path) -> None:
+    (path / INDEX).write_text(json.dumps({"weight_map": {"a": "other.safetensors"}}))
+
+
+@pytest.mark.parametrize(
+    ("harm", "error", "message"),
+    [
+        (_cut, ValueError, "model.safetensors: cut short, 79 bytes of 80"),
+        (_no_header, ValueError, "model.safetensors: no safetensors file, or cut short"),
+        (_missing, FileNotFoundError, "other.safetensors"),
+    ],
+)
+def test_damaged_files_are_named(
+    harm: Callable[[Path], None], error: type[Exception], message: str, world: World, tmp_path: Path
+) -> None:
+    save_file({"a": torch.zeros(4)}, tmp_path / "model.safetensors")
+    harm(tmp_path)
+    with pytest.raises(error, match=message):
+        TensorFiles.shared(tmp_path, world)
+
+
+def test_another_shape_is_said_before_anything_is_read(tmp_path: Path) -> None:
+    save_file(
+        {"a": torch.zeros(4, 2), "b" + FP8_SCALE: torch.zeros(1), "b": torch.zeros(4)}, tmp_path / "x.safetensors"
+    )
+    files = TensorFiles.read(tmp_path)
+    with pytest.raises(ValueError, match="a is 4 x 2, and 2 x 4 by the model's config"):
+        loading.part_of(files, "a", torch.zeros(2, 4))
+    with pytest.raises(ValueError, match="b is in FP8 and no matrix"):
+        loading.part_of(files, "b", torch.zeros(4))
+    with OpenFiles(files) as opened:
+        assert torch.equal(opened.tensor("a"), torch.zeros(4, 2))
