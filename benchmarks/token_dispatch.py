@@ -42,15 +42,15 @@ def arguments(words: list[str]) -> argparse.Namespace:
 
 def dispatcher(backend: str, shape: tuple[int, int, int], tokens: int, mesh: Any) -> Any:
     """Build the dispatcher that a layer of the trainer has with this `ep_backend`."""
-    from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, DeepEPTokenDispatcher
+    from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
+
+    from primeslurm.trainer.distributed.deepep import Dispatcher
 
     hidden, experts, top_k = shape
     made = (
         AllToAllTokenDispatcher.Config(num_experts=experts, top_k=top_k)
         if backend == "torch"
-        else DeepEPTokenDispatcher.Config(
-            num_experts=experts, top_k=top_k, num_max_tokens_per_rank=tokens, hidden_dim=hidden
-        )
+        else Dispatcher.Config(num_experts=experts, top_k=top_k, num_max_tokens_per_rank=tokens, hidden_dim=hidden)
     ).build()
     made.wire_meshes(ep_mesh=mesh)
     return made
@@ -124,7 +124,6 @@ def measure(options: argparse.Namespace, world: Any) -> dict[str, Any]:
 
     set_spmd_backend("partial_dtensor")
     mesh = init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("ep",))["ep"]
-    torch.distributed.all_reduce(torch.ones(1, device=world.device), group=mesh.get_group())  # there is a communicator
     shape = SHAPES[options.shape]
     case = Case(shape, options.tokens, world.rank, world.device)
     found: dict[str, Any] = {}

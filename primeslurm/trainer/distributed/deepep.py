@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, DeepEPTokenDispatcher
 
 from primeslurm.trainer import compat
 from primeslurm.trainer.assembly.draft import ModelDraft
+
+
+class Dispatcher(DeepEPTokenDispatcher):
+    """torchtitan's, which sets up its buffer before any rank of the group has met another."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(DeepEPTokenDispatcher.Config):
+        """As DeepEPTokenDispatcher's."""
+
+    def init_buffer(self) -> None:
+        """Make the buffer of this process, once its group has a communicator: DeepEP takes torch's, made or not."""
+        assert self.ep_mesh is not None
+        dist.all_reduce(torch.zeros(1, device=self.ep_mesh.device_type), group=self.ep_mesh.get_group())
+        super().init_buffer()
 
 
 def convert(draft: ModelDraft) -> None:
@@ -24,6 +42,6 @@ def convert(draft: ModelDraft) -> None:
             "trainer.parallelism.ep_backend = deepep: the trainer needs the Python package deep_ep, 2.0 or newer "
             "(third_party/deepep builds it); without it, set ep_backend: torch"
         ) from error
-    compat.swap(draft.config, AllToAllTokenDispatcher, DeepEPTokenDispatcher)
+    compat.swap(draft.config, AllToAllTokenDispatcher, Dispatcher)
     if layout.deepep_num_sms is not None:
         compat.set_deepep_sms(layout.deepep_num_sms)
