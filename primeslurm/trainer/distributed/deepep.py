@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from primeslurm.trainer.assembly.draft import ModelDraft
 
 
 class Dispatcher(DeepEPTokenDispatcher):
-    """torchtitan's, which sets up its buffer before any rank of the group has met another."""
+    """torchtitan's, for ranks that have not met yet, and for layers that are computed anew."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(DeepEPTokenDispatcher.Config):
@@ -25,16 +26,27 @@ class Dispatcher(DeepEPTokenDispatcher):
         dist.all_reduce(torch.zeros(1, device=self.ep_mesh.device_type), group=self.ep_mesh.get_group())
         super().init_buffer()
 
+    def dispatch(
+        self, x_TD: torch.Tensor, topk_scores_TK: torch.Tensor, topk_expert_ids_TK: torch.Tensor, counts_E: torch.Tensor
+    ) -> Any:
+        """As the base class, of tokens [tokens, dim] and the experts [tokens, top_k] that each chose."""
+        compat.forget_deepep_handles()
+        return super().dispatch(x_TD, topk_scores_TK, topk_expert_ids_TK, counts_E)
+
 
 def convert(draft: ModelDraft) -> None:
     """Use DeepEP in every layer of a model, if the recipe asks for it.
 
     Raises:
-        ValueError: a package that has what this needs is not installed.
+        ValueError: a package that has what this needs is not installed, or layers are to be compiled.
     """
     layout = draft.recipe.trainer.parallelism
     if layout.ep_backend != "deepep":
         return
+    if draft.recipe.trainer.compile:
+        raise ValueError(
+            "trainer.compile: DeepEP's operations cannot be traced; compile: false, or ep_backend: torch"
+        )
     try:
         from deep_ep import ElasticBuffer  # noqa: F401
     except ImportError as error:
