@@ -18,7 +18,6 @@ from torchtitan.models.qwen3 import model_registry
 from torchtitan.trainer import Trainer
 
 from primeslurm.recipe import Recipe
-from primeslurm.recipe.sections.trainer import micro_batch_rows
 from primeslurm.trainer.assembly.draft import ModelDraft
 from primeslurm.trainer.distributed.world import World
 
@@ -41,7 +40,7 @@ class TitanStep(Trainer):
         """
         layout = recipe.trainer.parallelism
         self.device = world.device
-        per_pass = min(rows, micro_batch_rows(recipe.seq_len))
+        per_pass = min(rows, recipe.trainer.rows_at_once(recipe.seq_len))
         training = TrainingConfig(
             seq_len=recipe.seq_len,
             local_batch_size=per_pass,

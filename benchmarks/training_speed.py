@@ -49,6 +49,7 @@ def arguments(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--cp", type=int, default=1)
     parser.add_argument("--cp-style", choices=["ulysses", "allgather"], default="ulysses")
     parser.add_argument("--checkpointing", choices=["none", "selective", "full"], default="full")
+    parser.add_argument("--reduce-gradients", choices=["micro_batch", "step"], default="micro_batch", help="of ours")
     parser.add_argument("--optimizer", choices=["adamw", "sgd", "sign_sgd", "muon"], default="adamw")
     parser.add_argument("--lm-head-chunk", type=int)
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], help="default: bfloat16 on GPUs, float32 on CPUs")
@@ -72,6 +73,7 @@ def make_recipe(options: argparse.Namespace, on_cpu: bool) -> Any:
         "cp": options.cp,
         "cp_style": options.cp_style,
         "activation_checkpointing": options.checkpointing,
+        "reduce_gradients": options.reduce_gradients,
     }
     trainer = {
         "parallelism": parallelism,
@@ -133,10 +135,9 @@ def torchtitans(options: argparse.Namespace, recipe: Any, flavor: str, config: A
     import torch
 
     from benchmarks.titan_step import TitanStep
-    from primeslurm.recipe.sections.trainer import micro_batch_rows
 
     trainer = TitanStep(flavor, config, recipe, options.rows, world)
-    per_pass = min(options.rows, micro_batch_rows(options.seq))
+    per_pass = min(options.rows, recipe.trainer.rows_at_once(options.seq))
     if options.rows % per_pass:
         raise SystemExit(f"--against torchtitan: --rows beyond {per_pass} must be a multiple of it")
     tokens = torch.randint(0, config.vocab_size, (options.rows, options.seq + 1))

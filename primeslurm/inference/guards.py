@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 
-def expect(owner: type, name: str, parameters: Sequence[str]) -> Callable[..., Any]:
-    """Return a method of vLLM that a fix replaces.
+def expect(owner: type | ModuleType, name: str, parameters: Sequence[str]) -> Callable[..., Any]:
+    """Return a method or function of vLLM that a fix replaces.
 
     Args:
-        owner: its class.
+        owner: its class or module.
         name: its name.
         parameters: those that it must take.
 

@@ -27,6 +27,7 @@ from primeslurm.orchestrator.evaluation.evaluator import Evaluator
 from primeslurm.orchestrator.progress import CHECKPOINT_PART, PROGRESS, ProgressFile, restore
 from primeslurm.orchestrator.recovery import recover
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
+from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.orchestrator.rollouts.length_penalties import penalised
 from primeslurm.orchestrator.rollouts.spool import Spool
 from primeslurm.orchestrator.rollouts.worker_pool import WorkerPool
@@ -62,6 +63,8 @@ log = logging.getLogger(__name__)
 HOLD_S = 4.0
 """A GetBatch that cannot be answered is held for this long: shorter than the trainer's retry."""
 TICK_S = 0.2
+CLAIM_S = 30.0
+"""A restarted orchestrator waits so long at most for its workers to say what they run: then a silent one is gone."""
 END_S = 1800.0
 """What is left to be done at the end, such as handing metrics in, may take so long."""
 LINGER_S = 3.0
@@ -76,6 +79,8 @@ class Orchestrator:
         self._arguments = arguments
         self._linger_s = linger_s
         self._journal = Journal(arguments.attempt_dir, "orchestrator")
+        self._is_restarted = self._journal.has_begun
+        self._claiming_until: float | None = None
         progress = restore(arguments.run_dir, arguments.attempt)
         self._spool = Spool(arguments.run_dir / "rollouts")
         self._environments = {environment.label: environment for environment in recipe.environments}
@@ -93,7 +98,13 @@ class Orchestrator:
         )
         most = recipe.deployment.max_rollouts_per_node
         self._workers = WorkerPool(
-            arguments.env_bind, self._on_result, self._on_lost, self._on_unusable, max_per_node=most
+            arguments.env_bind,
+            self._on_result,
+            self._on_lost,
+            self._on_unusable,
+            max_per_node=most,
+            claim=self._on_claim,
+            keeps=lambda job: self._dispatch.keeps(job),
         )
         self._link = OrchestratorLink(arguments.bind, self._handle)
         url = arguments.addresses.url
@@ -165,12 +176,28 @@ class Orchestrator:
             await self._workers.cancel(cancelled)
             self._curricula.set_tasks(self._workers.tasks)
             await self._evaluate()  # first: its bound is its own, and training takes all that environments have left
-            while not self._spool.waiting and (job := self._dispatch.next_job(self._workers.available)):
+            while self._may_dispatch() and (job := self._dispatch.next_job(self._workers.available)):
                 self._watch.rollout_started(job)
                 await self._workers.send(job)
             self._check()
             self._watch.report(self._state)
             await self._pause()
+
+    def _may_dispatch(self) -> bool:
+        """After a restart workers first say what they run, or the same would begin anew."""
+        if self._is_restarted:
+            if self._claiming_until is None:
+                self._claiming_until = time.monotonic() + CLAIM_S
+            everybody = sum(environment.workers for environment in self._recipe.environments)
+            settled = self._workers.settled(self._environments) >= everybody
+            self._is_restarted = not settled and time.monotonic() < self._claiming_until
+        return not self._is_restarted and not self._spool.waiting
+
+    def _on_claim(self, job: Job) -> bool:
+        if not self._dispatch.claim(job):
+            return False
+        self._watch.rollout_started(job)
+        return True
 
     def _check(self) -> None:
         """End a run that gets nowhere; the last words are for the head."""

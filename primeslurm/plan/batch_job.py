@@ -60,6 +60,14 @@ def groups(recipe: Recipe, requests: list[ResourceRequest]) -> tuple[HetGroup, .
     )
 
 
+def cpus_per_gpu(recipe: Recipe, requests: list[ResourceRequest]) -> int:
+    """Count the CPU cores that a trainer rank has for itself, at least one."""
+    train = next((request for request in requests if request.role == "train"), None)
+    if train is None or not train.gpus:
+        return 1
+    return max(1, (_component(recipe, "train").cpus_per_task or train.kind.cpus) // train.gpus)
+
+
 def job_options(recipe: Recipe, site: Site, run_dir: Path) -> JobOptions:
     """Take the options of the job as a whole from the recipe, and from the site what the recipe does not say."""
     slurm, asked = recipe.slurm, recipe.slurm.over(site.slurm)

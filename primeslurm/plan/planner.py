@@ -161,7 +161,7 @@ def place(recipe: Recipe, site: Site, run_dir: Path, requests: list[ResourceRequ
     builders = _builders(recipe, site, requests, local)
     replicas = place_inference(recipe, site, builders)
     teachers = place_teacher(recipe, site, builders)
-    trainer_gpus = _trainer(recipe, site, builders)
+    trainer_gpus = _trainer(recipe, site, builders, batch_job.cpus_per_gpu(recipe, requests))
     if recipe.samples:
         _control(recipe, builders[0], replicas, teachers)
         place_environments(recipe, site, builders)
@@ -213,7 +213,7 @@ def _builders(recipe: Recipe, site: Site, requests: list[ResourceRequest], local
     return builders
 
 
-def _trainer(recipe: Recipe, site: Site, builders: list[NodeBuilder]) -> int:
+def _trainer(recipe: Recipe, site: Site, builders: list[NodeBuilder], cpus: int) -> int:
     nodes = [builder for builder in builders if builder.role == "train"]
     world = sum(builder.gpus for builder in nodes)
     rank = 0
@@ -222,7 +222,9 @@ def _trainer(recipe: Recipe, site: Site, builders: list[NodeBuilder]) -> int:
             builder.add(
                 f"trainer-rank-{rank}",
                 "trainer",
-                trainer_command(recipe, site, rank=rank, local_rank=local, world=world),
+                trainer_command(
+                    recipe, site, rank=rank, local_rank=local, local_world=builder.gpus, world=world, cpus=cpus
+                ),
                 gpus=(local,),
                 restart="attempt",
                 unit="trainer" if world > 1 else None,

@@ -38,6 +38,11 @@ class Journal:
         for path in (self._events, self._state):
             path.parent.mkdir(parents=True, exist_ok=True)
 
+    @property
+    def has_begun(self) -> bool:
+        """Tell whether there are events of it already."""
+        return self._events.exists()
+
     def write(self, event: Event) -> None:
         """Append one event. On a full disk it waits in memory for the next one, or for `flush`."""
         # json, and not msgspec: a loss may be NaN, and the name of a file in an error may be no Unicode.

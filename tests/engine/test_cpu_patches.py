@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from datetime import timedelta
 from pathlib import Path
+from subprocess import DEVNULL, PIPE
 from types import SimpleNamespace
 
 import pytest
@@ -54,6 +56,30 @@ def test_a_vllm_that_has_the_collectives_itself_is_refused() -> None:
     register()  # from here on CpuCommunicator has them: ours stand for vLLM's own
     with pytest.raises(RuntimeError, match="all_gatherv of its own"):
         patches._add_variable_collectives()
+
+
+IDLE_AGENT = """
+import os, time
+from primeslurm.inference.plugin import register
+if {patched}:
+    register()
+from vllm.distributed.nixl_utils import NixlWrapper, nixl_agent_config
+agent = NixlWrapper("idle", nixl_agent_config(num_threads=4))
+before = os.times()
+time.sleep(3)
+after = os.times()
+print(after.user - before.user + after.system - before.system)
+"""
+
+
+def test_an_idle_nixl_agent_sleeps() -> None:
+    """Side by side, as how much of a core a thread that never sleeps gets is the machine's business."""
+    agents = [
+        subprocess.Popen([sys.executable, "-c", IDLE_AGENT.format(patched=patched)], stdout=PIPE, stderr=DEVNULL)
+        for patched in (True, False)
+    ]
+    ours, stock = (float(agent.communicate(timeout=300)[0].split()[-1]) for agent in agents)
+    assert ours < 0.5 * stock, (ours, stock)
 
 
 def _collectives(rank: int, file: str) -> None:

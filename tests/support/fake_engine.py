@@ -73,6 +73,8 @@ class FakeEngine:
         self._answer = answer
         self.version: int | None = None
         self.paused = False
+        self.held = False
+        """Whether answers wait."""
         self.updates = 0
         self.requests: list[dict[str, Any]] = []
         self.busy = self.busiest = 0
@@ -128,7 +130,7 @@ class FakeEngine:
         self.sessions.append(request.headers.get("X-Session-ID", ""))
         number = len(self.requests)
         await asyncio.sleep(self._delay_s)
-        while self.paused:
+        while self.paused or self.held:
             await asyncio.sleep(0.01)
         tokens = self._sample(body["token_ids"], number)[: body["sampling_params"]["max_tokens"]]
         self.sampled.append(len(tokens))

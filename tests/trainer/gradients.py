@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.assembly.policy_model import PolicyModel
 from primeslurm.trainer.data.image_positions import Images, vision_input
+from primeslurm.trainer.distributed.gradient_reduction import reduce_after
 from primeslurm.trainer.distributed.world import World, join
 from primeslurm.trainer.loops.interrupt import Interrupt
 from primeslurm.trainer.models.layers.vision import VisionInput
@@ -58,6 +59,9 @@ def gradients(layout: Layout, directory: Path, world: World) -> dict[str, torch.
     rows, found = zip(*_rows(), strict=True) if layout.images else ((), ())
     share = [part[mine].to(world.device) for part in _batch(rows)]
     for some in (slice(0, 1), slice(1, None)):  # a micro batch of one row is a case of its own
+        if policy.layout.reduce_gradients == "step":
+            last = some.stop is None or len(share[0]) == 1
+            reduce_after(policy.model, last=last, stays_gathered=not policy.layout.reshard_after_forward)
         micro = [part[some] for part in share]
         if len(micro[0]):
             seen = rows[mine][some], found[mine][some]

@@ -10,6 +10,7 @@ from primeslurm.recipe import Recipe
 from primeslurm.records.journal import Journal
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.components.loss import from_recipe
+from primeslurm.trainer.distributed import collective_count
 from primeslurm.trainer.distributed.world import World, join
 from primeslurm.trainer.loops.interrupt import Interrupt
 from primeslurm.trainer.loops.phase_timer import PhaseTimer
@@ -30,7 +31,9 @@ def train(recipe: Recipe, out: Path, world: World) -> list[dict[str, float]]:
     for step in range(1, recipe.max_steps + 1):
         routed = recipe.trainer.router_replay
         batch = make_batch(step, policy.dp_rank, policy.dp_world, seq_len=recipe.seq_len, routed=routed)
+        before = collective_count.begun()
         metrics.append(learner.train(batch, timer))
+        metrics[-1]["collectives"] = collective_count.begun() - before
     Publisher(policy, out, Encoding(torch.float32), 1, world).publish(recipe.max_steps)
     return metrics
 

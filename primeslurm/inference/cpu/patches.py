@@ -23,6 +23,7 @@ def apply() -> None:
     _add_variable_collectives()
     _offload_from_host_memory()
     _return_routed_experts()
+    _pause_nixl()
 
 
 def refresh_tied_lm_heads(model: torch.nn.Module) -> None:
@@ -104,6 +105,13 @@ def _return_routed_experts() -> None:
     from primeslurm.inference.cpu import routed_experts
 
     routed_experts.apply()
+
+
+def _pause_nixl() -> None:
+    """Let NIXL's progress thread sleep, as an idle engine should."""
+    from primeslurm.inference.cpu import nixl
+
+    nixl.apply()
 
 
 def _all_gatherv(

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from primeslurm.recipe import Recipe
-from primeslurm.recipe.sections.trainer import micro_batch_rows
 from primeslurm.wire.rollouts import Bool, Float32, ImageSpan, Int32
 from primeslurm.wire.routed_experts import RoutedExperts
 
@@ -66,7 +65,7 @@ def quantum(recipe: Recipe) -> int | None:
     length. Rows of which several fit into a micro batch are stacked.
     """
     seq_len = recipe.seq_len
-    if recipe.trainer.compile or micro_batch_rows(seq_len) > 1:
+    if recipe.trainer.compile or recipe.trainer.rows_at_once(seq_len) > 1:
         return None
     if seq_len % (LENGTHS * recipe.trainer.parallelism.cp):
         return None

@@ -112,6 +112,10 @@ class Dispatcher:
         self._drawn = dict(drawn or {})
         self._jobs: dict[str, str] = {}
         """Group by job."""
+        self._kept: set[str] = set()
+        """Jobs that are finished, in groups that are not on disk."""
+        self._claimed: set[str] = set()
+        """Jobs of others, each of which is gone on with once: what became too old would come back for ever."""
         self._replicas = ReplicaPlaces(routers)
         self._ahead = WorkAhead(limits.ratios, clock)
         self._surplus: list[str] = []
@@ -165,6 +169,31 @@ class Dispatcher:
         group = group or self._open(available)
         return self._dispatch(group) if group else None
 
+    def keeps(self, job: str) -> bool:
+        """Tell whether what a finished job made is in memory only."""
+        return job in self._kept
+
+    def claim(self, job: Job) -> bool:
+        """Go on with a job that another orchestrator of this attempt has dispatched.
+
+        Returns:
+            False if nobody wants it: it is too old, its group is complete or begun anew, or its replica is gone.
+        """
+        if job.id in self._claimed or job.sender in ("", self.incarnation):
+            return False
+        if not job.cache_salt.startswith(f"{self._salt}:"):  # of another attempt
+            return False
+        if job.environment not in self.limits.ratios or job.router not in self._replicas.load:
+            return False
+        group = self._group_to_claim(job)
+        if group is None or not group.to_dispatch:
+            return False
+        self.counts["claimed"] += 1
+        self._claimed.add(job.id)
+        self._replicas.adopt(job.id, job.router)
+        self._start(group, group.to_dispatch.pop(0), job.id)
+        return True
+
     @property
     def routers(self) -> tuple[str, ...]:
         """Return the routers of the replicas that rollouts are spread over."""
@@ -187,6 +216,8 @@ class Dispatcher:
         """
         group, index = self._end(job, "finished", whole=True)
         group.done[index] = rollout
+        group.finished.append(job)
+        self._kept.add(job)
         if len(group.done) < group.size:
             return None
         if self.limits.staleness.surplus == "carry" and group.jobs:
@@ -240,7 +271,7 @@ class Dispatcher:
 
         Its prompt is not sampled again; another group opens.
         """
-        self._finishing.pop(group.id, None)
+        self._settle(group.id)
         self._taken.add(group.id)
         self.counts[f"groups_rejected_{reason}"] += 1
 
@@ -288,7 +319,7 @@ class Dispatcher:
         cancelled: list[str] = []
         for old in [group for group in self.open.values() if group.version < oldest]:
             if self.limits.staleness.rule == "carry":
-                old.version = self.version
+                old.version = max(old.version, self.version)
             else:
                 cancelled += self._drop(old, "stale")
                 self._come_again(old.id, old.environment, old.example, old.task)
@@ -363,6 +394,48 @@ class Dispatcher:
         self.open[successor.id] = successor
         self._jobs |= dict.fromkeys(successor.jobs, successor.id)
 
+    def _group_to_claim(self, job: Job) -> OpenGroup | None:
+        """The open group that a job of another orchestrator goes on in, opened if it is not."""
+        ages = not self.limits.staleness.counts_tokens
+        if ages and job.opened_version < self.limits.oldest_version(self.step):
+            return None
+        if job.group != group_id(job.environment, job.example):
+            return None  # its example is trained without it, and it would have few beside it
+        group = self.open.get(job.group)
+        if group is None:
+            return self._reopen(job) if self._is_to_come(job) else None
+        if ages and group.version != job.opened_version:
+            return None  # it was opened anew, under another version
+        group.version = max(group.version, job.opened_version)
+        return group
+
+    def _is_to_come(self, job: Job) -> bool:
+        """Whether the example of a job is one that no group was opened for, as far as is known here."""
+        if job.group in self._taken or job.group in self._finishing:
+            return False
+        return job.example >= self._cursors[job.environment] or (job.environment, job.example) in self._unfinished
+
+    def _reopen(self, job: Job) -> OpenGroup:
+        self._pass(job.environment, job.example)
+        self._drawn.pop(job.group, None)
+        return self._new_group(job.environment, job.example, job.opened_version, job.router, job.task)
+
+    def _pass(self, label: str, example: int) -> None:
+        """Note that there is a group of an example, wherever the environment's cursor is. What is before it is to come.
+
+        The example would come again otherwise, once its group is trained and forgotten.
+        """
+        cursor = self._cursors[label]
+        self._unfinished += [(label, passed) for passed in range(cursor, example)]
+        self._cursors[label] = max(cursor, example + 1)
+        if (label, example) in self._unfinished:
+            self._unfinished.remove((label, example))
+
+    def _settle(self, name: str) -> None:
+        """Keep nothing more of a complete group in view of a restart: it is on disk, or not wanted."""
+        if (group := self._finishing.pop(name, None)) is not None:
+            self._kept.difference_update(group.finished)
+
     def _unfinished_groups(self) -> list[OpenGroup]:
         return [*self.open.values(), *self._finishing.values()]
 
@@ -419,9 +492,12 @@ class Dispatcher:
         if task is None:
             mine = [group.task for group in self._unfinished_groups() if group.environment == label]
             task = self._draws.draw(label, example, {other for other in mine if other is not None})
+        return self._new_group(label, example, self.version, self._replicas.roomiest(), task)
+
+    def _new_group(self, label: str, example: int, version: int, router: str, task: int | None) -> OpenGroup:
         size = self.limits.group_sizes[label]
         members = list(range(size + self.limits.staleness.extra_rollouts))
-        group = OpenGroup(name, label, example, self.version, self._replicas.roomiest(), size, members, task)
+        group = OpenGroup(group_id(label, example), label, example, version, router, size, members, task)
         self.open[group.id] = group
         self.counts["groups_opened"] += 1
         return group
@@ -446,12 +522,16 @@ class Dispatcher:
     def _dispatch(self, group: OpenGroup) -> Job:
         index = group.to_dispatch.pop(0)
         job = f"{group.id}/{index}-{self.incarnation}{next(self._serial)}"
+        router = self._replicas.begin(job, group.router)
+        self._start(group, index, job)
+        salt = f"{self._salt}:{group.version}"
+        what = (group.id, group.environment, group.example, group.version, router, salt, group.task)
+        return Job(job, *what, sender=self.incarnation)
+
+    def _start(self, group: OpenGroup, index: int, job: str) -> None:
         self._jobs[job], group.jobs[job] = group.id, index
         self._ahead.started(group.environment, job)
         self.counts["dispatched"] += 1
-        salt = f"{self._salt}:{group.version}"
-        router = self._replicas.begin(job, group.router)
-        return Job(job, group.id, group.environment, group.example, group.version, router, salt, group.task)
 
     def _end(self, job: str, how: str, *, whole: bool = False) -> tuple[OpenGroup, int]:
         group = self.open[self._jobs.pop(job)]
@@ -462,13 +542,16 @@ class Dispatcher:
 
     def _drop(self, group: OpenGroup, why: str) -> list[str]:
         jobs = self._close(group)
+        self._kept.difference_update(group.finished)
         self.counts[f"groups_dropped_{why}"] += 1
         if why == "stale":
             self.counts["rollouts_dropped_stale"] += len(jobs) + len(group.done)
         return jobs
 
     def _take(self, group: RolloutGroup) -> bool:
-        self._finishing.pop(group.id, None)
+        self._settle(group.id)
+        if group.id == group_id(group.environment, group.example):
+            self._pass(group.environment, group.example)
         if self._age_of(group) < self.limits.oldest_version(self.step):
             self._count_stale(len(group.rollouts))
             self._come_again(group.id, group.environment, group.example, group.task)

@@ -31,6 +31,8 @@ class OpenGroup:
     """Of its rollouts that run: index by job."""
     done: dict[int, tuple[Rollout, ...]] = field(default_factory=dict)
     tries: Counter[int] = field(default_factory=Counter)
+    finished: list[str] = field(default_factory=list)
+    """Jobs whose rollouts are done."""
 
     def complete(self) -> RolloutGroup:
         """Return it with the rollouts that are done, in the order of their indices."""

@@ -45,9 +45,13 @@ class ReplicaPlaces:
             wanted: the replica that has its prompt; it gets the rollout if it has room.
         """
         router = wanted if self._room(wanted) > 0 else self.roomiest()
+        self.adopt(job, router)
+        return router
+
+    def adopt(self, job: str, router: str) -> None:
+        """Note that a rollout runs on a replica, whether that has room or not."""
         self._router_of[job] = router
         self.load[router] += 1
-        return router
 
     def end(self, job: str) -> None:
         """Note that a rollout is over, or does not run any more."""

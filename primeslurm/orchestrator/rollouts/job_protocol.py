@@ -1,12 +1,14 @@
 """The job protocol between the orchestrator and its environment workers: ZMQ ROUTER (pool) and DEALER (worker).
 
 A worker (`JobRunner` is its end; `worker` says how a job runs) reports its Status every second, with the jobs it is
-running. The orchestrator (`worker_pool`) compares: a job that it does not know is cancelled, a job that the worker does
-not have is lost and is dispatched anew. So either side may be killed and restarted at any time; a job that dies with
-its worker is dispatched anew.
+running. The orchestrator (`worker_pool`) compares: a job that the worker does not have is lost and is dispatched anew.
+About a job that it does not know it asks (Describe), and goes on with it, or cancels it: those of an orchestrator that
+was killed run on meanwhile. A worker holds what it has sent until it is told that nobody wants it any more: a group is
+on disk only when all of its rollouts are there. So either side may be killed and restarted at any time; a job that
+dies with its worker is dispatched anew.
 
-worker -> orchestrator      Status | Result (each followed by the frames of its token sequences) | Unusable
-orchestrator -> worker      Job | Cancel
+worker -> orchestrator      Status | Result (each followed by the frames of its token sequences) | Claims | Unusable
+orchestrator -> worker      Job | Cancel | Describe | Resend
 """
 
 from __future__ import annotations
@@ -40,6 +42,9 @@ NOTICE_S = 5.0
 LARGEST_RESULT = 2 << 30
 """Bytes of a part of what a worker says. The largest array is that of routed experts: 79 MB for 131,072 tokens of 75
 layers and 8 experts each, 1 GB for a million tokens of 61 layers and two bytes an expert."""
+HELD_BYTES = 1 << 30
+"""Of results that a worker holds after they were sent; the oldest are given up first, and are sampled anew should the
+orchestrator be killed before their group is on disk."""
 LARGEST_JOB = 16 << 20
 """Bytes of what a worker is told."""
 LONGEST_SOCKET = 107
@@ -68,10 +73,24 @@ class Job(msgspec.Struct, frozen=True, tag=True):
     """Index in the taskset, where a curriculum or an evaluation says it; None: what the stream has at `example`."""
     number: int = 0
     """Greater than those of the jobs that were sent before."""
+    sender: str = ""
+    """Which orchestrator of the attempt has dispatched it, where another may go on with it."""
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """Stop these jobs; no Result is wanted."""
+    """Stop these jobs, and hold none of their results: none is wanted."""
+
+    jobs: list[str]
+
+
+class Describe(msgspec.Struct, frozen=True, tag=True):
+    """Say (Claims) what these jobs are that you report."""
+
+    jobs: list[str]
+
+
+class Resend(msgspec.Struct, frozen=True, tag=True):
+    """Send the results of these jobs, which you hold, again."""
 
     jobs: list[str]
 
@@ -92,6 +111,14 @@ class Status(msgspec.Struct, frozen=True, tag=True):
     """Number of the newest job that it was sent: a job up to there that is not in `jobs` is no more."""
     busy_s: float = 0.0
     """Seconds since its last status for which its event loop computed, or waited for a CPU."""
+    held: list[str] = []
+    """Jobs that have ended and whose results are still there."""
+
+
+class Claims(msgspec.Struct, frozen=True, tag=True):
+    """What jobs are that a worker runs, or whose results it holds: the answer to Describe."""
+
+    jobs: list[Job]
 
 
 class Unusable(msgspec.Struct, frozen=True, tag=True):
@@ -111,8 +138,8 @@ class Result(msgspec.Struct, frozen=True, tag=True):
     error: str | None = None
 
 
-ToWorker = Job | Cancel
-ToOrchestrator = Status | Result | Unusable
+ToWorker = Job | Cancel | Describe | Resend
+ToOrchestrator = Status | Result | Claims | Unusable
 
 
 def on_this_node(address: str) -> Path | None:
@@ -207,6 +234,11 @@ class JobRunner:
         self._node = node
         self._incarnation = f"{time.time_ns():016x}"  # one that is started where a lost node's clock is wrong waits
         self._jobs: dict[str, asyncio.Task[None]] = {}
+        self._known: dict[str, Job] = {}
+        """Those that run, and those whose results are held."""
+        self._held: dict[str, list[Frame]] = {}
+        """Results, oldest first."""
+        self._held_bytes = 0
         self._seen = 0
         self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         secret.present(self._socket)
@@ -243,18 +275,39 @@ class JobRunner:
         while True:
             head, *_ = await self._socket.recv_multipart()
             try:
-                self._handle(value(head, ToWorker))  # type: ignore[arg-type]  # a union is no type
+                message: ToWorker = value(head, ToWorker)  # type: ignore[arg-type]  # a union is no type
             except DamagedError as error:
                 log.warning("a damaged message of the orchestrator is ignored: %s", error)
+                continue
+            if isinstance(message, Describe):
+                known = [self._known[job] for job in message.jobs if job in self._known]
+                await self._socket.send(msgspec.msgpack.encode(Claims(known)))
+            elif isinstance(message, Resend):
+                for result in [self._held[job] for job in message.jobs if job in self._held]:
+                    await self._socket.send_multipart(result, copy=False)
+            else:
+                self._handle(message)
 
-    def _handle(self, message: ToWorker) -> None:
+    def _handle(self, message: Job | Cancel) -> None:
         if isinstance(message, Cancel):
             for job in message.jobs:
+                self._let_go(job)
                 if task := self._jobs.pop(job, None):
                     task.cancel()
-        elif message.id not in self._jobs:
+        elif message.id not in self._known:
             self._seen = max(self._seen, message.number)
+            self._known[message.id] = message
             self._jobs[message.id] = asyncio.create_task(self._run(message))
+
+    def _hold(self, job: str, result: list[Frame]) -> None:
+        self._held[job] = result
+        self._held_bytes += _size(result)
+        while self._held_bytes > HELD_BYTES and len(self._held) > 1:
+            self._let_go(next(iter(self._held)))
+
+    def _let_go(self, job: str) -> None:
+        self._known.pop(job, None)
+        self._held_bytes -= _size(self._held.pop(job, []))
 
     async def _beat(self) -> None:
         busy = _busy_s()
@@ -262,7 +315,7 @@ class JobRunner:
             pulse().enter("event loop")
             who, jobs = (self._environment, self._number, self._incarnation), list(self._jobs)
             before, busy = busy, _busy_s()
-            status = Status(*who, jobs, self._tasks, self._node, self._seen, busy - before)
+            status = Status(*who, jobs, self._tasks, self._node, self._seen, busy - before, list(self._held))
             await self._socket.send(msgspec.msgpack.encode(status))
             await asyncio.sleep(STATUS_INTERVAL_S)
 
@@ -270,17 +323,28 @@ class JobRunner:
         # The job stays in the status until its result is queued: the result reaches the orchestrator before its
         # absence. One that is cancelled from within has no result, and is dispatched anew once it is absent.
         try:
-            await self._socket.send_multipart(await self._outcome(job), copy=False)
+            result, whole = await self._outcome(job)
+            if whole:
+                self._hold(job.id, result)
+            await self._socket.send_multipart(result, copy=False)
         finally:
             self._jobs.pop(job.id, None)
+            if job.id not in self._held:
+                self._known.pop(job.id, None)
 
-    async def _outcome(self, job: Job) -> list[Frame]:
+    async def _outcome(self, job: Job) -> tuple[list[Frame], bool]:
+        """Its result, and whether that is no failure."""
         try:
-            return encode_result(job.id, await self._rollout(job))
+            return encode_result(job.id, await self._rollout(job)), True
         except Exception as error:  # an environment may raise anything; the rollout is then tried again
             if not isinstance(error, RolloutFailed):
                 log.exception("job %s", job.id)
-            return [msgspec.msgpack.encode(Result(job.id, error=shortened(f"{type(error).__name__}: {error}")))]
+            failed = Result(job.id, error=shortened(f"{type(error).__name__}: {error}"))
+            return [msgspec.msgpack.encode(failed)], False
+
+
+def _size(frames: Sequence[Frame]) -> int:
+    return sum(memoryview(frame).nbytes for frame in frames)
 
 
 def _busy_s() -> float:

@@ -9,7 +9,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import NamedTuple
@@ -21,7 +21,10 @@ import zmq.asyncio
 from primeslurm.orchestrator.rollouts.job_protocol import (
     LARGEST_RESULT,
     Cancel,
+    Claims,
+    Describe,
     Job,
+    Resend,
     Result,
     Status,
     ToOrchestrator,
@@ -51,6 +54,8 @@ LATE_S = 2.0
 and nobody was silent for that."""
 UNSEEN_S = 60.0
 """A job that a worker has not seen this long after it was sent is lost: a connection broke on the way."""
+RESENT_S = 60.0
+"""A result that was asked for again is asked for once more after so long."""
 
 
 class _Sent(NamedTuple):
@@ -58,6 +63,8 @@ class _Sent(NamedTuple):
 
     number: int
     at: float
+    asked: float = -math.inf
+    """When its result was asked for again."""
 
 
 @dataclass
@@ -86,6 +93,8 @@ class _Worker:
     """When its last status came."""
     sent: dict[str, _Sent] = field(default_factory=dict)
     """Jobs that it was sent and has not ended, by id."""
+    settled: bool = False
+    """Whether its last status had no job that is not known here."""
 
 
 class WorkerPool:
@@ -98,6 +107,10 @@ class WorkerPool:
         on_unusable: called with the environment that a worker cannot serve, the worker's number, and why.
         clock: in seconds.
         max_per_node: most jobs at once on one node. Default: no bound.
+        claim: called with a job that a worker has and this pool did not send; returns whether it is gone on with: then
+            its result comes as if it had been sent. Default: none is.
+        keeps: called with a job whose result came; returns whether that is in memory only, and would be lost with this
+            process: the worker goes on holding it. Default: none is.
     """
 
     def __init__(
@@ -108,7 +121,11 @@ class WorkerPool:
         on_unusable: Callable[[str, int, str], None],
         clock: Callable[[], float] = time.monotonic,
         max_per_node: int | None = None,
+        claim: Callable[[Job], bool] = lambda job: False,
+        keeps: Callable[[str], bool] = lambda job: False,
     ) -> None:
+        self._claim = claim
+        self._keeps = keeps
         self._on_result = on_result
         self._on_lost = on_lost
         self._on_unusable = on_unusable
@@ -144,6 +161,10 @@ class WorkerPool:
         """Return the labels of the environments that have a live worker."""
         return {environment for environment, _ in self._live}
 
+    def settled(self, environments: Collection[str]) -> int:
+        """Count the live workers of some environments that have no job that is not known here."""
+        return sum(worker.settled for worker in self._live.values() if worker.environment in environments)
+
     @property
     def load(self) -> dict[str, int]:
         """Return how many jobs each node runs that has a live worker."""
@@ -174,11 +195,9 @@ class WorkerPool:
         nodes = [node for node in self._nodes.values() if job.environment in node.listening and self._has_room(node)]
         node = min(nodes, key=lambda node: node.load / node.workers)
         worker = min(node.listening[job.environment].values(), key=lambda worker: len(worker.sent))
-        number = next(self._numbers)
-        worker.sent[job.id] = _Sent(number, self._clock())
-        node.load += 1
-        self._owners[job.id] = worker
-        await self._tell(worker.identity, msgspec.structs.replace(job, number=number))
+        job = msgspec.structs.replace(job, number=next(self._numbers))
+        self._give(worker, job)
+        await self._tell(worker.identity, job)
         await asyncio.sleep(0)  # thousands may follow: others have their turn in between
 
     async def cancel(self, jobs: Iterable[str]) -> None:
@@ -216,6 +235,8 @@ class WorkerPool:
             await self._reconcile(identity, message)
         elif isinstance(message, Unusable):
             self._on_unusable(message.environment, message.worker, shortened(message.error))
+        elif isinstance(message, Claims):
+            await self._take_over(identity, message.jobs)
         elif worker := self._forget(message.job):
             worker.heard = self._clock()  # its status waits behind its results, which may take a while
             failure = None if message.error is None else shortened(message.error) or "it failed without a word"
@@ -242,8 +263,8 @@ class WorkerPool:
         worker = self._live.get((status.environment, status.worker))
         if worker is not None and worker.incarnation > status.incarnation:
             # One that was given up with its node, and lives on: what it runs, its successor was sent.
-            if status.jobs:
-                await self._tell(identity, Cancel(status.jobs))
+            if status.jobs or status.held:
+                await self._tell(identity, Cancel([*status.jobs, *status.held]))
             return
         if worker is not None and worker.incarnation < status.incarnation:
             self._give_up(worker, "was restarted")
@@ -252,14 +273,46 @@ class WorkerPool:
             worker = self._add(identity, status, now)
         worker.identity, worker.heard = identity, now  # ZMQ makes another connection where one was lost
         worker.node.listening.setdefault(worker.environment, {})[worker.number] = worker
-        running = set(status.jobs)
+        running, held = set(status.jobs), set(status.held)
+        await self._ask_again(worker, held - running, now)
+        running |= held
         gone = [job for job, sent in worker.sent.items() if job not in running and _is_lost(sent, status.seen, now)]
         for job in gone:
             self._forget(job)
             self._on_lost(job)
-        unknown = sorted(running - worker.sent.keys())
+        unknown = sorted(job for job in running - worker.sent.keys() if not (job in held and self._keeps(job)))
+        worker.settled = not unknown
         if unknown:
-            await self._tell(identity, Cancel(unknown))
+            await self._tell(identity, Describe(unknown))
+
+    async def _ask_again(self, worker: _Worker, ended: set[str], now: float) -> None:
+        """Have results sent again that should have come before the status that says so."""
+        late = [job for job in sorted(ended & worker.sent.keys()) if now - worker.sent[job].asked > RESENT_S]
+        for job in late:
+            worker.sent[job] = worker.sent[job]._replace(asked=now)
+        if late:
+            await self._tell(worker.identity, Resend(late))
+
+    async def _take_over(self, identity: bytes, jobs: Sequence[Job]) -> None:
+        """Go on with jobs of an orchestrator that is no more, and have the others cancelled."""
+        worker = next((worker for worker in self._live.values() if worker.identity == identity), None)
+        if worker is None:
+            return  # it connected anew meanwhile, and is asked again when it reports
+        refused = []
+        for job in jobs:
+            if job.id in self._owners or self._keeps(job.id):
+                continue
+            if job.environment != worker.environment or not self._claim(job):
+                refused.append(job.id)
+                continue
+            self._give(worker, job)
+        if refused:
+            await self._tell(identity, Cancel(refused))
+
+    def _give(self, worker: _Worker, job: Job) -> None:
+        worker.sent[job.id] = _Sent(job.number, self._clock())
+        worker.node.load += 1
+        self._owners[job.id] = worker
 
     def _has_room(self, node: _Node) -> bool:
         return node.load < self._max_per_node

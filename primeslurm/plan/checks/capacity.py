@@ -15,20 +15,23 @@ def capacity(recipe: Recipe, requests: list[ResourceRequest], estimate: Estimate
     """Find roles that do not fit their GPUs or hosts, or nearly do not."""
     found: list[Finding] = []
     for role in estimate.roles:
-        found += _trainer(role) if role.role == "train" else _engines(recipe, role)
+        found += _trainer(recipe, role) if role.role == "train" else _engines(recipe, role)
     found += _host(requests, estimate)
     return found + _concurrency(recipe, estimate)
 
 
-def _trainer(role: RoleMemory) -> list[Finding]:
+def _trainer(recipe: Recipe, role: RoleMemory) -> list[Finding]:
     if role.needed_gib <= role.limit_gib * (1 - MARGIN):
         return []
     largest = max(role.parts, key=lambda part: role.parts[part])
     sizes = ", ".join(f"{name} {size:g}" for name, size in role.parts.items() if size)
+    fix = _REMEDIES[largest]
+    if largest == "gradients" and recipe.trainer.parallelism.reduce_gradients == "step":
+        fix = "trainer.parallelism.reduce_gradients: micro_batch, or raise ep"
     text = f"needs {role.needed_gib:g} of {role.limit_gib:g} GiB a GPU: {sizes}"
     if role.needed_gib > role.limit_gib * (1 + MARGIN):
-        return [Finding(level="error", field="deployment.train", text=f"does not fit: {text}", fix=_REMEDIES[largest])]
-    return [Finding(level="warning", field="deployment.train", text=f"may not fit: {text}", fix=_REMEDIES[largest])]
+        return [Finding(level="error", field="deployment.train", text=f"does not fit: {text}", fix=fix)]
+    return [Finding(level="warning", field="deployment.train", text=f"may not fit: {text}", fix=fix)]
 
 
 _STATES = "more nodes, trainer.memory.optimizer_offload: true, or trainer.lora"

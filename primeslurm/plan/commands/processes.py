@@ -72,8 +72,20 @@ def environment_command(label: str, worker: int, scratch: str | None = None) -> 
     return Command(argv=argv, env={"TMPDIR": own}, ports=(), scratch=(own,))
 
 
-def trainer_command(recipe: Recipe, site: Site, *, rank: int, local_rank: int, world: int) -> Command:
-    """Make the command of one trainer rank: one process, one GPU, one log."""
+def trainer_command(
+    recipe: Recipe, site: Site, *, rank: int, local_rank: int, local_world: int, world: int, cpus: int
+) -> Command:
+    """Make the command of one trainer rank: one process, one GPU, one log.
+
+    Args:
+        recipe: of the run.
+        site: where it runs.
+        rank: among all.
+        local_rank: on its node.
+        local_world: ranks on its node.
+        world: ranks in all.
+        cpus: cores for each rank.
+    """
     argv: tuple[str, ...] = (
         "${python}",
         "-m",
@@ -92,10 +104,13 @@ def trainer_command(recipe: Recipe, site: Site, *, rank: int, local_rank: int, w
     env = {
         "RANK": str(rank),
         "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(local_world),
         "WORLD_SIZE": str(world),
         "MASTER_ADDR": "${host:trainer-rank-0}",
         "MASTER_PORT": "${port:trainer-rank-0:master}",
     }
     if site.device == "cuda":  # NCCL's watchdog is no quicker than the limits of this product
         env["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] = str(round(PhaseLimits.of(recipe).control_s))
+        # Of themselves, each of a node's ranks would take all of its cores for the optimizer's step in host memory.
+        env |= {} if "OMP_NUM_THREADS" in site.env else {"OMP_NUM_THREADS": str(cpus)}
     return Command(argv=argv, env=env, ports=(RENDEZVOUS_PORT,) if rank == 0 else ())

@@ -24,7 +24,6 @@ from primeslurm.recipe.fields.slurm_syntax import minutes
 from primeslurm.recipe.sections.kv_offload import NativeOffload
 from primeslurm.recipe.sections.slurm import DEFAULT_TIME
 from primeslurm.recipe.sections.teacher import PolicyTeacher
-from primeslurm.recipe.sections.trainer import micro_batch_rows
 
 MFU = 0.2
 """Share of the peak that a MoE trainer reaches: 15 to 25 % are published for 8xH200 and larger."""
@@ -86,7 +85,7 @@ def trainer_layout(recipe: Recipe, gpus: int, shape: ModelShape) -> TrainerLayou
     return TrainerLayout(
         shard=gpus // p.dp_replicate,
         ep=p.ep,
-        tokens=micro_batch_rows(recipe.seq_len) * recipe.seq_len // p.cp,
+        tokens=trainer.rows_at_once(recipe.seq_len) * recipe.seq_len // p.cp,
         checkpointing=p.activation_checkpointing,
         optimizer_offload=trainer.memory.optimizer_offload,
         activation_offload=trainer.memory.activation_offload,
@@ -95,7 +94,8 @@ def trainer_layout(recipe: Recipe, gpus: int, shape: ModelShape) -> TrainerLayou
         dtype_bytes=2 if recipe.model.dtype == "bfloat16" else 4,
         state_bytes=STATE_BYTES[trainer.optimizer.type],
         reshard=p.reshard_after_forward,
-        staged=recipe.checkpoint.asynchronous,
+        reduced_once=p.reduce_gradients == "step",
+        staged=recipe.checkpoint.asynchronous is True,
         cp=p.cp,
         images=recipe.model.vlm is not None,
         frozen_vision=_frozen_vision(recipe),
@@ -183,8 +183,10 @@ def _amounts(recipe: Recipe, site: Site, requests: list[ResourceRequest], shape:
 def _training(recipe: Recipe, train: ResourceRequest, shape: ModelShape) -> list[Amount]:
     adapters = lora_parameters(shape, recipe.trainer.lora.rank) if recipe.trainer.lora else 0
     trained = trained_parameters(shape, adapters, _frozen_vision(recipe))
-    size = (4 + STATE_BYTES[recipe.trainer.optimizer.type]) * trained
-    saved = Amount(name="checkpoint", value=round(size / 1e9, 1), unit="GB", how="float32 masters and optimizer state")
+    moments = recipe.checkpoint.moments
+    size = (4 + STATE_BYTES[recipe.trainer.optimizer.type] // (2 if moments == "bfloat16" else 1)) * trained
+    how = "float32 masters and optimizer state" + (" in bfloat16" if moments == "bfloat16" else "")
+    saved = Amount(name="checkpoint", value=round(size / 1e9, 1), unit="GB", how=how)
     gpu = gpu_of(train.kind)
     if gpu is None:
         return [saved]

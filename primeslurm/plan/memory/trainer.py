@@ -38,6 +38,8 @@ class TrainerLayout:
     """Optimizer state of a trained parameter: two float32 moments with AdamW."""
     reshard: bool = True
     """Whether gathered layers are given up after their forward pass."""
+    reduced_once: bool = False
+    """Whether gradients stay unsharded until the last micro batch of a step."""
     staged: bool = False
     """Whether checkpoints are written from a copy in host memory."""
     cp: int = 1
@@ -92,7 +94,7 @@ def trainer_memory(shape: ModelShape, layout: TrainerLayout) -> TrainerMemory:
     logits = min(layout.tokens, layout.logit_tokens or layout.tokens) * shape.vocab * LOGIT_BYTES
     return TrainerMemory(
         weights=on_gpu * masters // layout.shard,
-        gradients=on_gpu * gradients // layout.shard,
+        gradients=on_gpu * gradients // layout.shard + _unreduced(shape, layout, trained),
         optimizer=on_gpu * state // layout.shard,
         gathered=_gathered(shape, layout),
         activations=activations,
@@ -124,6 +126,14 @@ def lora_parameters(shape: ModelShape, rank: int) -> int:
         each = 3 * ((e.latent or shape.hidden) + e.width)
         total += shape.moe_layers * (e.count * each + (3 * (shape.hidden + e.shared_width) if e.shared_width else 0))
     return rank * total
+
+
+def _unreduced(shape: ModelShape, layout: TrainerLayout, trained: int) -> int:
+    """Gradients that are added up in float32 before they are split: of all parameters but other ranks' experts."""
+    if not layout.reduced_once:
+        return 0
+    experts = 0 if layout.lora_parameters else count(shape).experts
+    return 4 * (experts // layout.ep + trained - experts)
 
 
 def _gathered(shape: ModelShape, layout: TrainerLayout) -> int:

@@ -11,13 +11,17 @@ from primeslurm.recipe.fields.slurm_syntax import Json
 from primeslurm.recipe.sections.losses import DppoLoss, Loss
 
 Dtype = Literal["float32", "bfloat16"]
-MICRO_BATCH_TOKENS = 16384
-"""A micro batch is as many rows as fit into this many tokens, and at least one."""
 
 
-def micro_batch_rows(seq_len: int) -> int:
-    """Count the rows of `seq_len` tokens that the trainer computes at once."""
-    return max(1, MICRO_BATCH_TOKENS // seq_len)
+def micro_batch_rows(tokens: int, cp: int, seq_len: int) -> int:
+    """Count the rows of a micro batch.
+
+    Args:
+        tokens: that a rank computes at once.
+        cp: ranks that share each row.
+        seq_len: tokens of a row.
+    """
+    return max(1, tokens * cp // seq_len)
 
 
 class Vlm(Section):
@@ -88,6 +92,9 @@ class Parallelism(Section):
     """Streaming multiprocessors for DeepEP's kernels; experts lack what it takes. Default: DeepEP's estimate."""
     reshard_after_forward: bool = True
     """Give up a layer's gathered weights after its forward pass, and gather them again for the backward pass."""
+    reduce_gradients: Literal["micro_batch", "step"] = "micro_batch"
+    """When gradients are summed over ranks: after each micro batch, or once a step. The latter sends less, and needs 4
+    bytes for each parameter (experts: divided by ep), as gradients are not split until then."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
 
 
@@ -128,6 +135,9 @@ class Trainer(Section):
     """Linear layers and experts compute in block-scaled FP8, as FP8 engines do."""
     router_replay: bool = False
     """Train with the experts that the engines chose. Engines then return the routed experts of every token."""
+    micro_batch_tokens: PositiveInt = 16384
+    """Tokens that a rank computes at once: ranks that share rows (cp) take as many rows together as make so many for
+    each of them, and at least one."""
     compile: bool = False
     """Compile each layer by torch.compile: bfloat16 only. The first step takes a minute longer, the others less."""
     hang_timeout_s: PositiveInt = 300
@@ -138,6 +148,10 @@ class Trainer(Section):
     batch_timeout_s: PositiveInt = 3600
     """The trainer gives up (attempt ends, is requeued) if no batch arrives for this long."""
 
+    def rows_at_once(self, seq_len: int) -> int:
+        """Count the rows of a micro batch, if rows have `seq_len` tokens."""
+        return micro_batch_rows(self.micro_batch_tokens, self.parallelism.cp, seq_len)
+
 
 class Checkpoint(Section):
     """Joint checkpoints of trainer and orchestrator; complete only with a COMMITTED manifest."""
@@ -145,8 +159,12 @@ class Checkpoint(Section):
     interval: PositiveInt = 10
     """Steps between checkpoints. The last step is always saved."""
     keep: PositiveInt = 2
-    asynchronous: bool = False
-    """Training goes on while a copy in host memory is written."""
+    asynchronous: bool | None = None
+    """Training goes on while a copy in host memory is written. Default: where ranks have GPUs, and every node's free
+    host memory holds their copies and a third as much again."""
+    moments: Dtype = "float32"
+    """How optimizer moments are stored. In bfloat16 a checkpoint with AdamW's is two thirds of its size; weights stay
+    exact, and a moment comes back within 2^-8 of what it was. Those of a run that goes on are never rounded."""
 
 
 class Weights(Section):

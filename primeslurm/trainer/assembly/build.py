@@ -15,7 +15,7 @@ from torchtitan.distributed import utils as dist_utils
 
 from primeslurm.model_files import locate
 from primeslurm.recipe import Recipe
-from primeslurm.recipe.sections.trainer import Memory, micro_batch_rows
+from primeslurm.recipe.sections.trainer import Memory
 from primeslurm.trainer import compat, models
 from primeslurm.trainer.assembly.converters import CONVERTERS
 from primeslurm.trainer.assembly.draft import ModelDraft
@@ -74,7 +74,8 @@ def assemble(
     dist_utils.set_spmd_backend(settings.parallelism.spmd_backend)
     if models.is_generic(recipe.model.impl, config):
         model, adapter, hf_names = generic.build(config, dims, recipe, world.device)
-        return PolicyModel(model, adapter, dims, hf_names, source, dtype, world.device)
+        policy = PolicyModel(model, adapter, dims, hf_names, source, dtype, world.device)
+        return replace(policy, layout=layout, micro_batch_tokens=recipe.trainer.micro_batch_tokens)
     spec = models.spec(config, recipe.seq_len, attention or _fitting_attention(recipe))
     stored = huggingface.fp8_names(source) if huggingface.is_quantized(config) else frozenset()
     draft = ModelDraft(recipe, spec, settings, stored)
@@ -97,6 +98,8 @@ def assemble(
         shared,
         recipe.trainer.lora,
         stored_fp8=stored,
+        layout=layout,
+        micro_batch_tokens=recipe.trainer.micro_batch_tokens,
     )
 
 
@@ -116,7 +119,7 @@ def _training(recipe: Recipe) -> TrainingConfig:
     """What torchtitan's models want to know of a step."""
     return TrainingConfig(
         seq_len=recipe.seq_len // recipe.trainer.parallelism.cp,
-        local_batch_size=micro_batch_rows(recipe.seq_len),
+        local_batch_size=recipe.trainer.rows_at_once(recipe.seq_len),
         mixed_precision_param=recipe.model.dtype,
         enable_cpu_offload=recipe.trainer.memory.optimizer_offload,
     )

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from primeslurm.recipe.sections.trainer import Lora
+from primeslurm.recipe.sections.trainer import Lora, Parallelism
 from primeslurm.trainer.components import lora, router_replay
 from primeslurm.trainer.components.loss import Targets
 from primeslurm.trainer.distributed.context_parallel import ContextParallel, Dims
@@ -41,6 +41,10 @@ class PolicyModel:
     """What the checkpoint has beside the model, and engines insist on; on rank 0 alone."""
     stored_fp8: frozenset[str] = frozenset()
     """Names of the weights that the source stores in FP8."""
+    layout: Parallelism = field(default_factory=Parallelism)
+    """How its ranks are arranged."""
+    micro_batch_tokens: int = 16384
+    """Tokens that a rank computes at once."""
 
     def weights(self) -> dict[str, Any]:
         """Return the model's own tensors, without adapters."""

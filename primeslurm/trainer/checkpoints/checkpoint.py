@@ -33,6 +33,7 @@ from primeslurm.trainer.checkpoints.shards import (
     threads_of_a_rank,
     wait_beating,
 )
+from primeslurm.trainer.checkpoints.staging import copies_fit
 from primeslurm.trainer.distributed.space import for_want_of_space, waiting_for_space
 from primeslurm.trainer.distributed.world import RankError, World
 from primeslurm.trainer.loops.phase_timer import PhaseTimer
@@ -41,6 +42,8 @@ from primeslurm.wire import checkpoints, manifest
 from primeslurm.wire.link import LinkError, TrainerLink
 
 log = logging.getLogger(__name__)
+_MOMENTS = (".exp_avg", ".exp_avg_sq", ".momentum_buffer")
+"""How names of optimizer moments end."""
 _BACKSTOP = timedelta(days=1)
 """Of collectives that wait for terabytes. Long before, who hangs is found by its silence, and who dies at once."""
 
@@ -79,7 +82,10 @@ class Checkpoints:
         # Who is done with its bytes waits for the others, who beat as long as they move theirs: no matter how many.
         self._group = dist.new_group(backend="gloo", timeout=max(_BACKSTOP, timedelta(seconds=world.patience_s)))
         pinned = world.device.type == "cuda"
-        self._stager = DefaultStager(StagingOptions(pinned, False, False, pinned)) if config.asynchronous else None
+        self._staging = StagingOptions(pinned, False, False, pinned)
+        self._stager: DefaultStager | None = None
+        self._asynchronous = config.asynchronous if pinned else bool(config.asynchronous)
+        """None until host memory has been looked at."""
 
     def after(self, step: int, learner: Learner, timer: PhaseTimer) -> None:
         """Commit what has been written meanwhile, and save `step` if it is one of the interval.
@@ -188,8 +194,13 @@ class Checkpoints:
         with timer.phase("snapshot"):
             self._on_main(lambda: self._begin(directory, step, timer.journal), f"checkpoint of step {step}")
             state = {name: part.state_dict() for name, part in _state(learner).items()}
+            if self._asynchronous is None:
+                self._asynchronous = copies_fit(self._world, state)
+            if self._asynchronous and self._stager is None:
+                self._stager = DefaultStager(self._staging)
             moved = Moved()
-            writer = ShardWriter(directory / "trainer", moved, threads_of_a_rank())
+            rounded = _MOMENTS if self._config.moments == "bfloat16" else ()
+            writer = ShardWriter(directory / "trainer", moved, threads_of_a_rank(), rounded)
             where: dict[str, Any] = {"storage_writer": writer, "process_group": self._group}
             write: Callable[[], object]
             if self._stager is None:

@@ -57,10 +57,12 @@ class ShardWriter(dcp.FileSystemWriter):
         directory: of the trainer's part of a checkpoint.
         moved: counts what is written.
         threads: files that are written at once, at most.
+        rounded: endings of names whose float32 tensors are stored in bfloat16. Readers make them float32 again.
     """
 
-    def __init__(self, directory: Path, moved: Moved, threads: int) -> None:
+    def __init__(self, directory: Path, moved: Moved, threads: int, rounded: tuple[str, ...] = ()) -> None:
         super().__init__(directory)
+        self._rounded = rounded
         self.files: list[FileRecord] = []
         """On rank 0, once all is written: records of all ranks' files, relative to the checkpoint."""
         self._directory, self._moved, self._threads = directory, moved, threads
@@ -93,6 +95,8 @@ class ShardWriter(dcp.FileSystemWriter):
                 if item.type == WriteItemType.BYTE_IO:
                     stream.write(data.getbuffer())
                 else:
+                    if data.dtype == torch.float32 and item.index.fqn.endswith(self._rounded):
+                        data = data.to(torch.bfloat16)  # one at a time: all at once would need space
                     torch.save(_alone_on_cpu(data), cast(IO[bytes], stream))
                 where = _StorageInfo(name, offset, stream.bytes - offset)
                 where.digest = stream.part_digest()  # type: ignore[attr-defined]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from primeslurm.trainer.components.documents import Documents
 from primeslurm.trainer.components.loss import LossFunction, Targets
 from primeslurm.trainer.data.image_positions import Images, read, vision_input
 from primeslurm.trainer.data.image_reader import ImageReader
+from primeslurm.trainer.distributed.gradient_reduction import reduce_after
 from primeslurm.trainer.distributed.world import World, to_device
 from primeslurm.trainer.loops.phase_timer import PhaseTimer
 from primeslurm.trainer.models.layers.vision import VisionInput
@@ -86,8 +87,12 @@ class Learner:
 
     def _accumulate(self, batch: Batch, tokens: int) -> dict[str, float]:
         totals: dict[str, torch.Tensor] = {}
-        for rows in _micro_batches(batch):
+        layout, micro_batches = self.policy.layout, self._micro_batches(batch)
+        for number, rows in enumerate(micro_batches, 1):
             pulse().beat()
+            if layout.reduce_gradients == "step":
+                last = number == len(micro_batches)
+                reduce_after(self.policy.model, last=last, stays_gathered=not layout.reshard_after_forward)
             arrays = {name: torch.from_numpy(array) for name, array in stack(rows).items()}
             # Either all ranks run the encoder or none does: its weights are gathered from all of them.
             sums = self._micro_batch(arrays, self._images(rows) if batch.info.has_images else None)
@@ -96,6 +101,12 @@ class Learner:
                 totals[name] = totals[name] + value if name in totals else value
         reduced = self._world.sum(torch.stack(list(totals.values()))).tolist()
         return dict(zip(totals, reduced, strict=True))
+
+    def _micro_batches(self, batch: Batch) -> list[Sequence[Row]]:
+        length = len(batch.rows[0].positions)
+        fitting = micro_batch_rows(self.policy.micro_batch_tokens, self.policy.cp_world, length)
+        count = batch.info.rows_at_once or fitting
+        return [batch.rows[start : start + count] for start in range(0, len(batch.rows), count)]
 
     def _images(self, rows: Sequence[Row]) -> VisionInput:
         if self._reader is None:
@@ -144,11 +155,6 @@ class Learner:
         self.scheduler.step()
         self.optimizer.zero_grad()
         return float(norm)
-
-
-def _micro_batches(batch: Batch) -> Iterator[Sequence[Row]]:
-    count = batch.info.rows_at_once or micro_batch_rows(len(batch.rows[0].positions))
-    return (batch.rows[start : start + count] for start in range(0, len(batch.rows), count))
 
 
 def _next_token(values: torch.Tensor) -> torch.Tensor:

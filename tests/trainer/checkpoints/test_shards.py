@@ -125,6 +125,44 @@ def test_a_checkpoint_as_release_0_1_0_wrote_it(damaged: bool, moe_model: Path, 
         assert all(torch.equal(tensor, before[name]) for name, tensor in weights(learner).items())
 
 
+def test_moments_may_be_stored_in_bfloat16(moe_model: Path, world: World, tmp_path: Path) -> None:
+    sizes = {}
+    for moments in ("float32", "bfloat16"):
+        recipe = make_recipe(moe_model, checkpoint={"interval": 1, "moments": moments})
+        found = []
+        for attempt in (1, 2):
+            learner = Learner(
+                build(recipe, world), recipe.trainer.optimizer, 9, from_recipe(recipe.trainer.loss), world
+            )
+            saver = Checkpoints(tmp_path / moments, attempt, recipe.checkpoint, world, None)
+            if attempt == 1:
+                timer = make_timer(tmp_path)
+                learner.train(make_batch(1), timer)
+                saver.after(1, learner, timer)
+            else:
+                assert saver.restore(learner) == 1
+            found.append((weights(learner), learner.optimizer.state_dict()))
+        (weights_before, before), (weights_after, after) = found
+        assert all(torch.equal(tensor, weights_after[name]) for name, tensor in weights_before.items())
+        rounded = [name for name in before if name.endswith((".exp_avg", ".exp_avg_sq"))]
+        assert len(rounded) == 2 * len(weights_before)
+        for name, value in before.items():
+            if name not in rounded:
+                assert bool(value == after[name]), name
+                continue
+            mine, theirs = value.full_tensor(), after[name].full_tensor()
+            assert theirs.dtype == torch.float32
+            if moments == "bfloat16":
+                assert torch.equal(theirs, mine.bfloat16().float())
+                assert bool(((theirs - mine).abs() <= mine.abs() * 2.0**-8 + 2.0**-134).all())
+            else:
+                assert torch.equal(theirs, mine)
+        directory = checkpoints.step_dir(tmp_path / moments, 1)
+        sizes[moments] = sum(path.stat().st_size for path in (directory / "trainer").glob("*.distcp"))
+    elements = sum(tensor.numel() for tensor in weights_before.values())
+    assert sizes["float32"] - sizes["bfloat16"] == pytest.approx(2 * 2 * elements, rel=0.02), "two bytes of each moment"
+
+
 def test_torch_alone_reads_what_was_written(moe_model: Path, world: World, tmp_path: Path) -> None:
     learner, _ = trained(moe_model, tmp_path, world, 1)
     state = checkpoint._Trained(learner.policy.model).state_dict()
@@ -206,3 +244,13 @@ def test_kills_at_any_moment_lose_no_commit(seed: int, tmp_path: Path) -> None:
             dcp.load(found, storage_reader=shards.ShardReader(directory / "trainer", shards.Moved(), 2), no_dist=True)
             assert all(bool((tensor == step).all()) for tensor in found.values())
         told = committed[-1]
+
+
+def test_kills_of_any_of_several_ranks_lose_no_commit(tmp_path: Path) -> None:
+    """Three ranks, one of them killed at some byte or file while they write, read, commit and prune, in each round."""
+    command = [sys.executable, "-W", "ignore", "-m", "tests.trainer.checkpoints.killed_ranks", str(tmp_path), "1", "5"]
+    root = Path(__file__).parents[3]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("killed rank") >= 3, done.stdout

@@ -18,6 +18,8 @@ TWO_RANKS = [
     Layout("qwen3_moe"),
     Layout("qwen3_moe", {"dp_replicate": 2}),
     Layout("qwen3_moe", {"ep": 2}),
+    Layout("qwen3_moe", {"ep": 2, "reduce_gradients": "step"}),
+    Layout("qwen3_moe", {"reduce_gradients": "step", "reshard_after_forward": False}),
     Layout("qwen3_moe", {"cp": 2, "cp_style": "ulysses"}),
     Layout("qwen3_moe", {"cp": 2, "cp_style": "ulysses"}, "varlen"),
     Layout("qwen3_moe", {"cp": 2, "cp_style": "allgather"}),
@@ -27,6 +29,7 @@ TWO_RANKS = [
     Layout("qwen3", {"cp": 2}),
     # one rank's rows have no images
     Layout("qwen3_vl", images=True),
+    Layout("qwen3_vl", {"reduce_gradients": "step"}, images=True),
     Layout("qwen3_vl", {"cp": 2, "activation_checkpointing": "full"}, images=True),
     Layout("qwen3_vl_moe", {"cp": 2, "ep": 2, "cp_style": "allgather"}, images=True),
     Layout("qwen3_5", images=True),
@@ -59,6 +62,7 @@ FOUR_RANKS = [
     Layout("qwen3_moe", {"cp": 2, "ep": 4}, "varlen"),
     Layout("qwen3_moe", {"cp": 2, "ep": 2, "cp_style": "allgather"}),
     Layout("qwen3_moe", {"dp_replicate": 2, "cp": 2, "ep": 2}, "varlen"),
+    Layout("qwen3_moe", {"dp_replicate": 2, "cp": 2, "ep": 2, "reduce_gradients": "step"}, "varlen"),
     Layout("qwen3", {"cp": 4}, "varlen"),
     Layout("glm_moe_dsa", {"cp": 2, "ep": 4}),
     # fewer heads of keys, and fewer groups, than ranks

@@ -21,12 +21,10 @@ Result = tuple[list[float], dict[str, torch.Tensor]]
 
 def train(model: Path, directory: Path, world: World, **trainer: Any) -> Result:
     """Losses and gradient norms of two steps of two micro batches, and the weights after them."""
-    recipe = make_recipe(model, trainer={"optimizer": {"lr": 1e-3}, **trainer})
+    recipe = make_recipe(model, trainer={"optimizer": {"lr": 1e-3}, "micro_batch_tokens": 2 * SEQ_LEN, **trainer})
     policy = build(recipe, world)
     learner = Learner(policy, recipe.trainer.optimizer, 4, from_recipe(recipe.trainer.loss), world)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("primeslurm.recipe.sections.trainer.MICRO_BATCH_TOKENS", 2 * SEQ_LEN)
-        metrics = [learner.train(make_batch(step), make_timer(directory)) for step in (1, 2)]
+    metrics = [learner.train(make_batch(step), make_timer(directory)) for step in (1, 2)]
     tensors = {name: tensor for layer in export(policy, torch.float32) for name, tensor in layer.items()}
     return [m[name] for m in metrics for name in ("loss", "grad_norm")], tensors
 
@@ -46,6 +44,7 @@ def plain(moe_model: Path, world: World, tmp_path_factory: pytest.TempPathFactor
         {"memory": {"optimizer_offload": True}},
         {"memory": {"optimizer_offload": True, "activation_offload": True, "lm_head_chunk": 16}},
         {"parallelism": {"reshard_after_forward": False}},
+        {"parallelism": {"reduce_gradients": "step"}},
     ],
     ids=str,
 )

@@ -83,6 +83,37 @@ def test_two_ranks_equal_one(
             torch.testing.assert_close(tensor, weights[name], atol=5e-4, rtol=1e-3, msg=name)
 
 
+def test_gradients_that_are_reduced_once_a_step_are_the_same_with_fewer_collectives(
+    moe_model: Path, one_rank: list[Result], tmp_path: Path
+) -> None:
+    """Two rows a rank, each a micro batch, of a model of four parts that FSDP gathers and reduces."""
+    ways: list[dict[str, Any]] = [
+        {},
+        {"reduce_gradients": "step"},
+        {"reshard_after_forward": False},
+        {"reshard_after_forward": False, "reduce_gradients": "step"},
+    ]
+    arguments = []
+    for number, parallelism in enumerate(ways):
+        recipe = recipe_for(moe_model, **parallelism)
+        trainer = recipe.trainer.model_copy(update={"micro_batch_tokens": recipe.seq_len})
+        path = tmp_path / f"{number}.json"
+        path.write_text(recipe.model_copy(update={"trainer": trainer}).model_dump_json(by_alias=True))
+        arguments += [str(path), str(tmp_path / str(number))]
+    outputs = finish(start_ranks(2, "-m", "tests.trainer.ranks", *arguments))
+    lines = [[json.loads(line[8:]) for line in out.splitlines() if line.startswith("METRICS ")] for out in outputs]
+    begun = []
+    for number in range(len(ways)):
+        metrics = [mine[number * STEPS : (number + 1) * STEPS] for mine in lines]
+        compare(metrics, one_rank[0][0])
+        begun.append(metrics[0][-1]["collectives"])
+        for name, tensor in published(tmp_path / str(number)).items():
+            torch.testing.assert_close(tensor, one_rank[0][1][name], atol=5e-4, rtol=1e-3, msg=name)
+    parts = 4
+    assert begun[0] - begun[1] == parts, "reduced once instead of twice"
+    assert begun[2] - begun[3] == 2 * parts, "gathered once instead of twice, too"
+
+
 def compare(metrics: list[list[dict[str, float]]], expected: list[dict[str, float]]) -> None:
     """Metrics of two ranks, with those of one."""
     for name in COMPARED:

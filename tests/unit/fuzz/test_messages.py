@@ -63,7 +63,8 @@ WORDS = [
     {"type": "Status", "environment": "e", "worker": 0, "incarnation": "1", "jobs": ["j"], "tasks": 3, "node": "0"},
     {"type": "Unusable", "environment": "e", "worker": 0, "error": "x"},
     {"type": "Result", "job": "j", "frames": [6, 6], "error": None},
-    {"type": "Cancel", "jobs": ["j"]},
+    *({"type": kind, "jobs": ["j"]} for kind in ("Cancel", "Describe", "Resend")),
+    {"type": "Claims", "jobs": []},
     {"kind": "session", "session": {"id": "s", "senders": 1, "size": 2}, "version": 1, "keep": [1]},
 ]
 

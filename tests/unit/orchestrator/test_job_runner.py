@@ -14,7 +14,16 @@ import pytest
 import zmq
 
 from benchmarks.support.ports import free_port
-from primeslurm.orchestrator.rollouts.job_protocol import Job, JobRunner, nearest, on_this_node
+from primeslurm.orchestrator.rollouts import job_protocol
+from primeslurm.orchestrator.rollouts.job_protocol import (
+    Cancel,
+    Job,
+    JobRunner,
+    RolloutFailed,
+    encode_result,
+    nearest,
+    on_this_node,
+)
 from primeslurm.orchestrator.rollouts.worker_pool import WorkerPool
 from primeslurm.wire import secret
 from primeslurm.wire.rollouts import Rollout
@@ -62,6 +71,27 @@ async def test_a_rollout_that_cancels_itself_does_not_count_as_running(address: 
 async def test_a_worker_that_is_let_in_serves_until_it_is_cancelled(address: str) -> None:
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(JobRunner("e", 0, address, rollout).serve(), 0.5)
+
+
+async def test_a_result_is_held_until_nobody_wants_it(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was finished while no orchestrator was there to take it is sent again to the next one that asks."""
+    made = group([3], [0.5]).rollouts[0]
+
+    async def finished(job: Job) -> tuple[Rollout, ...]:
+        if job.id == "bad":
+            raise RolloutFailed("it is")
+        return made
+
+    monkeypatch.setattr(job_protocol, "HELD_BYTES", 2 * sum(len(bytes(part)) for part in encode_result("j", made)))
+    worker = JobRunner("e", 0, address, finished)
+    for name in ("a", "b", "c", "bad"):
+        worker._handle(Job(name, "g", "e", 0, 0, "router-0", "salt"))
+        await asyncio.wait(list(worker._jobs.values()), timeout=20)
+    assert list(worker._held) == list(worker._known) == ["b", "c"], "the oldest is given up, a failure is not kept"
+    worker._handle(Cancel(["b"]))
+    assert list(worker._held) == list(worker._known) == ["c"] and worker._held_bytes == job_protocol.HELD_BYTES // 2
+    worker._handle(Cancel(["c"]))
+    assert not worker._held and worker._held_bytes == 0
 
 
 async def test_a_worker_of_the_same_node_takes_a_shorter_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,6 +113,9 @@ def test_no_rank_computes_a_full_row_beside_empty_ones() -> None:
         (131_072, {"parallelism": {"cp": 8}}, 16_384),
         (131_072, {"compile": True}, None),
         (131_075, {}, None),
+        (65_536, {"parallelism": {"cp": 4}}, 8192),
+        (65_536, {"parallelism": {"cp": 8}}, None),
+        (65_536, {"parallelism": {"cp": 8}, "micro_batch_tokens": 8192}, 8192),
         (4096, {}, None),
     ],
 )

@@ -11,7 +11,17 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from primeslurm.orchestrator.rollouts.job_protocol import Cancel, Job, Result, Status, ToWorker, give_notice
+from primeslurm.orchestrator.rollouts.job_protocol import (
+    Cancel,
+    Claims,
+    Describe,
+    Job,
+    Resend,
+    Result,
+    Status,
+    ToWorker,
+    give_notice,
+)
 from primeslurm.orchestrator.rollouts.worker_pool import SILENT_S, UNSEEN_S, WorkerPool
 from primeslurm.orchestrator.telemetry.batch_metrics import batch_metrics
 from primeslurm.orchestrator.telemetry.watch import StallError, Watch
@@ -137,7 +147,14 @@ class Peers:
         self.lost: list[str] = []
         self.unusable: list[tuple[str, int, str]] = []
         self.address = address
-        self.workers = WorkerPool(address, self._result, self.lost.append, self._unusable, self.clock)
+        self.kept: set[str] = set()
+        self.claims: list[Job] = []
+        callbacks = {"claim": self._claim, "keeps": self.kept.__contains__}
+        self.workers = WorkerPool(address, self._result, self.lost.append, self._unusable, self.clock, **callbacks)
+
+    def _claim(self, job: Job) -> bool:
+        self.claims.append(job)
+        return job.sender == "killed"
 
     def _result(self, job: str, outcome: tuple[Rollout, ...] | str) -> None:
         self.results.append((job, outcome))
@@ -152,14 +169,14 @@ class Peers:
         socket.connect(self.address)
         return socket
 
-    async def tell(self, socket: zmq.asyncio.Socket, message: Status | Result, *frames: bytes) -> None:
+    async def tell(self, socket: zmq.asyncio.Socket, message: Status | Result | Claims, *frames: bytes) -> None:
         await socket.send_multipart([msgspec.msgpack.encode(message), *frames])
         identity, head, *rest = await self.workers._socket.recv_multipart()
         await self.workers._receive(identity, head, rest)
 
 
-async def heard(socket: zmq.asyncio.Socket) -> Job | Cancel:
-    message: Job | Cancel = msgspec.msgpack.decode(await socket.recv(), type=ToWorker)
+async def heard(socket: zmq.asyncio.Socket) -> ToWorker:
+    message: ToWorker = msgspec.msgpack.decode(await socket.recv(), type=ToWorker)
     return msgspec.structs.replace(message, number=0) if isinstance(message, Job) else message
 
 
@@ -194,7 +211,9 @@ async def test_jobs_go_to_the_least_loaded_worker(peers: Peers) -> None:
 async def test_what_a_worker_does_not_run_is_lost_and_what_nobody_wants_is_cancelled(peers: Peers) -> None:
     socket = peers.connect()
     await peers.tell(socket, Status("e", 0, "x", ["old"]))
-    assert await heard(socket) == Cancel(["old"])
+    assert await heard(socket) == Describe(["old"])
+    await peers.tell(socket, Claims([job("old")]))
+    assert await heard(socket) == Cancel(["old"]) and peers.claims == [job("old")]
     await peers.workers.send(job("a"))
     await peers.tell(socket, Status("e", 0, "x", []))
     assert peers.lost == [], "the status may have been written before the job arrived"
@@ -232,6 +251,41 @@ async def test_a_worker_that_had_to_connect_again_keeps_its_jobs(peers: Peers) -
     assert await heard(socket) == job("b"), "nothing was cancelled"
     await peers.tell(socket, Result("a", error="e"))
     assert peers.results == [("a", "e")] and peers.lost == []
+
+
+async def test_jobs_of_a_killed_orchestrator_are_claimed_once(peers: Peers) -> None:
+    socket = peers.connect()
+    runs, ended = (msgspec.structs.replace(job(name), sender="killed", number=7) for name in ("runs", "ended"))
+    status = Status("e", 0, "x", ["runs"], held=["ended"], seen=7)
+    await peers.tell(socket, Result("ended"), b"from before the restart")
+    await peers.tell(socket, status)
+    assert await heard(socket) == Describe(["ended", "runs"]) and peers.results == []
+    assert peers.workers.settled({"e"}) == 0
+    await peers.tell(socket, Claims([runs, ended]))
+    await peers.tell(socket, Claims([runs, ended]))
+    assert [claimed.id for claimed in peers.claims] == ["runs", "ended"], "a second answer claims nothing"
+    assert peers.workers.load == {"": 2}
+    await peers.tell(socket, status)
+    assert await heard(socket) == Resend(["ended"]) and peers.workers.settled({"e"}) == 1
+    await peers.tell(socket, status)  # written before the worker was asked: it is not asked twice
+    await peers.tell(socket, Result("ended", error="e"))
+    assert peers.results == [("ended", "e")]
+    peers.kept.add("ended")
+    await peers.tell(socket, status)
+    await peers.tell(socket, Result("runs", error="e"))
+    await peers.tell(socket, Status("e", 0, "x", [], held=["ended"], seen=7))
+    assert peers.workers.load == {"": 0} and peers.lost == []
+    peers.kept.clear()  # its group is on disk
+    await peers.tell(socket, Status("e", 0, "x", [], held=["ended"], seen=7))
+    assert await heard(socket) == Describe(["ended"])
+
+
+async def test_a_claimed_job_that_its_worker_has_not_any_more_is_lost(peers: Peers) -> None:
+    socket = peers.connect()
+    await peers.tell(socket, Status("e", 0, "x", ["a"], seen=7))
+    await peers.tell(socket, Claims([msgspec.structs.replace(job("a"), sender="killed", number=7)]))
+    await peers.tell(socket, Status("e", 0, "x", [], seen=7))
+    assert peers.lost == ["a"]
 
 
 async def test_a_damaged_result_is_a_failed_rollout(peers: Peers) -> None:

@@ -16,7 +16,7 @@ import zmq.asyncio
 
 from primeslurm.orchestrator.dispatch.dispatcher import Dispatcher
 from primeslurm.orchestrator.dispatch.limits import Limits
-from primeslurm.orchestrator.rollouts.job_protocol import Cancel, Job, Result, Status, ToWorker
+from primeslurm.orchestrator.rollouts.job_protocol import Cancel, Claims, Describe, Job, Result, Status, ToWorker
 from primeslurm.orchestrator.rollouts.worker_pool import QUIET_S, SILENT_S, TAKEN_BACK_S, UNSEEN_S, WorkerPool
 from primeslurm.wire import secret
 from primeslurm.wire.rollouts import Rollout
@@ -63,16 +63,14 @@ class Pool:
             self.sockets[worker] = self.connect()
         await self.tell(self.sockets[worker], Status(label, worker, incarnation, list(jobs), node=node))
 
-    async def tell(self, socket: zmq.asyncio.Socket, message: Status | Result) -> None:
+    async def tell(self, socket: zmq.asyncio.Socket, message: Status | Result | Claims) -> None:
         await socket.send(msgspec.msgpack.encode(message))
         identity, head, *rest = await self.pool._socket.recv_multipart()
         await self.pool._receive(identity, head, rest)
 
-    async def given(self, worker: int, keep_number: bool = False) -> Job | Cancel:
-        found: Job | Cancel = msgspec.msgpack.decode(
-            await asyncio.wait_for(self.sockets[worker].recv(), 20), type=ToWorker
-        )
-        return found if keep_number or isinstance(found, Cancel) else msgspec.structs.replace(found, number=0)
+    async def given(self, worker: int, keep_number: bool = False) -> ToWorker:
+        found: ToWorker = msgspec.msgpack.decode(await asyncio.wait_for(self.sockets[worker].recv(), 20), type=ToWorker)
+        return found if keep_number or not isinstance(found, Job) else msgspec.structs.replace(found, number=0)
 
     def wait(self, seconds: float) -> None:
         """Time passes, in which the orchestrator looks after its workers as it does."""
@@ -212,7 +210,9 @@ async def test_jobs_of_a_stopped_worker_go_to_others_after_seconds_and_it_is_use
     await pool.hear(0, *stopped)  # continued, with what it ran
     for _ in stopped:
         await pool.given(0)
-    assert await pool.given(0) == Cancel(sorted(stopped))
+    assert await pool.given(0) == Describe(sorted(stopped))
+    await pool.tell(pool.sockets[0], Claims([started[name] for name in sorted(stopped)]))
+    assert await pool.given(0) == Cancel(sorted(stopped)), "others have them"
     await pool.pool.send(job("new"))
     assert pool.load() == {0: 1, 1: 4} and pool.pool.available == {"e"}
 

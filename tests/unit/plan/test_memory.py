@@ -12,7 +12,7 @@ import pytest
 from benchmarks.memory_model import TRAINER_ROWS, predicted_gib
 from primeslurm.families.catalog import CATALOG, catalog
 from primeslurm.families.config import shape_of
-from primeslurm.families.shape import Mamba, Vision
+from primeslurm.families.shape import Mamba, ModelShape, Vision
 from primeslurm.plan.checks import model_files
 from primeslurm.plan.memory.activations import Mixer, delta_net, images_of, layers_of, mamba
 from primeslurm.plan.memory.engine import (
@@ -22,7 +22,7 @@ from primeslurm.plan.memory.engine import (
     low_latency_bytes,
     prompt_logit_bytes,
 )
-from primeslurm.plan.memory.estimate import engine_layout
+from primeslurm.plan.memory.estimate import engine_layout, trainer_layout
 from primeslurm.plan.memory.gpus import GIB, GPUS, gpu_of
 from primeslurm.plan.memory.parameters import count
 from primeslurm.plan.memory.trainer import TrainerLayout, layer_gather_bytes, trainer_memory
@@ -232,6 +232,26 @@ def test_weights_that_stay_gathered_are_the_whole_model() -> None:
     kept = trainer_memory(QWEN, replace(SHARDED, reshard=False)).gathered
     assert kept > 2 * 0.95 * count(QWEN).total
     assert trainer_memory(QWEN, replace(SHARDED, reshard=False, ep=8)).gathered < kept / 4
+
+
+@pytest.mark.parametrize(("cp", "tokens", "expected"), [(1, 8192, 8192), (4, 8192, 8192), (4, 1024, 1024), (4, 1, 512)])
+def test_a_gpu_computes_as_many_tokens_at_once_whoever_shares_its_rows(cp: int, tokens: int, expected: int) -> None:
+    trainer = {"micro_batch_tokens": tokens, "parallelism": {"cp": cp}}
+    recipe = Recipe.model_validate(recipe_data(seq_len=2048, trainer=trainer))
+    assert trainer_layout(recipe, 8, QWEN).tokens == expected
+
+
+@pytest.mark.parametrize("shape", [QWEN, GLM], ids=["qwen", "glm"])
+def test_gradients_that_are_reduced_once_are_whole_until_then(shape: ModelShape) -> None:
+    split, parameters = replace(SHARDED, ep=8), count(shape)
+    each, once = (trainer_memory(shape, replace(split, reduced_once=choice)) for choice in (False, True))
+    assert once.gradients - each.gradients == 4 * (parameters.language - parameters.experts * 7 // 8)
+    assert replace(once, gradients=0) == replace(each, gradients=0)
+    adapters = [
+        trainer_memory(shape, replace(split, reduced_once=choice, lora_parameters=10**6)).gradients
+        for choice in (False, True)
+    ]
+    assert adapters[1] - adapters[0] == 4 * 10**6
 
 
 def test_logits_of_prompts_are_those_that_vllm_has_at_once() -> None:

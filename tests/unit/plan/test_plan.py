@@ -229,3 +229,24 @@ def test_ranks_of_a_trainer_are_one_unit_and_engines_may_hang_for_a_while() -> N
     assert {health.hang_timeout_s for health in engines if health} == {7} and None not in engines
     alone = plan_for(deployment={"train": {"nodes": 1, "gpus_per_node": 1}})
     assert alone.process("trainer-rank-0").unit is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "site_changes", "threads"),
+    [
+        ({}, {}, "12"),
+        ({"slurm": {"train": {"cpus_per_task": 40}}}, {}, "5"),
+        ({"slurm": {"train": {"cpus_per_task": 4}}}, {}, "1"),
+        ({"deployment": {"train": {"gpus_per_node": 4}}}, {}, "24"),
+        ({}, {"env": {"OMP_NUM_THREADS": "3"}}, None),
+        ({}, {"device": "cpu"}, None),
+    ],
+    ids=["site", "recipe", "few", "half", "said", "cpu"],
+)
+def test_trainer_ranks_share_the_cores_of_their_node(
+    changes: dict[str, Any], site_changes: dict[str, Any], threads: str | None
+) -> None:
+    plan = plan_for(site_changes=site_changes, **changes)
+    ranks = [process for node in plan.nodes for process in node.processes if process.role == "trainer"]
+    assert {rank.env.get("OMP_NUM_THREADS") for rank in ranks} == {threads}
+    assert {rank.env["LOCAL_WORLD_SIZE"] for rank in ranks} == {str(len(ranks))}

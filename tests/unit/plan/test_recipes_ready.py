@@ -58,6 +58,16 @@ def test_it_contradicts_nothing_and_fits(path: Path) -> None:
     assert not [text for text in findings(recipe, "warning") if "fit" in text]
 
 
+def test_gradients_that_are_reduced_once_do_not_fit_beside_744_billion_parameters() -> None:
+    recipe = load_recipe(ROOT / "recipes" / "glm5_pd.yaml")
+    layout = recipe.trainer.parallelism.model_copy(update={"reduce_gradients": "step"})
+    trainer = recipe.trainer.model_copy(update={"parallelism": layout})
+    found, _ = reviewed(recipe.model_copy(update={"trainer": trainer}), SITE)
+    (refused,) = [finding for finding in found if finding.level == "error"]
+    assert refused.field == "deployment.train" and "does not fit" in refused.text
+    assert refused.fix == "trainer.parallelism.reduce_gradients: micro_batch, or raise ep"
+
+
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_the_trainer_can_do_it(path: Path) -> None:
     recipe = load_recipe(path)

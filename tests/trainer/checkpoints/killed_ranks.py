@@ -1,0 +1,175 @@
+"""Ranks that save, prune and resume, and are killed: a program of its own, which has torch once and forks the ranks.
+
+    python -m tests.trainer.checkpoints.killed_ranks DIRECTORY SEED ROUNDS
+
+In each round three ranks resume and go on. One dies at some byte of what it writes or reads, or at some file that it
+opens, renames or deletes; the others are then killed, too, as the end of an attempt does. What is committed by then
+must be sound, of the values of its step, and no older than what a rank was told of.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from primeslurm.recipe.sections.trainer import Checkpoint
+from primeslurm.records.journal import Journal
+from primeslurm.trainer.checkpoints import checkpoint, shards
+from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
+from primeslurm.trainer.distributed.world import World
+from primeslurm.trainer.loops.phase_timer import PhaseTimer
+from primeslurm.wire import checkpoints
+
+RANKS, KEEP, STEPS = 3, 2, 5
+ROWS, WIDTH = 3 * 1024, 64
+
+
+class Weights(torch.nn.Module):
+    """One matrix that all ranks share, of the number of its step everywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        mesh = init_device_mesh("cpu", (RANKS,))
+        self.matrix = torch.nn.Parameter(distribute_tensor(torch.zeros(ROWS, WIDTH), mesh, [Shard(0)]))
+
+    def values(self) -> set[float]:
+        """What is in this rank's part."""
+        return set(self.matrix.detach().to_local().unique().tolist())  # type: ignore[attr-defined]
+
+
+def die_at_byte(fatal: int) -> None:
+    """Be killed when so many bytes have been written and read."""
+    seen = [0]
+
+    class Counted(shards.Moved):
+        def __setattr__(self, name: str, value: int) -> None:
+            seen[0] += value - getattr(self, "bytes", 0)
+            if seen[0] >= fatal:
+                os.kill(os.getpid(), signal.SIGKILL)
+            super().__setattr__(name, value)
+
+    checkpoint.Moved = Counted  # type: ignore[misc]
+
+
+def die_at_file(fatal: int, root: Path) -> None:
+    """Be killed just before the so manieth time that a file of the checkpoints is opened, renamed or deleted."""
+    left = [fatal]
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if event in ("open", "os.remove", "os.rmdir", "os.rename", "os.mkdir") and str(root) in str(arguments[0]):
+            left[0] -= 1
+            if left[0] <= 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+
+
+def rank_main(rank: int, store: Path, run: Path, told: int, asynchronous: bool) -> None:
+    """Resume, and make some steps with a checkpoint each; rank 0 says which it is told are committed."""
+    dist.init_process_group("gloo", store=dist.FileStore(str(store), RANKS), rank=rank, world_size=RANKS)
+    control = dist.new_group(backend="gloo", timeout=timedelta(seconds=600))
+    interrupt: Any = None
+    world = World(rank, RANKS, torch.device("cpu"), control, interrupt, "")
+    model = Weights()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    learner: Any = SimpleNamespace(policy=SimpleNamespace(model=model), optimizer=optimizer, scheduler=scheduler)
+    config = Checkpoint(interval=1, keep=KEEP, asynchronous=asynchronous)
+    saver = Checkpoints(run, os.getppid(), config, world, None)
+    timer = PhaseTimer(Journal(store.parent, f"rank-{rank}"), record=False)
+    step = saver.restore(learner)
+    assert model.values() == {float(step)}
+    for _ in range(STEPS):
+        step += 1
+        with torch.no_grad():
+            model.matrix.fill_(step)
+        saver.after(step, learner, timer)
+        if rank == 0:
+            os.write(told, f"{step - 1 if asynchronous else step}\n".encode())
+    saver.finish(step, learner, timer)
+    os.write(told, f"{step}\n".encode())
+
+
+def attempt(number: int, run: Path, choose: random.Random) -> int:
+    """One attempt with its kill. Returns the newest step that a rank was told is committed."""
+    directory = run.parent / f"attempt-{number}"
+    directory.mkdir()
+    reading, told = os.pipe()
+    victim, at_byte, asynchronous = choose.randrange(RANKS), choose.random() < 0.5, number % 2 == 1
+    share = ROWS * WIDTH * 4 // RANKS
+    byte, file = choose.randrange(STEPS * share), choose.randrange(1, 100 if victim == 0 else 16)
+    children = []
+    for rank in range(RANKS):
+        if not (child := os.fork()):
+            code = 1
+            try:
+                os.close(reading)
+                if rank == victim:
+                    die_at_byte(byte) if at_byte else die_at_file(file, run)
+                rank_main(rank, directory / "store", run, told, asynchronous)
+                code = 0
+            finally:
+                os._exit(code)
+        children.append(child)
+    os.close(told)
+    _, status = os.waitpid(children[victim], 0)
+    killed = os.WIFSIGNALED(status)
+    for child in children:
+        if child != children[victim]:
+            if killed:
+                os.kill(child, signal.SIGKILL)
+            _, other = os.waitpid(child, 0)
+            assert killed or other == 0, f"a rank failed: {other}"
+    assert killed or status == 0, f"the victim failed: {status}"
+    with os.fdopen(reading) as pipe:
+        said = [int(line) for line in pipe.read().split()]
+    point = f"byte {byte}" if at_byte else f"file {file}"
+    print(f"{'killed' if killed else 'ended'} rank {victim} at {point} told {max(said, default=0)}", flush=True)
+    return max(said, default=0)
+
+
+def check(run: Path, told: int, before: int) -> int:
+    """Look at what is committed. Returns the newest step."""
+    committed = checkpoints.committed(run)
+    newest = committed[-1] if committed else 0
+    assert newest >= max(told, before), f"a commit is lost: {committed}, told {told}, before {before}"
+    assert len(committed) >= min(KEEP, before), f"pruned too much: {committed}"
+    for step in committed:
+        directory = checkpoints.step_dir(run, step)
+        assert checkpoints.damage(directory) == []
+        found = {"model": {"matrix": torch.full((ROWS, WIDTH), -1.0)}}
+        reader = shards.ShardReader(directory / "trainer", shards.Moved(), 1)
+        dcp.load(found, storage_reader=reader, no_dist=True)
+        assert found["model"]["matrix"].unique().tolist() == [float(step)], f"step {step} has other values"
+    return newest
+
+
+def main() -> None:
+    """So many rounds, one after the other in one run directory."""
+    root, seed, rounds = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    torch.set_num_threads(1)
+    shards.PIECE = 1 << 12
+    shards.FILE_BYTES = 1 << 17
+    choose, newest, began = random.Random(seed), 0, time.monotonic()
+    (run := root / "run").mkdir()
+    for number in range(rounds):
+        told = attempt(number, run, choose)
+        newest = check(run, told, newest)
+    print(f"{rounds} rounds, newest commit {newest}, {time.monotonic() - began:.1f} s")
+
+
+if __name__ == "__main__":
+    main()
