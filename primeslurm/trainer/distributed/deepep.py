@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, DeepEPTokenDispatcher
+from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, DeepEPTokenDispatcher, EPDispatchMetadata
 
 from primeslurm.trainer import compat
 from primeslurm.trainer.assembly.draft import ModelDraft
 
 
 class Dispatcher(DeepEPTokenDispatcher):
-    """torchtitan's, for ranks that have not met yet, and for layers that are computed anew."""
+    """torchtitan's, for ranks that have not met yet and have rows of their own lengths, and layers that are computed anew."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(DeepEPTokenDispatcher.Config):
@@ -28,10 +27,22 @@ class Dispatcher(DeepEPTokenDispatcher):
 
     def dispatch(
         self, x_TD: torch.Tensor, topk_scores_TK: torch.Tensor, topk_expert_ids_TK: torch.Tensor, counts_E: torch.Tensor
-    ) -> Any:
-        """As the base class, of tokens [tokens, dim] and the experts [tokens, top_k] that each chose."""
+    ) -> tuple[torch.Tensor, torch.Tensor, EPDispatchMetadata]:
+        """As the base class, of tokens [tokens, dim] and the experts [tokens, top_k] that each chose.
+
+        Ranks may have rows of different lengths. A token's number is its rank's times the most tokens that a rank has,
+        which all must therefore say alike; DeepEP also compiles its kernels for that number.
+        """
+        from torchtitan.distributed.deepep.deepep import dispatch_tokens
+
+        assert self.ep_mesh is not None
         compat.forget_deepep_handles()
-        return super().dispatch(x_TD, topk_scores_TK, topk_expert_ids_TK, counts_E)
+        own = self.num_experts // self.ep_mesh.size()
+        most = self.num_max_tokens_per_rank
+        routed_RD, counts_e, state = dispatch_tokens(
+            x_TD, topk_expert_ids_TK, topk_scores_TK, own, self.num_experts, num_tokens_per_rank=most
+        )
+        return routed_RD, counts_e, EPDispatchMetadata(state=state)
 
 
 def convert(draft: ModelDraft) -> None:
@@ -44,9 +55,7 @@ def convert(draft: ModelDraft) -> None:
     if layout.ep_backend != "deepep":
         return
     if draft.recipe.trainer.compile:
-        raise ValueError(
-            "trainer.compile: DeepEP's operations cannot be traced; compile: false, or ep_backend: torch"
-        )
+        raise ValueError("trainer.compile: DeepEP's operations cannot be traced; compile: false, or ep_backend: torch")
     try:
         from deep_ep import ElasticBuffer  # noqa: F401
     except ImportError as error:

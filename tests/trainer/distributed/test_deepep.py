@@ -65,6 +65,9 @@ class Alone:
 
     num_max_tokens_per_rank = 2**20
 
+    def __init__(self) -> None:
+        self.strides: set[int] = set()
+
     class Handle:
         """What a dispatch leaves for its combine."""
 
@@ -82,6 +85,8 @@ class Alone:
 
     def dispatch(self, x: torch.Tensor, **given: Any) -> tuple[Any, ...]:
         """To oneself."""
+        if "handle" not in given:
+            self.strides.add(given["num_max_tokens_per_rank"])
         handle = given.get("handle") or self.Handle(given["topk_idx"], given["num_experts"])
         return x.clone(), given.get("topk_idx"), given.get("topk_weights"), handle, None
 
@@ -90,14 +95,17 @@ class Alone:
         return x.clone(), given.get("topk_weights"), handle
 
 
-def test_a_layer_that_is_computed_anew_leaves_no_handle(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_that_is_computed_anew_leaves_no_handle_and_short_rows_are_no_matter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "deep_ep", FakeDeepEp("deep_ep"))
     from torchtitan.distributed.deepep import deepep
 
     tokens, width, experts, top_k = 64, 16, 4, 2
-    dispatcher = Dispatcher.Config(num_experts=experts, top_k=top_k, num_max_tokens_per_rank=tokens).build()
-    dispatcher.ep_mesh = SimpleNamespace(get_group=lambda: SimpleNamespace(size=lambda: 1))
-    monkeypatch.setattr(deepep, "_buffer", Alone())
+    dispatcher = Dispatcher.Config(num_experts=experts, top_k=top_k, num_max_tokens_per_rank=3 * tokens).build()
+    dispatcher.ep_mesh = SimpleNamespace(size=lambda: 1)
+    buffer = Alone()
+    monkeypatch.setattr(deepep, "_buffer", buffer)
     weight = torch.randn(experts, width, width)
 
     def layer(x: torch.Tensor, scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -120,3 +128,4 @@ def test_a_layer_that_is_computed_anew_leaves_no_handle(monkeypatch: pytest.Monk
             assert len(deepep._handle_cache) <= 1
             gradients.append([leaf.grad for leaf in leaves])
     torch.testing.assert_close(*gradients)
+    assert buffer.strides == {3 * tokens}  # all ranks say the same, whatever the length of their rows
