@@ -18,20 +18,18 @@ import math
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.support.ports import free_port
+from benchmarks.support import ranks
 
 WARM_UP = 2
-MEETING = "TRAINING_SPEED_PORT"
-"""The variable in which ranks find the port of their rendezvous: at MASTER_PORT torch's launcher listens."""
 
 Step = Callable[[], None]
 
@@ -48,6 +46,7 @@ def arguments(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--dp-replicate", type=int, default=1)
     parser.add_argument("--ep", type=int, default=1)
+    parser.add_argument("--ep-backend", choices=["torch", "deepep"], default="torch", help="of ours")
     parser.add_argument("--cp", type=int, default=1)
     parser.add_argument("--cp-style", choices=["ulysses", "allgather"], default="ulysses")
     parser.add_argument("--checkpointing", choices=["none", "selective", "full"], default="full")
@@ -71,6 +70,7 @@ def make_recipe(options: argparse.Namespace, on_cpu: bool) -> Any:
     parallelism = {
         "dp_replicate": options.dp_replicate,
         "ep": options.ep,
+        "ep_backend": options.ep_backend,
         "cp": options.cp,
         "cp_style": options.cp_style,
         "activation_checkpointing": options.checkpointing,
@@ -88,8 +88,8 @@ def make_recipe(options: argparse.Namespace, on_cpu: bool) -> Any:
     return Recipe.model_validate({"name": "training-speed", "environments": [{"id": "none"}], **sections})
 
 
-def ours(recipe: Any, config: Any, rows: int, world: Any, directory: Path) -> tuple[Step, Any]:
-    """Build our step on random rows, and the policy."""
+def ours(recipe: Any, config: Any, rows: int, world: Any, directory: Path, first: dict[str, float]) -> tuple[Step, Any]:
+    """Build our step on random rows, and the policy. The first step fills `first` with its metrics."""
     from primeslurm.records.journal import Journal
     from primeslurm.trainer.assembly.build import assemble
     from primeslurm.trainer.components.loss import from_recipe
@@ -102,7 +102,8 @@ def ours(recipe: Any, config: Any, rows: int, world: Any, directory: Path) -> tu
     timer = PhaseTimer(Journal(directory, f"rank-{world.rank}"), record=world.is_main)
 
     def step() -> None:
-        learner.train(batch, timer)
+        metrics = learner.train(batch, timer)
+        first.update({} if first else metrics)
 
     return step, policy
 
@@ -214,7 +215,9 @@ def measure(options: argparse.Namespace, world: Any) -> dict[str, Any]:
     recipe = make_recipe(options, world.device.type == "cpu")
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as directory:
-        step, policy, peak = warmed_up(lambda: ours(recipe, config, options.rows, world, Path(directory)), world)
+        first: dict[str, float] = {}
+        make = partial(ours, recipe, config, options.rows, world, Path(directory), first)
+        step, policy, peak = warmed_up(make, world)
         steps, peaks = {"ours": step}, {"ours": peak}
         if options.against and shape.flavor:
             flavor = shape.flavor
@@ -241,6 +244,7 @@ def measure(options: argparse.Namespace, world: Any) -> dict[str, Any]:
         if ceiling:
             per_s = tokens / median / world.size / ceiling
             found[name] |= {"mfu": round(causal * per_s, 4), "mfu_all_keys": round(whole * per_s, 4)}
+    found["first_step"] = {name: first[name] for name in sorted(first) if name in ("loss", "grad_norm", "mismatch_kl")}
     if options.against:
         clock = 0 if gpu else 1
         found["speed_ratio"] = round(medians["torchtitan"][clock] / medians["ours"][clock], 4)
@@ -255,13 +259,10 @@ def main(words: list[str]) -> None:
     """Start the ranks; each then comes here again, with its rank in the environment."""
     options = arguments(words)
     if "RANK" not in os.environ:
-        os.environ[MEETING] = str(free_port())
-        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(options.ranks)]
-        sys.exit(subprocess.call([sys.executable, *launch, "-m", "benchmarks", "training_speed", *words]))
+        sys.exit(ranks.start("training_speed", words, options.ranks))
     from primeslurm.trainer.distributed.world import join
     from primeslurm.trainer.loops.interrupt import Interrupt
 
-    os.environ["MASTER_PORT"] = os.environ[MEETING]
     world = join(Interrupt(), 600)
     settings = {name: value for name, value in vars(options).items() if name not in ("out", "dtype", "profile")}
     result = {

@@ -1,16 +1,23 @@
 # Shared by the build scripts beside it: `source ../lib.sh "$@"`. Sets name, version and prefix from the manifest.
-#   --check   print what would be run, and change nothing
+#   --check        print what would be run, and change nothing
+#   --source DIR   take the manifest's commit from this checkout or git directory instead of its url. Those of its
+#                  submodules come from it, too, or from further DIRs: --source may be given several times
 # shellcheck shell=bash
 
 here=$(cd "$(dirname "${BASH_SOURCE[1]}")" && pwd)
 manifest=$here/manifest.toml
 prefix=$here
 check=
-case ${1:-} in
-    "") ;;
-    --check) check=1 ;;
-    *) echo "usage: $0 [--check]" >&2; exit 2 ;;
-esac
+sources=()
+while (($#)); do
+    case $1 in
+        --check) check=1 ;;
+        --source) [[ -n ${2:-} ]] || { echo "$0: --source needs a directory" >&2; exit 2; }
+            sources+=("$(realpath -m "$2")"); shift ;;
+        *) echo "usage: $0 [--check] [--source DIR]..." >&2; exit 2 ;;
+    esac
+    shift
+done
 
 field() { # a value of the manifest; fails if it is missing
     python3 -c 'import sys, tomllib
@@ -48,11 +55,54 @@ fetch_tarball() { # unpacks the release into $work/source
     run tar -xzf "$work/$name.tar.gz" -C "$work/source" --strip-components=1
 }
 
-fetch_commit() { # checks the commit out into $work/source; git itself verifies what it names
-    run git init --quiet "$work/source"
-    run git -C "$work/source" fetch --quiet --depth=1 "$(field url)" "$(field commit)"
-    run git -C "$work/source" checkout --quiet FETCH_HEAD
-    run git -C "$work/source" submodule update --quiet --init --recursive --depth=1
+check_out() { # DIRECTORY FROM COMMIT: git itself verifies what it names
+    run git init --quiet "$1"
+    run git -C "$1" fetch --quiet --depth=1 "$2" "$3"
+    run git -C "$1" checkout --quiet FETCH_HEAD
+}
+
+repositories() { # the sources, and the submodules that are checked out there
+    local directory
+    for directory in "${sources[@]}"; do
+        echo "$directory"
+        find "$directory" -mindepth 2 -name .git -printf '%h\n'
+    done
+}
+
+holder() { # COMMIT WHAT: the first source that has it
+    local directory
+    while read -r directory; do
+        if git -C "$directory" cat-file -e "$1^{commit}" 2>/dev/null; then echo "$directory"; return; fi
+    done < <(repositories)
+    echo "$name: no --source has commit $1 of $2: $(printf '%s ' "${sources[@]}")" >&2
+    return 1
+}
+
+submodules() { # DIRECTORY: checks out those of a checkout, and theirs, from the sources
+    local from commit path entry
+    while IFS= read -r -d '' entry; do
+        [[ $entry == 160000* ]] || continue
+        path=${entry#*$'\t'}
+        commit=$(cut -d' ' -f3 <<<"${entry%%$'\t'*}")
+        from=$(holder "$commit" "its submodule $path")
+        check_out "$1/$path" "$from" "$commit"
+        submodules "$1/$path"
+    done < <(git -C "$1" ls-tree -rz HEAD)
+}
+
+fetch_commit() { # checks the manifest's commit out into $work/source, with its submodules
+    local commit from
+    commit=$(field commit)
+    from=$(field url)
+    [[ ${#sources[@]} == 0 ]] || from=$(holder "$commit" "$name")
+    check_out "$work/source" "$from" "$commit"
+    if [[ ${#sources[@]} == 0 ]]; then
+        run git -C "$work/source" submodule update --quiet --init --recursive --depth=1
+    elif [[ -n $check ]]; then
+        echo "+ its submodules from ${sources[*]}"
+    else
+        submodules "$work/source"
+    fi
 }
 
 built() { # remember what was built, so that a second run does nothing
@@ -63,6 +113,10 @@ built() { # remember what was built, so that a second run does nothing
 
 name=$(field name)
 version=$(field version)
+for directory in "${sources[@]}"; do
+    field commit >/dev/null 2>&1 || { echo "$name: --source is for what is built from a commit" >&2; exit 2; }
+    git -C "$directory" rev-parse --git-dir >/dev/null || { echo "$name: --source $directory: no git repository" >&2; exit 2; }
+done
 if [[ -z $check && -f $prefix/.built && $(sha256sum <"$manifest") == "$(cat "$prefix/.built")" ]]; then
     echo "$name $version is built already"
     exit 0

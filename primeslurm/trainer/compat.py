@@ -19,6 +19,7 @@ On all machines:
 - torch's collectives that autograd knows, and that activation checkpointing may save, have no public name yet
 With CUDA:
 - torchtitan lets DeepEP guess how many multiprocessors to use, and has no setting for it
+- torchtitan keeps DeepEP's handle of every layer that is computed anew for its backward pass: `forget_deepep_handles`
 - torchtitan asks for FlashAttention 3 or 4 by the GPU's generation, whether that package is installed or not:
   `flash_attention.best`
 """
@@ -215,6 +216,18 @@ def set_deepep_sms(count: int) -> None:
     from torchtitan.distributed.deepep import deepep
 
     _replace(deepep, "_resolve_dispatch_num_sms", lambda *_: count)
+
+
+def forget_deepep_handles() -> None:
+    """Let go of what was dispatched and is not combined. DeepEP must be installed.
+
+    Forward passes combine before they dispatch again. What is computed anew for a backward pass stops at the last
+    tensor that this needs, which comes before the layer combines, and nobody would take the handle: megabytes of GPU
+    memory for each layer and micro batch. The backward pass itself holds the handles that it needs.
+    """
+    from torchtitan.distributed.deepep import deepep
+
+    deepep._handle_cache.clear()
 
 
 def convert(draft: ModelDraft) -> None:

@@ -30,6 +30,18 @@ def _deepep_gpu(context: RuleContext) -> str:
     return f"{old[0].name} is SM{old[0].sm}" if old else ""
 
 
+def _deepep_compiled(context: RuleContext) -> str:
+    trainer = context.recipe.trainer
+    both = trainer.compile and trainer.parallelism.ep_backend == "deepep"
+    return "ep_backend: deepep, whose operations torch.compile cannot trace" if both else ""
+
+
+def _deepep_dtype(context: RuleContext) -> str:
+    dtype = context.recipe.model.dtype
+    deepep = context.recipe.trainer.parallelism.ep_backend == "deepep"
+    return f"{dtype} with ep_backend: deepep" if deepep and dtype != "bfloat16" else ""
+
+
 def _deepep_sms(context: RuleContext) -> str:
     p = context.recipe.trainer.parallelism
     return "only DeepEP has this setting" if p.deepep_num_sms and p.ep_backend != "deepep" else ""
@@ -194,6 +206,10 @@ TRAINER_RULES = (
          "max_norm: null", "prime-rl 0.6.0 docs, advanced"),
     Rule("deepep-gpu", "error", "trainer.parallelism.ep_backend", "DeepEP needs SM90 or newer", _deepep_gpu,
          "ep_backend: torch", "DeepEP README"),
+    Rule("deepep-compile", "error", "trainer.compile", "DeepEP excludes compiled layers", _deepep_compiled,
+         "compile: false, or ep_backend: torch", "torchtitan 0.3: deepep.dispatch has no fake implementation"),
+    Rule("deepep-dtype", "error", "model.dtype", "DeepEP sends bfloat16", _deepep_dtype,
+         "bfloat16, or ep_backend: torch", "DeepEP 2.1: ElasticBuffer.dispatch"),
     Rule("deepep-sms", "error", "trainer.parallelism.deepep_num_sms", "Multiprocessors are set for DeepEP", _deepep_sms,
          "leave it out, or ep_backend: deepep", "torchtitan 0.3"),
     Rule("trainer-ep-dense", "error", _EP, "EP needs a model with experts", _ep_dense, "ep: 1", "torchtitan 0.3"),

@@ -2,21 +2,60 @@
 
 from __future__ import annotations
 
-from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, DeepEPTokenDispatcher
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, DeepEPTokenDispatcher, EPDispatchMetadata
 
 from primeslurm.trainer import compat
 from primeslurm.trainer.assembly.draft import ModelDraft
+
+
+class Dispatcher(DeepEPTokenDispatcher):
+    """torchtitan's, for ranks that have not met yet, rows of any length, and layers that are computed anew."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(DeepEPTokenDispatcher.Config):
+        """As DeepEPTokenDispatcher's."""
+
+    def init_buffer(self) -> None:
+        """Make the buffer of this process, once its group has a communicator: DeepEP takes torch's, made or not."""
+        assert self.ep_mesh is not None
+        dist.all_reduce(torch.zeros(1, device=self.ep_mesh.device_type), group=self.ep_mesh.get_group())
+        super().init_buffer()
+
+    def dispatch(
+        self, x_TD: torch.Tensor, topk_scores_TK: torch.Tensor, topk_expert_ids_TK: torch.Tensor, counts_E: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, EPDispatchMetadata]:
+        """As the base class, of tokens [tokens, dim] and the experts [tokens, top_k] that each chose.
+
+        Ranks may have rows of different lengths. A token's number is its rank's times the most tokens that a rank has,
+        which all must therefore say alike; DeepEP also compiles its kernels for that number.
+        """
+        from torchtitan.distributed.deepep.deepep import dispatch_tokens
+
+        assert self.ep_mesh is not None
+        compat.forget_deepep_handles()
+        own = self.num_experts // self.ep_mesh.size()
+        most = self.num_max_tokens_per_rank
+        routed_RD, counts_e, state = dispatch_tokens(
+            x_TD, topk_expert_ids_TK, topk_scores_TK, own, self.num_experts, num_tokens_per_rank=most
+        )
+        return routed_RD, counts_e, EPDispatchMetadata(state=state)
 
 
 def convert(draft: ModelDraft) -> None:
     """Use DeepEP in every layer of a model, if the recipe asks for it.
 
     Raises:
-        ValueError: a package that has what this needs is not installed.
+        ValueError: a package that has what this needs is not installed, or layers are to be compiled.
     """
     layout = draft.recipe.trainer.parallelism
     if layout.ep_backend != "deepep":
         return
+    if draft.recipe.trainer.compile:
+        raise ValueError("trainer.compile: DeepEP's operations cannot be traced; compile: false, or ep_backend: torch")
     try:
         from deep_ep import ElasticBuffer  # noqa: F401
     except ImportError as error:
@@ -24,6 +63,6 @@ def convert(draft: ModelDraft) -> None:
             "trainer.parallelism.ep_backend = deepep: the trainer needs the Python package deep_ep, 2.0 or newer "
             "(third_party/deepep builds it); without it, set ep_backend: torch"
         ) from error
-    compat.swap(draft.config, AllToAllTokenDispatcher, DeepEPTokenDispatcher)
+    compat.swap(draft.config, AllToAllTokenDispatcher, Dispatcher)
     if layout.deepep_num_sms is not None:
         compat.set_deepep_sms(layout.deepep_num_sms)

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig
 
 from primeslurm.trainer import models
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.assembly.draft import ModelDraft
-from primeslurm.trainer.distributed.deepep import convert
+from primeslurm.trainer.distributed.deepep import Dispatcher, convert
 from primeslurm.trainer.distributed.world import World
 from tests.trainer.conftest import SEQ_LEN, make_recipe
 
@@ -48,3 +51,81 @@ def test_every_layer_dispatches_with_it(moe_model: Path, monkeypatch: pytest.Mon
     from torchtitan.distributed.deepep import deepep
 
     assert deepep._resolve_dispatch_num_sms(None, 8, 2) == 24
+
+
+def test_compiled_layers_are_refused(moe_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deep_ep", FakeDeepEp("deep_ep"))
+    spec = models.spec(AutoConfig.from_pretrained(moe_model), SEQ_LEN, "flex")
+    with pytest.raises(ValueError, match=r"trainer\.compile: DeepEP's operations cannot be traced"):
+        convert(ModelDraft(make_recipe(moe_model, trainer=parallelism() | {"compile": True}), spec))
+
+
+class Alone:
+    """What `ElasticBuffer` does for a rank that has all experts: every token comes back as it went."""
+
+    num_max_tokens_per_rank = 2**20
+
+    def __init__(self) -> None:
+        self.strides: set[int] = set()
+
+    class Handle:
+        """What a dispatch leaves for its combine."""
+
+        num_sms = 2
+
+        def __init__(self, experts: torch.Tensor, count: int) -> None:
+            self.num_recv_tokens_per_expert_list = torch.bincount(experts.flatten(), minlength=count).tolist()
+
+        def current_stream_wait(self) -> None:
+            """Nothing is under way."""
+
+    def get_theoretical_num_sms(self, *_: int) -> int:
+        """Some."""
+        return 2
+
+    def dispatch(self, x: torch.Tensor, **given: Any) -> tuple[Any, ...]:
+        """To oneself."""
+        if "handle" not in given:
+            self.strides.add(given["num_max_tokens_per_rank"])
+        handle = given.get("handle") or self.Handle(given["topk_idx"], given["num_experts"])
+        return x.clone(), given.get("topk_idx"), given.get("topk_weights"), handle, None
+
+    def combine(self, x: torch.Tensor, handle: Handle, **given: Any) -> tuple[Any, ...]:
+        """From oneself."""
+        return x.clone(), given.get("topk_weights"), handle
+
+
+def test_a_layer_that_is_computed_anew_leaves_no_handle_and_short_rows_are_no_matter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "deep_ep", FakeDeepEp("deep_ep"))
+    from torchtitan.distributed.deepep import deepep
+
+    tokens, width, experts, top_k = 64, 16, 4, 2
+    dispatcher = Dispatcher.Config(num_experts=experts, top_k=top_k, num_max_tokens_per_rank=3 * tokens).build()
+    dispatcher.ep_mesh = SimpleNamespace(size=lambda: 1)
+    buffer = Alone()
+    monkeypatch.setattr(deepep, "_buffer", buffer)
+    weight = torch.randn(experts, width, width)
+
+    def layer(x: torch.Tensor, scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        routed, counts, state = dispatcher.dispatch(x, scores, ids, torch.zeros(experts))
+        parts = [part @ matrix for part, matrix in zip(routed.split(counts.tolist()), weight, strict=True)]
+        return x + dispatcher.combine(torch.nn.functional.silu(torch.cat(parts)), state, x)
+
+    with torch.library._scoped_library("deepep", "IMPL") as library:
+        library.impl("dispatch", deepep._dispatch_op_impl, "CPU")
+        library.impl("combine", deepep._combine_op_impl, "CPU")
+        x, scores = torch.randn(tokens, width), torch.rand(tokens, top_k)
+        ids = torch.rand(tokens, experts).topk(top_k).indices
+        gradients = []
+        for compute in (layer, partial(checkpoint, layer, use_reentrant=False)):
+            leaves = [tensor.clone().requires_grad_() for tensor in (x, scores)]
+            out = leaves[0]
+            for _ in range(5):
+                out = compute(out, leaves[1], ids)
+            out.square().sum().backward()
+            assert len(deepep._handle_cache) <= 1
+            gradients.append([leaf.grad for leaf in leaves])
+    torch.testing.assert_close(*gradients)
+    assert buffer.strides == {3 * tokens}  # all ranks say the same, whatever the length of their rows

@@ -161,6 +161,14 @@ EXAMPLES: dict[str, tuple[tuple[dict[str, Any], str, dict[str, Any]], tuple[dict
         (parallelism(ep_backend="deepep", ep=2), MOE, CPU),
         (parallelism(ep_backend="deepep", ep=2), MOE, GPU),
     ),
+    "deepep-compile": (
+        (on(parallelism(ep_backend="deepep", ep=2), trainer(compile=True)), MOE, GPU),
+        (on(parallelism(ep=2), trainer(compile=True)), MOE, GPU),
+    ),
+    "deepep-dtype": (
+        (on(parallelism(ep_backend="deepep", ep=2), {"model": {"dtype": "float32"}}), MOE, GPU),
+        (on(parallelism(ep=2), {"model": {"dtype": "float32"}}), MOE, GPU),
+    ),
     "deepep-sms": (
         (parallelism(ep=2, deepep_num_sms=20), MOE, GPU),
         (parallelism(ep=2, deepep_num_sms=20, ep_backend="deepep"), MOE, GPU),

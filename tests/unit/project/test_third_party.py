@@ -107,3 +107,111 @@ def test_an_image_without_a_digest_is_refused(tmp_path: Path) -> None:
     images = tomllib.loads((directory / "manifest.toml").read_text())["images"]
     unpinned = [image for image in images.values() if not image["digest"]]
     assert done.returncode == 1 and done.stderr.count("no digest") == len(unpinned) > 0
+
+
+PIP = """#!/bin/sh
+# pip's part of a build, in no time: NCCL is there, and a "wheel" is the list of what the sources hold.
+case "$*" in
+    "-m pip show"*) echo "Version: 2.30.7" ;;
+    "-m pip wheel"*) for word; do case $word in --wheel-dir=*) out=${word#--wheel-dir=};; esac; last=$word; done
+        mkdir -p "$out" && (cd "$last" && find . -name .git -prune -o -type f -print | sort) > "$out/deep_ep.whl" ;;
+    "-m pip"*) ;;
+    *) exec %s "$@" ;;
+esac
+"""
+
+
+class Sources:
+    """A repository with a submodule, both cloned by nobody yet, and a folder that builds DeepEP from them."""
+
+    def __init__(self, directory: Path) -> None:
+        shutil.copytree(ROOT, directory / "third_party", ignore=shutil.ignore_patterns(".built", "wheels", "nvshmem"))
+        self.build = directory / "third_party" / "deepep"
+        self.library, self.main = directory / "fmt", directory / "deepep"
+        self.inner = self.commit(self.library, "format.h")
+        self.pinned = self.commit(self.main, "kernel.cu", f"160000,{self.inner},third-party/fmt")
+        self.commit(self.main, "later.cu")
+        self.tools = directory / "bin"
+        self.tools.mkdir()
+        for name, text in {"python3": PIP % sys.executable, "nvcc": "#!/bin/sh\n"}.items():
+            (self.tools / name).write_text(text)
+            (self.tools / name).chmod(0o755)
+        self.pin(self.pinned)
+
+    @staticmethod
+    def git(directory: Path, *args: str) -> str:
+        """Run git as nobody in particular."""
+        who = ["-c", "user.name=n", "-c", "user.email=e"]
+        return subprocess.run(["git", "-C", directory, *who, *args], check=True, capture_output=True, text=True).stdout
+
+    def commit(self, directory: Path, name: str, submodule: str = "") -> str:
+        """Commit one more file, and maybe a submodule."""
+        directory.mkdir(exist_ok=True)
+        self.git(directory, "init", "--quiet")
+        (directory / name).touch()
+        self.git(directory, "add", name)
+        if submodule:
+            self.git(directory, "update-index", "--add", "--cacheinfo", submodule)
+        self.git(directory, "commit", "--quiet", "--message", name)
+        return self.git(directory, "rev-parse", "HEAD").strip()
+
+    def pin(self, commit: str) -> None:
+        """Have the manifest name a commit."""
+        manifest = self.build / "manifest.toml"
+        manifest.write_text(re.sub(r'(?m)^commit = ".*"', f'commit = "{commit}"', manifest.read_text()))
+
+    def run(self, *sources: Path) -> subprocess.CompletedProcess[str]:
+        """Run DeepEP's build script with its sources there."""
+        words = [word for source in sources for word in ("--source", str(source))]
+        argv = ["env", f"PATH={self.tools}:/usr/bin:/bin", "bash", str(self.build / "build.sh"), *words]
+        return subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60)
+
+    def built(self) -> str:
+        """What the wheel was built from."""
+        return (self.build / "wheels" / "deep_ep.whl").read_text()
+
+
+needs_git = pytest.mark.skipif(
+    any(shutil.which(name, path="/usr/bin:/bin") is None for name in ("git", "gcc")), reason="needs git and gcc"
+)
+
+
+@needs_git
+def test_sources_that_are_there_are_built_at_the_pinned_commit(tmp_path: Path) -> None:
+    sources = Sources(tmp_path)
+    done = sources.run(sources.main, sources.library)
+    assert done.returncode == 0, done.stderr
+    assert sources.built() == "./kernel.cu\n./third-party/fmt/format.h\n"  # not later.cu, which is checked out
+    assert sources.run(sources.main).stdout.endswith(" is built already\n")
+
+
+@needs_git
+@pytest.mark.parametrize("bare", [False, True], ids=["checkout", "git directory"])
+def test_a_checkout_brings_its_submodules_and_a_git_directory_none(tmp_path: Path, bare: bool) -> None:
+    sources = Sources(tmp_path)
+    sources.git(sources.main, "clone", "--quiet", str(sources.library), "third-party/fmt")
+    source = sources.main / ".git" if bare else sources.main
+    done = sources.run(source)
+    if bare:
+        missing = f"deepep: no --source has commit {sources.inner} of its submodule third-party/fmt: {source}"
+        assert done.returncode == 1 and missing in done.stderr
+    else:
+        assert done.returncode == 0, done.stderr
+        assert "fmt/format.h" in sources.built()
+
+
+@needs_git
+def test_what_is_wrong_with_a_source_is_said(tmp_path: Path) -> None:
+    sources = Sources(tmp_path)
+    sources.pin("0" * 40)
+    done = sources.run(sources.main, sources.library)
+    assert done.returncode == 1 and f"no --source has commit {'0' * 40} of deepep: " in done.stderr
+    for place in (tmp_path / "nowhere", sources.tools):
+        done = sources.run(place)
+        assert done.returncode == 2 and f"--source {place}: no git repository" in done.stderr
+    (sources.tools / "nvcc").unlink()
+    done = sources.run(sources.main)
+    assert done.returncode == 1 and done.stderr == "deepep: nvcc is not installed\n"
+    done = build(ROOT / "ucx", "--source", str(sources.main))
+    assert done.returncode == 2 and done.stderr == "ucx: --source is for what is built from a commit\n"
+    assert build(ROOT / "deepep", "--source").returncode == 2

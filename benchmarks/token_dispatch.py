@@ -1,0 +1,173 @@
+"""How tokens reach their experts and come back: torch's all-to-all, and DeepEP beside it, in milliseconds and values.
+
+    python -m benchmarks token_dispatch --shape qwen3_30b_a3b --ranks 2 --backends torch deepep --out R.json
+
+One layer's dispatch and combine as the trainer makes them (torchtitan's dispatchers), forward and backward, with random
+routing; expert e only scales its tokens, so what must come out is known, and so are the gradients. Errors are relative,
+of the whole result; those of one backend differ from the other's by the rounding of bfloat16. Times are medians of the
+slower rank, with the permutation into the experts' order and back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from benchmarks.support import ranks
+
+SHAPES = {"tiny": (64, 8, 2), "qwen3_30b_a3b": (2048, 128, 8), "glm5": (6144, 256, 8)}
+"""Hidden size, experts, and how many of them a token meets."""
+WARM_UP = 3
+
+
+def arguments(words: list[str]) -> argparse.Namespace:
+    """Parse the command line."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks token_dispatch", description=__doc__)
+    parser.add_argument("--shape", choices=SHAPES, default="tiny")
+    parser.add_argument("--tokens", type=int, default=16384, help="of each rank")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--backends", nargs="+", choices=["torch", "deepep"], default=["torch"])
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--out", type=Path, help="also write the result there; the last option")
+    return parser.parse_args(words)
+
+
+def dispatcher(backend: str, shape: tuple[int, int, int], tokens: int, mesh: Any) -> Any:
+    """Build the dispatcher that a layer of the trainer has with this `ep_backend`."""
+    from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
+
+    from primeslurm.trainer.distributed.deepep import Dispatcher
+
+    hidden, experts, top_k = shape
+    made = (
+        AllToAllTokenDispatcher.Config(num_experts=experts, top_k=top_k)
+        if backend == "torch"
+        else Dispatcher.Config(num_experts=experts, top_k=top_k, num_max_tokens_per_rank=tokens, hidden_dim=hidden)
+    ).build()
+    made.wire_meshes(ep_mesh=mesh)
+    return made
+
+
+class Case:
+    """Tokens, their routing, and what must come of them.
+
+    Args:
+        shape: as in `SHAPES`.
+        tokens: of this rank.
+        rank: of this process.
+        device: of the tokens.
+    """
+
+    def __init__(self, shape: tuple[int, int, int], tokens: int, rank: int, device: Any) -> None:
+        import torch
+
+        hidden, self.experts, top_k = shape
+        draw = torch.Generator(device).manual_seed(rank)
+        self.x = torch.randn(tokens, hidden, generator=draw, device=device).bfloat16()
+        self.gradient = torch.randn(tokens, hidden, generator=draw, device=device).bfloat16()
+        logits = torch.randn(tokens, self.experts, generator=draw, device=device)
+        self.scores, self.ids = logits.softmax(-1).topk(top_k, sorted=False)
+        self.counts = torch.bincount(self.ids.flatten(), minlength=self.experts)
+        # The same for all ranks; exact in bfloat16, and no two neighbours alike.
+        self.scale = (torch.arange(self.experts, device=device) % 7 + 1).bfloat16()
+        weight = (self.scores * self.scale[self.ids].float()).sum(1, keepdim=True)
+        self.wanted = (
+            self.x.float() * weight,
+            self.gradient.float() * weight,
+            (self.x.float() * self.gradient.float()).sum(1, keepdim=True) * self.scale[self.ids].float(),
+        )
+
+    def forward(self, made: Any, rank: int, world_size: int) -> tuple[Any, Any, Any]:
+        """Send the tokens to their experts and back. Returns the result, and the inputs that have gradients."""
+        x, scores = self.x.clone().requires_grad_(), self.scores.clone().requires_grad_()
+        routed, counts, state = made.dispatch(x, scores, self.ids, self.counts)
+        own = self.scale.chunk(world_size)[rank]
+        rows = own.repeat_interleave(counts.to(own.device), output_size=int(counts.sum()))
+        return made.combine(routed[: rows.shape[0]] * rows[:, None], state, x), x, scores
+
+    def errors(self, made: Any, rank: int, world_size: int) -> dict[str, float]:
+        """Relative errors of the result and of both gradients."""
+        out, x, scores = self.forward(made, rank, world_size)
+        out.backward(self.gradient)
+        found = zip(("out", "grad_x", "grad_scores"), (out, x.grad, scores.grad), self.wanted, strict=True)
+        return {name: float((got.detach().float() - must).norm() / must.norm()) for name, got, must in found}
+
+
+def milliseconds(step: Callable[[], Any], rounds: int, world: Any) -> float:
+    """Median time of a step that all ranks begin together."""
+    import torch
+
+    times = []
+    for _ in range(WARM_UP + rounds):
+        world.barrier()
+        began = time.perf_counter()
+        step()
+        if world.device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append((time.perf_counter() - began) * 1e3)
+    return statistics.median(times[WARM_UP:])
+
+
+def measure(options: argparse.Namespace, world: Any) -> dict[str, Any]:
+    """What all ranks together find, of each backend."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torchtitan.distributed.utils import set_spmd_backend
+
+    set_spmd_backend("partial_dtensor")
+    mesh = init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("ep",))["ep"]
+    shape = SHAPES[options.shape]
+    case = Case(shape, options.tokens, world.rank, world.device)
+    found: dict[str, Any] = {}
+    for backend in options.backends:
+        made = dispatcher(backend, shape, options.tokens, mesh)
+
+        def both(made: Any = made) -> None:
+            out, *_ = case.forward(made, world.rank, world.size)
+            out.backward(case.gradient)
+
+        def forward(made: Any = made) -> None:
+            with torch.no_grad():
+                case.forward(made, world.rank, world.size)
+
+        errors = world.collect(case.errors(made, world.rank, world.size))
+        times = [milliseconds(step, options.rounds, world) for step in (forward, both)]
+        slowest = [max(each) for each in zip(*world.collect(times), strict=True)]
+        found[backend] = {
+            "errors": {name: round(max(each[name] for each in errors), 6) for name in errors[0]},
+            "forward_ms": round(slowest[0], 3),
+            "forward_backward_ms": round(slowest[1], 3),
+        }
+    return found
+
+
+def main(words: list[str]) -> None:
+    """Start the ranks; each then comes here again, with its rank in the environment."""
+    options = arguments(words)
+    if "RANK" not in os.environ:
+        sys.exit(ranks.start("token_dispatch", words, options.ranks))
+    import torch
+
+    from primeslurm.trainer.distributed.world import join
+    from primeslurm.trainer.loops.interrupt import Interrupt
+
+    world = join(Interrupt(), 600)
+    result = {
+        "command": " ".join(["python -m benchmarks token_dispatch", *words]).partition(" --out ")[0],
+        "gpu": torch.cuda.get_device_name() if world.device.type == "cuda" else None,
+        "versions": {name: version(name) for name in ("torch", "torchtitan")},
+        **measure(options, world),
+    }
+    if world.is_main:
+        print(json.dumps(result, indent=2))
+        if options.out:
+            options.out.write_text(json.dumps(result, indent=2) + "\n")
+    world.close()

@@ -1,0 +1,25 @@
+"""Tokens reach the experts that were chosen for them, and come back: the benchmark's ranks, values and gradients."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.mark.slow
+def test_tokens_come_back_from_their_experts(tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    words = ["token_dispatch", "--tokens", "96", "--rounds", "1", "--backends", "torch", "--out", str(out)]
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks", *words], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    errors = json.loads(out.read_text())["torch"]["errors"]
+    assert errors.keys() == {"out", "grad_x", "grad_scores"}
+    assert all(0 <= error < 0.01 for error in errors.values())  # of bfloat16; a wrong expert would be off by a half
