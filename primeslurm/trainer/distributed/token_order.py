@@ -102,8 +102,8 @@ class Dispatcher(AllToAllTokenDispatcher):
 def convert(draft: ModelDraft) -> None:
     """Have tokens of every layer with experts travel like this, unless another backend takes them there.
 
-    Compiled layers keep torchtitan's way: compiled with this one, expert parallelism failed in torch 2.13 (a device
-    mesh among the tensors that are saved for the backward pass).
+    On CPUs compiled layers keep torchtitan's way: there, expert parallelism compiled with this one fails in torch 2.13
+    (a device mesh among the tensors that are saved for the backward pass).
     """
-    if not draft.recipe.trainer.compile:
+    if not draft.recipe.trainer.compile or torch.cuda.is_available():
         compat.swap(draft.config, AllToAllTokenDispatcher, Dispatcher)
