@@ -2,7 +2,7 @@
 
     python -m benchmarks token_dispatch --shape qwen3_30b_a3b --ranks 2 --backends torch deepep --out R.json
 
-One layer's dispatch and combine as the trainer makes them (torchtitan's dispatchers), forward and backward, with random
+One layer's dispatch and combine as the trainer makes them, forward and backward, with random
 routing; expert e only scales its tokens, so what must come out is known, and so are the gradients. Errors are relative,
 of the whole result; those of one backend differ from the other's by the rounding of bfloat16. Times are medians of the
 slower rank, with the permutation into the experts' order and back.
@@ -42,15 +42,15 @@ def arguments(words: list[str]) -> argparse.Namespace:
 
 def dispatcher(backend: str, shape: tuple[int, int, int], tokens: int, mesh: Any) -> Any:
     """Build the dispatcher that a layer of the trainer has with this `ep_backend`."""
-    from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher
-
-    from primeslurm.trainer.distributed.deepep import Dispatcher
+    from primeslurm.trainer.distributed import deepep, token_order
 
     hidden, experts, top_k = shape
     made = (
-        AllToAllTokenDispatcher.Config(num_experts=experts, top_k=top_k)
+        token_order.Dispatcher.Config(num_experts=experts, top_k=top_k)
         if backend == "torch"
-        else Dispatcher.Config(num_experts=experts, top_k=top_k, num_max_tokens_per_rank=tokens, hidden_dim=hidden)
+        else deepep.Dispatcher.Config(
+            num_experts=experts, top_k=top_k, num_max_tokens_per_rank=tokens, hidden_dim=hidden
+        )
     ).build()
     made.wire_meshes(ep_mesh=mesh)
     return made
