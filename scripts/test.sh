@@ -47,7 +47,7 @@ else
     ((code == 1)) || exit "$code"
     declare -n paths=$name
     echo "== Run again, with nothing beside them: tests of $name that failed above. One that passes now needs mending, too. =="
-    group "${paths[@]}" --last-failed
+    group "${paths[@]}" --last-failed --last-failed-no-failures none
   done
 fi
 coverage combine --quiet

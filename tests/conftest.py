@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
@@ -16,6 +18,11 @@ if TYPE_CHECKING:
 
 # Processes of a run get this from their agent; those that tests start, from here.
 os.environ["PRIMESLURM_SECRET"] = "5ec7e7" * 10 + "5ec7"
+
+
+def pytest_unconfigure() -> None:
+    """End a process that has run its tests and does not end by itself; the stacks of its threads say why."""
+    faulthandler.dump_traceback_later(300, exit=True, file=sys.__stderr__)
 
 
 @pytest.fixture(scope="session")

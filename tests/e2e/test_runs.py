@@ -20,7 +20,7 @@ from primeslurm.wire import checkpoints
 from tests.support.faults import warn
 from tests.support.runs import Demo, check_learning, events_of, process, trained_steps
 
-pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.engine]
+pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.engine, pytest.mark.timeout(1800)]
 
 STEPS = 24
 

@@ -11,7 +11,7 @@ from primeslurm.run.records import rows
 from tests.e2e.conftest import ROOT
 from tests.support.runs import Demo
 
-pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.engine]
+pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.engine, pytest.mark.timeout(1800)]
 
 STEPS = 12
 
