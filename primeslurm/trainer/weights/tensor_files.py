@@ -149,6 +149,8 @@ class OpenFiles:
             OSError: the file cannot be read, or ends too early.
         """
         place = self._files.places[name]
+        if not count:
+            return torch.empty(0, dtype=place.torch_dtype)  # numpy's empty arrays have strides that torch refuses
         width = place.torch_dtype.itemsize
         data = np.empty(count * width, np.uint8) if space is None or len(space) < count * width else space
         data = data[: count * width]
