@@ -30,6 +30,7 @@ from primeslurm.recipe import Recipe
 from primeslurm.recipe.reading.recipe_files import load_recipe
 from primeslurm.trainer import models
 from primeslurm.trainer.assembly import build
+from primeslurm.trainer.checkpoints.staging import tensor_bytes
 from primeslurm.trainer.weights import loading
 from primeslurm.trainer.weights.tensor_files import INDEX, TensorFiles
 from primeslurm.wire.weight_transfer.tensor_names import FP8_BLOCK, FP8_SCALE, in_fp8
@@ -127,7 +128,7 @@ def really(recipe: Recipe, config: dict[str, Any], files: TensorFiles, size: int
         before = time.process_time(), time.monotonic()
         policy = build.assemble(values, files.directory, recipe, world, files=files)
         assembled = time.process_time(), time.monotonic()
-        held = sum(build_bytes(tensor) for tensor in policy.weights().values())
+        held = tensor_bytes(policy.weights())
         build._load(policy, values, files)
         done = time.process_time(), time.monotonic()
     return {
@@ -138,11 +139,6 @@ def really(recipe: Recipe, config: dict[str, Any], files: TensorFiles, size: int
         "weights_gb": round(held / 1e9, 2),
         "peak_gb": round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9, 2),
     }
-
-
-def build_bytes(tensor: Any) -> int:
-    """Bytes of a rank's part of a tensor."""
-    return int(getattr(tensor, "_local_tensor", tensor).nbytes)
 
 
 def dequantising(rows: int = 2048, columns: int = 6144) -> dict[str, float]:

@@ -11,13 +11,9 @@ slower rank, with the permutation into the experts' order and back.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -150,24 +146,13 @@ def measure(options: argparse.Namespace, world: Any) -> dict[str, Any]:
 
 
 def main(words: list[str]) -> None:
-    """Start the ranks; each then comes here again, with its rank in the environment."""
+    """Time the ways of tokens, as so many ranks."""
     options = arguments(words)
-    if "RANK" not in os.environ:
-        sys.exit(ranks.start("token_dispatch", words, options.ranks))
-    import torch
 
-    from primeslurm.trainer.distributed.world import join
-    from primeslurm.trainer.loops.interrupt import Interrupt
+    def measured(world: Any) -> dict[str, Any]:
+        import torch
 
-    world = join(Interrupt(), 600)
-    result = {
-        "command": " ".join(["python -m benchmarks token_dispatch", *words]).partition(" --out ")[0],
-        "gpu": torch.cuda.get_device_name() if world.device.type == "cuda" else None,
-        "versions": {name: version(name) for name in ("torch", "torchtitan")},
-        **measure(options, world),
-    }
-    if world.is_main:
-        print(json.dumps(result, indent=2))
-        if options.out:
-            options.out.write_text(json.dumps(result, indent=2) + "\n")
-    world.close()
+        gpu = torch.cuda.get_device_name() if world.device.type == "cuda" else None
+        return {"gpu": gpu, **measure(options, world)}
+
+    ranks.run("token_dispatch", words, options.ranks, options.out, measured)

@@ -13,17 +13,14 @@ less.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import platform
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -256,24 +253,12 @@ def _count(model: Any) -> int:
 
 
 def main(words: list[str]) -> None:
-    """Start the ranks; each then comes here again, with its rank in the environment."""
+    """Time the steps, as so many ranks."""
     options = arguments(words)
-    if "RANK" not in os.environ:
-        sys.exit(ranks.start("training_speed", words, options.ranks))
-    from primeslurm.trainer.distributed.world import join
-    from primeslurm.trainer.loops.interrupt import Interrupt
-
-    world = join(Interrupt(), 600)
     settings = {name: value for name, value in vars(options).items() if name not in ("out", "dtype", "profile")}
-    result = {
-        "command": " ".join(["python -m benchmarks training_speed", *words]).partition(" --out ")[0],
-        "machine": f"{os.cpu_count()} x {platform.machine()}, load {os.getloadavg()[0]:.1f} at the start",
-        "versions": {name: version(name) for name in ("torch", "torchtitan")},
-        **settings,
-        **measure(options, world),
-    }
-    if world.is_main:
-        print(json.dumps(result, indent=2))
-        if options.out:
-            options.out.write_text(json.dumps(result, indent=2) + "\n")
-    world.close()
+
+    def measured(world: Any) -> dict[str, Any]:
+        machine = f"{os.cpu_count()} x {platform.machine()}, load {os.getloadavg()[0]:.1f} at the start"
+        return {"machine": machine, **settings, **measure(options, world)}
+
+    ranks.run("training_speed", words, options.ranks, options.out, measured)

@@ -2,14 +2,51 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from primeslurm.trainer.distributed.world import World
 
 
-def start(benchmark: str, words: Sequence[str], count: int) -> int:
-    """Run a benchmark once more as so many ranks, and return the launcher's exit code.
+def run(
+    benchmark: str, words: Sequence[str], count: int, out: Path | None, measure: Callable[[World], Mapping[str, Any]]
+) -> None:
+    """Run a benchmark as so many ranks, and print and write what rank 0 has found. Each rank comes here again.
+
+    Args:
+        benchmark: its name.
+        words: of its command line.
+        count: ranks.
+        out: where the result is written; None: it is printed alone.
+        measure: what each rank does, as a member of this world.
+    """
+    if "RANK" not in os.environ:
+        sys.exit(_start(benchmark, words, count))
+    from primeslurm.trainer.distributed.world import join
+    from primeslurm.trainer.loops.interrupt import Interrupt
+
+    world = join(Interrupt(), 600)
+    result = {
+        "command": " ".join([f"python -m benchmarks {benchmark}", *words]).partition(" --out ")[0],
+        "versions": {name: version(name) for name in ("torch", "torchtitan")},
+        **measure(world),
+    }
+    if world.is_main:
+        print(json.dumps(result, indent=2))
+        if out:
+            out.write_text(json.dumps(result, indent=2) + "\n")
+    world.close()
+
+
+def _start(benchmark: str, words: Sequence[str], count: int) -> int:
+    """Start the ranks, and return the launcher's exit code.
 
     Rank 0 opens the run's gate at the port where they meet, so the launcher must leave it free (it would share its own
     store there).

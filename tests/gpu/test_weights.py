@@ -139,11 +139,11 @@ async def test_an_engine_computes_with_what_another_gpu_sent(
 ) -> None:
     from primeslurm.trainer.assembly.build import build
     from primeslurm.trainer.weight_transfer.sender import Sender
-    from primeslurm.trainer.weights import huggingface
     from primeslurm.trainer.weights.export import published
+    from primeslurm.trainer.weights.tensor_files import TensorFiles
 
     server, asked = engine
-    fp8, stored = asked.trainer.fp8, huggingface.fp8_names(Path(asked.model.path))
+    fp8, stored = asked.trainer.fp8, TensorFiles.read(Path(asked.model.path)).fp8_names()
     sessions, wanting = TransferSessions(workers=1, timeout_s=120), 1
     client = EngineClient(lambda: server.url, asked.model.path, sessions.join)
     address = f"tcp://127.0.0.1:{free_port()}"

@@ -84,8 +84,8 @@ def assemble(
     dist_utils.set_spmd_backend(settings.parallelism.spmd_backend)
     if models.is_generic(recipe.model.impl, config):
         model, adapter, hf_names = generic.build(config, dims, recipe, world.device)
-        policy = PolicyModel(model, adapter, dims, hf_names, source, dtype, world.device)
-        return replace(policy, layout=layout, micro_batch_tokens=recipe.trainer.micro_batch_tokens)
+        parts = (model, adapter, dims, hf_names, source, dtype, world.device)
+        return PolicyModel(*parts, layout=layout, micro_batch_tokens=recipe.trainer.micro_batch_tokens)
     spec = models.spec(config, recipe.seq_len, attention or _fitting_attention(recipe))
     stored = files.fp8_names() if files and huggingface.is_quantized(config) else frozenset()
     draft = ModelDraft(recipe, spec, settings, stored)

@@ -41,9 +41,9 @@ class PolicyModel:
     """What the checkpoint has beside the model, and engines insist on; on rank 0 alone."""
     stored_fp8: frozenset[str] = frozenset()
     """Names of the weights that the source stores in FP8."""
-    layout: Parallelism = field(default_factory=Parallelism)
+    layout: Parallelism = field(kw_only=True)
     """How its ranks are arranged."""
-    micro_batch_tokens: int = 16384
+    micro_batch_tokens: int = field(kw_only=True)
     """Tokens that a rank computes at once."""
 
     def weights(self) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -28,8 +28,9 @@ from primeslurm.recipe import Recipe
 from primeslurm.trainer import models
 from primeslurm.trainer.checkpoints.shards import Moved, ShardReader, threads_of_a_rank
 from primeslurm.trainer.models import generic
-from primeslurm.trainer.weights import huggingface, tensor_files
+from primeslurm.trainer.weights import huggingface
 from primeslurm.trainer.weights.export import Encoding, by_layer, cast
+from primeslurm.trainer.weights.tensor_files import INDEX, OpenFiles, TensorFiles
 from primeslurm.wire import exits
 from primeslurm.wire.weight_transfer.tensor_names import FP8_SCALE
 
@@ -51,8 +52,9 @@ def export(recipe: Recipe, checkpoint: Path, out: Path) -> None:
     source = locate(recipe.model.path)
     adapter, expected = _adapter(recipe, huggingface.load_config(source))
     beside: tuple[str, ...] = getattr(adapter, "unchanged", ())
-    expected |= {name for name in huggingface.tensor_names(source) if name.startswith(beside)}
-    stored = huggingface.fp8_names(source) if recipe.task == "rl" else frozenset()
+    files = TensorFiles.read(source)
+    expected |= {name for name in files.places if name.startswith(beside)}
+    stored = files.fp8_names() if recipe.task == "rl" else frozenset()
     encoding = Encoding(getattr(torch, recipe.model.dtype), stored=stored)
     partial = out.with_name(f".{out.name}.partial")
     if partial.exists():
@@ -72,8 +74,8 @@ def export(recipe: Recipe, checkpoint: Path, out: Path) -> None:
     if unknown := sorted({name.removesuffix(FP8_SCALE) for name in index} - expected):
         raise ValueError(f"{source} has no {', '.join(unknown[:5])}")
     if frozen := expected - set(index):
-        write(_frozen(source, frozen, encoding.dtype), "model-frozen.safetensors")
-    (partial / tensor_files.INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}, indent=2) + "\n")
+        write(_frozen(files, frozen, encoding.dtype), "model-frozen.safetensors")
+    (partial / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}, indent=2) + "\n")
     huggingface.copy_companions(source, partial, encoding.dtype_name, encoding.quantization(set(index)))
     durable.sync_tree(partial)
     durable.rename(partial, out)
@@ -93,15 +95,12 @@ def _adapter(recipe: Recipe, config: Any) -> tuple[Any, set[str]]:
     return adapter, set(adapter.to_hf(model.state_dict()))
 
 
-def _frozen(source: Path, names: set[str], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def _frozen(files: TensorFiles, names: set[str], dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """Tensors that were not trained, from the model's own files. Raises ValueError if one is not there either."""
-    found: dict[str, torch.Tensor] = {}
-    for file in sorted(source.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as handle:
-            found |= {name: cast(name, handle.get_tensor(name), dtype) for name in names & set(handle.keys())}
-    if missing := sorted(names - set(found)):
-        raise ValueError(f"neither the checkpoint nor {source} has {', '.join(missing[:5])}")
-    return found
+    if missing := sorted(names - set(files.places)):
+        raise ValueError(f"neither the checkpoint nor {files.directory} has {', '.join(missing[:5])}")
+    with OpenFiles(files) as opened:
+        return {name: cast(name, opened.tensor(name), dtype) for name in sorted(names)}
 
 
 def _layers(directory: Path) -> Iterator[dict[str, torch.Tensor]]:

@@ -105,5 +105,5 @@ def convert(draft: ModelDraft) -> None:
     On CPUs compiled layers keep torchtitan's way: there, expert parallelism compiled with this one fails in torch 2.13
     (a device mesh among the tensors that are saved for the backward pass).
     """
-    if not draft.recipe.trainer.compile or torch.cuda.is_available():
+    if not draft.recipe.trainer.compile or not compat.ON_CPU:
         compat.swap(draft.config, AllToAllTokenDispatcher, Dispatcher)

@@ -11,8 +11,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from primeslurm.trainer import models
-from primeslurm.trainer.weights import tensor_files
-from primeslurm.trainer.weights.tensor_files import TensorFiles
+from primeslurm.trainer.weights.tensor_files import INDEX
 from primeslurm.wire.weight_transfer.tensor_names import FP8_BLOCK
 
 _COMPANIONS = ("*.json", "*.jinja", "*.txt", "*.model")
@@ -52,16 +51,6 @@ def _is_block_fp8(stored: Mapping[str, Any]) -> bool:
     )
 
 
-def tensor_names(directory: Path) -> set[str]:
-    """Return the names of all tensors of a model directory. Raises as `TensorFiles.read` does."""
-    return set(TensorFiles.read(directory).places)
-
-
-def fp8_names(directory: Path) -> frozenset[str]:
-    """Return the names of the weights that a model directory stores in FP8 with scales."""
-    return TensorFiles.read(directory).fp8_names()
-
-
 def copy_companions(source: Path, target: Path, dtype: str, quantization: dict[str, Any] | None) -> None:
     """Copy config, tokenizer and generation settings. Raises OSError.
 
@@ -69,7 +58,7 @@ def copy_companions(source: Path, target: Path, dtype: str, quantization: dict[s
     """
     for pattern in _COMPANIONS:
         for file in source.glob(pattern):
-            if file.name not in (tensor_files.INDEX, "MANIFEST.json"):
+            if file.name not in (INDEX, "MANIFEST.json"):
                 shutil.copyfile(file, target / file.name)
     config: dict[str, Any] = json.loads((source / "config.json").read_text())
     config.pop("torch_dtype", None)
