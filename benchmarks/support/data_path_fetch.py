@@ -45,26 +45,37 @@ def measure(rollouts: int) -> dict[str, Any]:
     return asyncio.run(_measure(rollouts))
 
 
-async def _measure(rollouts: int) -> dict[str, Any]:
-    recipe = Recipe.model_validate(
+def recipe_of(rollouts: int, transport: str = "zmq") -> Recipe:
+    """Make a recipe whose batches have so many rollouts."""
+    return Recipe.model_validate(
         {
             "name": "data-path",
             "max_steps": 1,
             "seq_len": TOKENS,
             "model": {"path": "none"},
             "environments": [{"id": "reverse-text"}],
-            "orchestrator": {"batch_size": rollouts, "group_size": GROUP},
+            "orchestrator": {"batch_size": rollouts, "group_size": GROUP, "rollout_transport": transport},
             "trainer": {"router_replay": True, "parallelism": {"cp": CP}},
         }
     )
+
+
+def batch_of(recipe: Recipe) -> Batches:
+    """Make the first step's batch, of GLM-5's shape."""
     batches = Batches(recipe, algorithms.from_recipe(recipe))
-    batches.add(1, _groups(rollouts))
+    batches.add(1, _groups(recipe.orchestrator.batch_size))
+    return batches
+
+
+async def _measure(rollouts: int) -> dict[str, Any]:
+    recipe = recipe_of(rollouts)
+    batches = batch_of(recipe)
     before, used = _resident_bytes(), [0]
     waits: list[float] = []
 
     async def handle(request: Request) -> list[Frame] | Answer:
         assert isinstance(request, GetBatch)
-        share = Share(request.step, request.dp_rank, request.dp_world, request.cp_rank, request.cp_world)
+        share = Share.of(request)
         begin = time.monotonic()
         frames = batches.encoded(share) or await batches.serve(share)
         assert frames is not None

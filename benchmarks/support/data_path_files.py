@@ -23,12 +23,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.support.data_path_fetch import CP, DP, GIVE_WAY, GROUP, PROCESSES, TOKENS, _groups, _watch
+from benchmarks.support.data_path_fetch import CP, DP, GIVE_WAY, PROCESSES, _watch, batch_of, recipe_of
 from benchmarks.support.ports import free_port
-from primeslurm.orchestrator import algorithms
-from primeslurm.orchestrator.batching.batches import Batches, Share
+from primeslurm.orchestrator.batching.batches import Share
 from primeslurm.orchestrator.batching.share_files import ShareFiles
-from primeslurm.recipe import Recipe
 from primeslurm.wire import batch_files
 from primeslurm.wire.link import LARGEST_BATCH, Answer, GetBatch, OrchestratorLink, Request, TrainerLink
 from primeslurm.wire.rollouts import Frame
@@ -47,26 +45,14 @@ def measure(rollouts: int) -> dict[str, Any]:
 
 
 async def _measure(rollouts: int) -> dict[str, Any]:
-    recipe = Recipe.model_validate(
-        {
-            "name": "data-path",
-            "max_steps": 1,
-            "seq_len": TOKENS,
-            "model": {"path": "none"},
-            "environments": [{"id": "reverse-text"}],
-            "orchestrator": {"batch_size": rollouts, "group_size": GROUP, "rollout_transport": "filesystem"},
-            "trainer": {"router_replay": True, "parallelism": {"cp": CP}},
-        }
-    )
-    batches = Batches(recipe, algorithms.from_recipe(recipe))
-    batches.add(1, _groups(rollouts))
+    batches = batch_of(recipe_of(rollouts, "filesystem"))
     whole = sum(sum(map(len, batches.get(Share(1, rank, DP)) or [])) for rank in range(DP))
     with tempfile.TemporaryDirectory(prefix="primeslurm-") as directory:
         files = ShareFiles(Path(directory), 1, batches, 0)
 
         async def handle(request: Request) -> list[Frame] | Answer:
             assert isinstance(request, GetBatch)
-            share = Share(request.step, request.dp_rank, request.dp_world, request.cp_rank, request.cp_world)
+            share = Share.of(request)
             answer = await files.answer(share, unreadable=request.unreadable, within_s=HOLD_S)
             assert answer is not None
             return answer

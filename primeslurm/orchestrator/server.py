@@ -325,7 +325,7 @@ class Orchestrator:
         return Answer("ok")
 
     async def _get_batch(self, request: GetBatch) -> Sequence[Frame] | Answer:
-        share = Share(request.step, request.dp_rank, request.dp_world, request.cp_rank, request.cp_world)
+        share = Share.of(request)
         if (known := self._batches.encoded(share)) is not None:  # a repeat, or the next chunk
             return known
         if request.step > self._recipe.max_steps:

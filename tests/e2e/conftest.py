@@ -7,13 +7,26 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from primeslurm.run.directory import RunDirectory
+from primeslurm.run.records import rows
 from tests.support.runs import Demo
 from tests.support.unmeasured import unmeasured
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def turns_on_policy(run: RunDirectory, steps: int) -> list[dict[str, Any]]:
+    """Return metrics of a run whose rollouts have several turns, are on-policy, and agree with the trainer."""
+    table = rows(run.path)
+    assert [row["step"] for row in table] == list(range(1, steps + 1))
+    for row in table:
+        assert row["trainer/on_policy_fraction"] == 1.0 and row["trainer/mismatch_kl"] < 1e-3, row
+        assert row["rollouts/turns_mean"] > 1 and row["rollouts/failed"] == 0, row
+    return table
 
 
 @pytest.fixture(scope="session")

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from primeslurm.run.records import rows
-from tests.e2e.conftest import ROOT
+from tests.e2e.conftest import ROOT, turns_on_policy
 from tests.support import hangman
 from tests.support.runs import Demo
 
@@ -35,11 +34,7 @@ def test_a_game_trains(demo: Demo, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     )
     run = demo.submit("../examples/textarena.yaml", *(word for change in changes for word in ("--set", change)))
     demo.finish(run, timeout_s=1200)
-    table = rows(run.path)
-    assert [row["step"] for row in table] == list(range(1, STEPS + 1))
-    for row in table:
-        assert row["trainer/on_policy_fraction"] == 1.0 and row["trainer/mismatch_kl"] < 1e-3, row
-        assert row["rollouts/turns_mean"] > 1 and row["rollouts/failed"] == 0, row
+    table = turns_on_policy(run, STEPS)
     # Of the games of one step perhaps none finds a letter and comes to an end.
     assert 0 < sum(row["reward/mean"] for row in table) < STEPS, "games are neither all lost nor all won"
     assert any(row["trainer/grad_norm"] > 0 for row in table), "nothing was learned"

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from primeslurm.run.records import rows
-from tests.e2e.conftest import ROOT
+from tests.e2e.conftest import ROOT, turns_on_policy
 from tests.support.runs import Demo
 from tests.support.unmeasured import unmeasured
 
@@ -30,11 +29,7 @@ def test_a_policy_learns_to_use_its_tool(demo: Demo, tool_model: Path) -> None:
     changes = (f"model.path={tool_model}", f"max_steps={STEPS}", "orchestrator.max_off_policy_steps=0")
     run = demo.submit("tool_use_r3.yaml", *(word for change in changes for word in ("--set", change)))
     demo.finish(run, timeout_s=1200)
-    table = rows(run.path)
-    assert [row["step"] for row in table] == list(range(1, STEPS + 1))
-    for row in table:
-        assert row["trainer/on_policy_fraction"] == 1.0 and row["trainer/mismatch_kl"] < 1e-3, row
-        assert row["rollouts/turns_mean"] > 1 and row["rollouts/failed"] == 0, row
+    table = turns_on_policy(run, STEPS)
     rewards, commands = ([row[name] for row in table] for name in ("reward/mean", "tool-use/commands"))
     # A batch has the rollouts of eight tasks: one alone says little.
     assert sum(commands[:4]) / 4 > 0.5, "the warm start does not call its tool"

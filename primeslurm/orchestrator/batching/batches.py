@@ -25,6 +25,7 @@ from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.spooled import SpooledGroup
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.losses import Average, CustomLoss
+from primeslurm.wire.link import GetBatch
 from primeslurm.wire.received import DamagedError
 from primeslurm.wire.rollouts import BatchInfo, Frame, Rollout
 
@@ -41,6 +42,11 @@ class Share(NamedTuple):
     dp_world: int
     cp_rank: int = 0
     cp_world: int = 1
+
+    @classmethod
+    def of(cls, request: GetBatch) -> Share:
+        """Return what a rank asks for."""
+        return cls(request.step, request.dp_rank, request.dp_world, request.cp_rank, request.cp_world)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from verifiers.v1.harnesses.utils import mcp
-from verifiers.v1.interception import server
 
+from tests.unit.fuzz import test_interception
 from tests.unit.fuzz.mutations import bounded, fuzzed, texts, trees
 from tests.unit.fuzz.test_interception import VALID, Intercepted
+
+intercepted = test_interception.intercepted
 
 PATIENCE_S = 300.0
 SHORT_S = 0.5
@@ -103,15 +105,6 @@ async def use(method: str, wrong: Change, patience_s: float = PATIENCE_S) -> lis
             {"role": "assistant", "content": None, "tool_calls": [call]},
             {"role": "tool", "tool_call_id": "c", "content": found},
         ]
-
-
-@pytest.fixture(scope="module")
-def intercepted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Intercepted]:
-    before = server.MAX_REQUEST_BODY
-    found = Intercepted(tmp_path_factory.mktemp("qwen3"))
-    yield found
-    found.stop()
-    server.MAX_REQUEST_BODY = before
 
 
 @pytest.fixture(autouse=True)
