@@ -15,8 +15,11 @@ from primeslurm.trainer.kernels.block_fp8 import (
     ROWS,
     Quantised,
     quantise,
+    quantise_both_ways,
     quantise_groups,
+    quantise_groups_both_ways,
     quantise_groups_transposed,
+    quantise_transposed,
 )
 from primeslurm.trainer.kernels.fp8_backend import backend
 from tests.support import block_fp8 as exact
@@ -41,6 +44,12 @@ def assert_alike(there: Quantised, here: Quantised) -> None:
     assert there.data.is_contiguous()
 
 
+def assert_equal(found: tuple[Quantised, Quantised], expected: tuple[Quantised, Quantised]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one.data.view(torch.uint8), other.data.view(torch.uint8)) and one.data.is_contiguous()
+        assert torch.equal(one.scales, other.scales) and one.scales.stride() == other.scales.stride()
+
+
 @pytest.mark.parametrize("block", [ROWS, BLOCKS], ids=["rows", "blocks"])
 @pytest.mark.parametrize("shape", [(256, 384), (130, 256), (256, 130), (3, 200, 130), (3, 256, 128)])
 def test_the_quantiser_is_that_of_the_cpu(shape: tuple[int, ...], block: tuple[int, int]) -> None:
@@ -58,6 +67,14 @@ def test_groups_are_quantised_as_on_the_cpu(width: int) -> None:
         on_gpu = source.cuda()
         assert_alike(quantise_groups(on_gpu, there), quantise_groups(source, here))
         assert_alike(quantise_groups_transposed(on_gpu, there), quantise_groups_transposed(source, here))
+        apart = quantise_groups(on_gpu, there), quantise_groups_transposed(on_gpu, there)
+        assert_equal(quantise_groups_both_ways(on_gpu, there), apart)
+
+
+@pytest.mark.parametrize("shape", [(256, 384), (130, 256), (3, 128)])
+def test_a_matrix_is_quantised_both_ways_as_each_way(shape: tuple[int, int]) -> None:
+    for values in (matrix(*shape, device="cuda"), matrix(*shape[::-1], device="cuda").mT):
+        assert_equal(quantise_both_ways(values), (quantise(values, ROWS), quantise_transposed(values)))
 
 
 def test_product_and_gradients_of_a_linear_layer() -> None:

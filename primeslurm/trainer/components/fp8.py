@@ -26,8 +26,11 @@ from primeslurm.trainer.kernels.block_fp8 import (
     Groups,
     Quantised,
     quantise,
+    quantise_both_ways,
     quantise_groups,
+    quantise_groups_both_ways,
     quantise_groups_transposed,
+    quantise_transposed,
 )
 from primeslurm.trainer.kernels.fp8_backend import backend
 from primeslurm.trainer.kernels.last_result import LastResult
@@ -47,11 +50,12 @@ class _LinearProduct(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows, weight = ctx.saved_tensors
         for_rows = for_weight = None
-        if ctx.needs_input_grad[0]:
-            for_rows = _times(_quantised(gradient), quantise(weight.mT, BLOCKS), gradient)
-        if ctx.needs_input_grad[1]:
-            left, right = _transposed(gradient), _columns.of(rows, _transposed)
-            for_weight = backend(rows.device.type).outer(left, right).to(weight.dtype)
+        by_rows, by_columns = _forms(gradient.flatten(0, -2), *ctx.needs_input_grad)
+        if by_rows:
+            for_rows = _times(by_rows, quantise(weight.mT, BLOCKS), gradient)
+        if by_columns:
+            right = _columns.of(rows, lambda t: quantise_transposed(t.flatten(0, -2)))
+            for_weight = backend(rows.device.type).outer(by_columns, right).to(weight.dtype)
         return for_rows, for_weight
 
 
@@ -67,13 +71,12 @@ class _GroupedProduct(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows, weight = ctx.saved_tensors
         for_rows = for_weight = None
-        if ctx.needs_input_grad[0]:
-            quantised = quantise_groups(gradient, ctx.groups)
-            for_rows = _grouped_times(quantised, quantise(weight.mT, BLOCKS), ctx.groups, gradient.dtype)
-        if ctx.needs_input_grad[1]:
-            left = quantise_groups_transposed(gradient, ctx.groups)
+        by_rows, by_columns = _group_forms(gradient, ctx.groups, *ctx.needs_input_grad[:2])
+        if by_rows:
+            for_rows = _grouped_times(by_rows, quantise(weight.mT, BLOCKS), ctx.groups, gradient.dtype)
+        if by_columns:
             right = _group_columns.of(rows, lambda t: quantise_groups_transposed(t, ctx.groups), ctx.groups)
-            for_weight = backend(rows.device.type).grouped_outer(left, right, ctx.groups).to(weight.dtype)
+            for_weight = backend(rows.device.type).grouped_outer(by_columns, right, ctx.groups).to(weight.dtype)
         return for_rows, for_weight, None
 
 
@@ -113,8 +116,23 @@ def _quantised(rows: torch.Tensor) -> Quantised:
     return quantise(rows.flatten(0, -2), ROWS)
 
 
-def _transposed(rows: torch.Tensor) -> Quantised:
-    return quantise(_filled(rows.flatten(0, -2), -2).mT, ROWS)
+def _forms(gradient: torch.Tensor, rows: bool, columns: bool) -> tuple[Quantised | None, Quantised | None]:
+    """A gradient [rows, n] as its products want it: by rows, and by columns."""
+    if rows and columns:
+        return quantise_both_ways(gradient)
+    return quantise(gradient, ROWS) if rows else None, quantise_transposed(gradient) if columns else None
+
+
+def _group_forms(
+    gradient: torch.Tensor, groups: Groups, rows: bool, columns: bool
+) -> tuple[Quantised | None, Quantised | None]:
+    """The same for the rows of groups."""
+    if rows and columns:
+        return quantise_groups_both_ways(gradient, groups)
+    return (
+        quantise_groups(gradient, groups) if rows else None,
+        quantise_groups_transposed(gradient, groups) if columns else None,
+    )
 
 
 def _times(quantised: Quantised, weight: Quantised, rows: torch.Tensor) -> torch.Tensor:

@@ -122,12 +122,36 @@ def quantise_groups_transposed(matrix: torch.Tensor, groups: Groups) -> Quantise
     Data are flat, one group after another. Scales are [n, blocks of padded rows].
     """
     if matrix.is_cuda:
-        layout = groups.sources, groups.owners, groups.bounds
-        data, scales = _kernel().quantise_groups_transposed(matrix, *layout, SMALLEST_AMAX, LARGEST)
+        _, _, data, scales = _kernel().quantise_both_ways(matrix, _layout(groups), False, SMALLEST_AMAX, LARGEST)
         return Quantised(data, scales, ROWS)
     whole = quantise(groups.padded(matrix).mT, ROWS)
     parts = [whole.data.view(torch.uint8)[:, part].flatten() for _, part in groups.ranges()]
     return Quantised(torch.cat(parts).view(torch.float8_e4m3fn), whole.scales, ROWS)
+
+
+def quantise_transposed(matrix: torch.Tensor) -> Quantised:
+    """Quantise the transpose [n, rows] of a matrix in ROWS, filled up with zeros to a multiple of BLOCK rows."""
+    return quantise(F.pad(matrix, (0, 0, 0, -len(matrix) % BLOCK)).mT, ROWS)
+
+
+def quantise_both_ways(matrix: torch.Tensor) -> tuple[Quantised, Quantised]:
+    """Quantise a matrix [rows, n] in ROWS, and as `quantise_transposed`, by reading it once."""
+    if not matrix.is_cuda:
+        return quantise(matrix, ROWS), quantise_transposed(matrix)
+    data, scales, across, across_scales = _kernel().quantise_both_ways(matrix, None, True, SMALLEST_AMAX, LARGEST)
+    return Quantised(data, scales, ROWS), Quantised(across.view(matrix.shape[1], -1), across_scales, ROWS)
+
+
+def quantise_groups_both_ways(matrix: torch.Tensor, groups: Groups) -> tuple[Quantised, Quantised]:
+    """Quantise a matrix [rows, n] as `quantise_groups` and as `quantise_groups_transposed`, by reading it once."""
+    if not matrix.is_cuda:
+        return quantise_groups(matrix, groups), quantise_groups_transposed(matrix, groups)
+    found = _kernel().quantise_both_ways(matrix, _layout(groups), True, SMALLEST_AMAX, LARGEST)
+    return Quantised(*found[:2], ROWS), Quantised(*found[2:], ROWS)
+
+
+def _layout(groups: Groups) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return groups.sources, groups.owners, groups.bounds
 
 
 def _kernel() -> Any:

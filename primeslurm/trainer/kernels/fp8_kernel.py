@@ -10,6 +10,11 @@ import torch
 import triton
 import triton.language as tl
 
+Layout = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Of groups: [padded rows] int32, the row of the matrix in each padded row, -1 for zeros; [padded rows] int32, the
+group of each padded row, at least in the first of every 128; [groups + 1] int32, where groups begin and the last one
+ends, all multiples of 128."""
+
 # DeepGEMM loads scales of rows with TMA: column by column, each beginning at a multiple of 16 bytes.
 _ALIGNMENT = 4
 
@@ -62,34 +67,51 @@ def _quantise_tile(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _quantise_tile_of_group(  # type: ignore[no-untyped-def]
+def _quantise_tile_both_ways(  # type: ignore[no-untyped-def]
     source,
     sources,
     owners,
     bounds,
     data,
     scales,
+    across,
+    across_scales,
+    rows,
     n,
     source_row,
     source_column,
+    scale_column,
     SMALLEST: tl.constexpr,
     LARGEST: tl.constexpr,
 ):
-    """128 columns of the source by 128 padded rows, all of one group: a tile of the group's data [n, its rows]."""
-    tile_n, tile_row = tl.program_id(0), tl.program_id(1)
-    columns, rows = tile_n * 128 + tl.arange(0, 128), tile_row * 128 + tl.arange(0, 128)
-    read = tl.load(sources + rows).to(tl.int64)
-    inside = (columns < n)[:, None]
-    places = read[None, :] * source_row + columns.to(tl.int64)[:, None] * source_column
-    values = tl.load(source + places, mask=inside & (read >= 0)[None, :], other=0.0).to(tl.float32)
-    quantised, scale = _encode(values, False, SMALLEST, LARGEST)
-    group = tl.load(owners + tile_row * 128)
-    start, end = tl.load(bounds + group), tl.load(bounds + group + 1)
+    """128 padded rows, all of one group, by 128 columns: a tile of data [rows, n] and one of across [n, group's rows].
+
+    Without `data` the latter alone. Without `sources` all rows are one group, which zeros fill up.
+    """
+    tile_row, tile_n = tl.program_id(0), tl.program_id(1)
+    row, column = tile_row * 128 + tl.arange(0, 128), tile_n * 128 + tl.arange(0, 128)
+    if sources is None:
+        read, present = row.to(tl.int64), row < rows
+        start, length = tile_row.to(tl.int64) * 0, tl.num_programs(0) * 128
+    else:
+        read = tl.load(sources + row).to(tl.int64)
+        present = read >= 0
+        group = tl.load(owners + tile_row * 128)
+        start, end = tl.load(bounds + group), tl.load(bounds + group + 1)
+        start, length = start.to(tl.int64), end - start
+    places = read[:, None] * source_row + column.to(tl.int64)[None, :] * source_column
+    values = tl.load(source + places, mask=(column < n)[None, :] & present[:, None], other=0.0)
+    if data is not None:
+        quantised, scale = _encode(values.to(tl.float32), False, SMALLEST, LARGEST)
+        stored = (row < rows)[:, None]
+        tl.store(data + row.to(tl.int64)[:, None] * n + column[None, :], quantised, mask=(column < n)[None, :] & stored)
+        tl.store(scales + (tile_n.to(tl.int64) * scale_column + row)[:, None], scale, mask=stored)
+    quantised, scale = _encode(tl.trans(values).to(tl.float32), False, SMALLEST, LARGEST)
     # Groups begin and end at tiles; that lets a thread write 16 bytes at a time.
-    start, length = tl.multiple_of(start, 128).to(tl.int64), tl.multiple_of(end - start, 128)
-    places = start * n + columns.to(tl.int64)[:, None] * length + (rows - start)[None, :]
-    tl.store(data + places, quantised, mask=inside)
-    tl.store(scales + (tile_row.to(tl.int64) * n + columns)[:, None], scale, mask=inside)
+    start, length = tl.multiple_of(start, 128), tl.multiple_of(length, 128)
+    places = start * n + column.to(tl.int64)[:, None] * length + (row - start)[None, :]
+    tl.store(across + places, quantised, mask=(column < n)[:, None])
+    tl.store(across_scales + (tile_row.to(tl.int64) * n + column)[:, None], scale, mask=(column < n)[:, None])
 
 
 def quantise(
@@ -121,30 +143,48 @@ def quantise(
     return data, scales.unflatten(0, stack) if stack else scales[0]
 
 
-def quantise_groups_transposed(
-    matrix: torch.Tensor,
-    sources: torch.Tensor,
-    owners: torch.Tensor,
-    bounds: torch.Tensor,
-    smallest: float,
-    largest: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Data of each group's [n, padded rows of the group], flat, one group after another; scales [n, blocks of rows].
+def quantise_both_ways(
+    matrix: torch.Tensor, layout: Layout | None, by_rows: bool, smallest: float, largest: float
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    """Data [rows, n] and scales by rows, and of each group's transpose data, flat, and scales [n, blocks of rows].
+
+    Reads the matrix once. Rows are padded as the layout says; without one, zeros fill up what is transposed alone.
 
     Args:
-        matrix: [rows, n] on a GPU.
-        sources: [padded rows] int32: the row of the matrix in each padded row; -1 is a row of zeros.
-        owners: [padded rows] int32: the group of each padded row, at least in the first of every 128.
-        bounds: [groups + 1] int32: where groups begin and the last one ends, all multiples of 128.
+        matrix: [rows, n] with any strides, on a GPU.
+        layout: of groups; None: all rows are one.
+        by_rows: whether data and scales by rows are wanted, which are None otherwise.
         smallest: no block's amax counts as less.
         largest: what the amax of a block becomes.
     """
-    n, rows = matrix.shape[1], len(sources)
-    data = matrix.new_empty(n * rows, dtype=torch.float8_e4m3fn)
-    scales = matrix.new_empty((rows // 128, n), dtype=torch.float32)
-    if data.numel():
-        grid = (triton.cdiv(n, 128), rows // 128)
-        _quantise_tile_of_group[grid](
-            matrix, sources, owners, bounds, data, scales, n, *matrix.stride(), smallest, largest, num_warps=8
+    sources, owners, bounds = layout or (None, None, None)
+    n = matrix.shape[1]
+    rows = len(matrix) if sources is None else len(sources)
+    blocks = triton.cdiv(rows, 128)
+    data = scales = None
+    if by_rows:
+        data = matrix.new_empty((rows, n), dtype=torch.float8_e4m3fn)
+        aligned = triton.cdiv(rows, _ALIGNMENT) * _ALIGNMENT
+        scales = matrix.new_empty((triton.cdiv(n, 128), aligned), dtype=torch.float32).mT[:rows]
+    across = matrix.new_empty(n * blocks * 128, dtype=torch.float8_e4m3fn)
+    across_scales = matrix.new_empty((blocks, n), dtype=torch.float32)
+    if across.numel():
+        grid = (blocks, triton.cdiv(n, 128))
+        strides = (*matrix.stride(), 0 if scales is None else scales.stride(1))
+        _quantise_tile_both_ways[grid](
+            matrix,
+            sources,
+            owners,
+            bounds,
+            data,
+            scales,
+            across,
+            across_scales,
+            rows,
+            n,
+            *strides,
+            smallest,
+            largest,
+            num_warps=8,
         )
-    return data, scales.mT
+    return data, scales, across, across_scales.mT

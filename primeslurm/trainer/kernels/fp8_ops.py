@@ -21,6 +21,7 @@ from primeslurm.trainer.kernels.block_fp8 import (
     quantise,
     quantise_groups,
     quantise_groups_transposed,
+    quantise_transposed,
 )
 from primeslurm.trainer.kernels.fp8_backend import backend
 
@@ -57,7 +58,7 @@ def _(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 @torch.library.custom_op("primeslurm::fp8_outer", mutates_args=())
 def _outer(gradient: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """[rows, n] and [rows, k]: their products summed over rows, [n, k]."""
-    left, right = (quantise(F.pad(tensor, (0, 0, 0, -tensor.shape[0] % BLOCK)).mT, ROWS) for tensor in (gradient, rows))
+    left, right = quantise_transposed(gradient), quantise_transposed(rows)
     return backend(rows.device.type).outer(left, right).to(rows.dtype).contiguous()
 
 
