@@ -139,7 +139,8 @@ def quantise(
     if data.numel():
         grid = (triton.cdiv(n, 128), width, len(flat))
         strides = (*flat.stride(), *scales.stride())
-        _quantise_tile[grid](flat, sources, data, scales, n, k, *strides, tall, smallest, largest, num_warps=8)
+        warps = 4 if tall and flat.stride(2) != 1 else 8  # 0.21 instead of 0.30 ms for GLM-5's experts on an H200
+        _quantise_tile[grid](flat, sources, data, scales, n, k, *strides, tall, smallest, largest, num_warps=warps)
     return data, scales.unflatten(0, stack) if stack else scales[0]
 
 
@@ -185,6 +186,6 @@ def quantise_both_ways(
             *strides,
             smallest,
             largest,
-            num_warps=8,
+            num_warps=4,
         )
     return data, scales, across, across_scales.mT
