@@ -147,7 +147,7 @@ def quantise_groups_both_ways(matrix: torch.Tensor, groups: Groups) -> tuple[Qua
     if not matrix.is_cuda:
         return quantise_groups(matrix, groups), quantise_groups_transposed(matrix, groups)
     found = _kernel().quantise_both_ways(matrix, _layout(groups), True, SMALLEST_AMAX, LARGEST)
-    return Quantised(*found[:2], ROWS), Quantised(*found[2:], ROWS)
+    return Quantised(found[0], found[1], ROWS), Quantised(found[2], found[3], ROWS)
 
 
 def _layout(groups: Groups) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
