@@ -129,7 +129,7 @@ def fake_rank(recipe: Recipe, config: dict[str, Any], rank: int, size: int) -> R
     Raises:
         ValueError: the model or the layout does not fit.
     """
-    with _group(rank, size) as world, _fused_on_meta():
+    with _group(rank, size) as world, _fused_on_meta(), _state_stays():
         policy = assemble(_in_transformers(config), Path("/nowhere"), recipe, world)
         function = loss.from_recipe(recipe.trainer.loss) if recipe.task == "rl" else loss.cross_entropy
         learner = Learner(policy, recipe.trainer.optimizer, recipe.max_steps, function, world)
@@ -157,6 +157,13 @@ def _group(rank: int, size: int) -> Iterator[Fake]:
 def _fused_on_meta() -> Iterator[None]:
     """Torch has the fused AdamW on the meta device, but its optimizers do not know."""
     with patch("torch.optim.optimizer._get_fused_kernels_supported_devices", lambda: ["meta"]):
+        yield
+
+
+@contextmanager
+def _state_stays() -> Iterator[None]:
+    """There is no host to take the optimizer state of tensors without data to."""
+    with patch("primeslurm.trainer.optimizers.host_states.host_copy", lambda tensor: tensor):
         yield
 
 

@@ -32,6 +32,8 @@ NETWORK_SHARE = 0.8
 """Of the line rate, for collectives of large layers. Assumed."""
 OPTIMIZER_BYTES = 28
 """Read and written for a parameter by AdamW, in float32."""
+ADDED_BYTES = 12
+"""Read and written for a parameter where a gradient is added to another, in float32."""
 GPU_BYTES_S, HOST_BYTES_S, LINK_BYTES_S = 4e12, 2e11, 5e10
 """An H200's memory under AdamW (measured); a node's host memory, and a GPU's link to it (assumed)."""
 
@@ -151,7 +153,16 @@ def _optimizer(recipe: Recipe, nodes: int, gpus: int, shape: ModelShape, passes:
         return max(own * OPTIMIZER_BYTES / GPU_BYTES_S, moving_state(moved, gpus))
     if not recipe.trainer.memory.optimizer_offload:
         return own * OPTIMIZER_BYTES / GPU_BYTES_S
-    return gpus * own * OPTIMIZER_BYTES / HOST_BYTES_S + passes * 4 * own / LINK_BYTES_S
+    return gpus * own * OPTIMIZER_BYTES / HOST_BYTES_S + _gradients_on_host(own, gpus, passes)
+
+
+def _gradients_on_host(own: float, gpus: int, passes: int) -> float:
+    """Predict the seconds in which gradients arrive in host memory and are added up, while their GPUs wait.
+
+    FSDP copies what it adds to something synchronously: nothing is queued behind it (torch 2.13, `foreach_reduce`).
+    """
+    arriving = max(4 * own / LINK_BYTES_S, 4 * gpus * own / HOST_BYTES_S)
+    return passes * arriving + (passes - 1) * gpus * own * ADDED_BYTES / HOST_BYTES_S
 
 
 def _bytes_into_node(recipe: Recipe, nodes: int, gpus: int, shape: ModelShape, passes: int) -> float:

@@ -80,6 +80,16 @@ def test_larger_micro_batches_gather_less_often() -> None:
     assert predicted(recipe(parallelism=layout, lora={}), shape_of(GLM5)).network < once.network, "adapters are small"
 
 
+def test_gradients_that_the_host_adds_up_take_longer_with_every_micro_batch() -> None:
+    offload = {"memory": {"optimizer_offload": True}, "parallelism": {"cp": 8, "ep": 8}}
+    few, many = (
+        predicted(recipe(micro_batch_tokens=tokens, **offload), shape_of(GLM5)).optimizer for tokens in (32768, 16384)
+    )
+    state = recipe(**offload | {"memory": {"optimizer_state_offload": True}})
+    assert many - few == pytest.approx(11 * 4.96, rel=0.01), "16 bytes a parameter of a node, at 200 GB/s"
+    assert predicted(state, shape_of(GLM5)).optimizer < few / 10
+
+
 def test_dense_attention_grows_with_the_square() -> None:
     shape = shape_of(QWEN3)
     short, long = (predicted(recipe(), shape, length=length) for length in (8192, 16384))
