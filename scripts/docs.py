@@ -33,6 +33,7 @@ as `blocked`, `--emulate` runs it.
 
 Under `model.impl: auto` or `hf`, any other causal language model of transformers is trained by its code there, unless
 it has layers that carry state in another way than by attention (Mamba, linear attention): rows hold several documents.
+With `model.vlm` it must [read images as Qwen2-VL does](recipe.md#models-that-see-images).
 """
     found = {"reference.md": recipe, "site-reference.md": site, "compatibility.md": compatibility}
     return {DOCS / name: text.rstrip() + "\n" for name, text in found.items()}

@@ -51,6 +51,7 @@ def shape_of(config: Mapping[str, Any]) -> ModelShape:
         mamba=_mamba(text, kinds["mamba"]) if kinds["mamba"] else None,
         delta_nets=_delta_nets(text),
         vision=_vision(config),
+        sees=bool(config.get("vision_config")),
         quantization=storage(stored),
         fp8_blocks=in_fp8_blocks(stored),
         four_bits=in_four_bits(stored),

@@ -39,8 +39,8 @@ class Capabilities:
     """Activations, or masters and optimizer state, in host memory."""
 
 
-GENERIC = Capabilities(head_chunks=False, offload=False)
-"""The implementation in transformers: sharded by FSDP, and nothing else."""
+GENERIC = Capabilities(head_chunks=False, offload=False, images=True)
+"""The implementation in transformers: sharded by FSDP, and nothing else. It reads images as Qwen2-VL does."""
 
 
 class Parsers(NamedTuple):

@@ -148,6 +148,8 @@ class ModelShape:
     """These scales are powers of two (UE8M0)."""
     four_bits: str | None = None
     """The format in four bits that the checkpoint is stored in, if the trainer reads it: int4 or mxfp4."""
+    sees: bool = False
+    """There is an encoder of images, whose sizes may not be known here (`vision`)."""
 
     @property
     def layers(self) -> int:

@@ -16,15 +16,19 @@ from transformers import (
     DeepseekV3Config,
     Glm4Config,
     Glm4MoeConfig,
+    Glm4vConfig,
     GlmMoeDsaConfig,
     GptOssConfig,
     LagunaConfig,
     LlamaConfig,
+    LlavaConfig,
     MiniMaxM2Config,
     MistralConfig,
     MixtralConfig,
     NemotronHConfig,
+    Qwen2_5_VLConfig,
     Qwen2Config,
+    Qwen2VLConfig,
     Qwen3_5Config,
     Qwen3_5MoeConfig,
     Qwen3_5MoeTextConfig,
@@ -290,6 +294,50 @@ GENERIC_CASES = (
     Case("mixtral", lambda: MixtralConfig(**COMMON, num_local_experts=8, num_experts_per_tok=2, sliding_window=None)),
 )
 """Families that only transformers has an implementation of."""
+_MROPE: dict[str, Any] = COMMON | {
+    "head_dim": 8,  # these take hidden_size by heads, whatever is said
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]},
+}
+_ENCODER: dict[str, Any] = {
+    "depth": 2,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "patch_size": 4,
+}
+SEEING_CASES = (
+    Case("glm4v", lambda: Glm4vConfig(text_config=dict(_MROPE), vision_config=_ENCODER | {"image_size": 16}, **IMAGES)),
+    Case(
+        "qwen2_vl",
+        lambda: Qwen2VLConfig(text_config=dict(_MROPE), vision_config=_ENCODER | {"embed_dim": 32}, **IMAGES),
+    ),
+    Case(
+        "qwen2_5_vl",
+        lambda: Qwen2_5_VLConfig(
+            text_config=dict(_MROPE),
+            vision_config=_ENCODER | {"window_size": 16, "fullatt_block_indexes": [0]},
+            **IMAGES,
+        ),
+    ),
+)
+"""Families with an encoder of images that only transformers has an implementation of."""
+BLIND_CASE = Case(
+    "llava",
+    lambda: LlavaConfig(
+        text_config=Qwen2Config(**COMMON).to_dict(),
+        vision_config={
+            "model_type": "clip_vision_model",
+            "hidden_size": 32,
+            "intermediate_size": 32,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "image_size": 16,
+            "patch_size": 8,
+        },
+    ),
+)
+"""It sees images in a way that the trainer does not know, and is trained on text."""
 
 
 def _nemotron(**options: Any) -> NemotronHConfig:

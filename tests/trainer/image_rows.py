@@ -12,7 +12,7 @@ from primeslurm.trainer.data.image_positions import Images
 from primeslurm.trainer.tiny import tokenizer
 from primeslurm.wire.rollouts import Row
 from tests.trainer.conftest import SEQ_LEN
-from tests.trainer.families import CASES, IMAGES, Case, write
+from tests.trainer.families import CASES, IMAGES, SEEING_CASES, Case, write
 
 START, IMAGE, END = tokenizer().convert_ids_to_tokens(
     [IMAGES[name] for name in ("vision_start_token_id", "image_token_id", "vision_end_token_id")]
@@ -41,8 +41,8 @@ DOCUMENTS: tuple[tuple[Grid, ...], ...] = (((4, 6), (2, 2)), (), ((6, 4),))
 
 
 def case_of(name: str) -> Case:
-    """The case of `families.CASES` of this name."""
-    return next(case for case in CASES if case.name == name)
+    """The case of this name."""
+    return next(case for case in (*CASES, *SEEING_CASES) if case.name == name)
 
 
 def write_vision_model(name: str, directory: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from primeslurm.families.shape import ModelShape
 from primeslurm.plan.checks.capacity import capacity
 from primeslurm.plan.checks.compatibility import conflicts
 from primeslurm.plan.checks.environment_capacity import environment_capacity
@@ -39,7 +40,7 @@ def review(
     if model.shape is None:
         return found, None
     worked_out = estimate(recipe, site, requests, model.shape, model.source)
-    found += capacity(recipe, requests, worked_out) + _unknown_gpus(site, requests)
+    found += capacity(recipe, requests, worked_out) + _unknown_gpus(site, requests) + _uncounted(recipe, model.shape)
     roles = (*worked_out.roles, *([memory] if memory else []))
     return found, worked_out.model_copy(update={"roles": roles})
 
@@ -73,6 +74,13 @@ def advise(recipe: Recipe, plan: Plan) -> tuple[Finding, ...]:
         text = "nothing is read from it: ranks start again within an attempt only where a spare replaces a node"
         found.append(Finding(level="warning", field="checkpoint.local", text=text, fix="deployment.spares.train: 1"))
     return tuple(found)
+
+
+def _uncounted(recipe: Recipe, shape: ModelShape) -> list[Finding]:
+    if recipe.model.vlm is None or not shape.sees or shape.vision is not None:
+        return []
+    text = "memory of the encoder of images is not estimated: its sizes are known of the trainer's own families alone"
+    return [Finding(level="note", field="model.vlm", text=text)]
 
 
 def _unknown_gpus(site: Site, requests: list[ResourceRequest]) -> list[Finding]:

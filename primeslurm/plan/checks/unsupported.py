@@ -57,7 +57,7 @@ def unsupported(recipe: Recipe, shape: ModelShape | None, model_type: str | None
         return []
     found = _unseen(recipe)
     if model_type is not None:
-        found += _incapable(recipe, model_type)
+        found += _incapable(recipe, model_type) + _unnamed(recipe, model_type, shape)
     if shape is not None and (text := _unread(recipe, shape)):
         converts = shape.four_bits or shape.fp8_blocks
         fix = (
@@ -73,6 +73,30 @@ def _unseen(recipe: Recipe) -> list[Finding]:
         return []
     text = f"rollouts with images were not tried behind {recipe.inference.router.type}"
     return [Finding(level="blocked", field="inference.router.type", text=text, fix="vllm-router")]
+
+
+def _unnamed(recipe: Recipe, model_type: str, shape: ModelShape | None) -> list[Finding]:
+    """What does not go with a model whose parts are found by their names, or with one whose parts are known."""
+    vlm = recipe.model.vlm
+    if vlm is None:
+        return []
+    if capabilities(model_type, recipe.model.impl) is not GENERIC:
+        named = "vision_encoder" if vlm.vision_encoder else "language_model" if vlm.language_model else ""
+        text = f"the trainer's implementation of {model_type!r} knows its parts"
+        fix = "leave it out, or model.impl: hf"
+        return [Finding(level="blocked", field=f"model.vlm.{named}", text=text, fix=fix)] if named else []
+    if shape is not None and not shape.sees:
+        text, fix = f"{model_type!r} has no encoder of images (no vision_config)", "leave it out"
+    elif recipe.task == "rl":
+        text = "rollouts with images were not tried with the transformers implementation"
+        fix = f"task: sft, or a model type of {', '.join(_seeing())}"
+    else:
+        return []
+    return [Finding(level="blocked", field="model.vlm", text=text, fix=fix)]
+
+
+def _seeing() -> list[str]:
+    return [name for name, able in model_types().items() if able.images]
 
 
 def _incapable(recipe: Recipe, model_type: str) -> list[Finding]:

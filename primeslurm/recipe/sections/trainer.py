@@ -33,6 +33,11 @@ class Vlm(Section):
 
     freeze_vision_encoder: bool = True
     """The encoder stays as the checkpoint has it; only the language model is trained."""
+    vision_encoder: str | None = None
+    """For a model that only transformers has code for: the attribute that is its encoder, for example `model.visual`.
+    Default: found by its name. The trainer lists the attributes where none, or more than one, has a usual name."""
+    language_model: str | None = None
+    """The same of its language model, for example `model.language_model`."""
 
 
 class Model(Section):

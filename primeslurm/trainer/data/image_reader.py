@@ -30,7 +30,8 @@ class ImageReader:
         token: the placeholder that the chat template renders once for each image.
 
     Raises:
-        ValueError: the model directory has no settings of an image processor.
+        ValueError: the model directory has no settings of an image processor, or those of one that does not cut images
+            into patches with a grid, as Qwen2-VL's does.
     """
 
     def __init__(self, directory: Path, token: int) -> None:
@@ -39,6 +40,9 @@ class ImageReader:
             self._processor: Any = AutoImageProcessor.from_pretrained(directory)
         except OSError as error:
             raise ValueError(f"{directory}: no image processor (preprocessor_config.json)") from error
+        if not hasattr(self._processor, "merge_size"):
+            kind = type(self._processor).__name__
+            raise ValueError(f"{directory}: its image processor ({kind}) does not cut images into patches with a grid")
 
     def tokens(self, source: str) -> int:
         """Count the tokens that stand for an image; decodes no more than its header.

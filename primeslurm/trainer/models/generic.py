@@ -1,4 +1,4 @@
-"""Any causal language model of transformers, by its own code there, sharded by FSDP and nothing else.
+"""Any causal language model of transformers, which may see images, by its own code there, sharded by FSDP alone.
 
 Attention masks are dense, so memory grows with the square of the row: this is for models without a family of their own.
 """
@@ -19,12 +19,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from primeslurm.recipe import Recipe
+from primeslurm.recipe.sections.trainer import Vlm
 from primeslurm.trainer.components.logprobs import logit_scores
+from primeslurm.trainer.models.generic_vision import Images, SeeingParts
+from primeslurm.trainer.models.layers.vision import VisionInput
 
 _FULL, _SLIDING = "full_attention", "sliding_attention"
 
@@ -32,24 +35,39 @@ _FULL, _SLIDING = "full_attention", "sliding_attention"
 class GenericModel(nn.Module):
     """A model of transformers that is called as ours are: with packed rows and masks made of their positions.
 
+    Args:
+        hf: a config of transformers.
+        vlm: how it sees images; None: it is trained on text alone, and what sees stays as it is.
+
     Raises:
         ValueError: transformers has no such causal model, or it carries state from token to token in another way
-            than by attention, so that documents of a packed row would see one another.
+            than by attention, so that documents of a packed row would see one another; or it does not see images, or
+            sees them in a way that is not known here.
     """
 
-    def __init__(self, hf: Any) -> None:
+    def __init__(self, hf: Any, vlm: Vlm | None = None) -> None:
         super().__init__()
-        kinds = set(getattr(hf, "layer_types", None) or ())
-        self._windows = {_FULL: None, _SLIDING: hf.sliding_window} if _SLIDING in kinds else {}
-        self._window = None if kinds else getattr(hf, "sliding_window", None)
+        text = hf.get_text_config()
+        kinds = set(getattr(text, "layer_types", None) or ())
+        self._windows = {_FULL: None, _SLIDING: text.sliding_window} if _SLIDING in kinds else {}
+        self._window = None if kinds else getattr(text, "sliding_window", None)
         self._targets: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
         self.enable_weight_tying = hf.tie_word_embeddings
-        for name, value in hf.to_dict().items():
-            if "drop" in name and isinstance(value, float):
-                setattr(hf, name, 0.0)  # engines have no dropout
-        self.inner = AutoModelForCausalLM.from_config(hf, dtype=torch.float32, attn_implementation="sdpa")
+        seeing = getattr(hf, "vision_config", None)
+        for part in (hf, text, *([seeing] if seeing else ())):
+            _drop_nothing(part)
+        kind = AutoModelForImageTextToText if seeing else AutoModelForCausalLM
+        self.inner = kind.from_config(hf, dtype=torch.float32, attn_implementation="sdpa")
         if kinds - {_FULL, _SLIDING} or getattr(self.inner, "_is_stateful", False):
             raise ValueError(f"{hf.model_type} has layers that carry more than attention: packed rows would mix")
+        self.vision: Images | None = None
+        if vlm is not None and not seeing:
+            raise ValueError("model.vlm: the model has no vision encoder")
+        if seeing:
+            parts = SeeingParts.of(self.inner, vlm or Vlm())
+            frozen = vlm is None or vlm.freeze_vision_encoder
+            self.vision = Images(parts, frozen) if vlm else None
+            parts.freeze(encoder=frozen, beside=vlm is None)
 
     @property
     def lm_head(self) -> GenericModel:
@@ -65,11 +83,19 @@ class GenericModel(nn.Module):
         finally:
             self._targets = None
 
-    def forward(self, tokens: torch.Tensor, *, positions: torch.Tensor, attention_masks: Any) -> Any:
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        *,
+        positions: torch.Tensor,
+        attention_masks: Any,
+        images: VisionInput | None = None,
+    ) -> Any:
         """Logits [rows, length, vocab] of tokens [rows, length]; within `scoring`, scores [trained tokens]."""
-        logits = self.inner(
-            input_ids=tokens, position_ids=positions, attention_mask=attention_masks, use_cache=False
-        ).logits
+        inputs = {"input_ids": tokens, "position_ids": positions}
+        if images is not None and self.vision is not None:
+            inputs = self.vision.embedded(tokens, positions, images)
+        logits = self.inner(**inputs, attention_mask=attention_masks, use_cache=False).logits
         if self._targets is None:
             return logits
         labels, temperatures, places = self._targets
@@ -90,6 +116,13 @@ class GenericModel(nn.Module):
         for parameter in self.inner.parameters():
             parameter._is_hf_initialized = True  # by this, transformers leaves it alone
         self.inner.init_weights()
+
+
+def _drop_nothing(config: Any) -> None:
+    """Set dropout to zero: engines have none."""
+    for name, value in config.to_dict().items():
+        if "drop" in name and isinstance(value, float):
+            setattr(config, name, 0.0)
 
 
 def _within(visible: torch.Tensor, distance: torch.Tensor, window: int | None) -> torch.Tensor:
@@ -188,7 +221,7 @@ def build(
     if layout.ep > 1 or layout.cp > 1 or memory.lm_head_chunk or offload:
         raise ValueError(f"{hf.model_type}: the transformers implementation has no EP, CP, logits in chunks or offload")
     with torch.device("meta"):
-        model = GenericModel(hf)
+        model = GenericModel(hf, recipe.model.vlm)
     adapter = GenericAdapter(model)
     hf_names = set(adapter.to_hf(model.state_dict()))
     if layout.activation_checkpointing != "none":

@@ -155,6 +155,20 @@ def test_colours_are_learned_with_the_encoder_as_it_was(
     assert (tmp_path / "parts" / "weights" / "v000012" / "preprocessor_config.json").exists()
 
 
+@pytest.mark.parametrize("freeze", [True, False])
+def test_a_model_without_a_family_is_trained_on_images(
+    freeze: bool, colours: Path, world: World, tmp_path: Path
+) -> None:
+    model = write_vision_model("qwen2_5_vl", tmp_path / "model")
+    reader = ImageReader(model, IMAGES["image_token_id"])
+    (metrics,) = train(colours_recipe(model, colours, freeze, max_steps=1), tmp_path, world, reader=reader)
+    assert metrics["grad_norm"] > 0
+    before, after = load_file(model / "model.safetensors"), final_weights(tmp_path, 1)
+    same = {name for name in after if torch.equal(after[name], before[name])}
+    assert set(after) == set(before)
+    assert same == ({name for name in after if name.startswith("visual.")} if freeze else set())
+
+
 def test_an_encoder_that_is_not_frozen_is_trained(
     model: Path, reader: ImageReader, colours: Path, world: World, tmp_path: Path
 ) -> None:

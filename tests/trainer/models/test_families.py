@@ -15,7 +15,7 @@ from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.models.generic import GenericModel
 from primeslurm.trainer.weights.export import export
 from tests.trainer.conftest import SEQ_LEN, make_recipe
-from tests.trainer.families import CASES, GENERIC_CASES, Case, reference_of, write
+from tests.trainer.families import BLIND_CASE, CASES, GENERIC_CASES, SEEING_CASES, Case, reference_of, write
 
 FIRST = 40
 """Length of the first document in the packed row."""
@@ -27,7 +27,7 @@ def test_every_family_is_compared() -> None:
     assert set(model_types()) == compared | {"kimi_k2", "kimi_k25"}
 
 
-@pytest.mark.parametrize("case", [*CASES, *GENERIC_CASES], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CASES, *GENERIC_CASES, *SEEING_CASES, BLIND_CASE], ids=lambda case: case.name)
 def test_logits_and_round_trip(case: Case, world: World, tmp_path: Path) -> None:
     path = write(case, tmp_path)
     policy = build(make_recipe(path), world)

@@ -10,16 +10,18 @@ import pytest
 import torch
 
 from primeslurm.recipe import Recipe
+from primeslurm.recipe.sections.trainer import Vlm
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.assembly.policy_model import PolicyModel
 from primeslurm.trainer.data.image_positions import Images, vision_input
 from primeslurm.trainer.distributed.world import World
+from primeslurm.trainer.models.generic import GenericModel
 from primeslurm.wire.rollouts import Row
 from tests.trainer.conftest import make_recipe
-from tests.trainer.families import CASES, IMAGES, Case, reference_of, write
+from tests.trainer.families import BLIND_CASE, CASES, IMAGES, SEEING_CASES, Case, reference_of, write
 from tests.trainer.image_rows import DOCUMENTS, document, packed
 
-SEEING = [case for case in CASES if hasattr(case.config(), "vision_config")]
+SEEING = [*(case for case in CASES if hasattr(case.config(), "vision_config")), *SEEING_CASES]
 
 
 def vlm_recipe(path: Path, trainer: dict[str, Any] | None = None, freeze: bool = True) -> Recipe:
@@ -57,3 +59,28 @@ def test_logits_with_images_equal_those_of_transformers(case: Case, world: World
             assert expected.abs().max() > 0.5
             assert (part - expected).abs().max() < case.tolerance, (row, index)
             first += len(tokens)
+
+
+def test_attributes_of_a_model_without_a_family_are_found_by_name() -> None:
+    hf = SEEING_CASES[0].config
+    with torch.device("meta"):
+        found = {name: GenericModel(hf(), Vlm(**options)) for name, options in NAMED.items()}
+        for options, why in REFUSED:
+            with pytest.raises(ValueError, match=why):
+                GenericModel(hf(), Vlm(**options))
+        with pytest.raises(ValueError, match="llava does not read images as patches with three coordinates"):
+            GenericModel(BLIND_CASE.config(), Vlm())
+    for name, model in found.items():
+        trained = {".visual." in key for key, parameter in model.named_parameters() if parameter.requires_grad}
+        assert trained == ({True, False} if name == "trained" else {False}), name
+
+
+NAMED: dict[str, dict[str, Any]] = {
+    "usual": {},
+    "named": {"vision_encoder": "model.visual", "language_model": "model.language_model"},
+    "trained": {"freeze_vision_encoder": False},
+}
+REFUSED: tuple[tuple[dict[str, Any], str], ...] = (
+    ({"vision_encoder": "visual"}, r"vision_encoder: glm4v has no attribute 'visual'; it has model, model\.visual, "),
+    ({"language_model": "model"}, "one of the two attributes is part of the other"),
+)

@@ -37,7 +37,7 @@ def test_every_capability_has_a_recipe_that_needs_it() -> None:
 
 
 @pytest.mark.parametrize(("family", "impl"), [("mistral", "auto"), ("qwen3_moe", "hf")])
-@pytest.mark.parametrize("what", ASKED)
+@pytest.mark.parametrize("what", sorted(ASKED.keys() - {"training on images"}))
 def test_the_implementation_in_transformers_has_fsdp_alone(family: str, impl: str, what: str) -> None:
     assert texts(family, impl, **ASKED[what]) == [f"the transformers implementation of {family!r} has no {what}"]
     assert texts(family, impl) == []

@@ -90,6 +90,25 @@ def test_rollouts_with_images_need_vllms_router() -> None:
     assert fields(False, inference={"router": {"type": "llm-d"}}) == {"inference.router.type"}
 
 
+def test_parts_of_models_that_see_are_named_where_the_trainer_does_not_know_them() -> None:
+    def found(model_type: str, vlm: dict[str, Any], sees: bool = True, **changes: Any) -> list[str]:
+        config = MOE | {"model_type": model_type, "vision_config": {"depth": 1} if sees else {}}
+        recipe = Recipe.model_validate(recipe_data(**changes, model={"vlm": vlm}))
+        return [f"{f.field}: {f.text}" for f in unsupported(recipe, shape_of(config), model_type)]
+
+    assert found("qwen2_5_vl", {"vision_encoder": "model.visual"}, **SFT) == []
+    assert found("qwen3_vl_moe", {}, **SFT) == []
+    assert found("qwen2_5_vl", {}) == [
+        "model.vlm: rollouts with images were not tried with the transformers implementation"
+    ]
+    assert found("mistral", {}, sees=False, **SFT) == [
+        "model.vlm: 'mistral' has no encoder of images (no vision_config)"
+    ]
+    assert found("qwen3_vl_moe", {"language_model": "model.language_model"}, **SFT) == [
+        "model.vlm.language_model: the trainer's implementation of 'qwen3_vl_moe' knows its parts"
+    ]
+
+
 PACKED = {
     "quant_method": "compressed-tensors",
     "format": "pack-quantized",
