@@ -25,6 +25,8 @@ class NodeKind(ComponentOptions):
     """Type of the GPUs: a100, l40s, h100, h200, b200, b300. Default: the type in `gres`; unknown: no estimate."""
     memory_gib: PositiveFloat | None = None
     """Host memory of a node. Default: what `mem` asks for."""
+    disk_gib: PositiveFloat | None = None
+    """Space on each node's own disk for what a run keeps there: copies of checkpoints. Default: unknown."""
     scratch: SearchPath | None = None
     """Directory on each node's own disk for what environments write while they run: working directories of rollouts,
     sandboxes. Default: the temporary directory."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from primeslurm.plan.memory.forecast import Estimate, RoleMemory
+from primeslurm.plan.memory.gpus import GIB
+from primeslurm.plan.memory.saved import LOCAL_COPIES, in_memory
 from primeslurm.plan.model import Finding
 from primeslurm.plan.placement.resources import ResourceRequest
 from primeslurm.recipe import Recipe
@@ -16,7 +18,7 @@ def capacity(recipe: Recipe, requests: list[ResourceRequest], estimate: Estimate
     found: list[Finding] = []
     for role in estimate.roles:
         found += _trainer(recipe, role) if role.role == "train" else _engines(recipe, role)
-    found += _host(requests, estimate)
+    found += _host(requests, estimate) + _disk(recipe, requests, estimate)
     return found + _concurrency(recipe, estimate)
 
 
@@ -76,6 +78,23 @@ def _host(requests: list[ResourceRequest], estimate: Estimate) -> list[Finding]:
     what = "offloaded states and activations, and copies of checkpoints"
     text = f"does not fit: {train.host_gib_per_node:g} GiB of {what} on a node of {there:g} GiB"
     return [Finding(level="error", field="trainer.memory", text=text, fix="more train nodes")]
+
+
+def _disk(recipe: Recipe, requests: list[ResourceRequest], estimate: Estimate) -> list[Finding]:
+    """Copies of checkpoints that are not in memory must fit the disk of each train node."""
+    copies = next((amount for amount in estimate.amounts if amount.name == LOCAL_COPIES), None)
+    train = next((request for request in requests if request.role == "train"), None)
+    if copies is None or train is None or in_memory(recipe):
+        return []
+    field, needed, there = "checkpoint.local", copies.value * 1e9 / GIB, train.kind.disk_gib
+    takes = f"copies take {needed:.0f} GiB of each train node's disk"
+    if there is None:
+        fix = f"`disk_gib` of the nodes of {train.kind.partition} in the site file"
+        return [Finding(level="note", field=field, text=f"{takes}: whether they fit, the site does not say", fix=fix)]
+    if needed <= there:
+        return []
+    fix = "more train nodes, checkpoint.moments: bfloat16, or leave checkpoint.local out"
+    return [Finding(level="error", field=field, text=f"does not fit: {takes}, which has {there:g}", fix=fix)]
 
 
 def _concurrency(recipe: Recipe, estimate: Estimate) -> list[Finding]:

@@ -7,6 +7,8 @@ from pathlib import PurePosixPath
 from primeslurm.plan.memory.forecast import Amount
 from primeslurm.recipe import Recipe
 
+LOCAL_COPIES = "local copies"
+"""Name of the amount that these copies take."""
 _MEMORY = PurePosixPath("/dev/shm")
 
 
@@ -39,4 +41,4 @@ def local_amounts(recipe: Recipe, saved: int, nodes: int) -> list[Amount]:
     if not size:
         return []
     how = f"in {recipe.checkpoint.local}: of its own ranks" + (", and of another node's" if nodes > 1 else "")
-    return [Amount(name="local copies", value=round(size / 1e9, 1), unit="GB a train node", how=how)]
+    return [Amount(name=LOCAL_COPIES, value=round(size / 1e9, 1), unit="GB a train node", how=how)]

@@ -385,6 +385,20 @@ def test_local_copies_in_memory_must_fit_the_host() -> None:
         assert sum("GiB of offloaded states and activations, and copies of checkpoints" in t for t in texts) == errors
 
 
+def test_local_copies_on_disk_must_fit_it() -> None:
+    """Of 366 GB two nodes hold both halves: 341 GiB each."""
+    two = {"deployment": {"train": {"nodes": 2}, "spares": {"train": 1}}, "trainer": {"parallelism": {"ep": 8}}}
+    changes = merge(two, {"checkpoint": {"local": "/scratch"}})
+    (small,), (unknown,), large = (
+        [text for text in found(changes, "Qwen/Qwen3-30B-A3B", **disk) if "checkpoint.local" in text]
+        for disk in ({"disk_gib": 300}, {}, {"disk_gib": 400})
+    )
+    assert small == "error checkpoint.local: does not fit: copies take 341 GiB of each train node's disk, which has 300"
+    assert unknown.startswith("note checkpoint.local: copies take 341 GiB") and not large
+    in_memory = merge(two, {"checkpoint": {"local": "/dev/shm"}})
+    assert not [text for text in found(in_memory, "Qwen/Qwen3-30B-A3B", disk_gib=1) if "checkpoint.local" in text]
+
+
 def test_without_a_known_gpu_there_is_a_note_and_no_verdict() -> None:
     assert found({}, gres="gpu") == ["note site: no memory estimate: the type of the GPUs in gpu is not known"]
 
