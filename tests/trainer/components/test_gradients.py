@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from primeslurm.trainer.distributed.world import World
-from tests.trainer.families import CASES, UNEVEN_CASES, write
+from tests.trainer.families import CASES, SEEING_CASES, UNEVEN_CASES, write
 from tests.trainer.gradients import Layout, compare, gradients, worst
 
 TOLERANCE = 5e-6
@@ -37,6 +37,7 @@ TWO_RANKS = [
     Layout("qwen3_vl", {"cp": 2, "activation_checkpointing": "full"}, images=True),
     Layout("qwen3_vl_moe", {"cp": 2, "ep": 2, "cp_style": "allgather"}, images=True),
     Layout("qwen3_5", images=True),
+    Layout("qwen2_5_vl", {"activation_checkpointing": "full"}, images=True),
     Layout("qwen3_5", {"cp": 2}, images=True),
     Layout("qwen3-tied", {"dp_replicate": 2}),
     Layout("llama", {"cp": 2}, "varlen"),
@@ -92,7 +93,7 @@ def references(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the model of every case, and the gradients that one process computes."""
     directory = tmp_path_factory.mktemp("gradients")
     used = {layout.case for layout in TWO_RANKS + FOUR_RANKS}
-    for case in (*CASES, *UNEVEN_CASES):
+    for case in (*CASES, *SEEING_CASES, *UNEVEN_CASES):
         if case.name in used:
             write(case, directory / case.name)
             images = any(layout.case == case.name and layout.images for layout in TWO_RANKS)
