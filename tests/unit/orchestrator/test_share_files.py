@@ -15,8 +15,7 @@ from primeslurm.orchestrator.batching import share_files
 from primeslurm.orchestrator.batching.batches import Batches, Share
 from primeslurm.orchestrator.batching.share_files import ShareFiles
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
-from primeslurm.orchestrator.rollouts.spool import Spool
-from primeslurm.orchestrator.rollouts.spooled import SpooledGroup
+from primeslurm.orchestrator.rollouts.spool import Spool, SpooledGroup
 from primeslurm.recipe import Recipe
 from primeslurm.records.reserve import Reserve
 from primeslurm.trainer.loops.prefetch import BatchPart, Prefetch
