@@ -24,8 +24,7 @@ import numpy as np
 
 from benchmarks.support.ports import free_port
 from benchmarks.support.servers import rank_environment, start_process
-from primeslurm.orchestrator.batching.packing import Document, pack
-from primeslurm.orchestrator.batching.shares import Common, encode
+from primeslurm.orchestrator.batching.packing import Common, Document, encode, pack
 from primeslurm.orchestrator.rollouts.generate_endpoint import Completion, GenerateEndpoint
 from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, PolicyVersion
 from primeslurm.plan.commands.command import Device

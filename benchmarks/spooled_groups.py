@@ -26,8 +26,7 @@ from primeslurm.orchestrator.dispatch.curricula import OUTCOMES, Curricula
 from primeslurm.orchestrator.progress import RunProgress
 from primeslurm.orchestrator.recovery import recover
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup, begin, digest_of
-from primeslurm.orchestrator.rollouts.spool import Spool
-from primeslurm.orchestrator.rollouts.spooled import open_group
+from primeslurm.orchestrator.rollouts.spool import Spool, open_group
 from primeslurm.recipe import Recipe
 from primeslurm.wire.rollouts import Rollout, RolloutInfo
 

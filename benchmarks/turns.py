@@ -195,7 +195,7 @@ async def measure(client: str, model: str, turns: int, sampled: int, observed: i
     from verifiers.v1.session import RolloutSession
     from verifiers.v1.trace import AgentInfo, TraceTask
 
-    from primeslurm.orchestrator.rollouts.remembering import remember
+    from primeslurm.orchestrator.rendering.remembering import remember
     from primeslurm.orchestrator.rollouts.token_client import TokenClient
 
     tools, meter = client != "default", Meter()

@@ -13,6 +13,6 @@ FAMILY = Family(
     },
     parsers={r"kimi-?k2": Parsers("kimi_k2", "kimi_k2")},
     renderer="kimi-k2",
-    renderers={r"thinking": "primeslurm.orchestrator.rollouts.kimi_thinking:KimiK2ThinkingRenderer"},
+    renderers={r"thinking": "primeslurm.orchestrator.rendering.kimi_thinking:KimiK2ThinkingRenderer"},
     lora_targets=LATENT | SWIGLU | EXPERTS,
 )

@@ -22,6 +22,7 @@ from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.batching.admission import Admission
 from primeslurm.orchestrator.batching.batches import Batches, Share
 from primeslurm.orchestrator.batching.finishing import Finishing
+from primeslurm.orchestrator.batching.length_penalties import penalised
 from primeslurm.orchestrator.batching.share_files import ShareFiles
 from primeslurm.orchestrator.dispatch.concurrency import Concurrency
 from primeslurm.orchestrator.dispatch.curricula import OUTCOMES, Curricula
@@ -30,9 +31,7 @@ from primeslurm.orchestrator.progress import CHECKPOINT_PART, PROGRESS, Progress
 from primeslurm.orchestrator.recovery import recover
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Job
-from primeslurm.orchestrator.rollouts.length_penalties import penalised
-from primeslurm.orchestrator.rollouts.spool import Spool
-from primeslurm.orchestrator.rollouts.spooled import SpooledGroup
+from primeslurm.orchestrator.rollouts.spool import Spool, SpooledGroup
 from primeslurm.orchestrator.rollouts.worker_pool import WorkerPool
 from primeslurm.orchestrator.teacher.scoring import scoring_of
 from primeslurm.orchestrator.telemetry.batch_metrics import batch_metrics, oldest_age, reward_mean

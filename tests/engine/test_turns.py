@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from primeslurm.orchestrator.rollouts import rendering
+from primeslurm.orchestrator.rendering import choosing
 from primeslurm.orchestrator.rollouts.generate_endpoint import Completion, GenerateEndpoint
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.orchestrator.rollouts.sequences import sequences
@@ -49,7 +49,7 @@ async def test_what_is_trained_follows_on_what_the_engine_saw(
         return replace(completion, prompt_ids=None)
 
     monkeypatch.setattr(GenerateEndpoint, "generate", watched)
-    chosen = rendering.choose(str(model))
+    chosen = choosing.choose(str(model))
     assert not chosen.no_tools
     found = await converse(model, chosen, RealEngine(engine.url), replies, max_tokens=24, seed=1)
     rollouts = sequences(Job("j", "g", "e", 0, 0, "r", "s"), found.trace, found.completions, 1.0, False)

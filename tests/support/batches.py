@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from primeslurm.orchestrator.batching import packing
 from primeslurm.orchestrator.batching.batches import Batches, Share
-from primeslurm.orchestrator.batching.packing import Document
-from primeslurm.orchestrator.batching.shares import Common, encode
+from primeslurm.orchestrator.batching.packing import Common, Document, encode
 from primeslurm.wire.rollouts import Batch, BatchInfo, Frame, Row, assembled
 
 

@@ -22,7 +22,7 @@ from renderers import create_renderer
 from renderers.base import load_tokenizer
 
 from primeslurm.families.renderers import DEFAULT, renderers_of
-from primeslurm.orchestrator.rollouts import probing, rendering
+from primeslurm.orchestrator.rendering import choosing, probing
 from tests.support.conversations import TOOL, Message, missing_tokens, sampled, with_tokens
 
 ROOT = Path(__file__).parent.parent.parent
@@ -140,7 +140,7 @@ def write_model(directory: Path, name: str, template: str) -> Path:
     tokens += [begins] if begins and begins not in tokens else []
     for renderer in renderers_of(model_type, name):
         asked = tokens
-        while found := [t for t in missing_tokens(with_tokens(asked), rendering.named(renderer, {})) if t not in asked]:
+        while found := [t for t in missing_tokens(with_tokens(asked), choosing.named(renderer, {})) if t not in asked]:
             asked = [*asked, *found]
         tokens = asked
     tokenizer = with_tokens(tokens)
@@ -156,7 +156,7 @@ def tried(name: str, template: str) -> Row:
     """Render all conversations."""
     with tempfile.TemporaryDirectory() as directory:
         model = write_model(Path(directory), name, template)
-        chosen = rendering.choose(str(model))
+        chosen = choosing.choose(str(model))
         tokenizer = load_tokenizer(str(model))
         extra = chosen.config.model_extra or {}
         used = extra.get("renderer") or (chosen.config.name if chosen.config.name == DEFAULT else "own")

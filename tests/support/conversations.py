@@ -21,8 +21,8 @@ from verifiers.v1.interception import InterceptionServer
 from verifiers.v1.session import RolloutSession
 from verifiers.v1.trace import AgentInfo, TraceTask
 
-from primeslurm.orchestrator.rollouts.remembering import remember
-from primeslurm.orchestrator.rollouts.rendering import Rendering
+from primeslurm.orchestrator.rendering.choosing import Rendering
+from primeslurm.orchestrator.rendering.remembering import remember
 from primeslurm.orchestrator.rollouts.token_client import TokenClient
 from tests.support.fake_engine import routed
 

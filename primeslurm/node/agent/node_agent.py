@@ -21,6 +21,7 @@ from primeslurm.node.agent.head_watch import HeadWatch
 from primeslurm.node.agent.health_probe import TIMEOUT_S
 from primeslurm.node.agent.node_context import directory_name, remove_of_earlier_attempts
 from primeslurm.node.agent.process_manager import ProcessManager
+from primeslurm.node.agent.vitals import STOPPED_S
 from primeslurm.node.head.fleet import NODE_START_S
 from primeslurm.node.host.network import NetworkError, node_name, own_address
 from primeslurm.node.host.private_directory import PrivateDirectory, random_word
@@ -50,6 +51,8 @@ class AgentTimings:
     """From SIGTERM to SIGKILL. Slurm's own KillWait is 30 s."""
     probe_timeout_s: float = TIMEOUT_S
     """For the answer of a server that is probed."""
+    stopped_s: float = STOPPED_S
+    """After which a process that a signal has stopped is continued."""
     preflight: PreflightTimings = field(default_factory=PreflightTimings)
 
 
@@ -197,8 +200,9 @@ class NodeAgent:
         index = assignment.node_of(self.rank)
         if index is not None and self.processes is None:
             node = self.plan.nodes[index]
-            shared = (self.address, self._values, self.journal, self.timings.probe_timeout_s)
-            self.processes = ProcessManager(self.plan, node, self.attempt, *shared)
+            shared = (self.address, self._values, self.journal)
+            patience = self.timings.probe_timeout_s, self.timings.stopped_s
+            self.processes = ProcessManager(self.plan, node, self.attempt, *shared, *patience)
             if self._sweeper is not None:
                 for directory in self.processes.scratch:
                     self._sweeper.add(directory)

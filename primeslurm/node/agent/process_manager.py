@@ -53,6 +53,8 @@ class ProcessManager:
         address: the node's own.
         values: placeholders that are no addresses (`plan.model`).
         journal: gets an event for every start and exit.
+        probe_timeout_s: for the answer of a server that is probed.
+        stopped_s: after which a process that a signal has stopped is continued.
 
     Raises:
         NetworkError: a port that a process needs cannot be had.
@@ -69,6 +71,7 @@ class ProcessManager:
         values: Mapping[str, str],
         journal: Journal,
         probe_timeout_s: float = TIMEOUT_S,
+        stopped_s: float = STOPPED_S,
     ) -> None:
         self.plan, self.node, self.attempt, self.address = plan, node, attempt, address
         self.supervised = {process.name: Supervision(process) for process in node.processes}
@@ -87,6 +90,7 @@ class ProcessManager:
         self._secrets = _secrets(plan)
         self._journal = journal
         self._probe_timeout_s = probe_timeout_s
+        self._stopped_s = stopped_s
         self._started_with: dict[str, Command] = {}
         self._shared_memory = SharedMemory()
         self._looked_at = 0.0
@@ -184,13 +188,13 @@ class ProcessManager:
         """
         vital = self.vitals.of(process.name)
         if process.role == "trainer":  # one that has gone on meanwhile, or was started anew, is not meant
-            return view.hung.get(process.name, "") if vital.silent_s > STOPPED_S else ""
+            return view.hung.get(process.name, "") if vital.silent_s > self._stopped_s else ""
         return f"hangs: {vital.report().words}" if vital.hangs else ""
 
     def _continue_stopped(self) -> None:
         for name, child in self.children.items():
             vital = self.vitals.of(name)
-            if vital.stopped and vital.silent_s > STOPPED_S and name not in self._killed_at:
+            if vital.stopped and vital.silent_s > self._stopped_s and name not in self._killed_at:
                 child.go_on()
                 self._journal.write(ProcessContinued(name, round(vital.silent_s, 1)))
 

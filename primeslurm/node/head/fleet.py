@@ -16,7 +16,7 @@ from typing import Any
 
 from primeslurm.node.agent.supervision import ProcessState
 from primeslurm.node.head.blame import Fault, whose_fault
-from primeslurm.node.head.hangs import Standstill, is_shown, standstill
+from primeslurm.node.head.hangs import PATIENCE, Patience, Standstill, standstill
 from primeslurm.node.head.node_assignment import NodeAssignment
 from primeslurm.node.head.process_states import how_it_died
 from primeslurm.node.head.restart_groups import RestartGroup, restart_groups_of
@@ -62,6 +62,8 @@ class Fleet:
 
     plan: Plan
     started_at: float
+    patience: Patience = PATIENCE
+    """With processes that say nothing."""
     hosts: Sequence[str] = ()
     """Names of the job's nodes, by rank; empty where nobody knows them before their agents report."""
     agents: dict[int, AgentReport] = field(default_factory=dict)
@@ -154,7 +156,7 @@ class Fleet:
             if report is None or report.beat is None:
                 continue
             waited_for = self.standstill is not None and process.name in self.standstill.behind
-            if waited_for if process.role == "trainer" else is_shown(report.beat):
+            if waited_for if process.role == "trainer" else self.patience.is_over(report.beat):
                 found[process.name] = report.beat
         return found
 
@@ -370,7 +372,7 @@ class Fleet:
     def _look_at_ranks(self) -> None:
         """Find those that hang: ranks wait for one another, so that their agents cannot tell."""
         beats = self._beats_of_ranks()
-        known, self.standstill = self.standstill, standstill(beats)
+        known, self.standstill = self.standstill, standstill(beats, self.patience)
         if self.standstill is None:
             self.hung = {} if beats else self.hung  # kept while the others die of the end of those that hung
             return

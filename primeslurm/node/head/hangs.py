@@ -13,14 +13,32 @@ from dataclasses import dataclass
 from primeslurm.records.events.processes import RanksWait
 from primeslurm.records.fleet import BeatReport
 
-SHOWN_S = 5.0
-"""Shorter silence is not worth a word."""
-SHOWN_SHARE = 1 / 60
-"""Nor is less than this share of what a phase may take."""
-RANKS_SHARE = 1 / 12
-"""The same for the ranks of a trainer, which compute for a while between two beats."""
-START_SHARE = 1 / 2
-"""And for what has yet to begin: it imports and loads."""
+
+@dataclass(frozen=True)
+class Patience:
+    """How long a process may be silent before that is worth a word."""
+
+    shown_s: float = 5.0
+    """Never less than this."""
+    share: float = 1 / 60
+    """Nor less than this share of what a phase may take."""
+    ranks_share: float = 1 / 12
+    """The same for the ranks of a trainer, which compute for a while between two beats."""
+    start_share: float = 1 / 2
+    """And for what has yet to begin: it imports and loads."""
+
+    def is_over(self, beat: BeatReport, *, rank: bool = False) -> bool:
+        """Whether somebody has been silent for long enough to say so.
+
+        Args:
+            beat: what is known of the process.
+            rank: it is one of a trainer's.
+        """
+        share = (self.ranks_share if rank else self.share) if beat.number else self.start_share
+        return bool(beat.limit_s) and beat.silent_s > max(self.shown_s, beat.limit_s * share)
+
+
+PATIENCE = Patience()
 
 
 @dataclass(frozen=True)
@@ -50,30 +68,20 @@ class Standstill:
         return RanksWait(list(self.behind), self.waiting, beat.phase, beat.step, round(beat.silent_s, 1))
 
 
-def standstill(beats: Mapping[str, BeatReport]) -> Standstill | None:
+def standstill(beats: Mapping[str, BeatReport], patience: Patience = PATIENCE) -> Standstill | None:
     """Find out who keeps the ranks of a trainer from going on.
 
     Args:
         beats: of all ranks, by name.
+        patience: with them.
 
     Returns:
         None while any of them goes on.
     """
-    if not beats or not all(is_shown(beat, RANKS_SHARE) for beat in beats.values()):
+    if not beats or not all(patience.is_over(beat, rank=True) for beat in beats.values()):
         return None
     least = min(beat.collectives for beat in beats.values())
     fewest = [name for name, beat in beats.items() if beat.collectives == least]
     behind = tuple([name for name in fewest if beats[name].stopped] or fewest)
     last = min((beats[name] for name in behind), key=lambda beat: beat.silent_s)
     return Standstill(behind, len(beats) - len(behind), last)
-
-
-def is_shown(beat: BeatReport, share: float = SHOWN_SHARE) -> bool:
-    """Whether somebody has been silent for long enough to say so.
-
-    Args:
-        beat: what is known of the process.
-        share: of its limit that is not worth a word.
-    """
-    share = share if beat.number else START_SHARE
-    return bool(beat.limit_s) and beat.silent_s > max(SHOWN_S, beat.limit_s * share)

@@ -14,6 +14,7 @@ from primeslurm.node.agent.node_agent import NodeAgent, held_up_s
 from primeslurm.node.agent.supervision import ProcessState
 from primeslurm.node.attempt.attempt_end import conclude, remember_bad_node
 from primeslurm.node.head.fleet import AGENT_ENDED, Fleet, News
+from primeslurm.node.head.hangs import PATIENCE, Patience
 from primeslurm.node.head.process_states import fleet_state
 from primeslurm.node.head.walltime import MARGIN_S, end_of_job, ends_too_late, seconds_to_stop
 from primeslurm.node.host.record_writer import RecordWriter
@@ -52,6 +53,8 @@ class HeadTimings:
     gather_silent_s: float = 5.0
     """A node that says nothing for this long at the end is not waited for. Requeueing ends what still runs there, and
     must come before Slurm starts a component anew by itself (`Plan.survives_nodes`)."""
+    silence: Patience = PATIENCE
+    """With processes that say nothing."""
 
 
 class Head(threading.Thread):
@@ -70,7 +73,8 @@ class Head(threading.Thread):
         self.plan: Plan = agent.plan
         self.attempt: Attempt = agent.attempt
         self.run_directory = run
-        self.fleet = Fleet(agent.plan, started_at=time.time(), hosts=node_names(agent.plan, os.environ))
+        hosts = node_names(agent.plan, os.environ)
+        self.fleet = Fleet(agent.plan, started_at=time.time(), hosts=hosts, patience=timings.silence)
         self._job_output = JobOutput(run.job_output(os.environ.get("SLURM_JOB_ID", "")), restarts(os.environ))
         self.journal = Journal(agent.attempt.path, "head")
         self.ending: Ending | None = None

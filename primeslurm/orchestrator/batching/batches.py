@@ -19,10 +19,9 @@ import msgspec
 import numpy as np
 
 from primeslurm.orchestrator.algorithms import Algorithm, Credit, Memory
-from primeslurm.orchestrator.batching.packing import Document, PackedRow, pack, quantum
-from primeslurm.orchestrator.batching.shares import Common, encode
+from primeslurm.orchestrator.batching.packing import Common, Document, PackedRow, encode, pack, quantum
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
-from primeslurm.orchestrator.rollouts.spooled import SpooledGroup
+from primeslurm.orchestrator.rollouts.spool import SpooledGroup
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.losses import Average, CustomLoss
 from primeslurm.wire.link import GetBatch

@@ -27,8 +27,6 @@ T = TypeVar("T")
 DIRECTORY = "batches"
 WRITERS = 4
 """Files that are written at the same time: what a network file system does with one is far from all that it can."""
-RETRY_S = 1.0
-"""Between two tries to write a file that there was no space for."""
 
 
 class ShareFiles:
@@ -39,12 +37,14 @@ class ShareFiles:
         attempt: its number.
         batches: what is written.
         committed: the last step that is.
+        retry_s: between two tries to write a file that there was no space for.
     """
 
-    def __init__(self, run_dir: Path, attempt: int, batches: Batches, committed: int) -> None:
+    def __init__(self, run_dir: Path, attempt: int, batches: Batches, committed: int, retry_s: float = 1.0) -> None:
         self._directory = run_dir / DIRECTORY / str(attempt)
         self._batches = batches
         self._committed = committed
+        self._retry_s = retry_s
         self._reserve = Reserve(run_dir)
         self._made: dict[Share, asyncio.Task[Path | None]] = {}
         self._writers = ThreadPoolExecutor(WRITERS, "share-files")
@@ -103,7 +103,7 @@ class ShareFiles:
             if not waits:
                 log.warning("a share of the batch of step %d waits for space: %s", share.step, why)
             waits = True
-            await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(self._retry_s)
         self._batches.handed_over(share)
         return path
 

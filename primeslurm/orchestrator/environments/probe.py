@@ -98,14 +98,14 @@ def look_at(model: Model) -> dict[str, Any]:
     Returns:
         violations: why none can be; no_tools: why it cannot render tools.
     """
-    from primeslurm.orchestrator.rollouts import rendering
+    from primeslurm.orchestrator.rendering import choosing
 
-    if rendering.model_type_of(model.path) is None:  # it is not here, or is no model: others tell
+    if choosing.model_type_of(model.path) is None:  # it is not here, or is no model: others tell
         return {}
     try:
-        chosen = rendering.choose(model.path, model.renderer, model.renderer_options, model.vlm is not None)
+        chosen = choosing.choose(model.path, model.renderer, model.renderer_options, model.vlm is not None)
         return {"no_tools": chosen.no_tools}
-    except rendering.RenderingError as error:
+    except choosing.RenderingError as error:
         return {"violations": [Violation("model.renderer", model.renderer, str(error))]}
 
 

@@ -4,36 +4,60 @@
 are), posts them to `/inference/v1/generate`, and records sampled tokens, log-probabilities and routed experts in the
 trace. It neither keeps policy versions nor tries again, and reads other shapes of log-probabilities and routed experts
 than vLLM 0.32 sends. All this is mended behind the one thing it asks of its HTTP client: `post`.
+
+verifiers takes routed experts as base64 within JSON, which would have to be made of what is decoded already: 100 MB for
+131,072 tokens of 75 layers and 8 experts, encoded and decoded on the event loop of every rollout of a worker. Here
+messages of its traces get them as arrays.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import msgspec
 import verifiers.v1 as vf
 from openai import APIConnectionError, APIStatusError
+from verifiers.v1 import graph
 from verifiers.v1.clients import TrainClient, TrainClientConfig
 from verifiers.v1.dialects import Dialect
 from verifiers.v1.errors import ProviderError
 from verifiers.v1.graph import PendingTurn
 from verifiers.v1.interception import InterceptionServer, server
+from verifiers.v1.trace import Trace
 from verifiers.v1.types import Response, SamplingConfig
 
-from primeslurm.orchestrator.rollouts.attributing import TurnRows, posted, take_arrays
+from primeslurm.orchestrator.rendering.choosing import Rendering, choose
+from primeslurm.orchestrator.rendering.remembering import remember
 from primeslurm.orchestrator.rollouts.generate_endpoint import Completion, GenerateEndpoint, NoAnswerError, RefusedError
-from primeslurm.orchestrator.rollouts.remembering import remember
-from primeslurm.orchestrator.rollouts.rendering import Rendering, choose
+from primeslurm.wire.routed_experts import RoutedExperts
 
 MULTIPLEX = 1_000_000
 """Rollouts that share a renderer: all of a worker. It is asked for what is new of a turn, which takes milliseconds."""
 
 LARGEST_QUESTION = 128 << 20
 """Bytes of what a program asks a model at once: a million tokens are some five megabytes, images take more."""
+
+VIEWED = 0.5
+"""A message's rows are a view of the turn's if the turn's new messages have this share of them: nothing else, or
+little, is kept with them."""
+
+
+class TurnRows(NamedTuple):
+    """What an engine said of a turn, in the place where verifiers has its own of it."""
+
+    rows: RoutedExperts
+    """[tokens, layers, top_k]; of its last token nothing is known."""
+    start: int
+    """Position of the first of its tokens in the sequence."""
+
+
+posted: ContextVar[list[TurnRows] | None] = ContextVar("posted", default=None)
+"""Takes what the turn that is asked for in this context was answered."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +128,7 @@ class TokenClient(TrainClient):  # type: ignore[misc]
         timeout_s: longest wait for one answer, retries included.
         routed: answers must say which experts each token was routed to.
         images: messages may have images; raises ValueError if the model is none whose messages `renderers` renders.
-        rendering: how messages are rendered. Default: as `rendering.choose` has it of the model.
+        rendering: how messages are rendered. Default: as `choosing.choose` has it of the model.
     """
 
     def __init__(
@@ -184,6 +208,47 @@ async def serving(env: vf.Env) -> AsyncIterator[dict[str, Any]]:
             raise TypeError(f"the environment must use interception type 'server', not {type(found).__name__}")
         remember(found)
         yield found.clients
+
+
+def take_arrays() -> None:
+    """Have verifiers take arrays."""
+    graph._attribute_routed_experts = _attribute
+
+
+_attribute_encoded = graph._attribute_routed_experts
+
+
+def _attribute(trace: Trace, prefix: list[int], new: list[int], path_len: int, payload: Any) -> None:
+    """`graph._attribute_routed_experts`: give each message that the turn has added the rows of its own tokens.
+
+    Args:
+        trace: of the rollout.
+        prefix: its messages that the turn began with, as places among its nodes.
+        new: those that the turn has added, the answer last.
+        path_len: tokens of the prefix.
+        payload: of the turn.
+    """
+    if not isinstance(payload, TurnRows):
+        _attribute_encoded(trace, prefix, new, path_len, payload)
+        return
+    rows, off = payload.rows, path_len - payload.start
+    _know_last(trace, prefix, rows, off)
+    viewed = sum(len(trace.nodes[place].token_ids) for place in new) >= VIEWED * len(rows)
+    for place in new:
+        end = off + len(trace.nodes[place].token_ids)
+        if 0 <= off < end <= len(rows):
+            trace.nodes[place].routed_experts = rows[off:end] if viewed else rows[off:end].copy()
+        off = end
+
+
+def _know_last(trace: Trace, prefix: Sequence[int], rows: RoutedExperts, off: int) -> None:
+    """The last token of an answer is routed when the next turn is computed, whose rows begin with it."""
+    last = next((trace.nodes[place] for place in reversed(prefix) if trace.nodes[place].token_ids), None)
+    if last is None or not last.sampled or last.routed_experts is None or not 1 <= off <= len(rows):
+        return
+    known: RoutedExperts = last.routed_experts
+    if known.shape[1:] == rows.shape[1:] and known.dtype == rows.dtype and len(known):
+        known[-1] = rows[off - 1]
 
 
 def _reply(completion: Completion) -> Reply:

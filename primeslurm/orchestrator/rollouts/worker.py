@@ -22,12 +22,12 @@ from verifiers.v1.clients import ModelContext
 from primeslurm.orchestrator import algorithms, environments
 from primeslurm.orchestrator.environments import agents
 from primeslurm.orchestrator.environments.sandbox.install import install
+from primeslurm.orchestrator.rendering.choosing import choose
 from primeslurm.orchestrator.rollouts import job_protocol, tool_servers
 from primeslurm.orchestrator.rollouts.hints import hinted
 from primeslurm.orchestrator.rollouts.images import stored
 from primeslurm.orchestrator.rollouts.job_protocol import Job, JobRunner, RolloutFailed
 from primeslurm.orchestrator.rollouts.plausible import Plausible
-from primeslurm.orchestrator.rollouts.rendering import choose
 from primeslurm.orchestrator.rollouts.sequences import sequences, trainable_traces
 from primeslurm.orchestrator.rollouts.token_client import TokenClient, serving
 from primeslurm.recipe import Recipe

@@ -12,7 +12,7 @@ import numpy as np
 
 from primeslurm.orchestrator.arguments import OrchestratorArguments
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
-from primeslurm.orchestrator.rollouts.spooled import SpooledGroup
+from primeslurm.orchestrator.rollouts.spool import SpooledGroup
 from primeslurm.orchestrator.teacher.client import Teacher, TeacherError, teacher_of
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.teacher import PolicyTeacher

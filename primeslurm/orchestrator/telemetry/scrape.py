@@ -50,7 +50,6 @@ _SAMPLE = re.compile(rf"^vllm:({'|'.join(sorted(_NAMES))})(?:\{{([^}}]*)\}})? (\
 SILENT_S = 30.0
 """So long an engine may take connections without answering before it counts as gone: it may be busy. The policy loop
 waits as long."""
-_TIMEOUT_S = 2.0
 _AT_ONCE = 32
 """Engines asked at the same time: a thousand answers together would hold up everything else in this process."""
 
@@ -108,15 +107,16 @@ class LastSamples:
         return {name: sample for name, (_, sample) in self._last.items()}
 
 
-async def scrape(client: httpx.AsyncClient, engines: Mapping[str, str]) -> Look:
+async def scrape(client: httpx.AsyncClient, engines: Mapping[str, str], timeout_s: float = 2.0) -> Look:
     """Ask engines for their metrics.
 
     Args:
         client: for requests within the run.
         engines: URL by name.
+        timeout_s: for each answer.
 
     Returns:
-        What they said, and who took longer than 2 s.
+        What they said, and who took longer.
     """
     gate = asyncio.Semaphore(_AT_ONCE)
     silent = []
@@ -124,7 +124,7 @@ async def scrape(client: httpx.AsyncClient, engines: Mapping[str, str]) -> Look:
     async def one(name: str, url: str) -> tuple[str, Sample | None]:
         async with gate:
             try:
-                answer = await client.get(f"{url}/metrics", timeout=_TIMEOUT_S)
+                answer = await client.get(f"{url}/metrics", timeout=timeout_s)
             except httpx.ReadTimeout:
                 silent.append(name)
                 return name, None

@@ -26,6 +26,7 @@ from primeslurm.records import metrics
 from primeslurm.records.beats import pulse
 from primeslurm.records.events.training import CheckpointCommitted
 from primeslurm.records.journal import Journal
+from primeslurm.records.reserve import PAUSE_S
 from primeslurm.trainer.checkpoints.local_copies import LocalCopies
 from primeslurm.trainer.checkpoints.shards import (
     DamagedError,
@@ -69,14 +70,24 @@ class Checkpoints:
 
     Args:
         link: to the orchestrator, which adds its part to each checkpoint; None for a task without one.
+        pause_s: between two tries to save where there is no space.
     """
 
-    def __init__(self, run_dir: Path, attempt: int, config: Checkpoint, world: World, link: TrainerLink | None) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        attempt: int,
+        config: Checkpoint,
+        world: World,
+        link: TrainerLink | None,
+        pause_s: float = PAUSE_S,
+    ) -> None:
         self._run_dir = run_dir
         self._attempt = attempt
         self._config = config
         self._world = world
         self._link = link
+        self._pause_s = pause_s
         self._saved = 0
         self._writing: _Writing | None = None
         self._thread = ThreadPoolExecutor(1, "checkpoint")
@@ -203,7 +214,11 @@ class Checkpoints:
     def _save(self, step: int, learner: Learner, timer: PhaseTimer) -> None:
         self._concluded(timer)  # if there was no space for an earlier step, this one takes its place
         directory = checkpoints.step_dir(self._run_dir, step)
-        waiting_for_space(self._world, self._run_dir, lambda: self._begin_save(step, learner, timer), directory)
+
+        def save() -> None:
+            self._begin_save(step, learner, timer)
+
+        waiting_for_space(self._world, self._run_dir, save, directory, pause_s=self._pause_s)
 
     def _begin_save(self, step: int, learner: Learner, timer: PhaseTimer) -> None:
         directory = checkpoints.step_dir(self._run_dir, step)

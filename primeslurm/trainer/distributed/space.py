@@ -26,7 +26,9 @@ def for_want_of_space(world: World, run_dir: Path, error: RankError) -> bool:
     return bool(world.decide(int(is_full(error) or (free is not None and free < RESERVE_BYTES))))
 
 
-def waiting_for_space(world: World, run_dir: Path, write: Callable[[], T], *partial: Path) -> T:
+def waiting_for_space(
+    world: World, run_dir: Path, write: Callable[[], T], *partial: Path, pause_s: float = PAUSE_S
+) -> T:
     """Write until there is space. All ranks call this together.
 
     Args:
@@ -34,6 +36,7 @@ def waiting_for_space(world: World, run_dir: Path, write: Callable[[], T], *part
         run_dir: in whose file system they write.
         write: what they do; it begins anew each time.
         partial: directories that a failed try leaves, and that only take space then.
+        pause_s: between two tries.
 
     Raises:
         RankError: it failed for another reason.
@@ -42,7 +45,7 @@ def waiting_for_space(world: World, run_dir: Path, write: Callable[[], T], *part
     while True:
         while world.decide(int(reserve.given_up)):  # what is left is for records
             pulse().beat()  # who waits does not hang
-            time.sleep(PAUSE_S)
+            time.sleep(pause_s)
         try:
             return write()
         except RankError as error:
@@ -53,4 +56,4 @@ def waiting_for_space(world: World, run_dir: Path, write: Callable[[], T], *part
                 for directory in partial:
                     shutil.rmtree(directory, ignore_errors=True)
             pulse().beat()
-            time.sleep(PAUSE_S)
+            time.sleep(pause_s)

@@ -19,7 +19,6 @@ from primeslurm.records.reserve import Reserve
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
 from primeslurm.trainer.components.loss import from_recipe
-from primeslurm.trainer.distributed import space
 from primeslurm.trainer.distributed.world import RankError, World
 from primeslurm.trainer.loops.phase_timer import PhaseTimer
 from primeslurm.trainer.loops.step import Learner
@@ -63,7 +62,7 @@ class Run:
         self.learner = Learner(
             build(recipe, world), recipe.trainer.optimizer, 9, from_recipe(recipe.trainer.loss), world
         )
-        self.saver = Checkpoints(directory, attempt, recipe.checkpoint, world, None)
+        self.saver = Checkpoints(directory, attempt, recipe.checkpoint, world, None, pause_s=0.01)
         self.timer: PhaseTimer = make_timer(directory)
 
     def train(self, *steps: int) -> None:
@@ -140,9 +139,8 @@ def test_a_broken_disk_is_told_and_nothing_is_committed(
 
 @pytest.mark.parametrize("ends", [False, True], ids=["goes-on", "ends"])
 def test_a_checkpoint_that_there_was_no_space_for_is_made_good_by_the_next_step(
-    ends: bool, moe_model: Path, world: World, disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ends: bool, moe_model: Path, world: World, disk: Disk, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(space, "PAUSE_S", 0.01)
     run = Run(tmp_path, moe_model, world)
     disk.error = OSError(errno.ENOSPC, "No space left on device")
     disk.free.set()
@@ -161,7 +159,6 @@ def test_a_checkpoint_that_there_was_no_space_for_is_made_good_by_the_next_step(
 def test_what_cannot_be_begun_for_want_of_space_is_begun_later(
     moe_model: Path, world: World, disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(space, "PAUSE_S", 0.01)
     run, tries, begin = Run(tmp_path, moe_model, world), [], Checkpoints._begin
     reserve = Reserve(tmp_path)
     assert reserve.fill() and reserve.give_up()

@@ -21,9 +21,9 @@ from verifiers.v1.interception import InterceptionServer, server
 from verifiers.v1.session import RolloutSession
 from verifiers.v1.trace import AgentInfo, TraceTask
 
-from primeslurm.orchestrator.rollouts.extending import extending
-from primeslurm.orchestrator.rollouts.remembering import remember
-from primeslurm.orchestrator.rollouts.rendering import Rendering
+from primeslurm.orchestrator.rendering.choosing import Rendering
+from primeslurm.orchestrator.rendering.extending import extending
+from primeslurm.orchestrator.rendering.remembering import remember
 from primeslurm.orchestrator.rollouts.token_client import LARGEST_QUESTION, TokenClient, bound_questions
 from tests.support.conversations import ScriptedEngine, answering, sampled, write_tokenizer
 from tests.unit.fuzz.mutations import fuzzed, texts, trees

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from renderers import create_renderer
 from renderers.base import load_tokenizer
 
-from primeslurm.orchestrator.rollouts.extending import extending
+from primeslurm.orchestrator.rendering.choosing import Rendering
+from primeslurm.orchestrator.rendering.extending import extending
 from primeslurm.orchestrator.rollouts.job_protocol import Job, RolloutFailed
 from primeslurm.orchestrator.rollouts.plausible import Plausible
-from primeslurm.orchestrator.rollouts.rendering import Rendering
 from primeslurm.orchestrator.rollouts.sequences import LONGEST_NAME, sequences
 from primeslurm.wire.rollouts import MOST_METRICS, Rollout
 from tests.support.conversations import Conversation, ScriptedEngine, answering, converse, sampled, write_tokenizer

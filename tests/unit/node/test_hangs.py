@@ -7,10 +7,9 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
-from primeslurm.node.agent import process_manager
-from primeslurm.node.head import hangs
+from primeslurm.node.agent.node_agent import AgentTimings
+from primeslurm.node.head.hangs import Patience
+from primeslurm.node.head.head import HeadTimings
 from primeslurm.plan.model import Beats, Process
 from primeslurm.records.events.processes import ProcessContinued, ProcessExited, ProcessHangs, RanksWait
 from primeslurm.records.fleet import Outcome
@@ -65,9 +64,9 @@ def test_a_busy_loop_is_ended_with_its_stack_in_the_log(start: Callable[..., Run
     assert " in stuck" in log, log
 
 
-def test_a_stopped_process_is_continued(start: Callable[..., Running], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_manager, "STOPPED_S", 2.5)
-    running = start((beating("orchestrator", 0, LOOP, "-", hang_s=600, role="orchestrator"),))
+def test_a_stopped_process_is_continued(start: Callable[..., Running]) -> None:
+    agents = AgentTimings(term_grace_s=1.0, stopped_s=2.5)
+    running = start((beating("orchestrator", 0, LOOP, "-", hang_s=600, role="orchestrator"),), agents=agents)
     running.wait(lambda: (running.report("orchestrator").beat or 0) and running.report("orchestrator").beat.number)  # type: ignore[union-attr]
     report = running.report("orchestrator")
     os.kill(int(str(report.pid)), signal.SIGSTOP)
@@ -79,15 +78,14 @@ def test_a_stopped_process_is_continued(start: Callable[..., Running], monkeypat
 
 
 def test_the_rank_that_the_others_wait_for_is_named_and_ends_the_attempt(
-    start: Callable[..., Running], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Callable[..., Running], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(hangs, "SHOWN_S", 2.0)  # of a limit of 8
-    monkeypatch.setattr(hangs, "RANKS_SHARE", 1 / 4)
-    monkeypatch.setattr(process_manager, "STOPPED_S", 2.0)
+    agents = AgentTimings(term_grace_s=1.0, stopped_s=2.0)
+    head = HeadTimings(silence=Patience(shown_s=2.0, ranks_share=1 / 4))  # of a limit of 8
     kind = {"role": "trainer", "restart": "attempt", "unit": "trainer"}
     args = (str(tmp_path / "met"),)
     ranks = [beating(f"trainer-rank-{i}", i % 2, RANK, *args, str(i), "1", hang_s=8, **kind) for i in range(3)]
-    running = start((ranks[0], ranks[2]), (ranks[1],))
+    running = start((ranks[0], ranks[2]), (ranks[1],), agents=agents, head=head)
     running.wait(lambda: (view := running.attempt.fleet()) and view.silent)
     view = running.attempt.fleet()
     assert view is not None and set(view.silent) == {"trainer-rank-1"}

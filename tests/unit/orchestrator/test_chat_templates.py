@@ -12,8 +12,8 @@ import pytest
 from renderers import create_renderer
 from renderers.base import load_tokenizer
 
-from primeslurm.orchestrator.rollouts import harmony, probing, rendering
-from primeslurm.orchestrator.rollouts.extending import extending
+from primeslurm.orchestrator.rendering import choosing, harmony, probing
+from primeslurm.orchestrator.rendering.extending import extending
 from tests.support.chat_templates import BUNDLED, RESULTS, ROOT, Row, table, tried, write_model
 from tests.support.own_templates import OWN
 
@@ -66,7 +66,7 @@ def test_kimi_is_rendered_as_its_templates_and_tokenizers_do(model: str) -> None
 
 
 def test_a_template_that_shows_no_tools_is_told_of_where_they_are_offered(tmp_path: Path) -> None:
-    chosen = rendering.choose(str(write_model(tmp_path, "DeepSeek-R1", THEIRS["DeepSeek-R1"])))
+    chosen = choosing.choose(str(write_model(tmp_path, "DeepSeek-R1", THEIRS["DeepSeek-R1"])))
     assert chosen.config.model_extra is not None and chosen.config.model_extra["renderer"] == "deepseek-r1"
     assert chosen.no_tools.endswith("its chat template does not show them to the model")
 
@@ -85,7 +85,7 @@ def test_calls_of_one_answer_are_rendered_line_by_line(tmp_path: Path) -> None:
     """renderers 0.1.12 leaves the line break out; here without the mending, that the probes see it."""
     model = write_model(tmp_path, "GLM-4.6", THEIRS["GLM-4.6"])
     tokenizer = load_tokenizer(str(model))
-    plain = rendering.config_from_name("glm-4.5")
+    plain = choosing.config_from_name("glm-4.5")
     assert "</tool_call><tool_call>" in probing.unlike_template(tokenizer, plain)
     assert not probing.unlike_template(tokenizer, extending("glm-4.5", {}))
 
@@ -94,7 +94,7 @@ def test_the_system_prompt_of_a_conversation_without_one_is_the_templates(tmp_pa
     own = "[{'role': 'system', 'content': 'Be Q.'}]"
     default = f"{{%- if messages[0].role != 'system' %}}{{%- set messages = {own} + messages %}}{{%- endif %}}\n"
     model = write_model(tmp_path, "Qwen3-0.6B", default + THEIRS["Qwen3-0.6B"])
-    chosen = rendering.choose(str(model))
+    chosen = choosing.choose(str(model))
     assert not chosen.no_tools and chosen.config.model_extra is not None
     assert chosen.config.model_extra["system"] == "Be Q."
     renderer = create_renderer(load_tokenizer(str(model)), chosen.config)
@@ -133,4 +133,4 @@ def test_gpt_oss_with_another_vocabulary_is_refused_before_anything_is_rendered(
     model = write_model(tmp_path, "Qwen3-0.6B", THEIRS["Qwen3-0.6B"])
     config: dict[str, Any] = {"model_type": "gpt_oss"}
     (model / "config.json").write_text(json.dumps(config))
-    assert "gpt-oss: " in rendering.choose(str(model)).no_tools
+    assert "gpt-oss: " in choosing.choose(str(model)).no_tools

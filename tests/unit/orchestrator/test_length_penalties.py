@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from primeslurm.orchestrator.algorithms import Grpo
+from primeslurm.orchestrator.batching.length_penalties import penalised
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
-from primeslurm.orchestrator.rollouts.length_penalties import penalised
 from primeslurm.orchestrator.telemetry.batch_metrics import batch_metrics
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.rules import violations

@@ -11,7 +11,7 @@ from renderers import base, config_from_name
 
 from primeslurm.families import Family, bundled, model_types
 from primeslurm.families.renderers import RENDERERS, is_import_path, renderers_of
-from primeslurm.orchestrator.rollouts import rendering
+from primeslurm.orchestrator.rendering import choosing
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.rules import violations
 from primeslurm.trainer import tiny
@@ -31,7 +31,7 @@ def write_config(directory: Path, model_type: str) -> str:
     return str(directory)
 
 
-def name_of(chosen: rendering.Rendering) -> str:
+def name_of(chosen: choosing.Rendering) -> str:
     """What `renderers` calls it."""
     return str((chosen.config.model_extra or {}).get("renderer", chosen.config.name))
 
@@ -60,7 +60,7 @@ def test_renderers_has_what_families_name(family: Family) -> None:
         ("glm_moe_dsa", "GLM-5.3-BF16", "glm-5.3"),
         ("deepseek_v3", "DeepSeek-R1-0528", "deepseek-r1"),
         ("deepseek_v3", "DeepSeek-V3", "deepseek-v3"),
-        ("kimi_k2", "Kimi-K2-Thinking", "primeslurm.orchestrator.rollouts.kimi_thinking:KimiK2ThinkingRenderer"),
+        ("kimi_k2", "Kimi-K2-Thinking", "primeslurm.orchestrator.rendering.kimi_thinking:KimiK2ThinkingRenderer"),
         ("kimi_k2", "Kimi-K2-Instruct", "kimi-k2"),
         ("nemotron_h", "NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16", "nemotron-3-ultra"),
         ("laguna", "poolside/Laguna-S-2.1", "laguna-s-2.1"),
@@ -75,7 +75,7 @@ def test_models_of_one_type_have_the_renderers_that_they_are_named_for(model_typ
 def test_the_tiny_model_is_rendered_as_qwen3_is(family: str, tmp_path: Path) -> None:
     tiny.tokenizer().save_pretrained(tmp_path)
     model = write_config(tmp_path, family)
-    chosen = rendering.choose(model)
+    chosen = choosing.choose(model)
     assert name_of(chosen) == "qwen3" and not chosen.no_tools
 
 
@@ -85,10 +85,10 @@ def test_a_model_with_another_template_than_its_family_gets_its_own(tmp_path: Pa
     tokenizer.chat_template = tokenizer.chat_template.replace("{{- content }}", "{{- content | upper }}")
     tokenizer.save_pretrained(tmp_path)
     model = write_config(tmp_path, "qwen3")
-    chosen = rendering.choose(model)
+    chosen = choosing.choose(model)
     assert name_of(chosen) == "default"
     assert "qwen3: it renders " in chosen.no_tools and "name one that fits in model.renderer" in chosen.no_tools
-    assert name_of(rendering.choose(model, "qwen3")) == "qwen3", "the recipe decides"
+    assert name_of(choosing.choose(model, "qwen3")) == "qwen3", "the recipe decides"
 
 
 def test_a_model_that_does_not_think_by_itself_is_rendered_so(tmp_path: Path) -> None:
@@ -98,23 +98,23 @@ def test_a_model_that_does_not_think_by_itself_is_rendered_so(tmp_path: Path) ->
     assert prompt in tiny.CHAT_TEMPLATE
     tokenizer.chat_template = tiny.CHAT_TEMPLATE.replace(prompt, unthinking)  # old answers are shown without
     tokenizer.save_pretrained(tmp_path)
-    chosen = rendering.choose(write_config(tmp_path, "qwen3"))
+    chosen = choosing.choose(write_config(tmp_path, "qwen3"))
     assert not chosen.no_tools and chosen.config.model_extra["options"] == {"enable_thinking": False}
 
 
 def test_options_are_the_renderers_own(tmp_path: Path) -> None:
     tiny.tokenizer().save_pretrained(tmp_path)
     model = write_config(tmp_path, "qwen3")
-    kept = rendering.choose(model, options={"thinking_retention": "all"})
+    kept = choosing.choose(model, options={"thinking_retention": "all"})
     assert kept.config.model_extra["options"] == {"thinking_retention": "all"}
     with pytest.raises(ValueError, match=r"model\.renderer_options of qwen3: thinks: Extra inputs are not permitted"):
-        rendering.choose(model, options={"thinks": True})
+        choosing.choose(model, options={"thinks": True})
 
 
 def test_a_model_of_no_family_is_rendered_by_its_own_template_and_without_tools(tmp_path: Path) -> None:
     write_tokenizer(tmp_path)
     model = write_config(tmp_path, "unheard_of")
-    chosen = rendering.choose(model)
+    chosen = choosing.choose(model)
     assert name_of(chosen) == "default"
     assert "no renderer for model type unheard_of (" in chosen.no_tools
 
@@ -128,7 +128,7 @@ def test_a_renderer_that_does_not_exist_is_refused_with_the_nearest() -> None:
 
 @pytest.mark.parametrize("model_type", sorted(VISION))
 def test_messages_with_images_are_rendered_as_the_family_says(model_type: str, tmp_path: Path) -> None:
-    assert name_of(rendering.choose(write_config(tmp_path, model_type), images=True)) == VISION[model_type]
+    assert name_of(choosing.choose(write_config(tmp_path, model_type), images=True)) == VISION[model_type]
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "qwen3_5_text", "kimi_k25", "unheard_of"])
@@ -136,4 +136,4 @@ def test_models_that_are_not_trained_on_images_are_shown_none(model_type: str, t
     names = ", ".join(name for name, able in model_types().items() if able.images)
     assert set(names.split(", ")) == set(VISION)
     with pytest.raises(ValueError, match=f"rendered for {names}, not for {model_type}"):
-        rendering.choose(write_config(tmp_path, model_type), images=True)
+        choosing.choose(write_config(tmp_path, model_type), images=True)

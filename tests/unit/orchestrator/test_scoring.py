@@ -20,8 +20,7 @@ from primeslurm.orchestrator.dispatch.curricula import OUTCOMES, Curricula
 from primeslurm.orchestrator.progress import RunProgress
 from primeslurm.orchestrator.recovery import recover
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
-from primeslurm.orchestrator.rollouts.spool import Spool
-from primeslurm.orchestrator.rollouts.spooled import SpooledGroup
+from primeslurm.orchestrator.rollouts.spool import Spool, SpooledGroup
 from primeslurm.orchestrator.teacher.client import Teacher, TeacherError, teacher_of
 from primeslurm.orchestrator.teacher.scoring import Scoring
 from primeslurm.orchestrator.telemetry.batch_metrics import batch_metrics

@@ -11,12 +11,10 @@ from pathlib import Path
 import pytest
 
 from primeslurm.orchestrator.algorithms import from_recipe
-from primeslurm.orchestrator.batching import share_files
 from primeslurm.orchestrator.batching.batches import Batches, Share
 from primeslurm.orchestrator.batching.share_files import ShareFiles
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
-from primeslurm.orchestrator.rollouts.spool import Spool
-from primeslurm.orchestrator.rollouts.spooled import SpooledGroup
+from primeslurm.orchestrator.rollouts.spool import Spool, SpooledGroup
 from primeslurm.recipe import Recipe
 from primeslurm.records.reserve import Reserve
 from primeslurm.trainer.loops.prefetch import BatchPart, Prefetch
@@ -45,7 +43,7 @@ def batches_of(run: Path, steps: Sequence[int] = (1, 2, 3, 4)) -> Batches:
 
 
 def files_of(run: Path, batches: Batches, attempt: int = 1, committed: int = 0) -> ShareFiles:
-    return ShareFiles(run, attempt, batches, committed)
+    return ShareFiles(run, attempt, batches, committed, retry_s=0.01)
 
 
 async def asked(files: ShareFiles, share: Share, *, unreadable: bool = False) -> Path:
@@ -129,7 +127,6 @@ def test_files_stay_until_their_step_is_committed(tmp_path: Path) -> None:
 def test_a_full_disk_is_waited_for_and_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(share_files, "RETRY_S", 0.01)
     full, write = [True], batch_files.write
 
     def written(path: Path, frames: Sequence[Frame]) -> None:

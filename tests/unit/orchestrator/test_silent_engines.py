@@ -7,10 +7,8 @@ from collections.abc import Collection
 from pathlib import Path
 
 import httpx
-import pytest
 
 from primeslurm.orchestrator.dispatch.concurrency import Concurrency
-from primeslurm.orchestrator.telemetry import scrape as scraping
 from primeslurm.orchestrator.telemetry.scrape import COUNTERS, GAUGES, SILENT_S, Sample, scrape
 from primeslurm.orchestrator.telemetry.watch import Watch
 from primeslurm.recipe import Recipe
@@ -21,14 +19,11 @@ ROUTERS = {"router-0": 40, "router-1": 40}
 NAMES = ("engine-r0-0", "engine-r0-1", "engine-r1-0")
 
 
-async def test_who_takes_the_connection_and_says_nothing_is_told_from_who_is_gone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(scraping, "_TIMEOUT_S", 0.5)
+async def test_who_takes_the_connection_and_says_nothing_is_told_from_who_is_gone() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
         async with httpx.AsyncClient(trust_env=False) as client:
-            found = await scrape(client, {"engine-r0-0": url, "engine-r0-1": "http://127.0.0.1:9"})
+            found = await scrape(client, {"engine-r0-0": url, "engine-r0-1": "http://127.0.0.1:9"}, timeout_s=0.5)
     assert found == ({}, {"engine-r0-0"})
 
 

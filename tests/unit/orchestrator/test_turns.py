@@ -10,9 +10,9 @@ from renderers import create_renderer
 from renderers.base import load_tokenizer
 
 from primeslurm.families import bundled
-from primeslurm.orchestrator.rollouts.extending import extending
+from primeslurm.orchestrator.rendering.choosing import Rendering, named
+from primeslurm.orchestrator.rendering.extending import extending
 from primeslurm.orchestrator.rollouts.job_protocol import Job
-from primeslurm.orchestrator.rollouts.rendering import Rendering, named
 from primeslurm.orchestrator.rollouts.sequences import sequences
 from primeslurm.wire.rollouts import Rollout
 from tests.support.conversations import (

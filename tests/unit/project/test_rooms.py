@@ -16,7 +16,6 @@ MANY = {
     "families": "one module for each family",
     "trainer/models": "one module for each family",
     "recipe/sections": "one module for each section",
-    "orchestrator/rollouts": "from messages to tokens and from workers to groups, not yet apart",
     ".": "the rooms, and the modules below all of them",
 }
 """Packages that show more, and why."""

@@ -15,7 +15,7 @@ from renderers import RenderedTokens, config_from_name
 from renderers.base import RENDERER_REGISTRY, _populate_registry
 from renderers.configs import BaseRendererConfig, CustomRendererConfig
 
-from primeslurm.orchestrator.rollouts import harmony
+from primeslurm.orchestrator.rendering import harmony
 
 CALLS_APART = {"glm-4.5": ("</tool_call>", "<tool_call>")}
 """Ends and beginnings of calls that this template has a line break between, which `renderers` 0.1.12 forgets."""

@@ -22,8 +22,8 @@ from renderers.configs import CustomRendererConfig
 from primeslurm.families import family_of, model_types
 from primeslurm.families.renderers import AUTO, DEFAULT, is_import_path, renderers_of, without_tools
 from primeslurm.model_files import model_directory
-from primeslurm.orchestrator.rollouts import probing
-from primeslurm.orchestrator.rollouts.extending import extending
+from primeslurm.orchestrator.rendering import probing
+from primeslurm.orchestrator.rendering.extending import extending
 
 log = logging.getLogger(__name__)
 
