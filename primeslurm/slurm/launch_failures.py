@@ -18,6 +18,7 @@ NODES = "PRIMESLURM_NODES"
 """Variable of a step that does without some nodes: the names of all nodes of the job, by rank."""
 _LAUNCH = re.compile(r"^srun: error: Task launch for \S+ failed on node (\S+): (.+)$", re.MULTILINE)
 _KILL = re.compile(r"^srun: error: (\S+): tasks? [\d,-]+: (Killed|Out Of Memory)$", re.MULTILINE)
+_FAILURE = re.compile(r"^srun: error: Node failure on (\S+)$", re.MULTILINE)
 _EXIT = re.compile(r"^srun: error: (\S+): tasks? [\d,-]+: (Exited with exit code \d+)$", re.MULTILINE)
 _END = re.compile(r"^srun: error: (\S+): tasks? [\d,-]+: (.+)$", re.MULTILINE)
 
@@ -95,12 +96,14 @@ def ended_tasks(output: str) -> dict[str, str]:
 
 
 def kills(output: str) -> dict[str, str]:
-    """Find nodes whose task was killed, and how, in the output of one start; none that have lost power.
+    """Find nodes whose task was killed, and how, and nodes that failed, in the output of one start.
 
-    What srun killed, as it could not start all tasks, does not count: it is started again.
+    What srun killed, as it could not start all tasks, does not count: it is started again. Nodes fail when Slurm says
+    so, which then takes them from the job.
     """
     _, _, last = output.rpartition(f"{AGAIN}\n")
-    return {name: how for hostlist, how in _KILL.findall(last) for name in expand(hostlist)}
+    failed = {name: "node failure" for hostlist in _FAILURE.findall(last) for name in expand(hostlist)}
+    return failed | {name: how for hostlist, how in _KILL.findall(last) for name in expand(hostlist)}
 
 
 def spares_suffice(plan: Plan, names: Sequence[str], lost: Collection[str]) -> bool:

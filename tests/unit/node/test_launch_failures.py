@@ -51,6 +51,7 @@ def test_what_srun_says_of_the_newest_start_of_the_job(tmp_path: Path) -> None:
     assert early_exits(lines) == {name: f"Exited with exit code {code}" for name, code in codes.items()}
     assert kills(lines) == {"n001": "Killed"}
     assert kills(f"{lines}{AGAIN}\n") == {}, "srun had killed it as it could not reach another node"
+    assert kills("srun: error: Node failure on n[003-004]\n") == {"n003": "node failure", "n004": "node failure"}
     assert JobOutput(path, 2).news() == ""
 
 
