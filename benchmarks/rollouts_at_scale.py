@@ -80,7 +80,7 @@ def _growth(least: dict[str, Any], most: dict[str, Any]) -> dict[str, Any]:
         return {}
 
     def each(kind: str, what: str, times: float) -> float:
-        return round(times * float(most[kind][what] - least[kind][what]) / more, 2)
+        return round(float(times * (most[kind][what] - least[kind][what]) / more), 2)
 
     return {
         "for_each_more_in_flight": {

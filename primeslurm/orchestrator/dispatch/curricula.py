@@ -138,6 +138,6 @@ def _read_lines(content: bytes) -> Iterator[Outcome]:
     """The outcomes of whole lines. One that is damaged is lost, and no other."""
     for line in content.splitlines():
         try:
-            yield json_value(line, Outcome)
+            yield json_value(line, Outcome)  # type: ignore[arg-type]  # a tuple of types is no type
         except DamagedError as error:
             log.error("what was learned of an example is lost: %s", error)
