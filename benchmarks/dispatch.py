@@ -6,7 +6,7 @@ of a step beside the bound (what engines or trainer, whichever is slower, could 
 was thrown away; rollouts in a batch; and, where half of the variance is the example's own, how many of the examples
 that were begun were trained, of the longest third beside all.
 
-    python -m benchmarks dispatch [--large] [--write]
+    python -m benchmarks dispatch [--large] [--write] [--resume]
 """
 
 from __future__ import annotations
@@ -16,15 +16,19 @@ import heapq
 import itertools
 import json
 import math
+import multiprocessing
+import os
 import random
 import time
 from collections.abc import Collection, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
 
+from primeslurm.files import write_json
 from primeslurm.orchestrator.dispatch import Dispatcher, Limits
 from primeslurm.orchestrator.rollouts.job_protocol import Job
 from primeslurm.recipe.sections.staleness import Staleness, StaleRule
@@ -36,8 +40,11 @@ MEDIAN_S, TRAINER_S = 600.0, 240.0
 GROUP = 16
 WARM_UP, STEPS = 12, 40
 SIGMAS = (0.3, 0.6, 1.0, 1.3)
-LARGE = (1.0, 1.3)
-"""Sigmas that 10,000 rollouts in flight are simulated with: where the tail is long."""
+SETTING = ("inflight", "sigma", "rule", "shared", "extra_rollouts", "steps")
+"""What a row is of, beside what was measured."""
+LARGE, LARGE_STEPS = 10_000, 12
+LARGE_SIGMAS = (1.0, 1.3, 0.3, 0.6)
+"""Where the tail is long first."""
 TOKENS = np.ones(2, np.int32)
 
 
@@ -155,6 +162,10 @@ class WheneverThereIsRoom(Dispatcher):
         return ["e"]
 
 
+OTHERS: dict[str, type[Dispatcher]] = {each.__name__: each for each in (GroupsHoldPlaces, WheneverThereIsRoom)}
+SYNCHRONOUS = "synchronous"
+
+
 def synchronous(inflight: int, sigma: float, batch: int, steps: int = 200) -> float:
     """Seconds of a step where each waits for its own rollouts, as slime's does without oversampling."""
     source = np.random.default_rng(0)
@@ -166,29 +177,40 @@ def synchronous(inflight: int, sigma: float, batch: int, steps: int = 200) -> fl
 def measure(
     inflight: int,
     sigma: float,
-    rule: StaleRule = "drop",
-    kind: type[Dispatcher] = Dispatcher,
+    rule: str = "drop",
     shared: float = 0.0,
-    **staleness: Any,
+    extra_rollouts: int = 0,
+    steps: int = STEPS,
 ) -> dict[str, Any]:
-    """Simulate one setting."""
+    """Simulate one setting.
+
+    Args:
+        inflight: places.
+        sigma: of the log-normal durations.
+        rule: a stale rule of recipes, or the name of one of the others here.
+        shared: share of the variance of log durations that is the example's own.
+        extra_rollouts: of each group, beyond those that are trained.
+        steps: to measure, after the warm-up.
+    """
     batch = max(2 * GROUP, inflight // 2 // GROUP * GROUP)
-    limits = Limits({"e": GROUP}, batch, inflight, 8, 10**9, {"e": 1.0}, staleness=Staleness(rule=rule, **staleness))
+    if rule == SYNCHRONOUS:
+        return {"step_s": round(synchronous(inflight, sigma, batch)), "bound_s": bound(inflight, sigma, batch)}
+    kind = OTHERS.get(rule, Dispatcher)
+    stale_rule: StaleRule = "drop" if rule in OTHERS else rule  # type: ignore[assignment]
+    staleness = Staleness(rule=stale_rule, extra_rollouts=extra_rollouts)
+    limits = Limits({"e": GROUP}, batch, inflight, 8, 10**9, {"e": 1.0}, staleness=staleness)
     world = World(limits, sigma, shared, kind)
     began = time.process_time()
-    world.run(WARM_UP + STEPS)
-    took = (world.steps[-1] - world.steps[WARM_UP - 1]) / STEPS
+    world.run(WARM_UP + steps)
+    took = (world.steps[-1] - world.steps[WARM_UP - 1]) / steps
     counts = world.dispatch.counts
     used = world.in_use_s / (world.now - world.counted_from) / inflight
+    at_best = bound(inflight, sigma, batch)
     return {
-        "inflight": inflight,
-        "sigma": sigma,
-        "rule": rule if kind is Dispatcher else kind.__name__,
-        **staleness,
-        "shared": shared,
         "in_use": round(used, 3),
         "step_s": round(took),
-        "bound_s": round(max(TRAINER_S, batch * MEDIAN_S * math.exp(sigma**2 / 2) / inflight)),
+        "bound_s": at_best,
+        "step_over_bound": round(took / at_best, 3),
         "thrown_away": round((counts["rollouts_dropped_stale"] + counts["cancelled"]) / counts["dispatched"], 3),
         "rollouts_of_a_batch": round(world.rollouts / len(world.steps) / batch, 3),
         "trained_of_long_and_all": world.trained_shares(),
@@ -196,30 +218,49 @@ def measure(
     }
 
 
+def bound(inflight: int, sigma: float, batch: int) -> int:
+    """Seconds of a step at best: of the trainer, or of engines that are always full."""
+    return round(max(TRAINER_S, batch * MEDIAN_S * math.exp(sigma**2 / 2) / inflight))
+
+
 def settings(large: bool) -> Iterator[dict[str, Any]]:
-    """Simulate one setting after the other."""
-    sizes = [*itertools.product((64, 512), SIGMAS), (2048, 1.0)] + [(10_000, sigma) for sigma in LARGE if large]
+    """Name every setting that is simulated."""
+    rules = get_args(StaleRule)
+    if large:
+        for sigma, rule in itertools.product(LARGE_SIGMAS, rules):
+            yield {"inflight": LARGE, "sigma": sigma, "rule": rule, "steps": LARGE_STEPS}
+        for rule in (*OTHERS, SYNCHRONOUS):
+            yield {"inflight": LARGE, "sigma": 1.0, "rule": rule, "steps": LARGE_STEPS}
     for sigma in SIGMAS:
-        for kind in (GroupsHoldPlaces, WheneverThereIsRoom):
-            yield measure(512, sigma, kind=kind)
-        yield {"inflight": 512, "sigma": sigma, "rule": "synchronous", "step_s": round(synchronous(512, sigma, 256))}
-        yield measure(512, sigma, "drop", extra_rollouts=2)
-    for rule in get_args(StaleRule):
-        yield measure(512, 1.0, rule, shared=0.5)
-    for (inflight, sigma), rule in itertools.product(sizes, get_args(StaleRule)):
-        yield measure(inflight, sigma, rule)
+        for rule in (*OTHERS, SYNCHRONOUS):
+            yield {"inflight": 512, "sigma": sigma, "rule": rule}
+        yield {"inflight": 512, "sigma": sigma, "rule": "drop", "extra_rollouts": 2}
+    for rule in rules:
+        yield {"inflight": 512, "sigma": 1.0, "rule": rule, "shared": 0.5}
+    for inflight, sigma in [*itertools.product((64, 512), SIGMAS), (2048, 1.0)]:
+        for rule in rules:
+            yield {"inflight": inflight, "sigma": sigma, "rule": rule}
+
+
+def _measured(setting: dict[str, Any]) -> dict[str, Any]:
+    return {**setting, **measure(**setting), "load_1m": round(os.getloadavg()[0], 1)}
 
 
 def main(words: Sequence[str] | None = None) -> None:
-    """Simulate every setting, print, and with --write keep the result."""
+    """Simulate every setting, print, and with --write keep each result as it comes."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks dispatch", description=__doc__)
-    parser.add_argument("--write", action="store_true", help=f"write {RESULT.relative_to(ROOT)}")
-    parser.add_argument("--large", action="store_true", help="10,000 rollouts in flight, too: a quarter of an hour")
+    parser.add_argument("--write", action="store_true", help=f"write each row to {RESULT.relative_to(ROOT)}")
+    parser.add_argument("--resume", action="store_true", help="leave out the settings that are in the file already")
+    parser.add_argument("--large", action="store_true", help=f"{LARGE:,} rollouts in flight, too: half an hour")
     options = parser.parse_args(words)
-    rows: list[dict[str, Any]] = []
+    asked = list(settings(options.large))
+    rows: list[dict[str, Any]] = json.loads(RESULT.read_text())["rows"] if options.resume and RESULT.exists() else []
+    there = [{name: row[name] for name in SETTING if name in row} for row in rows]
+    todo = [setting for setting in asked if setting not in there]
     command = " ".join(["python -m benchmarks dispatch", *(["--large"] if options.large else []), "--write"])
-    for row in settings(options.large):
-        rows.append(row)
-        print(row, flush=True)
-    if options.write:
-        RESULT.write_text(json.dumps({"command": command, "rows": rows}, indent=1) + "\n")
+    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
+        for ended in as_completed([pool.submit(_measured, setting) for setting in todo]):
+            rows.append(ended.result())
+            print(rows[-1], flush=True)
+            if options.write:
+                write_json(RESULT, {"command": command, "cpus": os.cpu_count(), "rows": rows})

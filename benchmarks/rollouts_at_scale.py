@@ -5,8 +5,9 @@ a replica with a port of its own; environment workers that send each of a rollou
 client; and a trainer that takes every batch, so that policies change. A turn takes 90 s at any size. Nothing but what
 computes on a GPU is left out, and vllm-router, which the orchestrator does not talk to.
 
-Rollouts that are begun first are found somewhere between their first and last turn, so that as many end each second as
-in the middle of a long run. Measured from when all places are in use: seconds of CPU by kind of process, memory, open
+Groups that are begun first are found somewhere between their first and last turn, so that as many end each second, and
+steps are trained, as in the middle of a long run. Those are too few for any group to get too old: that takes as many
+rollouts as are in flight. Measured from when all places are in use: seconds of CPU by kind of process, memory, open
 files, and how late the orchestrator's event loop comes to what is due. `busy` is the same by the CPU that it used: what
 other work on the machine adds is not in it.
 """
@@ -56,16 +57,40 @@ def main(words: list[str]) -> None:
     parser.add_argument("--keep", type=Path, help="run directories go here, and stay")
     parser.add_argument("--write", action="store_true", help=f"write {RESULT.relative_to(ROOT)}")
     options = parser.parse_args(words)
-    rows = []
     for size in options.sizes:
-        rows.append(measure(size, options))
-        print(json.dumps(rows[-1], indent=1), flush=True)
-    if options.write:
-        command = " ".join(["python -m benchmarks rollouts_at_scale", *words])
-        shape = {"engines": ENGINES, "workers": WORKERS, "turns": parts.TURNS, "turn_s": parts.TURN_S}
-        result: dict[str, Any] = {"command": command, "cpus": os.cpu_count(), **shape}
-        result["sizes"] = sorted(rows, key=lambda row: int(row["rollouts"]))
-        RESULT.write_text(json.dumps(result, indent=1) + "\n")
+        row = measure(size, options)
+        print(json.dumps(row, indent=1), flush=True)
+        if options.write:
+            _keep({"command": " ".join(["python -m benchmarks rollouts_at_scale", *words]), **row})
+
+
+def _keep(row: dict[str, Any]) -> None:
+    """Put a size's row into the result, in place of what was measured of that size before."""
+    known = (read_json(RESULT) or {}).get("sizes", [])
+    rows = [row, *(other for other in known if other["rollouts"] != row["rollouts"])]
+    rows.sort(key=lambda each: int(each["rollouts"]))
+    shape = {"engines": ENGINES, "workers": WORKERS, "turns": parts.TURNS, "turn_s": parts.TURN_S}
+    write_json(RESULT, {"cpus": os.cpu_count(), **shape, "sizes": rows, **_growth(rows[0], rows[-1])})
+
+
+def _growth(least: dict[str, Any], most: dict[str, Any]) -> dict[str, Any]:
+    """What one more rollout in flight takes, between the smallest size and the largest."""
+    more = most["rollouts"] - least["rollouts"]
+    if not more:
+        return {}
+
+    def each(kind: str, what: str, times: float) -> float:
+        return round(float(times * (most[kind][what] - least[kind][what]) / more), 2)
+
+    return {
+        "for_each_more_in_flight": {
+            "between": [least["rollouts"], most["rollouts"]],
+            "orchestrator_kb": each("orchestrator", "rss_mb", 1e3),
+            "orchestrator_us_of_cpu_per_s": each("orchestrator", "share_of_a_core", 1e6),
+            "workers_kb": each("workers", "rss_mb_each", 1e3 * WORKERS),
+            "workers_sockets_and_files": each("workers", "sockets_and_files", 1),
+        }
+    }
 
 
 def measure(size: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -127,6 +152,9 @@ class Run:
             "rollouts_ended": ended,
             "turns": turns,
             "steps": last["steps"] - first["steps"],
+            "rollouts_of_a_step": self.place.recipe.orchestrator.batch_size,
+            "policy_of_engines": last["policy"],
+            "dropped_as_too_old": last["stale"],
             "failed_or_lost": last["failed"],
             "orchestrator": {
                 "share_of_a_core": round(mine / seconds, 4),
@@ -174,6 +202,8 @@ class Run:
             "ended": counts.get("finished", 0),
             "failed": counts.get("failed", 0) + counts.get("lost", 0),
             "steps": state["step"],
+            "stale": counts.get("rollouts_dropped_stale", 0),
+            "policy": state["version"],
             "turns": sum(each.value for each in self.turns),
         }
 
@@ -184,6 +214,11 @@ class Run:
         gone = [kind for kind, group in self.processes.items() if not all(_lives(process) for process in group)]
         if gone:
             sys.exit(f"processes ended: {', '.join(gone)}")
+
+
+def batch_size(size: int) -> int:
+    """Return how many rollouts a step trains: few, so that steps are trained while it is measured."""
+    return max(GROUP, size // 200 // GROUP * GROUP)
 
 
 def _lives(process: psutil.Process) -> bool:
@@ -267,7 +302,7 @@ def _prepare(size: int, run_dir: Path, concurrency: str, ports: dict[str, int]) 
             "environments": [{"id": "reverse-text", "name": "agents", "workers": WORKERS}],
             "checkpoint": {"interval": 4},
             "orchestrator": {
-                "batch_size": max(GROUP, size // 200 // GROUP * GROUP),
+                "batch_size": batch_size(size),
                 "group_size": GROUP,
                 "max_inflight_rollouts": size,
                 "concurrency": concurrency,

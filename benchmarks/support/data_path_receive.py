@@ -184,7 +184,7 @@ async def _through(
                 running.append(asyncio.create_task(looks.run()))
             orchestrator._finishing.delete([group.id])
             del group
-        dispatch.ready.clear()
+        dispatch.ready.take(dispatch.ready)
         await asyncio.sleep(0.01)
         assert not any(part.done() for part in running)
     seconds, now = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_SELF)

@@ -43,7 +43,7 @@ class Place:
     engines: int
     workers: int
     staggered: bool
-    """Rollouts that are begun first are found somewhere between their first turn and their last, as in a long run."""
+    """Groups that are begun first are found somewhere between their first turn and their last, as in a long run."""
 
     @property
     def recipe(self) -> Recipe:
@@ -125,8 +125,9 @@ async def _worker(place: Place, number: int, turns: Synchronized[int], lag: Any)
             self.begun += 1
             talk, found = Conversation(), 0
             if place.staggered and self.begun <= place.recipe.max_inflight // place.workers:
-                found = source.randrange(TURNS)
-                await asyncio.sleep(TURN_S * source.random())
+                turns_done = TURNS * random.Random(job.group).random()  # of all its rollouts: they end together
+                found = int(turns_done)
+                await asyncio.sleep(TURN_S * (1 - turns_done % 1))
             talk.given([source.randrange(3, 1000) for _ in range(PROMPT)])
             for turn in range(TURNS):
                 if turn < found:

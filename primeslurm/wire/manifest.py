@@ -13,6 +13,7 @@ import msgspec
 from primeslurm import durable
 from primeslurm.files import digest
 from primeslurm.wire import digests
+from primeslurm.wire.received import DamagedError, json_value
 
 T = TypeVar("T")
 LONGEST_NAME = 255
@@ -65,8 +66,8 @@ def write(path: Path, value: object) -> None:
 def read(path: Path, kind: type[T]) -> T | None:
     """Read a manifest; None if there is no readable one."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
-    except (FileNotFoundError, NotADirectoryError, ValueError, RecursionError):
+        return json_value(path.read_bytes(), kind)
+    except (FileNotFoundError, NotADirectoryError, DamagedError):
         return None
 
 

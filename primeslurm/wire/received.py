@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
 from typing import Annotated, Any, TypeVar
 
@@ -34,6 +34,7 @@ _KINDS = {
 }
 """The dtypes that each array may have."""
 _decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
+_json_decoders: dict[Any, msgspec.json.Decoder[Any]] = {}
 _making = threading.Lock()
 _LEAST = {"token_ids": 0, "positions": 0, "versions": -1}
 
@@ -58,17 +59,31 @@ def value(data: Any, kind: type[T]) -> T:
         DamagedError: it is not one of this kind.
     """
     try:
-        return _decoder(kind).decode(data)
+        decoder: msgspec.msgpack.Decoder[T] = _made(_decoders, msgspec.msgpack.Decoder, kind)
+        return decoder.decode(data)
     except (ValueError, msgspec.MsgspecError, RecursionError) as error:
         raise DamagedError(f"{type(error).__name__}: {error}") from error
 
 
-def _decoder(kind: type[T]) -> msgspec.msgpack.Decoder[T]:
+def json_value(data: bytes, kind: type[T]) -> T:
+    """Decode one JSON value.
+
+    Raises:
+        DamagedError: it is not one of this kind.
+    """
+    try:
+        decoder: msgspec.json.Decoder[T] = _made(_json_decoders, msgspec.json.Decoder, kind)
+        return decoder.decode(data)
+    except (ValueError, msgspec.MsgspecError, RecursionError) as error:
+        raise DamagedError(f"{type(error).__name__}: {error}") from error
+
+
+def _made(known: dict[Any, Any], make: Callable[[Any], Any], kind: Any) -> Any:
     """The decoder of a type, made by one thread: what others use of it meanwhile would be half made, and crash."""
-    found = _decoders.get(kind)
+    found = known.get(kind)
     if found is None:
         with _making:
-            found = _decoders.setdefault(kind, msgspec.msgpack.Decoder(kind))
+            found = known.get(kind) or known.setdefault(kind, make(kind))
     return found
 
 

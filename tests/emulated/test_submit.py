@@ -66,7 +66,9 @@ class Neighbour(threading.Thread):
 
 
 def test_a_script_submits_and_waits_and_a_neighbour_on_the_node_changes_nothing(place: Path) -> None:
-    example, recipe = ROOT / "examples" / "submit_from_python.py", ROOT / "tests" / "emulated" / "small.yaml"
+    example, recipe = ROOT / "examples" / "submit_from_python.py", place / "small.yaml"
+    small = (ROOT / "tests" / "emulated" / "small.yaml").read_text()
+    recipe.write_text(small.replace("orchestrator: {", "orchestrator: {rollout_transport: filesystem, ", 1))
     run = RunDirectory(place / "runs" / "s")
     place.chmod(0o755)  # as homes and directories of runs often are: what is the run's own closes it
     neighbour = Neighbour(run)
@@ -80,6 +82,7 @@ def test_a_script_submits_and_waits_and_a_neighbour_on_the_node_changes_nothing(
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout == f"submitted s to {run.path}\ns completed: step {STEPS} of {STEPS}\n"
     assert run.attempt(1).plan().emulated and checkpoints.newest(run.path) == STEPS
+    assert (run.path / "batches" / "1").is_dir(), "batches were given as files"
     assert not (place / ".primeslurm" / "clusters" / "emulate-s").exists()
 
 

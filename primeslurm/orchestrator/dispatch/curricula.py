@@ -17,6 +17,7 @@ from primeslurm.orchestrator.dispatch.pools import Pools
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.recipe import Recipe
 from primeslurm.records.metrics import Row
+from primeslurm.wire.received import DamagedError, json_value
 
 log = logging.getLogger(__name__)
 
@@ -135,9 +136,8 @@ def _read(path: Path, known: int) -> Iterable[Outcome]:
 
 def _read_lines(content: bytes) -> Iterator[Outcome]:
     """The outcomes of whole lines. One that is damaged is lost, and no other."""
-    decoder = msgspec.json.Decoder(Outcome)
     for line in content.splitlines():
         try:
-            yield decoder.decode(line)
-        except (ValueError, msgspec.MsgspecError, RecursionError) as error:
+            yield json_value(line, Outcome)  # type: ignore[arg-type]  # a tuple of types is no type
+        except DamagedError as error:
             log.error("what was learned of an example is lost: %s", error)

@@ -20,6 +20,7 @@ from typing import NamedTuple, Protocol
 
 from primeslurm.orchestrator.dispatch.limits import Limits, choose
 from primeslurm.orchestrator.dispatch.open_groups import OpenGroup, OpenGroups, group_id
+from primeslurm.orchestrator.dispatch.ready_groups import ReadyGroups
 from primeslurm.orchestrator.dispatch.replica_places import ReplicaPlaces
 from primeslurm.orchestrator.dispatch.work_ahead import WorkAhead
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
@@ -92,7 +93,7 @@ class Dispatcher:
         self.step = step
         self.version = -1
         self.counts: Counter[str] = Counter()
-        self.ready: list[RolloutGroup] = []
+        self.ready = ReadyGroups(self._places, self._age_of)
         self.open = OpenGroups()
         self.unscored: dict[str, RolloutGroup] = {}
         """Complete groups that wait for the teacher."""
@@ -143,7 +144,7 @@ class Dispatcher:
     @property
     def ready_rollouts(self) -> int:
         """Return how many rollouts of a batch the groups that wait for one fill."""
-        return self._rollouts(self.ready)
+        return self.ready.rollouts
 
     def runs(self, job: str) -> bool:
         """Tell whether a job is in flight."""
@@ -281,7 +282,7 @@ class Dispatcher:
         """
         if not self._take(group):
             return False
-        self.ready.append(group)
+        self.ready.add(group)
         return True
 
     def add_unscored(self, group: RolloutGroup) -> bool:
@@ -306,13 +307,13 @@ class Dispatcher:
     def sweep(self, step: int) -> Swept:
         """Give up what is too old for `step`, as the rule says."""
         oldest = self.limits.oldest_version(step)
-        stale = [group for group in (*self.ready, *self.unscored.values()) if self._age_of(group) < oldest]
+        late = self.ready.before(oldest)
+        self.ready.take(late)
+        stale = late + [group for group in self.unscored.values() if self._age_of(group) < oldest]
         for group in stale:
             self.unscored.pop(group.id, None)
             self._count_stale(group.size)
             self._come_again(group.id, group.environment, group.example, group.task)
-        if stale:
-            self.ready = [group for group in self.ready if self._age_of(group) >= oldest]
         if self.limits.staleness.rule == "mask":
             return Swept(stale, [], [])
         cancelled: list[str] = []
@@ -333,10 +334,9 @@ class Dispatcher:
         if self.ready_rollouts < self.limits.batch_size:
             return False
         oldest = self.limits.oldest_version(self.step)
-        waiting: list[OpenGroup | RolloutGroup] = list(self.unscored.values())
-        if self.limits.staleness.rule != "mask":  # which finishes all of them
-            waiting += self.open.values()
-        return all(self._version_of(group) > oldest for group in waiting)
+        if self.limits.staleness.rule != "mask" and self.open.before(oldest + 1):  # mask finishes all of them
+            return False
+        return all(self._age_of(group) > oldest for group in self.unscored.values())
 
     def cut(self, ahead: bool = False) -> list[RolloutGroup] | None:
         """Take the groups of the next step's batch, oldest first. Sweep before.
@@ -353,8 +353,7 @@ class Dispatcher:
         if chosen is None:
             return None
         batch = [self.ready[index] for index in chosen]
-        for index in reversed(chosen):
-            del self.ready[index]
+        self.ready.take(batch)
         self.step += 1
         self._ahead.batch_given(ahead)
         return batch
@@ -365,7 +364,7 @@ class Dispatcher:
 
     def was_read(self, group: RolloutGroup, whole: RolloutGroup) -> None:
         """Have a group that waits for a batch replaced by the same one with its arrays in memory."""
-        self.ready = [whole if other is group else other for other in self.ready]
+        self.ready.replace(group, whole)
 
     def unreadable(self, name: str) -> None:
         """Give up a complete group whose file is damaged; its example comes again.
@@ -373,8 +372,9 @@ class Dispatcher:
         Args:
             name: its id, of a group that is in no batch.
         """
-        known = [*(group for group in self.ready if group.id == name), *self.unscored.values()]
-        self.ready = [group for group in self.ready if group.id != name]
+        damaged = [group for group in self.ready if group.id == name]
+        known = [*damaged, *self.unscored.values()]
+        self.ready.take(damaged)
         self.unscored.pop(name, None)
         self.counts["groups_damaged"] += 1
         task = next((group.task for group in known if group.id == name), None)
@@ -388,14 +388,14 @@ class Dispatcher:
         """Take back a batch that could not be given out."""
         self.step -= 1
         self._ahead.batch_taken_back()
-        self.ready[:0] = groups
+        self.ready.put_back(groups)
 
     def _chosen(self) -> list[int] | None:
         """Indices of the ready groups that make the next batch, oldest first."""
         if self.ready_rollouts < self.limits.batch_size:
             return None
-        self.ready.sort(key=lambda group: group.opened_version)  # stable: equal versions stay in order of completion
-        sizes = [self.limits.group_sizes[group.environment] for group in self.ready]
+        self.ready.sort()
+        sizes = [self._places(group) for group in self.ready]
         return choose(sizes, self.limits.batch_size)
 
     def _last_chance(self, oldest: int) -> tuple[list[RolloutGroup], list[str]]:
@@ -525,15 +525,16 @@ class Dispatcher:
         """The version that a group's staleness counts from."""
         return group.newest_version if self.limits.staleness.counts_tokens else group.opened_version
 
-    def _version_of(self, group: OpenGroup | RolloutGroup) -> int:
-        return group.version if isinstance(group, OpenGroup) else self._age_of(group)
-
     def _rollouts(self, groups: Iterable[OpenGroup | RolloutGroup]) -> int:
-        return sum(self.limits.group_sizes[group.environment] for group in groups)
+        return sum(self._places(group) for group in groups)
+
+    def _places(self, group: OpenGroup | RolloutGroup) -> int:
+        """Places of a batch that a group fills; its own size, if the recipe has its environment no more."""
+        return self.limits.group_sizes.get(group.environment, group.size)
 
     def _may_open(self, available: Collection[str]) -> list[str]:
         """Labels of the environments of which a group may open now."""
-        ready = self._rollouts((*self.ready, *self.unscored.values(), *self._finishing.values()))
+        ready = self.ready.rollouts + self._rollouts((*self.unscored.values(), *self._finishing.values()))
         oldest = self.limits.oldest_version(self.step)  # older ones are taken whenever they are complete
         pending = self.open.pending(oldest)
         landing = self._ahead.landing(self.open)

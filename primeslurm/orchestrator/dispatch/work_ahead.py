@@ -98,6 +98,9 @@ class WorkAhead:
         Args:
             groups: that are open, by id; of each it was told when it opened.
         """
+        if not self.horizon_s:  # within no time nothing ends; of all groups it is asked anew after the first step
+            self._unknown = []
+            return 0.0
         now = self._clock()
         if now - self._refreshed_at >= max(REFRESH_S, REFRESH_STEP * self.horizon_s):
             self._refreshed_at, self._landing, self._all_landing = now, {}, 0.0

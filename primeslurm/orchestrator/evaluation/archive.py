@@ -24,6 +24,7 @@ from primeslurm.orchestrator.evaluation.statistics import Sample
 from primeslurm.records import evaluation as records
 from primeslurm.records.evaluation import EvaluationRecord
 from primeslurm.records.reading import whole_lines
+from primeslurm.wire.received import DamagedError, json_value
 
 log = logging.getLogger(__name__)
 
@@ -73,14 +74,14 @@ class Archive:
             return None
         lines = whole_lines(self._progress(steps[-1]))
         try:
-            begun = msgspec.json.decode(lines[0], type=Begun)
-        except (IndexError, ValueError, RecursionError):
+            begun = json_value(lines[0], Begun)
+        except (IndexError, DamagedError):
             return None  # killed before it was on disk
         samples = []
         for line in lines[1:]:
             try:
-                samples.append(msgspec.json.decode(line, type=Sample))
-            except (ValueError, RecursionError) as error:
+                samples.append(json_value(line, Sample))
+            except DamagedError as error:
                 log.warning("a sample of the evaluation of step %d is lost: %s", begun.step, error)
         return begun, samples
 

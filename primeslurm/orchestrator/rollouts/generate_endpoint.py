@@ -13,7 +13,7 @@ import msgspec
 
 from primeslurm.wire import routed_experts
 from primeslurm.wire.http import Clients, client_within_run, words
-from primeslurm.wire.received import Count, DamagedError
+from primeslurm.wire.received import Count, DamagedError, json_value
 from primeslurm.wire.retry import insisting
 from primeslurm.wire.routed_experts import RoutedExperts
 
@@ -209,9 +209,9 @@ def completion_of(content: bytes, prompt: int, routed_from: int | None) -> Compl
     """
     content, base64 = _take_routed_experts(content)
     try:
-        answer = msgspec.json.decode(content, type=_Answer)
-    except (ValueError, msgspec.MsgspecError, RecursionError) as error:
-        raise DamagedError(f"an engine's answer is none: {type(error).__name__}: {error}") from error
+        answer = json_value(content, _Answer)
+    except DamagedError as error:
+        raise DamagedError(f"an engine's answer is none: {error}") from error
     choice = answer.choices[0]
     sampled, logprobs = len(choice.token_ids), [entry.logprob for entry in choice.logprobs.content]
     if len(logprobs) != sampled or not all(abs(logprob) <= LARGEST_LOGPROB for logprob in logprobs):

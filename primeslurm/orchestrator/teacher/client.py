@@ -23,6 +23,7 @@ from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.teacher import PolicyTeacher, ServedTeacher
 from primeslurm.wire import exits
 from primeslurm.wire.http import client_out_of_run, client_within_run, words
+from primeslurm.wire.received import json_value
 from primeslurm.wire.retry import insisting
 from primeslurm.wire.rollouts import Float32
 
@@ -93,12 +94,12 @@ class Teacher:
             body["model"] = self._model
         answer: httpx.Response = await insisting(UnavailableError)(self._try, body)
         try:
-            found = msgspec.json.decode(answer.content, type=_Answer).choices[0].prompt_logprobs
+            found = json_value(answer.content, _Answer).choices[0].prompt_logprobs
             given = zip(token_ids[1:], found[1:], strict=True)
             values = [0.0, *((entry or {})[str(token)].logprob for token, entry in given)]
             if not all(abs(value) <= LARGEST_LOGPROB for value in values):
                 raise ValueError(f"a log-probability of {max(values, key=abs)}")
-        except (msgspec.MsgspecError, LookupError, ValueError, RecursionError) as error:
+        except (LookupError, ValueError) as error:
             raise TeacherError(f"{answer.url}: no log-probabilities of the prompt: {error!r}") from error
         return np.array(values, np.float32)
 

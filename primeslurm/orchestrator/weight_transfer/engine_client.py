@@ -14,7 +14,7 @@ import msgspec
 
 from primeslurm.orchestrator.weight_transfer.polls import HELD_UP, LEAST_S, AnswerTime
 from primeslurm.wire.http import client_within_run, words
-from primeslurm.wire.received import Count
+from primeslurm.wire.received import Count, json_value
 from primeslurm.wire.retry import repeating
 
 
@@ -133,7 +133,7 @@ class EngineClient:
             if response.status_code == httpx.codes.GATEWAY_TIMEOUT:  # its server lives, its core does not answer
                 raise EngineSilentError(f"{self.url}: {words(response)}")
             response.raise_for_status()
-            status = msgspec.json.decode(response.content, type=EngineStatus)
+            status = json_value(response.content, EngineStatus)
         except httpx.TimeoutException as error:
             if (late := own_delay_s() - stood) > HELD_UP * timeout_s:
                 raise HeldUpError(f"this process stood still for {late:.1f} s of {timeout_s:.1f} s") from error

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from primeslurm.orchestrator.dispatch.open_groups import OpenGroup, OpenGroups, group_id
+from primeslurm.orchestrator.dispatch.ready_groups import ReadyGroups
 from primeslurm.orchestrator.dispatch.work_ahead import REFRESH_S, WorkAhead
+from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 
 
 def group(example: int, version: int, environment: str = "a", size: int = 4) -> OpenGroup:
@@ -70,3 +73,29 @@ def test_what_lands_is_the_same_whether_groups_came_and_went_or_all_were_looked_
             assert again == pytest.approx(sum(ahead._landing[name] for name in groups)), "nothing of what is closed"
             assert set(ahead._landing) == set(groups)
         assert kept == pytest.approx(sum(ahead._landing.values()))
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_of_ready_groups_is_known_what_a_look_at_every_one_finds(seed: int) -> None:
+    source, sizes = random.Random(seed), {"a": 2, "b": 4}
+    ready = ReadyGroups(lambda each: sizes[each.environment], lambda each: each.opened_version)
+    for example in range(200):
+        new = RolloutGroup(group_id("a", example), source.choice("ab"), example, source.randrange(5), ())
+        action, some = source.choice(["add", "add", "take", "put back", "replace"]), [*ready][:2]
+        if action == "add" or not some:
+            ready.add(new)
+        elif action == "take":
+            ready.take(some)
+        elif action == "put back":
+            ready.take(some)
+            ready.put_back(some)
+            assert [*ready][: len(some)] == some
+        else:
+            other = replace(some[0])
+            ready.replace(some[0], other)
+            assert ready[0] is other
+        assert ready.rollouts == sum(sizes[each.environment] for each in ready)
+        for version in range(6):
+            assert ready.before(version) == [each for each in ready if each.opened_version < version]
+    ready.sort()
+    assert [each.opened_version for each in ready] == sorted(each.opened_version for each in ready)

@@ -7,19 +7,20 @@ import sys
 
 PROGRAM = """
 import sys, threading, msgspec
-from primeslurm.wire.received import value
+from primeslurm.wire.received import json_value, value
 
 sys.setswitchinterval(1e-6)
 for number in range(60):
     fields = [(f"a{i}", "int") for i in range(20)]
     inner = msgspec.defstruct(f"Inner{number}", fields, namespace={"__module__": "builtins"})
     outer = msgspec.defstruct(f"Outer{number}", [("x", list[inner])], namespace={"__module__": "builtins"})
-    raw = msgspec.msgpack.encode({"x": [{name: 1 for name, _ in fields}]})
+    encoding, decoded = ((msgspec.msgpack, value), (msgspec.json, json_value))[number % 2]
+    raw = encoding.encode({"x": [{name: 1 for name, _ in fields}]})
     gate, found = threading.Barrier(6), []
 
     def decode():
         gate.wait()
-        found.append(value(raw, outer).x[0].a19)
+        found.append(decoded(raw, outer).x[0].a19)
 
     threads = [threading.Thread(target=decode) for _ in range(6)]
     for thread in threads:
