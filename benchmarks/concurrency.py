@@ -2,8 +2,9 @@
 
 The real dispatcher and controller over four simulated engines (`benchmarks.support.simulated_engine`), each a replica,
 looked at every five seconds as in a run. For each workload static caps are tried, and the best kept; then the
-controller starts from nothing. After half an hour a replica is lost: its engine answers nothing more, and half a minute
-later the fleet gives it up. In another run its engine takes four times as long from then on.
+controller starts from nothing. Each is the mean of three draws of lengths, which are the same for caps and controller.
+After half an hour a replica is lost: its engine answers nothing more, and half a minute later the fleet gives it up. In
+another run its engine takes four times as long from then on.
 
     python -m benchmarks concurrency [--write] [WORKLOAD ...]
 """
@@ -34,7 +35,8 @@ REPLICAS, GROUP, TICK_S, LOOK_S = 4, 8, 1.0, 5.0
 BOUND = 4096
 SLOW = 0.25
 """Speed of a replica that is slow."""
-COLD_S, WINDOW_S = 600.0, 120.0
+COLD_S, WINDOW_S = 600.0, 300.0
+DRAWS = 3
 TOKENS = np.ones(2, np.int32)
 
 
@@ -62,9 +64,9 @@ class Workload:
         """Return when it is over."""
         return self.steady_s * 5 / 3
 
-    def script(self, job: str) -> list[tuple[int, int, float]]:
+    def script(self, job: str, draw: int) -> list[tuple[int, int, float]]:
         """Say of each turn: new tokens in the prompt, tokens of the answer, and seconds until then."""
-        source = random.Random(job)
+        source = random.Random(f"{draw}/{job}")
         turns = source.randint(max(1, self.turns // 2), self.turns * 3 // 2) if self.turns > 1 else 1
         median, sigma = self.answer
         return [
@@ -94,6 +96,8 @@ class World:
     workload: Workload
     cap: int | None
     """Static; None: the controller."""
+    draw: int = 0
+    """Of the lengths."""
     loses: bool = False
     slows: bool = False
     now: float = 0.0
@@ -122,7 +126,7 @@ class World:
                 self._look()
             self._events()
             while job := self.dispatch.next_job({"e"}):
-                self._jobs[job.id] = (job, self.workload.script(job.id), 0)
+                self._jobs[job.id] = (job, self.workload.script(job.id, self.draw), 0)
                 self._turn(job.id, 0)
             while self._tools and self._tools[0][0] <= self.now:
                 _, name, context = heapq.heappop(self._tools)
@@ -139,10 +143,6 @@ class World:
         series = getattr(self, what)
         first, last = (next(value for at, value in series if at >= moment) for moment in (since, until))
         return (last - first) / (until - since)
-
-    def share(self, since: float, until: float, beside: float) -> float:
-        """Tokens a second over a time, beside a number of them."""
-        return round(self.rate(since, until) / beside, 3)
 
     def preempted_of(self, rollouts: int) -> float:
         """Preemptions for so many rollouts that ended, while all was well."""
@@ -199,69 +199,87 @@ class World:
             self.dispatch.rejected(group, "counted")
 
 
-def best_cap(workload: Workload) -> tuple[int, World]:
-    """Find the static cap that gives the most tokens a second: in steps of a quarter, then of a tenth around it."""
-    worlds: dict[int, World] = {}
+def worlds(workload: Workload, cap: int | None, until: float, **how: bool) -> list[World]:
+    """Simulate all draws."""
+    made = [World(workload, cap, draw, **how) for draw in range(DRAWS)]
+    for world in made:
+        world.run(until + LOOK_S)
+    return made
 
-    def rate(cap: int) -> float:
-        if cap not in worlds:
-            worlds[cap] = World(workload, cap)
-            worlds[cap].run(workload.steady_s + LOOK_S)
-        return worlds[cap].rate(COLD_S, workload.steady_s)
+
+def rate(made: list[World], since: float, until: float) -> float:
+    """Tokens a second over a time, mean of all draws."""
+    return float(np.mean([world.rate(since, until) for world in made]))
+
+
+def best_cap(workload: Workload) -> tuple[int, list[World]]:
+    """Find the static cap that gives the most tokens a second: in steps of a quarter, then finer around it."""
+    tried: dict[int, list[World]] = {}
+
+    def most(cap: int) -> float:
+        if cap not in tried:
+            tried[cap] = worlds(workload, cap, workload.steady_s)
+        return rate(tried[cap], COLD_S, workload.steady_s)
 
     best = cap = 48
-    while cap < 2 * best and rate(cap) > 0.9 * rate(best):
-        best, cap = max(best, cap, key=rate), round(cap * 1.25 / REPLICAS) * REPLICAS
-    around = (round(best * factor / REPLICAS) * REPLICAS for factor in (0.9, 1, 1.1))
-    best = max(around, key=rate)
-    return best, worlds[best]
+    while cap < 2 * best and most(cap) > 0.9 * most(best):
+        best, cap = max(best, cap, key=most), round(cap * 1.25 / REPLICAS) * REPLICAS
+    for factor in (0.8, 0.9, 0.95, 1.05, 1.1):
+        most(round(best * factor / REPLICAS) * REPLICAS)
+    best = max(tried, key=most)
+    return best, tried[best]
 
 
 def measure(workload: Workload) -> dict[str, Any]:
     """Find the best static cap, and see the controller: from nothing, after a loss, and with a slow replica."""
     cap, best = best_cap(workload)
     steady, end = workload.steady_s, workload.end_s
-    most = best.rate(COLD_S, steady)
+    most = rate(best, COLD_S, steady)
     row = {
         "workload": workload.name,
         "best_cap": cap,
         "best": round(most),
-        "preempted_at_best": best.preempted_of(1000),
+        "preempted_at_best": _preempted(best),
+        "worst_at_best": _worst(best, most),
     }
-    world = World(workload, None, loses=True)
-    world.run(end + LOOK_S)
-    row |= seen(world, most)
-    world = World(workload, None, slows=True)
-    world.run(steady)
-    before = world.controller.shares[world.routers[-1]]  # type: ignore[union-attr]
-    world.run(steady + 60)
-    after = world.controller.shares[world.routers[-1]]  # type: ignore[union-attr]
-    world.run(end + LOOK_S)
+    row |= seen(worlds(workload, None, end, loses=True), best, most)
+    slowed = worlds(workload, None, end, slows=True)
     able = (REPLICAS - 1 + SLOW) / REPLICAS * most
-    slowed = {
-        "share_of_a_slow_replica": round(after / before, 2),
-        "share_with_it": world.share(steady + 300, end, able),
-    }
-    return row | slowed
+    return row | {"share_with_a_slow_replica": round(rate(slowed, steady + 300, end) / able, 3)}
 
 
-def seen(world: World, most: float) -> dict[str, Any]:
-    """Compare the controller's run with what the best static cap gives."""
-    steady, end = world.workload.steady_s, world.workload.end_s
-    starts = np.arange(0, steady - WINDOW_S, LOOK_S * 2)
-    reached = next((at + WINDOW_S for at in starts if world.share(at, at + WINDOW_S, most) >= 0.95), None)
+def seen(made: list[World], best: list[World], most: float) -> dict[str, Any]:
+    """Compare the controller's runs with what the best static cap gives."""
+    steady, end = made[0].workload.steady_s, made[0].workload.end_s
+    enough = [
+        (float(at), rate(made, at, steady) >= 0.95 * most) for at in np.arange(0, steady - 2 * WINDOW_S + 1, LOOK_S * 6)
+    ]
+    late = [at for at, is_enough in enough if not is_enough]
+    reached = next((at for at, _ in enough if not late or at > late[-1]), None)
+    each = [world.rate(COLD_S, steady) / other.rate(COLD_S, steady) for world, other in zip(made, best, strict=True)]
     rest = (REPLICAS - 1) / REPLICAS * most
-    later = np.arange(steady, end - WINDOW_S, LOOK_S * 2)
-    after = next((at for at in later if world.share(at, at + WINDOW_S, rest) >= 0.95), None)
-    inflight = [number for at, number in world.inflight if COLD_S <= at < steady]
+    inflight = [number for world in made for at, number in world.inflight if COLD_S <= at < steady]
     return {
-        "reached_s": None if reached is None else float(reached),
-        "share": world.share(COLD_S, steady, most),
+        "reached_s": reached,
+        "share": round(rate(made, COLD_S, steady) / most, 3),
+        "share_of_draws": [round(share, 3) for share in each],
+        "worst": _worst(made, most),
         "mean_inflight": round(float(np.mean(inflight))),
-        "preempted": world.preempted_of(1000),
-        "reached_after_loss_s": None if after is None else float(after + WINDOW_S - steady),
-        "share_after_loss": world.share(steady + 300, end, rest),
+        "preempted": _preempted(made),
+        "share_from_loss": round(rate(made, steady, end) / rest, 3),
+        "share_after_loss": round(rate(made, steady + 300, end) / rest, 3),
     }
+
+
+def _worst(made: list[World], most: float) -> float:
+    """The least that five minutes gave, in any draw, beside the best cap's mean."""
+    starts = np.arange(COLD_S, made[0].workload.steady_s - WINDOW_S + 1, 60)
+    return round(min(world.rate(at, at + WINDOW_S) for world in made for at in starts) / most, 3)
+
+
+def _preempted(made: list[World]) -> float:
+    """Preemptions for 1,000 rollouts."""
+    return round(float(np.mean([world.preempted_of(1000) for world in made])), 1)
 
 
 def main(words: Sequence[str] | None = None) -> None:

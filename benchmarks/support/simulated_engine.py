@@ -14,8 +14,8 @@ MAX_RUNNING = 256
 PREFILL_TOKENS_PER_S = 20_000.0
 STEP_S, STEP_S_PER_REQUEST, STEP_S_PER_TOKEN = 0.008, 0.0001, 4e-8
 """Of a decode step: fixed, for each request in it, and for each token of KV."""
-MOST_PREFILL = 0.8
-"""Share of the time that prefill takes at most while others decode."""
+STEP_PREFILL = 8192
+"""Tokens of prompts in a step, at most: vLLM's `max_num_batched_tokens`. So long each decode step takes longer."""
 
 
 @dataclass(eq=False, slots=True)
@@ -33,6 +33,8 @@ class Turn:
     """Tokens to be sampled."""
     sampled: float = 0.0
     prefill_left: float = 0.0
+    preempted: bool = False
+    """It was, and has to be computed again, as far as its blocks were used by others."""
     transferred: bool = False
     """A prefill engine has computed its prompt."""
 
@@ -69,7 +71,9 @@ class SimulatedEngine:
         """Let time pass. Returns the requests that finished."""
         self._admit(seconds)
         left = seconds * self.speed
-        left -= self._prefill(left * (MOST_PREFILL if len(self._running) > 1 else 1.0))
+        prefilled_s = STEP_PREFILL / PREFILL_TOKENS_PER_S
+        decoding = any(turn.prefill_left <= 0 for turn in self._running)
+        left -= self._prefill(left * (prefilled_s / (prefilled_s + self._step_s()) if decoding else 1.0))
         return self._decode(left)
 
     def samples(self, replica: int) -> dict[str, dict[str, float]]:
@@ -101,9 +105,11 @@ class SimulatedEngine:
             turn.transferred = False
             turn.prefill_left = turn.length - hit
             budget -= turn.prefill_left
-            self.counts["prefix_queries"] += turn.length
-            self.counts["prefix_hits"] += hit
-            self.counts["computed"] += turn.length - hit
+            if not turn.preempted:  # vLLM counts a prompt once, and not what is computed again for a preempted request
+                self.counts["prefix_queries"] += turn.length
+                self.counts["prefix_hits"] += hit
+                self.counts["computed"] += turn.length - hit
+            turn.preempted = False
             self._used += self._own(turn)
             self._sharing[turn.prefix] += 1
             self._running.append(turn)
@@ -118,12 +124,16 @@ class SimulatedEngine:
         own, shared = (self._cached.pop(name, 0) for name in (turn.job, turn.prefix))
         self._held -= own + shared
         there = turn.shared if self._sharing[turn.prefix] else shared
-        return there + own if there else 0
+        return there + own if there == turn.shared else there
 
     def _leave(self, turn: Turn) -> None:
-        """Give back what it holds."""
+        """Give back what it holds: it stays cached until others need the room, also of a request that is preempted."""
         self._sharing[turn.prefix] -= 1
         self._used -= self._own(turn)
+        computed = turn.length - int(turn.prefill_left)
+        self._keep(turn.job, max(0, computed - turn.shared))
+        if not self._sharing[turn.prefix]:
+            self._keep(turn.prefix, min(computed, turn.shared))
 
     def _keep(self, name: str, tokens: int) -> None:
         self._held += tokens - self._cached.pop(name, 0)
@@ -140,11 +150,15 @@ class SimulatedEngine:
                     break
         return (budget - tokens) / PREFILL_TOKENS_PER_S
 
+    def _step_s(self) -> float:
+        """How long a decode step takes."""
+        return STEP_S + STEP_S_PER_REQUEST * len(self._running) + STEP_S_PER_TOKEN * self._used
+
     def _decode(self, seconds: float) -> list[Turn]:
         decoding = [turn for turn in self._running if turn.prefill_left <= 0]
         if not decoding:
             return []
-        steps = seconds / (STEP_S + STEP_S_PER_REQUEST * len(decoding) + STEP_S_PER_TOKEN * self._used)
+        steps = seconds / self._step_s()
         done = []
         for turn in decoding:
             before = int(turn.sampled)
@@ -156,9 +170,6 @@ class SimulatedEngine:
                 done.append(turn)
         for turn in done:
             self._leave(turn)
-            self._keep(turn.job, turn.length - turn.shared)
-            if not self._sharing[turn.prefix]:
-                self._keep(turn.prefix, turn.shared)
             self.counts["prompted"] += turn.context
             self.counts["requests"] += 1
         if done:
@@ -167,14 +178,21 @@ class SimulatedEngine:
         while self._used > self._kv_tokens:
             turn = self._running.pop()
             self._leave(turn)
+            turn.preempted, turn.prefill_left = True, 0.0
             self._waiting.appendleft(turn)
             self.counts["preemptions"] += 1
         self._evict()
         return done
 
     def _evict(self) -> None:
-        while self._cached and self._held + self._used > self._kv_tokens:
-            self._held -= self._cached.popitem(last=False)[1]
+        """Use blocks again: those that were given back first, and of a request its last ones first, as vLLM does."""
+        while self._cached and (over := self._held + self._used - self._kv_tokens) > 0:
+            name, tokens = next(iter(self._cached.items()))
+            if tokens > over:
+                self._cached[name] = tokens - over
+            else:
+                del self._cached[name]
+            self._held -= min(tokens, over)
 
 
 class PrefillDecode:

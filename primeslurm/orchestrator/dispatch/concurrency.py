@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from statistics import median_high
 
-from primeslurm.orchestrator.dispatch.held import Held
+from primeslurm.orchestrator.dispatch.held import Held, Overcommit
 from primeslurm.orchestrator.dispatch.replica_share import Look, ReplicaShare
 from primeslurm.orchestrator.telemetry.scrape import COUNTERS, ENGINE, Sample
 from primeslurm.records.state import Share
@@ -39,6 +39,7 @@ class Concurrency:
         self._replicas: dict[str, ReplicaShare] = {}
         self._inflight: dict[str, int] = {}
         self._held: dict[str, Held] = {}
+        self._overcommit: dict[str, Overcommit] = {}
         self._seen: dict[str, tuple[float, Sample]] = {}
         """When each engine answered last, and what."""
         self._looked_at: float | None = None
@@ -68,6 +69,7 @@ class Concurrency:
         self._replicas.pop(replica, None)
         self._inflight.pop(replica, None)
         self._held.pop(replica, None)
+        self._overcommit.pop(replica, None)
 
     def look(self, samples: Mapping[str, Sample], inflight: Mapping[str, int], ended: Mapping[str, int]) -> None:
         """Take in one look at all engines.
@@ -95,7 +97,8 @@ class Concurrency:
         if share is None:
             if sampling:
                 self._held[replica] = Held(self._held.values())
-                self._replicas[replica] = ReplicaShare(len(sampling), self._held[replica])
+                self._overcommit[replica] = Overcommit(self._overcommit.values())
+                self._replicas[replica] = ReplicaShare(len(sampling), self._held[replica], self._overcommit[replica])
             return
         share.engines_are(len(sampling), sum(self._is_fresh(name, samples[name]) for name in sampling))
         if not sampling or any(self._is_fresh(name, sample) for name, sample in samples.items()):

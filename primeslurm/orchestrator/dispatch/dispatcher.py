@@ -61,6 +61,11 @@ class Swept(NamedTuple):
     """Groups that are complete with fewer rollouts than others, as this batch is their last chance."""
 
 
+PATIENCE = 2
+"""A group's next rollout waits for room on its replica, which has its prompt, until so many groups were opened after it
+for each replica."""
+
+
 class Dispatcher:
     """See the module docstring.
 
@@ -161,7 +166,8 @@ class Dispatcher:
         """
         if self.version < 0 or self.inflight >= self.limits.max_inflight or not self._replicas.has_room:
             return None
-        group = self.open.next(available) or self._open(available)
+        at_home = self.open.next(available, self._replicas.with_room, PATIENCE * len(self._replicas.routers))
+        group = at_home or self._open(available) or self.open.next(available)
         return self._dispatch(group) if group else None
 
     def keeps(self, job: str) -> bool:

@@ -1,4 +1,4 @@
-"""What a rollout holds of the KV cache on average over its life, and how much of the cache is to stay free. Pure."""
+"""What a rollout holds of the KV cache on average over its life, and how much of the cache is to be used. Pure."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from collections.abc import Collection
 
 YOUNG = 3.0
 """Rollouts are expected to hold so many times what they do, before any has ended."""
+UNSURE, FEW = 0.25, 3.0
+"""They are expected to hold so much more than the mean so far, until so many times those in flight have ended: it has
+more of the young ones than there will be."""
 SETTLED = 10.0
 """So many times the rollouts in flight have ended when those in flight are of all ages: no trend is expected then."""
 TREND_S, AHEAD = 120.0, 1.5
@@ -22,6 +25,10 @@ HEADROOM, MOST_HEADROOM = 1.0, 1.4
 """What is left free, in what a request holds times the root of how many hold it: without preemptions, and at most."""
 MORE, CALM_S = 0.25, 300.0
 """Headroom that a preemption adds, and how long it takes until as much is gone."""
+FIRST_HELD, MOST_HELD, LEAST_HELD = 0.95, 1.1, 0.6
+"""Share of the KV caches that all rollouts should have, with those at their tools: at first, and its bounds."""
+HELD_PER_S = 0.0005
+"""How fast that share rises while no prompt is computed anew; it falls at most twice as fast."""
 COOLING_S = 60.0
 """It grows no more often: rollouts that run are not cancelled, so that it takes effect late."""
 
@@ -74,13 +81,48 @@ class Held:
         """Return how near those in flight are to being of all ages, 0 to 1."""
         return min(1.0, self._total / (times * inflight))
 
+    def seen(self, inflight: float) -> float:
+        """Return what one holds, as far as it was seen: of late, until those in flight are of all ages."""
+        settled = self.settled(inflight)
+        return max(1e-9, self.mean * settled + max(self.mean, self.now) * (1 - settled))
+
     def expected(self, inflight: float) -> float:
         """Return what one will hold on average, as far as is known."""
         mean = self.mean
         growing = max(mean, self.now + AHEAD * (self.now - self._trend))
         old, settled = self.settled(inflight, 1.0), self.settled(inflight)
         young = max(mean, self.now) * YOUNG
-        return max(1e-9, young * (1 - old) + old * (mean * settled + growing * (1 - settled)))
+        later = (mean * settled + growing * (1 - settled)) * (1 + UNSURE * (1 - self.settled(inflight, FEW)))
+        return max(1e-9, young * (1 - old) + old * later)
+
+
+class Overcommit:
+    """The share of the KV caches that all rollouts should have, with those at their tools: learned from all replicas.
+
+    Some of what is evicted is of rollouts that are over: those that are not may hold a little more than there is.
+
+    Args:
+        pool: those of all replicas.
+    """
+
+    def __init__(self, pool: Collection[Overcommit]) -> None:
+        self._pool = pool
+        self._own = FIRST_HELD
+
+    @property
+    def share(self) -> float:
+        """Return it."""
+        return sum(each._own for each in self._pool) / len(self._pool)
+
+    def learn(self, recomputed: float, seconds: float) -> None:
+        """Take what happened.
+
+        Args:
+            recomputed: prompt tokens computed anew, beside as many as are worth the rollouts that cause them.
+            seconds: since it was told before.
+        """
+        change = HELD_PER_S * seconds * max(-2.0, 1 - recomputed)
+        self._own = min(MOST_HELD, max(LEAST_HELD, self._own + change))
 
 
 class Headroom:

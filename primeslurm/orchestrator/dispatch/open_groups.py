@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, ValuesView
 from dataclasses import dataclass, field
-from itertools import count
 
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.wire.rollouts import Rollout
@@ -76,7 +75,7 @@ class OpenGroups(Mapping[str, OpenGroup]):
         self._undispatched: dict[str, OpenGroup] = {}
         self._by_version: Counter[int] = Counter()
         """Rollouts that complete the groups that were opened at a version."""
-        self._numbers = count()
+        self._opened = 0
 
     def __getitem__(self, name: str) -> OpenGroup:
         return self._groups[name]
@@ -96,7 +95,8 @@ class OpenGroups(Mapping[str, OpenGroup]):
 
     def add(self, group: OpenGroup) -> None:
         """Open a group."""
-        group.order = next(self._numbers)
+        group.order = self._opened
+        self._opened += 1
         self._groups[group.id] = group
         self._by_version[group.version] += group.size
         self._note(group)
@@ -124,9 +124,23 @@ class OpenGroups(Mapping[str, OpenGroup]):
         self._note(group)
         return index
 
-    def next(self, available: Collection[str]) -> OpenGroup | None:
-        """Find the group that was opened first of those of some environments that have rollouts to dispatch."""
-        waiting = (group for group in self._undispatched.values() if group.environment in available)
+    def next(
+        self, available: Collection[str], routers: Collection[str] | None = None, patience: int = 0
+    ) -> OpenGroup | None:
+        """Find the group that was opened first of those that have rollouts to dispatch.
+
+        Args:
+            available: labels of the environments that it may be of.
+            routers: of the replicas that it may be at, unless more than `patience` groups were opened after it; None:
+                it may be at any.
+            patience: so many groups.
+        """
+        old = self._opened - patience
+        waiting = (
+            group
+            for group in self._undispatched.values()
+            if group.environment in available and (routers is None or group.router in routers or group.order < old)
+        )
         return min(waiting, key=lambda group: group.order, default=None)
 
     def pending(self, oldest: int) -> int:

@@ -33,6 +33,11 @@ class ReplicaPlaces:
         """Tell whether any replica may get another rollout."""
         return any(self._room(router) > 0 for router in self.load)
 
+    @property
+    def with_room(self) -> set[str]:
+        """Return the routers of the replicas that may get another rollout."""
+        return {router for router in self.load if self._room(router) > 0}
+
     def roomiest(self) -> str:
         """Return the replica with the most room; of those without bounds, the one with the fewest rollouts."""
         return min(self.load, key=lambda router: (-self._room(router), self.load[router]))

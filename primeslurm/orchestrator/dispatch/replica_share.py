@@ -7,14 +7,16 @@ evicted while it is at its tools.
 - *KV.* What a rollout holds, on average over its life, times the rollouts in flight, is kept below a share of the
   cache (`held`). It is learned from the requests that run, and stands for those that are at their tools, too.
 - *Growth.* Before rollouts have ended, all are young: they are expected to grow to several times what they hold.
-- *Preemption* says that the share of the cache is too high for how differently rollouts grow: it is lowered, and rises
-  slowly when there is none. So do prompts that are computed anew, for the share of all rollouts, with the idle ones.
-- *Queue.* What waits all the time is not needed: engines are busy without it. At prefill engines it says that they are
-  too few.
+- *Preemption* says that the share of the cache is too high for how differently rollouts grow: it is lowered, and
+  rises slowly when there is none.
+- *Prompts computed anew* are what is lost of rollouts that are at their tools. Few are worth having more in flight: the
+  share that all rollouts should have of the cache rises while there are fewer, and falls while there are more.
+- *Queue.* What waits all the time while there is room in the cache is not needed: engines are busy without it. What
+  waits for that room fits on average, and keeps it full. At prefill engines it says that they are too few.
 
-The number grows by half while there is room and it is used, until what fits was found: from then on it follows what is
-learned of that slowly, as rollouts that begin together end together, and come back in waves. It falls at once where
-there is trouble; rollouts that run are not cancelled.
+The number grows slowly until it is known what rollouts grow to, as those that begin together end together, and come
+back in waves; then by half while there is room and it is used, until what fits was found: from then on it follows what
+is learned of that slowly. What rollouts will hold bounds its growth, and only what they do hold makes it fall.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from primeslurm.orchestrator.dispatch.held import SMOOTHED_S, Headroom, Held
+from primeslurm.orchestrator.dispatch.held import LEAST_HELD, LEAST_KV, SMOOTHED_S, Headroom, Held, Overcommit
 from primeslurm.records.state import Limit
 
 START_PER_ENGINE = 16
@@ -32,21 +34,20 @@ PERIOD_S = 10.0
 """From one decision to the next, at least."""
 GROWTH, STEADY = 1.5, 0.04
 """How much it grows in a period, and how much it changes once what fits was found."""
-MOST_HELD, LEAST_HELD = 0.76, 0.6
-"""Bounds of the share of the KV cache that all rollouts should have, with those at their tools.
-
-What is evicted makes turns longer, and so evicts more."""
-DOWN, UP_PER_S = 0.95, 0.0002
-"""How far the wanted share falls with trouble, and how it rises without."""
-COOLING_S = 60.0
-"""It falls no more often: rollouts that run are not cancelled, so that it takes effect late."""
-THINNING = 0.7
-"""Of the rollouts in flight, so many are kept while prompts are computed anew."""
+YOUNG_GROWTH = 0.2
+"""How much it grows before it is known what rollouts grow to."""
 QUEUED = 0.1
 """Requests that wait beside those that run: so many keep engines busy between two ends."""
-RECOMPUTED, RECOMPUTED_TOKENS = 1.5, 1.0
-"""Prompt tokens computed for each one sampled, beside the least that was seen of it: more is the cache's loss."""
-BASELINE_UP = 1.005
+RECOMPUTED, RECOMPUTED_TOKENS = 0.25, 0.5
+"""Prompt tokens computed for each one sampled, above the least that was seen of it: so many are worth the rollouts that
+cause them, as a share of the least and in all. An engine computes prompts ten to twenty times as fast as it samples."""
+COMPUTED_S = 30.0
+"""These are smoothed over."""
+THRASHING = 2.0
+"""While there are so many times as many, no rollout takes the place of one that ends."""
+TESTED = 0.9
+"""So much of the wanted share of the cache has to be in use before it says anything that nothing is computed anew."""
+BASELINE_UP_PER_S = 0.00005
 """The least that was seen is forgotten slowly: work changes as the policy learns."""
 LEAST_RUNNING = 0.5
 """Requests: from fewer nothing is learned of what rollouts hold."""
@@ -87,9 +88,10 @@ class ReplicaShare:
     Args:
         engines: of the replica that sample.
         held: by its rollouts.
+        overcommit: of its KV caches.
     """
 
-    def __init__(self, engines: int, held: Held) -> None:
+    def __init__(self, engines: int, held: Held, overcommit: Overcommit) -> None:
         self.generated_per_s = 0.0
         """Tokens sampled, of late."""
         self._limit: Limit = "growing"
@@ -100,7 +102,7 @@ class ReplicaShare:
         self._looks: list[Look] = []
         self._held = held
         self._headroom = Headroom()
-        self._all_kv = _Wanted(MOST_HELD, LEAST_HELD)
+        self._overcommit = overcommit
         self._generated = _Smoothed()
         self._computed = _Computed()
         self._found = False
@@ -158,39 +160,46 @@ class ReplicaShare:
         self._held.add(_mean(looks, "kv") * self._engines, running, inflight, looks[-1].ended, seconds)
         # more than is wanted: then there is too much for now, and that is known
         held = inflight * self._held.mean / self._engines
-        recomputed = recomputed and held > LEAST_HELD / 2  # else nothing was evicted: prompts are new, or as many
+        if held < LEAST_HELD / 2:
+            recomputed = 0.0  # nothing was evicted: prompts are new, or as many
         waiting = _mean(looks, "waiting") + _mean(looks, "prefill_waiting")
         busy = running + max(0.0, waiting)  # the others are at their tools
         each = self._held.expected(inflight)
         share = self._headroom.share(each)
         preempted = _sum(looks, "preempted") > 0 and held <= share * 1.05
         self._headroom.learn(self._held.settled(inflight) if preempted else 0.0, seconds)
-        self._all_kv.learn(recomputed and held <= self._all_kv.share * 1.05, seconds)
+        if recomputed > 1 or held > TESTED * self._overcommit.share:
+            self._overcommit.learn(recomputed, seconds)
         running_kv: Limit = "preemption" if self._headroom.is_raised else "kv"
+        fit = share * self._engines / each * max(1.0, inflight / busy)
+        queue = _without(min(look.waiting for look in looks), running, inflight)
         wishes: dict[Limit, float] = {
-            running_kv: share * self._engines / each * max(1.0, inflight / busy),
-            "queue": _without(min(look.waiting for look in looks), running, inflight),
+            running_kv: fit,
+            "queue": queue if _mean(looks, "kv") < LEAST_KV else max(queue, fit),
             "prefill": _without(min(look.prefill_waiting for look in looks), running, inflight),
         }
         kept = math.exp(-seconds / IDLE_S)
         now = inflight / busy
         self._idle = now if self._idle is None else self._idle * kept + now * (1 - kept)
         if self._idle > MOSTLY_IDLE:
-            wishes["cache"] = min(
-                self._all_kv.share * self._engines / max(each, self._held.now),
-                inflight * THINNING if recomputed else math.inf,
-            )
+            most = inflight if recomputed > THRASHING else math.inf  # until some of them are over
+            wishes["cache"] = min(self._overcommit.share * self._engines / each, most)
         limit = min(wishes, key=lambda name: wishes[name])
         wanted = wishes[limit]
         if wanted < self._cap:
-            if limit == running_kv and not preempted and self._found:
-                wanted = max(wanted, self._cap * (1 - STEADY * seconds / PERIOD_S))
-            self._found = self._found or limit == running_kv
+            if limit in (running_kv, "cache"):  # what they will hold bounds growth, what they do takes places away
+                seen = wanted * each / self._held.seen(inflight)
+                least = self._cap * (1 - STEADY * seconds / PERIOD_S) if self._found else 0.0
+                wanted = min(self._cap, max(wanted, seen, least))
+                self._found = True
             self._cap, self._limit = max(wanted, 1.0 * FLOOR_PER_ENGINE * self._engines), limit
-        elif inflight >= 0.9 * self._cap * self._slowness:
-            most = self._cap * (1 + STEADY * seconds / PERIOD_S if self._found else GROWTH)
-            self._limit = limit if wanted < self._cap * GROWTH else "growing"
-            self._cap = min(wanted, most)
+        elif self._slowness == 1 and inflight >= 0.9 * self._cap:
+            known = self._held.settled(inflight)
+            growth = YOUNG_GROWTH * (1 - known) + (GROWTH - 1) * known
+            if self._found:
+                growth = STEADY * seconds / PERIOD_S
+            self._limit = limit if wanted < self._cap * (1 + growth) else "growing"
+            self._cap = min(wanted, self._cap * (1 + growth))
         else:
             self._limit = "demand"
 
@@ -202,23 +211,6 @@ class ReplicaShare:
         idle = min(look.waiting + look.prefill_waiting for look in looks) < 1
         if idle and any(look.generated for look in looks) and inflight >= 0.9 * self._cap * self._slowness:
             self._cap, self._limit = self._cap * GROWTH, "growing"
-
-
-class _Wanted:
-    """A share of the KV cache: it falls with trouble, and rises slowly without."""
-
-    def __init__(self, most: float, least: float) -> None:
-        self.share = self._most = most
-        self._least = least
-        self._cooling_s = 0.0
-
-    def learn(self, trouble: bool, seconds: float) -> None:
-        self._cooling_s -= seconds
-        if not trouble:
-            self.share = min(self._most, self.share + UP_PER_S * seconds)
-        elif self._cooling_s <= 0:
-            self._cooling_s = COOLING_S
-            self.share = max(self._least, self.share * DOWN)
 
 
 class _Smoothed:
@@ -234,21 +226,23 @@ class _Smoothed:
 
 
 class _Computed:
-    """Whether prompts are computed anew: tokens computed for each one sampled, beside the least there was."""
+    """Prompts that are computed anew: tokens computed for each one sampled, beside the least there was."""
 
     def __init__(self) -> None:
         self._generated = self._of_prompts = 0.0
         self._least: float | None = None
 
-    def lost(self, looks: list[Look], seconds: float) -> bool:
-        kept = math.exp(-seconds / SMOOTHED_S)
-        self._generated = self._generated * kept + sum(look.generated for look in looks)
-        self._of_prompts = self._of_prompts * kept + sum(look.computed for look in looks)
+    def lost(self, looks: list[Look], seconds: float) -> float:
+        """Return how many are, beside those that are worth it: 0 if none, more than 1 if too many."""
+        kept = math.exp(-seconds / COMPUTED_S)
+        self._generated = self._generated * kept + _sum(looks, "generated")
+        self._of_prompts = self._of_prompts * kept + _sum(looks, "computed")
         if self._generated < 1:
-            return False
+            return 0.0
         ratio = self._of_prompts / self._generated
-        self._least = ratio if self._least is None else min(ratio, self._least * BASELINE_UP)
-        return ratio > RECOMPUTED * self._least + RECOMPUTED_TOKENS
+        forgotten = 1 + BASELINE_UP_PER_S * seconds
+        self._least = ratio if self._least is None else min(ratio, self._least * forgotten)
+        return (ratio - self._least) / (RECOMPUTED * self._least + RECOMPUTED_TOKENS)
 
 
 def _without(waiting: float, running: float, inflight: float) -> float:
