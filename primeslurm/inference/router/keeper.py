@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from urllib.parse import quote
 
 from primeslurm.inference.router.door import KEYS, Door
-from primeslurm.inference.router.workers import Difference, compare, planned
+from primeslurm.inference.router.workers import LARGEST_LIST, Difference, compare, listed, planned
 from primeslurm.records.events.processes import RouterComplete, RouterIncomplete
 from primeslurm.records.journal import Journal
 from primeslurm.wire import secret
@@ -93,10 +93,11 @@ class Keeper:
             # It asked about the secret, got no answer, and will never ask again.
             _log.warning("starts the router anew: it does not take the run's secret")
             return True
-        if status != 200:
+        has = listed(body) if status == 200 else None
+        if has is None:
             return False
         self._known = True
-        found = compare(self._wanted, json.loads(body)["urls"])
+        found = compare(self._wanted, has)
         self._tell(found)
         if not found:
             return False
@@ -148,7 +149,7 @@ class Keeper:
         try:
             connection.request(method, path, headers=self._headers)
             response = connection.getresponse()
-            return response.status, response.read()
+            return response.status, response.read(LARGEST_LIST)
         except (OSError, http.client.HTTPException):
             return None
         finally:

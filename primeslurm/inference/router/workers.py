@@ -6,6 +6,17 @@ import argparse
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
+from primeslurm.wire.received import DamagedError, json_value
+
+LARGEST_LIST = 16 << 20
+"""Bytes of a router's list: a thousand workers are a hundredth of it."""
+
+
+class _Listed(msgspec.Struct):
+    urls: list[str]
+
 
 @dataclass(frozen=True)
 class Workers:
@@ -47,3 +58,11 @@ def compare(wanted: Workers, has: Iterable[str]) -> Difference:
     """
     found = {url.partition("@")[0].rstrip("/") for url in has}
     return Difference(tuple(sorted(wanted.urls - found)), tuple(sorted(found - wanted.urls)))
+
+
+def listed(body: bytes) -> list[str] | None:
+    """Read a router's answer to /list_workers: URLs; None if it is none."""
+    try:
+        return json_value(body, _Listed).urls
+    except DamagedError:
+        return None

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 import msgspec
 
@@ -28,10 +28,12 @@ from primeslurm.recipe.sections.trainer import Model
 from primeslurm.records.events.nodes import GpuFailed, PreflightDone
 from primeslurm.records.fleet import Fitness, FleetView, PreflightCheck, PreflightReference, SharedCheck
 from primeslurm.records.journal import Journal
+from primeslurm.records.reading import changed_record
 from primeslurm.records.reserve import is_full
 from primeslurm.run.directory import Attempt, RunDirectory
 from primeslurm.run.versions import installed_packages
 
+T = TypeVar("T")
 _POLL_S = 0.05
 
 
@@ -257,16 +259,16 @@ class Preflight:
 
     def _reference(self) -> list[PreflightCheck]:
         self._deadline = math.inf  # a head that starts late is no fault of this node
-        value = self._wait_for(Watched(self._attempt.reference_file), self._timings.head_start_s)
+        file = Watched(self._attempt.reference_file)
+        reference = self._wait_for(file, PreflightReference, self._timings.head_start_s)
         self._deadline = time.monotonic() + self._timings.limit_s
-        if value is None:
+        if reference is None:
             text = f"what the head wrote is not seen after {self._timings.head_start_s:.0f} s"
             return [
                 PreflightCheck(
                     "shared file system", "failed", text, "mount the run directory's file system on the node"
                 )
             ]
-        reference = msgspec.convert(value, PreflightReference)
         if digest(self._attempt.plan_file) != reference.plan_digest:
             return [
                 PreflightCheck(
@@ -281,16 +283,17 @@ class Preflight:
         file = Watched(self._attempt.fleet_file)
         found = PreflightCheck("clock", "warning", "the head's time is not seen")
         for _ in range(2):  # the first one may have been there for long
-            view = self._wait_for(file, self._timings.clock_wait_s)
+            view = self._wait_for(file, FleetView, self._timings.clock_wait_s)
             if view is not None:
-                found = checks.clock_check(time.time() - msgspec.convert(view, FleetView).time)
+                found = checks.clock_check(time.time() - view.time)
             if found.level == "ok":
                 break
         return [found]
 
-    def _wait_for(self, file: Watched, timeout_s: float) -> Any | None:
+    def _wait_for(self, file: Watched, kind: type[T], timeout_s: float) -> T | None:
+        """Return a record once the file has one that is whole; None after so many seconds."""
         deadline = time.monotonic() + timeout_s
-        while (value := file.changed()) is None and time.monotonic() < deadline:
+        while (value := changed_record(file, kind)) is None and time.monotonic() < deadline:
             time.sleep(_POLL_S)
         return value
 

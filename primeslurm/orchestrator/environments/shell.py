@@ -89,7 +89,7 @@ class ShellHarness(vf.Harness[ShellConfig]):  # type: ignore[misc]
             return f"error: no tool {function['name']}"
         try:
             command = json.loads(function["arguments"])["command"]
-        except (ValueError, TypeError, KeyError):
+        except (ValueError, TypeError, KeyError, RecursionError):
             command = None
         if not isinstance(command, str):
             return "error: arguments must be a JSON object with the string command"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +26,22 @@ SITE: dict[str, Any] = {
 }
 
 
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with all programs that this machine has, but for podman."""
+    directory = tmp_path_factory.mktemp("bin")
+    for place in map(Path, os.environ["PATH"].split(":")):
+        for path in place.iterdir() if place.is_dir() else ():
+            if path.name != "podman" and not (directory / path.name).is_symlink():
+                (directory / path.name).symlink_to(path)
+    return directory
+
+
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def place(tmp_path: Path, programs: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory with a site file and a model, where the packages of `support/environments` are installed."""
     monkeypatch.setattr("tests.support.cli.ROOT", f"{ROOT}:{PACKAGES}")
+    monkeypatch.setenv("PATH", str(programs))
     (tmp_path / "site.yaml").write_text(yaml.safe_dump(SITE))
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps({"max_position_embeddings": 8192}))

@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import msgspec
@@ -18,7 +18,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from verifiers.v1.runtimes import Runtime
 
+from primeslurm.inference.router.workers import Difference, Workers, compare, listed
+from primeslurm.orchestrator.environments.shell import ShellConfig, ShellHarness
 from primeslurm.orchestrator.rollouts.generate_endpoint import (
     Completion,
     GenerateEndpoint,
@@ -297,3 +300,21 @@ def test_status_is_read_as_the_gate_writes_it() -> None:
     from primeslurm.orchestrator.weight_transfer.engine_client import EngineStatus
 
     assert msgspec.json.decode(json.dumps(GateState().report()), type=EngineStatus).version is None
+
+
+WORKERS = {"urls": ["http://127.0.0.1:1", "http://127.0.0.2:1@3"], "total": 2}
+
+
+@fuzzed()
+@given(trees(WORKERS).map(encoded) | texts(encoded(WORKERS)))
+def test_lists_of_routers(data: bytes) -> None:
+    with bounded(len(data), factor=64):
+        found = listed(data)
+        assert found is None or isinstance(compare(Workers(frozenset(WORKERS["urls"])), found), Difference)
+
+
+@pytest.mark.parametrize("arguments", ["", "[]", "null", "[" * 100_000, '{"command": ["ls"]}', "\ud800", None])
+async def test_arguments_of_a_call_are_what_the_model_says(arguments: Any) -> None:
+    """Nothing is run, so that there is no need of anything to run it in."""
+    harness, nothing = ShellHarness(ShellConfig(id="shell")), cast(Runtime, None)
+    assert (await harness._output({"name": "sh", "arguments": arguments}, nothing)).startswith("error: ")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 from primeslurm.orchestrator.rollouts import job_protocol
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Result
-from primeslurm.wire import received
+from primeslurm.wire import batch_files, digests, received
 from primeslurm.wire.link import Answer, Request
 from primeslurm.wire.received import DamagedError
 from primeslurm.wire.rollouts import Batch, BatchInfo, ImageSpan, Rollout, RolloutInfo, Row, TeacherPrompt
@@ -125,6 +127,36 @@ def test_batches(parts: list[bytes]) -> None:
             return
         shapes = {row.token_ids.shape for row in found.rows} | {row.logprobs.shape for row in found.rows}
         assert len(shapes) == 1 and min(row.token_ids.min() for row in found.rows) >= 0
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("batches") / "rank"
+
+
+@st.composite
+def whole(draw: st.DrawFn, valid: list[bytes]) -> bytes:
+    """A file whose checksums are right, whatever it says: written by somebody else."""
+    frames = draw(messages(valid) | restated(valid)) or [b""]
+    state = digests.hasher()
+    state.update(b"".join(frames))
+    head = {"header": len(frames[0]), "arrays": sizes(frames[1:]), "digest": digests.XXH3 + state.hexdigest()}
+    encoded = msgspec.msgpack.encode(draw(st.just(head) | trees(head)))
+    prefix = batch_files._PREFIX.pack(batch_files.MAGIC, len(encoded), zlib.crc32(encoded))
+    return b"".join([prefix, encoded, *frames])
+
+
+@fuzzed(1)
+@given(whole(BATCH) | whole(BATCH).flatmap(texts))
+def test_files_of_batches(file: Path, data: bytes) -> None:
+    file.write_bytes(data)
+    with bounded(len(data)):
+        there = batch_files.is_there(file, whole=True)
+        try:
+            found = batch_files.read(file, lambda size: np.empty(size, np.uint8), 1 << 20)
+        except DamagedError:
+            return
+    assert there and len({row.token_ids.shape for row in found.rows}) == 1
 
 
 @fuzzed()
