@@ -21,7 +21,7 @@ from primeslurm.orchestrator.rollouts.generate_endpoint import completion_of
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Result, decode_sequences, encode_result
 from primeslurm.plan.commands.processes import HUGE_PAGES
-from primeslurm.wire.received import value
+from primeslurm.wire.decoding import value
 
 SAMPLED = 130_000
 """Tokens that an engine's answer has which samples a rollout in one turn; with tools it has a few thousand."""

@@ -18,7 +18,7 @@ from primeslurm.orchestrator.dispatch import Dispatcher
 from primeslurm.orchestrator.dispatch.curricula import Curricula
 from primeslurm.records.reserve import Reserve
 from primeslurm.wire import checkpoints
-from primeslurm.wire.received import DamagedError, value
+from primeslurm.wire.decoding import DamagedError, value
 from primeslurm.wire.weight_transfer.messages import NewPolicy
 
 log = logging.getLogger(__name__)

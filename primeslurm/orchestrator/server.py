@@ -49,6 +49,7 @@ from primeslurm.records.events.training import BatchFormed, OrchestratorDone, Or
 from primeslurm.records.journal import Journal
 from primeslurm.records.metrics import MetricsLog, Row
 from primeslurm.records.state import OrchestratorState
+from primeslurm.wire.decoding import DamagedError
 from primeslurm.wire.link import (
     Answer,
     Committed,
@@ -58,7 +59,6 @@ from primeslurm.wire.link import (
     Save,
     StepDone,
 )
-from primeslurm.wire.received import DamagedError
 from primeslurm.wire.rollouts import Frame, Rollout
 from primeslurm.wire.weight_transfer.messages import NewPolicy, OfferTransfer
 

@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from primeslurm import durable
+from primeslurm.wire.decoding import DamagedError, Size, value
 from primeslurm.wire.digests import XXH3, hasher
-from primeslurm.wire.received import DamagedError, Size, value
 from primeslurm.wire.rollouts import Batch, Frame, Incoming
 
 MAGIC = b"primeslurm batch"

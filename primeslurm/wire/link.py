@@ -36,8 +36,8 @@ import zmq
 import zmq.asyncio
 from numpy.typing import NDArray
 
-from primeslurm.wire import batch_files, received, secret
-from primeslurm.wire.received import Size
+from primeslurm.wire import batch_files, decoding, secret
+from primeslurm.wire.decoding import Size
 from primeslurm.wire.rollouts import Batch, Frame, Incoming
 from primeslurm.wire.weight_transfer.messages import NewPolicy, OfferTransfer, TransferSession
 
@@ -193,7 +193,7 @@ class TrainerLink:
             if answer.kind == "file":
                 try:
                     return self._read(request, Path(answer.path))
-                except (OSError, received.DamagedError) as error:
+                except (OSError, decoding.DamagedError) as error:
                     unreadable = f"; {answer.path} cannot be read: {error}"
                     log.warning("the batch of step %d%s", step, unreadable)
                 request = msgspec.structs.replace(request, unreadable=True)
@@ -203,7 +203,7 @@ class TrainerLink:
             if answer.kind == "batch":
                 try:
                     return self._whole(request, answer, parts)
-                except received.DamagedError as error:
+                except decoding.DamagedError as error:
                     raise LinkError(f"the batch of step {step} is damaged: {error}") from error
             if answer.kind == "stop":
                 return None
@@ -269,7 +269,7 @@ class TrainerLink:
         if (found.step, found.dp_rank, found.dp_world) != (wanted.step, wanted.dp_rank, wanted.dp_world) or (
             (found.cp_rank, found.cp_world) != (wanted.cp_rank, wanted.cp_world)
         ):
-            raise received.DamagedError(f"it holds {found}")
+            raise decoding.DamagedError(f"it holds {found}")
         return batch
 
     def _sleep(self, pause_s: float) -> float:
@@ -282,7 +282,7 @@ class TrainerLink:
     def _whole(self, request: GetBatch, answer: Answer, parts: list[Any]) -> Batch:
         """The batch of which the first part has come."""
         if not parts:
-            raise received.DamagedError("a batch without a header")
+            raise decoding.DamagedError("a batch without a header")
         self.receiving = True
         incoming = Incoming(bytes(parts[0]), self._empty, LARGEST_BATCH)
         incoming.take(parts[1:])
@@ -291,7 +291,7 @@ class TrainerLink:
             answer, parts = self._ask(msgspec.structs.replace(request, offset=before))
             incoming.take(parts)
             if incoming.received == before or answer.kind != "batch":
-                raise received.DamagedError(f"{before} bytes of {incoming.size} have come, and then {answer.kind}")
+                raise decoding.DamagedError(f"{before} bytes of {incoming.size} have come, and then {answer.kind}")
         self.receiving = False
         return Batch.decode(incoming.frames())
 
@@ -307,8 +307,8 @@ class TrainerLink:
             if self._is_answered(self._socket, patience_s):
                 parts = self._socket.recv_multipart(copy=False)
                 try:
-                    answer = received.value(parts[0].buffer, Answer)
-                except received.DamagedError as error:
+                    answer = decoding.value(parts[0].buffer, Answer)
+                except decoding.DamagedError as error:
                     raise LinkError(f"{self._address} answers {request} with what is no answer: {error}") from error
                 if answer.kind == "error":
                     raise LinkError(answer.text)
@@ -367,7 +367,7 @@ class OrchestratorLink:
     async def _answer(self, identity: bytes, raw: bytes) -> None:
         rest: list[Frame] = []
         try:
-            request: Request = received.value(raw, Request)  # type: ignore[arg-type]  # a union is no type
+            request: Request = decoding.value(raw, Request)  # type: ignore[arg-type]  # a union is no type
             result = await self._handler(request)
             if isinstance(result, Answer):
                 answer = result

@@ -13,7 +13,7 @@ import msgspec
 from primeslurm import durable
 from primeslurm.files import digest
 from primeslurm.wire import digests
-from primeslurm.wire.received import DamagedError, json_value
+from primeslurm.wire.decoding import DamagedError, json_value
 
 T = TypeVar("T")
 LONGEST_NAME = 255

@@ -1,4 +1,4 @@
-"""What comes in from other processes: decoded to what its reader was promised, or refused with a DamagedError.
+"""Arrays that come in from other processes: what their reader was promised, or refused with a DamagedError.
 
 No length that a message states is believed: memory follows from the bytes that are there. And nothing counts with the
 arrays of a rollout or a batch before their names, dtypes and shapes were looked at: a trainer that is given a token
@@ -8,23 +8,20 @@ below 0, or an array of another length, does not refuse it. It dies, or learns n
 from __future__ import annotations
 
 import math
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, fields
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-T = TypeVar("T")
+from primeslurm.wire.decoding import DamagedError, Size
 
 MOST_AXES = 8
 """Of an array; the most that anything here has is 3: [tokens, layers, top_k]."""
 LARGEST_AXIS = 1024
 """Layers of a model, and choices of a layer: many times what any has. What follows from them is allocated."""
-Count = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
-Size = Annotated[int, msgspec.Meta(ge=0)]
 
 _KINDS = {
     **dict.fromkeys(("token_ids", "positions", "versions"), ("i4",)),
@@ -33,14 +30,7 @@ _KINDS = {
     "routed_experts": ("u1", "u2"),
 }
 """The dtypes that each array may have."""
-_decoders: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
-_json_decoders: dict[Any, msgspec.json.Decoder[Any]] = {}
-_making = threading.Lock()
 _LEAST = {"token_ids": 0, "positions": 0, "versions": -1}
-
-
-class DamagedError(ValueError):
-    """What came in is not what its protocol says. The one exception of all decoders of the wire."""
 
 
 class ArraySpec(msgspec.Struct, frozen=True):
@@ -50,41 +40,6 @@ class ArraySpec(msgspec.Struct, frozen=True):
     dtype: Annotated[str, msgspec.Meta(pattern=r"^[<|][biuf][1248]$")]
     """Numbers alone, as numpy writes them: nothing that is parsed any further, and no objects."""
     shape: Annotated[tuple[Size, ...], msgspec.Meta(max_length=MOST_AXES)]
-
-
-def value(data: Any, kind: type[T]) -> T:
-    """Decode one msgpack value.
-
-    Raises:
-        DamagedError: it is not one of this kind.
-    """
-    try:
-        decoder: msgspec.msgpack.Decoder[T] = _made(_decoders, msgspec.msgpack.Decoder, kind)
-        return decoder.decode(data)
-    except (ValueError, msgspec.MsgspecError, RecursionError) as error:
-        raise DamagedError(f"{type(error).__name__}: {error}") from error
-
-
-def json_value(data: bytes, kind: type[T]) -> T:
-    """Decode one JSON value.
-
-    Raises:
-        DamagedError: it is not one of this kind.
-    """
-    try:
-        decoder: msgspec.json.Decoder[T] = _made(_json_decoders, msgspec.json.Decoder, kind)
-        return decoder.decode(data)
-    except (ValueError, msgspec.MsgspecError, RecursionError) as error:
-        raise DamagedError(f"{type(error).__name__}: {error}") from error
-
-
-def _made(known: dict[Any, Any], make: Callable[[Any], Any], kind: Any) -> Any:
-    """The decoder of a type, made by one thread: what others use of it meanwhile would be half made, and crash."""
-    found = known.get(kind)
-    if found is None:
-        with _making:
-            found = known.get(kind) or known.setdefault(kind, make(kind))
-    return found
 
 
 def array(spec: ArraySpec, frame: Any) -> NDArray[Any]:

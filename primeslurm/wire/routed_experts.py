@@ -16,7 +16,8 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from primeslurm.wire.received import LARGEST_AXIS, DamagedError
+from primeslurm.wire.decoding import DamagedError
+from primeslurm.wire.received import LARGEST_AXIS
 
 RoutedExperts = NDArray[np.uint8] | NDArray[np.uint16]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from primeslurm.wire.received import DamagedError, json_value
+from primeslurm.wire.decoding import DamagedError, json_value
 
 LARGEST_LIST = 16 << 20
 """Bytes of a router's list: a thousand workers are a hundredth of it."""

@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from primeslurm.recipe import Recipe
-from primeslurm.wire.received import ArraySpec, DamagedError
+from primeslurm.wire.decoding import DamagedError
+from primeslurm.wire.received import ArraySpec
 from primeslurm.wire.rollouts import BatchInfo, Bool, Float32, Frame, ImageSpan, Int32, batch_header, piece
 from primeslurm.wire.routed_experts import RoutedExperts
 

@@ -17,7 +17,7 @@ from primeslurm.orchestrator.dispatch.pools import Pools
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.recipe import Recipe
 from primeslurm.records.metrics import Row
-from primeslurm.wire.received import DamagedError, json_value
+from primeslurm.wire.decoding import DamagedError, json_value
 
 log = logging.getLogger(__name__)
 

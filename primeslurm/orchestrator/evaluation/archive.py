@@ -24,7 +24,7 @@ from primeslurm.orchestrator.evaluation.statistics import Sample
 from primeslurm.records import evaluation as records
 from primeslurm.records.evaluation import EvaluationRecord
 from primeslurm.records.reading import whole_lines
-from primeslurm.wire.received import DamagedError, json_value
+from primeslurm.wire.decoding import DamagedError, json_value
 
 log = logging.getLogger(__name__)
 

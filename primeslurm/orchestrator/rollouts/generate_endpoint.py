@@ -12,8 +12,8 @@ import httpx
 import msgspec
 
 from primeslurm.wire import routed_experts
+from primeslurm.wire.decoding import Count, DamagedError, json_value
 from primeslurm.wire.http import Clients, client_within_run, words
-from primeslurm.wire.received import Count, DamagedError, json_value
 from primeslurm.wire.retry import insisting
 from primeslurm.wire.routed_experts import RoutedExperts
 

@@ -13,8 +13,8 @@ from itertools import groupby
 import msgspec
 import numpy as np
 
+from primeslurm.wire.decoding import Count, DamagedError, value
 from primeslurm.wire.digests import XXH3, hasher
-from primeslurm.wire.received import Count, DamagedError, value
 from primeslurm.wire.rollouts import Frame, Rollout, whole
 
 

@@ -32,7 +32,7 @@ import zmq.asyncio
 from primeslurm.orchestrator.rollouts.pieces import cut
 from primeslurm.records.beats import pulse
 from primeslurm.wire import secret
-from primeslurm.wire.received import Count, DamagedError, value
+from primeslurm.wire.decoding import Count, DamagedError, value
 from primeslurm.wire.rollouts import Frame, Rollout
 
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from typing import Annotated
 import msgspec
 import numpy as np
 
-from primeslurm.wire.received import DamagedError, value
+from primeslurm.wire.decoding import DamagedError, value
 from primeslurm.wire.rollouts import Frame
 
 PIECE = 60 << 10

@@ -21,7 +21,7 @@ from primeslurm.orchestrator.rollouts.groups import (
     head_size,
 )
 from primeslurm.records.reserve import Reserve, is_full
-from primeslurm.wire.received import DamagedError
+from primeslurm.wire.decoding import DamagedError
 from primeslurm.wire.rollouts import Rollout
 
 log = logging.getLogger(__name__)

@@ -35,7 +35,7 @@ from primeslurm.orchestrator.rollouts.job_protocol import (
 )
 from primeslurm.orchestrator.rollouts.pieces import LARGEST_PART, Buffer, joined
 from primeslurm.wire import secret
-from primeslurm.wire.received import DamagedError, value
+from primeslurm.wire.decoding import DamagedError, value
 from primeslurm.wire.rollouts import Rollout
 
 log = logging.getLogger(__name__)

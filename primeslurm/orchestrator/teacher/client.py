@@ -22,8 +22,8 @@ from primeslurm.orchestrator.rollouts.generate_endpoint import (
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.teacher import PolicyTeacher, ServedTeacher
 from primeslurm.wire import exits
+from primeslurm.wire.decoding import json_value
 from primeslurm.wire.http import client_out_of_run, client_within_run, words
-from primeslurm.wire.received import json_value
 from primeslurm.wire.retry import insisting
 from primeslurm.wire.rollouts import Float32
 

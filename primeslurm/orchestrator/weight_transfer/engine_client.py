@@ -13,8 +13,8 @@ import httpx
 import msgspec
 
 from primeslurm.orchestrator.weight_transfer.polls import HELD_UP, LEAST_S, AnswerTime
+from primeslurm.wire.decoding import Count, json_value
 from primeslurm.wire.http import client_within_run, words
-from primeslurm.wire.received import Count, json_value
 from primeslurm.wire.retry import repeating
 
 

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from primeslurm.wire.received import Count
+from primeslurm.wire.decoding import Count
 
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 _ALIGNMENT = 16

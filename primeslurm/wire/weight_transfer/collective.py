@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from primeslurm.wire import rendezvous
-from primeslurm.wire.received import DamagedError, value
+from primeslurm.wire.decoding import DamagedError, value
 from primeslurm.wire.weight_transfer.catalogue import Catalogue, Experts, Named, buffer, outgoing, unpack
 from primeslurm.wire.weight_transfer.messages import TransferSession
 

@@ -34,7 +34,7 @@ from primeslurm.orchestrator.telemetry.load_window import LoadWindow
 from primeslurm.orchestrator.telemetry.scrape import parse, scrape
 from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, EngineDownError
 from primeslurm.wire import http, routed_experts
-from primeslurm.wire.received import DamagedError
+from primeslurm.wire.decoding import DamagedError
 from tests.unit.fuzz.mutations import bounded, fuzzed, texts, trees
 
 

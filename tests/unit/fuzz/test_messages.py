@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from primeslurm.orchestrator.rollouts import job_protocol
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.job_protocol import Result
-from primeslurm.wire import batch_files, digests, received
+from primeslurm.wire import batch_files, decoding, digests
+from primeslurm.wire.decoding import DamagedError
 from primeslurm.wire.link import Answer, Request
-from primeslurm.wire.received import DamagedError
 from primeslurm.wire.rollouts import Batch, BatchInfo, ImageSpan, Rollout, RolloutInfo, Row, TeacherPrompt
 from tests.unit.fuzz.mutations import bounded, fuzzed, messages, texts, trees
 
@@ -178,7 +178,7 @@ def test_spooled_groups(data: bytes) -> None:
 def test_results_of_workers(parts: list[bytes]) -> None:
     with bounded(sizes(parts)):
         try:
-            head = received.value(parts[0] if parts else b"", Result)
+            head = decoding.value(parts[0] if parts else b"", Result)
             found = job_protocol.decode_sequences(head, parts[1:])
         except DamagedError:
             return
@@ -193,7 +193,7 @@ def test_requests_answers_and_what_workers_say(data: bytes) -> None:
     for kind in (Request, Answer, job_protocol.ToOrchestrator, job_protocol.ToWorker):
         with bounded(len(data)):
             try:
-                received.value(data, kind)  # type: ignore[arg-type]  # a union is no type
+                decoding.value(data, kind)  # type: ignore[arg-type]  # a union is no type
             except DamagedError:
                 continue
 
@@ -269,7 +269,7 @@ def test_large_models_and_long_rollouts_are_taken() -> None:
     large = replace(plain, routed_experts=np.zeros((tokens, 75, 8), np.uint8))
     parts = job_protocol.encode_result("j", (large,))
     assert max(memoryview(part).nbytes for part in parts) < job_protocol.LARGEST_RESULT / 20
-    result = received.value(parts[0], Result)
+    result = decoding.value(parts[0], Result)
     with bounded(sizes([bytes(parts[0])]), beside=16 << 20):  # views of what came, and a look at each token
         (found,) = job_protocol.decode_sequences(result, parts[1:])
     assert found.routed_experts is not None and found.routed_experts.shape == (tokens, 75, 8)

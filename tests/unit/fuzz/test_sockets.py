@@ -26,8 +26,8 @@ from primeslurm.orchestrator.rollouts.job_protocol import Job, Result, Status
 from primeslurm.orchestrator.rollouts.pieces import LARGEST_PART, PIECE, cut, joined
 from primeslurm.orchestrator.rollouts.worker_pool import WorkerPool
 from primeslurm.wire import link, secret
+from primeslurm.wire.decoding import DamagedError
 from primeslurm.wire.link import Answer, OrchestratorLink, Request, TrainerLink
-from primeslurm.wire.received import DamagedError
 from primeslurm.wire.rollouts import Frame, Rollout
 from tests.unit.fuzz.mutations import fuzzed, messages, trees
 from tests.unit.fuzz.test_messages import RESULT, WORDS, batch, rollout

@@ -21,7 +21,7 @@ from primeslurm.orchestrator.recovery import recover
 from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 from primeslurm.orchestrator.rollouts.spool import Spool, SpooledGroup
 from primeslurm.recipe import Recipe
-from primeslurm.wire.received import DamagedError
+from primeslurm.wire.decoding import DamagedError
 from tests.support.recipes import recipe_data
 from tests.unit.orchestrator.test_packing import group
 

@@ -19,7 +19,7 @@ from primeslurm.orchestrator.rollouts.token_client import TokenClient, serving
 from primeslurm.orchestrator.rollouts.worker import Worker
 from primeslurm.recipe import Recipe
 from primeslurm.wire.addresses import AddressBook
-from primeslurm.wire.received import DamagedError
+from primeslurm.wire.decoding import DamagedError
 from primeslurm.wire.rollouts import Rollout
 from tests.support.fake_engine import FakeEngine, write_tokenizer
 

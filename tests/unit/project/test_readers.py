@@ -11,7 +11,7 @@ PACKAGE = ROOT / "primeslurm"
 DECODE = re.compile(
     r"(json|pickle|torch|np|tomllib)\.loads?|np\.frombuffer|struct\.unpack(_from)?|(py)?base64\.b64decode"
     r"|msgspec\.(json|msgpack|yaml|toml)\.decode|msgspec\.convert|yaml\.(safe_)?load"
-    r"|(received\.)?(value|json_value)|read_json"
+    r"|(decoding\.)?(value|json_value)|read_json"
 )
 OWN = {
     "the model's or the data's files, which the user chose; what is wrong in them is an error that names the file": (
@@ -44,10 +44,11 @@ OWN = {
         "slurm/inventory.py",
         "trainer/checkpoints/shards.py",
     ),
-    "the kernel's answer, or what it hands on to one that is in the table": (
+    "the kernel's answer, or a part of what one that is in the table reads": (
         "files.py",
         "node/host/network.py",
         "run/status/placement.py",
+        "wire/received.py",
     ),
 }
 ELSEWHERE = {

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from primeslurm.wire import batch_files
-from primeslurm.wire.received import DamagedError
+from primeslurm.wire.decoding import DamagedError
 from primeslurm.wire.rollouts import ImageSpan
 from tests.unit.wire.test_wire import batch
 

@@ -7,7 +7,7 @@ import sys
 
 PROGRAM = """
 import sys, threading, msgspec
-from primeslurm.wire.received import json_value, value
+from primeslurm.wire.decoding import json_value, value
 
 sys.setswitchinterval(1e-6)
 for number in range(60):

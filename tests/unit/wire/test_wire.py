@@ -24,8 +24,8 @@ from primeslurm.records.events.training import TrainerStarted
 from primeslurm.records.journal import Journal
 from primeslurm.records.state import TrainerState
 from primeslurm.wire import checkpoints, link, routed_experts
+from primeslurm.wire.decoding import DamagedError
 from primeslurm.wire.link import Answer, GetBatch, LinkError, OrchestratorLink, Request, TrainerLink
-from primeslurm.wire.received import DamagedError
 from primeslurm.wire.rollouts import (
     Batch,
     BatchInfo,
