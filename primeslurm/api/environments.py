@@ -9,6 +9,7 @@ from primeslurm.errors import Violation
 from primeslurm.plan.checks.environments import Interpreter, places, try_all
 from primeslurm.plan.model import Finding
 from primeslurm.recipe import Recipe, Site
+from primeslurm.recipe.sandbox_rules import PROVIDER_KEYS
 
 _FIELD = "environments"
 
@@ -26,7 +27,7 @@ def environment_problems(recipe: Recipe, site: Site, *, local: bool) -> tuple[li
     """
     if not recipe.samples:
         return [], []
-    interpreter = Interpreter(site.python or "python3", _variables(site))
+    interpreter = Interpreter(site.python or "python3", _variables(site) | ({} if local else _kept_back(recipe, site)))
     if recipe.slurm.over(site.slurm).container is not None and not local:
         return [], [_untried("they are in the image that jobs run in")]
     if not interpreter.here:
@@ -47,6 +48,12 @@ def _variables(site: Site) -> dict[str, str]:
     """What processes get from the site, as far as it is known before a node is."""
     env = {name: value for name, value in site.env.items() if "${" not in value}
     return {**env, "LD_LIBRARY_PATH": ":".join(site.library_path)} if site.library_path else env
+
+
+def _kept_back(recipe: Recipe, site: Site) -> dict[str, str]:
+    """Keys of sandboxes' providers that may be set here, and that jobs do not get: as if they were not."""
+    given = {*site.env, *site.pass_env, *recipe.pass_env}
+    return {name: "" for names in PROVIDER_KEYS.values() for name in names if name not in given}
 
 
 def _is_this_machine(site: Site) -> bool:

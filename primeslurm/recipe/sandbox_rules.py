@@ -32,6 +32,12 @@ WITHOUT_INSTALLING = ("bash", "mini_swe_agent", "null", "terminus_2")
 """Harnesses that are Python scripts, whose packages set-up can install. Others install programs in a container."""
 WITHOUT_TOOLS = ("chat", "null", "terminus_2")
 """Harnesses that offer the model no tools of their own: `null` has those of the task, Terminus reads its text."""
+PROVIDER_KEYS = {
+    "prime": ("PRIME_API_KEY",),
+    "modal": ("MODAL_TOKEN_ID", "MODAL_TOKEN_SECRET"),
+    "e2b": ("E2B_API_KEY",),
+}
+"""Hosted runtimes, and the variables with the keys of an account there."""
 _CONTAINER = "`runtime: {type: apptainer}`"
 ENV_KEY = "env"
 """Key of an environment's args that holds options of the verifiers Env itself (agents, harness, runtime, timeouts)."""

@@ -13,6 +13,7 @@ import verifiers.v1 as vf
 from verifiers.v1.utils.loaders import harness_config_type
 
 from primeslurm.errors import Violation
+from primeslurm.orchestrator.environments import hosted
 from primeslurm.orchestrator.environments.chat import ChatHarness
 from primeslurm.orchestrator.environments.sandbox import limits, scripts
 from primeslurm.recipe.sandbox_rules import HARNESSES, WITHOUT_INSTALLING, module_name
@@ -29,7 +30,7 @@ class HostNeeds:
     """What must be there."""
 
     runtimes: tuple[str, ...]
-    """subprocess: a working bubblewrap; apptainer, docker, podman: their command. Hosted ones need nothing here."""
+    """subprocess: a working bubblewrap; apptainer, docker, podman: their command; of hosted ones `hosted` knows."""
     harnesses: tuple[str, ...]
     """Harnesses whose scripts run on the node itself: their packages must be installed."""
 
@@ -56,7 +57,7 @@ def needs(environment: AnyEnvironment, env: vf.Env) -> HostNeeds:
 def unmet(environment: AnyEnvironment, env: vf.Env) -> list[Violation]:
     """Find what an environment needs and this machine has not."""
     wanted = needs(environment, env)
-    found = [problem for kind in wanted.runtimes for problem in _runtime(kind)]
+    found = [problem for kind in wanted.runtimes for problem in _runtime(kind, env)]
     return found + [problem for harness in wanted.harnesses for problem in _harness(harness)]
 
 
@@ -66,7 +67,7 @@ def _servers(env: vf.Env) -> Iterator[Any]:
     yield from env.taskset.toolsets(env.taskset.config)
 
 
-def _runtime(kind: str) -> Iterator[Violation]:
+def _runtime(kind: str, env: vf.Env) -> Iterator[Violation]:
     if kind == "subprocess":
         if why := _bubblewrap():
             fix = "install bubblewrap, or `runtime: {type: apptainer}`, or `trusted: true` there if you trust its tasks"
@@ -75,6 +76,8 @@ def _runtime(kind: str) -> Iterator[Violation]:
         yield Violation(
             "environments.runtime", kind, f"`{kind}` is not installed here", "install it, or another runtime"
         )
+    elif kind in hosted.PROVIDERS:
+        yield from hosted.unmet(kind, env)
 
 
 @functools.cache

@@ -7,11 +7,10 @@ from primeslurm.plan.model import Finding
 from primeslurm.plan.placement.resources import ResourceRequest
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.fields.slurm_syntax import bytes_of
+from primeslurm.recipe.sandbox_rules import PROVIDER_KEYS
 from primeslurm.recipe.sections.deployment import EnvironmentNodes
 
 FIELD = "deployment.environments"
-HOSTED = ("prime", "modal", "e2b")
-"""Runtimes whose sandboxes are not on the run's nodes."""
 GB = 10**9
 
 
@@ -62,7 +61,7 @@ def _sandboxes(recipe: Recipe, asked: EnvironmentNodes, there: float) -> list[Fi
     limits = [
         environment.ratio / ratios * (environment.runtime.limits.memory_gb or 0)
         for environment in recipe.environments
-        if environment.runtime is not None and environment.runtime.type not in HOSTED
+        if environment.runtime is not None and environment.runtime.type not in PROVIDER_KEYS
     ]
     needed = rollouts * sum(limits) * GB
     if not there or needed <= there:
