@@ -44,16 +44,16 @@ def measure(what: Callable[[], Any]) -> dict[str, float]:
 
 def attention(attend: sparse_mla.Attend, indices: torch.Tensor, length: int) -> dict[str, Any]:
     """Forward, and forward with backward."""
-    shapes = ((1, length, HEADS, RANK), (1, length, HEADS, ROPE), (1, length, RANK), (1, length, ROPE))
+    shapes = ((1, length, HEADS, RANK + ROPE), (1, length, RANK + ROPE))
     tensors = [torch.randn(shape, device="cuda", dtype=torch.bfloat16).requires_grad_() for shape in shapes]
-    weight = torch.randn(shapes[0], device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(1, length, HEADS, RANK, device="cuda", dtype=torch.bfloat16)
 
     def forward() -> None:
         with torch.no_grad():
-            attend(*tensors, indices, SCALE)
+            attend(*tensors, indices, RANK, SCALE)
 
     def both() -> None:
-        torch.autograd.grad(attend(*tensors, indices, SCALE), tensors, weight)
+        torch.autograd.grad(attend(*tensors, indices, RANK, SCALE), tensors, weight)
 
     return {"forward": measure(forward), "forward_backward": measure(both)}
 

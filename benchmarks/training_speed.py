@@ -58,6 +58,7 @@ def arguments(words: list[str]) -> argparse.Namespace:
     offload = parser.add_mutually_exclusive_group()
     offload.add_argument("--optimizer-offload", action="store_true", help="of ours")
     offload.add_argument("--optimizer-state-offload", action="store_true", help="of ours")
+    parser.add_argument("--activation-offload", action="store_true", help="of ours")
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], help="default: bfloat16 on GPUs, float32 on CPUs")
     parser.add_argument("--fp8", action="store_true", help="of ours")
     parser.add_argument("--router-replay", action="store_true", help="of ours; of experts at random")
@@ -90,6 +91,7 @@ def make_recipe(options: argparse.Namespace, on_cpu: bool) -> Any:
             "lm_head_chunk": options.lm_head_chunk,
             "optimizer_offload": options.optimizer_offload,
             "optimizer_state_offload": options.optimizer_state_offload,
+            "activation_offload": options.activation_offload,
         },
         "fp8": options.fp8,
         "router_replay": options.router_replay,

@@ -41,6 +41,7 @@ class Layout:
     compile: bool = False
     images: bool = False
     """Some rows have images, and their encoder is trained, too."""
+    memory: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         settings = "-".join(f"{name}={value}" for name, value in self.parallelism.items())
@@ -51,9 +52,8 @@ def gradients(layout: Layout, directory: Path, world: World) -> dict[str, torch.
     """The whole gradient of every parameter, on every rank, for one batch that depends on nothing."""
     vlm = {"freeze_vision_encoder": False} if layout.images else None
     model = {"path": str(directory / layout.case), "dtype": layout.dtype, "vlm": vlm}
-    recipe = make_recipe(
-        directory / layout.case, model=model, trainer={"parallelism": layout.parallelism, "compile": layout.compile}
-    )
+    trainer = {"parallelism": layout.parallelism, "compile": layout.compile, "memory": layout.memory}
+    recipe = make_recipe(directory / layout.case, model=model, trainer=trainer)
     policy = build(recipe, world, layout.attention)
     mine = slice(policy.dp_rank, None, policy.dp_world)
     rows, found = zip(*_rows(), strict=True) if layout.images else ((), ())

@@ -5,7 +5,7 @@ Bytes of a token are those of a token on this rank, after context parallelism ha
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from primeslurm.families.shape import DELTA_CHUNK, PART_TOKENS, DeltaNets, Mamba, ModelShape, Vision
 
@@ -25,6 +25,8 @@ class Layers:
     """Of a token, while its layer is computed anew and differentiated."""
     part: int = 0
     """Beside that, for what is computed anew in parts, if one rank has all heads."""
+    chosen: int = 0
+    """Of a token, beside that: the keys that sparse attention selected, on average of these layers."""
 
     def kept(self, checkpointing: str) -> int:
         """Bytes that a layer keeps of a token under none, selective or full checkpointing."""
@@ -62,7 +64,8 @@ def layers_of(shape: ModelShape, dtype_bytes: int) -> list[Layers]:
         ]
     else:
         inside = network + 4 * shape.hidden
-        found = [_plain(shape.attention_layers, attention + inside, shape, dtype_bytes)]
+        chosen = _selected(shape) // max(1, shape.attention_layers)
+        found = [replace(_plain(shape.attention_layers, attention + inside, shape, dtype_bytes), chosen=chosen)]
         if shape.delta_nets:
             mixer = delta_net(shape.delta_nets, shape.hidden, dtype_bytes)
             found.append(_recurrent(shape.delta_nets.layers, mixer, inside, shape, dtype_bytes))
@@ -168,6 +171,11 @@ def _attention(shape: ModelShape) -> int:
         m = shape.mla
         return shape.heads * (2 * (m.nope + m.rope) + 2 * m.value) + m.q_rank + m.kv_rank
     return 2 * shape.heads * shape.head_dim + 2 * shape.kv_heads * shape.head_dim
+
+
+def _selected(shape: ModelShape) -> int:
+    """Bytes of a token's selected keys in all layers, int32; layers without an indexer use those of an earlier one."""
+    return 4 * shape.indexer.top_k * shape.indexer.layers if shape.indexer else 0
 
 
 def _feed_forward(shape: ModelShape) -> int:

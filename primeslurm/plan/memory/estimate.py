@@ -97,6 +97,7 @@ def trainer_layout(recipe: Recipe, gpus: int, shape: ModelShape) -> TrainerLayou
         checkpointing=p.activation_checkpointing,
         optimizer_offload=trainer.memory.optimizer_offload,
         activation_offload=trainer.memory.activation_offload,
+        keeps_selection=trainer.memory.keep_selected_keys,
         logit_tokens=trainer.memory.lm_head_chunk,
         lora_parameters=lora_parameters(shape, trainer.lora.rank) if trainer.lora else 0,
         dtype_bytes=2 if recipe.model.dtype == "bfloat16" else 4,

@@ -1,7 +1,8 @@
 """What a step of the trainer takes, in parts: of the shape, by rates that were measured on H200s. Pure.
 
-Rates are shares of the GPU's peak, executed operations with those of recomputation, of layers at full width on two H200
-of one host (`benchmarks/results/training_speed_h200x2.json`, `sparse_attention_h200.json`). What happens between nodes
+Rates are shares of the GPU's peak, executed operations with those of recomputation, of layers at full width on one or
+two H200 of one host (`benchmarks/results/training_speed_h200.json`, `training_speed_h200x2.json`,
+`sparse_attention_h200.json`). What happens between nodes
 has not been measured: it is bytes by the line rate.
 """
 
@@ -16,15 +17,16 @@ from primeslurm.plan.memory.parameters import count
 from primeslurm.plan.memory.trainer import ELEMENT_BYTES, STATE_BYTES
 from primeslurm.recipe import Recipe
 
-PRODUCTS = ((768, 0.21), (2048, 0.44))
-"""Products with weights and all that one node does between them, by experts' width: Qwen3-30B-A3B, GLM-5."""
-IN_FP8 = ((768, 0.8), (2048, 1.26))
+PRODUCTS = ((768, 0.21), (2048, 0.47))
+"""Products with weights and all that one node does between them, by experts' width: Qwen3-30B-A3B; GLM-5, measured with
+all experts on one GPU (0.50) and taken as slower by what travelling to those of another took before."""
+IN_FP8 = ((768, 0.8), (2048, 1.3))
 """How much faster these are in FP8."""
 COMPILED = 1.26
 """How much faster these are compiled; measured with Qwen3-30B-A3B."""
 ATTENTION = 0.66
-SPARSE_FORWARD, SPARSE_BACKWARD = 0.52, 0.235
-SELECTION = 0.29
+SPARSE_FORWARD, SPARSE_BACKWARD = 0.56, 0.235
+SELECTION = 0.326
 """The indexer's scores and the choice of keys."""
 OPERATIONS = {"none": 6, "selective": 7, "full": 8}
 """Of products with weights, for each that a token meets: two forward, four backward, and those of recomputation."""
@@ -101,7 +103,10 @@ def step_time(
     return StepTime(
         products=operations * count(shape).active * tokens / (rate * peak),
         attention=_attention(shape, length, full) * tokens / peak,
-        selection=_selection(shape, length) * (2 if full else 1) * tokens / peak,
+        selection=_selection(shape, length)
+        * (1 if trainer.memory.keep_selected_keys or not full else 2)
+        * tokens
+        / peak,
         optimizer=_optimizer(recipe, nodes, gpus, shape, passes),
         network=_bytes_into_node(recipe, nodes, gpus, shape, passes) / (gpus * gbps * 1e9 / 8 * NETWORK_SHARE),
     )

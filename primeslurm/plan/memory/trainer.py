@@ -56,6 +56,8 @@ class TrainerLayout:
     """Whether optimizer state alone is in host memory."""
     gradient_bytes: int = 4
     """Bytes per element of gradients on their way to be summed over ranks."""
+    keeps_selection: bool = True
+    """Whether selected keys are kept where checkpointing is full."""
 
 
 @dataclass(frozen=True)
@@ -173,12 +175,15 @@ def _gathered(shape: ModelShape, layout: TrainerLayout) -> int:
 def activation_bytes(shape: ModelShape, layout: TrainerLayout) -> int:
     """Work out the bytes that the forward pass keeps for the backward pass, and those of the layer that is recomputed.
 
-    With offload, two layers' are here. Ranks that share rows share the heads of recurrent layers, too.
+    With offload, two layers' are here, and the keys that all of them selected. Ranks that share rows share the heads of
+    recurrent layers, too.
     """
     kinds = layers_of(shape, layout.dtype_bytes)
     kept = sum(layers.count * layers.kept(layout.checkpointing) for layers in kinds)
     if layout.activation_offload:
         kept = 2 * max(layers.kept(layout.checkpointing) for layers in kinds)
+    if layout.keeps_selection or layout.checkpointing != "full":
+        kept += sum(layers.count * layers.chosen for layers in kinds)
     return layout.tokens * kept + max(layout.tokens * layers.working + layers.part // layout.cp for layers in kinds)
 
 

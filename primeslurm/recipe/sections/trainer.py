@@ -128,6 +128,9 @@ class Memory(Section):
     Any optimizer; the step is that of a run without it, bit for bit."""
     activation_offload: bool = False
     """What layers save waits in host memory for the backward pass; with full checkpointing that is their input."""
+    keep_selected_keys: bool = True
+    """Full checkpointing keeps the keys that sparse attention selected: 4 bytes each, 8 KB of a token in each layer of
+    GLM-5. false: they are selected again."""
     lm_head_chunk: PositiveInt | None = None
     """Tokens whose logits exist at once. Default: all of them."""
 

@@ -22,6 +22,7 @@ from primeslurm.trainer.assembly.draft import ModelDraft
 from primeslurm.trainer.assembly.policy_model import PolicyModel
 from primeslurm.trainer.components import activation_checkpointing, compiled, lora
 from primeslurm.trainer.components.activation_offload import ActivationOffload
+from primeslurm.trainer.components.sparse_attention import SparseAttention
 from primeslurm.trainer.distributed.context_parallel import ContextParallel, Dims
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.models import generic
@@ -154,6 +155,10 @@ def _fitting_attention(recipe: Recipe) -> str:
 def _shard(draft: ModelDraft, dims: Dims) -> Any:
     """The model of a draft, split over ranks; it has no memory yet."""
     trainer = draft.recipe.trainer
+    checkpointing = trainer.parallelism.activation_checkpointing
+    sparse = [module for module in draft.model.modules() if isinstance(module, SparseAttention)]
+    for attention in sparse:
+        attention.keeps_selection = checkpointing == "full" and trainer.memory.keep_selected_keys
     if trainer.compile:
         compiled.prepare()
     return draft.spec.parallelize_fn(
@@ -162,7 +167,7 @@ def _shard(draft: ModelDraft, dims: Dims) -> Any:
         training=draft.settings.training,
         parallelism=draft.settings.parallelism,
         compile_config=CompileConfig(enable=bool(trainer.compile)),
-        ac_config=activation_checkpointing.policy(trainer.parallelism.activation_checkpointing, bool(trainer.compile)),
+        ac_config=activation_checkpointing.policy(checkpointing, bool(trainer.compile) and not sparse),
         dump_folder="",
     )
 

@@ -8,12 +8,15 @@ from typing import Any
 import torch
 from torchtitan.distributed.activation_checkpoint import ActivationCheckpointing, FullAC, SelectiveAC
 
+from primeslurm.trainer.components import sparse_attention
+
 
 class MatrixProductsAC(SelectiveAC):
     """torchtitan's selective checkpointing, but products of batches of matrices are not kept.
 
     In our models these are pairs of positions inside the parts of recurrent layers, which are computed anew anyway, and
-    queries that latent attention has absorbed its up-projection into: larger than all else that their layers keep.
+    queries that latent attention has absorbed its up-projection into: larger than all else that their layers keep. Keys
+    that sparse attention selects are kept.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -22,7 +25,7 @@ class MatrixProductsAC(SelectiveAC):
 
     def get_save_ops(self) -> set[Any]:
         """Operations whose results are kept."""
-        return set(super().get_save_ops()) - {torch.ops.aten.bmm.default}
+        return set(super().get_save_ops()) - {torch.ops.aten.bmm.default} | {sparse_attention.SELECTING}
 
 
 class ChosenExpertsAC(SelectiveAC):
@@ -54,6 +57,6 @@ def policy(name: str, compiled: bool) -> ActivationCheckpointing.Config | None:
 
     Args:
         name: `activation_checkpointing` of a recipe.
-        compiled: layers are compiled.
+        compiled: whole layers are compiled, and not parts of them.
     """
     return ChosenExpertsAC.Config() if compiled and name == "full" else POLICIES[name]

@@ -20,6 +20,7 @@ from torchtitan.protocols.module import Module
 
 from primeslurm.trainer import compat
 from primeslurm.trainer.components.fp8 import FP8Linear, rounded
+from primeslurm.trainer.kernels.head_products import head_products
 from primeslurm.trainer.kernels.sparse_mla import dense_mla, sparse_mla
 
 SCORES = 2**28
@@ -41,7 +42,7 @@ class Context:
     group: ProcessGroup | None = None
     """Ranks that hold the rest of the rows."""
     selections: dict[int, torch.Tensor] = field(default_factory=dict)
-    """What a layer selected, for the layers that share it. By layer: activations are recomputed in another order."""
+    """What a layer selected, by layer: for the layers that share it, and for itself when it is computed anew."""
 
     @staticmethod
     def of(positions: torch.Tensor) -> Context:
@@ -170,6 +171,8 @@ def _scores_on_gpu(
 
 # An operator of its own: selective activation checkpointing would otherwise keep the scores of every chunk.
 _select_keys = custom_op("primeslurm::select_keys", _select, mutates_args=())
+SELECTING = torch.ops.primeslurm.select_keys.default
+"""What activation checkpointing sees of `select`."""
 
 
 class SparseMla(Module):
@@ -189,8 +192,7 @@ class SparseMla(Module):
         self,
         q_nope: torch.Tensor,
         q_rope: torch.Tensor,
-        kv_latent: torch.Tensor,
-        k_rope: torch.Tensor,
+        keys: torch.Tensor,
         up: torch.Tensor,
         indices: torch.Tensor,
         scale: float,
@@ -200,17 +202,15 @@ class SparseMla(Module):
         Args:
             q_nope: [rows, queries, heads, nope].
             q_rope: [rows, queries, heads, rope].
-            kv_latent: [rows, keys, rank].
-            k_rope: [rows, keys, rope].
+            keys: compressed keys and their rotary part, [rows, keys, rank + rope].
             up: weight of the up-projection, [heads x (nope + v_head_dim), rank].
             indices: the selected keys, as `sparse_mla` takes them.
             scale: of the scores.
         """
-        heads, nope = q_nope.shape[2:]
-        up_key, up_value = up.view(heads, -1, kv_latent.shape[-1]).tensor_split([nope], 1)
-        q_latent = torch.einsum("bqhd,hdr->bqhr", q_nope, up_key)
-        out = self._attend(q_latent, q_rope, kv_latent, k_rope, indices, scale)
-        return torch.einsum("bqhr,hdr->bqhd", out, up_value)
+        (heads, nope), rank = q_nope.shape[2:], up.shape[1]
+        up_key, up_value = up.view(heads, -1, rank).tensor_split([nope], 1)
+        query = head_products(q_nope, up_key, q_rope)
+        return head_products(self._attend(query, keys, indices, rank, scale), up_value.mT)
 
 
 class SparseAttention(Attention):
@@ -230,6 +230,8 @@ class SparseAttention(Attention):
         super().__init__(config)
         self.indexer = config.indexer.build() if config.indexer else None
         self._selected_by, self._shared = config.selected_by, config.shared
+        self.keeps_selection = False
+        """For when the whole layer is computed anew, by activation checkpointing."""
 
     def forward(self, x: torch.Tensor, attention_masks: Context, positions: torch.Tensor | None = None) -> torch.Tensor:
         """The layer's input [rows, local_len, dim] to the attention's output of that shape."""
@@ -241,10 +243,9 @@ class SparseAttention(Attention):
         q_rope, k_rope = self.rope(q_rope, k_rope.unsqueeze(2), positions)
         own = torch.cat([self.kv_norm(latent), k_rope.squeeze(2)], -1)
         keys, indices = self._select(x, compressed, own, attention_masks, positions)
-        latent, k_rope = keys.split([self.kv_lora_rank, self.qk_rope_head_dim], -1)
         # The weight itself: what absorbs it never calls the projection. Engines absorb what they quantised.
         up = rounded(self.wkv_b.weight) if isinstance(self.wkv_b, FP8Linear) else self.wkv_b.weight
-        out = self.inner_attention(q_nope, q_rope, latent, k_rope, up, indices, self.softmax_scale)
+        out = self.inner_attention(q_nope, q_rope, keys, up, indices, self.softmax_scale)
         result: torch.Tensor = self.wo(out.flatten(2))
         return result
 
@@ -256,13 +257,19 @@ class SparseAttention(Attention):
         context: Context,
         positions: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys of whole rows, and which of them each local query attends to."""
+        """Keys of whole rows, and which of them each local query attends to.
+
+        Layers that share a selection are behind the one that made it. They are computed anew before it is, so nobody
+        wants the selection after that.
+        """
         if self.indexer is None:
             return context.gather(own), context.selections[self._selected_by]
+        if self.keeps_selection and self._selected_by in context.selections:
+            return context.gather(own), context.selections.pop(self._selected_by)
         query, key, weight = self.indexer(x, compressed, self.rope, positions)
         keys, index_keys = context.gather(torch.cat([own, key], -1)).split([own.shape[-1], key.shape[-1]], -1)
         indices = select(query, index_keys, weight, context, self.indexer.config.top_k)
-        if self._shared:
+        if self._shared or (self.keeps_selection and torch.is_grad_enabled()):
             context.selections[self._selected_by] = indices
         return keys, indices
 

@@ -24,7 +24,7 @@ SIZE, HEADS = 128, (32, 64)
 def index_scores(
     query: torch.Tensor, keys: torch.Tensor, weight: torch.Tensor, first: torch.Tensor, last: torch.Tensor
 ) -> torch.Tensor:
-    """Scores [queries, keys] in float32, -inf for keys outside of first .. last.
+    """Scores [queries, keys or some more] in float32, -inf for keys outside of first .. last and for what is no key.
 
     Args:
         query: [queries, heads, head_dim], bfloat16; head_dim is a power of two.
@@ -41,7 +41,15 @@ def index_scores(
     scores: torch.Tensor = library.fp8_fp4_mqa_logits(
         (data, None), quantise(keys), weight.float() * scales, *seen, clean_logits=True
     )
-    return scores
+    return _whole(scores)
+
+
+def _whole(scores: torch.Tensor) -> torch.Tensor:
+    """The columns that DeepGEMM cuts off, too, as -inf: torch would copy what is not contiguous before it chooses."""
+    queries, keys = scores.shape
+    whole = scores.as_strided((queries, scores.stride(0)), (scores.stride(0), 1))
+    whole[:, keys:] = float("-inf")
+    return whole
 
 
 def triton_scores(

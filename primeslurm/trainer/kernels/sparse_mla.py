@@ -5,12 +5,11 @@ has one key and value head. `sparse_mla` reads the selected keys where they are 
 those of a few queries at a time; `dense_mla` computes the same from all scores, faster for short rows and quadratic in
 memory. Both take
 
-    q_latent   [rows, queries, heads, rank]    absorbed queries
-    q_rope     [rows, queries, heads, rope]    their rotary part
-    kv_latent  [rows, keys, rank]              compressed keys, which are also the values
-    k_rope     [rows, keys, rope]              their rotary part
-    indices    [rows, queries, top_k], int32   the keys each query attends to, -1 for none; at least one per query
-    scale                                      of the scores
+    query    [rows, queries, heads, rank + rope]  absorbed queries, and their rotary part
+    keys     [rows, keys, rank + rope]            compressed keys, which are also the values, and their rotary part
+    indices  [rows, queries, top_k], int32        the keys each query attends to, -1 for none; at least one per query
+    rank                                          of the compressed keys
+    scale                                         of the scores
 
 and return [rows, queries, heads, rank] in the dtype of the queries, differentiable in all but the indices.
 """
@@ -23,43 +22,28 @@ from typing import Any
 import torch
 from torch.library import custom_op
 
-Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int, float], torch.Tensor]
 CHUNK = 128
 """Queries whose keys are gathered at once: 128 x 2048 keys x 576 values are 300 MB in bfloat16."""
 
 
-def sparse_mla(
-    q_latent: torch.Tensor,
-    q_rope: torch.Tensor,
-    kv_latent: torch.Tensor,
-    k_rope: torch.Tensor,
-    indices: torch.Tensor,
-    scale: float,
-) -> torch.Tensor:
+def sparse_mla(query: torch.Tensor, keys: torch.Tensor, indices: torch.Tensor, rank: int, scale: float) -> torch.Tensor:
     """Attention over gathered keys, recomputed for the gradients; shapes as in the module's docstring."""
-    rows, queries, heads, rank = q_latent.shape
-    keys = torch.cat([kv_latent, k_rope], -1).flatten(0, 1)
-    offset = torch.arange(rows, device=indices.device, dtype=indices.dtype)[:, None, None] * kv_latent.shape[1]
+    rows, queries, heads, _ = query.shape
+    offset = torch.arange(rows, device=indices.device, dtype=indices.dtype)[:, None, None] * keys.shape[1]
     where = torch.where(indices < 0, indices, indices + offset).flatten(0, 1)
-    out, _ = _attend(torch.cat([q_latent, q_rope], -1).flatten(0, 1), keys, where, rank, scale)
+    out, _ = _attend(query.flatten(0, 1), keys.flatten(0, 1), where, rank, scale)
     return out.view(rows, queries, heads, rank)
 
 
-def dense_mla(
-    q_latent: torch.Tensor,
-    q_rope: torch.Tensor,
-    kv_latent: torch.Tensor,
-    k_rope: torch.Tensor,
-    indices: torch.Tensor,
-    scale: float,
-) -> torch.Tensor:
+def dense_mla(query: torch.Tensor, keys: torch.Tensor, indices: torch.Tensor, rank: int, scale: float) -> torch.Tensor:
     """Attention with a mask over all keys; shapes as in the module's docstring."""
-    shape = (*indices.shape[:2], kv_latent.shape[1] + 1)  # one column more takes what is not selected
+    shape = (*indices.shape[:2], keys.shape[1] + 1)  # one column more takes what is not selected
     slots = torch.where(indices < 0, shape[2] - 1, indices).long()
     selected = torch.zeros(shape, dtype=torch.bool, device=indices.device).scatter(-1, slots, True)[..., :-1]
-    scores = torch.einsum("bqhr,bkr->bhqk", q_latent, kv_latent) + torch.einsum("bqhr,bkr->bhqk", q_rope, k_rope)
+    scores = torch.einsum("bqhr,bkr->bhqk", query, keys)
     weights = (scores.float() * scale).masked_fill(~selected[:, None], float("-inf")).softmax(-1)
-    return torch.einsum("bhqk,bkr->bqhr", weights.to(kv_latent.dtype), kv_latent)
+    return torch.einsum("bhqk,bkr->bqhr", weights.to(keys.dtype), keys[..., :rank])
 
 
 def _forward(

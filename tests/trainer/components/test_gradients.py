@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from primeslurm.trainer.components import sparse_attention
 from primeslurm.trainer.distributed.world import World
 from tests.trainer.families import CASES, SEEING_CASES, UNEVEN_CASES, write
 from tests.trainer.gradients import Layout, compare, gradients, worst
@@ -48,7 +49,7 @@ TWO_RANKS = [
     Layout("laguna", {"cp": 2, "ep": 2}, "varlen"),
     Layout("deepseek_v3", {"cp": 2, "ep": 2}, "varlen"),
     Layout("deepseek_v3", {"cp": 2, "cp_style": "allgather"}, "varlen"),
-    Layout("glm_moe_dsa", {"cp": 2, "ep": 2}),
+    Layout("glm_moe_dsa", {"cp": 2, "ep": 2, "activation_checkpointing": "full"}),
     # attention sinks
     Layout("gpt_oss", {"cp": 2, "ep": 2}, "varlen"),
     Layout("gpt_oss", {"cp": 2, "cp_style": "allgather"}),
@@ -136,3 +137,18 @@ def check(layout: Layout, difference: float) -> None:
 def test_what_selective_checkpointing_computes_anew_is_the_same(case: str, references: Path, world: World) -> None:
     selective = gradients(Layout(case, {"activation_checkpointing": "selective"}), references, world)
     assert worst(selective, torch.load(references / f"{case}.pt"), torch.inf) < TOLERANCE
+
+
+def test_keys_are_selected_once_whatever_else_is_computed_anew(
+    references: Path, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    scores, expected = sparse_attention._scores, torch.load(references / "glm_moe_dsa.pt")
+    monkeypatch.setattr(sparse_attention, "_scores", lambda *given: (calls.append(1), scores(*given))[1])
+    counts = []
+    for checkpointing, keeps in (("none", True), ("selective", True), ("full", True), ("full", False)):
+        memory = {"keep_selected_keys": keeps}
+        layout = Layout("glm_moe_dsa", {"activation_checkpointing": checkpointing}, memory=memory)
+        assert worst(gradients(layout, references, world), expected, torch.inf) < TOLERANCE
+        counts.append(len(calls) - sum(counts))
+    assert counts[0] > 0 and counts == [counts[0]] * 3 + [2 * counts[0]]

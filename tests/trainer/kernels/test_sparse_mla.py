@@ -15,7 +15,7 @@ ROWS, QUERIES, KEYS, HEADS, RANK, ROPE, TOP_K, SCALE = 2, 12, 20, 3, 8, 4, 5, 0.
 def make_inputs() -> tuple[list[torch.Tensor], torch.Tensor]:
     """Float64 inputs that want gradients, and selections with as few as one key."""
     generator = torch.Generator().manual_seed(0)
-    shapes = ((ROWS, QUERIES, HEADS, RANK), (ROWS, QUERIES, HEADS, ROPE), (ROWS, KEYS, RANK), (ROWS, KEYS, ROPE))
+    shapes = ((ROWS, QUERIES, HEADS, RANK + ROPE), (ROWS, KEYS, RANK + ROPE))
     tensors = [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
     indices = torch.rand(ROWS, QUERIES, KEYS, generator=generator).topk(TOP_K).indices.int()
     absent = torch.rand(ROWS, QUERIES, TOP_K, generator=generator) < 0.4
@@ -25,14 +25,13 @@ def make_inputs() -> tuple[list[torch.Tensor], torch.Tensor]:
 
 def plain(tensors: list[torch.Tensor], indices: torch.Tensor) -> torch.Tensor:
     """One query and head after the other."""
-    q_latent, q_rope, kv_latent, k_rope = tensors
+    queries, keys = tensors
     rows = []
     for row in range(ROWS):
         for query in range(QUERIES):
-            own = indices[row, query][indices[row, query] >= 0].long()
-            latent, rope = kv_latent[row, own], k_rope[row, own]
-            scores = q_latent[row, query] @ latent.T + q_rope[row, query] @ rope.T
-            rows.append((scores * SCALE).softmax(-1) @ latent)
+            own = keys[row, indices[row, query][indices[row, query] >= 0].long()]
+            scores = queries[row, query] @ own.T
+            rows.append((scores * SCALE).softmax(-1) @ own[:, :RANK])
     return torch.stack(rows).view(ROWS, QUERIES, HEADS, RANK)
 
 
@@ -40,7 +39,7 @@ def plain(tensors: list[torch.Tensor], indices: torch.Tensor) -> torch.Tensor:
 def test_outputs_and_gradients_equal_a_plain_loop(attend: sparse_mla.Attend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sparse_mla, "CHUNK", 7)  # not a divisor of the number of queries
     tensors, indices = make_inputs()
-    expected, out = plain(tensors, indices), attend(*tensors, indices, SCALE)
+    expected, out = plain(tensors, indices), attend(*tensors, indices, RANK, SCALE)
     weight = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     wanted = torch.autograd.grad((expected * weight).sum(), tensors)
     gradients = torch.autograd.grad((out * weight).sum(), tensors)

@@ -15,7 +15,7 @@ from tests.support.recipes import recipe_data, site
 
 GLM = {"model": {"path": "zai-org/GLM-5.1", "dtype": "bfloat16"}}
 FITS = {"inference": {"quantization": "fp8", "expert_parallel": True}, "deployment": {"train": {"nodes": 24}}}
-FITS |= {"trainer": {"parallelism": {"ep": 8, "activation_checkpointing": "full"}}}
+FITS |= {"trainer": {"parallelism": {"ep": 8, "activation_checkpointing": "full"}, "memory": {"lm_head_chunk": 2048}}}
 
 
 @pytest.fixture
