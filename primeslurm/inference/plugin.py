@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from primeslurm import compiled_code
 from primeslurm.wire import secret
 
 TRANSFER_ENGINES = {
@@ -16,7 +17,8 @@ _registered = False
 def register() -> None:
     """Register our transfer engines and the fix of selection biases; on CPU, those of `cpu.patches`, too.
 
-    The run's secret is read first, as the engine starts its processes after this.
+    The run's secret is read first, and where compiled code is kept is set, as the engine starts its processes after
+    this.
 
     Calling it again changes nothing.
 
@@ -27,6 +29,7 @@ def register() -> None:
     if _registered:
         return
     secret.take()
+    compiled_code.use()
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.platforms import current_platform
 

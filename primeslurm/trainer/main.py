@@ -9,13 +9,13 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
+from primeslurm import compiled_code
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.phase_limits import PhaseLimits
 from primeslurm.records.beats import pulse
 from primeslurm.records.events.training import TrainerStarted, TrainerStopped
 from primeslurm.records.journal import Journal
 from primeslurm.trainer import compat
-from primeslurm.trainer.assembly import compile_cache
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
 from primeslurm.trainer.components import loss
@@ -49,7 +49,7 @@ def run(
         log.error("--device cuda, but torch %s sees no CUDA device", torch.__version__)
         return exits.FAILED
     recipe = Recipe.model_validate_json(recipe_path.read_text())
-    compile_cache.use()
+    compiled_code.use()
     limits = PhaseLimits.of(recipe)
     pulse().enter("load", limit_s=limits.long_s)
     world = join(interrupt, limits.control_s, recipe.trainer.memory.optimizer_offload)

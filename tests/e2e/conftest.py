@@ -23,6 +23,8 @@ def turns_on_policy(run: RunDirectory, steps: int) -> list[dict[str, Any]]:
     """Return metrics of a run whose rollouts have several turns, are on-policy, and agree with the trainer."""
     table = rows(run.path)
     assert [row["step"] for row in table] == list(range(1, steps + 1))
+    events = [line for path in run.path.glob("attempts/*/events/*.jsonl") for line in path.read_text().splitlines()]
+    assert not [line for line in events if "rollout_failed" in line]
     for row in table:
         assert row["trainer/on_policy_fraction"] == 1.0 and row["trainer/mismatch_kl"] < 1e-3, row
         assert row["rollouts/turns_mean"] > 1 and row["rollouts/failed"] == 0, row

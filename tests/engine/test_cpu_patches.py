@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from datetime import timedelta
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from primeslurm import compiled_code
 from primeslurm.inference import guards
 from primeslurm.inference.cpu import patches
 from primeslurm.orchestrator.weight_transfer.engine_client import PolicyVersion
@@ -38,6 +40,15 @@ def test_registering_twice_changes_nothing() -> None:
     register()
     assert UnquantizedFusedMoEMethod._setup_kernel is patched
     assert "primeslurm_filesystem" in WeightTransferEngineFactory._registry
+
+
+def test_an_engine_keeps_what_it_compiles_where_the_plan_says(tmp_path: Path) -> None:
+    """What vLLM itself loads when it is given arguments, before it has read where its cache is."""
+    code = "from vllm import envs, plugins; plugins.load_general_plugins(); print(envs.VLLM_CACHE_ROOT)"
+    own = {name: os.environ[name] for name in os.environ if name not in compiled_code.DIRECTORIES}
+    run = [sys.executable, "-c", code]
+    found = subprocess.check_output(run, env=own | {compiled_code.VARIABLE: str(tmp_path)}, text=True, timeout=600)
+    assert Path(found.split()[-1]).is_relative_to(tmp_path)
 
 
 def test_a_changed_vllm_is_refused() -> None:

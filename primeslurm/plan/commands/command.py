@@ -17,6 +17,9 @@ Device = Literal["cuda", "cpu"]
 
 ENGINE_ROLES: dict[NodeRole, EngineRole] = {"inference": "engine", "prefill": "prefill", "decode": "decode"}
 """What engines do on the nodes of a role."""
+COMPILED_CODE = {"PRIMESLURM_COMPILED_CODE": "/tmp"}
+"""Where trainers and engines keep what is compiled while they run, on each node's own disk: below it, they make a
+directory for each user and version. See `primeslurm.compiled_code`."""
 
 
 class Command(NamedTuple):

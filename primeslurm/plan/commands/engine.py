@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from primeslurm.families import Parsers, parsers_of
 from primeslurm.plan.commands import dynamo, kv
-from primeslurm.plan.commands.command import Command, Device, EngineRole, long_options
+from primeslurm.plan.commands.command import COMPILED_CODE, Command, Device, EngineRole, long_options
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.inference import EngineSettings
 from primeslurm.recipe.sections.routers import DynamoRouter
@@ -211,6 +211,8 @@ def _engine_env(
         }
         if recipe.inference.parallel.tp == 1 and dp.size == 1:
             env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # or vLLM moves the worker to a process of its own
+    else:
+        env |= COMPILED_CODE
     if recipe.inference.deep_gemm:
         env |= {"VLLM_USE_DEEP_GEMM": "1", "VLLM_MOE_USE_DEEP_GEMM": "1"}
     if recipe.samples and recipe.trainer.fp8:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from primeslurm.families import family_of
-from primeslurm.plan.commands.command import Command
+from primeslurm.plan.commands.command import COMPILED_CODE, Command
 from primeslurm.plan.memory.gpus import ALLOC_CONF, EXPANDABLE
 from primeslurm.plan.placement.node_builder import RENDEZVOUS_PORT
 from primeslurm.recipe import Recipe, Site
@@ -14,10 +14,6 @@ RECIPE = "${run_dir}/recipe.resolved.json"
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 """Rollouts are received into memory in pages of 2 MiB where the kernel has them on request: in pages of 4 KiB half of
 the time goes into making and freeing them. Other C libraries, and a glibc before 2.35, do not heed it."""
-
-COMPILED = "/tmp"
-"""Where compiled layers are kept, on each node's own disk: below it, trainers make a directory for each user and
-version."""
 
 
 def orchestrator_command(engines: list[str], routers: list[str], teachers: list[str]) -> Command:
@@ -141,8 +137,8 @@ def trainer_command(
         "MASTER_ADDR": "${host:trainer-rank-0}",
         "MASTER_PORT": "${port:trainer-rank-0:master}",
     }
-    if recipe.trainer.compile:
-        env["PRIMESLURM_COMPILE_CACHE"] = COMPILED
+    if recipe.trainer.compile or site.device == "cuda":
+        env |= COMPILED_CODE
     if site.device == "cuda":  # NCCL's watchdog is no quicker than the limits of this product
         env["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] = str(round(PhaseLimits.of(recipe).control_s))
         # Of themselves, each of a node's ranks would take all of its cores for the optimizer's step in host memory.

@@ -99,6 +99,11 @@ def test_an_engine_may_take_as_long_to_start_as_the_recipe_says() -> None:
     assert command.env["VLLM_ENGINE_READY_TIMEOUT_S"] == "7200"
 
 
+def test_what_engines_on_gpus_compile_stays_on_the_node() -> None:
+    assert engine_command(recipe(), "cuda", "engine", "python").env["PRIMESLURM_COMPILED_CODE"] == "/tmp"
+    assert "PRIMESLURM_COMPILED_CODE" not in engine_command(recipe(), "cpu", "engine", "python").env  # has no kernels
+
+
 def test_cuda_engine_with_fixed_cache_and_eager() -> None:
     command = engine_command(recipe(kv_cache_bytes=1000, enforce_eager=True), "cuda", "engine", "python")
     assert option(command, "--kv-cache-memory-bytes") == "1000" and "--enforce-eager" in command.argv

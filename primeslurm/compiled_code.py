@@ -1,21 +1,35 @@
-"""Compiled code of earlier attempts, on the node's own disk: the next attempt there starts with it."""
+"""Code that libraries compile as they run: kept on the node's own disk, where the next attempt there starts with it.
+
+Left alone they keep it in the home directory, which on a cluster is one file server for all nodes: hundreds of engines
+that start at once wait for one another's locks there, and read each other's half-written files.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
 import stat
+from importlib import metadata
 from pathlib import Path
 
-import torch
-
-VARIABLE = "PRIMESLURM_COMPILE_CACHE"
+VARIABLE = "PRIMESLURM_COMPILED_CODE"
 """Where the plan wants it: a directory that may be everybody's, such as /tmp."""
+DIRECTORIES = {
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TRITON_CACHE_DIR": "triton",
+    "DG_JIT_CACHE_DIR": "deep_gemm",
+    "TILELANG_CACHE_DIR": "tilelang",
+    "FLASHINFER_WORKSPACE_BASE": "flashinfer",
+    "VLLM_CACHE_ROOT": "vllm",
+}
+"""The variable that each library reads when it is imported or first compiles, and its directory here."""
 log = logging.getLogger(__name__)
 
 
 def use() -> None:
-    """Have torch and Triton keep what they compile where the plan says, if that is safe. Says in the log if not.
+    """Have this process and its children keep what they compile where the plan says, if that is safe.
+
+    Call it before torch or vllm is used. It says in the log if nothing is kept. What the site has set stays.
 
     Code from there is run. So the directory has a known name, unlike others of this user in such places, but is only
     used if it is this user's alone.
@@ -32,9 +46,9 @@ def use() -> None:
     if why:
         log.warning("compiled code is not kept between attempts: %s", why)
         return
-    ours = kept / f"torch-{torch.__version__}"
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(ours / "inductor"))
-    os.environ.setdefault("TRITON_CACHE_DIR", str(ours / "triton"))
+    ours = kept / f"torch-{metadata.version('torch')}"
+    for variable, name in DIRECTORIES.items():
+        os.environ.setdefault(variable, str(ours / name))
 
 
 def _unsafe(directory: Path) -> str:

@@ -6,17 +6,14 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 
-from primeslurm.trainer.assembly import compile_cache
-
-NAMES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+from primeslurm import compiled_code
 
 
 @pytest.fixture(autouse=True)
 def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(compile_cache.VARIABLE, str(tmp_path))
-    for name in NAMES:
+    monkeypatch.setenv(compiled_code.VARIABLE, str(tmp_path))
+    for name in compiled_code.DIRECTORIES:
         monkeypatch.setenv(name, "")  # so that what is set in a test goes with it
         monkeypatch.delenv(name)
 
@@ -26,12 +23,13 @@ def kept(tmp_path: Path) -> Path:
 
 
 def test_the_next_attempt_finds_what_this_one_compiled(tmp_path: Path) -> None:
-    compile_cache.use()
-    first = [os.environ.pop(name) for name in NAMES]
+    compiled_code.use()
+    first = [os.environ.pop(name) for name in compiled_code.DIRECTORIES]
     assert kept(tmp_path).stat().st_mode & 0o777 == 0o700
-    assert all(torch.__version__ in place and place.startswith(str(kept(tmp_path))) for place in first)
-    compile_cache.use()
-    assert [os.environ[name] for name in NAMES] == first
+    assert len(set(first)) == len(first)
+    assert all(place.startswith(str(kept(tmp_path))) for place in first)
+    compiled_code.use()
+    assert [os.environ[name] for name in compiled_code.DIRECTORIES] == first
 
 
 @pytest.mark.parametrize("fault", ["open", "link", "file", "swappable"])
@@ -49,12 +47,18 @@ def test_code_that_others_could_have_put_there_is_not_run(
         place.touch()
     else:
         tmp_path.chmod(0o777)
-    compile_cache.use()
-    assert not any(name in os.environ for name in NAMES)
+    compiled_code.use()
+    assert not any(name in os.environ for name in compiled_code.DIRECTORIES)
     assert "compiled code is not kept between attempts" in caplog.text
 
 
 def test_a_site_has_the_last_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(NAMES[0], "/its/own")
-    compile_cache.use()
-    assert os.environ[NAMES[0]] == "/its/own"
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/its/own")
+    compiled_code.use()
+    assert os.environ["TRITON_CACHE_DIR"] == "/its/own"
+
+
+def test_a_plan_without_such_a_place_makes_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(compiled_code.VARIABLE)
+    compiled_code.use()
+    assert not any(name in os.environ for name in compiled_code.DIRECTORIES) and not list(tmp_path.iterdir())
