@@ -24,6 +24,7 @@ from primeslurm.plan.memory.trainer import (
     ELEMENT_BYTES,
     STATE_BYTES,
     TrainerLayout,
+    experts_in_fp8,
     lora_parameters,
     trained_parameters,
     trainer_memory,
@@ -110,6 +111,7 @@ def trainer_layout(recipe: Recipe, gpus: int, shape: ModelShape) -> TrainerLayou
         frozen_vision=_frozen_vision(recipe),
         state_offload=trainer.memory.optimizer_state_offload,
         gradient_bytes=ELEMENT_BYTES[p.gradient_dtype],
+        experts_in_fp8=experts_in_fp8(recipe, gpus // p.dp_replicate, shape),
     )
 
 

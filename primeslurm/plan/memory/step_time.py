@@ -14,13 +14,13 @@ from dataclasses import dataclass
 from primeslurm.families.shape import ModelShape
 from primeslurm.plan.memory.gpus import Gpu
 from primeslurm.plan.memory.parameters import count
-from primeslurm.plan.memory.trainer import ELEMENT_BYTES, STATE_BYTES
+from primeslurm.plan.memory.trainer import ELEMENT_BYTES, STATE_BYTES, experts_in_fp8
 from primeslurm.recipe import Recipe
 
 PRODUCTS = ((768, 0.21), (2048, 0.47))
 """Products with weights and all that one node does between them, by experts' width: Qwen3-30B-A3B; GLM-5, measured with
 all experts on one GPU (0.50) and taken as slower by what travelling to those of another took before."""
-IN_FP8 = ((768, 0.8), (2048, 1.3))
+IN_FP8 = ((768, 0.8), (2048, 1.35))
 """How much faster these are in FP8."""
 COMPILED = 1.26
 """How much faster these are compiled; measured with Qwen3-30B-A3B."""
@@ -175,10 +175,14 @@ def _bytes_into_node(recipe: Recipe, nodes: int, gpus: int, shape: ModelShape, p
     parallel = recipe.trainer.parallelism
     shards = max(1, nodes // parallel.dp_replicate)
     p = count(shape)
-    held = p.total - p.experts + p.experts * min(1.0, gpus / parallel.ep)
+    experts = p.experts * min(1.0, gpus / parallel.ep)
+    held = p.total - p.experts + experts
     gathers = 2 * passes if parallel.reshard_after_forward else 1
     sums = 0 if recipe.trainer.lora else 1 if parallel.reduce_gradients == "step" else passes
     element, gradient = ELEMENT_BYTES[recipe.model.dtype], ELEMENT_BYTES[parallel.gradient_dtype]
-    within = (1 - 1 / shards) * held * (gathers * element + sums * gradient)
+    weights = held * element
+    if experts_in_fp8(recipe, nodes * gpus // parallel.dp_replicate, shape):
+        weights -= experts * (element - 1)
+    within = (1 - 1 / shards) * (gathers * weights + sums * held * gradient)
     copies = nodes // shards
     return within + sums * 2 * (1 - 1 / copies) * gradient * held / shards

@@ -12,6 +12,7 @@ import pytest
 from primeslurm.families.config import shape_of
 from primeslurm.families.shape import ModelShape
 from primeslurm.plan.memory.gpus import GPUS
+from primeslurm.plan.memory.parameters import count
 from primeslurm.plan.memory.step_time import StepTime, step_time
 from primeslurm.recipe import Recipe
 from tests.support.recipes import recipe_data
@@ -79,6 +80,9 @@ def test_larger_micro_batches_gather_less_often() -> None:
     assert once.network < small.network
     rounded = predicted(recipe(parallelism=layout | {"gradient_dtype": "bfloat16"}), shape_of(GLM5))
     assert rounded.network == pytest.approx(10 / 12 * small.network), "float32 weights twice, and gradients"
+    experts = count(shape_of(GLM5)).experts / count(shape_of(GLM5)).total
+    in_fp8 = predicted(recipe(fp8=True, parallelism=layout), shape_of(GLM5))
+    assert in_fp8.network == pytest.approx((1 - experts / 2) * small.network, rel=0.001), "a byte, not 4"
     assert predicted(recipe(parallelism=layout, lora={}), shape_of(GLM5)).network < once.network, "adapters are small"
 
 
