@@ -27,7 +27,7 @@ from primeslurm.records import metrics
 from primeslurm.records.beats import pulse
 from primeslurm.records.events.training import CheckpointCommitted
 from primeslurm.records.journal import Journal
-from primeslurm.records.reserve import PAUSE_S
+from primeslurm.records.reserve import PAUSE_S, until_written
 from primeslurm.trainer.checkpoints.local_copies import LocalCopies
 from primeslurm.trainer.checkpoints.shards import (
     DamagedShardError,
@@ -290,8 +290,9 @@ class Checkpoints:
         timer.journal.write(CheckpointCommitted(writing.step))
 
     def _announce(self, step: int) -> None:
-        needed = self._link.committed(step) if self._link is not None else []
-        checkpoints.prune(self._run_dir, self._config.keep, needed)
+        link, keep = self._link, self._config.keep
+        needed = until_written(lambda: link.committed(step)) if link is not None else []
+        until_written(lambda: checkpoints.prune(self._run_dir, keep, needed))
 
     def _on_main(self, action: Any, doing: str) -> None:
         failure: Exception | None = None

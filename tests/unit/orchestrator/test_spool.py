@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import msgspec
@@ -67,9 +69,12 @@ def test_a_damaged_file_is_set_aside(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["g.damaged"]
 
 
-def test_a_full_disk_is_reported_and_survived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
+def test_a_full_or_read_only_disk_is_reported_and_survived(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
     def full(path: Path, data: Content) -> None:
-        raise OSError(28, "No space left on device")
+        raise OSError(number, os.strerror(number))
 
     spool = Spool(tmp_path)
     monkeypatch.setattr("primeslurm.durable.write", full)
