@@ -91,7 +91,7 @@ class EmulatedTrainer:
         return exits.CHECKPOINTED if interrupted else 0
 
     def _resume(self) -> int:
-        self._saved = step = checkpoints.newest(self._run_dir) or 0
+        self._saved = step = until_written(self._newest_whole) or 0
         self._journal.write(CheckpointLoaded(step))
         if step:
             until_written(lambda: self._link.committed(step))
@@ -102,6 +102,9 @@ class EmulatedTrainer:
             if newer > self._announced:
                 until_written(partial(shutil.rmtree, filesystem.version_dir(self._run_dir, newer)))
         return step
+
+    def _newest_whole(self) -> int | None:
+        return checkpoints.set_damaged_aside(self._run_dir, self._attempt)
 
     def _step(self, step: int) -> bool:
         """One step; False if there is nothing more to train."""

@@ -17,7 +17,7 @@ import uvicorn
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primeslurm.emulated import http
+from primeslurm.emulated import http, store
 from primeslurm.emulated.engine import EmulatedEngine, Hangable
 from primeslurm.inference.admission import App, Message, Receive, Scope, SecretGate, Send, answer
 from primeslurm.inference.gate import LARGEST_CONTROL, GateState, VersionGate
@@ -92,11 +92,18 @@ def emulated(gated: bool) -> Callable[[socket.socket], Awaitable[None]]:
     return serve
 
 
+async def emulated_store(listening: socket.socket) -> None:
+    port = listening.getsockname()[1]
+    listening.close()
+    await store.serve("127.0.0.1", port)
+
+
 KINDS = {
     "engine": real(VersionGate),
     "teacher": real(SecretGate),
     "emulated engine": emulated(gated=True),
     "emulated teacher": emulated(gated=False),
+    "emulated store": emulated_store,
 }
 
 
