@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from primeslurm.emulated import http, store
 from primeslurm.emulated.engine import EmulatedEngine, Hangable
 from primeslurm.inference.admission import App, Message, Receive, Scope, SecretGate, Send, answer
+from primeslurm.inference.core_gate import CoreGate
 from primeslurm.inference.gate import LARGEST_CONTROL, GateState, VersionGate
 from primeslurm.wire import secret
 from tests.unit.fuzz.mutations import fuzzed, texts, trees
@@ -100,7 +101,7 @@ async def emulated_store(listening: socket.socket) -> None:
 
 KINDS = {
     "engine": real(VersionGate),
-    "teacher": real(SecretGate),
+    "teacher": real(CoreGate),
     "emulated engine": emulated(gated=True),
     "emulated teacher": emulated(gated=False),
     "emulated store": emulated_store,
