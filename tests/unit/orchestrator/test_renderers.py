@@ -55,8 +55,10 @@ def test_renderers_has_what_families_name(family: Family) -> None:
     ("model_type", "model", "first"),
     [
         ("qwen3_moe", "/models/Qwen3-30B-A3B/", "qwen3"),
+        ("qwen3_moe", "Qwen/Qwen3-Coder-480B-A35B-Instruct", "prime-qwen3"),
         ("glm4_moe", "/models/GLM-4.5-Air", "glm-4.5"),
         ("glm4_moe", "zai-org/GLM-4.7-Flash", "glm-5"),
+        ("glm4_moe", "PrimeIntellect/INTELLECT-3", "primeslurm.orchestrator.rendering.intellect3:Intellect3Renderer"),
         ("glm_moe_dsa", "GLM-5.3-BF16", "glm-5.3"),
         ("deepseek_v3", "DeepSeek-R1-0528", "deepseek-r1"),
         ("deepseek_v3", "DeepSeek-V3", "deepseek-v3"),

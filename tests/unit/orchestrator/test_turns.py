@@ -34,17 +34,20 @@ QUESTION = 9
 NAMES = sorted(
     {name for family in bundled() if family.renderer for name in (family.renderer, *family.renderers.values())}
     - {"gpt-oss"}  # openai_harmony renders by a vocabulary of its own, which it fetches
+    | {"deepseek-v4"}  # of no family: named in a recipe
 )
 THINKING: dict[str, dict[str, Any]] = {
+    "deepseek-v4": {"enable_thinking": True},
     "laguna-xs.2": {"enable_thinking": True},
     "laguna-m.1": {"enable_thinking": True},
 }
 """Renderers that have to be told."""
-THOUGHTLESS = {"deepseek-v3", "kimi-k2", "laguna-xs-2.1", "llama-3", "qwen3-vl"}
+THOUGHTLESS = {"deepseek-v3", "kimi-k2", "laguna-xs-2.1", "llama-3", "prime-qwen3", "qwen3-vl"}
 """Templates of models that do not think."""
 SEQUENCES = {"deepseek-r1": TURNS}
 """Its template drops the thoughts of every answer."""
-ONE_SEQUENCE = {"laguna-xs.2", "laguna-m.1", "laguna-s-2.1", "qwen3.8", "glm-5.3"}
+INTELLECT_3 = "primeslurm.orchestrator.rendering.intellect3:Intellect3Renderer"
+ONE_SEQUENCE = {"deepseek-v4", "laguna-xs.2", "laguna-m.1", "laguna-s-2.1", "qwen3.8", "glm-5.3", INTELLECT_3}
 """Templates that keep all thoughts."""
 
 
