@@ -1,6 +1,7 @@
-"""Chat templates with the structure of some that are not kept here: of Kimi-K2 to K2.7, and of INTELLECT-3."""
+"""Chat templates with the structure of some that are not kept here: of Kimi-K2 to K2.7, GLM-5.1 and INTELLECT-3."""
 
 import json
+from pathlib import Path
 
 from renderers import prime_qwen3
 
@@ -99,6 +100,13 @@ INTELLECT_3 = """
 {%- endfor %}
 {%- if add_generation_prompt %}{{ "<|im_start|>assistant\\n<think>" }}{% endif %}
 """
+GLM_4_7 = Path(__file__).parents[1] / "data" / "chat_templates" / "GLM-4.7-Flash.jinja"
+GLM_5_1 = (
+    GLM_4_7.read_text()
+    .replace("{{ tool | tojson", "{{ tool.function | tojson")
+    .replace("and reasoning_content -%}", "and (reasoning_content or loop.index0 > ns.last_user_index) -%}")
+)
+"""As `renderers` says of it: GLM-5's, but tools have no envelope, and thoughts since the last question may be empty."""
 WORDS = {"SYSTEM": intellect3.SYSTEM, "HEADER": prime_qwen3._TOOLS_HEADER, "FOOTER": prime_qwen3._TOOLS_FOOTER}
 """What INTELLECT-3 is told of its tools, which is not compared."""
 
@@ -110,6 +118,7 @@ def _told(template: str) -> str:
 
 
 OWN = {
+    "GLM-5.1": GLM_5_1,
     "Kimi-K2-Instruct": _made(KIMI_K2, "", '"\\n"'),
     "Kimi-K2-Thinking": _made(KIMI_K2, DROPPED),
     "Kimi-K2.5": _made(TYPESCRIPT, DROPPED, opened='"<think>"'),
