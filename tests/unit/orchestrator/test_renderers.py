@@ -144,7 +144,7 @@ def test_a_model_that_sees_is_compared_with_its_template_too(tmp_path: Path) -> 
     assert name_of(chosen) == "qwen3.5" and not chosen.no_tools
     assert chosen.config.model_extra["options"] == {"enable_thinking": False}
     other = str(write_model(tmp_path, "Qwen3.5-0.8B-taught", template.replace("# Tools", "# What you may call")))
-    with pytest.raises(choosing.RenderingError, match=r"qwen3\.5: it renders .*; name one that fits in model\.renderer"):
+    with pytest.raises(choosing.RenderingError, match=r"qwen3\.5: it renders .*; name one that fits in model\."):
         choosing.choose(other, images=True)
     assert name_of(choosing.choose(other, "qwen3.5", images=True)) == "qwen3.5", "the recipe decides"
 
