@@ -75,18 +75,18 @@ class _Stack:
 
 
 class FP8Gather:
-    """The stacks of a model's experts, and scales for all of their blocks."""
+    """The stacks of a model's experts, and scales for all of their blocks: those that the same ranks share together."""
 
     def __init__(self, stacks: list[_Stack]) -> None:
-        self._stacks = stacks
-        groups = {id(stack.group): stack.group for stack in stacks}
-        assert len(groups) == 1, "experts of different layers are shared by different ranks"
-        (self._group,) = groups.values()
-        sizes = [stack.blocks.numel() for stack in stacks]
+        groups = {stack.group: [one for one in stacks if one.group is stack.group] for stack in stacks}
+        self._stacks = [stack for alike in groups.values() for stack in alike]
+        sizes = [stack.blocks.numel() for stack in self._stacks]
         self._scales = torch.ones(sum(sizes), device=stacks[0].shard.device)
-        for stack, scales in zip(stacks, self._scales.split(sizes), strict=True):
+        for stack, scales in zip(self._stacks, self._scales.split(sizes), strict=True):
             stack.scales = scales.view(stack.blocks)
             stack.extend()
+        shared = [sum(stack.blocks.numel() for stack in alike) for alike in groups.values()]
+        self._shared = list(zip(groups, self._scales.split(shared), strict=True))
 
     @torch.no_grad()
     def refresh(self, *_: Any) -> None:
@@ -94,8 +94,9 @@ class FP8Gather:
         self._scales.zero_()
         for stack in self._stacks:
             stack.own(stack.scales).copy_(amax_of_blocks(stack.shard, stack.dtype))
-        if self._group.size() > 1:
-            dist.all_reduce(self._scales, dist.ReduceOp.MAX, self._group)
+        for group, scales in self._shared:
+            if group.size() > 1:
+                dist.all_reduce(scales, dist.ReduceOp.MAX, group)
         self._scales.copy_(scales_of(self._scales))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torchtitan.models.common.moe import GroupedExperts
@@ -24,18 +24,19 @@ SHAPES = {"experts": (6, 128, 256), "matrices": (4, 384, 768), "parts of blocks"
 
 
 class Model(nn.Module):
-    """One layer of experts, and a head that is gathered as it is."""
+    """Two layers of experts, and a head that is gathered as it is."""
 
     def __init__(self, experts: int, width: int, dim: int) -> None:
         super().__init__()
         config = GroupedExperts.Config(dim=dim, hidden_dim=width, num_experts=experts)
-        self.experts = config.build()
-        self.experts.__class__ = _mixed(GroupedExperts)
+        self.experts = nn.ModuleList(config.build() for _ in range(2))
+        for layer in self.experts:
+            layer.__class__ = _mixed(GroupedExperts)
         self.head = nn.Linear(dim, 8)
 
     def forward(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Of rows [rows, dim], sorted by expert: [rows, 8]."""
-        found: torch.Tensor = self.head(self.experts(rows, counts))
+        found: torch.Tensor = self.head(sum(layer(rows, counts) for layer in self.experts))
         return found
 
 
@@ -46,10 +47,13 @@ def train(shape: tuple[int, int, int], in_fp8: bool, reshard: bool) -> tuple[lis
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.05)
     dimension = split_dimension(shape, ranks) or 0
-    settings: dict[str, Any] = {"mesh": init_device_mesh("cpu", (ranks,)), "reshard_after_forward": reshard}
+    mesh = init_device_mesh("cpu", (ranks,))
+    settings: dict[str, Any] = {"reshard_after_forward": reshard}
     settings["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    fully_shard(model.experts, shard_placement_fn=lambda _: Shard(dimension), **settings)
-    fully_shard(model, **settings)
+    other = DeviceMesh.from_group(dist.new_group(), "cpu")  # layers need not share their ranks' group
+    for layer, its in zip(model.experts, (mesh, other), strict=True):
+        fully_shard(layer, mesh=its, shard_placement_fn=lambda _: Shard(dimension), **settings)
+    fully_shard(model, mesh=mesh, **settings)
     gather = fp8_gather.install(model) if in_fp8 else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     seen = []
@@ -63,6 +67,7 @@ def train(shape: tuple[int, int, int], in_fp8: bool, reshard: bool) -> tuple[lis
         local = [(p.detach().to_local().clone(), p.grad.to_local().clone()) for p in model.parameters()]  # type: ignore
         seen += [loss.detach(), *(tensor for pair in local for tensor in pair)]
         optimizer.zero_grad()
+    assert gather is None or len(gather._shared) == 2
     return seen, len(gather._stacks) if gather else 0
 
 

@@ -18,7 +18,7 @@ from tests.trainer.distributed.fp8_gather_ranks import SHAPES
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_what_travels_in_fp8_trains_the_same(ranks: int) -> None:
     outputs = finish(start_ranks(ranks, "tests.trainer.distributed.fp8_gather_ranks"))
-    stacks = {"experts": 3, "matrices": 3, "parts of blocks": 0}
+    stacks = {"experts": 6, "matrices": 6, "parts of blocks": 0}
     for output in outputs:
         lines = [line for line in output.splitlines() if line.startswith("STACKS")]
         assert lines == [f"STACKS {name}: {stacks[name]}" for name in SHAPES for _ in range(2)]
