@@ -124,7 +124,7 @@ def test_kernels_against_the_plain_recurrence(
 
 @pytest.mark.parametrize("kind", ["delta", "mamba"])
 def test_kernels_keep_documents_apart(kind: str) -> None:
-    """Other queries, keys and values before a document change none of its bits. (Other decays may: sums are rounded.)"""
+    """Other queries, keys and values before a document change none of its bits; other decays may, by rounding."""
     pytest.importorskip("fla")
     made, by_token, by_head = _scan_inputs(kind, [[700, 324]])
     positions = torch.cat([torch.arange(700), torch.arange(324)])[None].cuda()

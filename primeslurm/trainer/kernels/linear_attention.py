@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 
 BEGINNING = -110.0
-"""The log decay where a document begins: its exponential is 0 in float32. In the chunk of 64 positions where n documents
+"""The log decay where a document begins: its exponential is 0 in float32. In the chunk of 64 positions where n of them
 begin, sums with it round decays by some n * 1e-5, at most as bfloat16 rounds."""
 WIDEST = 256
 """Keys and values that the kernels take, and multiples of 16."""
