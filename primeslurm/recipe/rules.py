@@ -8,7 +8,7 @@ from primeslurm.recipe import advantage_rules, environment_rules, sandbox_rules
 from primeslurm.recipe.evaluation_rules import evaluation_violations
 from primeslurm.recipe.recipe import Recipe
 from primeslurm.recipe.sections.losses import CustomLoss
-from primeslurm.recipe.sections.orchestrator import Orchestrator
+from primeslurm.recipe.sections.orchestrator import AnyEnvironment, Orchestrator
 from primeslurm.recipe.sections.teacher import PolicyTeacher
 
 
@@ -16,7 +16,7 @@ def violations(recipe: Recipe) -> list[Violation]:
     """Everything in the recipe that contradicts something else in it."""
     found = {"rl": _rl, "sft": _sft, "serve": _serve, "eval": _eval}[recipe.task](recipe)
     found += _teacher(recipe) + _environment_nodes(recipe) + _renderer(recipe.model.renderer)
-    found += evaluation_violations(recipe)
+    found += evaluation_violations(recipe) + sandbox_rules.tunnel_violations(_with_workers(recipe))
     max_len = recipe.model.max_len
     if max_len is not None and max_len < recipe.seq_len:
         found.append(Violation("model.max_len", str(max_len), f"is shorter than seq_len = {recipe.seq_len}"))
@@ -28,6 +28,12 @@ def _renderer(name: str) -> list[Violation]:
         return []
     why = f"no renderer is called so; there are {', '.join((AUTO, *RENDERERS))}, and your own as module:Class"
     return [Violation("model.renderer", name, why, f"nearest: {nearest_renderer(name)}")]
+
+
+def _with_workers(recipe: Recipe) -> dict[str, AnyEnvironment]:
+    trained = {f"environments.{index}": each for index, each in enumerate(recipe.trained_environments)}
+    evaluated = enumerate(recipe.evaluation_environments)
+    return trained | {f"evaluation.environments.{index}": each for index, each in evaluated}
 
 
 def _rl(recipe: Recipe) -> list[Violation]:

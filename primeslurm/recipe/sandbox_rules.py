@@ -52,6 +52,37 @@ def violations(environments: Sequence[AnyEnvironment], field: str = "environment
     ]
 
 
+def tunnel_violations(environments: Mapping[str, AnyEnvironment]) -> list[Violation]:
+    """Find workers that would share a custom tunnel: its URL leads to one port, where one of them can listen.
+
+    Args:
+        environments: all that have workers, by their field.
+    """
+    found, takers = [], dict[object, str]()
+    for field, environment in environments.items():
+        port = _tunnel_port(environment)
+        if port is None:
+            continue
+        if environment.workers > 1:
+            why = f"a custom tunnel leads to one port, where one of {environment.workers} workers can listen"
+            found.append(Violation(f"{field}.workers", str(environment.workers), why, "1"))
+        if port in takers:
+            why = f"the tunnel of {takers[port]} has it, and their workers may be on one node"
+            where = f"{field}.args.{ENV_KEY}.interception.tunnel.port"
+            found.append(Violation(where, str(port), why, "another port, with a URL of its own"))
+        takers.setdefault(port, field)
+    return found
+
+
+def _tunnel_port(environment: AnyEnvironment) -> object:
+    """The node's port of a custom tunnel; None if the environment has none. What is no such option, verifiers says."""
+    options: object = environment.args.get(ENV_KEY)
+    for key in ("interception", "tunnel"):
+        options = options.get(key) if isinstance(options, Mapping) else None
+    custom = isinstance(options, Mapping) and options.get("type") == "custom"
+    return options.get("port") if custom and isinstance(options, Mapping) else None
+
+
 def module_name(harness: str) -> str:
     """The module that verifiers imports for a harness."""
     return harness.rsplit("/", 1)[-1].split("@", 1)[0].replace("-", "_").lower()

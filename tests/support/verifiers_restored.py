@@ -14,6 +14,9 @@ from verifiers.v1.runtimes import subprocess as unprotected
 from verifiers.v1.utils.loaders import harness_class
 
 CHANGED = (
+    (runtimes, "ApptainerRuntime"),
+    (runtimes, "DockerRuntime"),
+    (runtimes, "PodmanRuntime"),
     (runtimes, "SubprocessRuntime"),
     (unprotected, "CACHE_DIR"),
     (apptainer, "_ROOT"),

@@ -66,14 +66,14 @@ class TrainedMessages(TrainedDialect, AnthropicDialect):  # type: ignore[misc]
             content.append({"type": "text", "text": message.content})
         for call in message.tool_calls or ():
             content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": _arguments(call)})
-        ends = {"length": "max_tokens"}.get(response.finish_reason, "end_turn")
+        ends = "tool_use" if message.tool_calls else "end_turn"
         return {
             "id": _new("msg"),
             "type": "message",
             "role": "assistant",
             "model": response.model,
             "content": content,
-            "stop_reason": "tool_use" if message.tool_calls else ends,
+            "stop_reason": "max_tokens" if response.finish_reason == "length" else ends,
             "stop_sequence": None,
             "usage": {"input_tokens": usage.prompt_tokens, "output_tokens": usage.completion_tokens},
         }

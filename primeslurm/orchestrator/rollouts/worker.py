@@ -11,15 +11,19 @@ import functools
 import logging
 import os
 import shutil
+import signal
+import sys
 import tempfile
 import time
+from collections.abc import Coroutine
 from pathlib import Path
 
 import verifiers.v1 as vf
 from verifiers.v1.clients import Client, ModelContext
 
 from primeslurm.orchestrator import algorithms, environments
-from primeslurm.orchestrator.environments import agents
+from primeslurm.orchestrator.environments import agents, host_needs
+from primeslurm.orchestrator.environments.sandbox import containers
 from primeslurm.orchestrator.environments.sandbox.install import install
 from primeslurm.orchestrator.rendering.choosing import choose
 from primeslurm.orchestrator.rollouts import job_protocol, tool_servers
@@ -37,6 +41,9 @@ from primeslurm.recipe.sections.teacher import PolicyTeacher
 from primeslurm.wire import secret
 from primeslurm.wire.addresses import AddressBook
 from primeslurm.wire.rollouts import Rollout
+
+ENDING_S = 12
+"""From SIGTERM to its end, in which rollouts are cancelled and their containers removed. Its agent waits for 15 s."""
 
 
 class Worker:
@@ -79,6 +86,8 @@ class Worker:
         self._rendering = choose(model.path, model.renderer, model.renderer_options, model.vlm is not None)
         tasks = self._count(environment)
         self._runner = JobRunner(environment.label, number, address, self._rollout, tasks, node)
+        self.runtimes = host_needs.needs(environment, self._env).runtimes
+        """Types of what its rollouts' programs run in."""
         self.serves = False
         """Whether the environment has started."""
 
@@ -145,6 +154,26 @@ def _scratch(name: str) -> Path:
     return directory
 
 
+async def _until_terminated(work: Coroutine[None, None, None]) -> None:
+    """Await `work`, which SIGTERM cancels; what has not ended ENDING_S later is ended by the kernel.
+
+    Raises:
+        SystemExit: it came, and all is cleaned up.
+    """
+    task = asyncio.ensure_future(work)
+
+    def end() -> None:
+        if not task.cancelling():  # Slurm's may come beside the agent's
+            signal.alarm(ENDING_S)
+            task.cancel()
+
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, end)
+    try:
+        await task
+    except asyncio.CancelledError:
+        sys.exit(128 + signal.SIGTERM)  # as a shell says it: it is no end of its own
+
+
 def main(argv: list[str] | None = None) -> None:
     """Serve one environment until the process is ended."""
     parser = argparse.ArgumentParser(prog="primeslurm.orchestrator.rollouts.worker")
@@ -164,14 +193,20 @@ def main(argv: list[str] | None = None) -> None:
     environment = recipe.environment(options.environment)
     run_dir = options.attempt_dir.resolve().parents[1]
     # The node's own disk is fast, and its agent removes all below its temporary directory when the attempt ends.
-    files = _scratch(f"{environment.label}-{options.worker}")
+    name = f"{environment.label}-{options.worker}"
+    files = _scratch(name)
     install(environment.runtime, files, run_dir / "containers", [run_dir])
     addresses, images = AddressBook(options.attempt_dir), run_dir / "images"
+    containers.mark(name)
     tool_servers.watch()
     worker = None
     try:
         worker = Worker(recipe, environment, options.worker, options.orchestrator, addresses, images, options.node)
-        asyncio.run(worker.run())
+        containers.sweep(worker.runtimes, name)
+        try:
+            asyncio.run(_until_terminated(worker.run()))
+        finally:
+            containers.sweep(worker.runtimes, name)
     except KeyboardInterrupt:
         return
     except Exception as error:

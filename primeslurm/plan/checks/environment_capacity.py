@@ -9,6 +9,7 @@ from primeslurm.recipe import Recipe
 from primeslurm.recipe.fields.slurm_syntax import bytes_of
 from primeslurm.recipe.sandbox_rules import PROVIDER_KEYS
 from primeslurm.recipe.sections.deployment import EnvironmentNodes
+from primeslurm.recipe.sections.sandboxes import SUBPROCESS_DISK_GB, SUBPROCESS_MEMORY_GB, Runtime, SubprocessRuntime
 
 FIELD = "deployment.environments"
 GB = 10**9
@@ -58,18 +59,29 @@ def _sandboxes(recipe: Recipe, asked: EnvironmentNodes, there: float) -> list[Fi
     evenly = -(-recipe.max_inflight // asked.nodes)
     rollouts = min(evenly, asked.max_rollouts_per_node or evenly)
     ratios = sum(environment.ratio for environment in recipe.environments)
-    limits = [
-        environment.ratio / ratios * (environment.runtime.limits.memory_gb or 0)
-        for environment in recipe.environments
-        if environment.runtime is not None and environment.runtime.type not in PROVIDER_KEYS
-    ]
+    limits = [environment.ratio / ratios * _sandbox_gb(environment.runtime) for environment in recipe.environments]
     needed = rollouts * sum(limits) * GB
     if not there or needed <= there:
         return []
     text = (
         f"{rollouts} rollouts of a node may take {needed / GIB:.0f} GiB by their limits, and it has {there / GIB:.0f}"
     )
-    return [_warning(text, "more nodes, max_rollouts_per_node, or a lower runtime.limits.memory_gb")]
+    fix = "more nodes, max_rollouts_per_node, or lower runtime.limits (memory_gb, and subprocess's disk_gb)"
+    return [_warning(text, fix)]
+
+
+def _sandbox_gb(runtime: Runtime | None) -> float:
+    """Most memory of the node that one rollout may take; 0 where nothing bounds it, or it is another's machine.
+
+    Of an environment without `runtime` the check does not know whether its rollouts run a program at all.
+    """
+    if runtime is None or runtime.type in PROVIDER_KEYS:
+        return 0.0
+    if not isinstance(runtime, SubprocessRuntime):
+        return runtime.limits.memory_gb or 0.0
+    if runtime.trusted:
+        return 0.0
+    return (runtime.limits.memory_gb or SUBPROCESS_MEMORY_GB) + (runtime.limits.disk_gb or SUBPROCESS_DISK_GB)
 
 
 def _spread(recipe: Recipe, asked: EnvironmentNodes, workers: int) -> list[Finding]:

@@ -69,10 +69,11 @@ def environment_command(label: str, worker: int, scratch: str | None = None) -> 
         "--node",
         "${node}",
     )
+    env = {"VF_RUN_ID": "${run_id}"}  # what verifiers names a run's containers and hosted sandboxes by
     if scratch is None:
-        return Command(argv=argv, env={}, ports=())
+        return Command(argv=argv, env=env, ports=())
     own = f"{scratch.rstrip('/')}/primeslurm-${{run_id}}-n${{node}}-environments-${{key}}"
-    return Command(argv=argv, env={"TMPDIR": own}, ports=(), scratch=(own,))
+    return Command(argv=argv, env={**env, "TMPDIR": own}, ports=(), scratch=(own,))
 
 
 def decided(recipe: Recipe, model_type: str | None, device: str) -> Recipe:

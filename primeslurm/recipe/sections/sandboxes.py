@@ -10,6 +10,10 @@ from pydantic_core import PydanticCustomError
 from primeslurm.recipe.fields.section import Section
 from primeslurm.recipe.fields.slurm_syntax import EnvironmentName, Json
 
+SUBPROCESS_MEMORY_GB = 4.0
+SUBPROCESS_DISK_GB = 1.0
+"""What a sandbox of the node gets where the recipe sets no limit. Its files are in memory, too."""
+
 
 class Harness(Section):
     """The program that talks to the model. Fields beside `id` are options of this harness, as verifiers names them."""

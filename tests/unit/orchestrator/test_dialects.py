@@ -12,8 +12,10 @@ import openai
 import pytest
 from renderers import create_renderer
 from renderers.base import load_tokenizer
+from verifiers.v1.types import AssistantMessage, FinishReason, Response, ToolCall, Usage
 
 from primeslurm.orchestrator.rendering.choosing import Rendering
+from primeslurm.orchestrator.rendering.dialects import TrainedMessages
 from primeslurm.orchestrator.rendering.extending import extending
 from tests.support.conversations import (
     START,
@@ -127,6 +129,23 @@ async def test_a_program_is_trained_on_what_it_was_answered(
             {"role": "tool", "tool_call_id": call["id"], "name": "look_up", "content": "found"}
             for call in message.get("tool_calls", ())
         ]
+
+
+@pytest.mark.parametrize(
+    ("finish", "calls", "expected"),
+    [
+        ("tool_calls", True, "tool_use"),
+        ("stop", False, "end_turn"),
+        ("length", False, "max_tokens"),
+        ("length", True, "max_tokens"),
+    ],
+)
+def test_a_message_says_why_it_ends(finish: FinishReason, calls: bool, expected: str) -> None:
+    called = [ToolCall(id="call_0", name="look_up", arguments="{}")] if calls else None
+    used = Usage(prompt_tokens=1, completion_tokens=1)
+    message = AssistantMessage(content="so", tool_calls=called)
+    answer = Response(id="r", created=0, model="m", message=message, finish_reason=finish, usage=used)
+    assert TrainedMessages.__new__(TrainedMessages).written(answer)["stop_reason"] == expected
 
 
 @pytest.mark.parametrize("said", ["not JSON", "[1]"])

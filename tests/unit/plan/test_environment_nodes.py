@@ -114,7 +114,8 @@ def test_what_rollouts_write_is_on_the_nodes_own_disk() -> None:
     for worker in planned(recipe({"nodes": 2}), site(environments=BIG)).nodes[-1].processes:
         assert worker.env["TMPDIR"] == own and worker.scratch == (own,)
     for worker in planned(recipe({"nodes": 2})).nodes[-1].processes:
-        assert worker.env == {} and worker.scratch == (), "the plan's own TMPDIR is the agent's"
+        assert "TMPDIR" not in worker.env and worker.scratch == (), "the plan's own TMPDIR is the agent's"
+        assert worker.env == {"VF_RUN_ID": "${run_id}"}
 
 
 def test_without_slurm_they_are_agents_on_the_one_machine() -> None:
@@ -168,23 +169,28 @@ CAPACITY = [
 
 
 SANDBOXES = [
-    ({"type": "apptainer", "limits": {"memory_gb": 2}}, {}, True),  # 128 of 2 GB on 100 GiB
-    ({"type": "apptainer", "limits": {"memory_gb": 0.8}}, {}, False),
-    ({"type": "apptainer", "limits": {"memory_gb": 2}}, {"max_rollouts_per_node": 50}, False),
-    ({"type": "modal", "limits": {"memory_gb": 2}}, {}, False),
-    ({"type": "apptainer"}, {}, False),
+    ({"type": "apptainer", "limits": {"memory_gb": 2}}, {}, 238),  # 128 of 2 GB on 100 GiB
+    ({"type": "apptainer", "limits": {"memory_gb": 0.8}}, {}, None),
+    ({"type": "apptainer", "limits": {"memory_gb": 2}}, {"max_rollouts_per_node": 50}, None),
+    ({"type": "modal", "limits": {"memory_gb": 2}}, {}, None),
+    ({"type": "apptainer"}, {}, None),
+    ({"type": "subprocess"}, {}, 596),  # 4 GB, and files of 1 GB, by default
+    ({"type": "subprocess", "limits": {"memory_gb": 0.5}}, {}, 179),
+    ({"type": "subprocess", "limits": {"memory_gb": 0.5, "disk_gb": 0.3}}, {}, None),
+    ({"type": "subprocess", "trusted": True}, {}, None),
 ]
 
 
 @pytest.mark.parametrize(("runtime", "more", "expected"), SANDBOXES, ids=str)
 def test_sandboxes_that_may_take_more_memory_than_a_node_has(
-    runtime: dict[str, Any], more: dict[str, Any], expected: bool
+    runtime: dict[str, Any], more: dict[str, Any], expected: int | None
 ) -> None:
     environments = [{"id": "e", "workers": 4, "runtime": runtime}]
     made = recipe({"nodes": 2, **more}, environments=environments)
     requests, _ = requests_of(made, site(environments=BIG), local=False)
     found = [finding.text for finding in environment_capacity(made, requests) if "by their limits" in finding.text]
-    assert found == ["128 rollouts of a node may take 238 GiB by their limits, and it has 100"] * expected
+    text = f"128 rollouts of a node may take {expected} GiB by their limits, and it has 100"
+    assert found == ([] if expected is None else [text])
 
 
 @pytest.mark.parametrize(("made", "expected", "why"), CAPACITY, ids=lambda value: str(value)[:40] if value else "-")

@@ -30,6 +30,37 @@ def found(**fields: Any) -> list[tuple[str, str]]:
 APPTAINER = {"type": "apptainer"}
 
 
+def tunnelled(name: str, port: int, **fields: Any) -> dict[str, Any]:
+    tunnel = {"type": "custom", "url": f"https://{name}.example", "port": port}
+    return {"id": "e", "name": name, "args": {"env": {"interception": {"type": "server", "tunnel": tunnel}}}, **fields}
+
+
+@pytest.mark.parametrize(
+    ("environments", "evaluated", "expected"),
+    [
+        ([tunnelled("a", 9000), tunnelled("b", 9001)], [tunnelled("c", 9002)], []),
+        ([tunnelled("a", 9000, workers=2)], [], ["environments.0.workers"]),
+        ([tunnelled("a", 9000), tunnelled("b", 9000)], [], ["environments.1.args.env.interception.tunnel.port"]),
+        ([tunnelled("a", 9000)], [tunnelled("b", 9000, workers=3)], ["evaluation.environments.0.workers", "port"]),
+        ([{"id": "e", "workers": 9, "args": {"env": {"interception": "server"}}}], [], []),
+        (
+            [{**tunnelled("a", 9000, workers=2), "args": {"env": {"interception": {"tunnel": {"type": "prime"}}}}}],
+            [],
+            [],
+        ),
+    ],
+)
+def test_a_custom_tunnel_leads_to_one_worker(
+    environments: list[dict[str, Any]], evaluated: list[dict[str, Any]], expected: list[str]
+) -> None:
+    fields: dict[str, Any] = {"name": "x", "max_steps": 1, "seq_len": 8, "model": {"path": "m"}}
+    if evaluated:
+        fields["evaluation"] = {"environments": evaluated}
+    wrong = [each.field for each in violations(Recipe.model_validate({**fields, "environments": environments}))]
+    assert len(wrong) == len(expected)
+    assert all(field.endswith(end) for field, end in zip(wrong, expected, strict=True)), wrong
+
+
 @pytest.mark.parametrize(
     ("fields", "field", "words"),
     [

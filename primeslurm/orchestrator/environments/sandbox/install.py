@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from verifiers.v1 import runtimes
-from verifiers.v1.interception import server
 from verifiers.v1.runtimes import apptainer, e2b, limiters
 from verifiers.v1.runtimes import subprocess as unprotected
 
@@ -16,9 +15,6 @@ from primeslurm.orchestrator.environments.sandbox import limits, scripts
 from primeslurm.orchestrator.environments.sandbox.limits import GB, SandboxLimits
 from primeslurm.orchestrator.environments.sandbox.runtime import SandboxedRuntime
 from primeslurm.recipe.sections.sandboxes import Limits, Runtime, SubprocessRuntime
-
-LONGEST_REQUEST = 64 << 20
-"""Bytes of one request of a rollout's program to the model: verifiers reads it whole, and would take 1 GiB."""
 
 
 def install(runtime: Runtime | None, files: Path, images: Path, hidden: Sequence[Path]) -> None:
@@ -41,7 +37,6 @@ def install(runtime: Runtime | None, files: Path, images: Path, hidden: Sequence
     apptainer._ROOT = images
     e2b._TEMPLATE_LOCK_DIR, limiters.LIMITER_DIR = files / "e2b", files / "limiter"
     os.environ |= {"APPTAINER_CACHEDIR": str(images / "cache"), "UV_CACHE_DIR": str(files / "uv")}
-    server.MAX_REQUEST_BODY = LONGEST_REQUEST
     limits.sweep()
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)  # hundreds of rollouts have several each
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

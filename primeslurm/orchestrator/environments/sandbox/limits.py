@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from primeslurm.recipe.sections.sandboxes import SUBPROCESS_DISK_GB, SUBPROCESS_MEMORY_GB
+
 GB = 10**9
 _NAME = "primeslurm-"
 
@@ -25,8 +27,8 @@ class SandboxLimits:
     """What all programs of one sandbox may use together. Sizes in bytes."""
 
     cpus: float | None = None
-    memory: int = 4 * GB
-    disk: int = 1 * GB
+    memory: int = round(SUBPROCESS_MEMORY_GB * GB)
+    disk: int = round(SUBPROCESS_DISK_GB * GB)
     processes: int = 256
     open_network: bool = False
 

@@ -1,0 +1,99 @@
+"""Containers of a worker bear its mark, so that what outlives it is found again and removed, and nothing else.
+
+A worker that is killed removes nothing, and a command that is ended while it starts a container may have asked for one
+already. docker and podman keep labels; apptainer has names only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import subprocess
+from collections.abc import Iterable
+from typing import Any, ClassVar
+
+from verifiers.v1 import runtimes
+from verifiers.v1.runtimes.apptainer import ApptainerRuntime
+from verifiers.v1.runtimes.docker import DockerRuntime, PodmanRuntime
+from verifiers.v1.utils.scope import run_scope
+
+log = logging.getLogger(__name__)
+
+RUN_LABEL = "verifiers.run"
+"""verifiers' own, with the run's id (`VF_RUN_ID`)."""
+WORKER_LABEL = "primeslurm.worker"
+SWEEP_S = 60.0
+"""Longest wait for an answer of an engine."""
+
+
+class _MarkedDocker(DockerRuntime):  # type: ignore[misc]
+    worker: ClassVar[str]
+    _label_args: list[str]
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._label_args = [*self._label_args, "--label", f"{WORKER_LABEL}={self.worker}"]
+
+
+class _MarkedPodman(_MarkedDocker, PodmanRuntime):  # type: ignore[misc]
+    """verifiers' podman is its docker with another command."""
+
+
+class _MarkedApptainer(ApptainerRuntime):  # type: ignore[misc]
+    worker: ClassVar[str]
+    _instance: str
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._instance = _instances(self.worker) + self._instance.removeprefix("vf-")
+
+
+def mark(worker: str) -> None:
+    """Have verifiers mark the containers of this process.
+
+    Args:
+        worker: its name within the run.
+    """
+    runtimes.DockerRuntime = type("Docker", (_MarkedDocker,), {"worker": worker})
+    runtimes.PodmanRuntime = type("Podman", (_MarkedPodman,), {"worker": worker})
+    runtimes.ApptainerRuntime = type("Apptainer", (_MarkedApptainer,), {"worker": worker})
+
+
+def sweep(kinds: Iterable[str], worker: str) -> None:
+    """Remove containers of this node that a worker of this name has left, of this run.
+
+    Args:
+        kinds: types of runtimes to look at; others than containers of the node are passed over.
+        worker: its name within the run.
+    """
+    for kind in kinds:
+        try:
+            if kind in ("docker", "podman"):
+                _sweep_labelled(kind, worker)
+            elif kind == "apptainer":  # says that it has failed where there is none
+                subprocess.run(
+                    [kind, "instance", "stop", "--force", f"{_instances(worker)}*"],
+                    capture_output=True,
+                    timeout=SWEEP_S,
+                    check=False,
+                )
+        except (OSError, subprocess.SubprocessError) as error:
+            log.warning("containers that an earlier worker may have left were not looked for: %s", error)
+
+
+def _sweep_labelled(engine: str, worker: str) -> None:
+    labels = (f"{RUN_LABEL}={run_scope()}", f"{WORKER_LABEL}={worker}")
+    chosen = [word for label in labels for word in ("--filter", f"label={label}")]
+    found = _answer([engine, "ps", "--all", "--quiet", *chosen]).split()
+    if found:
+        _answer([engine, "rm", "--force", *found])
+        log.info("%d containers of %s were left, and are removed", len(found), engine)
+
+
+def _answer(argv: list[str]) -> str:
+    return subprocess.run(argv, capture_output=True, text=True, timeout=SWEEP_S, check=True).stdout
+
+
+def _instances(worker: str) -> str:
+    """How names of a worker's instances begin. Names are the user's on this node, whichever run they are of."""
+    return f"vf-{hashlib.sha256(f'{run_scope()} {worker}'.encode()).hexdigest()[:16]}-"
