@@ -1,13 +1,10 @@
 """What is asked of flash-linear-attention's kernels is what our plain recurrences compute.
 
-Without the library, recurrences by its documentation stand in for it. With it, and TRITON_INTERPRET=1 in the
-environment, these are its own kernels, which Triton interprets on the CPU.
+Recurrences by the library's documentation stand in for it: tests/gpu has its own kernels.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -19,7 +16,6 @@ import torch
 from primeslurm.trainer.kernels import linear_attention
 from primeslurm.trainer.models.layers import recurrence
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("fla") is not None
 ROWS = [[1, 1, 40, 22, 64], [100, 28]]
 POSITIONS = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in ROWS])
 LENGTH = 128
@@ -29,7 +25,8 @@ Function = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 def by_step(q: Any, k: Any, v: Any, g: Any, state: Any, scale: float, beta: Any = None) -> Any:
     """Position by position: the state decays, with `beta` forgets what it holds for k, and learns v for k."""
-    q, k = (part.repeat_interleave(v.shape[2] // part.shape[2], dim=2) for part in (q, k))
+    dtype = v.dtype
+    q, k, v = (part.float().repeat_interleave(v.shape[2] // part.shape[2], dim=2) for part in (q, k, v))
     outs = []
     for at in range(v.shape[1]):
         state = state * g[:, at].exp()[..., None, None]
@@ -38,7 +35,7 @@ def by_step(q: Any, k: Any, v: Any, g: Any, state: Any, scale: float, beta: Any 
             new = (new - (k[:, at].unsqueeze(-2) @ state).squeeze(-2)) * beta[:, at].unsqueeze(-1)
         state = state + k[:, at].unsqueeze(-1) * new.unsqueeze(-2)
         outs.append((q[:, at].unsqueeze(-2) @ state).squeeze(-2) * scale)
-    return torch.stack(outs, dim=1), state
+    return torch.stack(outs, dim=1).to(dtype), state
 
 
 def simple_gla(q: Any, k: Any, v: Any, g: Any, scale: float, initial_state: Any, output_final_state: bool) -> Any:
@@ -64,12 +61,6 @@ def delta_rule(
 
 @pytest.fixture(autouse=True)
 def library(monkeypatch: pytest.MonkeyPatch) -> None:
-    if INTERPRETED:
-        from triton.runtime.autotuner import Autotuner
-
-        # Nothing to choose by time on a CPU.
-        monkeypatch.setattr(Autotuner, "_bench", lambda *_, **__: [1.0, 1.0, 1.0])
-        return
     for name, member, function in (
         ("simple_gla", "chunk_simple_gla", simple_gla),
         ("gated_delta_rule", "chunk_gated_delta_rule", delta_rule),
