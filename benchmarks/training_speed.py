@@ -295,7 +295,7 @@ def measure(options: argparse.Namespace, world: Any) -> dict[str, Any]:
     shape = SHAPES[options.shape]
     if options.against and (shape.flavor is None or options.experts or options.optimizer != "adamw"):
         raise SystemExit(
-            "--against torchtitan: it has none of the others' shapes, all experts, and of these optimizers AdamW"
+            "--against torchtitan: it has no GLM-5, Qwen3.5 or Nemotron-H, all experts, and of these optimizers AdamW"
         )
     config = shape.build(options.layers, options.experts, options.vocab)
     recipe = make_recipe(options, world.device.type == "cpu")
