@@ -153,11 +153,13 @@ def difference(found: dict[str, Any], policy: PolicyModel, model: Path, fp8: boo
     return round(float(off.abs().mean()), 4)
 
 
-def judge(pairs: list[tuple[float, float]]) -> None:
+def judge(pairs: list[tuple[float, float]], fp8: bool) -> None:
     """Differences from a policy before and after an engine has got it."""
+    # Rounding changes which experts a random model chooses: 0.15 in bfloat16 on an H200, 0.75 in FP8, and 4.5 with old
+    # weights in both.
+    most, share = (1.0, 4) if fp8 else (0.3, 10)
     for wrong, right in pairs:
-        # Rounding changes which experts a random model chooses: 0.15 in bfloat16 on an H200, and 4.5 with old weights.
-        assert right < 0.3 and right < wrong / 10, "the engine does not compute with the weights that it got"
+        assert right < most and right < wrong / share, "the engine does not compute with the weights that it got"
 
 
 @of_each_form
@@ -190,7 +192,7 @@ async def publish_and_compare(server: Server, asked: Recipe, models: list[Path],
         del policy
         torch.cuda.empty_cache()
     print("RESULT", json.dumps({"fp8": fp8, "from_fp8": bool(stored), "difference": pairs}))
-    judge(pairs)
+    judge(pairs, fp8)
 
 
 @of_each_form
@@ -247,4 +249,4 @@ async def send_and_compare(server: Server, asked: Recipe, models: list[Path], wo
     )
     serving.cancel()
     await asyncio.gather(serving, return_exceptions=True)
-    judge(pairs)
+    judge(pairs, fp8)
