@@ -24,7 +24,7 @@ games: setup
 demo recipe="recipes/reverse_text.yaml": setup
     scripts/demo.sh {{ recipe }}
 
-# A demo's warm start: a tiny Qwen3-MoE, taught by noisy demonstrations (reverse-text or tool-use)
+# A demo's warm start: a tiny Qwen3-MoE, taught by noisy demonstrations (reverse-text, tool-use or hangman)
 warm-start demo="reverse-text": setup
     scripts/warm_start.sh {{ home }}/{{ demo }}
 

@@ -1,8 +1,9 @@
 """How near the concurrency controller comes to the best static cap, under a simulated clock.
 
 The real dispatcher and controller over four simulated engines (`benchmarks.support.simulated_engine`), each a replica,
-looked at every five seconds as in a run. For each workload static caps are tried, and the best kept; then the
-controller starts from nothing. Each is the mean of three draws of lengths, which are the same for caps and controller.
+looked at every five seconds as in a run, for the first time when dispatch has begun. Each engine starts half a minute
+after the one before. For each workload static caps are tried, and the best kept; then the controller starts from
+nothing. Each is the mean of three draws of lengths, which are the same for caps and controller.
 After half an hour a replica is lost: its engine answers nothing more, and half a minute later the fleet gives it up. In
 another run its engine takes four times as long from then on.
 
@@ -35,6 +36,8 @@ REPLICAS, GROUP, TICK_S, LOOK_S = 4, 8, 1.0, 5.0
 BOUND = 4096
 SLOW = 0.25
 """Speed of a replica that is slow."""
+STAGGER_S = 30.0
+"""From one engine's start to the next one's. What is sent to one before waits there."""
 COLD_S, WINDOW_S = 600.0, 300.0
 DRAWS = 3
 TOKENS = np.ones(2, np.int32)
@@ -113,10 +116,17 @@ class World:
         limits = DispatchLimits({"e": GROUP}, 1024, self.cap or BOUND, 64, 10**9, {"e": 1.0})
         self.dispatch = Dispatcher(limits, self.routers, "s", "i", clock=lambda: self.now)
         self.dispatch.version = 0
-        self.controller = None if self.cap else Concurrency(self.routers, BOUND, clock=lambda: self.now)
+        self.controller = None
+        if not self.cap:
+            names = [
+                name for number, router in enumerate(self.routers) for name in self.engines[router].samples(number)
+            ]
+            self.controller = Concurrency(self.routers, names, BOUND, clock=lambda: self.now)
+            self.dispatch.replicas.shares = self.controller.shares
         self._jobs: dict[str, tuple[Job, list[tuple[int, int, float]], int]] = {}
         self._tools: list[tuple[float, str, int]] = []
         self._gone: set[str] = set()
+        self._up_at = {router: number * STAGGER_S for number, router in enumerate(self.routers)}
 
     def run(self, seconds: float) -> None:
         """Simulate until then."""
@@ -133,7 +143,7 @@ class World:
                 if name in self._jobs:
                     self._turn(name, context)
             for router, engine in self.engines.items():
-                if router not in self._gone:
+                if self._is_up(router):
                     for turn in engine.advance(TICK_S):
                         self._answered(turn)
             self.now += TICK_S
@@ -149,8 +159,11 @@ class World:
         times = (COLD_S, self.workload.steady_s)
         return round(rollouts * self.rate(*times, "preempted") / max(1e-9, self.rate(*times, "ended")), 1)
 
+    def _is_up(self, router: str) -> bool:
+        return router not in self._gone and self.now >= self._up_at[router]
+
     def _look(self) -> None:
-        alive = {router: engine for router, engine in self.engines.items() if router not in self._gone}
+        alive = {router: engine for router, engine in self.engines.items() if self._is_up(router)}
         total = {
             name: sum(engine.counts[name] for engine in self.engines.values()) for name in ("generated", "preemptions")
         }
@@ -158,7 +171,7 @@ class World:
         self.ended.append((self.now, self.dispatch.counts["finished"]))
         self.preempted.append((self.now, total["preemptions"]))
         self.inflight.append((self.now, self.dispatch.inflight))
-        if self.controller is not None:
+        if self.controller is not None and self.now:
             samples: dict[str, dict[str, float]] = {}
             for router, engine in alive.items():
                 samples |= engine.samples(int(router.removeprefix("router-")))

@@ -19,9 +19,9 @@ import torch
 from torch.nn.functional import grouped_mm
 
 from primeslurm.trainer.components import fp8
-from primeslurm.trainer.kernels import block_fp8 as quantiser
-from primeslurm.trainer.kernels.block_fp8 import BLOCKS, ROWS, Groups, quantise
-from primeslurm.trainer.kernels.fp8_backend import backend
+from primeslurm.trainer.kernels.fp8 import blocks as quantiser
+from primeslurm.trainer.kernels.fp8.backend import backend
+from primeslurm.trainer.kernels.fp8.blocks import BLOCKS, ROWS, Groups, quantise
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOKENS = 16384 if DEVICE == "cuda" else 256

@@ -1,14 +1,16 @@
 """The whole loop on GPUs: mismatch of trainer and engines, and the seconds of a policy update, in a few cells.
 
 Needs two GPUs, for the cells with prefill and decode apart three; a cell takes one to two minutes. Without names all
-cells are run that the GPUs suffice for. Each is a run of its own (`primeslurm submit --local`) from the same random
-Qwen3-MoE, whose sizes are multiples of an FP8 block; what is reported comes from the records of that run.
+cells are run that the GPUs suffice for. With --shared-gpu trainer and engine share one, and policies go by files. Each
+is a run of its own (`primeslurm submit --local`) from the same random Qwen3-MoE, whose sizes are multiples of an FP8
+block; what is reported comes from the records of that run.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -19,6 +21,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from benchmarks.support import shared_gpu
 from primeslurm.records.base import Event
 from primeslurm.records.events.policy import EngineUpdated
 from primeslurm.records.events.training import WeightsPublished
@@ -92,15 +95,32 @@ def make_model(directory: Path) -> None:
     GenerationConfig(eos_token_id=2, pad_token_id=0).save_pretrained(directory)
 
 
-def run(name: str, cell: Cell, model: Path) -> dict[str, Any]:
+def run(name: str, cell: Cell, model: Path, shared: bool = False) -> dict[str, Any]:
     """Run a cell and report what it left behind."""
     run_name = f"{name}-{time.strftime('%H%M%S')}"
-    settings = {"model.path": str(model), **cell.settings}
+    settings = {**cell.settings, **(shared_gpu.SETTINGS if shared else {})}
     options = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
-    submit = ["-m", "primeslurm", "submit", str(HERE / cell.recipe), "--local", "--wait", "--name", run_name, *options]
-    code = subprocess.call([sys.executable, *submit])
+    env = dict(os.environ)
+    if shared:
+        found = shared_gpu.shared_gpu(model.parent / "shared-gpu", Path("runs").resolve(), cell.gpus)
+        options += found.options
+        env |= found.env
+    recipe = [
+        "submit",
+        str(HERE / cell.recipe),
+        "--local",
+        "--wait",
+        "--name",
+        run_name,
+        "--set",
+        f"model.path={model}",
+    ]
+    began = time.monotonic()
+    code = subprocess.call([sys.executable, "-m", "primeslurm", *recipe, *options], env=env)
+    seconds = round(time.monotonic() - began)
     directory = RunDirectory(Path("runs") / run_name)
-    return {"exit_code": code, "settings": dict(cell.settings), **report(rows(directory.path), events(directory))}
+    reported = report(rows(directory.path), events(directory))
+    return {"exit_code": code, "settings": settings, "seconds": seconds, **reported}
 
 
 def report(steps: Sequence[Mapping[str, Any]], happened: Sequence[Event]) -> dict[str, Any]:
@@ -121,11 +141,13 @@ def report(steps: Sequence[Mapping[str, Any]], happened: Sequence[Event]) -> dic
         "transfer": [e.sent_s for e in happened if isinstance(e, WeightsPublished) and e.sent_s is not None],
         **{part: [found[part] for _, found in sorted(slowest.items())] for part in ("load", "pause")},
     }
+    seconds = [row["throughput/step_seconds"] for row in steps]
     return {
         "steps": len(steps),
         "mismatch_kl": {"median": _median(kl), "max": max(kl, default=None)},
         "update_seconds": {part: _median(values[SKIPPED:] or values) for part, values in parts.items()},
-        "step_seconds": _median([row["throughput/step_seconds"] for row in steps][SKIPPED:]),
+        "step_seconds": _median(seconds[SKIPPED:]),
+        "first_step_seconds": next(iter(seconds), None),
     }
 
 
@@ -140,20 +162,22 @@ def main(words: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks rl_on_gpus", description=__doc__)
     parser.add_argument("out", type=Path)
     parser.add_argument("cells", nargs="*", metavar="CELL", help=f"of {', '.join(CELLS)}")
+    parser.add_argument("--shared-gpu", action="store_true", help="trainer and engine share one GPU")
     options = parser.parse_args(words)
     gpus = torch.cuda.device_count()
     names = options.cells or [name for name, cell in CELLS.items() if cell.gpus <= gpus]
+    shared = ", shared by trainer and engine" if options.shared_gpu else ""
     model = Path(".primeslurm/rl-on-gpus").resolve()
     make_model(model)
     result: dict[str, Any] = {
         "command": " ".join(["python -m benchmarks rl_on_gpus", *words]),
-        "machine": f"{gpus} x {torch.cuda.get_device_name()}, one host, local executor",
+        "machine": f"{gpus} x {torch.cuda.get_device_name()}, one host, local executor{shared}",
         "versions": {name: version(name) for name in ("torch", "torchtitan", "vllm")},
         "model": CONFIG,
         "bytes": sum(file.stat().st_size for file in model.glob("*.safetensors")),
         "cells": {},
     }
     for name in names:
-        result["cells"][name] = run(name, CELLS[name], model)
+        result["cells"][name] = run(name, CELLS[name], model, options.shared_gpu)
         options.out.write_text(json.dumps(result, indent=2) + "\n")
         print(name, json.dumps(result["cells"][name]), flush=True)

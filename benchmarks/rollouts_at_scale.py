@@ -1,9 +1,10 @@
 """What rollouts in flight cost the orchestrator: `python -m benchmarks rollouts_at_scale [--sizes 100 ...] [--write]`.
 
-The real orchestrator, with the real job protocol, spool, policy loop and controller, before 128 emulated engines, each
-a replica with a port of its own; environment workers that send each of a rollout's 100 turns to its engine by the real
-client; and a trainer that takes every batch, so that policies change. A turn takes 90 s at any size. Nothing but what
-computes on a GPU is left out, and vllm-router, which the orchestrator does not talk to.
+The real orchestrator, with the real job protocol, spool and policy loop, and the controller unless `--static` begins
+all rollouts at once, as in the figures that are kept; before 128 emulated engines, each a replica with a port of its
+own; environment workers that send each of a rollout's 100 turns to its engine by the real client; and a trainer that
+takes every batch, so that policies change. A turn takes 90 s at any size. Nothing but what computes on a GPU is left
+out, and vllm-router, which the orchestrator does not talk to.
 
 Groups that are begun first are found somewhere between their first and last turn, so that as many end each second, and
 steps are trained, as in the middle of a long run. Those are too few for any group to get too old: that takes as many
@@ -155,7 +156,7 @@ class Run:
             "rollouts_of_a_step": self.place.recipe.orchestrator.batch_size,
             "policy_of_engines": last["policy"],
             "dropped_as_too_old": last["stale"],
-            "failed_or_lost": last["failed"],
+            "failed_or_lost_since_start": last["failed"],
             "orchestrator": {
                 "share_of_a_core": round(mine / seconds, 4),
                 "cpu_ms_per_rollout": round(1e3 * mine / max(1, ended), 2),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import GlmMoeDsaConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import GlmMoeDsaConfig, NemotronHConfig, Qwen3_5MoeTextConfig, Qwen3Config, Qwen3MoeConfig
 
 PEAK_FLOPS = {"H200": 989e12, "H100": 989e12}
 """Dense bfloat16 operations a second by a part of the GPU's name (data sheets of the SXM boards, without sparsity)."""
@@ -23,8 +23,10 @@ class Shape:
     def build(self, layers: int, experts: int | None, vocabulary: int | None) -> Any:
         """Make the transformers config with so many layers, and of the rest as much as the model has, unless given."""
         counts: dict[str, Any] = {"num_hidden_layers": layers}
+        if self.config is NemotronHConfig:
+            counts = {"layers_block_type": [_NEMOTRON_KINDS[at % len(_NEMOTRON_KINDS)] for at in range(layers)]}
         if experts is not None:
-            counts["num_local_experts" if self.config is GlmMoeDsaConfig else "num_experts"] = experts
+            counts[_EXPERT_COUNTS.get(self.config, "num_experts")] = experts
         if vocabulary is not None:
             counts["vocab_size"] = vocabulary
         return self.config(**self.settings | counts)
@@ -44,6 +46,9 @@ _EXPERTS: dict[str, Any] = {
     "norm_topk_prob": True,
     "tie_word_embeddings": False,
 }
+_EXPERT_COUNTS: dict[type, str] = {GlmMoeDsaConfig: "num_local_experts", NemotronHConfig: "n_routed_experts"}
+_NEMOTRON_KINDS = ("linear_attention", "moe", "linear_attention", "moe", "linear_attention", "full_attention", "moe")
+"""Nemotron-3-Nano begins so."""
 SHAPES = {
     "qwen3_30b_a3b": Shape(
         Qwen3MoeConfig,
@@ -58,6 +63,50 @@ SHAPES = {
     ),
     # transformers' defaults are GLM-5's. All layers have experts: of the whole model's, 75 of 78 have.
     "glm5": Shape(GlmMoeDsaConfig, {"first_k_dense_replace": 0}, None),
+    # Qwen3.5-35B-A3B: of four layers, three are gated delta nets.
+    "qwen3_5": Shape(
+        Qwen3_5MoeTextConfig,
+        {
+            "vocab_size": 248320,
+            "hidden_size": 2048,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "head_dim": 256,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "tie_word_embeddings": False,
+        },
+        None,
+    ),
+    # Nemotron-3-Nano-30B-A3B: a layer is a Mamba-2 layer, experts or attention.
+    "nemotron_h": Shape(
+        NemotronHConfig,
+        {
+            "vocab_size": 131072,
+            "hidden_size": 2688,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "mamba_num_heads": 64,
+            "mamba_head_dim": 64,
+            "n_groups": 8,
+            "ssm_state_size": 128,
+            "chunk_size": 128,
+            "n_routed_experts": 128,
+            "num_experts_per_tok": 6,
+            "moe_intermediate_size": 1856,
+            "moe_shared_expert_intermediate_size": 3712,
+            "routed_scaling_factor": 2.5,
+            "tie_word_embeddings": False,
+        },
+        None,
+    ),
     "tiny": Shape(
         Qwen3MoeConfig,
         _QWEN3
@@ -102,7 +151,8 @@ def attention_flops(config: Any, length: int, causal: bool) -> float:
         length: of the document.
         causal: count the keys that a token sees; otherwise all of them, as torchtitan and many others do.
     """
-    heads, layers = config.num_attention_heads, config.num_hidden_layers
+    kinds = _kinds(config)
+    heads, layers = config.num_attention_heads, kinds.count("full_attention") if kinds else config.num_hidden_layers
     seen = (length + 1) / 2 if causal else float(length)
     if not hasattr(config, "index_topk"):
         return 3 * layers * 2 * heads * 2 * config.head_dim * seen
@@ -112,3 +162,25 @@ def attention_flops(config: Any, length: int, causal: bool) -> float:
     width = 2 * config.kv_lora_rank + config.qk_rope_head_dim
     indexers = config.indexer_types.count("full")
     return 3 * layers * 2 * heads * width * chosen + indexers * 2 * config.index_n_heads * config.index_head_dim * seen
+
+
+def recurrence_flops(config: Any) -> float:
+    """Count the operations a token costs in products with states, three times those of the forward pass.
+
+    Counted as if done token by token: the delta rule looks up what it knows, learns and reads, a state space learns and
+    reads. What kernels compute in chunks is more.
+    """
+    layers = _kinds(config).count("linear_attention")
+    if isinstance(config, NemotronHConfig):
+        return 3 * layers * 2 * 2 * config.mamba_num_heads * config.mamba_head_dim * config.ssm_state_size
+    if not layers:
+        return 0.0
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    return 3 * layers * 3 * 2 * values * config.linear_key_head_dim
+
+
+def _kinds(config: Any) -> list[str]:
+    """What each layer of a model with recurrent layers is; of others, nothing."""
+    if isinstance(config, NemotronHConfig):
+        return list(config.layers_block_type)
+    return list(config.layer_types) if isinstance(config, Qwen3_5MoeTextConfig) else []

@@ -31,6 +31,7 @@ from benchmarks.support import ranks
 WARM_UP = 2
 BATCHES = 8
 """Different ones that steps go through where rows have several documents."""
+SHAPE_NAMES = ("qwen3_30b_a3b", "qwen3_4b", "glm5", "qwen3_5", "nemotron_h", "tiny")
 
 Step = Callable[[], None]
 
@@ -38,7 +39,7 @@ Step = Callable[[], None]
 def arguments(words: list[str]) -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks training_speed", description=__doc__)
-    parser.add_argument("--shape", choices=["qwen3_30b_a3b", "qwen3_4b", "glm5", "tiny"], default="tiny")
+    parser.add_argument("--shape", choices=SHAPE_NAMES, default="tiny")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--experts", type=int, help="fewer than the model has; a token meets as many as ever")
     parser.add_argument("--vocab", type=int, help="words, so that few layers do not stand beside a whole head")
@@ -63,6 +64,7 @@ def arguments(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--fp8", action="store_true", help="of ours")
     parser.add_argument("--router-replay", action="store_true", help="of ours; of experts at random")
     parser.add_argument("--lora", type=int, metavar="RANK", help="of ours")
+    parser.add_argument("--plain-recurrence", action="store_true", help="of ours: none of the library's kernels")
     parser.add_argument("--compile", action="store_true", help="each layer, of both sides")
     parser.add_argument("--steps", type=int, default=10, help=f"that are timed, after {WARM_UP}")
     parser.add_argument("--against", choices=["torchtitan"])
@@ -285,11 +287,16 @@ def measure(options: argparse.Namespace, world: Any) -> dict[str, Any]:
     """What all ranks together find; the same on each."""
     import torch
 
-    from benchmarks.training_models import PEAK_FLOPS, SHAPES, attention_flops, matrix_flops
+    from benchmarks.training_models import PEAK_FLOPS, SHAPES, attention_flops, matrix_flops, recurrence_flops
+    from primeslurm.trainer.kernels import linear_attention
 
+    if options.plain_recurrence:
+        linear_attention.fits = lambda mixed: False
     shape = SHAPES[options.shape]
     if options.against and (shape.flavor is None or options.experts or options.optimizer != "adamw"):
-        raise SystemExit("--against torchtitan: it has no GLM-5, all experts, and of these optimizers AdamW")
+        raise SystemExit(
+            "--against torchtitan: it has none of the others' shapes, all experts, and of these optimizers AdamW"
+        )
     config = shape.build(options.layers, options.experts, options.vocab)
     recipe = make_recipe(options, world.device.type == "cpu")
     torch.manual_seed(0)
@@ -308,7 +315,7 @@ def measure(options: argparse.Namespace, world: Any) -> dict[str, Any]:
         if options.profile:
             profile(steps, options.profile, world)
     tokens = policy.dp_world * options.rows * options.seq
-    matrices = matrix_flops(policy.model, config)
+    matrices = matrix_flops(policy.model, config) + recurrence_flops(config)
     causal, whole = (matrices + attention_flops(config, options.seq, causal) for causal in (True, False))
     gpu = torch.cuda.get_device_name() if world.device.type == "cuda" else None
     ceiling = next((flops for name, flops in PEAK_FLOPS.items() if gpu and name in gpu), None)

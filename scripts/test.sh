@@ -42,13 +42,17 @@ else
   wait $runs_pid || failed+=("runs $?")
   wait $unit_pid || failed+=("unit $?")
   cat build/clusters.log build/runs.log build/unit.log
+  unstable=0
   for each in "${failed[@]}"; do
     read -r name code <<<"$each"
     ((code == 1)) || exit "$code"
+    unstable=$((unstable + $(python -c 'import json, sys; print(len(json.load(open(sys.argv[1]))))' \
+      "build/pytest-$name/v/cache/lastfailed")))
     declare -n paths=$name
     echo "== Run again, with nothing beside them: tests of $name that failed above. One that passes now needs mending, too. =="
     group "${paths[@]}" --last-failed --last-failed-no-failures none
   done
+  echo "== Run again: $unstable tests. =="
 fi
 coverage combine --quiet
 coverage report

@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Make a demo's model on the spot: a tiny random Qwen3-MoE, then supervised fine-tuning on noisy demonstrations.
-# Usage: scripts/warm_start.sh DIRECTORY      Result: DIRECTORY/model. The directory's name says which: reverse-text or tool-use.
+# Hangman's, of examples/textarena.yaml, is taught in seconds, without a run.
+# Usage: scripts/warm_start.sh DIRECTORY      Result: DIRECTORY/model. The directory's name says which: reverse-text, tool-use or hangman.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 directory=$1
 model=$directory/model
 demo=$(basename "$directory")
-[[ -f $model/MANIFEST.json ]] && exit 0
+[[ -f $model/config.json ]] && exit 0
 rm -rf "$directory/random" "$directory/model.part"
 mkdir -p "$directory"
 python=(.venv/bin/python -W ignore -m)
@@ -17,8 +18,12 @@ case $demo in
   tool-use)
     "${python[@]}" primeslurm.trainer.tiny model "$directory/random" --phrases
     "${python[@]}" primeslurm.orchestrator.environments.tool_use "$directory/demonstrations.jsonl" ;;
+  hangman)
+    "${python[@]}" primeslurm.trainer.hangman "$directory/model.part"
+    mv "$directory/model.part" "$model"
+    exit 0 ;;
   *)
-    echo "error: no demo is called $demo; there are reverse-text and tool-use" >&2
+    echo "error: no demo is called $demo; there are reverse-text, tool-use and hangman" >&2
     exit 2 ;;
 esac
 run=$demo-sft-$(date +%m%d-%H%M%S)

@@ -197,7 +197,6 @@ async def _through(
         "rollouts": seen - first,
         "whole_way_gb_s": round(moved / seconds / 1e9, 2),
         "cpu_s_a_gb": round((now.ru_utime + now.ru_stime - used.ru_utime - used.ru_stime) / moved * 1e9, 2),
-        "new_memory_a_payload_byte": round((now.ru_minflt - used.ru_minflt) * PAGE / moved, 2),
         "lag_ms": in_ms(looks.lags),
         "lag_but_for_waits_for_a_cpu_ms": in_ms(looks.own_lags),
         "most_buffered_gb": round(looks.most_buffered / 1e9, 2),

@@ -10,6 +10,7 @@ import logging
 import os
 import shutil
 import time
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +29,7 @@ from primeslurm.records.events.training import (
     WeightsPublished,
 )
 from primeslurm.records.journal import Journal
-from primeslurm.records.reserve import while_full
+from primeslurm.records.reserve import until_written
 from primeslurm.records.state import TrainerState
 from primeslurm.wire import checkpoints, exits
 from primeslurm.wire.link import LinkError, TrainerLink, TransferWanted
@@ -84,23 +85,26 @@ class EmulatedTrainer:
             done = not self._step(step + 1)
             step += not done
         if step > self._saved:
-            while_full(lambda: self._save(step))
+            self._commit(step)
         interrupted = done and self._ranks.interrupted()
         self._journal.write(TrainerStopped(step, "interrupted" if interrupted else "finished"))
         return exits.CHECKPOINTED if interrupted else 0
 
     def _resume(self) -> int:
-        self._saved = step = checkpoints.newest(self._run_dir) or 0
+        self._saved = step = until_written(self._newest_whole) or 0
         self._journal.write(CheckpointLoaded(step))
         if step:
-            self._link.committed(step)
+            until_written(lambda: self._link.committed(step))
             self._transfer(step)
         else:
-            self._announced = while_full(lambda: self._link.announce(0, self._recipe.model.path))
+            self._announced = until_written(lambda: self._link.announce(0, self._recipe.model.path))
         for newer in filesystem.published(self._run_dir):
             if newer > self._announced:
-                shutil.rmtree(filesystem.version_dir(self._run_dir, newer))
+                until_written(partial(shutil.rmtree, filesystem.version_dir(self._run_dir, newer)))
         return step
+
+    def _newest_whole(self) -> int | None:
+        return checkpoints.set_damaged_aside(self._run_dir, self._attempt)
 
     def _step(self, step: int) -> bool:
         """One step; False if there is nothing more to train."""
@@ -119,7 +123,7 @@ class EmulatedTrainer:
         self._link.step_done(step, {"loss": 1.0 / step, "loss_tokens": batch.info.loss_tokens, "seconds/train": spent})
         self._journal.write(StepTrained(step))
         if self._recipe.commits(step):
-            while_full(lambda: self._save(step))
+            self._commit(step)
         return True
 
     def _batch(self, step: int) -> Batch | None:
@@ -133,13 +137,13 @@ class EmulatedTrainer:
     def _transfer(self, version: int) -> None:
         if self._recipe.weights.transport == "filesystem":
             if version > self._announced:
-                path = while_full(lambda: self._publish(version))
-                self._announced = while_full(lambda: self._link.announce(version, str(path)))
+                path = until_written(lambda: self._publish(version))
+                self._announced = until_written(lambda: self._link.announce(version, str(path)))
         else:
-            while_full(lambda: self._link.announce(version, ""))
+            until_written(lambda: self._link.announce(version, ""))
             self._send(version)
             if version == self._recipe.max_steps:
-                while_full(lambda: self._publish(version))
+                until_written(lambda: self._publish(version))
 
     def _send(self, version: int) -> None:
         """Meet the engines as if to send them the policy."""
@@ -161,6 +165,13 @@ class EmulatedTrainer:
         self._journal.write(WeightsPublished(version))
         return final
 
+    def _commit(self, step: int) -> None:
+        until_written(lambda: self._save(step))
+        needed = until_written(lambda: self._link.committed(step))
+        until_written(lambda: checkpoints.prune(self._run_dir, self._recipe.checkpoint.keep, needed))
+        self._saved = step
+        self._journal.write(CheckpointCommitted(step))
+
     def _save(self, step: int) -> None:
         self._journal.state(TrainerState(step, "checkpoint"))
         pulse().enter("checkpoint", step, self._limits.long_s)
@@ -174,10 +185,6 @@ class EmulatedTrainer:
         (directory / "trainer" / "emulated.bin").write_bytes(step.to_bytes(8, "little"))
         self._link.save(step, str(directory))
         checkpoints.commit(directory, step, self._attempt)
-        needed = self._link.committed(step)
-        checkpoints.prune(self._run_dir, self._recipe.checkpoint.keep, needed)
-        self._saved = step
-        self._journal.write(CheckpointCommitted(step))
 
 
 def train(argv: list[str] | None, ranks: Ranks) -> int:

@@ -26,6 +26,27 @@ def split_dimension(size: Sequence[int], ranks: int) -> int | None:
     return next((dimension for dimension, length in enumerate(size) if length % ranks == 0), None)
 
 
+def whole_blocks(size: Sequence[int], dimension: int, ranks: int, block: int) -> bool:
+    """Whether shards of a stack of matrices [experts, n, k], split over `ranks`, have whole blocks of block x block."""
+    parts = [length // ranks if place == dimension else length for place, length in enumerate(size)]
+    return size[dimension] % ranks == 0 and all(length % block == 0 for length in parts[1:])
+
+
+def stacks_in_whole_blocks(shape: ModelShape, ranks: int, ep: int, block: int) -> bool:
+    """Whether shards of all stacks of a model's experts have whole blocks of block x block.
+
+    Args:
+        shape: the model's.
+        ranks: that a copy of the model is spread over.
+        ep: how many of them share the experts; a divisor of their number.
+        block: rows, and columns.
+    """
+    if shape.experts is None or shape.experts.count % ep:
+        return False
+    stacks = [(shape.experts.count // ep, *size) for size in _sizes(shape, None) if len(size) == 2]
+    return all(whole_blocks(stack, split_dimension(stack, ranks // ep) or 0, ranks // ep, block) for stack in stacks)
+
+
 def undivided(shape: ModelShape, impl: str, ranks: int, ep: int, adapters: int | None = None) -> tuple[int, ...] | None:
     """Find a stack of a model's experts that cannot be split.
 

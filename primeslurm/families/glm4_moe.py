@@ -17,6 +17,9 @@ FAMILY = Family(
         r"intellect-?3": Parsers("qwen3_coder", "deepseek_r1"),
     },
     renderer="glm-4.5",
-    renderers={r"glm-?4\.7": "glm-5"},
+    renderers={
+        r"glm-?4\.7": "glm-5",
+        r"intellect-?3": "primeslurm.orchestrator.rendering.intellect3:Intellect3Renderer",
+    },
     lora_targets=ATTENTION | SWIGLU | EXPERTS,
 )

@@ -8,7 +8,14 @@ FAMILY = Family(
     name="kimi_k2",
     model_types={
         "kimi_k2": Capabilities(
-            ep=True, cp=True, fp8=True, lora=True, router_replay=True, fp8_checkpoint=True, int4_checkpoint=True
+            ep=True,
+            cp=True,
+            fp8=True,
+            lora=True,
+            router_replay=True,
+            fp8_checkpoint=True,
+            int4_checkpoint=True,
+            compile=True,
         )
     },
     parsers={r"kimi-?k2": Parsers("kimi_k2", "kimi_k2")},

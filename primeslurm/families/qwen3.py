@@ -22,5 +22,6 @@ FAMILY = Family(
     traits=Traits(qk_norm=True),
     parsers={r"qwen3": Parsers("hermes", "qwen3"), r"qwen3-?coder": Parsers("qwen3_coder")},
     renderer="qwen3",
+    renderers={r"coder": "prime-qwen3"},
     lora_targets=ATTENTION | SWIGLU | EXPERTS,
 )

@@ -6,7 +6,7 @@ by watching the control requests that pass through it, so it cannot disagree wit
     closed   no version confirmed since the process started, or an update failed: /health and generation answer 503,
              so that a router leaves the engine out
     open     a version is set. It stays open during an update: generation is paused then, and requests wait
-    silent   the core behind the server does not answer (`core_watch`): as closed, and the status answers 504
+    silent   the core behind the server does not answer (`core_gate`): as closed, but status and /health answer 504
 """
 
 from __future__ import annotations
@@ -20,14 +20,13 @@ import uuid
 
 import psutil
 
-from primeslurm.inference.admission import STATUS_PATH, App, Message, Receive, Scope, SecretGate, Send, answer
-from primeslurm.inference.core_watch import CoreWatch
+from primeslurm.inference.admission import STATUS_PATH, App, Message, Receive, Scope, Send, answer
+from primeslurm.inference.core_gate import HEALTH_PATH, CoreGate, generates
 from primeslurm.wire.weight_transfer.messages import EngineStatus
 
 SHUTDOWN_PATH = "/primeslurm/shutdown"
 SHUTDOWN_EXIT_CODE = 70
 
-_GATED = ("/v1/", "/inference/v1/")
 _VERSION_FIELDS = {"/finish_weight_update": "weight_version", "/update_weight_version": "new_version"}
 _UPDATE_STEPS = ("/start_weight_update", "/update_weights", "/finish_weight_update")
 _VERSION = re.compile("[0-9]{1,9}")
@@ -72,32 +71,23 @@ class GateState:
         return EngineStatus(version, self.incarnation, self.paused, self.updates, self.initialized)
 
 
-class VersionGate(SecretGate):
+class VersionGate(CoreGate):
     """The middleware."""
 
     def __init__(self, app: App) -> None:
         super().__init__(app)
         self._state = GateState()
-        self._core = CoreWatch(app)
-        self._controlled = 0
-        """Control requests that are under way."""
 
-    async def serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def serve_live(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer, refuse, watch, or pass on."""
         path: str = scope["path"]
-        if path in (STATUS_PATH, "/health"):
-            self._core.look(scope, busy=self._controlled > 0)
-        if path == STATUS_PATH and self._core.silent:
-            await answer(send, 504, {"error": self._core.words})
-        elif path == STATUS_PATH:
+        if path == STATUS_PATH:
             await answer(send, 200, self._state.report())
         elif path == SHUTDOWN_PATH and scope["method"] == "POST":
             await answer(send, 200, {"exit_code": SHUTDOWN_EXIT_CODE})
             asyncio.get_running_loop().call_later(0.1, _exit_at_once)  # after the answer is out
-        elif self._state.version is None and (path == "/health" or path.startswith(_GATED)):
+        elif self._state.version is None and (path == HEALTH_PATH or generates(path)):
             await answer(send, 503, {"error": "stale: no policy version is confirmed on this engine"})
-        elif self._core.silent and (path == "/health" or path.startswith(_GATED)):
-            await answer(send, 503, {"error": self._core.words})
         elif path in _WATCHED and scope["method"] == "POST":
             await self._watch(path, scope, receive, send)
         else:

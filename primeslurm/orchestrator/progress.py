@@ -67,8 +67,10 @@ class RunProgress(msgspec.Struct, frozen=True):
 def restore(run_dir: Path, attempt: int) -> RunProgress:
     """Find where to continue: in this attempt's own progress, else from the newest checkpoint, else from the start.
 
+    The newest one that looks whole: the trainer sets those aside that do not, perhaps at the same time.
+
     Raises:
-        RunError: the newest committed checkpoint has no readable orchestrator part.
+        RunError: that checkpoint has no readable orchestrator part.
     """
     try:
         progress = value((run_dir / PROGRESS).read_bytes(), RunProgress)
@@ -76,7 +78,7 @@ def restore(run_dir: Path, attempt: int) -> RunProgress:
             return progress
     except (FileNotFoundError, DamagedError):
         pass
-    step = checkpoints.newest(run_dir)
+    step = checkpoints.newest_whole(run_dir)
     if step is None:
         return RunProgress(attempt=attempt)
     path = checkpoints.step_dir(run_dir, step) / CHECKPOINT_PART

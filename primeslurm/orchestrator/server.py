@@ -139,7 +139,10 @@ class OrchestratorServer:
             recipe, self._journal, arguments.engine_urls, resumed=progress.done_step > 0, looked=self._on_look
         )
         adaptive = recipe.orchestrator.concurrency == "adaptive"
-        self._concurrency = Concurrency(arguments.routers, recipe.max_inflight) if adaptive else None
+        self._concurrency = None
+        if adaptive:
+            self._concurrency = Concurrency(arguments.routers, arguments.engines, recipe.max_inflight)
+            self._dispatch.replicas.shares = self._concurrency.shares  # dispatch begins before the first look
         unscored = self._dispatch.unscored.values()
         self._scoring = scoring_of(recipe, arguments, unscored, self._finishing.scored, self._damaged)
         self._batch_formed = asyncio.Condition()

@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TypeVar
 
@@ -32,18 +32,24 @@ GIVEN_UP = "the file system of the run directory is full, or was until a moment 
 PAUSE_S = 2.0
 """Between two tries to write what there is no space for."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
-_WORDS = re.compile("|".join(os.strerror(number) for number in _FULL))
+_READ_ONLY = (errno.EROFS,)
 T = TypeVar("T")
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether an error says that there is no space, also if it is another one's in words (safetensors, DCP)."""
-    return (isinstance(error, OSError) and error.errno in _FULL) or bool(_WORDS.search(str(error)))
+    """Whether an error says that there is no space: then the reserve helps."""
+    return _says(error, _FULL)
 
 
 def may_pass(error: BaseException) -> bool:
     """Whether an error may be the file system's, for a while: it is full, or was made read-only."""
-    return is_full(error) or (isinstance(error, OSError) and error.errno == errno.EROFS)
+    return _says(error, _FULL + _READ_ONLY)
+
+
+def _says(error: BaseException, numbers: Collection[int]) -> bool:
+    """Whether an error is one of these, also if it is another one's in words (safetensors, DCP, another process)."""
+    words = "|".join(re.escape(os.strerror(number)) for number in numbers)
+    return (isinstance(error, OSError) and error.errno in numbers) or bool(re.search(words, str(error)))
 
 
 def free_bytes(directory: Path) -> int | None:
@@ -62,16 +68,16 @@ def shortage(directory: Path, least: int = LEAST_FREE) -> str:
     return f"{free / 2**30:.2f} GiB free in {directory}, a run needs {least / 2**30:.2f} GiB"
 
 
-def while_full(action: Callable[[], T], within_s: float = math.inf, pause_s: float = PAUSE_S) -> T:
-    """Call something until there is space for it. Raises its last error after `within_s`, and any other at once."""
+def until_written(action: Callable[[], T], within_s: float = math.inf, pause_s: float = PAUSE_S) -> T:
+    """Call something until the file system takes it. Raises its last error after `within_s`, and any other at once."""
     deadline = time.monotonic() + within_s
     while True:
         try:
             return action()
         except Exception as error:
-            if not is_full(error) or time.monotonic() > deadline:
+            if not may_pass(error) or time.monotonic() > deadline:
                 raise
-            log.warning("waits for space: %s", error)
+            log.warning("waits for the file system: %s", error)
             pulse().beat()  # who waits does not hang
             time.sleep(pause_s)
 

@@ -5,6 +5,7 @@ A checkpoint exists only once COMMITTED does; it is written last, by the trainer
 
 from __future__ import annotations
 
+import logging
 import re
 import shutil
 from collections.abc import Collection, Sequence
@@ -22,6 +23,7 @@ SHARD = ".distcp"
 """How files with tensors end."""
 LOCAL = "PRIMESLURM_LOCAL_CHECKPOINTS"
 """The variable that names a rank's directory for copies on its node, which the agent makes and removes."""
+log = logging.getLogger(__name__)
 _NAME = re.compile(r"^step_(\d{6,})$")
 
 
@@ -80,6 +82,32 @@ def newest(run_dir: Path) -> int | None:
     """Return the last committed step, or None."""
     steps = committed(run_dir)
     return steps[-1] if steps else None
+
+
+def newest_whole(run_dir: Path) -> int | None:
+    """Return the last committed step whose checkpoint looks whole, or None. See `damage_at_sight`."""
+    steps = reversed(committed(run_dir))
+    return next((step for step in steps if not damage_at_sight(step_dir(run_dir, step))), None)
+
+
+def set_damaged_aside(run_dir: Path, attempt: int) -> int | None:
+    """Set committed checkpoints aside that are newer than the newest one that looks whole; returns that one's step.
+
+    Raises:
+        OSError: one cannot be renamed.
+    """
+    whole = newest_whole(run_dir)
+    for step in committed(run_dir):
+        if whole is None or step > whole:
+            set_aside(run_dir, step, attempt, damage_at_sight(step_dir(run_dir, step)))
+    return whole
+
+
+def set_aside(run_dir: Path, step: int, attempt: int, why: Sequence[str]) -> None:
+    """Rename a damaged checkpoint to `*.damaged-<attempt>`: then it is nobody's newest. Raises OSError."""
+    log.error("checkpoint of step %d is damaged, trying the one before: %s", step, "; ".join(why))
+    directory = step_dir(run_dir, step)
+    durable.rename(directory, directory.with_name(f"{directory.name}.damaged-{attempt}"))
 
 
 def damage(directory: Path) -> list[str]:

@@ -181,6 +181,9 @@ class TrainerLink:
         request, pause_s, unreadable = GetBatch(step, shard, ahead), REREAD_S, ""
         while not interrupted():
             answer, parts = self._ask(request)
+            self.receiving = answer.kind in ("batch", "file")
+            if interrupted():  # looked at after that: who interrupts and then sees that nothing is coming, gets nothing
+                break
             if answer.kind == "file":
                 try:
                     return self._read(request, Path(answer.path))
@@ -202,6 +205,7 @@ class TrainerLink:
                 raise TransferWanted
             if time.monotonic() > deadline:
                 raise LinkError(f"no batch for step {step} within {timeout_s:.0f} s{unreadable}")
+        self.receiving = False
         return None
 
     def announce(self, version: int, path: str) -> int:
@@ -251,7 +255,6 @@ class TrainerLink:
 
     def _read(self, request: GetBatch, path: Path) -> Batch:
         """The batch in a file."""
-        self.receiving = True
         try:
             batch = batch_files.read(path, self._empty, LARGEST_BATCH, self._on_wait)
         finally:
@@ -271,7 +274,6 @@ class TrainerLink:
         """The batch of which the first part has come."""
         if not parts:
             raise decoding.DamagedError("a batch without a header")
-        self.receiving = True
         incoming = Incoming(bytes(parts[0]), self._empty, LARGEST_BATCH)
         incoming.take(parts[1:])
         while incoming.received < incoming.size:

@@ -6,9 +6,10 @@ Each check returns what is wrong, in words; nothing is what it should return.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 
@@ -19,6 +20,8 @@ from primeslurm.run.records import attempt_events, rows
 from primeslurm.wire import checkpoints
 from tests.chaos.spool_watch import SeenGroup
 from tests.support.emulation import SWEPT_AHEAD
+
+NONE: Mapping[int, int] = MappingProxyType({})
 
 
 @dataclass
@@ -50,13 +53,20 @@ def segments(run: RunDirectory) -> list[Segment]:
     return found
 
 
-def committed_steps_lost(found: Sequence[Segment]) -> list[str]:
-    """Every start goes on from the newest step that was committed before."""
-    problems, newest = [], 0
+def committed_steps_lost(found: Sequence[Segment], damaged: Mapping[int, int] = NONE) -> list[str]:
+    """Every start goes on from the newest step that was committed before.
+
+    Args:
+        found: what the trainer did.
+        damaged: steps whose checkpoints were damaged, by the attempt after which they were.
+    """
+    problems, known, left = [], {0}, dict(damaged)
     for segment in found:
-        if segment.loaded < newest:
-            problems.append(f"attempt {segment.attempt} went on from step {segment.loaded}, but {newest} was committed")
-        newest = max([newest, segment.loaded, *segment.committed])
+        known -= {left.pop(attempt) for attempt in damaged if attempt < segment.attempt and attempt in left}
+        if segment.loaded < max(known):
+            newest = f"{max(known)} was committed"
+            problems.append(f"attempt {segment.attempt} went on from step {segment.loaded}, but {newest}")
+        known |= {segment.loaded, *segment.committed}
     return problems
 
 
@@ -127,13 +137,17 @@ class Fates:
     stale: int = 0
     """Too old by the recipe's rule."""
     undone: int = 0
-    """Sampled by a policy that was undone with its uncommitted step."""
+    """Sampled by a policy that was undone with its uncommitted step, or trained in a step that was undone."""
     lost: int = 0
     problems: list[str] = field(default_factory=list)
 
 
 def fates(
-    seen: Sequence[SeenGroup], given: dict[int, list[str]], found: Sequence[Segment], max_off_policy_steps: int
+    seen: Sequence[SeenGroup],
+    given: dict[int, list[str]],
+    found: Sequence[Segment],
+    max_off_policy_steps: int,
+    damaged: Mapping[int, int] = NONE,
 ) -> Fates:
     """Find out what became of every finished group.
 
@@ -142,17 +156,19 @@ def fates(
         given: the batches that were trained.
         found: what the trainer did: its starts undo policies.
         max_off_policy_steps: the recipe's rule of what is too old.
+        damaged: as for `committed_steps_lost`: groups are gone when the step that they are trained in is committed.
     """
     trained = {name for names in given.values() for name in names}
     last = {group.id: index for index, group in enumerate(seen)}
     resumed = _resumed(found)
+    behind = _resumed([segment for segment in found if segment.attempt - 1 in damaged])
     answer = Fates()
     for index, group in enumerate(seen):
         if group.id in trained and last[group.id] == index:
             answer.trained += group.rollouts
         elif group.gone_at_step is None:
             answer.spooled += group.rollouts
-        elif any(began >= group.seen_at and group.newest > step for began, step in resumed):
+        elif any(_undoes(start, group) for start in resumed) or any(_trained_in_vain(start, group) for start in behind):
             answer.undone += group.rollouts
         elif group.opened < group.gone_at_step + SWEPT_AHEAD - 1 - max_off_policy_steps:
             answer.stale += group.rollouts
@@ -163,6 +179,16 @@ def fates(
                 f"{group.gone_at_step}, and was never trained"
             )
     return answer
+
+
+def _undoes(start: tuple[float, int], group: SeenGroup) -> bool:
+    began, step = start
+    return began >= group.seen_at and group.newest > step
+
+
+def _trained_in_vain(start: tuple[float, int], group: SeenGroup) -> bool:
+    began, step = start
+    return began >= group.gone_at and group.gone_at_step is not None and group.gone_at_step > step
 
 
 def _resumed(found: Iterable[Segment]) -> list[tuple[float, int]]:

@@ -81,6 +81,8 @@ class Chaos:
         self.result = Result(seed, steps)
         self._records_lost = False
         self._excused: set[str] = set()
+        self._damaged: dict[int, int] = {}
+        """Steps whose checkpoints were damaged, by the attempt after which they were."""
 
     def suffer(self, rounds: list[Round]) -> Result:
         """Start the run, let rounds happen while it goes on, and check what must hold.
@@ -203,6 +205,8 @@ class Chaos:
             new_attempts=new_attempts,
             load=round(os.getloadavg()[0], 1),
         )
+        for _, injury in injuries:
+            self._damaged |= injury.damaged
         if injuries:
             self.result.outcomes.append(outcome)
         self.say(f"  well after {seconds} s, at most {outcome.longest_step_s} s without a step, load {outcome.load}")
@@ -235,14 +239,14 @@ class Chaos:
     def _check(self, seen: list[SeenGroup]) -> None:
         run, result, steps, lossy = self.scene.run, self.result, self.result.steps, self._records_lost
         found = invariants.segments(run)
-        lost = invariants.committed_steps_lost(found)
+        lost = invariants.committed_steps_lost(found, self._damaged)
         result.attempts = len(run.attempts())
         result.committed_steps_lost = len(lost)
         result.problems += lost
         if any(problem.startswith("the run") for problem in result.problems):
             return  # it has not completed: nothing else can hold
         given = invariants.batches(run)
-        result.fates = invariants.fates(seen, given, found, MAX_OFF_POLICY_STEPS)
+        result.fates = invariants.fates(seen, given, found, MAX_OFF_POLICY_STEPS, self._damaged)
         result.problems += [
             *invariants.trained_once(found, steps, records_lost=lossy),
             *invariants.checkpoints_whole(run, found, steps),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from dataclasses import dataclass
@@ -30,6 +31,8 @@ class SeenGroup:
     """Unix seconds."""
     gone_at_step: int | None = None
     """The last step that was trained when it was not there any more; None while it is there."""
+    gone_at: float = math.inf
+    """Unix seconds."""
 
 
 class SpoolWatch(threading.Thread):
@@ -64,7 +67,8 @@ class SpoolWatch(threading.Thread):
                 continue
             files[path.name, status.st_ino ^ status.st_mtime_ns] = path
         for key in self._present.keys() - files.keys():
-            self._present.pop(key).gone_at_step = self._step()
+            gone = self._present.pop(key)
+            gone.gone_at_step, gone.gone_at = self._step(), time.time()
         for key in files.keys() - self._present.keys():
             if (group := _read(files[key])) is not None:
                 self._present[key] = group

@@ -67,6 +67,16 @@ def test_committed_steps_are_lost(run: RunDirectory) -> None:
     ]
 
 
+def test_steps_of_damaged_checkpoints_are_not_lost() -> None:
+    def start(attempt: int, loaded: int, *committed: int) -> invariants.Segment:
+        return invariants.Segment(attempt, 10.0 * attempt, loaded, committed=list(committed))
+
+    found = [start(1, 0, 2, 4), start(2, 2, 4, 6), start(3, 4)]
+    assert invariants.committed_steps_lost(found, {1: 4, 2: 6}) == []
+    assert len(invariants.committed_steps_lost(found, {1: 4})) == 1, "the second one had no reason"
+    assert len(invariants.committed_steps_lost(found, {1: 2, 2: 6})) == 1, "it had another one"
+
+
 def test_steps_are_trained_twice_or_never(run: RunDirectory) -> None:
     attempt(run, 1, CheckpointLoaded(0), *trained(1, 2, 2, 4))
     found = invariants.segments(run)
@@ -115,6 +125,12 @@ def test_fates_of_finished_rollouts() -> None:
     found = invariants.fates(seen, {1: ["a"], 4: ["again"]}, starts, max_off_policy_steps=8)
     assert (found.trained, found.spooled, found.stale, found.undone, found.lost) == (8, 4, 4, 4, 4)
     assert [problem.split()[2] for problem in found.problems] == ["gone"]
+    seen = [group(name, 1, at=15.0, gone_at_step=step) for name, step in (("kept", 2), ("undone", 4))]
+    for each in seen:
+        each.gone_at = 19.0
+    assert invariants.fates(seen, {}, starts, max_off_policy_steps=8).lost == 8
+    found = invariants.fates(seen, {}, starts, max_off_policy_steps=8, damaged={1: 4})
+    assert (found.undone, [problem.split()[2] for problem in found.problems]) == (4, ["kept"])
 
 
 def test_what_is_left_over(run: RunDirectory, tmp_path: Path) -> None:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from primeslurm.trainer.hangman import write_model
 from tests.e2e.conftest import ROOT, turns_on_policy
-from tests.support import hangman
+from tests.support.hangman import write_words
 from tests.support.runs import Demo
 
 pytestmark = [pytest.mark.slow, pytest.mark.cluster, pytest.mark.engine, pytest.mark.timeout(1800)]
@@ -21,8 +22,8 @@ def test_a_game_trains(demo: Demo, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """Turns of the game's own words, with a random policy that learns which letters pay."""
     if not GAMES.is_dir():
         pytest.skip("TextArena is not installed; `./just games` does that")
-    hangman.write_words(tmp_path / "nltk")
-    hangman.write_model(tmp_path / "model")
+    write_words(tmp_path / "nltk")
+    write_model(tmp_path / "model")
     monkeypatch.setenv("NLTK_DATA", str(tmp_path / "nltk"))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(GAMES), os.environ.get("PYTHONPATH")])))
     changes = (

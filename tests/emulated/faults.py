@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+import re
 import signal
 import tempfile
 import time
@@ -18,12 +19,16 @@ from typing import Any
 
 import httpx
 
+from primeslurm.api.jobs import job_query
 from primeslurm.files import read_json
 from primeslurm.orchestrator.telemetry.watch import STATE_INTERVAL_S
 from primeslurm.records.events.training import CheckpointLoaded
+from primeslurm.run.diagnosis.doctor import diagnose
+from primeslurm.run.directory import Attempt, RunDirectory
 from primeslurm.run.ledger import Ledger
 from primeslurm.run.records import events
-from primeslurm.run.status.run_status import RunStatus
+from primeslurm.run.status.run_status import RunStatus, read_status
+from primeslurm.run.status.signs_of_life import SECOND_LOOK_S, SILENT_S
 from primeslurm.wire import secret
 from tests.support.emulation import Deployment, Snapshot
 from tests.support.faults import kill_controller, kill_node, limit_time, revive_controller, revive_node, warn
@@ -254,12 +259,42 @@ def _kill_head(deployment: Deployment) -> Seen:
     left = f"primeslurm-*{status.run_id[-8:]}-{status.attempt}-a0*"
     assert list(Path(tempfile.gettempdir()).glob(left))
     os.kill(deployment.head_agent(), signal.SIGKILL)
+    _death_of_head_is_told(deployment)
     deadline = time.monotonic() + 60
     while list(Path(tempfile.gettempdir()).glob(left)) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert not list(Path(tempfile.gettempdir()).glob(left)), "nobody has removed what it left"
     assert not list((deployment.run.path / "submitit").glob(".submission_file_*"))
     return seen
+
+
+def _death_of_head_is_told(deployment: Deployment) -> None:
+    """`status` and `doctor` say so at once where Slurm tells of it, or else when its last word is older than may be.
+
+    They watch its file for some seconds more: that makes less than 15 s, on a machine that has time for it.
+    """
+    run, attempt = deployment.run, deployment.run.latest()
+    looks = {"status": lambda: _status_words(run), "doctor": lambda: _doctor_words(run, attempt)}
+    assert SILENT_S + SECOND_LOOK_S < 15.0
+    while looks and run.latest().number == attempt.number:
+        for name, look in list(looks.items()):
+            age_s = time.time() - attempt.fleet_file.stat().st_mtime
+            words = look()
+            if re.search(r"the head's agent was killed|the head \(on .*\) has not written for", words):
+                del looks[name]
+            else:
+                assert age_s <= SILENT_S, f"{name} says {words!r} of a head whose last word was {age_s:.0f} s ago"
+        time.sleep(0.2)
+
+
+def _status_words(run: RunDirectory) -> str:
+    found = read_status(run, job_query(run))
+    return f"{found.phase} {found.reason} {found.silence.text if found.silence else ''}"
+
+
+def _doctor_words(run: RunDirectory, attempt: Attempt) -> str:
+    found = diagnose(run, attempt, job_query(run))
+    return f"{found.outcome} {found.reason}"
 
 
 def _fill_disk(deployment: Deployment) -> Seen:

@@ -28,7 +28,7 @@ from primeslurm.plan.emulate import STAND_INS
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.routers import VllmRouter
 from primeslurm.records.events import decode
-from primeslurm.records.events.processes import RouterComplete, RouterIncomplete
+from primeslurm.records.events.processes import RouterComplete, RouterIncomplete, RouterRestarted
 from primeslurm.wire import secret
 from tests.support.engine_commands import engine_command
 from tests.support.generate import generate, tokens
@@ -36,6 +36,8 @@ from tests.support.processes import HOST, Server, fill, start_router
 from tests.support.recipes import recipe_data
 
 PROMPT = [2, 5, 9, 14, 7, 3]
+REMEMBERED_BYTES = 16 * 2**20
+"""Of wrong tokens, after which these routers start anew."""
 
 
 @dataclass
@@ -70,6 +72,10 @@ class Routed:
         path = self.directory / "events" / "router-0.jsonl"
         return [decode(line) for line in path.read_bytes().splitlines()] if path.exists() else []
 
+    def restarts(self) -> list[RouterRestarted]:
+        """How often its keeper started it anew."""
+        return [event for event in self.events() if isinstance(event, RouterRestarted)]
+
     def child(self) -> psutil.Process:
         """vllm-router itself."""
         return psutil.Process(self.router.pid).children()[0]
@@ -81,6 +87,11 @@ def eventually(condition: Callable[[], object], timeout_s: float = 60) -> None:
     while not condition():
         assert time.monotonic() < deadline, "condition not met in time"
         time.sleep(0.05)
+
+
+def wrong(number: int) -> dict[str, str]:
+    """A token that is no good, of 300,000 bytes."""
+    return {"Authorization": f"Bearer {number}{'x' * 300_000}"}
 
 
 async def open_(engines: Sequence[Server]) -> None:
@@ -107,6 +118,7 @@ def routed(directory: Path, roles: Sequence[str]) -> Routed:
     groups = [[f"e{i}" for i, role in enumerate(roles) if role == kind] for kind in ("engine", "prefill", "decode")]
     addresses = {f"e{i}": engine.url.removeprefix("http://") for i, engine in enumerate(engines)}
     command = router_command(recipe, VllmRouter(), ReplicaEngines(*groups), "router-0")
+    command = command._replace(argv=(*command.argv, "--remembered-bytes", str(REMEMBERED_BYTES)))
     router = start_router(command, addresses, directory / "router.log")
     router.wait("/liveness", 60)  # a process has no command line for a moment after it was started
     arguments = psutil.Process(router.pid).cmdline()
@@ -206,7 +218,6 @@ def test_the_agent_hears_of_what_is_missing_and_needs_no_secret(apart: Routed) -
     door = f"http://{HOST}:{apart.door}"
     assert httpx.get(f"{door}/liveness").status_code == httpx.get(f"{door}/health").status_code == 200
     assert httpx.get(f"{door}/list_workers").status_code == 404
-    assert httpx.get(f"{door}/key").status_code == 401
     before = apart.child().pid
     os.kill(before, signal.SIGSTOP)
     with pytest.raises(httpx.TransportError):  # as if nobody listened: the agent then takes it for hung
@@ -245,16 +256,31 @@ def test_a_router_ends_with_its_keeper_and_the_keeper_with_its_router(tmp_path: 
         keeper.kill()
 
 
+@pytest.mark.parametrize("path", ["/key", "/key/", "/key/wrong", "/liveness"])
+def test_wrong_tokens_at_the_door_do_not_start_a_router_anew(alike: Routed, path: str) -> None:
+    before = alike.child().pid
+    status = 200 if path == "/liveness" else 404
+    with httpx.Client(timeout=30) as client:
+        for number in range(2 * REMEMBERED_BYTES // 300_000):
+            assert client.get(f"http://{HOST}:{alike.door}{path}", headers=wrong(number)).status_code == status
+    # The keeper has looked since when it has put back what is missing now.
+    told = len(alike.events())
+    assert alike.ask("POST", f"/remove_worker?url={alike.all[0]}", headers=secret.header()).status_code == 200
+    eventually(lambda: len(alike.events()) > told and alike.workers == alike.all)
+    assert alike.child().pid == before
+
+
 def test_a_router_that_was_shown_many_wrong_tokens_starts_anew(alike: Routed) -> None:
     """It keeps every token that it was ever shown; the keeper counts them."""
-    before = alike.child().pid
-    wrong = "x" * 300_000
+    before, told = alike.child().pid, len(alike.restarts())
     with httpx.Client(timeout=30) as client:
-        for i in range(70 * 2**20 // len(wrong)):
+        for number in range(2 * REMEMBERED_BYTES // 300_000):
             try:
-                answer = client.get(f"{alike.router.url}/liveness", headers={"Authorization": f"Bearer {i}{wrong}"})
+                answer = client.get(f"{alike.router.url}/liveness", headers=wrong(number))
             except httpx.TransportError:
                 break
             assert answer.status_code == 401
     eventually(lambda: [child.pid for child in psutil.Process(alike.router.pid).children()] not in ([], [before]))
     eventually(lambda: alike.workers == alike.all)
+    (event,) = alike.restarts()[told:]
+    assert event.process == "router-0" and "MiB of wrong tokens" in event.reason

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -17,11 +18,15 @@ from primeslurm.orchestrator.weight_transfer.engine_client import (
     PolicyVersion,
     Step,
 )
+from primeslurm.plan.placement.inference import served
+from primeslurm.recipe import Recipe
 from primeslurm.wire import secret
 from tests.engine.conftest import ConnectEngine, StartEngine
+from tests.support.engine_commands import engine_command
 from tests.support.generate import generate, spans
 from tests.support.models import make_model, publish
-from tests.support.processes import Server
+from tests.support.processes import Server, Zygote
+from tests.support.recipes import recipe_data
 
 pytestmark = pytest.mark.engine
 
@@ -85,7 +90,7 @@ async def test_a_stopped_core_is_noticed_behind_its_server(
     os.kill(cores[0], signal.SIGSTOP)
     try:
         wait_for_status(engine, 504)
-        assert engine.status_code("/health") == 503
+        assert engine.status_code("/health") == 504
         with pytest.raises(EngineSilentError, match=r"core has not answered its HTTP server for 1\d s"):
             await control.status()
         refused = httpx.post(f"{engine.url}/inference/v1/generate", json={}, headers=secret.header())
@@ -97,8 +102,28 @@ async def test_a_stopped_core_is_noticed_behind_its_server(
     assert spans(generate(engine.url, [2, 3, 4], 3)) == [(0, 0, 3)]
 
 
-def wait_for_status(engine: Server, wanted: int) -> None:
+def test_a_stopped_core_of_a_teacher_is_noticed_behind_its_server(zygote: Zygote, model: Path) -> None:
+    """Its command has the route by which the core is asked, though nobody updates its weights."""
+    teacher = {"type": "engines", "path": str(model), "dtype": "float32", "kv_cache_bytes": 2**24}
+    alone = served(Recipe.model_validate(recipe_data(orchestrator={"advantages": "opd"}, teacher=teacher)))
+    assert alone is not None
+    engine = zygote.start(engine_command(alone, "cpu", "engine", sys.executable))
+    try:
+        engine.wait("/health")
+        cores = [child.pid for child in psutil.Process(engine.pid).children() if "EngineCore" in child.name()]
+        assert len(cores) == 1
+        os.kill(cores[0], signal.SIGSTOP)
+        wait_for_status(engine, 504, "/health")
+        refused = httpx.post(f"{engine.url}/v1/completions", json={}, headers=secret.header())
+        assert refused.status_code == 503 and refused.json()["error"].startswith("silent")
+        os.kill(cores[0], signal.SIGCONT)
+        wait_for_status(engine, 200, "/health")
+    finally:
+        engine.stop()
+
+
+def wait_for_status(engine: Server, wanted: int, path: str = "/primeslurm/status") -> None:
     deadline = time.monotonic() + 300
-    while engine.status_code("/primeslurm/status") != wanted:
+    while engine.status_code(path) != wanted:
         assert time.monotonic() < deadline
         time.sleep(0.5)

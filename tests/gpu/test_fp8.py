@@ -10,18 +10,21 @@ import pytest
 import torch
 
 from primeslurm.trainer.components import fp8
-from primeslurm.trainer.kernels.block_fp8 import (
+from primeslurm.trainer.kernels.fp8.backend import backend
+from primeslurm.trainer.kernels.fp8.blocks import (
     BLOCKS,
     ROWS,
     Quantised,
+    amax_of_blocks,
+    encode_blocks,
     quantise,
     quantise_both_ways,
     quantise_groups,
     quantise_groups_both_ways,
     quantise_groups_transposed,
     quantise_transposed,
+    scales_of,
 )
-from primeslurm.trainer.kernels.fp8_backend import backend
 from tests.support import block_fp8 as exact
 from tests.support.block_fp8 import OFFSETS, matrix, relative_error
 
@@ -136,3 +139,21 @@ def test_products_of_one_input_share_it_on_the_gpu_as_in_emulation() -> None:
         results.append([t.detach().cpu() for t in (*parts, *found)])
     for gpu, cpu in zip(*results, strict=True):
         assert relative_error(gpu, cpu.double()) < 2 * TOLERANCE["bfloat16"]
+
+
+@pytest.mark.parametrize("shape", [(256, 384), (3, 256, 128)])
+def test_parts_of_a_weight_are_quantised_by_known_scales_as_the_whole_is(shape: tuple[int, ...]) -> None:
+    """As ranks do that hold a part of it each; also in float32, as masters are."""
+    values = matrix(*shape).float()
+    values[..., :128, :128] = 0
+    there, whole = values.cuda(), quantise(values.cuda().bfloat16(), BLOCKS)
+    assert torch.equal(amax_of_blocks(there, torch.bfloat16).cpu(), amax_of_blocks(values, torch.bfloat16))
+    scales = scales_of(amax_of_blocks(there, torch.bfloat16))
+    assert torch.equal(scales, whole.scales)
+    for dimension in (-1, -2):
+        pairs = zip(there.split(128, dimension), scales.split(1, dimension), strict=True)
+        parts = [encode_blocks(part.contiguous(), own, torch.bfloat16).view(torch.uint8) for part, own in pairs]
+        assert torch.equal(torch.cat(parts, dimension), whole.data.view(torch.uint8))
+    found, expected = whole.transposed(), quantise(there.bfloat16().mT, BLOCKS)
+    assert torch.equal(found.data.view(torch.uint8), expected.data.view(torch.uint8)) and found.data.is_contiguous()
+    assert torch.equal(found.scales, expected.scales)

@@ -11,6 +11,10 @@ from transformers import AutoModelForCausalLM
 
 from primeslurm.trainer.assembly.build import build
 from primeslurm.trainer.distributed.world import World
+from primeslurm.trainer.kernels import linear_attention
+from primeslurm.trainer.models.layers import scan
+from primeslurm.trainer.models.layers.delta_net import DeltaScan
+from primeslurm.trainer.models.layers.mamba import MambaScan
 from primeslurm.trainer.models.layers.recurrence import gated_delta_rule, state_space
 from tests.trainer.conftest import make_recipe
 from tests.trainer.families import CASES, Case, write
@@ -54,6 +58,120 @@ def test_scans(scan: Callable[..., torch.Tensor], shapes: list[tuple[int, ...]])
     assert len(results[0]) == len(shapes) + 1
     for mine, expected in zip(results[1], results[0], strict=True):
         assert (mine - expected).abs().max() < 1e-4 * expected.abs().max()
+
+
+def _scan_inputs(kind: str, rows: list[list[int]]) -> tuple[scan.HeadScan, list[torch.Tensor], list[torch.Tensor]]:
+    """A layer's inside at full width (Qwen3.5-35B-A3B, Nemotron-3-Nano), and what it takes by token and by head."""
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device="cuda")
+
+    count, length = len(rows), sum(rows[0])
+    steps = torch.linspace(0, 2.7, {"delta": 32, "mamba": 64}[kind], device="cuda")  # log of decays 1 to 15
+    if kind == "delta":
+        widths, tokens = ((16, 128), (16, 128), (32, 128)), ((32,), (32,))
+        heads, made = (random(32) - 3, steps), DeltaScan(32, 64)
+    else:
+        widths, tokens = ((8, 128), (8, 128), (64, 64)), ((64,),)
+        heads, made = (random(64) - 3, steps, random(64)), MambaScan(64, 128, 0.0)
+    by_token = [random(count, length, *shape) for shape in (*widths, *tokens)]
+    by_head = [*(random(*shape, 4) / 2 for shape in widths), *(random(*shape) / 10 for shape in widths), *heads]
+    return made, by_token, by_head
+
+
+def _scanned(made: scan.HeadScan, inputs: list[torch.Tensor], tokens: int, at: torch.Tensor) -> list[torch.Tensor]:
+    """Outputs, and gradients of all inputs: first those that come by token, then by head."""
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
+    out = made(leaves[:tokens], leaves[tokens:], at)
+    seed = torch.randn(out.shape, generator=torch.Generator("cuda").manual_seed(9), device="cuda")
+    return [out.detach().float(), *(grad.float() for grad in torch.autograd.grad((out * seed).sum(), leaves))]
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        pytest.param([[4096]], id="one-document"),
+        pytest.param([[1, 1, 1, 125, 900, 3068], [2047, 1, 2048]], id="two-rows-of-documents"),
+        pytest.param([[5] * 800 + [96]], id="short-documents"),
+        pytest.param([[3000, 17, 983 + 77]], id="not-a-multiple-of-a-chunk"),
+    ],
+)
+@pytest.mark.parametrize("kind", ["delta", "mamba"])
+def test_kernels_against_the_plain_recurrence(
+    kind: str, rows: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In parts of 2,048 tokens, so that states pass on; both differ from float32 as bfloat16 does, or less."""
+    pytest.importorskip("fla")
+    made, by_token, by_head = _scan_inputs(kind, rows)
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in rows]).cuda()
+    rounded = [tensor.bfloat16() for tensor in (*by_token, *by_head)]
+    assert linear_attention.fits(rounded[:3])
+    fused = _scanned(made, rounded, len(by_token), positions)
+    exact = _scanned(made, [tensor.float() for tensor in rounded], len(by_token), positions)
+    monkeypatch.setattr(linear_attention, "fits", lambda mixed: False)
+    plain = _scanned(made, rounded, len(by_token), positions)
+    errors = [
+        [float((mine - expected).norm() / expected.norm()) for mine, expected in zip(each, exact, strict=True)]
+        for each in (fused, plain)
+    ]
+    for index, (mine, other) in enumerate(zip(*errors, strict=True)):
+        print(f"{kind} {len(rows)}x{positions.shape[1]} tensor {index}: fused {mine:.2e}, plain {other:.2e}")
+    assert all(torch.isfinite(tensor).all() for tensor in fused)
+    for mine, other in zip(*errors, strict=True):
+        assert mine < max(0.02, 2 * other)
+
+
+@pytest.mark.parametrize("kind", ["delta", "mamba"])
+def test_kernels_keep_documents_apart(kind: str) -> None:
+    """Other queries, keys and values before a document change none of its bits; other decays may, by rounding."""
+    pytest.importorskip("fla")
+    made, by_token, by_head = _scan_inputs(kind, [[700, 324]])
+    positions = torch.cat([torch.arange(700), torch.arange(324)])[None].cuda()
+    outs = []
+    for factor in (1.0, 30.0):
+        changed = [torch.cat([x[:, :700] * factor, x[:, 700:]], dim=1) for x in by_token[:3]] + by_token[3:]
+        inputs = [tensor.bfloat16() for tensor in (*changed, *by_head)]
+        assert linear_attention.fits(inputs[:3])
+        outs.append(
+            [tensor[:, 700:] for tensor in _scanned(made, inputs, len(by_token), positions)[: len(by_token) + 1]]
+        )
+    differences = [float((a - b).abs().max()) for a, b in zip(*outs, strict=True)]
+    print(f"{kind} differences of outputs and gradients by what came before: {differences}")
+    assert max(differences[:1]) == 0
+    assert all(torch.allclose(a, b, rtol=1e-2, atol=1e-2 * float(a.abs().max())) for a, b in zip(*outs, strict=True))
+
+
+def _seconds(function: Callable[[], object], count: int = 5) -> float:
+    torch.cuda.synchronize()
+    began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    began.record()
+    for _ in range(count):
+        function()
+    ended.record()
+    torch.cuda.synchronize()
+    return began.elapsed_time(ended) / 1e3 / count
+
+
+@pytest.mark.parametrize("kind", ["delta", "mamba"])
+def test_kernels_are_printed_beside_the_plain_recurrence(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("fla")
+    made, by_token, by_head = _scan_inputs(kind, [[16384]])
+    inputs = [tensor.bfloat16() for tensor in (*by_token, *by_head)]
+    positions = torch.arange(16384, device="cuda")[None]
+    for name in ("fused", "plain"):
+        if name == "plain":
+            monkeypatch.setattr(linear_attention, "fits", lambda mixed: False)
+        for part in (2048, 4096, 16384):
+            monkeypatch.setattr(scan, "PART_TOKENS", part)
+            if name == "plain" and part > 2048:
+                break
+            _scanned(made, inputs, len(by_token), positions)
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            seconds = _seconds(lambda: _scanned(made, inputs, len(by_token), positions))
+            peak = (torch.cuda.max_memory_allocated() - before) / 1e9
+            print(f"{kind} {name}, parts of {part}: {seconds * 1e3:.1f} ms forward and backward, {peak:.2f} GB")
 
 
 def _wide(case: Case) -> Case:

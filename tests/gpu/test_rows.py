@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from primeslurm.trainer.kernels import rows
+from tests.support.rows import inverted
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -15,7 +16,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 def test_gpu_and_cpu_agree(dtype: torch.dtype, count: int, slots: int, dim: int) -> None:
     draw = torch.Generator().manual_seed(0)
     owner = torch.randperm(count * slots, generator=draw)[: count * slots // 2]
-    where = rows.inverted(owner, count, slots)
+    where = inverted(owner, count, slots)
     few, many = (torch.randn(n, dim, generator=draw).to(dtype) for n in (count, len(owner)))
     weights = torch.rand(count, slots, generator=draw)
 

@@ -51,6 +51,7 @@ TYPES = {
     r"qwen3": "qwen3_moe",
     r"glm-5": "glm_moe_dsa",
     r"glm": "glm4_moe",
+    r"intellect-3": "glm4_moe",
     r"kimi-k2\.": "kimi_k25",
     r"kimi": "kimi_k2",
     r"minimax": "minimax_m2",

@@ -86,7 +86,7 @@ def missing_tokens(tokenizer: Any, config: Any) -> list[str]:
         return convert(token)
 
     def encoded(text: str, **kwargs: Any) -> Any:
-        if text[:1] in "<[" and text[-1:] in ">]" and text not in vocabulary:
+        if text[:1] in "<[\uff5c" and text[-1:] in ">]\uff5c" and text not in vocabulary:
             missing.append(text)
             return [len(vocabulary)]
         return encode(text, **kwargs)

@@ -1,4 +1,11 @@
-"""Chat templates with the structure of some whose words are not kept here: Kimi-K2, its Thinking, K2.5 and K2.7."""
+"""Chat templates with the structure of some that are not kept here: of Kimi-K2 to K2.7, GLM-5.1 and INTELLECT-3."""
+
+import json
+from pathlib import Path
+
+from renderers import prime_qwen3
+
+from primeslurm.orchestrator.rendering import intellect3
 
 KIMI_K2 = """
 {%- set last = namespace(answer=-1) %}
@@ -44,10 +51,78 @@ def _made(template: str, thoughts: str, after_default: str = '""', opened: str =
     return filled.replace("OPENED", opened)
 
 
+INTELLECT_3 = """
+{%- macro others(fields, known) %}
+    {%- for key, value in fields.items() if key not in known %}
+        {{- "\\n<" + key + ">" + (value if value is string else value | tojson) + "</" + key + ">" }}
+    {%- endfor %}
+{%- endmacro %}
+{%- set opens = messages[0].role == "system" %}
+{%- if opens or tools %}
+    {{- "<|im_start|>system\\n" + (messages[0].content if opens else SYSTEM) }}
+    {%- if tools %}
+        {{- HEADER }}
+        {%- for tool in tools | map(attribute="function") %}
+            {{- "\\n<function>\\n<name>" + tool.name + "</name>\\n<description>" + tool.description }}
+            {{- "</description>\\n<parameters>" }}
+            {%- for name, fields in tool.parameters.properties.items() %}
+                {{- "\\n<parameter>\\n<name>" + name + "</name>\\n<type>" + fields.type + "</type>" }}
+                {{- others(fields, ["type"]) + "\\n</parameter>" }}
+            {%- endfor %}
+            {{- others(tool.parameters, ["type", "properties"]) + "\\n</parameters>\\n</function>" }}
+        {%- endfor %}
+        {{- FOOTER }}
+    {%- endif %}
+    {{- "<|im_end|>\\n" }}
+{%- endif %}
+{%- for message in messages[1 if opens else 0:] %}
+    {%- if message.role == "tool" %}
+        {%- if loop.previtem.role != "tool" %}{{ "<|im_start|>user\\n" }}{% endif %}
+        {{- "<tool_response>\\n" + message.content + "\\n</tool_response>\\n" }}
+        {%- if loop.last or loop.nextitem.role != "tool" %}{{ "<|im_end|>\\n" }}{% endif %}
+    {%- else %}
+        {{- "<|im_start|>" + message.role }}
+        {%- if message.reasoning_content is defined %}
+            {{- "\\n<think>" + message.reasoning_content + "</think>" }}
+        {%- endif %}
+        {%- if message.content or not message.tool_calls %}{{ "\\n" + message.content }}{% endif %}
+        {%- for call in message.tool_calls %}
+            {%- if loop.first and message.content %}{{ "\\n" }}{% endif %}
+            {{- "\\n<tool_call>\\n<function=" + call.function.name + ">\\n" }}
+            {%- for name, value in call.function.arguments.items() %}
+                {{- "<parameter=" + name + ">\\n" + (value if value is string else value | tojson) }}
+                {{- "\\n</parameter>\\n" }}
+            {%- endfor %}
+            {{- "</function>\\n</tool_call>" }}
+        {%- endfor %}
+        {{- "<|im_end|>\\n" }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ "<|im_start|>assistant\\n<think>" }}{% endif %}
+"""
+GLM_4_7 = Path(__file__).parents[1] / "data" / "chat_templates" / "GLM-4.7-Flash.jinja"
+GLM_5_1 = (
+    GLM_4_7.read_text()
+    .replace("{{ tool | tojson", "{{ tool.function | tojson")
+    .replace("and reasoning_content -%}", "and (reasoning_content or loop.index0 > ns.last_user_index) -%}")
+)
+"""As `renderers` says of it: GLM-5's, but tools have no envelope, and thoughts since the last question may be empty."""
+WORDS = {"SYSTEM": intellect3.SYSTEM, "HEADER": prime_qwen3._TOOLS_HEADER, "FOOTER": prime_qwen3._TOOLS_FOOTER}
+"""What INTELLECT-3 is told of its tools, which is not compared."""
+
+
+def _told(template: str) -> str:
+    for name, words in WORDS.items():
+        template = template.replace(name, json.dumps(words))
+    return template
+
+
 OWN = {
+    "GLM-5.1": GLM_5_1,
     "Kimi-K2-Instruct": _made(KIMI_K2, "", '"\\n"'),
     "Kimi-K2-Thinking": _made(KIMI_K2, DROPPED),
     "Kimi-K2.5": _made(TYPESCRIPT, DROPPED, opened='"<think>"'),
     "Kimi-K2.7-Code": _made(TYPESCRIPT, KEPT, opened='"<think>"'),
+    "INTELLECT-3": _told(INTELLECT_3),
 }
 """By a name that says which it is like."""

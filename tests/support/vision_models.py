@@ -72,6 +72,8 @@ def make_vision_model(directory: Path, seed: int) -> Path:
     make_tokenizer(directory)
     tokenizer = AutoTokenizer.from_pretrained(directory)
     tokenizer.add_special_tokens({"additional_special_tokens": [*SPECIAL.values(), *CHAT]})
+    tokenizer.chat_template = None  # that of text models is not what the family renders
+    (directory / "chat_template.jinja").unlink()
     tokenizer.save_pretrained(directory)
     special = {name: tokenizer.convert_tokens_to_ids(token) for name, token in SPECIAL.items()}
     config = Qwen3VLConfig(text_config=dict(TEXT), vision_config=dict(VISION), **special)

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from primeslurm.inference.router.keeper import Address, Keeper
+from primeslurm.inference.router.keeper import REMEMBERED_BYTES, Address, Keeper
 from primeslurm.records.journal import Journal
 
 
@@ -23,13 +23,15 @@ def main(argv: Sequence[str]) -> int:
     own.add_argument("--name", required=True)
     own.add_argument("--attempt-dir", type=Path, required=True)
     own.add_argument("--door", type=int, required=True)
+    own.add_argument("--remembered-bytes", type=int, default=REMEMBERED_BYTES)
     mine, options = own.parse_known_args(argv)
     shared = argparse.ArgumentParser(allow_abbrev=False, add_help=False)
     shared.add_argument("--host", required=True)
     shared.add_argument("--port", type=int, required=True)
     where, _ = shared.parse_known_args(options)
     journal = Journal(mine.attempt_dir, mine.name)
-    keeper = Keeper(options, Address(where.host, where.port), Address(where.host, mine.door), journal)
+    router, door = Address(where.host, where.port), Address(where.host, mine.door)
+    keeper = Keeper(options, router, door, journal, mine.remembered_bytes)
     code = asyncio.run(keeper.run())
     return code if code >= 0 else 128 - code
 

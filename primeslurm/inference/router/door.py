@@ -1,7 +1,7 @@
 """What the keeper of a router answers: its agent, which has no secret to show, and the router, which asks about tokens.
 
-It serves GET alone, one request a connection: whoever reaches its port learns whether
-a router is up, and nothing else.
+It serves GET alone, one request a connection: whoever reaches its port learns whether a router is up, and nothing else.
+Where the router asks about tokens is a path that nobody else can guess, or strangers could ask in its name.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import asyncio
 import contextlib
 import hmac
 import logging
+import secrets
 from collections.abc import Awaitable, Callable
 
 MAX_HEAD_BYTES = 2**19
 """More than the router takes (about 400 KiB), so that every token that it asks about is counted."""
 HEAD_S = 5.0
 """Who has not sent a request after so long is not listened to any more."""
-KEYS = "/key"
 _log = logging.getLogger(__name__)
 
 
@@ -33,6 +33,8 @@ class Door:
         self._expected = f"Bearer {secret}".encode()
         self._look = look
         self._complete = complete
+        self.keys = f"/key/{secrets.token_urlsafe()}"
+        """Path at which tokens are judged. Only the router is told."""
         self.refused_bytes = 0
         """How long the tokens were, together, that were no good. The router remembers each of them for ever."""
 
@@ -42,7 +44,7 @@ class Door:
 
     async def status(self, path: str, token: bytes) -> int | None:
         """Judge one request; None: it gets no answer, as if nobody listened."""
-        if path == KEYS:
+        if hmac.compare_digest(path.encode(), self.keys.encode()):
             return self._judge(token)
         if path not in ("/liveness", "/health"):
             return 404

@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import http.client
 import logging
+import math
 import signal
 import subprocess
 import sys
@@ -17,17 +18,19 @@ from urllib.parse import quote
 
 import msgspec
 
-from primeslurm.inference.router.door import KEYS, Door
+from primeslurm.inference.router.door import Door
 from primeslurm.inference.router.serve import RouterOrder
 from primeslurm.inference.router.workers import LARGEST_LIST, WorkerDifference, compare, listed, planned
-from primeslurm.records.events.processes import RouterComplete, RouterIncomplete
+from primeslurm.records.events.processes import RouterComplete, RouterIncomplete, RouterRestarted
 from primeslurm.records.journal import Journal
 from primeslurm.wire import secret
 
 PERIOD_S = 1.0
 ANSWER_S = 5.0
-REMEMBERED_BYTES = 64 * 2**20
+REMEMBERED_BYTES = 4 * 2**30
 """A router that was shown so much of wrong tokens starts anew: it forgets none."""
+FORGET_AGAIN_S = 600.0
+"""For that, it starts anew at most so often: whoever shows them must not keep the run from its engines."""
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 _log = logging.getLogger(__name__)
@@ -49,17 +52,22 @@ class Keeper:
         argv: the router's options.
         router: where it listens.
         door: where the keeper listens.
-        journal: gets an event when the router's workers are not those of the plan, and when they are again.
+        journal: gets an event when the router starts anew, when its workers are not those of the plan, and when they
+            are again.
+        remembered_bytes: of wrong tokens, after which it starts anew.
     """
 
     argv: Sequence[str]
     router: Address
     door: Address
     journal: Journal
+    remembered_bytes: int = REMEMBERED_BYTES
     _difference: WorkerDifference = field(default=WorkerDifference(), init=False)
     _since: float = field(default=0.0, init=False)
     _known: bool = field(default=False, init=False)
     """The router that runs now has taken the secret."""
+    _forgot: float = field(default=-math.inf, init=False)
+    """When it last started anew for wrong tokens."""
 
     def __post_init__(self) -> None:
         self._wanted = planned(self.argv)
@@ -71,10 +79,12 @@ class Keeper:
         """Keep the router until it ends by itself, and return its exit code."""
         door = Door(self._own, self._status, lambda: not self._difference)
         server = await door.serve(self.door.host, self.door.port)
-        child = self._start()
+        child = self._start(door)
         try:
             while (code := child.poll()) is None:
-                if await self._round(door):
+                if why := await self._round(door):
+                    _log.warning("starts the router anew: %s", why)
+                    self.journal.write(RouterRestarted(why))
                     child = await self._restart(child, door)
                 await asyncio.sleep(PERIOD_S if self._known else PERIOD_S / 5)
             return code
@@ -82,33 +92,33 @@ class Keeper:
             server.close()
             _end(child)
 
-    async def _round(self, door: Door) -> bool:
-        """Compare once, and mend. Returns whether the router has to be started anew."""
-        if door.refused_bytes > REMEMBERED_BYTES:
-            _log.warning("starts the router anew: it was shown %d bytes of wrong tokens", door.refused_bytes)
-            return True
+    async def _round(self, door: Door) -> str:
+        """Compare once, and mend. Returns why the router has to be started anew; empty if it has not."""
+        now = time.monotonic()
+        if door.refused_bytes > self.remembered_bytes and now > self._forgot + FORGET_AGAIN_S:
+            self._forgot = now
+            return f"it was shown {door.refused_bytes >> 20} MiB of wrong tokens, which it keeps"
         answer = await self._ask("GET", "/list_workers")
         if answer is None:
-            return False  # it listens once an engine is open
+            return ""  # it listens once an engine is open
         status, body = answer
         if status == 401:
             # It asked about the secret, got no answer, and will never ask again.
-            _log.warning("starts the router anew: it does not take the run's secret")
-            return True
+            return "it does not take the run's secret"
         has = listed(body) if status == 200 else None
         if has is None:
-            return False
+            return ""
         self._known = True
         found = compare(self._wanted, has)
         self._tell(found)
         if not found:
-            return False
+            return ""
         if self._wanted.disaggregated:
-            return True
+            return "between prefill and decode, it takes no workers while it runs"
         for verb, urls in (("remove", found.foreign), ("add", found.missing)):
             for url in urls:
                 await self._ask("POST", f"/{verb}_worker?url={quote(url, safe='')}")
-        return False
+        return ""
 
     def _tell(self, found: WorkerDifference) -> None:
         now = time.monotonic()
@@ -126,14 +136,14 @@ class Keeper:
     async def _restart(self, child: subprocess.Popen[bytes], door: Door) -> subprocess.Popen[bytes]:
         await asyncio.to_thread(_end, child)
         door.refused_bytes, self._known = 0, False
-        return self._start()
+        return self._start(door)
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start(self, door: Door) -> subprocess.Popen[bytes]:
         child = subprocess.Popen(
             [sys.executable, "-m", "primeslurm.inference.router.serve"], stdin=subprocess.PIPE, preexec_fn=_die_together
         )
         assert child.stdin is not None
-        keys = f"http://{self.door.host}:{self.door.port}{KEYS}"
+        keys = f"http://{self.door.host}:{self.door.port}{door.keys}"
         order = RouterOrder(list(self.argv), keys, secret.generate_token(self._own))
         with contextlib.suppress(BrokenPipeError), child.stdin as stdin:
             stdin.write(msgspec.json.encode(order))

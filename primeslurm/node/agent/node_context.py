@@ -14,7 +14,7 @@ from primeslurm.wire.addresses import Addresses
 
 RUN_ID_END = 38
 """Letters of a run's id in names of directories: its end is what no other run has, and socket paths are short."""
-_OF_ATTEMPT = re.compile(rf"(primeslurm-.+)-(\d+)-a(\d+)(?:-[a-z2-7]{{{WORD}}})?")
+_OF_ATTEMPT = re.compile(rf"\.?(primeslurm-.+)-(\d+)-a(\d+)(?:-[a-z2-7]{{{WORD}}})?")
 _PLACEHOLDER = re.compile(r"\$\{([a-z_]+)(?::([^:}]+))?(?::([^:}]+))?\}")
 
 
@@ -56,7 +56,8 @@ class NodeContext:
         for text in sorted({text for process in self._node.processes for text in process.scratch}):
             directory = Path(self._resolved(text, self._values["key"]))
             earlier = Path(self._resolved(text, "?" * WORD))
-            for left in (directory, *earlier.parent.glob(earlier.name)):
+            hidden = earlier.with_name(f".{earlier.name}")  # who made it was killed before it had its name
+            for left in (directory, *earlier.parent.glob(earlier.name), *earlier.parent.glob(hidden.name)):
                 if is_abandoned(left):
                     shutil.rmtree(left, ignore_errors=True)
             self._scratch.append(made := PrivateDirectory(directory))
@@ -94,6 +95,8 @@ def directory_name(run_id: str, attempt: int, rank: int, key: str) -> str:
 
 def remove_of_earlier_attempts(directory: Path) -> None:
     """Remove what killed agents have left: of earlier attempts of the run, or in the place of this one.
+
+    One that was killed while it made its directory has left it hidden.
 
     Args:
         directory: an agent's, as `directory_name` names it.

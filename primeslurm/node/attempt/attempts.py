@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from primeslurm.records.reserve import Reserve, while_full
+from primeslurm.records.reserve import Reserve, until_written
 from primeslurm.run.directory import Attempt, RunDirectory
 
 PLAN_WAIT_S = 120.0
@@ -14,7 +14,7 @@ _POLL_S = 0.5
 def enter(run: RunDirectory, number: int, *, wait_s: float) -> Attempt:
     """Return an attempt that has its plan. After a requeue the head makes it from the one before; others wait for it.
 
-    On a full file system it is tried again, until the attempt would have ended for want of progress.
+    On a full or read-only file system it is tried again, until the attempt would have ended for want of progress.
 
     Args:
         run: the run.
@@ -38,7 +38,7 @@ def enter(run: RunDirectory, number: int, *, wait_s: float) -> Attempt:
 def _make_in_time(run: RunDirectory, attempt: Attempt) -> None:
     patience_s = run.latest().plan().stall_timeout_s
     reserve = Reserve(run.path)
-    while_full(lambda: reserve.spend_on(lambda: _make(run, attempt)), patience_s)
+    until_written(lambda: reserve.spend_on(lambda: _make(run, attempt)), patience_s)
 
 
 def first_of_job(run: RunDirectory, job_id: str) -> int:

@@ -7,6 +7,9 @@ from enum import StrEnum
 
 from primeslurm.records.fleet import AgentReport, Fitness
 
+COMMON = frozenset({"model", "shared file system", "versions"})
+"""Checks in which all nodes look at the same, whatever runs on them."""
+
 
 class Fault(StrEnum):
     """Whose fault a failed preflight is."""
@@ -14,16 +17,17 @@ class Fault(StrEnum):
     NODE = "node"
     FILE_SYSTEM = "file system"
     ALIKE = "alike"
-    """All nodes of its kind fail the same checks: what is wrong is somewhere else."""
+    """All that look at the same fail the same checks: what is wrong is somewhere else."""
     OPEN = "open"
     """Others have not said yet what they see."""
 
 
-def whose_fault(rank: int, agents: Mapping[int, AgentReport], kind: Collection[int]) -> Fault:
+def whose_fault(rank: int, agents: Mapping[int, AgentReport], kind: Collection[int], used: Collection[int]) -> Fault:
     """Judge an agent that found its node unfit.
 
     A file system that is full says so by itself. Of anything else a node is to blame unless every other node of its
-    kind, of which there must be one, fails the same checks.
+    kind fails the same checks. The only one of its kind is to blame unless every other node of any kind, if there is
+    one, fails the same of the checks that all make alike.
 
     One check in common is enough: the rest of what each looks at may still be to come.
 
@@ -31,13 +35,16 @@ def whose_fault(rank: int, agents: Mapping[int, AgentReport], kind: Collection[i
         rank: of the agent.
         agents: all reports, by rank.
         kind: ranks of the nodes of its kind that are still used, its own among them.
+        used: the same of all kinds.
     """
     failed = set(agents[rank].failed)
     if agents[rank].file_system:
         return Fault.FILE_SYSTEM
+    if len(kind) == 1:
+        failed, kind = failed & COMMON, used
     others = [agents.get(other) for other in kind if other != rank]
     decided = [other for other in others if other is not None and other.fitness is not Fitness.CHECKING]
-    if not failed or not others or any(not _alike(other, failed) for other in decided):
+    if not failed or any(not _alike(other, failed) for other in decided):
         return Fault.NODE
     return Fault.ALIKE if len(decided) == len(others) else Fault.OPEN
 

@@ -233,15 +233,18 @@ class Fleet:
 
     def _lose_unfit(self, rank: int, agent: AgentReport, now: float) -> Ending | None:
         """Only a node that is at fault itself is done without."""
-        kind = [r for r in self.plan.ranks(self.plan.group_of_rank(rank).index) if r not in self.gone]
-        match whose_fault(rank, self.agents, kind):
+        used = set(range(self.plan.allocated)) - set(self.gone)
+        kind = used & set(self.plan.ranks(self.plan.group_of_rank(rank).index))
+        match whose_fault(rank, self.agents, kind, used):
             case Fault.NODE:
                 return self._lose(rank, agent.unfit_because, now)
             case Fault.FILE_SYSTEM:
                 reason = f"the shared file system, seen from {agent.name}: {agent.unfit_because}"
                 return Ending(Outcome.FAILED, reason, FILE_SYSTEM)
             case Fault.ALIKE:
-                reason = f"no node is to blame, as all {len(kind)} of its kind are like {agent.name}"
+                alone = f"no other node of the job contradicts {agent.name}"
+                alike = f"all {len(kind)} of its kind are like {agent.name}" if len(kind) > 1 else alone
+                reason = f"no node is to blame, as {alike}"
                 return Ending(Outcome.FAILED, f"{reason}: {agent.unfit_because}", "all nodes alike")
             case Fault.OPEN:
                 return None

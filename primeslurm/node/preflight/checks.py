@@ -14,7 +14,7 @@ from pathlib import Path
 from primeslurm.files import read_json, write_atomic
 from primeslurm.node.host.network import can_bind
 from primeslurm.records.fleet import CheckLevel, PreflightCheck, SharedCheck
-from primeslurm.records.reserve import LEAST_FREE, is_full
+from primeslurm.records.reserve import LEAST_FREE, may_pass
 
 GIB = 2**30
 COMMAND_TIMEOUT_S = 20.0
@@ -156,7 +156,7 @@ def writable_check(directory: Path, rank: int) -> PreflightCheck:
         path.unlink()
     except OSError as error:
         text = f"cannot write to {directory}: {_words(error)}"
-        return (SharedCheck if is_full(error) else PreflightCheck)("shared file system", "failed", text)
+        return (SharedCheck if may_pass(error) else PreflightCheck)("shared file system", "failed", text)
     seconds = time.monotonic() - began
     if not same:
         return PreflightCheck("shared file system", "failed", f"{directory} does not give back what is written to it")

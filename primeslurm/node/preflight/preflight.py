@@ -32,7 +32,7 @@ from primeslurm.records.events.nodes import GpuFailed, PreflightDone
 from primeslurm.records.fleet import Fitness, FleetView, PreflightCheck, PreflightReference, SharedCheck
 from primeslurm.records.journal import Journal
 from primeslurm.records.reading import changed_record
-from primeslurm.records.reserve import is_full
+from primeslurm.records.reserve import may_pass
 from primeslurm.run.directory import Attempt, RunDirectory
 from primeslurm.run.versions import installed_packages
 
@@ -203,7 +203,7 @@ class Preflight:
             time.sleep(1.0)
 
     def _files(self) -> list[PreflightCheck]:
-        """A full file system is waited for: another node would see it alike. For as long as for any progress."""
+        """A full or read-only file system is waited for, as any progress is: another node would see it alike."""
         run_dir, give_up = Path(self._plan.run_dir), time.monotonic() + self._plan.stall_timeout_s
         while True:
             found = [checks.writable_check(self._attempt.path, self._rank), *checks.space_checks(run_dir, self._tmp)]
@@ -211,9 +211,9 @@ class Preflight:
             if not self.file_system or time.monotonic() > give_up:
                 self._deadline = time.monotonic() + self._timings.limit_s
                 return found
-            self._wait_for_space()
+            self._wait_for_file_system()
 
-    def _wait_for_space(self) -> None:
+    def _wait_for_file_system(self) -> None:
         self._deadline = math.inf
         time.sleep(self._timings.full_poll_s)
 
@@ -264,10 +264,10 @@ class Preflight:
                 write_json(self._attempt.reference_file, msgspec.to_builtins(reference))
                 break
             except OSError as error:
-                if not is_full(error) or time.monotonic() > give_up:
+                if not may_pass(error) or time.monotonic() > give_up:
                     raise
                 self.file_system = f"cannot write to {self._attempt.path}: {error.strerror}"
-            self._wait_for_space()
+            self._wait_for_file_system()
         return []
 
     def _reference(self) -> list[PreflightCheck]:

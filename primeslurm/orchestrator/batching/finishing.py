@@ -26,7 +26,7 @@ class Finishing:
         on_kept: called with what of a group is trained, once it is on disk, or never will be.
         on_rejected: called with a group that is not trained, and why, in a word.
         on_scored: called with a group that has the teacher's part, on disk like those that are kept.
-        retry_s: between two tries to write a group that there was no space for.
+        retry_s: between two tries to write a group that the file system did not take.
     """
 
     def __init__(

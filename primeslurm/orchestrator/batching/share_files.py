@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from primeslurm import durable
 from primeslurm.orchestrator.batching.batches import Batches, StepShard
-from primeslurm.records.reserve import GIVEN_UP, Reserve, is_full
+from primeslurm.records.reserve import GIVEN_UP, Reserve, may_pass
 from primeslurm.wire import batch_files
 from primeslurm.wire.link import Answer
 from primeslurm.wire.rollouts import Frame
@@ -37,7 +37,7 @@ class ShareFiles:
         attempt: its number.
         batches: what is written.
         committed: the last step that is.
-        retry_s: between two tries to write a file that there was no space for.
+        retry_s: between two tries to write a file that the file system did not take.
     """
 
     def __init__(self, run_dir: Path, attempt: int, batches: Batches, committed: int, retry_s: float = 1.0) -> None:
@@ -62,7 +62,7 @@ class ShareFiles:
             None if there is no such batch (any more).
 
         Raises:
-            OSError: it cannot be written, and not for want of space.
+            OSError: it cannot be written, and the file system is neither full nor read-only.
             UsageError: an algorithm of the user's own made an error.
         """
         task = self._made.get(share)
@@ -101,7 +101,7 @@ class ShareFiles:
         waits = False
         while (why := await self._threaded(lambda: self._put(path, frames))) is not None:
             if not waits:
-                log.warning("a share of the batch of step %d waits for space: %s", share.step, why)
+                log.warning("a share of the batch of step %d waits for the file system: %s", share.step, why)
             waits = True
             await asyncio.sleep(self._retry_s)
         self._batches.handed_over(share)
@@ -115,7 +115,7 @@ class ShareFiles:
             durable.make_directory(path.parent)
             batch_files.write(path, frames)
         except OSError as error:
-            if is_full(error):
+            if may_pass(error):
                 return str(error)
             raise
         return None

@@ -1,17 +1,20 @@
 """How many rollouts are in flight, per replica: engines' metrics go in, shares come out. Pure, but for its clock.
 
 `replica_share` has the rule of one replica. Here is what needs all of them: which engines are whose, what an engine did
-since the last look, and which replica is slower than the others.
+since the last look, and which replica is slower than the others. A replica that nothing is known of yet has what
+engines begin with: dispatch begins when the first engine has the policy, and others may be minutes late.
 """
 
 from __future__ import annotations
 
+import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from statistics import median_high
 
 from primeslurm.orchestrator.dispatch.held import Held, Overcommit
-from primeslurm.orchestrator.dispatch.replica_share import ReplicaSample, ReplicaShare
+from primeslurm.orchestrator.dispatch.replica_share import START_PER_ENGINE, ReplicaSample, ReplicaShare
 from primeslurm.orchestrator.telemetry.scrape import COUNTERS, ENGINE, Sample
 from primeslurm.records.state import ReplicaLoad
 
@@ -21,6 +24,8 @@ USED = 0.95
 """Share of the bound in use from which on the bound is what keeps rollouts from being more."""
 ROLES = ("prefill", "decode", "engine")
 """Of a replica's engines: rollouts do not run on a teacher's."""
+MUTE_S = 60.0
+"""Rollouts run for so long, and no engine has said a number yet: none will."""
 
 
 class Concurrency:
@@ -28,12 +33,23 @@ class Concurrency:
 
     Args:
         routers: of the replicas, `router-<replica>`.
+        engines: names of all that there should be.
         bound: most rollouts in flight, all replicas together.
         clock: tells the time [s].
     """
 
-    def __init__(self, routers: Iterable[str], bound: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        routers: Iterable[str],
+        engines: Iterable[str],
+        bound: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._routers = {router.rpartition("-")[2]: router for router in routers}
+        self._engines = Counter(
+            match["replica"] for name in engines if (match := _of_rollouts(name)) and _samples(name)
+        )
+        """That sample, by replica."""
         self._bound = bound
         self._clock = clock
         self._replicas: dict[str, ReplicaShare] = {}
@@ -43,11 +59,25 @@ class Concurrency:
         self._seen: dict[str, tuple[float, Sample]] = {}
         """When each engine answered last, and what."""
         self._looked_at: float | None = None
+        self._begun_at: float | None = None
+        """When a look found rollouts for the first time."""
 
     @property
     def shares(self) -> dict[str, int]:
-        """Return how many rollouts may be in flight, by router. Those whose engines never answered are not in it."""
-        return {self._routers[replica]: share.places for replica, share in self._replicas.items()}
+        """Return how many rollouts may be in flight, by router; nothing if engines do not say what they do."""
+        if self._is_mute:
+            return {}
+        known = {replica: share.places for replica, share in self._replicas.items()}
+        return {
+            router: known.get(replica, START_PER_ENGINE * max(1, self._engines[replica]))
+            for replica, router in self._routers.items()
+        }
+
+    @property
+    def _is_mute(self) -> bool:
+        if self._seen or self._begun_at is None or self._looked_at is None:
+            return False
+        return self._looked_at - self._begun_at >= MUTE_S
 
     @property
     def report(self) -> dict[str, ReplicaLoad]:
@@ -82,7 +112,7 @@ class Concurrency:
         now = self._clock()
         by_replica: dict[str, dict[str, Sample]] = {}
         for name, sample in samples.items():
-            if (match := ENGINE.match(name)) and match["role"] in ROLES:
+            if match := _of_rollouts(name):
                 by_replica.setdefault(match["replica"], {})[name] = sample
         for replica, router in self._routers.items():
             self._inflight[replica] = inflight.get(router, 0)
@@ -90,9 +120,11 @@ class Concurrency:
         self._compare()
         self._seen |= {name: (now, sample) for name, sample in samples.items()}
         self._looked_at = now
+        if self._begun_at is None and any(self._inflight.values()):
+            self._begun_at = now
 
     def _look(self, replica: str, samples: Mapping[str, Sample], now: float, ended: int) -> None:
-        sampling = {name for name in samples if not name.startswith("prefill")}
+        sampling = {name for name in samples if _samples(name)}
         share = self._replicas.get(replica)
         if share is None:
             if sampling:
@@ -137,6 +169,16 @@ class Concurrency:
         for name, share in busy.items():
             speed = share.generated_per_s / self._inflight[name] / each
             share.slower(speed if speed < SLOW and share.generated_per_s < LESS * total else 1.0)
+
+
+def _of_rollouts(name: str) -> re.Match[str] | None:
+    """The name's parts, if rollouts run on the engine."""
+    match = ENGINE.match(name)
+    return match if match and match["role"] in ROLES else None
+
+
+def _samples(name: str) -> bool:
+    return not name.startswith("prefill")
 
 
 def _sum(samples: Iterable[Sample], name: str) -> float:

@@ -29,6 +29,8 @@ from primeslurm.wire.rollouts import Rollout
 
 PARTS_A_STEP = 1000
 """Groups of an example that rollouts are carried into: fewer than so many are opened while a step's batch forms."""
+CUT_AHEAD_LOSS = 0.02
+"""A batch is cut ahead of its time if so much of one is lost by that: the trainer does not wait for its fetch then."""
 MAX_TRIES = 3
 """Failures of one rollout after which its group is given up. Lost jobs (their worker died) do not count."""
 
@@ -337,14 +339,17 @@ class Dispatcher:
     def may_cut_ahead(self) -> bool:
         """Tell whether the next step's batch may be cut before the trainer needs it.
 
-        Not if there are groups that would still be complete in time for it, and for no later one.
+        Not if much of the groups that may be in no later one is expected to be done until then.
         """
         if self.ready_rollouts < self.limits.batch_size:
             return False
         oldest = self.limits.oldest_version(self.step)
-        if self.limits.staleness.rule != "mask" and self.open.before(oldest + 1):  # mask finishes all of them
+        if any(self._age_of(group) <= oldest for group in self.unscored.values()):
             return False
-        return all(self._age_of(group) > oldest for group in self.unscored.values())
+        rule = self.limits.staleness.rule
+        last = [] if rule == "mask" else self.open.before(oldest + 1)  # mask finishes all of them
+        lost = self._ahead.lost_by_cutting(last, members=rule != "drop")
+        return lost is not None and lost <= CUT_AHEAD_LOSS * self.limits.batch_size
 
     def cut(self, ahead: bool = False) -> list[RolloutGroup] | None:
         """Take the groups of the next step's batch, oldest first. Sweep before.

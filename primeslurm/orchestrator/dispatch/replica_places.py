@@ -20,7 +20,7 @@ class ReplicaPlaces:
         self.ended: Counter[str] = Counter()
         """Rollouts that are over, by router."""
         self.shares: Mapping[str, int] = {}
-        """Rollouts that may run at once, by router. One that is not in it has no bound of its own."""
+        """Rollouts that may run at once, by router; empty: replicas have no bounds of their own."""
         self._router_of: dict[str, str] = {}
 
     @property
@@ -70,5 +70,4 @@ class ReplicaPlaces:
         return sorted(job for job, where in self._router_of.items() if where == router)
 
     def _room(self, router: str) -> float:
-        share = self.shares.get(router)
-        return math.inf if share is None else share - self.load[router]
+        return self.shares.get(router, 0) - self.load[router] if self.shares else math.inf

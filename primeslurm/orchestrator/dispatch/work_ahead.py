@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from statistics import median
 
 import numpy as np
@@ -45,6 +45,9 @@ class WorkAhead:
         self._starts: dict[str, NDArray[np.float64]] = {}
         """Of the rollouts of a group that are not done; as long as none of them begins or ends."""
         self._refreshed_at = -REFRESH_S
+        self._lost = 0.0
+        """By cutting the next batch ahead of its time, and when that was worked out."""
+        self._lost_at = -math.inf
 
     def started(self, group: OpenGroup, job: str) -> None:
         """Note the start of a rollout."""
@@ -58,6 +61,7 @@ class WorkAhead:
 
     def batch_given(self, ahead: bool = False) -> None:
         """Note that the trainer has a batch. `ahead`: beside the one that it trains."""
+        self._lost_at = -math.inf
         if ahead and self._given_at is not None:
             self.given_ahead = 1
         else:
@@ -110,6 +114,32 @@ class WorkAhead:
         for label in {group.environment for group in unknown}:
             self._expect([group for group in unknown if group.environment == label], self._durations[label], now)
         return self._all_landing
+
+    def lost_by_cutting(self, groups: Collection[OpenGroup], *, members: bool) -> float | None:
+        """Expect how many rollouts are lost if the next batch is cut now, and not when the trainer needs it.
+
+        Args:
+            groups: that may be in no later batch.
+            members: they are trained with the rollouts that are done; else they count only if all are.
+
+        Returns:
+            Of those that will be done by then; None if it is not known how long the trainer takes.
+        """
+        if not groups:
+            return 0.0
+        if not self._steps:
+            return None
+        now = self._clock()
+        if now - self._lost_at < REFRESH_S:  # each of the trainer's ranks asks
+            return self._lost
+        rest_s = 0.0 if self._given_at is None else max(0.0, self._given_at + self.horizon_s - now)
+        lost = 0.0
+        for group in groups:
+            durations = self._durations[group.environment]
+            likely = durations.ending_within(np.maximum(now - self._starts_of(group, durations), 0.0), rest_s, now)
+            lost += float(likely.sum()) if members else group.size * float(likely.prod())
+        self._lost_at, self._lost = now, lost
+        return lost
 
     def _expect(self, groups: list[OpenGroup], durations: Durations, now: float) -> None:
         """Work out how likely each of an environment's groups is complete: when all its rollouts are."""

@@ -60,15 +60,16 @@ def choose(model: str, asked: str = AUTO, options: Mapping[str, Any] | None = No
 def _choose(model: str, asked: str, options_json: str, images: bool) -> Rendering:
     model_type, options = model_type_of(model), json.loads(options_json)
     if images:
-        return Rendering(named(_for_images(model_type, asked), options))
-    if why := without_tools(model_type, model, asked, options):
+        _must_see(model_type)
+    elif why := without_tools(model_type, model, asked, options):
         return Rendering(named(DEFAULT, options), why)
     if asked != AUTO:
         return Rendering(named(asked, options))
-    return _of_family(model, renderers_of(model_type or "", model), options)
+    return _of_family(model, renderers_of(model_type or "", model), options, images)
 
 
-def _of_family(model: str, candidates: Sequence[str], options: dict[str, Any]) -> Rendering:
+def _of_family(model: str, candidates: Sequence[str], options: dict[str, Any], images: bool) -> Rendering:
+    """The first that does what the model's chat template does with text. Messages with images need one."""
     tokenizer = load_tokenizer(model)
     tools = probing.shows_tools(tokenizer, options)
     differences = []
@@ -79,6 +80,8 @@ def _of_family(model: str, candidates: Sequence[str], options: dict[str, Any]) -
                 return Rendering(config, "" if tools else _not_shown(model))
             differences.append(f"{name}: {difference}")
     why = "; ".join(dict.fromkeys(differences))
+    if images:
+        raise RenderingError(f"messages cannot be rendered for {model}: {why}; name one that fits in model.renderer")
     log.warning("%s is rendered by its own chat template, without tools: %s", model, why)
     why = f"tools cannot be rendered for {model}: {why}; name one that fits in model.renderer"
     return Rendering(named(DEFAULT, options), why)
@@ -108,12 +111,11 @@ def _variants(tokenizer: Any, name: str, options: dict[str, Any]) -> Iterator[Re
             yield extending(name, some, system)
 
 
-def _for_images(model_type: str | None, asked: str) -> str:
+def _must_see(model_type: str | None) -> None:
     family = family_of(model_type or "")
     if family is None or family.renderer is None or not family.model_types[model_type or ""].images:
         able = ", ".join(name for name, kind in model_types().items() if kind.images)
         raise RenderingError(f"messages with images are rendered for {able}, not for {model_type}")
-    return family.renderer if asked == AUTO else asked
 
 
 def named(name: str, options: dict[str, Any]) -> RendererConfig:

@@ -77,10 +77,15 @@ class Extending:
     def render(self, messages: list[ChatMessage], **kwargs: Any) -> Any:
         """Render a conversation. An answer that only calls tools has no words, rather than the word None."""
         said = [{**message, "content": message.get("content") or ""} for message in messages]
-        if self.system is None or (said and said[0].get("role") == "system"):
+        system = self._default_system(kwargs.get("tools"))
+        if system is None or (said and said[0].get("role") == "system"):
             return self._apart(super().render(said, **kwargs))  # type: ignore[misc]
-        own = {"role": "system", "content": self.system}
+        own = {"role": "system", "content": system}
         return self._apart(_without_first(super().render([own, *said], **kwargs)))  # type: ignore[misc]
+
+    def _default_system(self, tools: Any) -> str | None:
+        """The system prompt of a conversation without one, if it is not the renderer's own."""
+        return self.system
 
     def _apart(self, rendered: RenderedTokens) -> RenderedTokens:
         """Put the line break between calls of an answer."""

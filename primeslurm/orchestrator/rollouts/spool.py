@@ -20,7 +20,7 @@ from primeslurm.orchestrator.rollouts.groups import (
     has_head,
     head_size,
 )
-from primeslurm.records.reserve import Reserve, is_full
+from primeslurm.records.reserve import Reserve, may_pass
 from primeslurm.wire.decoding import DamagedError
 from primeslurm.wire.rollouts import Rollout
 
@@ -114,7 +114,7 @@ def open_group(path: Path) -> RolloutGroup:
 
 
 class Spool:
-    """One file per finished group. What there is no space for waits in memory until it is put again.
+    """One file per finished group. On a full or read-only file system they wait in memory until put again.
 
     Another fault of the disk costs durability, never the run: the group then lives in memory only.
     """
@@ -132,7 +132,7 @@ class Spool:
         """Persist a group.
 
         Returns:
-            False if that was not possible: it is in memory only, and among `waiting` if there was no space.
+            False if that was not possible: it is in memory only, and `waiting` if the file system may take it later.
         """
         self.waiting.pop(group.id, None)
         self.damaged.pop(group.id, None)
@@ -143,7 +143,7 @@ class Spool:
             durable.write(self._path(group.id), group.to_parts())
         except OSError as error:
             log.warning("group %s stays in memory only: %s", group.id, error)
-            if is_full(error):
+            if may_pass(error):
                 self.waiting[group.id] = group
             return False
         return True

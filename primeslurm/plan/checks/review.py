@@ -33,6 +33,7 @@ def review(
     """
     found = conflicts(RuleContext(recipe, site, requests, model.shape))
     found += unsupported(recipe, model.shape, model.model_type) + tool_rendering(recipe, model.model_type)
+    found += _unread_parsers(recipe)
     if model.absent:
         found.append(model.absent)
     of_teacher, memory = review_teacher(recipe, site, requests, teacher)
@@ -74,6 +75,15 @@ def advise(recipe: Recipe, plan: Plan) -> tuple[Finding, ...]:
         text = "nothing is read from it: ranks start again within an attempt only where a spare replaces a node"
         found.append(Finding(level="warning", field="checkpoint.local", text=text, fix="deployment.spares.train: 1"))
     return tuple(found)
+
+
+def _unread_parsers(recipe: Recipe) -> list[Finding]:
+    if recipe.task != "rl":
+        return []
+    text = "no rollout is read by it: rollouts are token ids, whose tool calls and thoughts the renderer reads"
+    fix = "leave it out; model.renderer and model.renderer_options say how they are read"
+    named = (name for name in ("tool_call_parser", "reasoning_parser") if getattr(recipe.inference, name))
+    return [Finding(level="note", field=f"inference.{name}", text=text, fix=fix) for name in named]
 
 
 def _uncounted(recipe: Recipe, shape: ModelShape) -> list[Finding]:

@@ -24,7 +24,7 @@ CPU_ALL2ALL = "allgather_reducescatter"
 """The one way between experts that needs no GPU; with another, vLLM does not start on CPUs."""
 MODULE = "vllm.entrypoints.openai.api_server"
 GATE = "primeslurm.inference.gate.VersionGate"
-SECRET_GATE = "primeslurm.inference.admission.SecretGate"
+CORE_GATE = "primeslurm.inference.core_gate.CoreGate"
 """The same without policy versions, for engines that keep the weights they loaded."""
 QUANTIZATION = {"fp8": "fp8_per_block"}
 """The recipe's word to vLLM's: in the blocks of 128 x 128 that DeepGEMM and the trainer compute in."""
@@ -119,7 +119,7 @@ def _shared_options(recipe: Recipe, settings: EngineSettings, device: Device, ro
     }
     if recipe.samples:
         options["weight_transfer_config"] = {"backend": TRANSFER_BACKENDS[recipe.weights.transport]}
-    options["middleware"] = GATE if recipe.samples else SECRET_GATE
+    options["middleware"] = GATE if recipe.samples else CORE_GATE
     options |= _memory_options(recipe, settings, device)
     options |= _model_options(recipe, settings)
     options |= _parallel_options(recipe, settings, device)
@@ -197,7 +197,7 @@ def _engine_env(
     recipe: Recipe, settings: EngineSettings, device: Device, role: EngineRole, dp: DataParallel
 ) -> dict[str, str]:
     env = {
-        "VLLM_SERVER_DEV_MODE": "1",  # the routes of pause, resume and weight updates
+        "VLLM_SERVER_DEV_MODE": "1",  # routes of pause, resume, weight updates, and of what only the core answers
         "VLLM_HOST_IP": "${host}",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_ENGINE_READY_TIMEOUT_S": str(recipe.inference.start_timeout_s or START_S),

@@ -19,11 +19,12 @@ from primeslurm.plan.memory.forecast import Amount, Estimate, RoleMemory
 from primeslurm.plan.memory.gpus import GIB, Gpu, gpu_of
 from primeslurm.plan.memory.parameters import count
 from primeslurm.plan.memory.saved import checkpoint_bytes, in_memory, local_amounts, local_bytes
-from primeslurm.plan.memory.step_time import StepTime, moving_state, step_time
+from primeslurm.plan.memory.step_time import SPREAD, StepTime, moving_state, step_time
 from primeslurm.plan.memory.trainer import (
     ELEMENT_BYTES,
     STATE_BYTES,
     TrainerLayout,
+    experts_in_fp8,
     lora_parameters,
     trained_parameters,
     trainer_memory,
@@ -110,6 +111,7 @@ def trainer_layout(recipe: Recipe, gpus: int, shape: ModelShape) -> TrainerLayou
         frozen_vision=_frozen_vision(recipe),
         state_offload=trainer.memory.optimizer_state_offload,
         gradient_bytes=ELEMENT_BYTES[p.gradient_dtype],
+        experts_in_fp8=experts_in_fp8(recipe, gpus // p.dp_replicate, shape),
     )
 
 
@@ -236,8 +238,12 @@ _LENGTHS = ("trainer step, sequences of seq_len", "trainer step, of a quarter of
 
 def _step(time: StepTime, name: str) -> Amount:
     parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in time.parts.items())
-    how = f"{parts}; {time.longest:.0f} s if nothing between nodes is hidden" if time.network >= 0.05 else parts
-    return Amount(name=name, value=round(time.shortest, 1), unit="s", how=how)
+    how = [f"{parts}: +-{SPREAD * 100:.0f} %"]
+    if time.recurrent_layers:
+        how.append(f"recurrences of {time.recurrent_layers} layers not counted")
+    if time.network >= 0.05:
+        how.append(f"between nodes {time.network:.1f}, not measured: {time.longest:.0f} s if none of it is hidden")
+    return Amount(name=name, value=round(time.shortest, 1), unit="s", how="; ".join(how))
 
 
 def _line_rate(site: Site, request: ResourceRequest) -> float | None:

@@ -14,20 +14,22 @@ from dataclasses import dataclass
 from primeslurm.families.shape import ModelShape
 from primeslurm.plan.memory.gpus import Gpu
 from primeslurm.plan.memory.parameters import count
-from primeslurm.plan.memory.trainer import ELEMENT_BYTES, STATE_BYTES
+from primeslurm.plan.memory.trainer import ELEMENT_BYTES, STATE_BYTES, experts_in_fp8
 from primeslurm.recipe import Recipe
 
 PRODUCTS = ((768, 0.21), (2048, 0.47))
 """Products with weights and all that one node does between them, by experts' width: Qwen3-30B-A3B; GLM-5, measured with
 all experts on one GPU (0.50) and taken as slower by what travelling to those of another took before."""
-IN_FP8 = ((768, 0.8), (2048, 1.3))
+IN_FP8 = ((768, 0.8), (2048, 1.35))
 """How much faster these are in FP8."""
-COMPILED = 1.26
-"""How much faster these are compiled; measured with Qwen3-30B-A3B."""
+COMPILED = ((768, 1.26), (2048, 1.0))
+"""How much faster these are compiled."""
+SPREAD = 0.08
+"""How far a prediction was from a measured step of one node, at most, as a share of it."""
 ATTENTION = 0.66
 SPARSE_FORWARD, SPARSE_BACKWARD = 0.56, 0.235
 SELECTION = 0.326
-"""The indexer's scores and the choice of keys."""
+"""The indexer's scores and the choice of keys. Ranks that share rows score equally many: the mean is that of each."""
 OPERATIONS = {"none": 6, "selective": 7, "full": 8}
 """Of products with weights, for each that a token meets: two forward, four backward, and those of recomputation."""
 NETWORK_SHARE = 0.8
@@ -52,26 +54,32 @@ class StepTime:
     optimizer: float
     network: float
     """Weights that are gathered and gradients that are summed between nodes."""
+    recurrent_layers: int = 0
+    """Of which products with weights are counted alone: their recurrences were not timed."""
+
+    @property
+    def in_node(self) -> float:
+        """Without what is between nodes."""
+        return self.products + self.attention + self.selection + self.optimizer
 
     @property
     def shortest(self) -> float:
         """All between nodes is hidden behind the rest."""
-        return max(self.products + self.attention + self.selection + self.optimizer, self.network)
+        return max(self.in_node, self.network)
 
     @property
     def longest(self) -> float:
         """Nothing is."""
-        return self.products + self.attention + self.selection + self.optimizer + self.network
+        return self.in_node + self.network
 
     @property
     def parts(self) -> dict[str, float]:
-        """Those that take any time."""
+        """Those within a node that take any time."""
         found = {
             "products": self.products,
             "attention": self.attention,
             "selecting keys": self.selection,
             "optimizer": self.optimizer,
-            "between nodes": self.network,
         }
         return {name: seconds for name, seconds in found.items() if seconds >= 0.05}
 
@@ -97,7 +105,7 @@ def step_time(
     peak = gpu.bf16_tflops * 1e12
     width = shape.experts.width if shape.experts else PRODUCTS[-1][0]
     rate = _between(PRODUCTS, width) * (_between(IN_FP8, width) if trainer.fp8 else 1.0)
-    rate *= COMPILED if trainer.compile else 1.0
+    rate *= _between(COMPILED, width) if trainer.compile else 1.0
     operations = OPERATIONS[trainer.parallelism.activation_checkpointing] - (2 if trainer.lora else 0)
     passes = math.ceil(tokens / trainer.micro_batch_tokens)
     return StepTime(
@@ -109,6 +117,7 @@ def step_time(
         / peak,
         optimizer=_optimizer(recipe, nodes, gpus, shape, passes),
         network=_bytes_into_node(recipe, nodes, gpus, shape, passes) / (gpus * gbps * 1e9 / 8 * NETWORK_SHARE),
+        recurrent_layers=sum(kind.layers for kind in (shape.mamba, shape.delta_nets) if kind),
     )
 
 
@@ -175,10 +184,14 @@ def _bytes_into_node(recipe: Recipe, nodes: int, gpus: int, shape: ModelShape, p
     parallel = recipe.trainer.parallelism
     shards = max(1, nodes // parallel.dp_replicate)
     p = count(shape)
-    held = p.total - p.experts + p.experts * min(1.0, gpus / parallel.ep)
+    experts = p.experts * min(1.0, gpus / parallel.ep)
+    held = p.total - p.experts + experts
     gathers = 2 * passes if parallel.reshard_after_forward else 1
     sums = 0 if recipe.trainer.lora else 1 if parallel.reduce_gradients == "step" else passes
     element, gradient = ELEMENT_BYTES[recipe.model.dtype], ELEMENT_BYTES[parallel.gradient_dtype]
-    within = (1 - 1 / shards) * held * (gathers * element + sums * gradient)
+    weights = held * element
+    if experts_in_fp8(recipe, nodes * gpus // parallel.dp_replicate, shape):
+        weights -= experts * (element - 1)
+    within = (1 - 1 / shards) * (gathers * weights + sums * held * gradient)
     copies = nodes // shards
     return within + sums * 2 * (1 - 1 / copies) * gradient * held / shards

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from primeslurm.families.expert_shards import stacks_in_whole_blocks
 from primeslurm.families.shape import ModelShape
+from primeslurm.families.stored import FP8_BLOCK
 from primeslurm.plan.memory.activations import images_of, layers_of
 from primeslurm.plan.memory.gpus import GIB
 from primeslurm.plan.memory.parameters import count, largest_layer, largest_tensor
+from primeslurm.recipe import Recipe
 from primeslurm.recipe.sections.trainer import STATE_BUFFERS, STATE_PIECE_BYTES
 
 CONTEXT_BYTES = 2 * GIB
@@ -58,6 +61,8 @@ class TrainerLayout:
     """Bytes per element of gradients on their way to be summed over ranks."""
     keeps_selection: bool = True
     """Whether selected keys are kept where checkpointing is full."""
+    experts_in_fp8: bool = False
+    """Whether experts are gathered in FP8."""
 
 
 @dataclass(frozen=True)
@@ -125,10 +130,25 @@ def trained_parameters(shape: ModelShape, adapters: int, frozen_vision: bool) ->
     return adapters or (parameters.language if frozen_vision else parameters.total)
 
 
-def layer_gather_bytes(shape: ModelShape, ep: int, bytes_per_parameter: int) -> int:
-    """Work out the bytes of one unsharded layer on a GPU: experts stay spread over the expert-parallel ranks."""
+def layer_gather_bytes(shape: ModelShape, ep: int, bytes_per_parameter: int, expert_bytes: int | None = None) -> int:
+    """Work out the bytes of one unsharded layer on a GPU: experts stay spread over the expert-parallel ranks.
+
+    Args:
+        shape: of the model.
+        ep: ranks that experts are spread over.
+        bytes_per_parameter: of each.
+        expert_bytes: of each of experts; None: the same.
+    """
     experts, rest = largest_layer(shape)
-    return (experts // ep + rest) * bytes_per_parameter
+    each = bytes_per_parameter if expert_bytes is None else expert_bytes
+    return experts // ep * each + rest * bytes_per_parameter
+
+
+def experts_in_fp8(recipe: Recipe, ranks: int, shape: ModelShape) -> bool:
+    """Say whether FSDP gathers experts in FP8 on `ranks` GPUs that hold a copy of the model."""
+    trainer = recipe.trainer
+    asked = trainer.fp8 and trainer.grouped_products and not trainer.memory.optimizer_offload
+    return asked and stacks_in_whole_blocks(shape, ranks, trainer.parallelism.ep, FP8_BLOCK)
 
 
 def lora_parameters(shape: ModelShape, rank: int) -> int:
@@ -166,7 +186,9 @@ def _gathered(shape: ModelShape, layout: TrainerLayout) -> int:
     frozen = bool(layout.lora_parameters)
     gradients = 0 if frozen else layout.dtype_bytes + layout.gradient_bytes
     copies = 2 if layout.reshard else shape.layers
-    layers = layer_gather_bytes(shape, layout.ep, copies * layout.dtype_bytes + gradients)
+    expert_bytes = 1 if layout.experts_in_fp8 else layout.dtype_bytes
+    per_parameter = copies * layout.dtype_bytes + gradients
+    layers = layer_gather_bytes(shape, layout.ep, per_parameter, copies * expert_bytes + gradients)
     ends = shape.vocab * shape.hidden * (layout.dtype_bytes + gradients)
     encoder = 0 if layout.reshard or not layout.images else count(shape).vision * layout.dtype_bytes
     return layers + ends + encoder

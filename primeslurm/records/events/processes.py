@@ -87,6 +87,12 @@ class RouterComplete(Event, frozen=True, tag="router_complete"):
     """Since it was found out that it did not."""
 
 
+class RouterRestarted(Event, frozen=True, tag="router_restarted"):
+    """A router's keeper starts it anew: what was in flight through it fails, and is asked for again."""
+
+    reason: str
+
+
 ProcessEvent = (
     ProcessStarted
     | ProcessStartFailed
@@ -96,4 +102,5 @@ ProcessEvent = (
     | RanksWait
     | RouterIncomplete
     | RouterComplete
+    | RouterRestarted
 )

@@ -26,6 +26,7 @@ from primeslurm.records.events.processes import (
     RanksWait,
     RouterComplete,
     RouterIncomplete,
+    RouterRestarted,
 )
 from primeslurm.records.events.training import EnvironmentFails, Stalled, StepTrained
 from primeslurm.records.fleet import AgentReport, FleetView
@@ -96,6 +97,8 @@ def _of_event(event: Event, hosts: Mapping[str, str]) -> Failure | None:
             return Failure(at, FILE_SYSTEM, "", f"keeps the run waiting: {what}")
         case RouterIncomplete():
             return Failure(at, by, host, incomplete_words(event))
+        case RouterRestarted(reason=reason):
+            return Failure(at, by, host, f"was started anew: {reason}", recovered=True)
         case AgentFailed(error=error) | HeadFailed(error=error):
             return Failure(at, by, host, f"failed: {error}")
         case EngineUpdateFailed(engine=engine, error=error):

@@ -86,6 +86,8 @@ def _words(event: Event) -> EventText | None:
             return _tell(event, event.process, incomplete_words(event), "warning")
         case processes.RouterComplete(planned=planned, seconds=seconds):
             return _tell(event, event.process, f"serves all {planned} engines again, after {seconds:.0f} s")
+        case processes.RouterRestarted(reason=reason):
+            return _tell(event, event.process, f"is started anew: {reason}", "warning")
         case training.EnvironmentFails(environment=environment, error=error):
             return _tell(event, f"environment {environment}", "fails every time" + _because(error), "error")
         case training.CheckpointCommitted() | training.RolloutFailed() | training.Stalled() | training.ReplicaLost():

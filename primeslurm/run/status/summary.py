@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf, isnan
 from statistics import fmean
 
 import msgspec
@@ -70,8 +71,8 @@ def summarise(run: RunDirectory) -> Summary:
         last_reward=fmean(rewards[-WINDOW:]) if rewards else None,
         mixed_version_rollouts=round(sum(row.get("rollouts/mixed_version", 0) for row in steps)),
         staleness_max=max((row.get("staleness/max", 0.0) for row in steps), default=0.0),
-        dropped_stale=round(max((row.get("rollouts/dropped_stale", 0) for row in steps), default=0)),
-        mismatch_kl_max=max(map(abs, mismatches), default=None),
+        dropped_stale=round(sum(row.get("rollouts/dropped_stale", 0) for row in steps)),
+        mismatch_kl_max=max((inf if isnan(kl) else abs(kl) for kl in mismatches), default=None),
         engine_restarts=restarts,
         tokens_per_s=fmean([row.get("throughput/tokens_per_s", 0.0) for row in steps] or [0.0]),
         task=recipe.task,

@@ -23,6 +23,7 @@ from primeslurm.trainer.assembly.policy_model import PolicyModel
 from primeslurm.trainer.components import activation_checkpointing, compiled, lora
 from primeslurm.trainer.components.activation_offload import ActivationOffload
 from primeslurm.trainer.components.sparse_attention import SparseAttention
+from primeslurm.trainer.distributed import fp8_gather
 from primeslurm.trainer.distributed.context_parallel import ContextParallel, Dims
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.models import generic
@@ -105,6 +106,8 @@ def assemble(
     if files:
         _leave_to_files(model)
     _initialise(model, memory, world)
+    if recipe.trainer.fp8:
+        fp8_gather.install(model)
     return PolicyModel(
         model,
         draft.adapter,

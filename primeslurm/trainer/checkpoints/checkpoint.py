@@ -27,7 +27,7 @@ from primeslurm.records import metrics
 from primeslurm.records.beats import pulse
 from primeslurm.records.events.training import CheckpointCommitted
 from primeslurm.records.journal import Journal
-from primeslurm.records.reserve import PAUSE_S
+from primeslurm.records.reserve import PAUSE_S, until_written
 from primeslurm.trainer.checkpoints.local_copies import LocalCopies
 from primeslurm.trainer.checkpoints.shards import (
     DamagedShardError,
@@ -153,7 +153,8 @@ class Checkpoints:
             if not damage:
                 self._on_main(lambda: self._announce(step), f"resuming at step {step}")
                 break
-            self._on_main(partial(self._set_aside, step, damage), f"setting the checkpoint of step {step} aside")
+            aside = partial(checkpoints.set_aside, self._run_dir, step, self._attempt, damage)
+            self._on_main(aside, f"setting the checkpoint of step {step} aside")
         if half_loaded:
             raise RankError("no other checkpoint is there, and of the damaged one a part is loaded: start anew")
         self._saved = step
@@ -161,16 +162,7 @@ class Checkpoints:
 
     def _newest_whole(self) -> int:
         """The newest one that looks whole, on rank 0: shards are only looked at, ranks check them while they read."""
-        for step in reversed(checkpoints.committed(self._run_dir)):
-            if not (damage := checkpoints.damage_at_sight(checkpoints.step_dir(self._run_dir, step))):
-                return step
-            self._set_aside(step, damage)
-        return 0
-
-    def _set_aside(self, step: int, damage: list[str]) -> None:
-        directory = checkpoints.step_dir(self._run_dir, step)
-        log.error("checkpoint of step %d is damaged, trying the one before: %s", step, "; ".join(damage))
-        durable.rename(directory, directory.with_name(f"{directory.name}.damaged-{self._attempt}"))
+        return checkpoints.set_damaged_aside(self._run_dir, self._attempt) or 0
 
     def _damaged_before(self, step: int) -> list[str]:
         """Of a checkpoint of release 0.1.0, what is damaged: each rank reads some files, before any is loaded."""
@@ -290,8 +282,9 @@ class Checkpoints:
         timer.journal.write(CheckpointCommitted(writing.step))
 
     def _announce(self, step: int) -> None:
-        needed = self._link.committed(step) if self._link is not None else []
-        checkpoints.prune(self._run_dir, self._config.keep, needed)
+        link, keep = self._link, self._config.keep
+        needed = until_written(lambda: link.committed(step)) if link is not None else []
+        until_written(lambda: checkpoints.prune(self._run_dir, keep, needed))
 
     def _on_main(self, action: Any, doing: str) -> None:
         failure: Exception | None = None

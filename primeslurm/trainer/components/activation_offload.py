@@ -136,7 +136,7 @@ class ActivationOffload:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
+    return tensor.untyped_storage()._cdata  # not where its memory is: hollow weights have none
 
 
 def _storages(module: torch.nn.Module) -> set[int]:

@@ -18,8 +18,9 @@ from torchtitan.models.common import Linear
 from torchtitan.models.common.moe import GroupedExperts
 
 from primeslurm.trainer.assembly.draft import ModelDraft
-from primeslurm.trainer.kernels import fp8_ops
-from primeslurm.trainer.kernels.block_fp8 import (
+from primeslurm.trainer.kernels.fp8 import ops
+from primeslurm.trainer.kernels.fp8.backend import backend
+from primeslurm.trainer.kernels.fp8.blocks import (
     BLOCK,
     BLOCKS,
     ROWS,
@@ -32,8 +33,7 @@ from primeslurm.trainer.kernels.block_fp8 import (
     quantise_groups_transposed,
     quantise_transposed,
 )
-from primeslurm.trainer.kernels.fp8_backend import backend
-from primeslurm.trainer.kernels.last_result import LastResult
+from primeslurm.trainer.kernels.fp8.last_result import LastResult
 from primeslurm.wire.weight_transfer.tensor_names import in_fp8
 
 # Of what several products share: their input, by rows for themselves and by columns for their weights' gradients.
@@ -92,7 +92,7 @@ class _Rounded(torch.autograd.Function):
 
 def linear_product(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Multiply rows [..., k] by weight [n, k]: [..., n]."""
-    multiply = fp8_ops.linear_product if torch.compiler.is_compiling() else _LinearProduct.apply
+    multiply = ops.linear_product if torch.compiler.is_compiling() else _LinearProduct.apply
     product: torch.Tensor = multiply(_filled(rows, -1), _filled(weight, -1, -2))
     return product[..., : len(weight)]
 
@@ -102,7 +102,7 @@ def grouped_product(rows: torch.Tensor, weight: torch.Tensor, offsets: torch.Ten
 
     A group ends at its offset.
     """
-    multiply = fp8_ops.grouped_product if torch.compiler.is_compiling() else _GroupedProduct.apply
+    multiply = ops.grouped_product if torch.compiler.is_compiling() else _GroupedProduct.apply
     product: torch.Tensor = multiply(_filled(rows, -1), _filled(weight, -1, -2), offsets)
     return product[..., : weight.shape[1]]
 

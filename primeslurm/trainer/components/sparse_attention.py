@@ -1,17 +1,19 @@
 """Sparse latent attention (DSA): an indexer scores all keys cheaply, attention then sees only the best of them.
 
-Rows of packed documents may be split over context-parallel ranks. Queries stay where they are; what they need of the
-other ranks' tokens is small and gathered once a layer: compressed key, rotary key and the indexer's key, 704 values a
-token in GLM-5. Gradients of the gathered keys are reduced and scattered back.
+Rows of packed documents may be split over context-parallel ranks. Attention's queries stay where they are; what they
+need of the other ranks' tokens is small and gathered once a layer: compressed key, rotary key and the indexer's key,
+704 values a token in GLM-5. Gradients of the gathered keys are reduced and scattered back. The indexer's queries, which
+are scored with all keys before them, are shared out so that each rank scores equally many.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
+from functools import partial
 from typing import Any
 
 import torch
-from torch.distributed import ProcessGroup
+from torch.distributed import GroupName, ProcessGroup
 from torch.library import custom_op
 from torchtitan.models.common import Linear
 from torchtitan.models.common.nn_modules import LayerNorm
@@ -120,8 +122,9 @@ def select(query: torch.Tensor, keys: torch.Tensor, weight: torch.Tensor, contex
         context: what each query may see.
         top_k: how many are selected.
     """
+    group = context.group.group_name if context.group else ""
     indices: torch.Tensor = _select_keys(
-        query, keys.detach(), weight, context.first, context.last, context.offset, top_k
+        query, keys.detach(), weight, context.first, context.last, context.offset, top_k, group
     )
     return indices
 
@@ -134,7 +137,40 @@ def _select(
     last: torch.Tensor,
     offset: int,
     top_k: int,
+    group: str,
 ) -> torch.Tensor:
+    """Ranks as far from either end of the rows swap their later halves: later queries are scored with more keys.
+
+    Each rank then scores equally many, where the last of many would score twice the mean while the others wait.
+    """
+    if not group:
+        return _best(query, weight, first, last, keys, offset, top_k)
+    length, whole = query.shape[1], keys.shape[1]
+    half, partner = length // 2, whole - length - offset
+    swap = partial(_swap, partner=partner // length, ranks=whole // length, group=group)
+    own = query[:, :half], weight[:, :half], first[:, :half], last[:, :half]
+    theirs = swap(query[:, half:]), swap(weight[:, half:]), swap(first[:, half:]), swap(last[:, half:])
+    earlier = _best(*own, keys, offset, top_k)
+    later = swap(_best(*theirs, keys, partner + half, top_k))
+    return torch.cat([earlier, later], 1)
+
+
+def _swap(tensor: torch.Tensor, partner: int, ranks: int, group: str) -> torch.Tensor:
+    """What the partner has in the place of a tensor; in the middle of an odd number a rank is its own."""
+    rows = [len(tensor) if rank == partner else 0 for rank in range(ranks)]
+    return compat.all_to_all(tensor.contiguous(), GroupName(group), rows, rows)
+
+
+def _best(
+    query: torch.Tensor,
+    weight: torch.Tensor,
+    first: torch.Tensor,
+    last: torch.Tensor,
+    keys: torch.Tensor,
+    offset: int,
+    top_k: int,
+) -> torch.Tensor:
+    """As `select`, of consecutive queries, the first of which is token `offset` of its row."""
     rows, length, heads, width = query.shape
     whole = keys.shape[1]
     on_gpu = query.is_cuda and query.dtype == torch.bfloat16 and width & (width - 1) == 0

@@ -1,4 +1,4 @@
-"""What all ranks write together waits while the file system is full."""
+"""What all ranks write together waits while the file system is full or read-only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from primeslurm.records.beats import pulse
-from primeslurm.records.reserve import PAUSE_S, RESERVE_BYTES, Reserve, free_bytes, is_full
+from primeslurm.records.reserve import PAUSE_S, RESERVE_BYTES, Reserve, free_bytes, may_pass
 from primeslurm.trainer.distributed.world import RankError, World
 
 log = logging.getLogger(__name__)
@@ -18,18 +18,18 @@ T = TypeVar("T")
 
 
 def for_want_of_space(world: World, run_dir: Path, error: RankError) -> bool:
-    """Whether something failed because the file system is full; every rank is told the same.
+    """Whether something failed because the file system is full or read-only; every rank is told the same.
 
     Not all libraries say why they could not write (torch's zip files do not): too little that is free says so, too.
     """
     free = free_bytes(run_dir)
-    return bool(world.decide(int(is_full(error) or (free is not None and free < RESERVE_BYTES))))
+    return bool(world.decide(int(may_pass(error) or (free is not None and free < RESERVE_BYTES))))
 
 
 def waiting_for_space(
     world: World, run_dir: Path, write: Callable[[], T], *partial: Path, pause_s: float = PAUSE_S
 ) -> T:
-    """Write until there is space. All ranks call this together.
+    """Write until the file system takes it. All ranks call this together.
 
     Args:
         world: the ranks.
@@ -51,7 +51,7 @@ def waiting_for_space(
         except RankError as error:
             if not for_want_of_space(world, run_dir, error):
                 raise
-            log.warning("waits for space: %s", error)
+            log.warning("waits for the file system: %s", error)
             if world.is_main:
                 for directory in partial:
                     shutil.rmtree(directory, ignore_errors=True)

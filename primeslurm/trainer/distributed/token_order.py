@@ -19,8 +19,9 @@ from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, L
 
 from primeslurm.trainer import compat
 from primeslurm.trainer.assembly.draft import ModelDraft
-from primeslurm.trainer.kernels import rows
-from primeslurm.trainer.kernels.block_fp8 import BLOCK
+from primeslurm.trainer.distributed.world import HostCopy
+from primeslurm.trainer.kernels import on_host, rows
+from primeslurm.trainer.kernels.fp8.blocks import BLOCK
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,10 @@ class Copies:
 
     where: torch.Tensor
     owner: torch.Tensor
+
+    def first(self, count: int) -> Copies:
+        """The first `count` copies, if the others are nobody's."""
+        return Copies(self.where, self.owner[:count])
 
     def spread(self, found: torch.Tensor) -> torch.Tensor:
         """Copy rows [m, dim] to [n, dim]."""
@@ -114,9 +119,12 @@ class OrderedDispatcher(AllToAllTokenDispatcher):
         if self.ep_mesh is None:
             counts_e = self._filled(counts_E)
             # Rows are as many as were chosen, unless they are filled up: then the host waits for the GPU.
-            wanted = topk_expert_ids_TK.numel()
-            pairs = wanted if self._alignment == 1 else counts_e.sum()[None].to("cpu").tolist()[0]
-            experts = self._copies(topk_expert_ids_TK, counts_E, counts_e, pairs)
+            pairs = topk_expert_ids_TK.numel()
+            numbers = None if self._alignment == 1 else _Numbers(counts_e)
+            experts = self._copies(topk_expert_ids_TK, counts_E, counts_e)
+            if numbers is not None:
+                (), pairs = numbers.read()
+            experts = experts.first(pairs)
             return experts.spread(x_TD), counts_e, self._metadata(topk_scores_TK, experts)
         size, own = self._size, self.num_experts // self._size
         rank_TK = topk_expert_ids_TK // own
@@ -126,18 +134,17 @@ class OrderedDispatcher(AllToAllTokenDispatcher):
             received = compat.all_to_all(tallies, self._group)
             actual_e = received[:, 1:].sum(0)
             counts_e = self._filled(actual_e)
-            # the one time that the host waits for the GPU
-            send, receive, (pairs,) = (
-                part.to("cpu").tolist() for part in (tallies[:, 0], received[:, 0], counts_e.sum()[None])
-            )
-        ranks = _by_rank(needed_TP, sum(send))
+            numbers = _Numbers(counts_e, tallies[:, 0], received[:, 0])
+        ranks = _by_rank(needed_TP)
+        (send, receive), pairs = numbers.read()  # the one time that the host waits for the GPU
+        ranks = ranks.first(sum(send))
         route = Route(self._group, send, receive)
         ids = route.there(ranks.spread(topk_expert_ids_TK))
         scores = route.there(ranks.spread(topk_scores_TK))
         # a row's other experts are on other ranks: they come last, and are nobody's
         mine = ids // own == self._rank
         ids = torch.where(mine, ids % own, own)
-        experts = self._copies(ids, actual_e, counts_e, pairs)
+        experts = self._copies(ids, actual_e, counts_e).first(pairs)
         metadata = self._metadata(scores, experts, ranks, route)
         return experts.spread(route.there(ranks.spread(x_TD))), counts_e, metadata
 
@@ -155,9 +162,10 @@ class OrderedDispatcher(AllToAllTokenDispatcher):
         """Rows of each expert with those that fill them up, from those without."""
         return counts if self._alignment == 1 else (counts + self._alignment - 1) // self._alignment * self._alignment
 
-    def _copies(self, ids: torch.Tensor, actual: torch.Tensor, counts: torch.Tensor, pairs: int) -> Copies:
-        """Copies for experts `ids`, which have `counts` places, `pairs` in all, of which `actual` are taken."""
-        return _by_expert(ids, pairs) if self._alignment == 1 else _by_filled(ids, actual, counts, pairs)
+    def _copies(self, ids: torch.Tensor, actual: torch.Tensor, counts: torch.Tensor) -> Copies:
+        """Copies for experts `ids`, which have `counts` places, of which `actual` are taken."""
+        filling = self._alignment - 1
+        return _by_filled(ids, actual, counts, filling) if filling else _by_expert(ids, len(counts))
 
     @staticmethod
     def _metadata(
@@ -172,30 +180,51 @@ class OrderedDispatcher(AllToAllTokenDispatcher):
         )
 
 
-def _by_expert(ids: torch.Tensor, pairs: int) -> Copies:
-    """Copies of rows for their experts `ids` [rows, top_k], sorted by expert; the first `pairs` of them are some's."""
-    owner = torch.argsort(ids.flatten().short(), stable=True)[:pairs]  # short numbers are sorted in fewer passes
-    return Copies(rows.inverted(owner, *ids.shape), owner)
+class _Numbers:
+    """What the host has to know of a dispatch: on its way from here on, so that the GPU has more to do meanwhile."""
+
+    def __init__(self, counts: torch.Tensor, *of_ranks: torch.Tensor) -> None:
+        self._counts, self._of_ranks = counts, of_ranks
+        # A compiler knows nothing of events.
+        self._copied = None if torch.compiler.is_compiling() else HostCopy(torch.cat([*of_ranks, counts]))
+
+    def read(self) -> tuple[list[list[int]], int]:
+        """Rows for and from each rank, and those of all of this rank's experts, which are noted beside `counts`."""
+        if self._copied is None:
+            *of_ranks, (pairs,) = (part.to("cpu").tolist() for part in (*self._of_ranks, self._counts.sum()[None]))
+            return of_ranks, pairs
+        numbers = self._copied.tolist()
+        found = [[numbers.pop(0) for _ in part] for part in self._of_ranks]
+        return found, sum(on_host.note(self._counts, numbers))
 
 
-def _by_filled(ids: torch.Tensor, actual: torch.Tensor, counts: torch.Tensor, places: int) -> Copies:
-    """As `_by_expert`, but each expert has `counts` places, of which `actual` are taken; `places` in all."""
+def _by_expert(ids: torch.Tensor, experts: int) -> Copies:
+    """Copies of rows for their experts `ids` [rows, top_k], sorted by expert; those are last that are nobody's."""
+    flat = ids.flatten()
+    owner = torch.argsort(flat.short(), stable=True)  # short numbers are sorted in fewer passes
+    place = torch.empty_like(owner).scatter_(0, owner, torch.arange(len(owner), device=owner.device))
+    return Copies(torch.where(flat < experts, place, -1).view_as(ids), owner)
+
+
+def _by_filled(ids: torch.Tensor, actual: torch.Tensor, counts: torch.Tensor, filling: int) -> Copies:
+    """As `_by_expert`, but each expert has `counts` places, of which `actual` are taken, and at most `filling` not."""
     chosen, owner = ids.flatten().short().sort(stable=True)  # what is nobody's is last
     moved = F.pad((counts.cumsum(0) - counts) - (actual.cumsum(0) - actual), (0, 1))
     place = torch.arange(len(owner), device=owner.device) + moved[chosen.long()]
-    place = torch.where(chosen < len(counts), place, places)
-    by_place = owner.new_full((places + 1,), -1).scatter_(0, place, owner)[:places]
-    where = torch.empty_like(place).scatter_(0, owner, torch.where(place < places, place, -1))
+    most = len(owner) + len(counts) * filling
+    somebodys = chosen < len(counts)
+    by_place = owner.new_full((most + 1,), -1).scatter_(0, torch.where(somebodys, place, most), owner)
+    where = torch.empty_like(place).scatter_(0, owner, torch.where(somebodys, place, -1))
     return Copies(where.view_as(ids), by_place)
 
 
-def _by_rank(needed: torch.Tensor, count: int) -> Copies:
-    """Copies of tokens for the ranks that need them, [tokens, ranks], `count` in all, sorted by rank."""
+def _by_rank(needed: torch.Tensor) -> Copies:
+    """Copies of tokens for the ranks that need them, [tokens, ranks], sorted by rank; what nobody needs is last."""
     tokens, ranks = needed.shape
     wanted = needed.t().flatten()
-    position = torch.where(wanted, wanted.cumsum(0) - 1, count)
+    position = torch.where(wanted, wanted.cumsum(0) - 1, tokens * ranks)
     slot = torch.arange(tokens * ranks, device=needed.device).view(tokens, ranks).t().flatten()
-    owner = slot.new_empty(count + 1).scatter_(0, position, slot)[:count]  # the last place takes what is not wanted
+    owner = slot.new_empty(tokens * ranks + 1).scatter_(0, position, slot)
     return Copies(torch.where(wanted, position, -1).view(ranks, tokens).t().contiguous(), owner)
 
 

@@ -121,6 +121,24 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
+class HostCopy:
+    """Numbers on their way from a device. Who reads them waits for them, but not for what the device does next."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._numbers, self._arrived = tensor, None
+        if tensor.is_cuda:
+            self._numbers = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._numbers.copy_(tensor, non_blocking=True)
+            self._arrived = torch.cuda.current_stream().record_event()
+
+    def tolist(self) -> list[Any]:
+        """Return them, as a tensor does."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        numbers: list[Any] = self._numbers.tolist()
+        return numbers
+
+
 def host_memory(device: torch.device) -> Callable[[int], NDArray[np.uint8]]:
     """What makes room for so many bytes that go to a device: pinned, where that is a GPU.
 

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from primeslurm.trainer.kernels.deep_gemm import index_library
+from primeslurm.trainer.kernels.fp8.deep_gemm import index_library
 from primeslurm.trainer.kernels.index_rounding import quantise, rounded
 
 QUERIES, KEYS = 64, 128

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from primeslurm.trainer.kernels.block_fp8 import LARGEST
+from primeslurm.trainer.kernels.fp8.blocks import LARGEST
 
 SMALLEST_AMAX = 1e-4
 """No row counts as smaller, as in vLLM's kernel for the keys."""

@@ -46,12 +46,6 @@ def gathered(
     return _gathered(rows.contiguous(), where, owner, weights)
 
 
-def inverted(owner: torch.Tensor, rows: int, slots: int) -> torch.Tensor:
-    """Return `where` [rows, slots] for an `owner` [n]."""
-    where = owner.new_full((rows * slots,), -1)
-    return where.scatter_(0, owner, torch.arange(owner.shape[0], device=owner.device)).view(rows, slots)
-
-
 def _spread_now(rows: torch.Tensor, where: torch.Tensor, owner: torch.Tensor) -> torch.Tensor:
     if rows.is_cuda:
         from primeslurm.trainer.kernels import row_kernel

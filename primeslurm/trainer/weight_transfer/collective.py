@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from primeslurm.records.reserve import until_written
 from primeslurm.trainer.assembly.policy_model import PolicyModel
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.weight_transfer.filesystem import Publisher
@@ -185,7 +186,7 @@ class CollectiveTransfer:
         if version:
             self._announce_and_send(version)
         elif self._world.is_main:
-            self._link.announce(0, self._model)
+            until_written(lambda: self._link.announce(0, self._model))
 
     def transfer(self, version: int) -> float:
         """Send the version to all engines that are up."""
@@ -202,7 +203,7 @@ class CollectiveTransfer:
 
     def _announce_and_send(self, version: int) -> None:
         if self._world.is_main:
-            self._link.announce(version, "")
+            until_written(lambda: self._link.announce(version, ""))
         self._sender.send(version)
         if version == self._last:
             self._publisher.publish(version)

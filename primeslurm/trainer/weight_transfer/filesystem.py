@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,6 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from primeslurm import durable
+from primeslurm.records.reserve import until_written
 from primeslurm.trainer.assembly.policy_model import PolicyModel
 from primeslurm.trainer.distributed.space import waiting_for_space
 from primeslurm.trainer.distributed.world import World
@@ -46,7 +48,7 @@ class Publisher:
         self._world = world
 
     def publish(self, version: int) -> Path:
-        """Write the policy as `version` and return its directory. A full disk is waited for.
+        """Write the policy as `version` and return its directory. A full or read-only disk is waited for.
 
         Raises:
             RankError: a rank could not write; nothing is published, and earlier versions are intact.
@@ -88,7 +90,7 @@ class Publisher:
         if self._world.is_main:
             for newer in filesystem.published(self._run_dir):
                 if newer > version:
-                    _remove(filesystem.version_dir(self._run_dir, newer))
+                    until_written(partial(_remove, filesystem.version_dir(self._run_dir, newer)))
         self._world.barrier()
 
     def is_sound(self, version: int) -> bool:
@@ -163,7 +165,8 @@ class FilesystemTransfer:
         self._publisher.flush(version)
 
     def _announce(self, version: int, path: str) -> None:
-        self._announced = self._world.decide(self._link.announce(version, path) if self._world.is_main else 0)
+        known = until_written(lambda: self._link.announce(version, path)) if self._world.is_main else 0
+        self._announced = self._world.decide(known)
 
 
 class _Share:

@@ -23,7 +23,7 @@ from primeslurm.records.beats import pulse
 from primeslurm.trainer.assembly.policy_model import PolicyModel
 from primeslurm.trainer.components import lora
 from primeslurm.trainer.distributed.world import World
-from primeslurm.trainer.kernels.block_fp8 import BLOCK, BLOCKS, quantise
+from primeslurm.trainer.kernels.fp8.blocks import BLOCK, BLOCKS, quantise
 from primeslurm.wire.weight_transfer.tensor_names import FP8_SCALE, in_fp8
 
 _LAYER = re.compile(r"\.(\d+)\.")  # the first number in a name is that of its layer

@@ -79,7 +79,7 @@ def _empty_records(scene: Scene, dice: Random) -> Injury:
     return Injury(f"{len(chosen)} of {len(files)}", lasts_s=3.0)
 
 
-def _between_attempts(damage: Callable[[Scene, Random], str]) -> Callable[[Scene, Random], Injury]:
+def _between_attempts(damage: Callable[[Scene, Random, Injury], str]) -> Callable[[Scene, Random], Injury]:
     """A trainer rank is killed; when the attempt has ended, and before the next one begins, files are damaged."""
 
     def inject(scene: Scene, dice: Random) -> Injury:
@@ -90,7 +90,7 @@ def _between_attempts(damage: Callable[[Scene, Random], str]) -> Callable[[Scene
         def noticed(status: RunStatus) -> bool:
             if not injury.repaired and attempt.end() is not None and scene.wait_for_silence(30.0):
                 injury.repaired = True
-                injury.target += f": {damage(scene, dice)}"
+                injury.target += f": {damage(scene, dice, injury)}"
             return status.attempt > attempt.number
 
         injury.noticed, injury.lasts_s = noticed, 3600.0  # it is not repaired: the damage is done then
@@ -100,7 +100,7 @@ def _between_attempts(damage: Callable[[Scene, Random], str]) -> Callable[[Scene
     return inject
 
 
-def _tear_lines(scene: Scene, dice: Random) -> str:
+def _tear_lines(scene: Scene, dice: Random, injury: Injury) -> str:
     attempt = scene.run.latest()
     files = [*(attempt.path / "events").glob("*.jsonl"), scene.run.path / "metrics.jsonl"]
     for path in files:
@@ -111,13 +111,21 @@ def _tear_lines(scene: Scene, dice: Random) -> str:
     return f"{len(files)} last lines, {len(heartbeats)} heartbeats"
 
 
-def _empty_checkpoint(scene: Scene, dice: Random) -> str:
-    step = checkpoints.newest(scene.run.path)
-    if step is None:
+def _empty_newest_checkpoint(scene: Scene, dice: Random) -> Injury:
+    """Only if it is newer than any was when an attempt ended: three failed attempts with the same one end a run."""
+    ends = [end.committed_step or 0 for attempt in scene.run.attempts() if (end := attempt.end()) is not None]
+    if (checkpoints.newest(scene.run.path) or 0) <= max(ends, default=0):
         raise NobodyThereError
+    return _between_attempts(_empty_checkpoint)(scene, dice)
+
+
+def _empty_checkpoint(scene: Scene, dice: Random, injury: Injury) -> str:
+    step = checkpoints.newest(scene.run.path)
+    assert step is not None, "it was there before the attempt ended"
     directory = checkpoints.step_dir(scene.run.path, step)
     path = dice.choice(sorted(path for path in directory.rglob("*") if path.is_file()))
     empty(path)
+    injury.damaged[scene.run.latest().number] = step
     return str(path.relative_to(scene.run.path))
 
 
@@ -141,9 +149,8 @@ FILES = (
     Kind(
         "checkpoint emptied between attempts",
         "as trainer killed; before the next attempt, a file of the newest checkpoint is emptied",
-        _between_attempts(_empty_checkpoint),
+        _empty_newest_checkpoint,
         long=True,
-        off="no attempt falls back to the checkpoint before one whose files were damaged after their commit",
     ),
     Kind(
         "disk full for long",

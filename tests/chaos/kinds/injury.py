@@ -46,6 +46,8 @@ class Injury:
     """Nodes that were at fault: these may be blamed."""
     leaves: frozenset[str] = frozenset()
     """Parts of the names of files that nobody can have removed."""
+    damaged: dict[int, int] = field(default_factory=dict)
+    """Committed steps whose checkpoints are no good any more, by the attempt after which they were damaged."""
     goal_s: float = GOAL_S
     """The run shall be well again so many seconds after."""
     waits_for_repair: bool = True

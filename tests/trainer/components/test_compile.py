@@ -2,13 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
+from primeslurm.families.registry import bundled, model_types
+from primeslurm.trainer.assembly import build
 from primeslurm.trainer.distributed.world import World
 from tests.trainer.families import CASES, write
 from tests.trainer.gradients import Layout, gradients
+
+BY_NAME = {case.name: case for case in CASES}
+ALIKE = {"kimi_k2": "deepseek_v3", "kimi_k25": "deepseek_v3"}
+"""Model types that are built by another one's code, and the case that stands for them."""
+OTHERS = sorted(
+    {ALIKE.get(model_type, model_type) for model_type, can in model_types(bundled()).items() if can.compile}
+    - {"qwen3_moe"}
+)
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> Iterator[None]:
+    """Each test compiles its own."""
+    yield
+    torch.compiler.reset()
+
+
+def check(case: str, directory: Path, world: World, checkpointing: str) -> None:
+    """Whether compiled gradients are as near to the exact ones as those that are rounded alike."""
+    write(BY_NAME[case], directory / case)
+    layers = {"activation_checkpointing": checkpointing}
+    exact = gradients(Layout(case, layers), directory, world)
+    rounded = gradients(Layout(case, layers, "varlen", "bfloat16"), directory, world)
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    compiled = gradients(Layout(case, layers, "varlen", "bfloat16", compile=True), directory, world)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > before
+    for name, gradient in exact.items():
+        allowed = 1.5 * (rounded[name] - gradient).norm() + 1e-3 * gradient.norm()
+        assert (compiled[name] - gradient).norm() <= allowed, name
 
 
 @pytest.mark.slow
@@ -16,11 +50,14 @@ from tests.trainer.gradients import Layout, gradients
 def test_gradients_of_compiled_layers_are_as_near_to_the_exact_ones(
     tmp_path: Path, world: World, checkpointing: str
 ) -> None:
-    write(next(case for case in CASES if case.name == "qwen3_moe"), tmp_path / "qwen3_moe")
-    layers = {"activation_checkpointing": checkpointing}
-    exact = gradients(Layout("qwen3_moe", layers), tmp_path, world)
-    rounded = gradients(Layout("qwen3_moe", layers, "varlen", "bfloat16"), tmp_path, world)
-    compiled = gradients(Layout("qwen3_moe", layers, "varlen", "bfloat16", compile=True), tmp_path, world)
-    for name, gradient in exact.items():
-        allowed = 1.5 * (rounded[name] - gradient).norm() + 1e-3 * gradient.norm()
-        assert (compiled[name] - gradient).norm() <= allowed, name
+    check("qwen3_moe", tmp_path, world, checkpointing)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", OTHERS)
+def test_layers_of_every_other_family_that_can_be_compiled_are_traced(
+    case: str, tmp_path: Path, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # without code for a CPU, which takes longest and is not what GPUs run
+    monkeypatch.setattr(build, "CompileConfig", partial(build.CompileConfig, backend="aot_eager"))
+    check(case, tmp_path, world, "none")

@@ -21,7 +21,8 @@ from primeslurm.trainer.assembly.policy_model import PolicyModel
 from primeslurm.trainer.components import fp8
 from primeslurm.trainer.components.router_replay import ReplayRouter
 from primeslurm.trainer.distributed.world import World
-from primeslurm.trainer.kernels.block_fp8 import (
+from primeslurm.trainer.kernels.fp8.backend import Emulated
+from primeslurm.trainer.kernels.fp8.blocks import (
     BLOCKS,
     ROWS,
     Groups,
@@ -29,8 +30,7 @@ from primeslurm.trainer.kernels.block_fp8 import (
     quantise_groups,
     quantise_groups_transposed,
 )
-from primeslurm.trainer.kernels.fp8_backend import Emulated
-from primeslurm.trainer.kernels.last_result import LastResult
+from primeslurm.trainer.kernels.fp8.last_result import LastResult
 from tests.support import block_fp8 as exact
 from tests.support.block_fp8 import OFFSETS, matrix, relative_error
 from tests.trainer.conftest import SEQ_LEN, make_recipe

@@ -75,6 +75,7 @@ FOUR_RANKS = [
     Layout("qwen3", {"cp": 4}, "varlen"),
     Layout("glm4", {"cp": 4}, "varlen"),
     Layout("glm_moe_dsa", {"cp": 2, "ep": 4}),
+    Layout("glm_moe_dsa", {"cp": 4, "activation_checkpointing": "selective"}),
     # fewer heads of keys, and fewer groups, than ranks
     Layout("qwen3_5_text", {"cp": 4}, "varlen"),
     Layout("nemotron_h", {"cp": 4, "ep": 4}, "varlen"),

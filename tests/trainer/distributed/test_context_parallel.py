@@ -15,6 +15,8 @@ from primeslurm.trainer.components.varlen_attention import VarlenAttention, visi
 from primeslurm.trainer.distributed import context_parallel
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.models.layers.delta_net import DeltaScan
+from tests.trainer.conftest import finish, start_ranks
+from tests.trainer.distributed.selection_ranks import PIECES, ROWS
 
 SEQ_LEN = 24
 LENGTHS = ((5, 1, 12, 6), (24,), (8, 8, 8))
@@ -73,6 +75,16 @@ def test_what_is_made_of_outputs_and_scores_stays(style: context_parallel.Style,
     found = shared[0](q, k, v, attention_masks=masks, out_transform=weigh)
     torch.testing.assert_close(found, expected)
     assert not torch.allclose(expected, alone[0](q, k, v, attention_masks=documents))
+
+
+@pytest.mark.parametrize("ranks", [3, 4])
+def test_ranks_select_what_one_selects_and_score_equally_many_keys(ranks: int) -> None:
+    outputs = finish(start_ranks(ranks, "tests.trainer.distributed.selection_ranks"))
+    counts = [[int(line.split()[1]) for line in output.splitlines() if line.startswith("SCORED")] for output in outputs]
+    for piece, scored in zip(PIECES, zip(*counts, strict=True), strict=True):
+        if piece % 2 == 0:  # a half is scored with all keys up to its last
+            assert scored == (ROWS * piece // 2 * (ranks * piece + piece // 2),) * ranks
+        assert max(scored) < 1.25 * sum(scored) / ranks, "the last rank would have up to twice the mean"
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from primeslurm.trainer import models
 from primeslurm.trainer.assembly.draft import ModelDraft
 from primeslurm.trainer.distributed.token_order import OrderedDispatcher, _by_expert, _by_filled, convert
 from primeslurm.trainer.kernels import rows
+from tests.support.rows import inverted
 from tests.trainer.conftest import SEQ_LEN, make_recipe
 
 EXPERTS, TOP_K, TOKENS, DIM = 16, 4, 96, 24
@@ -55,7 +56,7 @@ def test_in_bfloat16_a_token_is_as_near_to_the_exact_one() -> None:
 
 def test_rows_and_their_copies_are_each_others_gradients() -> None:
     owner = torch.tensor([7, 0, 4, 5, 1, 9])  # of 5 rows with 2 slots; row 1 has no copy, some have one
-    where = rows.inverted(owner, 5, 2)
+    where = inverted(owner, 5, 2)
     assert torch.equal(where.flatten()[owner], torch.arange(6))
     assert where.flatten().tolist().count(-1) == 4
     few, many = (torch.randn(n, 3, dtype=torch.float64, requires_grad=True) for n in (5, 6))
@@ -74,7 +75,8 @@ def test_rows_that_fill_experts_up_are_nobodys_and_change_nothing() -> None:
     ids[ids == 2] = own  # an expert without tokens
     actual = torch.bincount(ids.flatten(), minlength=own + 1)[:own]
     counts = (actual + 7) // 8 * 8
-    filled, plain = _by_filled(ids, actual, counts, int(counts.sum())), _by_expert(ids, int(actual.sum()))
+    filled = _by_filled(ids, actual, counts, 7).first(int(counts.sum()))
+    plain = _by_expert(ids, own).first(int(actual.sum()))
     few, weights = torch.randn(40, 4, dtype=torch.float64), torch.rand(40, top_k, dtype=torch.float64)
     made = []
     for copies, sizes in ((filled, counts), (plain, actual)):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from primeslurm.trainer.components import fp8
-from primeslurm.trainer.kernels import fp8_ops
+from primeslurm.trainer.kernels.fp8 import ops
 
 Tensors = list[torch.Tensor]
 
@@ -27,7 +27,7 @@ def with_gradients(product: torch.Tensor, inputs: Tensors) -> Tensors:
 @pytest.mark.parametrize("transposed", [False, True])
 def test_linear_layers_are_the_same(transposed: bool) -> None:
     inputs = leaves((2, 150, 256), (384, 256), transposed=transposed)
-    mine = with_gradients(fp8_ops.linear_product(*inputs), inputs)
+    mine = with_gradients(ops.linear_product(*inputs), inputs)
     for one, other in zip(mine, with_gradients(fp8.linear_product(*inputs), inputs), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
@@ -36,7 +36,7 @@ def test_linear_layers_are_the_same(transposed: bool) -> None:
 def test_experts_are_the_same(counts: list[int]) -> None:
     offsets = torch.tensor(counts).cumsum(0).int()
     inputs = leaves((300, 256), (3, 384, 256))
-    mine = with_gradients(fp8_ops.grouped_product(*inputs, offsets), inputs)
+    mine = with_gradients(ops.grouped_product(*inputs, offsets), inputs)
     for one, other in zip(mine, with_gradients(fp8.grouped_product(*inputs, offsets), inputs), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
@@ -45,20 +45,20 @@ def test_frozen_weights_get_no_gradient() -> None:
     rows, weight = leaves((300, 256), (3, 384, 256))
     weight.requires_grad_(False)
     offsets = torch.tensor([100, 200, 300], dtype=torch.int32)
-    fp8_ops.grouped_product(rows, weight, offsets).sum().backward()
+    ops.grouped_product(rows, weight, offsets).sum().backward()
     assert rows.grad is not None and weight.grad is None
 
 
 def test_compilers_are_told_the_truth_of_each_operation() -> None:
     rows, weight, stack = leaves((300, 256), (384, 256), (3, 384, 256))
     gradient = torch.randn(300, 384)
-    layout = fp8_ops._layout(torch.tensor([100, 120, 300], dtype=torch.int32), 300)
+    layout = ops._layout(torch.tensor([100, 120, 300], dtype=torch.int32), 300)
     checks = ("test_schema", "test_faketensor", "test_autograd_registration")
     for operation, arguments in (
-        (fp8_ops._linear, (rows, weight)),
-        (fp8_ops._outer, (gradient, rows.detach())),
-        (fp8_ops._layout, (torch.tensor([100, 120, 300], dtype=torch.int32), 300)),
-        (fp8_ops._grouped, (rows, stack, *layout)),
-        (fp8_ops._grouped_outer, (gradient, rows.detach(), *layout)),
+        (ops._linear, (rows, weight)),
+        (ops._outer, (gradient, rows.detach())),
+        (ops._layout, (torch.tensor([100, 120, 300], dtype=torch.int32), 300)),
+        (ops._grouped, (rows, stack, *layout)),
+        (ops._grouped_outer, (gradient, rows.detach(), *layout)),
     ):
         torch.library.opcheck(operation, arguments, test_utils=checks)

@@ -6,6 +6,7 @@ import asyncio
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import Qwen3MoeConfig
 
@@ -109,6 +110,26 @@ async def test_every_layout_transfers_the_policy_it_loaded(tmp_path: Path) -> No
         experts = name == "few-experts"
         allowed = [tensor.numel() for key, tensor in original.items() if experts or ".experts." not in key]
         assert largest <= max(allowed), f"{name}: a rank gathered more than a tensor of its own"
+
+
+def test_a_policy_that_cannot_be_recorded_is_announced_again(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The orchestrator writes it down before it tells engines, and answers with its error where it cannot."""
+    answers = [link.LinkError("[Errno 30] Read-only file system: 'progress.bin'")] * 2
+
+    class Link:
+        def announce(self, version: int, path: str) -> int:
+            if answers:
+                raise answers.pop()
+            return version
+
+    monkeypatch.setattr("primeslurm.records.reserve.time.sleep", lambda _: None)
+    FilesystemTransfer(None, tmp_path, "", Link(), world)._announce(3, "v3")  # type: ignore[arg-type]
+    assert not answers
+    answers.append(link.LinkError("no such version"))
+    with pytest.raises(link.LinkError, match="no such version"):
+        FilesystemTransfer(None, tmp_path, "", Link(), world)._announce(3, "v3")  # type: ignore[arg-type]
 
 
 async def test_a_trainer_that_starts_again_leaves_what_engines_may_read(

@@ -17,9 +17,10 @@ import uvicorn
 from hypothesis import given
 from hypothesis import strategies as st
 
-from primeslurm.emulated import http
+from primeslurm.emulated import http, store
 from primeslurm.emulated.engine import EmulatedEngine, Hangable
 from primeslurm.inference.admission import App, Message, Receive, Scope, SecretGate, Send, answer
+from primeslurm.inference.core_gate import CoreGate
 from primeslurm.inference.gate import LARGEST_CONTROL, GateState, VersionGate
 from primeslurm.wire import secret
 from tests.unit.fuzz.mutations import fuzzed, texts, trees
@@ -92,11 +93,18 @@ def emulated(gated: bool) -> Callable[[socket.socket], Awaitable[None]]:
     return serve
 
 
+async def emulated_store(listening: socket.socket) -> None:
+    port = listening.getsockname()[1]
+    listening.close()
+    await store.serve("127.0.0.1", port)
+
+
 KINDS = {
     "engine": real(VersionGate),
-    "teacher": real(SecretGate),
+    "teacher": real(CoreGate),
     "emulated engine": emulated(gated=True),
     "emulated teacher": emulated(gated=False),
+    "emulated store": emulated_store,
 }
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from primeslurm.inference.admission import App
+from primeslurm.inference.core_gate import CoreGate
 from primeslurm.inference.core_watch import LATE_S, QUESTION, SILENT_S
 from primeslurm.inference.gate import VersionGate
 from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, EngineSilentError
@@ -22,12 +25,12 @@ class Engine:
 
     folder: Path
 
-    def __init__(self) -> None:
+    def __init__(self, gate: Callable[[App], CoreGate] = VersionGate) -> None:
         self.core = asyncio.Event()
         self.core.set()
         self.questions = 0
         self.now = 0.0
-        self.gate = VersionGate(self)
+        self.gate = gate(self)
         self.gate._core._clock = lambda: self.now
         transport = httpx.ASGITransport(app=self.gate)
         self.http = httpx.AsyncClient(transport=transport, base_url="http://engine", headers=secret.header())
@@ -40,14 +43,14 @@ class Engine:
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"{}"})
 
-    async def look(self, seconds: int, step: float = 1.0) -> int:
+    async def look(self, seconds: int, step: float = 1.0, path: str = "/primeslurm/status") -> int:
         """Have time pass with a look at each of its steps; returns the last status."""
         status = 0
         for _ in range(seconds):
             self.now += step
             for _ in range(10):  # requests within one process do not give others a turn
                 await asyncio.sleep(0)
-            status = (await self.http.get("/primeslurm/status")).status_code
+            status = (await self.http.get(path)).status_code
         return status
 
 
@@ -69,10 +72,27 @@ async def test_a_core_that_hangs_closes_its_engine_until_it_answers(engine: Engi
     assert engine.questions <= asked + 2, "one question at a time: they would pile up in a core that hangs"
     for path, method in (("/health", "GET"), ("/inference/v1/generate", "POST"), ("/v1/models", "GET")):
         refused = await engine.http.request(method, path)
-        assert refused.status_code == 503 and "core has not answered" in refused.json()["error"]
+        assert (
+            refused.status_code == (504 if path == "/health" else 503)
+            and "core has not answered" in refused.json()["error"]
+        )
     engine.core.set()
     assert await engine.look(2) == 200
     assert (await engine.http.get("/health")).status_code == 200
+
+
+async def test_a_teacher_or_a_served_model_whose_core_hangs_is_left_out_and_named() -> None:
+    """Their agents ask `/health`; nobody tells them of policies."""
+    engine = Engine(CoreGate)
+    assert await engine.look(60, path="/health") == 200 and engine.questions >= 30
+    engine.core.clear()
+    assert await engine.look(int(SILENT_S), path="/health") == 200
+    assert await engine.look(5, path="/health") == 504
+    refused = await engine.http.post("/v1/completions")
+    assert refused.status_code == 503 and "core has not answered" in refused.json()["error"]
+    engine.core.set()
+    assert await engine.look(2, path="/health") == 200
+    assert (await engine.http.post("/v1/completions")).status_code == 200
 
 
 async def test_a_core_that_compiles_is_not_silent(engine: Engine) -> None:

@@ -449,6 +449,7 @@ def test_a_process_finds_its_files_and_directories_and_no_empty_variables(
     )
     left_behind = tmp_path / "disk" / "run-test-id-n0" / "old"
     left_behind.mkdir(parents=True)
+    (tmp_path / "disk" / ".run-test-id-n0").mkdir()  # who made it was killed before it had its name
     running = start((reader,))
     log = running.attempt.path / "logs/engine/reader.log"
     running.wait(lambda: log.exists() and len(log.read_text().splitlines()) > 1)

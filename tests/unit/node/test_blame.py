@@ -40,7 +40,7 @@ def report(rank: int, *failed: str, file_system: str = "", checking: bool = Fals
 @pytest.mark.parametrize(
     ("others", "fault"),
     [
-        ((), Fault.NODE),
+        ((), Fault.ALIKE),
         ((report(1),), Fault.NODE),
         ((report(1, "model"),), Fault.ALIKE),
         ((report(1, "model", "gpus"),), Fault.ALIKE),
@@ -52,16 +52,37 @@ def report(rank: int, *failed: str, file_system: str = "", checking: bool = Fals
 )
 def test_what_all_nodes_of_a_kind_see_is_no_nodes_fault(others: tuple[AgentReport, ...], fault: Fault) -> None:
     agents = {0: report(0, "model"), **{other.rank: other for other in others}}
-    assert whose_fault(0, agents, range(len(agents))) is fault
+    everybody = range(len(agents))
+    assert whose_fault(0, agents, everybody, everybody) is fault
+
+
+@pytest.mark.parametrize(
+    ("failed", "others", "fault"),
+    [
+        (["model"], [report(1)], Fault.NODE),
+        (["model"], [report(1, "model"), report(2, "model", "gpus")], Fault.ALIKE),
+        (["model"], [report(1, "model"), report(2, "gpus")], Fault.NODE),
+        (["versions"], [report(1, "versions"), report(2, checking=True)], Fault.OPEN),
+        (["shared file system", "gpus"], [report(1, "shared file system")], Fault.ALIKE),
+        (["gpus"], [report(1, "gpus")], Fault.NODE),
+        (["space"], [report(1, "space")], Fault.NODE),
+        (["gpus"], [], Fault.NODE),
+    ],
+)
+def test_the_only_node_of_its_kind_is_compared_with_all_others(
+    failed: list[str], others: list[AgentReport], fault: Fault
+) -> None:
+    agents = {0: report(0, *failed), **{other.rank: other for other in others}}
+    assert whose_fault(0, agents, (0,), range(len(agents))) is fault
 
 
 def test_a_node_of_which_nothing_is_known_yet_keeps_the_verdict_open() -> None:
-    assert whose_fault(0, {0: report(0, "model")}, (0, 1)) is Fault.OPEN
+    assert whose_fault(0, {0: report(0, "model")}, (0, 1), (0, 1)) is Fault.OPEN
 
 
 def test_a_full_file_system_is_nobodys_fault_whatever_others_see() -> None:
     agents = {0: report(0, "space", file_system=FULL), 1: report(1)}
-    assert whose_fault(0, agents, (0, 1)) is Fault.FILE_SYSTEM
+    assert whose_fault(0, agents, (0, 1), (0, 1)) is Fault.FILE_SYSTEM
 
 
 def fleet_of(nodes: int, **options: int) -> Fleet:
@@ -99,6 +120,34 @@ def test_what_all_nodes_lack_ends_the_attempt_and_blames_none() -> None:
     ending = decide(fleet, 2.0, report(1, "model"), report(2, "model"))
     assert ending is not None and ending.suspect == "all nodes alike" and "all 3 of its kind" in ending.reason
     assert fleet.news == []
+
+
+def one_and_one() -> Fleet:
+    """One train node and one inference node, each of a group of its own."""
+    made = fleet_of(2).plan
+    first = made.groups[0]
+    groups = tuple(first.model_copy(update={"index": i, "name": n, "nodes": 1}) for i, n in ((0, "train"), (1, "inf")))
+    nodes = tuple(node.model_copy(update={"group": node.index, "index_in_group": 0}) for node in made.nodes)
+    return Fleet(made.model_copy(update={"groups": groups, "nodes": nodes}), started_at=0.0)
+
+
+def test_what_one_train_and_one_inference_node_lack_is_no_nodes_fault() -> None:
+    fleet = one_and_one()
+    assert decide(fleet, 1.0, report(0, "model")) is None, "the other has not been heard"
+    ending = decide(fleet, 2.0, report(1, "model"))
+    assert (
+        ending is not None
+        and ending.suspect == "all nodes alike"
+        and "no other node of the job contradicts n0" in ending.reason
+    )
+    assert fleet.news == []
+
+
+def test_the_one_of_two_nodes_that_alone_is_not_fit_is_blamed() -> None:
+    fleet = one_and_one()
+    ending = decide(fleet, 1.0, report(0), report(1, "model"))
+    assert ending is not None and ending.suspect == "n1"
+    assert fleet.news[0] == News(NodeLost("n1", 1, "model"), "n1")
 
 
 def test_a_node_that_alone_is_not_fit_is_blamed_as_ever() -> None:

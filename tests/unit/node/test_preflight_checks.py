@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import resource
 import socket
 import time
@@ -23,7 +25,7 @@ from primeslurm.node.preflight.checks import (
 )
 from primeslurm.node.preflight.preflight import Preflight, PreflightTimings
 from primeslurm.plan.model import Plan, Process
-from primeslurm.records.fleet import Fitness
+from primeslurm.records.fleet import Fitness, SharedCheck
 from primeslurm.records.journal import Journal
 from primeslurm.run.directory import RunDirectory
 from tests.support.cli import ROOT
@@ -112,6 +114,37 @@ def test_a_directory_must_take_files(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     found = checks.writable_check(tmp_path / "none", 3)
     assert (found.level, found.text) == ("failed", f"cannot write to {tmp_path}/none: No such file or directory")
+
+
+@pytest.mark.parametrize(("number", "shared"), [(errno.ENOSPC, True), (errno.EROFS, True), (errno.EACCES, False)])
+def test_what_every_node_would_meet_is_told_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, shared: bool
+) -> None:
+    def fails(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(checks, "write_atomic", fails)
+    found = checks.writable_check(tmp_path, 3)
+    assert (found.level, isinstance(found, SharedCheck)) == ("failed", shared)
+    assert os.strerror(number) in found.text
+
+
+def test_a_head_waits_until_it_can_tell_the_others_what_to_compare_with(
+    plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr("primeslurm.node.preflight.preflight.write_json", fails)
+    found = preflight(plan, 0, tmp_path, clock_wait_s=0.2, full_poll_s=0.05)
+    found.start()
+    deadline = time.monotonic() + 600
+    while not found.file_system:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert found.verdict == (Fitness.CHECKING, "") and "Read-only" in found.file_system
+    monkeypatch.undo()
+    assert verdict(found)[0] is Fitness.FIT
 
 
 def test_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

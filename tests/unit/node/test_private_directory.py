@@ -73,11 +73,14 @@ def test_leftovers_of_this_run_are_removed_but_not_what_still_runs(tmp_path: Pat
         "primeslurm-r-1-1-a2",
         "primeslurm-r-1-3-a0-aaaaaa",
         "primeslurm-r-2-1-a0",
+        ".primeslurm-r-1-1-a0-cccccc",
+        ".primeslurm-r-1-3-a0-cccccc",
     ):
         (tmp_path / name).mkdir()
     remove_of_earlier_attempts(tmp_path / directory_name("r-1", 2, 0, random_word()))
     left = {path.name for path in tmp_path.iterdir()}
-    assert left == {"primeslurm-r-1-1-a1-bbbbbb", "primeslurm-r-1-3-a0-aaaaaa", "primeslurm-r-2-1-a0"}
+    of_others = {"primeslurm-r-1-3-a0-aaaaaa", "primeslurm-r-2-1-a0", ".primeslurm-r-1-3-a0-cccccc"}
+    assert left == {"primeslurm-r-1-1-a1-bbbbbb", *of_others}
 
 
 def test_sockets_of_the_longest_run_fit_below_it() -> None:

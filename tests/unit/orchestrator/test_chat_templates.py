@@ -12,8 +12,13 @@ import pytest
 from renderers import create_renderer
 from renderers.base import load_tokenizer
 
+from primeslurm.families.catalog import catalog
+from primeslurm.families.renderers import is_import_path, renderers_of
 from primeslurm.orchestrator.rendering import choosing, harmony, probing
 from primeslurm.orchestrator.rendering.extending import extending
+from primeslurm.recipe import Recipe
+from primeslurm.recipe.reading.recipe_files import load_recipe
+from primeslurm.recipe.sandbox_rules import offers_tools
 from tests.support.chat_templates import BUNDLED, RESULTS, ROOT, Row, table, tried, write_model
 from tests.support.own_templates import OWN
 
@@ -25,10 +30,19 @@ if MORE:
 DIFFERENCES = {
     # the template shows no thoughts, which the model does not sample
     "Qwen3-30B-A3B-Instruct-2507": "<think>",
+    "Qwen3-Coder-30B-A3B": "<think>",
     # answers were sampled after empty thoughts, which stay, so that a rollout is one sequence
     "Qwen3.5-0.8B": "<think>\\n\\n</think>\\n\\n",
 }
 """Why some prompts are not those of the template: what ours has more."""
+RENDERERS_OF_OWN = {
+    "GLM-5.1": "glm-5.1",
+    "INTELLECT-3": "own",
+    "Kimi-K2-Instruct": "kimi-k2",
+    "Kimi-K2-Thinking": "own",
+    "Kimi-K2.5": "kimi-k2.5",
+    "Kimi-K2.7-Code": "kimi-k2.5",
+}
 
 
 def recorded() -> dict[str, Row]:
@@ -55,14 +69,38 @@ def test_each_difference_is_known(model: str) -> None:
 
 
 @pytest.mark.parametrize("model", sorted(OWN))
-def test_kimi_is_rendered_as_its_templates_and_tokenizers_do(model: str) -> None:
+def test_templates_that_are_not_kept_are_rendered_as_their_structure_says(model: str) -> None:
     row = tried(model, OWN[model])
-    assert row.tools and row.renderer == {"Kimi-K2-Instruct": "kimi-k2", "Kimi-K2-Thinking": "own"}.get(
-        model, "kimi-k2.5"
-    )
+    assert row.tools and row.renderer == RENDERERS_OF_OWN[model]
     assert row.options == ({"thinking_retention": "all"} if model == "Kimi-K2.7-Code" else {})
     assert (row.same, row.prompts) == (100, 100)
     assert row.extended == row.extended_same == (18 if row.thoughts == "dropped" else 19)
+
+
+def agentic() -> dict[str, Recipe]:
+    """The ready recipes of large models that are offered tools."""
+    every = {path.stem: load_recipe(path) for path in sorted((ROOT / "recipes").glob("*.yaml"))}
+    return {
+        name: recipe
+        for name, recipe in every.items()
+        if recipe.model.path in catalog()
+        and any(each.harness and offers_tools(each.harness.id) for each in recipe.trained_environments)
+    }
+
+
+def test_there_are_agentic_recipes() -> None:
+    assert {"glm5_pd", "intellect3", "kimi_k2_7_pd", "qwen3_30b_a3b_swe"} <= set(agentic())
+
+
+@pytest.mark.parametrize("name", sorted(agentic()))
+def test_models_of_agentic_recipes_have_a_renderer_that_was_seen_to_fit(name: str) -> None:
+    """Its template is in the table, or one of its structure is tried here; and the renderer is the first one tried."""
+    model, kind = agentic()[name].model, catalog()[agentic()[name].model.path].shape.model_type
+    assert model.renderer == "auto"
+    fitted = {row.model: row.renderer for row in recorded().values() if row.tools} | RENDERERS_OF_OWN
+    (seen,) = [renderer for fits, renderer in fitted.items() if fits in model.path]
+    first = renderers_of(kind, model.path)[0]
+    assert ("own" if is_import_path(first) else first) == seen
 
 
 def test_a_template_that_shows_no_tools_is_told_of_where_they_are_offered(tmp_path: Path) -> None:

@@ -22,7 +22,8 @@ class Engines:
 
     def __init__(self, *names: str, bound: int = 10_000) -> None:
         self.now = 0.0
-        self.made = Concurrency(ROUTERS, bound, clock=lambda: self.now)
+        routers = sorted({f"router-{name.split('-')[1][1:]}" for name in names})
+        self.made = Concurrency(routers, names, bound, clock=lambda: self.now)
         self.samples: dict[str, Sample] = {name: dict.fromkeys((*GAUGES, *COUNTERS), 0.0) for name in names}
         self.inflight: dict[str, int] = {}
         self.ended: Counter[str] = Counter()
@@ -60,11 +61,59 @@ class Engines:
             self.look()
 
 
-def test_nothing_is_bound_before_an_engine_has_answered() -> None:
-    engines = Engines()
-    assert engines.made.shares == {} and engines.made.report == {}
-    engines.run(60)
-    assert engines.made.shares == {}
+NAMES = ["engine-r0-0", "engine-r0-1", "prefill-r1-0", "decode-r1-0"]
+BEGIN = {"router-0": 2 * START_PER_ENGINE, "router-1": START_PER_ENGINE}
+
+
+def test_a_replica_that_nobody_has_seen_has_what_engines_begin_with() -> None:
+    engines = Engines(*NAMES)
+    late = {name: engines.samples.pop(name) for name in NAMES if "r1" in name}
+    made = Concurrency(ROUTERS, NAMES, 10_000)
+    assert made.shares == BEGIN and made.report == {}, "dispatch begins before the first look"
+    made.look(engines.samples, {}, {})
+    assert made.shares == BEGIN and set(made.report) == {"0"}, "one of them is late"
+    made.look(late, {}, {})
+    assert made.shares == BEGIN | {"router-0": 0}
+
+
+def test_the_first_rollouts_are_spread_over_replicas_that_are_late() -> None:
+    engines = Engines(*NAMES)
+    made = dispatcher(Concurrency(ROUTERS, NAMES, 10_000).shares, max_inflight=512)
+
+    def fill() -> dict[str, int]:
+        while made.next_job({"e"}):
+            pass
+        return made.replicas.load
+
+    assert fill() == BEGIN
+    late = {name: engines.samples.pop(name) for name in NAMES if "r1" in name}
+    times = iter(range(5, 1000, 5))
+    concurrency = Concurrency(ROUTERS, NAMES, 10_000, clock=lambda: next(times))
+    for _ in range(120):
+        for sample in engines.samples.values():
+            sample |= {"running": 16, "kv_usage": 0.01, "generated": sample["generated"] + 1000}
+        concurrency.look(engines.samples, made.replicas.load, {})
+        made.replicas.shares = concurrency.shares
+        fill()
+    assert made.replicas.load["router-1"] == BEGIN["router-1"], "it has not answered yet"
+    assert made.replicas.load["router-0"] > BEGIN["router-0"]
+    concurrency.look(engines.samples | late, made.replicas.load, {})
+    assert concurrency.shares["router-1"] == BEGIN["router-1"]
+
+
+def test_nothing_is_bound_where_rollouts_run_and_no_engine_says_what_it_does() -> None:
+    times = iter(range(0, 10_000, 5))
+    made = Concurrency(ROUTERS, NAMES, 10_000, clock=lambda: next(times))
+    for _ in range(120):
+        made.look({}, {}, {})
+    assert made.shares == BEGIN, "nobody has asked them for anything"
+    looks = 0
+    while made.shares:
+        made.look({}, {"router-0": 1}, {})
+        looks += 1
+    assert looks == 60 / 5 + 1
+    made.look({name: {} for name in NAMES}, {"router-0": 500}, {})
+    assert made.shares == BEGIN
 
 
 def test_a_share_grows_until_the_cache_is_used() -> None:
@@ -254,8 +303,8 @@ def test_whatever_engines_say_shares_stay_in_bounds(seed: int) -> None:
             assert share.places <= (GROWTH * most + START_PER_ENGINE * answering if answering else 0)
 
 
-def dispatcher(shares: dict[str, int]) -> Dispatcher:
-    made = Dispatcher(DispatchLimits({"e": 4}, 64, 64, 8, 100, {"e": 1.0}), ROUTERS, "run.1", "i")
+def dispatcher(shares: dict[str, int], max_inflight: int = 64) -> Dispatcher:
+    made = Dispatcher(DispatchLimits({"e": 4}, max_inflight, max_inflight, 8, 100, {"e": 1.0}), ROUTERS, "run.1", "i")
     made.version = 0
     made.replicas.shares = shares
     return made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -40,3 +41,10 @@ def test_what_recipes_need_is_said() -> None:
     assert pins and all(f"`{pin}`" in page for pin in pins)
     lock = (ROOT / "requirements" / "games.txt").read_text().splitlines()
     assert {line for line in lock if not line.startswith("#")} == set(pins), "`./just games` installs something else"
+
+
+def test_models_of_demos_are_made_by_a_warm_start() -> None:
+    known = set(re.findall(r"^  ([a-z-]+)\)$", (ROOT / "scripts" / "warm_start.sh").read_text(), re.MULTILINE))
+    texts = [path.read_text() for folder in ("recipes", "examples") for path in sorted((ROOT / folder).glob("*.yaml"))]
+    named = {name for text in texts for name in re.findall(r"path: \.primeslurm/([a-z-]+)/model", text)}
+    assert named and named <= known

@@ -12,9 +12,12 @@ from renderers import base, config_from_name
 from primeslurm.families import Family, bundled, model_types
 from primeslurm.families.renderers import RENDERERS, is_import_path, renderers_of
 from primeslurm.orchestrator.rendering import choosing
+from primeslurm.orchestrator.rendering.extending import extending
 from primeslurm.recipe import Recipe
 from primeslurm.recipe.rules import violations
 from primeslurm.trainer import tiny
+from tests.support.chat_templates import BUNDLED, write_model
+from tests.support.conversations import write_tokenizer as write_tokenizer_of
 from tests.support.fake_engine import write_tokenizer
 
 VISION = {
@@ -55,8 +58,10 @@ def test_renderers_has_what_families_name(family: Family) -> None:
     ("model_type", "model", "first"),
     [
         ("qwen3_moe", "/models/Qwen3-30B-A3B/", "qwen3"),
+        ("qwen3_moe", "Qwen/Qwen3-Coder-480B-A35B-Instruct", "prime-qwen3"),
         ("glm4_moe", "/models/GLM-4.5-Air", "glm-4.5"),
         ("glm4_moe", "zai-org/GLM-4.7-Flash", "glm-5"),
+        ("glm4_moe", "PrimeIntellect/INTELLECT-3", "primeslurm.orchestrator.rendering.intellect3:Intellect3Renderer"),
         ("glm_moe_dsa", "GLM-5.3-BF16", "glm-5.3"),
         ("deepseek_v3", "DeepSeek-R1-0528", "deepseek-r1"),
         ("deepseek_v3", "DeepSeek-V3", "deepseek-v3"),
@@ -128,7 +133,20 @@ def test_a_renderer_that_does_not_exist_is_refused_with_the_nearest() -> None:
 
 @pytest.mark.parametrize("model_type", sorted(VISION))
 def test_messages_with_images_are_rendered_as_the_family_says(model_type: str, tmp_path: Path) -> None:
+    write_tokenizer_of(tmp_path, extending(VISION[model_type], {}))
     assert name_of(choosing.choose(write_config(tmp_path, model_type), images=True)) == VISION[model_type]
+
+
+def test_a_model_that_sees_is_compared_with_its_template_too(tmp_path: Path) -> None:
+    template = (BUNDLED / "Qwen3.5-0.8B.jinja").read_text()
+    small = str(write_model(tmp_path, "Qwen3.5-0.8B", template))
+    chosen = choosing.choose(small, images=True)
+    assert name_of(chosen) == "qwen3.5" and not chosen.no_tools
+    assert chosen.config.model_extra["options"] == {"enable_thinking": False}
+    other = str(write_model(tmp_path, "Qwen3.5-0.8B-taught", template.replace("# Tools", "# What you may call")))
+    with pytest.raises(choosing.RenderingError, match=r"qwen3\.5: it renders .*; name one that fits in model\."):
+        choosing.choose(other, images=True)
+    assert name_of(choosing.choose(other, "qwen3.5", images=True)) == "qwen3.5", "the recipe decides"
 
 
 @pytest.mark.parametrize("model_type", ["qwen3", "qwen3_5_text", "kimi_k25", "unheard_of"])

@@ -124,14 +124,15 @@ def test_files_stay_until_their_step_is_committed(tmp_path: Path) -> None:
     run_with(tmp_path, scenario)
 
 
-def test_a_full_disk_is_waited_for_and_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
+def test_a_full_or_read_only_disk_is_waited_for_and_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
 ) -> None:
     full, write = [True], batch_files.write
 
     def written(path: Path, frames: Sequence[Frame]) -> None:
         if full[0]:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise OSError(number, os.strerror(number))
         write(path, frames)
 
     monkeypatch.setattr(batch_files, "write", written)
@@ -141,7 +142,7 @@ def test_a_full_disk_is_waited_for_and_said(
         for _ in range(3):
             assert await files.answer(share, unreadable=False, within_s=0.05) == Answer("wait")
         assert [record.message for record in caplog.records].count(
-            "a share of the batch of step 4 waits for space: [Errno 28] No space left on device"
+            f"a share of the batch of step 4 waits for the file system: [Errno {number}] {os.strerror(number)}"
         ) == 1
         reserve = Reserve(tmp_path, size=1 << 20)
         assert reserve.fill() and reserve.give_up()

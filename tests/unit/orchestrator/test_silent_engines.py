@@ -32,7 +32,7 @@ class Looks:
 
     def __init__(self, directory: Path) -> None:
         self.now = 0.0
-        self.concurrency = Concurrency(ROUTERS, 1000, clock=lambda: self.now)
+        self.concurrency = Concurrency(ROUTERS, NAMES, 1000, clock=lambda: self.now)
         recipe = Recipe.model_validate(recipe_data())
         self.watch = Watch(
             recipe,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from pathlib import Path
 
 import msgspec
@@ -67,9 +69,12 @@ def test_a_damaged_file_is_set_aside(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["g.damaged"]
 
 
-def test_a_full_disk_is_reported_and_survived(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS])
+def test_a_full_or_read_only_disk_is_reported_and_survived(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
     def full(path: Path, data: Content) -> None:
-        raise OSError(28, "No space left on device")
+        raise OSError(number, os.strerror(number))
 
     spool = Spool(tmp_path)
     monkeypatch.setattr("primeslurm.durable.write", full)
@@ -126,6 +131,24 @@ def test_a_new_attempt_continues_from_the_last_commit(tmp_path: Path) -> None:
 
 def test_a_run_without_a_commit_starts_at_the_beginning(tmp_path: Path) -> None:
     assert restore(tmp_path, 3) == RunProgress(3)
+
+
+@pytest.mark.parametrize("emptied", [CHECKPOINT_PART, "trainer.distcp", checkpoints.COMMITTED])
+@pytest.mark.parametrize("aside", [False, True], ids=["before", "after"])
+def test_a_new_attempt_continues_where_the_trainer_does(tmp_path: Path, emptied: str, aside: bool) -> None:
+    """The trainer sets the damaged checkpoint aside, before or after the orchestrator has looked."""
+    for step in (2, 4):
+        directory = checkpoints.step_dir(tmp_path, step)
+        directory.mkdir(parents=True)
+        (directory / "trainer.distcp").write_bytes(b"tensors")
+        commit(tmp_path, step, RunProgress(1, step + 1, step, cursors={"a": step}))
+    (checkpoints.step_dir(tmp_path, 4) / emptied).write_bytes(b"")
+    if aside:
+        assert checkpoints.set_damaged_aside(tmp_path, 2) == 2
+    assert restore(tmp_path, 2) == RunProgress(2, 3, 2, cursors={"a": 2}, committed=2)
+    assert checkpoints.set_damaged_aside(tmp_path, 2) == 2
+    uncommitted = emptied == checkpoints.COMMITTED
+    assert (tmp_path / "checkpoints" / "step_000004.damaged-2").exists() is not uncommitted
 
 
 def test_a_commit_without_our_part_is_refused(tmp_path: Path) -> None:

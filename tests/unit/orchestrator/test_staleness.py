@@ -228,7 +228,7 @@ def test_more_rollouts_than_a_group_has_are_refused() -> None:
 
 
 @pytest.mark.parametrize("rule", ["drop", "partial", "carry", "mask"])
-def test_a_batch_is_cut_ahead_only_if_nothing_is_lost_by_it(rule: str) -> None:
+def test_before_it_is_known_how_long_steps_take_a_batch_is_cut_ahead_only_if_nothing_is_lost_by_it(rule: str) -> None:
     made = dispatcher(inflight=8, rule=rule)
     jobs = run_all(made)
     assert len(jobs) == 8 and not made.may_cut_ahead(), "nothing is complete"
@@ -241,6 +241,37 @@ def test_a_batch_is_cut_ahead_only_if_nothing_is_lost_by_it(rule: str) -> None:
     assert other is not None and made.add_unscored(other)
     assert not made.may_cut_ahead(), "nor is the teacher asked in vain"
     assert made.scored(other) and made.may_cut_ahead()
+
+
+@pytest.mark.parametrize("rule", ["drop", "partial", "carry"])
+def test_a_batch_is_cut_ahead_if_the_last_groups_for_it_will_hardly_be_done_in_time(rule: str) -> None:
+    """Rollouts take 10, 30 or 50 s, a step of the trainer 30 s."""
+    made = dispatcher(clock := Clock(), inflight=8, rule=rule)
+
+    def ends(jobs: list[Job], at: float, version: int = 0) -> RolloutGroup | None:
+        clock.now = at
+        return finish(made, jobs, version)
+
+    def cuts(group: RolloutGroup | None) -> None:
+        assert group is not None and made.add_ready(group) and made.cut() == [group]
+
+    jobs = run_all(made)
+    cuts(ends(jobs[:4], 10))
+    assert ends(jobs[4:6], 30) is None
+    clock.now = 40
+    made.step_done()
+    group = ends(jobs[6:], 50)
+    assert group is not None
+    made.rejected(group, "learned from")
+    made.version = 1
+    jobs = run_all(made)
+    cuts(ends(jobs[:4], 60, 1))
+    made.version = 2
+    group = ends(run_all(made), 65, 2)
+    assert group is not None and made.add_ready(group) and len(made.open) == 1
+    assert not made.may_cut_ahead(), "half of those that run for 15 s end within the next 25 s"
+    clock.now = 85
+    assert made.may_cut_ahead(), "none of those that run for 35 s ends within 5 s"
 
 
 def test_what_was_cut_ahead_waits_for_the_trainer_and_its_step_begins_with_the_one_before() -> None:

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 from renderers import create_renderer
 from renderers.base import load_tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from primeslurm.families import bundled
+from primeslurm.orchestrator.rendering import remembering
 from primeslurm.orchestrator.rendering.choosing import Rendering, named
 from primeslurm.orchestrator.rendering.extending import extending
 from primeslurm.orchestrator.rollouts.job_protocol import Job
@@ -34,17 +36,20 @@ QUESTION = 9
 NAMES = sorted(
     {name for family in bundled() if family.renderer for name in (family.renderer, *family.renderers.values())}
     - {"gpt-oss"}  # openai_harmony renders by a vocabulary of its own, which it fetches
+    | {"deepseek-v4"}  # of no family: named in a recipe
 )
 THINKING: dict[str, dict[str, Any]] = {
+    "deepseek-v4": {"enable_thinking": True},
     "laguna-xs.2": {"enable_thinking": True},
     "laguna-m.1": {"enable_thinking": True},
 }
 """Renderers that have to be told."""
-THOUGHTLESS = {"deepseek-v3", "kimi-k2", "laguna-xs-2.1", "llama-3", "qwen3-vl"}
+THOUGHTLESS = {"deepseek-v3", "kimi-k2", "laguna-xs-2.1", "llama-3", "prime-qwen3", "qwen3-vl"}
 """Templates of models that do not think."""
 SEQUENCES = {"deepseek-r1": TURNS}
 """Its template drops the thoughts of every answer."""
-ONE_SEQUENCE = {"laguna-xs.2", "laguna-m.1", "laguna-s-2.1", "qwen3.8", "glm-5.3"}
+INTELLECT_3 = "primeslurm.orchestrator.rendering.intellect3:Intellect3Renderer"
+ONE_SEQUENCE = {"deepseek-v4", "laguna-xs.2", "laguna-m.1", "laguna-s-2.1", "qwen3.8", "glm-5.3", INTELLECT_3}
 """Templates that keep all thoughts."""
 
 
@@ -114,6 +119,40 @@ async def test_twenty_turns_with_tools_and_thoughts(name: str, tmp_path: Path) -
         told += 2
     assert told == len(found.messages) + 1
     assert list(START) == found.messages[:2]
+
+
+async def test_a_turn_costs_no_more_after_two_hundred_others(qwen3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Turn 200 has as many tokens tokenised, and as many messages hashed, as turn 2: those that are new."""
+    turns, tokenised, hashed = 200, [0], [0]
+    encode, message_hash = PreTrainedTokenizerFast._encode_plus, remembering._hash_message
+
+    def counting_encode(tokenizer: Any, *args: Any, **kwargs: Any) -> Any:
+        found = encode(tokenizer, *args, **kwargs)
+        tokenised[-1] += len(found["input_ids"])
+        return found
+
+    def counting_hash(message: Any) -> str:
+        hashed[-1] += 1
+        return message_hash(message)
+
+    def more(turn: int, message: Message) -> list[Message]:
+        tokenised.append(0)
+        hashed.append(0)
+        (call,) = message["tool_calls"]
+        found = {"role": "tool", "tool_call_id": call["id"], "name": "look_up", "content": f"found {100 + turn}"}
+        return [found] if turn < turns - 1 else []
+
+    config = extending("qwen3", {})
+    renderer = create_renderer(load_tokenizer(str(qwen3)), config)
+    engine = ScriptedEngine([sampled(renderer, calling(100 + turn)) for turn in range(turns)])
+    monkeypatch.setattr(PreTrainedTokenizerFast, "_encode_plus", counting_encode)
+    monkeypatch.setattr(remembering, "_hash_message", counting_hash)
+    async with engine.serving():
+        found = await converse(qwen3, Rendering(config), engine, more)
+    (rollout,) = trained(found)
+    assert len(engine.requests) == rollout.info.turns == turns
+    assert tokenised[1] > 0 and set(tokenised[1:turns]) == {tokenised[1]}
+    assert hashed[1] > 0 and set(hashed[1:turns]) == {hashed[1]}
 
 
 async def test_a_turn_asks_for_its_own_rows_of_router_replay(qwen3: Path) -> None:

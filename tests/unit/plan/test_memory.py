@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from primeslurm.plan.memory.engine import (
     prompt_logit_bytes,
 )
 from primeslurm.plan.memory.estimate import engine_layout, trainer_layout
+from primeslurm.plan.memory.forecast import Amount
 from primeslurm.plan.memory.gpus import GIB, GPUS, gpu_of
 from primeslurm.plan.memory.parameters import count
 from primeslurm.plan.memory.step_time import moving_state
@@ -404,12 +406,32 @@ def test_without_a_known_gpu_there_is_a_note_and_no_verdict() -> None:
 
 
 def amounts(**changes: Any) -> dict[str, float]:
+    return {amount.name: amount.value for amount in explained(**changes)}
+
+
+def explained(**changes: Any) -> list[Amount]:
     recipe = Recipe.model_validate(
         recipe_data(**merge({"model": {"path": "zai-org/GLM-5.1", "dtype": "bfloat16"}}, changes))
     )
     _, estimate = reviewed(recipe, site(nodes={"default": {"gres": "gpu:h200"}}))
     assert estimate is not None
-    return {amount.name: amount.value for amount in estimate.amounts}
+    return list(estimate.amounts)
+
+
+@pytest.mark.parametrize(
+    ("path", "recurrences"),
+    [
+        ("zai-org/GLM-5.1", ""),
+        ("nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16", "; recurrences of 48 layers not counted"),
+    ],
+)
+def test_a_step_is_printed_with_its_error_and_what_it_leaves_out(path: str, recurrences: str) -> None:
+    train = {"deployment": {"train": {"nodes": 2}}}
+    (step,) = (one for one in explained(model={"path": path}, **train) if one.name.endswith("sequences of seq_len"))
+    assert re.fullmatch(
+        rf"products [\d.]+(, [a-z ]+ [\d.]+)*: \+-8 %{recurrences}; between nodes [\d.]+, not measured: \d+ s if .*",
+        step.how,
+    )
 
 
 def test_routed_experts_of_a_batch_are_21_gigabytes_for_the_large_glm5_run() -> None:

@@ -56,6 +56,7 @@ def test_it_contradicts_nothing_and_fits(path: Path) -> None:
     recipe = load_recipe(path)
     assert not findings(recipe, "error")
     assert not [text for text in findings(recipe, "warning") if "fit" in text]
+    assert not [text for text in findings(recipe, "note") if "parser" in text]
 
 
 def test_gradients_that_are_reduced_once_do_not_fit_beside_744_billion_parameters() -> None:

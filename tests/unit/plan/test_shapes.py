@@ -228,7 +228,7 @@ def test_serving_engines_ask_for_the_secret_alone_and_are_ready_when_healthy() -
     plan = serve({"type": "vllm-router"})
     assert {process.role for process in plan.processes()} == {"engine", "router"}
     for engine in engines(plan):
-        assert option(engine, "--middleware") == "primeslurm.inference.admission.SecretGate"
+        assert option(engine, "--middleware") == "primeslurm.inference.core_gate.CoreGate"
         assert engine.health and engine.health.path == "/health"
 
 

@@ -8,6 +8,8 @@ import pytest
 
 from primeslurm.plan.checks.tool_rendering import tool_rendering
 from primeslurm.recipe import Recipe
+from tests.support.planning import reviewed
+from tests.support.recipes import recipe_data, site
 
 SHELL = {"id": "tool-use"}
 CHAT = {"id": "reverse-text"}
@@ -72,3 +74,12 @@ def test_which_harnesses_are_known_to_offer_tools(environment: dict[str, Any], f
 def test_environments_of_evaluation_too() -> None:
     evaluation = {"interval": 5, "environments": [{**SHELL, "name": "held-out"}]}
     assert list(found("afmoe", CHAT, evaluation=evaluation)) == ["evaluation.environments.0.harness"]
+
+
+@pytest.mark.parametrize("task", ["rl", "serve"])
+def test_parsers_of_the_engines_are_noted_where_nothing_is_read_by_them(task: str) -> None:
+    parsers = {"tool_call_parser": "hermes", "reasoning_parser": "qwen3"}
+    findings, _ = reviewed(Recipe.model_validate(recipe_data(task=task, inference=parsers)), site())
+    noted = {finding.field: finding.text for finding in findings if "parser" in finding.field}
+    assert set(noted) == ({f"inference.{name}" for name in parsers} if task == "rl" else set())
+    assert all(text.endswith("the renderer reads") for text in noted.values())

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from benchmarks.rl_on_gpus import CELLS, CONFIG, HERE, report
+from benchmarks.support import shared_gpu
 from primeslurm.api.sites import local_site
 from primeslurm.plan.planner import derive
-from primeslurm.recipe.reading.recipe_files import load_recipe
+from primeslurm.recipe.reading.recipe_files import load_recipe, load_site
 from primeslurm.records.events.policy import EngineUpdated
 from primeslurm.records.events.training import WeightsPublished
 from tests.support.planning import reviewed
@@ -31,6 +34,21 @@ def test_every_cell_is_planned_on_its_gpus(name: str, tmp_path: Path) -> None:
     findings, _ = reviewed(recipe, site)
     assert not [finding for finding in findings if finding.level in ("error", "blocked")]
     assert derive(recipe, site, tmp_path).totals.gpus == cell.gpus
+
+
+def test_a_shared_gpu_is_planned_as_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text('#!/bin/sh\necho "0, $*"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    found = shared_gpu.shared_gpu(tmp_path / "made", tmp_path / "runs", 2)
+    argv = ["nvidia-smi", "--query-gpu=index", "--id=0,0"]
+    said = subprocess.run(argv, env={**os.environ, **found.env}, capture_output=True, text=True, check=True)
+    assert said.stdout.splitlines() == ["0, --query-gpu=index"] * 2 and found.env["CUDA_VISIBLE_DEVICES"] == "0,0"
+    site = load_site(Path(found.options[1]))
+    settings = [f"{key}={value}" for key, value in shared_gpu.SETTINGS.items()]
+    recipe = load_recipe(HERE / CELLS["fp8"].recipe, [*settings, "model.path=none"])
+    assert site.nodes["default"].gpus == 2 and recipe.weights.transport == "filesystem"
 
 
 def test_a_report_takes_the_slowest_engine_of_each_update() -> None:
@@ -55,4 +73,5 @@ def test_a_report_takes_the_slowest_engine_of_each_update() -> None:
         "mismatch_kl": {"median": None, "max": None},
         "update_seconds": dict.fromkeys(("publish", "transfer", "load", "pause")),
         "step_seconds": None,
+        "first_step_seconds": None,
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,15 @@ def test_no_room_shows_more_than_one_can_take_in() -> None:
 def test_every_room_is_in_the_table_of_rooms() -> None:
     named = set(re.findall(r"`([\w/]+)`", section("| room, wing |", "Where do I look for")))
     assert {path.name for path in PACKAGES if path.parent == ROOMS} <= named
+
+
+def test_layers_are_those_that_imports_are_held_to() -> None:
+    contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
+    (layers,) = [contract["layers"] for contract in contracts if contract["type"] == "layers"]
+    shown = re.search(r"^```\n(cli\n.*?)```$", PAGE, re.MULTILINE | re.DOTALL)
+    assert shown is not None and shown[1].splitlines() == layers
+    named = set(re.findall(r"`([\w/]+)`", section("| room, wing |", "Where do I look for")))
+    assert {name for layer in layers for name in layer.split(" | ")} <= named
 
 
 OF_DATA = section("## The ways of data", "## Run directory")

@@ -13,9 +13,10 @@ from primeslurm.records import reserve
 from primeslurm.records.events.nodes import AgentStarted
 from primeslurm.records.journal import Journal
 from primeslurm.records.reading import whole_lines
-from primeslurm.records.reserve import Reserve, is_full, may_pass, shortage, while_full
+from primeslurm.records.reserve import Reserve, is_full, may_pass, shortage, until_written
 
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+READ_ONLY = OSError(errno.EROFS, os.strerror(errno.EROFS))
 SIZE = 2**16
 
 
@@ -25,7 +26,8 @@ SIZE = 2**16
         (FULL, True, True),
         (OSError(errno.EDQUOT, os.strerror(errno.EDQUOT)), True, True),
         (RuntimeError("rank 1: I/O error: No space left on device (os error 28)"), True, True),
-        (OSError(errno.EROFS, os.strerror(errno.EROFS)), False, True),
+        (READ_ONLY, False, True),
+        (RuntimeError("rank 1: [Errno 30] Read-only file system: '/runs/x'"), False, True),
         (OSError(errno.EIO, os.strerror(errno.EIO)), False, False),
         (PermissionError(errno.EACCES, os.strerror(errno.EACCES)), False, False),
     ],
@@ -71,12 +73,13 @@ def test_where_nobody_keeps_a_reserve_nothing_waits_for_it(tmp_path: Path) -> No
         kept.spend_on(fails(1))
 
 
-def test_waiting_for_space() -> None:
-    assert while_full(fails(3), pause_s=0.0) == "written"
-    with pytest.raises(OSError, match="No space"):
-        while_full(fails(10**9), within_s=0.05, pause_s=0.0)
+@pytest.mark.parametrize("error", [FULL, READ_ONLY])
+def test_waiting_for_the_file_system(error: OSError) -> None:
+    assert until_written(fails(3, error), pause_s=0.0) == "written"
+    with pytest.raises(OSError, match=error.strerror):
+        until_written(fails(10**9, error), within_s=0.05, pause_s=0.0)
     with pytest.raises(OSError, match="Input/output"):
-        while_full(fails(1, OSError(errno.EIO, "Input/output error")), pause_s=0.0)
+        until_written(fails(1, OSError(errno.EIO, "Input/output error")), pause_s=0.0)
 
 
 def test_a_shortage_is_told_in_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -358,3 +358,11 @@ def test_a_router_that_lost_workers_is_told_of(run: RunDirectory) -> None:
     say(run, "router-0", T0 + 7, "router_complete", planned=2, seconds=2.0)
     found = diagnosis(run, "RUNNING")
     assert found.first is None and [each.component for each in found.recovered] == ["router-0"]
+
+
+def test_a_router_that_was_started_anew_is_told_of(run: RunDirectory) -> None:
+    say(run, "router-0", T0 + 5, "router_restarted", reason="it was shown 4096 MiB of wrong tokens, which it keeps")
+    found = diagnosis(run, "RUNNING")
+    assert found.first is None
+    (told,) = found.recovered
+    assert told.component == "router-0" and "wrong tokens" in told.how

@@ -62,6 +62,10 @@ CHECKS = [
             ("router-0", "serves all 2 engines again, after 2 s", "info"),
         ),
         (
+            {"kind": "router_restarted", "process": "router-0", "reason": "why"},
+            ("router-0", "is started anew: why", "warning"),
+        ),
+        (
             {"kind": "seated", "nodes": ["a", "b"], "spares": ["c"]},
             ("head", "all 2 nodes are there, 1 more are spares", "info"),
         ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from concurrent.futures import ThreadPoolExecutor
+from math import inf
 from pathlib import Path
 from threading import Barrier
 
@@ -211,6 +212,18 @@ def test_a_summary_compares_first_and_last_steps(run: RunDirectory) -> None:
     found = summarise(run)
     assert (found.first_reward, found.last_reward, found.gain) == pytest.approx((0.3, 0.8, 0.5))
     assert (found.mixed_version_rollouts, found.engine_restarts, found.seconds) == (10, 1, 60)
+
+
+def test_a_summary_counts_what_each_step_dropped_and_hides_no_kl_that_is_none(run: RunDirectory) -> None:
+    dropped, kls = (3, 0, 4), (0.001, float("nan"), -0.002)
+    rows = [
+        {"step": i, "time": NOW, "rollouts/dropped_stale": stale, "trainer/mismatch_kl": kl}
+        for i, (stale, kl) in enumerate(zip(dropped, kls, strict=True))
+    ]
+    (run.path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert (summarise(run).dropped_stale, summarise(run).mismatch_kl_max) == (7, inf)
+    (run.path / "metrics.jsonl").write_text(json.dumps(rows[0]) + "\n" + json.dumps(rows[2]) + "\n")
+    assert summarise(run).mismatch_kl_max == 0.002
 
 
 def test_an_sft_run_shows_its_loss_and_when_it_will_be_done(run: RunDirectory) -> None:

@@ -23,6 +23,7 @@ from primeslurm.records.events import decode
 from primeslurm.records.events.training import TrainerStarted
 from primeslurm.records.journal import Journal
 from primeslurm.records.state import TrainerState
+from primeslurm.trainer.loops.prefetch import Prefetch
 from primeslurm.wire import checkpoints, link, routed_experts
 from primeslurm.wire.decoding import DamagedError
 from primeslurm.wire.link import Answer, GetBatch, LinkError, OrchestratorLink, Request, TrainerLink
@@ -232,6 +233,9 @@ class Server:
         self.seen: list[Request] = []
         self.delay_s = delay_s
         self.always_s = 0.0
+        self.formed = threading.Event()
+        """Answers are held until it is set."""
+        self.formed.set()
         self.address = ""
         self._ready = threading.Event()
         self._loop = asyncio.new_event_loop()
@@ -243,6 +247,8 @@ class Server:
         self.seen.append(request)
         delay, self.delay_s = self.delay_s, 0.0
         await asyncio.sleep(delay + self.always_s)
+        while not self.formed.is_set():
+            await asyncio.sleep(0.01)
         if isinstance(request, GetBatch):
             return batch(request.step).encode() if request.step < 3 else Answer("stop" if request.step == 3 else "wait")
         if isinstance(request, NewPolicy) and request.version < 0:
@@ -304,6 +310,27 @@ def test_a_large_batch_comes_in_chunks_each_of_them_once(server: Server, monkeyp
     offsets = [request.offset for request in server.seen if isinstance(request, GetBatch)]
     assert offsets == list(range(0, size, 10))
     assert server.link.sent_bytes == size + len(frames[0])
+    link_.close()
+
+
+def test_a_batch_is_not_fetched_twice_if_it_is_formed_while_a_prefetch_waits_that_was_ended(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frames = batch(1).encode()
+    monkeypatch.setattr(link, "CHUNK", 10)
+    server.formed.clear()
+    link_ = TrainerLink(server.address)
+    ahead = Prefetch(link_, RankShard(0, 1), timeout_s=60)
+    ahead.begin(1)
+    while not server.seen:
+        time.sleep(0.01)
+    assert ahead.take(1) is None, "the trainer is done with its step, and asks itself"
+    server.formed.set()
+    assert link_.get_batch(1, RankShard(0, 1), timeout_s=60) is not None
+    for thread in threading.enumerate():
+        if thread.name == "prefetch":
+            thread.join()
+    assert server.link.sent_bytes == sum(map(len, frames)) + len(frames[0]) + 10, "of the other answer one chunk"
     link_.close()
 
 

@@ -11,6 +11,7 @@ from torchtitan.models.common import Linear
 from torchtitan.protocols.module import Module
 
 from primeslurm.families.shape import DELTA_CHUNK
+from primeslurm.trainer.kernels import linear_attention
 from primeslurm.trainer.models.layers.recurrence import gated_delta_rule
 from primeslurm.trainer.models.layers.scan import NO_BIASES, HeadScan, Tensors, in_parts
 
@@ -23,17 +24,12 @@ class DeltaScan(HeadScan):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As the parent's; the rest is what decay and beta are made of."""
         (q, k, v), (a, b), (dt_bias, a_log) = mixed, rest, parameters
-        sharing = v.shape[2] // q.shape[2]
-        return gated_delta_rule(
-            q.repeat_interleave(sharing, dim=2),
-            k.repeat_interleave(sharing, dim=2),
-            v,
-            log_decay=-a_log.float().exp() * F.softplus(a.float() + dt_bias.float()),
-            beta=torch.sigmoid(b),
-            positions=positions,
-            state=state,
-            size=self.chunk,
-        )
+        log_decay = -a_log.float().exp() * F.softplus(a.float() + dt_bias.float())
+        beta = torch.sigmoid(b)
+        if linear_attention.fits(mixed):
+            return linear_attention.gated_delta_rule(q, k, v, log_decay, beta, positions, state)
+        q, k = (part.repeat_interleave(v.shape[2] // part.shape[2], dim=2) for part in (q, k))
+        return gated_delta_rule(q, k, v, log_decay, beta, positions, state, self.chunk)
 
 
 class DeltaNet(Module):

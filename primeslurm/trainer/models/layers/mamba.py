@@ -10,6 +10,7 @@ from torch import nn
 from torchtitan.models.common import Linear
 from torchtitan.protocols.module import Module
 
+from primeslurm.trainer.kernels import linear_attention
 from primeslurm.trainer.models.layers.recurrence import state_space
 from primeslurm.trainer.models.layers.scan import NO_BIASES, HeadScan, Tensors, in_parts
 
@@ -27,7 +28,11 @@ class MambaScan(HeadScan):
         """As the parent's; the rest is what time steps are made of."""
         (c, b, x), (dt,), (dt_bias, a_log, skip) = mixed, rest, parameters
         steps = F.softplus(dt.float() + dt_bias.float()).clamp(min=self.shortest_step)
-        out, state = state_space(x, steps, -a_log.float().exp(), b, c, positions, state, self.chunk)
+        decay = -a_log.float().exp()
+        if linear_attention.fits(mixed):
+            out, state = linear_attention.state_space(x, steps, decay, b, c, positions, state)
+        else:
+            out, state = state_space(x, steps, decay, b, c, positions, state, self.chunk)
         return out + x.float() * skip.float().unsqueeze(-1), state
 
 

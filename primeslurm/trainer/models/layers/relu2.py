@@ -11,6 +11,7 @@ from torchtitan.models.common import Linear
 from torchtitan.models.common.moe import GroupedExperts, RoutedExperts
 from torchtitan.protocols.module import Module
 
+from primeslurm.trainer.kernels import on_host
 from primeslurm.trainer.models.layers.moe import local
 
 PARAMETERS = ("w1_EFD", "w2_EDF")
@@ -53,7 +54,7 @@ class Relu2Experts(GroupedExperts):
     def forward(self, x_RD: torch.Tensor, num_tokens_per_expert_E: torch.Tensor) -> torch.Tensor:
         """Run tokens sorted by expert, [rows, dim], through their experts."""
         w1, w2 = (local(getattr(self, name), x_RD.dtype).transpose(-2, -1) for name in PARAMETERS)
-        offsets = torch.cumsum(num_tokens_per_expert_E, dim=0, dtype=torch.int32)
+        offsets = on_host.ends(num_tokens_per_expert_E)
         hidden = F.relu(self._grouped_mm(A=x_RD, B_t=w1, offs=offsets)).square()
         return self._grouped_mm(A=hidden, B_t=w2, offs=offsets)
 

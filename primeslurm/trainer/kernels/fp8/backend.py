@@ -8,8 +8,8 @@ from typing import Protocol
 
 import torch
 
-from primeslurm.trainer.kernels.block_fp8 import BLOCK, ROWS, Groups, Quantised
-from primeslurm.trainer.kernels.deep_gemm import DeepGemm
+from primeslurm.trainer.kernels.fp8.blocks import BLOCK, ROWS, Groups, Quantised
+from primeslurm.trainer.kernels.fp8.deep_gemm import DeepGemm
 
 
 class Backend(Protocol):

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from primeslurm.trainer.kernels.block_fp8 import (
+from primeslurm.trainer.kernels.fp8.backend import backend
+from primeslurm.trainer.kernels.fp8.blocks import (
     BLOCK,
     BLOCKS,
     ROWS,
@@ -23,7 +24,6 @@ from primeslurm.trainer.kernels.block_fp8 import (
     quantise_groups_transposed,
     quantise_transposed,
 )
-from primeslurm.trainer.kernels.fp8_backend import backend
 
 _Layout = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 

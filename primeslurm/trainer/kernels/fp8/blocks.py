@@ -9,6 +9,7 @@ SM90. Values are multiplied by the reciprocal of their scale, as vLLM does where
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from primeslurm.trainer.kernels import on_host
+from primeslurm.trainer.kernels.fp8 import hollow
 from primeslurm.wire.weight_transfer.tensor_names import FP8_BLOCK
 
 BLOCK = FP8_BLOCK
@@ -43,6 +46,12 @@ class Quantised:
         scales = self.scales.to(dtype).repeat_interleave(self.block[0], -2).repeat_interleave(self.block[1], -1)
         return self.data.to(dtype) * scales[..., :rows, :columns]
 
+    def transposed(self) -> Quantised:
+        """The same of the transposed matrix, for square blocks: numbers and scales are those of its quantised form."""
+        if self.data.is_cuda:
+            return Quantised(_weight_kernel().transpose(self.data), self.scales.mT.contiguous(), self.block)
+        return Quantised(self.data.mT.contiguous(), self.scales.mT.contiguous(), self.block)
+
 
 @dataclass(frozen=True)
 class Groups:
@@ -62,16 +71,18 @@ class Groups:
     @classmethod
     @functools.lru_cache(maxsize=1)
     def of(cls, offsets: torch.Tensor) -> Groups:
-        """Lay out groups by where each ends, [groups] int32. Waits for the device: the host has to know the sizes.
+        """Lay out groups by where each ends, [groups] int32. The host has to know that.
 
-        The products of a layer share one tensor of offsets, and only the first of them waits.
+        The products of a layer share one tensor of offsets, and only the first of them waits, unless it was noted.
         """
+        numbers = on_host.known(offsets)
+        ends = offsets.tolist() if numbers is None else numbers
+        sizes = [-((start - end) // BLOCK) * BLOCK for start, end in itertools.pairwise([0, *ends])]
         counts = offsets.diff(prepend=offsets.new_zeros(1)).long()
         padded = (counts + BLOCK - 1) // BLOCK * BLOCK
         bounds = F.pad(padded.cumsum(0), (1, 0))
-        *sizes, rows = torch.cat([padded, offsets[-1:].long()]).tolist()
-        group = torch.arange(len(sizes), device=offsets.device).repeat_interleave(counts, output_size=rows)
-        row = torch.arange(rows, device=offsets.device)
+        group = torch.arange(len(sizes), device=offsets.device).repeat_interleave(counts, output_size=ends[-1])
+        row = torch.arange(ends[-1], device=offsets.device)
         places = row + (bounds[:-1] - (offsets.long() - counts))[group]
         owners, sources = torch.full((2, sum(sizes)), -1, dtype=torch.int32, device=offsets.device)
         owners[places], sources[places] = group.int(), row.int()
@@ -96,7 +107,12 @@ class Groups:
 
 
 def quantise(matrix: torch.Tensor, block: tuple[int, int]) -> Quantised:
-    """Quantise a matrix [..., n, k] in ROWS or BLOCKS. A transposed view needs no copy before."""
+    """Quantise a matrix [..., n, k] in ROWS or BLOCKS. A transposed view needs no copy before.
+
+    Of a weight that is there in FP8 already, and its transposed view, that is what is returned.
+    """
+    if block == BLOCKS and (known := hollow.behind(matrix)) is not None:
+        return _as_viewed(known, matrix)
     if matrix.is_cuda:
         data, scales = _kernel().quantise(matrix, None, block == BLOCKS, SMALLEST_AMAX, LARGEST)
         return Quantised(data, scales, block)
@@ -106,6 +122,37 @@ def quantise(matrix: torch.Tensor, block: tuple[int, int]) -> Quantised:
     scales = blocks.abs().amax((-3, -1), keepdim=True).clamp(min=SMALLEST_AMAX) / LARGEST
     data = (blocks * scales.reciprocal()).view_as(filled)[..., :rows, :columns].to(torch.float8_e4m3fn)
     return Quantised(data.contiguous(), scales.squeeze(-1).squeeze(-2), block)
+
+
+def _as_viewed(known: Quantised, matrix: torch.Tensor) -> Quantised:
+    found = known if matrix.stride(-1) == 1 else known.transposed()
+    assert found.data.shape == matrix.shape, "a part of a weight that is there in FP8 alone"
+    return found
+
+
+def scales_of(amax: torch.Tensor) -> torch.Tensor:
+    """Scales of blocks by their amax, float32."""
+    # A number would make this a product with its reciprocal, on GPUs, which rounds differently.
+    return amax.clamp(min=SMALLEST_AMAX) / amax.new_full((), LARGEST)
+
+
+def amax_of_blocks(matrix: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Amax [..., n / BLOCK, k / BLOCK] of a matrix [..., n, k] of whole blocks once it is rounded to a dtype."""
+    if matrix.is_cuda:
+        amax: torch.Tensor = _weight_kernel().amax_of_blocks(matrix)
+    else:
+        amax = matrix.unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK)).abs().amax((-3, -1))
+    return amax.to(dtype).float()
+
+
+def encode_blocks(matrix: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Data of a matrix [..., n, k] of whole blocks, rounded to a dtype, for scales [..., n / BLOCK, k / BLOCK]."""
+    if matrix.is_cuda:
+        data: torch.Tensor = _weight_kernel().encode_blocks(matrix, scales, dtype)
+        return data
+    blocks = matrix.to(dtype).float().unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, BLOCK))
+    values = blocks * scales.reciprocal()[..., :, None, :, None]
+    return values.flatten(-4, -3).flatten(-2).to(torch.float8_e4m3fn)
 
 
 def quantise_groups(matrix: torch.Tensor, groups: Groups) -> Quantised:
@@ -155,6 +202,12 @@ def _layout(groups: Groups) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def _kernel() -> Any:
-    from primeslurm.trainer.kernels import fp8_kernel  # needs Triton, which machines without CUDA lack
+    from primeslurm.trainer.kernels.fp8 import block_kernel  # needs Triton, which machines without CUDA lack
 
-    return fp8_kernel
+    return block_kernel
+
+
+def _weight_kernel() -> Any:
+    from primeslurm.trainer.kernels.fp8 import weight_kernel
+
+    return weight_kernel

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import torch
 
-from primeslurm.trainer.kernels.block_fp8 import Groups, Quantised
+from primeslurm.trainer.kernels.fp8.blocks import Groups, Quantised
 
 # Scales of both operands are along the summed dimension only.
 _OUTER = (1, 1, 128)
@@ -31,7 +31,7 @@ def index_library() -> ModuleType | None:
 
 
 class DeepGemm:
-    """The `fp8_backend.Backend` of Hopper GPUs. Results of products are bfloat16.
+    """The `backend.Backend` of Hopper GPUs. Results of products are bfloat16.
 
     Raises:
         ValueError: another GPU, or DeepGEMM is not installed.

@@ -1,0 +1,48 @@
+"""A rank that selects keys for its piece of rows, and counts those that it scored."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from primeslurm.trainer.components import sparse_attention
+from primeslurm.trainer.distributed.world import join
+from primeslurm.trainer.loops.interrupt import Interrupt
+
+ROWS, HEADS, WIDTH, TOP_K = 2, 8, 16, 6
+PIECES = (32, 7)
+"""Tokens of a row that each rank has; not all come in halves."""
+
+
+def main() -> None:
+    """RANK and the like are in the environment. Prints for each length of a piece how many keys were scored."""
+    join(Interrupt(), patience_s=600)
+    scores, scored = sparse_attention._scores, [0]
+
+    def count(query: torch.Tensor, keys: torch.Tensor, *visible: Any) -> torch.Tensor:
+        scored[0] += len(query) * len(keys)
+        return scores(query, keys, *visible)
+
+    sparse_attention._scores = count
+    world, rank = dist.group.WORLD, dist.get_rank()
+    assert world is not None
+    for piece in PIECES:
+        whole = piece * dist.get_world_size()
+        generator = torch.Generator().manual_seed(0)
+        shapes = ((ROWS, whole, HEADS, WIDTH), (ROWS, whole, WIDTH), (ROWS, whole, HEADS))
+        query, keys, weight = (torch.randn(shape, generator=generator) for shape in shapes)
+        positions = torch.stack([torch.cat([torch.arange(n), torch.arange(whole - n)]) for n in (5, whole // 2 + 3)])
+        context = sparse_attention.Context.of(positions)
+        expected = sparse_attention.select(query, keys, weight, context, TOP_K)
+        scored[0] = 0
+        own = slice(rank * piece, (rank + 1) * piece)
+        found = sparse_attention.select(query[:, own], keys, weight[:, own], context.shard(world), TOP_K)
+        assert found.shape == expected[:, own].shape and found.dtype == expected.dtype
+        assert torch.equal(found.sort().values, expected[:, own].sort().values)
+        print(f"SCORED {scored[0]}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
