@@ -22,6 +22,7 @@ from primeslurm.recipe.sections.sandboxes import SubprocessRuntime
 
 LOCKED = ("mini_swe_agent",)
 """Harnesses whose packages `./just harness NAME` installs."""
+_CONTAINERS = ("apptainer", "docker", "podman")
 _BY_ITSELF = "install that in an environment in .venv/harnesses, or `runtime: {type: apptainer}`"
 
 
@@ -61,6 +62,20 @@ def unmet(environment: AnyEnvironment, env: vf.Env) -> list[Violation]:
     return found + [problem for harness in wanted.harnesses for problem in _harness(harness)]
 
 
+def downloads(env: vf.Env) -> list[Violation]:
+    """Find what rollouts fetch from the internet wherever they run: harnesses are installed into each container."""
+    found: dict[tuple[str, str], Violation] = {}
+    for role, spec in env._agent_specs.items():
+        harness, kind = env._harnesses[role], spec.runtime.type
+        if kind not in _CONTAINERS or (isinstance(harness, ChatHarness) and not harness.EXECUTES_CODE):
+            continue
+        name = harness.config.id
+        why = f"each rollout installs harness {name} into its container: nodes must reach PyPI, or whence it comes"
+        fix = "`runtime: {type: subprocess}` installs nothing, where the task's programs are on the nodes"
+        found[name, kind] = Violation("environments.runtime", kind, why, fix)
+    return list(found.values())
+
+
 def _servers(env: vf.Env) -> Iterator[Any]:
     """The tool servers that are known before any rollout."""
     yield from type(env.taskset).task_type().toolsets(env.taskset.config.task)
@@ -72,7 +87,7 @@ def _runtime(kind: str, env: vf.Env) -> Iterator[Violation]:
         if why := _bubblewrap():
             fix = "install bubblewrap, or `runtime: {type: apptainer}`, or `trusted: true` there if you trust its tasks"
             yield Violation("environments.runtime", kind, why, fix)
-    elif kind in ("apptainer", "docker", "podman") and shutil.which(kind) is None:
+    elif kind in _CONTAINERS and shutil.which(kind) is None:
         yield Violation(
             "environments.runtime", kind, f"`{kind}` is not installed here", "install it, or another runtime"
         )

@@ -102,6 +102,20 @@ def test_a_harness_without_its_packages_is_found_out_before_a_rollout(
     scripts.interpreter.cache_clear()
 
 
+def test_what_rollouts_install_into_containers_is_known_before_one_is(model: str) -> None:
+    for kind, harness, expected in (
+        ("apptainer", "mini_swe_agent", ["apptainer"]),
+        ("docker", "bash", ["docker"]),
+        ("subprocess", "mini_swe_agent", []),
+        ("modal", "bash", []),
+    ):
+        made = recipe(model, harness, runtime={"type": kind}).environments[0]
+        env = environments.load(made.id, made.args, agents.agent_options(made))
+        found = host_needs.downloads(env)
+        assert [each.value for each in found] == expected, kind
+        assert all(harness in each.why and "PyPI" in each.why for each in found)
+
+
 def test_a_machine_without_bubblewrap_is_found_out_before_a_rollout(
     model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
