@@ -4,7 +4,8 @@ Durations of rollouts are log-normal with a median of ten minutes; a step of the
 many rollouts as may be in flight, at no loss. Measured after a warm-up: the mean share of the places in use; the time
 of a step beside the bound (what engines or trainer, whichever is slower, could do at best); the share of rollouts that
 was thrown away; rollouts in a batch; and, where half of the variance is the example's own, how many of the examples
-that were begun were trained, of the longest third beside all.
+that were begun were trained, of the longest third beside all, and in how many groups, of the shortest third and of the
+longest.
 
     python -m benchmarks dispatch [--large] [--write] [--resume]
 """
@@ -20,6 +21,7 @@ import multiprocessing
 import os
 import random
 import time
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
@@ -64,7 +66,8 @@ class World:
     steps: list[float] = field(default_factory=list)
     begun: dict[str, int] = field(default_factory=dict)
     """Step in which an example was begun."""
-    trained: set[str] = field(default_factory=set)
+    trained: Counter[str] = field(default_factory=Counter)
+    """Groups of an example that were trained."""
     rollouts: int = 0
     counted_from: float = 0.0
 
@@ -111,9 +114,22 @@ class World:
         Returns:
             Of the longest third, and of all.
         """
-        old = sorted((name for name, step in self.begun.items() if step <= len(self.steps) - 12), key=difficulty)
+        old = self._begun_long_ago()
         groups = old[2 * len(old) // 3 :], old
         return [round(sum(name in self.trained for name in names) / len(names), 3) for names in groups]
+
+    def groups_an_example(self) -> list[float]:
+        """Of the same examples: how many groups of one were trained. No more of long ones than of others, at best.
+
+        Returns:
+            Of the shortest third, and of the longest.
+        """
+        old = self._begun_long_ago()
+        groups = old[: len(old) // 3], old[2 * len(old) // 3 :]
+        return [round(sum(self.trained[name] for name in names) / len(names), 2) for names in groups]
+
+    def _begun_long_ago(self) -> list[str]:
+        return sorted((name for name, step in self.begun.items() if step <= len(self.steps) - 12), key=difficulty)
 
     def _finish(self, job: Job) -> None:
         group = self.dispatch.finished(job.id, rollout(job, self.dispatch.version))
@@ -127,7 +143,7 @@ class World:
         if groups is None:
             return False
         self.steps.append(self.now)
-        self.trained |= {group.id.partition(".")[0] for group in groups}
+        self.trained.update(group.id.partition(".")[0] for group in groups)
         self.rollouts += sum(len(group.rollouts) for group in groups)
         return True
 
@@ -214,6 +230,7 @@ def measure(
         "thrown_away": round((counts["rollouts_dropped_stale"] + counts["cancelled"]) / counts["dispatched"], 3),
         "rollouts_of_a_batch": round(world.rollouts / len(world.steps) / batch, 3),
         "trained_of_long_and_all": world.trained_shares(),
+        "groups_of_short_and_long": world.groups_an_example(),
         "cpu_ms_per_rollout": round((time.process_time() - began) * 1e3 / counts["dispatched"], 3),
     }
 
@@ -235,8 +252,8 @@ def settings(large: bool) -> Iterator[dict[str, Any]]:
         for rule in (*OTHERS, SYNCHRONOUS):
             yield {"inflight": 512, "sigma": sigma, "rule": rule}
         yield {"inflight": 512, "sigma": sigma, "rule": "drop", "extra_rollouts": 2}
-    for rule in rules:
-        yield {"inflight": 512, "sigma": 1.0, "rule": rule, "shared": 0.5}
+    for sigma, rule in itertools.product((1.0, 1.3), rules):
+        yield {"inflight": 512, "sigma": sigma, "rule": rule, "shared": 0.5}
     for inflight, sigma in [*itertools.product((64, 512), SIGMAS), (2048, 1.0)]:
         for rule in rules:
             yield {"inflight": inflight, "sigma": sigma, "rule": rule}
