@@ -12,10 +12,8 @@ import logging
 import os
 import shutil
 import signal
-import sys
 import tempfile
 import time
-from collections.abc import Coroutine
 from pathlib import Path
 
 import verifiers.v1 as vf
@@ -154,24 +152,29 @@ def _scratch(name: str) -> Path:
     return directory
 
 
-async def _until_terminated(work: Coroutine[None, None, None]) -> None:
-    """Await `work`, which SIGTERM cancels; what has not ended ENDING_S later is ended by the kernel.
+async def _serve(worker: Worker, name: str) -> None:
+    """Serve, and leave no containers. SIGTERM ends it; what has not ended ENDING_S later is ended by the kernel.
 
-    Raises:
-        SystemExit: it came, and all is cleaned up.
+    Args:
+        worker: has not begun yet.
+        name: that its containers are marked with.
     """
-    task = asyncio.ensure_future(work)
+    serving = asyncio.ensure_future(worker.run())
+    terminated = asyncio.Event()
 
     def end() -> None:
-        if not task.cancelling():  # Slurm's may come beside the agent's
+        if not terminated.is_set():  # Slurm's may come beside the agent's
+            terminated.set()
             signal.alarm(ENDING_S)
-            task.cancel()
+            serving.cancel()
 
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, end)
     try:
-        await task
-    except asyncio.CancelledError:
-        sys.exit(128 + signal.SIGTERM)  # as a shell says it: it is no end of its own
+        await serving
+    finally:
+        containers.sweep(worker.runtimes, name)  # those that were still being made
+        if terminated.is_set():
+            os._exit(128 + signal.SIGTERM)  # as a shell says it, without waiting for threads that import or read
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -203,10 +206,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         worker = Worker(recipe, environment, options.worker, options.orchestrator, addresses, images, options.node)
         containers.sweep(worker.runtimes, name)
-        try:
-            asyncio.run(_until_terminated(worker.run()))
-        finally:
-            containers.sweep(worker.runtimes, name)
+        asyncio.run(_serve(worker, name))
     except KeyboardInterrupt:
         return
     except Exception as error:

@@ -79,7 +79,8 @@ class ContainerRuntime(Section):
     """Default: the task's, or /app."""
     limits: Limits = Limits()
     secrets: tuple[EnvironmentName, ...] = ()
-    """Names of variables that the agent's program gets, with their values from where you submit; written nowhere."""
+    """Names of variables that the agent's program gets, with their values from where you submit. With apptainer, docker
+    and podman the values are in command lines, which other users of the node can read unless it hides processes."""
 
 
 class ApptainerRuntime(ContainerRuntime):
