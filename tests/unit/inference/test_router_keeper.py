@@ -12,6 +12,12 @@ from primeslurm.inference.router.keeper import FORGET_AGAIN_S, REMEMBERED_BYTES,
 from primeslurm.records.journal import Journal
 
 
+@pytest.fixture(autouse=True)
+def secret_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A keeper takes the secret out of the environment, which other tests need."""
+    monkeypatch.setattr(keeper.secret, "keep", lambda: None)
+
+
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [1000.0]
