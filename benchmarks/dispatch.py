@@ -33,7 +33,7 @@ import numpy as np
 from primeslurm.files import write_json
 from primeslurm.orchestrator.dispatch import Dispatcher, DispatchLimits
 from primeslurm.orchestrator.rollouts.job_protocol import Job
-from primeslurm.recipe.sections.staleness import Staleness, StaleRule
+from primeslurm.recipe.sections.staleness import Staleness, StaleRule, SurplusRule
 from primeslurm.wire.rollouts import Rollout, RolloutInfo
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,7 +42,7 @@ MEDIAN_S, TRAINER_S = 600.0, 240.0
 GROUP = 16
 WARM_UP, STEPS = 12, 40
 SIGMAS = (0.3, 0.6, 1.0, 1.3)
-SETTING = ("inflight", "sigma", "rule", "shared", "extra_rollouts", "steps")
+SETTING = ("inflight", "sigma", "rule", "shared", "extra_rollouts", "surplus", "steps")
 """What a row is of, beside what was measured."""
 LARGE, LARGE_STEPS = 10_000, 12
 LARGE_SIGMAS = (1.0, 1.3, 0.3, 0.6)
@@ -68,7 +68,8 @@ class World:
     """Step in which an example was begun."""
     trained: Counter[str] = field(default_factory=Counter)
     """Groups of an example that were trained."""
-    rollouts: int = 0
+    trained_rollouts: Counter[str] = field(default_factory=Counter)
+    """Of an example."""
     counted_from: float = 0.0
 
     def __post_init__(self) -> None:
@@ -118,15 +119,15 @@ class World:
         groups = old[2 * len(old) // 3 :], old
         return [round(sum(name in self.trained for name in names) / len(names), 3) for names in groups]
 
-    def groups_an_example(self) -> list[float]:
-        """Of the same examples: how many groups of one were trained. No more of long ones than of others, at best.
+    def of_short_and_long(self, trained: Counter[str]) -> list[float]:
+        """Of the same examples: how much of one was trained. No more of long ones than of others, at best.
 
         Returns:
             Of the shortest third, and of the longest.
         """
         old = self._begun_long_ago()
         groups = old[: len(old) // 3], old[2 * len(old) // 3 :]
-        return [round(sum(self.trained[name] for name in names) / len(names), 2) for names in groups]
+        return [round(sum(trained[name] for name in names) / len(names), 2) for names in groups]
 
     def _begun_long_ago(self) -> list[str]:
         return sorted((name for name, step in self.begun.items() if step <= len(self.steps) - 12), key=difficulty)
@@ -143,8 +144,10 @@ class World:
         if groups is None:
             return False
         self.steps.append(self.now)
-        self.trained.update(group.id.partition(".")[0] for group in groups)
-        self.rollouts += sum(len(group.rollouts) for group in groups)
+        for group in groups:
+            example = group.id.partition(".")[0]
+            self.trained[example] += 1
+            self.trained_rollouts[example] += group.size
         return True
 
 
@@ -196,6 +199,7 @@ def measure(
     rule: str = "drop",
     shared: float = 0.0,
     extra_rollouts: int = 0,
+    surplus: SurplusRule = "cancel",
     steps: int = STEPS,
 ) -> dict[str, Any]:
     """Simulate one setting.
@@ -206,6 +210,7 @@ def measure(
         rule: a stale rule of recipes, or the name of one of the others here.
         shared: share of the variance of log durations that is the example's own.
         extra_rollouts: of each group, beyond those that are trained.
+        surplus: what becomes of them.
         steps: to measure, after the warm-up.
     """
     batch = max(2 * GROUP, inflight // 2 // GROUP * GROUP)
@@ -213,7 +218,7 @@ def measure(
         return {"step_s": round(synchronous(inflight, sigma, batch)), "bound_s": bound(inflight, sigma, batch)}
     kind = OTHERS.get(rule, Dispatcher)
     stale_rule: StaleRule = "drop" if rule in OTHERS else rule  # type: ignore[assignment]
-    staleness = Staleness(rule=stale_rule, extra_rollouts=extra_rollouts)
+    staleness = Staleness(rule=stale_rule, extra_rollouts=extra_rollouts, surplus=surplus)
     limits = DispatchLimits({"e": GROUP}, batch, inflight, 8, 10**9, {"e": 1.0}, staleness=staleness)
     world = World(limits, sigma, shared, kind)
     began = time.process_time()
@@ -228,9 +233,10 @@ def measure(
         "bound_s": at_best,
         "step_over_bound": round(took / at_best, 3),
         "thrown_away": round((counts["rollouts_dropped_stale"] + counts["cancelled"]) / counts["dispatched"], 3),
-        "rollouts_of_a_batch": round(world.rollouts / len(world.steps) / batch, 3),
+        "rollouts_of_a_batch": round(world.trained_rollouts.total() / len(world.steps) / batch, 3),
         "trained_of_long_and_all": world.trained_shares(),
-        "groups_of_short_and_long": world.groups_an_example(),
+        "groups_of_short_and_long": world.of_short_and_long(world.trained),
+        "rollouts_of_short_and_long": world.of_short_and_long(world.trained_rollouts),
         "cpu_ms_per_rollout": round((time.process_time() - began) * 1e3 / counts["dispatched"], 3),
     }
 
@@ -254,6 +260,9 @@ def settings(large: bool) -> Iterator[dict[str, Any]]:
         yield {"inflight": 512, "sigma": sigma, "rule": "drop", "extra_rollouts": 2}
     for sigma, rule in itertools.product((1.0, 1.3), rules):
         yield {"inflight": 512, "sigma": sigma, "rule": rule, "shared": 0.5}
+    for sigma, surplus in itertools.product((1.0, 1.3), get_args(SurplusRule)):
+        extra = {"extra_rollouts": 2, "surplus": surplus}
+        yield {"inflight": 512, "sigma": sigma, "rule": "drop", "shared": 0.5, **extra}
     for inflight, sigma in [*itertools.product((64, 512), SIGMAS), (2048, 1.0)]:
         for rule in rules:
             yield {"inflight": inflight, "sigma": sigma, "rule": rule}

@@ -100,7 +100,7 @@ class Dispatcher:
         self.step = step
         self.version = -1
         self.counts: Counter[str] = Counter()
-        self.ready = ReadyGroups(self._places, self._age_of)
+        self.ready = ReadyGroups(self._age_of)
         self.open = OpenGroups()
         self.unscored: dict[str, RolloutGroup] = {}
         """Complete groups that wait for the teacher."""
@@ -150,7 +150,7 @@ class Dispatcher:
 
     @property
     def ready_rollouts(self) -> int:
-        """Return how many rollouts of a batch the groups that wait for one fill."""
+        """Return how many rollouts the groups that wait for a batch have."""
         return self.ready.rollouts
 
     def runs(self, job: str) -> bool:
@@ -354,18 +354,15 @@ class Dispatcher:
     def cut(self, ahead: bool = False) -> list[RolloutGroup] | None:
         """Take the groups of the next step's batch, oldest first. Sweep before.
 
-        A group fills as many places of a batch as its environment's groups have rollouts, however many it has kept.
-
         Args:
             ahead: the trainer is still at the step before.
 
         Returns:
             None if there are not enough.
         """
-        chosen = self._chosen()
-        if chosen is None:
+        batch = self._chosen()
+        if not batch:
             return None
-        batch = [self.ready[index] for index in chosen]
         self.ready.take(batch)
         self.step += 1
         self._ahead.batch_given(ahead)
@@ -373,7 +370,7 @@ class Dispatcher:
 
     def next_batch(self) -> list[RolloutGroup]:
         """Return the groups that `cut` would take, without taking them; none if there are not enough."""
-        return [self.ready[index] for index in self._chosen() or ()]
+        return self._chosen()
 
     def was_read(self, group: RolloutGroup, whole: RolloutGroup) -> None:
         """Have a group that waits for a batch replaced by the same one with its arrays in memory."""
@@ -403,13 +400,20 @@ class Dispatcher:
         self._ahead.batch_taken_back()
         self.ready.put_back(groups)
 
-    def _chosen(self) -> list[int] | None:
-        """Indices of the ready groups that make the next batch, oldest first."""
+    def _chosen(self) -> list[RolloutGroup]:
+        """The ready groups that make the next batch, if there are enough.
+
+        First those that may be in no later one: it had better be larger than one of them be lost. Then the oldest.
+        """
         if self.ready_rollouts < self.limits.batch_size:
-            return None
+            return []
         self.ready.sort()
-        sizes = [self._places(group) for group in self.ready]
-        return choose(sizes, self.limits.batch_size)
+        oldest = self.limits.oldest_version(self.step)
+        last = [group for group in self.ready if self._age_of(group) <= oldest]
+        lack = self.limits.batch_size - sum(group.size for group in last)
+        if lack <= 0:
+            return _choose(last, self.limits.batch_size)
+        return last + _choose([group for group in self.ready if self._age_of(group) > oldest], lack)
 
     def _last_chance(self, oldest: int) -> tuple[list[RolloutGroup], list[str]]:
         """Complete the groups that this batch is the last for, if that makes a batch.
@@ -420,7 +424,7 @@ class Dispatcher:
         if self.ready_rollouts + self.open.at(oldest) < self.limits.batch_size:
             return [], []
         last = [g for g in self.open.values() if g.version == oldest and len(g.done) >= self.limits.staleness.at_least]
-        if self.ready_rollouts + self._rollouts(last) < self.limits.batch_size:
+        if self.ready_rollouts + _done(last) < self.limits.batch_size:
             return [], []
         completed: list[RolloutGroup] = []
         cancelled: list[str] = []
@@ -438,7 +442,8 @@ class Dispatcher:
         known = (self.open, self._finishing, self._taken)
         names = ((n, group_id(group.environment, group.example, n)) for n in count(group.part + 1))
         part = next(n for n, name in names if not any(name in those for those in known))
-        successor = group.successor(part, self.version)
+        least = min(self.limits.staleness.at_least, self.limits.group_sizes[group.environment])
+        successor = group.successor(part, self.version, least)
         self.open.add(successor)
         self._ahead.opened(successor)
         self._jobs |= dict.fromkeys(successor.jobs, successor.id)
@@ -464,20 +469,24 @@ class Dispatcher:
 
     def _part_to_claim(self, job: Job) -> OpenGroup:
         """A group that a rollout goes on in which was carried on from one that is complete, or would be."""
+        label, example, version = job.environment, job.example, job.opened_version
+        most = self.limits.group_sizes[label]
 
         def has_place(name: str) -> bool:
-            group = self.open.get(name)
-            return bool(group.to_dispatch) if group else name not in self._taken and name not in self._finishing
+            if (group := self.open.get(name)) is None:
+                return name not in self._taken and name not in self._finishing
+            return bool(group.to_dispatch) or group.size < most
 
-        label, example, version = job.environment, job.example, job.opened_version
         parts = count(PARTS_A_STEP * self.step + 1)  # no name comes twice: steps grow over restarts, too
         part, name = next((n, name) for n in parts if has_place(name := group_id(label, example, n)))
         group = self.open.get(name)
         if group is None:
-            size = self.limits.group_sizes[label]
+            size = min(self.limits.staleness.at_least, most)  # it grows as more are claimed
             group = OpenGroup(name, label, example, version, job.router, size, list(range(size)), job.task, part)
             self.open.add(group)
             self._ahead.opened(group)
+        elif not group.to_dispatch:
+            self.open.grow(group)
         newest = self.limits.staleness.counts_tokens
         self.open.reopen_at(group, max(group.version, version) if newest else min(group.version, version))
         return group
@@ -540,16 +549,10 @@ class Dispatcher:
         """The version that a group's staleness counts from."""
         return group.newest_version if self.limits.staleness.counts_tokens else group.opened_version
 
-    def _rollouts(self, groups: Iterable[OpenGroup | RolloutGroup]) -> int:
-        return sum(self._places(group) for group in groups)
-
-    def _places(self, group: OpenGroup | RolloutGroup) -> int:
-        """Places of a batch that a group fills; its own size, if the recipe has its environment no more."""
-        return self.limits.group_sizes.get(group.environment, group.size)
-
     def _may_open(self, available: Collection[str]) -> list[str]:
         """Labels of the environments of which a group may open now."""
-        ready = self.ready.rollouts + self._rollouts((*self.unscored.values(), *self._finishing.values()))
+        waiting = sum(group.size for group in self.unscored.values()) + _done(self._finishing.values())
+        ready = self.ready.rollouts + waiting
         oldest = self.limits.oldest_version(self.step)  # older ones are taken whenever they are complete
         pending = self.open.pending(oldest)
         landing = self._ahead.landing(self.open)
@@ -641,3 +644,12 @@ class Dispatcher:
     def _count_stale(self, rollouts: int) -> None:
         self.counts["groups_dropped_stale"] += 1
         self.counts["rollouts_dropped_stale"] += rollouts
+
+
+def _done(groups: Iterable[OpenGroup]) -> int:
+    """Rollouts of groups that are done."""
+    return sum(len(group.done) for group in groups)
+
+
+def _choose(groups: Sequence[RolloutGroup], rollouts: int) -> list[RolloutGroup]:
+    return [groups[index] for index in choose([group.size for group in groups], rollouts)]

@@ -1,7 +1,8 @@
 """How much runs ahead, and which groups make a batch. Both are counted in rollouts, as groups may differ in size.
 
 Each size divides the next larger one and the batch (`recipe.environment_rules`). Then any groups that hold a batch's
-number of rollouts or more have some among them that hold exactly that number.
+number of rollouts or more have some among them that hold exactly that number. Groups that were completed early, or of
+which filters left some, have any size: where none of them hold exactly so many, a batch is larger by less than one.
 """
 
 from __future__ import annotations
@@ -55,23 +56,27 @@ class DispatchLimits:
         size = self.group_sizes[label]
         if ready + int(landing / self.oversampling) + size > self.ahead:
             return False
-        expected = ready + int(pending / self.oversampling) + size
-        lands_in = step + (expected - 1) // self.batch_size
+        before = ready + int(pending / self.oversampling)
+        room = self.batch_size - before % self.batch_size
+        fits = room >= min(self.group_sizes.values())  # else this batch is larger by what does not fit
+        lands_in = step + (before + (size if fits else 1) - 1) // self.batch_size
         return lands_in <= self.max_steps and version >= self.oldest_version(lands_in)
 
 
-def choose(sizes: Sequence[int], total: int) -> list[int] | None:
-    """Choose groups that hold exactly `total` rollouts, the first of them wherever there is a choice.
+def choose(sizes: Sequence[int], total: int) -> list[int]:
+    """Choose groups that hold `total` rollouts, or as few more as there can be: the first wherever there is a choice.
 
     Returns:
-        Indices into `sizes`, ascending; None if no choice holds exactly so many.
+        Indices into `sizes`, ascending; none if all of them hold fewer.
     """
-    within = (1 << total + 1) - 1
+    within = (1 << total + max(sizes, default=0)) - 1  # without any one of its groups the choice holds too few
     reachable = [1]  # bit n: the groups from here on can hold n rollouts
     for size in reversed(sizes):
         reachable.append((reachable[-1] | reachable[-1] << size) & within)
-    if not reachable.pop() >> total & 1:
-        return None
+    enough = reachable.pop() >> total
+    if not enough:
+        return []
+    total += (enough & -enough).bit_length() - 1  # the lowest bit
     chosen = []
     for index, size in enumerate(sizes):
         rest = reachable.pop()

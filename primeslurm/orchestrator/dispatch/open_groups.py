@@ -42,22 +42,27 @@ class OpenGroup:
         rollouts = tuple(self.done[index] for index in sorted(self.done))
         return RolloutGroup(self.id, self.environment, self.example, self.version, rollouts, task=self.task)
 
-    def successor(self, part: int, version: int) -> OpenGroup:
+    def successor(self, part: int, version: int, least: int) -> OpenGroup:
         """Return a group of the same example that goes on with the rollouts that run. This one has none then.
+
+        As many complete it as this one lacks, so that the example is trained no more often than others; if this one
+        lacks none, all of them.
 
         Args:
             part: what tells it apart from the groups of the example before.
             version: at which it opens.
+            least: rollouts that complete it at least.
         """
         indices = sorted(self.jobs.values())
         renumbered = {old: new for new, old in enumerate(indices)}
         jobs = {job: renumbered[index] for job, index in self.jobs.items()}
         tries = Counter({renumbered[index]: count for index, count in self.tries.items() if index in renumbered})
-        rest = list(range(len(jobs), self.size))
+        size = max(least, self.size - len(self.done) or len(jobs))
+        new = list(range(len(jobs), size))
         name = group_id(self.environment, self.example, part)
         self.jobs = {}
         return OpenGroup(
-            *(name, self.environment, self.example, version, self.router, self.size, rest, self.task, part),
+            *(name, self.environment, self.example, version, self.router, size, new, self.task, part),
             jobs=jobs,
             tries=tries,
         )
@@ -116,6 +121,13 @@ class OpenGroups(Mapping[str, OpenGroup]):
     def again(self, group: OpenGroup, index: int) -> None:
         """Have a rollout of a group dispatched, after those of it that wait already."""
         group.to_dispatch.append(index)
+        self._note(group)
+
+    def grow(self, group: OpenGroup) -> None:
+        """Have a group take one rollout more to be complete."""
+        self._count(group, 1)
+        group.to_dispatch.append(group.size)
+        group.size += 1
         self._note(group)
 
     def take(self, group: OpenGroup) -> int:

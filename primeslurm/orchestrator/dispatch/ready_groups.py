@@ -10,17 +10,15 @@ from primeslurm.orchestrator.rollouts.groups import RolloutGroup
 
 
 class ReadyGroups(Sequence[RolloutGroup]):
-    """What is asked whenever a rollout ends is not summed up anew: how much of a batch they fill, and how old they are.
+    """What is asked whenever a rollout ends is not summed up anew: how many rollouts they have, and how old they are.
 
     Args:
-        places: of a batch that a group fills.
         age: the version that a group's staleness counts from.
     """
 
-    def __init__(self, places: Callable[[RolloutGroup], int], age: Callable[[RolloutGroup], int]) -> None:
+    def __init__(self, age: Callable[[RolloutGroup], int]) -> None:
         self.rollouts = 0
-        """Places of a batch that all of them fill."""
-        self._places = places
+        """Of all of them."""
         self._age = age
         self._groups: list[RolloutGroup] = []
         self._by_age: Counter[int] = Counter()
@@ -76,7 +74,7 @@ class ReadyGroups(Sequence[RolloutGroup]):
 
     def _count(self, group: RolloutGroup, sign: int) -> None:
         age = self._age(group)
-        self.rollouts += sign * self._places(group)
+        self.rollouts += sign * group.size
         self._by_age[age] += sign
         if not self._by_age[age]:
             del self._by_age[age]

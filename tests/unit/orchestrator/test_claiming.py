@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -99,15 +100,17 @@ def test_a_carried_rollout_goes_on_though_its_group_is_trained() -> None:
     assert trained.claim(jobs[2], runs=True) and trained.claim(jobs[3], runs=True)
     assert not trained.claim(jobs[3], runs=True)
     (part,) = [one for one in trained.open.values() if one.jobs]
-    assert (part.id, part.jobs) == ("a-00000000.2001", {jobs[2].id: 0, jobs[3].id: 1}) and part.to_dispatch == [2, 3]
-    trained.version = 1
-    fresh = [job for job in run_all(trained) if job.group == part.id]
-    assert len(fresh) == 2, "it is filled up with new ones"
-    for job in [*jobs[2:], *fresh]:
+    assert (part.id, part.jobs) == ("a-00000000.2001", {jobs[2].id: 0, jobs[3].id: 1})
+    assert not part.to_dispatch, "with `at_least` rollouts it is not filled up"
+    more, *others = (msgspec.structs.replace(jobs[2], id=f"{group.id}/{n}-c") for n in (4, 5, 6))
+    assert trained.claim(more, runs=True) and part.jobs[more.id] == 2 and trained.open.pending(0) == 3, "it grows"
+    for job in [*jobs[2:], more]:
         last = trained.finished(job.id, rollout(job))
     assert last is not None and last.id == part.id and trained.add_ready(last)
+    assert all(trained.claim(job, runs=True) for job in others), "and the next part has room"
     lost = again(set())  # the group that was complete was not on disk: its example comes again, with them in it
-    assert lost.claim(fresh[0], runs=True) and not lost.claim(fresh[1], runs=False)
+    carried = msgspec.structs.replace(more, group=part.id)
+    assert lost.claim(carried, runs=True) and not lost.claim(msgspec.structs.replace(carried, id="ended"), runs=False)
     assert list(lost.open) == [group.id]
     dropped = limits(group_sizes={"a": 4}, ratios={"a": 1.0})
     plain = Dispatcher(dropped, ["http://r0", "http://r1"], "run.1", "c", 2, taken={group.id}, **known)
@@ -130,6 +133,8 @@ class Campaign:
         """Complete groups that are not on disk yet."""
         self.given_up: set[str] = set()
         """Groups whose rollouts failed too often."""
+        self.stale: set[str] = set()
+        """Complete groups that became too old: their examples come again."""
         self.record()
 
     def record(self) -> None:
@@ -158,6 +163,7 @@ class Campaign:
     def add(self, group: RolloutGroup) -> None:
         """A group is on disk; one that is too old is deleted when it is on record that its example comes again."""
         if not self.made.add_ready(group):
+            self.stale.add(group.id)
             self.record()
 
     def kill(self) -> None:
@@ -201,6 +207,7 @@ class Campaign:
     def cut(self) -> None:
         step = self.made.step
         swept = self.made.sweep(step)
+        self.stale |= {group.id for group in swept.stale}
         for name in swept.cancelled:
             self.running.pop(name, None)
         for group in swept.early:
@@ -262,6 +269,11 @@ def test_any_order_of_ends_failures_and_kills(
     assert len(rollouts) == len(set(rollouts)), "no rollout is trained twice"
     names = [group.id for group in run.used]
     assert len(names) == len(set(names)), "no group is"
+    if rule.rule == "carry":
+        for name in {name.partition(".")[0] for name in names} - run.stale:
+            mine = [group.size for group in run.used if group.id.partition(".")[0] == name]
+            most = limit.group_sizes[name.partition("-")[0]] + (len(mine) - 1) * (rule.at_least - 1)
+            assert sum(mine) <= most, "no example is trained more than others"
     waiting = {group.id for group in (*run.made.ready, *run.writing)}
     for label, cursor in run.made.cursors.items():
         every = {f"{label}-{example:08d}" for example in range(cursor)}

@@ -1,4 +1,4 @@
-"""Groups of different sizes: batches of exactly so many rollouts, none too old, at the size of real runs."""
+"""Groups of different sizes: batches of so many rollouts, none too old, at the size of real runs."""
 
 from __future__ import annotations
 
@@ -22,15 +22,26 @@ relaxed = settings(deadline=None)
 
 @relaxed
 @given(sizes=st.lists(st.integers(1, 6), max_size=9), total=st.integers(1, 24))
-def test_a_choice_holds_exactly_so_many_and_the_first_ones(sizes: list[int], total: int) -> None:
-    fitting = [
-        chosen
+def test_a_choice_holds_so_many_or_hardly_more_and_the_first_ones(sizes: list[int], total: int) -> None:
+    enough = [
+        (sum(sizes[index] for index in chosen), chosen)
         for count in range(len(sizes) + 1)
         for chosen in itertools.combinations(range(len(sizes)), count)
-        if sum(sizes[index] for index in chosen) == total
+        if sum(sizes[index] for index in chosen) >= total
     ]
     found = choose(sizes, total)
-    assert found == (list(min(fitting)) if fitting else None), "the smallest indices of all that fit"
+    assert found == (list(min(enough)[1]) if enough else []), "of the fewest rollouts, and the smallest indices"
+
+
+def test_a_group_opens_for_a_batch_that_lacks_less_than_the_smallest_one() -> None:
+    limits = DispatchLimits({"a": 4, "b": 8}, 16, 99, 0, 1, {"a": 1.0, "b": 1.0})
+
+    def may_open(ready: int) -> list[str]:
+        return [label for label in "ab" if limits.may_open(label, 1, 0, ready, 0, 0.0)]
+
+    assert may_open(8) == ["a", "b"] and may_open(12) == ["a"], "what fits"
+    assert may_open(13) == ["a", "b"], "nothing does: it would never be full"
+    assert may_open(16) == [], "it is, and the next one is too late"
 
 
 STEPS = 8
@@ -60,7 +71,7 @@ CHAINS = st.lists(st.sampled_from([1, 2, 3]), min_size=1, max_size=3).map(
 def test_batches_come_whatever_happens(
     sizes: list[int], batches: int, off_policy: int, oversampling: float, staleness: Staleness, seed: int
 ) -> None:
-    """Of sizes that divide one another: exact, fresh, no group twice, no rollout unaccounted for, no dead end."""
+    """Of sizes that divide one another: full, fresh, no group twice, no rollout unaccounted for, no dead end."""
     labels = [f"e{index}" for index in range(len(sizes))]
     source, batch_size = random.Random(seed), sizes[-1] * batches
     limits = DispatchLimits(
@@ -75,7 +86,7 @@ def test_batches_come_whatever_happens(
     )
     made = Dispatcher(limits, ["r0"], "run", "i")
     made.version = 0
-    running, opened, used, left_out = {}, set(), [], set()
+    running, opened, used, left_out, again = {}, set(), [], set(), set()
     for _ in range(1000 + 200 * batch_size):
         if made.step > STEPS:
             break
@@ -103,18 +114,26 @@ def test_batches_come_whatever_happens(
             left_out |= before - made.open.keys()
         elif event < 0.95 or not live:
             step = made.step
-            for group in made.sweep(step).early:
-                assert staleness.at_least <= len(group.rollouts) < limits.group_sizes[group.environment]
+            swept = made.sweep(step)
+            again |= {first(group.id) for group in swept.stale}
+            for group in swept.early:
+                most = max(limits.group_sizes[group.environment], staleness.extra_rollouts)
+                assert staleness.at_least <= group.size < most
                 made.add_ready(group)
-            for group in made.cut() or []:
-                oldest = step - 1 - off_policy
-                assert (group.newest_version if staleness.counts_tokens else group.opened_version) >= oldest
-                used.append(group)
+            batch = made.cut() or []
+            oldest = step - 1 - off_policy
+            ages = [group.newest_version if staleness.counts_tokens else group.opened_version for group in batch]
+            assert min(ages, default=oldest) >= oldest
+            used += batch
+            if batch:
+                more = sum(group.size for group in batch) - batch_size
+                assert 0 <= more < max(group.size for group in batch)
+                smaller = staleness.rule in ("partial", "carry") or staleness.surplus == "carry"
+                assert not more or smaller or oldest in ages, "whole groups fill it, unless one would be lost"
             made.version = made.step - 1
         ends = sum(made.counts[how] for how in ("finished", "failed", "cancelled", "lost"))
         assert made.counts["dispatched"] == ends + made.inflight
     assert made.step == STEPS + 1
-    assert sum(limits.group_sizes[group.environment] for group in used) == STEPS * batch_size
     names = [group.id for group in used]
     assert len(names) == len(set(names))
     waiting = {group.id for group in made.ready} | {group_id(*position) for position in made.unfinished}
@@ -123,6 +142,13 @@ def test_batches_come_whatever_happens(
     assert not set(names) & waiting, "no example is lost, and no group is trained twice"
     rollouts = [sequence.info.id for group in used for sequence in group.sequences]
     assert len(rollouts) == len(set(rollouts)), "no rollout is trained twice"
+    if staleness.rule == "carry":
+        for name in {first(name) for name in names} - again:
+            size = limits.group_sizes[name.rpartition("-")[0]]
+            mine = [group.size for group in used if first(group.id) == name]
+            filled_up = (len(mine) - 1) * (min(size, staleness.at_least) - 1)
+            extra = staleness.extra_rollouts if staleness.surplus == "carry" else 0
+            assert sum(mine) <= size + extra + filled_up, "no example is trained more than others"
 
 
 def first(name: str) -> str:

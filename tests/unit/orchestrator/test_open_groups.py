@@ -21,7 +21,7 @@ def group(example: int, version: int, environment: str = "a", size: int = 4) -> 
 def test_it_finds_what_a_look_at_every_group_finds(seed: int) -> None:
     source, groups = random.Random(seed), OpenGroups()
     for example in range(300):
-        action = source.choice(["add", "add", "take", "take", "take", "again", "version", "remove"])
+        action = source.choice(["add", "add", "take", "take", "take", "again", "grow", "version", "remove"])
         known = list(groups.values())
         if action == "add" or not known:
             groups.add(group(example, source.randrange(5), source.choice("ab"), source.choice((2, 4))))
@@ -32,6 +32,8 @@ def test_it_finds_what_a_look_at_every_group_finds(seed: int) -> None:
         elif action == "again" and (busy := [each for each in known if each.jobs]):
             lost = source.choice(busy)
             groups.again(lost, lost.jobs.popitem()[1])
+        elif action == "grow":
+            groups.grow(source.choice(known))
         elif action == "version":
             groups.reopen_at(source.choice(known), source.randrange(5))
         elif action == "remove":
@@ -77,10 +79,11 @@ def test_what_lands_is_the_same_whether_groups_came_and_went_or_all_were_looked_
 
 @pytest.mark.parametrize("seed", range(5))
 def test_of_ready_groups_is_known_what_a_look_at_every_one_finds(seed: int) -> None:
-    source, sizes = random.Random(seed), {"a": 2, "b": 4}
-    ready = ReadyGroups(lambda each: sizes[each.environment], lambda each: each.opened_version)
+    source = random.Random(seed)
+    ready = ReadyGroups(lambda each: each.opened_version)
     for example in range(200):
-        new = RolloutGroup(group_id("a", example), source.choice("ab"), example, source.randrange(5), ())
+        rollouts = ((),) * source.choice((2, 4))
+        new = RolloutGroup(group_id("a", example), "a", example, source.randrange(5), rollouts)
         action, some = source.choice(["add", "add", "take", "put back", "replace"]), [*ready][:2]
         if action == "add" or not some:
             ready.add(new)
@@ -94,7 +97,7 @@ def test_of_ready_groups_is_known_what_a_look_at_every_one_finds(seed: int) -> N
             other = replace(some[0])
             ready.replace(some[0], other)
             assert ready[0] is other
-        assert ready.rollouts == sum(sizes[each.environment] for each in ready)
+        assert ready.rollouts == sum(each.size for each in ready)
         for version in range(6):
             assert ready.before(version) == [each for each in ready if each.opened_version < version]
     ready.sort()

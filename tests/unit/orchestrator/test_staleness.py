@@ -70,44 +70,60 @@ def test_a_complete_group_that_got_too_old_comes_again() -> None:
 
 
 def test_a_group_is_trained_with_what_is_done_at_its_last_chance() -> None:
-    made = dispatcher(rule="partial", at_least=2)
+    made = dispatcher(inflight=8, rule="partial", at_least=2)
     jobs = run_all(made)
-    finish(made, jobs[:1])
-    assert made.sweep(2).early == [], "one rollout is not enough"
-    finish(made, jobs[1:3])
-    assert made.sweep(1).early == [], "it has another chance"
-    (early,) = (swept := made.sweep(2)).early
-    assert len(early.rollouts) == 3 and swept.cancelled == [jobs[3].id] and made.inflight == 0
+    finish(made, [*jobs[:3], jobs[4]])
+    assert made.sweep(2).early == [], "one rollout is not enough, and the other group's are no batch"
+    finish(made, jobs[5:6])
+    assert made.sweep(1).early == [], "they have another chance"
+    first, second = (swept := made.sweep(2)).early
+    assert (first.size, second.size) == (3, 2) and made.inflight == 0
+    assert swept.cancelled == [jobs[3].id, *(job.id for job in jobs[6:])]
     made.step = 2
-    assert made.add_ready(early) and made.cut() == [early], "it fills the places of a whole group"
+    assert made.add_ready(first) and made.cut() is None, "a group fills the places of those that it has"
+    assert made.add_ready(second) and made.cut() == [first, second], "and a batch is larger by what does not fit"
+
+
+def test_a_batch_had_better_be_larger_than_what_may_be_in_no_later_one_be_lost() -> None:
+    made = dispatcher()
+    sizes = {0: 3, 1: 4, 2: 4}
+    groups = [
+        RolloutGroup(f"a-{n:08d}", "a", n, version, ((),) * size) for n, (version, size) in enumerate(sizes.items())
+    ]
+    for group in groups:
+        assert made.add_ready(group)
+    assert made.cut() == groups[1:2] and made.step == 2
+    assert made.next_batch() == groups[::2], "else four of one group would do"
 
 
 def test_nothing_is_completed_early_for_a_batch_that_does_not_form() -> None:
-    made = dispatcher(batch=8, inflight=8, rule="partial", at_least=1)
+    made = dispatcher(batch=4, inflight=8, rule="partial", at_least=1)
     jobs = run_all(made)
-    finish(made, jobs[:2])
-    assert made.sweep(2).early == [] and made.inflight == 6
-    finish(made, jobs[4:5])
+    finish(made, [*jobs[:2], *jobs[4:5]])
+    assert made.sweep(2).early == [] and made.inflight == 5
+    finish(made, jobs[5:6])
     assert len(made.sweep(2).early) == 2
 
 
-def test_rollouts_that_run_go_on_in_another_group() -> None:
-    made = dispatcher(rule="carry", at_least=2)
+@pytest.mark.parametrize("done", [2, 3])
+def test_rollouts_that_run_go_on_in_another_group(done: int) -> None:
+    made = dispatcher(batch=2, rule="carry", at_least=2)
     jobs = run_all(made)
-    finish(made, jobs[:2])
+    finish(made, jobs[:done])
     made.version = 1
     (early,) = (swept := made.sweep(2)).early
-    assert len(early.rollouts) == 2 and not swept.cancelled and made.inflight == 2
+    assert early.size == done and not swept.cancelled and made.inflight == 4 - done
     (later,) = made.open.values()
-    assert (later.id, later.version, len(later.to_dispatch)) == ("a-00000000.1", 1, 2)
+    assert (later.id, later.version, later.size) == ("a-00000000.1", 1, 2), "it is not filled up"
     assert made.unfinished == [("a", 0)], "it is not on disk yet"
     assert made.add_ready(early)
     assert not made.unfinished, "after a restart the example counts as trained"
-    more = run_all(made)
-    assert {job.group for job in more} == {later.id}
-    group = finish(made, [*jobs[2:], *more], 1)
-    assert group is not None and len(group.rollouts) == 4
-    assert made.counts["rollouts_carried"] == 2 and made.counts["cancelled"] == 0
+    more = [job for job in run_all(made) if job.group == later.id]
+    assert len(more) == done - 2, "a single one would be compared with nothing"
+    group = finish(made, [*jobs[done:], *more], 1)
+    assert group is not None and group.size == 2 and made.add_ready(group)
+    assert made.ready_rollouts == done + 2
+    assert made.counts["rollouts_carried"] == 4 - done and made.counts["cancelled"] == 0
 
 
 def test_a_group_of_which_too_little_is_done_is_carried_whole() -> None:
@@ -145,7 +161,8 @@ def test_nobody_waits_for_stragglers(surplus: str) -> None:
         assert made.inflight == 0
     else:
         assert made.take_surplus() == [] and made.inflight == 2
-        assert len(made.open["a-00000000.1"].to_dispatch) == 2
+        carried = made.open["a-00000000.1"]
+        assert carried.size == 2 and not carried.to_dispatch
 
 
 def test_places_are_rollouts_not_groups() -> None:
