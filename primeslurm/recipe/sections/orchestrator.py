@@ -105,8 +105,8 @@ class Orchestrator(Section):
     """Dispatch of rollouts and forming of batches."""
 
     batch_size: PositiveInt = 128
-    """Rollouts per step; a multiple of each environment's group_size. Where filters or `staleness` make
-    groups smaller, a step may have more, by less than a group."""
+    """Rollouts per step; a multiple of each environment's group_size. Where filters or `staleness` make groups
+    smaller, a step may have more, by less than a group."""
     group_size: PositiveInt = 8
     """Rollouts of one prompt; advantages are relative to the group's mean."""
     advantages: AdvantageRule = "grpo"

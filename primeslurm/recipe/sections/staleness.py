@@ -20,8 +20,8 @@ class Staleness(Section):
     finished, and tokens that are too old when it is trained are context only. partial: the group is trained with the
     rollouts that are done at its last chance, if they are `at_least` so many, else dropped; advantages are relative to
     these. carry: as partial, but rollouts that still run go on in another group of the same example, or in theirs, if
-    too few are done; tokens are masked as with mask. Batches are as full as with whole
-    groups: they hold more of smaller ones."""
+    too few are done; tokens are masked as with mask. Batches are as full as with whole groups: they hold more of
+    smaller ones."""
     at_least: PositiveInt = 2
     """With `partial` and `carry`: fewest rollouts that are trained as a group. If fewer are carried into another one,
     new ones are begun."""
