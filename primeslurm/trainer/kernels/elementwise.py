@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TypeVar
+from typing import ParamSpec
 
 import torch
 
-Function = TypeVar("Function", bound=Callable[..., object])
+Inputs = ParamSpec("Inputs")
 
 
 def fits(x: torch.Tensor) -> bool:
@@ -25,7 +25,7 @@ def fits(x: torch.Tensor) -> bool:
 
 
 @functools.cache
-def fused(function: Function) -> Function:
+def fused(function: Callable[Inputs, torch.Tensor]) -> Callable[Inputs, torch.Tensor]:
     """Compile a function of tensors once for all lengths: rows of other lengths compile nothing anew.
 
     Args:

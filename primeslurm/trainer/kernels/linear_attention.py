@@ -16,9 +16,6 @@ import torch
 BEGINNING = -110.0
 """The log decay where a document begins: its exponential is 0 in float32. In the chunk of 64 positions where n of them
 begin, sums with it round decays by some n * 1e-5, at most as bfloat16 rounds."""
-PART_TOKENS = 8192
-"""Of the parts that rows are computed in: kernels take less memory for a token than the plain recurrences do, and parts
-of 2,048 tokens take longer to launch than to compute."""
 WIDEST = 256
 """Keys and values that the kernels take, and multiples of 16."""
 log = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from primeslurm.families.shape import PART_TOKENS
+from primeslurm.families.shape import KERNEL_PART_TOKENS, PART_TOKENS
 from primeslurm.trainer.kernels import linear_attention
 from primeslurm.trainer.models.layers.recurrence import causal_conv
 
@@ -59,7 +59,7 @@ class HeadScan(nn.Module):
         def step(carried: Tensors, inputs: Tensors) -> tuple[torch.Tensor, Tensors]:
             return self._step(carried, inputs[:-1], by_head, inputs[-1])
 
-        tokens = linear_attention.PART_TOKENS if linear_attention.fits(by_token[:3]) else PART_TOKENS
+        tokens = KERNEL_PART_TOKENS if linear_attention.fits(by_token[:3]) else PART_TOKENS
         return in_parts(step, (*before, state), (*by_token, positions), self.chunk, tokens)
 
     @abstractmethod
