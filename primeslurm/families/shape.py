@@ -9,6 +9,9 @@ PART_TOKENS = 2048
 
 The inside of such a part takes some hundred kilobytes a token.
 """
+KERNEL_PART_TOKENS = 16384
+"""The same where GPUs have kernels for the recurrence: these keep less of a token, and shorter parts take longer to
+launch than to compute."""
 DELTA_CHUNK = 64
 """Positions of a part that a gated delta net takes together; a matter of speed alone."""
 

@@ -40,6 +40,6 @@ def test_a_layer_that_is_computed_anew_takes_what_is_estimated(kind: str) -> Non
     torch.cuda.reset_peak_memory_stats()
     out.backward(torch.ones_like(out))
     taken = torch.cuda.max_memory_allocated() - before - 2 * out.nbytes
-    estimated = LENGTH * 2 * ESTIMATED[kind].kept + ESTIMATED[kind].part
+    estimated = LENGTH * 2 * ESTIMATED[kind].kept + ESTIMATED[kind].kernel_part
     print(f"{kind}: {taken / 1e9:.2f} GB, estimated {estimated / 1e9:.2f} GB")
     assert 0.6 * estimated < taken < 1.1 * estimated

@@ -7,7 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from primeslurm.families.shape import DELTA_CHUNK, PART_TOKENS, DeltaNets, Mamba, ModelShape, Vision
+from primeslurm.families.shape import DELTA_CHUNK, KERNEL_PART_TOKENS, PART_TOKENS, DeltaNets, Mamba, ModelShape, Vision
+
+KERNEL_BYTES = 9.2
+"""Of a token inside a part, for each element of all heads' queries, keys and values: the more of two that were measured
+on an H200 (`benchmarks/results/recurrence_kernels_h200.json`; a Mamba-2 layer took 7.6)."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,8 @@ class Mixer:
     """Of a token, with selective checkpointing, which keeps every other matrix product."""
     part: int
     """While a part is computed anew."""
+    kernel_part: int
+    """The same by the kernels of GPUs, whose parts are longer."""
 
 
 def layers_of(shape: ModelShape, dtype_bytes: int) -> list[Layers]:
@@ -84,10 +90,12 @@ def delta_net(nets: DeltaNets, hidden: int, dtype_bytes: int) -> Mixer:
     projected = channels + values + 2 * nets.value_heads
     begun = (state + (nets.conv - 1) * channels * dtype_bytes) // PART_TOKENS
     heads = nets.value_heads * (60 * nets.key_dim + 22 * nets.value_dim + 20 * DELTA_CHUNK)
+    mixed = nets.value_heads * (2 * nets.key_dim + nets.value_dim)
     return Mixer(
         kept=(hidden + projected + values) * dtype_bytes + 4 * values + begun,
         selective=(hidden + channels + nets.value_heads) * dtype_bytes,
         part=PART_TOKENS * (_convolved(channels, nets.conv, dtype_bytes) + heads + state // DELTA_CHUNK),
+        kernel_part=int(KERNEL_PART_TOKENS * KERNEL_BYTES * mixed),
     )
 
 
@@ -97,8 +105,8 @@ def mamba(layers: Mamba, hidden: int, dtype_bytes: int) -> Mixer:
     Inside of a part, each head has nine float32 copies of values, two of what goes into and comes out of the state, two
     of the pairs of a chunk, and two states for each chunk: as many as autograd saves.
     """
-    values, mixed = layers.heads * layers.head_dim, 2 * layers.groups * layers.state
-    channels, state = values + mixed, 4 * values * layers.state
+    values = layers.heads * layers.head_dim
+    channels, state = values + 2 * layers.groups * layers.state, 4 * values * layers.state
     projected = values + channels + layers.heads
     begun = (state + (layers.conv - 1) * channels * dtype_bytes) // PART_TOKENS
     heads = 36 * values + 8 * layers.heads * (layers.state + layers.chunk) + 4 * layers.groups * layers.chunk
@@ -106,6 +114,7 @@ def mamba(layers: Mamba, hidden: int, dtype_bytes: int) -> Mixer:
         kept=(hidden + projected + values) * dtype_bytes + 4 * values + begun,
         selective=(hidden + projected) * dtype_bytes,
         part=PART_TOKENS * (_convolved(channels, layers.conv, dtype_bytes) + heads + 2 * state // layers.chunk),
+        kernel_part=int(KERNEL_PART_TOKENS * KERNEL_BYTES * (values + 2 * layers.heads * layers.state)),
     )
 
 
@@ -156,7 +165,7 @@ def _recurrent(count: int, mixer: Mixer, elements: int, shape: ModelShape, dtype
         selective=mixer.selective + beside // 2,
         full=shape.hidden * dtype_bytes,
         working=2 * mixer.kept,
-        part=mixer.part,
+        part=max(mixer.part, mixer.kernel_part),
     )
 
 

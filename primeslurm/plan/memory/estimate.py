@@ -239,8 +239,6 @@ _LENGTHS = ("trainer step, sequences of seq_len", "trainer step, of a quarter of
 def _step(time: StepTime, name: str) -> Amount:
     parts = ", ".join(f"{part} {seconds:.1f}" for part, seconds in time.parts.items())
     how = [f"{parts}: +-{SPREAD * 100:.0f} %"]
-    if time.recurrent_layers:
-        how.append(f"recurrences of {time.recurrent_layers} layers not counted")
     if time.network >= 0.05:
         how.append(f"between nodes {time.network:.1f}, not measured: {time.longest:.0f} s if none of it is hidden")
     return Amount(name=name, value=round(time.shortest, 1), unit="s", how="; ".join(how))

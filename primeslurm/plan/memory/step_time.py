@@ -30,6 +30,9 @@ ATTENTION = 0.66
 SPARSE_FORWARD, SPARSE_BACKWARD = 0.56, 0.235
 SELECTION = 0.326
 """The indexer's scores and the choice of keys. Ranks that share rows score equally many: the mean is that of each."""
+DELTA, STATE_SPACE = 0.0106, 0.0068
+"""Recurrences and their convolutions by kernels, of which few are products of matrices: timed alone, not within steps
+(`recurrence_kernels_h200.json`)."""
 OPERATIONS = {"none": 6, "selective": 7, "full": 8}
 """Of products with weights, for each that a token meets: two forward, four backward, and those of recomputation."""
 NETWORK_SHARE = 0.8
@@ -51,16 +54,16 @@ class StepTime:
     attention: float
     selection: float
     """Of keys, by the indexer of sparse attention."""
+    recurrences: float
+    """Of Mamba-2 layers and delta nets."""
     optimizer: float
     network: float
     """Weights that are gathered and gradients that are summed between nodes."""
-    recurrent_layers: int = 0
-    """Of which products with weights are counted alone: their recurrences were not timed."""
 
     @property
     def in_node(self) -> float:
         """Without what is between nodes."""
-        return self.products + self.attention + self.selection + self.optimizer
+        return self.products + self.attention + self.selection + self.recurrences + self.optimizer
 
     @property
     def shortest(self) -> float:
@@ -79,6 +82,7 @@ class StepTime:
             "products": self.products,
             "attention": self.attention,
             "selecting keys": self.selection,
+            "recurrences, timed alone": self.recurrences,
             "optimizer": self.optimizer,
         }
         return {name: seconds for name, seconds in found.items() if seconds >= 0.05}
@@ -115,9 +119,9 @@ def step_time(
         * (1 if trainer.memory.keep_selected_keys or not full else 2)
         * tokens
         / peak,
+        recurrences=_recurrences(shape, full) * tokens / peak,
         optimizer=_optimizer(recipe, nodes, gpus, shape, passes),
         network=_bytes_into_node(recipe, nodes, gpus, shape, passes) / (gpus * gbps * 1e9 / 8 * NETWORK_SHARE),
-        recurrent_layers=sum(kind.layers for kind in (shape.mamba, shape.delta_nets) if kind),
     )
 
 
@@ -145,6 +149,14 @@ def _selection(shape: ModelShape, length: int) -> float:
     if shape.indexer is None:
         return 0.0
     return shape.indexer.layers * 2.0 * shape.indexer.heads * shape.indexer.dim * length / 2 / SELECTION
+
+
+def _recurrences(shape: ModelShape, full: bool) -> float:
+    """As `_attention`: a state space learns and reads, the delta rule looks up what it knows before."""
+    again, m, d = 4 if full else 3, shape.mamba, shape.delta_nets
+    spaces = 2 * 2.0 * m.layers * m.heads * m.head_dim * m.state / STATE_SPACE if m else 0.0
+    nets = 3 * 2.0 * d.layers * d.value_heads * d.value_dim * d.key_dim / DELTA if d else 0.0
+    return again * (spaces + nets)
 
 
 def moving_state(size: float, gpus: int) -> float:

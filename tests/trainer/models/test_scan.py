@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,6 +13,7 @@ from torch import nn
 from benchmarks.live_memory import passes
 from primeslurm.trainer import models
 from primeslurm.trainer.components.activation_checkpointing import POLICIES
+from primeslurm.trainer.kernels import elementwise
 from primeslurm.trainer.models.layers import scan
 from tests.trainer.families import CASES
 
@@ -63,6 +65,30 @@ def test_parts_change_nothing(case_name: str, part: str, monkeypatch: pytest.Mon
     whole = run(mixer)
     monkeypatch.setattr(scan, "PART_TOKENS", 2 * 64)
     for mine, expected in zip(run(mixer).results, whole.results, strict=True):
+        assert (mine - expected).abs().max() < 2e-6 * expected.abs().max()
+
+
+@pytest.mark.parametrize(("case_name", "part"), LAYERS)
+def test_chains_that_are_compiled_change_nothing(case_name: str, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the compiler traces them, for any length; its kernels are seen by tests/gpu."""
+    mixer = layer(case_name, part)
+    whole = run(mixer)
+    compiled, torch_compile = [], torch.compile
+
+    def traced(function: Callable[..., object], dynamic: bool) -> Callable[..., object]:
+        compiled.append(function.__name__)
+        return torch_compile(function, dynamic=dynamic, backend="aot_eager")
+
+    elementwise.fused.cache_clear()
+    monkeypatch.setattr(torch, "compile", traced)
+    monkeypatch.setattr(elementwise, "fits", lambda x: True)
+    monkeypatch.setattr(scan, "PART_TOKENS", 2 * 64)
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=3, fail_on_recompile_limit_hit=True):
+        fused = run(mixer)
+    elementwise.fused.cache_clear()
+    assert compiled == ["convolved", {"delta_net": "normed_before", "mamba": "normed_after"}[part]]
+    for mine, expected in zip(fused.results, whole.results, strict=True):
         assert (mine - expected).abs().max() < 2e-6 * expected.abs().max()
 
 

@@ -12,8 +12,9 @@ from torchtitan.protocols.module import Module
 
 from primeslurm.families.shape import DELTA_CHUNK
 from primeslurm.trainer.kernels import linear_attention
+from primeslurm.trainer.models.layers.gated_norm import gated, normed_before
 from primeslurm.trainer.models.layers.recurrence import gated_delta_rule
-from primeslurm.trainer.models.layers.scan import NO_BIASES, HeadScan, Tensors, in_parts
+from primeslurm.trainer.models.layers.scan import NO_BIASES, HeadScan, Tensors
 
 
 class DeltaScan(HeadScan):
@@ -76,15 +77,9 @@ class DeltaNet(Module):
         by_head = (*self._by_head(self.conv_weight.squeeze(1), dim=0), *NO_BIASES, self.dt_bias, self.A_log)
         out = self.scan((*mixed, self.in_proj_a(x), self.in_proj_b(x)), by_head, positions)
         gate = self.in_proj_z(x).unflatten(-1, (-1, self.config.value_dim))
-        return self.out_proj(in_parts(self._gated, (), (out, gate)).flatten(2))
+        return self.out_proj(gated(normed_before, out, gate, self.norm_weight, self.config.eps).flatten(2))
 
     def _by_head(self, channels: torch.Tensor, dim: int) -> list[torch.Tensor]:
         """Channels of queries, keys and values, each as heads times their size."""
         parts = channels.split(self.widths, dim=dim)
         return [part.unflatten(dim, (-1, size)) for part, size in zip(parts, self.head_dims, strict=True)]
-
-    def _gated(self, _: Tensors, inputs: Tensors) -> tuple[torch.Tensor, Tensors]:
-        """RMSNorm within each head, before the gate; in the gate's dtype."""
-        x, gate = inputs
-        normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.config.eps)
-        return (self.norm_weight.float() * normed * F.silu(gate.float())).to(gate.dtype), ()

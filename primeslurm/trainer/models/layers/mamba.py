@@ -11,8 +11,9 @@ from torchtitan.models.common import Linear
 from torchtitan.protocols.module import Module
 
 from primeslurm.trainer.kernels import linear_attention
+from primeslurm.trainer.models.layers.gated_norm import gated, normed_after
 from primeslurm.trainer.models.layers.recurrence import state_space
-from primeslurm.trainer.models.layers.scan import NO_BIASES, HeadScan, Tensors, in_parts
+from primeslurm.trainer.models.layers.scan import NO_BIASES, HeadScan, Tensors
 
 
 class MambaScan(HeadScan):
@@ -78,17 +79,12 @@ class Mamba2(Module):
         biases = NO_BIASES if self.conv_bias is None else self._by_head(self.conv_bias, dim=0)
         conv = (*self._by_head(self.conv_weight.squeeze(1), dim=0), *biases)
         out = self.scan((*self._by_head(mixed, dim=-1), dt), (*conv, self.dt_bias, self.A_log, self.D), positions)
-        return self.out_proj(in_parts(self._gated, (), (out.flatten(2), gate)))
+        out, gate = (part.unflatten(-1, (self.config.groups, -1)) for part in (out.flatten(2), gate))
+        weight = self.norm_weight.unflatten(0, (self.config.groups, -1))
+        return self.out_proj(gated(normed_after, out, gate, weight, self.config.eps).flatten(2))
 
     def _by_head(self, channels: torch.Tensor, dim: int) -> tuple[torch.Tensor, ...]:
         """Channels of c and b by group, and of values by head, in the order of queries, keys and values."""
         x, b, c = channels.split(self.widths, dim=dim)
         groups, heads = self.config.groups, self.config.heads
         return tuple(part.unflatten(dim, (count, -1)) for part, count in ((c, groups), (b, groups), (x, heads)))
-
-    def _gated(self, _: Tensors, inputs: Tensors) -> tuple[torch.Tensor, Tensors]:
-        """RMSNorm within each group, after the gate; in the gate's dtype."""
-        x, gate = inputs
-        grouped = (x * F.silu(gate.float())).unflatten(-1, (self.config.groups, -1))
-        grouped = grouped * torch.rsqrt(grouped.square().mean(-1, keepdim=True) + self.config.eps)
-        return (self.norm_weight.float() * grouped.flatten(-2)).to(gate.dtype), ()

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from primeslurm.trainer.kernels import elementwise
+
 
 @dataclass(frozen=True)
 class Chunks:
@@ -75,14 +77,22 @@ def causal_conv(
     Returns:
         Outputs, and the last width - 1 inputs.
     """
-    length, width = x.shape[1], weight.shape[-1]
     inputs = torch.cat([before, x], dim=1)
-    out = x * weight[..., -1]
+    chain = elementwise.fused(convolved) if elementwise.fits(x) else convolved
+    return chain(inputs, weight, bias, positions), inputs[:, x.shape[1] :].clone()
+
+
+def convolved(
+    inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, positions: torch.Tensor
+) -> torch.Tensor:
+    """What `causal_conv` returns first, of inputs with those before them, [B, width - 1 + L, H, channels]."""
+    length, width = positions.shape[1], weight.shape[-1]
+    out = inputs[:, width - 1 :] * weight[..., -1]
     for back in range(1, width):
         earlier = inputs[:, width - 1 - back :][:, :length]
         reachable = (positions >= back)[..., None, None]
         out = out + torch.where(reachable, earlier, 0) * weight[..., -1 - back]
-    return F.silu(out if bias is None else out + bias), inputs[:, length:].clone()
+    return F.silu(out if bias is None else out + bias)
 
 
 def state_space(

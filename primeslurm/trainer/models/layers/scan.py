@@ -13,7 +13,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from primeslurm.families.shape import PART_TOKENS
+from primeslurm.families.shape import KERNEL_PART_TOKENS, PART_TOKENS
+from primeslurm.trainer.kernels import linear_attention
 from primeslurm.trainer.models.layers.recurrence import causal_conv
 
 NO_BIASES = (None, None, None)
@@ -58,7 +59,8 @@ class HeadScan(nn.Module):
         def step(carried: Tensors, inputs: Tensors) -> tuple[torch.Tensor, Tensors]:
             return self._step(carried, inputs[:-1], by_head, inputs[-1])
 
-        return in_parts(step, (*before, state), (*by_token, positions), self.chunk)
+        tokens = KERNEL_PART_TOKENS if linear_attention.fits(by_token[:3]) else PART_TOKENS
+        return in_parts(step, (*before, state), (*by_token, positions), self.chunk, tokens)
 
     @abstractmethod
     def recur(
@@ -92,7 +94,7 @@ def _existing(parameter: torch.Tensor | None) -> torch.Tensor:
     return parameter
 
 
-def in_parts(step: Step, carried: Tensors, inputs: Tensors, chunk: int = 1) -> torch.Tensor:
+def in_parts(step: Step, carried: Tensors, inputs: Tensors, chunk: int = 1, tokens: int = PART_TOKENS) -> torch.Tensor:
     """Run `step(carried, inputs)` over parts of rows, and again in the backward pass.
 
     Args:
@@ -100,8 +102,9 @@ def in_parts(step: Step, carried: Tensors, inputs: Tensors, chunk: int = 1) -> t
         carried: for the first part.
         inputs: [rows, length, ...] each.
         chunk: a part has a multiple of so many positions.
+        tokens: of a part, in all rows together.
     """
-    size = max(PART_TOKENS // len(inputs[0]) // chunk, 1) * chunk
+    size = max(tokens // len(inputs[0]) // chunk, 1) * chunk
     count = len(inputs)  # checkpoints keep `run`: it must not know whole rows, which may be computed anew themselves
 
     def run(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
