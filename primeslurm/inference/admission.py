@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from primeslurm.wire import secret
-from primeslurm.wire.weight_transfer.messages import STATUS_PATH
+from primeslurm.wire.names import STATUS_PATH
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]

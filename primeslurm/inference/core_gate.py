@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from primeslurm.inference.admission import App, Receive, Scope, SecretGate, Send, answer
 from primeslurm.inference.core_watch import CoreWatch
-from primeslurm.wire.weight_transfer.messages import STATUS_PATH
+from primeslurm.wire.names import STATUS_PATH
 
 HEALTH_PATH = "/health"
 _GENERATION = ("/v1/", "/inference/v1/")

@@ -22,7 +22,8 @@ import psutil
 
 from primeslurm.inference.admission import App, Message, Receive, Scope, Send, answer
 from primeslurm.inference.core_gate import HEALTH_PATH, CoreGate, generates
-from primeslurm.wire.weight_transfer.messages import STATUS_PATH, EngineStatus
+from primeslurm.wire.names import STATUS_PATH
+from primeslurm.wire.weight_transfer.messages import EngineStatus
 
 SHUTDOWN_PATH = "/primeslurm/shutdown"
 SHUTDOWN_EXIT_CODE = 70

@@ -22,7 +22,7 @@ from primeslurm.recipe.sections.inference import EngineParallel, Inference
 from primeslurm.recipe.sections.kv_offload import MooncakeOffload
 from primeslurm.recipe.sections.teacher import TeacherEngines
 from primeslurm.recipe.sections.trainer import Model
-from primeslurm.wire.weight_transfer.messages import STATUS_PATH
+from primeslurm.wire.names import STATUS_PATH
 
 
 @dataclass(frozen=True)

@@ -61,11 +61,6 @@ UpdateInfo = PolicyDirectory | SessionPlace
 """`update_info` of POST /update_weights."""
 
 
-STATUS_PATH = "/primeslurm/status"
-"""Where an engine's gate answers with its EngineStatus as soon as its HTTP server is up: `/health` waits for the
-current policy. Only engines that are trained for have it."""
-
-
 class EngineStatus(msgspec.Struct, frozen=True):
     """What the gate in front of an engine reports (GET STATUS_PATH)."""
 
