@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from primeslurm.api.environments import environment_problems
 from primeslurm.errors import UsageError
 from primeslurm.plan.checks.files import absent_data, model_files, with_absolute_paths
 from primeslurm.plan.checks.teacher import teacher_problems
@@ -35,6 +34,8 @@ def strict_plan_of(recipe: Recipe, site: Site, files: RecipeFiles, *, local: boo
     Raises:
         UsageError: the recipe cannot be placed, or its files or environments cannot be used; every reason at once.
     """
+    from primeslurm.api.environments import environment_problems  # not above: whoever renders tries none
+
     tried = environment_problems(files.located, site, local=local) if not files.blocked else ([], [_BLOCKED])
     problems, untried = [*files.problems, *tried[0]], tried[1]
     try:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import os
 import random
 import time
@@ -19,10 +18,13 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
+import msgspec
+
 from primeslurm.emulated import http
 from primeslurm.emulated.scheduler import PREFILL_TOKENS_PER_S, Request, Scheduler, exposition
 from primeslurm.inference.admission import App, Receive, Scope, SecretGate, Send
 from primeslurm.inference.gate import VersionGate
+from primeslurm.wire.decoding import DamagedError, json_value
 
 TICK_S = 0.1
 """Requests finish on ticks: short against what a request takes."""
@@ -41,7 +43,45 @@ SERVERS_OWN = ("/health", "/metrics", "/v1/models")
 UPDATE_S = 0.1
 """Time that taking in new weights needs."""
 
-Route = Callable[[dict[str, Any], dict[str, list[str]]], Awaitable[tuple[int, object]]]
+Query = dict[str, list[str]]
+
+
+class AskedSampling(msgspec.Struct, frozen=True):
+    """What is read of sampling parameters."""
+
+    max_tokens: int | None = None
+    ignore_eos: bool = False
+
+
+class KvTransfer(msgspec.Struct, frozen=True):
+    """Where the KV of a request comes from, and goes to."""
+
+    do_remote_prefill: bool = False
+    do_remote_decode: bool = False
+
+
+class AskedUpdate(msgspec.Struct, frozen=True):
+    """Where new weights are: in a directory, or (`session`) the trainer sends them."""
+
+    version: int = 0
+    path: str = ""
+    session: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """What the routes read of a request's body; each reads its own, and the rest is ignored."""
+
+    token_ids: list[int] = []
+    sampling_params: AskedSampling = AskedSampling()
+    cache_salt: str | None = None
+    kv_transfer_params: KvTransfer | None = None
+    prompt: list[int] = []
+    update_info: AskedUpdate = AskedUpdate()
+    weight_version: str | int | None = None
+    new_version: str | int = ""
+
+
+Route = Callable[[Asked, Query], Awaitable[tuple[int, object]]]
 
 
 class EmulatedEngine:
@@ -103,7 +143,12 @@ class EmulatedEngine:
             return
         if self._core_hangs and scope["path"] not in SERVERS_OWN:
             await asyncio.Event().wait()
-        status, content = await route(json.loads(body) if body else {}, parse_qs(scope["query_string"].decode()))
+        try:
+            asked = json_value(body or b"{}", Asked)
+        except DamagedError as error:
+            await http.answer(send, 400, {"error": str(error)})
+            return
+        status, content = await route(asked, parse_qs(scope["query_string"].decode()))
         await http.answer(send, status, content)
 
     async def run(self) -> None:
@@ -119,29 +164,29 @@ class EmulatedEngine:
             if not self._scheduler.busy:
                 self._work.clear()
 
-    async def _generate(self, body: dict[str, Any], query: dict[str, list[str]]) -> tuple[int, object]:
-        prompt, sampling = body["token_ids"], body["sampling_params"]
+    async def _generate(self, asked: Asked, query: Query) -> tuple[int, object]:
+        prompt, sampling = asked.token_ids, asked.sampling_params
         room = self._max_len - len(prompt)
         if room < 1:
             return 400, {"error": f"a prompt of {len(prompt)} tokens does not fit in {self._max_len}"}
-        limit = min(sampling.get("max_tokens") or room, room)
-        transfer = body.get("kv_transfer_params") or {}
+        limit = min(sampling.max_tokens or room, room)
+        transfer = asked.kv_transfer_params or KvTransfer()
         drawn = max(1, round(MEAN_ANSWER_TOKENS * self._random.lognormvariate(0.0, 1.0)))
-        target = limit if sampling.get("ignore_eos") else min(drawn, limit)
-        request = Request(prompt, body.get("cache_salt") or "", target, bool(transfer.get("do_remote_prefill")))
+        target = limit if sampling.ignore_eos else min(drawn, limit)
+        request = Request(prompt, asked.cache_salt or "", target, transfer.do_remote_prefill)
         await self._finish(request)
         tokens = [self._random.randrange(EOS + 1, VOCABULARY) for _ in range(target)]
         if target < limit:
             tokens[-1] = EOS
         self._scheduler.finished(request, tokens)
         answer = self._answer(request, tokens, "stop" if target < limit else "length")
-        if transfer.get("do_remote_decode"):
+        if transfer.do_remote_decode:
             answer["kv_transfer_params"] = self._kv_transfer(request)
         return 200, answer
 
-    async def _complete(self, body: dict[str, Any], query: dict[str, list[str]]) -> tuple[int, object]:
+    async def _complete(self, asked: Asked, query: Query) -> tuple[int, object]:
         """As a teacher: random log-probabilities of the prompt, and one token."""
-        prompt = body["prompt"]
+        prompt = asked.prompt
         if len(prompt) >= self._max_len:
             return 400, {"error": f"a prompt of {len(prompt)} tokens does not fit in {self._max_len}"}
         await self._finish(Request(prompt, "", 1))
@@ -184,17 +229,17 @@ class EmulatedEngine:
             "tp_size": 1,
         }
 
-    async def _pause(self, body: dict[str, Any], query: dict[str, list[str]]) -> tuple[int, object]:
+    async def _pause(self, asked: Asked, query: Query) -> tuple[int, object]:
         self._paused = True
         if query.get("clear_cache", ["true"]) == ["true"]:
             self._scheduler.clear_cache()
         return 200, {"status": "paused"}
 
-    async def _resume(self, body: dict[str, Any], query: dict[str, list[str]]) -> tuple[int, object]:
+    async def _resume(self, asked: Asked, query: Query) -> tuple[int, object]:
         self._paused = False
         return 200, {"status": "resumed"}
 
-    async def _hang_core(self, body: dict[str, Any], query: dict[str, list[str]]) -> tuple[int, object]:
+    async def _hang_core(self, asked: Asked, query: Query) -> tuple[int, object]:
         self._core_hangs = True
         return 200, {}
 
@@ -202,44 +247,44 @@ class EmulatedEngine:
     def _stands(self) -> bool:
         return self._paused or self._core_hangs
 
-    async def _is_paused(self, body: dict[str, Any], query: dict[str, list[str]]) -> tuple[int, object]:
+    async def _is_paused(self, asked: Asked, query: Query) -> tuple[int, object]:
         return 200, {"is_paused": self._paused}
 
-    async def _update_weights(self, body: dict[str, Any], query: dict[str, list[str]]) -> tuple[int, object]:
+    async def _update_weights(self, asked: Asked, query: Query) -> tuple[int, object]:
         from primeslurm.wire.weight_transfer.filesystem import (  # only engines that outlive a step need it
             MANIFEST,
             read_manifest,
         )
 
-        info = body["update_info"]
-        if "session" in info:  # the trainer sends, and has nothing to send
+        info = asked.update_info
+        if info.session is not msgspec.UNSET:  # the trainer sends, and has nothing to send
             await asyncio.sleep(UPDATE_S)
             return 200, {}
-        directory = Path(info["path"])
+        directory = Path(info.path)
         manifest = read_manifest(directory)
-        if manifest is None or manifest.version != info["version"]:
-            return 500, {"error": f"{directory}: no {MANIFEST} of version {info['version']}"}
+        if manifest is None or manifest.version != info.version:
+            return 500, {"error": f"{directory}: no {MANIFEST} of version {info.version}"}
         for file in manifest.files:
             if (directory / file.name).stat().st_size != file.bytes:
                 return 500, {"error": f"{directory / file.name}: not the size that its manifest says"}
         await asyncio.sleep(UPDATE_S)
         return 200, {}
 
-    async def _finish_update(self, body: dict[str, Any], query: dict[str, list[str]]) -> tuple[int, object]:
-        self._scheduler.version = str(body.get("weight_version") or "default")
+    async def _finish_update(self, asked: Asked, query: Query) -> tuple[int, object]:
+        self._scheduler.version = str(asked.weight_version or "default")
         return 200, {}
 
-    async def _set_version(self, body: dict[str, Any], query: dict[str, list[str]]) -> tuple[int, object]:
-        self._scheduler.version = str(body["new_version"])
+    async def _set_version(self, asked: Asked, query: Query) -> tuple[int, object]:
+        self._scheduler.version = str(asked.new_version)
         return 200, {}
 
-    async def _models(self, body: dict[str, Any], query: dict[str, list[str]]) -> tuple[int, object]:
+    async def _models(self, asked: Asked, query: Query) -> tuple[int, object]:
         return 200, {"object": "list", "data": [{"id": self._served, "object": "model", "owned_by": "emulated"}]}
 
-    async def _metrics(self, body: dict[str, Any], query: dict[str, list[str]]) -> tuple[int, object]:
+    async def _metrics(self, asked: Asked, query: Query) -> tuple[int, object]:
         return 200, exposition(self._scheduler)
 
-    async def _ok(self, body: dict[str, Any], query: dict[str, list[str]]) -> tuple[int, object]:
+    async def _ok(self, asked: Asked, query: Query) -> tuple[int, object]:
         return 200, {}
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from primeslurm.wire import secret
+from primeslurm.wire.names import STATUS_PATH
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
@@ -20,7 +21,6 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
-STATUS_PATH = "/primeslurm/status"
 _OPEN = ("/health", "/metrics", STATUS_PATH)
 _GENERATE = ("/inference/v1/generate", "/v1/completions", "/v1/chat/completions", "/v1/models")
 """What the token of a router opens (`wire.secret.generate_token`)."""

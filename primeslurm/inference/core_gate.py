@@ -7,8 +7,9 @@ leave it out, and its agent, which takes 504 for no answer at all, restarts it w
 
 from __future__ import annotations
 
-from primeslurm.inference.admission import STATUS_PATH, App, Receive, Scope, SecretGate, Send, answer
+from primeslurm.inference.admission import App, Receive, Scope, SecretGate, Send, answer
 from primeslurm.inference.core_watch import CoreWatch
+from primeslurm.wire.names import STATUS_PATH
 
 HEALTH_PATH = "/health"
 _GENERATION = ("/v1/", "/inference/v1/")

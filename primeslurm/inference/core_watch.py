@@ -14,6 +14,7 @@ from collections.abc import Callable
 import psutil
 
 from primeslurm.inference.admission import App, Message, Scope
+from primeslurm.silence import LATE_S
 
 QUESTION = "/is_paused"
 SILENT_S = 15.0
@@ -23,8 +24,6 @@ OWED_S = 5.0
 """A core that owes one for so long is asked after otherwise: it may be compiling."""
 COMPILERS = frozenset({"nvcc", "cicc", "ptxas", "cudafe++", "nvlink", "fatbinary", "ninja", "cc1plus", "g++", "gcc"})
 """Programs by which cores compile kernels that they meet for the first time: DeepGEMM's take minutes in all."""
-LATE_S = 2.0
-"""Two looks further apart than this count as so far apart: the server itself may have been held up."""
 
 
 class CoreWatch:

@@ -20,8 +20,9 @@ import uuid
 
 import psutil
 
-from primeslurm.inference.admission import STATUS_PATH, App, Message, Receive, Scope, Send, answer
+from primeslurm.inference.admission import App, Message, Receive, Scope, Send, answer
 from primeslurm.inference.core_gate import HEALTH_PATH, CoreGate, generates
+from primeslurm.wire.names import STATUS_PATH
 from primeslurm.wire.weight_transfer.messages import EngineStatus
 
 SHUTDOWN_PATH = "/primeslurm/shutdown"

@@ -21,8 +21,6 @@ from primeslurm.wire.manifest import FileRecord
 COMMITTED = "COMMITTED"
 SHARD = ".distcp"
 """How files with tensors end."""
-LOCAL = "PRIMESLURM_LOCAL_CHECKPOINTS"
-"""The variable that names a rank's directory for copies on its node, which the agent makes and removes."""
 log = logging.getLogger(__name__)
 _NAME = re.compile(r"^step_(\d{6,})$")
 

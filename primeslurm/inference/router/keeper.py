@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import http.client
 import logging
 import math
-import signal
 import subprocess
 import sys
 import time
@@ -21,6 +19,7 @@ import msgspec
 from primeslurm.inference.router.door import Door
 from primeslurm.inference.router.serve import RouterOrder
 from primeslurm.inference.router.workers import LARGEST_LIST, WorkerDifference, compare, listed, planned
+from primeslurm.orphans import end_with_parent
 from primeslurm.records.events.processes import RouterComplete, RouterIncomplete, RouterRestarted
 from primeslurm.records.journal import Journal
 from primeslurm.wire import secret
@@ -31,8 +30,6 @@ REMEMBERED_BYTES = 4 * 2**30
 """A router that was shown so much of wrong tokens starts anew: it forgets none."""
 FORGET_AGAIN_S = 600.0
 """For that, it starts anew at most so often: whoever shows them must not keep the run from its engines."""
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None)
 _log = logging.getLogger(__name__)
 
 
@@ -139,8 +136,11 @@ class Keeper:
         return self._start(door)
 
     def _start(self, door: Door) -> subprocess.Popen[bytes]:
+        # Whoever kills the keeper alone must not leave a router behind that nobody keeps.
         child = subprocess.Popen(
-            [sys.executable, "-m", "primeslurm.inference.router.serve"], stdin=subprocess.PIPE, preexec_fn=_die_together
+            [sys.executable, "-m", "primeslurm.inference.router.serve"],
+            stdin=subprocess.PIPE,
+            preexec_fn=end_with_parent,
         )
         assert child.stdin is not None
         keys = f"http://{self.door.host}:{self.door.port}{door.keys}"
@@ -166,11 +166,6 @@ class Keeper:
             return None
         finally:
             connection.close()
-
-
-def _die_together() -> None:
-    # Whoever kills the keeper alone must not leave a router behind that nobody keeps.
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
@@ -11,13 +10,12 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None)
+from primeslurm.orphans import end_with_parent
 
 
 def _before_exec() -> None:
     # A killed agent must not leave servers behind; Slurm would find them, the local executor would not.
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     # Before a time limit Slurm sends USR2 to every process of the step, not only to its task: it is for the agent.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
 

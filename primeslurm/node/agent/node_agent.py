@@ -34,11 +34,8 @@ from primeslurm.records.fleet import AgentReport, AssignmentRecord, Ending, Fitn
 from primeslurm.records.journal import Journal
 from primeslurm.records.reading import changed_record
 from primeslurm.run.directory import Attempt
+from primeslurm.silence import LATE_S, held_up_s
 from primeslurm.wire.addresses import Addresses
-
-LATE_S = 2.0
-"""Agents and head whose turns come later than this after one another are held up: by a machine or a file system that
-stands still, and mostly for all of them. What they have not heard of meanwhile is not silent for that."""
 
 
 @dataclass(frozen=True)
@@ -270,11 +267,6 @@ class NodeAgent:
             self.journal.write(HeartbeatFailed(str(error)))
         if self._records.fault and not fault:
             self.journal.write(HeartbeatFailed(self._records.fault))
-
-
-def held_up_s(last: float, now: float) -> float:
-    """Tell for how many seconds whoever had its last turn at `last` was held up."""
-    return max(0.0, now - last - LATE_S)
 
 
 def _address(name: str, plan: Plan) -> str:

@@ -9,11 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from primeslurm.node.agent.health_probe import HealthProbe
-from primeslurm.node.agent.silence import Silence
 from primeslurm.node.host.process_condition import Condition, condition_of
 from primeslurm.plan.model import Process
 from primeslurm.records.beats import Beat, BeatPage
 from primeslurm.records.fleet import BeatReport
+from primeslurm.silence import Silence
 
 STOPPED_S = 10.0
 """A process that is silent for so long and was stopped by a signal is continued: nothing else does that. Whoever wants

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import msgspec
 
 from primeslurm.files import Watched, write_json
-from primeslurm.node.agent.node_agent import NodeAgent, held_up_s
+from primeslurm.node.agent.node_agent import NodeAgent
 from primeslurm.node.agent.supervision import ProcessState
 from primeslurm.node.attempt.attempt_end import conclude, remember_bad_node
 from primeslurm.node.head.fleet import AGENT_ENDED, Fleet, News
@@ -34,6 +34,7 @@ from primeslurm.records.reserve import may_pass
 from primeslurm.records.state import OrchestratorState, TrainerState
 from primeslurm.run.directory import Attempt, RunDirectory
 from primeslurm.run.records import progress_of
+from primeslurm.silence import held_up_s
 from primeslurm.slurm.launch_failures import JobOutput, early_exits, kills, launch_failures, node_names, restarts
 from primeslurm.wire.addresses import Addresses
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from primeslurm.files import read_json, write_atomic
 from primeslurm.node.host.network import can_bind
+from primeslurm.plan.memory.gpus import GIB
 from primeslurm.records.fleet import CheckLevel, PreflightCheck, SharedCheck
 from primeslurm.records.reserve import LEAST_FREE, may_pass
 
-GIB = 2**30
 COMMAND_TIMEOUT_S = 20.0
 USED_MIB = 2048
 """GPU memory in use before anything of ours runs; less than this is the driver's own."""

@@ -8,7 +8,6 @@ imported, which takes seconds. It is what a worker does before its first rollout
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import faulthandler
 import functools
@@ -25,6 +24,7 @@ import msgspec
 from primeslurm.errors import UsageError, Violation
 from primeslurm.orchestrator import environments
 from primeslurm.orchestrator.environments import agents, host_needs, mistakes, pairing
+from primeslurm.orphans import end_with_parent
 from primeslurm.recipe.sections.orchestrator import Environment
 from primeslurm.recipe.sections.trainer import Model
 from primeslurm.wire.environment_probe import (
@@ -43,7 +43,6 @@ MODEL_S = 120.0
 _KILL_S = 5.0
 """After its time is up, a process ends by itself, unless it cannot."""
 _POLL_S = 0.02
-_PR_SET_PDEATHSIG = 1
 _TAIL = 20_000
 
 
@@ -58,7 +57,7 @@ class _Child(Generic[T]):
 
 def main() -> None:
     """Answer."""
-    _end_with_parent()
+    end_with_parent()
     asked = decoded(sys.stdin.read(), ProbeRequest)
     found = [Environment.model_validate(each) for each in asked.environments]
     model = Model.model_validate(asked.model)
@@ -107,7 +106,7 @@ def _fork(kind: type[T], work: Callable[[], T], limit_s: float) -> _Child[T]:
     if pid := os.fork():
         return _Child(kind, pid, time.monotonic() + limit_s + _KILL_S, answer, stderr)
     try:
-        _end_with_parent()
+        end_with_parent()
         os.setsid()
         os.dup2(stderr.fileno(), 1)
         os.dup2(stderr.fileno(), 2)
@@ -117,10 +116,6 @@ def _fork(kind: type[T], work: Callable[[], T], limit_s: float) -> _Child[T]:
         os._exit(0)  # without waiting for threads that the environment has left
     finally:
         os._exit(1)
-
-
-def _end_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _wait(child: _Child[T]) -> ProbeResult[T]:

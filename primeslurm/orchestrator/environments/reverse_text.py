@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import string
 from collections.abc import Iterator
 
 import verifiers.v1 as vf
@@ -11,7 +12,6 @@ from primeslurm.orchestrator.environments.chat import ChatHarness
 
 __all__ = ["ChatHarness", "ReverseTextTaskset"]
 
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
 PROMPT = "Reverse: "
 
 
@@ -58,7 +58,7 @@ def words(n: int, seed: int, min_length: int = 4, max_length: int = 8) -> Iterat
     """Yield `n` random lowercase words."""
     rng = random.Random(seed)
     for _ in range(n):
-        yield "".join(rng.choices(LETTERS, k=rng.randint(min_length, max_length)))
+        yield "".join(rng.choices(string.ascii_lowercase, k=rng.randint(min_length, max_length)))
 
 
 def demonstrations(n: int, seed: int, min_length: int = 4, max_length: int = 8) -> Iterator[tuple[str, str]]:

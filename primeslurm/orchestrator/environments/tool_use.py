@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import string
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,6 @@ from primeslurm.orchestrator.rendering import ChatMessage
 
 __all__ = ["ShellHarness", "ToolUseTaskset"]
 
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
 NAME_LETTERS = 4
 PROMPT = "Follow "
 GUESS = "000"
@@ -87,7 +87,7 @@ def chains(n: int, seed: int, links: int) -> Iterator[tuple[list[str], str]]:
     for _ in range(n):
         names: dict[str, None] = {}
         while len(names) < links:
-            names["".join(rng.choices(LETTERS, k=NAME_LETTERS))] = None
+            names["".join(rng.choices(string.ascii_lowercase, k=NAME_LETTERS))] = None
         yield list(names), str(rng.randint(100, 999))
 
 

@@ -8,12 +8,11 @@ by those who know whom it is from.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated
 
 import msgspec
 import numpy as np
 
-from primeslurm.wire.decoding import DamagedError, value
+from primeslurm.wire.decoding import DamagedError, Size, value
 from primeslurm.wire.rollouts import Frame
 
 PIECE = 60 << 10
@@ -22,9 +21,6 @@ LARGEST_PART = 64 << 10
 """Bytes of a part on ZMQ (`MAXMSGSIZE`)."""
 _MARK = b"\xc1"
 """Begins a message that was cut; no value of msgpack begins with it."""
-
-Buffer = bytes | memoryview
-_Length = Annotated[int, msgspec.Meta(ge=0)]
 
 
 def cut(parts: Sequence[Frame]) -> list[Frame]:
@@ -36,7 +32,7 @@ def cut(parts: Sequence[Frame]) -> list[Frame]:
     return [head, *(view[start : start + PIECE] for view in views for start in range(0, view.nbytes, PIECE))]
 
 
-def joined(parts: list[Buffer]) -> list[Buffer]:
+def joined(parts: list[Frame]) -> list[Frame]:
     """Put a message together again.
 
     Args:
@@ -50,7 +46,7 @@ def joined(parts: list[Buffer]) -> list[Buffer]:
     """
     if not parts or bytes(parts[0][:1]) != _MARK:
         return parts
-    lengths = value(parts[0][1:], list[_Length])
+    lengths = value(parts[0][1:], list[Size])
     come = sum(len(part) for part in parts[1:])
     if sum(lengths) != come:  # so that room is made for no more than is there
         raise DamagedError(f"{come} bytes of {sum(lengths)}")
@@ -59,7 +55,7 @@ def joined(parts: list[Buffer]) -> list[Buffer]:
     return [_taken(rest, length) for length in lengths]
 
 
-def _taken(rest: list[Buffer], length: int) -> Buffer:
+def _taken(rest: list[Frame], length: int) -> Frame:
     """The next bytes of what is left, whose next piece is last."""
     if length and len(rest[-1]) == length:
         return rest.pop()

@@ -33,14 +33,15 @@ from primeslurm.orchestrator.rollouts.job_protocol import (
     on_this_node,
     shortened,
 )
-from primeslurm.orchestrator.rollouts.pieces import LARGEST_PART, Buffer, joined
+from primeslurm.orchestrator.rollouts.pieces import LARGEST_PART, joined
+from primeslurm.silence import held_up_s
 from primeslurm.wire import secret
 from primeslurm.wire.decoding import DamagedError, value
-from primeslurm.wire.rollouts import Rollout
+from primeslurm.wire.rollouts import Frame, Rollout
 
 log = logging.getLogger(__name__)
 
-SILENT_S = 30.0
+GIVEN_UP_S = 30.0
 """A worker that reports nothing for this long is given up, whoever else there is."""
 QUIET_S = 5.0
 """A worker that reports nothing for this long gets no job: it may be gone, with its node."""
@@ -48,9 +49,6 @@ TAKEN_BACK_S = 10.0
 """Of a worker that reports nothing for this long others get the jobs, if there are any that report."""
 BUSY_SHARE = 0.5
 """One that computed, or waited for a CPU, for more than this share of its silence was held up by its own work."""
-LATE_S = 2.0
-"""An orchestrator that looks after its workers later than this after the last time was held up: it has not heard them,
-and nobody was silent for that."""
 UNSEEN_S = 60.0
 """A job that a worker has not seen this long after it was sent is lost: a connection broke on the way."""
 RESENT_S = 60.0
@@ -181,7 +179,7 @@ class WorkerPool:
         try:
             while True:
                 came = await self._socket.recv_multipart(copy=False)  # arrays are views of what came
-                identity, parts = came[0].bytes, list[Buffer](part.buffer for part in came[1:])
+                identity, parts = came[0].bytes, list[Frame](part.buffer for part in came[1:])
                 came.clear()
                 try:
                     if not (parts := joined(parts)):
@@ -215,7 +213,7 @@ class WorkerPool:
     def expire(self) -> None:
         """Give up the workers that are silent, and spare those that are quiet."""
         now = self._clock()
-        held_up, self._looked_at = max(0.0, now - self._looked_at - LATE_S), now
+        held_up, self._looked_at = held_up_s(self._looked_at, now), now
         for worker in list(self._live.values()):
             worker.heard += held_up
             silence = now - worker.heard
@@ -230,9 +228,9 @@ class WorkerPool:
         """How long a worker may be silent: if nobody else can run its jobs, it had better keep them for a while."""
         patience = self._patience_s.get(worker.environment, TAKEN_BACK_S)
         others = any(worker.environment in node.listening for node in self._nodes.values())
-        return patience if others else max(patience, SILENT_S)
+        return patience if others else max(patience, GIVEN_UP_S)
 
-    async def _receive(self, identity: bytes, head: Buffer, frames: Sequence[Buffer]) -> None:
+    async def _receive(self, identity: bytes, head: Frame, frames: Sequence[Frame]) -> None:
         message: ToOrchestrator = value(head, ToOrchestrator)  # type: ignore[arg-type]  # a union is no type
         if isinstance(message, Status):
             await self._reconcile(identity, message)
@@ -364,7 +362,7 @@ def _is_lost(sent: _Sent, seen: int, now: float) -> bool:
     return sent.number <= seen or now - sent.at > UNSEEN_S
 
 
-def _sequences(result: Result, frames: Sequence[Buffer]) -> tuple[Rollout, ...] | str:
+def _sequences(result: Result, frames: Sequence[Frame]) -> tuple[Rollout, ...] | str:
     """The sequences, or what is wrong with them: a damaged result is a failed rollout."""
     try:
         return decode_sequences(result, frames)

@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import httpx
 
+from primeslurm.orchestrator.weight_transfer.polls import SILENT_S
+
 Sample = dict[str, float]
 """One engine at one moment: gauges as they are, counters since the engine's start."""
 
@@ -47,9 +49,6 @@ _NAMES = {*_PLAIN, *(name for name, _ in _LABELLED)}
 # One search over the whole text: most of its thousand lines are histograms that nobody here wants.
 _SAMPLE = re.compile(rf"^vllm:({'|'.join(sorted(_NAMES))})(?:\{{([^}}]*)\}})? (\S+)$", re.MULTILINE)
 
-SILENT_S = 30.0
-"""So long an engine may take connections without answering before it counts as gone: it may be busy. The policy loop
-waits as long."""
 _AT_ONCE = 32
 """Engines asked at the same time: a thousand answers together would hold up everything else in this process."""
 

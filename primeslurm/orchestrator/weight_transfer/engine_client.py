@@ -15,6 +15,7 @@ import msgspec
 from primeslurm.orchestrator.weight_transfer.polls import HELD_UP, LEAST_S, AnswerTime
 from primeslurm.wire.decoding import json_value
 from primeslurm.wire.http import client_within_run, words
+from primeslurm.wire.names import STATUS_PATH
 from primeslurm.wire.retry import repeating
 from primeslurm.wire.weight_transfer.messages import EngineStatus, PolicyDirectory, SessionPlace, UpdateInfo
 
@@ -169,7 +170,7 @@ class EngineClient:
         await self._looking.aclose()
 
     async def _look(self, timeout_s: float) -> httpx.Response:
-        url = f"{self.url}/primeslurm/status"
+        url = self.url + STATUS_PATH
         try:
             return await self._looking.get(url, timeout=timeout_s)
         except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):

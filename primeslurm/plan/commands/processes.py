@@ -8,7 +8,7 @@ from primeslurm.plan.memory.gpus import ALLOC_CONF, EXPANDABLE
 from primeslurm.plan.placement.node_builder import RENDEZVOUS_PORT
 from primeslurm.recipe import Recipe, Site
 from primeslurm.recipe.phase_limits import PhaseLimits
-from primeslurm.wire import checkpoints
+from primeslurm.wire.names import LOCAL_CHECKPOINTS
 
 RECIPE = "${run_dir}/recipe.resolved.json"
 HUGE_PAGES = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
@@ -150,5 +150,5 @@ def trainer_command(
     copies: tuple[str, ...] = ()
     if recipe.checkpoint.local:
         copies = (f"{recipe.checkpoint.local.rstrip('/')}/primeslurm-${{run_id}}-n${{node}}-checkpoint-${{key}}",)
-        env[checkpoints.LOCAL] = copies[0]
+        env[LOCAL_CHECKPOINTS] = copies[0]
     return Command(argv=argv, env=env, ports=(RENDEZVOUS_PORT,) if rank == 0 else (), scratch=copies)

@@ -22,10 +22,7 @@ from primeslurm.recipe.sections.inference import EngineParallel, Inference
 from primeslurm.recipe.sections.kv_offload import MooncakeOffload
 from primeslurm.recipe.sections.teacher import TeacherEngines
 from primeslurm.recipe.sections.trainer import Model
-
-ENGINE_READY = "/primeslurm/status"
-"""Answers 200 as soon as an engine's HTTP server is up, current or not: `/health` waits for the current policy.
-Only engines that are trained for have it."""
+from primeslurm.wire.names import STATUS_PATH
 
 
 @dataclass(frozen=True)
@@ -126,7 +123,7 @@ def _place_group(recipe: Recipe, site: Site, replica: int, group: _Group, names:
             unit=f"{role}-r{replica}-g{(start + number) // dp}" if dp > 1 else None,
             health=Health(
                 port="http",
-                path=ENGINE_READY if recipe.samples else "/health",
+                path=STATUS_PATH if recipe.samples else "/health",
                 start_timeout_s=recipe.inference.start_timeout_s or START_S,
                 hang_timeout_s=recipe.inference.hang_timeout_s,
             ),

@@ -44,6 +44,7 @@ from primeslurm.trainer.loops.phase_timer import PhaseTimer
 from primeslurm.trainer.loops.step import Learner
 from primeslurm.wire import checkpoints, manifest
 from primeslurm.wire.link import LinkError, TrainerLink
+from primeslurm.wire.names import LOCAL_CHECKPOINTS
 
 log = logging.getLogger(__name__)
 _MOMENTS = (".exp_avg", ".exp_avg_sq", ".momentum_buffer")
@@ -101,7 +102,7 @@ class Checkpoints:
         self._asynchronous = config.asynchronous if pinned else bool(config.asynchronous)
         """None until host memory has been looked at."""
         self._copies: LocalCopies | None = None
-        if config.local and (directory := os.environ.get(checkpoints.LOCAL)):
+        if config.local and (directory := os.environ.get(LOCAL_CHECKPOINTS)):
             self._copies = LocalCopies(Path(directory), world, _BACKSTOP)
 
     def after(self, step: int, learner: Learner, timer: PhaseTimer) -> None:

@@ -47,7 +47,7 @@ class LocalCopies:
     """This rank's copies, and those that it keeps for a rank of another node. All ranks call each method together.
 
     Args:
-        directory: of this node, the same for all of its ranks (`checkpoints.LOCAL`).
+        directory: of this node, the same for all of its ranks (`LOCAL_CHECKPOINTS`).
         world: the ranks.
         timeout: of a piece of a file that another rank sends.
     """

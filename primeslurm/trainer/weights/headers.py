@@ -5,14 +5,16 @@ The format: eight bytes that say how long the header is, the header in JSON, the
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import struct
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
+import msgspec
 import torch
+
+from primeslurm.wire.decoding import DamagedError, Size, json_value
 
 _LENGTH = 8
 _LONGEST_HEADER = 100_000_000
@@ -55,6 +57,15 @@ class TensorLocation(NamedTuple):
         return math.prod(self.shape) * self.torch_dtype.itemsize
 
 
+class _Entry(msgspec.Struct, frozen=True):
+    """A tensor in a header."""
+
+    dtype: str
+    shape: tuple[Size, ...]
+    data_offsets: tuple[Size, Size]
+    """Bytes from the end of the header."""
+
+
 def read_header(path: Path) -> dict[str, TensorLocation]:
     """Find the tensors of a file by its header.
 
@@ -67,15 +78,23 @@ def read_header(path: Path) -> dict[str, TensorLocation]:
         length = struct.unpack("<Q", beginning)[0] if len(beginning) == _LENGTH else size
         if length > min(size - _LENGTH, _LONGEST_HEADER):
             raise ValueError(f"{path}: no safetensors file, or cut short")
-        entries: dict[str, Any] = json.loads(file.read(length))
+        header = file.read(length)
     start = _LENGTH + length
-    entries.pop("__metadata__", None)
-    end = start + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+    entries = _entries(path, header)
+    end = start + max((entry.data_offsets[1] for entry in entries.values()), default=0)
     if size < end:
         raise ValueError(f"{path}: cut short, {size} bytes of {end}")
-    if unknown := sorted({entry["dtype"] for entry in entries.values()} - set(_DTYPES)):
+    if unknown := sorted({entry.dtype for entry in entries.values()} - set(_DTYPES)):
         raise ValueError(f"{path}: tensors of dtype {', '.join(unknown)} are not read")
     return {
-        name: TensorLocation(path.name, start + entry["data_offsets"][0], tuple(entry["shape"]), entry["dtype"])
+        name: TensorLocation(path.name, start + entry.data_offsets[0], entry.shape, entry.dtype)
         for name, entry in entries.items()
     }
+
+
+def _entries(path: Path, header: bytes) -> dict[str, _Entry]:
+    try:
+        found = json_value(header, dict[str, msgspec.Raw])
+        return {name: json_value(bytes(raw), _Entry) for name, raw in found.items() if name != "__metadata__"}
+    except DamagedError as error:
+        raise ValueError(f"{path}: its header cannot be read: {error}") from error

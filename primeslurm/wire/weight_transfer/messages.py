@@ -62,7 +62,7 @@ UpdateInfo = PolicyDirectory | SessionPlace
 
 
 class EngineStatus(msgspec.Struct, frozen=True):
-    """What the gate in front of an engine reports (GET /primeslurm/status)."""
+    """What the gate in front of an engine reports (GET STATUS_PATH)."""
 
     version: Count | None
     """Policy version it serves; None if none is confirmed, or during an update."""

@@ -36,6 +36,7 @@ from primeslurm.trainer.checkpoints.checkpoint import Checkpoints
 from primeslurm.trainer.distributed.world import World
 from primeslurm.trainer.loops.phase_timer import PhaseTimer
 from primeslurm.wire import checkpoints
+from primeslurm.wire.names import LOCAL_CHECKPOINTS
 
 RANKS, KEEP, STEPS = 3, 2, 5
 ROWS, WIDTH = 3 * 1024, 64
@@ -173,7 +174,7 @@ def attempt(number: int, run: Path, newest: int, choose: random.Random) -> tuple
             code = 1
             try:
                 os.close(reading)
-                os.environ[checkpoints.LOCAL] = str(nodes / str(rank))
+                os.environ[LOCAL_CHECKPOINTS] = str(nodes / str(rank))
                 if rank == victim:
                     die_at_byte(byte, told) if at_byte else die_at_file(file, run, told)
                 rank_main(rank, directory / "store", run, newest, told, config)

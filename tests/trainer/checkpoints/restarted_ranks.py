@@ -19,7 +19,7 @@ import torch
 
 from primeslurm.recipe.sections.trainer import Checkpoint
 from primeslurm.trainer.checkpoints import checkpoint, shards
-from primeslurm.wire import checkpoints
+from primeslurm.wire.names import LOCAL_CHECKPOINTS
 from tests.trainer.checkpoints.killed_ranks import RANKS, join
 
 
@@ -34,7 +34,7 @@ def rank_main(rank: int, root: Path, number: int, told: int) -> None:
             readers.append(self)
 
     checkpoint.ShardReader = Kept  # type: ignore[misc]
-    os.environ[checkpoints.LOCAL] = str(root / "nodes" / str(rank))
+    os.environ[LOCAL_CHECKPOINTS] = str(root / "nodes" / str(rank))
     config = Checkpoint(interval=1, asynchronous=bool(number % 2), local=str(root))
     model, learner, saver, timer = join(rank, root / f"store-{number}", root / "run", config)
     resumed = saver.restore(learner)

@@ -124,6 +124,11 @@ def _no_header(path: Path) -> None:
     (path / "model.safetensors").write_bytes(b"no header at all")
 
 
+def _no_offsets(path: Path) -> None:
+    header = b'{"a": {"dtype": "F32", "shape": [4]}}'
+    (path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+
+
 def _missing(path: Path) -> None:
     (path / INDEX).write_text(json.dumps({"weight_map": {"a": "other.safetensors"}}))
 
@@ -133,6 +138,7 @@ def _missing(path: Path) -> None:
     [
         (_cut, ValueError, "model.safetensors: cut short, 79 bytes of 80"),
         (_no_header, ValueError, "model.safetensors: no safetensors file, or cut short"),
+        (_no_offsets, ValueError, "model.safetensors: its header cannot be read: .*data_offsets"),
         (_missing, FileNotFoundError, "other.safetensors"),
     ],
 )

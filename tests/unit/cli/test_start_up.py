@@ -56,7 +56,10 @@ def test_help_imports_no_verb_and_nothing_that_only_verbs_need(place: Path) -> N
             ("check", "r.yaml"),
             {"jinja2", "primeslurm.slurm.render", "primeslurm.run.status.run_status", "primeslurm.node"},
         ),
-        (("render", "r.yaml"), {"primeslurm.run.status.run_status", "primeslurm.node"}),
+        (
+            ("render", "r.yaml"),
+            {"msgspec", "primeslurm.plan.checks.environments", "primeslurm.run.status.run_status", "primeslurm.node"},
+        ),
         (
             ("plan", "r.yaml"),
             {"jinja2", "primeslurm.slurm.render", "primeslurm.run.status.run_status", "primeslurm.node"},

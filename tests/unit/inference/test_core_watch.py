@@ -14,9 +14,10 @@ import pytest
 
 from primeslurm.inference.admission import App
 from primeslurm.inference.core_gate import CoreGate
-from primeslurm.inference.core_watch import LATE_S, QUESTION, SILENT_S
+from primeslurm.inference.core_watch import QUESTION, SILENT_S
 from primeslurm.inference.gate import VersionGate
 from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, EngineSilentError
+from primeslurm.silence import LATE_S
 from primeslurm.wire import secret
 
 

@@ -10,13 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from primeslurm.node.agent.health_probe import HealthProbe
-from primeslurm.node.agent.silence import LATE_S, Silence
 from primeslurm.node.agent.vitals import Vitals
 from primeslurm.node.head.hangs import standstill
 from primeslurm.node.host.process_condition import Condition
 from primeslurm.plan.model import Beats, Process
 from primeslurm.records.beats import BeatPage, Pulse
 from primeslurm.records.fleet import BeatReport
+from primeslurm.silence import LATE_S, Silence
 
 TICK_S = 0.25
 LIMIT_S = 30.0

@@ -9,8 +9,9 @@ from pathlib import Path
 import httpx
 
 from primeslurm.orchestrator.dispatch.concurrency import Concurrency
-from primeslurm.orchestrator.telemetry.scrape import COUNTERS, GAUGES, SILENT_S, Sample, scrape
+from primeslurm.orchestrator.telemetry.scrape import COUNTERS, GAUGES, Sample, scrape
 from primeslurm.orchestrator.telemetry.watch import Watch
+from primeslurm.orchestrator.weight_transfer.polls import SILENT_S
 from primeslurm.recipe import Recipe
 from primeslurm.records.journal import Journal
 from tests.support.recipes import recipe_data

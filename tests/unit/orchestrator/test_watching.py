@@ -22,7 +22,7 @@ from primeslurm.orchestrator.rollouts.job_protocol import (
     ToWorker,
     give_notice,
 )
-from primeslurm.orchestrator.rollouts.worker_pool import SILENT_S, UNSEEN_S, WorkerPool
+from primeslurm.orchestrator.rollouts.worker_pool import GIVEN_UP_S, UNSEEN_S, WorkerPool
 from primeslurm.orchestrator.telemetry.batch_metrics import batch_metrics
 from primeslurm.orchestrator.telemetry.watch import StallError, Watch
 from primeslurm.recipe import Recipe
@@ -230,7 +230,7 @@ async def test_a_dead_workers_jobs_are_lost(peers: Peers, end: str) -> None:
     if end == "restart":
         await peers.tell(peers.connect(), Status("e", 0, "y", []))
     else:
-        for _ in range(int(SILENT_S) + 1):
+        for _ in range(int(GIVEN_UP_S) + 1):
             assert peers.lost == []
             peers.clock.now += 1.0
             peers.workers.expire()

@@ -17,7 +17,7 @@ import zmq.asyncio
 from primeslurm.orchestrator.dispatch.dispatcher import Dispatcher
 from primeslurm.orchestrator.dispatch.limits import DispatchLimits
 from primeslurm.orchestrator.rollouts.job_protocol import Cancel, Claims, Describe, Job, Result, Status, ToWorker
-from primeslurm.orchestrator.rollouts.worker_pool import QUIET_S, SILENT_S, TAKEN_BACK_S, UNSEEN_S, WorkerPool
+from primeslurm.orchestrator.rollouts.worker_pool import GIVEN_UP_S, QUIET_S, TAKEN_BACK_S, UNSEEN_S, WorkerPool
 from primeslurm.wire import secret
 from primeslurm.wire.rollouts import Rollout
 
@@ -175,10 +175,10 @@ async def test_nobody_is_given_up_for_what_held_the_orchestrator_up(pool: Pool) 
     await pool.hear(0)
     await pool.pool.send(job("a"))
     pool.wait(2)
-    pool.clock.now += 10 * SILENT_S
+    pool.clock.now += 10 * GIVEN_UP_S
     pool.pool.expire()
     assert pool.lost == [] and pool.pool.available == {"e"}
-    pool.wait(SILENT_S)
+    pool.wait(GIVEN_UP_S)
     assert pool.lost == ["a"]
 
 
@@ -221,7 +221,7 @@ async def test_the_only_worker_of_an_environment_keeps_its_jobs_for_longer(pool:
     await pool.hear(0)
     await pool.hear(1, label="other")
     await pool.pool.send(job("a"))
-    for _ in range(int(SILENT_S)):
+    for _ in range(int(GIVEN_UP_S)):
         pool.wait(1)
         await pool.hear(1, label="other")
     assert pool.lost == []

@@ -17,7 +17,7 @@ from primeslurm.plan.checks.review import advise
 from primeslurm.plan.model import Plan
 from primeslurm.plan.planner import derive
 from primeslurm.recipe import Recipe
-from primeslurm.wire import checkpoints
+from primeslurm.wire.names import LOCAL_CHECKPOINTS
 from tests.support.recipes import recipe_data, site
 
 RUN = Path("/shared/runs/test-run")
@@ -276,9 +276,9 @@ def test_copies_of_checkpoints_are_in_a_directory_of_each_train_node() -> None:
     plan = plan_for(checkpoint={"local": "/scratch/x/"}, deployment={"train": {"nodes": 2}})
     own = "/scratch/x/primeslurm-${run_id}-n${node}-checkpoint-${key}"
     ranks = [process for process in plan.processes() if process.role == "trainer"]
-    assert {(rank.env[checkpoints.LOCAL], rank.scratch) for rank in ranks} == {(own, (own,))}
+    assert {(rank.env[LOCAL_CHECKPOINTS], rank.scratch) for rank in ranks} == {(own, (own,))}
     assert all(not process.scratch for process in plan.processes() if process.role != "trainer")
-    assert all(checkpoints.LOCAL not in process.env for process in plan_for().processes())
+    assert all(LOCAL_CHECKPOINTS not in process.env for process in plan_for().processes())
 
 
 def test_copies_of_checkpoints_that_nobody_would_read_are_told_of() -> None:

@@ -8,10 +8,10 @@ from typing import Any, ClassVar
 import torch
 from torch.distributed.tensor import DTensor, Replicate
 
+from primeslurm.trainer.models.adapters.table import ROUTED_EXPERTS
 from primeslurm.trainer.models.layers.vision import SeeingAdapter
 
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
-_OURS = "layers.{}.moe.routed_experts.inner_experts."
 
 
 class StackedAdapter(SeeingAdapter):
@@ -41,7 +41,7 @@ class StackedAdapter(SeeingAdapter):
         theirs = {name: tensor for name, tensor in hf_state_dict.items() if ".mlp.experts." in name}
         converted = super().from_hf({name: tensor for name, tensor in hf_state_dict.items() if name not in theirs})
         for name, tensor in theirs.items():
-            ours = _OURS.format(name.removeprefix(self.experts.partition("{}")[0]).split(".")[0])
+            ours = ROUTED_EXPERTS.format(name.removeprefix(self.experts.partition("{}")[0]).split(".")[0])
             if name.endswith(DOWN):
                 converted[ours + "w2_EDF"] = _locally(self._turned, tensor)
             else:

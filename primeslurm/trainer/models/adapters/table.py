@@ -17,7 +17,7 @@ _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 _LAYER = "model.layers.{}."
 _ATTENTION = {"q_proj": "qkv_linear.wq", "k_proj": "qkv_linear.wk", "v_proj": "qkv_linear.wv", "o_proj": "wo"}
 _FFN = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-_EXPERTS = "layers.{}.moe.routed_experts.inner_experts."
+ROUTED_EXPERTS = "layers.{}.moe.routed_experts.inner_experts."
 
 DECODER: dict[str, str] = {
     "model.embed_tokens.weight": "tok_embeddings.weight",
@@ -39,9 +39,9 @@ DECODER: dict[str, str] = {
 MOE: dict[str, str] = {
     _LAYER + "mlp.gate.weight": "layers.{}.moe.router.gate.weight",
     _LAYER + "mlp.gate.e_score_correction_bias": "layers.{}.moe.expert_bias_E",
-    _LAYER + "mlp.experts.{}.gate_proj.weight": _EXPERTS + "w1_EFD",
-    _LAYER + "mlp.experts.{}.up_proj.weight": _EXPERTS + "w3_EFD",
-    _LAYER + "mlp.experts.{}.down_proj.weight": _EXPERTS + "w2_EDF",
+    _LAYER + "mlp.experts.{}.gate_proj.weight": ROUTED_EXPERTS + "w1_EFD",
+    _LAYER + "mlp.experts.{}.up_proj.weight": ROUTED_EXPERTS + "w3_EFD",
+    _LAYER + "mlp.experts.{}.down_proj.weight": ROUTED_EXPERTS + "w2_EDF",
     **{
         f"{_LAYER}mlp.shared_experts.{hf}.weight": f"layers.{{}}.moe.shared_experts.{ours}.weight"
         for hf, ours in _FFN.items()

@@ -6,6 +6,11 @@ LATE_S = 2.0
 """Two looks further apart than this count as so far apart: whoever looks was held up, and mostly not alone."""
 
 
+def held_up_s(last: float, now: float) -> float:
+    """Tell for how many seconds whoever had its last turn at `last` was held up: nobody was silent for that."""
+    return max(0.0, now - last - LATE_S)
+
+
 class Silence:
     """Counts the seconds since a process was last heard of, one look after the other.
 
