@@ -29,6 +29,10 @@ def test_both_steps_are_timed(world: World) -> None:
     found = measure(arguments([*options, "--against", "torchtitan"]), world)
     assert found["tokens_per_step"] == 128 and found["speed_ratio"] > 0
     assert found["ours"]["tokens_per_s"] > 0 and found["torchtitan"]["tokens_per_s"] > 0
+    alone = measure(arguments([*options, "--instead", "torchtitan"]), world)
+    same = ("parameters", "flops_per_token", "tokens_per_step")
+    assert [alone[name] for name in same] == [found[name] for name in same]
+    assert "ours" not in alone and alone["torchtitan"]["tokens_per_s"] > 0
 
 
 def test_what_torchtitan_lacks_is_refused(world: World) -> None:
@@ -40,13 +44,13 @@ def test_products_with_weights_are_as_many_as_torch_counts(world: World, tmp_pat
     config = Qwen3Config(**SHAPES["qwen3_4b"].settings | SMALL | {"intermediate_size": 128})
     recipe = make_recipe(arguments(["--seq", "64", "--checkpointing", "none"]), on_cpu=True)
     first: dict[str, float] = {}
-    step, policy = ours(recipe, config, 1, world, tmp_path, first, {})
+    step, model = ours(recipe, config, 1, world, tmp_path, first, {})
     with FlopCounterMode(display=False) as counter:
         step()
     assert first["grad_norm"] > 0
     counted = counter.get_flop_counts()["Global"][torch.ops.aten.mm]
     head_of_last_token = 6 * 256 * 64  # it predicts nothing
-    assert matrix_flops(policy.model, config) * 64 == counted + head_of_last_token
+    assert matrix_flops(model, config) * 64 == counted + head_of_last_token
 
 
 @pytest.mark.parametrize("length", [8, 40])
