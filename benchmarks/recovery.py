@@ -190,7 +190,7 @@ def arguments(words: list[str]) -> argparse.Namespace:
     parser.add_argument("out", type=Path)
     parser.add_argument("trainer_gpus", type=int)
     parser.add_argument("--model", type=Path, help="its directory; default: that of rl_on_gpus, made on the spot")
-    parser.add_argument("--patience-s", type=float, default=180.0, help="for each state that is waited for")
+    parser.add_argument("--patience-s", type=float, default=140.0, help="for each state that is waited for")
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="of the recipe")
     return parser.parse_args(words)
 
