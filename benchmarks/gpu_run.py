@@ -150,7 +150,7 @@ def of_rl(steps: Sequence[Row], directory: RunDirectory) -> dict[str, Any]:
         "tokens_per_s": {
             kind: round(statistics.median(row[name] for row in steps if name in row), 1) for kind, name in names.items()
         },
-        "idle": idle(steps),
+        "idle": idle(steps[1:]),  # the first waits for engines to start
     }
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import random
 import re
 import shutil
@@ -33,7 +32,7 @@ from typing import Any
 import httpx
 
 from benchmarks.support.machine import machine, versions
-from benchmarks.support.servers import Server, start_process
+from benchmarks.support.servers import Server, start_engine
 from primeslurm.orchestrator.rollouts.generate_endpoint import GenerateEndpoint, NoAnswerError
 from primeslurm.orchestrator.telemetry import scrape
 from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, EngineDownError, PolicyVersion
@@ -127,13 +126,6 @@ def recipe(model: Path, dtype: str, longest: int, kv_bytes: int, host_bytes: int
         "environments": [{"id": "reverse-text"}],
     }
     return Recipe.model_validate({"name": "kv-offload", "max_steps": 1, "inference": inference, **sections})
-
-
-def start_engine(asked: Recipe, device: Device, log: Path) -> Server:
-    """Start the engine, as a run would."""
-    command = Engines(asked, device, "engine", sys.executable).command(ALONE)
-    env = {**command.env, "PYTHONPATH": os.environ.get("PYTHONPATH", str(Path.cwd()))}
-    return start_process(command._replace(argv=(*command.argv, "--skip-tokenizer-init"), env=env), {}, log)
 
 
 async def counters(server: Server) -> dict[str, float]:
@@ -245,7 +237,7 @@ def measure(asked: Recipe, device: Device, load: Load, vocabulary: int, cell_s: 
     """Start an engine, have it serve the load, and end it; what was found, and what kept it from finding more."""
     begun = time.monotonic()
     log.unlink(missing_ok=True)
-    server = start_engine(asked, device, log)
+    server = start_engine(Engines(asked, device, "engine", sys.executable).command(ALONE), log)
     found: dict[str, Any] = {}
     rows: list[dict[str, Any]] = []
     try:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import signal
 import statistics
 import sys
@@ -28,7 +27,7 @@ import torch
 from benchmarks.support import ranks
 from benchmarks.support.machine import machine, versions
 from benchmarks.support.ports import free_port
-from benchmarks.support.servers import Server, start_process
+from benchmarks.support.servers import Server, start_engine
 from benchmarks.training_models import SHAPES
 from primeslurm.orchestrator.rollouts.generate_endpoint import Completion, GenerateEndpoint
 from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, PolicyVersion
@@ -76,14 +75,13 @@ def recipe(model: Path, options: argparse.Namespace, dtype: str) -> Recipe:
     return Recipe.model_validate({"name": "policy-update", "max_steps": 1, "inference": inference, **sections})
 
 
-def start_engine(asked: Recipe, device: Device, gpu: int, log: Path) -> Server:
-    """Start an engine, on this GPU if there are any."""
-    command = Engines(asked, device, "engine", sys.executable).command(ALONE)
+def start_engines(asked: Recipe, device: Device, options: argparse.Namespace, first_gpu: int) -> list[Server]:
+    """Start the engines, each on a GPU of its own if there are any, from this one on."""
     unset = [word for name in _OF_RANKS for word in ("-u", name)]
-    env = {**command.env, "CUDA_VISIBLE_DEVICES": str(gpu)}
-    env["PYTHONPATH"] = os.environ.get("PYTHONPATH", str(Path.cwd()))
-    argv = ("env", *unset, *command.argv, "--skip-tokenizer-init")
-    return start_process(command._replace(argv=argv, env=env), {}, log)
+    command = Engines(asked, device, "engine", sys.executable).command(ALONE)
+    command = command._replace(argv=("env", *unset, *command.argv))
+    logs = [options.out.with_suffix(f".engine-{number}.log") for number in range(options.engines)]
+    return [start_engine(command, log, first_gpu + number) for number, log in enumerate(logs)]
 
 
 async def sampled(servers: Sequence[Server]) -> list[Completion]:
@@ -214,7 +212,8 @@ def send_and_compare(
 def measure(options: argparse.Namespace, world: World) -> dict[str, Any]:
     """What the ranks find together; rank 0 starts the engines."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {SIGNAL})  # or engines would start with it blocked
-    shape, servers = SHAPES[options.shape], []
+    shape = SHAPES[options.shape]
+    servers: list[Server] = []
     config = shape.build(options.layers, None, None)
     config.architectures = [shape.config.__name__.replace("Config", "ForCausalLM")]
     device: Device = "cpu" if compat.ON_CPU else "cuda"
@@ -224,9 +223,7 @@ def measure(options: argparse.Namespace, world: World) -> dict[str, Any]:
         try:
             if world.is_main:
                 config.save_pretrained(model)
-                for number in range(options.engines):
-                    log = options.out.with_suffix(f".engine-{number}.log")
-                    servers.append(start_engine(asked, device, world.size + number, log))
+                servers += start_engines(asked, device, options, world.size)
             world.barrier()
             torch.manual_seed(0)
             policy = build.assemble(config, model, asked, world)
@@ -238,7 +235,7 @@ def measure(options: argparse.Namespace, world: World) -> dict[str, Any]:
                 server.stop()
     parameters = sum(parameter.numel() for parameter in policy.model.parameters())
     found: dict[str, Any] = {
-        "machine": f"{machine()}: {world.size} trainer ranks, {options.engines} engines",
+        "machine": f"{machine()}; trainer ranks: {world.size}, engines: {options.engines}",
         "versions": versions("torch", "vllm"),
         "parameters": parameters,
         "gigabytes": round(parameters * (1 if options.fp8 else policy.dtype.itemsize) / 1e9, 2),

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import os
 import random
 import statistics
 import sys
@@ -29,7 +28,7 @@ from typing import Any
 
 from benchmarks.support.machine import machine, versions
 from benchmarks.support.ports import HOST, free_port
-from benchmarks.support.servers import Server, start_process
+from benchmarks.support.servers import Server, start_engine
 from primeslurm.orchestrator.rollouts.generate_endpoint import GenerateEndpoint, NoAnswerError
 from primeslurm.orchestrator.weight_transfer.engine_client import EngineClient, EngineDownError, PolicyVersion
 from primeslurm.plan.commands.command import Device
@@ -84,13 +83,11 @@ def start_group(asked: Recipe, device: Device, size: int, stem: Path) -> list[Se
     engines, port, servers = Engines(asked, device, "engine", sys.executable), free_port(), []
     for rank in range(size):
         command = engines.command(DataParallel(size, rank, "rank-0") if size > 1 else ALONE)
-        env = {**command.env, "CUDA_VISIBLE_DEVICES": str(rank)}
-        env["PYTHONPATH"] = os.environ.get("PYTHONPATH", str(Path.cwd()))
-        command = command._replace(argv=(*command.argv, "--skip-tokenizer-init"), env=env)
         elsewhere = {"host:rank-0": HOST, "port:rank-0:dp_rpc": str(port)}
         log = stem.with_suffix(f"{stem.suffix}.{rank}.log")
         log.unlink(missing_ok=True)
-        servers.append(start_process(command, elsewhere, log, {"dp_rpc": port} if rank == 0 and size > 1 else {}))
+        ports = {"dp_rpc": port} if rank == 0 and size > 1 else {}
+        servers.append(start_engine(command, log, rank, elsewhere, ports))
     return servers
 
 
