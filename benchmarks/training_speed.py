@@ -316,7 +316,8 @@ def measure(options: argparse.Namespace, world: Any) -> dict[str, Any]:
         made = {name: warmed_up(make, world) for name, make in makers.items()}
         steps, peaks = {name: each[0] for name, each in made.items()}, {name: each[2] for name, each in made.items()}
         model = next(iter(made.values()))[1]
-        assert {_count(each[1]) for each in made.values()} == {_count(model)}, "both train the same shape"
+        sizes = {(_count(each), matrix_flops(each, config)) for _, each, _ in made.values()}
+        assert len(sizes) == 1, "both train the same shape, and count the same operations"
         times = take_turns(steps, options.steps, world)
         if options.profile:
             profile(steps, options.profile, world)

@@ -29,10 +29,6 @@ def test_both_steps_are_timed(world: World) -> None:
     found = measure(arguments([*options, "--against", "torchtitan"]), world)
     assert found["tokens_per_step"] == 128 and found["speed_ratio"] > 0
     assert found["ours"]["tokens_per_s"] > 0 and found["torchtitan"]["tokens_per_s"] > 0
-    alone = measure(arguments([*options, "--instead", "torchtitan"]), world)
-    same = ("parameters", "flops_per_token", "tokens_per_step")
-    assert [alone[name] for name in same] == [found[name] for name in same]
-    assert "ours" not in alone and alone["torchtitan"]["tokens_per_s"] > 0
 
 
 def test_what_torchtitan_lacks_is_refused(world: World) -> None:
